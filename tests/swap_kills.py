@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from jetdraft.learning.weight_sets import WeightSets
-from jetdraft.train.use.publication import judged_weights, publish
+from jetdraft.train.use.learning import judged_weights, publish
 from tests.kills import die
 
 OLD, NEW, LATER = 1.0, 2.0, 3.0

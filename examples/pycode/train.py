@@ -18,8 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from jetdraft.train.taught.muon import Muon
-from jetdraft.train.taught.precision import precision
+from jetdraft.train.machine import Muon, precision
 
 HERE = Path(__file__).parent
 ROWS = 8

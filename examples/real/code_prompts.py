@@ -4,7 +4,7 @@
 
 writes lines of `messages` that ask for a whole function, given its signature and its
 docstring, as a test of HumanEval does. The target writes the answers while `jetdraft
-train drafter` trains.
+train draft` trains.
 """
 
 from __future__ import annotations

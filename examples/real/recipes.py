@@ -16,7 +16,7 @@ the steps that a GPU has time for, in runs/sql-gpu. Run nothing beside `--measur
   checkpoint, on a task of examples/tasks
 - chat: a drafter of at most 15 M parameters, on the texts of chat_texts.py
 - code: a drafter for a model of code, on the functions of Python's library
-- pycode: `train drafter` and pycode/train.py, twenty minutes each
+- pycode: `train draft` and pycode/train.py, twenty minutes each
 - distil: distilling and the text alone, for the example target on a task
 """
 
@@ -172,7 +172,7 @@ def _task_trainings(inputs: Inputs, train: Path, lesson: Lesson) -> list[Stage]:
     teacher = [] if inputs.gpu else cache  # a GPU computes labels faster
     return [
         run(
-            *("streams", "train", "streams", inputs.target, *texts, "--mode", "shared"),
+            *("streams", "train", "stream", inputs.target, *texts, "--mode", "shared"),
             *("--gamma", "4", "--layers", "6", "--lora-rank", "16"),
             *("--batch-size", "8", "--steps", f"{lesson.streams}"),
             *("--learning-rate", "2e-3"),
@@ -184,14 +184,14 @@ def _task_trainings(inputs: Inputs, train: Path, lesson: Lesson) -> list[Stage]:
             *("--seed", str(inputs.seed)),
         ),
         run(
-            *("drafter", "train", "drafter", work / "tuned", *texts, *many),
+            *("drafter", "train", "draft", work / "tuned", *texts, *many),
             *teacher,
             *("--layers", "1", "--hidden-size", "256", "--draft-vocab", "4096"),
             *("--steps", f"{lesson.drafter}", "--learning-rate", "4e-3"),
             *(["--half"] if inputs.gpu else []),
         ),
         run(
-            *("head", "train", "head", work / "tuned", *texts, *many),
+            *("head", "train", "eagle", work / "tuned", *texts, *many),
             *("--draft-vocab", "4096", "--unrolled", "4", "--half"),
             *("--steps", f"{lesson.head}", "--learning-rate", "1e-3"),
         ),
@@ -217,7 +217,7 @@ def chat(inputs: Inputs) -> list[Stage]:
 def _chat_on_cpu(inputs: Inputs, shape: list[str]) -> list[Stage]:
     return [
         inputs.jetdraft(
-            *("drafter", "train", "drafter", inputs.target, *shape),
+            *("drafter", "train", "draft", inputs.target, *shape),
             *("--data", inputs.data / "train.jsonl", "--sequence-length", "320"),
             *("--cache", inputs.work / "labels", "--cache-tokens", "32"),
             *("--batch-size", "8", "--steps", "1500", "--learning-rate", "4e-3"),
@@ -234,11 +234,11 @@ def _chat_on_gpu(inputs: Inputs, shape: list[str]) -> list[Stage]:
     texts = ["--data", inputs.data / "train.jsonl", "--sequence-length", "320"]
     texts += ["--validation-share", "0.005", "--validate-every", "200", "--half"]
     first = inputs.jetdraft(
-        *("first", "train", "drafter", inputs.target, *texts, *shape),
+        *("first", "train", "draft", inputs.target, *texts, *shape),
         *("--batch-size", "64", "--steps", "1200", "--learning-rate", "4e-3"),
     )
     last = replace(inputs, seed=inputs.seed + 1).jetdraft(
-        *("drafter", "train", "drafter", inputs.target, *texts),
+        *("drafter", "train", "draft", inputs.target, *texts),
         *("--from", inputs.work / "first"),
         *("--batch-size", "64", "--steps", "900", "--learning-rate", "3e-3"),
     )
@@ -256,7 +256,7 @@ def code(inputs: Inputs) -> list[Stage]:
             *("prompts.jsonl", "examples/real/code_prompts.py", "--count", "1536")
         ),
         inputs.jetdraft(
-            *("drafter", "train", "drafter", inputs.target, "--data", prompts),
+            *("drafter", "train", "draft", inputs.target, "--data", prompts),
             *("--layers", "2", "--hidden-size", "384", "--draft-vocab", "16384"),
             *("--sequence-length", "512", "--batch-size", "16", "--steps", "1200"),
             *("--learning-rate", "4e-3", "--half"),
@@ -268,7 +268,7 @@ def code(inputs: Inputs) -> list[Stage]:
 
 
 def pycode(inputs: Inputs) -> list[Stage]:
-    """Twenty minutes of the example's own recipe, and of `train drafter`."""
+    """Twenty minutes of the example's own recipe, and of `train draft`."""
     work, target = inputs.work, PYCODE / "target"
     own = [sys.executable, PYCODE / "train.py", "--target", target]
     own += ["--minutes-drafter", "20", "--threads", "1", "--seed", str(inputs.seed)]
@@ -289,9 +289,9 @@ def pycode(inputs: Inputs) -> list[Stage]:
     return [
         Stage(work / "own/drafter", own),
         Stage(work / "texts.jsonl", texts),
-        inputs.jetdraft("first", "train", "drafter", target, *first),
+        inputs.jetdraft("first", "train", "draft", target, *first),
         inputs.jetdraft(
-            *("drafter", "train", "drafter", target, "--from", work / "first", *last),
+            *("drafter", "train", "draft", target, "--from", work / "first", *last),
             *("--learning-rate", "2e-3"),
         ),
         inputs.bundle("own-bundle", target, "--drafter", work / "own/drafter"),
@@ -318,7 +318,7 @@ def distil(inputs: Inputs) -> list[Stage]:
     for loss in ("forward-kl", "text"):
         stages += [
             inputs.jetdraft(
-                *(loss, "train", "drafter", target, "--data", train),
+                *(loss, "train", "draft", target, "--data", train),
                 *("--layers", "2", "--hidden-size", "192", "--loss", loss),
                 *("--batch-size", "16", "--sequence-length", "160"),
                 *("--steps", "400", "--learning-rate", "4e-3", "--half"),

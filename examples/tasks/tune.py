@@ -30,8 +30,7 @@ from transformers import (
 
 from jetdraft.staging import writing
 from jetdraft.train.data import IGNORED, Corpus
-from jetdraft.train.processes import this_process
-from jetdraft.train.taught.precision import precision
+from jetdraft.train.machine import precision, this_process
 
 LossOf = Callable[[Any, int], Tensor]
 """Maps a model and the number of a step to the loss of a batch."""

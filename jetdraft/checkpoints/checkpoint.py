@@ -177,7 +177,7 @@ class Checkpoint:
         if self.packed is not None and self.streams.mode == SHARED:
             raise CheckpointError(
                 f"{self.source} is quantized already, so LoRA cannot be added to its "
-                "weights; train streams of mode lossless"
+                "weights; train stream of mode lossless"
             )
         convert(self.model, torch.float32)  # LoRA may be added to the weights
         folder = checkpoint_folder(self.source)

@@ -4,7 +4,7 @@ Publishers pad embeddings and LM heads, so models with one tokenizer differ in r
 
 EAGLE-3's authors store a draft vocabulary as two tensors: `d2t` int64 [n] has the
 target's id less the row, and `t2d` bool [vocabulary] marks the ids. A drafter that
-`jetdraft train drafter` made for a part of the vocabulary has them beside its weights,
+`jetdraft train draft` made for a part of the vocabulary has them beside its weights,
 whose LM head is whole.
 """
 

@@ -29,13 +29,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.layers import decoder_layers, final_norm
+from jetdraft.checkpoints.lora import add_lora, merge_lora
 from jetdraft.checkpoints.probes import Probed, carried
-from jetdraft.errors import (
-    CheckpointError,
-    JetdraftError,
-    OptionError,
-    UnsupportedModelError,
-)
+from jetdraft.errors import CheckpointError, OptionError
 
 SETTINGS = "streams.json"
 UNFINISHED = ".unfinished"
@@ -217,32 +213,9 @@ def add_adapters(model: Any, settings: StreamSettings) -> None:
 
     It goes into all layers in the shared mode, into the top layers in the lossless one.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise JetdraftError(
-            f"streams need {error.name}; pip install 'jetdraft[cpu,train]'"
-        ) from error
     layers = decoder_layers(model)
-    layers_with_lora = (
-        layers[-settings.layers :] if settings.mode == LOSSLESS else layers
-    )
-    linear_ids = {
-        id(module)
-        for layer in layers_with_lora
-        for module in layer.modules()
-        if isinstance(module, nn.Linear)
-    }
-    names = [name for name, module in model.named_modules() if id(module) in linear_ids]
-    if not names:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no linear layers that LoRA could go into; "
-            "streams cannot be added"
-        )
-    config = LoraConfig(
-        r=settings.lora_rank, lora_alpha=settings.lora_rank, target_modules=names
-    )
-    inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+    chosen = layers[-settings.layers :] if settings.mode == LOSSLESS else layers
+    add_lora(model, chosen, settings.lora_rank, _ADAPTER)
 
 
 def _first_factors(model: Any) -> list[nn.Module]:
@@ -251,17 +224,6 @@ def _first_factors(model: Any) -> list[nn.Module]:
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     return [layer.lora_A[_ADAPTER] for layer in layers]
-
-
-def merge_adapters(model: Any, scale: float) -> None:
-    """Add `scale` times the LoRA to the weights, in place (R-Adapter, 2408.05749)."""
-    from peft.tuners.lora import LoraLayer
-
-    for name, module in list(model.named_modules()):
-        if isinstance(module, LoraLayer):
-            module.set_scale(_ADAPTER, scale)
-            module.merge()
-            model.set_submodule(name, module.get_base_layer())
 
 
 def load_streams(
@@ -286,7 +248,7 @@ def load_streams(
             "again"
         ) from error
     if settings.mode == SHARED:
-        merge_adapters(model, scale)
+        merge_lora(model, _ADAPTER, scale)
         file = (folder / WEIGHTS).read_bytes()
         streamed.tuned = f"{hashlib.sha256(file).hexdigest()} {scale}"
     return streamed.requires_grad_(False).eval()

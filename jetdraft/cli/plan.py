@@ -30,7 +30,7 @@ OTHER_BUDGETS = (20, 2000)
 """Tokens per weight that are compared with the advised number."""
 
 NOTES = {
-    PROBES: "for a target that jetdraft train streams has trained",
+    PROBES: "for a target that jetdraft train stream has trained",
     FREE: "for a text that repeats itself that often; it drafts nothing else",
 }
 """What the assumed acceptance means for a method, by the cost of its drafts."""

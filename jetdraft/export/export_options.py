@@ -32,7 +32,7 @@ class ExportOptions:
     the base, 0 to 1. `calibration` is a text file for everything that is measured;
     without it the target writes a text. A drafter chooses among the `draft_vocab`
     tokens that are most frequent there, or among all. With an `exit_layer` the target
-    can leave the layers from that number on out, for heads of `train exit`. With
+    can leave the layers from that number on out, for heads of `train sec`. With
     `select_kv` a graph of the target can read that many of the committed rows only.
 
         ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)

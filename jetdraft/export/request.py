@@ -56,7 +56,7 @@ class ExportRequest:
         Flag(
             "checkpoint",
             "Let the text leave the target after this many layers: for generate "
-            "--stop-and-exit, with a head that jetdraft train exit trained for them.",
+            "--stop-and-exit, with a head that jetdraft train sec trained for them.",
             names=("--exit-after",),
         ),
     ] = None

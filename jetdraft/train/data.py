@@ -65,9 +65,6 @@ class Corpus:
     the completion is learned, or `text`, or `messages` of a chat, of which the last is
     learned. A `prompt` alone, or `messages` that end with the user's, are enough where
     the target writes the completion. Any other file is text, which is cut into windows.
-
-        corpus = Corpus.read([Path("notes.txt")], tokenizer, end=0, length=256, ...)
-        corpus.batch(step=0, size=8)
     """
 
     def __init__(
@@ -120,7 +117,9 @@ class Corpus:
                 f"the data has {read} of the {least} tokens that a sequence needs; "
                 "give more text"
             )
-        digest = hashlib.sha256(b"".join(read_bytes(file) for file in files))
+        digest = hashlib.sha256()
+        for file in files:
+            digest.update(read_bytes(file))
         return cls(sequences, share, seed, digest.hexdigest())
 
     def batch(self, step: int, size: int, part: int = 0, parts: int = 1) -> Batch:

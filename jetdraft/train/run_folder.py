@@ -23,18 +23,18 @@ from jetdraft.files import check_place, replacing
 
 STATE = "training.pt"
 
+LINKED_BYTES = 1 << 20
+"""Files of the target from this size on, its weights, are linked and not copied."""
+
 
 class RunFolder:
     """A folder that one training writes, and from which it resumes after a stop.
 
-    It holds copies of the target's files, and beside them the trained weights. Each
-    file appears whole or not at all. A head's folder has no copies, and other names for
-    `weights` and `settings`; `serialize` gives the bytes of the weights. Raises
-    `OutputError` for any other folder, and for the folder of a training that has ended.
-
-        folder = RunFolder(Path("output"))
-        folder.copy_base(source, sha256)
-        folder.save(weights, description, state, finished=False)
+    A checkpoint's folder holds the target's files, and beside them the trained weights.
+    Each file appears whole or not at all. A head's folder has no file of the target,
+    and other names for `weights` and `settings`; `serialize` gives the bytes of the
+    weights. Raises `OutputError` for any other folder, and for the folder of a training
+    that has ended.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class RunFolder:
         """Whether a training has saved its weights."""
         return (self.path / self.settings).is_file()
 
-    def copy_base(self, source: Path, sha256: str) -> None:
-        """Copy the target's files into the folder, which appears whole.
+    def add_target(self, source: Path, sha256: str) -> None:
+        """Put the target's files into the folder, which appears whole.
 
         If the folder exists already, its weights must have the hash `sha256`.
         """
@@ -76,7 +76,7 @@ class RunFolder:
         with self._writing():
             partial = self.path.with_name(f".{self.path.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(source, partial)
+            shutil.copytree(source, partial, copy_function=_linked)
             mark = partial / UNFINISHED
             mark.write_text(self.learned, encoding="utf-8")
             partial.rename(self.path)
@@ -165,6 +165,21 @@ class RunFolder:
                 f"cannot write {self.path} ({error}); free some space or choose "
                 "another folder"
             ) from error
+
+
+def _linked(source: str, copy: str) -> str:
+    """Link a large file, which then takes no space again; copy any other file.
+
+    The file stays what the link names also if the target's folder is deleted.
+    """
+    real = os.path.realpath(source)
+    if os.path.getsize(real) >= LINKED_BYTES:
+        try:
+            os.link(real, copy)
+            return copy
+        except OSError:  # another file system, or one without links
+            pass
+    return shutil.copy2(real, copy)
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

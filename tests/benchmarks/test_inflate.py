@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import inflate
 import inflate_head
@@ -16,17 +15,17 @@ from torch import Tensor
 from jetdraft.checkpoints.checkpoint import load_probes, read_settings
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.prompts import FORECAST, PromptSettings
-from jetdraft.train.block.block_places import Blocks
-from jetdraft.train.chimera.chimera_training import ChimeraTraining
+from jetdraft.methods.chimera.task import ChimeraTask
+from jetdraft.methods.falcon.task import FalconTask
+from jetdraft.methods.glide.task import GlideTask
+from jetdraft.methods.kangaroo.task import KangarooTask
+from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import Batch
-from jetdraft.train.falcon.falcon_training import FalconTraining
-from jetdraft.train.glide.glide_training import GlideTraining
-from jetdraft.train.kangaroo.kangaroo_training import KangarooTraining
-from jetdraft.train.ppd.prompt_losses import PromptObjective
-from jetdraft.train.taught.taught_training import teacher_of
-from jetdraft.train.training import TrainingOptions
+from jetdraft.train.prompts import PromptObjective
+from jetdraft.train.task import TrainingOptions
+from jetdraft.train.teacher import load_target
 from tests.tiny import llama_config, save_checkpoint, save_prompts
-from tests.train.periodic import nothing, write_periodic
+from tests.train.periodic import made, nothing, write_periodic
 
 SIZES = {
     "--hidden-size": 256,
@@ -35,37 +34,36 @@ SIZES = {
     "--kv-heads": 8,
     "--intermediate-size": 416,
 }
-TRAININGS = {
-    "kangaroo": KangarooTraining,
-    "glide": GlideTraining,
-    "chimera": ChimeraTraining,
-    "falcon": FalconTraining,
+TASKS = {
+    "kangaroo": KangarooTask,
+    "glide": GlideTask,
+    "chimera": ChimeraTask,
+    "falcon": FalconTask,
 }
 
 
 def said_by_drafter(kind: str, folder: Path, target: Path, output: Path) -> Tensor:
     """The logits of a drafter's rows over a text, in the places of its training."""
     texts = [write_periodic(output.with_suffix(".txt"))]
-    training = TRAININGS[kind](str(target), output, texts)
-    drafter = load_head(str(folder), training.target, torch.float32)
-    training.config = drafter.config
-    ids = torch.arange(1, 61)[None]
-    device = SimpleNamespace(device=ids.device)
-    lesson, logits = training.lesson(device, Batch(ids, ids)), []
+    run = made(TASKS[kind], str(target), output, texts)
+    drafter = load_head(str(folder), run.target, torch.float32).eval()
+    run.task.config = drafter.config
+    ids, logits = torch.arange(1, 61)[None], []
+    lesson = run.task.taught(run, Batch(ids, ids))
     drafter.lm_head.register_forward_hook(lambda *call: logits.append(call[-1]))
-    training.new_objective(drafter).eval()(lesson, 1)
+    run.task.sums(drafter, lesson, 1, learns=False)
     return torch.cat(logits)
 
 
 def said_by_probes(folder: Path) -> Tensor:
     """The logits of prompt tokens behind each fourth row of a text."""
-    checkpoint, _ = teacher_of(str(folder))
+    checkpoint, _ = load_target(str(folder))
     probed = load_probes(checkpoint.model, read_settings(folder), folder, 1.0)
     ids = torch.arange(1, 61)[None]
     # The objective runs the target as it is, without the hooks that add the probes.
-    plain, _ = teacher_of(str(folder))
+    plain, _ = load_target(str(folder))
     objective = PromptObjective(probed.prompts, plain.model)
-    _, cache = objective._read(ids)
+    cache = plain.model(input_ids=ids, use_cache=True).past_key_values
     places = Blocks.spread(Batch(ids, ids), 15)
     return objective._guessed(places.anchors, ids.shape[1], cache)
 
@@ -97,12 +95,12 @@ def large(target, tmp_path_factory) -> Path:
     return enlarged(target, tmp_path_factory.mktemp("l") / "target", "--lowest", 1)
 
 
-@pytest.mark.parametrize("kind", TRAININGS)
+@pytest.mark.parametrize("kind", TASKS)
 def test_an_enlarged_drafter_says_the_same(kind, target, large, tmp_path):
     """Its numbers matter: they are random, not those with which training begins."""
     small, text = tmp_path / "small", write_periodic(tmp_path / "text.txt")
     options = TrainingOptions(steps=1, sequence_length=32, seed=0)
-    TRAININGS[kind](str(target), small, [text], None, options).run(nothing)
+    made(TASKS[kind], str(target), small, [text], None, options).run(nothing)
     tensors = load_file(small / "model.safetensors")
     torch.manual_seed(0)
     for name, weight in tensors.items():

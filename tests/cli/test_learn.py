@@ -56,7 +56,7 @@ def test_a_folder_that_learned_nothing_is_not_cleared(toy, tmp_path):
 
 
 def test_refusals(toy, tmp_path):
-    command = ("train", "drafter", toy, "--from-use", tmp_path / "learned")
+    command = ("train", "use", toy, tmp_path / "learned")
     assert_refused(jetdraft(*command), "no lessons are kept", "serve --learn")
     assert not (tmp_path / "learned").exists()
     (tmp_path / "learned").mkdir()

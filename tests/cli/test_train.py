@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
+from jetdraft.cli.train import command as trainers
 from tests.cli.running import INTERRUPTIBLE, assert_refused, jetdraft
 from tests.tiny import llama_config, save_checkpoint
 
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 QUICK = ("--gamma", "2", "--sequence-length", "24", "--batch-size", "2")
 
 
@@ -32,7 +35,7 @@ def test_from_a_text_to_drafts(target, text, tmp_path):
     checkpoint, bundle = tmp_path / "checkpoint", tmp_path / "bundle"
     trained = jetdraft(
         "train",
-        "streams",
+        "stream",
         target,
         "--data",
         text,
@@ -63,42 +66,9 @@ def test_from_a_text_to_drafts(target, text, tmp_path):
     assert drafted["stats"]["drafted_tokens"] > 0
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--gamma", "0"), "gamma 0 is out of range"),
-        (("--layers", "4"), "layers 4 is out of range; give 1 to 3"),
-        (("--mode", "both"), "unknown mode 'both'"),
-        (("--steps", "0"), "steps 0 is out of range"),
-        (("--sequence-length", "5"), "too short for 4 streams"),
-        (("--learning-rate", "2"), "learning rate 2.0 is out of range"),
-    ],
-)
-def test_bad_options(target, text, tmp_path, options, said):
-    output = tmp_path / "out"
-    result = jetdraft(
-        "train", "streams", target, "--data", text, "-o", output, *options
-    )
-    assert_refused(result, said)
-    assert not output.exists()
-
-
-def test_bad_data(target, tmp_path):
-    short = tmp_path / "short.txt"
-    short.write_text("a")
-    for data, said in (
-        (tmp_path / "missing", "no data file"),
-        (short, "1 of the 6 tokens"),
-    ):
-        result = jetdraft(
-            "train", "streams", target, "--data", data, "-o", tmp_path / "out"
-        )
-        assert_refused(result, said)
-
-
 def test_a_missing_target(text, tmp_path):
     result = jetdraft(
-        "train", "streams", tmp_path / "no", "--data", text, "-o", tmp_path / "out"
+        "train", "stream", tmp_path / "no", "--data", text, "-o", tmp_path / "out"
     )
     assert_refused(result, "no checkpoint at")
 
@@ -107,7 +77,7 @@ def test_a_missing_target(text, tmp_path):
 def test_ctrl_c_saves_and_says_how_to_go_on(target, text, tmp_path):
     output = tmp_path / "out"
     command = [
-        sys.executable, "-c", INTERRUPTIBLE, "train", "streams", str(target),
+        sys.executable, "-c", INTERRUPTIBLE, "train", "stream", str(target),
         "--data", str(text), "-o", str(output), "--steps", "100000",
         "--validate-every", "5", *QUICK,
     ]  # fmt: skip
@@ -130,7 +100,7 @@ def test_a_trigram_table_is_counted_and_used(bundle, tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("def self return the " * 40)
     table = tmp_path / "table.npz"
-    done = jetdraft("train", "table", corpus, "--bundle", bundle, "-o", table)
+    done = jetdraft("train", "trigram", corpus, "--bundle", bundle, "-o", table)
     assert done.exit_code == 0
     assert "pairs" in done.stderr
     drafted = jetdraft(
@@ -153,7 +123,7 @@ def test_a_bad_corpus_leaves_no_table(bundle, tmp_path, name, content, words):
     corpus, table = tmp_path / name, tmp_path / "table.npz"
     if content is not None:
         corpus.write_bytes(content)
-    done = jetdraft("train", "table", corpus, "--bundle", bundle, "-o", table)
+    done = jetdraft("train", "trigram", corpus, "--bundle", bundle, "-o", table)
     assert_refused(done, words)
     assert not list(tmp_path.glob("table*"))
 
@@ -161,7 +131,7 @@ def test_a_bad_corpus_leaves_no_table(bundle, tmp_path, name, content, words):
 def test_a_table_replaces_no_file(bundle, tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text(" the self" * 9)
-    done = jetdraft("train", "table", corpus, "--bundle", bundle, "-o", corpus)
+    done = jetdraft("train", "trigram", corpus, "--bundle", bundle, "-o", corpus)
     assert_refused(done, "exists; choose another file")
     assert corpus.read_text().startswith(" the")
 
@@ -192,10 +162,10 @@ def test_trainers_are_listed_without_torch():
             text=True,
             cwd=Path(__file__).parents[2],
         )
-        for arguments in (["--help"], ["streams", "x"], ["table", "--help"])
+        for arguments in (["--help"], ["stream", "x"], ["trigram", "--help"])
     )
     assert listed.returncode == table.returncode == 0
-    assert all(name in listed.stdout for name in ("streams", "acceptance", "table"))
+    assert all(name in listed.stdout for name in ("stream", "acceptance", "trigram"))
     assert refused.returncode == 2
     assert refused.stderr == (
         "error: training needs torch; pip install 'jetdraft[cpu,train]'\n"
@@ -207,7 +177,7 @@ def test_a_head_from_a_text(tmp_path, text):
     config = llama_config(num_hidden_layers=6)
     target = save_checkpoint(tmp_path / "target", config)
     sizes = ("--sequence-length", 24, "--batch-size", 2, "--unrolled", 2, "--steps", 2)
-    command = ("train", "head", target, "--data", text, "-o", tmp_path / "head")
+    command = ("train", "eagle", target, "--data", text, "-o", tmp_path / "head")
     trained = jetdraft(*command, "--draft-vocab", 50, *sizes)
     assert trained.exit_code == 0, trained.output
     assert "weights of an eagle3 head over 50 tokens" in trained.stderr
@@ -217,7 +187,7 @@ def test_a_head_from_a_text(tmp_path, text):
     assert fields["draft_vocab_size"] == 50
     other = (*command[:-1], tmp_path / "other")
     assert_refused(jetdraft(*other, *sizes, "--kind", "eagle9"), "unknown kind")
-    assert_refused(jetdraft(*other, *sizes, "--taps", "a,b"), "are no numbers")
+    assert_refused(jetdraft(*other, *sizes, "--taps", "a,b"), "comma list of integers")
 
 
 DRAFTER = ("--sequence-length", 24, "--batch-size", 2, "--steps", 2)
@@ -225,7 +195,7 @@ DRAFTER = ("--sequence-length", 24, "--batch-size", 2, "--steps", 2)
 
 def test_a_drafter_from_a_text(target, tmp_path, text):
     """The folder that it writes is a checkpoint with the target's tokenizer."""
-    command = ("train", "drafter", target, "--data", text, "-o", tmp_path / "drafter")
+    command = ("train", "draft", target, "--data", text, "-o", tmp_path / "drafter")
     sizes = ("--layers", 1, "--hidden-size", 32, "--draft-vocab", 50)
     trained = jetdraft(*command, *sizes, *DRAFTER)
     assert trained.exit_code == 0, trained.output
@@ -247,33 +217,22 @@ def test_a_drafter_from_a_text(target, tmp_path, text):
     assert "training a drafter of width 64, layers: 2" in layers.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--kind", "hydra"), "unknown kind 'hydra'"),
-        (("--loss", "mse"), "unknown loss 'mse'"),
-        (("--from-layers", "a,b"), "is not a comma list of integers"),
-        (("--beta", "0.3"), "leave --beta out"),
-        (("--steps", "0"), "steps 0 is out of range"),
-    ],
-)
-def test_bad_options_of_a_drafter(target, text, tmp_path, options, said):
-    output = tmp_path / "out"
-    result = jetdraft(
-        "train", "drafter", target, "--data", text, "-o", output, *options
-    )
-    assert_refused(result, said)
-    assert not output.exists()
+COMMON = {
+    *("--data", "--steps", "--batch-size", "--sequence-length", "--learning-rate"),
+    *("--validation-share", "--validate-every", "--seed", "--output"),
+}
 
 
-@pytest.mark.parametrize("trainer", ["drafter", "head", "streams"])
-def test_all_trainings_have_the_same_options(trainer):
-    """They are written once."""
-    shown = jetdraft("train", trainer, "--help").stdout
-    for name in ("data", "steps", "batch-size", "sequence-length", "learning-rate"):
-        assert f"--{name}" in shown
-    for name in ("validation-share", "validate-every", "seed", "output"):
-        assert f"--{name}" in shown
+@pytest.mark.parametrize("name", trainers.list_commands(click.Context(trainers)))
+def test_all_trainings_have_the_same_options_and_a_row_of_their_own(name):
+    """A field of the settings is the flag, and the page lists all flags."""
+    command = trainers.get_command(click.Context(trainers), name)
+    options = [p for p in command.params if isinstance(p, click.Option)]
+    flags = [next(n for n in p.opts if n.startswith("--")) for p in options]
+    if name not in ("trigram", "acceptance", "use"):
+        assert set(flags) >= COMMON
+    own = ", ".join(f"`{flag}`" for flag in flags if flag not in COMMON)
+    assert f"| `{name}` | {own} |" in PAGE.read_text()
 
 
 def test_ctrl_c_before_the_first_step_is_one_line(target, text, tmp_path, monkeypatch):
@@ -282,11 +241,36 @@ def test_ctrl_c_before_the_first_step_is_one_line(target, text, tmp_path, monkey
     def write(*arguments):
         raise KeyboardInterrupt
 
-    name = "jetdraft.train.taught.taught_training.continuations"
+    name = "jetdraft.train.task.continuations"
     monkeypatch.setattr(name, write)
-    command = ("train", "drafter", target, "--data", text, "-o", tmp_path / "out")
+    command = ("train", "draft", target, "--data", text, "-o", tmp_path / "out")
     stopped = jetdraft(*command, "--regenerate", *DRAFTER)
     assert stopped.exit_code == 130
     assert stopped.stderr == "stopped; run the same command again to resume\n"
     monkeypatch.undo()
     assert jetdraft(*command, "--regenerate", *DRAFTER).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("stream --gamma 0", "gamma 0 is out of range"),
+        ("stream --sequence-length 5", "too short for 4 streams"),
+        ("stream --learning-rate 2", "learning rate 2.0 is out of range"),
+        ("draft --loss mse", "unknown loss 'mse'"),
+        ("draft --from-layers a,b", "is not a comma list of integers"),
+        ("draft --beta 0.3", "leave --beta out"),
+        ("draft --steps 0", "steps 0 is out of range"),
+        ("kangaroo --exit-layer 9", "give 1 to 2"),
+        ("sec --exits 0", "give 1 to 2"),
+        ("glide --inner -1", "inner -1 is out of range"),
+    ],
+)
+def test_bad_options_are_one_line_before_anything_is_written(
+    target, text, tmp_path, line, said
+):
+    name, *options = line.split()
+    output = tmp_path / "out"
+    result = jetdraft("train", name, target, "--data", text, "-o", output, *options)
+    assert_refused(result, said)
+    assert not output.exists()

@@ -16,14 +16,15 @@ import torch
 from jetdraft.checkpoints.prompts import FORECAST, PromptSettings
 from jetdraft.checkpoints.streams import SHARED, StreamSettings
 from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.methods.chimera.task import ChimeraTask
+from jetdraft.methods.falcon.task import FalconTask
+from jetdraft.methods.glide.task import GlideTask
 from jetdraft.recipe import Recipe
-from jetdraft.train.chimera.chimera_training import ChimeraTraining
-from jetdraft.train.falcon.falcon_training import FalconTraining
-from jetdraft.train.glide.glide_training import GlideTraining
 from tests.checkpoints.heads import layouts
 from tests.export.empty_sums import empty_sums
 from tests.tiny import llama_config, save_checkpoint, save_prompts, save_streams
-from tests.train.attached.drafts import STILL, trainer
+from tests.train.attached.drafts import STILL
+from tests.train.periodic import made
 from tools.forecast.forecast import forecasts
 
 OPTIONS = ExportOptions(
@@ -49,11 +50,7 @@ HEADS = {
     "dflash": (partial(layouts.dflash, num_target_layers=5), 5, ()),
     "diffusion": (layouts.diffusion, 1, ()),
 }
-TRAININGS = {
-    "glide": GlideTraining,
-    "chimera": ChimeraTraining,
-    "falcon": FalconTraining,
-}
+TASKS = {"glide": GlideTask, "chimera": ChimeraTask, "falcon": FalconTask}
 
 
 def target_of(folder, layers):
@@ -81,7 +78,7 @@ def attached(kind, folder):
     text = folder / "text.txt"
     text.write_text(" the self of the text" * 200)
     target = target_of(folder, 2)
-    trainer(TRAININGS[kind])(target, folder / "head", text, None, STILL)
+    made(TASKS[kind], target, folder / "head", [text], None, STILL).run()
     options = replace(OPTIONS, draft_vocab=40)
     return export(target, folder / "bundle", options=options, head=str(folder / "head"))
 
@@ -89,7 +86,7 @@ def attached(kind, folder):
 KINDS = {
     **dict.fromkeys(HEADS, headed),
     **dict.fromkeys(PROBES, probed),
-    **dict.fromkeys(TRAININGS, attached),
+    **dict.fromkeys(TASKS, attached),
 }
 
 

@@ -19,9 +19,9 @@ from jetdraft.checkpoints.source_attention import implement
 from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.block.module import words_sha256
+from jetdraft.methods.block.task import SourceLesson, SourceObjective
 from jetdraft.recipe import Recipe
-from jetdraft.train.block.block_places import Blocks
-from jetdraft.train.block.source_losses import SourceLesson, SourceObjective
+from jetdraft.train.blocks import Blocks
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.layouts import write
 from tests.sources import CONFIGS, SOURCE, save, save_drafter

@@ -15,7 +15,7 @@ from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Probing
-from jetdraft.train.stream_attention import IMPLEMENTATION
+from jetdraft.train.attention import IMPLEMENTATION
 from tests.tiny import llama_config, save_checkpoint, save_streams
 
 SETTINGS = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)

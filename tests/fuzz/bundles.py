@@ -24,9 +24,9 @@ from jetdraft.errors import JetdraftError
 from jetdraft.learning.lessons import FILE
 from jetdraft.learning.weight_sets import ARRAYS, CHOICE, Choice, base_of
 from jetdraft.manifest import MANIFEST, sha256_of
+from jetdraft.methods.trigram.task import count
 from jetdraft.runtime.piece import Result
 from jetdraft.testing import toy_bundle
-from jetdraft.train.table import count
 from tests.fuzz.damages import (
     DAMAGES,
     difference,

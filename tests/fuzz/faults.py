@@ -67,7 +67,7 @@ class Faults(Subject):
         if not light:
             _in_child(self._checkpoint)
             import jetdraft.export.exporter
-            import jetdraft.train.stream_training  # noqa: F401  # imported once
+            import jetdraft.methods.stream.task  # noqa: F401  # imported once
         self._extents: dict[tuple[str, bool], Extent] = {}
         self.can_mount = _can_mount(folder)
 

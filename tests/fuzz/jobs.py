@@ -318,7 +318,7 @@ class Streams(Job):
         checkpoint = self.toy.with_name("checkpoint")
         options = ("--steps", "3", "--batch-size", "1", "--sequence-length", "32")
         options += ("--layers", "1", "--gamma", "2", "--lora-rank", "2")
-        command = ("train", "streams", checkpoint, "--data", place / "corpus")
+        command = ("train", "stream", checkpoint, "--data", place / "corpus")
         _verb(*command, *options, "-o", place / "streamed")
 
     def state(self, place: Path) -> str:

@@ -8,10 +8,10 @@ from random import Random
 from typing import Any
 
 from jetdraft.errors import BundleError, OptionError, StoreError
+from jetdraft.methods.trigram.task import count
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.text.stops import StopWatcher
-from jetdraft.train.table import count
 from tests.fuzz.disturbances import Disturbances
 from tests.fuzz.requests import TEXTS, draw_drafting, draw_options, draw_prompt, words
 from tests.fuzz.subject import Fault, Subject

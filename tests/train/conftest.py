@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.train.periodic import write_periodic
+from tests.train.periodic import learned_target, write_periodic
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     """The file of a text that repeats."""
     return write_periodic(tmp_path / "text.txt")
+
+
+@pytest.fixture(scope="session")
+def learned_targets(tmp_path_factory) -> Callable[[int], str]:
+    """Targets that know the text, by their number of layers; nobody changes them."""
+    folder = tmp_path_factory.mktemp("learned")
+    return cache(lambda layers: learned_target(folder / str(layers), layers))
+
+
+@pytest.fixture(scope="module")
+def target(request, learned_targets) -> str:
+    """The target of a file, which says how many `LAYERS` it has."""
+    return learned_targets(request.module.LAYERS)

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
+from jetdraft.train.task import Task, TrainingOptions
+from jetdraft.train.training import Training
 from tests.tiny import llama_config, save_checkpoint
 
+QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
 PERIOD = "for self in range print return "
 
 
@@ -20,6 +23,19 @@ def write_periodic(file: Path) -> Path:
 
 def nothing(progress: Any) -> None:
     """No report."""
+
+
+def made(
+    task: type[Task],
+    target: str,
+    output: Path,
+    data: list[Path],
+    settings: Any = None,
+    options: TrainingOptions | None = None,
+    **more: Any,
+) -> Training:
+    """A training of a kind, which has not begun."""
+    return Training(task(settings), target, output, data, options, **more)
 
 
 def learned_target(folder: Path, layers: int) -> str:

@@ -22,9 +22,9 @@ from jetdraft.checkpoints.heads import blocks
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
-from jetdraft.train.block.block_layout import new_block_drafter, written
 from tests.tiny import WORDS, llama_config, save_checkpoint
-from tests.train.test_block_training import QUICK, SETTINGS, TRAININGS
+from tests.train.periodic import made
+from tests.train.test_block_training import QUICK, SETTINGS, TASKS
 
 LINE = " ".join(random.Random(4).choices(WORDS, k=14)) + " "
 LONGER = replace(
@@ -57,20 +57,20 @@ def world(tmp_path_factory):
     return folder, str(folder / "tuned"), text
 
 
-@pytest.fixture(scope="module", params=TRAININGS)
+@pytest.fixture(scope="module", params=TASKS)
 def trained(request, world):
     """The kind, the folder of a trained drafter, and that of an untrained one."""
     folder, target, text = world
     kind = request.param
     settings = replace(SETTINGS[kind], layers=1, block_rows=5, anchors=16)
-    run = TRAININGS[kind](target, folder / kind, [text], settings, LONGER)
+    run = made(TASKS[kind], target, folder / kind, [text], settings, LONGER)
     untrained = folder / f"{kind}-untrained"
     torch.manual_seed(9)
-    fresh = new_block_drafter(run.target, run.config)
+    fresh = run.task.objective(run, of_text=False).drafter
     named = dict(fresh.named_parameters())
     weights = {name: named[name].detach() for name in run.weights}
     run.run(lambda progress: None)
-    fields, tensors = written(run.config, weights, False, 5)
+    fields, tensors = run.task.published(run, weights, None)
     untrained.mkdir()
     (untrained / "config.json").write_text(json.dumps(fields))
     save_file(tensors, untrained / "model.safetensors")

@@ -13,35 +13,25 @@ from safetensors.torch import load_file
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.blocks import masked
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.errors import OptionError, OutputError, TrainingError
-from jetdraft.train.block.block_losses import BlockObjective, block_mask, total
-from jetdraft.train.block.block_places import Blocks, starts
-from jetdraft.train.block.block_settings import DFlashSettings, DiffusionSettings
-from jetdraft.train.block.block_training import DFlashTraining, DiffusionTraining
+from jetdraft.methods.dflash.task import DFlashSettings, DFlashTask
+from jetdraft.methods.diffusion.task import DiffusionSettings, DiffusionTask
+from jetdraft.train.blocks import BlockObjective, Blocks, block_mask, starts
 from jetdraft.train.data import IGNORED, Batch
-from jetdraft.train.drafter.kinds import KINDS, settings_of
-from jetdraft.train.head.head_losses import Lesson
-from jetdraft.train.training import TrainingOptions
+from jetdraft.train.teacher import Lesson
 from tests.tiny import VOCAB_SIZE
-from tests.train.periodic import learned_target
+from tests.train.periodic import QUICK, made
 
-QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
+LAYERS = 5
 SETTINGS = {
     "dflash": DFlashSettings(layers=1, block_rows=4, anchors=6),
     "diffusion": DiffusionSettings(layers=1, block_rows=3, anchors=6, hidden_size=32),
 }
-TRAININGS = {"dflash": DFlashTraining, "diffusion": DiffusionTraining}
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> str:
-    """A target that knows the text which drafters are to guess."""
-    return learned_target(tmp_path_factory.mktemp("blocks"), 5)
+TASKS = {"dflash": DFlashTask, "diffusion": DiffusionTask}
 
 
 def prepare(target, output, text, kind, options=QUICK, **changes):
     settings = replace(SETTINGS[kind], **changes)
-    return TRAININGS[kind](target, output, [text], settings, options)
+    return made(TASKS[kind], target, output, [text], settings, options)
 
 
 def train(*args, report=lambda progress: None, **changes):
@@ -49,13 +39,7 @@ def train(*args, report=lambda progress: None, **changes):
     return run, run.run(report)
 
 
-def test_the_kinds_are_in_the_table():
-    assert {name: KINDS[name].training for name in TRAININGS} == TRAININGS
-    for name, settings in SETTINGS.items():
-        assert KINDS[name].settings is type(settings)
-
-
-@pytest.mark.parametrize("kind", TRAININGS)
+@pytest.mark.parametrize("kind", TASKS)
 def test_a_trained_drafter_is_right_more_often(target, text, tmp_path, kind):
     """Overfitting a periodic text; the folder reads back as it was."""
     seen = []
@@ -70,12 +54,12 @@ def test_a_trained_drafter_is_right_more_often(target, text, tmp_path, kind):
     assert figures["tokens_per_pass"] > 3 > 1.5 > before["tokens_per_pass"]
     checkpoint = Checkpoint.load(target, torch.float32)
     drafter = load_head(str(tmp_path / "out"), checkpoint, torch.float32)
-    assert drafter.config == run.config
+    assert drafter.config == run.task.config
     own = run.module.drafter.eval()
     tokens = torch.arange(2, 8)[None]
     block = torch.full((1, drafter.block_rows), VOCAB_SIZE)
     positions = torch.arange(6 + drafter.block_rows)[None]
-    states = [torch.randn(1, 6, 64) for _ in run.config.taps]
+    states = [torch.randn(1, 6, 64) for _ in run.task.config.taps]
     with torch.no_grad():
         one, two = (
             d.lm_head(
@@ -100,7 +84,10 @@ def test_a_dflash_folder_has_the_published_names(target, text, tmp_path):
     assert fields["num_target_layers"] == 5
     # Three outputs of five layers, 1 + i * (5 - 4) / 2.
     own = fields["dflash_config"]
-    assert own == {"mask_token_id": run.config.mask_token, "target_layer_ids": [1, 2]}
+    assert own == {
+        "mask_token_id": run.task.config.mask_token,
+        "target_layer_ids": [1, 2],
+    }
     assert tensors["fc.weight"].shape == (64, 128)
     assert tensors["fc.weight"].dtype == torch.float16
     assert {n for n in tensors if not n.startswith("layers.0.")} == {
@@ -111,28 +98,7 @@ def test_a_dflash_folder_has_the_published_names(target, text, tmp_path):
 
 def test_the_token_of_a_mask_is_not_in_the_texts(target, text, tmp_path):
     run = prepare(target, tmp_path / "out", text, "dflash")
-    assert all(run.config.mask_token not in t.ids for t in run.corpus.training)
-
-
-def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(target, text, tmp_path):
-    """Also the places of its blocks are those of an unbroken training."""
-    options = replace(QUICK, steps=6)
-    for kind in TRAININGS:
-        whole, _ = train(target, tmp_path / f"{kind}-1", text, kind, options)
-
-        def stop(progress):
-            if progress.step == 3:
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            train(target, tmp_path / f"{kind}-2", text, kind, options, report=stop)
-        assert load_file(tmp_path / f"{kind}-2" / "model.safetensors")
-        again, _ = train(target, tmp_path / f"{kind}-2", text, kind, options)
-        assert again.step == 6
-        for name, weight in whole.weights.items():
-            torch.testing.assert_close(weight, again.weights[name])
-        with pytest.raises(OutputError, match="holds a finished training"):
-            prepare(target, tmp_path / f"{kind}-2", text, kind, options)
+    assert all(run.task.config.mask_token not in t.ids for t in run.corpus.training)
 
 
 def test_processes_draw_the_blocks_of_one(target, text, tmp_path):
@@ -140,15 +106,20 @@ def test_processes_draw_the_blocks_of_one(target, text, tmp_path):
     run = prepare(target, tmp_path / "out", text, "dflash")
     run.step = 3
     alone = SimpleNamespace(process_index=0, num_processes=1)
+
+    def drawn(accelerator, batch):
+        run.accelerator = accelerator
+        return run.task.blocks(run, batch, learns=True)
+
     batch = run.corpus.batch(3, 2)
-    whole = run._drawn(alone, batch)
+    whole = drawn(alone, batch)
     for part in (0, 1):
         own = run.corpus.batch(3, 2, part, 2)
-        blocks = run._drawn(SimpleNamespace(process_index=part, num_processes=2), own)
+        blocks = drawn(SimpleNamespace(process_index=part, num_processes=2), own)
         assert torch.equal(blocks.anchors[0], whole.anchors[part])
         assert torch.equal(blocks.known[0], whole.known[part])
     run.step = 4
-    assert not torch.equal(run._drawn(alone, batch).anchors, whole.anchors)
+    assert not torch.equal(drawn(alone, batch).anchors, whole.anchors)
 
 
 def labelled(*learned):
@@ -197,14 +168,14 @@ def test_a_block_sees_its_context_and_itself():
     assert not whole[0, 0, :4, 4:].any()
 
 
-@pytest.mark.parametrize("kind", TRAININGS)
+@pytest.mark.parametrize("kind", TASKS)
 def test_many_blocks_in_one_pass_are_the_blocks_alone(target, text, tmp_path, kind):
     """The sums of several blocks are those of a pass for each of them."""
     run = prepare(target, tmp_path / "out", text, kind)
     objective = run.module.eval()
     torch.manual_seed(2)
     ids = torch.randint(1, VOCAB_SIZE, (1, 12))
-    states = [torch.randn(1, 12, 64) for _ in run.config.taps]
+    states = [torch.randn(1, 12, 64) for _ in run.task.config.taps]
     logits = torch.randn(1, 12, VOCAB_SIZE)
     known = torch.ones(1, 12, dtype=torch.bool)
     lesson = Lesson(ids, ids, states, logits, logits, known)
@@ -234,13 +205,13 @@ def test_many_blocks_in_one_pass_are_the_blocks_alone(target, text, tmp_path, ki
 
 
 def test_the_loss_counts_near_tokens_most():
-    sums = SimpleNamespace(lost=torch.ones(3))
-    alone = [
-        total(SimpleNamespace(lost=torch.eye(3)[i]), torch.ones(3)).item()
-        for i in range(3)
-    ]
+    def total(lost):
+        sums = SimpleNamespace(lost=lost)
+        return DFlashTask().total(sums, torch.ones(3)).item()
+
+    alone = [total(torch.eye(3)[i]) for i in range(3)]
     assert alone[0] == 1.0 > alone[1] > alone[2] > 0.2
-    assert total(sums, torch.ones(3)).item() == pytest.approx(sum(alone))
+    assert total(torch.ones(3)) == pytest.approx(sum(alone))
 
 
 def test_the_text_or_the_target_is_the_teacher(target, text, tmp_path):
@@ -250,7 +221,7 @@ def test_the_text_or_the_target_is_the_teacher(target, text, tmp_path):
         lesson_logits = torch.zeros(1, 6, VOCAB_SIZE)
         ids = torch.full((1, 6), 9)
         known = torch.ones(1, 6, dtype=torch.bool)
-        states = [torch.randn(1, 6, 64) for _ in run.config.taps]
+        states = [torch.randn(1, 6, 64) for _ in run.task.config.taps]
         lesson = Lesson(ids, ids, states, lesson_logits, lesson_logits, known)
         real = torch.ones(1, 1, dtype=torch.bool)
         blocks = Blocks(torch.tensor([[2]]), torch.tensor([[0]]), real)
@@ -258,42 +229,3 @@ def test_the_text_or_the_target_is_the_teacher(target, text, tmp_path):
             sums = BlockObjective(run.module.drafter, loss == "text")(lesson, blocks)
         assert sums.places.tolist() == [1, 1, 1]
         assert torch.isfinite(sums.lost).all()
-
-
-def test_a_loss_that_is_no_number_is_reported(target, text, tmp_path):
-    run = prepare(target, tmp_path / "out", text, "diffusion")
-    with torch.no_grad():
-        next(iter(run.weights.values())).fill_(float("nan"))
-    with pytest.raises(TrainingError, match="not a number"):
-        run.run(lambda progress: None)
-
-
-REFUSED = {
-    "loss": ("dflash", {"loss": "tv"}, "unknown loss 'tv' of a block"),
-    "block": ("dflash", {"block_rows": 1}, "block rows 1 is out of range; give 2 to"),
-    "anchors": ("diffusion", {"anchors": 0}, "anchors 0 is out of range"),
-    "share": ("dflash", {"known_share": 1.5}, "known share 1.5 is out of range"),
-    "layers": ("dflash", {"layers": 0}, "layers 0 is out of range"),
-    "taps": ("dflash", {"taps": (1, 4)}, r"taps \[1, 4\] .* numbers from 0 to 3"),
-    "width": ("diffusion", {"hidden_size": 40}, "give a multiple of 16"),
-    "narrow": ("diffusion", {"hidden_size": 8}, "hidden size 8 is out of range"),
-    "short": ("dflash", {"block_rows": 40}, "too short for blocks of 40; give 42"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(target, text, tmp_path, case):
-    kind, changes, message = REFUSED[case]
-    with pytest.raises(OptionError, match=message):
-        prepare(target, tmp_path / "out", text, kind, **changes)
-    assert not (tmp_path / "out").exists()
-
-
-def test_options_of_other_kinds():
-    """The verb refuses an option of another kind."""
-    flags = {"hidden_size": "--hidden-size", "taps": "--taps"}
-    with pytest.raises(OptionError, match="kind dflash does not take --hidden-size"):
-        settings_of("dflash", {"hidden_size": 32}, flags)
-    with pytest.raises(OptionError, match="kind diffusion does not take --taps"):
-        settings_of("diffusion", {"taps": (1,)}, flags)
-    assert settings_of("dflash", {"taps": (1,)}, flags).taps == (1,)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import tracemalloc
 
 import pytest
 
@@ -88,3 +90,18 @@ def test_a_batch_gives_its_examples_back(tmp_path):
     examples = examples_of(batch)
     assert all(example in corpus.training for example in examples)
     assert len(examples) == 4
+
+
+def test_the_files_are_never_in_memory_together(tmp_path, monkeypatch):
+    """Their hash is taken file after file; it is the hash of all of them joined."""
+    size, files = 1 << 22, [tmp_path / f"{n}.txt" for n in range(8)]
+    for number, file in enumerate(files):
+        file.write_bytes(bytes([97 + number]) * size)
+    monkeypatch.setattr("jetdraft.train.data.read_text", lambda file: "for self " * 99)
+    tracemalloc.start()
+    corpus = Corpus.read(files, tokenizer(), (0,), length=64, least=2)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3 * size
+    joined = b"".join(file.read_bytes() for file in files)
+    assert corpus.sha256 == hashlib.sha256(joined).hexdigest()

@@ -7,9 +7,15 @@ from itertools import product
 import pytest
 import torch
 
-from jetdraft.train.drafter.divergences import DIVERGENCES, JENSEN_SHANNON
-from jetdraft.train.drafter.labels import Labels, with_rest
-from jetdraft.train.drafter.predicted import PLACES, by_place, tokens_per_pass
+from jetdraft.train.labels import (
+    DIVERGENCES,
+    JENSEN_SHANNON,
+    PLACES,
+    Labels,
+    by_place,
+    tokens_per_pass,
+    with_rest,
+)
 
 
 def pair(rows: int = 6, tokens: int = 9):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,19 +19,20 @@ from jetdraft.errors import (
     OptionError,
     OutputError,
     PairError,
-    TrainingError,
 )
 from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.methods.draft import task as draft_task
+from jetdraft.methods.draft.task import (
+    LOSSES,
+    SHARE,
+    ModelSettings,
+    ModelTask,
+    advised_config,
+    cost_share,
+    new_config,
+)
 from jetdraft.recipe import Recipe
-from jetdraft.train.drafter import kinds, model_training
-from jetdraft.train.drafter.advice import SHARE, cost_share
-from jetdraft.train.drafter.divergences import DIVERGENCES
-from jetdraft.train.drafter.kinds import Kind, settings_of
-from jetdraft.train.drafter.model_settings import LOSSES, ModelSettings
-from jetdraft.train.drafter.model_training import ModelTraining
-from jetdraft.train.drafter.new_drafter import advised_config, new_config
 from jetdraft.train.run_folder import STATE
-from jetdraft.train.training import TrainingOptions
 from tests.tiny import (
     VOCAB_SIZE,
     llama_config,
@@ -42,25 +40,17 @@ from tests.tiny import (
     save_streams,
     save_tokenizer,
 )
-from tests.tiny import tokenizer as tiny_tokenizer
-from tests.train.periodic import PERIOD, learned_target, nothing
-from tests.train.stopping import whole_and_cut
+from tests.train.periodic import PERIOD, QUICK, made, nothing
 
+LAYERS = 4
 SMALL = ModelSettings(layers=1, hidden_size=32)
-QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
 LONGER = replace(
     QUICK, steps=100, sequence_length=48, learning_rate=1e-2, validate_every=100
 )
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> str:
-    """A target that knows the text which drafters are to guess."""
-    return learned_target(tmp_path_factory.mktemp("drafters"), 4)
-
-
 def train(target, output, text, settings=SMALL, options=QUICK, report=nothing):
-    run = ModelTraining(target, output, [text], settings, options)
+    run = made(ModelTask, target, output, [text], settings, options)
     return run, run.run(report)
 
 
@@ -99,7 +89,7 @@ def test_a_cut_vocabulary_is_trained_and_exported(target, text, tmp_path):
     assert tensors["model.embed_tokens.weight"].dtype == torch.float16
     assert tensors["t2d"].sum() == 30
     checkpoint = Checkpoint.load(str(tmp_path / "out"), torch.float32)
-    assert torch.equal(checkpoint.draft_ids, run.ids)
+    assert torch.equal(checkpoint.draft_ids, run.task.ids)
     options = ExportOptions(Recipe("int8", 32), capacity=128, max_width=16, fast=True)
     with pytest.raises(OptionError, match="drafter was trained with its own"):
         export(
@@ -109,7 +99,7 @@ def test_a_cut_vocabulary_is_trained_and_exported(target, text, tmp_path):
             replace(options, draft_vocab=20),
         )
     bundle = export(target, tmp_path / "bundle", str(tmp_path / "out"), options)
-    assert bundle.draft_vocabulary().tolist() == run.ids.tolist()
+    assert bundle.draft_vocabulary().tolist() == run.task.ids.tolist()
     with jetdraft.load(bundle.path, threads=1) as model:
         how = {"max_new_tokens": 40, "ignore_eos": True}
         plain = model.generate(PERIOD * 2, method="none", **how)
@@ -147,8 +137,13 @@ def test_all_layers_of_the_target_are_the_target(target, text, tmp_path):
     some, _ = train(target, tmp_path / "some", text, ModelSettings(from_layers=(0, 3)))
     assert some.module.model.config.num_hidden_layers == 2
     own = Checkpoint.load(target, torch.float32).model.model.layers
-    fresh = ModelTraining(
-        target, tmp_path / "f", [text], ModelSettings(from_layers=(0, 3)), QUICK
+    fresh = made(
+        ModelTask,
+        target,
+        tmp_path / "f",
+        [text],
+        ModelSettings(from_layers=(0, 3)),
+        QUICK,
     )
     for layer, place in zip(fresh.module.model.model.layers, (0, 3), strict=True):
         assert torch.equal(
@@ -160,7 +155,7 @@ def test_streams_that_tune_the_target_are_the_teacher(text, tmp_path):
     """A drafter for the base would guess the text of another model."""
     folder = save_checkpoint(tmp_path / "target", llama_config())
     save_streams(folder, StreamSettings(gamma=2, layers=1, mode="shared", lora_rank=4))
-    run = ModelTraining(str(folder), tmp_path / "out", [text], SMALL, QUICK)
+    run = made(ModelTask, str(folder), tmp_path / "out", [text], SMALL, QUICK)
     loaded, other = (Checkpoint.load(str(folder), torch.float32) for _ in range(2))
     plain = other.model
     for model in (loaded.model, plain):
@@ -185,11 +180,16 @@ def test_a_drafter_goes_on_from_a_checkpoint(target, text, tmp_path):
     again = first_figures(target, text, tmp_path / "2", start, one)
     assert again["loss"] == pytest.approx(figures["loss"], abs=1e-3)
     assert torch.equal(
-        Checkpoint.load(str(tmp_path / "2"), torch.float32).draft_ids, run.ids
+        Checkpoint.load(str(tmp_path / "2"), torch.float32).draft_ids, run.task.ids
     )
     with pytest.raises(OptionError, match="its own draft vocabulary of 30"):
-        ModelTraining(
-            target, tmp_path / "3", [text], replace(start, draft_vocab=9), QUICK
+        made(
+            ModelTask,
+            target,
+            tmp_path / "3",
+            [text],
+            replace(start, draft_vocab=9),
+            QUICK,
         )
 
 
@@ -199,8 +199,13 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(target, text, tmp_path):
         other, words=("hello", "world", "nothing", "the", "same", "abcdefgh")
     )
     with pytest.raises(PairError, match="another tokenizer"):
-        ModelTraining(
-            target, tmp_path / "o", [text], ModelSettings(start=str(other)), QUICK
+        made(
+            ModelTask,
+            target,
+            tmp_path / "o",
+            [text],
+            ModelSettings(start=str(other)),
+            QUICK,
         )
 
 
@@ -211,17 +216,6 @@ def test_a_start_of_another_padding_gets_the_target_s(target, text, tmp_path, ro
     train(target, tmp_path / "o", text, ModelSettings(start=str(start)))
     loaded = Checkpoint.load(str(tmp_path / "o"), torch.float32)
     assert loaded.vocab_size == loaded.model.config.vocab_size == VOCAB_SIZE
-
-
-def test_it_resumes_where_it_stopped(target, text, tmp_path):
-    """A run that was interrupted ends with the weights of an uninterrupted run."""
-    settings = replace(SMALL, on_policy_share=0.5)
-
-    def run(output, settings, report):
-        train(target, output, text, settings, report=report)
-
-    other = replace(settings, loss="tv"), "loss"
-    assert whole_and_cut(run, tmp_path, settings, other, written)
 
 
 def test_a_stopped_drafter_is_whole_after_a_validation(target, text, tmp_path):
@@ -240,30 +234,17 @@ def test_a_stopped_drafter_is_whole_after_a_validation(target, text, tmp_path):
 def test_few_texts_are_told(target, tmp_path):
     data = lines(tmp_path / "t.jsonl", [{"text": "for self in range"}] * 3)
     often = replace(QUICK, steps=100, batch_size=2)
-    run = ModelTraining(target, tmp_path / "o", [data], SMALL, often)
+    run = made(ModelTask, target, tmp_path / "o", [data], SMALL, often)
     advice = "each 100 times in 100 steps; give more texts or fewer --steps"
-    assert run.summary().endswith(advice)
+    assert run.task.headline(run).endswith(advice)
     seldom = replace(QUICK, steps=20, batch_size=2)
-    run = ModelTraining(target, tmp_path / "p", [data], SMALL, seldom)
-    assert run.summary().endswith("from 2 sequences, each 20 times in 20 steps")
+    run = made(ModelTask, target, tmp_path / "p", [data], SMALL, seldom)
+    assert run.task.headline(run).endswith(
+        "from 2 sequences, each 20 times in 20 steps"
+    )
     most = replace(QUICK, steps=None, batch_size=2)
-    run = ModelTraining(target, tmp_path / "q", [data], SMALL, most)
-    assert run.summary().endswith("each 50 times in 50 steps")
-
-
-def test_a_loss_that_is_no_number_stops_it(target, text, tmp_path, monkeypatch):
-    """What was saved before stays."""
-    original, calls = DIVERGENCES["tv"], []
-
-    def divergence(wanted, got, beta):
-        if got.requires_grad:
-            calls.append(beta)
-        return original(wanted, got, beta) * (float("nan") if len(calls) == 3 else 1.0)
-
-    monkeypatch.setitem(DIVERGENCES, "tv", divergence)
-    with pytest.raises(TrainingError, match="the loss of step 3 is not a number"):
-        train(target, tmp_path / "out", text, replace(SMALL, loss="tv"))
-    assert (tmp_path / "out" / "model.safetensors").is_file()
+    run = made(ModelTask, target, tmp_path / "q", [data], SMALL, most)
+    assert run.task.headline(run).endswith("each 50 times in 50 steps")
 
 
 @pytest.mark.parametrize("draft_vocab", [None, 30])
@@ -277,7 +258,7 @@ def test_labels_from_the_disk_teach_the_same(
     _, first = train(target, tmp_path / "2", text, cached)
     assert first["loss"] == pytest.approx(figures["loss"], rel=5e-2)
     assert not list((tmp_path / "labels").glob(".*"))
-    monkeypatch.setattr(model_training, "exact_labels", None)
+    monkeypatch.setattr(draft_task, "exact_labels", None)
     _, again = train(target, tmp_path / "3", text, cached)
     assert again == first
     with pytest.raises(OutputError, match="another draft vocabulary"):
@@ -310,48 +291,26 @@ def test_a_part_of_each_batch_is_the_drafters_own(target, text, tmp_path):
 
     options = replace(QUICK, batch_size=4)
     settings = replace(SMALL, on_policy_share=0.5, draft_vocab=30)
-    run = ModelTraining(target, tmp_path / "out", [text], settings, options)
+    run = made(ModelTask, target, tmp_path / "out", [text], settings, options)
     plain = run.corpus.batch(0, 4)
-    batch = run.batch(Alone)
+    run.accelerator = Alone
+    batch = run.task.batch(run, plain)
     own = [row for row in range(4) if not torch.equal(batch.ids[row], plain.ids[row])]
     assert own == [1, 3]
     for row in own:
         size = int((batch.labels[row] >= 0).nonzero()[0])
         assert size == 16
         assert torch.equal(batch.ids[row, :16], plain.ids[row, :16])
-        assert set(batch.ids[row, 16:].tolist()) <= {0, *run.ids.tolist()}
-    again = run.batch(Alone)
+        assert set(batch.ids[row, 16:].tolist()) <= {0, *run.task.ids.tolist()}
+    again = run.task.batch(run, plain)
     assert torch.equal(again.ids, batch.ids)
     run.step = 1
-    assert not torch.equal(run.batch(Alone).ids[1], batch.ids[1])
+    assert not torch.equal(run.task.batch(run, plain).ids[1], batch.ids[1])
 
 
 def lines(file, rows):
     file.write_text("\n".join(json.dumps(row) for row in rows))
     return file
-
-
-def test_prompts_alone_are_a_task(target, tmp_path):
-    """The target writes what is missing; without --regenerate the rest stays."""
-    prompts = [{"prompt": f"for self {n}"} for n in range(9)]
-    full = {"prompt": "return ", "completion": "print" * 3}
-    data = lines(tmp_path / "task.jsonl", [*prompts, full])
-    run = ModelTraining(target, tmp_path / "out", [data], SMALL, QUICK)
-    texts = run.corpus.training + run.corpus.validation
-    assert len(texts) == 10
-    words = tiny_tokenizer()
-    kept = [t for t in texts if t.ids[:1] == words.encode("return ").ids[:1]]
-    assert [words.decode(text.ids) for text in kept] == ["return " + "print" * 3]
-    for text in texts:
-        assert text.is_written
-        assert len(text.ids) <= 32
-    regenerated = ModelTraining(
-        target, tmp_path / "again", [data], replace(SMALL, regenerate=True), QUICK
-    )
-    both = regenerated.corpus.training + regenerated.corpus.validation
-    assert kept[0] not in both
-    run.run(nothing)
-    assert not (tmp_path / "out" / "written").exists()
 
 
 @pytest.mark.parametrize(
@@ -369,7 +328,7 @@ def test_prompts_alone_are_a_task(target, tmp_path):
 def test_lines_that_cannot_be_used(target, tmp_path, row, message):
     data = lines(tmp_path / "task.jsonl", [{"prompt": "for self"}, row])
     with pytest.raises(DataError, match=message):
-        ModelTraining(target, tmp_path / "o", [data], SMALL, QUICK)
+        made(ModelTask, target, tmp_path / "o", [data], SMALL, QUICK)
     assert not (tmp_path / "o").exists()
 
 
@@ -397,7 +356,9 @@ def test_lines_that_cannot_be_used(target, tmp_path, row, message):
 def test_settings_that_cannot_be_used(target, text, tmp_path, settings, message):
     """One line each, before anything is written."""
     with pytest.raises((OptionError, CheckpointError), match=message):
-        ModelTraining(target, tmp_path / "o", [text], ModelSettings(**settings), QUICK)
+        made(
+            ModelTask, target, tmp_path / "o", [text], ModelSettings(**settings), QUICK
+        )
     assert not (tmp_path / "o").exists()
 
 
@@ -428,82 +389,9 @@ def test_the_advised_size_is_the_largest_that_is_cheap(tmp_path):
 def test_steps_and_size_are_advised_and_said(target, text, tmp_path):
     texts = lines(tmp_path / "t.jsonl", [{"text": "for self in range"}] * 9_999)
     options = replace(QUICK, steps=None)
-    run = ModelTraining(target, tmp_path / "o", [texts], None, options)
+    run = made(ModelTask, target, tmp_path / "o", [texts], None, options)
     assert run.steps == 200 * run.parameters // 64
-    line = run.summary()
+    line = run.task.headline(run)
     assert f"{run.parameters} weights, a step at " in line
     assert "(200 a weight, advised 200)" in line
     assert "\n" not in line
-
-
-def test_options_of_another_kind_are_refused_in_one_line(monkeypatch):
-    @dataclass(frozen=True)
-    class BlockSettings:
-        block: int = 8
-
-    monkeypatch.setitem(kinds.KINDS, "block", Kind(BlockSettings, ModelTraining))
-    flags = {"block": "--block", "layers": "--layers", "loss": "--loss"}
-    assert settings_of("block", {"block": 4}, flags) == BlockSettings(4)
-    with pytest.raises(OptionError, match="kind block does not take --layers, --loss"):
-        settings_of("block", {"layers": 2, "loss": "tv"}, flags)
-    with pytest.raises(OptionError, match=r"--block; .*or give --kind block"):
-        settings_of("model", {"block": 4}, flags)
-    with pytest.raises(OptionError, match=r"unknown kind 'x'; choose model or .*block"):
-        settings_of("x", {}, flags)
-
-
-TWO = """
-import sys
-import torch
-from accelerate import PartialState
-from pathlib import Path
-from dataclasses import replace
-from tests.train.test_drafter_training import QUICK, SMALL, train
-torch.cpu.get_capabilities = dict
-target, output, text = sys.argv[1:]
-settings = replace(SMALL, regenerate=True, on_policy_share=0.5)
-train(target, Path(output), Path(text), settings, replace(QUICK, steps=2))
-assert PartialState().num_processes == 2
-"""
-
-
-def test_processes_that_would_be_alone_are_refused(target, text, tmp_path, monkeypatch):
-    """Each would learn everything, and write into the same folder."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(OptionError, match="2 processes were started, and each"):
-        train(target, tmp_path / "out", text)
-    with pytest.raises(OptionError, match="ACCELERATE_USE_CPU=true"):
-        train(target, tmp_path / "out", text, replace(SMALL, regenerate=True))
-
-
-def test_two_processes_learn_what_one_learns(target, text, tmp_path, monkeypatch):
-    """Each writes a part of the texts and has a part of each batch; gloo averages.
-
-    In float32: bfloat16 rounds a part otherwise than the whole.
-    """
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-    settings = replace(SMALL, regenerate=True, on_policy_share=0.5)
-    train(target, tmp_path / "one", text, settings, replace(QUICK, steps=2))
-    script = tmp_path / "two.py"
-    script.write_text(TWO)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", str(script), target, str(tmp_path / "two")]
-    done = subprocess.run(
-        [*command, str(text)],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-            "ACCELERATE_USE_CPU": "true",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    one, two = written(tmp_path / "one"), written(tmp_path / "two")
-    for name, tensor in one.items():
-        # They differ by 7e-8 at most. Half of a batch would differ by 1e-3.
-        distance = (two[name].float() - tensor.float()).norm()
-        assert distance <= 1e-6 * tensor.float().norm(), name

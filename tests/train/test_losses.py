@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +11,14 @@ import torch.nn.functional as F
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streams import SHARED, StreamSettings
+from jetdraft.methods.stream.task import (
+    STREAM_WEIGHT,
+    StreamTask,
+    StreamTaskSettings,
+    losses,
+)
+from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.data import IGNORED, Example, collate
-from jetdraft.train.losses import STREAM_WEIGHT, losses
-from jetdraft.train.stream_attention import IMPLEMENTATION
-from jetdraft.train.stream_training import StreamTraining
 from tests.tiny import llama_config, save_checkpoint, save_streams
 
 GAMMA = 3
@@ -112,14 +115,13 @@ def test_gradients_are_those_of_streams_on_all_rows(streamed):
 
 def test_the_mean_over_parts_of_a_batch_is_that_of_the_batch(streamed):
     """Processes have a part each, with other numbers of learned places."""
-    training = StreamTraining.__new__(StreamTraining)
-    training.settings = replace(SETTINGS, mode=SHARED)
+    task = StreamTask(StreamTaskSettings(mode=SHARED, gamma=GAMMA))
     every = torch.tensor([5 + 4, 4 + 3, 3 + 2, 2 + 1])
-    two = SimpleNamespace(num_processes=2, reduce=lambda places, how: every)
-    one = SimpleNamespace(num_processes=1, reduce=lambda places, how: places)
+    two = SimpleNamespace(processes=2, reduced=lambda places: every)
+    one = SimpleNamespace(processes=1, reduced=lambda places: places)
     with torch.no_grad():
-        whole = training.loss(one, streamed, collate(SEQUENCES))
-        parts = [training.loss(two, streamed, collate([part])) for part in SEQUENCES]
+        whole = task.loss(one, streamed, collate(SEQUENCES))
+        parts = [task.loss(two, streamed, collate([part])) for part in SEQUENCES]
     assert torch.stack(parts).mean() == pytest.approx(whole.item(), abs=1e-5)
 
 

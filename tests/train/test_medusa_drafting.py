@@ -13,7 +13,7 @@ from jetdraft.recipe import Recipe
 from tests.checkpoints.heads import layouts
 from tests.tiny import llama_config, save_checkpoint
 from tests.train.periodic import PERIOD, tuned
-from tests.train.test_head_training import QUICK, SETTINGS, train
+from tests.train.test_head_training import MEDUSA, QUICK, train
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,7 @@ def accepted(tmp_path_factory):
     base = save_checkpoint(folder / "base", llama_config(num_hidden_layers=2))
     target = tuned(str(base), text, folder / "tuned")
     options = replace(QUICK, steps=100, sequence_length=48, learning_rate=1e-2)
-    settings = replace(SETTINGS, kind="medusa")
-    train(target, folder / "trained", text, settings, options)
+    train(target, folder / "trained", text, MEDUSA, options)
     torch.manual_seed(3)
     config, tensors = layouts.medusa(heads=3)
     layouts.write(folder / "random", config, tensors, "medusa_lm_head.pt")

@@ -12,38 +12,25 @@ from safetensors.torch import load_file, save_file
 from transformers import MistralConfig
 
 import jetdraft
-from jetdraft.checkpoints.prompts import FORECAST, PromptSettings
-from jetdraft.errors import (
-    OptionError,
-    OutputError,
-    TrainingError,
-    UnsupportedModelError,
-)
+from jetdraft.checkpoints.prompts import PromptSettings
+from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.methods.forecast.task import ForecastSettings, ForecastTask
+from jetdraft.methods.ppd.task import PpdSettings, PpdTask
 from jetdraft.recipe import Recipe
-from jetdraft.train.ppd import prompt_training
-from jetdraft.train.ppd.prompt_losses import visible
-from jetdraft.train.ppd.prompt_training import Lessons, PromptTraining
-from jetdraft.train.training import TrainingOptions
+from jetdraft.train.prompts import visible
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as run_jetdraft
 from tests.tiny import SIZES, llama_config, save_checkpoint
-from tests.train.periodic import PERIOD, learned_target, nothing
+from tests.train.periodic import PERIOD, QUICK, made, nothing
 
-SETTINGS = PromptSettings(gamma=2, members=2)
-QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> str:
-    """A target that knows the text which prompt tokens are to guess."""
-    return learned_target(tmp_path_factory.mktemp("prompts"), 3)
+LAYERS = 3
+SETTINGS = PpdSettings(gamma=2, members=2)
 
 
-def train(
-    target, output, text, settings=SETTINGS, options=QUICK, report=nothing, **how
-):
-    run = PromptTraining(target, output, [text], settings, options=options, **how)
+def train(target, output, text, settings=SETTINGS, options=QUICK, report=nothing):
+    task = ForecastTask if isinstance(settings, ForecastSettings) else PpdTask
+    run = made(task, target, output, [text], settings, options)
     return run, run.run(report)
 
 
@@ -52,7 +39,7 @@ def test_trained_prompt_tokens_are_right_more_often(target, text, tmp_path):
     seen = []
     options = replace(QUICK, steps=100, learning_rate=3e-2, sequence_length=48)
     options = replace(options, validate_every=100)
-    settings = PromptSettings(gamma=3, members=2)
+    settings = PpdSettings(gamma=3, members=2)
     _, figures = train(target, tmp_path / "out", text, settings, options, seen.append)
     before = seen[0].validation
     assert sum(figures["acceptance"]) > sum(before["acceptance"]) + 0.4
@@ -74,7 +61,7 @@ def test_trained_prompt_tokens_are_right_more_often(target, text, tmp_path):
 
 def test_trained_forecasts_are_right_more_often(target, text, tmp_path):
     """Most of what is learned is the prefix."""
-    seen, settings = [], PromptSettings(2, prefix=4, mode=FORECAST)
+    seen, settings = [], ForecastSettings(gamma=2, prefix=4)
     options = replace(QUICK, steps=160, learning_rate=3e-2, sequence_length=48)
     options = replace(options, validate_every=160)
     run, figures = train(target, tmp_path / "out", text, settings, options, seen.append)
@@ -108,48 +95,9 @@ def interrupt(progress):
         raise KeyboardInterrupt
 
 
-def test_an_interrupted_training_goes_on_where_it_stopped(target, text, tmp_path):
-    train(target, tmp_path / "whole", text)
-    with pytest.raises(KeyboardInterrupt):
-        train(target, tmp_path / "out", text, report=interrupt)
-    described = json.loads((tmp_path / "out" / "streams.json").read_text())
-    assert described["step"] == 3
-    run, _ = train(target, tmp_path / "out", text)
-    assert run.step == 4
-    one, other = (
-        load_file(tmp_path / name / "streams.safetensors") for name in ("whole", "out")
-    )
-    for name, weight in one.items():
-        torch.testing.assert_close(weight, other[name])
-    with pytest.raises(OutputError, match="finished training"):
-        train(target, tmp_path / "out", text)
-
-
-def test_the_target_writes_the_texts(target, text, tmp_path):
-    lessons = Lessons(insertions=4, regenerate=True)
-    run, _ = train(target, tmp_path / "out", text, lessons=lessons)
-    assert run.step == 4
-    assert not (tmp_path / "out" / "written").exists()
-
-
-def test_a_loss_that_is_no_number_keeps_what_was_learned(
-    target, text, tmp_path, monkeypatch
-):
-    def total(sums, places):
-        return sums.lost.sum() * torch.nan
-
-    with pytest.raises(KeyboardInterrupt):
-        train(target, tmp_path / "out", text, report=interrupt)
-    kept = (tmp_path / "out" / "streams.safetensors").read_bytes()
-    monkeypatch.setattr(prompt_training, "total", total)
-    with pytest.raises(TrainingError, match="the loss of step 4 is not a number"):
-        train(target, tmp_path / "out", text)
-    assert (tmp_path / "out" / "streams.safetensors").read_bytes() == kept
-
-
 def test_members_see_their_own_kind_only():
     """Two places with two prompt tokens of two members each."""
-    seen = visible(torch.tensor([[1, 3]]), 4, SETTINGS)[0, 0].int().tolist()
+    seen = visible(torch.tensor([[1, 3]]), 4, PromptSettings(2, 2))[0, 0].int().tolist()
     first, second = [1, 1, 0, 0], [1, 1, 1, 1]
     assert seen == [
         [*first, 1, 0, 0, 0, 0, 0, 0, 0],
@@ -164,22 +112,6 @@ def test_members_see_their_own_kind_only():
 
 
 # --- bad input ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "options", "match"),
-    [
-        (PromptSettings(gamma=0), QUICK, "prompt tokens 0 is out of range"),
-        (PromptSettings(members=65), QUICK, "ensemble 65 is out of range"),
-        (PromptSettings(mode=FORECAST), QUICK, "prefix 0 is out of range"),
-        (SETTINGS, TrainingOptions(sequence_length=4), "too short for 2 prompt"),
-        (SETTINGS, replace(QUICK, sequence_length=600), "the target's 512 positions"),
-    ],
-)
-def test_bad_settings(target, text, tmp_path, settings, options, match):
-    with pytest.raises(OptionError, match=match):
-        PromptTraining(target, tmp_path / "out", [text], settings, options=options)
-    assert not (tmp_path / "out").exists()
 
 
 def test_bad_input_of_the_command_line(target, text, tmp_path):

@@ -12,10 +12,11 @@ import torch
 from jetdraft.checkpoints.checkpoint import read_settings
 from jetdraft.checkpoints.streams import UNFINISHED
 from jetdraft.errors import CheckpointError, OptionError, OutputError
-from jetdraft.train.interrupt import held_back
+from jetdraft.train import run_folder
+from jetdraft.train.machine import held_back
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.taught.tensor_cache import TensorCache
-from jetdraft.train.training import Training, TrainingOptions
+from jetdraft.train.teacher import TensorCache
+from jetdraft.train.training import check_share
 from tests.tiny import llama_config, save_checkpoint
 
 
@@ -78,20 +79,36 @@ def test_the_owner_of_a_cache_is_whole_whenever_others_look(tmp_path, monkeypatc
 
 
 def test_a_batch_has_a_part_for_each_process():
-    class Two(Training):
-        def __init__(self):
-            self.options = TrainingOptions(batch_size=2)
-
-    Two.__abstractmethods__ = frozenset()
-    Two()._check_share(2)
+    check_share(2, processes=2)
     with pytest.raises(OptionError, match="--batch-size 3 or more"):
-        Two()._check_share(3)
+        check_share(2, processes=3)
 
 
 def test_a_copy_of_the_target_does_not_pass_for_the_result(tmp_path):
     """Before the first save it is the target without what was to be added."""
     target = save_checkpoint(tmp_path / "target", llama_config())
     folder = RunFolder(tmp_path / "out", learned="prompt tokens")
-    folder.copy_base(Path(target), "any")
+    folder.add_target(Path(target), "any")
     with pytest.raises(CheckpointError, match="saved no prompt tokens yet"):
         read_settings(tmp_path / "out")
+
+
+def test_the_weights_of_the_target_are_not_written_again(tmp_path, monkeypatch):
+    """They are linked, as they can have gigabytes; where links fail, copied."""
+    monkeypatch.setattr(run_folder, "LINKED_BYTES", 10_000)
+    target = save_checkpoint(tmp_path / "target", llama_config())
+    names = {True: "model.safetensors", False: "config.json"}
+    RunFolder(tmp_path / "out").add_target(target, "any")
+    for is_linked, name in names.items():
+        one, other = target / name, tmp_path / "out" / name
+        assert one.samefile(other) == is_linked
+        assert one.read_bytes() == other.read_bytes()
+
+    def link(*names):
+        raise OSError
+
+    monkeypatch.setattr(os, "link", link)
+    RunFolder(tmp_path / "copied").add_target(target, "any")
+    copy = tmp_path / "copied" / names[True]
+    assert not copy.samefile(target / names[True])
+    assert copy.read_bytes() == (target / names[True]).read_bytes()

@@ -20,22 +20,26 @@ from transformers import AutoModelForSeq2SeqLM, T5Config
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.errors import DataError, OptionError, OutputError, UnsupportedModelError
+from jetdraft.errors import DataError, OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.block.module import SourceDrafter, source_config, spread
+from jetdraft.methods.block.task import (
+    SourceBatch,
+    SourceBlockSettings,
+    SourceBlockTask,
+    source_lesson,
+)
+from jetdraft.methods.eagle.task import EagleTask
 from jetdraft.recipe import Recipe
-from jetdraft.train.block.block_places import Blocks
-from jetdraft.train.block.block_settings import SourceBlockSettings
-from jetdraft.train.block.source_block_training import SourceBlockTraining
-from jetdraft.train.block.source_losses import SourceBatch
+from jetdraft.train.attention import Masked, Masks
+from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import IGNORED, Example, collate
-from jetdraft.train.drafter.kinds import KINDS
-from jetdraft.train.head.head_training import HeadTraining
-from jetdraft.train.training import TrainingOptions
+from jetdraft.train.task import TrainingOptions
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as jetdraft_verb
 from tests.sources import CONFIGS, T5, save, save_drafter
 from tests.tiny import WORDS, llama_config, save_checkpoint
+from tests.train.periodic import made
 from tests.whispers import save as save_whisper
 
 SLOTS = 5
@@ -93,7 +97,8 @@ def world(tmp_path_factory):
 
 def prepare(world, output, options=QUICK, data=None, **changes):
     settings = replace(SETTINGS, **changes)
-    return SourceBlockTraining(world[1], output, [data or world[2]], settings, options)
+    data = [data or world[2]]
+    return made(SourceBlockTask, world[1], output, data, settings, options)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +155,7 @@ def test_the_folder_reads_back_as_it_was(world, trained):
     run, _, _, folder = trained
     checkpoint = Checkpoint.load(world[1], torch.float32)
     drafter = load_head(folder, checkpoint, torch.float32)
-    assert drafter.config == run.config
+    assert drafter.config == run.task.config
     named = dict(drafter.named_parameters())
     for name, weight in run.weights.items():
         torch.testing.assert_close(named[name], weight.detach())
@@ -193,33 +198,14 @@ def test_its_layers_are_spread_over_those_of_the_target(tmp_path):
     assert mine == [0, 1]
 
 
-def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(world, tmp_path):
-    """Also the tokens that it is told are those of an unbroken training."""
-    options = replace(QUICK, steps=6)
-    whole = prepare(world, tmp_path / "1", options, glancing=1.0)
-    whole.run(lambda progress: None)
-
-    def stop(progress):
-        if progress.step == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare(world, tmp_path / "2", options, glancing=1.0).run(stop)
-    again = prepare(world, tmp_path / "2", options, glancing=1.0)
-    again.run(lambda progress: None)
-    for name, weight in whole.weights.items():
-        torch.testing.assert_close(weight, again.weights[name])
-    with pytest.raises(OutputError, match="holds a finished training"):
-        prepare(world, tmp_path / "2", options)
-
-
 def test_a_share_of_the_wrong_guesses_is_told(world, tmp_path):
     """Half of them in training, and nothing in a validation."""
     run = prepare(world, tmp_path / "out", known_share=0.0)
-    objective, batch = run.module, run.prepared(run.corpus.batch(0, 4))
-    lesson = objective.encoded(run.new_teacher(run.target.model).lesson(batch))
-    alone = SimpleNamespace(process_index=0, num_processes=1)
-    blocks = run._drawn(alone, batch)
+    batch = SourceBatch.of(run.corpus.batch(0, 4), run.target.start_token_ids)
+    objective = run.module
+    lesson = objective.encoded(source_lesson(run.target.model, batch))
+    run.accelerator = SimpleNamespace(process_index=0, num_processes=1)
+    blocks = run.task.blocks(run, batch, learns=True)
     places = blocks.anchors[..., None] + 1 + torch.arange(SLOTS)
     whole = (places < batch.ids.shape[1]) & blocks.is_real[..., None]
     places = places.clamp(max=batch.ids.shape[1] - 1)
@@ -268,21 +254,6 @@ def test_prompts_alone_are_completed_by_the_target(world, tmp_path):
     assert sum(tuple(text.ids) in known for text in texts) >= len(SOURCES) // 2
 
 
-REFUSED = {
-    "layers": ({"layers": 3}, OptionError, "its decoder has 2; give --layers 1 to 2"),
-    "block": ({"block_rows": 1}, OptionError, "block rows 1 is out of range"),
-    "glancing": ({"glancing": 1.5}, OptionError, "glancing 1.5 is out of range"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(world, tmp_path, case):
-    changes, error, message = REFUSED[case]
-    with pytest.raises(error, match=message):
-        prepare(world, tmp_path / "out", **changes)
-    assert not (tmp_path / "out").exists()
-
-
 def test_texts_without_a_source_are_refused(world, tmp_path):
     data = tmp_path / "text.txt"
     data.write_text(LINES[SOURCES[0]] * 40)
@@ -305,12 +276,11 @@ def test_targets_of_other_kinds_are_refused(world, tmp_path):
     for target, fact in ((llama, "is a decoder alone"), (whisper, "hears")):
         with pytest.raises(UnsupportedModelError, match=fact):
             prepare((None, target, world[2]), tmp_path / "out")
-    with pytest.raises(UnsupportedModelError, match="train drafter --kind block"):
-        HeadTraining(world[1], tmp_path / "out", [world[2]])
-    for kind in ("model", "dflash", "diffusion"):
+    with pytest.raises(UnsupportedModelError, match="train block"):
+        made(EagleTask, world[1], tmp_path / "out", [world[2]])
+    for method in ("draft", "dflash", "diffusion"):
         result = jetdraft_verb(
-            *("train", "drafter", world[1], "--kind", kind),
-            *("--data", world[2], "-o", tmp_path / "out"),
+            *("train", method, world[1], "--data", world[2], "-o", tmp_path / "out")
         )
         assert_refused(result, "is an encoder-decoder, for which only")
     assert not (tmp_path / "out").exists()
@@ -318,7 +288,7 @@ def test_targets_of_other_kinds_are_refused(world, tmp_path):
 
 def test_the_verb_trains(world, tmp_path):
     result = jetdraft_verb(
-        *("train", "drafter", world[1], "--kind", "block", "--data", world[2]),
+        *("train", "block", world[1], "--data", world[2]),
         *("--block-rows", 3, "--layers", 1, "--steps", 2, "--glancing", 0.3),
         *("--half", "-o", tmp_path / "out"),
     )
@@ -329,4 +299,22 @@ def test_the_verb_trains(world, tmp_path):
     assert fields["target_type"] == "t5"
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
-    assert KINDS["block"].training is SourceBlockTraining
+
+
+def test_two_models_in_one_process_keep_their_masks_apart(world):
+    """One may run while another is between two passes."""
+    texts = torch.tensor([[5, 6, 7, 8]])
+    models = [AutoModelForSeq2SeqLM.from_pretrained(world[1]) for _ in range(2)]
+    masked = [Masked(model) for model in models]
+    seen = Masks(torch.zeros(1, 1, 1, 4))
+    half = Masks(torch.tensor([[[[0.0, 0.0, -1e4, -1e4]]]]))
+
+    def states(number):
+        with torch.no_grad():
+            return models[number].get_encoder()(texts).last_hidden_state
+
+    with masked[0].by(seen):
+        alone = states(0)
+        with masked[1].by(half):
+            torch.testing.assert_close(states(0), alone)
+            assert (states(1) - alone).abs().max() > 1e-3

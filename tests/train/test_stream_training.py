@@ -12,26 +12,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import jetdraft
-from jetdraft.checkpoints.streams import StreamSettings
-from jetdraft.errors import (
-    CheckpointError,
-    DataError,
-    OptionError,
-    OutputError,
-    TrainingError,
-)
+from jetdraft.errors import CheckpointError, DataError, OutputError, TrainingError
 from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.methods.stream import task as stream_task
+from jetdraft.methods.stream.task import StreamTask, StreamTaskSettings
 from jetdraft.recipe import Recipe
-from jetdraft.train import stream_training as training
 from jetdraft.train.data import IGNORED, Corpus, Example, collate
 from jetdraft.train.run_folder import STATE, RunFolder
-from jetdraft.train.stream_training import StreamTraining
-from jetdraft.train.training import TrainingOptions
+from jetdraft.train.task import TrainingOptions
 from tests.tiny import llama_config, save_checkpoint, tokenizer
-from tests.train.periodic import PERIOD, nothing, tuned
+from tests.train.periodic import PERIOD, QUICK, made, nothing, tuned
 
-SETTINGS = StreamSettings(gamma=3, layers=2, lora_rank=8, prune_rank=2)
-QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
+SETTINGS = StreamTaskSettings(gamma=3, layers=2, lora_rank=8, prune_rank=2)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +33,7 @@ def target(tmp_path_factory) -> str:
 
 
 def train(target, output, text, settings=SETTINGS, options=QUICK, report=nothing):
-    run = StreamTraining(target, output, [text], settings, options)
+    run = made(StreamTask, target, output, [text], settings, options)
     return run, run.run(report)
 
 
@@ -55,7 +47,7 @@ def train(target, output, text, settings=SETTINGS, options=QUICK, report=nothing
 )
 def test_a_trained_checkpoint_drafts(target, text, tmp_path, mode, size):
     """Overfitting a periodic text drives tokens per pass towards gamma + 1."""
-    settings = StreamSettings(gamma=3, layers=3, mode=mode, lora_rank=16)
+    settings = StreamTaskSettings(gamma=3, layers=3, mode=mode, lora_rank=16)
     options = TrainingOptions(**size, learning_rate=1e-2)
     # A base that has to learn the text as well does so by chance: three seeds gave
     # 3.2, 2.6 and 1.6 tokens per pass after 200 steps.
@@ -78,8 +70,10 @@ def test_a_trained_checkpoint_drafts(target, text, tmp_path, mode, size):
 
 @pytest.mark.parametrize("mode", ["lossless", "shared"])
 def test_streams_begin_at_the_size_of_hidden_states(target, text, tmp_path, mode):
-    settings = StreamSettings(gamma=3, layers=1, mode=mode, lora_rank=8)
-    runs = [StreamTraining(target, tmp_path / "o", [text], settings) for _ in range(2)]
+    settings = StreamTaskSettings(gamma=3, layers=1, mode=mode, lora_rank=8)
+    runs = [
+        made(StreamTask, target, tmp_path / "o", [text], settings) for _ in range(2)
+    ]
     one, other = (run.module.streams.embeddings for run in runs)
     assert torch.equal(one, other)
     ids = torch.tensor([runs[0].corpus.training[0].ids])
@@ -114,9 +108,9 @@ def test_the_base_lies_in_the_output_untouched(target, text, tmp_path):
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
     described = json.loads((tmp_path / "out" / "streams.json").read_text())
     assert described["step"] == 4
-    assert described["parameters"] == run.parameters
+    assert described["parameters"] == run.task.counts(run)
     assert described["positions"] == "row + stream"
-    assert run.parameters["streams"] == 3 * 64 + 2 * 2 * 64
+    assert described["parameters"]["streams"] == 3 * 64 + 2 * 2 * 64
 
 
 def test_lossless_training_leaves_the_main_rows_alone(target, text, tmp_path):
@@ -145,29 +139,15 @@ def test_bfloat16_multiplies_only_where_it_is_fast(
 ):
     halves = []
 
-    def recorded(run, accelerator, *arguments):
-        halves.append(torch.is_autocast_enabled(accelerator.device.type))
-        return loss(run, accelerator, *arguments)
+    def recorded(task, run, *arguments):
+        halves.append(torch.is_autocast_enabled(run.device.type))
+        return loss(task, run, *arguments)
 
-    loss = StreamTraining.loss
-    monkeypatch.setattr(StreamTraining, "loss", recorded)
+    loss = StreamTask.loss
+    monkeypatch.setattr(StreamTask, "loss", recorded)
     monkeypatch.setattr("jetdraft.train.training.is_fast", lambda device: fast)
     train(target, tmp_path / "out", text, options=replace(QUICK, steps=1))
     assert halves == [fast]
-
-
-def test_an_interrupted_training_goes_on_where_it_stopped(target, text, tmp_path):
-    whole = tmp_path / "whole"
-    train(target, whole, text)
-
-    with pytest.raises(KeyboardInterrupt):
-        train(target, tmp_path / "out", text, report=interrupt)
-    assert json.loads((tmp_path / "out" / "streams.json").read_text())["step"] == 3
-    run, _ = train(target, tmp_path / "out", text)
-    assert run.step == 4
-    expected = weights(whole)
-    for name, weight in weights(tmp_path / "out").items():
-        torch.testing.assert_close(weight, expected[name])
 
 
 @pytest.mark.parametrize("last", [STATE, "streams.safetensors", "streams.json"])
@@ -195,13 +175,6 @@ def test_a_kill_in_the_last_save_is_mended_by_the_next_run(
     expected = weights(tmp_path / "whole")
     for name, weight in weights(tmp_path / "out").items():
         torch.testing.assert_close(weight, expected[name])
-
-
-def test_other_settings_do_not_go_on(target, text, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        train(target, tmp_path / "out", text, report=interrupt)
-    with pytest.raises(OutputError, match=r"other settings \(gamma, lora rank"):
-        train(target, tmp_path / "out", text, StreamSettings(gamma=2, layers=2))
 
 
 @pytest.fixture
@@ -237,36 +210,6 @@ def test_a_folder_with_another_target_is_refused(target, text, stopped, tmp_path
         train(str(other), stopped, text)
 
 
-def test_a_finished_training_is_not_overwritten(target, text, tmp_path):
-    train(target, tmp_path / "out", text)
-    before = weights(tmp_path / "out")
-    with pytest.raises(OutputError, match="finished"):
-        train(target, tmp_path / "out", text)
-    for name, weight in weights(tmp_path / "out").items():
-        assert torch.equal(weight, before[name])
-
-
-def test_a_loss_that_is_no_number_stops_and_keeps_the_last(
-    target, text, tmp_path, monkeypatch
-):
-    original, calls = training.losses, []
-
-    def losses(streamed, batch, gamma):
-        found = original(streamed, batch, gamma)
-        calls.append(1)
-        # Two validations and two steps are fine.
-        return found if len(calls) <= 4 else broken(found)
-
-    def broken(found):
-        return replace(found, early=found.early * torch.nan)
-
-    monkeypatch.setattr(training, "losses", losses)
-    with pytest.raises(TrainingError, match=r"step 3 is not a number; the last good"):
-        train(target, tmp_path / "out", text)
-    assert json.loads((tmp_path / "out" / "streams.json").read_text())["step"] == 2
-    assert all(bool(w.isfinite().all()) for w in weights(tmp_path / "out").values())
-
-
 def test_a_target_that_gives_no_numbers_is_not_trained(text, tmp_path):
     folder = save_checkpoint(tmp_path / "target", llama_config())
     weights = load_file(folder / "model.safetensors")
@@ -293,7 +236,7 @@ def test_a_gradient_that_is_no_number_reaches_no_weight(
     target, text, tmp_path, monkeypatch
 ):
     """The loss of that step is still finite."""
-    original, calls = training.losses, []
+    original, calls = stream_task.losses, []
 
     def losses(streamed, batch, gamma):
         found = original(streamed, batch, gamma)
@@ -304,7 +247,7 @@ def test_a_gradient_that_is_no_number_reaches_no_weight(
             return replace(found, early=found.early + nothing.sqrt())
         return found
 
-    monkeypatch.setattr(training, "losses", losses)
+    monkeypatch.setattr(stream_task, "losses", losses)
     with pytest.raises(TrainingError, match="step 3"):
         train(target, tmp_path / "out", text)
     assert all(bool(w.isfinite().all()) for w in weights(tmp_path / "out").values())
@@ -331,36 +274,10 @@ def test_an_output_that_cannot_be_written(target, text, tmp_path):
         train(target, tmp_path / "file" / "out", text)
 
 
-@pytest.mark.parametrize(
-    ("settings", "options", "match"),
-    [
-        (StreamSettings(gamma=0), QUICK, "gamma 0"),
-        (StreamSettings(layers=4), QUICK, "layers 4"),
-        (
-            SETTINGS,
-            replace(QUICK, sequence_length=999999),
-            "the target's 512 positions",
-        ),
-        (StreamSettings(mode="both"), QUICK, "mode 'both'"),
-        (SETTINGS, TrainingOptions(sequence_length=4), "too short for 3 streams"),
-    ],
-)
-def test_bad_settings(target, text, tmp_path, settings, options, match):
-    with pytest.raises(OptionError, match=match):
-        StreamTraining(target, tmp_path / "out", [text], settings, options)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("value", [0, -1])
-def test_bad_options(value):
-    with pytest.raises(OptionError, match="steps"):
-        TrainingOptions(steps=value)
-
-
 def test_an_output_that_is_something_else(target, text, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(OutputError, match="has no streams"):
-        StreamTraining(target, tmp_path / "out", [text], SETTINGS, QUICK)
+        made(StreamTask, target, tmp_path / "out", [text], SETTINGS, QUICK)
 
 
 # --- data -----------------------------------------------------------------------------

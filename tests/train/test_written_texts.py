@@ -11,10 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from jetdraft.errors import DataError, TrainingError
+from jetdraft.train import written_texts
 from jetdraft.train.data import Example
-from jetdraft.train.taught import written_texts
-from jetdraft.train.taught.continuation import continuations
-from jetdraft.train.taught.written_texts import Writing, WrittenTexts
+from jetdraft.train.written_texts import Writing, WrittenTexts, continuations
 from tests.tiny import llama_config
 
 END = 0
@@ -101,7 +100,7 @@ def test_prompts_stay_and_lengths_are_kept(model, tmp_path):
 
 
 def test_a_stopped_writing_goes_on_after_its_last_shard(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(written_texts, "SHARD", 4)
+    monkeypatch.setattr(written_texts, "SHARD_TEXTS", 4)
     whole = WrittenTexts(tmp_path / "1", "me").completed(
         writing(model), examples(10), range(10)
     )
@@ -133,7 +132,7 @@ def test_a_stopped_writing_goes_on_after_its_last_shard(model, tmp_path, monkeyp
 
 def test_a_large_batch_fills_several_files(model, tmp_path, monkeypatch):
     """Whoever goes on, with another batch size or on another device, finds them."""
-    monkeypatch.setattr(written_texts, "SHARD", 4)
+    monkeypatch.setattr(written_texts, "SHARD_TEXTS", 4)
     whole = WrittenTexts(tmp_path / "1", "me").completed(
         writing(model), examples(10), range(10)
     )
@@ -178,8 +177,8 @@ def test_batches_are_halved_where_memory_ends(model, tmp_path):
 
 def test_processes_share_the_shards(model, tmp_path, monkeypatch):
     """Nobody writes a shard of another process, and all read the same texts."""
-    monkeypatch.setattr(written_texts, "SHARD", 4)
-    monkeypatch.setattr(written_texts, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(written_texts, "SHARD_TEXTS", 4)
+    monkeypatch.setattr(written_texts, "LOOK_SECONDS", 0.01)
     whole = WrittenTexts(tmp_path / "one", "me").completed(
         writing(model), examples(10), range(10)
     )
@@ -207,7 +206,7 @@ def test_processes_share_the_shards(model, tmp_path, monkeypatch):
 def test_a_process_that_is_gone_is_named_and_a_damaged_shard_too(
     model, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(written_texts, "PATIENCE", 0.0)
+    monkeypatch.setattr(written_texts, "WAIT_SECONDS", 0.0)
     texts = WrittenTexts(tmp_path, "me", process=1, processes=2)
     with pytest.raises(TrainingError, match="share the output folder"):
         texts.completed(writing(model), examples(2), range(2))

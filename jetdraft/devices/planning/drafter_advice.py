@@ -124,7 +124,7 @@ class Advisor:
                 yield layers, width, self._sizes(layers, width)
 
     def _sizes(self, layers: int, width: int) -> Dimensions:
-        """The sizes of a Llama, as `train drafter` makes it."""
+        """The sizes of a Llama, as `train draft` makes it."""
         target = self._target
         return Dimensions.of(
             {

@@ -54,7 +54,7 @@ ON_GPU = (
 """What a prediction is for, and what it is made of."""
 
 STREAM_LAYERS = 2
-"""Top layers that probes pass through, by default in `jetdraft train streams`."""
+"""Top layers that probes pass through, by default in `jetdraft train stream`."""
 
 
 @dataclass(frozen=True)

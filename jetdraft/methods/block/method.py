@@ -10,7 +10,7 @@ from jetdraft.runtime.proposers.drafter_methods import (
 METHOD = drafter_method(
     "block",
     "the drafter of an encoder-decoder, which fills a block",
-    "a drafter of train drafter --kind block",
+    "a drafter of train block",
     lambda contract, target: (
         contract.block and contract.source_slots and not contract.feature_input
     ),
@@ -19,4 +19,5 @@ METHOD = drafter_method(
     samples=(*SAMPLES, {"steps": 2}),
     alone={"confidence": 0.0},
     module=("jetdraft.methods.block.module:SourceDrafter",),
+    task="jetdraft.methods.block.task:SourceBlockTask",
 )

@@ -16,4 +16,5 @@ METHOD = drafter_method(
     cost="drafter",
     alone={},
     module=("jetdraft.methods.chimera.module:Chimera",),
+    task="jetdraft.methods.chimera.task:ChimeraTask",
 )

@@ -17,4 +17,5 @@ METHOD = drafter_method(
     samples=(*SAMPLES, {"steps": 2}),
     alone={"confidence": 0.0},
     module=("jetdraft.methods.dflash.module:Dflash",),
+    task="jetdraft.methods.dflash.task:DFlashTask",
 )

@@ -19,4 +19,5 @@ METHOD = drafter_method(
     samples=(*SAMPLES, {"steps": 2}),
     alone={"confidence": 0.0},
     module=("jetdraft.methods.diffusion.module:Diffusion",),
+    task="jetdraft.methods.diffusion.task:DiffusionTask",
 )

@@ -16,4 +16,5 @@ METHOD = drafter_method(
     flag="--drafter",
     cost="drafter",
     alone={},
+    task="jetdraft.methods.draft.task:ModelTask",
 )

@@ -20,4 +20,5 @@ METHOD = drafter_method(
     cost="drafter",
     alone={},
     module=("jetdraft.methods.eagle.module:Eagle", "jetdraft.methods.eagle.mtp:Mtp"),
+    task="jetdraft.methods.eagle.task:EagleTask",
 )

@@ -94,4 +94,5 @@ METHOD = drafter_method(
     cost="drafter",
     alone={},
     module=("jetdraft.methods.falcon.module:Falcon",),
+    task="jetdraft.methods.falcon.task:FalconTask",
 )

@@ -72,4 +72,5 @@ METHOD = Method(
     trees=True,
     reads_probes=True,
     samples=({"tree": "chain"}, {"tree": "best"}),
+    task="jetdraft.methods.forecast.task:ForecastTask",
 )

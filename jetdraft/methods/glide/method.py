@@ -19,4 +19,5 @@ METHOD = drafter_method(
     cost="drafter",
     alone={},
     module=("jetdraft.methods.glide.module:Glide",),
+    task="jetdraft.methods.glide.task:GlideTask",
 )

@@ -94,4 +94,5 @@ METHOD = drafter_method(
     target=_target,
     alone={"confidence": 0.0},
     module=("jetdraft.methods.kangaroo.module:Kangaroo",),
+    task="jetdraft.methods.kangaroo.task:KangarooTask",
 )

@@ -19,4 +19,5 @@ METHOD = drafter_method(
         "jetdraft.methods.medusa.module:Medusa",
         "jetdraft.methods.medusa.module:Hydra",
     ),
+    task="jetdraft.methods.medusa.task:MedusaTask",
 )

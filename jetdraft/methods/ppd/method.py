@@ -236,4 +236,5 @@ METHOD = Method(
     trees=True,
     reads_probes=True,
     samples=({"tree": "chain"}, {"tree": "best"}, {"rows": 7, "slots": 24}),
+    task="jetdraft.methods.ppd.task:PpdTask",
 )

@@ -64,7 +64,7 @@ class StreamOptions(TreeOptions):
 def _lacks(bundle: Bundle) -> str:
     if bundle.target.contract.streams:
         return ""
-    return "export a checkpoint that jetdraft train streams wrote"
+    return "export a checkpoint that jetdraft train stream wrote"
 
 
 def _make(loaded: LoadedBundle, options: StreamOptions) -> Proposer:
@@ -111,4 +111,5 @@ METHOD = Method(
         {"tree": "comb"},
         {"tree": "best", "prune_threshold": 0.05},
     ),
+    task="jetdraft.methods.stream.task:StreamTask",
 )

@@ -17,7 +17,7 @@ from jetdraft.runtime.sampling.chooser import Chooser
 
 @dataclass(frozen=True)
 class TrigramOptions(MethodOptions):
-    """`table` is a file that `jetdraft train table` wrote."""
+    """`table` is a file that `jetdraft train trigram` wrote."""
 
     table: Path | None = None
 
@@ -79,4 +79,5 @@ METHOD = Method(
     TrigramOptions,
     # Without a corpus the table knows little.
     in_auto=lambda options: options.table is not None,
+    task="jetdraft.methods.trigram.task:command",
 )

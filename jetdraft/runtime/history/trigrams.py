@@ -92,7 +92,7 @@ class Counts:
     def load(cls, file: Path, tokenizer: str, vocab_size: int) -> Counts:
         """Read what `save` wrote; raise `StoreError` for another tokenizer's file."""
         refusal = StoreError(
-            f"cannot read a table from {file}; give a file of jetdraft train table"
+            f"cannot read a table from {file}; give a file of jetdraft train trigram"
         )
         arrays = read_arrays(file, refusal)
         owner = str(arrays.pop("tokenizer", ""))

@@ -87,7 +87,7 @@ class LoadOptions(TypedDict, total=False):
         Flag(
             "drafting",
             "Keep what the target said where drafts were wrong in this folder, and "
-            "take the drafter's weights that train drafter --from-use learns of it; "
+            "take the drafter's weights that jetdraft train use learns of it; "
             "default: keep nothing.",
             metavar="DIR",
         ),

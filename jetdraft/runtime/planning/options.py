@@ -34,7 +34,7 @@ THRESHOLD = 0.7
 class Exiting:
     """Stop and Exit (SEC, 2401.09964), which is lossy and off by default.
 
-    `stop_and_exit` is the folder of a head that `jetdraft train exit` wrote. It stops
+    `stop_and_exit` is the folder of a head that `jetdraft train sec` wrote. It stops
     the text where it is surer than `stop_threshold` that the next token will be wrong,
     and leaves the upper layers out where it is surer than `exit_threshold` that the
     lower layers know the token; without them it is `THRESHOLD`. Raises `OptionError`
@@ -140,7 +140,7 @@ class GenerateOptions(TypedDict, total=False):
         Flag(
             "drafting",
             "Let this head end a text that goes wrong, and leave layers out where it "
-            "may: jetdraft train exit makes it. Lossy, so it needs --no-exact.",
+            "may: jetdraft train sec makes it. Lossy, so it needs --no-exact.",
             metavar="HEAD",
         ),
     ]

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.methods.eagle.module import Eagle
-from jetdraft.train.head.head_losses import Lesson, Objective, total
+from jetdraft.methods.eagle.task import EagleObjective, EagleTask
+from jetdraft.train.teacher import Lesson
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.layouts import LAYERS, VD, H, write
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
@@ -128,7 +129,7 @@ def eagle1(taught, folder) -> Eagle:
 
 
 def learn(head: Eagle, taught) -> None:
-    """Train a head on the text, as `jetdraft train head` does."""
+    """Train a head on the text, as `jetdraft train eagle` does."""
     own = {id(weight) for weight in taught.target.model.parameters()}
     weights = [weight for weight in head.parameters() if id(weight) not in own]
     for weight in weights:
@@ -137,11 +138,12 @@ def learn(head: Eagle, taught) -> None:
     logits = taught.logits if head.ids is None else taught.logits[..., head.ids]
     known = torch.ones(ids.shape, dtype=torch.bool)
     lesson = Lesson(ids, ids, taps_of(head, taught), taught.final, logits, known)
-    objective, optimizer = Objective(head, DRAFTED), torch.optim.AdamW(weights, lr=3e-3)
+    objective = EagleObjective(head, DRAFTED, regress=False)
+    optimizer = torch.optim.AdamW(weights, lr=3e-3)
     for _ in range(100):
         sums = objective(lesson)
         optimizer.zero_grad()
-        total(sums, sums.places).backward()
+        EagleTask().total(sums, sums.places).backward()
         optimizer.step()
     head.requires_grad_(False).eval()
 

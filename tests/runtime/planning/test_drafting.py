@@ -189,7 +189,7 @@ def test_a_drafter_that_is_off(bundle, method):
 
 
 def test_a_bundle_without_streams(model):
-    with pytest.raises(OptionError, match="jetdraft train streams") as refusal:
+    with pytest.raises(OptionError, match="jetdraft train stream") as refusal:
         model.stream(token_ids=IDS, method="stream")
     assert refusal.value.field == "method"
 

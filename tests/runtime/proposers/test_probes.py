@@ -30,8 +30,8 @@ from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
-from jetdraft.train.ppd.prompt_losses import PromptObjective
-from jetdraft.train.stream_attention import IMPLEMENTATION
+from jetdraft.train.attention import IMPLEMENTATION
+from jetdraft.train.prompts import PromptObjective
 from tests.tiny import llama_config, save_checkpoint, save_prompts, save_streams
 
 TREE = {"tree": "k-ary", "branching": [2, 2, 2]}

@@ -1,15 +1,34 @@
 """The trained drafter of a test file, loaded, and what plain decoding writes.
 
-A file with drafters has a fixture `bundles`, whose key "trained" is used.
+A file says what is trained, as `TASK` and `LEARNING`, for a target of `LAYERS` layers.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import jetdraft
-from tests.train.attached.drafts import LONG, WAYS
-from tests.train.periodic import PERIOD
+from jetdraft.bundle import Bundle
+from tests.train.attached.drafts import LONG, STILL, WAYS, exported
+from tests.train.periodic import PERIOD, made
+
+
+@pytest.fixture(scope="module")
+def folders(request, target, tmp_path_factory) -> dict[str, Path]:
+    """The folders of a trained drafter, and of a drafter as it begins."""
+    folder, text = tmp_path_factory.mktemp("drafters"), Path(target).parent / "text.txt"
+    module, settings = request.module, getattr(request.module, "SETTINGS", None)
+    for name, options in (("trained", module.LEARNING), ("untrained", STILL)):
+        made(module.TASK, target, folder / name, [text], settings, options).run()
+    return {name: folder / name for name in ("trained", "untrained")}
+
+
+@pytest.fixture(scope="module")
+def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
+    """The bundles of the target with these drafters."""
+    return exported(target, tmp_path_factory.mktemp("bundles"), folders)
 
 
 @pytest.fixture(scope="module")

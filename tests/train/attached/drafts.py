@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,30 +21,13 @@ from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
-from jetdraft.train.training import TrainingOptions
-from tests.train.periodic import PERIOD, nothing
-from tests.train.stopping import whole_and_cut
+from tests.train.periodic import PERIOD, QUICK
 
-QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
 STILL = replace(QUICK, steps=1, learning_rate=0.0)
 WAYS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 1}]
 LONG: dict[str, Any] = {"max_new_tokens": 80, "ignore_eos": True}
 METHODS = {"eagle", "draft", "kangaroo", "glide", "chimera", "falcon"}
 SMALL = ExportOptions(Recipe("int4", 32), capacity=256, max_width=32, fast=True)
-
-
-def trained_and_not(
-    train: Callable[..., Any],
-    target: str,
-    folder: Path,
-    learning: TrainingOptions,
-    settings: Any = None,
-) -> dict[str, Path]:
-    """The folders of a trained drafter, and of one as it begins."""
-    text = Path(target).parent / "text.txt"
-    for name, options in (("trained", learning), ("untrained", STILL)):
-        train(target, folder / name, text, settings, options)
-    return {name: folder / name for name in ("trained", "untrained")}
 
 
 def exported(target: str, folder: Path, drafters: dict[str, Path]) -> dict[str, Bundle]:
@@ -53,23 +36,6 @@ def exported(target: str, folder: Path, drafters: dict[str, Path]) -> dict[str, 
         name: export(target, folder / name, options=SMALL, head=str(drafter))
         for name, drafter in drafters.items()
     }
-
-
-def trainer(training: type[Any]) -> Callable[..., Any]:
-    """Runs one training of a kind, and gives it with its result."""
-
-    def train(
-        target: str,
-        output: Path,
-        text: Path,
-        settings: Any = None,
-        options: TrainingOptions = QUICK,
-        report: Callable[[Any], None] = nothing,
-    ) -> tuple[Any, Any]:
-        run = training(target, output, [text], settings, options)
-        return run, run.run(report)
-
-    return train
 
 
 def changed(folder: Path, copy: Path, **fields: Any) -> str:
@@ -186,23 +152,3 @@ class AttachedDrafter:
         for method in METHODS - {self.method}:
             with pytest.raises(OptionError, match="export with --"):
                 model.generate(PERIOD, method=method)
-
-
-class LayerDrafter(AttachedDrafter):
-    """Tests of a drafter that is a layer, of a size that its training is given.
-
-    `settings` are other than the training's own, with `inner=8` and `half`; `differing`
-    has settings with which a stopped training cannot go on, and what differs.
-    """
-
-    train: Callable[..., Any]
-    settings: Any = None
-    differing: tuple[Any, str] = (None, "")
-
-    def test_a_stopped_training_goes_on_where_it_was(self, target, text, tmp_path):
-        def run(output, settings, report):
-            self.train(target, output, text, settings, report=report)
-
-        whole = whole_and_cut(run, tmp_path, self.settings, self.differing)
-        assert whole["layers.0.mlp.up_proj.weight"].shape == (8, 64)
-        assert {tensor.dtype for tensor in whole.values()} == {torch.float16}

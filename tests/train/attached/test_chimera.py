@@ -4,64 +4,28 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import CheckpointError
 from jetdraft.methods.chimera.module import GRAM
-from jetdraft.train.chimera.chimera_training import ChimeraTraining, Seen
-from jetdraft.train.taught.layer_training import LayerSettings
-from jetdraft.train.taught.next_token_training import PLACES
-from tests.cli.running import assert_refused
-from tests.cli.running import jetdraft as cli
-from tests.train.attached.drafts import (
-    QUICK,
-    LayerDrafter,
-    changed,
-    exported,
-    in_floats,
-    trained_and_not,
-    trainer,
-)
-from tests.train.periodic import learned_target
+from jetdraft.methods.chimera.task import ChimeraTask, SeenRows
+from jetdraft.train.heads import PLACES
+from tests.train.attached.drafts import QUICK, AttachedDrafter, changed, in_floats
+from tests.train.periodic import made
 
+TASK, LAYERS = ChimeraTask, 2
 LEARNING = replace(QUICK, steps=60, sequence_length=48, learning_rate=1e-2)
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> str:
-    """A target of two layers that knows the text."""
-    return learned_target(tmp_path_factory.mktemp("chimera"), 2)
-
-
-train = trainer(ChimeraTraining)
-
-
-@pytest.fixture(scope="module")
-def folders(target, tmp_path_factory) -> dict[str, Path]:
-    """The folders of a trained drafter, and of one as it begins."""
-    folder = tmp_path_factory.mktemp("drafters")
-    return trained_and_not(train, target, folder, LEARNING)
-
-
-@pytest.fixture(scope="module")
-def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
-    return exported(target, tmp_path_factory.mktemp("bundles"), folders)
-
-
-class TestChimera(LayerDrafter):
+class TestChimera(AttachedDrafter):
     method = "chimera"
     title = "a Chimera drafter"
-    train = staticmethod(train)
-    settings = LayerSettings(inner=8, half=True)
-    differing = replace(settings, inner=16), "inner"
 
 
 TEXT = np.random.default_rng(6).integers(1, 288, 14).tolist()
@@ -80,7 +44,9 @@ def expected(module, features, kept, seen):
     """The logits of the rows of TEXT from `seen` on, as the training computes them."""
     ids = torch.tensor([[0, 0, *TEXT]]).unfold(1, GRAM, 1)
     rows, logits = torch.arange(len(TEXT)), []
-    view = Seen(*module.keys_values(features, rows[None]), known=(rows < seen)[None])
+    view = SeenRows(
+        *module.keys_values(features, rows[None]), known=(rows < seen)[None]
+    )
     state = features[:, seen - 1 : seen]
     for place, row in enumerate(range(seen, len(TEXT))):
         at = torch.tensor([[row - 1]])
@@ -147,18 +113,18 @@ def test_the_tokens_before_rows(floats):
 
 def test_no_draft_sees_rows_that_the_runtime_does_not_have(target, text, tmp_path):
     """Other features from a draft's first row on change nothing in that draft."""
-    run = ChimeraTraining(target, tmp_path / "out", [text], None, QUICK)
-    objective = run.module.eval()
+    run = made(ChimeraTask, target, tmp_path / "out", [text], None, QUICK)
+    drafter = run.module.drafter.eval()
     features = torch.randn(1, 15, 64)
     lesson = type("Lesson", (), {"ids": torch.arange(1, 16)[None], "taps": [features]})
     rows = torch.arange(15)
     starts = rows - (rows - 2) % PLACES
     assert starts.tolist()[2:] == [2] * 5 + [7] * 5 + [12] * 3
     with torch.no_grad():
-        before = objective.hidden(lesson, starts)
+        before = run.task.hidden(drafter, lesson, starts)
         lesson.taps = [features.clone()]
         lesson.taps[0][:, 7:] = 9.0
-        after = objective.hidden(lesson, starts)
+        after = run.task.hidden(drafter, lesson, starts)
     torch.testing.assert_close(after[:, 2:12], before[:, 2:12])
     assert (after[:, 12:] - before[:, 12:]).abs().max() > 0.01
 
@@ -179,13 +145,6 @@ def test_the_folder_has_a_llama_layer_and_a_trigram_encoder(folders):
 
 
 # --- what is refused ----------------------------------------------------------------
-
-
-def test_the_command_says_what_is_wrong_in_one_line(target, text, tmp_path):
-    given = ("train", "chimera", target, "--data", text, "-o", tmp_path / "out")
-    assert_refused(cli(*given, "--inner", -1), "inner -1 is out of range")
-    assert_refused(cli(*given, "--sequence-length", 9), "too short for drafts of 5")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

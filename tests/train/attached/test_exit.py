@@ -25,25 +25,18 @@ from jetdraft.runtime.passes.split.exit_head import FILE, ExitHead
 from jetdraft.runtime.proposers.proposer import Observer
 from jetdraft.testing import toy_bundle
 from jetdraft.train.data import Example, collate
-from jetdraft.train.exit.exit_training import ExitHeads, ExitTraining
+from jetdraft.train.sec import ExitHeads, SecSettings, SecTask
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as cli
 from tests.ggufs import write_gguf
 from tests.tiny import llama_config
 from tests.train.attached.drafts import QUICK, SMALL
-from tests.train.periodic import PERIOD, learned_target, nothing
-from tests.train.stopping import whole_and_cut
+from tests.train.periodic import PERIOD, made, nothing
 
-LAYER, SIZE = 2, 64
+LAYERS, LAYER, SIZE = 4, 2, 64
 FREE = {"exact": False, "max_new_tokens": 40, "ignore_eos": True, "method": "none"}
 ANY = {"stop_threshold": 0.0, "exit_threshold": 0.0}
 STOP, EXIT, CONTINUE = np.eye(3, dtype=np.float32) * 50
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> str:
-    """A target of four layers that knows the text."""
-    return learned_target(tmp_path_factory.mktemp("exit"), 4)
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +241,7 @@ def test_options_that_cannot_be_used(model, fields, words):
 def test_a_head_that_is_not_there(bundle, tmp_path, head):
     line = ["generate", bundle.path, "-p", "def", "--no-exact", "--stop-and-exit"]
     for missing in (tmp_path / "none", tmp_path / ("x" * 300)):
-        assert_refused(cli(*line, missing), "no folder", "jetdraft train exit")
+        assert_refused(cli(*line, missing), "no folder", "jetdraft train sec")
     (tmp_path / FILE).write_bytes(b"PK no zip")
     assert_refused(cli(*line, tmp_path), "damaged")
     line[1] = toy_bundle(tmp_path / "without")
@@ -261,7 +254,7 @@ def test_an_exit_that_cuts_nothing(target, tmp_path, layer):
     assert_refused(cli(*line), "does not cut 4 layers")
     assert not (tmp_path / "b").exists()
     data = Path(target).parent / "text.txt"
-    line = ["train", "exit", target, "--data", data, "-o", tmp_path / "h"]
+    line = ["train", "sec", target, "--data", data, "-o", tmp_path / "h"]
     assert_refused(cli(*line, "--exits", layer), "give 1 to 3")
     assert not (tmp_path / "h").exists()
 
@@ -294,7 +287,8 @@ def test_labels_are_those_of_the_paper():
 
 def train(target, output, layers=(1, LAYER), options=QUICK, report=nothing):
     text = Path(target).parent / "text.txt"
-    return ExitTraining(target, output, [text], layers, options).run(report)
+    run = made(SecTask, target, output, [text], SecSettings(layers), options)
+    return run.run(report)
 
 
 def test_a_trained_head_exits_where_the_lower_layers_know_the_text(
@@ -322,26 +316,28 @@ def test_a_trained_head_exits_where_the_lower_layers_know_the_text(
 def test_the_mean_over_parts_of_a_batch_is_that_of_the_batch(target, tmp_path):
     """Processes have a part each, with other numbers of learned tokens."""
     text = Path(target).parent / "text.txt"
-    run = ExitTraining(target, tmp_path / "h", [text], (LAYER,), QUICK)
+    run = made(SecTask, target, tmp_path / "h", [text], SecSettings((LAYER,)), QUICK)
     ids = run.corpus.training[0].ids
     examples = [Example.completed(ids[:size], 1) for size in (17, 5)]
 
     def loss(processes, part):
-        accelerator = SimpleNamespace(
+        run.accelerator = SimpleNamespace(
             num_processes=processes,
-            reduce=lambda count: torch.tensor(16 + 4),
+            # One process knows its own rows, and accelerate adds the others up.
+            reduce=lambda count, how: torch.tensor({"sum": 16 + 4, "mean": 10}[how]),
             device=torch.device("cpu"),
         )
         with torch.no_grad():
-            return run.loss(accelerator, run.module, collate(part)).item()
+            return run.task.loss(run, run.module, collate(part)).item()
 
     parts = [loss(2, [example]) for example in examples]
     assert sum(parts) / 2 == pytest.approx(loss(1, examples), abs=1e-5)
 
 
 def test_the_module_is_the_head_of_the_runtime(target, bundle, tmp_path):
-    run = ExitTraining(
-        target, tmp_path / "h", [Path(target).parent / "text.txt"], (LAYER,), QUICK
+    run = made(
+        *(SecTask, target, tmp_path / "h", [Path(target).parent / "text.txt"]),
+        *(SecSettings((LAYER,)), QUICK),
     )
     run.run(nothing)
     states = torch.randn(5, SIZE, generator=torch.Generator().manual_seed(0))
@@ -354,16 +350,3 @@ def test_the_module_is_the_head_of_the_runtime(target, bundle, tmp_path):
         again = run.module.lm_head(run.module.norm(moved))
     np.testing.assert_allclose(head.rates(states.numpy()), rates, atol=1e-5)
     np.testing.assert_allclose(again, scores, atol=1e-4)
-
-
-def arrays_of(folder):
-    with np.load(folder / FILE) as arrays:
-        return {n: torch.tensor(a) for n, a in arrays.items() if n != "base"}
-
-
-def test_a_stopped_training_goes_on_where_it_was(target, tmp_path):
-    def run(output, layers, report):
-        train(target, output, layers, report=report)
-
-    other = ((LAYER,), "layers")
-    assert whole_and_cut(run, tmp_path, (1, LAYER), other, arrays_of)

@@ -15,47 +15,38 @@ from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import CheckpointError
-from jetdraft.runtime.planning.registry import methods
-from jetdraft.runtime.sampling.chooser import Chooser, Sampling
-from jetdraft.train.falcon.falcon_training import (
+from jetdraft.methods.falcon.task import (
     FalconSettings,
-    FalconTraining,
+    FalconTask,
+    predicted,
     told_rows,
 )
-from tests.cli.running import assert_refused
-from tests.cli.running import jetdraft as cli
+from jetdraft.runtime.planning.registry import methods
+from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from tests.train.attached.drafts import (
     LONG,
     QUICK,
     STILL,
-    LayerDrafter,
+    AttachedDrafter,
     changed,
     exported,
     in_floats,
-    trainer,
 )
-from tests.train.periodic import PERIOD, learned_target
+from tests.train.periodic import PERIOD, made
 
+TASK, LAYERS = FalconTask, 2
 LEARNING = replace(QUICK, steps=40, sequence_length=48, learning_rate=2e-2)
 SIZES = (2, 3)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> str:
-    """A target of two layers that knows the text."""
-    return learned_target(tmp_path_factory.mktemp("falcon"), 2)
-
-
-train = trainer(FalconTraining)
 
 
 @pytest.fixture(scope="module")
 def folders(target, tmp_path_factory) -> dict[str, Path]:
     """The folders of a trained drafter, and of two as they begin."""
     folder, text = tmp_path_factory.mktemp("drafters"), Path(target).parent / "text.txt"
-    train(target, folder / "trained", text, None, LEARNING)
+    made(TASK, target, folder / "trained", [text], None, LEARNING).run()
     for size in SIZES:
-        train(target, folder / str(size), text, FalconSettings(block_rows=size), STILL)
+        settings = FalconSettings(block_rows=size)
+        made(TASK, target, folder / str(size), [text], settings, STILL).run()
     return {name: folder / name for name in ("trained", *map(str, SIZES))}
 
 
@@ -65,15 +56,12 @@ def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
     return exported(target, folder, {name: folders[name] for name in ("trained", "2")})
 
 
-class TestFalcon(LayerDrafter):
+class TestFalcon(AttachedDrafter):
     method = "falcon"
     title = "a Falcon drafter"
     untrained = "2"
     floor, positions = 0.6, 4
     fills = ({"num_draft_tokens": 5}, {"drafting": {"tree": "best"}})
-    train = staticmethod(train)
-    settings = FalconSettings(inner=8, half=True)
-    differing = replace(settings, block_rows=3), "block"
 
 
 def test_short_prompts_are_drafted_for_later(model):
@@ -233,15 +221,15 @@ def test_a_pass_drafts_a_block(model):
 
 def test_rows_see_their_block_and_no_further(target, text, tmp_path):
     """What stands behind a block changes nothing in it."""
-    run = FalconTraining(target, tmp_path / "out", [text], FalconSettings(), QUICK)
-    objective = run.module.eval()
+    run = made(FalconTask, target, tmp_path / "out", [text], None, QUICK)
+    drafter = run.module.drafter.eval()
     features, ids = torch.randn(1, 11, 64), torch.arange(1, 12)[None]
     places = (torch.arange(11) - 3) % 2  # rows 1 and 2 are a block
     with torch.no_grad():
-        before = objective._predicted(features, ids, places)
+        before = predicted(drafter, features, ids, places)
         changed = features.clone()
         changed[:, 8] = 9.0  # the last row of a block
-        after = objective._predicted(changed, ids, places)
+        after = predicted(drafter, changed, ids, places)
     moved = (after - before).abs().amax(-1)[0] > 1e-4
     assert moved.tolist() == [False] * 7 + [True] * 4
 
@@ -271,13 +259,6 @@ def test_the_folder_has_a_llama_layer_and_a_recurrence(folders):
 
 
 # --- what is refused ----------------------------------------------------------------
-
-
-def test_the_command_says_what_is_wrong_in_one_line(target, text, tmp_path):
-    given = ("train", "falcon", target, "--data", text, "-o", tmp_path / "out")
-    assert_refused(cli(*given, "--block-rows", 1), "block rows 1 is out of range")
-    assert_refused(cli(*given, "--inner", -1), "inner -1 is out of range")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

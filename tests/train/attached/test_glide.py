@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,57 +12,24 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 
 import jetdraft
-from jetdraft.bundle import Bundle, check_pair
+from jetdraft.bundle import check_pair
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import CheckpointError, OptionError, PairError
 from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.methods.glide.task import GlideTask
 from jetdraft.recipe import Recipe
-from jetdraft.train.glide.glide_training import GlideTraining
-from jetdraft.train.taught.layer_training import LayerSettings
-from jetdraft.train.taught.next_token_training import PLACES
-from tests.cli.running import assert_refused
-from tests.cli.running import jetdraft as cli
-from tests.train.attached.drafts import (
-    QUICK,
-    LayerDrafter,
-    changed,
-    exported,
-    trained_and_not,
-    trainer,
-)
-from tests.train.periodic import learned_target
+from jetdraft.train.heads import PLACES
+from tests.train.attached.drafts import QUICK, AttachedDrafter, changed
+from tests.train.periodic import made
 
+TASK, LAYERS = GlideTask, 2
 LEARNING = replace(QUICK, steps=80, sequence_length=48, learning_rate=1e-2)
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> str:
-    """A target of two layers that knows the text."""
-    return learned_target(tmp_path_factory.mktemp("glide"), 2)
-
-
-train = trainer(GlideTraining)
-
-
-@pytest.fixture(scope="module")
-def folders(target, tmp_path_factory) -> dict[str, Path]:
-    """The folders of a trained drafter, and of one as it begins."""
-    folder = tmp_path_factory.mktemp("drafters")
-    return trained_and_not(train, target, folder, LEARNING)
-
-
-@pytest.fixture(scope="module")
-def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
-    return exported(target, tmp_path_factory.mktemp("bundles"), folders)
-
-
-class TestGlide(LayerDrafter):
+class TestGlide(AttachedDrafter):
     method = "glide"
     title = "a GliDe drafter"
-    train = staticmethod(train)
-    settings = LayerSettings(inner=8, half=True)
-    differing = replace(settings, inner=16), "inner"
 
 
 @pytest.mark.parametrize("sliced", [True, False])
@@ -114,8 +80,8 @@ def nothing_of(*graph):
 
 def test_no_draft_sees_rows_that_the_runtime_does_not_have(target, text, tmp_path):
     """Other keys from a draft's first row on change nothing in that draft."""
-    run = GlideTraining(target, tmp_path / "out", [text], None, QUICK)
-    objective = run.module.eval()
+    run = made(GlideTask, target, tmp_path / "out", [text], None, QUICK)
+    drafter = run.module.drafter.eval()
     keys, values = (torch.randn(1, 2, 15, 16) for _ in range(2))
     ids = torch.arange(1, 16)[None]
     lesson = type("Lesson", (), {"ids": ids, "keys": keys, "values": values})()
@@ -124,10 +90,10 @@ def test_no_draft_sees_rows_that_the_runtime_does_not_have(target, text, tmp_pat
     starts = rows - (rows - first) % PLACES
     assert starts.tolist()[first:] == [2] * 5 + [7] * 5 + [12] * 3
     with torch.no_grad():
-        before = objective.hidden(lesson, starts)
+        before = run.task.hidden(drafter, lesson, starts)
         lesson.keys, lesson.values = keys.clone(), values.clone()
         lesson.keys[:, :, 7:], lesson.values[:, :, 7:] = 9.0, 9.0
-        after = objective.hidden(lesson, starts)
+        after = run.task.hidden(drafter, lesson, starts)
     torch.testing.assert_close(after[:, 2:12], before[:, 2:12])
     assert (after[:, 12:] - before[:, 12:]).abs().max() > 0.01
 
@@ -160,13 +126,6 @@ def test_the_folder_is_a_llama_layer_and_its_cross_attention(folders):
 
 
 # --- what is refused ----------------------------------------------------------------
-
-
-def test_the_command_says_what_is_wrong_in_one_line(target, text, tmp_path):
-    given = ("train", "glide", target, "--data", text, "-o", tmp_path / "out")
-    assert_refused(cli(*given, "--inner", -1), "inner -1 is out of range")
-    assert_refused(cli(*given, "--sequence-length", 9), "too short for drafts of 5")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -16,56 +15,23 @@ import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.errors import (
-    CheckpointError,
-    OptionError,
-    TrainingError,
-    UnsupportedModelError,
-)
+from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods import registered
+from jetdraft.methods.kangaroo.task import KangarooSettings, KangarooTask
 from jetdraft.methods.select import method as select_method
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.split.halves import Halves
 from jetdraft.runtime.planning.drafting import Drafting
-from jetdraft.train.kangaroo.kangaroo_training import KangarooSettings, KangarooTraining
-from jetdraft.train.taught import next_token_training
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as cli
 from tests.tiny import llama_config, save_checkpoint
-from tests.train.attached.drafts import (
-    LONG,
-    QUICK,
-    SMALL,
-    AttachedDrafter,
-    changed,
-    trained_and_not,
-    trainer,
-)
-from tests.train.periodic import PERIOD, learned_target
-from tests.train.stopping import whole_and_cut
+from tests.train.attached.drafts import LONG, QUICK, SMALL, AttachedDrafter, changed
+from tests.train.periodic import PERIOD
 
+TASK, LAYERS, SETTINGS = KangarooTask, 4, KangarooSettings(exit_layer=1)
 LEARNING = replace(QUICK, steps=60, sequence_length=48, learning_rate=1e-2)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> str:
-    """A target of four layers that knows the text."""
-    return learned_target(tmp_path_factory.mktemp("kangaroo"), 4)
-
-
-train = trainer(KangarooTraining)
-
-
-@pytest.fixture(scope="module")
-def folders(target, tmp_path_factory) -> dict[str, Path]:
-    """The folders of a trained adapter, and of one as it begins."""
-    folder, settings = (
-        tmp_path_factory.mktemp("adapters"),
-        KangarooSettings(exit_layer=1),
-    )
-    return trained_and_not(train, target, folder, LEARNING, settings)
 
 
 @pytest.fixture(scope="module")
@@ -279,49 +245,6 @@ def test_the_folder_is_in_the_authors_layout(folders):
     figures = json.loads((folders["trained"] / "training.json").read_text())
     assert figures["validation"]["tokens_per_pass"] > 2
     assert len(figures["validation"]["acceptance"]) == 5
-
-
-def test_a_stopped_training_goes_on_where_it_was(target, text, tmp_path):
-    def run(output, settings, report):
-        train(target, output, text, settings, report=report)
-
-    assert whole_and_cut(
-        run, tmp_path, None, (KangarooSettings(exit_layer=1), "exit layer")
-    )
-
-
-def test_a_loss_that_is_no_number_stops_it(target, text, tmp_path, monkeypatch):
-    """What was saved before stays."""
-    original, calls = next_token_training.NextTokenTraining.loss, []
-
-    def loss(*args):
-        calls.append(args)
-        return original(*args) * (float("nan") if len(calls) == 3 else 1.0)
-
-    monkeypatch.setattr(next_token_training.NextTokenTraining, "loss", loss)
-    with pytest.raises(TrainingError, match="the loss of step 3 is not a number"):
-        train(target, tmp_path / "out", text)
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-
-
-@pytest.mark.parametrize(
-    ("settings", "options", "words"),
-    [
-        (KangarooSettings(exit_layer=4), QUICK, "exit layer 4 .*1 to 3"),
-        (KangarooSettings(exit_layer=-1), QUICK, "exit layer -1 .*1 to 3"),
-        (None, replace(QUICK, sequence_length=9), "too short for drafts of 5"),
-    ],
-)
-def test_bad_settings(target, text, tmp_path, settings, options, words):
-    with pytest.raises(OptionError, match=words):
-        train(target, tmp_path / "out", text, settings, options)
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_command_says_what_is_wrong_in_one_line(target, text, tmp_path):
-    given = ("train", "kangaroo", target, "--data", text, "-o", tmp_path / "out")
-    assert_refused(cli(*given, "--exit-layer", 9), "exit layer 9", "give 1 to 3")
-    assert not (tmp_path / "out").exists()
 
 
 # --- what is refused at the export and at run time ----------------------------------

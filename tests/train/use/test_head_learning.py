@@ -16,21 +16,17 @@ from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.drafter_arrays import head_arrays
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.learning.lessons import Lesson
+from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.recipe import Recipe
-from jetdraft.train.head.head_training import HeadSettings, HeadTraining
-from jetdraft.train.training import TrainingOptions
-from jetdraft.train.use.head_student import UNROLLED, student_of
-from jetdraft.train.use.pace import Pace
-from jetdraft.train.use.use_training import UseOptions, UseTraining
-from tests.train.periodic import PERIOD, learned_target, nothing, write_periodic
+from jetdraft.train.task import TrainingOptions
+from jetdraft.train.use.background import Pace
+from jetdraft.train.use.learning import UseOptions, UseTraining
+from jetdraft.train.use.students import UNROLLED, student_of
+from tests.train.periodic import PERIOD, made, nothing, write_periodic
 
 QUICK = TrainingOptions(steps=12, batch_size=2, sequence_length=48, validate_every=12)
-SETTINGS = HeadSettings("eagle3", draft_vocabulary=40)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return learned_target(tmp_path_factory.mktemp("heads"), 6)
+LAYERS = 6
+SETTINGS = EagleSettings(draft_vocabulary=40)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +34,7 @@ def world(target, tmp_path_factory):
     """The folder of a bundle, and of its head, which has learned little."""
     folder = tmp_path_factory.mktemp("world")
     text = write_periodic(folder / "text.txt")
-    HeadTraining(target, folder / "head", [text], SETTINGS, QUICK).run(nothing)
+    made(EagleTask, target, folder / "head", [text], SETTINGS, QUICK).run(nothing)
     recipes = Recipe("none"), Recipe.parse("int8-rtn-b32")
     options = ExportOptions(*recipes, capacity=256, max_width=32)
     export(target, folder / "bundle", options=options, head=str(folder / "head"))

@@ -7,8 +7,8 @@ import pytest
 
 from jetdraft.devices.rails import Rail
 from jetdraft.errors import DeviceError
-from jetdraft.train.use import pace as module
-from jetdraft.train.use.pace import Pace
+from jetdraft.train.use import background as module
+from jetdraft.train.use.background import Pace
 from tests.devices.trees import POWER, write
 
 
@@ -48,7 +48,7 @@ def test_it_waits_while_the_board_is_hot(clock, tmp_path, monkeypatch):
     monkeypatch.setattr(Rail, "watts", lambda self: next(powers))
     pace = Pace(seconds=1.0, watts=10.0, root=root)
     assert pace.goes_on()
-    assert clock.now == 2 * module.REST
+    assert clock.now == 2 * module.REST_SECONDS
     assert pace.spent == 0.0, "waiting is not training"
 
 
@@ -60,7 +60,8 @@ def test_a_machine_must_tell_its_power(tmp_path):
 def test_idle_priority():
     # It ends at once: at this priority a busy machine clears up for a minute.
     code = (
-        "import os; from jetdraft.train.use.pace import stand_back; stand_back();"
+        "import os; from jetdraft.train.use.background import lower_priority;"
+        "lower_priority();"
         "print(os.nice(0), os.sched_getscheduler(0) == os.SCHED_IDLE, flush=True);"
         "os._exit(0)"
     )

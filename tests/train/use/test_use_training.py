@@ -19,11 +19,9 @@ from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
 from jetdraft.train.use import background as background_module
-from jetdraft.train.use.background import Background
-from jetdraft.train.use.head_student import student_of
-from jetdraft.train.use.pace import Pace
-from jetdraft.train.use.use_training import Learned, UseOptions, UseTraining
-from jetdraft.train.use.wrong_places import Missed
+from jetdraft.train.use.background import Background, Pace
+from jetdraft.train.use.learning import Learned, UseOptions, UseTraining
+from jetdraft.train.use.students import Missed, student_of
 from tests.tiny import drafter_config, llama_config, save_checkpoint
 from tests.toy_drafter import save_drafter
 
@@ -141,10 +139,37 @@ def test_a_loss_that_is_no_number_publishes_nothing(
     training = UseTraining(student, tmp_path, UseOptions(least=1))
     training.lessons.add(lesson())
     nothing = Missed(torch.tensor(math.nan, requires_grad=True), 0.0, 1)
-    monkeypatch.setattr("jetdraft.train.use.student.missed", lambda *state: nothing)
+    monkeypatch.setattr("jetdraft.train.use.students.missed", lambda *state: nothing)
     with pytest.raises(TrainingError, match="nothing was published"):
         training.run(Pace())
     assert training.sets.choice().name == ""
+
+
+@pytest.mark.parametrize("steps", [0, 3, 13])
+def test_what_a_cut_training_learned_last_is_judged_too(toy, drafter, tmp_path, steps):
+    """The held-out lessons are looked at every ten steps, and at the end."""
+
+    class Cut(Pace):
+        left = 0
+
+        def goes_on(self):
+            self.left -= 1
+            return self.left >= 0
+
+    losses = {}
+    for count in (steps // 10 * 10, steps):
+        training = UseTraining(
+            student_of(Bundle.open(toy), str(drafter)),
+            tmp_path / f"{steps}-{count}",
+            UseOptions(steps=1000, least=1),
+        )
+        training.lessons.add(lesson())
+        pace = Cut()
+        pace.left = count
+        learned = training.run(pace)
+        assert learned.steps == count
+        losses[count] = learned.after.loss.item()
+    assert losses[steps] < losses[steps // 10 * 10] or steps == 0
 
 
 def test_nothing_is_published_after_a_clear(toy, drafter, tmp_path):

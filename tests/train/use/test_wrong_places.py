@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from jetdraft.learning.lessons import Lesson
-from jetdraft.train.taught.chosen_rows import logits_at
-from jetdraft.train.use.wrong_places import LessonBatch, missed
+from jetdraft.train.teacher import logits_at
+from jetdraft.train.use.students import LessonBatch, missed
 from tests.tiny import llama_config
 
 

@@ -79,7 +79,7 @@ def _read(folder: Path, modified: int, base: str, layer: int, size: int) -> Exit
     fact = f"{folder / FILE} is missing or damaged, or its training still runs"
     if not os.path.isdir(folder):  # of any name
         fact = f"there is no folder {folder}"
-    refusal = OptionError(f"{fact}; give a head that jetdraft train exit made", FIELD)
+    refusal = OptionError(f"{fact}; give a head that jetdraft train sec made", FIELD)
     arrays = read_arrays(folder / FILE, refusal)
     owner = arrays.pop("base", None)
     trained = sorted(n.partition(".")[2] for n in arrays if n.startswith("weight."))

@@ -1,0 +1,269 @@
+"""How a block drafter of an encoder-decoder is trained: `jetdraft train block`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
+from jetdraft.checkpoints.source_attention import (
+    distance_bias,
+    implement,
+    relative_table,
+)
+from jetdraft.contracts.constants import HIDDEN
+from jetdraft.errors import DataError, OptionError
+from jetdraft.export.seams import most_positions
+from jetdraft.methods.block.module import (
+    SourceDrafter,
+    decoder_list,
+    source_config,
+    source_fields,
+)
+from jetdraft.ranges import between
+from jetdraft.train.attention import Masked, Masks
+from jetdraft.train.blocks import (
+    BlockObjective,
+    Blocks,
+    BlockSettings,
+    BlockTask,
+    block_mask,
+)
+from jetdraft.train.data import IGNORED, Batch, Example, collate, examples_of
+from jetdraft.train.heads import stored
+from jetdraft.train.machine import precision
+from jetdraft.train.task import Sums, adamw, setting
+from jetdraft.train.teacher import Lesson, at
+from jetdraft.train.training import Training
+from jetdraft.train.written_texts import source_continuations
+
+LAYERS = 2
+"""Layers of a new drafter's decoder: the paper's is as shallow."""
+
+
+@dataclass(frozen=True)
+class SourceBlockSettings(BlockSettings):
+    """Settings of a drafter with `layers` layers in its decoder."""
+
+    glancing: float = setting(
+        0.5,
+        "Share of its wrong guesses that a drafter is told at first (GLAT); it falls "
+        "to 0.",
+        between(0.0, 1.0),
+    )
+
+
+@dataclass(frozen=True)
+class SourceBatch(Batch):
+    """Texts about sources int64 [b, s]; `filled` bool [b, s] is false for padding."""
+
+    source: Tensor
+    filled: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch, start: Sequence[int]) -> SourceBatch:
+        """The learned part of each row, behind the tokens `start`, about the rest."""
+        examples = examples_of(batch)
+        sources = [example.ids[: example.prompt_size] for example in examples]
+        texts = [
+            Example.completed([*start, *example.ids[len(source) :]], len(start))
+            for example, source in zip(examples, sources, strict=True)
+        ]
+        device = batch.ids.device
+        written = collate(texts).to(device)
+        read = collate([Example.completed(ids, 0) for ids in sources]).to(device)
+        return cls(written.ids, written.labels, read.ids, read.labels != IGNORED)
+
+
+@dataclass(frozen=True)
+class SourceLesson(Lesson):
+    """A lesson about sources; `encoded` [b, s, h] is what the drafter makes of them."""
+
+    source: Tensor
+    filled: Tensor
+    encoded: Tensor | None = None
+
+    @property
+    def mask(self) -> Tensor:
+        """What hides the padding of the sources, [b, 1, 1, s]."""
+        return (~self.filled).float()[:, None, None] * HIDDEN
+
+
+@torch.no_grad()
+def source_lesson(model: Any, batch: SourceBatch) -> SourceLesson:
+    """What the target says of each text, on the batch's device."""
+    with precision(batch.ids.device):
+        logits = model(
+            input_ids=batch.source,
+            attention_mask=batch.filled.long(),
+            decoder_input_ids=batch.ids,
+            use_cache=False,
+        ).logits
+    known = torch.ones_like(batch.ids, dtype=torch.bool)
+    return SourceLesson(
+        *(batch.ids, batch.labels, list[Tensor](), logits[..., :0], logits, known),
+        *(batch.source, batch.filled),
+    )
+
+
+class SourceObjective(BlockObjective):
+    """A drafter that reads a source, and its loss.
+
+    In training it is told some tokens, and learns the rest (GLAT, 2008.07905). They are
+    `glancing` times as many as it guesses wrong, drawn from right and wrong guesses.
+    """
+
+    glancing = 0.0
+
+    def __init__(self, drafter: SourceDrafter, of_text: bool = False) -> None:
+        super().__init__(drafter, of_text)
+        self._masked = Masked(drafter.model)
+
+    def train(self, mode: bool = True) -> SourceObjective:
+        """Set the mode; dropout stays off, since short trainings do not need it."""
+        super().train(mode)
+        self.drafter.eval()
+        return self
+
+    def encoded(self, lesson: SourceLesson) -> SourceLesson:
+        """The lesson with what the drafter makes of its sources."""
+        with self._masked.by(Masks(lesson.mask)):
+            states = self.drafter.get_encoder()(lesson.source).last_hidden_state
+        return replace(lesson, encoded=states)
+
+    def sums(self, lesson: Lesson, blocks: Blocks) -> Sums:
+        """The sums by the distance from the last known token."""
+        assert isinstance(lesson, SourceLesson)
+        return super().sums(self.encoded(lesson), blocks)
+
+    def known(
+        self, lesson: Lesson, blocks: Blocks, places: Tensor, open_places: Tensor
+    ) -> Tensor:
+        """The places that are told: first tokens, and some of the guessed."""
+        told = super().known(lesson, blocks, places, open_places)
+        if not (self.training and self.glancing) or blocks.chances is None:
+            return told
+        guessed = open_places & ~told
+        with torch.no_grad():
+            logits = self.logits(lesson, blocks, places, told, guessed)
+        wrong = torch.zeros_like(guessed)
+        wrong[guessed] = logits.argmax(-1) != at(lesson.ids, places)[guessed]
+        count = (wrong.sum(-1, keepdim=True) * self.glancing).round()
+        order = blocks.chances.masked_fill(~guessed, torch.inf).argsort(-1).argsort(-1)
+        return told | (guessed & (order < count))
+
+    def logits(
+        self,
+        lesson: Lesson,
+        blocks: Blocks,
+        places: Tensor,
+        is_known: Tensor,
+        learned: Tensor,
+    ) -> Tensor:
+        """The logits [k, vocabulary] of the learned guesses."""
+        assert isinstance(lesson, SourceLesson)
+        drafter, ids = self.drafter, lesson.ids
+        count, size = ids.shape[1], drafter.config.slots
+        slots = torch.arange(size, device=ids.device)
+        masks = drafter.config.vocab_size + slots
+        block = torch.where(is_known, at(ids, places), masks)
+        behind = (blocks.anchors[..., None] + 1 + slots).flatten(1)
+        rows = torch.arange(count, device=ids.device).expand(len(ids), -1)
+        positions = torch.cat([rows, behind], dim=1)
+        seen = block_mask(blocks.anchors, size, count, context_asks=True)
+        own = (~seen).float() * HIDDEN
+        if relative_table(drafter) is not None:
+            own = own + distance_bias(drafter, positions, positions, both_ways=True)
+        answered = torch.cat([torch.zeros_like(rows).bool(), learned.flatten(1)], 1)
+        with self._masked.by(Masks(lesson.mask, own)):
+            logits: Tensor = drafter(
+                torch.cat([ids, block.flatten(1)], dim=1),
+                positions,
+                answered,
+                encoder_outputs=BaseModelOutput(last_hidden_state=lesson.encoded),
+                use_cache=False,
+            )
+        return logits
+
+
+class SourceBlockTask(BlockTask):
+    """A drafter for an encoder-decoder, on pairs of a source and a text.
+
+    Encoder and decoder begin as the target's own, so AdamW moves all weights a little.
+    """
+
+    Settings = SourceBlockSettings
+    help = "Train a drafter that fills a block for TARGET, an encoder-decoder."
+    product = "a block drafter"
+    first_anchor = 0
+
+    def check_target(self, target: Checkpoint) -> None:
+        """Raise `UnsupportedModelError` for a target that reads no source of text."""
+        source_config(target, 1, 1)
+        implement(target.model, "sdpa")
+
+    def positions(self, model: Any) -> int | None:
+        return most_positions(model)
+
+    def check_texts(self, run: Training) -> None:
+        """Raise `DataError` for a text without a source."""
+        if any(
+            not t.prompt_size for t in (*run.corpus.training, *run.corpus.validation)
+        ):
+            raise DataError(
+                "an encoder-decoder writes about a source, and the data has texts "
+                "without one; give .jsonl with prompt and completion"
+            )
+
+    def writer(self, target: Checkpoint) -> Any:
+        """Writes about sources."""
+        return partial(source_continuations, start=target.start_token_ids)
+
+    def new_config(self, run: Training) -> HeadConfig:
+        """The config that the settings ask for; two layers if they name none."""
+        depth = len(decoder_list(run.target.model)[1])
+        layers = self.settings.layers or min(LAYERS, depth)
+        if layers > depth:
+            raise OptionError(
+                f"a drafter begins with the target's layers, of which its decoder has "
+                f"{depth}; give --layers 1 to {depth}"
+            )
+        return source_config(run.target, layers, self.settings.block_rows)
+
+    def objective(self, run: Training, of_text: bool) -> SourceObjective:
+        """A drafter that begins as the target, with its loss."""
+        drafter = SourceDrafter(self.config, run.target.model)
+        words = drafter.get_input_embeddings().weight
+        nn.init.normal_(drafter.masks, std=float(words.std()))
+        return SourceObjective(drafter, of_text)
+
+    def lesson(self, run: Training, batch: Batch, learns: bool) -> tuple[Any, ...]:
+        """What the target says of texts about sources, and the blocks.
+
+        The share of told tokens falls to 0.
+        """
+        run.module.glancing = self.settings.glancing * (1 - run.step / run.steps)
+        own = SourceBatch.of(batch, run.target.start_token_ids)
+        return source_lesson(run.teacher, own), self.blocks(run, own, learns)
+
+    def optimizers(self, run: Training) -> list[torch.optim.Optimizer]:
+        return adamw(run, self.betas)
+
+    def advised_steps(self, run: Training) -> int:
+        """The steps that learn twenty guesses for each weight of the decoder."""
+        decoder = run.module.drafter.get_decoder()
+        return self.steps_for(run, sum(w.numel() for w in decoder.parameters()))
+
+    def published(
+        self, run: Training, weights: dict[str, Tensor], figures: Any
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """config.json, and the tensors by their names in the drafter."""
+        fields = source_fields(run.target, self.config)
+        return fields, stored(weights, self.settings.half, lambda name: name)[1]

@@ -1,0 +1,92 @@
+"""How a Chimera drafter is trained: `jetdraft train chimera`.
+
+A draft that begins in row s reads the target's features of the rows before s, and of
+its own rows what the layer made of them: in training as when it drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jetdraft.checkpoints.layers import final_norm
+from jetdraft.methods.chimera.module import ARCHITECTURE, GRAM, Attention, Chimera
+from jetdraft.train.heads import PLACES, LayerTask, take_norm
+from jetdraft.train.teacher import Lesson
+
+
+class ChimeraTask(LayerTask):
+    """A trigram encoder and a layer over the target's states."""
+
+    help = "Train a layer that drafts for TARGET from three tokens and its states."
+    product = "a Chimera drafter"
+    architecture = ARCHITECTURE
+
+    def new_drafter(self, model: Any) -> Chimera:
+        """A new drafter, which begins with the last token and the surrogate alone.
+
+        Its last norm begins as the target's, since the LM head reads its output.
+        """
+        width = self.config.hidden_size
+        drafter = Chimera(self.config, model)
+        take_norm(drafter.norm, final_norm(model), width)
+        for matrix in (drafter.trigram["down"].weight, drafter.out.weight):
+            assert isinstance(matrix, Tensor)
+            nn.init.zeros_(matrix)
+            nn.init.eye_(matrix[:, -width:])
+        return drafter
+
+    def hidden(self, drafter: Chimera, lesson: Lesson, starts: Tensor) -> Tensor:
+        """The states of all drafts, row by row; zeros before the first draft."""
+        (features,) = lesson.taps
+        count = features.shape[1]
+        rows = torch.arange(count, device=features.device)
+        firsts = rows[(rows > 0) & (rows == starts)]
+        trigrams = F.pad(lesson.ids, (GRAM - 1, 0)).unfold(1, GRAM, 1)
+        seen = SeenRows(
+            *drafter.keys_values(features, rows[None]), known=rows < firsts[:, None]
+        )
+        state, parts = features[:, firsts - 1], []
+        for place in range(PLACES):
+            at = (firsts + place).clamp(max=count - 1)
+            hidden, state = drafter(
+                trigrams[:, at], state, (at - 1)[None], seen.step(place)
+            )
+            parts.append(hidden)
+        behind = torch.stack(parts, dim=2).flatten(1, 2)
+        first = int(firsts[0])
+        return F.pad(behind[:, : count - first], (0, 0, first, 0))
+
+
+class SeenRows:
+    """What the rows of d drafts attend to: features of the target, and their own.
+
+    `keys` and `values` [b, kv_heads, T, head_dim] are of the features, of which each
+    draft sees the `known`, bool [d, T].
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, known: Tensor) -> None:
+        self.keys, self.values, self.known = keys, values, known
+        self._own: list[tuple[Tensor, Tensor]] = []
+
+    def step(self, place: int) -> Attention:
+        """The attention of the rows at this place of all drafts, [b, d, heads, d]."""
+
+        def attention(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if place:  # the first row's own feature is the last that is known
+                self._own.append((key, value))
+            by_group: Any = query * module.scaling
+            query = by_group.unflatten(1, (key.shape[1], -1))
+            far = query @ self.keys[:, :, None].transpose(-1, -2)
+            far = far.masked_fill(~self.known, -torch.inf)
+            near = [(query * k[:, :, None]).sum(-1, keepdim=True) for k, _ in self._own]
+            weights = torch.cat([far, *near], dim=-1).float().softmax(-1).to(far.dtype)
+            mixed = weights[..., : far.shape[-1]] @ self.values[:, :, None]
+            for index, (_, v) in enumerate(self._own, far.shape[-1]):
+                mixed = mixed + weights[..., index, None] * v[:, :, None]
+            return mixed.flatten(1, 2).transpose(1, 2)
+
+        return attention

@@ -1,0 +1,103 @@
+"""How a DFlash head is trained: `jetdraft train dflash`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from jetdraft.checkpoints.heads.blocks import BlockConfig
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
+from jetdraft.checkpoints.layers import decoder_layers
+from jetdraft.errors import OptionError
+from jetdraft.methods.dflash.module import Dflash, default_outputs
+from jetdraft.train.blocks import BlockObjective, BlockSettings, BlockTask
+from jetdraft.train.heads import config_of, layer_fields, stored
+from jetdraft.train.task import setting
+from jetdraft.train.training import Training
+
+MOST_LAYERS, FEWEST_TAPS = 5, 3
+"""The layers of the published heads, and the taps of a head with one layer or two."""
+
+
+@dataclass(frozen=True)
+class DFlashSettings(BlockSettings):
+    """Settings of a DFlash head, whose first row of a block is the last token."""
+
+    taps: tuple[int, ...] = setting(
+        (),
+        "Layers whose outputs the head reads, for example 1,9,17; default: spread "
+        "evenly.",
+    )
+
+
+class DFlashTask(BlockTask):
+    """A head that fills a block from the target's states, in its authors' layout."""
+
+    Settings = DFlashSettings
+    help = "Train a head that fills a block behind TARGET's states."
+    product = "a DFlash head"
+
+    def new_config(self, run: Training) -> HeadConfig:
+        """Layers of the target's sizes: as many as the settings say, or a seventh."""
+        settings, depth = self.settings, len(decoder_layers(run.target.model))
+        layers = settings.layers or min(MOST_LAYERS, max(1, round(depth / 7)))
+        spread = default_outputs(max(FEWEST_TAPS, layers), depth)
+        outputs = sorted(set(settings.taps or spread))
+        # Teachers give the last layer's output normed, which a head does not read.
+        if any(not 0 <= output < depth - 1 for output in outputs):
+            raise OptionError(
+                f"the taps {list(outputs)} are not outputs of layers that a head can "
+                f"read; give --taps with numbers from 0 to {depth - 2}"
+            )
+        return config_of(
+            run.target,
+            BlockConfig,
+            num_layers=layers,
+            taps=tuple(output + 1 for output in outputs),
+            slots=settings.block_rows - 1,
+            qk_norm=True,
+        )
+
+    def pupil(self, run: Training) -> nn.Module:
+        """A new head, whose mask is a token that the texts lack."""
+        self.config = replace(self.config, mask_token=_mask_token(run))
+        return super().pupil(run)
+
+    def objective(self, run: Training, of_text: bool) -> BlockObjective:
+        return BlockObjective(Dflash(self.config, run.target.model), of_text)
+
+    def published(
+        self, run: Training, weights: dict[str, Tensor], figures: Any
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """config.json and tensors as the authors publish theirs."""
+        config = self.config
+        dtype, tensors = stored(weights, self.settings.half)
+        fields = layer_fields(config) | {
+            "dtype": dtype,
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "block_size": config.slots + 1,
+            "num_target_layers": len(decoder_layers(run.target.model)),
+            "layer_types": ["full_attention"] * config.num_layers,
+            "tie_word_embeddings": False,
+            "dflash_config": {
+                "mask_token_id": config.mask_token,
+                # Its ids name layers by their output.
+                "target_layer_ids": [tap - 1 for tap in config.taps],
+            },
+        }
+        return fields, tensors
+
+
+def _mask_token(run: Training) -> int:
+    """A token that texts lack: the last id without a token, or the rarest id."""
+    ids = range(run.target.vocab_size)
+    named = set(Tokenizer.from_str(run.target.tokenizer or "").get_vocab().values())
+    if free := [token for token in ids if token not in named]:
+        return free[-1]
+    counts = Counter(t for text in run.corpus.training for t in text.ids)
+    return min(reversed(ids), key=lambda token: counts[token])

@@ -1,0 +1,85 @@
+"""How a masked diffusion model that drafts is trained: `jetdraft train diffusion`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from jetdraft.checkpoints.heads.blocks import BlockConfig
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
+from jetdraft.errors import OptionError
+from jetdraft.methods.diffusion.module import MODEL_TYPE, Diffusion
+from jetdraft.ranges import between
+from jetdraft.train.blocks import BlockObjective, BlockSettings, BlockTask
+from jetdraft.train.heads import config_of, layer_fields, stored
+from jetdraft.train.task import setting
+from jetdraft.train.training import Training
+
+LAYERS = 2
+SPREAD = 0.02
+"""The standard deviation of new embeddings, as in the first GPT."""
+
+
+@dataclass(frozen=True)
+class DiffusionSettings(BlockSettings):
+    """Settings of a diffusion drafter."""
+
+    hidden_size: int | None = setting(
+        None,
+        "Width of a new drafter; default: half of the target's.",
+        between(16, 10**5, optional=True),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden_size is not None and self.hidden_size % 16:
+            raise OptionError(
+                f"hidden size {self.hidden_size} has no heads of 16 numbers; give a "
+                "multiple of 16"
+            )
+
+
+class DiffusionTask(BlockTask):
+    """A small model that reads the text itself, and fills a block of masks."""
+
+    Settings = DiffusionSettings
+    help = "Train a small diffusion model that fills a block behind TARGET's text."
+    product = "a diffusion drafter"
+
+    def new_config(self, run: Training) -> HeadConfig:
+        """What the settings say, or two layers half as wide as the target."""
+        whole = config_of(run.target, HeadConfig)
+        half = max(16, whole.hidden_size // 2 // 16 * 16)
+        width = self.settings.hidden_size or half
+        head_dim = next(size for size in (64, 32, 16) if width % size == 0)
+        return config_of(
+            run.target,
+            BlockConfig,
+            3 * width,
+            hidden_size=width,
+            target_hidden_size=width,
+            num_layers=self.settings.layers or LAYERS,
+            num_heads=width // head_dim,
+            num_kv_heads=width // head_dim,
+            head_dim=head_dim,
+            rms_norm_eps=HeadConfig.rms_norm_eps,
+            slots=self.settings.block_rows,
+            qk_norm=True,
+        )
+
+    def objective(self, run: Training, of_text: bool) -> BlockObjective:
+        drafter = Diffusion(self.config, run.target.model)
+        for weight in (drafter.embed_tokens.weight, drafter.mask):
+            assert isinstance(weight, Tensor)
+            nn.init.normal_(weight, std=SPREAD)
+        return BlockObjective(drafter, of_text)
+
+    def published(
+        self, run: Training, weights: dict[str, Tensor], figures: Any
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """config.json and tensors in jetdraft's own layout."""
+        dtype, tensors = stored(weights, self.settings.half)
+        own = {"model_type": MODEL_TYPE, "block_size": self.config.slots}
+        return layer_fields(self.config) | {"dtype": dtype} | own, tensors

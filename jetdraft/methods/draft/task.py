@@ -1,0 +1,546 @@
+"""How a drafter model is trained: new, from a checkpoint, or from the target's layers.
+
+It is `jetdraft train draft`; DistillSpec (2310.08461) has the losses.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.draft_vocabulary import map_of
+from jetdraft.checkpoints.layers import decoder_layers
+from jetdraft.checkpoints.parameters import convert
+from jetdraft.devices.planning.cost_model import Dimensions, Load
+from jetdraft.devices.planning.drafter_advice import SHARE, TOKENS_PER_WEIGHT
+from jetdraft.errors import CheckpointError, OptionError
+from jetdraft.export.draft_vocab import check_tokens
+from jetdraft.ranges import between
+from jetdraft.recipe import Recipe
+from jetdraft.train.data import Batch, Example, collate, examples_of
+from jetdraft.train.heads import stored
+from jetdraft.train.labels import (
+    BETA,
+    DIVERGENCES,
+    FORWARD_KL,
+    JENSEN_SHANNON,
+    LabelCache,
+    Labels,
+    by_place,
+    exact_labels,
+    learned,
+    log_probabilities,
+    tokens_per_pass,
+)
+from jetdraft.train.run_folder import RunFolder
+from jetdraft.train.task import (
+    DrafterSettings,
+    Task,
+    TrainingOptions,
+    setting,
+    two_optimizers,
+)
+from jetdraft.train.teacher import check_cache
+from jetdraft.train.training import Training
+from jetdraft.train.written_texts import continuations, prompt_size, seed_of
+
+MOST_READINGS = 50
+"""The most readings of a text by default; the trainer warns of more."""
+
+VALIDATED_TEXTS = 64
+"""All texts of a large corpus would take longer than the training."""
+
+TOKENIZER, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
+
+TEXT = "text"
+"""The loss of a drafter that learns from the text alone."""
+
+LOSSES = (*DIVERGENCES, TEXT)
+
+
+@dataclass(frozen=True)
+class ModelSettings(DrafterSettings):
+    """Settings of a drafter model."""
+
+    layers: int | None = setting(
+        None,
+        "Layers of a new drafter; default: as many as cost 5 % of a pass.",
+        between(1, 1000, optional=True),
+    )
+    hidden_size: int | None = setting(
+        None,
+        "Width of a new drafter; default: what costs 5 % of a pass.",
+        between(8, 10**6, optional=True),
+    )
+    start: str | None = setting(
+        None,
+        "Start from this checkpoint, which has the target's tokenizer.",
+        name="--from",
+        metavar="CHECKPOINT",
+    )
+    from_layers: tuple[int, ...] = setting(
+        (),
+        "Start from these layers of the target in this order, for example 0,5,11, with "
+        "its embedding, final norm and LM head.",
+    )
+    loss: str = setting(
+        FORWARD_KL,
+        f"How the drafter is compared with the target: {', '.join(LOSSES)}; text is "
+        "the cross entropy without a target.",
+        choices=LOSSES,
+    )
+    beta: float | None = setting(
+        None,
+        f"Weight of the target in the loss js; default: {BETA}.",
+        between(0.01, 0.99, optional=True),
+    )
+    on_policy_share: float = setting(
+        0.0,
+        "Share of each batch that the drafter completes itself; default: 0.",
+        between(0.0, 1.0),
+    )
+    draft_vocab: int | None = setting(
+        None,
+        "Tokens that the drafter can draft, the most frequent in the data; default: "
+        "all.",
+        between(1, 10**7, optional=True),
+        group="drafting",
+    )
+    cache: Path | None = setting(
+        None,
+        "Keep what the target says of each text in this folder; default: compute it in "
+        "each step.",
+    )
+    cache_tokens: int = setting(
+        64, "Most likely tokens that the cache keeps of each place.", between(1, 10**6)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        has_start = self.start is not None or bool(self.from_layers)
+        asks_target = self.loss != TEXT and not self.on_policy_share
+        for is_wrong, message in (
+            (
+                self.start is not None and self.from_layers,
+                "a drafter starts from a checkpoint or from the target's layers; give "
+                "--from or --from-layers, not both",
+            ),
+            (
+                has_start and (self.layers or self.hidden_size),
+                "a drafter that starts from weights has their sizes; leave --layers "
+                "and --hidden-size out",
+            ),
+            (
+                self.beta is not None and self.loss != JENSEN_SHANNON,
+                f"loss {self.loss} has no beta; leave --beta out, or give --loss "
+                f"{JENSEN_SHANNON}",
+            ),
+            (
+                self.loss == TEXT and self.on_policy_share,
+                "the loss text asks no target, so a drafter cannot learn from its own "
+                "texts; leave --on-policy-share out, or give another --loss",
+            ),
+            (
+                self.cache is None and self.cache_tokens != type(self).cache_tokens,
+                "--cache-tokens needs a folder; give --cache too",
+            ),
+            (
+                self.cache is not None and not asks_target,
+                "the cache keeps what the target says of texts that come again; leave "
+                "--cache out with --on-policy-share and with --loss text",
+            ),
+        ):
+            if is_wrong:
+                raise OptionError(message)
+
+
+@dataclass(frozen=True)
+class ModelSums:
+    """The loss [1] and the number of places [1] of a batch, and what was said there."""
+
+    lost: Tensor
+    places: Tensor
+    scores: Tensor
+
+
+class Pupil(nn.Module):
+    """A drafter and its loss as one module.
+
+    `ids` int64 [draft vocabulary] are the tokens that it can draft, None for all.
+    """
+
+    ids: Tensor | None
+
+    def __init__(
+        self, model: Any, ids: Tensor | None, loss: str, beta: float | None
+    ) -> None:
+        super().__init__()
+        self.model, self.loss, self.beta = model, loss, beta or BETA
+        self.register_buffer("ids", ids, persistent=False)
+
+    def forward(self, batch: Batch, labels: Labels | None) -> ModelSums:
+        """Compare what the drafter says of a batch with labels, or with the text."""
+        scores = log_probabilities(self.model, batch, self.ids)
+        if self.loss == TEXT or labels is None:
+            lost = -self._of_text(batch, scores).sum()
+        else:
+            # Places whose tokens cannot be drafted count less.
+            compared = DIVERGENCES[self.loss]
+            apart = compared(labels.wanted, labels.binned(scores), self.beta)
+            lost = (labels.mass * apart).sum()
+        places = torch.tensor([float(len(scores))], device=scores.device)
+        return ModelSums(lost[None], places, scores)
+
+    def _of_text(self, batch: Batch, scores: Tensor) -> Tensor:
+        """Log probabilities of the text's own tokens that can be drafted."""
+        tokens = batch.ids[:, 1:][learned(batch)]
+        if self.ids is not None:
+            known = torch.isin(tokens, self.ids)
+            tokens = torch.searchsorted(self.ids, tokens[known])
+            scores = scores[known]
+        return scores.gather(-1, tokens[:, None])
+
+
+class ModelTask(Task):
+    """A model in the folder of a checkpoint, for `export --drafter`."""
+
+    Settings = ModelSettings
+    options = TrainingOptions(steps=None)
+    help = "Train a small model that drafts for TARGET, a checkpoint folder or hub id."
+    product, kind, folder_holds = "a drafter", "drafters", "drafter"
+    figures_file, least_tokens, largest_norm = "drafter.json", 2, 1.0
+
+    ids: Tensor | None = None
+    _cache: LabelCache | None = None
+
+    def shortest(self) -> tuple[int, str]:
+        """A token, and the token after it."""
+        return 2, "a drafter"
+
+    def folder(self, output: Path) -> RunFolder:
+        """The drafter's folder; raises `OutputError`, also for a cache that is none."""
+        check_cache(self.settings.cache)
+        return super().folder(output)
+
+    def check(self, run: Training) -> None:
+        """Make the drafter, before the target writes for hours."""
+        settings, rows = self.settings, run.target.vocab_size
+        if settings.draft_vocab is not None and settings.draft_vocab >= rows:
+            raise OptionError(
+                f"a draft vocabulary of {settings.draft_vocab} tokens is not a part of "
+                f"the target's {rows}; give 1 to {rows - 1}, or leave it out"
+            )
+        if settings.from_layers:
+            self.model = first_layers(run.target, settings.from_layers)
+        elif settings.start is not None:
+            self.model = self._started(run.target, settings.start)
+        else:
+            sizes = settings.layers, settings.hidden_size
+            config = advised_config(run.target, *sizes, settings.draft_vocab)
+            self.model = LlamaForCausalLM(config)
+        convert(self.model, torch.float32)
+        self.model.set_attn_implementation("sdpa")
+
+    def _started(self, target: Checkpoint, source: str) -> Any:
+        """The checkpoint that the drafter starts from, with its draft vocabulary.
+
+        It gets as many rows as its target. Raises `PairError` for another tokenizer,
+        `OptionError` for two vocabularies.
+        """
+        rows, checkpoint = target.vocab_size, Checkpoint.load(source, torch.float32)
+        check_tokens(target, checkpoint)
+        if checkpoint.vocab_size != rows:
+            checkpoint.model.resize_token_embeddings(rows, mean_resizing=False)
+        self.ids = checkpoint.draft_ids
+        if self.ids is not None:
+            self.ids = self.ids[self.ids < rows]
+        if self.ids is not None and self.settings.draft_vocab is not None:
+            raise OptionError(
+                f"{source} has its own draft vocabulary of {len(self.ids)} tokens, "
+                "which stays; leave --draft-vocab out"
+            )
+        return checkpoint.model
+
+    def pupil(self, run: Training) -> nn.Module:
+        """The drafter with its loss."""
+        if self.settings.draft_vocab is not None:
+            self.ids = run.frequent_tokens(self.settings.draft_vocab)
+        model, settings = self.model.requires_grad_(True), self.settings
+        return Pupil(model, self.ids, settings.loss, settings.beta)
+
+    def weights(self, run: Training) -> dict[str, Tensor]:
+        return dict(run.module.model.named_parameters())
+
+    def optimizers(self, run: Training) -> list[torch.optim.Optimizer]:
+        ends = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        of_ends = {id(end.weight) for end in ends}
+        tables = {name for name, w in run.weights.items() if id(w) in of_ends}
+        return two_optimizers(run.weights, tables, self.betas)
+
+    def advised_steps(self, run: Training) -> int:
+        """The steps that see as many tokens as the law of over-training advises.
+
+        They read no text more than `MOST_READINGS` times.
+        """
+        size, length = run.options.batch_size, run.options.sequence_length
+        steps = TOKENS_PER_WEIGHT * run.parameters // (size * length)
+        return max(1, min(steps, MOST_READINGS * len(run.corpus.training) // size))
+
+    def batch(self, run: Training, batch: Batch) -> Batch:
+        """The batch, of which the drafter has completed a share of the rows."""
+        share, numbers = self.settings.on_policy_share, run.numbers(len(batch.ids))
+        chosen = [n for n in numbers if int((n + 1) * share) > int(n * share)]
+        if not chosen:
+            return batch
+        rows = [numbers.index(number) for number in chosen]
+        texts = examples_of(batch)
+        sizes = [prompt_size(texts[row]) for row in rows]
+        model = self.model.to(run.device).eval()
+        written = continuations(
+            model,
+            [texts[row].ids[:size] for row, size in zip(rows, sizes, strict=True)],
+            [len(texts[row].ids) - s for row, s in zip(rows, sizes, strict=True)],
+            set(run.target.eos_token_ids),
+            [seed_of(run.options.seed, number) for number in chosen],
+            None if self.ids is None else self.ids.to(run.device),
+        )
+        model.train()
+        for row, size, ids in zip(rows, sizes, written, strict=True):
+            texts[row] = Example.completed(ids, size)
+        return collate(texts)
+
+    def lesson(self, run: Training, batch: Batch, learns: bool) -> tuple[Any, ...]:
+        """A batch, and what the target says of it, unless the text is enough."""
+        needs_labels = not learns or self.settings.loss != TEXT
+        return batch, self.labels(run, batch) if needs_labels else None
+
+    def labels(self, run: Training, batch: Batch) -> Labels:
+        """What the target says of a batch, computed or read from the cache."""
+        folder = self.settings.cache
+        if self._cache is None and folder is not None:
+            known = None if self.ids is None else self.ids.tolist()
+            digest = hashlib.sha256(str(known).encode()).hexdigest()
+            kept, process = self.settings.cache_tokens, run.accelerator.process_index
+            self._cache = LabelCache(folder, f"{run.base} {digest}", kept, process)
+        cache = self._cache
+        labels = cache.read(batch) if cache else None
+        if labels is not None:
+            return labels
+        ids = None if self.ids is None else self.ids.to(run.device)
+        labels = exact_labels(run.teacher, batch, ids)
+        return cache.write(batch, labels) if cache else labels
+
+    def validate(self, run: Training, module: Any) -> dict[str, Any]:
+        """The loss, and the acceptance of sampled and of greedy drafts, by place."""
+        lost, count = torch.zeros(1), 0
+        sampled, greedy = list[Tensor](), list[Tensor]()
+        batches = max(1, VALIDATED_TEXTS // run.options.batch_size)
+        for batch in itertools.islice(run.held_out_batches(), batches):
+            _, labels = self.lesson(run, batch, False)
+            sums = module(batch, labels)
+            lost, count = lost + sums.lost.cpu(), count + len(sums.scores)
+            sizes = learned(batch).sum(-1).tolist()
+            sampled += torch.split(labels.accepted(sums.scores).cpu(), sizes)
+            greedy += torch.split(labels.agreed(sums.scores).float().cpu(), sizes)
+        if self._cache is not None:
+            self._cache.flush()
+        run.check_finite(lost)
+        rates = by_place(sampled), by_place(greedy)
+        return {
+            "loss": round(lost.item() / max(1, count), 4),
+            "acceptance": rates[0],
+            "agreement": rates[1],
+            "tokens_per_pass": [round(tokens_per_pass(r), 3) for r in rates],
+        }
+
+    def headline(self, run: Training) -> str:
+        config = self.model.config.get_text_config(decoder=True)
+        size, count = run.options.batch_size, run.parameters
+        tokens = run.steps * size * run.options.sequence_length
+        is_often = run.steps * size > len(run.corpus.training) * MOST_READINGS
+        advice = "; give more texts or fewer --steps" if is_often else ""
+        return (
+            f"training a drafter of width {config.hidden_size}, layers: "
+            f"{config.num_hidden_layers}, {count} weights{self._cost(run)}, on up to "
+            f"{tokens} tokens ({tokens / count:.3g} a weight, advised "
+            f"{TOKENS_PER_WEIGHT}), from {run.reading}{advice}"
+        )
+
+    def _cost(self, run: Training) -> str:
+        """What a draft step costs, in words; nothing for what cannot be planned."""
+        target, rows = run.target.model.config, self.ids
+        size = None if rows is None else len(rows)
+        try:
+            share = cost_share(self.model.config.to_dict(), target.to_dict(), size)
+        except CheckpointError:
+            return ""
+        return f", a step at {share:.1%} of a pass (advised {SHARE:.0%})"
+
+    def summary_line(self, figures: Mapping[str, Any]) -> str:
+        sampled, greedy = (
+            " ".join(f"{rate:.2f}" for rate in figures[name])
+            for name in ("acceptance", "agreement")
+        )
+        return (
+            f"validation loss {figures['loss']:.3f}, accepted by place at T = 1 "
+            f"{sampled}, greedy {greedy}, so {figures['tokens_per_pass'][0]:.2f} and "
+            f"{figures['tokens_per_pass'][1]:.2f} tokens a pass"
+        )
+
+    def settings_of_run(self, run: Training) -> dict[str, Any]:
+        # The folder may move, but labels that are cut to the best tokens are others.
+        is_cached = self.settings.cache is not None
+        own = asdict(self.settings) | {"cache": is_cached, "target": run.base}
+        return own | {"from_layers": list(self.settings.from_layers)}
+
+    def begin(self, run: Training) -> None:
+        run.folder.create()
+        run.folder.write(TOKENIZER, run.target.tokenizer or "")
+        settings = run.source / TOKENIZER_SETTINGS
+        if settings.is_file():
+            run.folder.write(settings.name, settings.read_text(encoding="utf-8"))
+
+    def published(
+        self, run: Training, weights: dict[str, Tensor], figures: Any
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """A checkpoint, with its draft vocabulary."""
+        dtype, tensors = stored(weights, self.settings.half, lambda name: name)
+        fields = json.loads(self.model.config.to_json_string(use_diff=True))
+        fields |= {"architectures": [type(self.model).__name__], "dtype": dtype}
+        if self.ids is not None:
+            tensors |= map_of(self.ids, run.target.vocab_size)
+        return fields, tensors
+
+
+# --- drafters before they are trained -------------------------------------------------
+
+CONTEXT = 1024
+"""Tokens in both caches, for the cost of a step."""
+
+HEAD_SIZES = (64, 32, 16, 8)
+"""Sizes of an attention head; the first that divides the width is taken."""
+
+WIDTH_STEP = 64
+"""New widths are multiples of it."""
+
+MOST_LAYERS = 4
+WIDTH_PER_LAYER = 96
+"""A drafter is wide rather than deep, since each layer launches its kernels."""
+
+
+def cost_share(
+    drafter: Mapping[str, Any], target: Mapping[str, Any], draft_vocab: int | None
+) -> float:
+    """What a draft step reads, as a share of what a pass of the target reads.
+
+    Both are fields of a config.json. By the model of `jetdraft plan`, with int4 weights
+    in the target and int8 in the drafter, which can draft `draft_vocab` tokens or all.
+    Raises `CheckpointError` for a config that cannot be planned.
+    """
+    small = Dimensions.of(dict(drafter))
+    if draft_vocab is not None:
+        rows = max(draft_vocab, drafter["vocab_size"])
+        small = replace(small, head=small.head * draft_vocab // rows)
+    recipe = Recipe()
+    read = Load(small, Recipe.for_drafter(recipe)).pass_bytes(CONTEXT)
+    return read / Load(Dimensions.of(dict(target)), recipe).pass_bytes(CONTEXT)
+
+
+def new_config(target: Checkpoint, layers: int, hidden_size: int) -> LlamaConfig:
+    """A Llama of this size with the target's vocabulary and positions.
+
+    Raises `OptionError` for a width that no head divides.
+    """
+    text = target.model.config.get_text_config(decoder=True)
+    sizes = [size for size in HEAD_SIZES if hidden_size % size == 0]
+    if not sizes:
+        raise OptionError(
+            f"hidden size {hidden_size} is not a multiple of {HEAD_SIZES[-1]}; give "
+            f"for example a multiple of {WIDTH_STEP}"
+        )
+    heads = hidden_size // sizes[0]
+    shared = [n for n in range(1, max(1, heads // 3) + 1) if heads % n == 0]
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=-(-hidden_size * 8 // 3 // WIDTH_STEP) * WIDTH_STEP,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=shared[-1],
+        head_dim=sizes[0],
+        max_position_embeddings=text.max_position_embeddings,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=list(target.eos_token_ids) or None,
+        pad_token_id=None,
+    )
+
+
+def advised_config(
+    target: Checkpoint,
+    layers: int | None,
+    hidden_size: int | None,
+    draft_vocab: int | None,
+) -> LlamaConfig:
+    """The config of the largest drafter whose step costs `SHARE` of a pass at most.
+
+    A size that is given stays. The smallest, if none is that cheap. Raises
+    `CheckpointError` for a target whose cost cannot be planned.
+    """
+    whole = target.model.config.to_dict()
+    most = int(target.model.get_output_embeddings().weight.shape[1])
+    widths = [hidden_size] if hidden_size else range(WIDTH_STEP, most + 1, WIDTH_STEP)
+    depths = [layers] if layers else range(MOST_LAYERS, 0, -1)
+    for depth in depths:
+        configs = [new_config(target, depth, width) for width in widths]
+        cheap = [
+            config
+            for config in configs
+            if cost_share(config.to_dict(), whole, draft_vocab) <= SHARE
+        ]
+        if not cheap:
+            continue
+        largest = cheap[-1]
+        is_wide = largest.hidden_size >= WIDTH_PER_LAYER * depth
+        if is_wide or depth == depths[-1] or hidden_size:
+            return largest
+    return new_config(target, layers or 1, hidden_size or WIDTH_STEP)
+
+
+def first_layers(target: Checkpoint, layers: tuple[int, ...]) -> Any:
+    """A copy of the target that has these of its layers, in this order.
+
+    Embedding, final norm and LM head are the target's. Raises `OptionError`.
+    """
+    own = decoder_layers(target.model)
+    if any(not 0 <= layer < len(own) for layer in layers):
+        raise OptionError(
+            f"the layers {list(layers)} are not all layers of this target; give "
+            f"--from-layers with numbers from 0 to {len(own) - 1}"
+        )
+    config = copy.deepcopy(target.model.config)
+    text = config.get_text_config(decoder=True)
+    text.num_hidden_layers = len(layers)
+    if getattr(text, "layer_types", None):
+        text.layer_types = [text.layer_types[layer] for layer in layers]
+    model = type(target.model)(config)
+    modules = target.model.named_modules()
+    prefix = next(name for name, module in modules if module is own) + "."
+    weights = target.model.state_dict()
+    kept = {name: w for name, w in weights.items() if not name.startswith(prefix)}
+    for number, layer in enumerate(layers):
+        weights = own[layer].state_dict()
+        kept |= {f"{prefix}{number}.{name}": w for name, w in weights.items()}
+    model.load_state_dict(kept)
+    return model

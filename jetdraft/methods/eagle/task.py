@@ -1,0 +1,169 @@
+"""How an EAGLE head is trained: EAGLE-3 with training-time test, or EAGLE-1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jetdraft.checkpoints.draft_vocabulary import map_of
+from jetdraft.checkpoints.layers import decoder_layers
+from jetdraft.errors import OptionError
+from jetdraft.methods.eagle.module import Eagle, EagleConfig
+from jetdraft.ranges import between
+from jetdraft.train.heads import (
+    HeadSettings,
+    HeadTask,
+    StepObjective,
+    config_of,
+    layer_fields,
+    stored,
+    unrolled,
+)
+from jetdraft.train.task import setting
+from jetdraft.train.teacher import Lesson, shifted
+from jetdraft.train.training import Training
+
+EAGLE1, EAGLE3 = "eagle1", "eagle3"
+ARCHITECTURES = {EAGLE1: "LlamaForCausalLMEagle", EAGLE3: "LlamaForCausalLMEagle3"}
+
+CROSS_ENTROPY, NOISE_WIDTH = 0.1, 0.2
+"""EAGLE-1's weight of the cross entropy, and the width of its noise on features."""
+
+
+@dataclass(frozen=True)
+class EagleSettings(HeadSettings):
+    """Settings of an EAGLE head; EAGLE-1 learns one step, and validates more."""
+
+    kind: str = setting(
+        EAGLE3, f"The kind of head: {EAGLE3} or {EAGLE1}.", choices=(EAGLE3, EAGLE1)
+    )
+    draft_vocabulary: int = setting(
+        32000,
+        "Tokens that EAGLE-3 can draft, the most frequent in the data.",
+        between(1, 10**7),
+        name="--draft-vocab",
+        group="drafting",
+    )
+    taps: tuple[int, ...] = setting(
+        (),
+        "Layers whose inputs EAGLE-3 reads, for example 2,12,21; default: 2, the "
+        "middle and the last but two.",
+    )
+    inner: int = setting(
+        0,
+        "Width inside the MLP of the drafter; default: the target's.",
+        between(0, 10**6),
+    )
+
+
+class EagleObjective(StepObjective):
+    """A head that reads its own states; with `regress` it learns the features too."""
+
+    def __init__(self, drafter: Eagle, steps: int, regress: bool) -> None:
+        super().__init__(drafter, steps)
+        self.regress = regress
+
+    def predictions(self, lesson: Lesson) -> Iterator[tuple[Tensor, Tensor]]:
+        """In each step the carried states and the logits of all slots."""
+        features, steps = self.drafter.fuse(lesson.taps), self.steps
+        if self.regress and self.training:
+            features = features + (torch.rand_like(features) - 0.5) * NOISE_WIDTH
+            steps = 1
+        for hidden, carried in unrolled(self.drafter, lesson.ids, features, steps):
+            yield carried, self.drafter.lm_head(hidden)
+
+    def lost(
+        self, step: int, carried: Tensor, scores: Tensor, lesson: Lesson
+    ) -> Tensor:
+        """The cross entropy to the target, or also the distance of the features."""
+        lost = super().lost(step, carried, scores, lesson)
+        if not self.regress:
+            return lost
+        wanted = shifted(lesson.final, 1 + step)
+        apart = F.smooth_l1_loss(carried, wanted, reduction="none").mean(-1)
+        return apart + CROSS_ENTROPY * lost
+
+
+class EagleTask(HeadTask):
+    """A head that reads the target's states, in the layout of its authors."""
+
+    Settings = EagleSettings
+    help = "Train a head that drafts for TARGET, a checkpoint folder or hub id."
+    product = "a head"
+
+    def check(self, run: Training) -> None:
+        """Refuse taps that are no layers."""
+        if self.settings.kind != EAGLE3:
+            return
+        layers = len(decoder_layers(run.target.model))
+        self.taps = tuple(self.settings.taps) or (2, layers // 2, layers - 3)
+        if any(not 0 <= tap < layers for tap in self.taps):
+            raise OptionError(
+                f"the taps {list(self.taps)} are not all layers of this target; give "
+                f"--taps with numbers from 0 to {layers - 1}"
+            )
+
+    def pupil(self, run: Training) -> nn.Module:
+        """A new head, whose LM head starts as the target's rows."""
+        settings, target = self.settings, run.target
+        is_third = settings.kind == EAGLE3
+        if is_third:
+            self.ids = run.frequent_tokens(settings.draft_vocabulary)
+        size = target.vocab_size if self.ids is None else len(self.ids)
+        self.config = config_of(
+            target,
+            EagleConfig,
+            settings.inner,
+            draft_vocab_size=size,
+            taps=self.taps,
+            final_norm=is_third,
+            eagle3=is_third,
+        )
+        head = Eagle(self.config, target.model)
+        head.ids = self.ids
+        if is_third:
+            rows = target.model.get_output_embeddings().weight.detach().float()
+            head.lm_head = nn.Linear(self.config.hidden_size, size, bias=False)
+            own = rows if self.ids is None else rows[self.ids]
+            head.lm_head.weight.data.copy_(own)
+        return EagleObjective(head, settings.unrolled, not is_third)
+
+    def headline(self, run: Training) -> str:
+        return (
+            f"training {run.parameters} weights of an {self.settings.kind} head over "
+            f"{self.config.draft_vocab_size} tokens on {run.reading}"
+        )
+
+    def published(
+        self, run: Training, weights: dict[str, Tensor], figures: Any
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The config.json and the tensors, as the authors publish theirs."""
+        config, is_third = self.config, self.settings.kind == EAGLE3
+        layer = "midlayer." if is_third else "layers.0."
+        dtype, tensors = stored(
+            weights,
+            self.settings.half,
+            lambda name: name.replace("stack.layers.0.", layer),
+        )
+        if self.ids is not None:
+            tensors |= map_of(self.ids, config.vocab_size)
+        fields = {
+            "architectures": [ARCHITECTURES[self.settings.kind]],
+            "model_type": "llama",
+            **layer_fields(config),
+            "tie_word_embeddings": False,
+        }
+        if not is_third:
+            return fields | {"bias": config.fc_bias, "torch_dtype": dtype}, tensors
+        eagle = {
+            # Its ids name layers by their output.
+            "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in config.taps],
+            "use_aux_hidden_state": True,
+        }
+        fields |= {"draft_vocab_size": config.draft_vocab_size, "eagle_config": eagle}
+        return fields | {"torch_dtype": dtype}, tensors

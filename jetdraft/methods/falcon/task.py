@@ -1,0 +1,157 @@
+"""How a Falcon drafter is trained: `jetdraft train falcon`.
+
+Coupled sequential glancing distillation (2412.12639):
+
+glance    the drafter predicts all rows; where its tokens are wrong, some blocks
+          read in their first rows what these rows should predict, the true
+          features and tokens, so that the rest of a block learns to use them
+learn     the loss is of a second prediction, in the rows that were not told
+L         SmoothL1(features) + 0.1 (0.9 KL(p || q) + 0.1 CE(argmax p; q)), p the
+          target and q the drafter
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
+from jetdraft.methods.falcon.module import ARCHITECTURE, MOST_ROWS, Falcon
+from jetdraft.ranges import between
+from jetdraft.train.data import IGNORED, Batch
+from jetdraft.train.heads import LayerSettings, LayerTask, sums_of_drafts
+from jetdraft.train.task import Sums, setting
+from jetdraft.train.teacher import Lesson, shifted
+from jetdraft.train.training import Training
+
+GLANCED_SHARE = 0.4
+"""The share of wrong tokens that is told in the first step; it falls to zero."""
+
+CROSS_ENTROPY, NOISE_WIDTH = 0.1, 0.2
+"""EAGLE-1's weight of the loss of the tokens, and its noise on features."""
+
+CHOICE_SHARE = 0.1
+"""The share of the target's choice in the loss of the tokens."""
+
+
+@dataclass(frozen=True)
+class FalconSettings(LayerSettings):
+    """Settings of a drafter of blocks."""
+
+    block_rows: int = setting(
+        2, "Tokens that the drafter drafts in a pass.", between(2, MOST_ROWS)
+    )
+
+
+@dataclass(frozen=True)
+class FalconLesson(Lesson):
+    """A lesson in which a `share` of the wrong tokens is told.
+
+    What is told, and the noise on the features, are drawn with a `seed`.
+    """
+
+    share: float
+    seed: int
+
+
+class FalconTask(LayerTask):
+    """A head that drafts several tokens in a pass; a block ends before row `first`."""
+
+    Settings = FalconSettings
+    help = "Train a head that drafts several tokens for TARGET in a pass."
+    product = "a Falcon drafter"
+    architecture = ARCHITECTURE
+
+    def new_config(self, target: Checkpoint) -> HeadConfig:
+        return replace(super().new_config(target), slots=self.settings.block_rows)
+
+    def new_drafter(self, model: Any) -> Falcon:
+        """A new drafter."""
+        return Falcon(self.config, model)
+
+    def taught(self, run: Training, batch: Batch) -> FalconLesson:
+        """What the target says of a batch, and how much of it the drafter is told."""
+        share = GLANCED_SHARE * (1 - run.step / run.steps)
+        plain = vars(super().taught(run, batch))
+        return FalconLesson(**plain, share=share, seed=run.seed_of_step)
+
+    def sums(
+        self, drafter: Falcon, lesson: FalconLesson, first: int, learns: bool
+    ) -> Sums:
+        """The sums by the place in a block; places that were told do not count."""
+        size, count = drafter.config.slots, lesson.ids.shape[1]
+        rows = torch.arange(count, device=lesson.ids.device)
+        places = (rows - first) % size
+        (features,), ids = lesson.taps, shifted(lesson.ids, 1)
+        if learns:
+            draw = torch.Generator().manual_seed(lesson.seed)
+            noise = torch.rand(features.shape, generator=draw).to(features)
+            features = features + (noise - 0.5) * NOISE_WIDTH
+        wanted, teacher = shifted(lesson.final, size), shifted(lesson.logits, size)
+        learned = shifted(lesson.labels, size + 1, IGNORED) != IGNORED
+        if learns and lesson.share:
+            with torch.no_grad():
+                guessed = predicted(drafter, features, ids, places)[learned]
+                chosen = drafter.lm_head(guessed).argmax(-1)
+            wrong = torch.zeros_like(learned)
+            wrong[learned] = chosen != teacher[learned].argmax(-1)
+            told = told_rows(wrong, places, size, lesson.share, lesson.seed) & learned
+            features = torch.where(told[..., None], wanted, features)
+            ids = torch.where(told, shifted(lesson.ids, size + 1), ids)
+            learned = learned & ~told
+        states = predicted(drafter, features, ids, places)[learned]
+        scores = drafter.lm_head(states).float().log_softmax(-1)
+        p = teacher[learned].float().log_softmax(-1)
+        best = p.argmax(-1)
+        soft = (p.exp() * (p - scores)).sum(-1)
+        hard = -scores.gather(-1, best[:, None])[:, 0]
+        apart = F.smooth_l1_loss(states, wanted[learned], reduction="none").mean(-1)
+        tokens = (1 - CHOICE_SHARE) * soft + CHOICE_SHARE * hard
+        lost, right = apart + CROSS_ENTROPY * tokens, scores.argmax(-1) == best
+        return sums_of_drafts(lost, right, learned, int(places[0]), size)
+
+    def own_fields(self) -> dict[str, Any]:
+        return {**super().own_fields(), "block_size": self.config.slots}
+
+
+def predicted(drafter: Falcon, features: Tensor, ids: Tensor, places: Tensor) -> Tensor:
+    """The predicted features [b, T, h].
+
+    `ids` int64 [b, T] are the tokens behind the rows, `places` int64 [T] the rows'
+    places in their blocks.
+    """
+    size, rows = drafter.config.slots, torch.arange(len(places))
+    rows = rows.to(places.device)
+    windows = F.pad(features, (0, 0, size - 1, 0)).unfold(1, size, 1)
+    tokens = F.pad(ids, (size - 1, 0)).unfold(1, size, 1)
+    ends = rows + size - 1 - places
+    mask = torch.zeros(len(rows), len(rows), device=rows.device)
+    mask = mask.masked_fill(rows > ends[:, None], -torch.inf)[None, None]
+    states: Tensor = drafter(tokens, windows.transpose(-1, -2), rows[None], None, mask)
+    return states
+
+
+def told_rows(
+    wrong: Tensor, places: Tensor, size: int, share: float, seed: int
+) -> Tensor:
+    """The rows bool [b, T] that read their own answers.
+
+    They are `share` of the `wrong` rows of each sequence, bool [b, T], in blocks that
+    are drawn: the first rows of such a block, and never its last.
+    """
+    count = len(places)
+    blocks = (torch.arange(count, device=places.device) + places[0]) // size
+    draw = torch.Generator().manual_seed(seed)
+    shape = len(wrong), int(blocks[-1]) + 1
+    order = torch.rand(shape, generator=draw).argsort(-1)
+    lengths = torch.randint(1, size, shape, generator=draw)
+    budget = share * wrong.sum(-1, keepdim=True).cpu()
+    spent = lengths.gather(1, order).cumsum(-1)
+    fits = torch.zeros(shape, dtype=torch.bool).scatter(1, order, spent <= budget)
+    told = torch.where(fits, lengths, 0).to(wrong.device)[:, blocks]
+    return places < told

@@ -1,0 +1,31 @@
+"""How forecasts are trained: `jetdraft train forecast`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jetdraft.checkpoints.prompts import FORECAST, PromptSettings
+from jetdraft.train.prompts import InsertionSettings, PromptTask
+from jetdraft.train.task import setting
+
+
+@dataclass(frozen=True)
+class ForecastSettings(InsertionSettings):
+    """Settings of forecasts."""
+
+    gamma: int = setting(4, "Forecasts behind a row; each guesses one token further.")
+    prefix: int = setting(16, "Rows of the learned prefix, which forecasts alone see.")
+
+
+class ForecastTask(PromptTask):
+    """Prompt tokens that see a learned prefix in each layer."""
+
+    Settings = ForecastSettings
+    help = "Add forecasts to TARGET, a checkpoint folder or hub id."
+    product = "forecasts"
+    kind = "forecasts"
+
+    def prompt_settings(self) -> PromptSettings:
+        """Prompt tokens with a prefix."""
+        settings = self.settings
+        return PromptSettings(settings.gamma, prefix=settings.prefix, mode=FORECAST)

@@ -1,0 +1,67 @@
+"""How a GliDe drafter is trained: `jetdraft train glide`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetdraft.checkpoints.layers import decoder_layers, final_norm
+from jetdraft.contracts.constants import HIDDEN
+from jetdraft.errors import UnsupportedModelError
+from jetdraft.methods.glide.module import ARCHITECTURE, Glide
+from jetdraft.train.data import Batch
+from jetdraft.train.heads import LayerTask, take_norm
+from jetdraft.train.machine import precision
+from jetdraft.train.teacher import Lesson
+from jetdraft.train.training import Training
+
+
+@dataclass(frozen=True)
+class GlideLesson(Lesson):
+    """A lesson with the target's `keys` and `values` [b, kv_heads, T, d], rotated."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class GlideTask(LayerTask):
+    """A layer that reads the target's keys and values of its last layer."""
+
+    help = "Train a layer that drafts for TARGET from its keys and values."
+    product = "a GliDe drafter"
+    architecture = ARCHITECTURE
+
+    def new_drafter(self, model: Any) -> Glide:
+        """A new layer; its last norm begins as the target's."""
+        drafter = Glide(self.config, model)
+        take_norm(drafter.norm, final_norm(model), self.config.hidden_size)
+        return drafter
+
+    def taught(self, run: Training, batch: Batch) -> GlideLesson:
+        """The target's keys and values of its last layer, and what it says."""
+        with torch.no_grad(), precision(batch.ids.device):
+            outputs = run.teacher(input_ids=batch.ids, use_cache=True)
+        layers = outputs.past_key_values.layers
+        last = layers[len(decoder_layers(run.teacher)) - 1]
+        if last.keys.shape[2] != batch.ids.shape[1]:
+            raise UnsupportedModelError(
+                f"{run.target.source} attends in sliding windows, and GliDe reads all "
+                "rows of its last layer; train another drafter"
+            )
+        known = torch.ones_like(batch.ids, dtype=torch.bool)
+        return GlideLesson(
+            *(batch.ids, batch.labels, list[Tensor](), last.keys, outputs.logits),
+            *(known, last.keys, last.values),
+        )
+
+    def hidden(self, drafter: Glide, lesson: GlideLesson, starts: Tensor) -> Tensor:
+        """A row reads the target up to the row before its draft."""
+        rows = torch.arange(len(starts), device=starts.device)
+        bias = torch.where(rows >= starts[:, None], HIDDEN, 0.0)[None, None]
+        hidden: Tensor = drafter(
+            lesson.ids, rows[None], lesson.keys, lesson.values, bias
+        )
+        return hidden

@@ -1,0 +1,71 @@
+"""How a Kangaroo adapter is trained: `jetdraft train kangaroo`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
+from jetdraft.checkpoints.layers import decoder_layers, final_norm
+from jetdraft.errors import OptionError
+from jetdraft.methods.kangaroo.module import ARCHITECTURE, Kangaroo
+from jetdraft.train.heads import NextTokenTask, config_of, take_norm, take_weights
+from jetdraft.train.task import DrafterSettings, setting
+from jetdraft.train.teacher import Lesson
+
+SHARE, FEWEST_LAYERS = 0.07, 2
+"""The layers below the exit by default, of all; the paper has 2 of 32, 3 of 40."""
+
+
+@dataclass(frozen=True)
+class KangarooSettings(DrafterSettings):
+    """Settings of an adapter."""
+
+    exit_layer: int = setting(
+        0, "Layers of the target that draft; default: 7 % of them, and at least 2."
+    )
+
+
+class KangarooTask(NextTokenTask):
+    """An adapter behind the lower layers; all rows see the states of all before."""
+
+    Settings = KangarooSettings
+    help = "Train an adapter that lets the lower layers of TARGET draft for it."
+    product = "a Kangaroo adapter"
+    architecture = ARCHITECTURE
+
+    def new_config(self, target: Checkpoint) -> HeadConfig:
+        """Attention of the target's sizes, behind the layer that the settings say."""
+        layers = len(decoder_layers(target.model))
+        advised = min(max(FEWEST_LAYERS, round(SHARE * layers)), layers - 1)
+        layer = self.settings.exit_layer or advised
+        if not 1 <= layer < layers:
+            raise OptionError(
+                f"exit layer {layer} does not cut {layers} layers in two; give 1 to "
+                f"{layers - 1}",
+                "exit_layer",
+            )
+        return config_of(target, HeadConfig, taps=(layer,))
+
+    def new_drafter(self, model: Any) -> Kangaroo:
+        """An adapter that begins as the attention of the next layer, without its MLP.
+
+        Its last norm begins as the target's, where it is of the same kind.
+        """
+        adapter = Kangaroo(self.config, model)
+        take_weights(adapter.layer, decoder_layers(model)[adapter.exit_layer])
+        take_norm(adapter.norm, final_norm(model), self.config.hidden_size)
+        return adapter
+
+    def hidden(self, drafter: Kangaroo, lesson: Lesson, starts: Tensor) -> Tensor:
+        (states,) = lesson.taps
+        positions = torch.arange(states.shape[1], device=states.device)
+        hidden: Tensor = drafter(states, positions[None])
+        return hidden
+
+    def own_fields(self) -> dict[str, Any]:
+        return {**super().own_fields(), "exit_layer": self.config.taps[0]}

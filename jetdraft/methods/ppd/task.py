@@ -1,0 +1,37 @@
+"""How prompt tokens are trained: `jetdraft train ppd`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jetdraft.checkpoints.prompts import PromptSettings
+from jetdraft.train.prompts import InsertionSettings, PromptTask
+from jetdraft.train.task import setting
+
+
+@dataclass(frozen=True)
+class PpdSettings(InsertionSettings):
+    """Settings of prompt tokens."""
+
+    gamma: int = setting(
+        PromptSettings.gamma,
+        "Prompt tokens behind a row; each guesses one token further.",
+        name="--prompt-tokens",
+    )
+    members: int = setting(
+        PromptSettings.members,
+        "Embeddings of each prompt token, whose guesses are averaged.",
+        name="--ensemble",
+    )
+
+
+class PpdTask(PromptTask):
+    """Prompt tokens, of which each can be an ensemble."""
+
+    Settings = PpdSettings
+    help = "Add prompt tokens to TARGET, a checkpoint folder or hub id."
+    product = "prompt tokens"
+    kind = "prompt tokens"
+
+    def prompt_settings(self) -> PromptSettings:
+        return PromptSettings(self.settings.gamma, self.settings.members)

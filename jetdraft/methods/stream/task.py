@@ -1,0 +1,292 @@
+"""How streams are trained: `jetdraft train stream`.
+
+The loss is over the next n-gram (Speculative Streaming, 2402.11131, 3.1.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.layers import decoder_layers
+from jetdraft.checkpoints.parameters import convert
+from jetdraft.checkpoints.streams import (
+    SHARED,
+    Streamed,
+    Streams,
+    StreamSettings,
+    add_adapters,
+)
+from jetdraft.errors import CheckpointError
+from jetdraft.train.attention import IMPLEMENTATION
+from jetdraft.train.data import IGNORED, Batch
+from jetdraft.train.run_folder import RunFolder
+from jetdraft.train.task import Settings, Task, adamw, setting
+from jetdraft.train.teacher import refuse_gguf
+from jetdraft.train.training import Training
+
+MOST_LAYERS = 1 << 20
+"""What no model has; its own number is known later."""
+
+MAIN_WEIGHT, STREAM_WEIGHT = 1.0, 0.1
+"""alpha_0 and alpha_j."""
+
+
+@dataclass(frozen=True)
+class StreamTaskSettings(Settings):
+    """Settings of streams; `StreamSettings` has their ranges."""
+
+    mode: str = setting(
+        StreamSettings.mode,
+        "lossless keeps the target as it is; shared trains it too. On free text "
+        "jetdraft train forecast, which keeps it too, guessed better in the same time.",
+    )
+    gamma: int = setting(StreamSettings.gamma, "Streams per row.")
+    layers: int = setting(StreamSettings.layers, "Top layers that have streams.")
+    lora_rank: int = setting(StreamSettings.lora_rank, "Rank of the LoRA adapters.")
+    prune_rank: int = setting(
+        StreamSettings.prune_rank, "Rank of the early exit that prunes drafts."
+    )
+
+
+class StreamTask(Task):
+    """Streams in the top layers of a target, beside the target's files."""
+
+    Settings = StreamTaskSettings
+    help = "Add speculative streams to TARGET, a checkpoint folder or hub id."
+    product = kind = "streams"
+    figures_file, completes_prompts, largest_norm = "", False, 1.0
+
+    def __init__(self, settings: Any = None) -> None:
+        super().__init__(settings)
+        self.streams = StreamSettings(**asdict(self.settings))
+        self.streams.check(MOST_LAYERS)
+
+    def shortest(self) -> tuple[int, str]:
+        """A row, the token after it, and what its streams guess."""
+        return self.streams.gamma + 2, f"{self.streams.gamma} streams"
+
+    def folder(self, output: Path) -> RunFolder:
+        return RunFolder(output)
+
+    def load(self, source: str) -> tuple[Checkpoint, str]:
+        refuse_gguf(source, self.kind)
+        target = Checkpoint.load(source, torch.float32)
+        convert(target.model, torch.float32)
+        return target, ""
+
+    def check_target(self, target: Checkpoint) -> None:
+        super().check_target(target)
+        if target.packed is not None and self.streams.mode == SHARED:
+            raise CheckpointError(
+                f"{target.source} is quantized already, so its weights cannot be "
+                "tuned; give mode lossless, or the checkpoint before quantization"
+            )
+        if target.streams is not None:
+            raise CheckpointError(
+                f"{target.source} already has streams; give a checkpoint without "
+                "streams"
+            )
+
+    def check(self, run: Training) -> None:
+        """Refuse more layers than the target has."""
+        self.streams = replace(self.streams, base=run.base)
+        self.streams.check(len(decoder_layers(run.target.model)))
+
+    def pupil(self, run: Training) -> nn.Module:
+        """The target with streams, whose embeddings are as large as hidden states.
+
+        With small embeddings LoRA can hardly tell a stream from its carrier, and what
+        it learns for streams changes the text (docs/log/training.md has figures).
+        """
+        model = run.target.model
+        add_adapters(model, self.streams)
+        model.set_attn_implementation(IMPLEMENTATION)
+        hidden = model.get_input_embeddings().embedding_dim
+        streamed = Streamed(model, Streams(self.streams, hidden))
+        ids = torch.tensor([run.corpus.training[0].ids])
+        positions = torch.arange(ids.shape[1])[None]
+        every = torch.arange(self.streams.gamma)
+        first = torch.zeros_like(every)
+        with torch.no_grad():
+            _, _, states = streamed(
+                ids, positions, first, every, first[:1], use_cache=False
+            )
+            # A few entries of some rows are a hundred times as large as the median.
+            streamed.streams.embeddings.normal_().mul_(states.abs().median())
+        return streamed
+
+    def weights(self, run: Training) -> dict[str, Tensor]:
+        return dict(run.module.task)
+
+    def optimizers(self, run: Training) -> list[torch.optim.Optimizer]:
+        return adamw(run)
+
+    def begin(self, run: Training) -> None:
+        run.folder.add_target(run.source, run.base)
+
+    def loss(self, run: Training, module: Any, batch: Batch) -> Tensor:
+        """The loss over the next n-gram."""
+        part = losses(module, batch, self.streams.gamma)
+        places = run.reduced(part.places).clamp(min=1)
+        # Processes average their gradients, and each has a part of the places.
+        return part.total(self.streams.mode, part.places * run.processes / places)
+
+    def validate(self, run: Training, module: Any) -> dict[str, Any]:
+        """Means over the validation sequences."""
+        parts = [
+            losses(module, batch, self.streams.gamma)
+            for batch in run.held_out_batches()
+        ]
+        run.check_finite(torch.stack([part.main for part in parts]))
+
+        def mean(name: str) -> Any:
+            values = torch.stack([getattr(part, name) for part in parts]).float()
+            return [round(x, 4) for x in values.mean(0).reshape(-1).tolist()]
+
+        return {
+            "main_loss": mean("main")[0],
+            "stream_losses": mean("streams"),
+            "early_loss": mean("early")[0],
+            "acceptance": mean("acceptance"),
+        }
+
+    def headline(self, run: Training) -> str:
+        counts = self.counts(run)
+        return (
+            f"training {counts['streams']} weights of the streams and "
+            f"{counts['lora']} of LoRA on {run.reading}"
+        )
+
+    def counts(self, run: Training) -> dict[str, int]:
+        """The number of trained weights: in the streams themselves, and in LoRA."""
+        own = sum(p.numel() for p in run.module.streams.parameters())
+        return {"streams": own, "lora": run.parameters - own}
+
+    def summary_line(self, figures: Mapping[str, Any]) -> str:
+        rates = " ".join(f"{share:.2f}" for share in figures["acceptance"])
+        stream_losses = " ".join(f"{loss:.2f}" for loss in figures["stream_losses"])
+        return (
+            f"validation loss {figures['main_loss']:.2f}, streams {stream_losses}, "
+            f"predicted acceptance {rates}"
+        )
+
+    def settings_of_run(self, run: Training) -> dict[str, Any]:
+        return asdict(self.streams)
+
+    def published(
+        self, run: Training, weights: dict[str, Tensor], figures: Any
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What streams.json says, and the weights as they are."""
+        own = {"step": run.step, "parameters": self.counts(run), "validation": figures}
+        return self.streams.to_json() | own, weights
+
+
+# --- the loss -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Cross entropies: of the main rows, of stream 1..gamma, and of early exits.
+
+    `places` [1 + gamma] counts the rows with a label, of main rows and of streams.
+    `acceptance` is the share of places where a stream's best token is also the best
+    token of the main row there: the share that greedy decoding would accept.
+    """
+
+    main: Tensor
+    streams: Tensor
+    early: Tensor
+    places: Tensor
+    acceptance: Tensor
+
+    def total(self, mode: str, weights: Tensor) -> Tensor:
+        """The loss to minimise; in lossless mode the main rows cannot learn.
+
+        `weights` [1 + gamma] multiply the means over main rows and over each stream. A
+        whole batch has ones. The parts of a batch have weights with which the mean of
+        their losses is the loss of the batch.
+        """
+        streams = (weights[1:] * self.streams).sum()
+        total = STREAM_WEIGHT * streams + weights[0] * self.early
+        return total + MAIN_WEIGHT * weights[0] * self.main if mode == SHARED else total
+
+
+def losses(streamed: Any, batch: Batch, gamma: int) -> Losses:
+    """Run whole sequences, in which rows carry all `gamma` streams or none.
+
+    A row carries streams if its next token is learned. So there are no streams, and no
+    logits, of the rows of a prompt.
+    """
+    size, rows = batch.ids.shape
+    at = torch.arange(rows, device=batch.ids.device)
+    learned = _following(batch.labels, 1)[..., 0] != IGNORED
+    carriers = _carriers(learned)
+    count = carriers.shape[1]
+    keep = learned.any(0).nonzero()[:, 0]
+    logits, early, _ = streamed(
+        batch.ids,
+        at.expand(size, rows),
+        carriers.repeat_interleave(gamma, 1),
+        torch.arange(gamma, device=at.device).repeat(count),
+        keep,
+        early=keep,
+        use_cache=False,
+    )
+    main, probes = logits.split([len(keep), count * gamma], 1)
+    probes = probes.unflatten(1, (count, gamma))
+    best = torch.zeros_like(batch.ids)
+    best[:, keep] = main.detach().argmax(-1)
+    # Row t predicts token t + 1, and its stream j (from 1 on) token t + 1 + j.
+    wanted = _following(batch.labels, 1)[:, keep]
+    ahead = _of_carriers(_following(batch.labels, gamma + 1)[..., 1:], carriers)
+    ahead = ahead.where(_of_carriers(learned[..., None], carriers), IGNORED)
+    agreed = _of_carriers(_following(best, gamma), carriers)
+    compared = ahead != IGNORED
+    right = (probes.detach().argmax(-1) == agreed) & compared
+    return Losses(
+        main=_cross_entropy(main[:, :, None], wanted)[0],
+        streams=_cross_entropy(probes, ahead),
+        early=_cross_entropy(early[:, :, None], wanted)[0],
+        places=torch.cat([(wanted != IGNORED).sum().view(1), compared.sum((0, 1))]),
+        acceptance=right.sum((0, 1)) / compared.sum((0, 1)).clamp(min=1),
+    )
+
+
+def _carriers(learned: Tensor) -> Tensor:
+    """The rows [b, C] that carry streams: where bool [b, T] is true, in this order.
+
+    C is the most of one sequence. The others have further rows, which are not learned.
+    """
+    count = max(1, int(learned.sum(1).max()))
+    order = learned.int().argsort(dim=1, descending=True, stable=True)
+    return order[:, :count]
+
+
+def _of_carriers(rows: Tensor, carriers: Tensor) -> Tensor:
+    """What [b, T, n] says of the rows [b, C] that carry streams: [b, C, n]."""
+    return torch.take_along_dim(rows, carriers[..., None], 1)
+
+
+def _following(ids: Tensor, count: int) -> Tensor:
+    """The next `count` ids after each place: [b, T] to [b, T, count]."""
+    padded = F.pad(ids[:, 1:], (0, count), value=IGNORED)
+    return padded.unfold(1, count, 1)
+
+
+def _cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Mean over the places with a label: [b, C, s, vocab] and [b, C, s] to [s]."""
+    lost = F.cross_entropy(
+        logits.flatten(0, 2).float(),
+        wanted.flatten(),
+        ignore_index=IGNORED,
+        reduction="none",
+    ).view(wanted.shape)
+    return lost.sum((0, 1)) / (wanted != IGNORED).sum((0, 1)).clamp(min=1)

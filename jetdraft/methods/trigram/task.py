@@ -1,0 +1,50 @@
+"""How a trigram table is counted: `jetdraft train trigram`; torch is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from jetdraft.bundle import Bundle
+from jetdraft.cli.command import Command, option
+from jetdraft.cli.flags import PATH, output_option
+from jetdraft.errors import DataError, OutputError
+from jetdraft.files import check_place, read_text
+from jetdraft.runtime.history.trigrams import Counts
+from jetdraft.runtime.text.codec import TextCodec
+
+
+def count(corpus: Sequence[Path], bundle: Bundle, output: Path) -> Counts:
+    """Read text files with a bundle's tokenizer and write the table to `output`.
+
+    Raises `DataError` or `OutputError`; the table appears whole or not at all.
+    """
+    if output.exists():
+        raise OutputError(f"{output} exists; choose another file")
+    check_place(output)
+    codec = TextCodec(bundle.tokenizer)
+    table = Counts.of([codec.encode(read_text(file)) for file in corpus])
+    if not len(table.pairs):
+        raise DataError("the corpus has fewer than three tokens; give more")
+    table.save(output, bundle.tokenizer_sha256)
+    return table
+
+
+@click.command("trigram", cls=Command)
+@click.argument("corpus", nargs=-1, required=True, type=PATH)
+@option(
+    "checkpoint",
+    "--bundle",
+    required=True,
+    type=PATH,
+    help="The bundle whose tokenizer reads the corpus.",
+)
+@output_option("Write the table to this file.")
+def command(corpus: tuple[Path, ...], bundle: Path, output: Path) -> None:
+    """Count which tokens follow which two tokens in CORPUS, text files."""
+    table = count(corpus, Bundle.open(bundle), output)
+    click.echo(
+        f"{output}: {len(table.pairs)} pairs, {len(table.tokens)} successors", err=True
+    )

@@ -1,0 +1,162 @@
+"""The attention of trainings: whole sequences, with streams or under masks.
+
+What a module's attention looks like stands in attributes of the module itself, so that
+two models can run at the same time.
+
+The rows of a layer with streams are the T rows of the sequence, and then gamma streams
+for each of its C carriers, carrier by carrier. A stream attends only to the sequence
+and to the streams of its own carrier. So there are C * gamma * (T + gamma) scores of
+streams, instead of the square of the number of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from jetdraft.checkpoints.attention import unknown_arguments
+from jetdraft.checkpoints.source_attention import implement
+from jetdraft.checkpoints.streams import LAYOUT_OF, Layout
+from jetdraft.errors import UnsupportedModelError
+
+IMPLEMENTATION = "jetdraft-training"
+"""The name under which the attention is registered with transformers."""
+
+_MASKED_BY = "masked_by_training"
+"""The attribute of attention modules with the `Masked` of their model."""
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What is added to scores: `source` [b, 1, 1, s] over a source, in encoder and
+    decoder, and `own` [b, 1 or heads, m, m] over the decoder's own rows."""
+
+    source: Tensor
+    own: Tensor | None = None
+
+
+class Masked:
+    """Lets all attention of an encoder-decoder add the masks of the pass under way.
+
+    with Masked(model).by(Masks(source)):
+        model(...)
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.masks: Masks | None = None
+        for module in model.modules():
+            object.__setattr__(module, _MASKED_BY, self)
+        implement(model, IMPLEMENTATION)
+
+    @contextmanager
+    def by(self, masks: Masks) -> Iterator[None]:
+        """Add these masks while the block runs."""
+        before, self.masks = self.masks, masks
+        try:
+            yield
+        finally:
+            self.masks = before
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        position_bias: Tensor | None,
+    ) -> Tensor:
+        """The mixed values [b, n, heads, d].
+
+        The `position_bias` that T5 gives counts in the encoder only: in the decoder it
+        would count the rows of blocks as text, so there the masks have the bias.
+        """
+        assert self.masks is not None
+        bias = self.masks.source
+        if getattr(module, "is_causal", False):
+            assert self.masks.own is not None
+            bias = self.masks.own
+        elif position_bias is not None and not getattr(module, "is_decoder", False):
+            bias = bias + position_bias
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, bias.to(query.dtype), scale=scale
+        )
+        return mixed.transpose(1, 2)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """Attention [b, heads, n, d] to [b, n, heads, d]: masked, or causal with streams.
+
+    In a layer with streams the module's attribute `LAYOUT_OF` says which rows they are.
+    """
+    masked: Masked | None = getattr(module, _MASKED_BY, None)
+    if masked is not None:
+        mixed = masked.attend(module, query, key, value, scaling, position_bias)
+        return mixed, None
+    if sliding_window or softcap or unknown_arguments(extra):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has windows, capped scores or other arguments; "
+            "streams need plain attention, so choose another model"
+        )
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
+    layout: Layout | None = getattr(module, LAYOUT_OF, None)
+    rows = query.shape[2] if layout is None else layout.rows
+    parts = [
+        F.scaled_dot_product_attention(
+            query[:, :, :rows],
+            key[:, :, :rows],
+            value[:, :, :rows],
+            is_causal=True,
+            scale=scale,
+        )
+    ]
+    if layout is not None and rows < query.shape[2]:
+        parts.append(_of_streams(query * scale, key, value, layout))
+    return torch.cat(parts, 2).transpose(1, 2), None
+
+
+def _of_streams(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
+    """The attention of the streams [b, heads, C * gamma, d] over all rows."""
+    rows, gamma = layout.rows, layout.gamma
+    queries, stream_keys, stream_values = (
+        x[:, :, rows:].reshape(*x.shape[:2], -1, gamma, x.shape[3])
+        for x in (query, key, value)
+    )
+    keys, values = key[:, :, :rows], value[:, :, :rows]
+    carriers = layout.probe_rows[..., ::gamma]
+    past = torch.arange(rows, device=query.device) <= carriers[..., None]
+    past = past.view(-1, 1, carriers.shape[-1], 1, rows)
+    below = torch.ones(gamma, gamma, dtype=torch.bool, device=query.device).tril()
+    row_scores = torch.einsum("bhtgd,bhmd->bhtgm", queries, keys)
+    row_scores = row_scores.masked_fill(~past, -torch.inf)
+    stream_scores = torch.einsum("bhtgd,bhtjd->bhtgj", queries, stream_keys)
+    stream_scores = stream_scores.masked_fill(~below, -torch.inf)
+    scores = torch.cat([row_scores, stream_scores], -1)
+    weights = scores.float().softmax(-1).to(value.dtype)
+    row_weights, stream_weights = weights[..., :rows], weights[..., rows:]
+    output = torch.einsum("bhtgm,bhmd->bhtgd", row_weights, values)
+    output = output + torch.einsum("bhtgj,bhtjd->bhtgd", stream_weights, stream_values)
+    return output.flatten(2, 3)
+
+
+AttentionInterface.register(IMPLEMENTATION, attend)

@@ -1,1 +1,0 @@
-"""The trainings of drafters that fill a block: DFlash heads and diffusion models."""

@@ -1,0 +1,309 @@
+"""Drafters that fill a block: many blocks of a sequence are learned in one pass.
+
+Behind the rows of a sequence come the rows of its blocks. A block sees itself and the
+context before it, as in a draft that starts there, and no other block.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jetdraft.checkpoints.heads.blocks import masked
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
+from jetdraft.ranges import between
+from jetdraft.train.data import IGNORED, Batch
+from jetdraft.train.machine import precision
+from jetdraft.train.task import DrafterSettings, Sums, Task, TrainingOptions, setting
+from jetdraft.train.teacher import Lesson, Teacher, at
+from jetdraft.train.training import Training
+
+FORWARD_KL, TEXT = "forward-kl", "text"
+
+TOKENS_PER_WEIGHT = 20
+"""What a model of a given cost learns most from (2203.15556)."""
+
+VALIDATED_BLOCKS = 16
+"""Blocks of a sequence that a validation fills."""
+
+
+@dataclass(frozen=True)
+class BlockSettings(DrafterSettings):
+    """What all drafters of blocks have."""
+
+    layers: int | None = setting(
+        None,
+        "Layers of a new drafter; default: what its kind advises.",
+        between(1, 100, optional=True),
+    )
+    block_rows: int = setting(
+        8, "Rows of a block that is filled in one pass.", between(2, 64)
+    )
+    anchors: int = setting(
+        16, "Blocks that are learned in each sequence.", between(1, 10**4)
+    )
+    known_share: float = setting(
+        0.25,
+        "Share of the blocks whose first tokens are known, as in the second step of a "
+        "draft.",
+        between(0.0, 1.0),
+    )
+    loss: str = setting(
+        FORWARD_KL,
+        f"What a guess is compared with: {FORWARD_KL}, the target, or {TEXT}.",
+        choices=(FORWARD_KL, TEXT),
+    )
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """n blocks in each of b sequences.
+
+    `anchors` int64 [b, n] are the places of the last tokens before the masks, `known`
+    int64 [b, n] count the known tokens behind them, and `is_real` bool [b, n] is false
+    for blocks that only fill the tensor up. `chances` float [b, n, slots] decide what
+    is told of a block beside them; without a choice there are none.
+    """
+
+    anchors: Tensor
+    known: Tensor
+    is_real: Tensor
+    chances: Tensor | None = None
+
+    @classmethod
+    def drawn(
+        cls,
+        batch: Batch,
+        count: int,
+        slots: int,
+        known_share: float,
+        generators: list[torch.Generator],
+        first: int = 1,
+    ) -> Blocks:
+        """Blocks at random places from `first` on, with a generator per sequence."""
+        anchors, known, is_real, chances = [], [], [], []
+        for labels, generator in zip(batch.labels.cpu(), generators, strict=True):
+            places = starts(labels, first)
+            order = torch.randperm(len(places), generator=generator)[:count]
+            anchors.append(_filled(places[order], count))
+            is_real.append(torch.arange(count) < len(order))
+            shares = torch.rand(count, 2, generator=generator)
+            counts = 1 + (shares[:, 1] * (slots - 1)).long()
+            told = (shares[:, 0] < known_share) & (slots > 1)
+            known.append(torch.where(told, counts.clamp(max=slots - 1), 0))
+            chances.append(torch.rand(count, slots, generator=generator))
+        parts = anchors, known, is_real, chances
+        return cls(*(torch.stack(part).to(batch.ids.device) for part in parts))
+
+    @classmethod
+    def spread(cls, batch: Batch, count: int, first: int = 1) -> Blocks:
+        """Blocks without known tokens, evenly over each sequence from `first` on."""
+        anchors, is_real = [], []
+        for labels in batch.labels.cpu():
+            places = starts(labels, first)
+            ends = torch.linspace(0, max(0, len(places) - 1), count).long().tolist()
+            chosen = places[torch.tensor(sorted(set(ends)))] if len(places) else places
+            anchors.append(_filled(chosen, count))
+            is_real.append(torch.arange(count) < len(chosen))
+        rows = [torch.stack(part).to(batch.ids.device) for part in (anchors, is_real)]
+        return cls(rows[0], torch.zeros_like(rows[0]), rows[1])
+
+
+def _filled(places: Tensor, count: int) -> Tensor:
+    left = torch.zeros(count - len(places), dtype=torch.long)
+    return torch.cat([places, left])
+
+
+def starts(labels: Tensor, first: int = 1) -> Tensor:
+    """The places [k] of a sequence, from `first` on, that a learned token follows.
+
+    A block that begins with a token needs a row of context before it.
+    """
+    learned = labels[1:] != IGNORED
+    learned[:first] = False
+    return learned.nonzero()[:, 0]
+
+
+class BlockObjective(nn.Module):
+    """A drafter and its loss as one module.
+
+    With `of_text` the loss is the cross entropy of the text, else to the target's
+    distribution.
+    """
+
+    def __init__(self, drafter: Any, of_text: bool = False) -> None:
+        super().__init__()
+        self.drafter, self.of_text = drafter, of_text
+
+    def forward(self, lesson: Lesson, blocks: Blocks) -> Sums:
+        """The sums of a batch."""
+        with precision(lesson.ids.device):
+            return self.sums(lesson, blocks)
+
+    def sums(self, lesson: Lesson, blocks: Blocks) -> Sums:
+        """The sums by the distance from the last known token."""
+        slots, length = self.drafter.config.slots, lesson.ids.shape[1]
+        distance = torch.arange(slots, device=lesson.ids.device)
+        places = blocks.anchors[..., None] + 1 + distance  # [b, n, slots]
+        inside = places < length
+        places = places.clamp(max=length - 1)
+        open_places = inside & (at(lesson.labels, places) != IGNORED)
+        open_places = open_places & blocks.is_real[..., None]
+        is_known = self.known(lesson, blocks, places, open_places)
+        learned = open_places & ~is_known
+        logits = self.logits(lesson, blocks, places, is_known, learned)
+        teacher = at(lesson.logits, places - 1)[learned].float()
+        scores = logits.float().log_softmax(-1)
+        if self.of_text:
+            tokens = at(lesson.ids, places)[learned]
+            lost = -scores.gather(-1, tokens[:, None])[:, 0]
+        else:
+            lost = -(teacher.softmax(-1) * scores).sum(-1)
+        right = scores.argmax(-1) == teacher.argmax(-1)
+        far = (distance - blocks.known[..., None])[learned]
+        return Sums.of(lost, right, far, learned)
+
+    def known(
+        self, lesson: Lesson, blocks: Blocks, places: Tensor, open_places: Tensor
+    ) -> Tensor:
+        """Whether the token of a place in a block is told, bool [b, n, slots].
+
+        `places` int64 [b, n, slots] are the places of the guesses; those in
+        `open_places` can be learned.
+        """
+        slots = torch.arange(self.drafter.config.slots, device=places.device)
+        return slots < blocks.known[..., None]
+
+    def logits(
+        self,
+        lesson: Lesson,
+        blocks: Blocks,
+        places: Tensor,
+        is_known: Tensor,
+        learned: Tensor,
+    ) -> Tensor:
+        """The logits [k, vocabulary] of the learned guesses."""
+        drafter, ids = self.drafter, lesson.ids
+        count, sequences = ids.shape[1], len(ids)
+        block = at(ids, places).masked_fill(~is_known, drafter.config.vocab_size)
+        first = blocks.anchors
+        if not drafter.reads_text:
+            block = torch.cat([at(ids, blocks.anchors)[..., None], block], dim=-1)
+            first = first - 1
+        size = drafter.block_rows
+        own = first[..., None] + 1 + torch.arange(size, device=ids.device)
+        rows = torch.arange(count, device=ids.device).expand(sequences, -1)
+        states = drafter(
+            ids if drafter.reads_text else drafter.fuse(lesson.taps),
+            block.flatten(1),
+            torch.cat([rows, own.flatten(1)], dim=1),
+            masked(block_mask(first, size, count, drafter.reads_text)),
+        )
+        states = states[:, -own[0].numel() :].unflatten(1, own.shape[1:])
+        logits: Tensor = drafter.lm_head(drafter.guessed(states)[learned])
+        return logits
+
+
+def block_mask(last: Tensor, size: int, count: int, context_asks: bool) -> Tensor:
+    """What rows see: bool [b, 1, q, count + n * size], for `count` rows of context.
+
+    `last` int64 [b, n] is the last row of the context of each block. The rows with
+    queries are the blocks', and before them the context's if it asks.
+    """
+    rows = torch.arange(count, device=last.device)
+    seen = (rows <= last[..., None]).repeat_interleave(size, dim=1)
+    one = torch.eye(last.shape[1], dtype=torch.bool, device=last.device)
+    own = one.repeat_interleave(size, 0).repeat_interleave(size, 1)
+    mask = torch.cat([seen, own.expand(len(last), -1, -1)], dim=2)
+    if context_asks:
+        causal = torch.ones(count, mask.shape[2], dtype=torch.bool, device=last.device)
+        causal = causal.tril()
+        causal[:, count:] = False
+        mask = torch.cat([causal.expand(len(last), -1, -1), mask], dim=1)
+    return mask[:, None]
+
+
+class BlockTask(Task):
+    """A drafter of blocks; a subclass gives its config, a new drafter and its files."""
+
+    options = TrainingOptions(steps=None)
+    kind, folder_holds, least_tokens = "drafters", "drafter", 3
+    largest_norm = 1.0
+    first_anchor = 1
+    """The first row of a text behind which a block may begin."""
+
+    config: Any
+
+    def shortest(self) -> tuple[int, str]:
+        """A block, and a row of context before and behind it."""
+        rows = self.settings.block_rows
+        return rows + 2, f"blocks of {rows}"
+
+    @abstractmethod
+    def new_config(self, run: Training) -> HeadConfig:
+        """The config of the drafter; raises `OptionError`."""
+
+    @abstractmethod
+    def objective(self, run: Training, of_text: bool) -> BlockObjective:
+        """A new drafter with its loss."""
+
+    def check(self, run: Training) -> None:
+        """Make the config, before the target writes for hours."""
+        self.config = self.new_config(run)
+
+    def pupil(self, run: Training) -> nn.Module:
+        """A new drafter with its loss."""
+        return self.objective(run, self.settings.loss == TEXT)
+
+    def advised_steps(self, run: Training) -> int:
+        """The steps that learn twenty guesses for each weight."""
+        return self.steps_for(run, run.parameters)
+
+    def steps_for(self, run: Training, weights: int) -> int:
+        """The steps that learn twenty guesses for each of so many weights."""
+        blocks = self.settings.anchors * run.options.batch_size
+        guesses: int = blocks * self.config.slots
+        return max(200, TOKENS_PER_WEIGHT * weights // guesses)
+
+    def lesson(self, run: Training, batch: Batch, learns: bool) -> tuple[Any, ...]:
+        """What the target says of a batch, and blocks: drawn, or evenly spread."""
+        lesson = Teacher(run.teacher, self.config.taps).lesson(batch)
+        return lesson, self.blocks(run, batch, learns)
+
+    def blocks(self, run: Training, batch: Batch, learns: bool) -> Blocks:
+        """The blocks of a batch."""
+        if not learns:
+            return Blocks.spread(batch, VALIDATED_BLOCKS, self.first_anchor)
+        return Blocks.drawn(
+            batch,
+            self.settings.anchors,
+            self.config.slots,
+            self.settings.known_share,
+            run.draws(len(batch.ids)),
+            self.first_anchor,
+        )
+
+    def total(self, sums: Sums, places: Tensor) -> Tensor:
+        """The decayed sum of the means by distance.
+
+        The weight falls to a third at half of the block: a token counts only if all
+        before it are right.
+        """
+        slots = torch.arange(len(places), device=places.device)
+        weights = torch.exp(-2 * slots / (len(places) + 1))
+        return (weights * sums.lost / places.clamp(min=1)).sum()
+
+    def headline(self, run: Training) -> str:
+        return (
+            f"training {run.parameters} weights of {self.product}, layers: "
+            f"{self.config.num_layers}, for blocks of {self.settings.block_rows}, on "
+            f"{run.reading}"
+        )
+
+    def settings_of_run(self, run: Training) -> dict[str, Any]:
+        own = asdict(self.settings) | {"target": run.base}
+        return own | {"taps": list(self.config.taps)}

@@ -1,0 +1,397 @@
+"""New heads for a target: their sizes, their layouts, and what they learn by place."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head_layers import ConfigT, HeadConfig
+from jetdraft.ranges import between
+from jetdraft.train.data import IGNORED, Batch
+from jetdraft.train.machine import precision
+from jetdraft.train.run_folder import RunFolder
+from jetdraft.train.task import DrafterSettings, Sums, Task, rounded, setting, summed
+from jetdraft.train.teacher import Lesson, Teacher, TensorCache, check_cache, shifted
+from jetdraft.train.training import Training
+
+# --- sizes and layouts ----------------------------------------------------------------
+
+
+def config_of(
+    target: Checkpoint, kind: type[ConfigT], inner: int = 0, **changes: Any
+) -> ConfigT:
+    """A config with the sizes, vocabulary and positions of the target, and changes.
+
+    `inner` is the width inside its MLP; 0 is the target's.
+    """
+    text = target.model.config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    head_dim = getattr(text, "head_dim", None)
+    config = HeadConfig(
+        hidden_size=text.hidden_size,
+        target_hidden_size=text.hidden_size,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
+        num_heads=text.num_attention_heads,
+        num_kv_heads=text.num_key_value_heads,
+        head_dim=head_dim or text.hidden_size // text.num_attention_heads,
+        intermediate_size=inner or text.intermediate_size,
+        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
+        # Without the target's scaling: a head reads few rows back.
+        rope={
+            "rope_type": "default",
+            "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        },
+        max_positions=text.max_position_embeddings,
+    )
+    return config.extended(kind, **changes)
+
+
+def layer_fields(config: HeadConfig) -> dict[str, Any]:
+    """The fields of config.json that describe a head's layers."""
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "num_hidden_layers": config.num_layers,
+        "hidden_act": config.hidden_act,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope["rope_theta"],
+        "rope_scaling": None,
+        "max_position_embeddings": config.max_positions,
+        "vocab_size": config.vocab_size,
+        "attention_bias": False,
+    }
+
+
+def stored(
+    weights: Mapping[str, Tensor],
+    half: bool,
+    name: Callable[[str], str] = lambda name: name.removeprefix("stack."),
+) -> tuple[str, dict[str, Tensor]]:
+    """The name of the type that is written, and the tensors in it by their `name`."""
+    dtype = torch.float16 if half else torch.float32
+    tensors = {name(n): weight.to(dtype).contiguous() for n, weight in weights.items()}
+    return str(dtype).removeprefix("torch."), tensors
+
+
+def take_weights(module: nn.Module, other: nn.Module) -> None:
+    """Copy the weights that another module has under the same names and shapes."""
+    theirs = dict(other.named_parameters())
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if name in theirs and theirs[name].shape == weight.shape:
+                weight.copy_(theirs[name])
+
+
+def take_norm(norm: nn.Module, other: nn.Module, width: int) -> None:
+    """Copy the weights of a norm over `width` numbers, if it is of the same kind.
+
+    Some kinds add one to their weights.
+    """
+    before = {name: weight.clone() for name, weight in norm.state_dict().items()}
+    take_weights(norm, other)
+    probe = torch.randn(1, width)
+    # A target that has written texts is on a GPU; the drafter is not yet.
+    device = next((weight.device for weight in other.parameters()), probe.device)
+    with torch.no_grad():
+        theirs = other(probe.to(device)).cpu()
+        if not torch.allclose(norm(probe), theirs, atol=1e-4):
+            norm.load_state_dict(before)
+
+
+# --- heads that are unrolled ----------------------------------------------------------
+
+DECAY = 0.8
+"""The weight of step i is DECAY to the power i (EAGLE-3, 3.2; Medusa, 2.2.1)."""
+
+
+@dataclass(frozen=True)
+class HeadSettings(DrafterSettings):
+    """Settings of EAGLE and Medusa."""
+
+    unrolled: int = setting(
+        7, "Steps of a draft that are trained: the tokens it has.", between(1, 32)
+    )
+    cache: Path | None = setting(
+        None,
+        "Keep the target's states in this folder; default: compute them in each step.",
+    )
+
+
+class StepObjective(nn.Module):
+    """A head and its loss in each step of a draft.
+
+    Slot t starts from the features of row t. In step i it predicts token t + 2 + i; the
+    target's row t + 1 + i is its teacher.
+    """
+
+    def __init__(self, drafter: Any, steps: int) -> None:
+        super().__init__()
+        self.drafter, self.steps = drafter, steps
+
+    @abstractmethod
+    def predictions(self, lesson: Lesson) -> Iterator[tuple[Tensor, Tensor]]:
+        """In each step the carried states and the logits of all slots."""
+
+    def lost(
+        self, step: int, carried: Tensor, scores: Tensor, lesson: Lesson
+    ) -> Tensor:
+        """The loss of all slots [b, T]: the cross entropy to the target."""
+        teacher = shifted(lesson.logits, 1 + step).float()
+        return -(teacher.softmax(-1) * scores).sum(-1)
+
+    def forward(self, lesson: Lesson) -> Sums:
+        """The sums of a batch, in each step over the places that are learned."""
+        parts = []
+        with precision(lesson.final.device):
+            for step, (carried, logits) in enumerate(self.predictions(lesson)):
+                best = shifted(lesson.logits, 1 + step).argmax(-1)
+                learned = shifted(lesson.labels, 2 + step, IGNORED) != IGNORED
+                learned = learned & shifted(lesson.known, 1 + step, False)
+                scores = logits.float().log_softmax(-1)
+                lost = self.lost(step, carried, scores, lesson)
+                lost = torch.where(learned, lost, 0.0).sum()
+                right = ((logits.argmax(-1) == best) & learned).sum().float()
+                parts.append((lost, learned.sum().float(), right))
+        return Sums(*(torch.stack(sums) for sums in zip(*parts, strict=True)))
+
+
+def unrolled(
+    head: Any, ids: Tensor, features: Tensor, steps: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """In each step the states for the LM head, and the carried states: [b, T, h].
+
+    `ids` int64 [b, T] is a text, `features` [b, T, w] are of its rows. In step i slot t
+    reads token t + 1 + i.
+    """
+    count, cache = ids.shape[1], DynamicCache()
+    positions = torch.arange(count, device=features.device)
+    for step in range(steps):
+        hidden, features = head(
+            shifted(ids, 1 + step),
+            features,
+            (positions + step)[None],
+            cache,
+            unrolled_mask(count, step, features),
+        )
+        yield hidden, features
+
+
+def unrolled_mask(count: int, step: int, like: Tensor) -> Tensor:
+    """The mask [1, 1, count, (step + 1) * count] of a step.
+
+    A slot sees the rows with the target's features up to its own, then only what it
+    wrote itself: as a draft does that starts in its row.
+    """
+    own = torch.eye(count, dtype=torch.bool, device=like.device)
+    rows = torch.ones_like(own).tril()
+    visible = torch.cat([rows, *([own] * step)], dim=1)
+    mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
+    return mask.masked_fill(~visible, torch.finfo(like.dtype).min)[None, None]
+
+
+def decayed(sums: Sums, places: Tensor) -> Tensor:
+    """The means of the places, less for each place further: [places]."""
+    weights = DECAY ** torch.arange(len(sums.lost), device=sums.lost.device)
+    return weights * sums.lost / places.clamp(min=1)
+
+
+class HeadTask(Task):
+    """A head of EAGLE or Medusa; a subclass makes `config` and the pupil."""
+
+    config: Any
+    taps: tuple[int, ...] = ()
+    ids: Tensor | None = None
+    """The draft vocabulary, int64 ascending; None for all tokens."""
+
+    _teacher: Teacher | None = None
+
+    def shortest(self) -> tuple[int, str]:
+        """Two tokens more than the steps."""
+        return self.settings.unrolled + 2, f"{self.settings.unrolled} steps"
+
+    def folder(self, output: Path) -> RunFolder:
+        """The head's folder; raises `OutputError`, also for a cache that is none."""
+        check_cache(self.settings.cache)
+        return super().folder(output)
+
+    def lesson(self, run: Training, batch: Batch, learns: bool) -> tuple[Any, ...]:
+        """What the target says of a batch."""
+        if self._teacher is None:
+            cache, folder = None, self.settings.cache
+            if folder is not None:
+                owner = f"{run.base} {list(self.taps)}"
+                cache = TensorCache(folder, owner, run.accelerator.process_index)
+            self._teacher = Teacher(run.teacher, self.taps, self.ids, cache)
+        return (self._teacher.lesson(batch),)
+
+    def total(self, sums: Sums, places: Tensor) -> Tensor:
+        """The decayed sum of the steps' means."""
+        return decayed(sums, places).sum()
+
+    def figures(self, run: Training, parts: Sequence[Any]) -> dict[str, Any]:
+        """Losses and the share of right tokens, by the place in a draft."""
+        if self._teacher is not None and self._teacher.cache is not None:
+            self._teacher.cache.flush()
+        lost, right, places = summed(parts, "lost", "right", "places")
+        run.check_finite(lost)
+        places = places.clamp(min=1)
+        return {"losses": rounded(lost / places), "acceptance": rounded(right / places)}
+
+    def settings_of_run(self, run: Training) -> dict[str, Any]:
+        """The settings of the head, and the target's hash."""
+        own = super().settings_of_run(run) | {"taps": list(self.taps)}
+        del own["cache"]  # the folder may move
+        return own
+
+
+# --- drafters of the next token -------------------------------------------------------
+
+PLACES = 5
+"""Rows of a draft, as in GliDe's training."""
+
+
+@dataclass(frozen=True)
+class LayerSettings(DrafterSettings):
+    """Settings of a drafter of one layer."""
+
+    inner: int = setting(
+        0,
+        "Width inside the MLP of the drafter; default: the target's.",
+        between(0, 10**6),
+    )
+
+
+class DraftObjective(nn.Module):
+    """A drafter and its sums as one module; `sums` is of a `NextTokenTask`."""
+
+    def __init__(self, drafter: Any, sums: Callable[..., Sums]) -> None:
+        super().__init__()
+        self.drafter, self._sums = drafter, sums
+
+    def forward(self, lesson: Any, first: int) -> Sums:
+        """The sums by the place in a draft; drafts begin at `first`, and so on."""
+        with precision(lesson.ids.device):
+            return self._sums(self.drafter, lesson, first, self.training)
+
+
+class NextTokenTask(Task):
+    """A drafter whose row t says what the target says in row t: token t + 1.
+
+    A draft that begins at row s has rows s, s + 1, ... Each sequence is cut in such
+    drafts, so that a drafter that knows less of the later rows of a draft learns from
+    all of them. A subclass gives its config, a new drafter, and `hidden`.
+    """
+
+    architecture = ""
+    config: HeadConfig
+
+    def shortest(self) -> tuple[int, str]:
+        """Two drafts."""
+        return 2 * PLACES, f"drafts of {PLACES}"
+
+    @abstractmethod
+    def new_config(self, target: Checkpoint) -> HeadConfig:
+        """The config of the drafter; raises `OptionError`."""
+
+    @abstractmethod
+    def new_drafter(self, model: Any) -> nn.Module:
+        """The drafter before its training."""
+
+    def hidden(self, drafter: Any, lesson: Any, starts: Tensor) -> Tensor:
+        """The states for the LM head, [b, T, h].
+
+        Row t belongs to the draft that begins at row `starts[t]`, int64 [T].
+        """
+        raise NotImplementedError
+
+    def sums(self, drafter: Any, lesson: Any, first: int, learns: bool) -> Sums:
+        """The cross entropy of a row to the target's distribution in the same row."""
+        count = lesson.ids.shape[1]
+        rows = torch.arange(count, device=lesson.ids.device)
+        starts = rows - (rows - first) % PLACES
+        hidden = self.hidden(drafter, lesson, starts)
+        learned = torch.zeros_like(lesson.labels, dtype=torch.bool)
+        learned[:, :-1] = lesson.labels[:, 1:] != IGNORED
+        learned &= starts > 0  # no draft begins before the text
+        scores = drafter.lm_head(hidden[learned]).float().log_softmax(-1)
+        teacher = lesson.logits[learned].float()
+        lost = -(teacher.softmax(-1) * scores).sum(-1)
+        right = scores.argmax(-1) == teacher.argmax(-1)
+        return sums_of_drafts(lost, right, learned, PLACES - first)
+
+    def check(self, run: Training) -> None:
+        """Make the config."""
+        self.config = self.new_config(run.target)
+
+    def pupil(self, run: Training) -> nn.Module:
+        """A new drafter, and its loss."""
+        return DraftObjective(self.new_drafter(run.target.model), self.sums)
+
+    def lesson(self, run: Training, batch: Batch, learns: bool) -> tuple[Any, ...]:
+        """What the target says of a batch, and where the first draft begins."""
+        first = 1
+        if learns:
+            first = int(torch.randint(1, PLACES + 1, (1,), generator=run.draw()))
+        return self.taught(run, batch), first
+
+    def taught(self, run: Training, batch: Batch) -> Any:
+        """What the target says of a batch, and its states at the config's taps."""
+        return Teacher(run.teacher, self.config.taps).lesson(batch)
+
+    def own_fields(self) -> dict[str, Any]:
+        """The fields of config.json that only this drafter has."""
+        return {"architectures": [self.architecture]}
+
+    def settings_of_run(self, run: Training) -> dict[str, Any]:
+        """The settings of the drafter, and the target's hash."""
+        return asdict(self.settings) | self.own_fields() | {"target": run.base}
+
+    def published(
+        self, run: Training, weights: dict[str, Tensor], figures: Any
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """A Llama layer under the names of transformers, and what else there is."""
+        dtype, tensors = stored(weights, self.settings.half)
+        fields = {
+            "model_type": "llama",
+            **layer_fields(self.config),
+            "torch_dtype": dtype,
+            "tie_word_embeddings": False,
+            **self.own_fields(),
+        }
+        return fields, tensors
+
+
+class LayerTask(NextTokenTask):
+    """A drafter of one layer with the target's sizes."""
+
+    Settings = LayerSettings
+
+    def new_config(self, target: Checkpoint) -> HeadConfig:
+        """A layer of the target's sizes, with the MLP that the settings say."""
+        return config_of(target, HeadConfig, self.settings.inner)
+
+
+def sums_of_drafts(
+    lost: Tensor, right: Tensor, learned: Tensor, before: int, size: int = PLACES
+) -> Sums:
+    """Sums of the `learned` rows bool [b, T], by their places in drafts of `size`.
+
+    The first row is `before` rows behind the begin of a draft.
+    """
+    behind = -(before + learned.shape[1]) % size
+    drafts = F.pad(learned, (before, behind)).view(len(learned), -1, size)
+    places = torch.arange(size, device=drafts.device).expand(drafts.shape)
+    return Sums.of(lost, right, places[drafts], drafts)

@@ -1,0 +1,235 @@
+"""What a small model learns of a target: labels, divergences, predicted acceptance."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetdraft.train.data import IGNORED, Batch
+from jetdraft.train.machine import precision
+from jetdraft.train.teacher import TensorCache, logits_at
+
+SMALLEST = 1e-6
+"""The least probability of the rest, so that its logarithm is a number."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What the target says at the n learned places of a batch.
+
+    `wanted` float32 [n, k] are log probabilities that sum to 1, `mass` [n] is the
+    probability of all tokens that can be drafted, and `known` bool [n] says whether the
+    likeliest of all tokens is among them. Without `tokens`, k is the size of the draft
+    vocabulary; else `tokens` int64 [n, k - 1] are its most likely tokens, by their rows
+    in the drafter's LM head, and the last column is the rest.
+    """
+
+    wanted: Tensor
+    mass: Tensor
+    known: Tensor
+    tokens: Tensor | None = None
+
+    def binned(self, scores: Tensor) -> Tensor:
+        """The drafter's log probabilities [n, draft vocabulary] as in `wanted`."""
+        if self.tokens is None:
+            return scores
+        return with_rest(scores.gather(-1, self.tokens))
+
+    @property
+    def best(self) -> Tensor:
+        """The most likely token at each place, by its row; int64 [n]."""
+        return self.wanted.argmax(-1) if self.tokens is None else self.tokens[:, 0]
+
+    def accepted(self, scores: Tensor) -> Tensor:
+        """The chance that a sampled draft is accepted, 1 - total variation: [n]."""
+        wanted = self.mass[:, None] * self.wanted.exp()
+        return torch.minimum(wanted, self.binned(scores).exp()).sum(-1)
+
+    def agreed(self, scores: Tensor) -> Tensor:
+        """Whether the drafter's best token is the target's, bool [n]."""
+        return (scores.argmax(-1) == self.best) & self.known
+
+
+def with_rest(scores: Tensor) -> Tensor:
+    """Log probabilities [n, k] with one more for all other tokens: [n, k + 1]."""
+    rest = (1.0 - scores.exp().sum(-1, keepdim=True)).clamp(min=SMALLEST).log()
+    return torch.cat([scores, rest], dim=-1)
+
+
+def learned(batch: Batch) -> Tensor:
+    """Where a token is learned, bool [b, T - 1]; row t says token t + 1."""
+    return batch.labels[:, 1:] != IGNORED
+
+
+def log_probabilities(model: Any, batch: Batch, ids: Tensor | None) -> Tensor:
+    """What a model says at the n learned places, float32 [n, vocabulary].
+
+    With `ids`, of these tokens only, which then sum to 1.
+    """
+    rows, places = learned(batch).nonzero(as_tuple=True)
+    with precision(batch.ids.device):
+        logits = logits_at(model, batch.ids, rows, places)
+    if ids is not None:
+        logits = logits[:, ids]
+    scores: Tensor = logits.float().log_softmax(-1)
+    return scores
+
+
+@torch.no_grad()
+def exact_labels(model: Any, batch: Batch, ids: Tensor | None) -> Labels:
+    """What the target says of a batch, computed; `ids` are the draft vocabulary."""
+    scores = log_probabilities(model, batch, None)
+    if ids is None:
+        ones = torch.ones(len(scores), device=scores.device)
+        return Labels(scores, ones, ones.bool())
+    known = torch.isin(scores.argmax(-1), ids)
+    scores = scores[:, ids]
+    mass = scores.logsumexp(-1)
+    return Labels(scores - mass[:, None], mass.exp(), known)
+
+
+# --- labels on a disk -----------------------------------------------------------------
+
+PARTS = ("wanted", "mass", "known", "tokens")
+"""The fields of labels, each a tensor of its own."""
+
+
+class LabelCache:
+    """The `kept` most likely tokens of each place of a text, in the shards of a folder.
+
+    They have log probabilities in float16, and all other tokens count as one. `owner`
+    says what the labels were computed with.
+    """
+
+    def __init__(self, folder: Path, owner: str, kept: int, process: int = 0) -> None:
+        self.kept = kept
+        self._tensors = TensorCache(folder, f"labels of {kept}, {owner}", process)
+
+    def read(self, batch: Batch) -> Labels | None:
+        """The labels of a batch; None if one of its texts is not there."""
+        rows = [
+            [self._tensors.read(f"{key}.{n}") for n in PARTS] for key in _keys(batch)
+        ]
+        if any(part is None for row in rows for part in row):
+            return None
+        # Autocast, which surrounds a training, cannot join halves.
+        wanted, mass, known, tokens = zip(*rows, strict=True)
+        device = batch.ids.device
+        return Labels(
+            torch.cat([part.float() for part in wanted]).to(device),
+            torch.cat(mass).to(device),
+            torch.cat(known).to(device),
+            torch.cat(tokens).long().to(device),
+        )
+
+    def write(self, batch: Batch, labels: Labels) -> Labels:
+        """Keep the exact labels of a batch; gives what is kept of them."""
+        count = min(self.kept, labels.wanted.shape[-1] - 1)
+        best = labels.wanted.topk(count, dim=-1)
+        half = with_rest(best.values).half()
+        kept = Labels(half.float(), labels.mass, labels.known, best.indices)
+        sizes = learned(batch).sum(-1).tolist()
+        parts = (half, kept.mass, kept.known, best.indices.int())
+        of_texts = zip(*(torch.split(part, sizes) for part in parts), strict=True)
+        for key, text in zip(_keys(batch), of_texts, strict=True):
+            for name, part in zip(PARTS, text, strict=True):
+                # A part of a shard would keep the whole batch in memory.
+                self._tensors.write(f"{key}.{name}", part.clone())
+        return kept
+
+    def flush(self) -> None:
+        """Write what is not in a file yet."""
+        self._tensors.flush()
+
+
+def _keys(batch: Batch) -> list[str]:
+    """A key for each text: its ids, and which of them are learned."""
+    keys = []
+    for row in torch.stack([batch.ids, batch.labels], dim=1).cpu():
+        end = int((row[1] >= 0).nonzero()[-1]) + 1
+        keys.append(hashlib.sha256(row[:, :end].numpy().tobytes()).hexdigest()[:32])
+    return keys
+
+
+# --- divergences ----------------------------------------------------------------------
+
+FORWARD_KL, REVERSE_KL = "forward-kl", "reverse-kl"
+JENSEN_SHANNON, TOTAL_VARIATION = "js", "tv"
+BETA = 0.5
+"""The default weight of Jensen-Shannon."""
+
+
+def forward_kl(wanted: Tensor, got: Tensor, beta: float = BETA) -> Tensor:
+    """KL(p || q) of log probabilities [..., n], in nats [...]; p is the target's."""
+    return _kl(wanted, got)
+
+
+def reverse_kl(wanted: Tensor, got: Tensor, beta: float = BETA) -> Tensor:
+    """KL(q || p)."""
+    return _kl(got, wanted)
+
+
+def jensen_shannon(wanted: Tensor, got: Tensor, beta: float = BETA) -> Tensor:
+    """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q."""
+    weights = got.new_tensor([beta, 1.0 - beta]).log()
+    mixed = torch.logaddexp(wanted + weights[0], got + weights[1])
+    return beta * _kl(wanted, mixed) + (1.0 - beta) * _kl(got, mixed)
+
+
+def total_variation(wanted: Tensor, got: Tensor, beta: float = BETA) -> Tensor:
+    """Half the sum of |p - q|: one less the chance that a draft is accepted."""
+    return 0.5 * (wanted.exp() - got.exp()).abs().sum(-1)
+
+
+def _kl(one: Tensor, other: Tensor) -> Tensor:
+    return (one.exp() * (one - other)).sum(-1)
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    FORWARD_KL: forward_kl,
+    REVERSE_KL: reverse_kl,
+    JENSEN_SHANNON: jensen_shannon,
+    TOTAL_VARIATION: total_variation,
+}
+"""The grid of DistillSpec (2310.08461): each takes log probabilities of target and
+drafter."""
+
+
+# --- predicted acceptance -------------------------------------------------------------
+
+PLACES = 4
+"""Tokens of a draft whose acceptance is predicted."""
+
+
+def by_place(chances: Sequence[Tensor]) -> list[float]:
+    """The chance that each token of a draft is accepted, if all before it were.
+
+    `chances` has for each text the chances float [n] of its places in turn; a draft
+    starts at each of them. Places after a text's end do not count.
+
+        by_place([torch.tensor([1.0, 0.5, 1.0])])  # [0.83, 0.67, 1.0, 0.0]
+    """
+    accepted, reached = torch.zeros(PLACES), torch.zeros(PLACES)
+    for text in chances:
+        before = torch.ones(len(text))
+        for place in range(min(PLACES, len(text))):
+            count = len(text) - place
+            reached[place] += before[:count].sum()
+            before = before[:count] * text[place:]
+            accepted[place] += before.sum()
+    return [round(x, 4) for x in (accepted / reached.clamp(min=1e-9)).tolist()]
+
+
+def tokens_per_pass(rates: Sequence[float]) -> float:
+    """The tokens of a round: the accepted ones, and the target's own after them."""
+    total, chance = 1.0, 1.0
+    for rate in rates:
+        chance *= rate
+        total += chance
+    return total

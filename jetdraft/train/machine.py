@@ -1,0 +1,126 @@
+"""The machine that trains: its processes, the numbers it is fast with, and Ctrl-C."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+from torch import Tensor
+
+from jetdraft.errors import OptionError
+
+
+def this_process() -> PartialState:
+    """This process's `process_index` of `num_processes`, and its `device`.
+
+    Raises `OptionError` for processes that accelerate or torchrun started together and
+    that do not know of each other: each would learn everything, and write into the same
+    folder.
+    """
+    # Without its argument, accelerate lets each process on a CPU be alone.
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if state.num_processes != started:
+        raise OptionError(
+            f"{started} processes were started, and each would train alone; on CPUs, "
+            "set ACCELERATE_USE_CPU=true in the environment"
+        )
+    return state
+
+
+def is_fast(device: torch.device) -> bool:
+    """Whether bfloat16 is fast; on other CPUs it is a hundred times slower."""
+    return device.type != "cpu" or torch.cpu.get_capabilities().get(
+        "avx512_bf16", False
+    )
+
+
+def precision(device: torch.device) -> Any:
+    """bfloat16 where it is fast; else float32, whatever surrounds the block."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=is_fast(device))
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Raise the `KeyboardInterrupt` of the block at its end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python interrupts its main thread only
+        return
+    interrupts: list[int] = []
+    before = signal.signal(
+        signal.SIGINT, lambda number, frame: interrupts.append(number)
+    )
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupts:
+        raise KeyboardInterrupt
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon in the type that the device multiplies fast (2502.16982).
+
+    The steps are those of `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, so
+    that a learning rate of AdamW fits. torch computes the Newton-Schulz iterations in
+    bfloat16 on each device; where that is slow, they are computed in float32 here.
+    """
+
+    def __init__(
+        self,
+        matrices: Iterable[Tensor],
+        lr: float,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+    ) -> None:
+        options = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        super().__init__(matrices, options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Make one step; see `torch.optim.Optimizer`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            rate, momentum = group["lr"], group["momentum"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(weight.grad)
+                mean = state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
+                update = orthogonal(weight.grad.lerp(mean, momentum))
+                weight.mul_(1 - rate * group["weight_decay"])
+                scale = 0.2 * math.sqrt(max(weight.shape))
+                weight.add_(update, alpha=-rate * scale)
+        return loss
+
+
+NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """About the nearest orthogonal matrix, by five Newton-Schulz iterations."""
+    a, b, c = NEWTON_SCHULZ
+    dtype = torch.bfloat16 if is_fast(matrix.device) else torch.float32
+    x = matrix.to(dtype, copy=True)
+    is_tall = x.shape[0] > x.shape[1]
+    if is_tall:
+        x = x.T
+    x.div_(x.norm().clamp(min=1e-7))  # the spectral norm is at most 1
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x

@@ -1,0 +1,269 @@
+"""Prompt tokens of a target that stays as it is, inserted at many places of a sequence.
+
+The target reads a sequence once and says what follows each row. Behind the rows come
+the prompt tokens of all places; the tokens of a place see its context, and no other
+place. With a learned prefix they are called forecasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.prompts import RANKS, Prompts, PromptSettings
+from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.ranges import between
+from jetdraft.train.blocks import Blocks
+from jetdraft.train.data import IGNORED, Batch
+from jetdraft.train.heads import decayed
+from jetdraft.train.machine import precision
+from jetdraft.train.run_folder import RunFolder
+from jetdraft.train.task import (
+    Settings,
+    Sums,
+    Task,
+    TrainingOptions,
+    adamw,
+    rounded,
+    setting,
+    summed,
+)
+from jetdraft.train.teacher import at
+from jetdraft.train.training import Training
+
+VALIDATED_PLACES = 64
+"""Places of a validation sequence where prompt tokens guess, evenly spread."""
+
+
+@dataclass(frozen=True)
+class InsertionSettings(Settings):
+    """Where prompt tokens are inserted, and in whose texts."""
+
+    insertions: int = setting(
+        32,
+        "Random places of a sequence where a step inserts what is trained.",
+        between(1, 4096),
+    )
+    regenerate: bool = setting(
+        False, "Let the target complete the texts itself, and train on what it writes."
+    )
+
+
+class PromptObjective(nn.Module):
+    """Prompt tokens and their loss as one module.
+
+    The loss is KL(p || q), p the target's distribution after the true tokens and q the
+    distribution of a prompt token (2405.18628, section 3.3). Of its sums, `right`
+    [gamma, RANKS] counts where the best, the second, ... guess is the target's choice.
+    """
+
+    model: Any
+
+    def __init__(self, prompts: Prompts, model: Any) -> None:
+        super().__init__()
+        self.prompts = prompts
+        # As a submodule, the target would be trained and shared too.
+        object.__setattr__(self, "model", model)
+
+    def forward(self, batch: Batch, places: Blocks) -> Sums:
+        """The sums of a batch whose prompt tokens follow the rows `places.anchors`."""
+        with precision(batch.ids.device):
+            with torch.no_grad():
+                outputs = self.model(input_ids=batch.ids, use_cache=True)
+            rows, cache = batch.ids.shape[1], outputs.past_key_values
+            logits = self._guessed(places.anchors, rows, cache)
+        return _compared(outputs.logits, logits.float(), batch.labels, places)
+
+    def _guessed(self, anchors: Tensor, rows: int, cache: Any) -> Tensor:
+        """The logits [b, n, gamma, vocab] of the prompt tokens behind n places."""
+        settings, (size, count) = self.prompts.settings, anchors.shape
+        if settings.prefix:
+            for number, layer in enumerate(cache.layers):
+                keys, values = self.prompts.prefix(number)
+                layer.keys = _behind(layer.keys, keys)
+                layer.values = _behind(layer.values, values)
+        distances = torch.arange(1, settings.gamma + 1, device=anchors.device)
+        distances = distances.repeat_interleave(settings.members)
+        outputs = self.model(
+            inputs_embeds=self.prompts.embeddings.repeat(size, count, 1),
+            position_ids=(anchors[..., None] + distances).flatten(1),
+            attention_mask=visible(anchors, rows, settings),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        shape = count, settings.gamma, settings.members
+        logits: Tensor = outputs.logits.unflatten(1, shape)
+        return logits.mean(3)
+
+
+def _behind(rows: Tensor, prefix: Tensor) -> Tensor:
+    """The prefix [1, kv_heads, p, d] behind the rows [b, kv_heads, T, d] of a layer."""
+    return torch.cat([rows, prefix.to(rows.dtype).expand(len(rows), -1, -1, -1)], 2)
+
+
+def visible(anchors: Tensor, rows: int, settings: PromptSettings) -> Tensor:
+    """What prompt tokens see: bool [b, 1, n * slots, rows + prefix + n * slots].
+
+    `anchors` int64 [b, n] are the rows that carry them, each with gamma * members slots
+    behind it.
+    """
+    members = settings.members
+    slot = torch.arange(settings.gamma * members, device=anchors.device)
+    past = torch.arange(rows, device=anchors.device) <= anchors[..., None]
+    past = past.repeat_interleave(len(slot), 1)
+    below = (slot <= slot[:, None]) & (slot % members == (slot % members)[:, None])
+    places = torch.eye(anchors.shape[1], device=anchors.device)
+    own = torch.kron(places, below.float()).bool()
+    own = torch.nn.functional.pad(own, (settings.prefix, 0), value=True)
+    return torch.cat([past, own.expand(len(anchors), -1, -1)], -1)[:, None]
+
+
+def _compared(teacher: Tensor, logits: Tensor, labels: Tensor, places: Blocks) -> Sums:
+    """The losses and the ranks of the right guesses, summed over the places."""
+    gamma, length = logits.shape[2], labels.shape[1]
+    # The token after the row is the root of the draft; prompt token 1 guesses the next.
+    rows = places.anchors[..., None] + torch.arange(1, gamma + 1, device=labels.device)
+    wanted = (rows + 1).clamp(max=length - 1)
+    learned = (at(labels, wanted) != IGNORED) & (rows + 1 < length)
+    learned = learned & places.is_real[..., None]
+    p = at(teacher, rows.clamp(max=length - 1)).float().log_softmax(-1)
+    lost = (p.exp() * (p - logits.log_softmax(-1))).sum(-1)
+    best = logits.detach().topk(min(RANKS, logits.shape[-1]), -1).indices
+    right = (best == p.argmax(-1, keepdim=True)) & learned[..., None]
+    return Sums(
+        torch.where(learned, lost, 0.0).sum((0, 1)),
+        learned.sum((0, 1)).float(),
+        right.sum((0, 1)).float(),
+    )
+
+
+class PromptTask(Task):
+    """Prompt tokens, beside the target's files in a checkpoint."""
+
+    options = TrainingOptions(learning_rate=1e-2)
+    figures_file, largest_norm, betas = "", 1.0, (0.9, 0.999)
+
+    def __init__(self, settings: Any = None) -> None:
+        super().__init__(settings)
+        self.prompts = self.prompt_settings()
+        self.prompts.check()
+
+    def prompt_settings(self) -> PromptSettings:
+        raise NotImplementedError
+
+    def shortest(self) -> tuple[int, str]:
+        """A row, the token after it, and what the prompt tokens guess."""
+        gamma = self.prompts.gamma
+        return gamma + 3, f"{gamma} {self.product}"
+
+    def folder(self, output: Path) -> RunFolder:
+        return RunFolder(output, learned=self.product)
+
+    def check_target(self, target: Checkpoint) -> None:
+        """Refuse a target that drafts already, or attends in windows."""
+        super().check_target(target)
+        if target.streams is not None:
+            raise CheckpointError(
+                f"{target.source} already has streams or prompt tokens; give a "
+                "checkpoint without"
+            )
+        if _has_windows(target.model.config.get_text_config(decoder=True)):
+            raise UnsupportedModelError(
+                f"{target.source} attends in sliding windows; {self.product} need "
+                "plain attention, so choose another model"
+            )
+
+    def pupil(self, run: Training) -> nn.Module:
+        """Prompt tokens that begin as frequent words, a prefix as the first text."""
+        self.prompts = replace(self.prompts, base=run.base)
+        model, count = run.target.model, self.prompts.gamma * self.prompts.members
+        words = run.frequent_tokens(count)
+        if words is None:
+            words = torch.arange(count) % run.target.vocab_size
+        # A target that has written texts is on a GPU; the words are not yet.
+        embeddings = model.get_input_embeddings()(words.to(model.device))
+        rows = _prefix_rows(run, self.prompts.prefix) if self.prompts.prefix else ()
+        return PromptObjective(Prompts(self.prompts, embeddings, *rows), model)
+
+    def weights(self, run: Training) -> dict[str, Tensor]:
+        named = run.module.prompts.named_parameters()
+        return {f"prompts.{name}": weight for name, weight in named}
+
+    def optimizers(self, run: Training) -> list[torch.optim.Optimizer]:
+        return adamw(run)
+
+    def begin(self, run: Training) -> None:
+        run.folder.add_target(run.source, run.base)
+
+    def lesson(self, run: Training, batch: Batch, learns: bool) -> tuple[Any, ...]:
+        """A batch, and the rows that carry prompt tokens."""
+        _ = run.teacher  # on the device of this process
+        if not learns:
+            return batch, Blocks.spread(batch, VALIDATED_PLACES)
+        draws = run.draws(len(batch.ids))
+        return batch, Blocks.drawn(batch, self.settings.insertions, 1, 0.0, draws)
+
+    def total(self, sums: Sums, places: Tensor) -> Tensor:
+        """The decayed mean of the means by prompt token."""
+        return decayed(sums, places).mean()
+
+    def figures(self, run: Training, parts: Sequence[Any]) -> dict[str, Any]:
+        """Losses, and how often each rank of each prompt token is right."""
+        lost, places, right = summed(parts, "lost", "places", "right")
+        run.check_finite(lost)
+        places = places.clamp(min=1)
+        ranks = (right / places[:, None])[:, :RANKS].tolist()
+        by_rank = tuple(tuple(round(rate, 4) for rate in rates) for rates in ranks)
+        self.prompts = replace(self.prompts, ranks=by_rank)
+        acceptance = [rates[0] for rates in by_rank]
+        return {"losses": rounded(lost / places), "acceptance": acceptance}
+
+    def headline(self, run: Training) -> str:
+        share = 100 * run.parameters / run.target.parameters
+        return (
+            f"training {run.parameters} weights of {self.prompts.gamma} "
+            f"{self.product}, {share:.2g}% of the target's, on {run.reading}"
+        )
+
+    def settings_of_run(self, run: Training) -> dict[str, Any]:
+        own = replace(self.prompts, ranks=()).to_json()
+        insertions, regenerate = self.settings.insertions, self.settings.regenerate
+        return own | {"insertions": insertions, "regenerate": regenerate}
+
+    def published(
+        self, run: Training, weights: dict[str, Tensor], figures: Any
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What streams.json says, and the weights as they are."""
+        own = {"step": run.step, "parameters": run.parameters, "validation": figures}
+        return self.prompts.to_json() | own, weights
+
+
+@torch.no_grad()
+def _prefix_rows(run: Training, count: int) -> tuple[Tensor, Tensor]:
+    """The keys and values of the first rows of a text, [layers, kv_heads, count, d]."""
+    model = run.target.model
+    ids = torch.tensor([run.corpus.training[0].ids], device=model.device)
+    ids = ids.repeat(1, -(-count // ids.shape[1]))[:, :count]
+    layers = model(input_ids=ids, use_cache=True).past_key_values.layers
+    if len({layer.keys.shape for layer in layers}) > 1:
+        raise UnsupportedModelError(
+            f"{run.target.source} has layers of several head sizes, which a prefix "
+            "cannot have; choose another model"
+        )
+    keys = torch.cat([layer.keys for layer in layers])
+    return keys, torch.cat([layer.values for layer in layers])
+
+
+def _has_windows(config: Any) -> bool:
+    """Whether a layer of a model attends to less than all rows before."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return set(kinds) != {"full_attention"}
+    used = getattr(config, "use_sliding_window", True)
+    return bool(used and getattr(config, "sliding_window", None))

@@ -1,0 +1,251 @@
+"""The training of a head for Stop and Exit (SEC, 2401.09964, 3.1 and 3.2).
+
+For each layer i it learns what makes of the layer's state the state that the final norm
+reads, by the cross entropy to the text, and a classifier of three decisions. A token of
+the text has one label for each layer:
+
+    stop      neither an exit nor the target itself predicts the token
+    exit      exit i predicts it
+    continue  else
+
+The paper trains an LM head of its own for each layer, and then the classifiers with
+labels of the finished heads. Here exits share the target's norm and LM head, and both
+are trained at once, with the labels of the exits as they are.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jetdraft.checkpoints.layers import decoder_layers, final_norm
+from jetdraft.errors import OptionError
+from jetdraft.runtime.passes.split.exit_head import FILE, Decision
+from jetdraft.train.data import IGNORED, Batch
+from jetdraft.train.machine import precision
+from jetdraft.train.run_folder import RunFolder
+from jetdraft.train.task import Settings, Task, TrainingOptions, adamw, setting
+from jetdraft.train.teacher import states_at
+from jetdraft.train.training import Training
+
+DESCRIPTION = "exit.json"
+"""What was trained, for how long, and how often it was right."""
+
+
+class LearnedRows(NamedTuple):
+    """The learned rows of a batch: states [n, h] at each layer, and the next tokens.
+
+    `known` bool [n] says whether the target itself predicts them.
+    """
+
+    states: list[Tensor]
+    tokens: Tensor
+    known: Tensor
+
+
+class ExitHeads(nn.Module):
+    """The exits behind some layers of a target, and their classifiers.
+
+    Its weights have the names of `ExitHead`, followed by the layer's number.
+    """
+
+    def __init__(self, layers: Sequence[int], model: Any) -> None:
+        super().__init__()
+        self.layers = tuple(layers)
+        self.norm, self.lm_head = final_norm(model), model.get_output_embeddings()
+        size = self.lm_head.weight.shape[1]
+        names = [str(layer) for layer in layers]
+        self.weight, self.classifier, self.bias = (
+            nn.ParameterDict({n: nn.Parameter(torch.zeros(*shape)) for n in names})
+            for shape in ((size, size), (len(Decision), size), (len(Decision),))
+        )
+
+    def forward(self, rows: LearnedRows) -> tuple[Tensor, Tensor]:
+        """The loss, and counts [layers, 3 labels, 3 decisions] of the rows."""
+        places = list(zip(self.layers, rows.states, strict=True))
+        scores = [self._scores(layer, states) for layer, states in places]
+        right = torch.stack([s.argmax(-1) == rows.tokens for s in scores])
+        labels = self.labels(right, rows.known)
+        chosen = [self._rates(layer, states) for layer, states in places]
+        lost = [F.cross_entropy(s, rows.tokens) for s in scores]
+        # The paper weighs a layer's classifier by its number.
+        rated = [
+            n * F.cross_entropy(rates, label)
+            for n, rates, label in zip(self.layers, chosen, labels, strict=True)
+        ]
+        loss = torch.stack(lost).sum() + torch.stack(rated).sum() / sum(self.layers)
+        decisions = torch.stack([rates.argmax(-1) for rates in chosen])
+        pairs = labels * len(Decision) + decisions
+        counts = [p.bincount(minlength=len(Decision) ** 2) for p in pairs]
+        return loss, torch.stack(counts).view(-1, len(Decision), len(Decision))
+
+    @staticmethod
+    def labels(right: Tensor, known: Tensor) -> Tensor:
+        """The label of each row at each layer, int64 [layers, n]."""
+        reached = known | right.any(0)
+        labels = torch.full(right.shape, int(Decision.CONTINUE), device=right.device)
+        labels[right] = int(Decision.EXIT)
+        labels[:, ~reached] = int(Decision.STOP)
+        return labels
+
+    def _scores(self, layer: int, states: Tensor) -> Tensor:
+        """The logits of an exit, float32 [n, vocabulary]."""
+        moved = states + states @ self.weight[str(layer)].T
+        scores: Tensor = self.lm_head(self.norm(moved)).float()
+        return scores
+
+    def _rates(self, layer: int, states: Tensor) -> Tensor:
+        """The logits of the decisions, as in `ExitHead.rates`, [n, 3]."""
+        unit = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + 1e-6)
+        name = str(layer)
+        rates: Tensor = unit @ self.classifier[name].T.float() + self.bias[name]
+        return rates
+
+
+@dataclass(frozen=True)
+class SecSettings(Settings):
+    """Settings of the exits."""
+
+    layers: tuple[int, ...] = setting(
+        (),
+        "Train exits behind so many layers, for example 2,4; default: a quarter, a "
+        "half and three quarters of the target's layers.",
+        name="--exits",
+    )
+
+
+class SecTask(Task):
+    """A head whose output is a folder, for `generate --stop-and-exit`."""
+
+    Settings = SecSettings
+    options = TrainingOptions(learning_rate=2e-3)
+    help = "Train a head that stops TARGET's text, or leaves its upper layers out."
+    product = "a head that stops and exits"
+    figures_file, largest_norm = "", 1.0
+
+    layers: tuple[int, ...] = ()
+
+    def shortest(self) -> tuple[int, str]:
+        """A token that is read, and a token that is predicted."""
+        return 2, "a prediction"
+
+    def folder(self, output: Path) -> RunFolder:
+        return RunFolder(output, FILE, DESCRIPTION, "head", self._npz)
+
+    def check(self, run: Training) -> None:
+        """Choose the layers; raises `OptionError`."""
+        self._base = run.base
+        self.layers = _checked(
+            self.settings.layers, len(decoder_layers(run.target.model))
+        )
+
+    def pupil(self, run: Training) -> nn.Module:
+        """The exits and their classifiers."""
+        return ExitHeads(self.layers, run.target.model)
+
+    def weights(self, run: Training) -> dict[str, Tensor]:
+        named = run.module.named_parameters()
+        return {name: weight for name, weight in named if weight.requires_grad}
+
+    def optimizers(self, run: Training) -> list[torch.optim.Optimizer]:
+        return adamw(run)
+
+    def loss(self, run: Training, module: Any, batch: Batch) -> Tensor:
+        """The loss of the exits and of the classifiers."""
+        with precision(run.device):
+            rows = self.rows(run, batch)
+            loss: Tensor = module(rows)[0]
+        count = torch.tensor(len(rows.tokens), device=loss.device)
+        # Processes average their gradients, and each has a part of the rows.
+        share: Tensor = count * run.processes / run.reduced(count)
+        return loss * share
+
+    @torch.no_grad()
+    def rows(self, run: Training, batch: Batch) -> LearnedRows:
+        """The rows of a batch whose next token is learned."""
+        model = run.teacher
+        taps = [*self.layers, -1]
+        *states, final = (s.float() for s in states_at(model, batch.ids, taps))
+        learned = batch.labels[:, 1:] != IGNORED
+        tokens = batch.labels[:, 1:][learned]
+        logits = model.get_output_embeddings()(final[:, :-1][learned])
+        known = logits.argmax(-1) == tokens
+        return LearnedRows([s[:, :-1][learned] for s in states], tokens, known)
+
+    def validate(self, run: Training, module: Any) -> dict[str, Any]:
+        """The loss, and what each layer's decisions are worth."""
+        losses, counts = [], torch.zeros(len(self.layers), 3, 3, dtype=torch.int64)
+        for batch in run.held_out_batches():
+            loss, more = module(self.rows(run, batch))
+            losses.append(loss.item())
+            counts += more.cpu()
+        shares = {
+            str(layer): _shares(of_layer)
+            for layer, of_layer in zip(self.layers, counts.float(), strict=True)
+        }
+        return {"loss": sum(losses) / len(losses), "layers": shares}
+
+    def headline(self, run: Training) -> str:
+        return (
+            f"training {run.parameters} weights of exits behind layers "
+            f"{', '.join(map(str, self.layers))} on {run.reading}"
+        )
+
+    def summary_line(self, figures: Mapping[str, Any]) -> str:
+        texts = [
+            f"layer {layer}: {f['right']:.2f} right, {f['stops']:.2f} stops "
+            f"({f['stops_right']:.2f} right), {f['exits']:.2f} exits "
+            f"({f['exits_right']:.2f} right)"
+            for layer, f in figures["layers"].items()
+        ]
+        return f"validation loss {figures['loss']:.2f}; " + "; ".join(texts)
+
+    def settings_of_run(self, run: Training) -> dict[str, Any]:
+        return {"layers": list(self.layers), "target": run.base}
+
+    def published(
+        self, run: Training, weights: dict[str, Tensor], figures: Any
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """A description of the training, and the weights as they are."""
+        own = {"step": run.step, "validation": figures}
+        return self.settings_of_run(run) | own, weights
+
+    def _npz(self, weights: dict[str, Tensor]) -> bytes:
+        """The file that `ExitHead.load` reads, with the hash of the target."""
+        arrays: dict[str, Any] = {n: w.float().numpy() for n, w in weights.items()}
+        file = io.BytesIO()
+        np.savez(file, base=np.array(self._base), **arrays)
+        return file.getvalue()
+
+
+def _checked(layers: Sequence[int], count: int) -> tuple[int, ...]:
+    """The layers ascending, or the defaults; raises `OptionError`."""
+    defaults = {max(1, count * quarter // 4) for quarter in (1, 2, 3)} - {count}
+    chosen = sorted({*(layers or defaults)})
+    if not chosen or chosen[0] < 1 or chosen[-1] >= count:
+        raise OptionError(
+            f"no exit can lie behind layers {json.dumps(chosen)} of {count}; give 1 to "
+            f"{count - 1}",
+            "layers",
+        )
+    return tuple(chosen)
+
+
+def _shares(counts: Tensor) -> dict[str, float]:
+    """Shares by counts float [3 labels, 3 decisions] of a layer."""
+    total, by_label, by_decision = counts.sum(), counts.sum(1), counts.sum(0)
+    shares = {"right": by_label[Decision.EXIT] / total}
+    for name, decision in (("stops", Decision.STOP), ("exits", Decision.EXIT)):
+        taken = by_decision[decision]
+        shares[name] = taken / total
+        shares[f"{name}_right"] = counts[decision, decision] / taken.clamp(min=1)
+    return {name: round(share.item(), 4) for name, share in shares.items()}

@@ -1,1 +1,0 @@
-"""What trainings have in common whose teacher is the target."""

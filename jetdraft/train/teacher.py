@@ -1,0 +1,289 @@
+"""The target as a teacher: what it says of texts, computed or read from a disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.gguf import is_gguf
+from jetdraft.checkpoints.parameters import convert
+from jetdraft.checkpoints.streams import SHARED
+from jetdraft.errors import CheckpointError, DataError, OutputError
+from jetdraft.files import check_place, is_free, write_text
+from jetdraft.train.data import IGNORED, Batch
+from jetdraft.train.machine import precision
+
+
+def load_target(source: str, learned: str = "heads") -> tuple[Checkpoint, str]:
+    """A target in float32, and the hash of what tuned it, "" for nothing.
+
+    The text of streams of mode shared is the text of the weights that they tune.
+    `learned` says in a refusal what is trained. Raises `CheckpointError`.
+    """
+    refuse_gguf(source, learned)
+    target, tuned = Checkpoint.load(source, torch.float32), ""
+    if target.streams is not None and target.streams.mode == SHARED:
+        streamed = target.with_streams(1.0)
+        target, tuned = Checkpoint.load(source, torch.float32), f" {streamed.tuned}"
+        target.model.load_state_dict(streamed.model.state_dict())
+    convert(target.model, torch.float32)
+    target.model.set_attn_implementation("sdpa")
+    return target, tuned
+
+
+def refuse_gguf(source: str, learned: str) -> None:
+    """Raise `CheckpointError` for a GGUF file."""
+    if is_gguf(source):
+        raise CheckpointError(
+            f"{source} is a GGUF file, and {learned} are trained for a folder; give "
+            "the model's Hugging Face folder"
+        )
+
+
+# --- lessons --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a head learns from: a batch, and what the target says of it.
+
+    `ids` and `labels` are int64 [b, T], `taps` float [b, T, target hidden] each (the
+    state after the final norm alone for heads without taps), `final` that state,
+    `logits` [b, T, draft vocabulary] the target's, and `known` bool [b, T], whether
+    the target's choice in the row is in the draft vocabulary.
+    """
+
+    ids: Tensor
+    labels: Tensor
+    taps: list[Tensor]
+    final: Tensor
+    logits: Tensor
+    known: Tensor
+
+
+class Teacher:
+    """Gives the lesson of a batch.
+
+    `taps` are the target's residual streams that the head reads, `ids` int64 [draft
+    vocabulary] the tokens that it can draft, or None for all. With a `cache` each text
+    runs through the target once; its states are kept there in float16, or in float32
+    where they are too large for it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        taps: Sequence[int] = (),
+        ids: Tensor | None = None,
+        cache: TensorCache | None = None,
+    ) -> None:
+        self.model, self.taps = model, tuple(taps)
+        self.ids, self.cache = ids, cache
+
+    @torch.no_grad()
+    def lesson(self, batch: Batch) -> Lesson:
+        """What the target says of a batch, on the batch's device."""
+        with precision(batch.ids.device):
+            *taps, final = self._states(batch).chunk(len(self.taps) + 1, dim=-1)
+            logits = self.model.get_output_embeddings()(final)
+            known = torch.ones_like(batch.ids, dtype=torch.bool)
+            if self.ids is not None:
+                ids = self.ids.to(logits.device)
+                known = torch.isin(logits.argmax(-1), ids)
+                logits = logits[..., ids]
+        taps = list(taps) or [final]
+        return Lesson(batch.ids, batch.labels, taps, final, logits, known)
+
+    def _states(self, batch: Batch) -> Tensor:
+        """The states at the taps and after the final norm, side by side [b, T, s]."""
+        if self.cache is None:
+            return self.computed(batch.ids)
+        texts = _texts(batch)
+        rows = [self.cache.read(_key(text)) for text in texts]
+        if any(row is None for row in rows):
+            states = self.computed(batch.ids)
+            for text, row in zip(texts, states, strict=True):
+                self.cache.write(_key(text), _halved(row[: len(text)]))
+            return states
+        known = [row for row in rows if row is not None]
+        states = torch.zeros(*batch.ids.shape, known[0].shape[-1])
+        for index, row in enumerate(known):
+            states[index, : len(row)] = row
+        return states.to(batch.ids.device)
+
+    def computed(self, ids: Tensor) -> Tensor:
+        """The states of texts, out of the target."""
+        return torch.cat(states_at(self.model, ids, (*self.taps, -1)), dim=-1).float()
+
+
+@torch.no_grad()
+def states_at(model: Any, ids: Tensor, taps: Sequence[int]) -> list[Tensor]:
+    """The residual streams [b, T, h] at some taps; tap -1 is after the final norm."""
+    outputs = model(
+        input_ids=ids, output_hidden_states=True, use_cache=False, logits_to_keep=1
+    )
+    return [outputs.hidden_states[tap] for tap in taps]
+
+
+def _texts(batch: Batch) -> list[Tensor]:
+    """The ids of each row without padding; the last token of a text is learned."""
+    ends = [int(row.nonzero()[-1]) + 1 for row in batch.labels != IGNORED]
+    return [ids[:end] for ids, end in zip(batch.ids, ends, strict=True)]
+
+
+def _key(text: Tensor) -> str:
+    return hashlib.sha256(text.cpu().numpy().tobytes()).hexdigest()[:32]
+
+
+def _halved(states: Tensor) -> Tensor:
+    """States in float16 where they are small enough."""
+    half = states.cpu().half()
+    return half if bool(torch.isfinite(half).all()) else states.cpu()
+
+
+# --- rows of a batch ------------------------------------------------------------------
+
+
+def logits_at(model: Any, ids: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    """A causal LM's logits [k, vocabulary] for what follows k places of a batch.
+
+    `ids` int64 [b, T] are padded on the right; `rows` and `places` int64 [k] are the
+    indexes in it. The LM head reads no other rows, since it is the dear part.
+    """
+
+    def choose(head: Any, args: tuple[Tensor]) -> Tensor:
+        return args[0][rows, places]
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(choose)
+    try:
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    finally:
+        handle.remove()
+    return logits
+
+
+def at(rows: Tensor, places: Tensor) -> Tensor:
+    """The rows [b, T, ...] at places int64 [b, ...]."""
+    sequences = torch.arange(len(rows), device=rows.device)
+    return rows[sequences.view(-1, *[1] * (places.ndim - 1)), places]
+
+
+def shifted(rows: Tensor, places: int, fill: float = 0) -> Tensor:
+    """Row t + `places` becomes row t; the last rows are filled: [b, T, ...]."""
+    moved = torch.full_like(rows, fill)
+    moved[:, : max(0, rows.shape[1] - places)] = rows[:, places:]
+    return moved
+
+
+# --- tensors on a disk ----------------------------------------------------------------
+
+SHARD_TENSORS = 64
+OWNER = "owner.txt"
+"""The file that says what the tensors were computed with."""
+
+
+def check_cache(folder: Path | None) -> None:
+    """Raise `OutputError` if a path is neither free nor a cache."""
+    if folder is None:
+        return
+    try:
+        is_cache = (folder / OWNER).is_file() or is_free(folder)
+    except OSError:
+        is_cache = False
+    if not is_cache:
+        raise OutputError(
+            f"{folder} is neither an empty folder nor the cache of a training; choose "
+            "another folder"
+        )
+    check_place(folder / OWNER)
+
+
+class TensorCache:
+    """Tensors by key in the shards of a folder, which belongs to one target.
+
+    `owner` says what the tensors were computed with. Raises `OutputError` for a folder
+    of another owner, and if it cannot be written.
+    """
+
+    def __init__(self, folder: Path, owner: str, process: int = 0) -> None:
+        self.folder, self.process = folder, process
+        self._pending: dict[str, Tensor] = {}
+        self._places: dict[str, Path] = {}
+        note = folder / OWNER
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if note.exists() and note.read_text(encoding="utf-8") != owner:
+                raise OutputError(
+                    f"{folder} holds what another target said, or for other taps, "
+                    "another draft vocabulary or other --cache-tokens; choose another "
+                    "folder"
+                )
+            # Whole at once, since other processes of the training read it now.
+            write_text(note, owner)
+        except OSError as error:
+            raise OutputError(
+                f"cannot write {folder} ({error.strerror}); choose another folder"
+            ) from error
+        for file in sorted(folder.glob("states-*.safetensors")):
+            with _reading(file), safe_open(file, "pt") as opened:
+                self._places |= dict.fromkeys(opened.keys(), file)
+
+    def read(self, key: str) -> Tensor | None:
+        """The tensor as it was written, or None."""
+        if key in self._pending:
+            return self._pending[key]
+        if key not in self._places:
+            return None
+        file = self._places[key]
+        with _reading(file), safe_open(file, "pt") as opened:
+            tensor: Tensor = opened.get_tensor(key)
+        return tensor
+
+    def write(self, key: str, tensor: Tensor) -> None:
+        """Keep a tensor, unless the key has one; a full shard is written."""
+        if key in self._pending or key in self._places:
+            return
+        self._pending[key] = tensor.cpu().contiguous()
+        if len(self._pending) >= SHARD_TENSORS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the tensors that are not in a file yet."""
+        if not self._pending:
+            return
+        # Two trainings may share the folder, and each has a process 0.
+        mine = f"states-{self.process}-{os.getpid()}-"
+        numbers = (int(f.stem[len(mine) :]) for f in self.folder.glob(f"{mine}*"))
+        # Beyond the last, since a shard before it may have been deleted.
+        name = f"{mine}{max(numbers, default=-1) + 1:08}.safetensors"
+        file, partial = self.folder / name, self.folder / f".{name}.partial"
+        try:
+            save_file(self._pending, partial)
+            partial.rename(file)
+        except (OSError, SafetensorError) as error:
+            raise OutputError(
+                f"cannot write {file} ({error}); free some space or choose another "
+                "folder"
+            ) from error
+        self._places |= dict.fromkeys(self._pending, file)
+        self._pending = {}
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Raise `DataError` if the block cannot read a shard."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{file} is damaged ({error}); delete it") from error

@@ -1,0 +1,288 @@
+"""Trains a bundle's drafter on the places where its drafts were wrong.
+
+Online Speculative Decoding (2310.07177) trains all weights while the model serves. Here
+LoRA (2106.09685) is trained beside it and merged, and the running model, which takes
+the weights itself, judges the result.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from jetdraft.checkpoints.lora import add_lora, merge_lora
+from jetdraft.errors import DataError, OutputError, StoreError, TrainingError
+from jetdraft.export.drafter_arrays import Arrays
+from jetdraft.files import check_place
+from jetdraft.learning.lessons import Lesson, Lessons
+from jetdraft.learning.weight_sets import (
+    ARRAYS,
+    CHOICE,
+    OWN,
+    PARTIAL,
+    Choice,
+    WeightSets,
+    base_of,
+)
+from jetdraft.manifest import sha256_of
+from jetdraft.ranges import between
+from jetdraft.train.task import Settings, setting
+from jetdraft.train.training import Stages
+from jetdraft.train.use.students import Missed, Student, together
+
+if TYPE_CHECKING:
+    from jetdraft.train.use.background import Pace
+
+ADAPTER = "use"
+"""The name of the LoRA."""
+
+HELD_OUT, MOST_HELD_OUT = 8, 32
+"""One lesson in `HELD_OUT` is held out, and at most `MOST_HELD_OUT` lessons are."""
+
+STEPS_BETWEEN_LOOKS = 10
+"""The lessons that are held out are looked at so often."""
+
+WARM_UP_STEPS = 10
+"""Steps in which the learning rate rises."""
+
+
+@dataclass(frozen=True)
+class UseOptions(Settings):
+    """How a drafter learns from use."""
+
+    steps: int = setting(200, "Steps of training.", between(1, 10**9))
+    batch_size: int = setting(8, "Texts per step.", between(1, 10**6))
+    learning_rate: float = setting(
+        2e-3, "Learning rate of the first step; it falls to zero.", between(0.0, 1.0)
+    )
+    lora_rank: int = setting(16, "Rank of the LoRA adapters.", between(1, 1024))
+    least: int = setting(64, "Fewest wrong places to learn from.", between(1, 10**9))
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a training did: held-out figures before and after, and the set's name.
+
+    The name is None if nothing was published, since the loss did not fall, or since
+    the lessons were erased meanwhile.
+    """
+
+    steps: int
+    places: int
+    before: Missed
+    after: Missed
+    name: str | None
+
+
+class UseTraining:
+    """Trains the drafter of a bundle on the lessons in a folder.
+
+    Raises `OptionError` or `StoreError`.
+    """
+
+    def __init__(
+        self, student: Student, folder: Path, options: UseOptions | None = None
+    ) -> None:
+        self._student, bundle = student, student.bundle
+        self.options = options or UseOptions()
+        vocab_size = bundle.target.contract.vocab_size
+        self.lessons = Lessons(folder, bundle.tokenizer_sha256, vocab_size)
+        self.sets = WeightSets(folder, base_of(bundle))
+        self.sets.check()
+        check_place(folder / CHOICE)
+
+    def run(
+        self, pace: Pace, report: Stages = lambda stage, done, total: None
+    ) -> Learned:
+        """Train once, and put the weights on trial if the held-out loss has fallen.
+
+        Raises `DataError` for too few wrong places, and `TrainingError` if the loss is
+        not a number; then, and at a `KeyboardInterrupt`, nothing is published.
+        """
+        cleared = self.sets.choice().cleared  # before the lessons are read
+        lessons = self.lessons.read()
+        places = sum(len(lesson.places) for lesson in lessons)
+        if places < self.options.least:
+            raise DataError(
+                f"there are {places} wrong places to learn from, and "
+                f"{self.options.least} are needed; use the model for longer"
+            )
+        run = _Run(self._student, judged_weights(self.sets), lessons, self.options)
+        before = run.held_out()
+        done = run.train(pace, report)
+        after = run.held_out()
+        name = None
+        if after.loss < before.loss:
+            changed = merge_lora(run.model, ADAPTER)
+            text = torch.cat([torch.from_numpy(lesson.tokens) for lesson in lessons])
+            report("export", 0, 1)
+            arrays = self._student.arrays(changed, text)
+            name = publish(self.sets, arrays, changed, cleared)
+            report("export", 1, 1)
+        return Learned(done, places, before, after, name)
+
+
+class _Run:
+    """One training of LoRA in a drafter, which begins with some weights."""
+
+    def __init__(
+        self,
+        student: Student,
+        weights: Mapping[str, Tensor],
+        lessons: Sequence[Lesson],
+        options: UseOptions,
+    ) -> None:
+        torch.manual_seed(options.seed)
+        self._student, self.options = student, options
+        self.model = student.load(weights)
+        layers = student.layers(self.model)
+        # Embedding and LM head stay: frequent tokens must not push rare tokens out.
+        self._lora = add_lora(self.model, layers, options.lora_rank, ADAPTER)
+        for weight in self._lora:
+            weight.requires_grad_(True)
+        self._least, self._best = math.inf, self._copy()
+        self._draw = random.Random(options.seed)
+        order = self._draw.sample(lessons, len(lessons))
+        held_out = order[::HELD_OUT][:MOST_HELD_OUT]
+        self._held = held_out if len(order) >= HELD_OUT else order
+        held = set(map(id, self._held))
+        self._training = [o for o in order if id(o) not in held] or order
+
+    def train(self, pace: Pace, report: Stages) -> int:
+        """Train, and keep the LoRA of the least held-out loss; gives the steps."""
+        optimizer = torch.optim.AdamW(self._lora, lr=0.0, weight_decay=0.0)
+        step = 0
+        while step < self.options.steps and pace.goes_on():
+            optimizer.param_groups[0]["lr"] = self._rate(step)
+            self._step(optimizer)
+            step += 1
+            report("train", step, self.options.steps)
+            if step % STEPS_BETWEEN_LOOKS == 0:
+                self._look()
+        pace.rest()
+        if step % STEPS_BETWEEN_LOOKS:  # also where the time has ended before
+            self._look()
+        with torch.no_grad():
+            for weight, kept in zip(self._lora, self._best, strict=True):
+                weight.copy_(kept)
+        return step
+
+    def _look(self) -> None:
+        """Keep the weights if their held-out loss is the least so far."""
+        loss = self.held_out().loss.item()
+        if loss < self._least:
+            self._least, self._best = loss, self._copy()
+
+    def _copy(self) -> list[Tensor]:
+        return [weight.detach().clone() for weight in self._lora]
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        size = min(self.options.batch_size, len(self._training))
+        loss = self._missed(self._draw.sample(self._training, size)).loss
+        if not torch.isfinite(loss):
+            raise TrainingError(
+                "the loss is not a number, and nothing was published; train with a "
+                "lower --learning-rate"
+            )
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._lora, 1.0)
+        optimizer.step()
+
+    def _rate(self, step: int) -> float:
+        """A warm-up, then a linear decay."""
+        warm, rest = (step + 1) / WARM_UP_STEPS, 1.0 - step / self.options.steps
+        return self.options.learning_rate * min(1.0, warm, rest)
+
+    @torch.no_grad()
+    def held_out(self) -> Missed:
+        """The figures of the lessons that are held out, in batches."""
+        size, held = self.options.batch_size, self._held
+        parts = [held[start : start + size] for start in range(0, len(held), size)]
+        return together([self._missed(part) for part in parts])
+
+    def _missed(self, lessons: Sequence[Lesson]) -> Missed:
+        return self._student.missed(self.model, lessons)
+
+
+# --- learned weights ----------------------------------------------------------------
+
+TRAINED = "trained.safetensors"
+"""The merged weights of a set in floats, by the checkpoint's names."""
+
+
+def publish(
+    sets: WeightSets, arrays: Arrays, trained: Mapping[str, Tensor], cleared: str
+) -> str | None:
+    """Write a set, and put it on trial; gives its name. Raises `OutputError`.
+
+    A set that was still on trial is replaced: the trial is against the weights that
+    were judged last. `cleared` is that of the choice before the lessons were read; if
+    the folder was cleared since, nothing is written, and the name is None.
+    """
+    name = None
+
+    def written(now: Choice) -> Choice | None:
+        nonlocal name
+        if now.cleared != cleared:
+            return None
+        name = _write(sets.folder, arrays, trained)
+        judged = judged_name(now)
+        return now if name == judged else replace(now, name=name, before=judged)
+
+    try:
+        sets.change(written)
+    except (OSError, SafetensorError) as error:
+        raise OutputError(
+            f"cannot write {sets.folder} ({error}); free some space"
+        ) from error
+    return name
+
+
+def judged_name(choice: Choice) -> str:
+    """The set that has passed its trial last; "" for the bundle's own weights."""
+    return choice.name if choice.before is None else choice.before
+
+
+def judged_weights(sets: WeightSets) -> dict[str, Tensor]:
+    """The merged weights that have passed their trial last; none for the bundle's own.
+
+    Raises `StoreError` if they are damaged.
+    """
+    name = judged_name(sets.choice())
+    if name == OWN:
+        return {}
+    file = sets.folder / name / TRAINED
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise StoreError(
+            f"{file} is damaged ({error}); clear the folder with jetdraft store clear"
+        ) from error
+
+
+def _write(folder: Path, arrays: Arrays, trained: Mapping[str, Tensor]) -> str:
+    """Write the folder of a set, which appears whole."""
+    partial = Path(mkdtemp(prefix=PARTIAL, dir=folder))
+    np.savez(partial / ARRAYS, **arrays)  # type: ignore[arg-type]
+    save_file(dict(trained), partial / TRAINED)
+    for file in partial.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+    name = sha256_of(partial / ARRAYS)
+    if not (folder / name).exists():
+        partial.rename(folder / name)
+    return name

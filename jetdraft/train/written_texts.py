@@ -1,0 +1,310 @@
+"""Texts that the target writes itself: a drafter learns what it will have to guess.
+
+Texts are sampled plainly at T = 1. Nothing but the model decides: neither a filter nor
+a penalty of its checkpoint. What follows a prompt depends on the model, the prompt and
+the text's own seed alone, not on the other prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetdraft.errors import DataError, TrainingError
+from jetdraft.files import write_text
+from jetdraft.train.data import Example
+
+PROMPT_TOKENS = 16
+"""Tokens that are kept of a text without a prompt."""
+
+SHARD_TEXTS = 64
+
+WAIT_SECONDS = 3600.0
+"""The longest wait for a shard of another process."""
+
+LOOK_SECONDS = 1.0
+
+FOLDER = "written"
+
+
+# --- the sampler ----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def continuations(
+    model: Any,
+    prompts: Sequence[list[int]],
+    counts: Sequence[int],
+    ends: Collection[int],
+    seeds: Sequence[int],
+    ids: Tensor | None = None,
+) -> list[list[int]]:
+    """Each prompt with at most as many tokens more as its count.
+
+    A text ends after one of the tokens `ends`. `ids` int64 [n] are the tokens that can
+    be chosen, by default all.
+    """
+    tokens, seen = _padded(prompts, model.device, left=True)
+    positions = (seen.cumsum(-1) - 1).clamp(min=0)
+
+    def logits(latest: Tensor, grows: list[bool], cache: Any) -> Any:
+        nonlocal seen, positions
+        if cache is not None:
+            seen = torch.cat([seen, torch.ones_like(latest)], dim=1)
+            # A text that has ended may lie at the end of the model's positions.
+            positions = positions[:, -1:] + torch.tensor(grows)[:, None].to(seen)
+        return model(
+            input_ids=latest,
+            attention_mask=seen,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+
+    return _sampled(logits, tokens, prompts, counts, ends, seeds, ids)
+
+
+@torch.no_grad()
+def source_continuations(
+    model: Any,
+    sources: Sequence[list[int]],
+    counts: Sequence[int],
+    ends: Collection[int],
+    seeds: Sequence[int],
+    start: Sequence[int],
+) -> list[list[int]]:
+    """Each source, and behind it what an encoder-decoder writes about it.
+
+    A text begins with the tokens `start`, which are left out. See `continuations`.
+    """
+    ids, seen = _padded(sources, model.device, left=False)
+    encoded = model.get_encoder()(ids, attention_mask=seen)
+    first = torch.tensor([list(start)] * len(sources), device=model.device)
+
+    def logits(latest: Tensor, grows: list[bool], cache: Any) -> Any:
+        return model(
+            encoder_outputs=encoded,
+            attention_mask=seen,
+            decoder_input_ids=latest,
+            past_key_values=cache,
+            use_cache=True,
+        )
+
+    return _sampled(logits, first, sources, counts, ends, seeds)
+
+
+def _sampled(
+    run: Callable[[Tensor, list[bool], Any], Any],
+    latest: Tensor,
+    prompts: Sequence[list[int]],
+    counts: Sequence[int],
+    ends: Collection[int],
+    seeds: Sequence[int],
+    ids: Tensor | None = None,
+) -> list[list[int]]:
+    """Sample token after token; `run` gives the outputs for the latest tokens [b, n].
+
+    It also gets which texts still grow, and the cache of its last outputs.
+    """
+    longest = max(counts)
+    chances = torch.stack([_chances(seed, longest) for seed in seeds]).to(latest.device)
+    texts, left = [list(prompt) for prompt in prompts], list(counts)
+    grows, cache = [count > 0 for count in counts], None
+    for number in range(longest):
+        outputs = run(latest, grows, cache)
+        cache = outputs.past_key_values
+        latest = _chosen(outputs.logits[:, -1], chances[:, number, None], ids)
+        for row, token in enumerate(latest[:, 0].tolist()):
+            if grows[row]:
+                texts[row].append(token)
+                left[row] -= 1
+                grows[row] = token not in ends and left[row] > 0
+        if not any(grows):
+            break
+    return texts
+
+
+def _padded(
+    texts: Sequence[list[int]], device: torch.device, left: bool
+) -> tuple[Tensor, Tensor]:
+    """The texts int64 [b, longest], padded on one side, and 1 where they are."""
+    longest = max(map(len, texts))
+    ids = torch.zeros(len(texts), longest, dtype=torch.long)
+    seen = torch.zeros_like(ids)
+    for row, text in enumerate(texts):
+        first = longest - len(text) if left else 0
+        ids[row, first : first + len(text)] = torch.tensor(text)
+        seen[row, first : first + len(text)] = 1
+    return ids.to(device), seen.to(device)
+
+
+def _chances(seed: int, count: int) -> Tensor:
+    """Uniform numbers float64 [count] of one text."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(count, generator=generator, dtype=torch.float64)
+
+
+def _chosen(logits: Tensor, chances: Tensor, ids: Tensor | None) -> Tensor:
+    """One token a row [b, 1]: where the cumulative probability passes its chance."""
+    if ids is not None:
+        logits = logits[:, ids]
+    totals = logits.double().softmax(-1).cumsum(-1)
+    places = torch.searchsorted(totals, chances * totals[:, -1:], right=True)
+    places = places.clamp(max=logits.shape[-1] - 1)
+    return places if ids is None else ids[places]
+
+
+# --- texts in shards ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How texts are written: by a target, up to `length` tokens, with a seed.
+
+    A text ends after one of the tokens `ends`; `batch_size` texts are written at a
+    time, by the function `write`.
+    """
+
+    model: Any
+    ends: Sequence[int]
+    length: int
+    batch_size: int
+    seed: int
+    write: Callable[..., list[list[int]]] = continuations
+
+
+class WrittenTexts:
+    """The texts that a target writes, in shards of a folder that processes share.
+
+    Each process writes its own shards, and reads the shards of the others when they are
+    there; no process waits in a barrier, which has a limit. A run that was stopped
+    resumes after the last whole shard, on any number of processes. `identity` says what
+    the texts depend on.
+    """
+
+    def __init__(
+        self, folder: Path, identity: str, process: int = 0, processes: int = 1
+    ) -> None:
+        self.folder = folder / FOLDER
+        self.digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+        self.process, self.processes = process, processes
+
+    def completed(
+        self,
+        writing: Writing,
+        examples: Sequence[Example],
+        chosen: Sequence[int],
+        tick: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[Example]:
+        """The examples; those with a number in `chosen` are completed by the target.
+
+        A completion is as long as the example's own or shorter; a prompt alone is
+        completed to the whole length. `tick` gets the texts that this process has done,
+        and all that it has to do.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # Texts of one batch should have about the same length.
+        order = sorted(chosen, key=lambda number: prompt_size(examples[number]))
+        shards = [order[i : i + SHARD_TEXTS] for i in range(0, len(order), SHARD_TEXTS)]
+        own = range(self.process, len(shards), self.processes)
+        total = sum(len(shards[number]) for number in own)
+        missing = [number for number in own if not self._file(number).exists()]
+        done = total - sum(len(shards[number]) for number in missing)
+        tick(done, total)
+        # One batch may fill several files.
+        together = max(1, writing.batch_size // SHARD_TEXTS)
+        for start in range(0, len(missing), together):
+            numbers = missing[start : start + together]
+            members = [member for number in numbers for member in shards[number]]
+            texts: list[list[int]] = []
+            for batch in _written(writing, examples, members):
+                texts += batch
+                tick(done + len(texts), total)
+            done += len(texts)
+            for number in numbers:
+                count = len(shards[number])
+                write_text(self._file(number), json.dumps(texts[:count]))
+                texts = texts[count:]
+        finished = list(examples)
+        for number, members in enumerate(shards):
+            for member, ids in zip(members, self._read(number), strict=True):
+                size = prompt_size(examples[member])
+                finished[member] = Example.completed(ids, size)
+        return finished
+
+    def forget(self) -> None:
+        """Delete all texts."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _file(self, shard: int) -> Path:
+        return self.folder / f"{self.digest}-{shard:06}.json"
+
+    def _read(self, shard: int) -> list[list[int]]:
+        """The texts of a shard, which another process may be writing still."""
+        file, began = self._file(shard), time.monotonic()
+        while not file.exists():
+            if self.processes == 1 or time.monotonic() - began > WAIT_SECONDS:
+                raise TrainingError(
+                    f"no other process wrote {file}; let all processes and machines "
+                    "share the output folder"
+                )
+            time.sleep(LOOK_SECONDS)
+        try:
+            texts: list[list[int]] = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{file} is damaged ({error}); delete it") from error
+        return texts
+
+
+def _written(
+    writing: Writing, examples: Sequence[Example], members: Sequence[int]
+) -> Iterator[list[list[int]]]:
+    """The texts of the examples; a batch that does not fit into memory is halved."""
+    size, start = writing.batch_size, 0
+    while start < len(members):
+        batch = members[start : start + size]
+        try:
+            texts = _continued(writing, examples, batch)
+        except torch.OutOfMemoryError:
+            if size == 1:
+                raise
+            size = (size + 1) // 2
+            continue
+        yield texts
+        start += len(batch)
+
+
+def _continued(
+    writing: Writing, examples: Sequence[Example], batch: Sequence[int]
+) -> list[list[int]]:
+    """The texts of some examples; each has a seed of its own."""
+    prompts, counts = [], []
+    for member in batch:
+        example = examples[member]
+        size = prompt_size(example)
+        length = len(example.ids) if example.is_written else writing.length
+        prompts.append(example.ids[:size])
+        counts.append(max(1, length - size))
+    seeds = [seed_of(writing.seed, member) for member in batch]
+    return writing.write(writing.model, prompts, counts, set(writing.ends), seeds)
+
+
+def seed_of(seed: int, number: int) -> int:
+    """A seed for one of many texts."""
+    digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
+def prompt_size(example: Example) -> int:
+    """The number of tokens that stay when an example is completed anew."""
+    return example.prompt_size or min(PROMPT_TOKENS, len(example.ids) // 2)

@@ -1,0 +1,377 @@
+"""What every training does, whatever its task: resumes, refuses, and keeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from jetdraft.errors import DataError, OptionError, OutputError, TrainingError
+from jetdraft.methods.block.task import SourceBlockSettings, SourceBlockTask
+from jetdraft.methods.chimera.task import ChimeraTask
+from jetdraft.methods.dflash.task import DFlashSettings, DFlashTask
+from jetdraft.methods.diffusion.task import DiffusionSettings, DiffusionTask
+from jetdraft.methods.draft.task import ModelSettings, ModelTask
+from jetdraft.methods.eagle.task import EagleSettings, EagleTask
+from jetdraft.methods.falcon.task import FalconSettings, FalconTask
+from jetdraft.methods.forecast.task import ForecastSettings, ForecastTask
+from jetdraft.methods.glide.task import GlideTask
+from jetdraft.methods.kangaroo.task import KangarooSettings, KangarooTask
+from jetdraft.methods.medusa.task import MedusaTask
+from jetdraft.methods.ppd.task import PpdSettings, PpdTask
+from jetdraft.methods.stream.task import StreamTask, StreamTaskSettings
+from jetdraft.runtime.planning.registry import load_object, methods
+from jetdraft.train.heads import HeadSettings, LayerSettings
+from jetdraft.train.run_folder import STATE
+from jetdraft.train.sec import SecSettings, SecTask
+from jetdraft.train.task import Task, TrainingOptions
+from tests.sources import CONFIGS, save
+from tests.tiny import llama_config, save_checkpoint
+from tests.train.periodic import made, nothing
+
+OPTIONS = TrainingOptions(steps=5, batch_size=2, sequence_length=32, validate_every=2)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A task with its settings, and a change with which no stopped run goes on."""
+
+    task: type[Task]
+    settings: Any
+    change: dict[str, Any]
+
+    @property
+    def changed(self) -> str:
+        """What a refusal calls the change."""
+        [name] = self.change
+        return name.replace("_", " ")
+
+
+SMALL = LayerSettings(inner=8, half=True)
+KINDS = {
+    "draft": Kind(
+        ModelTask,
+        ModelSettings(layers=1, hidden_size=32, draft_vocab=30, on_policy_share=0.5),
+        {"loss": "tv"},
+    ),
+    "eagle": Kind(
+        EagleTask, EagleSettings(draft_vocabulary=40, unrolled=3), {"unrolled": 2}
+    ),
+    "medusa": Kind(MedusaTask, HeadSettings(unrolled=3), {"unrolled": 2}),
+    "kangaroo": Kind(KangarooTask, KangarooSettings(), {"exit_layer": 1}),
+    "glide": Kind(GlideTask, SMALL, {"inner": 16}),
+    "chimera": Kind(ChimeraTask, SMALL, {"inner": 16}),
+    "falcon": Kind(FalconTask, FalconSettings(inner=8, half=True), {"block_rows": 3}),
+    "dflash": Kind(
+        DFlashTask, DFlashSettings(layers=1, block_rows=4, anchors=6), {"anchors": 5}
+    ),
+    "diffusion": Kind(
+        DiffusionTask,
+        DiffusionSettings(layers=1, block_rows=3, anchors=6, hidden_size=32),
+        {"anchors": 5},
+    ),
+    "block": Kind(
+        SourceBlockTask,
+        SourceBlockSettings(layers=1, block_rows=5, anchors=8, glancing=1.0),
+        {"glancing": 0.5},
+    ),
+    "stream": Kind(
+        StreamTask, StreamTaskSettings(gamma=3, lora_rank=8, prune_rank=2), {"gamma": 2}
+    ),
+    "ppd": Kind(PpdTask, PpdSettings(gamma=2, members=2), {"members": 1}),
+    "forecast": Kind(ForecastTask, ForecastSettings(gamma=2, prefix=4), {"prefix": 5}),
+    "sec": Kind(SecTask, SecSettings((1, 2)), {"layers": (2,)}),
+}
+
+
+def test_the_table_has_all_tasks():
+    named = {m.task for m in methods().values() if m.task}
+    tasks = {load_object(name) for name in named if not name.endswith(":command")}
+    assert tasks | {SecTask} == {kind.task for kind in KINDS.values()}
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory) -> Callable[[str], tuple[str, Path]]:
+    """The target of a kind, untrained, and its texts."""
+    folder = tmp_path_factory.mktemp("targets")
+    llama = save_checkpoint(folder / "llama", llama_config(num_hidden_layers=6))
+    text = folder / "text.txt"
+    text.write_text("for self in range print return " * 100)
+    pairs = folder / "pairs.jsonl"
+    line = {"prompt": " self for", "completion": " in range print" * 3}
+    pairs.write_text(f"{json.dumps(line)}\n" * 16)
+    source = save(folder / "t5", CONFIGS["t5"])
+    both = {True: (str(source), pairs), False: (str(llama), text)}
+    return lambda kind: both[kind == "block"]
+
+
+def prepared(targets, name, output, changes=(), options=OPTIONS, data=None):
+    kind, (target, text) = KINDS[name], targets(name)
+    settings = replace(kind.settings, **dict(changes))
+    return made(kind.task, target, output, [data or text], settings, options)
+
+
+def weights_of(run) -> dict[str, Tensor]:
+    """What a training has written."""
+    file = run.folder.path / run.folder.weights
+    if file.suffix != ".npz":
+        return load_file(file)
+    with np.load(file) as arrays:
+        return {n: torch.tensor(a) for n, a in arrays.items() if a.dtype.kind == "f"}
+
+
+def interrupt(progress):
+    """Ctrl-C after the third step, which no validation follows."""
+    if progress.step == 3:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(targets, tmp_path, name):
+    """Whatever is drawn, and whatever is written, is that of an unbroken training."""
+    whole = prepared(targets, name, tmp_path / "whole")
+    whole.run(nothing)
+    with pytest.raises(KeyboardInterrupt):
+        prepared(targets, name, tmp_path / "cut").run(interrupt)
+    assert (tmp_path / "cut" / STATE).is_file()
+    kind = KINDS[name]
+    other = prepared(targets, name, tmp_path / "cut", kind.change)
+    with pytest.raises(OutputError, match=rf"other settings.*{kind.changed}"):
+        other.run(nothing)
+    cut = prepared(targets, name, tmp_path / "cut")
+    cut.run(nothing)
+    assert cut.step == OPTIONS.steps
+    one, two = weights_of(whole), weights_of(cut)
+    assert one.keys() == two.keys()
+    for key, tensor in one.items():
+        torch.testing.assert_close(two[key], tensor)
+    half = getattr(kind.settings, "half", False)
+    dtypes = {tensor.dtype for tensor in one.values() if tensor.dtype.is_floating_point}
+    assert dtypes == {torch.float16 if half else torch.float32}
+    assert {f.name for f in cut.folder.path.iterdir()} == {
+        f.name for f in whole.folder.path.iterdir()
+    }
+    with pytest.raises(OutputError, match="holds a finished training"):
+        prepared(targets, name, tmp_path / "cut")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_loss_that_is_no_number_keeps_what_was_learned(
+    targets, tmp_path, monkeypatch, name
+):
+    run, calls = prepared(targets, name, tmp_path / "out"), []
+    original = run.task.loss
+
+    def loss(*arguments):
+        calls.append(1)
+        return original(*arguments) * (torch.nan if len(calls) == 3 else 1.0)
+
+    monkeypatch.setattr(run.task, "loss", loss)
+    message = "the loss of step 3 is not a number; the last good checkpoint is in"
+    with pytest.raises(TrainingError, match=message):
+        run.run(nothing)
+    assert all(w.float().isfinite().all() for w in weights_of(run).values())
+    assert torch.load(tmp_path / "out" / STATE, weights_only=True)["step"] == 2
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_that_are_no_numbers_are_never_saved(targets, tmp_path, name):
+    run = prepared(targets, name, tmp_path / "out")
+    with torch.no_grad():
+        for weight in run.weights.values():
+            weight.fill_(torch.nan)
+    with pytest.raises(TrainingError, match=r"nothing had been learned.*check the"):
+        run.run(nothing)
+
+
+@pytest.mark.parametrize("name", ["draft", "eagle", "ppd", "block"])
+def test_the_target_writes_what_is_missing(targets, tmp_path, name):
+    """Without --regenerate, prompts alone; with it all completions, once."""
+    prompt, end = " self for", " in range print"
+    lines = [{"prompt": prompt}] * 8 + [{"prompt": prompt, "completion": end}]
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, lines)))
+    texts = {}
+    for way in ("alone", "all", "again"):
+        changes = {"regenerate": way != "alone"}
+        output = tmp_path / ("out" if way == "alone" else "all")
+        run = prepared(targets, name, output, changes, data=data)
+        texts[way] = run.corpus.training + run.corpus.validation
+        assert all(text.is_written for text in texts[way])
+        assert len({tuple(t.ids[: t.prompt_size]) for t in texts[way]}) == 1
+        assert max(len(text.ids) for text in texts[way]) <= OPTIONS.sequence_length
+    assert texts["again"] == texts["all"]
+    words = Tokenizer.from_str(run.target.tokenizer)
+    given = words.encode(end, add_special_tokens=False).ids
+    kept = {way: [t for t in texts[way] if contains(t, given)] for way in texts}
+    assert (len(kept["alone"]), kept["all"]) == (1, [])
+    run.run(nothing)
+    assert not (tmp_path / "all" / "written").exists()
+
+
+def contains(text, completion):
+    own = text.ids[text.prompt_size :]
+    return own[: len(completion)] == completion
+
+
+def test_an_empty_completion_is_one_line(tmp_path):
+    """A target without an end of text learns nothing from it."""
+    config = llama_config(num_hidden_layers=6, eos_token_id=None)
+    folder = save_checkpoint(tmp_path / "t", config)
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "for self in range", "completion": ""}')
+    for regenerate in (False, True):
+        settings = EagleSettings(regenerate=regenerate)
+        with pytest.raises(DataError, match=r"line 1 of .* has an empty completion"):
+            made(EagleTask, str(folder), tmp_path / "o", [data], settings, OPTIONS)
+
+
+# --- what is refused before anything is written ---------------------------------------
+
+REFUSED = [
+    ("draft", {"loss": "mse"}, "unknown loss 'mse'; choose forward-kl, .* or text"),
+    ("draft", {"layers": 0}, "layers 0 is out of range; give 1 to 1000"),
+    ("draft", {"hidden_size": 33}, "hidden size 33 is not a multiple of 8"),
+    ("draft", {"cache_tokens": 9}, "--cache-tokens needs a folder"),
+    ("eagle", {"kind": "eagle2"}, "unknown kind 'eagle2'; choose eagle3 or eagle1"),
+    ("eagle", {"unrolled": 0}, "unrolled 0 is out of range"),
+    ("eagle", {"draft_vocabulary": 0}, "draft vocabulary 0 is out of range"),
+    ("eagle", {"taps": (2, 9)}, r"the taps \[2, 9\] are not all layers"),
+    ("eagle", {"unrolled": 31}, "too short for 31 steps; give 33"),
+    ("kangaroo", {"exit_layer": 6}, "exit layer 6 .*give 1 to 5"),
+    ("kangaroo", {"exit_layer": -1}, "exit layer -1 .*give 1 to 5"),
+    ("glide", {"inner": -1}, "inner -1 is out of range"),
+    ("falcon", {"block_rows": 1}, "block rows 1 is out of range"),
+    ("dflash", {"loss": "tv"}, "unknown loss 'tv'; choose forward-kl or text"),
+    ("dflash", {"block_rows": 1}, "block rows 1 is out of range; give 2 to"),
+    ("dflash", {"known_share": 1.5}, "known share 1.5 is out of range"),
+    ("dflash", {"layers": 0}, "layers 0 is out of range"),
+    ("dflash", {"taps": (1, 5)}, r"taps \[1, 5\] .* numbers from 0 to 4"),
+    ("dflash", {"block_rows": 40}, "too short for blocks of 40; give 42"),
+    ("diffusion", {"anchors": 0}, "anchors 0 is out of range"),
+    ("diffusion", {"hidden_size": 40}, "give a multiple of 16"),
+    ("diffusion", {"hidden_size": 8}, "hidden size 8 is out of range"),
+    ("block", {"layers": 3}, "its decoder has 2; give --layers 1 to 2"),
+    ("block", {"glancing": 1.5}, "glancing 1.5 is out of range"),
+    ("stream", {"gamma": 0}, "gamma 0 is out of range"),
+    ("stream", {"layers": 7}, "layers 7 is out of range; give 1 to 6"),
+    ("stream", {"mode": "both"}, "unknown mode 'both'"),
+    ("ppd", {"gamma": 0}, "prompt tokens 0 is out of range"),
+    ("ppd", {"members": 65}, "ensemble 65 is out of range"),
+    ("ppd", {"insertions": 0}, "insertions 0 is out of range; give 1 to 4096"),
+    ("forecast", {"prefix": 0}, "prefix 0 is out of range; give 1 to 1024"),
+    ("sec", {"layers": (0,)}, "give 1 to 5"),
+    ("sec", {"layers": (6,)}, "give 1 to 5"),
+]
+SHORT = {
+    **dict.fromkeys(("kangaroo", "glide"), (9, "too short for drafts of 5; give 10")),
+    "stream": (4, "too short for 3 streams; give 5"),
+    "ppd": (4, "too short for 2 prompt tokens; give 5"),
+}
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
+def test_settings_that_cannot_be_used(targets, tmp_path, name, changes, message):
+    with pytest.raises(OptionError, match=message):
+        prepared(targets, name, tmp_path / "out", changes)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_sequences_that_are_too_short_or_too_long(targets, tmp_path, name):
+    length, message = SHORT[name]
+    for tokens, words in ((length, message), (600, "the target's 512 positions")):
+        options = replace(OPTIONS, sequence_length=tokens)
+        with pytest.raises(OptionError, match=words):
+            prepared(targets, name, tmp_path / "out", options=options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "steps 0 is out of range"),
+        ({"learning_rate": 2.0}, "learning rate 2.0 is out of range"),
+        ({"validation_share": 0.9}, "validation share 0.9 is out of range"),
+    ],
+)
+def test_options_of_all_trainings(options, message):
+    with pytest.raises(OptionError, match=message):
+        TrainingOptions(**options)
+
+
+# --- several processes ----------------------------------------------------------------
+
+TWO = """
+import sys
+import torch
+from accelerate import PartialState
+from pathlib import Path
+from jetdraft.train.training import train
+from tests.train.test_tasks import TOGETHER, KINDS
+torch.cpu.get_capabilities = dict
+name, target, output, text = sys.argv[1:]
+settings, options = TOGETHER[name]
+task = KINDS[name].task(settings)
+train(target, [Path(text)], task, Path(output), options)
+assert PartialState().num_processes == 2
+"""
+TWO_STEPS = replace(OPTIONS, steps=2)
+TOGETHER = {
+    "draft": (replace(KINDS["draft"].settings, regenerate=True), TWO_STEPS),
+    "eagle": (KINDS["eagle"].settings, TWO_STEPS),
+    "sec": (KINDS["sec"].settings, TWO_STEPS),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_two_processes_learn_what_one_learns(targets, tmp_path, monkeypatch, name):
+    """Each has a part of the batch, and of the texts to write; gloo averages.
+
+    In float32: bfloat16 rounds a part otherwise than the whole.
+    """
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    target, text = targets(name)
+    settings, options = TOGETHER[name]
+    one = made(KINDS[name].task, target, tmp_path / "one", [text], settings, options)
+    one.run(nothing)
+    script = tmp_path / "two.py"
+    script.write_text(TWO)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--standalone", str(script), name, target, str(tmp_path / "two")]
+    settings_of_machine = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [*command, str(text)],
+        env={**os.environ, "PYTHONPATH": root, **settings_of_machine},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = weights_of(one)
+    one.folder.path = tmp_path / "two"
+    for key, tensor in weights_of(one).items():
+        # They differ by 7e-8 at most. Half of a batch would differ by 1e-3.
+        distance = (tensor.float() - expected[key].float()).norm()
+        assert distance <= 1e-5 * expected[key].float().norm() + 1e-9, key
+
+
+def test_processes_that_would_be_alone_are_refused(targets, tmp_path, monkeypatch):
+    """Each would learn everything, and write into the same folder."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run = prepared(targets, "draft", tmp_path / "out")
+    with pytest.raises(OptionError, match="2 processes were started, and each"):
+        run.run(nothing)
+    with pytest.raises(OptionError, match="ACCELERATE_USE_CPU=true"):
+        prepared(targets, "draft", tmp_path / "out", {"regenerate": True})
