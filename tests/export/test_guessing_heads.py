@@ -36,8 +36,8 @@ def made(source, tmp_path_factory):
     """Exports heads once for each set of options; gives bundle, folder and tensors."""
     bundles = {}
 
-    def make(recipe="none", kind="medusa", **options):
-        key = recipe, kind, *options.items()
+    def make(recipe="none", kind="medusa", tied=False, **options):
+        key = recipe, kind, tied, *options.items()
         if key not in bundles:
             folder = tmp_path_factory.mktemp(kind)
             torch.manual_seed(3)
@@ -50,7 +50,10 @@ def made(source, tmp_path_factory):
                 max_width=16,
                 **options,
             )
-            bundle = export(source, folder / "bundle", options=settings, head=heads)
+            if tied:  # an embedding that is quantized as the LM head is
+                save_checkpoint(folder / "t", llama_config(num_hidden_layers=2))
+            target = str(folder / "t") if tied else source
+            bundle = export(target, folder / "bundle", options=settings, head=heads)
             bundles[key] = bundle, heads, tensors
         return bundles[key]
 
@@ -101,8 +104,9 @@ def test_check_says_what_the_heads_are(made):
         {"dtype": "fp16"},
         {"kind": "hydra"},
         {"kind": "hydra", "draft_vocab": 100},
+        {"kind": "hydra", "recipe": "int8", "tied": True},
     ],
-    ids=["none", "int8", "standard", "fp16", "hydra", "hydra cut"],
+    ids=["none", "int8", "standard", "fp16", "hydra", "hydra cut", "hydra tied"],
 )
 def test_its_drafts_change_no_text(made, options):
     bundle, *_ = made(**options)

@@ -73,11 +73,7 @@ class Guesses(DraftModule):
 
 
 class Medusa(Guesses):
-    """Head i reads the features of row t and predicts token t + 2 + i, i from 0.
-
-    hidden = Medusa(config)(features)      # [b, n, w] to [b, n, slots, w]
-    logits = medusa.logits(hidden)         # [b, n, slots, vocabulary]
-    """
+    """Head i reads the features of row t and predicts token t + 2 + i, i from 0."""
 
     published = "Medusa"
     keys = frozenset(
@@ -238,7 +234,9 @@ class Hydra(Guesses):
 
         `features` are [b, n, w]; `tokens` int64 [b, n, slot + 1] are the path so far.
         """
-        embedded = self.embed_tokens(tokens).flatten(2)
+        # In a graph, a quantized embedding takes ids of two axes.
+        rows = self.embed_tokens(tokens.flatten(1))
+        embedded = rows.unflatten(1, tokens.shape[1:]).flatten(2)
         state = torch.cat([features, embedded.to(features.dtype)], dim=-1)
         for block in self.mlps[slot]:  # type: ignore[attr-defined]
             state = block(state)
