@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -16,14 +17,10 @@ from tests.checkpoints.heads import layouts
 SHARD = "model-00002-of-00002.safetensors"
 
 
-def load_target(source):
-    Checkpoint.load(source, torch.float32)
-
-
-@pytest.fixture(params=[HeadFiles.read, load_target], ids=["head", "target"])
+@pytest.fixture(params=["head", "target"])
 def read(request):
-    """What reads a folder."""
-    return request.param
+    load = partial(Checkpoint.load, dtype=torch.float32)
+    return {"head": HeadFiles.read, "target": load}[request.param]
 
 
 @pytest.fixture
