@@ -185,7 +185,7 @@ HEARING = (
     Row(
         "language task return_timestamps",
         WARNED,
-        "`jetdraft transcribe` is told, or detects the language",
+        "`jetdraft transcribe` takes the language, or detects it",
         neutral("transcribe", False, True),
     ),
     Row("stop_strings", WARNED, "a transcript has no stop texts"),

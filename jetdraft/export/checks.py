@@ -106,7 +106,7 @@ def _check_exit(name: str, checkpoint: Checkpoint, options: ExportOptions) -> No
     """Refuse a layer that cuts nothing, and heads that read the layers left out.
 
     Raises `OptionError`, and `CheckpointError` for a checkpoint without a hash, which
-    the heads of `train exit` name.
+    the heads of `jetdraft train sec` name.
     """
     layer = options.exit_layer
     if name != TARGET or layer is None:

@@ -170,7 +170,7 @@ def test_verbs_that_need_a_folder_say_so(tmp_path):
     assert_refused(command(file, command=recipes), "is quantized already")
     text = tmp_path / "text.txt"
     text.write_text("def f(): pass\n" * 200)
-    arguments = ["train", "streams", file, "--data", text, "-o", tmp_path / "out"]
+    arguments = ["train", "stream", file, "--data", text, "-o", tmp_path / "out"]
     assert_refused(command(*arguments), "streams are trained for a folder")
 
 

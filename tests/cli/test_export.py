@@ -105,7 +105,7 @@ def test_no_library_writes_to_the_terminal(pair, tmp_path):
     verbs = [
         ["export", pair.drafter, "--capacity=64"],
         ["train", "forecast", pair.target, *short],
-        ["train", "drafter", pair.target, *short, "--regenerate"],
+        ["train", "draft", pair.target, *short, "--regenerate"],
     ]
     verbs = [[*verb, "-o", tmp_path / str(n)] for n, verb in enumerate(verbs)]
     done = subprocess.run(

@@ -43,7 +43,7 @@ def load_head(
         if target.reads_source and not kind.reads.source:
             raise UnsupportedModelError(
                 f"{target.source} is an encoder-decoder, and a head for it is a "
-                "drafter of train drafter --kind block; give one, or a checkpoint with "
+                "drafter of `jetdraft train block`; give one, or a checkpoint with "
                 "--drafter"
             )
         tensors = kind.named(files)
