@@ -12,26 +12,14 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import click
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from jetdraft.cli.command import Command
-from jetdraft.cli.flags import (
-    bundle_argument,
-    new_tokens_option,
-    prompts_option,
-    temperature_option,
-    threads_option,
-    training_seed_option,
-)
-from jetdraft.cli.progress import ProgressBars
-from jetdraft.cli.prompts import read_prompts
 from jetdraft.errors import DataError, OptionError, OutputError
 from jetdraft.files import replacing
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
-from jetdraft.runtime.model import Model, load
+from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.planning.registry import methods
 from jetdraft.runtime.proposers.draft_stops import REPEATED, AcceptanceHead, DraftStop
@@ -188,36 +176,3 @@ def write(head: AcceptanceHead, file: Path, bundle: str) -> None:
             f"cannot write {file} ({error.strerror}); copy the bundle to a writable "
             "folder"
         ) from error
-
-
-@click.command("acceptance", cls=Command)
-@bundle_argument
-@prompts_option
-@new_tokens_option(128)
-@temperature_option
-@training_seed_option
-@threads_option
-def command(
-    bundle: Path,
-    prompts_file: Path | None,
-    max_new_tokens: int,
-    temperature: float | None,
-    threads: int | None,
-    seed: int,
-) -> None:
-    """Watch BUNDLE's drafter, and learn when it should stop (stopping=learned)."""
-    model = load(bundle, threads=threads)
-    prompts = read_prompts(prompts_file, model)
-    with ProgressBars() as bars:
-        tick = bars.ticks("watch", len(prompts))
-        hidden, accepted = watch(
-            model, prompts, max_new_tokens, temperature or 0.0, tick, seed
-        )
-    head, loss = fit(hidden, accepted, seed=seed)
-    file = model.parts.profiles.acceptance_file
-    write(head, file, model.bundle.sha256)
-    click.echo(
-        f"{file}: {len(accepted)} drafted tokens, {accepted.mean():.2f} of them "
-        f"accepted, held-out loss {loss:.2f}",
-        err=True,
-    )

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import wraps
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.cli.command import Decorator, option, together
-from jetdraft.cli.flags import PATH, integers, training_seed_option
 from jetdraft.errors import OptionError, UnsupportedModelError
 from jetdraft.ranges import Range, between, check_ranges
 from jetdraft.train.data import Batch
@@ -101,60 +97,6 @@ class DrafterSettings(Settings):
         False, "Let the target complete the texts itself, and train on what it writes."
     )
     half: bool = setting(False, "Write the drafter in float16.")
-
-
-def setting_flags(
-    kind: type[Any], into: str = "settings", defaults: Any = None
-) -> Decorator:
-    """Give a command an instance of `kind`, a dataclass of settings, from its flags.
-
-    The instance is the argument `into`. `defaults` has other defaults than the fields.
-    A field without a help is left to a decorator of its own, like the seed.
-    """
-    hints = get_type_hints(kind)
-    specs = fields(kind)
-    flags = [
-        _flag(spec, hints[spec.name], getattr(defaults, spec.name, spec.default))
-        for spec in specs
-        if spec.metadata
-    ]
-    if any(spec.name == "seed" for spec in specs):
-        flags.append(training_seed_option)
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def command(**given: Any) -> Any:
-            own = {spec.name: given.pop(spec.name) for spec in specs}
-            return function(**{into: kind(**own)}, **given)
-
-        return together(*flags)(command)
-
-    return decorate
-
-
-def _flag(spec: Any, hint: Any, default: Any) -> Decorator:
-    """The option of a field; its type is the field's."""
-    told, flag = spec.metadata, dict(spec.metadata["flag"])
-    name = flag.pop("name", f"--{spec.name.replace('_', '-')}")
-    group, unset = flag.pop("group", "training"), flag.pop("unset", "")
-    text = told["help"]
-    if unset and default is None:
-        text = f"{text.removesuffix('.')}; default: {unset}."
-    kinds = [part for part in (get_args(hint) or (hint,)) if part is not NoneType]
-    if get_origin(hint) is tuple:
-        flag |= {"metavar": flag.get("metavar", "LAYERS"), "callback": _comma_list}
-        default = None
-    elif kinds == [bool]:
-        flag["is_flag"] = True
-    else:
-        flag["type"] = PATH if kinds == [Path] else kinds[0]
-    shown = bool(default) and default is not True
-    names = (name, spec.name)
-    return option(group, *names, default=default, show_default=shown, help=text, **flag)
-
-
-def _comma_list(context: Any, param: Any, value: str | None) -> tuple[int, ...]:
-    return tuple(integers(value, param.opts[0])) if value else ()
 
 
 # --- sums -----------------------------------------------------------------------------

@@ -8,21 +8,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import click
 import torch
 
-from jetdraft.bundle import Bundle
-from jetdraft.cli.command import Command, option
-from jetdraft.cli.flags import PATH, bundle_argument
-from jetdraft.cli.progress import ProgressBars
 from jetdraft.devices.rails import totals
-from jetdraft.errors import DeviceError, StoreError
-from jetdraft.files import is_free
+from jetdraft.errors import DeviceError
 from jetdraft.learning.lessons import Lesson
-from jetdraft.learning.weight_sets import is_learned, label
-from jetdraft.train.task import setting_flags
-from jetdraft.train.use.learning import Learned, UseOptions, UseTraining
-from jetdraft.train.use.students import student_of
+from jetdraft.learning.weight_sets import label
+from jetdraft.train.use.learning import Learned, UseTraining
 
 REST_SECONDS = 1.0
 """Seconds between two looks at the power while a training waits."""
@@ -143,101 +135,3 @@ class Background:
         if places < least:
             return f"there are fewer than {least} new wrong places to learn from"
         return ""
-
-
-# --- the command --------------------------------------------------------------------
-
-
-@click.command("use", cls=Command)
-@bundle_argument
-@click.argument("folder", metavar="DIR", type=PATH)
-@option(
-    "training",
-    "--from",
-    "source",
-    metavar="CHECKPOINT",
-    default="",
-    help="The drafter's checkpoint in floats; default: where the export read it.",
-)
-@option(
-    "training",
-    "--target",
-    metavar="CHECKPOINT",
-    default="",
-    help="The target's checkpoint, whose states a head reads; default: where the "
-    "export read it.",
-)
-@setting_flags(UseOptions)
-@option(
-    "training",
-    "--seconds",
-    type=click.FloatRange(0, min_open=True),
-    help="The most seconds of training, without waiting; default: no limit.",
-)
-@option(
-    "training",
-    "--watts",
-    type=click.FloatRange(0, min_open=True),
-    help="Wait while the module draws more; a Jetson tells.",
-)
-@option(
-    "training",
-    "--background",
-    is_flag=True,
-    help="At idle priority, and again whenever there is enough to learn from, until "
-    "the seconds are spent.",
-)
-def command(
-    bundle: Path,
-    folder: Path,
-    source: str,
-    target: str,
-    seconds: float | None,
-    watts: float | None,
-    background: bool,
-    settings: UseOptions,
-) -> None:
-    """Train BUNDLE's drafter on its wrong drafts, which serve --learn keeps in DIR.
-
-    A model that runs with the same DIR takes the weights between two texts, and takes
-    them back if fewer of their tokens are accepted.
-    """
-    pace = Pace(seconds, watts)
-    if not is_learned(folder) and not (background and is_free(folder)):
-        raise StoreError(
-            f"no lessons are kept in {folder}; give the folder of serve --learn"
-        )
-    if background:
-        lower_priority()
-    student = student_of(Bundle.open(bundle), source, target)
-    training = UseTraining(student, folder, settings)
-    if background:
-        Background(training, pace, _print_reason).run(_print_learned)
-        return
-    choice = training.sets.choice()
-    if choice.before is not None:
-        trial = f"{label(choice.name)} is still on trial"
-        click.echo(f"{trial}; what is learned now will replace it", err=True)
-    with ProgressBars() as bars:
-        learned = training.run(pace, bars)
-    _print_learned(learned)
-
-
-def _print_reason(reason: str) -> None:
-    click.echo(f"waiting: {reason}", err=True)
-
-
-def _print_learned(learned: Learned) -> None:
-    before, after = learned.before, learned.after
-    if learned.name is not None:
-        outcome = f"the weights {learned.name[:12]} are on trial"
-    elif after.loss < before.loss:
-        outcome = "the lessons were erased meanwhile, so nothing was published"
-    else:
-        outcome = "nothing was learned, and nothing was published"
-    click.echo(
-        f"{learned.steps} steps on {learned.places} wrong places: held-out loss "
-        f"{before.loss:.2f} to {after.loss:.2f}, right {before.right:.2f} to "
-        f"{after.right:.2f}; {outcome}",
-        err=True,
-    )

@@ -1,0 +1,300 @@
+"""The commands of trainings; torch is imported with this module.
+
+A setting of a task is declared once, as a field of its settings, and `setting_flags`
+makes flags of the fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial, wraps
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import click
+
+from jetdraft.bundle import Bundle
+from jetdraft.cli.command import Command, Decorator, option, together
+from jetdraft.cli.flags import (
+    PATH,
+    bundle_argument,
+    integers,
+    new_tokens_option,
+    output_option,
+    prompts_option,
+    temperature_option,
+    threads_option,
+    training_seed_option,
+)
+from jetdraft.cli.progress import ProgressBars
+from jetdraft.cli.prompts import read_prompts
+from jetdraft.errors import StoreError
+from jetdraft.files import is_free
+from jetdraft.learning.weight_sets import is_learned, label
+from jetdraft.runtime.model import load
+from jetdraft.train.acceptance import fit, watch, write
+from jetdraft.train.machine import this_process
+from jetdraft.train.task import Task, TrainingOptions
+from jetdraft.train.training import Progress, Training
+from jetdraft.train.use.background import Background, Pace, lower_priority
+from jetdraft.train.use.learning import Learned, UseOptions, UseTraining
+from jetdraft.train.use.students import student_of
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
+
+
+def command_of(name: str, task: type[Task]) -> click.Command:
+    """The command that trains a task; its options are the fields of its settings."""
+    alone = ", or prompts that the target completes" if task.completes_prompts else ""
+    data_option = option(
+        "training",
+        "--data",
+        multiple=True,
+        required=True,
+        type=PATH,
+        help="A text file, or .jsonl with prompt and completion, text or messages"
+        f"{alone}; may be given several times.",
+    )
+
+    @click.command(name, cls=Command, help=task.help)
+    @click.argument("target")
+    @data_option
+    @setting_flags(TrainingOptions, "options", task.options)
+    @output_option("Write to this folder, or resume the run in it.")
+    @setting_flags(task.Settings)
+    def command(
+        target: str,
+        data: tuple[Path, ...],
+        output: Path,
+        options: TrainingOptions,
+        settings: Any,
+    ) -> int:
+        return run_training(
+            lambda bars: Training(
+                task(settings), target, output, list(data), options, bars
+            )
+        )
+
+    made: click.Command = command
+    return made
+
+
+def run_training(prepare: Callable[[ProgressBars], Training]) -> int:
+    """Prepare a training and run it; gives the exit code.
+
+    It says what is trained, moves a bar, and prints a line after each validation.
+    Ctrl-C saves, and says how to go on.
+    """
+    run: Training | None = None
+    with ProgressBars() as bars:
+        try:
+            run = prepare(bars)
+            bars.close()
+            if this_process().is_main_process:
+                click.echo(run.task.headline(run), err=True)
+            run.run(partial(_show, bars, run))
+        except KeyboardInterrupt:
+            bars.close()
+            place = "" if run is None else f" after step {run.step}"
+            click.echo(
+                f"stopped{place}; run the same command again to resume", err=True
+            )
+            return INTERRUPTED
+    if this_process().is_main_process:
+        line = f"{run.folder.path}: {run.task.product} of {run.step} steps"
+        click.echo(line, err=True)
+    return 0
+
+
+def _show(bars: ProgressBars, run: Training, progress: Progress) -> None:
+    """Move the bar, and print a line after a validation."""
+    if progress.validation is not None:
+        bars.close()
+        line = run.task.summary_line(progress.validation)
+        click.echo(f"step {progress.step}: {line}", err=True)
+    bars("train", progress.step, progress.steps)
+
+
+def setting_flags(
+    kind: type[Any], into: str = "settings", defaults: Any = None
+) -> Decorator:
+    """Give a command an instance of `kind`, a dataclass of settings, from its flags.
+
+    The instance is the argument `into`. `defaults` has other defaults than the fields.
+    A field without a help is left to a decorator of its own, like the seed.
+    """
+    hints = get_type_hints(kind)
+    specs = fields(kind)
+    flags = [
+        _flag(spec, hints[spec.name], getattr(defaults, spec.name, spec.default))
+        for spec in specs
+        if spec.metadata
+    ]
+    if any(spec.name == "seed" for spec in specs):
+        flags.append(training_seed_option)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def command(**given: Any) -> Any:
+            own = {spec.name: given.pop(spec.name) for spec in specs}
+            return function(**{into: kind(**own)}, **given)
+
+        return together(*flags)(command)
+
+    return decorate
+
+
+def _flag(spec: Any, hint: Any, default: Any) -> Decorator:
+    """The option of a field; its type is the field's."""
+    told, flag = spec.metadata, dict(spec.metadata["flag"])
+    name = flag.pop("name", f"--{spec.name.replace('_', '-')}")
+    group, unset = flag.pop("group", "training"), flag.pop("unset", "")
+    text = told["help"]
+    if unset and default is None:
+        text = f"{text.removesuffix('.')}; default: {unset}."
+    kinds = [part for part in (get_args(hint) or (hint,)) if part is not NoneType]
+    if get_origin(hint) is tuple:
+        flag |= {"metavar": flag.get("metavar", "LAYERS"), "callback": _comma_list}
+        default = None
+    elif kinds == [bool]:
+        flag["is_flag"] = True
+    else:
+        flag["type"] = PATH if kinds == [Path] else kinds[0]
+    shown = bool(default) and default is not True
+    names = (name, spec.name)
+    return option(group, *names, default=default, show_default=shown, help=text, **flag)
+
+
+def _comma_list(context: Any, param: Any, value: str | None) -> tuple[int, ...]:
+    return tuple(integers(value, param.opts[0])) if value else ()
+
+
+@click.command("acceptance", cls=Command)
+@bundle_argument
+@prompts_option
+@new_tokens_option(128)
+@temperature_option
+@training_seed_option
+@threads_option
+def acceptance(
+    bundle: Path,
+    prompts_file: Path | None,
+    max_new_tokens: int,
+    temperature: float | None,
+    threads: int | None,
+    seed: int,
+) -> None:
+    """Watch BUNDLE's drafter, and learn when it should stop (stopping=learned)."""
+    model = load(bundle, threads=threads)
+    prompts = read_prompts(prompts_file, model)
+    with ProgressBars() as bars:
+        tick = bars.ticks("watch", len(prompts))
+        hidden, accepted = watch(
+            model, prompts, max_new_tokens, temperature or 0.0, tick, seed
+        )
+    head, loss = fit(hidden, accepted, seed=seed)
+    file = model.parts.profiles.acceptance_file
+    write(head, file, model.bundle.sha256)
+    click.echo(
+        f"{file}: {len(accepted)} drafted tokens, {accepted.mean():.2f} of them "
+        f"accepted, held-out loss {loss:.2f}",
+        err=True,
+    )
+
+
+@click.command("use", cls=Command)
+@bundle_argument
+@click.argument("folder", metavar="DIR", type=PATH)
+@option(
+    "training",
+    "--from",
+    "source",
+    metavar="CHECKPOINT",
+    default="",
+    help="The drafter's checkpoint in floats; default: where the export read it.",
+)
+@option(
+    "training",
+    "--target",
+    metavar="CHECKPOINT",
+    default="",
+    help="The target's checkpoint, whose states a head reads; default: where the "
+    "export read it.",
+)
+@setting_flags(UseOptions)
+@option(
+    "training",
+    "--seconds",
+    type=click.FloatRange(0, min_open=True),
+    help="The most seconds of training, without waiting; default: no limit.",
+)
+@option(
+    "training",
+    "--watts",
+    type=click.FloatRange(0, min_open=True),
+    help="Wait while the module draws more; a Jetson tells.",
+)
+@option(
+    "training",
+    "--background",
+    is_flag=True,
+    help="At idle priority, and again whenever there is enough to learn from, until "
+    "the seconds are spent.",
+)
+def use(
+    bundle: Path,
+    folder: Path,
+    source: str,
+    target: str,
+    seconds: float | None,
+    watts: float | None,
+    background: bool,
+    settings: UseOptions,
+) -> None:
+    """Train BUNDLE's drafter on its wrong drafts, which serve --learn keeps in DIR.
+
+    A model that runs with the same DIR takes the weights between two texts, and takes
+    them back if fewer of their tokens are accepted.
+    """
+    pace = Pace(seconds, watts)
+    if not is_learned(folder) and not (background and is_free(folder)):
+        raise StoreError(
+            f"no lessons are kept in {folder}; give the folder of serve --learn"
+        )
+    if background:
+        lower_priority()
+    student = student_of(Bundle.open(bundle), source, target)
+    training = UseTraining(student, folder, settings)
+    if background:
+        Background(training, pace, _print_reason).run(_print_learned)
+        return
+    choice = training.sets.choice()
+    if choice.before is not None:
+        trial = f"{label(choice.name)} is still on trial"
+        click.echo(f"{trial}; what is learned now will replace it", err=True)
+    with ProgressBars() as bars:
+        learned = training.run(pace, bars)
+    _print_learned(learned)
+
+
+def _print_reason(reason: str) -> None:
+    click.echo(f"waiting: {reason}", err=True)
+
+
+def _print_learned(learned: Learned) -> None:
+    before, after = learned.before, learned.after
+    if learned.name is not None:
+        outcome = f"the weights {learned.name[:12]} are on trial"
+    elif after.loss < before.loss:
+        outcome = "the lessons were erased meanwhile, so nothing was published"
+    else:
+        outcome = "nothing was learned, and nothing was published"
+    click.echo(
+        f"{learned.steps} steps on {learned.places} wrong places: held-out loss "
+        f"{before.loss:.2f} to {after.loss:.2f}, right {before.right:.2f} to "
+        f"{after.right:.2f}; {outcome}",
+        err=True,
+    )
