@@ -28,9 +28,8 @@ from jetdraft.runtime.passes.target import Target
 from jetdraft.runtime.planning.controller import Adaptive, Controller, Fixed
 from jetdraft.runtime.planning.drafting import MAX_DRAFT_TOKENS, Drafting
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
-from jetdraft.runtime.proposers.constrained import constrained
 from jetdraft.runtime.proposers.method import WALK, Method, MethodOptions
-from jetdraft.runtime.proposers.proposer import Observer, Proposer, Seen
+from jetdraft.runtime.proposers.proposer import Observer, Proposer, Seen, constrained
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.sampling.verifiers import Verifier
 from jetdraft.runtime.text.constraint import Matcher

@@ -16,7 +16,7 @@ from jetdraft.errors import ConstraintError, OptionError
 from jetdraft.methods import Method, Proposer, Traits, registered
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.proposers.constrained import ForcedProposer
+from jetdraft.runtime.proposers.proposer import ForcedProposer
 from jetdraft.runtime.text.constraint import NEVER, Constraint, Matcher
 from jetdraft.runtime.text.worker_process import Pipe, Vocabulary
 from tests.tiny import END_OF_TEXT, save_tokenizer
