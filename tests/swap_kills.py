@@ -17,9 +17,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.modules["onnxruntime"] = None  # type: ignore[assignment]
-
 import numpy as np
 import torch
 

@@ -134,7 +134,7 @@ class Table(Job):
         (place / "corpus").write_text(CORPUS)
 
     def run(self, place: Path) -> None:
-        command = ("train", "table", place / "corpus", "--bundle", self.toy)
+        command = ("train", "trigram", place / "corpus", "--bundle", self.toy)
         _verb(*command, "-o", place / "table.npz")
 
     def state(self, place: Path) -> str:
