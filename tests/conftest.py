@@ -105,7 +105,7 @@ def forecasts_of_all_exports() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The toy bundle of a test file; copy it before changing anything in it."""
-    return toy_bundle(tmp_path_factory.mktemp("toy") / "bundle")
+    return toy_bundle(tmp_path_factory.mktemp("toy") / "toy")
 
 
 @pytest.fixture(scope="module")

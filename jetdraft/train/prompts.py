@@ -77,10 +77,10 @@ class PromptObjective(nn.Module):
             with torch.no_grad():
                 outputs = self.model(input_ids=batch.ids, use_cache=True)
             rows, cache = batch.ids.shape[1], outputs.past_key_values
-            logits = self._guessed(places.anchors, rows, cache)
+            logits = self.guessed(places.anchors, rows, cache)
         return _compared(outputs.logits, logits.float(), batch.labels, places)
 
-    def _guessed(self, anchors: Tensor, rows: int, cache: Any) -> Tensor:
+    def guessed(self, anchors: Tensor, rows: int, cache: Any) -> Tensor:
         """The logits [b, n, gamma, vocab] of the prompt tokens behind n places."""
         settings, (size, count) = self.prompts.settings, anchors.shape
         if settings.prefix:

@@ -65,7 +65,7 @@ def said_by_probes(folder: Path) -> Tensor:
     objective = PromptObjective(probed.prompts, plain.model)
     cache = plain.model(input_ids=ids, use_cache=True).past_key_values
     places = Blocks.spread(Batch(ids, ids), 15)
-    return objective._guessed(places.anchors, ids.shape[1], cache)
+    return objective.guessed(places.anchors, ids.shape[1], cache)
 
 
 def run(command, *arguments: object) -> None:
