@@ -184,7 +184,7 @@ def test_a_truncated_text_teaches_nothing(bundle, head, tmp_path, monkeypatch):
 
     store = tmp_path / "store"
     with jetdraft.load(bundle.path, threads=1, store=store) as own:
-        monkeypatch.setattr(own.planner, "_observers", [Spy()])
+        monkeypatch.setattr(own.planner, "_learners", [Spy()])
         for how, is_taught in ((ANY | {"stop_and_exit": head()}, False), ({}, True)):
             taught = []
             silent = nullcontext() if is_taught else pytest.warns(match="keeps nothing")
