@@ -38,8 +38,8 @@ from jetdraft.train.acceptance import fit, watch, write
 from jetdraft.train.machine import this_process
 from jetdraft.train.task import Task, TrainingOptions
 from jetdraft.train.training import Progress, Training
-from jetdraft.train.use.background import Background, Pace, lower_priority
-from jetdraft.train.use.learning import Learned, UseOptions, UseTraining
+from jetdraft.train.use.background import Background, lower_priority
+from jetdraft.train.use.learning import Learned, Pace, UseOptions, UseTraining
 from jetdraft.train.use.students import student_of
 
 INTERRUPTED = 130

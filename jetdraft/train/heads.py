@@ -282,13 +282,13 @@ class DraftObjective(nn.Module):
         self.drafter, self._sums = drafter, sums
 
     def forward(self, lesson: Any, first: int) -> Sums:
-        """The sums by the place in a draft; drafts begin at `first`, and so on."""
+        """The sums by the place in a draft; the first draft begins at row `first`."""
         with precision(lesson.ids.device):
             return self._sums(self.drafter, lesson, first, self.training)
 
 
 class NextTokenTask(Task):
-    """A drafter whose row t says what the target says in row t: token t + 1.
+    """Trains a drafter whose row t predicts token t + 1, as the target does.
 
     A draft that begins at row s has rows s, s + 1, ... Each sequence is cut in such
     drafts, so that a drafter that knows less of the later rows of a draft learns from

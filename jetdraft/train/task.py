@@ -315,7 +315,7 @@ class Task(ABC):
     # --- what is written --------------------------------------------------------------
 
     def settings_of_run(self, run: Training) -> dict[str, Any]:
-        """What must not change between the runs, beside the options and the data."""
+        """The settings that a resumed run must repeat, beside options and data."""
         return asdict(self.settings) | {"target": run.base}
 
     def begin(self, run: Training) -> None:

@@ -94,7 +94,7 @@ class SourceDrafter(DraftModule):
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
-        """Whether the folder has such a drafter."""
+        """Whether the folder has a drafter that reads a source."""
         return files.config.get("model_type") == MODEL_TYPE
 
     @classmethod

@@ -115,7 +115,7 @@ class SparsePlan:
         return np.linalg.solve(system, np.eye(len(system))[-1]).tolist()  # type: ignore[no-any-return]
 
     def worth(self, pass_ms: PassMs) -> tuple[float, list[float]]:
-        """The rate g, and what each state is worth in tokens more than state 0."""
+        """The tokens per ms, and the tokens that each state gains over state 0."""
         system = np.eye(len(self.chain)) - self.chain
         system[:, 0] = [pass_ms(*tree.size) for tree in self.trees]
         rate, *others = np.linalg.solve(system, [tree.tokens for tree in self.trees])

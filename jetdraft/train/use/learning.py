@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import os
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,7 +23,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from jetdraft.checkpoints.lora import add_lora, merge_lora
-from jetdraft.errors import DataError, OutputError, StoreError, TrainingError
+from jetdraft.devices.rails import totals
+from jetdraft.errors import (
+    DataError,
+    DeviceError,
+    OutputError,
+    StoreError,
+    TrainingError,
+)
 from jetdraft.export.drafter_arrays import Arrays
 from jetdraft.files import check_place
 from jetdraft.learning.lessons import Lesson, Lessons
@@ -42,9 +49,6 @@ from jetdraft.train.task import Settings, setting
 from jetdraft.train.training import Stages
 from jetdraft.train.use.students import Missed, Student, together
 
-if TYPE_CHECKING:
-    from jetdraft.train.use.background import Pace
-
 ADAPTER = "use"
 """The name of the LoRA."""
 
@@ -56,6 +60,61 @@ STEPS_BETWEEN_LOOKS = 10
 
 WARM_UP_STEPS = 10
 """Steps in which the learning rate rises."""
+
+REST_SECONDS = 1.0
+"""Seconds between two looks at the power while a training waits."""
+
+
+class Pace:
+    """When a training may take its next step.
+
+    `seconds` bound the time of training, and `watts` the power of the module while a
+    step begins; None is no bound. `root` is where sysfs is found. Raises `DeviceError`
+    for a bound of watts on a machine that does not tell its power.
+    """
+
+    def __init__(
+        self,
+        seconds: float | None = None,
+        watts: float | None = None,
+        root: Path = Path("/"),
+    ) -> None:
+        self.seconds, self.watts = seconds, watts
+        self.spent = 0.0
+        self._began: float | None = None
+        self._rails = [] if watts is None else totals(root)
+        if watts is not None and not self._rails:
+            raise DeviceError(
+                "this machine has no power monitors (INA3221) to read watts from; "
+                "leave --watts out"
+            )
+
+    @property
+    def has_time(self) -> bool:
+        """Whether the seconds are not spent yet."""
+        return self.seconds is None or self.spent < self.seconds
+
+    def goes_on(self) -> bool:
+        """Whether there is time for a step; waits while the module draws too much."""
+        self.rest()
+        while self._is_hot():
+            time.sleep(REST_SECONDS)
+        self._began = time.monotonic()
+        return self.has_time
+
+    def rest(self) -> None:
+        """The training pauses or has ended; what follows does not count."""
+        if self._began is not None:
+            self.spent += time.monotonic() - self._began
+        self._began = None
+
+    def _is_hot(self) -> bool:
+        if self.watts is None:
+            return False
+        try:
+            return sum(rail.watts() for rail in self._rails) > self.watts
+        except (OSError, ValueError):
+            return False  # a rail has vanished; the seconds still bound the training
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from jetdraft.learning.lessons import Lesson
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.recipe import Recipe
 from jetdraft.train.task import TrainingOptions
-from jetdraft.train.use.background import Pace
-from jetdraft.train.use.learning import UseOptions, UseTraining
+from jetdraft.train.use.learning import Pace, UseOptions, UseTraining
 from jetdraft.train.use.students import UNROLLED, student_of
 from tests.train.periodic import PERIOD, made, nothing, write_periodic
 

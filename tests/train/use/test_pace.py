@@ -7,8 +7,8 @@ import pytest
 
 from jetdraft.devices.rails import Rail
 from jetdraft.errors import DeviceError
-from jetdraft.train.use import background as module
-from jetdraft.train.use.background import Pace
+from jetdraft.train.use import learning as module
+from jetdraft.train.use.learning import Pace
 from tests.devices.trees import POWER, write
 
 

@@ -16,8 +16,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.parameters import convert
 from jetdraft.export.drafter_arrays import drafter_arrays
 from jetdraft.learning.weight_sets import VERDICT_TOKENS, WeightSets, base_of
-from jetdraft.train.use.background import Pace
-from jetdraft.train.use.learning import UseOptions, UseTraining, publish
+from jetdraft.train.use.learning import Pace, UseOptions, UseTraining, publish
 from jetdraft.train.use.students import student_of
 from tests.toy_drafter import save_drafter
 

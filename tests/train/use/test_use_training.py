@@ -19,8 +19,8 @@ from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
 from jetdraft.train.use import background as background_module
-from jetdraft.train.use.background import Background, Pace
-from jetdraft.train.use.learning import Learned, UseOptions, UseTraining
+from jetdraft.train.use.background import Background
+from jetdraft.train.use.learning import Learned, Pace, UseOptions, UseTraining
 from jetdraft.train.use.students import Missed, student_of
 from tests.tiny import drafter_config, llama_config, save_checkpoint
 from tests.toy_drafter import save_drafter
