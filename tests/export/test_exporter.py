@@ -13,13 +13,7 @@ import transformers
 from tokenizers import Tokenizer
 
 import jetdraft
-from jetdraft.errors import (
-    CheckpointError,
-    JetdraftError,
-    OptionError,
-    OutputError,
-    PairError,
-)
+from jetdraft.errors import CheckpointError, JetdraftError, OutputError, PairError
 from jetdraft.export import exporter, graphs
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
@@ -126,26 +120,19 @@ def test_target_without_drafter_still_drafts_by_lookup(replaced):
 
 
 def test_exporting_again_replaces_the_bundle(replaced):
+    """With its template and all ids that end a text."""
     assert replaced.target.contract.capacity == 64
     assert os.listdir(replaced.path.parent) == ["bundle"]
-
-
-def test_chat_template_and_all_end_of_text_ids_are_kept(replaced):
     assert replaced.eos_token_ids == (0, 7)
     template = replaced.path / "chat_template.jinja"
     assert template.read_text() == "{{ messages }}"
 
 
-@pytest.fixture(scope="module")
-def odd(tmp_path_factory) -> jetdraft.Bundle:
-    """The smallest bundle, of a checkpoint without a tokenizer."""
-    folder = tmp_path_factory.mktemp("odd")
-    source = checkpoint(folder / "checkpoint", tokenizer=False)
+def test_the_smallest_bundle_takes_and_gives_ids(tmp_path):
+    """Its checkpoint has no tokenizer."""
+    source = checkpoint(tmp_path / "checkpoint", tokenizer=False)
     options = ExportOptions(capacity=16, max_width=2)
-    return export(source, folder / "bundle", options=options)
-
-
-def test_checkpoint_without_tokenizer_takes_and_gives_ids(odd):
+    odd = export(source, tmp_path / "bundle", options=options)
     assert odd.tokenizer is None
     model = jetdraft.load(odd.path, threads=1)
     result = model.generate(token_ids=[5, 6, 7], max_new_tokens=4)
@@ -153,10 +140,6 @@ def test_checkpoint_without_tokenizer_takes_and_gives_ids(odd):
     assert result.token_ids
     with pytest.raises(jetdraft.OptionError, match="no tokenizer"):
         model.generate(PROMPT)
-
-
-def test_smallest_capacity_and_width_work(odd):
-    model = jetdraft.load(odd.path, threads=1)
     prompt = np.arange(1, 8)
     result = model.generate(token_ids=prompt, max_new_tokens=99, ignore_eos=True)
     assert result.finish_reason == "length"
@@ -270,12 +253,6 @@ def test_output_that_is_no_bundle_stays_untouched(source, tmp_path):
 def test_options_out_of_range_are_refused(wrong):
     with pytest.raises(JetdraftError, match="choose"):
         ExportOptions(**wrong)
-
-
-@pytest.mark.parametrize("wrong", [("int3", 32), ("int4", 31), ("int4", 0)])
-def test_recipes_that_do_not_exist_are_refused(wrong):
-    with pytest.raises(OptionError):
-        Recipe(*wrong)
 
 
 def test_linear_layers_of_any_kind_are_quantized(tmp_path):
