@@ -49,7 +49,6 @@ from jetdraft.manifest import (
     sha256_of,
 )
 from jetdraft.parsing import Count, Rule, one_of, read_fields
-from jetdraft.speech_tokens import Speech
 
 CONTRIB, STANDARD, SCATTERED = FLAVOURS = "contrib", "standard", "standard-scatternd"
 """Graphs with onnxruntime's own operators; graphs with operators of ai.onnx only; and
@@ -61,6 +60,10 @@ MOST_WEIGHT = 1e4
 """No trained stream has such weights. Products of larger numbers may overflow, and NaN
 would change the text, though it is multiplied by zero there."""
 SIMILARITY = "similarity.npy"
+SAMPLE_RATE = 16_000
+"""Samples a second of the sound that a model hears."""
+HOP, WINDOW = 160, 400
+"""Samples between two frames of the spectrum, and samples of a frame."""
 TARGET = "target"
 DRAFTER = "drafter"
 
@@ -94,18 +97,59 @@ class FileRecord(TypedDict):
 
 
 @dataclass(frozen=True)
+class Speech:
+    """Token ids of Whisper (2212.04356, section 2.3), from its generation_config.json.
+
+    `languages` maps codes such as "en" to ids, and `tasks` "transcribe" and
+    "translate"; both are empty for a model of one language. A text without timestamps
+    begins with `no_timestamps`; the ids after it are timestamps. Tokens in `suppressed`
+    are never written, tokens in `suppressed_first` not as the first token, and the
+    first timestamp has at most the number `latest_first`; 0 for any.
+    """
+
+    no_timestamps: Count
+    languages: dict[str, Count]
+    tasks: dict[str, Count]
+    suppressed: tuple[Count, ...]
+    suppressed_first: tuple[Count, ...]
+    latest_first: Count
+
+    @property
+    def no_speech(self) -> int:
+        """The id whose probability says that nobody speaks; it is never written."""
+        return self.no_timestamps - 1
+
+    @property
+    def first_timestamp(self) -> int:
+        """The id of the timestamp 0.00; each next one is later by a slot."""
+        return self.no_timestamps + 1
+
+    def fits(self, vocab_size: int) -> bool:
+        """Whether all ids are in the vocabulary, and languages have tasks."""
+        named = {*self.languages.values(), *self.tasks.values()}
+        ids = {self.no_timestamps, *named, *self.suppressed, *self.suppressed_first}
+        return max(ids) < vocab_size and bool(self.languages) == bool(self.tasks)
+
+    def prompt(
+        self, start: tuple[int, ...], language: str, task: str, timestamps: bool
+    ) -> list[int]:
+        """The tokens that a text begins with, after the tokens in `start`."""
+        named = [self.languages[language], self.tasks[task]] if self.languages else []
+        return [*start, *named, *([] if timestamps else [self.no_timestamps])]
+
+
+# The order of its fields is their order in the manifest.
+@dataclass(frozen=True, kw_only=True)
 class Bundle:
     """An opened bundle: its `path` and its manifest.
 
     `files` maps each file name to its bytes and sha256, and `tools` maps the exporting
-    tools to their versions. `flavour` is one of `FLAVOURS`. `drafter_provider` is None
-    if the drafter runs on the target's provider. `generation` has the checkpoint's
-    defaults by option; options without a default are left out. `passed_over` has a line
-    for each field of the checkpoint that would change the text, and does not.
-    `special_tokens` are the texts of the tokenizer's special tokens by their names, for
-    the chat template. `start_token_ids` are the tokens that the text of an
-    encoder-decoder begins with, and empty for a decoder alone. `speech` has the tokens
-    of a model that hears, None for other models.
+    tools to their versions. `drafter_provider` is None if the drafter runs on the
+    target's provider. `generation` has the checkpoint's defaults by option.
+    `passed_over` has a line for each field of the checkpoint that would change the
+    text, and does not. `special_tokens` are the tokenizer's, by their names in the chat
+    template. `start_token_ids` begin the text of an encoder-decoder, and are empty for
+    a decoder alone. `speech` is for a model that hears.
 
         Bundle.open("bundle").generation  # {"temperature": 0.6, "top_p": 0.95}
     """
@@ -114,8 +158,6 @@ class Bundle:
     graphs: dict[str, GraphEntry]
     eos_token_ids: tuple[Count, ...]
     provider: Provider
-    tools: dict[str, str]
-    files: dict[FileName, FileRecord] = field(default_factory=dict)
     flavour: Annotated[str, one_of(*FLAVOURS)] = CONTRIB
     drafter_provider: Provider | None = None
     generation: Defaults = field(default_factory=Defaults)
@@ -125,6 +167,8 @@ class Bundle:
     )
     start_token_ids: tuple[Count, ...] = ()
     speech: Speech | None = None
+    tools: dict[str, str]
+    files: dict[FileName, FileRecord] = field(default_factory=dict)
 
     @property
     def target(self) -> GraphEntry:
@@ -182,9 +226,7 @@ class Bundle:
         return bundle
 
     def draft_vocabulary(self, name: str = DRAFTER) -> npt.NDArray[np.int64] | None:
-        """The token ids that the columns of a head's logits stand for.
-
-        They are int64 [draft_vocab], ids of the target.
+        """The token ids that a head's logits stand for, int64 [draft_vocab].
 
         None for a graph that chooses among the whole vocabulary. Raises `BundleError`.
         """
@@ -211,18 +253,15 @@ class Bundle:
             bundle = cls(path=folder, **read_fields(cls, fields, but="path"))
             for entry in bundle.graphs.values():
                 entry.check()
-            bundle._check_names()
+            bundle._check()
         except ValueError as error:
             raise BundleError(
                 f"{folder / MANIFEST} is malformed ({error}); export the bundle again"
             ) from error
         return bundle
 
-    def _check_names(self) -> None:
-        """Raise `ValueError` unless there is a target, and all graphs are listed.
-
-        A target reads its own buffers only.
-        """
+    def _check(self) -> None:
+        """Raise `ValueError` for fields that contradict each other."""
         listed = {file for entry in self.graphs.values() for file in entry.files}
         if TARGET not in self.graphs or not listed <= set(self.files):
             raise ValueError("a graph or its file is not listed")
@@ -239,21 +278,8 @@ class Bundle:
 
     def to_json(self) -> dict[str, Any]:
         """The manifest, with its own hash."""
-        fields = {
-            VERSION: SCHEMA_VERSION,
-            "graphs": {name: graph.to_json() for name, graph in self.graphs.items()},
-            "eos_token_ids": list(self.eos_token_ids),
-            "provider": self.provider,
-            "flavour": self.flavour,
-            "drafter_provider": self.drafter_provider,
-            "generation": self.generation,
-            "passed_over": list(self.passed_over),
-            "special_tokens": self.special_tokens,
-            "start_token_ids": list(self.start_token_ids),
-            "speech": self.speech and asdict(self.speech),
-            "tools": self.tools,
-            "files": self.files,
-        }
+        fields = {VERSION: SCHEMA_VERSION, **asdict(self)}
+        del fields["path"]
         return {**fields, SEAL: seal_of(fields)}
 
     def save(self) -> None:
@@ -276,10 +302,7 @@ def check_pair(
 ) -> None:
     """Raise `PairError` unless the graph `name` can draft for the target.
 
-    Both must have the same capacity, and the graph must choose among the target's
-    tokens, of which it may lack some. The features that a head reads must have the
-    width of the features that the target gives, and the buffers that it reads must have
-    the shapes of the target's.
+    It may lack some of the target's tokens.
     """
     if target.vocab_size < drafter.vocab_size:
         raise PairError(
@@ -307,8 +330,8 @@ def check_pair(
             f"gives width {target.feature_size}; export both together"
         )
     for layer, *shape in drafter.reads:
-        lent = target.kv_shapes[layer : layer + 1]
-        if target.kv_bits or lent != (tuple(shape),):
+        kept = target.kv_shapes[layer : layer + 1]
+        if target.kv_bits or kept != (tuple(shape),):
             raise PairError(
                 f"the {name} reads {shape[0]} heads of {shape[1]} floats of the "
                 f"target's layer {layer}, which the target does not keep; export both "
@@ -318,7 +341,16 @@ def check_pair(
 
 def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
     """The weights in a `streams.npz`; raises `BundleError` unless they fit."""
-    weights = _read_arrays(file)
+    weights, own_weights = (
+        read_arrays(
+            path,
+            BundleError(
+                f"cannot read streams from {path}; give a streams.npz that jetdraft "
+                "export wrote"
+            ),
+        )
+        for path in (file, bundle.path / STREAMS)
+    )
     base = str(weights.pop("base", ""))
     streams = bundle.target.streams
     if streams is None or base != streams["base"]:
@@ -326,7 +358,6 @@ def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
             f"the streams in {file} were trained for another base, in another mode or "
             "exported at another adapter scale; give a file for this bundle's base"
         )
-    own_weights = _read_arrays(bundle.path / STREAMS)
     own_weights.pop("base", None)
     for name in sorted(own_weights.keys() | weights.keys()):
         old, new = (
@@ -344,11 +375,3 @@ def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
                 "the streams again"
             )
     return weights
-
-
-def _read_arrays(file: Path) -> dict[str, npt.NDArray[Any]]:
-    refusal = BundleError(
-        f"cannot read streams from {file}; give a streams.npz that jetdraft export "
-        "wrote"
-    )
-    return read_arrays(file, refusal)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -61,12 +61,9 @@ def check_place(path: Path) -> None:
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Give a path to write to; it becomes `file` when the block succeeds.
+    """A path to write to; it becomes `file` when the block succeeds.
 
     Raises `OSError`, for a pipe or a device in that place too.
-
-    with replacing(Path("table.npz")) as partial:
-        partial.write_bytes(b"...")
     """
     check_name(file)
     file = Path(os.path.realpath(file))  # a link stays a link
@@ -83,26 +80,27 @@ def replacing(file: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def write_text(file: Path, text: str) -> None:
-    """Write a text file, which appears whole. Raises `OutputError`."""
+@contextmanager
+def _writing(file: Path) -> Iterator[BinaryIO]:
     try:
-        with replacing(file) as partial:
-            partial.write_text(text, encoding="utf-8")
+        with replacing(file) as partial, partial.open("wb") as handle:
+            yield handle
     except OSError as error:
         raise OutputError(
             f"cannot write {file} ({error.strerror}); choose another file"
         ) from error
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a text file in UTF-8, which appears whole. Raises `OutputError`."""
+    with _writing(file) as handle:
+        handle.write(text.encode())
 
 
 def write_arrays(file: Path, arrays: Mapping[str, Any]) -> None:
     """Write an npz, which appears whole. Raises `OutputError`."""
-    try:
-        with replacing(file) as partial, partial.open("wb") as handle:
-            np.savez(handle, **arrays)
-    except OSError as error:
-        raise OutputError(
-            f"cannot write {file} ({error.strerror}); choose another file"
-        ) from error
+    with _writing(file) as handle:
+        np.savez(handle, **arrays)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -76,47 +76,32 @@ def check_files(folder: Path, files: dict[str, Any], again: bool = False) -> Non
     To hash gigabytes takes as long as to load them. So a file is hashed once, and
     `again` only if its size, inode or times have changed since, or if `again` is true.
     """
-    stamps = folder / STAMPS
-    before = {} if again else _read_stamps(stamps)
-    now = {}
+    stamps, before, now = folder / STAMPS, dict[str, Any](), {}
+    with suppress(OSError, ValueError, TypeError):
+        before = {} if again else dict(read_json_file(stamps))
     for name, expected in files.items():
-        _check_size(folder / name, expected)
-        status = (folder / name).stat()
+        file = folder / name
+        if not file.is_file():
+            raise BundleError(f"{file} is missing; export the bundle again")
+        status = file.stat()
+        if status.st_size != expected["bytes"]:
+            raise BundleError(
+                f"{file} has {status.st_size} bytes instead of {expected['bytes']}; "
+                "export or copy the bundle again"
+            )
         times = [status.st_mtime_ns, status.st_ctime_ns]
         now[name] = [expected["sha256"], status.st_size, status.st_ino, *times]
-        if before.get(name) != now[name]:
-            _check_hash(folder / name, expected)
+        if before.get(name) != now[name] and sha256_of(file) != expected["sha256"]:
+            raise BundleError(
+                f"{file} was altered (its sha256 differs); export or copy the bundle "
+                "again"
+            )
     if now != before:
         # Without a writable folder the files are hashed at each load.
         with suppress(OSError):
             stamps.parent.mkdir(exist_ok=True)
             with replacing(stamps) as partial:
                 partial.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
-
-
-def _read_stamps(file: Path) -> dict[str, Any]:
-    try:
-        return dict(read_json_file(file))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def _check_size(file: Path, expected: dict[str, Any]) -> None:
-    if not file.is_file():
-        raise BundleError(f"{file} is missing; export the bundle again")
-    size = file.stat().st_size
-    if size != expected["bytes"]:
-        raise BundleError(
-            f"{file} has {size} bytes instead of {expected['bytes']}; "
-            "export or copy the bundle again"
-        )
-
-
-def _check_hash(file: Path, expected: dict[str, Any]) -> None:
-    if sha256_of(file) != expected["sha256"]:
-        raise BundleError(
-            f"{file} was altered (its sha256 differs); export or copy the bundle again"
-        )
 
 
 def sha256_of(file: Path) -> str:
@@ -290,13 +275,13 @@ class GraphEntry:
         """The graph that can do most: select rows, or branch, or run chains only."""
         return self.select_file or self.tree_file or self.file
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that `read_record` reads."""
-        halves = asdict(self.halves) if self.halves else None
-        selection = asdict(self.selection) if self.selection else None
-        return {
-            **self.__dict__,
-            "contract": self.contract.to_json(),
-            "halves": halves,
-            "selection": selection,
-        }
+    @property
+    def scheme(self) -> str:
+        """How its weights are quantized, in a few words."""
+        name = Recipe.from_json(self.quantization).name
+        if "kept" not in self.quantization:
+            return name
+        kept, others = self.quantization["kept"], self.quantization["others"]
+        forms = ", ".join(f"{count} {form}" for form, count in kept.items())
+        rest = "left as floats" if name.startswith("none") else f"requantized to {name}"
+        return f"{sum(kept.values())} matrices kept ({forms}), {others} {rest}"

@@ -13,21 +13,27 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from functools import wraps
+from math import inf
+from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
     Annotated,
     Any,
+    NamedTuple,
     ParamSpec,
     TypeVar,
     Union,
+    cast,
     get_args,
     get_origin,
     get_type_hints,
 )
+
+from jetdraft.errors import OptionError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,7 +48,8 @@ class Flag:
     `names` replace the flag `--name-of-the-field`. `least` and `most` bound a number,
     `above` bounds it without its bound, and `choices` are all allowed values. `kind` is
     the type on the command line, where the field has several, and `multiple` lets the
-    flag be given several times, as flags of sequences may.
+    flag be given several times, as flags of sequences may; with `commas` it is one
+    list. `unset` is what it means to give none.
     """
 
     group: str
@@ -55,6 +62,9 @@ class Flag:
     above: float | None = None
     choices: Sequence[Any] = ()
     multiple: bool = False
+    commas: bool = False
+    unset: str = ""
+    show_default: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,17 +87,20 @@ class Option:
 
 
 def declared(record: type[Any]) -> Iterator[Option]:
-    """The fields of a dataclass or a `TypedDict` that have a `Flag`, in their order."""
-    defaults = {}
-    if dataclasses.is_dataclass(record):
-        defaults = {field.name: field.default for field in dataclasses.fields(record)}
+    """The fields of a dataclass or a `TypedDict` that have a `Flag`, in their order.
+
+    It is in the annotation, or in the metadata of a dataclass's field.
+    """
+    fields = dataclasses.fields(record) if dataclasses.is_dataclass(record) else ()
+    named = {field.name: field for field in fields}
     for name, hint in get_type_hints(record, include_extras=True).items():
-        if get_origin(hint) is not Annotated:
-            continue
-        base, *extras = get_args(hint)
+        field = named.get(name)
+        base, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if field is not None:
+            extras.append(field.metadata.get("flag"))
         for flag in (extra for extra in extras if isinstance(extra, Flag)):
             kind, multiple = _kind(base)
-            default = defaults.get(name)
+            default = None if field is None else field.default
             several = multiple or flag.multiple
             yield Option(name, flag.kind or kind, several, default, flag)
 
@@ -135,17 +148,72 @@ def takes(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]
             **{name: hints.get(name, Any) for name in signature.parameters},
             "return": returned,
         }
-        call.__doc__ = f"{inspect.getdoc(function)}\n\n{_rows(record)}"
+        rows = "\n".join(
+            f"- `{o.name}`: {o.help}" for o in declared(cast(type, record))
+        )
+        call.__doc__ = f"{inspect.getdoc(function)}\n\n{rows}"
         return call
 
     return decorate
 
 
-def _rows(record: Any) -> str:
-    """A line of help for each option of a record."""
-    return "\n".join(f"- `{o.name}`: {o.help}" for o in declared(record))
-
-
 def required(option: Option) -> bool:
     """Whether an option has no default."""
     return option.default is MISSING
+
+
+class Range(NamedTuple):
+    """The numbers that an option allows, and the words for them."""
+
+    contains: Callable[[Any], bool]
+    words: str
+    integer: bool = False
+    optional: bool = False
+
+
+def between(least: float, most: float, optional: bool = False) -> Range:
+    """The numbers from `least` to `most`, integers where both are integers."""
+    words, integer = f"{least:g} to {most:g}", isinstance(least, int)
+    return Range(lambda x: least <= x <= most, words, integer, optional)
+
+
+def check_flags(options: object, *fields: str) -> None:
+    """Raise `OptionError` for the first of these attributes that is not a bool."""
+    for field in fields:
+        value = getattr(options, field)
+        if not isinstance(value, bool):
+            raise OptionError(
+                f"{field} {value!r} is not true or false; give True or False", field
+            )
+
+
+def check_ranges(options: object, ranges: Mapping[str, Range]) -> None:
+    """Raise `OptionError` for the first attribute of `options` outside its range."""
+    for field, allowed in ranges.items():
+        value = getattr(options, field)
+        if value is None and allowed.optional:
+            continue
+        kind = Integral if allowed.integer else Real
+        if isinstance(value, bool) or not isinstance(value, kind):
+            words = "an integer" if allowed.integer else "a number"
+            raise OptionError(f"{field} {value!r} is not {words}; give {words}", field)
+        if not allowed.contains(value):
+            name = field.replace("_", " ")
+            raise OptionError(
+                f"{name} {value} is out of range; give {allowed.words}", field
+            )
+
+
+def check_bounds(options: object) -> None:
+    """Raise `OptionError` for the first declared number beyond its flag's bounds."""
+
+    def allowed(option: Option) -> Range:
+        flag, integer = option.flag, option.kind is int
+        most, above = inf if flag.most is None else flag.most, flag.above
+        if above is not None:
+            return Range(lambda x: above < x <= most, f"more than {above:g}", integer)
+        least = -inf if flag.least is None else flag.least
+        return Range(lambda x: least <= x <= most, f"{least:g} or more", integer)
+
+    bounded = [o for o in declared(type(options)) if o.kind in (int, float)]
+    check_ranges(options, {option.name: allowed(option) for option in bounded})

@@ -1,8 +1,4 @@
-"""Imports onnxruntime; if it is missing, any use of `ort` says how to install it.
-
-`import jetdraft` must work without onnxruntime. So the error is raised when a session
-is opened, and it names the extra to install.
-"""
+"""Imports onnxruntime; if it is missing, any use of `ort` says how to install it."""
 
 from __future__ import annotations
 
@@ -13,8 +9,6 @@ from jetdraft.errors import ProviderError
 
 
 class _Missing:
-    """Stands for onnxruntime where it is not installed."""
-
     def __getattr__(self, name: str) -> Any:
         raise ProviderError(
             "onnxruntime is not installed; pip install 'jetdraft[cpu]', or "

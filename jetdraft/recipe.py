@@ -234,11 +234,12 @@ class Recipe:
 
         Raises `BundleError` for a recipe of another version of jetdraft.
         """
-        options = {
-            name: fields[name] for name in cls.__dataclass_fields__ if name in fields
+        own = {
+            name: fields[name]
+            for name in cls.__dataclass_fields__.keys() & fields.keys()
         }
         try:
-            return cls(**{**options, "raised": tuple(fields.get("raised", ()))})
+            return cls(**{**own, "raised": tuple(fields.get("raised", ()))})
         except OptionError as error:
             raise BundleError(
                 f"the recipe in bundle.json cannot be read ({error}); export the "

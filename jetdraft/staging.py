@@ -1,7 +1,4 @@
-"""Writing a bundle: it appears whole or not at all.
-
-`writing` fills a hidden folder beside the output and swaps it in with one rename.
-"""
+"""Writing a bundle: it appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def check_output(output: Path) -> None:
 
 @contextmanager
 def writing(output: str | Path) -> Iterator[Path]:
-    """Give a hidden folder to fill; swap it in as `output` when the block succeeds.
+    """A hidden folder to fill; one rename makes it `output` when the block succeeds.
 
     A failure or a kill at any point leaves `output` as it was. Raises `OutputError`.
 
@@ -51,19 +48,16 @@ def writing(output: str | Path) -> Iterator[Path]:
         ) from error
     try:
         with locked(staging):
-            staging.chmod(0o777 & ~_umask())
+            mask = os.umask(0)  # which can only be read by setting it
+            os.umask(mask)
+            staging.chmod(0o777 & ~mask)
             yield staging
-            _flush(staging)
+            for file in staging.iterdir():  # to the disk before the rename
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
             _swap_in(staging, final)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _umask() -> int:
-    """The process's umask, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _sweep(final: Path) -> None:
@@ -80,13 +74,6 @@ def _sweep(final: Path) -> None:
 
 def _aside(final: Path) -> Path:
     return final.with_name(f".{final.name}.old")
-
-
-def _flush(folder: Path) -> None:
-    """Bring the data to the disk before the rename."""
-    for file in folder.iterdir():
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
 
 
 def _swap_in(staging: Path, final: Path) -> None:

@@ -31,8 +31,7 @@ def toy_bundle(folder: str | Path | None = None) -> Path:
     a chat template. It talks about a robot's sensors, calls `read_sensor` if the tool
     is offered, and continues "The robot sees" and '{"name": "'. Its passes are so
     short that `auto` and adaptive lengths seldom draft; `num_draft_tokens` always does.
-    It needs onnxruntime but not torch. Raises `OutputError` if `folder` is not empty or
-    cannot be written.
+    Raises `OutputError` if `folder` is not empty or cannot be written.
 
         model = jetdraft.load(toy_bundle(), threads=1)
         model.generate("The robot sees", num_draft_tokens=4).text

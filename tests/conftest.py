@@ -7,7 +7,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from jetdraft.export import exporter, tracer
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.graphs import Job
 from jetdraft.export.tracer import KeptTraces
+from jetdraft.files import locked
 from jetdraft.manifest import GraphEntry
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.measured import survey
@@ -67,18 +68,41 @@ class SharedTraces(KeptTraces):
         part.replace(self.folder / key)
 
 
+def folder_of_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that all processes of this run have in common."""
+    base = tmp_path_factory.getbasetemp()
+    # Each worker has a folder of its own in the folder of the run.
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @pytest.fixture(scope="session", autouse=True)
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Trace what several tests export once, in all processes of this run together."""
-    base = tmp_path_factory.getbasetemp()
-    # Each worker has a folder of its own in the folder of the run.
-    run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracer, "KEPT", SharedTraces(run / "traces"))
+        kept = SharedTraces(folder_of_run(tmp_path_factory) / "traces")
+        patch.setattr(tracer, "KEPT", kept)
         # A fifth of a short trace: the table of all operators, always the same.
         registry = functools.cache(ONNXRegistry.from_torchlib)
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(registry))
         yield
+
+
+Once = Callable[[str, Callable[[Path], object]], Path]
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """Make a folder by its name once, in all processes of this run together."""
+    run = folder_of_run(tmp_path_factory)
+
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        with locked(run / f"{name}.lock", wait=True, create=True):
+            if not (mark := run / f"{name}.made").exists():
+                make(run / name)
+                mark.touch()
+        return run / name
+
+    return made
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -140,22 +164,22 @@ def toy_model(toy: Path) -> Iterator[jetdraft.Model]:
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(once: Once) -> Pair:
     """A 3-layer target and a 1-layer drafter with the same tokenizer."""
-    folder = tmp_path_factory.mktemp("checkpoints")
     return Pair(
-        save_checkpoint(folder / "target", llama_config(), seed=0),
-        save_checkpoint(folder / "drafter", drafter_config(), seed=1),
+        once("target", lambda folder: save_checkpoint(folder, llama_config(), seed=0)),
+        once(
+            "drafter", lambda folder: save_checkpoint(folder, drafter_config(), seed=1)
+        ),
     )
 
 
 @pytest.fixture(scope="session")
-def bundle(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(pair: Pair, once: Once) -> Path:
     """The pair as an int8 bundle; copy it before changing anything in it."""
-    output = tmp_path_factory.mktemp("bundles") / "tiny"
     options = ExportOptions(Recipe("int8", 32), capacity=256, max_width=64)
-    export(str(pair.target), output, str(pair.drafter), options)
-    return output
+    target, drafter = map(str, pair)
+    return once("tiny", lambda folder: export(target, folder, drafter, options))
 
 
 @pytest.fixture(scope="session")
@@ -165,16 +189,18 @@ def model(bundle: Path) -> jetdraft.Model:
 
 
 @pytest.fixture(scope="session")
-def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whisper(once: Once) -> Path:
     """A folder with the checkpoint of a tiny Whisper, and a bundle of it.
 
     The bundle's drafter is the target itself.
     """
-    folder = tmp_path_factory.mktemp("whisper")
-    checkpoint = whispers.save(folder / "checkpoint")
-    options = ExportOptions(Recipe("none"), max_width=16)
-    export(str(checkpoint), folder / "bundle", str(checkpoint), options)
-    return folder
+
+    def make(folder: Path) -> None:
+        checkpoint = str(whispers.save(folder / "checkpoint"))
+        options = ExportOptions(Recipe("none"), max_width=16)
+        export(checkpoint, folder / "bundle", checkpoint, options)
+
+    return once("whisper", make)
 
 
 @pytest.fixture(autouse=True, scope="module")

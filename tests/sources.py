@@ -68,13 +68,13 @@ def save_drafter(folder: Path, target: str | Path, slots: int, layers: int = 1) 
     """Write an untrained block drafter, whose weights are moved from the target's."""
     checkpoint = Checkpoint.load(str(target), torch.float32)
     drafter = SourceDrafter(source_config(checkpoint, layers, slots), checkpoint.model)
-    lent = {id(weight) for weight in checkpoint.model.parameters()}
+    shared = {id(weight) for weight in checkpoint.model.parameters()}
     generator = torch.Generator().manual_seed(3)
     tensors = {
         name: weight.detach()
         + 0.2 * weight.std() * torch.randn(weight.shape, generator=generator)
         for name, weight in drafter.named_parameters()
-        if id(weight) not in lent
+        if id(weight) not in shared
     }
     tensors["masks"] = torch.randn(drafter.masks.shape, generator=generator)
     folder.mkdir()

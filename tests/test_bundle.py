@@ -4,7 +4,7 @@ import io
 import json
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -218,7 +218,9 @@ def make_with_head(
         "target": GraphEntry("target.onnx", TARGET, {}, "here", 1),
         "drafter": GraphEntry("drafter.onnx", head, {}, "here", 1, **vocabulary),
     }
-    Bundle(folder, entries, (0,), "cpu", {}).save()
+    Bundle(
+        path=folder, graphs=entries, eos_token_ids=(0,), provider="cpu", tools={}
+    ).save()
     return folder
 
 
@@ -282,7 +284,7 @@ HALVES = Halves("l.onnx", "u.onnx", "lc.onnx", "uc.onnx", 1, 48, scores=False)
 def test_an_entry_stores_where_it_is_cut():
     contract = replace(CONTRACT, kv_shapes=((1, 16),) * 3)
     entry = GraphEntry("a.onnx", contract, {}, "here", 1, halves=HALVES)
-    read = read_record(GraphEntry, json.loads(json.dumps(entry.to_json())))
+    read = read_record(GraphEntry, json.loads(json.dumps(asdict(entry))))
     assert read == entry
     assert len(read.split_contract.upper.kv_shapes) == 1
     assert set(HALVES.files) < set(read.files)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.cli.test_help import test_old_verbs_are_gone as of_the_command_line
+from tests.cli.test_help import test_wrong_usage_is_refused_in_one_line as of_a_command
 from tests.cli.test_train import test_a_missing_target as of_a_training
 from tests.conftest import bundle, pair
 from tests.export.test_function import test_it_exports_a_pair as of_exports
 from tests.fast import is_slow
+from tests.programs import ROOT
 from tests.server.test_desk import test_clients_take_turns as of_a_queue
 
 
@@ -23,7 +20,7 @@ from tests.server.test_desk import test_clients_take_turns as of_a_queue
         (pair, False),
         (of_a_training, True),
         (of_exports, True),
-        (of_the_command_line, False),
+        (of_a_command, False),
         (of_a_queue, False),
     ],
 )
@@ -31,12 +28,11 @@ def test_an_export_is_found_behind_helpers(function, slow):
     assert is_slow(function) == slow
 
 
-def test_both_kinds_are_collected():
-    root = Path(__file__).parents[1]
-    files = ("tests/cli/test_help.py", "tests/cli/test_bench.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--fast", "--collect-only", "-q", *files],
-        cwd=root, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert files[0] in done.stdout, done.stdout
-    assert files[1] not in done.stdout
+def test_both_kinds_are_collected(capsys):
+    fast, slow = ("tests/cli/test_help.py", "tests/cli/test_bench.py")
+    files = [str(ROOT / file) for file in (fast, slow)]
+    how = ("--fast", "--collect-only", "-q", "-p", "no:cacheprovider")
+    pytest.main([*how, f"--rootdir={ROOT}", *files])
+    collected = capsys.readouterr().out
+    assert fast in collected, collected
+    assert slow not in collected

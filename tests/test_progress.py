@@ -3,12 +3,12 @@ from __future__ import annotations
 import re
 import time
 
-from jetdraft.cli import progress
-from jetdraft.cli.progress import ProgressBars
+from jetdraft.cli import console
+from jetdraft.cli.console import ProgressBars
 
 
 def test_without_a_terminal_there_are_lines_also_in_a_long_step(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.02)
+    monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.02)
     printed, until = "", time.monotonic() + 60
     with ProgressBars() as bars:
         bars("measure layers", 2, 30)
@@ -21,7 +21,7 @@ def test_without_a_terminal_there_are_lines_also_in_a_long_step(monkeypatch, cap
 
 
 def test_a_stage_that_printed_a_line_prints_its_end(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.02)
+    monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.02)
     printed, until = "", time.monotonic() + 60
     with ProgressBars() as bars:
         bars("trace target", 0, 1)

@@ -104,8 +104,9 @@ def write_toy(folder: Path, drafter: StepContract, guesses: np.ndarray) -> Path:
         TARGET: _entry(folder, TARGET, TARGET_CONTRACT, LOGITS),
         DRAFTER: _entry(folder, DRAFTER, drafter, guesses),
     }
-    bundle = Bundle(folder, graphs, ends, provider="cpu", tools={})
-    bundle.save()
+    Bundle(
+        path=folder, graphs=graphs, eos_token_ids=ends, provider="cpu", tools={}
+    ).save()
     return folder
 
 

@@ -162,7 +162,6 @@ def report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
 
 
 def _pass_ms(graph: Graph | None) -> dict[int, float]:
-    """Pass times by width; empty without a graph."""
     if graph is None:
         return {}
     widths = [width for width in decoding_widths(graph) if width in CURVE_WIDTHS]

@@ -1,9 +1,7 @@
 """How a tokenizer divides texts: characters per token, by script (Qtok, 2410.12989).
 
-Two models with different tokenizers write the same text in different numbers of
-tokens, so tokens per second do not compare them: characters per second do. A text has
-one row for all of it, and one for each script in it. A draft vocabulary covers each
-script to another degree, and where it does not, nothing is drafted.
+Models with different tokenizers are compared by characters per second, not by tokens. A
+draft vocabulary covers each script to another degree; beyond it nothing is drafted.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -30,10 +28,9 @@ SIGNS = "signs"
 
 @dataclass(frozen=True)
 class TextFigures:
-    """What one script takes in one text.
+    """What one script takes in one text: counts, and the share that can be drafted.
 
-    `characters` and `tokens` are counts; `coverage` is the share of tokens that can be
-    drafted, None where the drafter has the whole vocabulary, or the share is not known.
+    `coverage` is None where the drafter has the whole vocabulary, or is not known.
     """
 
     text: str
@@ -44,26 +41,22 @@ class TextFigures:
 
     @property
     def characters_per_token(self) -> float:
-        """Characters of a token, on average."""
         return self.characters / self.tokens
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""
-        coverage = self.coverage
+        fields = asdict(self)
+        coverage = fields.pop("coverage")
         return {
-            "text": self.text,
-            "script": self.script,
-            "characters": self.characters,
-            "tokens": self.tokens,
+            **fields,
             "characters_per_token": round(self.characters_per_token, 3),
             "coverage": None if coverage is None else round(coverage, 4),
         }
 
     def line(self) -> str:
         """One line for a terminal."""
-        covered = (
-            "" if self.coverage is None else f"{self.coverage:7.1%} can be drafted"
-        )
+        share = self.coverage
+        covered = "" if share is None else f"{share:7.1%} can be drafted"
         return (
             f"{self.text:16} {self.script:12} {self.tokens:7} tokens "
             f"{self.characters_per_token:6.2f} characters/token {covered}"
@@ -110,7 +103,7 @@ def _opened(tokenizer: Path) -> Tokenizer:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """A text's tokens: their ids, and the `pieces` of the text that they stand for.
+    """A text's tokens: ids, and length and script of the piece that each stands for.
 
     Characters that a tokenizer skips belong to the piece after them. Of the tokens of
     one character, as byte-level tokenizers have them, the first has all its length.
@@ -123,7 +116,6 @@ class _Tokens:
 
     @classmethod
     def read(cls, file: Path, tokenizer: Tokenizer) -> _Tokens:
-        """The tokens of a file."""
         text = read_text(file)
         encoding = tokenizer.encode(text, add_special_tokens=False)
         if len(encoding.ids) < 2:
@@ -137,7 +129,6 @@ class _Tokens:
         )
 
     def halves(self) -> tuple[_Tokens, _Tokens]:
-        """The first and the second half."""
         cut = len(self.ids) // 2
         first, second = (
             _Tokens(self.name, self.ids[part], self.lengths[part], self.scripts[part])

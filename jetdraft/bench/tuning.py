@@ -34,25 +34,21 @@ def tune(model: Model, tick: Tick = lambda: None) -> Curve:
 
     `tick` is called `steps(model)` times.
     """
-    with model.parts.held():
-        return _tune(model, tick)
-
-
-def _tune(model: Model, tick: Tick) -> Curve:
     parts = model.parts
-    while parts.survey.step():
-        tick()
-    parts.target.prepare(exact=True)
-    drafter_threads = _best_drafter_threads(model)
-    curve = _measure(parts.target, model.planner.proposers(), tick)
-    model.forget()  # the measurement ran random tokens
-    parts.profiles.keep(
-        parts.profiles.tuning_file,
-        versions={"onnxruntime": ort.__version__, "numpy": np.__version__},
-        curve=curve.to_json(),
-        drafter_threads=drafter_threads,
-    )
-    parts.curve.take(curve)
+    with parts.held():
+        while parts.survey.step():
+            tick()
+        parts.target.prepare(exact=True)
+        drafter_threads = _best_drafter_threads(model)
+        curve = _measure(parts.target, model.planner.proposers(), tick)
+        model.forget()  # the measurement ran random tokens
+        parts.profiles.keep(
+            parts.profiles.tuning_file,
+            versions={"onnxruntime": ort.__version__, "numpy": np.__version__},
+            curve=curve.to_json(),
+            drafter_threads=drafter_threads,
+        )
+        parts.curve.take(curve)
     return curve
 
 
@@ -62,38 +58,38 @@ def steps(model: Model) -> int:
 
 
 def _measure(target: Graph, proposers: Mapping[str, Proposer], tick: Tick) -> Curve:
-    """Measure passes by width and the drafts of each proposer, by method.
-
-    The widths take turns and the shortest time counts, since noise only adds.
-    """
-    context = _context(target)
-    widths = _widths(target)
-    start = min(len(context) // 2, target.contract.capacity - widths[-1] - 1)
-    target.cache.rewind(0)
-    for first in range(0, start, target.contract.max_width):
-        part = context[first : min(start, first + target.contract.max_width)]
+    """Widths take turns and the shortest time counts, since noise only adds."""
+    contract, cache = target.contract, target.cache
+    # Tokens that repeat themselves, so that every proposer has a guess.
+    size = min(64, contract.capacity // 4)
+    context = np.random.default_rng(0).integers(0, contract.vocab_size, size).tolist()
+    context *= 2
+    widest = min(contract.max_width, contract.capacity // 4, WIDEST_MEASURED)
+    start = min(len(context) // 2, contract.capacity - widest - 1)
+    cache.rewind(0)
+    for first in range(0, start, contract.max_width):
+        part = context[first : min(start, first + contract.max_width)]
         target.run(part, last_only=True)
-        target.cache.advance(len(part))
-    tree = target.contract.tree
+        cache.advance(len(part))
     passes, trees = dict[int, float](), dict[int, float]()
     for _ in range(TURNS):
-        for width in widths:
+        for width in range(1, widest + 1):
             tokens = context[:width]
             ms = _ms(partial(target.run, tokens), target)
             passes[width] = min(ms, passes.get(width, ms))
-            if tree and width > 1:
+            if contract.tree and width > 1:
                 # All rows are children of the root, so no row sees another.
                 depths, ancestors = [0] + [1] * (width - 1), [[], *[[0]] * (width - 1)]
                 run_tree = partial(target.run_branches, tokens, depths, ancestors)
                 ms = _ms(run_tree, target)
                 trees[width] = min(ms, trees.get(width, ms))
         tick()
-    compaction = _compaction(target) if tree else 0.0
+    compaction = _compaction_ms(cache) if contract.tree else 0.0
     drafts = {}
     for name, proposer in proposers.items():
         drafts[name] = _draft_ms(proposer, context, target)
         tick()
-    target.cache.rewind(0)
+    cache.rewind(0)
     return Curve(passes, trees, compaction, drafts=drafts)
 
 
@@ -137,38 +133,21 @@ def _round_seconds(target: Graph, drafter: Graph) -> float:
     return time.perf_counter() - start
 
 
-def _widths(target: Graph) -> range:
-    most = min(target.contract.max_width, target.contract.capacity // 4)
-    return range(1, min(WIDEST_MEASURED, most) + 1)
-
-
-def _context(target: Graph) -> list[int]:
-    """Tokens that repeat themselves, so that every proposer has a guess."""
-    random = np.random.default_rng(0)
-    size = min(64, target.contract.capacity // 4)
-    tokens: list[int] = random.integers(0, target.contract.vocab_size, size).tolist()
-    return tokens * 2
-
-
 def _ms(run: Callable[[], Any], timed: Graph | Cache) -> float:
-    """The milliseconds that a call spends inside sessions.
-
-    A controller learns the same time from each round.
-    """
+    """The milliseconds inside sessions, which a controller learns from each round."""
     seconds_before = timed.seconds
     run()
     return 1e3 * (timed.seconds - seconds_before)
 
 
-def _compaction(target: Graph) -> float:
-    """The milliseconds to move one row."""
-    length = target.cache.length
+def _compaction_ms(cache: Cache) -> float:
+    length = cache.length
 
     def move() -> None:
-        target.cache.compact([0, 2])
-        target.cache.rewind(length)
+        cache.compact([0, 2])
+        cache.rewind(length)
 
-    return min(_ms(move, target.cache) for _ in range(TURNS))
+    return min(_ms(move, cache) for _ in range(TURNS))
 
 
 def _show(proposer: Proposer, context: Sequence[int], target: Graph) -> None:
@@ -183,10 +162,7 @@ def _show(proposer: Proposer, context: Sequence[int], target: Graph) -> None:
 
 
 def _draft_ms(proposer: Proposer, context: Sequence[int], target: Graph) -> float:
-    """The median milliseconds of a drafted token, in short drafts.
-
-    Each draft comes after one more token of the context.
-    """
+    """The median milliseconds of a drafted token, in drafts token after token."""
     middle = len(context) // 2
     proposer.begin(context[:middle], Chooser(Sampling()))
     if target.contract.feature_size:

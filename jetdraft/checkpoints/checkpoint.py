@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetdraft.bundle import Defaults
+from jetdraft.bundle import Defaults, Speech
 from jetdraft.checkpoints.defaults import Generation
 from jetdraft.checkpoints.draft_vocabulary import limit, read_ids
 from jetdraft.checkpoints.folder import check_folder, checkpoint_folder, weights_sha256
@@ -45,7 +45,6 @@ from jetdraft.checkpoints.tokenizer_reader import (
 )
 from jetdraft.errors import CheckpointError, printable
 from jetdraft.parsing import read_json_file, read_record
-from jetdraft.speech_tokens import Speech
 
 ProbeSettings = StreamSettings | PromptSettings
 

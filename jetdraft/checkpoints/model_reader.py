@@ -12,6 +12,7 @@ import transformers
 from huggingface_hub import snapshot_download
 from optimum.exporters.tasks import TasksManager
 
+from jetdraft.bundle import HOP, SAMPLE_RATE, WINDOW, Speech
 from jetdraft.checkpoints.attention import IMPLEMENTATION
 from jetdraft.checkpoints.folder import (
     OWN_CODE,
@@ -35,7 +36,6 @@ from jetdraft.checkpoints.source_attention import (
 from jetdraft.checkpoints.source_attention import implement
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 from jetdraft.parsing import RecordError, read_json_file, read_record
-from jetdraft.speech_tokens import HOP, SAMPLE_RATE, WINDOW, Speech
 
 _DECODE, _REWRITE = "text-generation", "text2text-generation"
 _HEAR = "automatic-speech-recognition"

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -61,7 +62,6 @@ class OneLineErrors(click.Command):
     """Turns an error into one line and exit code 2, Ctrl-C into exit code 130."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Run the command and exit."""
         extra["standalone_mode"] = False
         _prepare_streams()
         try:
@@ -121,8 +121,8 @@ def as_typed(error: JetdraftError) -> str:
 def _prepare_streams() -> None:
     """Give a closed standard stream the null device, and let outputs hold any text.
 
-    Without that the next file that is opened, a store perhaps, gets the number of a
-    closed stream, and what libraries print is written there.
+    Otherwise the next file that is opened, a store perhaps, gets the number of a closed
+    stream, and what libraries print.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -137,7 +137,12 @@ def _prepare_streams() -> None:
 @contextmanager
 def _own_warnings() -> Iterator[None]:
     """Print jetdraft's own warnings in one line; drop warnings of other packages."""
-    before, warnings.showwarning = warnings.showwarning, _show_warning
+
+    def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+        if category is UserWarning:
+            click.echo(f"warning: {_line(str(message))}", err=True)
+
+    before, warnings.showwarning = warnings.showwarning, show
     try:
         yield
     finally:
@@ -147,35 +152,25 @@ def _own_warnings() -> Iterator[None]:
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """Let SIGTERM clean up as Ctrl-C does; only the main thread can receive it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _terminate)
+    if is_main := threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """Exit by an exception.
+    """Exit by an exception; send the signal again where a finalizer would drop it.
 
-    Python ignores an exception in a finalizer, so there the signal is sent again. The
-    import of transformers leaves many objects to finalize.
+    The import of transformers leaves many objects to finalize.
     """
-    if not _is_finalizing(frame):
+    if all(caller.f_code.co_name != "__del__" for caller, _ in walk_stack(frame)):
         sys.exit(128 + number)
     again = threading.Timer(FINALIZING_SECONDS, os.kill, (os.getpid(), number))
     again.daemon = True
     again.start()
-
-
-def _is_finalizing(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_name == "__del__":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _is_full_disk(error: OSError) -> bool:
@@ -183,13 +178,6 @@ def _is_full_disk(error: OSError) -> bool:
     if error.errno is None:
         return _SHORT_WRITE.fullmatch(str(error)) is not None
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def _show_warning(
-    message: Warning | str, category: type[Warning], *where: Any, **more: Any
-) -> None:
-    if category is UserWarning:
-        click.echo(f"warning: {_line(str(message))}", err=True)
 
 
 def _fail(message: str) -> NoReturn:
@@ -203,22 +191,19 @@ def _line(message: str) -> str:
 
 
 def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value and not ctx.resilient_parsing:
-        click.echo(f"jetdraft {__version__}\n{_versions()}")
-        ctx.exit()
-
-
-def _versions() -> str:
-    """onnxruntime's version, and the providers installed with it."""
+    if not value or ctx.resilient_parsing:
+        return
     # onnxruntime takes a quarter of a second, which no other verb should pay.
     from jetdraft.devices.providers import installed
     from jetdraft.ort import ort
 
+    click.echo(f"jetdraft {__version__}")
     try:
         providers = ", ".join(installed())
+        click.echo(f"onnxruntime {ort.__version__}\nproviders {providers}")
     except ProviderError:
-        return "onnxruntime is not installed"
-    return f"onnxruntime {ort.__version__}\nproviders {providers}"
+        click.echo("onnxruntime is not installed")
+    ctx.exit()
 
 
 @click.group(cls=Verbs)

@@ -10,20 +10,9 @@ from typing import Any
 import click
 
 from jetdraft.bench import benchmark
-from jetdraft.cli.command import Command, option
-from jetdraft.cli.flags import (
-    SAMPLING,
-    bundle_argument,
-    generate_options,
-    integers,
-    json_option,
-    prompts_option,
-    report_option,
-    runtime_options,
-    write_json,
-)
-from jetdraft.cli.progress import ProgressBars
-from jetdraft.cli.prompts import read_prompts
+from jetdraft.cli import flags
+from jetdraft.cli.command import Command, integers, option
+from jetdraft.cli.console import ProgressBars, read_prompts
 from jetdraft.devices.detection import detect
 from jetdraft.devices.rails import Meter
 from jetdraft.runtime.model import load
@@ -33,8 +22,8 @@ from jetdraft.runtime.planning.options import GenerateOptions, Options
 
 
 @click.command("bench", cls=Command)
-@bundle_argument
-@prompts_option
+@flags.bundle_argument
+@flags.prompts_option
 @option(
     "measurement",
     "--methods",
@@ -55,10 +44,10 @@ from jetdraft.runtime.planning.options import GenerateOptions, Options
     show_default=True,
     help="Runs of each method over all prompts; the table has their medians.",
 )
-@generate_options("max_new_tokens", *SAMPLING, max_new_tokens=96)
-@runtime_options()
-@json_option
-@report_option
+@flags.generate_options("max_new_tokens", *flags.SAMPLING, max_new_tokens=96)
+@flags.runtime_options()
+@flags.json_option
+@flags.report_option
 def command(
     bundle: Path,
     prompts_file: Path | None,
@@ -100,15 +89,14 @@ def command(
     else:
         _show(report)
     if output is not None:
-        write_json(output, report)
+        flags.write_json(output, report)
 
 
 def _show(report: dict[str, Any]) -> None:
     """Print the report as a table; rows that lose to plain decoding stay."""
     click.echo(
-        f"{'method':8} {'K':>4} {'exact':5} {'tokens/s':>9} {'chars/s':>8} "
-        f"{'speedup':>8} "
-        f"{'tok/pass':>8} {'accepted':>8} {'first s':>8} {'host ms':>8}  same text"
+        "method      K exact  tokens/s  chars/s  speedup tok/pass accepted  first s  "
+        "host ms  same text"
     )
     for row in report["rows"]:
         length = row["num_draft_tokens"] or "-"
@@ -137,6 +125,5 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _cell(value: float | None, digits: int, width: int = 8) -> str:
-    """Return a number, or a dash if it was not measured."""
     text = "-" if value is None else f"{value:.{digits}f}"
     return f"{text:>{width}}"

@@ -9,17 +9,9 @@ from pathlib import Path
 
 import click
 
+from jetdraft.cli import flags
 from jetdraft.cli.command import Command, option
-from jetdraft.cli.flags import (
-    CONSTRAINTS,
-    SAMPLING,
-    bundle_argument,
-    generate_options,
-    runtime_options,
-    with_defaults,
-)
-from jetdraft.cli.prompts import read_line
-from jetdraft.cli.summary import announce_first_run, summary
+from jetdraft.cli.console import announce_first_run, read_line, summary
 from jetdraft.errors import JetdraftError
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.model import load
@@ -35,7 +27,7 @@ HELP = """/stats       print the stats of the last reply
 
 
 @click.command("chat", cls=Command)
-@bundle_argument
+@flags.bundle_argument
 @option("prompt", "--system", help="The system message.")
 @option(
     "prompt",
@@ -43,11 +35,11 @@ HELP = """/stats       print the stats of the last reply
     is_flag=True,
     help="Drop the oldest turns when the buffers are full.",
 )
-@generate_options(
-    *("max_new_tokens", *SAMPLING, *CONSTRAINTS, "method", "drafting"),
+@flags.generate_options(
+    *("max_new_tokens", *flags.SAMPLING, *flags.CONSTRAINTS, "method", "drafting"),
     max_new_tokens=512,
 )
-@runtime_options("store")
+@flags.runtime_options("store")
 def command(
     bundle: Path,
     system: str | None,
@@ -58,7 +50,7 @@ def command(
     """Talk to BUNDLE's model, line by line; /help lists the commands."""
     with load(bundle, **runtime) as model:
         announce_first_run(model)
-        fields = with_defaults(options, model)
+        fields = flags.with_defaults(options, model)
         talk = Conversation(model, system, drop_oldest, **fields)
         # Raises for a missing template or a bad option, before the first line is read.
         model.stream(token_ids=model.chat_prompt([user("")]), **fields)
@@ -76,7 +68,6 @@ def command(
 
 
 def _read_line() -> str | None:
-    """Return the next line, or None at the end of input."""
     try:
         return input("> ") if sys.stdin.isatty() else read_line()
     except EOFError:
@@ -102,7 +93,6 @@ def _succeeds(
 
 
 def _answer(talk: Conversation, line: str) -> None:
-    """Print the reply to a line as it comes."""
     with contextlib.suppress(KeyboardInterrupt):  # the reply so far is kept
         for piece in talk.say(line):
             click.echo(piece.text, nl=False)
@@ -114,17 +104,13 @@ def _obey(talk: Conversation, line: str) -> None:
     order, *rest = line.split(maxsplit=1)
     if order == "/reset":
         talk.reset()
+    elif order == "/stats" and talk.last is not None:
+        stats = talk.last.stats
+        kept = f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens kept"
+        click.echo(f"{summary(stats)}\n{kept}", err=True)
     elif order == "/stats":
-        click.echo(_stats(talk), err=True)
+        click.echo("there is no reply yet", err=True)
     elif order in ("/save", "/load") and rest:
         (talk.save if order == "/save" else talk.load)(rest[0])
     else:
         click.echo(HELP, err=True)
-
-
-def _stats(talk: Conversation) -> str:
-    if talk.last is None:
-        return "there is no reply yet"
-    stats = talk.last.stats
-    reused = f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens kept"
-    return f"{summary(stats)}\n{reused}"

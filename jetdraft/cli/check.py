@@ -4,33 +4,46 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import click
+import numpy as np
 
 from jetdraft.bench.text_figures import ALL, TextFigures, text_figures
-from jetdraft.bench.verification import Comparison, compare_methods
 from jetdraft.bundle import Bundle
+from jetdraft.cli import flags
 from jetdraft.cli.command import Command, option
-from jetdraft.cli.description import describe
-from jetdraft.cli.flags import (
-    bundle_argument,
-    json_option,
-    runtime_options,
-    texts_option,
-)
-from jetdraft.cli.progress import ProgressBars
-from jetdraft.errors import CheckError, OptionError
+from jetdraft.cli.console import ProgressBars
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.errors import CheckError, OptionError, printable
 from jetdraft.export.draft_acceptance import TOLERANCE, fallen, measured_again
+from jetdraft.manifest import GraphEntry
 from jetdraft.runtime.measured.survey import pass_times
 from jetdraft.runtime.measured.widths import Widths
-from jetdraft.runtime.model import load
+from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.passes.opener import LoadOptions
+from jetdraft.runtime.planning.drafting import Drafting
+from jetdraft.runtime.planning.registry import AUTO, NONE, methods, methods_of
+from jetdraft.runtime.speech.segments import SECONDS_PER_SLOT
+
+MAX_LINE_CHARS = 1000
+"""The most characters of a line, which may hold a long path."""
+
+_SETTINGS: tuple[dict[str, float | int], ...] = (
+    {},
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 1.2, "seed": 2, "top_k": 40, "top_p": 0.95},
+)
+_DRAFT_LENGTHS = (1, 2, 4, None)
+_TOKENS = 96
+"""How and how much `compare_methods` generates."""
 
 
 @click.command("check", cls=Command)
-@bundle_argument
+@flags.bundle_argument
 @option(
     "measurement",
     "--run/--no-run",
@@ -38,9 +51,9 @@ from jetdraft.runtime.passes.opener import LoadOptions
     show_default=True,
     help="Run the bundle; --no-run only checks its files and prints its manifest.",
 )
-@texts_option
-@runtime_options()
-@json_option
+@flags.texts_option
+@flags.runtime_options()
+@flags.json_option
 def command(
     bundle: Path,
     run: bool,
@@ -89,7 +102,12 @@ def command(
         }
         click.echo(json.dumps(fields))
     if acceptance is not None and fallen(*acceptance):
-        _warn_of_acceptance(*acceptance)
+        click.echo(
+            "warning: the target accepts fewer drafted tokens than at export, by more "
+            f"than {TOLERANCE}: {_acceptance_line(*acceptance)}; export the drafter "
+            "again, or choose another provider for it",
+            err=True,
+        )
     wrong = sum(one.first_difference is not None for one in comparisons)
     if wrong:
         raise CheckError(
@@ -101,7 +119,6 @@ def command(
 
 
 def _text_figures(bundle: Bundle, texts: Sequence[Path]) -> list[TextFigures]:
-    """What the bundle's tokenizer makes of these texts; raises `OptionError`."""
     if not texts:
         return []
     if bundle.tokenizer is None:
@@ -163,17 +180,7 @@ def _width_lines(widths: Widths) -> Iterator[str]:
         )
 
 
-def _warn_of_acceptance(exported: list[float], measured: list[float]) -> None:
-    click.echo(
-        f"warning: the target accepts fewer drafted tokens than at export, by more "
-        f"than {TOLERANCE}: {_acceptance_line(exported, measured)}; export the drafter "
-        "again, or choose another provider for it",
-        err=True,
-    )
-
-
 def _acceptance_line(exported: list[float], measured: list[float]) -> str:
-    """The shares by the position in a draft."""
     now, before = (
         " ".join(f"{share:.2f}" for share in shares) for shares in (measured, exported)
     )
@@ -181,7 +188,6 @@ def _acceptance_line(exported: list[float], measured: list[float]) -> str:
 
 
 def _text_line(comparison: Comparison) -> str:
-    """Describe one method's text beside the text of plain decoding."""
     name = comparison.method
     if comparison.num_draft_tokens:
         name += f" {comparison.num_draft_tokens}"
@@ -190,3 +196,153 @@ def _text_line(comparison: Comparison) -> str:
     if comparison.first_difference is not None:
         verdict = f"differs at token {comparison.first_difference}"
     return f"{name:37} {settings:43} {verdict}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One method against plain decoding: `first_difference` is None if they agree."""
+
+    method: str
+    num_draft_tokens: int | None
+    settings: dict[str, float | int]
+    tokens: int
+    first_difference: int | None
+
+
+def compare_methods(model: Model) -> Iterator[Comparison]:
+    """Generate with every method, greedy and sampling, and compare token by token."""
+    contract = model.bundle.target.contract
+    # Repetitive, so that lookup has something to find.
+    words = np.random.default_rng(5).integers(0, contract.vocab_size, 12)
+    prompt = np.tile(words, 3)[: max(1, contract.capacity // 4)].tolist()
+    count = min(_TOKENS, contract.capacity - len(prompt))
+    for settings in _SETTINGS:
+        options: dict[str, Any] = {"max_new_tokens": count, "ignore_eos": True}
+        options |= settings
+        plain = model.generate(token_ids=prompt, method=NONE, **options).token_ids
+        for name, length, way in _ways(model):
+            ids = model.generate(token_ids=prompt, **way, **options).token_ids
+            pairs = enumerate(zip_longest(plain, ids))
+            difference = next((i for i, (one, other) in pairs if one != other), None)
+            yield Comparison(name, length, settings, len(plain), difference)
+
+
+def _ways(model: Model) -> Iterator[tuple[str, int | None, dict[str, Any]]]:
+    """A name, a draft length and the options of each way to decode."""
+    for name in model.methods:
+        if name == NONE or not _runs(model, Drafting(name)):
+            continue
+        for length in _DRAFT_LENGTHS:
+            yield name, length, {"method": name, "num_draft_tokens": length}
+        for settings in methods()[name].samples:
+            if _runs(model, Drafting(name, settings=settings)):
+                words = ",".join(f"{key}={value}" for key, value in settings.items())
+                way = {"method": name, "drafting": settings}
+                yield f"{name} {words}", None, way
+    yield AUTO, None, {"method": AUTO}
+
+
+def _runs(model: Model, drafting: Drafting) -> bool:
+    """Whether the bundle has what it takes, and this machine keeps it exact."""
+    try:
+        model.planner.proposer_set(drafting)
+        model.planner.target(drafting)
+    except OptionError:
+        return False
+    return True
+
+
+def describe(bundle: Bundle) -> str:
+    """The graphs, shapes, quantization and bytes of a bundle, line by line."""
+    return "\n".join(printable(line, MAX_LINE_CHARS) for line in _lines(bundle))
+
+
+def _lines(bundle: Bundle) -> Iterator[str]:
+    contract = bundle.target.contract
+    ends = ", ".join(map(str, bundle.eos_token_ids)) or "none"
+    yield f"bundle      {bundle.path} (sha256 {bundle.sha256[:12]})"
+    yield f"methods     {', '.join(methods_of(bundle))}"
+    yield f"provider    {bundle.provider}"
+    if bundle.drafter_provider:
+        yield f"drafter on  {bundle.drafter_provider}"
+    yield f"flavour     {bundle.flavour}"
+    yield f"vocabulary  {contract.vocab_size}, end of text {ends}"
+    yield f"capacity    {contract.capacity} tokens, {contract.max_width} rows"
+    if bundle.generation:
+        options = dict[str, object](bundle.generation)
+        if "logit_bias" in options:
+            options["logit_bias"] = f"of {len(bundle.generation['logit_bias'])} tokens"
+        yield f"defaults    {', '.join(f'{n} {value}' for n, value in options.items())}"
+    for line in bundle.passed_over:
+        yield f"passed over {line}"
+    for name, entry in bundle.graphs.items():
+        yield from _graph_lines(name, entry)
+    yield ""
+    yield "files"
+    for name, file in bundle.files.items():
+        yield f"  {name:22} {file['bytes']:>13,}  {file['sha256'][:12]}"
+    versions = ", ".join(f"{tool} {version}" for tool, version in bundle.tools.items())
+    yield ""
+    yield f"made with {versions}"
+
+
+def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
+    contract = entry.contract
+    yield ""
+    yield f"{name}  {entry.file} from {entry.source}"
+    if entry.tree_file is None and contract.kv_shapes and not contract.block:
+        yield "  trees         none: the model attends in sliding windows"
+    elif entry.tree_file is not None:
+        yield f"  trees         {entry.tree_file}, weights of {entry.file}.data"
+    if entry.encoder_file is not None:
+        most = f"sources of up to {contract.source_slots} tokens"
+        if contract.source_bins:
+            seconds = contract.source_slots * SECONDS_PER_SLOT
+            most = f"{contract.source_bins} mel bins, windows of {seconds:g} s"
+        yield f"  encoder       {entry.encoder_file}, {most}"
+    if entry.selection is not None:
+        some = f"{entry.selection.rows} of {contract.capacity} KV rows in a pass"
+        yield f"  select        {entry.select_file}, {some}: a drafter, or lossy"
+    if entry.streams is not None:
+        streams = entry.streams
+        if "layers" in streams:
+            layers = f"in the top {streams['layers']} layers"
+            yield f"  streams       {streams['gamma']} {layers}, {streams['mode']}"
+        else:
+            members = f"{streams['gamma']} with {streams['members']} embeddings each"
+            yield f"  {streams['mode']:13} {members}"
+    yield from _head(contract)
+    yield f"  parameters    {entry.parameters:,}"
+    yield f"  quantization  {entry.scheme}; floats are {contract.dtype}"
+    if contract.kv_shapes:
+        shapes = sorted(set(contract.kv_shapes))
+        heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)
+        yield f"  layers        {len(contract.kv_shapes)}, KV heads {heads}"
+        size = sum(
+            int(np.prod(spec.sized())) * np.dtype(spec.dtype).itemsize
+            for spec in contract.buffers("past")
+        )
+        yield f"  KV buffers    {size / 1e6:.1f} MB"
+    for side, specs in (("inputs", contract.inputs), ("outputs", contract.outputs)):
+        yield f"  {side}"
+        for spec in specs:
+            # The buffers of layer 0 stand for the buffers of all layers.
+            if spec.name.endswith(".0") or "." not in spec.name:
+                axes = " x ".join(map(str, spec.shape))
+                yield f"    {spec.name:22} {spec.dtype:8} {axes}"
+
+
+def _head(contract: StepContract) -> Iterator[str]:
+    """The lines about what a drafter's graph reads and guesses."""
+    if contract.feature_input:
+        ids = f"{contract.choices:,} of {contract.vocab_size:,} tokens"
+        yield f"  head          features of width {contract.feature_input}, {ids}"
+    if contract.recent:
+        yield f"  recent        {contract.recent} tokens before each row's"
+    if contract.ahead:
+        yield f"  ahead         {contract.ahead} tokens in a pass over as many rows"
+    for layer, *_ in contract.reads:
+        yield f"  reads         the target's keys and values of layer {layer}"
+    if contract.guesses:
+        place = "in a block behind the last row" if contract.block else "from one row"
+        yield f"  guesses       {contract.guesses} tokens {place}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, is_typeddict
@@ -44,10 +45,7 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """A command whose help lists its options in groups.
-
-    @click.command("generate", cls=Command)
-    """
+    """A command whose help lists its options in groups."""
 
     def format_options(
         self, ctx: click.Context, formatter: click.HelpFormatter
@@ -76,19 +74,26 @@ class LazyGroup(click.Group):
     summaries: Mapping[str, str]
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names in the order of `summaries`."""
+        """The names in the order of `summaries`."""
         return list(self.summaries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return a command, or None for an unknown name."""
         if cmd_name not in self.summaries:
             return None
-        command: click.Command = self.load(cmd_name).command
+        module = importlib.import_module(f"{self.package}.{cmd_name}")
+        command: click.Command = module.command
         return command
 
-    def load(self, name: str) -> Any:
-        """Import the module of a command."""
-        return importlib.import_module(f"{self.package}.{name}")
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does; the refusal of an unknown name lists the commands."""
+        name, names = args[0], ", ".join(self.summaries)
+        is_word = not name.startswith("-") and not ctx.resilient_parsing
+        if is_word and self.get_command(ctx, name) is None:
+            raise click.UsageError(f"No such command {name!r}; choose {names}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(
         self, ctx: click.Context, formatter: click.HelpFormatter
@@ -119,7 +124,7 @@ def together(*decorators: Decorator) -> Decorator:
     return decorate
 
 
-def flags(
+def keywords(
     record: type[Any], /, *, only: Collection[str] | None = None, **defaults: Any
 ) -> Decorator:
     """Decorate a command with a flag for each declared field of a record.
@@ -127,7 +132,7 @@ def flags(
     The command gets the fields as keywords, all or `only` some; `defaults` replace the
     record's.
 
-        @flags(ExportRequest)
+        @keywords(ExportRequest)
     """
     return together(*(_as_click(o, defaults) for o in _chosen(record, only)))
 
@@ -144,7 +149,7 @@ def given(
     only: Collection[str] | None = None,
     **defaults: Any,
 ) -> Decorator:
-    """As `flags`, but the command gets all of them as one `record` named `name`.
+    """As `keywords`, but the command gets one `record` named `name`.
 
     A `TypedDict` has the options that were given only.
 
@@ -160,18 +165,23 @@ def given(
                 own = {n: value for n, value in own.items() if value not in (None, ())}
             return function(**{name: record(**own)}, **options)
 
-        return flags(record, only=only, **defaults)(command)
+        return keywords(record, only=only, **defaults)(command)
 
     return decorate
 
 
 def _as_click(declared_option: Declared, defaults: Mapping[str, Any]) -> Decorator:
-    """A declared field as an option of click."""
     flag, kind = declared_option.flag, declared_option.kind
-    default = defaults.get(declared_option.name, declared_option.default)
+    default, help_ = declared_option.default, declared_option.help
+    default = defaults.get(declared_option.name, default)
+    if flag.unset and default is None:
+        help_ = f"{help_.removesuffix('.')}; default: {flag.unset}."
     long = f"--{declared_option.name.replace('_', '-')}"
     settings: dict[str, Any] = {"metavar": flag.metavar}
-    if kind is bool:
+    if flag.commas:
+        names = flag.names or (long,)
+        settings |= {"callback": _comma_list, "default": None}
+    elif kind is bool:
         names = flag.names or ((f"{long}/--no-{long[2:]}",) if default else (long,))
         settings |= {"is_flag": True, "default": bool(default)}
         settings["show_default"] = any("/" in name for name in names)
@@ -184,16 +194,27 @@ def _as_click(declared_option: Declared, defaults: Mapping[str, Any]) -> Decorat
         if required(declared_option) and declared_option.name not in defaults:
             settings["required"] = True
         elif default not in (None, (), ""):
-            settings |= {"default": default, "show_default": True}
+            settings |= {"default": default, "show_default": flag.show_default}
         elif default == "":
             settings["default"] = ""
-    return option(
-        flag.group, *names, declared_option.name, help=declared_option.help, **settings
-    )
+    return option(flag.group, *names, declared_option.name, help=help_, **settings)
+
+
+def _comma_list(context: Any, param: Any, value: str | None) -> tuple[int, ...]:
+    return tuple(integers(value, param.opts[0])) if value else ()
+
+
+def integers(text: str, option: str) -> list[int]:
+    """Parse a comma list of integers."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise click.BadParameter(
+            f"{text!r} is not a comma list of integers", param_hint=option
+        ) from error
 
 
 def _type(declared_option: Declared) -> Any:
-    """The type of a value, as click checks it."""
     flag, kind = declared_option.flag, declared_option.kind
     if flag.choices:
         return _Choice(flag.choices, kind)
@@ -217,14 +238,16 @@ class _Choice(click.Choice):  # type: ignore[type-arg]
         return self.kind(super().convert(str(value), param, ctx))
 
 
-def extra_module(name: str, doing: str, extra: str) -> Any:
-    """Import a module that needs the packages of an extra.
+@contextmanager
+def importing(doing: str, extra: str) -> Iterator[None]:
+    """Import what needs the packages of an extra; `doing` says what for.
 
-    Raises `JetdraftError`, with the command that installs them, if a package is
-    missing. `doing` says in that error what needs the package.
+    Raises `JetdraftError`, with the command that installs them, if one is missing.
+
+        with importing("serving", "serve"): ...
     """
     try:
-        return importlib.import_module(name)
+        yield
     except ImportError as error:
         raise JetdraftError(
             f"{doing} needs {error.name}; pip install 'jetdraft[cpu,{extra}]'"

@@ -114,10 +114,9 @@ def _show_profile(device: Device, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact about the machine: `what` was examined and `found`.
+    """What was examined and found; `fix` is what to do, "" where all is well.
 
-    `fix` is what to do, empty where all is well. A `wrong` finding keeps jetdraft from
-    running; other findings with a fix cost speed.
+    A `wrong` finding keeps jetdraft from running; others with a fix cost speed.
     """
 
     what: str
@@ -137,10 +136,9 @@ def examine(
 
 
 def _onnxruntime() -> Iterator[Finding]:
-    version = ort.__version__
-    parts = tuple(int(part) for part in version.split(".")[:2])
+    parts = tuple(int(part) for part in ort.__version__.split(".")[:2])
     fix = "" if parts >= OLDEST_ORT else "pip install 'onnxruntime>=1.29'"
-    yield Finding("onnxruntime", version, fix, wrong=bool(fix))
+    yield Finding("onnxruntime", ort.__version__, fix, wrong=bool(fix))
 
 
 def _system(machine: Machine) -> Iterator[Finding]:
@@ -172,9 +170,8 @@ def _system(machine: Machine) -> Iterator[Finding]:
 
 def _state(machine: Machine) -> Iterator[Finding]:
     if machine.available_mb is not None:
-        fix = ""
-        if machine.available_mb < LEAST_FREE_MB:
-            fix = "close other programs, or boot without a desktop"
+        is_little = machine.available_mb < LEAST_FREE_MB
+        fix = "close other programs, or boot without a desktop" if is_little else ""
         total = f" of {machine.memory_mb:.0f}" if machine.memory_mb else ""
         yield Finding("free memory", f"{machine.available_mb:.0f}{total} MB", fix)
     if machine.board is None:
@@ -184,9 +181,8 @@ def _state(machine: Machine) -> Iterator[Finding]:
         yield Finding("swap", f"{machine.swap_mb:.0f} MB", fix)
     yield _power(machine)
     if machine.gpu_mhz is not None and machine.gpu_max_mhz is not None:
-        fix = ""
-        if machine.gpu_mhz < machine.gpu_max_mhz:
-            fix = "for steady figures: sudo jetson_clocks"
+        is_slow = machine.gpu_mhz < machine.gpu_max_mhz
+        fix = "for steady figures: sudo jetson_clocks" if is_slow else ""
         clocks = f"{machine.gpu_mhz:.0f} of {machine.gpu_max_mhz:.0f} MHz"
         yield Finding("gpu clock", clocks, fix)
 
@@ -212,25 +208,19 @@ def _provider(state: Presence, machine: Machine) -> Finding:
         return Finding(what, "runs")
     if state.name == "cpu":
         return Finding(what, state.reason, "reinstall onnxruntime", wrong=True)
-    fix, kind = "", _kind(state.reason)
-    is_useless = kind in _DRIVERS and not may_have_gpu
-    if (machine.board is not None or state.compiled) and not is_useless:
-        fix = {
-            "no code": "build onnxruntime for it: deploy/jetson",
-            "needs": "install that library, or put its folder into LD_LIBRARY_PATH",
-            "driver": "install a newer driver, or an older build",
-            "without": "install a build that has it: deploy/jetson",
-            "plug-in": "pip install --upgrade 'jetdraft[webgpu]'",
-            "Vulkan": "install the GPU's driver: deploy/jetson",
-            "libvulkan": "apt install libvulkan1",
-        }.get(kind, "")
-    return Finding(what, state.reason, fix)
+    kind = next((kind for kind in _FIXES if kind in state.reason), "")
+    is_useless = kind in ("libvulkan", "Vulkan") and not may_have_gpu
+    may_run = (machine.board is not None or state.compiled) and not is_useless
+    return Finding(what, state.reason, _FIXES.get(kind, "") if may_run else "")
 
 
-_DRIVERS = ("libvulkan", "Vulkan")
-"""Kinds of reasons whose fix helps only where there is a GPU."""
-
-
-def _kind(reason: str) -> str:
-    kinds = ("plug-in", "libvulkan", "Vulkan", "no code", "needs", "driver", "without")
-    return next((kind for kind in kinds if kind in reason), "")
+_FIXES = {
+    "plug-in": "pip install --upgrade 'jetdraft[webgpu]'",
+    "libvulkan": "apt install libvulkan1",
+    "Vulkan": "install the GPU's driver: deploy/jetson",
+    "no code": "build onnxruntime for it: deploy/jetson",
+    "needs": "install that library, or put its folder into LD_LIBRARY_PATH",
+    "driver": "install a newer driver, or an older build",
+    "without": "install a build that has it: deploy/jetson",
+}
+"""By words in the reason why a provider cannot run; the first that fits counts."""

@@ -9,17 +9,16 @@ from typing import Any
 import click
 
 from jetdraft.cli import Verbs
-from jetdraft.cli.command import Command, flags
-from jetdraft.cli.description import scheme
+from jetdraft.cli.command import Command, keywords
+from jetdraft.cli.console import ProgressBars
 from jetdraft.cli.flags import output_option
-from jetdraft.cli.progress import ProgressBars
 from jetdraft.export.request import ExportRequest, export
 from jetdraft.runtime.planning.registry import methods_of
 
 
 @click.command("export", cls=Command)
 @click.argument("target")
-@flags(ExportRequest)
+@keywords(ExportRequest)
 @output_option("Write the bundle to this folder; a bundle there is replaced.")
 def command(target: str, output: Path, **options: Any) -> None:
     """Export TARGET, a checkpoint folder, GGUF file or hub id, to a bundle."""
@@ -31,7 +30,7 @@ def command(target: str, output: Path, **options: Any) -> None:
     for name, entry in bundle.graphs.items():
         kl = entry.quantization.get("kl")
         kl_text = f", KL {kl:.2g}" if kl is not None else ""
-        click.echo(f"{name}: {scheme(entry)}{kl_text}", err=True)
+        click.echo(f"{name}: {entry.scheme}{kl_text}", err=True)
 
 
 class _OptimumExports(Verbs):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, cast
 
 import click
 
-from jetdraft.cli.command import Decorator, flags, given, option
-from jetdraft.cli.prompts import read_input
+from jetdraft.cli.command import Decorator, given, keywords, option
+from jetdraft.cli.console import read_input
 from jetdraft.files import check_place, write_text
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.opener import LoadOptions
@@ -36,17 +37,8 @@ json_option = option(
     help="Print JSON, and nothing else, to standard output.",
 )
 
-threads_option = flags(LoadOptions, only=("threads",))
-temperature_option = flags(GenerateOptions, only=("temperature",))
-
-training_seed_option = option(
-    "sampling",
-    "--seed",
-    type=int,
-    default=0,
-    show_default=True,
-    help="Seed of the random numbers; the same seed gives the same training.",
-)
+threads_option = keywords(LoadOptions, only=("threads",))
+temperature_option = keywords(GenerateOptions, only=("temperature",))
 
 prompts_option = option(
     "prompt",
@@ -84,7 +76,7 @@ def runtime_options(*more: str) -> Decorator:
 
 def new_tokens_option(default: int) -> Decorator:
     """Return -n/--max-new-tokens with a verb's default."""
-    return flags(GenerateOptions, only=("max_new_tokens",), max_new_tokens=default)
+    return keywords(GenerateOptions, only=("max_new_tokens",), max_new_tokens=default)
 
 
 def generate_options(*names: str, **defaults: Any) -> Decorator:
@@ -110,7 +102,6 @@ def generate_options(*names: str, **defaults: Any) -> Decorator:
 
 
 def _settings(values: Sequence[str]) -> dict[str, str]:
-    """Parse KEY=VALUE options; a key may have dashes or underscores."""
     settings = {}
     for value in values:
         key, separator, text = value.partition("=")
@@ -133,19 +124,15 @@ def output_option(what: str) -> Decorator:
 
 
 def _report_file(context: Any, param: Any, value: Path | None) -> Path | None:
-    """Refuse what `new_file` refuses, and a file that is not a report."""
-    if value is not None and value.is_file() and not _is_report(value):
-        raise click.BadParameter(f"{value} holds no report; choose another file")
+    """Refuse what `new_file` refuses, and a file with anything but a report."""
+    if value is not None and value.is_file():
+        is_report = False
+        with suppress(OSError, ValueError, TypeError, RecursionError):
+            text = value.read_text(encoding="utf-8")
+            is_report = not text or "rows" in dict(json.loads(text))
+        if not is_report:
+            raise click.BadParameter(f"{value} holds no report; choose another file")
     return new_file(value)
-
-
-def _is_report(file: Path) -> bool:
-    """Whether the file is empty, or holds the rows of an earlier report."""
-    try:
-        text = file.read_text(encoding="utf-8")
-        return not text or "rows" in dict(json.loads(text))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return False
 
 
 def new_file(value: Path | None) -> Path | None:
@@ -175,16 +162,6 @@ report_option = option(
 def write_json(file: Path, fields: Any) -> None:
     """Write a report; the file appears whole. Raises `OutputError`."""
     write_text(file, json.dumps(fields, indent=2) + "\n")
-
-
-def integers(text: str, option: str) -> list[int]:
-    """Parse a comma list of integers."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise click.BadParameter(
-            f"{text!r} is not a comma list of integers", param_hint=option
-        ) from error
 
 
 user_option = option(

@@ -6,21 +6,9 @@ from pathlib import Path
 
 import click
 
+from jetdraft.cli import flags
 from jetdraft.cli.command import Command, option
-from jetdraft.cli.flags import (
-    CONSTRAINTS,
-    DRAFTING,
-    PATH,
-    SAMPLING,
-    bundle_argument,
-    explain_option,
-    generate_options,
-    json_option,
-    runtime_options,
-    with_defaults,
-)
-from jetdraft.cli.prompts import read_prompt
-from jetdraft.cli.summary import announce_first_run, write_out
+from jetdraft.cli.console import announce_first_run, read_prompt, write_out
 from jetdraft.errors import OptionError
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.passes.opener import LoadOptions
@@ -34,11 +22,14 @@ ENDING = ("max_new_tokens", "stop", "ignore_eos")
 
 
 @click.command("generate", cls=Command)
-@bundle_argument
+@flags.bundle_argument
 @click.argument("text", required=False)
 @option("prompt", "-p", "--prompt", help='The prompt; "-" reads standard input.')
 @option(
-    "prompt", "--prompt-file", type=PATH, help="Read the prompt from this UTF-8 file."
+    "prompt",
+    "--prompt-file",
+    type=flags.PATH,
+    help="Read the prompt from this UTF-8 file.",
 )
 @option(
     "prompt",
@@ -46,18 +37,18 @@ ENDING = ("max_new_tokens", "stop", "ignore_eos")
     is_flag=True,
     help="Continue the prompt as it is, without the checkpoint's chat template.",
 )
-@generate_options(
+@flags.generate_options(
     *ENDING,
-    *SAMPLING,
-    *CONSTRAINTS,
-    *DRAFTING,
+    *flags.SAMPLING,
+    *flags.CONSTRAINTS,
+    *flags.DRAFTING,
     "repetition_penalty",
     "stop_and_exit",
     max_new_tokens=128,
 )
-@runtime_options("store")
-@json_option
-@explain_option
+@flags.runtime_options("store")
+@flags.json_option
+@flags.explain_option
 def command(
     bundle: Path,
     text: str | None,
@@ -80,17 +71,15 @@ def command(
     text = read_prompt(prompt if text is None else text, prompt_file)
     model = load(bundle, **runtime)
     announce_first_run(model)
-    stream = _stream(model, text, raw, with_defaults(options, model))
+    stream = _stream(model, text, raw, flags.with_defaults(options, model))
     return write_out(stream, _show, FIELDS, as_json, explain)
 
 
 def _show(piece: Piece | None) -> None:
-    """Print a piece, or the end of the text."""
     click.echo("" if piece is None else piece.text, nl=piece is None)
 
 
 def _stream(model: Model, text: str, raw: bool, options: GenerateOptions) -> Stream:
-    """Start a reply to `text`, or its continuation."""
     if not text:
         raise OptionError("the prompt is empty; give some text", "prompt")
     if raw or model.bundle.chat_template is None:

@@ -11,7 +11,7 @@ import click
 
 from jetdraft.bench.text_figures import ALL, TextFigures, text_figures
 from jetdraft.bundle import TOKENIZER
-from jetdraft.cli.command import Command, flags, option
+from jetdraft.cli.command import Command, keywords, option
 from jetdraft.cli.flags import PATH, json_option, texts_option
 from jetdraft.devices.planning.drafter_advice import Advisor, Drafter
 from jetdraft.devices.planning.plan import (
@@ -43,7 +43,7 @@ NO_METHODS = (
 
 @click.command("plan", cls=Command)
 @click.argument("target", type=PATH)
-@flags(Question)
+@keywords(Question)
 @option(
     "drafting",
     "--draft-vocab",
@@ -86,7 +86,6 @@ def command(
 def _text_figures(
     target: Path, texts: Sequence[Path], draft_vocab: int | None
 ) -> list[TextFigures]:
-    """What the target's tokenizer makes of the texts."""
     if not texts:
         return []
     folder = target if target.is_dir() else target.parent

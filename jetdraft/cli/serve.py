@@ -11,7 +11,7 @@ from typing import Annotated
 
 import click
 
-from jetdraft.cli.command import Command, extra_module, given
+from jetdraft.cli.command import Command, given, importing
 from jetdraft.cli.flags import bundle_argument, generate_options, runtime_options
 from jetdraft.errors import OptionError
 from jetdraft.options import Flag
@@ -81,38 +81,32 @@ def command(
     runtime: LoadOptions,
 ) -> None:
     """Answer requests for BUNDLE's model over HTTP until SIGTERM or Ctrl-C."""
-    app = extra_module("jetdraft.server.app", "serving", "serve")
-    admission = extra_module("jetdraft.server.admission", "serving", "serve")
-    sockets = extra_module("jetdraft.server.listener", "serving", "serve")
-    http = extra_module("jetdraft.server.http_server", "serving", "serve")
+    with importing("serving", "serve"):
+        from jetdraft.server.app import Service
+        from jetdraft.server.connection import check_key, is_loopback
+        from jetdraft.server.http_server import listening, listening_at, run, url
     # Who sets an empty variable means to have a key, which is then refused.
     key = os.environ.get(KEY_VARIABLE) if server.api_key is None else server.api_key
     if key is not None:
-        admission.check_key(key)
-    elif not admission.is_loopback(server.host):
+        check_key(key)
+    elif not is_loopback(server.host):
         raise OptionError(
             f"anyone could use a server on {server.host}; give --api-key, or set "
             f"{KEY_VARIABLE}"
         )
-    with ExitStack() as listeners:
-        listener = listeners.enter_context(sockets.listening(server.host, server.port))
-        own = (
-            []
-            if server.uds is None
-            else [listeners.enter_context(sockets.listening_at(server.uds))]
-        )
-        _log()
+    with ExitStack() as opened:
+        listeners = [opened.enter_context(listening(server.host, server.port))]
+        places = [url(listeners[0])]
+        if server.uds is not None:
+            listeners.append(opened.enter_context(listening_at(server.uds)))
+            places.append(str(server.uds))
+        # Requests, the drain and the news of learned weights go to standard error.
+        logging.disable(logging.NOTSET)  # other verbs drop all logs below errors
+        log = logging.getLogger("jetdraft")
+        log.setLevel(logging.INFO)
+        log.handlers = [logging.StreamHandler()]
         pool = Pool(bundle, server.models, options["method"], **runtime)
         name = server.name or bundle.resolve().name
-        service = app.Service(pool, name, limits, key or "")
-        places = [sockets.url(listener), *map(str, filter(None, [server.uds]))]
+        service = Service(pool, name, limits, key or "")
         click.echo(f"{service.name} answers at {' and '.join(places)}", err=True)
-        http.run(service, [listener, *own], server.host, server.drain)
-
-
-def _log() -> None:
-    """Write requests, the drain and the news of learned weights to standard error."""
-    logging.disable(logging.NOTSET)  # other verbs drop all logs below errors
-    log = logging.getLogger("jetdraft")
-    log.setLevel(logging.INFO)
-    log.handlers = [logging.StreamHandler()]
+        run(service, listeners, server.host, server.drain)

@@ -68,7 +68,9 @@ def clear(bundle: Path, file: Path, user: str) -> None:
     """
     opened_bundle = Bundle.open(bundle)
     if is_learned(file):
-        count = _clear_learned(opened_bundle, file, user)
+        count = _lessons(opened_bundle, file).clear(user)
+        # Last, so that a training which has read the lessons publishes nothing.
+        WeightSets(file, base_of(opened_bundle)).clear()
     else:
         count = _open(opened_bundle, file, user).clear()
     click.echo(f"{count} entries removed", err=True)
@@ -100,14 +102,6 @@ def _list_learned(
         click.echo(f"{count:4} wrong  {_shorten(words, 64)}")
     for name, count in others.items():
         click.echo(f"lessons of --user {printable(name)!r}: {count}")
-
-
-def _clear_learned(bundle: Bundle, folder: Path, user: str) -> int:
-    """Remove a user's lessons, and all learned weights; gives the lessons' number."""
-    count = _lessons(bundle, folder).clear(user)
-    # Last, so that a training which has read the lessons publishes nothing.
-    WeightSets(folder, base_of(bundle)).clear()
-    return count
 
 
 def _lessons(bundle: Bundle, folder: Path) -> Lessons:

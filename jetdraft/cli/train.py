@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from jetdraft.cli.command import LazyGroup
-from jetdraft.errors import JetdraftError
+from jetdraft.cli.command import LazyGroup, importing
 from jetdraft.runtime.planning.registry import load_object, methods
 
 OTHERS = {
@@ -36,16 +35,12 @@ class Trainers(LazyGroup):
         if cmd_name not in self.summaries:
             return None
         name = OTHERS[cmd_name][1] if cmd_name in OTHERS else methods()[cmd_name].task
-        try:
-            found = load_object(name)
-            if isinstance(found, click.Command):
-                return found
+        with importing("training", "train"):
+            loaded = load_object(name)
+            if isinstance(loaded, click.Command):
+                return loaded
             from jetdraft.cli.trainings import command_of
-        except ImportError as error:
-            raise JetdraftError(
-                f"training needs {error.name}; pip install 'jetdraft[cpu,train]'"
-            ) from error
-        return command_of(cmd_name, found)
+        return command_of(cmd_name, loaded)
 
 
 @click.group("train", cls=Trainers)

@@ -1,35 +1,19 @@
-"""The commands of trainings; torch is imported with this module.
-
-A setting of a task is declared once, as a field of its settings, and `setting_flags`
-makes flags of the fields.
-"""
+"""The commands of trainings; torch is imported with this module."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
-from functools import partial, wraps
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import click
 
 from jetdraft.bundle import Bundle
-from jetdraft.cli.command import Command, Decorator, option, together
-from jetdraft.cli.flags import (
-    PATH,
-    bundle_argument,
-    integers,
-    new_tokens_option,
-    output_option,
-    prompts_option,
-    temperature_option,
-    threads_option,
-    training_seed_option,
-)
-from jetdraft.cli.progress import ProgressBars
-from jetdraft.cli.prompts import read_prompts
+from jetdraft.cli import flags
+from jetdraft.cli.command import Command, given, keywords, option
+from jetdraft.cli.console import ProgressBars, read_prompts
 from jetdraft.errors import StoreError
 from jetdraft.files import is_free
 from jetdraft.learning.weight_sets import is_learned, label
@@ -54,7 +38,7 @@ def command_of(name: str, task: type[Task]) -> click.Command:
         "--data",
         multiple=True,
         required=True,
-        type=PATH,
+        type=flags.PATH,
         help="A text file, or .jsonl with prompt and completion, text or messages"
         f"{alone}; may be given several times.",
     )
@@ -62,9 +46,9 @@ def command_of(name: str, task: type[Task]) -> click.Command:
     @click.command(name, cls=Command, help=task.help)
     @click.argument("target")
     @data_option
-    @setting_flags(TrainingOptions, "options", task.options)
-    @output_option("Write to this folder, or resume the run in it.")
-    @setting_flags(task.Settings)
+    @given("options", TrainingOptions, **asdict(task.options))
+    @flags.output_option("Write to this folder, or resume the run in it.")
+    @given("settings", task.Settings)
     def command(
         target: str,
         data: tuple[Path, ...],
@@ -83,11 +67,7 @@ def command_of(name: str, task: type[Task]) -> click.Command:
 
 
 def run_training(prepare: Callable[[ProgressBars], Training]) -> int:
-    """Prepare a training and run it; gives the exit code.
-
-    It says what is trained, moves a bar, and prints a line after each validation.
-    Ctrl-C saves, and says how to go on.
-    """
+    """Prepare a training and run it; gives the exit code. Ctrl-C saves."""
     run: Training | None = None
     with ProgressBars() as bars:
         try:
@@ -110,7 +90,6 @@ def run_training(prepare: Callable[[ProgressBars], Training]) -> int:
 
 
 def _show(bars: ProgressBars, run: Training, progress: Progress) -> None:
-    """Move the bar, and print a line after a validation."""
     if progress.validation is not None:
         bars.close()
         line = run.task.summary_line(progress.validation)
@@ -118,67 +97,13 @@ def _show(bars: ProgressBars, run: Training, progress: Progress) -> None:
     bars("train", progress.step, progress.steps)
 
 
-def setting_flags(
-    kind: type[Any], into: str = "settings", defaults: Any = None
-) -> Decorator:
-    """Give a command an instance of `kind`, a dataclass of settings, from its flags.
-
-    The instance is the argument `into`. `defaults` has other defaults than the fields.
-    A field without a help is left to a decorator of its own, like the seed.
-    """
-    hints = get_type_hints(kind)
-    specs = fields(kind)
-    flags = [
-        _flag(spec, hints[spec.name], getattr(defaults, spec.name, spec.default))
-        for spec in specs
-        if spec.metadata
-    ]
-    if any(spec.name == "seed" for spec in specs):
-        flags.append(training_seed_option)
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def command(**given: Any) -> Any:
-            own = {spec.name: given.pop(spec.name) for spec in specs}
-            return function(**{into: kind(**own)}, **given)
-
-        return together(*flags)(command)
-
-    return decorate
-
-
-def _flag(spec: Any, hint: Any, default: Any) -> Decorator:
-    """The option of a field; its type is the field's."""
-    told, flag = spec.metadata, dict(spec.metadata["flag"])
-    name = flag.pop("name", f"--{spec.name.replace('_', '-')}")
-    group, unset = flag.pop("group", "training"), flag.pop("unset", "")
-    text = told["help"]
-    if unset and default is None:
-        text = f"{text.removesuffix('.')}; default: {unset}."
-    kinds = [part for part in (get_args(hint) or (hint,)) if part is not NoneType]
-    if get_origin(hint) is tuple:
-        flag |= {"metavar": flag.get("metavar", "LAYERS"), "callback": _comma_list}
-        default = None
-    elif kinds == [bool]:
-        flag["is_flag"] = True
-    else:
-        flag["type"] = PATH if kinds == [Path] else kinds[0]
-    shown = bool(default) and default is not True
-    names = (name, spec.name)
-    return option(group, *names, default=default, show_default=shown, help=text, **flag)
-
-
-def _comma_list(context: Any, param: Any, value: str | None) -> tuple[int, ...]:
-    return tuple(integers(value, param.opts[0])) if value else ()
-
-
 @click.command("acceptance", cls=Command)
-@bundle_argument
-@prompts_option
-@new_tokens_option(128)
-@temperature_option
-@training_seed_option
-@threads_option
+@flags.bundle_argument
+@flags.prompts_option
+@flags.new_tokens_option(128)
+@flags.temperature_option
+@keywords(TrainingOptions, only=("seed",))
+@flags.threads_option
 def acceptance(
     bundle: Path,
     prompts_file: Path | None,
@@ -206,8 +131,8 @@ def acceptance(
 
 
 @click.command("use", cls=Command)
-@bundle_argument
-@click.argument("folder", metavar="DIR", type=PATH)
+@flags.bundle_argument
+@click.argument("folder", metavar="DIR", type=flags.PATH)
 @option(
     "training",
     "--from",
@@ -224,7 +149,7 @@ def acceptance(
     help="The target's checkpoint, whose states a head reads; default: where the "
     "export read it.",
 )
-@setting_flags(UseOptions)
+@given("settings", UseOptions)
 @option(
     "training",
     "--seconds",
@@ -269,7 +194,11 @@ def use(
     student = student_of(Bundle.open(bundle), source, target)
     training = UseTraining(student, folder, settings)
     if background:
-        Background(training, pace, _print_reason).run(_print_learned)
+
+        def wait(reason: str) -> None:
+            click.echo(f"waiting: {reason}", err=True)
+
+        Background(training, pace, wait).run(_print_learned)
         return
     choice = training.sets.choice()
     if choice.before is not None:
@@ -278,10 +207,6 @@ def use(
     with ProgressBars() as bars:
         learned = training.run(pace, bars)
     _print_learned(learned)
-
-
-def _print_reason(reason: str) -> None:
-    click.echo(f"waiting: {reason}", err=True)
 
 
 def _print_learned(learned: Learned) -> None:

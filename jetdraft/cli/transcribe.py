@@ -7,19 +7,9 @@ from pathlib import Path
 
 import click
 
+from jetdraft.cli import flags
 from jetdraft.cli.command import Command, option
-from jetdraft.cli.flags import (
-    DRAFTING,
-    PATH,
-    SAMPLING,
-    bundle_argument,
-    explain_option,
-    generate_options,
-    json_option,
-    runtime_options,
-    with_defaults,
-)
-from jetdraft.cli.summary import announce_first_run, write_out
+from jetdraft.cli.console import announce_first_run, write_out
 from jetdraft.runtime.model import load
 from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
@@ -33,8 +23,8 @@ FIELDS = (
 
 
 @click.command("transcribe", cls=Command)
-@bundle_argument
-@click.argument("file", type=PATH)
+@flags.bundle_argument
+@click.argument("file", type=flags.PATH)
 @option(
     "prompt",
     "--language",
@@ -55,10 +45,10 @@ FIELDS = (
     help="Let the model write timestamps; windows of a long file then end where a "
     "sentence ends.",
 )
-@generate_options(*SAMPLING, *DRAFTING)
-@runtime_options()
-@json_option
-@explain_option
+@flags.generate_options(*flags.SAMPLING, *flags.DRAFTING)
+@flags.runtime_options()
+@flags.json_option
+@flags.explain_option
 def command(
     bundle: Path,
     file: Path,
@@ -77,7 +67,7 @@ def command(
     """
     model = load(bundle, **runtime)
     wanted = TranscribeOptions(language, task, timestamps)
-    fields = with_defaults(options, model)
+    fields = flags.with_defaults(options, model)
     transcription = model.transcription(file, wanted, **fields)
     announce_first_run(model)
     show = partial(_show, timestamps=timestamps)
@@ -85,7 +75,6 @@ def command(
 
 
 def _show(segment: Segment | None, timestamps: bool) -> None:
-    """Print a segment on a line; nothing at the end."""
     if segment is None:
         return
     times = f"[{clock(segment.start)} --> {clock(segment.end)}] " if timestamps else ""

@@ -9,8 +9,8 @@ import click
 
 from jetdraft.bench.tuning import steps, tune
 from jetdraft.cli.command import Command
+from jetdraft.cli.console import ProgressBars
 from jetdraft.cli.flags import bundle_argument, json_option, runtime_options
-from jetdraft.cli.progress import ProgressBars
 from jetdraft.files import check_place
 from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.model import Model, load
@@ -35,7 +35,6 @@ def command(bundle: Path, as_json: bool, runtime: LoadOptions) -> None:
 
 
 def _show(model: Model, curve: Curve) -> None:
-    """Print the times as a table."""
     exact = model.parts.widths.exact
     click.echo("rows   chain ms   tree ms   ms per row")
     for width, ms in curve.passes.items():

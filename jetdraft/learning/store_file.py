@@ -57,7 +57,9 @@ class StoreFile:
         """
         _create_or_check_owner(self.path)
         with self.connect() as database:
-            _check_integrity(database)
+            [(verdict,)] = database.execute("pragma quick_check(1)").fetchall()
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(verdict)
             database.execute(f"pragma application_id = {_APPLICATION_ID}")
             database.executescript(self._tables)
             self._check_tokenizer(database)
@@ -159,12 +161,6 @@ def _create_or_check_owner(path: Path) -> None:
             f"cannot write the store {printable(path)} ({error.strerror}); choose "
             "another file"
         ) from error
-
-
-def _check_integrity(database: sqlite3.Connection) -> None:
-    [(verdict,)] = database.execute("pragma quick_check(1)").fetchall()
-    if verdict != "ok":
-        raise sqlite3.DatabaseError(verdict)
 
 
 def _is_ours(path: Path) -> bool:

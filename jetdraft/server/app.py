@@ -29,13 +29,12 @@ from jetdraft.parsing import JsonError, read_json
 from jetdraft.runtime.pool import Pool
 from jetdraft.runtime.speech.segments import Transcript
 from jetdraft.runtime.speech.transcription import check_hears
-from jetdraft.server.admission import Admission
-from jetdraft.server.desk import Desk, Job
-from jetdraft.server.events import Events, unless_gone
+from jetdraft.server.connection import Admission
+from jetdraft.server.desk import AnyRequest, Desk, Job
 from jetdraft.server.generation_request import GenerationRequest
 from jetdraft.server.limits import Limits
 from jetdraft.server.refusal import RequestError, refusal
-from jetdraft.server.reply import Reply
+from jetdraft.server.reply import Events, Reply, unless_gone
 from jetdraft.server.transcription_request import TranscriptionRequest, read_form
 
 RECEIVE_SECONDS = 30.0
@@ -59,6 +58,8 @@ GAUGES = {
     "acceptance_rate": "Accepted drafted tokens per evaluated drafted token.",
     "tokens_per_pass": "Tokens per pass of the target.",
     "tokens_per_second": "Tokens per second of decoding, after the first round.",
+    "waiting": "Requests that wait for a model.",
+    "generating": "Models in use.",
 }
 
 
@@ -81,7 +82,7 @@ class Service:
             _ = pool.models[0].template  # refuses a broken one before the first request
 
     def app(self, host: str = "127.0.0.1") -> Starlette:
-        """Return the ASGI application for a server that listens on `host`."""
+        """The ASGI application for a server that listens on `host`."""
         self._admission = Admission(self._key, host)
         return Starlette(
             routes=[
@@ -90,8 +91,8 @@ class Service:
                 Route("/metrics", self._metrics),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
-                Route("/v1/completions", self._completions, methods=["POST"]),
-                Route(CHAT, self._chat, methods=["POST"]),
+                Route("/v1/completions", self._answer, methods=["POST"]),
+                Route(CHAT, self._answer, methods=["POST"]),
                 Route(SPEECH, self._transcribe, methods=["POST"]),
             ],
             exception_handlers={
@@ -140,27 +141,19 @@ class Service:
             "methods": list(first.methods),
         }
 
-    async def _completions(self, request: Request) -> ASGIApp:
-        return await self._answer(request, chat=False)
-
-    async def _chat(self, request: Request) -> ASGIApp:
-        return await self._answer(request, chat=True)
-
-    async def _answer(self, request: Request, chat: bool) -> ASGIApp:
+    async def _answer(self, request: Request) -> ASGIApp:
         self._admission.check(request)
         body = await self._body(request)
         self._check_name(body.get("model", self.name))
         limits, model = self.limits, self.pool.models[0]
+        chat = request.url.path == CHAT
         wanted = GenerationRequest.of(body, chat, limits.max_new_tokens, self._defaults)
         if chat and wanted.tools is not None:
             wanted = replace(wanted, tools=model.fitted(wanted.tools))
         seconds = wanted.options.get("max_seconds", limits.max_seconds)
         wanted.options["max_seconds"] = min(seconds, limits.max_seconds)
         reply = Reply(wanted, self.name, model.parts.text, self._fingerprint)
-        client = request.client.host if request.client else ""
-        if self._keeps:
-            wanted.options["drafting"] = {"user": client}  # only its own responses
-        job = Job(self.desk, wanted, client)
+        job = self._job(request, wanted)
         if wanted.streamed:
             first = await unless_gone(request.receive, job, job.next())
             return Events(job, reply, first, partial(self._count, request))
@@ -168,9 +161,22 @@ class Service:
         self._count(request, 200)
         return JSONResponse(reply.whole(result))
 
+    def _job(self, request: Request, wanted: AnyRequest) -> Job:
+        client = request.client.host if request.client else ""
+        if self._keeps:
+            wanted.options["drafting"] = {"user": client}  # only its own responses
+        return Job(self.desk, wanted, client)
+
     async def _transcribe(self, request: Request) -> Response:
         self._admission.check(request)
-        _check_origin(request)
+        origin = request.headers.get("origin")
+        host = request.headers.get("host", "")
+        # A browser sends the form of a foreign page without asking.
+        if origin is not None and origin.partition("://")[2] != host:
+            raise RequestError(
+                f"the page at {origin!r} is foreign; send the form from {host!r}",
+                status=403,
+            )
         check_hears(self.pool.models[0].parts)
         try:
             async with asyncio.timeout(self.limits.max_wait):
@@ -185,7 +191,6 @@ class Service:
             self._sounds.release()
 
     async def _heard(self, request: Request) -> Response:
-        """The transcript of the sound in a request."""
         data = await self._data(request, FORM, self.limits.max_sound_bytes)
         form = read_form(data, request.headers["content-type"])
         del data  # the request waits for a model with the sound alone
@@ -194,17 +199,14 @@ class Service:
         if wanted.model is not None:
             self._check_name(wanted.model)
         wanted.options["max_seconds"] = self.limits.max_seconds
-        client = request.client.host if request.client else ""
-        if self._keeps:
-            wanted.options["drafting"] = {"user": client}  # only its own responses
-        job = Job(self.desk, wanted, client)
+        job = self._job(request, wanted)
         result = await unless_gone(request.receive, job, job.result())
         assert isinstance(result, Transcript)
         self._count(request, 200)
         return wanted.response(result)
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        """Return the JSON object in the body."""
+        """The JSON object in the body, without fields that are null."""
         # A foreign page cannot send JSON unasked.
         data = await self._data(request, JSON, self.limits.max_body_bytes)
         try:
@@ -216,27 +218,24 @@ class Service:
         return {name: value for name, value in body.items() if value is not None}
 
     async def _data(self, request: Request, kind: str, most: int) -> bytearray:
-        """Return the bytes of a body of that content type."""
-        given = request.headers.get("content-type", "").partition(";")[0].strip()
-        if given.lower() != kind:
-            raise RequestError(f"content type {given!r} is not {kind}", status=415)
+        """The bytes of a body of that content type, at most `most`."""
+        content = request.headers.get("content-type", "").partition(";")[0].strip()
+        if content.lower() != kind:
+            raise RequestError(f"content type {content!r} is not {kind}", status=415)
+        data = bytearray()
         try:
             async with asyncio.timeout(RECEIVE_SECONDS):
-                return await self._received(request, most)
+                async for part in request.stream():
+                    data += part
+                    if len(data) > most:
+                        raise RequestError(
+                            f"the body is longer than {most} bytes; send less",
+                            status=413,
+                        )
         except TimeoutError:
             raise RequestError("the body did not come in time", status=408) from None
         except ClientDisconnect:
             raise RequestError("the client has gone", status=499) from None
-
-    async def _received(self, request: Request, most: int) -> bytearray:
-        """Return the bytes of the body; refuse a body that is too long."""
-        data = bytearray()
-        async for part in request.stream():
-            data += part
-            if len(data) > most:
-                raise RequestError(
-                    f"the body is longer than {most} bytes; send less", status=413
-                )
         return data
 
     def _check_name(self, name: object) -> None:
@@ -269,20 +268,9 @@ class Service:
 
 
 def _fingerprint(machine: dict[str, Any]) -> str:
-    """Return a short name of this version, bundle and machine, as OpenAI has it."""
+    """A short name of this version, bundle and machine, as OpenAI has it."""
     whole = json.dumps([__version__, machine], sort_keys=True)
     return f"fp_{hashlib.sha256(whole.encode()).hexdigest()[:12]}"
-
-
-def _check_origin(request: Request) -> None:
-    """Refuse a form of a foreign page, which a browser sends without asking."""
-    origin = request.headers.get("origin")
-    host = request.headers.get("host", "")
-    if origin is not None and origin.partition("://")[2] != host:
-        raise RequestError(
-            f"the page at {origin!r} is foreign; send the form from {host!r}",
-            status=403,
-        )
 
 
 class Metrics(Collector):
@@ -295,11 +283,11 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def text(self) -> bytes:
-        """Return the page that Prometheus reads."""
+        """The page that Prometheus reads."""
         return bytes(generate_latest(self._registry))
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families of samples."""
+        """The families of samples."""
         requests = CounterMetricFamily(
             "jetdraft_requests",
             "Requests by path and status.",
@@ -311,11 +299,7 @@ class Metrics(Collector):
         totals = self._desk.total.to_json()
         for name, help_ in COUNTERS.items():
             yield CounterMetricFamily(f"jetdraft_{name}", help_, totals[name])
+        now = {"waiting": self._desk.waiting, "generating": self._desk.generating}
         for name, help_ in GAUGES.items():
-            yield GaugeMetricFamily(f"jetdraft_{name}", help_, totals[name] or 0.0)
-        for name, help_ in (
-            ("waiting", "Requests that wait for a model."),
-            ("generating", "Models in use."),
-        ):
-            value = getattr(self._desk, name)
-            yield GaugeMetricFamily(f"jetdraft_{name}", help_, value)
+            value = now.get(name, totals.get(name))
+            yield GaugeMetricFamily(f"jetdraft_{name}", help_, value or 0.0)

@@ -1,4 +1,4 @@
-"""Connections of clients, and the doorkeeper that decides which of them stay.
+"""Who may ask: connections within limits, a host name that is ours, the API key.
 
 A board answers its clients without a proxy, and uvicorn has no limit for requests that
 come slowly, for answers that are not read, or for the connections of one peer.
@@ -7,20 +7,24 @@ come slowly, for answers that are not read, or for the connections of one peer.
 from __future__ import annotations
 
 import asyncio
+import hmac
+import ipaddress
 import json
 import os
+import re
 import resource
 import socket
 import struct
 from collections import defaultdict
-from ipaddress import IPv6Address, ip_network
 from typing import Any
 
 import h11
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jetdraft.server.refusal import refusal, refusal_fields
+from jetdraft.errors import OptionError
+from jetdraft.server.refusal import RequestError, refusal, refusal_fields
 
 REQUEST_SECONDS = 10.0
 """The most seconds until a connection has sent the head of its next request."""
@@ -38,6 +42,8 @@ SPARE_FILES = 128
 """File descriptors kept for connections that were not counted yet, and for work."""
 
 _USER = "uid "
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
+_KEY = re.compile(r"[!-~]+")
 
 
 class Doorkeeper:
@@ -56,14 +62,17 @@ class Doorkeeper:
         self._outside: list[Connection] = []
 
     def enter(self, connection: Connection) -> bool:
-        """Count a new connection; return False if it stays outside."""
+        """Count a new connection; False if it stays outside."""
         own = self._by_peer.get(connection.peer, [])
         full = None
         if len(own) >= self.per_peer:
             full = own
         elif sum(map(len, self._by_peer.values())) >= self.most:
             full = max(self._by_peer.values(), key=len)
-        if full is None or self._drop_idle(full):
+        idle = [connection for connection in full or () if connection.is_idle]
+        if idle:
+            min(idle, key=lambda connection: connection.since).drop()
+        if full is None or idle:
             self._by_peer[connection.peer].append(connection)
             return True
         if len(self._outside) >= CROWDED_CONNECTIONS:
@@ -86,12 +95,6 @@ class Doorkeeper:
             for connection in list(connections):
                 if connection.is_late(now):
                     connection.drop()
-
-    def _drop_idle(self, connections: list[Connection]) -> bool:
-        idle = [connection for connection in connections if connection.is_idle]
-        if idle:
-            min(idle, key=lambda connection: connection.since).drop()
-        return bool(idle)
 
 
 class Connection(H11Protocol):
@@ -142,7 +145,6 @@ class Connection(H11Protocol):
     def connection_made(  # type: ignore[override]
         self, transport: asyncio.Transport
     ) -> None:
-        """Let the client in, or let it ask for /health only."""
         super().connection_made(transport)
         self.peer = _peer(transport)
         self.client = (self.peer, self.client[1] if self.client else 0)
@@ -150,17 +152,15 @@ class Connection(H11Protocol):
             self.app = _health_only(self.app)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Make room."""
         self._doorkeeper.leave(self)
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """Begin to wait for the next request."""
         self.since = self.loop.time()
         super().on_response_complete()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether the client can still get an answer."""
+        """Whether the client can still get an answer."""
         if self.is_idle:
             return False
         if not self._half_closed:
@@ -195,9 +195,8 @@ class Connection(H11Protocol):
 
 
 def _health_only(app: ASGIApp) -> ASGIApp:
-    """Return an application that refuses all but /health."""
-    problem = "too many connections are open; close some, and try again"
-    refused = refusal(problem, 503)
+    """An application that refuses all but /health."""
+    refused = refusal("too many connections are open; close some, and try again", 503)
     # On this connection a client would be refused for ever.
     refused.headers["Connection"] = "close"
 
@@ -208,11 +207,6 @@ def _health_only(app: ASGIApp) -> ASGIApp:
     return answer
 
 
-def is_local_user(client: tuple[str, int] | None) -> bool:
-    """Return whether a client of a request's scope came by the file system."""
-    return client is not None and client[0].startswith(_USER)
-
-
 def _peer(transport: asyncio.Transport) -> str:
     line = transport.get_extra_info("socket")
     if line.family == socket.AF_UNIX:
@@ -221,13 +215,84 @@ def _peer(transport: asyncio.Transport) -> str:
     address = transport.get_extra_info("peername")[0]
     if line.family == socket.AF_INET:
         return str(address)
-    six = IPv6Address(address.partition("%")[0])
+    six = ipaddress.IPv6Address(address.partition("%")[0])
     if six.ipv4_mapped is not None:
         return str(six.ipv4_mapped)
-    return "::1" if six.is_loopback else str(ip_network((six, 64), strict=False))
+    network = ipaddress.ip_network((six, 64), strict=False)
+    return "::1" if six.is_loopback else str(network)
 
 
 def _free_files() -> int:
-    """Return how many files this process may still open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft - len(os.listdir("/proc/self/fd"))
+
+
+class Admission:
+    """Admits requests with the right key, or, without a key, for local names only.
+
+    `key` is "" for a server without a key; `host` is the address that it listens on.
+    """
+
+    def __init__(self, key: str = "", host: str = "127.0.0.1") -> None:
+        if key:
+            check_key(key)
+        self._key, self._local = key.encode(), is_loopback(host) and not key
+
+    def check(self, request: Request, keyed: bool = True) -> None:
+        """Raise `RequestError` for a wrong host name or, where `keyed`, a wrong key."""
+        self._check_host(request)
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(key.strip().encode(), self._key)
+        if keyed and self._key and not (right and scheme.lower() == "bearer"):
+            raise RequestError(
+                "the API key is missing or wrong; send Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
+            )
+
+    def _check_host(self, request: Request) -> None:
+        header = request.headers.get("host")
+        name = None if header is None else host_name(header)
+        if name is None and (header is not None or self._local):
+            raise RequestError(
+                f"the Host header {header!r} names no host; ask for localhost"
+            )
+        # A foreign page can point a host name of its own to this address, but no page
+        # reaches a socket in the file system.
+        client = request.scope["client"]
+        by_network = client is None or not client[0].startswith(_USER)
+        if self._local and by_network and not is_loopback(name or ""):
+            raise RequestError(f"{name!r} is not this server; ask for localhost")
+
+
+def host_name(header: str) -> str | None:
+    """The host of a Host header, or None if the header is malformed.
+
+    Stricter than the URL standard: it allows the characters of DNS names only.
+    """
+    match = _HOST.fullmatch(header)
+    if match is None or int(match[3] or 0) > 65535:
+        return None
+    return match[1] or match[2]
+
+
+def check_key(key: str) -> None:
+    """Raise `OptionError` for a key that no client could send."""
+    if not key:
+        raise OptionError(
+            "the API key is empty; give a key, or unset JETDRAFT_API_KEY", "api_key"
+        )
+    if not _KEY.fullmatch(key):
+        raise OptionError(
+            "the API key has a space, or a character that no header can hold; give "
+            "letters, digits and punctuation of ASCII",
+            "api_key",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -45,12 +45,12 @@ class Desk:
 
     @property
     def waiting(self) -> int:
-        """Return the number of requests that wait."""
+        """The number of requests that wait."""
         return sum(len(queue) for queue in self._waiting.values())
 
     @property
     def generating(self) -> int:
-        """Return the number of models in use."""
+        """The number of models in use."""
         return len(self.models) - len(self._free)
 
     @property
@@ -77,7 +77,6 @@ class Desk:
             self._give(model)
 
     async def _wait(self, client: str) -> Model:
-        """Queue for a model and wait for it."""
         if self.waiting >= self.most:
             self._make_room(client)
         turn: asyncio.Future[Model] = asyncio.get_running_loop().create_future()
@@ -96,10 +95,7 @@ class Desk:
             raise
 
     def _make_room(self, client: str) -> None:
-        """Refuse the last request in the longest queue of a client.
-
-        If the queue of this client would become as long, refuse its new request.
-        """
+        """Refuse the last request in the longest queue, which may be this client's."""
         refusal = RequestError("too many requests wait; try again later", status=429)
         longest = max(self._waiting.values(), key=len, default=deque())
         if len(longest) <= 1 + len(self._waiting.get(client, ())):
@@ -119,10 +115,7 @@ class Desk:
             self._give(turn.result())
 
     def _give(self, model: Model) -> None:
-        """Give a model to the client whose turn it is, and move the client to the end.
-
-        Without a waiting client the model becomes free.
-        """
+        """Give a model to the client whose turn it is, which moves to the end."""
         while self._waiting:
             client = next(iter(self._waiting))
             queue = self._waiting.pop(client)
@@ -138,9 +131,8 @@ class Desk:
 class Job:
     """The generation of one request, in a thread; it does not wait for its reader.
 
-    `next` returns its pieces one by one and then its `Result`, or raises its error,
-    also where the text was cut.
-    `due` is when the text must have ended, in seconds of `time.monotonic`.
+    `next` gives its pieces one by one and then its `Result`, or raises its error, also
+    where the text was cut. `due` is the end of its time, in `time.monotonic` seconds.
     """
 
     due = inf
@@ -216,7 +208,6 @@ class Job:
             raise
 
     def _generate(self, model: Model) -> None:
-        """Run the generation, in a thread of the desk."""
         with closing(self._request.stream(model)) as stream:
             self._stream = stream
             if self._cancelled:  # before there was a stream
@@ -236,5 +227,4 @@ class Job:
         self._post(result)
 
     def _post(self, event: Piece | Result) -> None:
-        """Hand an event to the loop; called in the generation's thread."""
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)

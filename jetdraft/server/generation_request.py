@@ -26,11 +26,8 @@ OPTIONS = (
 )
 """Fields that are options of `Model.generate`; OpenAI has those before `top_k` only."""
 
-STREAMED = "stream"
-"""The field that asks for the answer in chunks."""
-
 READ = (
-    *("model", STREAMED, "stream_options", "include_drafted", "logit_bias"),
+    *("model", "stream", "stream_options", "include_drafted", "logit_bias"),
     *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n"),
     *("prompt", "echo", "suffix", "best_of"),
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
@@ -48,8 +45,8 @@ MAX_STOPS, MAX_STOP_CHARS = 16, 1000
 """Of stop strings: each token is compared with all."""
 
 MAX_SOURCE_CHARS = 64_000
-"""Of a constraint, and of all tools. What is short but takes too
-much time or memory is refused while it is compiled, see `Matcher`."""
+"""Of a constraint, and of all tools. What is short but takes too much time or memory is
+refused while it is compiled, see `Matcher`."""
 
 
 @dataclass(frozen=True)
@@ -77,38 +74,31 @@ class GenerationRequest:
 
         `defaults` are options that the body may change. Raises `JetdraftError`.
         """
-        unknown = [name for name in body if name not in (*OPTIONS, *READ, *IGNORED)]
-        if unknown:
-            raise RequestError(f"unknown field {unknown[0]!r}; leave it out")
-        for name in ("n", "best_of"):
-            if body.get(name, 1) != 1:
-                raise RequestError(
-                    f"{name} can only be 1; ask again with another seed", name
-                )
-        for name in ("echo", "suffix"):
-            if body.get(name):
-                raise RequestError(f"{name} is not supported; leave it out", name)
+        for name, value in body.items():
+            if name not in (*OPTIONS, *READ, *IGNORED):
+                raise RequestError(f"unknown field {name!r}; leave it out")
+            if problem := _problem(name, value, chat):
+                raise RequestError(problem, name)
         options: dict[str, Any] = {**(defaults or {}), **_options(body, chat, most)}
         own = (defaults or {}).get("logit_bias") or {}
         if own and "logit_bias" in body:  # tokens that are never written stay so
             options["logit_bias"] = {**options["logit_bias"], **own}
         options.setdefault("temperature", 1.0)  # OpenAI's default
         Options.of(**options)  # refuses bad options
-        tools = _tools(body, options)
         chunks = body.get("stream_options", {})
         return cls(
-            prompt=None if chat else _prompt(body),
-            messages=_messages(body) if chat else [],
-            tools=tools,
+            prompt=None if chat else _prompt(body.get("prompt")),
+            messages=_messages(body.get("messages")) if chat else [],
+            tools=_tools(body, options),
             options=options,
-            streamed=_flag(body, STREAMED),
+            streamed=body.get("stream", False),
             usage=isinstance(chunks, dict) and bool(chunks.get("include_usage")),
-            drafted=_flag(body, "include_drafted"),
+            drafted=body.get("include_drafted", False),
         )
 
     @property
     def seconds(self) -> float:
-        """Return the most seconds that the text may take."""
+        """The most seconds that the text may take."""
         return float(self.options.get("max_seconds", inf))
 
     def stream(self, model: Model) -> Stream:
@@ -123,12 +113,38 @@ class GenerationRequest:
         if self.tools is None:
             ids = model.chat_prompt(self.messages)
             return model.stream(token_ids=ids, **self.options)
-        ids = model.chat_prompt(self.messages, tools=self.tools.functions)
+        ids = model.chat_prompt(self.messages, tools=functions)
         return model.stream_calls(self.tools, ids, **self.options)
 
 
+def _problem(name: str, value: object, chat: bool) -> str:
+    """What is wrong with one field, whatever the others say; "" for nothing."""
+    match name:
+        case "n" | "best_of" if value != 1:
+            return f"{name} can only be 1; ask again with another seed"
+        case "echo" | "suffix" if value:
+            return f"{name} is not supported; leave it out"
+        case "stream" | "include_drafted" | "parallel_tool_calls" | "logprobs" if (
+            not isinstance(value, bool) and (chat or name != "logprobs")
+        ):
+            return f"{name} {value!r} is neither true nor false"
+        case "stop":
+            stops = value if isinstance(value, list) else [value]
+            longest = max((len(s) for s in stops if isinstance(s, str)), default=0)
+            if len(stops) > MAX_STOPS or longest > MAX_STOP_CHARS:
+                return (
+                    f"stop has {len(stops)} texts of up to {longest} characters; give "
+                    f"at most {MAX_STOPS} of {MAX_STOP_CHARS}"
+                )
+        case "regex" | "grammar" | "json_schema" | "response_format" | "tools":
+            text = value if isinstance(value, str) else json.dumps(value)
+            if len(text) > MAX_SOURCE_CHARS:
+                most = f"{MAX_SOURCE_CHARS} characters"
+                return f"the {name} is longer than {most}; make it simpler"
+    return ""
+
+
 def _characters(value: object) -> int:
-    """Return the number of characters in the texts of a JSON value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -138,11 +154,10 @@ def _characters(value: object) -> int:
 
 def _tools(body: Body, options: dict[str, Any]) -> Tools | None:
     """Read the tools; takes the JSON schema out of the options, for their grammar."""
-    _check_size("tools", body.get("tools", []))
     tools = Tools.of(
         body.get("tools", []),
         body.get("tool_choice", "auto"),
-        parallel=_flag(body, "parallel_tool_calls", True),
+        parallel=body.get("parallel_tool_calls", True),
         schema=options.get("json_schema"),
     )
     if tools is None:
@@ -154,19 +169,8 @@ def _tools(body: Body, options: dict[str, Any]) -> Tools | None:
     return tools
 
 
-def _flag(body: Body, name: str, default: bool = False) -> bool:
-    value = body.get(name, default)
-    if not isinstance(value, bool):
-        raise RequestError(f"{name} {value!r} is neither true nor false", name)
-    return value
-
-
 def _options(body: Body, chat: bool, most: int) -> dict[str, Any]:
-    """Return the keyword arguments of `Model.stream`."""
     options = {name: body[name] for name in OPTIONS if name in body}
-    for name in ("regex", "grammar", "json_schema"):
-        _check_size(name, options.get(name, ""))
-    _check_stops(options.get("stop"))
     wanted = body.get("max_completion_tokens", body.get("max_tokens"))
     if wanted is None:
         wanted = most if chat else min(16, most)  # OpenAI's defaults
@@ -178,37 +182,12 @@ def _options(body: Body, chat: bool, most: int) -> dict[str, Any]:
     options["max_new_tokens"] = wanted
     if "logit_bias" in body:
         options["logit_bias"] = _biases(body["logit_bias"])
-    if chat and _flag(body, "logprobs"):
+    if chat and body.get("logprobs", False):
         options["logprobs"] = body.get("top_logprobs", 0)
     elif not chat and "logprobs" in body:
         options["logprobs"] = body["logprobs"]
     schema = _schema(body.get("response_format", {"type": "text"}))
-    if schema is not None:
-        _check_size("response_format", schema)
-        options["json_schema"] = schema
-    return options
-
-
-def _check_stops(stop: object) -> None:
-    """Refuse stop strings that would take longer than the text."""
-    stops = stop if isinstance(stop, list) else [stop]
-    longest = max((len(s) for s in stops if isinstance(s, str)), default=0)
-    if len(stops) > MAX_STOPS or longest > MAX_STOP_CHARS:
-        raise RequestError(
-            f"stop has {len(stops)} texts of up to {longest} characters; give at most "
-            f"{MAX_STOPS} of {MAX_STOP_CHARS}",
-            "stop",
-        )
-
-
-def _check_size(name: str, value: object) -> None:
-    """Refuse a constraint or tools of too many characters."""
-    size = len(value if isinstance(value, str) else json.dumps(value))
-    if size > MAX_SOURCE_CHARS:
-        raise RequestError(
-            f"the {name} is longer than {MAX_SOURCE_CHARS} characters; make it simpler",
-            name,
-        )
+    return options if schema is None else options | {"json_schema": schema}
 
 
 def _biases(field: object) -> dict[int, Any]:
@@ -223,7 +202,6 @@ def _biases(field: object) -> dict[int, Any]:
 
 
 def _schema(form: object) -> dict[str, Any] | None:
-    """Return the JSON schema of a response format."""
     match form:
         case {"type": "text"}:
             return None
@@ -238,8 +216,7 @@ def _schema(form: object) -> dict[str, Any] | None:
     )
 
 
-def _prompt(body: Body) -> str | list[int]:
-    prompt = body.get("prompt")
+def _prompt(prompt: object) -> str | list[int]:
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if isinstance(prompt, str):
@@ -249,14 +226,16 @@ def _prompt(body: Body) -> str | list[int]:
     raise RequestError("give one prompt, a text or a list of token ids", "prompt")
 
 
-def _messages(body: Body) -> list[Message]:
-    """Return the messages in the form that chat templates read."""
-    messages = check_messages(body.get("messages"))
-    return [_message(each, f"messages[{i}]") for i, each in enumerate(messages)]
+def _messages(messages: object) -> list[Message]:
+    """The messages in the form that chat templates read."""
+    return [
+        _message(message, f"messages[{place}]")
+        for place, message in enumerate(check_messages(messages))
+    ]
 
 
 def _message(message: Message, at: str) -> Message:
-    """Return a message for chat templates; `at` is its place in the body."""
+    """A message for chat templates; `at` is its place in the body."""
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         raise _wrong(f"{at}.role", f"one of {', '.join(ROLES)}, not {role!r}")
@@ -275,34 +254,34 @@ def _message(message: Message, at: str) -> Message:
     changed = {**message, "content": _text(content, f"{at}.content")}
     if role == "developer":
         changed["role"] = "system"
-    calls = message.get("tool_calls")
+    calls, place = message.get("tool_calls"), f"{at}.tool_calls"
     if calls is not None:
-        changed["tool_calls"] = _calls(calls, f"{at}.tool_calls")
+        if not isinstance(calls, list):
+            raise _wrong(place, "a list of calls")
+        changed["tool_calls"] = [
+            _call(call, f"{place}[{number}]") for number, call in enumerate(calls)
+        ]
     return changed
 
 
 def _text(content: object, at: str) -> str:
-    """Return the text of a content, which may come in parts."""
-    if isinstance(content, list):
-        return "".join(_part(part, f"{at}[{i}]") for i, part in enumerate(content))
     if isinstance(content, str):
         return content
-    raise _wrong(at, "a text or a list of parts of type text")
-
-
-def _part(part: object, at: str) -> str:
-    match part:
-        case {"type": "text", "text": str(text)}:
-            return text
-        case {"type": "refusal", "refusal": str(text)}:
-            return text
-    raise _wrong(at, 'a part {"type": "text", "text": "..."}; the model reads no other')
-
-
-def _calls(calls: object, at: str) -> list[Any]:
-    if isinstance(calls, list):
-        return [_call(call, f"{at}[{i}]") for i, call in enumerate(calls)]
-    raise _wrong(at, "a list of calls")
+    if not isinstance(content, list):
+        raise _wrong(at, "a text or a list of parts of type text")
+    texts = []
+    for number, part in enumerate(content):
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "refusal", "refusal": str(text)}:
+                texts.append(text)
+            case _:
+                raise _wrong(
+                    f"{at}[{number}]",
+                    'a part {"type": "text", "text": "..."}; the model reads no other',
+                )
+    return "".join(texts)
 
 
 def _call(call: Any, at: str) -> Any:
@@ -329,5 +308,4 @@ def _call(call: Any, at: str) -> Any:
 
 
 def _wrong(at: str, rule: str) -> RequestError:
-    """Return the refusal of a field of a message."""
     return RequestError(f"{at} must be {rule}", at)

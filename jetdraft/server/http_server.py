@@ -1,4 +1,4 @@
-"""uvicorn's server with limits of its connections, a log, and the service manager."""
+"""uvicorn's server: listening sockets, limits, a log, and the service manager."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import logging
 import os
 import signal
 import socket
+import stat
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jetdraft.errors import printable
+from jetdraft.errors import OptionError, printable
 from jetdraft.server.app import Service
 from jetdraft.server.connection import Connection, Doorkeeper
 from jetdraft.server.desk import WRITTEN
-from jetdraft.server.events import STATUS
+from jetdraft.server.reply import STATUS
 
 SPARE_CONNECTIONS = 64
 """Connections of a client beside its waiting requests: idle ones, and /health."""
@@ -59,7 +61,7 @@ class HttpServer(uvicorn.Server):
         per_peer = service.limits.max_waiting + SPARE_CONNECTIONS
         self.doorkeeper = Doorkeeper(per_peer, MAX_BUSY_CLIENTS * per_peer)
         self._service, self._drain = service, drain
-        self._systemd, self._told = Systemd(os.environ), 0.0
+        self._systemd, self._alive_at = Systemd(os.environ), 0.0
         self._is_cut = False
         protocol: Any = partial(Connection, self.doorkeeper)
         config = uvicorn.Config(
@@ -107,21 +109,20 @@ class HttpServer(uvicorn.Server):
             if self._is_cut:
                 self._service.desk.end()
             self.doorkeeper.sweep(asyncio.get_running_loop().time())
-            self._tell_alive()
+            # The watchdog must know that the loop runs and no text is past its end.
+            seconds, now = self._systemd.watchdog_seconds, time.monotonic()
+            if (
+                seconds is not None
+                and now >= self._alive_at + seconds / 3
+                and self._service.desk.overdue <= seconds
+            ):
+                self._systemd.tell("WATCHDOG=1")
+                self._alive_at = now
             await asyncio.sleep(SWEEP_SECONDS)
-
-    def _tell_alive(self) -> None:
-        """Tell the watchdog that the loop runs and no text is long past its end."""
-        seconds, now = self._systemd.watchdog_seconds, time.monotonic()
-        if seconds is None or now < self._told + seconds / 3:
-            return
-        if self._service.desk.overdue <= seconds:
-            self._systemd.tell("WATCHDOG=1")
-            self._told = now
 
 
 def logged(app: ASGIApp) -> ASGIApp:
-    """Return an application that logs each request when it ends, but not its texts.
+    """An application that logs each request when it ends, but not its texts.
 
     POST /v1/chat/completions 200, 64 tokens, 812 ms
     """
@@ -179,17 +180,20 @@ def run(
 
 
 class Systemd:
-    """The service manager of this process, as sd_notify(3) has it.
+    """The service manager of this process, if there is one, as sd_notify(3) has it.
 
-    `watchdog_seconds` is None without a watchdog. Without a service manager `tell` does
-    nothing.
+    `watchdog_seconds` is None without a watchdog.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         address = environment.get("NOTIFY_SOCKET", "")
         # A leading @ stands for the zero byte of an abstract address.
         self._address = "\0" + address[1:] if address.startswith("@") else address
-        self.watchdog_seconds = _watchdog_seconds(environment)
+        pid = str(os.getpid())  # another watchdog is meant for the parent
+        microseconds = environment.get("WATCHDOG_USEC", "")
+        is_ours = environment.get("WATCHDOG_PID", pid) == pid
+        is_set = is_ours and microseconds.isdecimal()
+        self.watchdog_seconds = int(microseconds) / 1e6 if is_set else None
 
     def tell(self, state: str) -> None:
         """Send one assignment; failures to notify are ignored."""
@@ -200,8 +204,81 @@ class Systemd:
             own.sendto(state.encode(), self._address)
 
 
-def _watchdog_seconds(environment: Mapping[str, str]) -> float | None:
-    if environment.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
-        return None  # it is meant for the parent
-    microseconds = environment.get("WATCHDOG_USEC", "")
-    return int(microseconds) / 1e6 if microseconds.isdecimal() else None
+@contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A listening socket, before models are loaded; port 0 picks a free port.
+
+    Raises `OptionError` if the address is taken or not allowed.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            # Only `listen` refuses a port that another server listens on.
+            listener.listen(128)
+        except (OSError, UnicodeError, TypeError) as error:  # no host has the name
+            reason = getattr(error, "strerror", None) or error
+            raise OptionError(
+                f"cannot listen on {host} port {port} ({reason}); choose another "
+                "--port or --host"
+            ) from error
+        yield listener
+
+
+def url(listener: socket.socket) -> str:
+    """The address to open in a browser."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextmanager
+def listening_at(path: Path) -> Iterator[socket.socket]:
+    """A listening socket in the file system that only this user may open.
+
+    A socket without a listener is replaced. Raises `OptionError` if
+    anything else is there, or nothing can be made there.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            _remove_stale(path)
+            mask = os.umask(0o177)  # never open to others, not even for a moment
+            try:
+                listener.bind(str(path))
+            finally:
+                os.umask(mask)
+            own = os.lstat(path)
+            listener.listen(128)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise OptionError(
+                f"cannot listen on {path} ({reason}); choose another --uds", "uds"
+            ) from error
+        try:
+            yield listener
+        finally:
+            with suppress(OSError):
+                if os.path.samestat(own, os.lstat(path)):
+                    path.unlink()
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket of a server that is gone; raise `OptionError` otherwise."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise OptionError(f"{path} is there and no socket; choose another --uds", "uds")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.setblocking(False)
+        try:
+            line.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except BlockingIOError:
+            pass  # its queue of connections is full
+    raise OptionError(
+        f"another server listens on {path}; end it, or choose another --uds", "uds"
+    )

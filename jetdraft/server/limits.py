@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from jetdraft.errors import OptionError
-from jetdraft.options import Flag
+from jetdraft.options import Flag, check_bounds
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,4 @@ class Limits:
     max_sounds: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("max_wait", "max_seconds"):
-            if not getattr(self, name) > 0.0:  # refuses NaN too
-                raise OptionError(
-                    f"the limit {name} must be above 0, not {getattr(self, name)}"
-                )
+        check_bounds(self)

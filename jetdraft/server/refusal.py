@@ -28,7 +28,7 @@ class RequestError(JetdraftError):
 
 
 def refusal(error: object, status: int, chat: bool = False) -> Response:
-    """Return the answer to a request that is refused; `chat` says it was a chat."""
+    """The answer to a request that is refused; `chat` says it was a chat."""
     headers = {"Retry-After": "1"} if status in (429, 503) else {}
     # Escapes, since a message may quote what no encoding can hold.
     content = json.dumps(refusal_fields(error, status, chat))
@@ -36,7 +36,7 @@ def refusal(error: object, status: int, chat: bool = False) -> Response:
 
 
 def refusal_fields(error: object, status: int, chat: bool = False) -> dict[str, Any]:
-    """Return an error as OpenAI's clients read it."""
+    """An error as OpenAI's clients read it."""
     kind = KINDS.get(
         status, "invalid_request_error" if status < 500 else "server_error"
     )

@@ -85,7 +85,7 @@ class TranscriptionRequest:
 
     @property
     def seconds(self) -> float:
-        """Return the most seconds that the transcript may take."""
+        """The most seconds that the transcript may take."""
         return float(self.options.get("max_seconds", inf))
 
     def stream(self, model: Model) -> Transcription:
@@ -130,7 +130,6 @@ class TranscriptionRequest:
 
 
 def _repetition(text: bytes) -> float:
-    """Return how many times smaller a text becomes when it is compressed."""
     return len(text) / len(zlib.compress(text))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from jetdraft.checkpoints.heads.blocks import masked
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
-from jetdraft.ranges import between
+from jetdraft.options import between
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.machine import precision
 from jetdraft.train.task import DrafterSettings, Sums, Task, TrainingOptions, setting

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_layers import ConfigT, HeadConfig
-from jetdraft.ranges import between
+from jetdraft.options import between
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.machine import precision
 from jetdraft.train.run_folder import RunFolder

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.prompts import RANKS, Prompts, PromptSettings
 from jetdraft.errors import CheckpointError, UnsupportedModelError
-from jetdraft.ranges import between
+from jetdraft.options import between
 from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.heads import decayed

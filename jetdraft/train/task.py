@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.errors import OptionError, UnsupportedModelError
-from jetdraft.ranges import Range, between, check_ranges
+from jetdraft.options import Flag, Range, between, check_ranges
 from jetdraft.train.data import Batch
 from jetdraft.train.machine import Muon
 from jetdraft.train.run_folder import RunFolder
@@ -44,8 +44,22 @@ def setting(
     the flag, if it is not the field's, its `group`, a `metavar`, and in `unset` what it
     means to give none.
     """
-    told = {"help": text, "allowed": allowed, "choices": choices, "flag": flag}
-    return field(default=default, metadata=told)
+    if isinstance(default, tuple):
+        flag = {"metavar": "LAYERS", "commas": True, **flag}
+    names = (flag.pop("name"),) if "name" in flag else ()
+    settings = {"group": "training", "show_default": bool(default), **flag}
+    metadata = {
+        "flag": Flag(help=text, names=names, **settings),
+        "allowed": allowed,
+        "choices": choices,
+    }
+    return field(default=default, metadata=metadata)
+
+
+def seed_setting() -> Any:
+    """The seed of a training."""
+    text = "Seed of the random numbers; the same seed gives the same training."
+    return setting(0, text, group="sampling", show_default=True)
 
 
 class Settings:
@@ -86,7 +100,7 @@ class TrainingOptions(Settings):
     validate_every: int = setting(
         50, "Steps between validations; each saves what was learned.", between(1, 10**9)
     )
-    seed: int = 0
+    seed: int = seed_setting()
 
 
 @dataclass(frozen=True)

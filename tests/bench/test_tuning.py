@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,16 +13,33 @@ from jetdraft.bench import tuning
 from jetdraft.bench.tuning import steps, tune
 from jetdraft.runtime import loaded
 
+TUNED = "profiles/cpu-1-tuning.json"
+
+
+@pytest.fixture(scope="module")
+def tuned(bundle, tmp_path_factory):
+    """A bundle that was tuned on one thread, the model, its curve, and the ticks."""
+    folder = shutil.copytree(bundle, tmp_path_factory.mktemp("tuned") / "bundle")
+    model, ticks = jetdraft.load(folder, threads=1), []
+    curve = tune(model, lambda: ticks.append(1))
+    return SimpleNamespace(folder=folder, model=model, curve=curve, ticks=ticks)
+
 
 @pytest.fixture
-def own(bundle, tmp_path):
-    """A bundle whose profiles may be changed."""
-    return shutil.copytree(bundle, tmp_path / "own")
+def own(tuned, tmp_path):
+    """A copy whose profiles may be changed."""
+    return shutil.copytree(tuned.folder, tmp_path / "own")
 
 
-def test_everything_is_measured_and_kept(own):
-    model, ticks = jetdraft.load(own, threads=1), []
-    found = tune(model, lambda: ticks.append(1))
+@pytest.fixture
+def quick(monkeypatch):
+    """Few widths and one turn: the times do not matter."""
+    monkeypatch.setattr(tuning, "WIDEST_MEASURED", 2)
+    monkeypatch.setattr(tuning, "TURNS", 1)
+
+
+def test_everything_is_measured_and_kept(tuned):
+    model, found = tuned.model, tuned.curve
     assert list(found.passes) == list(range(1, 33))
     assert list(found.trees) == list(range(2, 33))
     assert min(found.passes.values()) > 0
@@ -29,9 +47,9 @@ def test_everything_is_measured_and_kept(own):
     assert set(found.drafts) == set(model.planner.proposers())
     assert min(found.drafts.values()) > 0
     assert found.compaction > 0
-    assert len(ticks) == steps(model)
+    assert len(tuned.ticks) == steps(model)
     assert model.parts.target.cache.length == 0
-    again = jetdraft.load(own, threads=1).parts
+    again = jetdraft.load(tuned.folder, threads=1).parts
     for curve in (model.parts.curve, again.curve):
         assert curve.drafts == pytest.approx(found.drafts)
         assert curve.trees == pytest.approx(found.trees)
@@ -40,17 +58,14 @@ def test_everything_is_measured_and_kept(own):
         assert max(curve.passes) == max(again.widths.gaps)
 
 
-def test_a_tuned_model_writes_the_same(own, model):
-    tuned = jetdraft.load(own, threads=1)
-    tune(tuned)
+def test_a_tuned_model_writes_the_same(tuned, model):
     how = {"max_new_tokens": 40, "ignore_eos": True}
     plain = model.generate(" the self", method="none", **how)
-    assert tuned.generate(" the self", **how).token_ids == plain.token_ids
+    assert tuned.model.generate(" the self", **how).token_ids == plain.token_ids
 
 
-def test_a_profile_of_another_machine_is_left_out(own):
-    file = own / "profiles" / "cpu-1-tuning.json"
-    tune(jetdraft.load(own, threads=1))
+def test_a_profile_of_another_machine_is_left_out(own, quick):
+    file = own / TUNED
     stored = json.loads(file.read_text())
     stored["machine"]["processor"] = "Orin"
     stored["curve"]["drafts"]["lookup"] = 123.0
@@ -64,9 +79,7 @@ def test_a_profile_of_another_machine_is_left_out(own):
 
 @pytest.mark.parametrize("content", ["", "{}", '{"machine": {}, "curve": 5}'])
 def test_a_damaged_profile_is_left_out(own, content):
-    file = own / "profiles" / "cpu-1-tuning.json"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(content)
+    (own / TUNED).write_text(content)
     with pytest.warns(UserWarning, match="it is malformed"):
         model = jetdraft.load(own, threads=1)
     assert "lookup" not in model.parts.curve.drafts
@@ -84,19 +97,17 @@ def test_a_damaged_profile_is_left_out(own, content):
     ],
 )
 def test_times_that_cannot_be_are_left_out(own, field, value):
-    file = own / "profiles" / "cpu-1-tuning.json"
-    tune(jetdraft.load(own, threads=1))
-    stored = json.loads(file.read_text())
+    stored = json.loads((own / TUNED).read_text())
     stored["curve"]["trees"] = {}
     stored["curve"][field] = value
-    file.write_text(json.dumps(stored))
+    (own / TUNED).write_text(json.dumps(stored))
     with pytest.warns(UserWarning, match=r"its times are missing or out of range|NaN"):
         jetdraft.load(own, threads=1)
 
 
 @pytest.mark.parametrize(("alone", "chosen"), [(1.0, 1), (3.0, 2)])
 def test_the_drafter_gets_the_threads_that_shorten_a_round(
-    own, monkeypatch, alone, chosen
+    own, quick, monkeypatch, alone, chosen
 ):
     """`alone` are the seconds of a round with one thread; with two it takes 2."""
     model = jetdraft.load(own, threads=2)
@@ -113,7 +124,7 @@ def test_the_drafter_gets_the_threads_that_shorten_a_round(
     assert jetdraft.load(own, threads=1).parts.drafter_threads == 1
 
 
-def test_a_round_of_both_numbers_of_threads_is_timed(own):
+def test_a_round_of_both_numbers_of_threads_is_timed(own, quick):
     file = own / "profiles" / "cpu-2-tuning.json"
     tune(jetdraft.load(own, threads=2))
     assert json.loads(file.read_text())["drafter_threads"] in (1, 2)

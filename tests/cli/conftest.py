@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import jetdraft
-from jetdraft.cli import progress
+from jetdraft.cli import console
 from tests import manifests
 
 
@@ -24,7 +24,7 @@ def bundle(bundle: Path) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No command takes so long here that it has to tell its progress."""
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 600.0)
+    monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 600.0)
 
 
 @pytest.fixture

@@ -61,11 +61,6 @@ def test_a_bundle_without_a_template_is_refused(bundle):
     assert_refused(result, "no chat template")
 
 
-def test_a_model_that_hears_is_sent_to_transcribe(whisper):
-    result = jetdraft("chat", whisper / "bundle", stdin="hello\n")
-    assert_refused(result, "hears, and reads no text", "jetdraft transcribe")
-
-
 def test_a_broken_template_is_refused(bundle, tmp_path):
     folder = with_template(bundle, tmp_path / "bundle", "{% if %}")
     assert_refused(
@@ -74,7 +69,7 @@ def test_a_broken_template_is_refused(bundle, tmp_path):
 
 
 def test_lines_that_never_end_or_are_no_text_are_refused(chatty, monkeypatch):
-    monkeypatch.setattr("jetdraft.cli.prompts.MAX_INPUT_CHARS", 1000)
+    monkeypatch.setattr("jetdraft.cli.console.MAX_INPUT_CHARS", 1000)
     for said, refusal in ("a" * 1001, "more than 1000"), (b"a\xff", "UTF-8"):
         result = jetdraft("chat", chatty, *GIVEN, stdin=said)
         assert_refused(result, "a line of standard input", refusal)

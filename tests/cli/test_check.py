@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from jetdraft.bench.verification import Comparison
 from jetdraft.bundle import MANIFEST, Bundle
 from jetdraft.cli import check
+from jetdraft.cli.check import Comparison
 from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.planning.registry import methods_of
 from tests.cli.running import assert_refused, jetdraft
@@ -19,14 +19,18 @@ def report(bundle) -> list[str]:
     return result.stdout.splitlines()
 
 
-def test_says_that_files_and_contracts_are_right(report):
+def test_says_that_files_contracts_widths_and_texts_are_right(report):
     assert report[0] == "files      10 present, hashes right"
     assert report[1] == "contract   2 graphs as declared"
-
-
-def test_shows_the_exact_class_of_widths(report):
     shown = [line.split() for line in report if line.startswith("widths")]
     assert ["widths", "1..16", "exact"] in shown
+    # Four methods at four lengths, three trees and auto, in three settings.
+    texts = [line for line in report if line.startswith("text")]
+    assert len(texts) == 60
+    assert all(line.endswith(" same 96 tokens") for line in texts)
+    # The longest name is stream tree=best,prune_threshold=0.05.
+    assert len({line.index(" same ") for line in texts}) == 1
+    assert report[-1] == "verdict    pass: 60 texts as by plain decoding"
 
 
 def test_another_class_of_widths_does_not_look_like_a_fault():
@@ -37,10 +41,6 @@ def test_another_class_of_widths_does_not_look_like_a_fault():
     assert exact.split() == ["2..4", "exact"]
 
 
-def test_ends_with_the_verdict(report):
-    assert report[-1] == "verdict    pass: 60 texts as by plain decoding"
-
-
 @pytest.mark.parametrize(
     "method", ["draft 1", "draft", "lookup 4", "draft tree=heap", "auto"]
 )
@@ -48,19 +48,6 @@ def test_ends_with_the_verdict(report):
 def test_says_same_for_every_method_greedy_and_sampling(report, method, setting):
     lines = [" ".join(line.split()) for line in report]
     assert f"text {method} {setting} same 96 tokens" in lines
-
-
-def test_the_columns_line_up(report):
-    """The longest name is stream tree=best,prune_threshold=0.05."""
-    texts = [line for line in report if line.startswith("text")]
-    assert len({line.index(" same ") for line in texts}) == 1
-
-
-def test_no_method_differs(report):
-    texts = [line for line in report if line.startswith("text")]
-    # Four methods at four lengths, three trees and auto, in three settings.
-    assert len(texts) == 60
-    assert all(line.endswith(" same 96 tokens") for line in texts)
 
 
 @pytest.fixture

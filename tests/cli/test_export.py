@@ -64,7 +64,7 @@ def test_export_makes_a_bundle_that_generates(pair, output):
     assert made.target.contract.capacity == 64
     assert made.target.contract.max_width == 16
     assert result.stderr.splitlines()[0].endswith(
-        "methods none, lookup, draft, recall, trigram, cascade"
+        "methods none, lookup, draft, trigram, cascade"
     )
     assert result.stderr.splitlines()[1:] == [
         "target: int4-rtn-b32",
@@ -74,11 +74,19 @@ def test_export_makes_a_bundle_that_generates(pair, output):
     assert shown.exit_code == 0
 
 
-def test_defaults_are_those_of_the_help(pair, output):
+@pytest.fixture(scope="module")
+def measured(pair, tmp_path_factory):
+    """An export that chooses its recipe by the model's own text: bundle and result."""
+    output = tmp_path_factory.mktemp("measured") / "bundle"
     small = "--max-width=4096"  # more than the capacity: narrowed to it
     result = jetdraft("export", pair.drafter, "-o", output, "--capacity=64", small)
     assert result.exit_code == 0, result.output
-    entry = Bundle.open(output).target
+    return Bundle.open(output), result
+
+
+def test_defaults_are_those_of_the_help(measured):
+    opened, result = measured
+    entry = opened.target
     assert entry.contract.dtype == "float32"
     assert entry.contract.max_width == 64
     recipe, kl = Recipe.from_json(entry.quantization), entry.quantization["kl"]
@@ -128,7 +136,7 @@ def test_no_library_writes_to_the_terminal(pair, tmp_path):
 def test_fast_measures_nothing(pair, output, monkeypatch, device):
     monkeypatch.delattr(measures, "own_text")
     drafter = ("--drafter", pair.drafter, "--capacity=64", *device)
-    result = jetdraft("export", pair.target, "-o", output, "--fast", *drafter)
+    result = jetdraft("export", pair.drafter, "-o", output, "--fast", *drafter)
     assert result.stderr.splitlines()[-2:] == [
         f"target: {FAST_DEFAULT}",
         "drafter: int8-rtn-b32",
@@ -215,19 +223,18 @@ def test_no_output(pair):
     ],
 )
 def test_other_defaults_need_no_text_either(pair, output, given, expected):
-    result = jetdraft("export", pair.drafter, "-o", output, *given)
+    result = jetdraft("export", pair.drafter, "-o", output, "--capacity=64", *given)
     assert result.exit_code == 0, result.stderr
     assert expected in jetdraft("check", "--no-run", output).stdout
 
 
-def test_the_calibration_text_takes_the_place_of_the_own_text(pair, output):
+def test_the_calibration_text_takes_the_place_of_the_own_text(pair, output, measured):
     text = output.parent / "text.txt"
     text.write_text("def f(self):\n    return self.x\n" * 60)
-    kl = []
-    for given in ((), ("--calibration", text)):
-        jetdraft("export", pair.drafter, "-o", output, *given)
-        kl.append(Bundle.open(output).target.quantization["kl"])
-    assert kl[0] != kl[1]
+    given = ("--capacity=64", "--calibration", text)
+    assert jetdraft("export", pair.drafter, "-o", output, *given).exit_code == 0
+    kl = Bundle.open(output).target.quantization["kl"]
+    assert kl != measured[0].target.quantization["kl"]
 
 
 def test_output_that_is_no_bundle_is_refused_and_untouched(pair, tmp_path):

@@ -10,7 +10,6 @@ import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 import onnxruntime
@@ -131,6 +130,8 @@ def test_no_long_option_means_two_things():
     assert not differing
 
 
+FULL = "error: the disk is full; free some space\n"
+REFUSED = "check its name and its permissions"
 INTERRUPTED = """
 import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -149,45 +150,43 @@ def test_ctrl_c_while_click_is_imported_is_one_line(tmp_path):
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
-def test_a_full_disk_is_one_line():
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "jetdraft", "doctor", "--devices"],
-            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
-        )  # fmt: skip
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: the disk is full; free some space\n",
-    )
+@pytest.fixture
+def failing(monkeypatch):
+    """Run a command in which the system raises an error."""
+
+    def run(error):
+        def fail(root):
+            raise error
+
+        monkeypatch.setattr("jetdraft.cli.doctor.examine", fail)
+        return jetdraft("doctor")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), FULL),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), FULL),
+        (OSError(errno.EFBIG, "File too large"), FULL),
+        # numpy's, of an array in an export
+        (OSError("8192 requested and 0 written"), FULL),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "a" * 500), REFUSED),
+        (PermissionError(errno.EACCES, "Permission denied", "/root/a"), REFUSED),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "x/y"), REFUSED),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(failing, error, said):
+    assert_refused(failing(error), said)
 
 
 @pytest.mark.parametrize(
     "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        OSError(errno.EDQUOT, "Disk quota exceeded"),
-        OSError(errno.EFBIG, "File too large"),
-        OSError("8192 requested and 0 written"),  # numpy's, of an array in an export
-    ],
+    [OSError("the header was not written"), OSError(errno.EBADF, "Bad descriptor")],
 )
-def test_a_disk_without_room_is_one_line(error, monkeypatch):
-    def full(root):
-        raise error
-
-    monkeypatch.setattr("jetdraft.cli.doctor.examine", full)
-    result = jetdraft("doctor")
-    assert (result.exit_code, result.stderr) == (
-        2,
-        "error: the disk is full; free some space\n",
-    )
-
-
-def test_another_error_without_a_number_is_no_full_disk(monkeypatch):
-    def broken(root):
-        raise OSError("the header was not written")
-
-    monkeypatch.setattr("jetdraft.cli.doctor.examine", broken)
-    assert isinstance(jetdraft("doctor").exception, OSError)
+def test_an_error_that_is_no_refusal_keeps_its_traceback(failing, error):
+    assert failing(error).exception is error
 
 
 def test_a_verb_runs_off_the_main_thread():
@@ -204,37 +203,21 @@ def test_other_programs_keep_their_warnings():
     assert warnings.showwarning is before
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENAMETOOLONG, "File name too long", "a" * 500),
-        PermissionError(errno.EACCES, "Permission denied", "/root/checkpoint"),
-        NotADirectoryError(errno.ENOTDIR, "Not a directory", "bundle.json/x"),
-    ],
-)
-def test_a_file_that_the_system_refuses_is_one_line(error, monkeypatch):
-    def refused(root):
-        raise error
-
-    monkeypatch.setattr("jetdraft.cli.doctor.examine", refused)
-    assert_refused(jetdraft("doctor"), "check its name and its permissions")
-
-
-def test_an_error_that_is_no_refusal_keeps_its_traceback(monkeypatch):
-    def broken(root):
-        raise OSError(errno.EBADF, "Bad file descriptor")
-
-    monkeypatch.setattr("jetdraft.cli.doctor.examine", broken)
-    assert isinstance(jetdraft("doctor").exception, OSError)
-
-
 def test_generate_has_at_most_27_options():
     assert len(options(generate)) <= 27
 
 
-@pytest.mark.parametrize("name", ["inspect", "devices", "quantize", "recipes"])
-def test_old_verbs_are_gone(name):
-    assert_refused(jetdraft(name), f"No such command '{name}'")
+@pytest.mark.parametrize(
+    ("words", "known"),
+    [
+        *((name, "export, generate") for name in ("inspect", "devices", "quantize")),
+        ("train dream", "draft"),
+        ("train dream", "sec, acceptance, use"),
+    ],
+)
+def test_an_unknown_command_is_told_the_known_commands(words, known):
+    name = words.split()[-1]
+    assert_refused(jetdraft(*words.split()), f"No such command '{name}'; choose", known)
 
 
 def test_version_names_onnxruntime_and_its_providers_too():

@@ -1,4 +1,4 @@
-"""What the verbs that run a bundle refuse, each in one line that says what to do."""
+"""What the verbs refuse, each in one line that says what to do."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 import shlex
 from pathlib import Path
 
+import click
 import pytest
 
 from jetdraft.bundle import MANIFEST
 from jetdraft.testing import toy_bundle
 from tests.cli.running import assert_refused, jetdraft
+from tests.cli.test_help import COMMANDS, options
 
 GENERATE = "generate {bundle} -p ' the self' -n 24 -t 1 "
 BENCH = "bench {bundle} --max-new-tokens=12 --repeats=2 --threads=1 "
@@ -66,6 +68,10 @@ REFUSED = [
     ("check --no-run {tmp}/nothing", "no bundle at"),
     ("check --no-run {tmp}", "has no bundle.json"),
     ("check {bundle} --provider abacus", "choose tensorrt, cuda, webgpu, cpu"),
+    (
+        "plan {bundle} --device orin-nano-4gb",
+        ("is a bundle, and a plan reads checkpoints", "was exported from"),
+    ),
     ("bench {lone} --methods draft", ("'draft'", "auto, none, lookup")),
     # Files of prompts and reports.
     (BENCH + "--prompts {tmp}/nothing", "cannot read"),
@@ -166,13 +172,13 @@ def test_bad_prompts_are_refused(bundle, tmp_path, text, said):
     [("", "the prompt is empty"), (b"\xff\xfe\xff", "UTF-8"), ("a" * 1001, "more th")],
 )
 def test_standard_input_that_is_no_prompt(bundle, monkeypatch, stdin, said):
-    monkeypatch.setattr("jetdraft.cli.prompts.MAX_INPUT_CHARS", 1000)
+    monkeypatch.setattr("jetdraft.cli.console.MAX_INPUT_CHARS", 1000)
     assert_refused(jetdraft("generate", bundle, "-p", "-", stdin=stdin), said)
 
 
 @pytest.mark.parametrize("option", ["--prompt-file", "--json-schema", "--grammar"])
 def test_a_device_that_never_ends_is_not_read_to_its_end(bundle, monkeypatch, option):
-    monkeypatch.setattr("jetdraft.cli.prompts.MAX_INPUT_CHARS", 1000)
+    monkeypatch.setattr("jetdraft.cli.console.MAX_INPUT_CHARS", 1000)
     result = jetdraft("generate", bundle, option, "/dev/zero")
     assert_refused(result, "/dev/zero has more than 1000 characters")
 
@@ -200,9 +206,49 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize("line", ["generate {} -p x", "bench {}", "check --no-run {}"])
 @pytest.mark.parametrize(("name", "damage", "said"), DAMAGES)
-def test_a_damaged_bundle_is_refused(copied_bundle, line, name, damage, said):
+def test_a_damaged_bundle_is_refused(copied_bundle, name, damage, said):
     damage(copied_bundle / name)
-    words = line.format(copied_bundle).split()
-    assert_refused(jetdraft(*words), said)
+    for line in ("generate {} -p x", "bench {}", "check --no-run {}"):
+        assert_refused(jetdraft(*line.format(copied_bundle).split()), said)
+
+
+# --- what cannot be written is refused before anything is read ---
+
+WRITTEN = {"--output", "--cache"}
+PLACES = [
+    (words, flag)
+    for words, command in COMMANDS.items()
+    for option in options(command)
+    for flag in WRITTEN & {*option.opts}
+]
+
+
+def given(words, flag, bundle, nothing):
+    """The arguments that a command needs, of which only a bundle is there."""
+    for param in COMMANDS[words].params:
+        value = bundle if param.name == "bundle" else nothing
+        if isinstance(param, click.Argument):
+            yield value
+        elif param.required and flag not in param.opts:
+            yield from (param.opts[-1], value)
+
+
+def test_there_are_such_options():
+    verbs = {words.split()[0] for words, _ in PLACES}
+    assert verbs == {"export", "bench", "train"}
+    assert len([flag for words, flag in PLACES if "train" in words]) >= 13
+
+
+@pytest.mark.parametrize(("words", "flag"), PLACES)
+@pytest.mark.parametrize("place", ["/proc/out", "file/out"])
+def test_it_is_refused_first(words, flag, place, bundle, tmp_path, monkeypatch):
+    """Before it says that the target is missing, which would be read first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("precious")
+    needed = list(given(words, flag, bundle, "nothing"))
+    if flag == "--cache":
+        needed += ["-o", "out"]
+    result = jetdraft(*words.split(), *needed, flag, place)
+    assert_refused(result, place, "choose another" if place[0] == "/" else "")
+    assert os.listdir(tmp_path) == ["file"]

@@ -33,18 +33,8 @@ def text(tmp_path) -> Path:
 
 def test_from_a_text_to_drafts(target, text, tmp_path):
     checkpoint, bundle = tmp_path / "checkpoint", tmp_path / "bundle"
-    trained = jetdraft(
-        "train",
-        "stream",
-        target,
-        "--data",
-        text,
-        "-o",
-        checkpoint,
-        "--steps",
-        3,
-        *QUICK,
-    )
+    command = ("train", "stream", target, "--data", text, "-o", checkpoint)
+    trained = jetdraft(*command, "--steps", 3, *QUICK)
     assert trained.exit_code == 0, trained.output
     assert "training 1152 weights of the streams" in trained.stderr
     assert "step 3: validation loss" in trained.stderr
@@ -205,11 +195,11 @@ def test_a_drafter_from_a_text(target, tmp_path, text):
     assert "a drafter of 2 steps" in trained.stderr
     fields = json.loads((tmp_path / "drafter" / "config.json").read_text())
     assert fields["hidden_size"] == 32
-    tokens = (tmp_path / "drafter" / "tokenizer.json").read_text()
-    assert (
-        json.loads(tokens)["model"]
-        == json.loads((target / "tokenizer.json").read_text())["model"]
+    own, expected = (
+        json.loads((folder / "tokenizer.json").read_text())["model"]
+        for folder in (tmp_path / "drafter", target)
     )
+    assert own == expected
     layers = jetdraft(
         *(*command[:-1], tmp_path / "layers", "--from-layers", "0,2", *DRAFTER)
     )

@@ -28,10 +28,10 @@ def test_it_prints_segments_or_json(whisper, file):
     assert len(lines) == len(wanted.segments)
     assert all(re.match(r"\[[\d:.]{12} --> [\d:.]{12}\]", line) for line in lines)
     assert "tokens/pass" in shown.stderr
-    told = jetdraft(
+    shown_json = jetdraft(
         *("transcribe", whisper / "bundle", file, "--json", "--language", "de")
     )
-    fields = json.loads(told.stdout)
+    fields = json.loads(shown_json.stdout)
     assert fields["text"] == wanted.text
     assert fields["token_ids"] == wanted.token_ids
     assert (fields["language"], fields["seconds"]) == ("de", 1.5)
@@ -63,6 +63,8 @@ def test_bad_files_and_bundles_are_refused(whisper, bundle, file, tmp_path):
     wrong = jetdraft("transcribe", heard, file, "--language", "xx")
     assert_refused(wrong, "no language 'xx'")
     assert_refused(jetdraft("generate", heard, "-p", "hi"), "jetdraft transcribe")
+    result = jetdraft("chat", heard, stdin="hello\n")
+    assert_refused(result, "hears, and reads no text", "jetdraft transcribe")
     # These two describe the bundle first.
     for verb in ("check", "bench"):
         result = jetdraft(verb, heard)

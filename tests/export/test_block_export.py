@@ -13,7 +13,7 @@ import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.blocks import masked
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.cli.description import describe
+from jetdraft.cli.check import describe
 from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe

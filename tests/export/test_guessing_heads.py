@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.cli.description import describe
+from jetdraft.cli.check import describe
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from tests.checkpoints.heads import reference

@@ -133,8 +133,8 @@ def test_a_folder_that_cannot_be_written_only_warns(toy, sets):
 
 
 def test_a_kill_leaves_one_whole_set(tmp_path):
-    told = printed(sys.executable, "-m", "tests.swap_kills", tmp_path, "60")
-    steps = json.loads(told)
+    report = printed(sys.executable, "-m", "tests.swap_kills", tmp_path, "30")
+    steps = json.loads(report)
     assert set(steps["publish"]["found"]) == {"1.0", "2.0"}
     assert set(steps["back"]["found"]) == {"2.0", "1.0"}
     assert set(steps["keep"]["found"]) == {"2.0"}

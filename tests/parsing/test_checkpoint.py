@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.refusals import LAYERS
 from jetdraft.errors import CheckpointError
+from tests.cli.running import jetdraft
 
 EVIL = """
 import pathlib
@@ -69,16 +68,10 @@ def test_a_checkpoint_s_code_does_not_run_whatever_the_terminal_says(
         classes = {"AutoTokenizer": [None, "evil.EvilTokenizer"]}
         tokenizer = {"tokenizer_class": "EvilTokenizer", "auto_map": classes}
         (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    command = [sys.executable, "-m", "jetdraft", "export", folder]
-    ended = subprocess.run(
-        [*command, "-o", tmp_path / "bundle", "--quantize", "none"],
-        check=False,
-        input="y\n" * 50,
-        capture_output=True,
-        text=True,
-    )
+    command = ("export", folder, "-o", tmp_path / "bundle", "--quantize", "none")
+    ended = jetdraft(*command, stdin="y\n" * 50)
     assert not mark.exists()
-    assert ended.returncode == 2, ended.stderr
+    assert ended.exit_code == 2, ended.output
     assert ended.stderr.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in ended.stderr
 

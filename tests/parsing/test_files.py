@@ -33,19 +33,6 @@ PROMPT = "The robot sees"
 GREEDY = {"max_new_tokens": 8, "method": "none"}
 
 
-@pytest.fixture
-def toy(tmp_path):
-    return toy_bundle(tmp_path / "toy")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    with jetdraft.load(
-        toy_bundle(tmp_path_factory.mktemp("model") / "toy"), threads=1
-    ) as loaded:
-        yield loaded
-
-
 # --- profiles -------------------------------------------------------------------------
 
 
@@ -63,10 +50,10 @@ def wrong_profiles(fields):
     }
 
 
-def test_a_profile_that_cannot_be_used_is_measured_again(toy):
-    with jetdraft.load(toy, threads=1) as first:
+def test_a_profile_that_cannot_be_used_is_measured_again(own_toy):
+    with jetdraft.load(own_toy, threads=1) as first:
         expected = first.generate(PROMPT, **GREEDY).token_ids
-    [file] = (toy / "profiles").glob("cpu-1.json")
+    [file] = (own_toy / "profiles").glob("cpu-1.json")
     good = json.loads(file.read_text())
     texts = {"nested": "[" * 100_000, "no seal": json.dumps({**good, SEAL: "x"})}
     texts["another class"] = json.dumps(
@@ -77,7 +64,7 @@ def test_a_profile_that_cannot_be_used_is_measured_again(toy):
         texts[name] = json.dumps({**fields, SEAL: seal_of(fields)})
     for name, text in texts.items():
         file.write_text(text)
-        with jetdraft.load(toy, threads=1) as again:
+        with jetdraft.load(own_toy, threads=1) as again:
             assert again.parts.profiles.stored() is None, name
             assert again.generate(PROMPT, **GREEDY).token_ids == expected
             assert again.parts.profiles.stored() is not None, name
@@ -115,26 +102,26 @@ def test_arrays_that_unfold_to_more_than_the_file_are_refused(tmp_path):
 
 
 @pytest.fixture
-def prefix(model, tmp_path):
+def prefix(toy_model, tmp_path):
     file = tmp_path / "prefix.npz"
-    model.save_prefix(file, model.prompt(PROMPT * 3))
+    toy_model.save_prefix(file, toy_model.prompt(PROMPT * 3))
     with np.load(file) as stored:
         return file, dict(stored)
 
 
-def test_a_prefix_with_other_rows_is_refused(model, prefix):
+def test_a_prefix_with_other_rows_is_refused(toy_model, prefix):
     """With the right identity they would have passed as this machine's own."""
     file, arrays = prefix
     name = next(name for name in arrays if name.startswith("target/"))
     for value in (0.0, float("nan")):
         np.savez(file, **{**arrays, name: np.full_like(arrays[name], value)})
         with pytest.raises(BundleError, match="is not a saved prefix"):
-            model.load_prefix(file)
+            toy_model.load_prefix(file)
     np.savez(file, **arrays)
-    model.load_prefix(file)
+    toy_model.load_prefix(file)
 
 
-def test_a_prefix_of_odd_form_is_refused(model, prefix):
+def test_a_prefix_of_odd_form_is_refused(toy_model, prefix):
     """Somebody knows the hash, too."""
     file, arrays = prefix
     long = {
@@ -159,8 +146,8 @@ def test_a_prefix_of_odd_form_is_refused(model, prefix):
         changed = {**arrays, **change}
         np.savez(file, **{**changed, "sha256": np.array(digest_of(changed))})
         with pytest.raises(BundleError):
-            model.load_prefix(file)
-    expected = model.generate(PROMPT, **GREEDY)
+            toy_model.load_prefix(file)
+    expected = toy_model.generate(PROMPT, **GREEDY)
     assert expected.stats.reused_tokens == 0
 
 
@@ -168,35 +155,35 @@ def test_a_prefix_of_odd_form_is_refused(model, prefix):
 
 
 @pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
-def test_names_that_no_file_can_have(model, toy, tmp_path, name):
+def test_names_that_no_file_can_have(toy_model, own_toy, tmp_path, name):
     file = tmp_path / name
     with pytest.raises(OutputError, match="no file can have this name"):
-        model.save_prefix(file, model.prompt(PROMPT))
+        toy_model.save_prefix(file, toy_model.prompt(PROMPT))
     with pytest.raises(JetdraftError):
-        model.load_prefix(file)
+        toy_model.load_prefix(file)
     with pytest.raises(StoreError, match="no file can have this name") as refused:
-        jetdraft.load(toy, threads=1, store=file)
+        jetdraft.load(own_toy, threads=1, store=file)
     assert str(refused.value).isprintable()
     with pytest.raises(StoreError, match="no file can have this name") as refused:
-        jetdraft.load(toy, threads=1, learn=file)
+        jetdraft.load(own_toy, threads=1, learn=file)
     assert str(refused.value).isprintable()
     with pytest.raises(OutputError, match="no file can have this name") as refused:
         toy_bundle(file)
     assert str(refused.value).isprintable()
 
 
-def test_a_pipe_stays_a_pipe(model, tmp_path):
+def test_a_pipe_stays_a_pipe(toy_model, tmp_path):
     """A device would be replaced as well, which only root can make."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OutputError, match="it is a pipe or a device"):
-        model.save_prefix(tmp_path / "pipe", model.prompt(PROMPT))
+        toy_model.save_prefix(tmp_path / "pipe", toy_model.prompt(PROMPT))
     assert (tmp_path / "pipe").is_fifo()
 
 
-def test_a_link_to_itself_is_refused(model, tmp_path):
+def test_a_link_to_itself_is_refused(toy_model, tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OutputError, match="it is a link to itself"):
-        model.save_prefix(tmp_path / "loop", model.prompt(PROMPT))
+        toy_model.save_prefix(tmp_path / "loop", toy_model.prompt(PROMPT))
 
 
 def test_a_bundle_that_cannot_be_looked_at_is_refused():
@@ -209,9 +196,9 @@ def test_a_bundle_that_cannot_be_looked_at_is_refused():
 
 
 @pytest.mark.parametrize("used", ["text", b"\xff", 1e300, float("inf"), -1.0])
-def test_poisoned_times_do_not_end_the_list(toy, tmp_path, used):
+def test_poisoned_times_do_not_end_the_list(own_toy, tmp_path, used):
     file = tmp_path / "store.sqlite"
-    bundle = jetdraft.Bundle.open(toy)
+    bundle = jetdraft.Bundle.open(own_toy)
     store = ResponseStore(file, bundle.tokenizer_sha256)
     store.add(Entry([40, 41], [42], np.zeros(0, np.float32)))
     blob = np.array([50], np.uint32).tobytes()
@@ -221,18 +208,18 @@ def test_poisoned_times_do_not_end_the_list(toy, tmp_path, used):
             " values ('', ?, ?, ?, ?)",
             [(used, blob, blob, b"")] * 300,
         )
-    listed = CliRunner().invoke(main, ["store", "list", str(toy), str(file)])
+    listed = CliRunner().invoke(main, ["store", "list", str(own_toy), str(file)])
     assert listed.exit_code == 0, listed.exception
     assert listed.stdout.count("->") == 1
     assert len(ResponseStore(file, bundle.tokenizer_sha256).entries) == 1
 
 
-def test_listed_texts_cannot_steer_the_terminal(toy, tmp_path, model):
+def test_listed_texts_cannot_steer_the_terminal(own_toy, tmp_path, toy_model):
     file = tmp_path / "store.sqlite"
-    store = ResponseStore(file, jetdraft.Bundle.open(toy).tokenizer_sha256)
-    ids = model.prompt("a\x1b[2Jb").tolist()
+    store = ResponseStore(file, jetdraft.Bundle.open(own_toy).tokenizer_sha256)
+    ids = toy_model.prompt("a\x1b[2Jb").tolist()
     store.add(Entry(ids, ids, np.zeros(0, np.float32)))
-    listed = CliRunner().invoke(main, ["store", "list", str(toy), str(file)])
+    listed = CliRunner().invoke(main, ["store", "list", str(own_toy), str(file)])
     assert "\x1b" not in listed.stdout
     assert "a\\x1b[2Jb" in listed.stdout
 
@@ -240,7 +227,7 @@ def test_listed_texts_cannot_steer_the_terminal(toy, tmp_path, model):
 # --- recall ---------------------------------------------------------------------------
 
 
-def test_recall_of_repeated_tokens_takes_no_seconds(toy, tmp_path):
+def test_recall_of_repeated_tokens_takes_no_seconds():
     from jetdraft.methods.recall.method import adapted
 
     start = time.monotonic()

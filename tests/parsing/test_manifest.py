@@ -6,7 +6,6 @@ import copy
 import json
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -14,10 +13,9 @@ from click.testing import CliRunner
 import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.cli import main
-from jetdraft.cli.description import describe
+from jetdraft.cli.check import describe
 from jetdraft.errors import BundleError
 from jetdraft.manifest import MANIFEST
-from jetdraft.testing import toy_bundle
 from tests import manifests
 from tests.cli.running import assert_refused
 
@@ -47,20 +45,15 @@ def changed(manifest: dict, path: tuple, value: object) -> dict:
     return other
 
 
-@pytest.fixture
-def toy(tmp_path: Path) -> Path:
-    return toy_bundle(tmp_path / "toy")
-
-
-def test_any_wrong_field_is_refused_or_harmless(toy):
-    manifest, opened, messages = manifests.read(toy), 0, []
+def test_any_wrong_field_is_refused_or_harmless(own_toy):
+    manifest, opened, messages = manifests.read(own_toy), 0, []
     paths = list(places(manifest))
     assert len(paths) > 100
     for path in paths:
         for value in WRONG:
-            manifests.write(toy, changed(manifest, path, value))
+            manifests.write(own_toy, changed(manifest, path, value))
             try:
-                describe(Bundle.open(toy)).encode()
+                describe(Bundle.open(own_toy)).encode()
                 opened += 1
             except jetdraft.JetdraftError as error:
                 messages.append(str(error))
@@ -84,45 +77,45 @@ def test_any_wrong_field_is_refused_or_harmless(toy):
         ("provider", "../../x", "provider must be a provider's name"),
     ],
 )
-def test_says_which_field_is_wrong(toy, path, value, why):
+def test_says_which_field_is_wrong(own_toy, path, value, why):
     keys = tuple(path.replace("target.onnx", "target%onnx").split("."))
     keys = tuple(key.replace("%", ".") for key in keys)
-    manifests.write(toy, changed(manifests.read(toy), keys, value))
+    manifests.write(own_toy, changed(manifests.read(own_toy), keys, value))
     with pytest.raises(BundleError, match=f"malformed.*{why}"):
-        Bundle.open(toy)
+        Bundle.open(own_toy)
 
 
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"schema_version": Infinity}', "9" * 5000]
 )
-def test_json_beyond_the_limits_is_damaged(toy, text):
-    (toy / MANIFEST).write_text(text)
+def test_json_beyond_the_limits_is_damaged(own_toy, text):
+    (own_toy / MANIFEST).write_text(text)
     with pytest.raises(BundleError, match="is damaged"):
-        Bundle.open(toy)
+        Bundle.open(own_toy)
 
 
-def test_an_edit_is_noticed(toy):
+def test_an_edit_is_noticed(own_toy):
     """The hashes of files cover neither the contract nor the ends of text."""
-    manifest = manifests.read(toy)
+    manifest = manifests.read(own_toy)
     manifest["eos_token_ids"].append(5)
-    (toy / MANIFEST).write_text(json.dumps(manifest))
+    (own_toy / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(BundleError, match=r"bundle.json was altered"):
-        Bundle.open(toy)
+        Bundle.open(own_toy)
 
 
-def test_another_contract_is_another_bundle(toy, tmp_path):
-    other = shutil.copytree(toy, tmp_path / "other")
+def test_another_contract_is_another_bundle(own_toy, tmp_path):
+    other = shutil.copytree(own_toy, tmp_path / "other")
     manifests.edit(other, eos_token_ids=[0])
-    assert Bundle.open(toy).sha256 != Bundle.open(other).sha256
+    assert Bundle.open(own_toy).sha256 != Bundle.open(other).sha256
 
 
-def test_a_name_that_steers_the_terminal_is_shown_as_text(toy):
-    manifest = manifests.read(toy)
+def test_a_name_that_steers_the_terminal_is_shown_as_text(own_toy):
+    manifest = manifests.read(own_toy)
     path = ("graphs", "target", "source")
-    manifests.write(toy, changed(manifest, path, "a\x1b[2J\nmade with love"))
-    shown = CliRunner().invoke(main, ["check", "--no-run", str(toy)])
+    manifests.write(own_toy, changed(manifest, path, "a\x1b[2J\nmade with love"))
+    shown = CliRunner().invoke(main, ["check", "--no-run", str(own_toy)])
     assert shown.exit_code == 0
     assert "from a\\x1b[2J\\nmade with love\n" in shown.stdout
-    manifests.write(toy, changed(manifest, path, "\ud800"))
-    result = CliRunner().invoke(main, ["check", "--no-run", str(toy)])
+    manifests.write(own_toy, changed(manifest, path, "\ud800"))
+    result = CliRunner().invoke(main, ["check", "--no-run", str(own_toy)])
     assert_refused(result, "is damaged")

@@ -102,7 +102,11 @@ def generate(toy, installed, *options, method="again"):
     )
 
 
-SAMPLINGS = [(), ("--temperature", 0.8, "--seed", 1), ("--temp", 1.2, "--seed", 2)]
+SAMPLINGS = [
+    (),
+    ("--temperature", 0.8, "--seed", 1),
+    ("--temperature", 1.2, "--seed", 2),
+]
 LENGTHS = [1, 2, 4, None]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -11,10 +12,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 from jetdraft.server.app import Service
-from jetdraft.server.http_server import HttpServer
-from jetdraft.server.listener import listening, url
+from jetdraft.server.http_server import HttpServer, listening, url
 
 # Slow enough to be interrupted, and with signals as a terminal would have them.
 SLOW = """
@@ -66,6 +67,34 @@ def started(
             yield process, found[0]
         finally:
             process.kill()
+
+
+def request(body: object, version: str = "1.1") -> bytes:
+    """A request for a text, as it crosses the line."""
+    content = json.dumps(body).encode()
+    return (
+        f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    ).encode() + content
+
+
+def connect(
+    address: str, body: object = None, buffer: int | None = None
+) -> socket.socket:
+    """A client that has asked, for `body` if there is one, and reads nothing yet."""
+    place, line = urlsplit(address), socket.socket()
+    line.settimeout(60)
+    if buffer is not None:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    line.connect((place.hostname, place.port))
+    if body is not None:
+        line.sendall(request(body))
+    return line
+
+
+def read(line: socket.socket) -> bytes:
+    """All that a server sends until it closes the connection."""
+    return b"".join(iter(lambda: line.recv(65536), b""))
 
 
 def until(holds, seconds=60.0):

@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from jetdraft.cli import main
-from jetdraft.server.admission import host_name
+from jetdraft.server.connection import host_name
 from tests.cli.running import assert_refused
-from tests.server.test_connections import connect, read, request
+from tests.server.serving import connect, read, request
 
 GOOD = {"model": "toy", "prompt": "a", "max_tokens": 2}
 MALFORMED = (

@@ -166,12 +166,12 @@ def test_tools_may_be_left_alone_and_answered(client):
         "type": "function",
         "function": {"name": "read_sensor", "arguments": '{"sensor": "left"}'},
     }
-    told = [
+    dialogue = [
         *HELLO,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "3"},
     ]
-    assert client.chat.completions.create(**asked, messages=told, seed=1).choices
+    assert client.chat.completions.create(**asked, messages=dialogue, seed=1).choices
 
 
 def test_tools_beside_a_response_format(client):
@@ -208,8 +208,8 @@ def test_logprobs_and_drafts_come_beside_tools_too(client):
     )  # fmt: skip
     choices = [chunk.choices[0] for chunk in chunks]
     tokens = [each for c in choices for each in getattr(c, "tokens", None) or []]
-    told = [each for c in choices if c.logprobs for each in c.logprobs.content]
-    assert len(tokens) == len(told) > 0
+    entries = [each for c in choices if c.logprobs for each in c.logprobs.content]
+    assert len(tokens) == len(entries) > 0
 
 
 def test_json_of_a_schema(client, model):

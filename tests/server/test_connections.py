@@ -17,33 +17,12 @@ import pytest
 
 from jetdraft.server import connection, http_server
 from jetdraft.server.connection import CROWDED_CONNECTIONS, Doorkeeper, _peer
-from jetdraft.server.listener import listening_at
-from tests.server.serving import served, started, until
+from jetdraft.server.http_server import listening_at
+from tests.server.serving import connect, read, request, served, started, until
 
 BODY = {"model": "toy", "prompt": "The robot sees", "max_tokens": 40, "seed": 1,
         "method": "none", "ignore_eos": True}  # fmt: skip
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-
-
-def request(body, version="1.1"):
-    content = json.dumps(body).encode()
-    return (
-        f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    ).encode() + content
-
-
-def connect(address):
-    place = urlsplit(address)
-    return socket.create_connection((place.hostname, place.port), timeout=60)
-
-
-def read(line):
-    """All that a server sends until it closes the connection."""
-    parts = []
-    while part := line.recv(65536):
-        parts.append(part)
-    return b"".join(parts)
 
 
 def test_idle_connections_give_way(service, address):

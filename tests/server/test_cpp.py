@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jetdraft.server.app import Service
-from jetdraft.server.listener import listening_at
+from jetdraft.server.http_server import listening_at
 from tests.server.conftest import LIMITS
 from tests.server.serving import served, until
 

@@ -19,12 +19,12 @@ def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 30))
 
 
-def story(told):
+def story(body):
     """A test that runs in an event loop, for half a minute at most."""
 
-    @wraps(told)
+    @wraps(body)
     def test():
-        run(told())
+        run(body())
 
     return test
 

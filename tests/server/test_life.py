@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -22,12 +21,12 @@ from jetdraft.bundle import CHAT_TEMPLATE
 from jetdraft.cli import main
 from jetdraft.errors import OptionError
 from jetdraft.server.app import Service
-from jetdraft.server.listener import listening
+from jetdraft.server.http_server import listening
 from jetdraft.testing import toy_bundle
 from tests import manifests
 from tests.cli.running import assert_refused
 from tests.server.conftest import LIMITS
-from tests.server.serving import served, started, until
+from tests.server.serving import connect, served, started, until
 
 LONG = {
     "model": "toy", "prompt": "The robot sees", "max_tokens": 380, "temperature": 0.9,
@@ -35,22 +34,6 @@ LONG = {
 }  # fmt: skip
 ANSWERED = "POST /v1/completions 200"
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}]}
-
-
-def connect(address, body, path="/v1/completions"):
-    """A client that has asked and reads nothing yet."""
-    place = urlsplit(address)
-    line = socket.socket()
-    line.settimeout(60)
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    line.connect((place.hostname, place.port))
-    content = json.dumps(body).encode()
-    line.sendall(
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(content)}\r\n\r\n".encode()
-        + content
-    )
-    return line
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -77,7 +60,7 @@ def test_who_does_not_read_holds_nobody_up(service, address):
     """The model is free when the text is there, read or not."""
     body = {**LONG, "stream": True, "logprobs": 5}
     before = service.desk.total.generations
-    lines = [connect(address, body) for _ in range(6)]
+    lines = [connect(address, body, buffer=4096) for _ in range(6)]
     until(lambda: service.desk.total.generations == before + 6)
     assert httpx.post(f"{address}/v1/chat/completions", json=CHAT).status_code == 200
     for line in lines:
@@ -188,8 +171,8 @@ def test_a_text_longer_than_the_drain_is_cut_and_answered(toy, stream):
         assert "ending" in refused.json()["error"]["message"]
         # No finish reason of OpenAI would be true.
         assert cut.status_code == (200 if stream else 503)
-        *lines, told = cut.text.removesuffix("data: [DONE]\n\n").split("data: ")
-        error = json.loads(told)["error"]
+        *lines, last = cut.text.removesuffix("data: [DONE]\n\n").split("data: ")
+        error = json.loads(last)["error"]
         assert (error["type"], error["param"]) == ("server_error", None)
         assert (len(lines) > 2) == cut.text.endswith("[DONE]\n\n") == stream
         assert not any('"finish_reason": "' in line for line in lines)
@@ -278,7 +261,7 @@ def test_wrong_options_of_the_command(toy, tmp_path):
     assert_refused(serve(tmp_path / "none"), "none")
     assert_refused(serve(toy, "--method", "stream"), "no method")
     assert_refused(serve(toy, "--models", "0"), "--models")
-    refusal = "the limit max_wait must be above 0, not nan"
+    refusal = "max wait nan is out of range; give more than 0"
     assert_refused(serve(toy, "--max-wait", "nan"), refusal)
     broken = toy_bundle(tmp_path / "broken")
     template = b"{% for m in messages %}"

@@ -1,4 +1,4 @@
-"""Eight clients with twenty requests each: all answered, none mixed up, memory flat."""
+"""Eight clients with eight requests each: all answered, none mixed up, memory flat."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from openai import OpenAI
 
 from tests.server.serving import started
 
-CLIENTS, REQUESTS = 8, 20
+CLIENTS, REQUESTS = 8, 8
 PROMPTS = ("The robot sees", '{"name": "Ann"', "The cat", "A blue ball")
 
 

@@ -170,9 +170,9 @@ def test_a_streamed_chat(address, case, usage):
     assert all(len(choice.delta.model_fields_set) == 1 for choice in middle)
     said = "".join(choice.delta.content or "" for choice in middle)
     assert said == (whole["message"]["content"] or "")
-    told = [e for c in middle if c.logprobs for e in c.logprobs.content]
+    entries = [e for c in middle if c.logprobs for e in c.logprobs.content]
     wanted = (whole["logprobs"] or {"content": []})["content"]
-    assert [each.to_dict() for each in told] == wanted
+    assert [each.to_dict() for each in entries] == wanted
     calls = [call for c in middle for call in c.delta.tool_calls or []]
     if "tools" in body:
         begun, *rest = calls
@@ -194,20 +194,20 @@ def test_a_text(address, model, case):
     assert choice.finish_reason == ("length" if body["max_tokens"] == 12 else "stop")
     for usage in (False, True):
         chunks = streamed(address, "completions", body, usage)
-        told = []
+        choices = []
         for chunk in chunks:
             ends = [each["finish_reason"] for each in chunk["choices"]]
             assert ends in ([], [None]) or chunk in chunks[-2:]
             # In chunks before the last, the reference shows null.
             for each in chunk["choices"]:
                 each["finish_reason"] = each["finish_reason"] or "stop"
-            told += checked(Completion, chunk, ours_of(body)).choices
-        assert "".join(each.text for each in told) == choice.text
+            choices += checked(Completion, chunk, ours_of(body)).choices
+        assert "".join(each.text for each in choices) == choice.text
         if choice.logprobs is None:
-            assert all(each.logprobs is None for each in told)
+            assert all(each.logprobs is None for each in choices)
             continue
         for name, values in choice.logprobs.to_dict().items():
-            parted = [getattr(e.logprobs, name) for e in told if e.logprobs]
+            parted = [getattr(e.logprobs, name) for e in choices if e.logprobs]
             assert [value for part in parted for value in part] == values
     if choice.logprobs is not None:
         options = {"regex": body["regex"]} if "regex" in body else {}

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from dataclasses import replace
-from urllib.parse import urlsplit
 
 import httpx
 import openai
 import pytest
 
 from jetdraft.runtime.text.codec import TextCodec
-from jetdraft.server.admission import is_loopback
 from jetdraft.server.app import Service
+from jetdraft.server.connection import is_loopback
 from tests.server.conftest import LIMITS
-from tests.server.serving import served
+from tests.server.serving import connect, served
 
 GOOD = {"model": "toy", "prompt": "a", "max_tokens": 2}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "a"}]}
@@ -34,12 +32,15 @@ def post(address, body, path="completions", **headers):
     return httpx.post(f"{address}/v1/{path}", content=content, headers=headers)
 
 
+def error(response):
+    return response.json()["error"]
+
+
 def assert_error(response, status, words):
     assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert words in error["message"]
-    assert "\n" not in error["message"]
+    assert error(response).keys() == {"message", "type", "param", "code"}
+    assert words in error(response)["message"]
+    assert "\n" not in error(response)["message"]
 
 
 @pytest.mark.parametrize(
@@ -237,10 +238,6 @@ def test_other_errors(address):
     assert post(address, GOOD).status_code == 200, "nothing else was lost"
 
 
-def error(response):
-    return response.json()["error"]
-
-
 @pytest.mark.parametrize("length", [2000, 19_000])
 def test_a_prompt_that_is_too_long_has_openais_code(service, length, monkeypatch):
     """The longer one is not even encoded: that would take its time in vain."""
@@ -298,8 +295,8 @@ def test_a_constraint_that_ends_in_mid_text_is_the_client_s_error(address, strea
     answer = post(address, body)
     assert answer.status_code == (200 if stream else 400)
     lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n")]
-    told = json.loads(lines[-3] if stream else answer.text)["error"]
-    assert (told["type"], told["param"]) == ("invalid_request_error", "grammar")
+    refusal = json.loads(lines[-3] if stream else answer.text)["error"]
+    assert (refusal["type"], refusal["param"]) == ("invalid_request_error", "grammar")
 
 
 def test_encoding_lets_other_threads_run(model):
@@ -334,8 +331,7 @@ def test_a_body_that_lies_about_its_length_is_cut_off(address):
 
 def test_a_body_that_does_not_come(address, monkeypatch):
     monkeypatch.setattr("jetdraft.server.app.RECEIVE_SECONDS", 0.1)
-    place = urlsplit(address)
-    with socket.create_connection((place.hostname, place.port), timeout=60) as line:
+    with connect(address) as line:
         line.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
             b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{"

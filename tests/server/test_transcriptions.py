@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import httpx
 import openai
 import pytest
@@ -15,7 +13,7 @@ from jetdraft.server.limits import Limits
 from jetdraft.server.refusal import RequestError
 from jetdraft.server.transcription_request import read_form
 from tests import whispers
-from tests.server.serving import served
+from tests.server.serving import connect, served
 
 SOUND = whispers.wav(whispers.sound(1.5))
 
@@ -107,10 +105,9 @@ def test_a_bundle_of_the_other_kind_is_refused(hearing, address):
 
 
 def test_a_bundle_of_text_refuses_an_upload_unread(address):
-    host, port = address.removeprefix("http://").split(":")
-    head = f"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: {host}:{port}\r\n"
+    head = "POST /v1/audio/transcriptions HTTP/1.1\r\nHost: localhost\r\n"
     head += "Content-Type: multipart/form-data; boundary=x\r\nContent-Length: 99\r\n"
-    with socket.create_connection((host, int(port)), timeout=20) as client:
+    with connect(address) as client:
         client.sendall(f"{head}\r\n".encode())
         assert b"400" in client.recv(100)  # and no byte of a body was sent
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from jetdraft.errors import OptionError
-from jetdraft.server.listener import listening_at
+from jetdraft.server.http_server import listening_at
 from tests.server.serving import started
 
 GOOD = {"model": "toy", "prompt": "The robot", "max_tokens": 9, "seed": 1}

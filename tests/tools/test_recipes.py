@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jetdraft.cli.progress import ProgressBars
+from jetdraft.cli.console import ProgressBars
 from tests.cli.running import assert_refused, jetdraft
 from tests.quant.test_calibration import TEXT
 from tests.tiny import llama_config, save_checkpoint

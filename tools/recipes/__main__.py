@@ -16,9 +16,9 @@ from typing import Any
 import click
 
 from jetdraft.cli import Tool
-from jetdraft.cli.command import flags, option
+from jetdraft.cli.command import keywords, option
+from jetdraft.cli.console import ProgressBars
 from jetdraft.cli.flags import PATH, json_option, new_file, report_option, write_json
-from jetdraft.cli.progress import ProgressBars
 from jetdraft.errors import OptionError
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import LoadOptions
@@ -82,7 +82,7 @@ ALL = "all"
     type=PATH,
     help="A text to measure on; default: a text of the unquantized target.",
 )
-@flags(LoadOptions, only=("threads",))
+@keywords(LoadOptions, only=("threads",))
 @json_option
 @report_option
 @option(

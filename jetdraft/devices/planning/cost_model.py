@@ -17,6 +17,7 @@ from typing import Any
 from jetdraft.contracts.constants import EXPERTS
 from jetdraft.devices.device import PowerMode
 from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.manifest import MANIFEST
 from jetdraft.parsing import read_json_file
 from jetdraft.recipe import HEAD, SYMMETRIC, Recipe
 
@@ -67,6 +68,11 @@ class Dimensions:
     def read(cls, path: Path) -> Dimensions:
         """Read a config file or its folder; raises `CheckpointError`."""
         file = path / CONFIG if path.is_dir() else path
+        if (path / MANIFEST).is_file():
+            raise CheckpointError(
+                f"{path} is a bundle, and a plan reads checkpoints; give the folder or "
+                "the config.json that it was exported from"
+            )
         if _begins_as_gguf(file):
             raise CheckpointError(
                 f"{file} is a GGUF file, which a plan does not read; give the "

@@ -27,7 +27,7 @@ from jetdraft.methods.block.module import (
     source_config,
     source_fields,
 )
-from jetdraft.ranges import between
+from jetdraft.options import between
 from jetdraft.train.attention import Masked, Masks
 from jetdraft.train.blocks import (
     BlockObjective,

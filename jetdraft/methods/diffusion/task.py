@@ -11,7 +11,7 @@ from jetdraft.checkpoints.heads.blocks import BlockConfig
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.errors import OptionError
 from jetdraft.methods.diffusion.module import MODEL_TYPE, Diffusion
-from jetdraft.ranges import between
+from jetdraft.options import between
 from jetdraft.train.blocks import BlockObjective, BlockSettings, BlockTask
 from jetdraft.train.heads import config_of, layer_fields, stored
 from jetdraft.train.task import setting

@@ -26,7 +26,7 @@ from jetdraft.devices.planning.cost_model import Dimensions, Load
 from jetdraft.devices.planning.drafter_advice import SHARE, TOKENS_PER_WEIGHT
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.draft_vocab import check_tokens
-from jetdraft.ranges import between
+from jetdraft.options import between
 from jetdraft.recipe import Recipe
 from jetdraft.train.data import Batch, Example, collate, examples_of
 from jetdraft.train.heads import stored

@@ -14,7 +14,7 @@ from jetdraft.checkpoints.draft_vocabulary import map_of
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import OptionError
 from jetdraft.methods.eagle.module import Eagle, EagleConfig
-from jetdraft.ranges import between
+from jetdraft.options import between
 from jetdraft.train.heads import (
     HeadSettings,
     HeadTask,

@@ -22,7 +22,7 @@ from torch import Tensor
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.methods.falcon.module import ARCHITECTURE, MOST_ROWS, Falcon
-from jetdraft.ranges import between
+from jetdraft.options import between
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.heads import LayerSettings, LayerTask, sums_of_drafts
 from jetdraft.train.task import Sums, setting

@@ -15,7 +15,7 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.devices.providers import HALVES, cpu_only
 from jetdraft.errors import OptionError
 from jetdraft.manifest import GraphEntry
-from jetdraft.ranges import check_ranges
+from jetdraft.options import check_ranges
 from jetdraft.runtime.drafters.draft_cache import DraftCache, LedCache
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.target import Target

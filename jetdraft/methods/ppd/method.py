@@ -16,7 +16,7 @@ from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import DraftingError
 from jetdraft.methods.ppd.sparse_trees import SparsePlan, best_plan
-from jetdraft.ranges import between, check_ranges
+from jetdraft.options import between, check_ranges
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.acceptance_rates import GuessRates, Ranks

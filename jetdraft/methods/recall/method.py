@@ -201,4 +201,5 @@ METHOD = Method(
     "the responses to similar requests, with --store FILE",
     _make,
     lacks=_lacks,
+    needs_store=True,
 )

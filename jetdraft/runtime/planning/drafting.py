@@ -9,7 +9,7 @@ from typing import Any
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.errors import DraftingError, OptionError
-from jetdraft.ranges import between, check_flags, check_ranges
+from jetdraft.options import between, check_flags, check_ranges
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import WALK, MethodOptions, unknown_key
 from jetdraft.runtime.sampling.verifiers import VERIFIERS, Verifier

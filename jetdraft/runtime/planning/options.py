@@ -11,8 +11,7 @@ from typing import Annotated, Any, TypedDict, Unpack
 from jetdraft.contracts.constants import CANDIDATES
 from jetdraft.devices.providers import HALVES, cpu_only
 from jetdraft.errors import OptionError
-from jetdraft.options import Flag
-from jetdraft.ranges import Range, between, check_ranges
+from jetdraft.options import Flag, Range, between, check_ranges
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.split.exit_head import FIELD, ExitHead, ExitRule
 from jetdraft.runtime.planning.drafting import Drafting
@@ -152,7 +151,6 @@ class GenerateOptions(TypedDict, total=False):
             "sampling",
             "Temperature of sampling; 0 always takes the most likely token. Default: "
             "the checkpoint's own in generate and chat, otherwise 0.",
-            names=("--temperature", "--temp"),
         ),
     ]
     top_k: Annotated[

@@ -66,8 +66,9 @@ def methods() -> Mapping[str, Method[Any]]:
 
 
 def methods_of(bundle: Bundle) -> tuple[str, ...]:
-    """The methods that a bundle has all graphs and files for, "none" first."""
-    return (NONE, *(name for name, m in methods().items() if not m.lacks(bundle)))
+    """The methods that a bundle alone has everything for, "none" first."""
+    own = {n: m for n, m in methods().items() if not (m.needs_store or m.lacks(bundle))}
+    return (NONE, *own)
 
 
 @contextmanager

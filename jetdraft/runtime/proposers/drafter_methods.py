@@ -9,7 +9,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import DraftingError, OptionError
 from jetdraft.manifest import GraphEntry
-from jetdraft.ranges import Range, check_ranges
+from jetdraft.options import Range, check_ranges
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.graph import Graph

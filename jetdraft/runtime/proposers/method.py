@@ -29,7 +29,7 @@ from typing import (
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import CANDIDATES
 from jetdraft.errors import DraftingError, OptionError
-from jetdraft.ranges import Range, between, check_ranges
+from jetdraft.options import Range, between, check_ranges
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.target import Target
 from jetdraft.runtime.proposers.proposer import Proposer
@@ -156,6 +156,7 @@ class Method(Generic[OptionsT]):
                     with the reason where it cannot
     options         the type of its own options
     lacks           what an export must add to a bundle for this method; "" if nothing
+    needs_store     whether it drafts from a store of responses, beside the bundle
     in_auto         whether "auto" may pick it, given its options
     trees           whether its options can ask for drafts of a fixed shape
     reads_probes    whether it reads the probes of the target's passes
@@ -181,6 +182,7 @@ class Method(Generic[OptionsT]):
     make: Callable[[LoadedBundle, OptionsT], Proposer]
     options: type[OptionsT] = MethodOptions  # type: ignore[assignment]
     lacks: Callable[[Bundle], str] = lambda bundle: ""
+    needs_store: bool = False
     in_auto: Callable[[OptionsT], bool] = lambda options: True
     trees: bool = False
     reads_probes: bool = False

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jetdraft.ranges import Range, check_ranges
+from jetdraft.options import Range, check_ranges
 from jetdraft.runtime.drafts.arrays import Float64s, Int64s
 from jetdraft.runtime.drafts.noise import Distribution, exponentials, exponentials_below
 from jetdraft.runtime.drafts.rows import Rows

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from jetdraft.errors import OptionError
-from jetdraft.ranges import Range, between, check_ranges
+from jetdraft.options import Range, between, check_ranges
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer

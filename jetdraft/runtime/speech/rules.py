@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from jetdraft.bundle import Speech
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.processors import changed
-from jetdraft.speech_tokens import Speech
 
 Mask = npt.NDArray[np.bool_]
 

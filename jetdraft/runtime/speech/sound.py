@@ -16,9 +16,9 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
+from jetdraft.bundle import HOP, SAMPLE_RATE, WINDOW
 from jetdraft.errors import OptionError, printable
 from jetdraft.runtime.drafts.arrays import Float32s, Float64s
-from jetdraft.speech_tokens import HOP, SAMPLE_RATE, WINDOW
 
 MIN_SECONDS, MAX_SECONDS = 0.1, 2 * 3600.0
 """Seconds of a sound that is read."""

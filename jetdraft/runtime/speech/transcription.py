@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import exp
 from statistics import fmean
 
+from jetdraft.bundle import HOP, SAMPLE_RATE, Speech
 from jetdraft.contracts.split_contract import SourceContract
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.arrays import Float32s
@@ -29,7 +30,6 @@ from jetdraft.runtime.speech.segments import (
 from jetdraft.runtime.speech.sound import MIN_SECONDS, log_mel
 from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.stops import CANCELLED, LENGTH, STOP
-from jetdraft.speech_tokens import HOP, SAMPLE_RATE, Speech
 
 TRANSCRIBE = "transcribe"
 """The task of writing in the language that is spoken; the other is "translate"."""

@@ -9,7 +9,7 @@ from itertools import compress
 from threading import Event
 
 from jetdraft.errors import OptionError
-from jetdraft.ranges import Range, check_flags, check_ranges
+from jetdraft.options import Range, check_flags, check_ranges
 from jetdraft.runtime.text.codec import TextStream
 
 STOP, LENGTH = "stop", "length"

@@ -44,8 +44,8 @@ from jetdraft.learning.weight_sets import (
     base_of,
 )
 from jetdraft.manifest import sha256_of
-from jetdraft.ranges import between
-from jetdraft.train.task import Settings, setting
+from jetdraft.options import between
+from jetdraft.train.task import Settings, seed_setting, setting
 from jetdraft.train.training import Stages
 from jetdraft.train.use.students import Missed, Student, together
 
@@ -128,7 +128,7 @@ class UseOptions(Settings):
     )
     lora_rank: int = setting(16, "Rank of the LoRA adapters.", between(1, 1024))
     least: int = setting(64, "Fewest wrong places to learn from.", between(1, 10**9))
-    seed: int = 0
+    seed: int = seed_setting()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,255 @@
+"""What verbs read and show: prompts, the progress of long commands, texts and stats."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import click
+import numpy as np
+
+from jetdraft.runtime.drafts.arrays import Int64s
+from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.model import Model
+from jetdraft.runtime.text.stops import INTERRUPTED
+
+DEFAULT_PROMPTS = (
+    "def fibonacci(n):\n    ",
+    "import os\nimport sys\n\nclass Config:\n    def __init__(self, path):\n",
+    "The quick brown fox jumps over the lazy dog. The quick brown fox",
+    "for i in range(10):\n    for j in range(10):\n        if",
+)
+
+MAX_INPUT_CHARS = 64_000_000
+"""Of an input that is read at once; a device or a pipe may never end."""
+
+SECONDS_BETWEEN_LINES = 10.0
+"""Commands that take less time print no line."""
+
+
+def read_input(file: Path | None) -> str:
+    """The text of a file, or of standard input; raises `UsageError`."""
+    if file is None:
+        return _read("standard input", sys.stdin.read)
+
+    def read(most: int) -> str:
+        with file.open(encoding="utf-8") as handle:
+            return handle.read(most)
+
+    return _read(f"{file}", read)
+
+
+def read_line() -> str | None:
+    """The next line of standard input, None at its end; as `read_input`."""
+    line = _read("a line of standard input", sys.stdin.readline)
+    return line.removesuffix("\n") if line else None
+
+
+def _read(name: str, read: Callable[[int], str]) -> str:
+    try:
+        text = read(MAX_INPUT_CHARS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(
+            f"cannot read {name} ({error}); give UTF-8 text"
+        ) from error
+    if len(text) > MAX_INPUT_CHARS:
+        raise click.UsageError(
+            f"{name} has more than {MAX_INPUT_CHARS} characters; give less text"
+        )
+    return text
+
+
+def read_prompt(text: str | None, file: Path | None) -> str:
+    """The prompt: `text`, standard input for "-", or a file; raises `UsageError`."""
+    if (text is None) == (file is None):
+        raise click.UsageError("give either --prompt or --prompt-file")
+    return text if text is not None and text != "-" else read_input(file)
+
+
+def read_prompts(file: Path | None, model: Model) -> list[Int64s]:
+    """The prompts in a file of JSON lines, each as int64 [tokens].
+
+    Each line has either "prompt" or "token_ids". Without a file the prompts are
+    `DEFAULT_PROMPTS`, or random ids if the bundle has no tokenizer.
+    """
+    if file is not None:
+        # Not splitlines: JSON text may contain other line separators unescaped.
+        lines = [line for line in read_input(file).split("\n") if line.strip()]
+        if not lines:
+            raise click.UsageError(f"there are no prompts in {file}; give at least one")
+        return [_parse(line, model) for line in lines]
+    if model.bundle.tokenizer is not None:
+        return [model.prompt(text) for text in DEFAULT_PROMPTS]
+    random = np.random.default_rng(0)
+    contract = model.bundle.target.contract
+    size = min(32, contract.capacity // 2)
+    return [random.integers(0, contract.vocab_size, size) for _ in DEFAULT_PROMPTS]
+
+
+def _parse(line: str, model: Model) -> Int64s:
+    try:
+        fields = json.loads(line)
+        text, ids = fields.get("prompt"), fields.get("token_ids")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise click.UsageError(
+            f"not a prompt: {line[:60]!r}; each line is a JSON object with prompt or "
+            "token_ids"
+        ) from error
+    if text is not None and not isinstance(text, str):
+        raise click.UsageError(f"not a prompt: {line[:60]!r}; prompt must be text")
+    return model.prompt(text, ids)
+
+
+class ProgressBars:
+    """The progress bars of a long command on standard error, one for each stage.
+
+    Where that is no terminal, a thread prints the state every `SECONDS_BETWEEN_LINES`,
+    also while a step takes long, and the end of a stage that has printed a line.
+    """
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._bar: Any = None
+        self._done = 0
+        self._line: str | None = None
+        self._printed = ""
+        """The stage of the last printed line."""
+        self._started = time.monotonic()
+        self._ended = Event()
+        self._printer = Thread(target=self._print_lines, daemon=True)
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show a stage: `done` of its `total` steps are done."""
+        if not sys.stderr.isatty():
+            # Of a single step, "0 of 1" would say nothing.
+            state = "" if total == 1 else f", {done} of {total}"
+            self._stage = stage
+            self._line = f"{stage}{', done' if done >= total else state}"
+            if done >= total and stage == self._printed:
+                self._print_line()
+                self._printed = ""
+            return
+        if self._bar is None or stage != self._stage:
+            self.close()
+            self._stage, self._done = stage, 0
+            self._bar = click.progressbar(
+                length=total, label=f"{stage:18}", file=sys.stderr
+            )
+        self._bar.update(done - self._done)
+        self._done = done
+
+    def _print_lines(self) -> None:
+        while not self._ended.wait(SECONDS_BETWEEN_LINES):
+            if self._line is not None:
+                self._printed = self._stage
+                self._print_line()
+
+    def _print_line(self) -> None:
+        seconds = time.monotonic() - self._started
+        click.echo(f"after {seconds:.0f} s: {self._line}", err=True)
+
+    def ticks(self, stage: str, total: int) -> Callable[[], None]:
+        """Begin a stage; call the function that it returns after each step."""
+        self(stage, 0, total)
+        done = itertools.count(1)
+        return lambda: self(stage, next(done), total)
+
+    def close(self) -> None:
+        """End the line of the current bar."""
+        if self._bar is not None:
+            self._bar.render_finish()
+            self._bar = None
+
+    def __enter__(self) -> ProgressBars:
+        self._printer.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._printer.join()
+        self.close()
+
+
+def announce_first_run(model: Model) -> None:
+    """Print one line on standard error once a text must wait for measurements."""
+    model.parts.survey.announce = lambda: click.echo(
+        "first run on this machine: a few passes are measured before the text; "
+        "jetdraft tune measures all",
+        err=True,
+    )
+
+
+def write_out(
+    source: Any,
+    show: Callable[[Any], None],
+    fields: Sequence[str],
+    as_json: bool,
+    explain: bool,
+) -> int:
+    """Show the parts of a `Stream` or a `Transcription` as they come, then its stats.
+
+    With `as_json` only one object is printed, with these `fields` of the result.
+    Ctrl-C ends the text. Returns the exit code.
+    """
+    code = 0
+    try:
+        for part in source:
+            if not as_json:
+                show(part)
+    except KeyboardInterrupt:
+        code = 130
+        source.close(INTERRUPTED)
+    result = source.result()
+    if as_json:
+        values = {name: getattr(result, name) for name in fields}
+        values["stats"] = result.stats.to_json()
+        # ASCII, since other encodings than UTF-8 are not JSON.
+        click.echo(json.dumps(values, default=vars))
+    else:
+        show(None)
+        click.echo(summary(result.stats), err=True)
+    if explain:
+        click.echo(explanation(result.stats), err=True)
+    return code
+
+
+def summary(stats: Stats) -> str:
+    """The line that ends a generation."""
+    parts = [f"{stats.new_tokens} tokens in {stats.target_passes} passes"]
+    for value, form in (
+        (stats.tokens_per_pass, "{:.2f} tokens/pass"),
+        (stats.acceptance_rate, "acceptance {:.2f}"),
+        (stats.tokens_per_second, "{:.1f} tokens/s"),
+        (stats.time_to_first_token, "first after {:.3f} s"),
+        (stats.seed, "seed {}"),
+        (stats.select_kv, "{} KV rows in a pass"),
+    ):
+        if value is not None:
+            parts.append(form.format(value))
+    choices = sorted(stats.rounds_by_choice.items(), key=lambda item: -item[1])
+    chosen = " ".join(f"{choice} x{rounds}" for choice, rounds in choices)
+    ends = [f"{stats.method}: {chosen}", stats.finish_reason]
+    if stats.lossy:
+        exits = f", {stats.exited_tokens} exits" if stats.exited_tokens else ""
+        ends.append(f"lossy: {stats.lossy}{exits}")
+    return f"[{', '.join(parts)}; {'; '.join(ends)}]"
+
+
+def explanation(stats: Stats) -> str:
+    """Return what each method did, and why rounds had no draft, line by line."""
+    # A method saves the time of its tokens in plain decoding, less its own time.
+    lines = [f"one by one a token takes {stats.plain_ms:.1f} ms"]
+    lines += ["method     rounds  drafted  accepted   tokens     saved"]
+    for name, share in sorted(stats.by_method.items(), key=lambda i: -i[1].rounds):
+        lines.append(
+            f"{name:10} {share.rounds:6} {share.drafted_tokens:8} "
+            f"{share.accepted_tokens:9} {share.new_tokens:8} {share.saved_ms:+8.1f} ms"
+        )
+    lines += [f"off in {rounds} of them: {why}" for why, rounds in stats.off.items()]
+    return "\n".join(lines)
