@@ -102,7 +102,8 @@ def _advised(
     coverage = covered / tokens if tokens else 1.0
     advisor = Advisor(question, draft_vocab, coverage)
     best = advisor.best()
-    return [best, *(advisor.with_tokens(best, budget) for budget in OTHER_BUDGETS)]
+    shape = best.layers, best.hidden_size
+    return [best, *(advisor.predicted(*shape, budget) for budget in OTHER_BUDGETS)]
 
 
 def method_costs() -> tuple[MethodCost, ...]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,8 @@ class Machine:
     """The facts in a machine's files; None for a fact that no file has.
 
     Memory is in MB of 10^6 bytes, clocks are in MHz. `device` is the profile of the
-    board, `jetpack` the JetPack release that has the L4T version `l4t`. `has_gpu` is
-    whether the kernel shows a GPU of any maker.
+    board, `jetpack` the release that has the L4T version `l4t`. `has_gpu` says whether
+    the kernel shows a GPU of any maker.
     """
 
     board: str | None
@@ -39,17 +40,36 @@ class Machine:
 
 def detect(root: Path = Path("/")) -> Machine:
     """Read a machine's files, or a recorded tree of them."""
-    device, l4t = _device(root), _l4t(root)
+    # Part numbers such as "p3767-0000" name the board.
+    text = _text(root / "proc/device-tree/compatible") or ""
+    parts = set(re.findall(r"p\d{4}-\d{4}", text))
+    devices = map(Device.named, Device.names())
+    device = next((one for one in devices if parts & set(one.boards)), None)
+    # "36.4.3" from "# R36 (release), REVISION: 4.3"
+    text = _text(root / "etc/nv_tegra_release") or ""
+    release = re.search(r"R(\d+) \(release\), REVISION: ([\d.]+)", text)
+    l4t = f"{release[1]}.{release[2]}" if release else None
+    # A patch of a release differs in the third number: 36.4.4 is one of 36.4.3.
+    packs, installed = (device.jetpacks if device else ()), _numbers(l4t or "")
+    same = (
+        pack
+        for pack in packs
+        if _numbers(pack.l4t)[:2] == installed[:2] and installed >= _numbers(pack.l4t)
+    )
+    text = _text(root / "proc/meminfo") or ""
+    sizes = re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)
+    memory = {name: int(kb) * 1.024e-3 for name, kb in sizes}
+    cuda = None
+    with suppress(ValueError, KeyError, TypeError):
+        versions = json.loads(_text(root / "usr/local/cuda/version.json") or "{}")
+        cuda = str(versions["cuda"]["version"])
     board = _text(root / "proc/device-tree/model")
-    memory = _memory(root)
-    packs = () if device is None else device.jetpacks
-    installed = (pack for pack in packs if l4t and _same_release(pack.l4t, l4t))
     return Machine(
         board=board,
         device=device,
         l4t=l4t,
-        jetpack=next(installed, None),
-        cuda=_cuda(root),
+        jetpack=next(same, None),
+        cuda=cuda,
         tensorrt=_tensorrt(root),
         power_mode=_power_mode(root),
         gpu=_gpu(root, board),
@@ -71,44 +91,8 @@ def _text(file: Path) -> str | None:
     return text or None
 
 
-def _device(root: Path) -> Device | None:
-    """The profile of the board, by part numbers such as "p3767-0000"."""
-    text = _text(root / "proc/device-tree/compatible") or ""
-    parts = set(re.findall(r"p\d{4}-\d{4}", text))
-    for name in Device.names():
-        device = Device.named(name)
-        if parts & set(device.boards):
-            return device
-    return None
-
-
-def _l4t(root: Path) -> str | None:
-    """The L4T version, for example "36.4.3" from "# R36 (release), REVISION: 4.3"."""
-    text = _text(root / "etc/nv_tegra_release") or ""
-    release = re.search(r"R(\d+) \(release\), REVISION: ([\d.]+)", text)
-    return f"{release[1]}.{release[2]}" if release else None
-
-
-def _same_release(release: str, l4t: str) -> bool:
-    """Whether `l4t` is a release or a patch of it.
-
-    A patch differs in the third number: 36.4.4 is a patch of 36.4.3, JetPack 6.2.
-    """
-    first, installed = _numbers(release), _numbers(l4t)
-    return first[:2] == installed[:2] and installed >= first
-
-
 def _numbers(version: str) -> list[int]:
     return [int(part) for part in version.split(".") if part]
-
-
-def _cuda(root: Path) -> str | None:
-    text = _text(root / "usr/local/cuda/version.json")
-    try:
-        version = json.loads(text or "{}")["cuda"]["version"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return str(version)
 
 
 def _tensorrt(root: Path) -> str | None:
@@ -123,10 +107,7 @@ def _tensorrt(root: Path) -> str | None:
 
 
 def _power_mode(root: Path) -> str | None:
-    """The name of the power mode.
-
-    nvpmodel's status file has its number, and the configuration has the names.
-    """
+    """The name of the power mode: nvpmodel's status has its number."""
     status = re.search(r"pmode:(\d+)", _text(root / "var/lib/nvpmodel/status") or "")
     if status is None:
         return None
@@ -152,13 +133,6 @@ _GPUS = (
     "dev/dxg",
 )
 """Devices of GPUs: of most drivers, of NVIDIA's, of Jetsons, of Windows below Linux."""
-
-
-def _memory(root: Path) -> dict[str, float]:
-    """The sizes in /proc/meminfo, in MB of 10^6 bytes."""
-    text = _text(root / "proc/meminfo") or ""
-    sizes = re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)
-    return {name: int(kb) * 1.024e-3 for name, kb in sizes}
 
 
 def _gpu_mhz(root: Path, file: str) -> float | None:

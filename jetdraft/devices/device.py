@@ -92,15 +92,17 @@ class Device:
             return device
         except OSError as error:
             raise DeviceError(f"cannot read {file} ({error.strerror})") from error
-        except KeyError as error:
+        except (
+            LookupError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            OptionError,
+        ) as error:
+            missing = " is missing" if isinstance(error, KeyError) else ""
             raise DeviceError(
-                f"{file} is not a device profile ({error} is missing); compare it with "
-                f"those in {FOLDER}"
-            ) from error
-        except (ValueError, TypeError, AttributeError, OptionError) as error:
-            raise DeviceError(
-                f"{file} is not a device profile ({error}); compare it with those in "
-                f"{FOLDER}"
+                f"{file} is not a device profile ({error}{missing}); compare it with "
+                f"the others in {FOLDER}"
             ) from error
 
     def power_mode(self, name: str | None = None) -> PowerMode:
@@ -122,12 +124,9 @@ def _typed(kind: Any, table: Mapping[str, Any]) -> Any:
         raise ValueError(f"missing or unknown: {names}")
     for name, type_name in types.items():
         value = table[name]
-        if type_name in ("float", "int") and not (_is_number(value) and value > 0):
+        is_number = type(value) in (int, float) and value > 0
+        if type_name in ("float", "int") and not is_number:
             raise ValueError(f"{name} must be a positive number")
         if type_name == "str" and not isinstance(value, str):
             raise ValueError(f"{name} must be a text")
     return kind(**table)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

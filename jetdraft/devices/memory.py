@@ -6,9 +6,9 @@ import ctypes
 import mmap
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
+from typing import NamedTuple
 
 _DONTNEED, _HUGE, _COLLAPSE = 4, 14, 25
 """Linux's numbers of MADV_DONTNEED, MADV_HUGEPAGE and MADV_COLLAPSE."""
@@ -34,8 +34,7 @@ _MAPPING = re.compile(
 """A mapping in /proc/self/smaps."""
 
 
-@dataclass(frozen=True)
-class _Mapping:
+class _Mapping(NamedTuple):
     """A range of addresses, and its sizes in bytes.
 
     `path` is the mapped file, "" for memory without a file. `written` bytes differ
@@ -48,11 +47,6 @@ class _Mapping:
     resident: int
     written: int
     huge: int
-
-    def is_there(self) -> bool:
-        """Whether these addresses still show this file."""
-        place = f"^{self.first:08x}-{self.end:08x} .* {re.escape(self.path)}$"
-        return bool(re.search(place, _text("/proc/self/maps"), re.MULTILINE))
 
 
 def _mappings() -> Iterator[_Mapping]:
@@ -79,22 +73,20 @@ def _advise(first: int, end: int, advice: int) -> bool:
 
 
 def release(folder: Path) -> int:
-    """Take the mapped files of a folder out of resident memory; returns the bytes.
-
-    A page that is read later comes back from its file. A mapping that was written to
-    stays as it is.
-    """
+    """Take the mapped files of a folder out of resident memory; returns the bytes."""
     released, place = 0, f"{folder.resolve()}/"
     # The sizes of all mappings take ten times as long to read, at each load.
     if place not in _text("/proc/self/maps"):
         return 0
     for mapping in _mappings():
-        if not mapping.path.startswith(place):
-            continue
-        if mapping.written or not mapping.resident:
+        first, end, path = mapping[:3]
+        is_clean = mapping.resident and not mapping.written
+        if not (is_clean and path.startswith(place)):
             continue
         # Another thread may have closed a session since, and mapped other memory.
-        if mapping.is_there() and _advise(mapping.first, mapping.end, _DONTNEED):
+        line = f"^{first:08x}-{end:08x} .* {re.escape(path)}$"
+        is_there = re.search(line, _text("/proc/self/maps"), re.MULTILINE)
+        if is_there and _advise(first, end, _DONTNEED):
             released += mapping.resident
     return released
 
@@ -102,8 +94,8 @@ def release(folder: Path) -> int:
 def gather() -> int:
     """Move large, filled memory of this process into huge pages; returns the bytes.
 
-    A pass reads all weights, and for each page of 4 KB the processor looks up an
-    address. Linux before 6.1 cannot move memory: only new pages become huge there.
+    A pass reads all weights, and each page costs the processor an address. Linux before
+    6.1 cannot move memory.
     """
     gathered = 0
     for mapping in _mappings():

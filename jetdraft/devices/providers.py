@@ -1,22 +1,27 @@
 """The execution providers: what they can run, and which of them run on this machine.
 
 onnxruntime lists the providers that were compiled in. Here, a provider is present only
-if a graph has run on it; if not, `Presence.reason` says why, for example a missing
-library, or a build without code for this GPU.
+if a graph has run on it; if not, `Presence.reason` says why.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import re
+import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from jetdraft.bundle import CONTRIB, STANDARD
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.devices import webgpu
 from jetdraft.devices.trial import NO_HALF, RAN, REASON, SOFTWARE
 from jetdraft.errors import ProviderError
@@ -85,68 +90,24 @@ def cpu_only(work: str, provider: str, fix: str) -> str:
     return "" if provider == "cpu" else f"{work} on the CPU, not on {provider}; {fix}"
 
 
-@dataclass(frozen=True)
-class CudaOptions:
-    """Options of the CUDA provider, by onnxruntime's names.
+ProviderOptions = dict[str, str]
+"""A provider's options by onnxruntime's names; "1" is true."""
 
-    An arena that grows by the requested sizes leaves a Jetson's shared memory to other
-    programs. Without TF32, an fp32 graph computes in fp32.
-    """
-
-    device_id: int = 0
-    enable_cuda_graph: bool = True
-    arena_extend_strategy: str = "kSameAsRequested"
-    use_tf32: bool = False
-
-
-@dataclass(frozen=True)
-class TensorrtOptions:
-    """Options of the TensorRT provider, by onnxruntime's names.
-
-    Shapes are texts like "name:1x4,other:4". A session gets one profile only, since
-    onnxruntime 1.31 never leaves the first (pull request 31624).
-    """
-
-    trt_engine_cache_path: str
-    trt_timing_cache_path: str
-    trt_profile_min_shapes: str
-    trt_profile_opt_shapes: str
-    trt_profile_max_shapes: str
-    trt_fp16_enable: bool
-    device_id: int = 0
-    trt_engine_cache_enable: bool = True
-    trt_timing_cache_enable: bool = True
-
-
-@dataclass(frozen=True)
-class WebgpuOptions:
-    """Options of the WebGPU provider, by onnxruntime's names.
-
-    Validation is Dawn's own check of each command.
-    """
-
-    enableInt64: bool = True  # noqa: N815
-    enableGraphCapture: bool = False  # noqa: N815
-
-
-ProviderOptions = CudaOptions | TensorrtOptions | WebgpuOptions
-
-
-def as_options(options: ProviderOptions) -> dict[str, str]:
-    """The options as onnxruntime reads them: texts, with "1" for true."""
-    return {
-        name: str(int(value) if isinstance(value, bool) else value)
-        for name, value in asdict(options).items()
-    }
+CUDA: ProviderOptions = {
+    "device_id": "0",
+    "enable_cuda_graph": "1",
+    # An arena that grows by the requested sizes leaves a Jetson's shared memory to
+    # other programs. Without TF32, an fp32 graph computes in fp32.
+    "arena_extend_strategy": "kSameAsRequested",
+    "use_tf32": "0",
+}
+WEBGPU: ProviderOptions = {"enableInt64": "1", "enableGraphCapture": "0"}
 
 
 def request(
-    name: str, session: Any, options: dict[str, str]
-) -> list[tuple[str, dict[str, str]]] | None:
-    """The `providers` of a new session; None if its options `session` name them.
-
-    `options` are the provider's own, see `as_options`.
-    """
+    name: str, session: Any, options: ProviderOptions
+) -> list[tuple[str, ProviderOptions]] | None:
+    """The `providers` of a new session; None if its options `session` name them."""
     if name == "webgpu":
         webgpu.add_to(session, options)
         return None
@@ -206,11 +167,7 @@ def _obstacle(provider: Provider, graphs: list[tuple[str, str]]) -> str:
 
 
 def installed() -> list[str]:
-    """The names of the providers that are installed, the fastest first.
-
-    Nothing is run, so a provider may be here that lacks a library or a GPU: see
-    `presence`. Raises `ProviderError` if onnxruntime is missing.
-    """
+    """The installed providers, the fastest first; raises `ProviderError`."""
     return [name for name in PROVIDERS if not _absence(name)]
 
 
@@ -226,10 +183,9 @@ def _absence(name: str) -> str:
 
 @dataclass(frozen=True)
 class Presence:
-    """Whether a provider is compiled in and runs; `reason` says why not, in a line.
+    """Whether a provider is compiled in and runs, and the `reason` why not.
 
-    A `software` adapter computes on the CPU; only who names its provider gets it.
-    Without `half` it has no arithmetic in half precision.
+    A `software` adapter computes on the CPU. Without `half` it has no halves.
     """
 
     name: str
@@ -261,34 +217,106 @@ def presence(name: str) -> Presence:
     return Presence(name, True, False, reason_of(done.returncode, done.stderr))
 
 
-_KNOWN = (
-    (f"^{REASON}(.+)$", "{}"),
-    (
-        r"error: (\S+): cannot open shared object file",
-        "it needs {}, which the loader does not find",
-    ),
-    (
-        "(no kernel image|NoKernelImageForDevice)",
-        "this build of onnxruntime holds no code for this GPU",
-    ),
-    (
-        "(no CUDA-capable device|CUDA failure 100)",
-        "there is no CUDA device, or its driver is not loaded",
-    ),
-    (
-        "(driver version is insufficient|CUDA failure 35)",
-        "the GPU's driver is older than this build's CUDA",
-    ),
-)
+_KNOWN = {
+    f"^{REASON}(.+)$": "{}",
+    r"error: (\S+): cannot open shared object file": "it needs {}, which the loader "
+    "does not find",
+    "(no kernel image|NoKernelImageForDevice)": "this build of onnxruntime holds no "
+    "code for this GPU",
+    "(no CUDA-capable device|CUDA failure 100)": "there is no CUDA device, or its "
+    "driver is not loaded",
+    "(driver version is insufficient|CUDA failure 35)": "the GPU's driver is older "
+    "than this build's CUDA",
+}
 """Patterns in what a failed trial wrote, and what they say."""
 
 
 def reason_of(code: int, stderr: str) -> str:
     """The reason of a failed trial, from its exit code and what it wrote to stderr."""
-    for pattern, fact in _KNOWN:
+    for pattern, fact in _KNOWN.items():
         if known := re.search(pattern, stderr, re.MULTILINE):
             return fact.format(known[1])
     if code < 0:
         return f"a small graph ended the process with signal {-code}"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     return f"a small graph failed: {(lines or ['no message'])[-1][:200]}"
+
+
+ENGINE_WIDTHS = (2, 4, 8)
+"""Widths with an engine of their own; each engine holds a copy of the weights."""
+
+_MADE_BY = "made-by.json"
+
+
+def engine_options(
+    contract: StepContract, width: int | None, folder: Path | None
+) -> ProviderOptions:
+    """Of an engine for passes of one `width` with all answers, or of any width (None).
+
+    Without a `folder`, every load builds it again.
+    """
+    streams, most = contract.streams, contract.max_width
+    if width is not None:
+        sizes = [(width, width, count * width) for count in (0, streams, streams)]
+    else:
+        sizes = [(1, 1, 0), (most, 1, 0), (most, most, most * streams)]
+    least, usual, largest = (_shapes(contract, size) for size in sizes)
+    cache = "" if folder is None else str(folder / f"width-{width or 'any'}")
+    flags = {
+        "trt_fp16_enable": contract.dtype == "float16",
+        "trt_engine_cache_enable": folder is not None,
+        "trt_timing_cache_enable": folder is not None,
+    }
+    # One profile only, since onnxruntime 1.31 never leaves the first (pull request
+    # 31624).
+    return {
+        "trt_engine_cache_path": cache,
+        "trt_timing_cache_path": cache,
+        "trt_profile_min_shapes": least,
+        "trt_profile_opt_shapes": usual,
+        "trt_profile_max_shapes": largest,
+        "device_id": "0",
+        **{name: str(int(value)) for name, value in flags.items()},
+    }
+
+
+def _shapes(contract: StepContract, sizes: tuple[int, int, int]) -> str:
+    """The shapes of all inputs, for example "input_ids:1x4,answer_rows:4"."""
+    sized = (
+        (spec.name, spec.sized(*sizes, contract.members, contract.prefix))
+        for spec in contract.inputs
+        if any(isinstance(axis, str) for axis in spec.shape)
+    )
+    return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in sized)
+
+
+def engine_folder(folder: Path, machine: dict[str, str]) -> Path | None:
+    """The folder of this machine's engines, emptied if another `machine` built them.
+
+    Returns None, with a warning, if the folder cannot be written.
+    """
+    stamp, made_by = folder / _MADE_BY, None
+    with suppress(OSError, ValueError):
+        made_by = json.loads(stamp.read_text(encoding="utf-8"))
+    try:
+        if made_by != machine:
+            if folder.exists():
+                warnings.warn(
+                    f"the TensorRT engines in {folder} belong to another bundle, GPU "
+                    "or version; they are built again, which takes minutes",
+                    stacklevel=4,
+                )
+                shutil.rmtree(folder)
+            # Width classes measured on the old engines do not hold for new ones.
+            for measured in folder.parent.glob("tensorrt*.json"):
+                measured.unlink()
+            folder.mkdir(parents=True)
+            stamp.write_text(json.dumps(machine, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        warnings.warn(
+            f"TensorRT engines cannot be kept in {folder} ({error.strerror}); they are "
+            "built at every load",
+            stacklevel=4,
+        )
+        return None
+    return folder

@@ -52,10 +52,7 @@ class Adapter:
 
 @functools.cache
 def adapter() -> Adapter:
-    """The first GPU that the plug-in offers, or else a software adapter.
-
-    Raises `ProviderError` if plug-in or driver are missing or do not fit.
-    """
+    """The first GPU of the plug-in, or a software adapter; raises `ProviderError`."""
     drivers = vulkan_devices() if sys.platform == "linux" else []
     _register()
     offered = [device for device in ort.get_ep_devices() if device.ep_name == FULL]
@@ -131,15 +128,11 @@ def check_buffers(file: Path, contract: StepContract) -> None:
 
 
 _LOADER = "libvulkan.so.1"
-_INSTANCE = 1
-"""VK_STRUCTURE_TYPE_INSTANCE_CREATE_INFO"""
-
-_CPU_TYPE = 4
-"""VK_PHYSICAL_DEVICE_TYPE_CPU"""
+_INSTANCE, _CPU_TYPE = 1, 4
+"""VK_STRUCTURE_TYPE_INSTANCE_CREATE_INFO and VK_PHYSICAL_DEVICE_TYPE_CPU."""
 
 _NAME, _STORAGE_RANGE = 20, 324
-"""Bytes into VkPhysicalDeviceProperties: `deviceName`, `limits.maxStorageBufferRange`.
-"""
+"""Where VkPhysicalDeviceProperties has `deviceName`, `limits.maxStorageBufferRange`."""
 
 _MOST_DEVICES = 16
 
@@ -157,14 +150,10 @@ class _InstanceInfo(ctypes.Structure):
     """VkInstanceCreateInfo without layers and extensions."""
 
     _fields_ = (
-        ("kind", ctypes.c_uint32),
-        ("next", ctypes.c_void_p),
-        ("flags", ctypes.c_uint32),
-        ("application", ctypes.c_void_p),
-        ("layer_count", ctypes.c_uint32),
-        ("layers", ctypes.c_void_p),
-        ("extension_count", ctypes.c_uint32),
-        ("extensions", ctypes.c_void_p),
+        *(("kind", ctypes.c_uint32), ("next", ctypes.c_void_p)),
+        *(("flags", ctypes.c_uint32), ("application", ctypes.c_void_p)),
+        *(("layer_count", ctypes.c_uint32), ("layers", ctypes.c_void_p)),
+        *(("extension_count", ctypes.c_uint32), ("extensions", ctypes.c_void_p)),
     )
 
 
@@ -182,22 +171,17 @@ def vulkan_devices() -> list[VulkanDevice]:
         raise ProviderError(
             f"Vulkan has no driver here (error {failed}); install the GPU's driver"
         )
+    count, handles = ctypes.c_uint32(_MOST_DEVICES), (ctypes.c_void_p * _MOST_DEVICES)()
+    devices = []
     try:
-        return _devices(vulkan, instance)
+        vulkan.vkEnumeratePhysicalDevices(instance, ctypes.byref(count), handles)
+        for handle in handles[: count.value]:
+            properties = ctypes.create_string_buffer(4096)
+            vulkan.vkGetPhysicalDeviceProperties(ctypes.c_void_p(handle), properties)
+            words = (ctypes.c_uint32 * 1024).from_buffer(properties)
+            name = properties.raw[_NAME : _NAME + 256].split(b"\0")[0].decode()
+            largest, kind = words[_STORAGE_RANGE // 4], words[4]
+            devices.append(VulkanDevice(name, largest, kind == _CPU_TYPE))
     finally:
         vulkan.vkDestroyInstance(instance, None)
-
-
-def _devices(vulkan: ctypes.CDLL, instance: ctypes.c_void_p) -> list[VulkanDevice]:
-    """The devices of an instance."""
-    count, handles = ctypes.c_uint32(_MOST_DEVICES), (ctypes.c_void_p * _MOST_DEVICES)()
-    vulkan.vkEnumeratePhysicalDevices(instance, ctypes.byref(count), handles)
-    devices = []
-    for handle in handles[: count.value]:
-        properties = ctypes.create_string_buffer(4096)
-        vulkan.vkGetPhysicalDeviceProperties(ctypes.c_void_p(handle), properties)
-        words = (ctypes.c_uint32 * 1024).from_buffer(properties)
-        name = properties.raw[_NAME : _NAME + 256].split(b"\0")[0].decode()
-        largest, kind = words[_STORAGE_RANGE // 4], words[4]
-        devices.append(VulkanDevice(name, largest, kind == _CPU_TYPE))
     return devices

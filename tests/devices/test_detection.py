@@ -8,16 +8,14 @@ from tests.devices.trees import ORIN_NANO, THOR, write
 
 
 def test_an_orin_nano(tmp_path):
-    machine = detect(write(tmp_path, ORIN_NANO))
-    assert machine.board == (
-        "NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super"
-    )
+    odd = {"usr/lib/aarch64-linux-gnu/libnvinfer.so.10.3.0.bak": ""}
+    machine = detect(write(tmp_path, ORIN_NANO | odd))
+    board = "NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super"
+    assert machine.board == machine.gpu == board
     assert machine.device == Device.named("orin-nano-8gb")
-    assert machine.l4t == "36.4.3"
-    assert machine.jetpack.version == "6.2"
-    assert machine.cuda == "12.6.68"
-    assert machine.tensorrt == "10.3.0"
-    assert machine.power_mode == "25W"
+    assert (machine.l4t, machine.jetpack.version) == ("36.4.3", "6.2")
+    versions = machine.cuda, machine.tensorrt, machine.power_mode
+    assert versions == ("12.6.68", "10.3.0", "25W")
     assert machine.memory_mb == pytest.approx(7990.17, abs=0.01)
     assert machine.available_mb < machine.memory_mb
     assert machine.swap_mb > 3900
@@ -37,10 +35,7 @@ def test_no_files_at_all(tmp_path):
     facts = vars(detect(tmp_path))
     assert facts.pop("has_gpu") is False
     assert set(facts.values()) == {None}
-
-
-def test_this_machine_can_be_looked_at():
-    assert detect().memory_mb > 100
+    assert detect().memory_mb > 100, "this machine has files"
 
 
 @pytest.mark.parametrize(
@@ -71,11 +66,6 @@ def test_patches_belong_to_their_release(tmp_path, revision, jetpack):
     assert (machine.jetpack.version if machine.jetpack else None) == jetpack
 
 
-def test_other_files_of_tensorrt_say_nothing(tmp_path):
-    odd = {"usr/lib/aarch64-linux-gnu/libnvinfer.so.10.3.0.bak": ""}
-    assert detect(write(tmp_path, {**ORIN_NANO, **odd})).tensorrt == "10.3.0"
-
-
 def test_a_gpu_is_named_with_its_driver(tmp_path):
     tree = {
         "proc/driver/nvidia/gpus/0000:19:00.0/information": "Model: \t\t NVIDIA H200\n"
@@ -83,8 +73,4 @@ def test_a_gpu_is_named_with_its_driver(tmp_path):
         "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  "
         "580.65.06  Sun Jul 27\nGCC version: 13\n",
     }
-    assert (
-        detect(write(tmp_path / "server", tree)).gpu == "NVIDIA H200, driver 580.65.06"
-    )
-    assert detect(write(tmp_path / "orin", ORIN_NANO)).gpu.startswith("NVIDIA Jetson")
-    assert detect(tmp_path).gpu is None
+    assert detect(write(tmp_path, tree)).gpu == "NVIDIA H200, driver 580.65.06"

@@ -9,19 +9,15 @@ from jetdraft.errors import DeviceError
 from jetdraft.recipe import Recipe
 
 ALL = [
-    "agx-orin-32gb",
-    "agx-orin-64gb",
-    "agx-thor",
-    "orin-nano-4gb",
-    "orin-nano-8gb",
-    "orin-nx-16gb",
-    "orin-nx-8gb",
-    "thor-t4000",
+    *("agx-orin-32gb", "agx-orin-64gb", "agx-thor", "orin-nano-4gb", "orin-nano-8gb"),
+    *("orin-nx-16gb", "orin-nx-8gb", "thor-t4000"),
 ]
 
 
-def test_every_device_has_a_profile():
+def test_every_device_has_a_profile_and_every_part_number_a_device():
     assert Device.names() == ALL
+    boards = [board for name in ALL for board in Device.named(name).boards]
+    assert len(boards) == len(set(boards))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -40,11 +36,6 @@ def test_profiles_are_whole(name):
             # 4 tensor cores a multiprocessor, 512 operations a clock each.
             peak = device.multiprocessors * 4 * 512 * mode.gpu_mhz * 1e-6
             assert mode.fp16_tflops == pytest.approx(peak, rel=0.03)
-
-
-def test_a_part_number_belongs_to_one_device():
-    boards = [board for name in ALL for board in Device.named(name).boards]
-    assert len(boards) == len(set(boards))
 
 
 def test_unknown_names():

@@ -16,7 +16,7 @@ from jetdraft.devices.memory import HUGE_PAGE, gather, release
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_mapped_files_leave_memory_and_come_back(tmp_path):
-    """Only those of the folder, and not what was written."""
+    """Only the files of the folder, and not what was written."""
     size = 1 << 20
     arrays = {}
     for folder, mode in (("own", "r"), ("written", "c"), ("other", "r")):

@@ -11,6 +11,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,7 +25,6 @@ from jetdraft.errors import JetdraftError
 from jetdraft.learning.lessons import FILE
 from jetdraft.learning.weight_sets import ARRAYS, CHOICE, Choice, base_of
 from jetdraft.manifest import MANIFEST, sha256_of
-from jetdraft.methods.trigram.task import count
 from jetdraft.runtime.piece import Result
 from jetdraft.testing import toy_bundle
 from tests.fuzz.damages import (
@@ -45,7 +45,7 @@ from tests.fuzz.mutations import (
     write_json,
 )
 from tests.fuzz.other_bundles import streamed_bundle
-from tests.fuzz.requests import TEXTS
+from tests.fuzz.requests import table_of_texts
 from tests.fuzz.subject import Fault, Subject
 from tests.toy_drafter import choose, put_on_trial, random_arrays
 from tests.toy_graphs import METHODS, toy_block, toy_eagle
@@ -112,10 +112,7 @@ class Bundles(Subject):
         """A prefix, a table, a store and a conversation that are whole."""
         self.prefix = self.folder / "prefix.npz"
         self.model.save_prefix(self.prefix, PROMPT)
-        corpus = self.folder / "corpus.txt"
-        corpus.write_text("\n".join([*TEXTS] * 3), encoding="utf-8")
-        self.table = self.folder / "table.npz"
-        count([corpus], self.model.bundle, self.table)
+        self.table = table_of_texts(self.folder, self.model)
         self.store = self.folder / "store.sqlite"
         self.learned = self.folder / "learned"
         with jetdraft.load(
@@ -137,24 +134,21 @@ class Bundles(Subject):
             *(self._profiles, self._prefix, self._table, self._store, self._template),
             *(self._learned, self._streams),
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            outcome = self._told(draw.choice(kinds), draw)
+        kind = draw.choice(kinds)
+        self.damage = kind.__name__.strip("_")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                outcome = kind(draw)
+        except BaseException as error:
+            error.add_note(f"damaged: {self.damage}")
+            raise
         if _state(outside) != before or {*os.listdir(self.place)} - EXPECTED:
             raise Fault("something was written outside the folder")
         if Path(Explodes.MARK).exists():
             os.rmdir(Explodes.MARK)
             raise Fault("a pickle was read")
         return outcome
-
-    def _told(self, kind: Callable[[Random], str], draw: Random) -> str:
-        """The outcome of a case; an error says what was damaged."""
-        self.damage = kind.__name__.strip("_")
-        try:
-            return kind(draw)
-        except BaseException as error:
-            error.add_note(f"damaged: {self.damage}")
-            raise
 
     def _copy(self, whole: Whole) -> Path:
         self.damage += f" of {whole.path.name}"
@@ -241,14 +235,8 @@ class Bundles(Subject):
             own = self.table
         file.write_bytes(damaged_npz(draw, own.read_bytes()))
         self.damage += f" of {whole.path.name}"
-
-        def use() -> object:
-            with jetdraft.load(whole.path, threads=1, streams=file) as model:
-                return model.generate(
-                    token_ids=PROMPT, method=draw.choice(whole.methods), **OPTIONS
-                )
-
-        return self._outcome(use, whole)
+        method = draw.choice(whole.methods)
+        return self._outcome(lambda: _written(whole.path, method, streams=file), whole)
 
     def _learned(self, draw: Random) -> str:
         """Damage what was learned from use; it must not matter."""
@@ -276,13 +264,8 @@ class Bundles(Subject):
             file = draw.choice((folder / name / ARRAYS, folder / CHOICE))
             replace_by_odd(draw, file)
 
-        def use() -> object:
-            with jetdraft.load(self.intact, threads=1, learn=folder) as model:
-                for method in ("draft", draw.choice(self.toy.methods)):
-                    result = model.generate(token_ids=PROMPT, method=method, **OPTIONS)
-            return result
-
-        return self._outcome(use)
+        methods = "draft", draw.choice(self.toy.methods)
+        return self._outcome(lambda: _written(self.intact, *methods, learn=folder))
 
     def _other_arrays(self, draw: Random, folder: Path, file: Path) -> None:
         """Arrays under the hash that they have, so that they are read."""
@@ -307,13 +290,8 @@ class Bundles(Subject):
         if draw.random() < 0.3:
             verb = "list" if draw.random() < 0.7 else "clear"
             return self._command("store", verb, self.intact, file)
-
-        def use() -> object:
-            with jetdraft.load(self.intact, threads=1, store=file) as model:
-                method = draw.choice(("recall", "lookup", "auto"))
-                return model.generate(token_ids=PROMPT, method=method, **OPTIONS)
-
-        return self._outcome(use)
+        method = draw.choice(("recall", "lookup", "auto"))
+        return self._outcome(lambda: _written(self.intact, method, store=file))
 
     def _other_program(self, draw: Random, file: Path) -> str:
         """Another program's file must stay as it is."""
@@ -321,11 +299,7 @@ class Bundles(Subject):
         file.write_bytes(data + bytes(draw.randrange(256) for _ in range(99)))
         before = file.read_bytes(), file.stat().st_mode
 
-        def use() -> object:
-            with jetdraft.load(self.intact, threads=1, store=file) as model:
-                return model.generate(token_ids=PROMPT, **OPTIONS)
-
-        outcome = self._outcome(use)
+        outcome = self._outcome(lambda: _written(self.intact, "auto", store=file))
         if not file.exists() or (file.read_bytes(), file.stat().st_mode) != before:
             raise Fault("another program's file was changed as if it were a store")
         return outcome
@@ -335,21 +309,11 @@ class Bundles(Subject):
     ) -> str:
         """Load and generate, or run a verb."""
         if draw.random() < 0.15:
-            verb = draw.choice(
-                (
-                    ("generate", "--raw", "--prompt", "a", "-n", "4", "-t", "1"),
-                    ("check", "--no-run"),
-                    ("plan",),
-                )
-            )
-            return self._command(verb[0], bundle, *verb[1:])
+            generate = ("generate", "--raw", "--prompt", "a", "-n", "4", "-t", "1")
+            verb, *words = draw.choice((generate, ("check", "--no-run"), ("plan",)))
+            return self._command(verb, bundle, *words)
         method = draw.choice(whole.methods)
-
-        def use() -> object:
-            with jetdraft.load(bundle, threads=1) as model:
-                return model.generate(token_ids=PROMPT, method=method, **OPTIONS)
-
-        return self._outcome(use, whole, may_differ)
+        return self._outcome(lambda: _written(bundle, method), whole, may_differ)
 
     def _outcome(
         self,
@@ -365,11 +329,12 @@ class Bundles(Subject):
                 raise Fault("an error says nothing") from error
             return "refused"
         wanted = (whole or self.toy).right
-        right = (wanted.token_ids, wanted.text, wanted.finish_reason)
-        if (result.token_ids, result.text, result.finish_reason) == right:
+        compared = attrgetter("token_ids", "text", "finish_reason")
+        if compared(result) == compared(wanted):
             return "the right text"
         if not may_differ:
-            raise Fault(f"another text: {result.token_ids} instead of {right[0]}")
+            ids = f"{result.token_ids} instead of {wanted.token_ids}"
+            raise Fault(f"another text: {ids}")
         return "hashed again, another text"
 
     def _command(self, *words: object) -> str:
@@ -377,11 +342,8 @@ class Bundles(Subject):
         self.facts["on the command line"] += 1
         if not isinstance(result.exception, (SystemExit, type(None))):
             raise result.exception
-        lines = [
-            line
-            for line in result.stderr.splitlines()
-            if line and not line.startswith("warning: ")
-        ]
+        lines = result.stderr.splitlines()
+        lines = [line for line in lines if line and not line.startswith("warning: ")]
         if result.exit_code == 2 and [line[:7] for line in lines] != ["error: "]:
             raise Fault(f"{words}: not one line of error: {result.stderr}")
         if result.exit_code not in (0, 2):
@@ -395,6 +357,14 @@ class Bundles(Subject):
 
 EXPECTED = {"bundle", "outside", "prefix.npz", "table.npz", "store.sqlite"}
 EXPECTED |= {"store.sqlite.damaged", "store.sqlite-journal", "learned"}
+
+
+def _written(bundle: Path, *methods: str, **options: Any) -> Result:
+    """What a bundle writes after `PROMPT`, by the last of the methods."""
+    with jetdraft.load(bundle, threads=1, **options) as model:
+        for method in methods:
+            result = model.generate(token_ids=PROMPT, method=method, **OPTIONS)
+    return result
 
 
 def _state(folder: Path) -> list[tuple[str, bytes]]:

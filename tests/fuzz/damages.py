@@ -6,6 +6,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -101,17 +102,9 @@ def _linked(draw: Random, bundle: Path) -> None:
 def replace_by_odd(draw: Random, file: Path) -> None:
     """Put a link, a folder, a pipe or a device in a file's place."""
     file.unlink()
-    kind = draw.choice(("link", "loop", "folder", "fifo", "device"))
-    if kind == "link":
-        file.symlink_to("../outside/secret")
-    elif kind == "loop":
-        file.symlink_to(file.name)
-    elif kind == "folder":
-        file.mkdir()
-    elif kind == "fifo":
-        os.mkfifo(file)
-    else:
-        file.symlink_to("/dev/zero")
+    links = ("../outside/secret", file.name, "/dev/zero")
+    make = [lambda to=to: file.symlink_to(to) for to in links]
+    draw.choice((*make, file.mkdir, lambda: os.mkfifo(file)))()
 
 
 def _external(draw: Random, bundle: Path) -> None:
@@ -150,11 +143,6 @@ def poison(draw: Random, file: Path, table: str, columns: Sequence[str]) -> None
     value = draw.choice(
         ("text", 1e300, float("inf"), -1, b"", b"\1", b"\xff" * 4000, bytes(64), "\x1b")
     )
-    database = sqlite3.connect(file)
-    try:
-        with database:
-            database.execute(f"update {table} set {column} = ?", (value,))
-    except sqlite3.Error:
-        pass  # not every column takes every value
-    finally:
-        database.close()
+    # Not every column takes every value.
+    with closing(sqlite3.connect(file)) as database, suppress(sqlite3.Error), database:
+        database.execute(f"update {table} set {column} = ?", (value,))

@@ -25,15 +25,10 @@ class Disturbances:
         self.folder = folder
         self._saved: dict[str, list[Path]] = {}
 
-    @property
-    def names(self) -> list[str]:
-        """All kinds."""
-        own = (name for name in vars(type(self)) if name.startswith("_do_"))
-        return [name.removeprefix("_do_") for name in own]
-
     def one(self, draw: Random, model: Model, prompt: list[int]) -> str:
         """Disturb a model with a prompt; gives the kind."""
-        kind = draw.choice(self.names)
+        kinds = [name for name in vars(type(self)) if name.startswith("_do_")]
+        kind = draw.choice(kinds).removeprefix("_do_")
         with suppress(OptionError, StoreError):  # contradictions, a missing head
             getattr(self, f"_do_{kind}")(draw, model, prompt)
         return kind

@@ -42,11 +42,11 @@ STARTING, CLOSING = 300.0, 30.0
 
 def work(name: str, first: int, count: int, light: bool) -> None:
     """Try cases, and tell of each in a line of JSON on standard output."""
-    told = os.fdopen(os.dup(1), "w", buffering=1)
+    channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever is printed is no message
 
     def tell(kind: str, number: int, **more: Any) -> None:
-        print(json.dumps({"kind": kind, "number": number, **more}), file=told)
+        print(json.dumps({"kind": kind, "number": number, **more}), file=channel)
 
     with (
         TemporaryDirectory(prefix=f"jetdraft-{name}-") as folder,
@@ -224,11 +224,10 @@ def _messages(
 
 def _bytes_of(pid: int) -> int:
     """The resident bytes of a process; 0 if it has ended."""
-    try:
+    with suppress(OSError, IndexError):
         pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
-    except (OSError, IndexError):
-        return 0
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def main(arguments: list[str]) -> int:
@@ -256,17 +255,14 @@ def main(arguments: list[str]) -> int:
     elif first is None:
         first = secrets.randbelow(10**9)
         print(f"--first {first}")
-    chosen = map(subject_named, names or SUBJECTS)
-    reports = [
-        supervise(subject, first, _cases(subject, options.count), seconds)
-        for subject in chosen
-    ]
+    reports = []
+    for subject in map(subject_named, names or SUBJECTS):
+        count = 10**9
+        if options.count is not None:
+            count = -(-options.count // subject.unit)
+        reports.append(supervise(subject, first, count, seconds))
     print("\n" + "\n".join(report.line() for report in reports))
     return int(any(report.faults for report in reports))
-
-
-def _cases(subject: type[Subject], count: int | None) -> int:
-    return 10**9 if count is None else -(-count // subject.unit)
 
 
 def _repeat(parser: argparse.ArgumentParser, wanted: str) -> int:

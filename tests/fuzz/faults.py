@@ -19,11 +19,10 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from jetdraft.errors import JetdraftError
@@ -40,11 +39,9 @@ MOUNTED = 256 * 1024 * 1024
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
-@dataclass(frozen=True)
-class Extent:
-    """What an undisturbed run takes: calls of C, events, seconds, bytes on the disk."""
+class Extent(NamedTuple):
+    """What an undisturbed run takes: events, seconds, bytes on the disk."""
 
-    calls: int
     events: int
     seconds: float
     bytes: int
@@ -90,11 +87,9 @@ class Faults(Subject):
         if (job.name, old) not in self._extents:
             _in_child(lambda: job.prepare(self.place, old))
             before = _bytes_in(self.place)
-            told = _in_child(lambda: _counted(lambda: job.run(self.place)))
-            calls, events, seconds = json.loads(told)
-            written = _bytes_in(self.place) - before
-            extent = Extent(calls, events, seconds, max(written, 4096))
-            self._extents[job.name, old] = extent
+            output = _in_child(lambda: _counted(lambda: job.run(self.place)))
+            written = max(_bytes_in(self.place) - before, 4096)
+            self._extents[job.name, old] = Extent(*json.loads(output), written)
             if self._state(job) != NEW:
                 raise Fault(f"{job.name} was not disturbed, and wrote nothing")
             shutil.rmtree(self.place)
@@ -106,21 +101,21 @@ class Faults(Subject):
         _in_child(lambda: job.prepare(self.place, old))
         how = draw.choice(("event", "event", "call", "time"))
         at = draw.random()
-        kill = {
-            "event": lambda: _kill_at_event(1 + int(at * extent.events)),
-            "call": lambda: _kill_at_call(1 + int(at * extent.calls)),
-            "time": lambda: signal.setitimer(
-                signal.ITIMER_REAL, max(1e-4, at * extent.seconds)
-            ),
-        }[how]
 
         def run() -> None:
-            kill()
+            if how == "event":
+                _kill_at_event(1 + int(at * extent.events))
+            elif how == "call":
+                # To count the calls takes long, and about 40 lie between two events.
+                _kill_at_call(1 + int(40 * at * extent.events))
+            else:
+                seconds = max(1e-4, at * extent.seconds)
+                signal.setitimer(signal.ITIMER_REAL, seconds)
             job.run(self.place)
 
-        code, told = _forked(run)
+        code, output = _forked(run)
         if code not in (0, -signal.SIGKILL, -signal.SIGALRM):
-            raise Fault(f"{job.name} failed before it was killed: {told}")
+            raise Fault(f"{job.name} failed before it was killed: {output}")
         self.facts["kills"] += code < 0
         self._check(job, old)
         if job.seconds < 3 and draw.random() < 0.3 and job.replaces:
@@ -133,16 +128,18 @@ class Faults(Subject):
         """Run a job on a disk, or within a limit, that is too small."""
         room = int(draw.random() * 1.1 * extent.bytes)
         on_disk = self.can_mount and draw.random() < 0.7
-        limit = RLIMIT_NONE if on_disk else max(room, 1)
+        limit = None if on_disk else max(room, 1)
         if on_disk:
             _mount(self.place, MOUNTED)
         try:
             _in_child(lambda: job.prepare(self.place, old))
             if on_disk:
                 _mount(self.place, _bytes_in(self.place) + room, "remount,")
-            code, told = _forked(lambda: _within(limit, lambda: job.run(self.place)))
-            if code:
-                self._check_refusal(job, told)
+            code, output = _forked(lambda: _within(limit, lambda: job.run(self.place)))
+            # A verb prints one line; what it printed before may have been progress.
+            *_, last = ["", *output.strip().splitlines()]
+            if code and not last.startswith("error: ") and "SAID: " not in last:
+                raise Fault(f"{job.name} on a full disk: {output}")
             if on_disk:
                 _mount(self.place, MOUNTED, "remount,")
             self._check(job, old)
@@ -152,17 +149,9 @@ class Faults(Subject):
         self.facts["full disks"] += 1
         return f"{job.name} {'refused on a full disk' if code else 'ran'}"
 
-    def _check_refusal(self, job: Job, told: str) -> None:
-        """An error of jetdraft, or of the disk out of a job's own code."""
-        lines = told.strip().splitlines()
-        # A verb prints one line; what it printed before may have been progress.
-        if lines and (lines[-1].startswith("error: ") or "SAID: " in lines[-1]):
-            return
-        raise Fault(f"{job.name} on a full disk: {told}")
-
     def _check(self, job: Job, old: bool) -> None:
         state, allowed = self._state(job), {NEW, OLD if old else NOTHING}
-        if job.name in ("store", "learn", "tune"):  # kept step by step
+        if job.stepwise:
             allowed |= {NOTHING, OLD} if not old else {OLD}
         if state not in allowed:
             raise Fault(f"{job.name} left {state!r} instead of one of {allowed}")
@@ -226,11 +215,15 @@ class Faults(Subject):
 
             file = self.place / "store.sqlite"
             for _ in range(4):
-                with mock.patch("time.time", Jumped(jumps)):
+                with mock.patch("time.time", _jumping(jumps)):
                     with jetdraft.load(self.toy, threads=1, store=file) as model:
                         for method in ("recall", "lookup", "auto"):
                             self._check_text(model, method, max_seconds=1000)
-                    _list_store(self.toy, file)
+                    from tests.cli.running import jetdraft as command
+
+                    listed = command("store", "list", self.toy, file)
+                    if listed.exit_code not in (0, 2):
+                        raise Fault(f"store list: {listed.output} {listed.exception!r}")
             return "clock that jumps"
 
         return _in_child(use)
@@ -254,21 +247,21 @@ class Faults(Subject):
         save_checkpoint(self.toy.with_name("checkpoint"), config)
 
 
-RLIMIT_NONE = -1
 JUMPS = (0.0, -1e9, 1e9, -60.0, 86400.0 * 40, -1.7e9)
 """Seconds by which the clock is wrong."""
 
 
-class Jumped:
+def _jumping(jumps: Random) -> Callable[[], float]:
     """A clock that is wrong, and sometimes jumps again while it is read."""
+    now, offset = time.time, jumps.choice(JUMPS)
 
-    def __init__(self, jumps: Random) -> None:
-        self._jumps, self._now, self._offset = jumps, time.time, jumps.choice(JUMPS)
+    def read() -> float:
+        nonlocal offset
+        if jumps.random() < 0.1:
+            offset = jumps.choice(JUMPS)
+        return now() + offset
 
-    def __call__(self) -> float:
-        if self._jumps.random() < 0.1:
-            self._offset = self._jumps.choice(JUMPS)
-        return self._now() + self._offset
+    return read
 
 
 def _generated(model: Any, method: str, **options: Any) -> str:
@@ -280,20 +273,12 @@ def _generated(model: Any, method: str, **options: Any) -> str:
     return str(result.token_ids)
 
 
-def _list_store(bundle: Path, file: Path) -> None:
-    from tests.cli.running import jetdraft
-
-    result = jetdraft("store", "list", bundle, file)
-    if result.exit_code not in (0, 2) or result.exit_code == 1:
-        raise Fault(f"store list: {result.output} {result.exception!r}")
-
-
 def _in_child(work: Callable[[], Any]) -> str:
     """What `work` returns, in a fork; its error becomes a `Fault`."""
-    code, told = _forked(work)
+    code, output = _forked(work)
     if code:
-        raise Fault(f"exit code {code}: {told}")
-    return told
+        raise Fault(f"exit code {code}: {output}")
+    return output
 
 
 def _forked(work: Callable[[], Any]) -> tuple[int, str]:
@@ -305,8 +290,8 @@ def _forked(work: Callable[[], Any]) -> tuple[int, str]:
         os._exit(_run(work, writing))
     os.close(writing)
     with os.fdopen(reading, encoding="utf-8", errors="replace") as pipe:
-        told = pipe.read()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), told
+        output = pipe.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output
 
 
 def _run(work: Callable[[], Any], writing: int) -> int:
@@ -315,31 +300,31 @@ def _run(work: Callable[[], Any], writing: int) -> int:
     sys.stdout = sys.stderr = printed
     warnings.simplefilter("default")
     try:
-        told, code = str(work()), 0
+        output, code = str(work()), 0
     except SystemExit as error:
         sys.setprofile(None)
-        told = printed.getvalue()
+        output = printed.getvalue()
         code = error.code if isinstance(error.code, int) else int(bool(error.code))
     except JetdraftError as error:
-        told, code = f"SAID: {' '.join(str(error).split())}", 1
+        output, code = f"SAID: {' '.join(str(error).split())}", 1
     except OSError as error:
         files = [f.filename for f in traceback.extract_tb(error.__traceback__)]
         # What these write is an attack's own.
         own = ("kills.py", "toy_drafter.py")
         is_own = error.errno in FULL and any(f.endswith(own) for f in files)
-        told = traceback.format_exc() + ("SAID: the disk is full" if is_own else "")
+        output = traceback.format_exc() + ("SAID: the disk is full" if is_own else "")
         code = 1
     except BaseException:
-        told, code = traceback.format_exc(), 1
+        output, code = traceback.format_exc(), 1
     sys.setprofile(None)
     signal.setitimer(signal.ITIMER_REAL, 0)
     with suppress(OSError):
-        os.write(writing, told[-20_000:].encode("utf-8", "replace"))
+        os.write(writing, output[-20_000:].encode("utf-8", "replace"))
     return code
 
 
 def _counted(work: Callable[[], None]) -> str:
-    """The calls, events and seconds of some work, as JSON."""
+    """The events and seconds of some work, as JSON."""
     events, start = 0, time.perf_counter()
 
     def audited(event: str, _arguments: object) -> None:
@@ -352,9 +337,7 @@ def _counted(work: Callable[[], None]) -> str:
     except SystemExit as ended:  # of a verb that is done
         if ended.code:
             raise
-    seconds, total = time.perf_counter() - start, events
-    # To count the calls of C takes long, and about forty lie between two events.
-    return json.dumps([40 * total, total, seconds])
+    return json.dumps([events, time.perf_counter() - start])
 
 
 def _kill_at_event(at: int) -> None:
@@ -382,9 +365,9 @@ def _kill_at_call(at: int) -> None:
     sys.setprofile(called)
 
 
-def _within(most: int, work: Callable[[], None]) -> None:
+def _within(most: int | None, work: Callable[[], None]) -> None:
     """Work while no file may become longer than `most` bytes."""
-    if most >= 0:
+    if most is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
     work()
 
@@ -397,20 +380,16 @@ def _bytes_in(folder: Path) -> int:
 
 def _mount(place: Path, size: int, more: str = "") -> None:
     options = f"{more}size={max(size, 4096)},mode=755"
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place],
-        check=True,
-        capture_output=True,
-    )
+    words = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place]
+    subprocess.run(words, check=True, capture_output=True)
 
 
 def _can_mount(folder: Path) -> bool:
     """Whether this process may mount a small disk."""
     place = folder / "mounted"
     place.mkdir()
-    try:
+    with suppress(subprocess.CalledProcessError, OSError):
         _mount(place, 4096)
-    except (subprocess.CalledProcessError, OSError):
-        return False
-    subprocess.run(["umount", place], check=True)
-    return True
+        subprocess.run(["umount", place], check=True)
+        return True
+    return False

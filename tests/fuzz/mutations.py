@@ -37,22 +37,22 @@ Route = tuple[str | int, ...]
 def damaged_bytes(draw: Random, data: bytes) -> bytes:
     """Bytes with flips, without an end, with more, or other bytes altogether."""
     kind = draw.choice(("flip", "flip", "flip", "flips", "cut", "more", "zeros", "no"))
-    changed = bytearray(data)
-    if kind == "flip" and changed:
-        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
-    elif kind == "flips" and changed:
-        for _ in range(draw.randint(2, 50)):
-            changed[draw.randrange(len(changed))] = draw.randrange(256)
-    elif kind == "cut":
-        del changed[draw.randrange(len(changed) + 1) :]
-    elif kind == "more":
-        changed += bytes(draw.randrange(256) for _ in range(draw.randint(1, 99)))
-    elif kind == "zeros":
-        start = draw.randrange(len(changed) + 1)
-        length = min(draw.randint(1, 4096), len(changed) - start)
-        changed[start : start + length] = bytes(length)
-    else:
-        changed = bytearray(draw.choice((b"", b"\0" * 100, b"{}", b"PK\x03\x04")))
+    changed, at = bytearray(data), draw.randrange(len(data) + 1)
+    match kind:
+        case "flip" if data:
+            changed[at - 1] ^= 1 << draw.randrange(8)
+        case "flips" if data:
+            for _ in range(draw.randint(2, 50)):
+                changed[draw.randrange(len(data))] = draw.randrange(256)
+        case "cut":
+            del changed[at:]
+        case "more":
+            changed += draw.randbytes(draw.randint(1, 99))
+        case "zeros":
+            length = min(draw.randint(1, 4096), len(data) - at)
+            changed[at : at + length] = bytes(length)
+        case _:
+            return draw.choice((b"", b"\0" * 100, b"{}", b"PK\x03\x04"))
     return bytes(changed)
 
 
@@ -135,25 +135,28 @@ def damaged_npz(draw: Random, data: bytes) -> bytes:
     name = draw.choice(sorted(arrays))
     array = arrays[name]
     kind = draw.choice(("drop", "nan", "zeros", "type", "shape", "objects", "values"))
-    if kind == "drop":
-        del arrays[name]
-    elif kind == "nan" and array.dtype.kind == "f":
-        arrays[name] = np.full_like(array, draw.choice((np.nan, np.inf, 1e30)))
-    elif kind == "zeros" and array.dtype.kind in "iuf":
-        arrays[name] = np.zeros_like(array)
-    elif kind == "type":
-        arrays[name] = draw.choice(
-            (array.astype(str), np.array("text"), np.zeros(array.shape, complex))
-        )
-    elif kind == "shape":
-        arrays[name] = draw.choice((array[None], array.ravel()[:1], array.ravel()[:0]))
-    elif kind == "objects":
-        arrays[name] = np.array([Explodes()], dtype=object)
-    elif array.dtype.kind in "iu" and array.size:
-        limits = np.iinfo(array.dtype)
-        arrays[name] = np.full_like(array, draw.choice((limits.min, limits.max, 1)))
-    else:
-        return _huge(data, name)
+    flat, values = array.ravel(), None
+    match kind, array.dtype.kind:
+        case "drop", _:
+            del arrays[name]
+        case "nan", "f":
+            values = np.nan, np.inf, 1e30
+        case "zeros", "i" | "u" | "f":
+            values = (0,)
+        case "type", _:
+            zeros = np.zeros(array.shape, complex)
+            arrays[name] = draw.choice((array.astype(str), np.array("text"), zeros))
+        case "shape", _:
+            arrays[name] = draw.choice((array[None], flat[:1], flat[:0]))
+        case "objects", _:
+            arrays[name] = np.array([Explodes()], dtype=object)
+        case _, "i" | "u" if array.size:
+            limits = np.iinfo(array.dtype)
+            values = limits.min, limits.max, 1
+        case _:
+            return _huge(data, name)
+    if values is not None:
+        arrays[name] = np.full_like(array, draw.choice(values))
     file = BytesIO()
     np.savez(file, **arrays)
     return file.getvalue()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jetdraft.methods.trigram.task import count
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.registry import AUTO, methods
 from jetdraft.runtime.proposers.draft_stops import THRESHOLDS
@@ -92,12 +93,11 @@ def _sampling(draw: Random) -> dict[str, Any]:
 
 
 def _penalties(draw: Random, vocab_size: int) -> dict[str, Any]:
-    biases = {
-        draw.randrange(vocab_size): draw.choice((-100.0, -2.0, 3.0, 100.0))
-        for _ in range(draw.randint(1, 4))
-    }
     penalties: dict[str, Any] = {
-        "logit_bias": biases,
+        "logit_bias": {
+            draw.randrange(vocab_size): draw.choice((-100.0, -2.0, 3.0, 100.0))
+            for _ in range(draw.randint(1, 4))
+        },
         "repetition_penalty": draw.choice((0.8, 1.2, 5.0)),
         "presence_penalty": draw.choice((-1.0, 0.5, 2.0)),
         "frequency_penalty": draw.choice((-0.5, 0.3, 2.0)),
@@ -170,6 +170,14 @@ def draw_verifier(draw: Random) -> dict[str, Any]:
             "siblings": draw.choice(SIBLINGS),
         }
     return {"method": "draft", "exact": False, "drafting": settings}
+
+
+def table_of_texts(folder: Path, model: Model) -> Path:
+    """A table of trigrams that knows some of the texts."""
+    corpus, table = folder / "corpus.txt", folder / "table.npz"
+    corpus.write_text("\n".join([*TEXTS] * 3), encoding="utf-8")
+    count([corpus], model.bundle, table)
+    return table
 
 
 def words(options: dict[str, Any]) -> str:

@@ -8,15 +8,21 @@ from random import Random
 from typing import Any
 
 from jetdraft.errors import BundleError, OptionError, StoreError
-from jetdraft.methods.trigram.task import count
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.text.stops import StopWatcher
 from tests.fuzz.disturbances import Disturbances
-from tests.fuzz.requests import TEXTS, draw_drafting, draw_options, draw_prompt, words
+from tests.fuzz.requests import (
+    draw_drafting,
+    draw_options,
+    draw_prompt,
+    table_of_texts,
+    words,
+)
 from tests.fuzz.subject import Fault, Subject
 from tests.fuzz.worlds import World, head_worlds, other_worlds, toy_worlds
 
+Options = dict[str, Any]
 REFUSALS = (OptionError, StoreError, BundleError)
 """What a draft may be refused with: contradicting options, a missing head."""
 
@@ -36,7 +42,7 @@ class SameText(Subject):
         if not light:
             self.worlds += other_worlds(folder)
         self.disturbances = Disturbances(folder)
-        self.table = _table(folder, self.worlds[0])
+        self.table = table_of_texts(folder, self.worlds[0].reference)
         self._verbose = bool(os.environ.get("JETDRAFT_FUZZ_VERBOSE"))
         self._earlier: list[int] = []
         self._ready = Graph._ready
@@ -60,10 +66,9 @@ class SameText(Subject):
         """Compare a drawn request with plain decoding, with one to three methods."""
         ids = draw_prompt(draw, world.model, self._earlier)
         options = draw_options(draw, world.model)
-        ways = [
-            draw_drafting(draw, world.model, self._table_of(world))
-            for _ in range(draw.randint(1, 3))
-        ]
+        table = self.table if world.name.startswith("toy") else None
+        count = draw.randint(1, 3)
+        ways = [draw_drafting(draw, world.model, table) for _ in range(count)]
         self._say(f"{world.name}: token_ids={ids}, {words(options)}")
         try:
             plain = world.plain(ids, _plainly(options))
@@ -79,7 +84,7 @@ class SameText(Subject):
         draw: Random,
         world: World,
         ids: list[int],
-        options: dict[str, Any],
+        options: Options,
         plain: Result,
     ) -> None:
         """Compare the text with the text of the same tokens in drawn rounds."""
@@ -88,22 +93,17 @@ class SameText(Subject):
         constrained = not {"regex", "json_schema", "grammar"}.isdisjoint(options)
         stream = parts.text.stream(ids, ends, constrained)
         watcher = StopWatcher(stream, ends, options.get("stop", ()))
-        text, at = "", 0
-        while at < len(plain.token_ids):
+        text, rest = "", plain.token_ids
+        while rest:
             size = draw.randint(1, 6)
-            watcher.keep(plain.token_ids[at : at + size])
-            text += watcher.take()
-            at += size
+            watcher.keep(rest[:size])
+            text, rest = text + watcher.take(), rest[size:]
         text += watcher.rest()
         if text != plain.text:
             raise Fault(f"{ids}, {words(options)}: {text!r} instead of {plain.text!r}")
 
     def _one(
-        self,
-        world: World,
-        ids: list[int],
-        options: dict[str, Any],
-        drafting: dict[str, Any],
+        self, world: World, ids: list[int], options: Options, drafting: Options
     ) -> str:
         self._say(f"  {words(drafting)}")
         try:
@@ -112,8 +112,8 @@ class SameText(Subject):
             self._say(f"  refused: {error}")
             return "refused"
         plain = world.plain(ids, _plainly(options))
-        for name, value in _compared(plain).items():
-            other = _compared(result)[name]
+        for name in ("token_ids", "text", "finish_reason", "logprobs"):
+            value, other = getattr(plain, name), getattr(result, name)
             if value != other:
                 raise Fault(
                     f"another {name} on {world.name}: model.generate(token_ids={ids}, "
@@ -122,9 +122,6 @@ class SameText(Subject):
         self.facts["generations compared"] += 1
         self.facts["drafted tokens"] += result.stats.drafted_tokens
         return "same"
-
-    def _table_of(self, world: World) -> Path | None:
-        return self.table if world.name.startswith("toy") else None
 
     def refresh(self) -> None:
         """Start afresh in all worlds that were used."""
@@ -161,20 +158,3 @@ def _plainly(options: dict[str, Any]) -> dict[str, Any]:
     """The options of plain decoding: the seed is a number of Python."""
     seed = {"seed": int(options["seed"])} if "seed" in options else {}
     return {**options, **seed}
-
-
-def _compared(result: Result) -> dict[str, object]:
-    return {
-        "tokens": result.token_ids,
-        "text": result.text,
-        "finish reason": result.finish_reason,
-        "logprobs": result.logprobs,
-    }
-
-
-def _table(folder: Path, world: World) -> Path:
-    """A table of trigrams that knows some of the texts."""
-    corpus = folder / "corpus.txt"
-    corpus.write_text("\n".join([*TEXTS] * 3), encoding="utf-8")
-    count([corpus], world.reference.bundle, folder / "table.npz")
-    return folder / "table.npz"

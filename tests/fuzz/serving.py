@@ -10,9 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -54,12 +53,8 @@ LOCAL, FOREIGN = (
     ("localhost", "127.0.0.1", "localhost:1"),
     (
         *("evil.example", "ev{il.example", 'ev"il.example', "evil^.example", "a b", ""),
-        *(
-            "evil.example:99999",
-            "evil.example:x",
-            "localhost.evil.example",
-            "localhost@x",
-        ),
+        *("evil.example:99999", "evil.example:x", "localhost.evil.example"),
+        "localhost@x",
         *("[::2]", "127.0.0.1.evil.example", "0x7f.1.evil", "evil.example#localhost"),
     ),
 )
@@ -151,8 +146,7 @@ class Serving(Subject):
         local = draw.random() < 0.3
         host = draw.choice(LOCAL if local else FOREIGN)
         data = json.dumps(BODIES[0][1]).encode()
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: "
-        head += f"application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = _head(TEXT, f"Content-Length: {len(data)}\r\n\r\n", host)
         status = self._raw_status(head.encode() + data)
         if (status == 200) != local:
             raise Fault(f"the host {host!r} was answered with {status}")
@@ -160,8 +154,7 @@ class Serving(Subject):
 
     def _raw(self, draw: Random) -> str:
         data = json.dumps(BODIES[0][1]).encode()
-        start = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
-        start += "application/json\r\n"
+        start = _head(TEXT, "")
         sent = draw.choice(
             (
                 bytes(draw.randrange(256) for _ in range(draw.randint(1, 300))),
@@ -227,18 +220,23 @@ class Serving(Subject):
 
     def _idle(self, draw: Random) -> str:
         """Connections that send nothing lock nobody out."""
-        with _sockets(draw.choice((20, 140)), self._socket) as clients:
-            for client in clients[::2]:
-                client.sendall(b"POST / HTTP/1.1\r\nHost: local")
+        with ExitStack() as stack:
+            for number in range(draw.choice((20, 140))):
+                client = stack.enter_context(self._socket())
+                if number % 2:
+                    client.sendall(b"POST / HTTP/1.1\r\nHost: local")
             self._health(HEALTHY)
         return "idle connections"
 
     def _bomb(self, draw: Random) -> str:
         """A request that costs too much ends in time, and holds up nobody."""
         name = draw.choice(sorted(BOMBS))
-        path, body = BOMBS[name]()
+        body = {"max_seconds": 2, "max_tokens": 4, **BOMBS[name]}
+        path = CHAT if "messages" in body else TEXT
+        if path == TEXT:
+            body = {"prompt": "a", **body}
         answer: list[str] = []
-        data = json.dumps({**body, "max_seconds": 2, "max_tokens": 4}).encode()
+        data = json.dumps(body).encode()
         thread = threading.Thread(
             target=lambda: answer.append(self._ask(path, data, JSON))
         )
@@ -256,23 +254,31 @@ class Serving(Subject):
     ) -> str:
         """Send a request and check the answer's shape; gives its status."""
         self.sent = method, path, headers, data
-        connection = http.client.HTTPConnection(
-            "127.0.0.1", self.port, timeout=ANSWERED
-        )
-        with _closing(connection):
+        status, kind, body = self._exchange(method, path, data, headers)
+        if method != "HEAD":
+            _check_shape(status, kind, body, path)
+        return str(status)
+
+    def _exchange(
+        self,
+        method: str,
+        path: str,
+        data: bytes,
+        headers: dict[str, str],
+        seconds: float = ANSWERED,
+    ) -> tuple[int, str, bytes]:
+        """The status, the type and the body of an answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
+        with closing(connection):
             connection.request(method, path, data, headers)
             answer = connection.getresponse()
-            body, kind = answer.read(), answer.headers.get("content-type", "")
-        if method != "HEAD":
-            _check_shape(answer.status, kind, body, path)
-        return str(answer.status)
+            kind = answer.headers.get("content-type", "")
+            return answer.status, kind, answer.read()
 
     def _whole(self, path: str, body: dict[str, Any]) -> object:
         """The choices of a good answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        with _closing(connection):
-            connection.request("POST", path, json.dumps(body), JSON)
-            answer = json.loads(connection.getresponse().read())
+        data = json.dumps(body).encode()
+        answer = json.loads(self._exchange("POST", path, data, JSON, seconds=30)[2])
         if "choices" not in answer:
             raise Fault(f"a good request got {answer}")
         return answer["choices"]
@@ -294,16 +300,12 @@ class Serving(Subject):
 
     def _health(self, seconds: float) -> dict[str, Any]:
         """What /health says."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
-        with _closing(connection):
-            try:
-                connection.request("GET", "/health")
-                answer = connection.getresponse()
-                data = answer.read()
-            except OSError as error:
-                raise Fault(f"/health: {error!r}") from error
-        if answer.status != 200:
-            raise Fault(f"/health was answered with {answer.status} {data!r}")
+        try:
+            status, _, data = self._exchange("GET", "/health", b"", {}, seconds)
+        except OSError as error:
+            raise Fault(f"/health: {error!r}") from error
+        if status != 200:
+            raise Fault(f"/health was answered with {status} {data!r}")
         state: dict[str, Any] = json.loads(data)
         return state
 
@@ -358,48 +360,19 @@ KINDS = ("json",) * 60 + ("raw",) * 12 + ("headers", "half", "leaver", "host") *
 KINDS += ("slow", "path", "path") + ("burst",) * 2 + ("idle", "bomb")
 
 
-def _properties() -> dict[str, Any]:
-    return {f"p{n}": {"type": "string"} for n in range(10_000)}
-
-
-def _lark() -> str:
-    terms = (f"/(.|\\n)*a(.|\\n){{{n}}}/" for n in range(1, 26))
-    return "start: T\nT: " + " & ".join(terms)
-
-
-def _schema(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"prompt": "a", "json_schema": schema}
-
-
-BOMBS: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
-    "a grammar of intersections": lambda: (TEXT, {"prompt": "a", "grammar": _lark()}),
-    "a long pattern": lambda: (
-        TEXT,
-        _schema({"type": "string", "pattern": "^" + "(ab|cd)?" * 50_000 + "$"}),
-    ),
-    "many properties": lambda: (
-        TEXT,
-        _schema({"type": "object", "properties": _properties()}),
-    ),
-    "many stops": lambda: (
-        TEXT,
-        {"prompt": "a", "ignore_eos": True, "stop": [f"x{n}" for n in range(90_000)]},
-    ),
-    "a long prompt": lambda: (TEXT, {"prompt": "word " * 180_000}),
-    "many tools": lambda: (
-        CHAT,
-        {
-            "messages": SAY,
-            "tools": [
-                {"type": "function", "function": {"name": f"tool{n}"}}
-                for n in range(3000)
-            ],
-        },
-    ),
-    "nested repetition": lambda: (
-        TEXT,
-        {"prompt": "a", "regex": "((a{1,99}){1,99}){1,99}"},
-    ),
+LARK = " & ".join(f"/(.|\\n)*a(.|\\n){{{n}}}/" for n in range(1, 26))
+PATTERN = {"type": "string", "pattern": "^" + "(ab|cd)?" * 50_000 + "$"}
+PROPERTIES = {f"p{n}": {"type": "string"} for n in range(10_000)}
+TOOLS = [{"type": "function", "function": {"name": f"tool{n}"}} for n in range(3000)]
+STOPS = [f"x{n}" for n in range(90_000)]
+BOMBS: dict[str, dict[str, Any]] = {
+    "a grammar of intersections": {"grammar": f"start: T\nT: {LARK}"},
+    "a long pattern": {"json_schema": PATTERN},
+    "many properties": {"json_schema": {"type": "object", "properties": PROPERTIES}},
+    "many stops": {"ignore_eos": True, "stop": STOPS},
+    "a long prompt": {"prompt": "word " * 180_000},
+    "many tools": {"messages": SAY, "tools": TOOLS},
+    "nested repetition": {"regex": "((a{1,99}){1,99}){1,99}"},
 }
 
 
@@ -431,10 +404,12 @@ def _dumped(draw: Random, body: dict[str, Any]) -> bytes:
 
 
 def _request(path: str, data: bytes) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
-    return (
-        f"{head}application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
-    )
+    return _head(path, f"Content-Length: {len(data)}\r\n\r\n").encode() + data
+
+
+def _head(path: str, more: str, host: str = "localhost") -> str:
+    lines = (f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json")
+    return "\r\n".join([*lines, more])
 
 
 def _check_shape(status: int, kind: str, body: bytes, path: str) -> None:
@@ -456,25 +431,3 @@ def _check_shape(status: int, kind: str, body: bytes, path: str) -> None:
         choice = json.loads(body)["choices"][0]
         if not {"index", "finish_reason"} <= set(choice):
             raise Fault(f"no answer of OpenAI: {body!r}")
-
-
-@contextmanager
-def _closing(connection: http.client.HTTPConnection) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        connection.close()
-
-
-@contextmanager
-def _sockets(
-    count: int, connect: Callable[[], socket.socket]
-) -> Iterator[list[socket.socket]]:
-    clients: list[socket.socket] = []
-    try:
-        for _ in range(count):
-            clients.append(connect())
-        yield clients
-    finally:
-        for client in clients:
-            client.close()

@@ -17,10 +17,10 @@ import psutil
 import jetdraft
 from jetdraft.testing import toy_bundle
 from tests.fuzz.requests import CONSTRAINTS
-from tests.fuzz.serving import BODIES, Serving
+from tests.fuzz.serving import BODIES, JSON, Serving
 from tests.fuzz.subject import Fault, Subject
 
-WARM, LIGHTLY_WARM = 60, 12
+WARM, LIGHTLY_WARM = 60, 8
 """Cases until about all widths, methods and lengths were seen; of a light subject."""
 
 MOST_BYTES_MORE = 24_000_000
@@ -70,10 +70,8 @@ class Soak(Subject):
         size = model.bundle.target.contract.vocab_size
         prompt = [draw.randrange(size) for _ in range(draw.randint(1, 250))]
         method = draw.choice(METHODS)
-        if draw.random() < 0.5:
-            drafting = {} if method in ("none", "auto") else {"num_draft_tokens": 5}
-        else:
-            drafting = {}
+        fixed = draw.random() < 0.5 and method not in ("none", "auto")
+        drafting = {"num_draft_tokens": 5} if fixed else {}
         stream = model.stream(
             token_ids=prompt,
             method=method,
@@ -95,9 +93,7 @@ class Soak(Subject):
     def _asked(self, draw: Random) -> None:
         """A request to the server, and its constraint in this process."""
         path, body = draw.choice(BODIES)
-        self.server._ask(
-            path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+        self.server._ask(path, json.dumps(body).encode(), JSON)
         self.model.generate(
             token_ids=[5, 8], max_new_tokens=20, **draw.choice(CONSTRAINTS)
         )
@@ -121,9 +117,8 @@ class Soak(Subject):
         """Memory, threads and handles have not grown."""
         if self.cases <= self.warm:
             return
-        for who, before, after in zip(
-            ("process", "server"), self.at_start, self._sizes(), strict=True
-        ):
+        both = zip(("process", "server"), self.at_start, self._sizes(), strict=True)
+        for who, before, after in both:
             self.facts[f"MB of the {who} at first"] = before[0] // 10**6
             self.facts[f"MB of the {who} at last"] = after[0] // 10**6
             grown = after[0] - before[0], after[1] - before[1], after[2] - before[2]

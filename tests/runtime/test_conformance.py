@@ -135,7 +135,8 @@ def test_a_cancelled_generation(model_of, method):
 
 
 RULES = {
-    "penalty": {"repetition_penalty": 1.4, "logit_bias": {5: 3.0, 9: -100.0}},
+    "penalty": {"repetition_penalty": 1.4, "logit_bias": {5: 3.0, 9: -100.0},
+                "presence_penalty": 0.5, "frequency_penalty": 0.3},
     "regex": {"regex": "[a-z]{9} and then [a-z]{9}", "temperature": 0.8, "seed": 3},
     "json": {
         "json_schema": {

@@ -18,12 +18,7 @@ from tools.forecast.__main__ import main as command
 from tools.forecast.forecast import Fate, forecast, forecasts
 from tools.forecast.kernel_table import TABLES, KernelTable
 
-KINDS = {
-    "cpu": ExportOptions(Recipe("int4", 32), provider="cpu"),
-    "cuda": ExportOptions(Recipe("int4", 32), provider="cuda"),
-    "webgpu": ExportOptions(Recipe("int4", 32), provider="webgpu"),
-    "tensorrt": ExportOptions(Recipe("int4", 32), provider="tensorrt"),
-}
+KINDS = ("cpu", "cuda", "webgpu", "tensorrt")
 CONTRIB_OPERATORS = {
     "com.microsoft.GatherBlockQuantized",
     "com.microsoft.GroupQueryAttention",
@@ -52,9 +47,12 @@ def bundles(tmp_path_factory):
     """A bundle of one tiny model for each provider."""
     folder = tmp_path_factory.mktemp("forecasts")
     source = str(save_checkpoint(folder / "c", llama_config(num_hidden_layers=1)))
+    recipe = Recipe("int4", 32)
     return {
-        name: export(source, folder / name, options=options)
-        for name, options in KINDS.items()
+        name: export(
+            source, folder / name, options=ExportOptions(recipe, provider=name)
+        )
+        for name in KINDS
     }
 
 
@@ -103,21 +101,16 @@ def test_each_kind_of_bundle_for_each_provider(bundles, made, provider):
 def test_a_bundle_for_cuda_takes_the_fast_paths(bundles):
     by_file = {one.file: one for one in forecasts(bundles["cuda"], "cuda")}
     chain, tree = by_file["target.onnx"], by_file["target-tree.onnx"]
-    for one in (chain, tree):
-        assert one.copies == ()
-        assert one.no_capture == ""
-    fates = {
-        one.file: {
-            verdict.operator.rpartition(".")[2]: (verdict.fate, verdict.reason)
-            for verdict in one.verdicts
-        }
+    assert (
+        (chain.copies, chain.no_capture) == (tree.copies, tree.no_capture) == ((), "")
+    )
+    fast, slow = (
+        {verdict.operator.rpartition(".")[2]: verdict for verdict in one.verdicts}
         for one in (chain, tree)
-    }
-    assert fates["target.onnx"]["GroupQueryAttention"][0] == Fate.FAST
-    fate, reason = fates["target-tree.onnx"]["GroupQueryAttention"]
-    assert fate == Fate.SLOW
-    assert "attention_bias" in reason
-    assert fates["target.onnx"]["MatMulNBits"][0] == Fate.FAST
+    )
+    assert fast["GroupQueryAttention"].fate == fast["MatMulNBits"].fate == Fate.FAST
+    assert slow["GroupQueryAttention"].fate == Fate.SLOW
+    assert "attention_bias" in slow["GroupQueryAttention"].reason
 
 
 def test_webgpu_captures_chains_only(bundles):

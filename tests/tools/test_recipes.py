@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
 import sys
 import time
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,13 +23,9 @@ RECIPES = "int4-rtn-b32,int4-gptq-b32,int8-rtn-b32"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("recipes")
-
-
-@pytest.fixture(scope="module")
-def report(pair, folder):
+def report(pair, tmp_path_factory):
     """Of a target of one layer: each recipe is an export, which takes its time."""
+    folder = tmp_path_factory.mktemp("recipes")
     target = save_checkpoint(folder / "target", llama_config(num_hidden_layers=1))
     (folder / "text.txt").write_text(TEXT)
     steps = []
@@ -43,11 +41,13 @@ def report(pair, folder):
     _, done, total = zip(*steps, strict=True)
     assert list(done) == list(range(total[0])), "every step is announced"
     found = json.loads((folder / "out.json").read_text())
-    return found, result.stdout, folder / "front.png"
+    return found, result.stdout, folder
 
 
 def test_every_recipe_has_a_row(report):
-    found, shown, _ = report
+    found, shown, folder = report
+    if find_spec("matplotlib"):
+        assert (folder / "front.png").read_bytes().startswith(b"\x89PNG")
     names = [row["recipe"] for row in found["rows"]]
     assert names == ["none", *RECIPES.split(",")]
     for row in found["rows"]:
@@ -67,18 +67,16 @@ def test_the_unquantized_model_is_its_own_measure(report):
 
 def test_bits_cost_bytes_and_save_quality(report):
     rows = {row["recipe"]: row for row in report[0]["rows"]}
-    four, eight = rows["int4-rtn-b32"], rows["int8-rtn-b32"]
+    four, eight, gptq = (
+        rows[name] for name in ("int4-rtn-b32", "int8-rtn-b32", "int4-gptq-b32")
+    )
     assert four["bytes"] < eight["bytes"] < rows["none"]["bytes"]
     assert eight["kl_mean"] < 0.1 * four["kl_mean"]
     assert eight["top1_agreement"] > four["top1_agreement"]
-
-
-def test_an_algorithm_costs_no_bytes(report):
-    rows = {row["recipe"]: row for row in report[0]["rows"]}
-    gptq, rtn = rows["int4-gptq-b32"], rows["int4-rtn-b32"]
-    assert abs(gptq["bytes"] / rtn["bytes"] - 1) < 0.01
+    # An algorithm costs no bytes.
+    assert abs(gptq["bytes"] / four["bytes"] - 1) < 0.01
     # Quantized activations cost a model this small as much again.
-    assert gptq["kl_mean"] < rtn["kl_mean"]
+    assert gptq["kl_mean"] < four["kl_mean"]
 
 
 def test_every_combination_of_a_pair(report):
@@ -92,18 +90,12 @@ def test_every_combination_of_a_pair(report):
     assert all(pair["speedup"] > 0 for pair in pairs)
 
 
-def test_a_picture(report):
-    pytest.importorskip("matplotlib")
-    assert report[2].read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--recipes", "int4-best"), "unknown algorithm 'best'"),
         (("--recipes", "int4-b31"), "unknown block size 31"),
-        (("--recipes", "int3"), "unknown quantization 'int3'"),
         (("--drafter-recipes", "int9"), "unknown quantization 'int9'"),
+        (("--drafter-recipes", "int4"), "give --drafter too"),
         (("--text", "nothing.txt"), "no file at nothing.txt"),
         (("--calibration", "nothing.txt"), "no file at nothing.txt"),
         (("--output", "no/where"), "its folder is missing"),
@@ -117,9 +109,9 @@ def test_bad_input_is_refused(pair, tmp_path, options, said):
 
 
 def test_a_text_without_tokens_is_refused(pair, tmp_path):
-    (tmp_path / "empty.txt").write_text("")
     out = ("--output", tmp_path / "out", "--recipes", "int4-gptq-b32")
-    for option in ("--text", "--calibration"):
+    for option, text in itertools.product(("--text", "--calibration"), ("", " \n")):
+        (tmp_path / "empty.txt").write_text(text)
         result = recipes(pair.target, option, tmp_path / "empty.txt", *out)
         assert_refused(result, "has no text in it")
     assert not (tmp_path / "out").exists()
@@ -134,9 +126,9 @@ def test_a_place_with_something_else_is_refused(pair, tmp_path):
     assert (tmp_path / "precious").read_text() == "precious"
 
 
-def test_without_a_text_the_model_writes_one(pair, report, folder, tmp_path):
+def test_without_a_text_the_model_writes_one(pair, report, tmp_path):
     """And over an earlier report a new one may be written."""
-    out = shutil.copy(folder / "out.json", tmp_path / "out")
+    out = shutil.copy(report[2] / "out.json", tmp_path / "out")
     twice = "int8-gptq-b32,none,int8-gptq-b32"
     how = ("--recipes", twice, "--output", out, "--threads=1")
     result = recipes(pair.drafter, *how)
@@ -147,16 +139,6 @@ def test_without_a_text_the_model_writes_one(pair, report, folder, tmp_path):
     assert 0 < found["rows"][1]["kl_mean"] < 0.1
 
 
-def test_a_text_without_words_is_told_at_once(pair, tmp_path):
-    (tmp_path / "empty.txt").write_text(" \n")
-    for option in ("--text", "--calibration"):
-        given = (option, tmp_path / "empty.txt", "--output", tmp_path / "out")
-        refused = recipes(pair.target, "--recipes", "int4", *given)
-        assert_refused(refused, "has no text in it")
-    given = ("--drafter-recipes", "int4", "--output", tmp_path / "out")
-    assert_refused(recipes(pair.target, *given), "give --drafter too")
-
-
 def test_a_run_that_is_ended_leaves_nothing(pair, tmp_path):
     started = [sys.executable, "-m", "tools.recipes", str(pair.target)]
     started += ["--recipes", "int4", "--output", str(tmp_path / "out")]
@@ -165,7 +147,6 @@ def test_a_run_that_is_ended_leaves_nothing(pair, tmp_path):
     while not list(tmp_path.iterdir()):
         assert time.monotonic() < end
         time.sleep(0.05)
-    time.sleep(1)
     process.terminate()
     assert process.wait(60) == 143
     assert list(tmp_path.iterdir()) == []

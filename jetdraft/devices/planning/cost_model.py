@@ -3,9 +3,8 @@
     ms(width) = fixed + bytes read / bandwidth + (width - 1) * operations per row / rate
 
 Reading every weight once bounds a pass of one row; each further row adds its
-arithmetic. A strict roofline would take the larger of the two times, so that rows would
-be free up to a knee; in the published figures the times add up (docs/devices.md has
-the fit). A plan needs no weights.
+arithmetic. In the published figures the two times add up (docs/devices.md has the fit),
+so no row is free. A plan needs no weights.
 """
 
 from __future__ import annotations
@@ -25,17 +24,12 @@ CONFIG = "config.json"
 STATE_BYTES = 4
 MAX_SIZE = 10_000_000
 SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     "vocab_size",
 )
 LINEAR_SIZES = (
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
+    *("linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim"),
 )
 
 HALF, SINGLE = 2.0, 4.0
@@ -73,13 +67,10 @@ class Dimensions:
                 f"{path} is a bundle, and a plan reads checkpoints; give the folder or "
                 "the config.json that it was exported from"
             )
-        if _begins_as_gguf(file):
-            raise CheckpointError(
-                f"{file} is a GGUF file, which a plan does not read; give the "
-                "config.json of the model"
-            )
         try:
-            config = read_json_file(file)
+            with file.open("rb") as opened:
+                is_gguf = opened.read(4) == b"GGUF"
+            config = {} if is_gguf else read_json_file(file)
         except OSError as error:
             raise CheckpointError(
                 f"cannot read {file} ({error.strerror}); give a config.json"
@@ -88,6 +79,11 @@ class Dimensions:
             raise CheckpointError(
                 f"{file} is not JSON ({error}); give a config.json"
             ) from error
+        if is_gguf:
+            raise CheckpointError(
+                f"{file} is a GGUF file, which a plan does not read; give the "
+                "config.json of the model"
+            )
         try:
             return cls.of(config)
         except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
@@ -98,10 +94,9 @@ class Dimensions:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Dimensions:
-        """Read a config's fields; of a vision model, the fields of its text part.
+        """Read a config's fields, or its text part's.
 
-        Raises `CheckpointError`, or `UnsupportedModelError` for a mixture of experts
-        and an encoder-decoder.
+        Raises `CheckpointError`, or `UnsupportedModelError` for what no plan predicts.
         """
         if config.get("is_encoder_decoder"):
             raise UnsupportedModelError(
@@ -118,20 +113,35 @@ class Dimensions:
                 "cannot predict; give a dense model"
             )
         tied = config.get("tie_word_embeddings", False) if tied is None else tied
-        _check_sizes(config)
-        _check_groups(config)
         linear = _linear_layers(config)
-        full = config["num_hidden_layers"] - linear
-        per_full, per_linear = _attention(config), _linear_attention(config, linear)
-        mlp = 3 * config["hidden_size"] * config["intermediate_size"]
+        _check_sizes(config, SIZES + (LINEAR_SIZES if linear else ()))
+        hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+        heads = config["num_attention_heads"]
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        if heads % kv_heads:
+            raise CheckpointError(
+                f"the config's {heads} attention heads cannot share {kv_heads} heads "
+                "of keys and values; give a causal language model's config"
+            )
+        head_size = int(config.get("head_dim") or hidden // heads)
+        # q, k, v and o; a gated output doubles q.
+        columns = (2 + bool(config.get("attn_output_gate"))) * heads + 2 * kv_heads
+        attention = hidden * columns * head_size
+        gated_delta = state = 0
+        if linear:  # q, k, v, the gate and the output
+            keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+            values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+            gated_delta = hidden * (2 * keys + 3 * values)
+            state = values * config["linear_key_head_dim"]
+        full, mlp = layers - linear, 3 * hidden * config["intermediate_size"]
         return cls(
-            hidden_size=config["hidden_size"],
-            layers=config["num_hidden_layers"],
-            matrices=full * (per_full + mlp) + linear * (per_linear + mlp),
-            head=config["hidden_size"] * config["vocab_size"],
+            hidden_size=hidden,
+            layers=layers,
+            matrices=full * attention + linear * gated_delta + layers * mlp,
+            head=hidden * config["vocab_size"],
             tied=bool(tied),
-            kv_values=full * 2 * _kv_heads(config) * _head_size(config),
-            state_values=linear * _state(config, linear),
+            kv_values=full * 2 * kv_heads * head_size,
+            state_values=linear * state,
         )
 
     @property
@@ -140,9 +150,8 @@ class Dimensions:
         return self.matrices + self.head * (1 if self.tied else 2)
 
 
-def _check_sizes(config: dict[str, Any]) -> None:
+def _check_sizes(config: dict[str, Any], needed: tuple[str, ...]) -> None:
     """Raise `CheckpointError` unless all sizes are numbers that a model can have."""
-    needed = SIZES + (LINEAR_SIZES if _linear_layers(config) else ())
     optional = ("num_key_value_heads", "head_dim", "full_attention_interval")
     present = [name for name in optional if config.get(name) is not None]
     for name in (*needed, *present):
@@ -154,39 +163,6 @@ def _check_sizes(config: dict[str, Any]) -> None:
             )
 
 
-def _begins_as_gguf(file: Path) -> bool:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(4) == b"GGUF"
-    except OSError:
-        return False  # reading the config says why
-
-
-def _check_groups(config: dict[str, Any]) -> None:
-    heads, groups = config["num_attention_heads"], _kv_heads(config)
-    if heads % groups:
-        raise CheckpointError(
-            f"the config's {heads} attention heads cannot share {groups} heads of keys "
-            "and values; give a causal language model's config"
-        )
-
-
-def _head_size(config: dict[str, Any]) -> int:
-    default = config["hidden_size"] // config["num_attention_heads"]
-    return int(config.get("head_dim") or default)
-
-
-def _kv_heads(config: dict[str, Any]) -> int:
-    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
-
-
-def _attention(config: dict[str, Any]) -> int:
-    """The weights of a layer's q, k, v and o; a gated output doubles q."""
-    gated = 1 + bool(config.get("attn_output_gate"))
-    heads = (1 + gated) * config["num_attention_heads"] + 2 * _kv_heads(config)
-    return int(config["hidden_size"] * heads * _head_size(config))
-
-
 def _linear_layers(config: dict[str, Any]) -> int:
     kinds = config.get("layer_types")
     if kinds:
@@ -195,22 +171,6 @@ def _linear_layers(config: dict[str, Any]) -> int:
     if type(every) is not int or type(layers) is not int or every < 1:
         return 0
     return layers - layers // every
-
-
-def _linear_attention(config: dict[str, Any], layers: int) -> int:
-    """The weights of a gated delta net: q, k, v, the gate and the output."""
-    if not layers:
-        return 0
-    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
-    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
-    return int(config["hidden_size"] * (2 * keys + 3 * values))
-
-
-def _state(config: dict[str, Any], layers: int) -> int:
-    if not layers:
-        return 0
-    per_head = config["linear_key_head_dim"] * config["linear_value_head_dim"]
-    return int(config["linear_num_value_heads"] * per_head)
 
 
 @dataclass(frozen=True)
@@ -231,17 +191,13 @@ FITTED = Efficiency(0.818, 1.062, {"8.7": 0.339, "11.0": 0.095})
 has not been measured on these devices."""
 
 BOUND = Efficiency(1.0, 0.0, {})
-"""No pass of one row is faster than this, on any processor of the device: the memory
-gives its bytes no sooner. What a further row costs on a CPU is not known."""
+"""No pass of one row is faster, on any processor of the device. What a further row
+costs on a CPU is not known."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """A decoder in memory, with the weights of a recipe.
-
-    A pass reads the whole head, but only a few rows of the embedding. A float has
-    `float_bytes`.
-    """
+    """A decoder in memory, with the weights of a recipe and floats of `float_bytes`."""
 
     sizes: Dimensions
     recipe: Recipe

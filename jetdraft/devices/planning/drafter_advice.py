@@ -6,18 +6,18 @@ The law of over-training (2403.08540) for a model of N weights that saw D tokens
 
 The paper writes it with the compute C = 6 N D, the ratio M = D / N and an exponent
 e / 2. At the usual M = 20 more weights and more tokens gain alike, so B = 20^e A. A
-draft's time depends on N alone, so a small N with a large M is right for a drafter. How
-large depends on the device, whose curve of pass times weighs a draft step against a
-pass.
+draft's time depends on N alone, so a drafter has a small N and a large M; how large,
+the device's pass times say.
 
-Two things are assumed here, and not taken from the paper: the exponent, and that the
-chance of a wrong draft is proportional to loss - E.
+Two things are assumed and not taken from the paper: the exponent, and that the chance
+of a wrong draft is proportional to loss - E.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,8 @@ SHARE = 0.05
 reads; reading bounds the time of both (docs/devices.md)."""
 
 TOKENS_PER_WEIGHT = 200
-"""Tokens to train on for each weight. They leave half of what the usual 20 leave above
-the loss of endless training; training costs once, a weight costs time in every draft.
-"""
+"""Tokens to train on for each weight: they leave half of what the usual 20 leave above
+the loss of endless training. Training costs once, a weight in every draft."""
 
 EXPONENT = 0.3
 USUAL = 20
@@ -49,7 +48,7 @@ _CHAINS = (MethodCost("drafter", DRAFTER, trees=False),)
 
 @dataclass(frozen=True)
 class Drafter:
-    """A drafter that was not trained yet, and what it is predicted to give.
+    """What a drafter that was not trained yet is predicted to give.
 
     `weights` counts all weights, `tokens` those to train on; `draft_ms` is the time of
     a draft step. `acceptance` is of the first drafted token.
@@ -87,41 +86,30 @@ def excess(weights: float, tokens: float) -> float:
 class Advisor:
     """Compares drafters for the target of a question, on its device.
 
-    The question names the acceptance of one drafter: its own, or, if it has none, the
-    largest drafter whose step reads `SHARE` of a pass. That drafter is taken to have
-    seen `TOKENS_PER_WEIGHT` tokens for each weight. The number of tokens that a drafter
-    can draft is `draft_vocab`, and these make up the share `coverage` of the text.
+    The question names the acceptance of its own drafter, or else of the largest drafter
+    whose step reads `SHARE` of a pass; it is taken to have seen `TOKENS_PER_WEIGHT`
+    tokens for each weight. A drafter can draft `draft_vocab` tokens, which make up the
+    share `coverage` of the text.
     """
 
     question: Question
     draft_vocab: int | None = None
     coverage: float = 1.0
 
-    def best(self, tokens_per_weight: int = TOKENS_PER_WEIGHT) -> Drafter:
-        """The fastest drafter, if each sees this many tokens for each weight."""
-        drafters = (
-            self._predicted(layers, width, sizes, tokens_per_weight)
-            for layers, width, sizes in self._shapes()
-        )
+    def best(self) -> Drafter:
+        """The fastest drafter after `TOKENS_PER_WEIGHT` tokens for each weight."""
+        drafters = (self.predicted(*shape) for shape in self.shapes())
         return max(drafters, key=lambda one: one.choice.tokens_per_second)
 
-    def with_tokens(self, drafter: Drafter, tokens_per_weight: int) -> Drafter:
-        """The same drafter after another number of tokens."""
-        sizes = self._sizes(drafter.layers, drafter.hidden_size)
-        return self._predicted(
-            drafter.layers, drafter.hidden_size, sizes, tokens_per_weight
-        )
-
-    @property
+    @cached_property
     def _target(self) -> Dimensions:
         return Dimensions.read(self.question.target)
 
-    def _shapes(self) -> Iterator[tuple[int, int, Dimensions]]:
+    def shapes(self) -> list[tuple[int, int]]:
+        """The layers and the width of the drafters that are compared."""
         heads = max(1, self._target.hidden_size // HEAD_SIZE)
         widths = {HEAD_SIZE * max(1, heads * n // STEPS) for n in range(1, STEPS + 1)}
-        for layers in LAYERS:
-            for width in sorted(widths):
-                yield layers, width, self._sizes(layers, width)
+        return list(itertools.product(LAYERS, sorted(widths)))
 
     def _sizes(self, layers: int, width: int) -> Dimensions:
         """The sizes of a Llama, as `train draft` makes it."""
@@ -137,29 +125,29 @@ class Advisor:
             }
         )
 
+    @cached_property
     def _reference(self) -> int:
         """The weights of the drafter that has the question's acceptance."""
         if self.question.drafter is not None:
             return Dimensions.read(Path(self.question.drafter)).weights
         context = self.question.context
         most = SHARE * Load(self._target, self.question.recipe).pass_bytes(context)
-        shapes = [sizes for _, _, sizes in self._shapes()]
+        shapes = [self._sizes(*shape) for shape in self.shapes()]
         recipe = Recipe.for_drafter(self.question.recipe)
         cheap = [s for s in shapes if Load(s, recipe).pass_bytes(context) <= most]
         return max((s.weights for s in cheap), default=min(s.weights for s in shapes))
 
-    def _load(self, sizes: Dimensions) -> Load:
-        """The drafter in memory, whose LM head may be cut."""
-        if self.draft_vocab is not None:
-            head = min(sizes.head, sizes.hidden_size * self.draft_vocab)
-            sizes = replace(sizes, head=head)
-        return Load(sizes, Recipe.for_drafter(self.question.recipe))
-
-    def _predicted(
-        self, layers: int, width: int, sizes: Dimensions, tokens_per_weight: int
+    def predicted(
+        self, layers: int, width: int, tokens_per_weight: int = TOKENS_PER_WEIGHT
     ) -> Drafter:
-        question, load, weights = self.question, self._load(sizes), sizes.weights
-        reference = self._reference()
+        """A drafter of this shape after this number of tokens for each weight."""
+        question, sizes = self.question, self._sizes(layers, width)
+        weights, cut = sizes.weights, sizes
+        if self.draft_vocab is not None:  # its LM head is cut
+            head = min(sizes.head, sizes.hidden_size * self.draft_vocab)
+            cut = replace(sizes, head=head)
+        load = Load(cut, Recipe.for_drafter(question.recipe))
+        reference = self._reference
         usual_excess = excess(reference, TOKENS_PER_WEIGHT * reference)
         own_excess = excess(weights, tokens_per_weight * weights)
         missed = (1.0 - question.acceptance) * own_excess / usual_excess

@@ -59,11 +59,10 @@ STREAM_LAYERS = 2
 
 @dataclass(frozen=True)
 class MethodCost:
-    """A method to compare, and what its drafts cost.
+    """A method to compare, what its drafts cost, and whether it drafts trees too.
 
     `cost` "drafter" is a pass of the drafter for each drafted level, "probes" are
-    further rows through the target's top layers in the pass that verifies, and "free"
-    is nothing. `trees` says whether the method drafts trees too.
+    further rows through the target's top layers, and "free" is nothing.
     """
 
     name: str
@@ -91,9 +90,9 @@ class Choice:
 class Plan:
     """A prediction; memory is in 10^6 bytes, times are in ms.
 
-    `memory_mb` is the memory of the model's parts, `available_mb` the memory that the
-    device has for them. The first of `rows` is plain decoding, the only one for a CPU.
-    `basis` says in words what the prediction is for and whose constants it has.
+    `memory_mb` is the memory of the model's parts, `available_mb` what the device has
+    for them. The first of `rows` is plain decoding, all that a CPU's plan has. `basis`
+    says in words what the prediction is for and whose constants it has.
     """
 
     provider: str
@@ -122,8 +121,7 @@ class Plan:
     def best(self) -> Choice:
         """The fastest choice that this runtime can run, plain decoding included.
 
-        Where there is a drafter, the acceptance is the drafter's, so free drafts, which
-        have another acceptance, do not count.
+        Free drafts, which have another acceptance than the drafter's, do not count.
         """
         has_drafter = any(choice.cost == DRAFTER for choice in self.rows)
         choices = [
@@ -136,13 +134,9 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""
         parts = {name: round(mb, 1) for name, mb in self.memory_mb.items()}
+        names = ("provider", "basis", "device", "power_mode", "quantization", "context")
         return {
-            "provider": self.provider,
-            "basis": self.basis,
-            "device": self.device,
-            "power_mode": self.power_mode,
-            "quantization": self.quantization,
-            "context": self.context,
+            **{name: getattr(self, name) for name in names},
             "acceptance": self.acceptance,
             "fits": self.fits,
             "memory_mb": round(self.needed_mb, 1),
@@ -301,8 +295,7 @@ class Board:
     ) -> Iterator[Choice]:
         """Plain decoding first, then every method at every width.
 
-        `acceptance` belongs to the drafter if there is a drafter, otherwise to probes;
-        so methods that draft with the other of the two are left out.
+        `acceptance` is the drafter's if there is a drafter, otherwise the probes'.
         """
         plain = 1e3 / self.pass_ms(1)
         yield Choice(NONE, "", CHAIN, 1, 1.0, plain, 1.0)
@@ -323,25 +316,21 @@ class Board:
         """The time of drafting these levels, beside the pass that verifies them."""
         if cost == DRAFTER and self.drafter is not None:
             return sum(self._ms(self.drafter, rows) for rows, _ in levels)
-        return self._probes_ms(levels) if cost == PROBES else 0.0
-
-    def _probes_ms(self, levels: list[tuple[int, float]]) -> float:
-        """The time of the probes: each row carries a probe for each level.
-
-        Probes run through the top layers and the head only.
-        """
+        if cost != PROBES:
+            return 0.0
+        # Each row carries a probe for each level; they run through the top layers and
+        # the head only.
         sizes = self.target.sizes
         share = min(1.0, STREAM_LAYERS / sizes.layers)
         part = (share * sizes.matrices + sizes.head) / (sizes.matrices + sizes.head)
-        rows = 1 + sum(rows for rows, _ in levels)
-        return rows * len(levels) * part * self._row_ms(self.target)
+        probes = (1 + sum(rows for rows, _ in levels)) * len(levels)
+        capability = self.device.compute_capability
+        row_ms = self.target.row_ms(self.mode, capability, self.efficiency)
+        return probes * part * row_ms
 
     def _ms(self, load: Load, width: int) -> float:
         capability = self.device.compute_capability
         return load.pass_ms(width, self.context, self.mode, capability, self.efficiency)
-
-    def _row_ms(self, load: Load) -> float:
-        return load.row_ms(self.mode, self.device.compute_capability, self.efficiency)
 
 
 def expected_levels(
@@ -351,22 +340,17 @@ def expected_levels(
     siblings = range(rows - 1 if branching else 0)
     others = [acceptance * (1.0 - acceptance) ** rank for rank in siblings]
     parents, chances = best_tree(rows, [acceptance] * rows, others)
-    levels: list[tuple[int, float]] = []
-    depths = [0]
+    depths, levels = [0], list[tuple[int, float]]()
     for parent, chance in zip(parents, chances, strict=True):
         depth = depths[parent]
         depths.append(depth + 1)
-        if depth == len(levels):
-            levels.append((0, 0.0))
-        count, tokens = levels[depth]
-        levels[depth] = count + 1, tokens + chance
+        count, tokens = levels[depth] if depth < len(levels) else (0, 0.0)
+        levels[depth : depth + 1] = [(count + 1, tokens + chance)]
     return levels
 
 
 def refusal(question: Question, prediction: Plan) -> DeviceError:
-    """The error for a plan that does not fit; it says how much is too much, and what
-    would fit.
-    """
+    """The error for a plan that does not fit: what is too much, and what would fit."""
     needed, available = prediction.needed_mb / 1e3, prediction.available_mb / 1e3
     return DeviceError(
         f"the model needs {needed:.1f} GB, {prediction.device} has {available:.1f} GB "
@@ -376,21 +360,21 @@ def refusal(question: Question, prediction: Plan) -> DeviceError:
 
 
 def _what_fits(question: Question) -> str:
-    """A sentence about what would fit: fewer bits on this device, or other devices."""
+    """Fewer bits on this device, or else other devices."""
+    own = question.recipe.scheme
     for scheme in ("int8", "int4"):
-        smaller = replace(question, quantization=scheme)
-        if scheme != question.recipe.scheme and plan(smaller).fits:
+        if scheme != own and plan(replace(question, quantization=scheme)).fits:
             return f"--quantize {scheme} would fit"
-    names = []
-    devices = map(Device.named, Device.names())
-    for device in sorted(devices, key=lambda device: device.memory_gb):
-        if question.recipe.scheme not in device.quantizations:
-            continue
-        if plan(replace(question, device=device.name, power_mode=None)).fits:
-            names.append(device.name)
-    if names:
-        return f"it fits {', '.join(names)}"
-    return "choose a smaller model or context"
+    devices = sorted(map(Device.named, Device.names()), key=lambda one: one.memory_gb)
+    names = [
+        device.name
+        for device in devices
+        if own in device.quantizations
+        and plan(replace(question, device=device.name, power_mode=None)).fits
+    ]
+    return (
+        f"it fits {', '.join(names)}" if names else "choose a smaller model or context"
+    )
 
 
 def _rounded(choice: Choice) -> dict[str, Any]:

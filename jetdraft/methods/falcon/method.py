@@ -22,7 +22,7 @@ from jetdraft.runtime.proposers.drafter_methods import (
 from jetdraft.runtime.proposers.model_proposer import ModelProposer, distributions
 from jetdraft.runtime.proposers.proposer import Proposer, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
-from jetdraft.runtime.trees.shape import Shape, Tree
+from jetdraft.runtime.trees.shapes import Shape, Tree
 
 
 class BlockLevels:

@@ -14,8 +14,7 @@ from jetdraft.runtime.proposers.method import Method
 from jetdraft.runtime.proposers.model_proposer import ProbeProposer
 from jetdraft.runtime.proposers.proposer import Proposer, Traits
 from jetdraft.runtime.proposers.tree_options import AUTO, CHAIN, TreeOptions
-from jetdraft.runtime.trees.shape import Shape
-from jetdraft.runtime.trees.shapes import Static
+from jetdraft.runtime.trees.shapes import Shape, Static
 
 NAME = "forecast"
 """The method, and the mode of such probes in the manifest."""

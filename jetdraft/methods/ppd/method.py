@@ -28,8 +28,7 @@ from jetdraft.runtime.proposers.model_proposer import ProbeProposer
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits
 from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
 from jetdraft.runtime.sampling.chooser import Chooser
-from jetdraft.runtime.trees.shape import siblings
-from jetdraft.runtime.trees.shapes import RANK_RATES, Static
+from jetdraft.runtime.trees.shapes import RANK_RATES, Static, siblings
 
 NAME = "ppd"
 _RANGES = {

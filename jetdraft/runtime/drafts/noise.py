@@ -113,8 +113,7 @@ def exponentials_below(
     """The pairs of row and token id whose exponential is below `most`, with it.
 
     They are int64, int64 and float64 [k]. `positions` int64 [n] and `most` float64 [n]
-    have an entry per row. Only blocks with a least exponential below `most` are
-    visited. A pair at `most` itself may come too.
+    have an entry per row. A pair at `most` itself may come too.
     """
     blocks = -(-vocab_size // BLOCK)
     places = [(_strip(seed, p // STRIP, blocks), p % STRIP) for p in positions.tolist()]
@@ -145,11 +144,7 @@ _NO_IDS = np.zeros(0, np.int64)
 
 
 def exponentials(seed: int, positions: Int64s, ids: Int64s) -> Float64s:
-    """Standard exponential variates, float64, one per pair of position and token id.
-
-    `positions` and `ids` have as many dimensions, and broadcast against each other, for
-    example [n, 1] and [n, K].
-    """
+    """Standard exponential variates, float64, one per pair of position and token id."""
     # The bits of a pair's block and of its token go through the same calls.
     bits = np.empty((2, *np.broadcast(positions, ids).shape), np.uint64)
     bits[0], bits[1] = ids // BLOCK, ids
@@ -164,11 +159,7 @@ def exponentials(seed: int, positions: Int64s, ids: Int64s) -> Float64s:
 
 
 def gumbel(seed: int, positions: Int64s, ids: Int64s) -> Float64s:
-    """Standard Gumbel variates, float64, one per pair of position and token id.
-
-    The largest sum of logit and variate is a draw from the softmax of the logits.
-    `positions` and `ids` broadcast against each other.
-    """
+    """Standard Gumbel variates, float64, shaped as `exponentials`."""
     return np.asarray(-np.log(exponentials(seed, positions, ids)))
 
 

@@ -5,8 +5,7 @@ all the weights through the caches every numpy call costs ten microseconds.
 
 Probes are rows that draft further tokens while other rows are verified. A graph trained
 for it has several learned *streams* (Speculative Streaming, 2402.11131; prompt tokens,
-2405.18628). Each stream that a row carries is one probe: it predicts one more token
-ahead.
+2405.18628). Each stream of a row is one probe, which predicts one more token ahead.
 """
 
 from __future__ import annotations
@@ -100,10 +99,7 @@ class Rows:
         return Rows(path + self.tokens, parents, self.kind, drawn, probes)
 
     def depth_first(self) -> Rows:
-        """The same tree with each row's first child right after it.
-
-        So the path of first children lies without gaps in the buffer, like a chain.
-        """
+        """The same tree with each row's first child right after it, without a gap."""
         if self.is_chain:
             return self
         order, waiting = [], [0]
@@ -160,10 +156,7 @@ class Rows:
     def ranks(self, path: Sequence[int]) -> list[tuple[int, int]]:
         """For each row of a path, which child comes next, and how many children it has.
 
-        No child of the last row comes next: its rank is the number of its children. A
-        last row without children has no entry.
-
-            Rows([5, 8, 9], [-1, 0, 0]).ranks([0, 2])    # [(1, 2)]
+        Rows([5, 8, 9], [-1, 0, 0]).ranks([0, 2])    # [(1, 2)], no child of row 0
         """
         below = [self.children(row) for row in path]
         ranks = [
@@ -174,11 +167,7 @@ class Rows:
         return [*ranks, (left, left)] if left else ranks
 
     def walk(self, chosen: Sequence[int]) -> list[int]:
-        """The accepted rows, root first.
-
-        From the root, go to the child that carries the token chosen for the current
-        row, as far as there is one. `chosen` has a token per row.
-        """
+        """The accepted rows, root first: always the child with the `chosen` token."""
         path = [0]
         for row in range(1, len(self.tokens)):
             here = path[-1]
@@ -218,10 +207,10 @@ class Probes:
     ) -> list[list[int]]:
         """Per slot behind the rows, the slots that it attends to, itself left out.
 
-        Behind the rows lie the `prefix` slots of the graph, which see nothing, and then
-        the probes: each takes `members` slots. A member sees the prefix, its carrier,
-        the carrier's `ancestors`, and the same member of the carrier's lower streams
-        (2405.18628, figure 4).
+        First come the `prefix` slots of the graph, which see nothing, then `members`
+        slots for each probe. A member sees the prefix, its carrier, the carrier's
+        `ancestors`, and the same member of the carrier's lower streams (2405.18628,
+        figure 4).
         """
         if not self.total:
             return []
@@ -242,12 +231,7 @@ NO_PROBES = Probes()
 
 @dataclass(frozen=True)
 class Probing:
-    """Which rows of the coming passes carry probes: all rows, or the last row only.
-
-    If all do, the row that is accepted last has drafted. The last row alone is cheaper,
-    but drafts nothing after a wrong guess. A draft can also say how many `counts` its
-    rows carry, one by one.
-    """
+    """Which rows of the coming passes carry probes: all, the last, or by `counts`."""
 
     streams: int = 0
     last_only: bool = False

@@ -1,9 +1,9 @@
 """Earlier requests and their responses, kept on this machine to draft from.
 
-They lie in one SQLite file that only its owner can read, since it holds what users
-wrote. Each entry belongs to a user; their number and age are bounded. Entries are only
-used as drafts: a wrong or poisoned entry costs time, but never changes a text. Which
-requests are similar is decided by the target's own token embeddings.
+They lie in one SQLite file that only its owner can read. Each entry belongs to a user;
+their number and age are bounded. Entries are only used as drafts: a wrong or poisoned
+entry costs time, but never changes a text. The target's own token embeddings decide
+which requests are similar.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ create index if not exists entries_of_user on entries (user, used);
 
 @dataclass(frozen=True)
 class Entry:
-    """A request, its response (token ids), and the request's embedding.
+    """A request and its `response` as token ids, `used` seconds after 1970.
 
-    `vector` is float32 [d] of unit length, or empty. `used` is the time when the
-    response was kept, in seconds since 1970.
+    `vector`, of the request, is float32 [d] of unit length, or empty.
     """
 
     prompt: list[int]
@@ -84,10 +83,7 @@ class ResponseStore:
         self.entries = self._open_or_replace()
 
     def of(self, user: str) -> ResponseStore:
-        """The same file for another user. Raises `StoreError`.
-
-        A user gets the same object again, until `MOST_USERS` others were asked for.
-        """
+        """The same file for another user, one object each; raises `StoreError`."""
         if user not in self._by_user:
             store = copy(self)
             store.user, store.entries = checked_user(user), []
@@ -113,11 +109,7 @@ class ResponseStore:
         return self._read()
 
     def _read(self) -> list[Entry]:
-        """The user's entries, latest first.
-
-        Only entries that are not known yet are read whole, since the next request may
-        wait for this.
-        """
+        """The user's entries, latest first; what is known is not read again."""
         known = {(entry.id, entry.used): entry for entry in self.entries}
         entries = []
         with self._store_file.connect() as database:
@@ -125,7 +117,12 @@ class ResponseStore:
                 "select id, used from entries where user = ? and used between ? and ?"
                 " and length(prompt) + length(response) <= ?"
                 " order by used desc limit ?",
-                (self.user, *self._times, _MOST_BYTES, self.most_entries),
+                (
+                    self.user,
+                    *possible_times(self.most_days),
+                    _MOST_BYTES,
+                    self.most_entries,
+                ),
             ).fetchall()
             for key in keys:
                 entry = known.get(key)
@@ -136,29 +133,21 @@ class ResponseStore:
                         key[:1],
                     ).fetchone()
                     entry = _entry(*row)
-                if entry is not None and self._is_in_vocabulary(entry):
+                if entry is None:
+                    continue
+                # A drafter must be able to read it, also if it is poisoned.
+                largest = max([*entry.prompt, *entry.response], default=0)
+                if largest <= self._most_token:
                     entries.append(entry)
         return entries
 
-    @property
-    def _times(self) -> tuple[float, float]:
-        return possible_times(self.most_days)
-
     def _delete_old(self, database: sqlite3.Connection) -> None:
-        """Delete the entries of all users that are too old, or of no possible time."""
-        database.execute(
-            "delete from entries where used not between ? and ?", self._times
-        )
-
-    def _is_in_vocabulary(self, entry: Entry) -> bool:
-        """Whether a drafter can read it; a poisoned entry must not cause an error."""
-        return max([*entry.prompt, *entry.response], default=0) <= self._most_token
+        """Delete the entries of all users that are of no possible time."""
+        times = possible_times(self.most_days)
+        database.execute("delete from entries where used not between ? and ?", times)
 
     def add(self, entry: Entry) -> None:
-        """Keep an entry, instead of an entry of the same request; delete old entries.
-
-        If that fails, for example on a full disk, it only warns: decoding continues.
-        """
+        """Keep an entry in place of the same request's; only warns if that fails."""
         length = len(entry.prompt) + len(entry.response)
         if not entry.response or length > MOST_TOKENS:
             return
@@ -173,7 +162,10 @@ class ResponseStore:
     def _insert(self, entry: Entry) -> None:
         if self._store_file.is_missing():
             self._store_file.create_or_check()
-        prompt, response = _blob(entry.prompt), _blob(entry.response)
+        prompt, response = (
+            np.asarray(tokens, np.uint32).tobytes()
+            for tokens in (entry.prompt, entry.response)
+        )
         request = self.user, prompt
         vector = entry.vector.astype(np.float32).tobytes()
         with self._store_file.connect() as database:
@@ -199,10 +191,7 @@ class ResponseStore:
             )
 
     def clear(self) -> int:
-        """Delete the user's entries, whose number it returns, and damaged files.
-
-        Raises `StoreError`.
-        """
+        """Delete the user's entries, returns their number; raises `StoreError`."""
         count = self._store_file.clear("entries", self.user)
         self.entries = []
         return count
@@ -222,10 +211,6 @@ def _entry(
         )
     except (ValueError, TypeError):
         return None
-
-
-def _blob(tokens: Sequence[int]) -> bytes:
-    return np.asarray(tokens, np.uint32).tobytes()
 
 
 class Similarity:

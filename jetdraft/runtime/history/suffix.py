@@ -16,10 +16,7 @@ MOST_LINKS = 64
 
 
 class SuffixAutomaton:
-    """Token sequences, with how often and how recently each of their parts occurred.
-
-    A state is an int; `ROOT` is the state of the empty text.
-    """
+    """How often and how lately each part of some sequences occurred, by int states."""
 
     def __init__(self) -> None:
         self._next: list[dict[int, int]] = [{}]
@@ -35,7 +32,13 @@ class SuffixAutomaton:
         for token in tokens:
             self._last = self._extended(token)
             self._size += 1
-            self._count_endings()
+            ending = self._last
+            for _ in range(MOST_LINKS):
+                if ending <= ROOT:
+                    break
+                self._count[ending] += 1
+                self._latest[ending] = self._size
+                ending = self._link[ending]
 
     def begin(self) -> None:
         """Start another sequence; no match spans two sequences."""
@@ -52,11 +55,7 @@ class SuffixAutomaton:
         return self._length[state]
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Append `token` to a text that is not one of the automaton's sequences.
-
-        Takes and gives the state and length of the text's longest ending that occurs in
-        the sequences.
-        """
+        """The state and length of another text's longest known ending, with `token`."""
         while state != ROOT and token not in self._next[state]:
             state = self._link[state]
             length = self._length[state]
@@ -65,12 +64,11 @@ class SuffixAutomaton:
         return self._next[state][token], length + 1
 
     def follow(self, state: int, count: int) -> tuple[list[int], float]:
-        """At most `count` tokens that came most often after a state, and a score.
+        """At most `count` tokens that came most often, then latest, after a state.
 
-        Among equally frequent tokens the most recent is taken. The score is the
-        expected number of right tokens, by how often each token came next. At the end
-        of a sequence, the tokens after the longest ending that also occurs elsewhere
-        follow.
+        The score with them is the expected number of right tokens, by how often each
+        came next. At the end of a sequence, the tokens after the longest ending that
+        also occurs elsewhere follow.
         """
         tokens, chance, score = list[int](), 1.0, 0.0
         while len(tokens) < count:
@@ -107,10 +105,7 @@ class SuffixAutomaton:
         return new
 
     def _exact_state(self, state: int, before: int, token: int) -> int:
-        """The state of the longest text of `before` with `token` appended.
-
-        It is `state`, unless that state has a longer text: then split a copy off.
-        """
+        """The state of the longest text of `before` and `token`, perhaps a new one."""
         length = self._length[before] + 1
         if self._length[state] == length:
             return state
@@ -131,13 +126,3 @@ class SuffixAutomaton:
         self._count.append(0)
         self._latest.append(0)
         return len(self._link) - 1
-
-    def _count_endings(self) -> None:
-        """Count one more occurrence of every ending of the current sequence."""
-        state = self._last
-        for _ in range(MOST_LINKS):
-            if state <= ROOT:
-                break
-            self._count[state] += 1
-            self._latest[state] = self._size
-            state = self._link[state]

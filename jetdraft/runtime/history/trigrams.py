@@ -82,10 +82,7 @@ class Counts:
         return dict(zip(tokens, weights, strict=True))
 
     def save(self, file: Path, tokenizer: str) -> None:
-        """Write an npz with the counts and the hash of their `tokenizer`.
-
-        Raises `OutputError`.
-        """
+        """Write an npz with the hash of their `tokenizer`; raises `OutputError`."""
         write_arrays(file, {"tokenizer": np.array(tokenizer), **vars(self)})
 
     @classmethod
@@ -110,11 +107,10 @@ class Counts:
 
     def is_whole(self, vocab_size: int) -> bool:
         """Whether the arrays fit each other and all tokens are in the vocabulary."""
-        dtypes = {"pairs": "u8", "offsets": "u4", "tokens": "u4", "weights": "f4"}
-        for name, dtype in dtypes.items():
-            array = getattr(self, name)
-            if array.dtype != np.dtype(dtype) or array.ndim != 1:
-                return False
+        arrays = self.pairs, self.offsets, self.tokens, self.weights
+        types = [(array.dtype.str, array.ndim) for array in arrays]
+        if types != [("<u8", 1), ("<u4", 1), ("<u4", 1), ("<f4", 1)]:
+            return False
         ends = self.offsets.astype(np.int64)
         return bool(
             len(ends) == len(self.pairs) + 1
@@ -209,8 +205,8 @@ class TreeSearch:
 
         v visits, s sum of scores, p_c the child's share among its siblings
 
-    One difference: the score of a rollout sums the probabilities of the tokens that it
-    adds; the released code sums the probabilities of tokens that the tree has already.
+    The score of a rollout sums the probabilities of the tokens that it adds, and not,
+    as in the released code, of the tokens that the tree has already.
     """
 
     def __init__(
@@ -221,20 +217,27 @@ class TreeSearch:
         self.depth = depth
 
     def run(self, one: int, two: int, budget: int) -> tuple[list[int], list[int]]:
-        """The tokens of at most `budget` rows, and their parents, where 0 is the root.
-
-        The same two tokens always give the same tree.
-        """
+        """The tokens of at most `budget` rows, and their parents; always the same."""
         self._nodes = [Node(two, -1, 1.0)]
         self._before = one
         self._random = random.Random(one << 32 | two)
         for _ in range(self.iterations):
             path = self._descend()
-            score = 1.0 + self._sum_of_shares(path) + self._rollout(path)
+            shares = sum(self._nodes[index].share for index in path[1:])
+            score = 1.0 + shares + self._rollout(path)
             for index in path:
                 self._nodes[index].visits += 1
                 self._nodes[index].score += score
-        return self._most_visited(budget)
+        # A parent has at least as many visits as its children, so it comes first.
+        order = sorted(
+            range(1, len(self._nodes)), key=lambda i: (-self._nodes[i].visits, i)
+        )
+        nodes = [i for i in order[:budget] if self._nodes[i].visits]
+        rows = {0: 0} | {index: row for row, index in enumerate(nodes, start=1)}
+        return (
+            [self._nodes[index].token for index in nodes],
+            [rows[self._nodes[index].parent] for index in nodes],
+        )
 
     def _descend(self) -> list[int]:
         """The path from the root to a leaf; expands the nodes on it."""
@@ -242,7 +245,10 @@ class TreeSearch:
         while len(path) <= self.depth:
             node = self._nodes[path[-1]]
             if not node.expanded:
-                self._expand(path)
+                node.expanded = True
+                for token, share in self._shares(self._last_two(path)).items():
+                    node.children.append(len(self._nodes))
+                    self._nodes.append(Node(token, path[-1], share))
             if not node.children:
                 break
             path.append(max(node.children, key=lambda i: self._puct(i, node.visits)))
@@ -253,14 +259,6 @@ class TreeSearch:
     def _puct(self, index: int, parent_visits: int) -> float:
         node = self._nodes[index]
         return puct(node.score, node.visits, parent_visits, node.share)
-
-    def _expand(self, path: list[int]) -> None:
-        """Add the successors of the last node of a path as its children."""
-        node = self._nodes[path[-1]]
-        node.expanded = True
-        for token, share in self._shares(self._last_two(path)).items():
-            node.children.append(len(self._nodes))
-            self._nodes.append(Node(token, path[-1], share))
 
     def _last_two(self, path: list[int]) -> tuple[int, int]:
         before = self._nodes[path[-2]].token if len(path) > 1 else self._before
@@ -273,9 +271,6 @@ class TreeSearch:
         order = sorted(weights, key=lambda token: (-weights[token], token))
         return {token: weights[token] / total for token in order}
 
-    def _sum_of_shares(self, path: list[int]) -> float:
-        return sum(self._nodes[index].share for index in path[1:])
-
     def _rollout(self, path: list[int]) -> float:
         """Draw tokens down to the full depth; gives the sum of their shares."""
         (one, two), score = self._last_two(path), 0.0
@@ -287,16 +282,3 @@ class TreeSearch:
             score += shares[token]
             one, two = two, token
         return score
-
-    def _most_visited(self, budget: int) -> tuple[list[int], list[int]]:
-        """The tokens and parents of the nodes with the most visits."""
-        # A parent has at least as many visits as its children, so it comes first.
-        order = sorted(
-            range(1, len(self._nodes)), key=lambda i: (-self._nodes[i].visits, i)
-        )
-        nodes = [i for i in order[:budget] if self._nodes[i].visits]
-        rows = {0: 0} | {index: row for row, index in enumerate(nodes, start=1)}
-        return (
-            [self._nodes[index].token for index in nodes],
-            [rows[self._nodes[index].parent] for index in nodes],
-        )

@@ -15,14 +15,15 @@ from jetdraft.devices import webgpu
 from jetdraft.devices.detection import detect
 from jetdraft.devices.providers import (
     AUTO,
+    CUDA,
+    ENGINE_WIDTHS,
     PROVIDERS,
-    CudaOptions,
+    WEBGPU,
     Provider,
     ProviderOptions,
-    WebgpuOptions,
-    as_options,
+    engine_folder,
+    engine_options,
 )
-from jetdraft.devices.tensorrt import WIDTHS, engine_folder, engine_options
 from jetdraft.errors import OptionError, ProviderError
 from jetdraft.manifest import GraphEntry
 from jetdraft.options import Flag
@@ -163,7 +164,7 @@ class Opener:
             threads or self.threads,
             weights,
             shared,
-            as_options(options) if options else {},
+            options,
         )
         if self.provider.memory == "cpu":
             self._opened[file] = session
@@ -185,12 +186,10 @@ class Opener:
             return open_session(path, "cpu")
         # TensorRT and CUDA use the same device memory, and a TensorRT engine would not
         # copy rows any faster.
-        options: ProviderOptions = WebgpuOptions()
+        options = WEBGPU
         if self.provider.memory == "cuda":
-            options = CudaOptions(enable_cuda_graph=False)
-        return open_session(
-            path, self.provider.memory, provider_options=as_options(options)
-        )
+            options = CUDA | {"enable_cuda_graph": "0"}
+        return open_session(path, self.provider.memory, provider_options=options)
 
     def _on_cpu(self, entry: GraphEntry, weights: Weights) -> Graph:
         """Open one session, since chains run as fast in a tree graph, with equal bits.
@@ -207,7 +206,7 @@ class Opener:
         Standard graphs get one session, since they cannot share weights.
         """
         compaction = self.compaction(entry.compaction_file)
-        memory, options = self.provider.memory, CudaOptions()
+        memory, options = self.provider.memory, CUDA
         if entry.tree_file is None or self.bundle.flavour != CONTRIB:
             session = self.session(entry.tree_file or entry.file, weights, options)
             sessions = StepSessions(session, entry.widest_contract)
@@ -232,7 +231,7 @@ class Opener:
         contract, file = entry.widest_contract, entry.tree_file or entry.file
         webgpu.check_buffers(self.bundle.path / file, contract)
         can_capture = not contract.biased
-        options = WebgpuOptions(enableGraphCapture=can_capture)
+        options = WEBGPU | {"enableGraphCapture": str(int(can_capture))}
         session = self.session(file, weights, options)
         memory = Memory("webgpu", True, () if can_capture else ("total_length",))
         compaction = self.compaction(entry.compaction_file)
@@ -242,7 +241,7 @@ class Opener:
     def _on_tensorrt(self, entry: GraphEntry, weights: Weights) -> Graph:
         """Open an engine for passes of any width, and one engine for each width."""
         contract, file = entry.widest_contract, entry.tree_file or entry.file
-        widths = [width for width in WIDTHS if width <= contract.max_width]
+        widths = [width for width in ENGINE_WIDTHS if width <= contract.max_width]
         name = file.removesuffix(".onnx")
         folder = self.bundle.path / "profiles" / f"tensorrt-{name}"
         engines = engine_folder(folder, self._engine_identity())

@@ -18,8 +18,7 @@ from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.draft_stops import DraftStop
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
-from jetdraft.runtime.trees.shape import Shape, Tree
-from jetdraft.runtime.trees.shapes import Static
+from jetdraft.runtime.trees.shapes import Shape, Static, Tree
 
 
 class Grow(Protocol):

@@ -9,7 +9,6 @@ from jetdraft.contracts.constants import WIDEST
 from jetdraft.errors import DraftingError
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.proposers.method import MethodOptions, check_choice
-from jetdraft.runtime.trees.shape import Shape
 from jetdraft.runtime.trees.shapes import (
     Best,
     Comb,
@@ -18,6 +17,7 @@ from jetdraft.runtime.trees.shapes import (
     Merged,
     ReachThreshold,
     Rerank,
+    Shape,
     Static,
 )
 

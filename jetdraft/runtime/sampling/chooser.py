@@ -6,9 +6,9 @@
 By the Gumbel-max trick the chosen token is a draw from p, and it depends on the prefix
 and the seed alone.
 
-Filters apply in this order: temperature, top-k, top-p, min-p. Each filter keeps some
-number of the best tokens. If the graph's K candidates are enough to know this number,
-the other logits are never fetched.
+Filters apply in this order: temperature, top-k, top-p, min-p. Each keeps some number of
+the best tokens. If the graph's K candidates are enough to know this number, the other
+logits are never fetched.
 """
 
 from __future__ import annotations
@@ -57,16 +57,12 @@ class Sampling:
 
 
 GREEDY_DRAFT_TEMPERATURE = 0.4
-"""The temperature of a drafter's probabilities in greedy decoding, where they only say
-which rows are worth drafting: at 1 a small drafter is too unsure
-(docs/log/trees-and-verifiers.md)."""
+"""The temperature of a drafter's probabilities in greedy decoding, where they only rank
+rows: at 1 a small drafter is too unsure (docs/log/trees-and-verifiers.md)."""
 
 
 class Chooser:
-    """Chooses a token for each row of an `Answer` of the target or of a drafter.
-
-    `process` lets the `processors` change the target's logits before.
-    """
+    """Chooses a token for each row of an `Answer` of the target or of a drafter."""
 
     def __init__(
         self, sampling: Sampling, processors: Sequence[LogitsProcessor] = ()
@@ -75,25 +71,16 @@ class Chooser:
         self._processors = processors
 
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
-        """The target's answer after all processors.
-
-        `context` holds all committed tokens; its last token is the root of `rows`.
-        """
+        """The target's answer after all processors; `context` ends with the root."""
         for processor in self._processors:
             answer = processor.process(answer, rows, context)
         return answer
 
     def choose(self, answer: Answer, positions: Sequence[int]) -> list[int]:
-        """The chosen token of each row.
-
-        `positions` are the absolute positions of the *chosen* tokens; the token of the
-        row itself is one position before.
-        """
-        chosen = (
-            self._sample(answer, np.array(positions))
-            if self.sampling.temperature
-            else answer.candidates[:, 0]
-        )
+        """The chosen token of each row, for the absolute positions of these tokens."""
+        chosen = answer.candidates[:, 0]
+        if self.sampling.temperature:
+            chosen = self._sample(answer, np.array(positions))
         tokens: list[int] = chosen.tolist()
         return tokens
 
@@ -126,8 +113,7 @@ class Chooser:
     def _kept(self, scaled: Float64s, answer: Answer) -> Int64s:
         """Per row, the number of tokens that the filters keep, or `_OPEN`.
 
-        `scaled` is float64 [n, K]: logits over temperature, best first. The number lies
-        between `least` and `most`, which each filter narrows.
+        `scaled` is float64 [n, K]: logits over temperature, best first.
         """
         rows, candidates = scaled.shape
         vocabulary, sampling = answer.vocab_size, self.sampling
@@ -151,9 +137,8 @@ class Chooser:
     ) -> tuple[Int64s, Int64s]:
         """Bounds of the number of best tokens whose probability reaches top-p.
 
-        `most` tokens are left by the filters before. If all of them are candidates,
-        their mass is known. Otherwise it lies between the mass of the candidates and
-        that mass plus `_tail`.
+        The filters before leave `most` tokens. Their mass is known if all of them are
+        candidates, and else at most `_tail` more than the mass of the candidates.
         """
         candidates = scaled.shape[1]
         mass = np.cumsum(np.exp(scaled - scaled[:, :1]), axis=1)
@@ -196,11 +181,7 @@ class Chooser:
         return _softmax(answer, scaled, kept)
 
     def draft_distribution(self, answer: Answer) -> Distribution:
-        """A drafter's distribution after one row, over its candidates only.
-
-        A draft may leave out the other tokens, if its verifier uses this distribution
-        as q.
-        """
+        """A drafter's distribution after one row, over its candidates only: a q."""
         temperature = self.sampling.temperature or GREEDY_DRAFT_TEMPERATURE
         scaled = answer.candidate_logits.astype(np.float64) / temperature
         kept = _OPEN
@@ -224,12 +205,9 @@ class Chooser:
         scores: Float64s,
         chosen: Int64s,
     ) -> None:
-        """Let tokens outside the candidates win, which can happen without filters.
+        """Let tokens outside the candidates win; updates `scores` and `chosen`.
 
-        The scaled logit of such a token is at most `last`, the last candidate's.
-        It beats the best candidate's score s only if its noise is larger than
-        s - last, so only tokens with such noise are visited. Updates `scores` and
-        `chosen` in place.
+        Their scaled logits are at most `last`, so the noise must make up for it.
         """
         seed, temperature = self.sampling.seed, self.sampling.temperature
         most = np.exp(last - scores)
@@ -268,8 +246,8 @@ class Logprob:
 
     It is the model's own, before temperature, filters, biases and penalties. `top` has
     the (id, logprob) pairs of the best tokens, best first. `names` has the bytes that
-    each of these tokens stands for at its place in the text, None for a hidden token.
-    A token may be a part of a character; the bytes of all tokens together are the text.
+    these tokens stand for at their place, None for a hidden token; a token may be a
+    part of a character.
     """
 
     token: int
@@ -279,10 +257,7 @@ class Logprob:
 
     @classmethod
     def of(cls, answer: Answer, row: int, token: int, top: int) -> Logprob:
-        """The logprob of the token chosen after a row, and of the `top` best tokens.
-
-        `top` is at most the number of the answer's candidates.
-        """
+        """Of the token chosen after a row, and of the `top` best candidates."""
         # A kernel may sum the graph's own logsumexp in another order in another row.
         whole = answer.logits[row]
         peak = whole.max()

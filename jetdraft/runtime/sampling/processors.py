@@ -1,21 +1,23 @@
 """What changes a model's logits before a token is chosen from them.
 
-A processor must depend on a row's prefix alone. A drafted row's prefix is known: the
-committed text and the path down to the row. So each row is changed as plain decoding
-would change it, and the same seed gives the same text with every draft.
+A processor must depend on a row's prefix alone: the committed text and the path down to
+the row. So each row is changed as plain decoding would change it, and the same seed
+gives the same text with every draft.
 
-A vocabulary may have 150,000 tokens, so the changes are made on the candidates first:
-a token that is neither a candidate nor changed is no better than the last candidate.
-The changed logits of all tokens are computed when they are first read.
+The changes are made on the candidates first: a token that is neither a candidate nor
+changed is no better than the last candidate. The changed logits of all tokens are
+computed when they are first read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from jetdraft.errors import OptionError
 from jetdraft.options import Range, between, check_ranges
@@ -23,6 +25,14 @@ from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 
+NEVER = np.float32(-1e30)
+"""The logit of a forbidden token: finite, but so low that no noise makes it win."""
+
+FEW_TOKENS, MANY_TOKENS = 512, 4096
+"""Up to `FEW_TOKENS` allowed tokens it is cheap to look at each; with more than
+`MANY_TOKENS` it costs as much as to search the whole row."""
+
+_Best = tuple[Int64s, Float32s]
 MIN_CANDIDATES = 8
 """Candidates that must be left of a row, or the whole row is searched for the best."""
 
@@ -31,10 +41,7 @@ class LogitsProcessor(Protocol):
     """Changes the logits that one generation's tokens are chosen from."""
 
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
-        """The answer with changed logits.
-
-        `context` holds all committed tokens; its last token is the root of `rows`.
-        """
+        """The answer with changed logits; `context` ends with the root of `rows`."""
         ...
 
 
@@ -48,19 +55,20 @@ class Change(Protocol):
         """The new logits of single tokens, whose old ones are `values`."""
 
     def best(self, answer: Answer, row: int) -> tuple[Int64s, Float32s] | None:
-        """The best tokens after the change, best first, and their logits.
+        """The best tokens of `answer` after the change, best first, and their logits.
 
-        No other token may be better than the last of these. `answer` is the answer
-        before. None if the tokens cannot be known without visiting the whole row.
+        No other token is better than the last. None if only the whole row shows them.
         """
 
 
-def changed(answer: Answer, changes: Sequence[Change]) -> Answer:
-    """The answer after one change for each of its rows."""
+def changed(answer: Answer, changes: Sequence[Change | None]) -> Answer:
+    """The answer after one change for each of its rows; None changes nothing."""
     later, width = _Later(answer, changes), answer.candidates.shape[1]
     best = []
     for row, change in enumerate(changes):
-        known = change.best(answer, row)
+        known: _Best | None = answer.candidates[row], answer.candidate_logits[row]
+        if change is not None:
+            known = change.best(answer, row)
         if known is None or len(known[0]) < min(MIN_CANDIDATES, width):
             later.fetch()
             ids = best_ids(later.logits[row], width)
@@ -79,17 +87,12 @@ def changed(answer: Answer, changes: Sequence[Change]) -> Answer:
     )
 
 
-@dataclass
 class _Later:
     """The changed logits, float32 [m, vocab], computed when they are first read."""
 
-    answer: Answer
-    changes: Sequence[Change]
-    logits: Float32s = field(init=False)
-    is_filled: bool = False
-
-    def __post_init__(self) -> None:
-        shape = len(self.changes), self.answer.vocab_size
+    def __init__(self, answer: Answer, changes: Sequence[Change | None]) -> None:
+        self.answer, self.changes, self.is_filled = answer, changes, False
+        shape = len(changes), answer.vocab_size
         self.logits = np.empty(shape, np.float32)  # costs nothing until it is filled
 
     def fetch(self) -> None:
@@ -97,16 +100,68 @@ class _Later:
         if not self.is_filled:
             np.copyto(self.logits, self.answer.logits)
             for row, change in zip(self.logits, self.changes, strict=True):
-                change.apply(row)
+                if change is not None:
+                    change.apply(row)
             self.is_filled = True
 
     def at(self, rows: Int64s, ids: Int64s) -> Float32s:
         """Single logits, without the work for all tokens."""
         values = self.answer.logits_at(rows, ids)
         for row in np.unique(rows):
-            own = rows == row
-            values[own] = self.changes[row].at(ids[own], values[own])
+            own, change = rows == row, self.changes[row]
+            if change is not None:
+                values[own] = change.at(ids[own], values[own])
         return values
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The tokens that may come, a `Change` of one row: `count` of `size` tokens.
+
+    `bits` is uint8 [size / 8 or more]; the lowest bit of a byte is the first token.
+    """
+
+    bits: npt.NDArray[np.uint8]
+    size: int
+    count: int
+
+    @classmethod
+    def of(cls, allowed: npt.NDArray[np.bool_]) -> Mask:
+        """The mask of the allowed tokens, bool [vocab]."""
+        bits = np.packbits(allowed, bitorder="little")
+        return cls(bits, len(allowed), int(np.count_nonzero(allowed)))
+
+    @cached_property
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """Whether each token may come, bool [vocab]."""
+        return np.unpackbits(self.bits, count=self.size, bitorder="little").view(bool)
+
+    def _holds(self, ids: Int64s) -> npt.NDArray[np.bool_]:
+        bits: npt.NDArray[np.uint8] = self.bits[ids >> 3] >> (ids & 7).astype(np.uint8)
+        return (bits & 1).view(np.bool_)
+
+    def apply(self, logits: Float32s) -> None:
+        """Set the logits of forbidden tokens to `NEVER`."""
+        np.maximum(logits, NEVER / 2, out=logits)
+        logits[~self.allowed] = NEVER
+
+    def at(self, ids: Int64s, values: Float32s) -> Float32s:
+        """`NEVER` for the forbidden of the tokens."""
+        return np.where(self._holds(ids), np.maximum(values, NEVER / 2), NEVER)
+
+    def best(self, answer: Answer, row: int) -> tuple[Int64s, Float32s] | None:
+        """All allowed tokens if they are few, or else the candidates among them."""
+        ids, values = answer.candidates[row], answer.candidate_logits[row]
+        kept = self._holds(ids)
+        if self.count > FEW_TOKENS and np.count_nonzero(kept) >= MIN_CANDIDATES:
+            return ids[kept], values[kept]
+        if self.count > MANY_TOKENS:
+            return None
+        inside = np.flatnonzero(self.allowed)
+        logits = np.maximum(answer.logits[row, inside], NEVER / 2)
+        best, forbidden = ordered(inside, logits), ids[~kept]
+        never = np.full(len(forbidden), NEVER)
+        return np.append(best[0], forbidden), np.append(best[1], never)
 
 
 def best_ids(row: Float32s, count: int) -> Int64s:
@@ -199,7 +254,15 @@ class PenaltyProcessor:
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """The answer with penalized logits; `context` ends with the root of `rows`."""
         if not len(self._seen):
-            self._begin(answer.vocab_size)
+            biases = self.penalties.biases
+            self._bias = np.zeros(answer.vocab_size, np.float32)
+            self._bias[list(biases)] = list(biases.values())
+            self._times = np.zeros(answer.vocab_size, np.float32)
+            self._seen = np.zeros(answer.vocab_size, bool)
+            self._ids.update(biases)
+            if self.penalties.repetition_penalty != 1.0:
+                self._ids.update(self._prompt)
+                self._seen[list(self._prompt)] = True
         fresh = context[self._counted :]
         self._counted = len(context)
         np.add.at(self._times, fresh, 1)
@@ -211,18 +274,6 @@ class PenaltyProcessor:
             for row, path in zip(answer.logits, rows.paths, strict=True)
         ]
         return changed(answer, changes)
-
-    def _begin(self, vocab_size: int) -> None:
-        """Make the tables."""
-        biases = self.penalties.biases
-        self._bias = np.zeros(vocab_size, np.float32)
-        self._bias[list(biases)] = list(biases.values())
-        self._times = np.zeros(vocab_size, np.float32)
-        self._seen = np.zeros(vocab_size, bool)
-        self._ids.update(biases)
-        if self.penalties.repetition_penalty != 1.0:
-            self._ids.update(self._prompt)
-            self._seen[list(self._prompt)] = True
 
     def _change(self, logits: Float32s, ids: Int64s, path: Sequence[int]) -> _Penalized:
         """The new logits of a row, after the tokens of a path to the row."""

@@ -36,25 +36,21 @@ Rule = Callable[[Float64s, Float64s, Sequence[int], Kind], Float64s]
 """Maps (p, q, children, kind) to the distribution of the chosen token."""
 
 Choose = Callable[[Rows, Answer, Sequence[int], Chooser], list[int]]
-"""A token per row; the numbers are the absolute positions of these tokens.
-
-Rows that the walk cannot reach may get -1.
-"""
+"""A token per row, for these absolute positions; -1 where the walk cannot come."""
 
 EPSILON, DELTA = 0.09, 0.3
-"""epsilon and delta of typical acceptance."""
+"""Of typical acceptance."""
 
 TOP, TOLERANCE = 3, 1.0
-"""The defaults of the tolerant verifier's settings."""
+"""The tolerant verifier's defaults."""
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """Chooses one token per row, for drafts of some `kinds`.
+    """Chooses one token per row, by the target's distribution unless it is `lossy`.
 
-    It keeps the target's distribution for these kinds, unless it is `lossy`. If
-    `single_child`, a row may have only one child. `settings` has what a user can set,
-    fields of `MethodOptions`, and their defaults.
+    It is for drafts of some `kinds`, and if `single_child` for rows with one child. The
+    `settings` are fields of `MethodOptions` with their defaults.
     """
 
     name: str
@@ -107,7 +103,12 @@ def _conditional(
             p = chooser.distribution(answer.rows(slice(row, row + 1)))
             children = rows.children(row)
             if children:
-                p = _given_children(rule, p, row, children, rows)
+                tokens = np.array([rows.tokens[child] for child in children])
+                q = rows.drawn_from.get(row) or Distribution(tokens[:0], np.zeros(0))
+                ids = np.unique(np.concatenate([p.ids, q.ids, tokens]))
+                places = np.searchsorted(ids, tokens).tolist()
+                pi = rule(p.over(ids), q.over(ids), places, rows.kind)
+                p = Distribution(ids, pi)
             token = p.draw(chooser.sampling.seed, positions[row])
             chosen[row] = token
             row = next((i for i in children if rows.tokens[i] == token), None)
@@ -115,17 +116,6 @@ def _conditional(
 
     verifier = Verifier(name, kinds, choose, rule, lossy, single_child)
     return verifier
-
-
-def _given_children(
-    rule: Rule, p: Distribution, row: int, children: list[int], rows: Rows
-) -> Distribution:
-    """pi over all tokens of p, of q and of the children of a row."""
-    tokens = np.array([rows.tokens[child] for child in children])
-    q = rows.drawn_from.get(row) or Distribution(tokens[:0], np.zeros(0))
-    ids = np.unique(np.concatenate([p.ids, q.ids, tokens]))
-    places = np.searchsorted(ids, tokens).tolist()
-    return Distribution(ids, rule(p.over(ids), q.over(ids), places, rows.kind))
 
 
 def _single(p: Float64s, q: Float64s, children: Sequence[int], kind: Kind) -> Float64s:
@@ -220,10 +210,7 @@ def _greedy_plus_one(
 
 
 def _typical(p: Float64s, q: Float64s, children: Sequence[int], kind: Kind) -> Float64s:
-    """Typical acceptance (Medusa, 2401.10774): accepts children that p finds plausible.
-
-    It decides row by row; Medusa takes the longest of all accepted paths.
-    """
+    """Typical acceptance, row by row (Medusa, 2401.10774): what p finds plausible."""
     #   accept x if p(x) > min(epsilon, delta exp(-H(p)))
     #   among several such x, y is the most probable; without such an x, y ~ p
     logs = np.log(np.where(p > 0.0, p, 1.0))
@@ -246,10 +233,7 @@ def _tolerant(
 ) -> list[int]:
     """Spec-Verification (SpecDec, 2203.16487): accepts what is nearly the best token.
 
-    A drafted token is accepted if it is one of the `top` best and its log probability
-    is at most `tolerance` below the best token's; of several such tokens the most
-    probable is. Without one the token is plain decoding's. With `top` 1 a greedy text
-    is plain decoding's.
+    Among the `top` best, with log probabilities `tolerance` below the best at most.
     """
     chosen = chooser.choose(answer, positions)
     # A greedy text has probabilities too, at temperature 1.
@@ -268,6 +252,7 @@ def _tolerant(
 
 _ALL, _DRAWN = frozenset(Kind), frozenset({Kind.REPLACED, Kind.DISTINCT})
 _REPLACED, _TOP = frozenset({Kind.REPLACED}), frozenset({Kind.TOP_AND_ONE})
+_TOLERANT = {"top": TOP, "tolerance": TOLERANCE}
 
 _TABLE = (
     Verifier("walk", _ALL, _walk),
@@ -276,13 +261,7 @@ _TABLE = (
     _conditional("k-seq", _REPLACED, _sequential),
     _conditional("greedy-plus-one", _TOP, _greedy_plus_one),
     _conditional("typical", _ALL, _typical, lossy=True),
-    Verifier(
-        "tolerant",
-        _ALL,
-        _tolerant,
-        lossy=True,
-        settings={"top": TOP, "tolerance": TOLERANCE},
-    ),
+    Verifier("tolerant", _ALL, _tolerant, lossy=True, settings=_TOLERANT),
 )
 
 VERIFIERS = {verifier.name: verifier for verifier in _TABLE}

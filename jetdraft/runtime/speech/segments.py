@@ -18,9 +18,8 @@ SECONDS_PER_SLOT = 0.02
 class Segment:
     """A part of a transcript: `text` from second `start` to `end` of the sound.
 
-    The window in which it was heard begins at second `window`. With log probabilities,
-    `avg_logprob` is the mean of the window's tokens, and `no_speech_prob` the
-    probability that nobody speaks in the window.
+    Its window begins at second `window`. With log probabilities, `avg_logprob` is the
+    mean of the window's tokens, and `no_speech_prob` the chance that nobody speaks.
     """
 
     start: float
@@ -34,10 +33,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Window:
-    """The cut text of one window.
+    """The cut text of one window, and the slot where the next window begins.
 
-    `spans` has the first and the last slot of each segment, and its tokens without
-    timestamps; `slots` is where the next window begins.
+    `spans` has the first and the last slot of each segment, and its words' tokens.
     """
 
     spans: list[tuple[int, int, list[int]]]
@@ -45,11 +43,9 @@ class Window:
 
     @classmethod
     def of(cls, tokens: Sequence[int], first_timestamp: int, slots: int) -> Window:
-        """Cut tokens, without an end of text, of a window of `slots` slots.
+        """Cut the tokens of a window of `slots` slots at pairs of timestamps.
 
-        Two timestamps in a row end a segment and begin the next. A segment without an
-        end was cut off by the window, so the next window begins with it, unless it is
-        the only one.
+        The next window begins with a segment that this one cut off, unless it is alone.
         """
         times = [token - first_timestamp for token in tokens]
         ends = [i for i in range(1, len(times)) if times[i - 1] >= 0 <= times[i]]
@@ -72,10 +68,8 @@ class Window:
 
 def srt(segments: Sequence[Segment]) -> str:
     """SubRip text."""
-    return "".join(
-        f"{number}\n{_lines(segment, ',')}\n"
-        for number, segment in enumerate(segments, start=1)
-    )
+    numbered = enumerate(segments, start=1)
+    return "".join(f"{number}\n{_lines(part, ',')}\n" for number, part in numbered)
 
 
 def vtt(segments: Sequence[Segment]) -> str:
@@ -103,9 +97,8 @@ class Transcript(Result):
     """What is said in a sound of `seconds` seconds; `stats` adds up its windows.
 
     `segments` are the parts between timestamps, or the windows of a text without them.
-    `language` is a code such as "en", given or detected; "" for a model of one
-    language. `finish_reason` is "length" if the text of a window was too long, and all
-    of the sound was heard.
+    `language` is a code such as "en", "" for a model of one language. `finish_reason`
+    is "length" if the text of a window was too long; all of the sound was heard.
 
         model.transcribe("question.wav").text
     """

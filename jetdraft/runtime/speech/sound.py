@@ -52,10 +52,10 @@ def read_sound(file: str | Path | bytes) -> Float32s:
     """The samples of a WAV file, or of its bytes: float32 [samples] within -1 and 1.
 
     The file must hold PCM of 8 to 32 bits, or floats of 32 or 64; it may be RF64, and
-    may not know its length. Several channels become their mean, and rates other than
-    16,000 samples/s are resampled. Warns of a file that was cut off. Raises
-    `OptionError` for anything else, for a rate that is in no simple ratio to 16,000,
-    and for a sound shorter than 0.1 s or longer than two hours.
+    may not know its length. Several channels become their mean, and other rates become
+    16,000 samples/s. Warns of a file that was cut off. Raises `OptionError` for
+    anything else, for a rate in no simple ratio to 16,000, and for a sound shorter than
+    0.1 s or longer than two hours.
 
         read_sound("question.wav")
     """
@@ -187,26 +187,21 @@ def _floats(data: npt.NDArray[np.uint8], kind: int, width: int) -> Float32s:
 
 
 def _resampling(rate: int) -> tuple[int, int, int]:
-    """How many filters a rate needs, the step between them, and the samples before
-    and behind a place that a filter reads.
-    """
+    """How many filters a rate needs, the step between them, and their reach."""
     common = gcd(rate, SAMPLE_RATE)
     reach = int(np.ceil(_ZEROS * max(1.0, rate / SAMPLE_RATE)))
     return SAMPLE_RATE // common, rate // common, reach
 
 
 def resampled(samples: Float32s, rate: int) -> Float32s:
-    """Samples at `rate` as samples at 16,000 a second, by a windowed sinc.
-
-    Each new sample lies at one of few places between two old ones, so the filters of
-    all places are made once.
-    """
+    """Samples at `rate` as samples at 16,000 a second, by a windowed sinc."""
     if rate == SAMPLE_RATE:
         return samples
     places, step, reach = _resampling(rate)
     # Below the lower of both rates, or sounds would come back as others.
     cutoff = min(1.0, SAMPLE_RATE / rate)
     taps = np.arange(-reach + 1, reach + 1)
+    # A new sample lies at one of few places between two old ones.
     distance = taps - np.arange(places)[:, None] / places
     window = 0.5 + 0.5 * np.cos(np.pi * np.clip(distance / reach, -1, 1))
     filters = (cutoff * np.sinc(cutoff * distance) * window).astype(np.float32)
@@ -216,9 +211,7 @@ def resampled(samples: Float32s, rate: int) -> Float32s:
     for place in range(min(places, count)):
         own = result[place::places]
         starts = place * step // places + step * np.arange(len(own))
-        # A place is where it falls between two samples, so the filters are in turn.
-        filter_ = filters[place * step % places]
-        for tap, weight in enumerate(filter_):
+        for tap, weight in enumerate(filters[place * step % places]):
             own += weight * padded[starts + tap]
     return result
 
@@ -228,10 +221,9 @@ def _refusal(problem: str) -> OptionError:
 
 
 def log_mel(samples: Float32s, bins: int, frames: int) -> Float32s:
-    """Samples as a spectrum float32 [bins, frames], a frame each 10 ms.
+    """Samples as Whisper's spectrum (2212.04356, 2.2), float32 [bins, frames].
 
-    The spectrum of Whisper (2212.04356, section 2.2). A longer sound is cut off behind
-    the frames, and a shorter one is filled up with silence.
+    A frame takes 10 ms. The sound is cut off, or filled up with silence.
     """
     size = frames * HOP
     padded = np.zeros(size, np.float32)
@@ -251,18 +243,11 @@ def log_mel(samples: Float32s, bins: int, frames: int) -> Float32s:
 def _mel_filters(bins: int) -> Float64s:
     """Triangles [frequencies, bins] of equal area, equally wide in mels."""
     hertz = np.linspace(0, SAMPLE_RATE / 2, WINDOW // 2 + 1)[:, None]
-    corners = _hertz(np.linspace(0, _mels(SAMPLE_RATE / 2), bins + 2))
+    highest = _LINEAR_MELS + np.log(SAMPLE_RATE / 2 / _LINEAR_HERTZ) / _OCTAVE
+    mels = np.linspace(0, highest, bins + 2)
+    linear = mels * _LINEAR_HERTZ / _LINEAR_MELS
+    curved = _LINEAR_HERTZ * np.exp(_OCTAVE * (mels - _LINEAR_MELS))
+    corners = np.where(mels < _LINEAR_MELS, linear, curved)
     low, middle, high = corners[:-2], corners[1:-1], corners[2:]
     rising, falling = (hertz - low) / (middle - low), (high - hertz) / (high - middle)
     return np.asarray(np.maximum(0, np.minimum(rising, falling)) * 2 / (high - low))
-
-
-def _mels(hertz: float) -> float:
-    """A frequency above the linear part, in mels."""
-    return float(_LINEAR_MELS + np.log(hertz / _LINEAR_HERTZ) / _OCTAVE)
-
-
-def _hertz(mels: Float64s) -> Float64s:
-    linear = mels * _LINEAR_HERTZ / _LINEAR_MELS
-    curved = _LINEAR_HERTZ * np.exp(_OCTAVE * (mels - _LINEAR_MELS))
-    return np.asarray(np.where(mels < _LINEAR_MELS, linear, curved))

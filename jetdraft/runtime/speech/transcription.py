@@ -8,19 +8,23 @@ from dataclasses import dataclass, replace
 from math import exp
 from statistics import fmean
 
+import numpy as np
+import numpy.typing as npt
+
 from jetdraft.bundle import HOP, SAMPLE_RATE, Speech
 from jetdraft.contracts.split_contract import SourceContract
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.arrays import Float32s
+from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.planning.registry import NONE
-from jetdraft.runtime.sampling.processors import LogitsProcessor
-from jetdraft.runtime.speech.rules import OneOf, SpeechRules
+from jetdraft.runtime.sampling.processors import LogitsProcessor, Mask, changed
 from jetdraft.runtime.speech.segments import (
     SECONDS_PER_SLOT,
     Segment,
@@ -55,9 +59,11 @@ class TranscribeOptions:
             ("task", self.task, list(speech.tasks) or [TRANSCRIBE]),
         ):
             if wanted is not None and wanted not in known:
-                raise OptionError(
-                    f"the model has no {name} {wanted!r}; {_choices(known)}", name
-                )
+                more = ", ..." if len(known) > 12 else ""
+                fix = f"choose {', '.join(known[:12])}{more}"
+                if not known:
+                    fix = "it has one language, so leave language out"
+                raise OptionError(f"the model has no {name} {wanted!r}; {fix}", name)
 
 
 TRANSCRIPT = TranscribeOptions()
@@ -78,10 +84,10 @@ def check_hears(parts: LoadedBundle) -> Speech:
 class Transcription:
     """An iterator of `Segment`, with `stats` that fill up.
 
-    Any thread may `cancel` it. Each window of the sound is encoded once and written
-    about by one generation; where timestamps cut off its last segment, the next window
-    begins there. The language is detected in the first window. The time limit counts
-    from `started`, in seconds of `time.perf_counter`.
+    Any thread may `cancel` it. Each window of the sound is encoded once and is one
+    generation; where timestamps cut off its last segment, the next window begins there.
+    The language is detected in the first window. The time limit counts from `started`,
+    in seconds of `time.perf_counter`.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class Transcription:
         wanted.check(self._speech)
         _check_options(options)
         self._parts, self._planner = parts, planner
+        self._ends = parts.bundle.eos_token_ids
         self._samples, self._wanted, self._options = samples, wanted, options
         self._started = started
         self.stats = Stats(
@@ -146,7 +153,6 @@ class Transcription:
         )
 
     def _end(self, reason: str) -> None:
-        """Set why the text ends, unless it ended before."""
         self.stats.finish_reason = self.stats.finish_reason or reason
 
     def _run(self) -> Iterator[Segment]:
@@ -166,7 +172,9 @@ class Transcription:
                     return self._end(reason)
             result = self._write(features)
             self._pieces += self._window_pieces
-            window = self._cut(result)
+            tokens = [token for token in result.token_ids if token not in self._ends]
+            first = self._speech.first_timestamp
+            window = Window.of(tokens, first, contract.source_slots)
             scores = self._scores(features, result)
             for segment in self._placed(window, begin, scores):
                 self._past.append(segment)
@@ -179,10 +187,7 @@ class Transcription:
         self._end(ending)
 
     def _detect(self, features: Float32s) -> str:
-        """Find the language whose token the model would write first.
-
-        Gives the finish reason, with which there may be no language.
-        """
+        """Find the language whose token comes first; gives the finish reason."""
         codes = {id: code for code, id in self._speech.languages.items()}
         result = self._first(features, list(codes))
         self.language = codes[result.token_ids[0]] if result.token_ids else ""
@@ -219,9 +224,9 @@ class Transcription:
         prompt = self._speech.prompt(
             start, self.language, wanted.task, wanted.timestamps
         )
-        rules = SpeechRules(
-            self._speech, len(prompt), self._first_end, wanted.timestamps
-        )
+        # The words come before the ends of text.
+        end = min(self._ends, default=self._speech.no_timestamps)
+        rules = SpeechRules(self._speech, len(prompt), end, wanted.timestamps)
         options = replace(self._options, ending=ending)
         result = self._generated(features, prompt, options, rules)
         self.stats.merge(result.stats)
@@ -245,19 +250,6 @@ class Transcription:
             self._stream.cancel()
         return self._stream.result()
 
-    @property
-    def _first_end(self) -> int:
-        """The first id that is not a word: the words come before the ends of text."""
-        ends = self._parts.bundle.eos_token_ids
-        return min(ends, default=self._speech.no_timestamps)
-
-    def _cut(self, result: Result) -> Window:
-        """The segments of a window's text."""
-        ends = self._parts.bundle.eos_token_ids
-        tokens = [token for token in result.token_ids if token not in ends]
-        slots = self._parts.target.contract.source_slots
-        return Window.of(tokens, self._speech.first_timestamp, slots)
-
     def _placed(self, window: Window, begin: int, scores: Scores) -> Iterator[Segment]:
         """A window's segments with their text, in seconds of the whole sound."""
         offset, seconds = begin / SAMPLE_RATE, len(self._samples) / SAMPLE_RATE
@@ -271,20 +263,94 @@ class Transcription:
             yield Segment(start, end, said, tokens, offset, *scores)
 
 
+Banned = npt.NDArray[np.bool_]
+
+
+class SpeechRules:
+    """Bans tokens by what was written before; a `LogitsProcessor`.
+
+    Some tokens are never written, some not as the first. With `timestamps` a text
+    begins with one, they stand in pairs and never go back; where all together are
+    likelier than the likeliest word, one is written (2212.04356, appendix; the rules
+    of OpenAI's decoder). `start` is the length of the prompt; no word has an id of
+    `end` or more.
+    """
+
+    def __init__(self, speech: Speech, start: int, end: int, timestamps: bool) -> None:
+        self._speech, self._start, self._end = speech, start, end
+        self._timestamps = timestamps
+        self._never = np.zeros(0, bool)
+
+    def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
+        """The answer without banned tokens; `context` ends with the root of `rows`."""
+        if not len(self._never):
+            self._never = np.zeros(answer.vocab_size, bool)
+            self._never[list(self._speech.suppressed)] = True
+            speech = self._speech
+            timed, untimed = speech.first_timestamp, speech.no_timestamps
+            self._never[untimed if self._timestamps else slice(timed, None)] = True
+        written = list(context[self._start :])
+        masks = [self._banned([*written, *path]) for path in rows.paths]
+        if self._timestamps:
+            self._prefer_timestamps(answer.logits, masks)
+        return changed(answer, [Mask.of(~banned) for banned in masks])
+
+    def _banned(self, written: Sequence[int]) -> Banned:
+        """The tokens that must not follow what was written."""
+        banned, first = self._never.copy(), self._speech.first_timestamp
+        if not written:
+            banned[list(self._speech.suppressed_first)] = True
+        if not self._timestamps:
+            return banned
+        if not written:
+            banned[:first] = True
+            if self._speech.latest_first:
+                banned[first + self._speech.latest_first + 1 :] = True
+            return banned
+        ended = written[-1] >= first
+        # The first timestamp stands alone, as if another one stood before it.
+        paired = len(written) < 2 or written[-2] >= first
+        if ended and paired:
+            banned[first:] = True
+        elif ended:
+            banned[: self._end] = True
+        times = [token for token in written if token >= first]
+        if times:
+            # A segment may begin where the last one ended, but not end where it begins.
+            repeated = ended and not paired
+            banned[first : times[-1] + (0 if repeated else 1)] = True
+        return banned
+
+    def _prefer_timestamps(self, logits: Float32s, masks: list[Banned]) -> None:
+        """Ban all else where a timestamp is likelier than each other token."""
+        first = self._speech.first_timestamp
+        for row, mask in zip(logits, masks, strict=True):
+            times = row[first:][~mask[first:]].astype(np.float64)
+            others = row[:first][~mask[:first]]
+            if not len(times) or not len(others):
+                continue
+            largest = times.max()
+            if largest + np.log(np.exp(times - largest).sum()) > others.max():
+                mask[:first] = True
+
+
+class OneOf:
+    """Bans all tokens but some; a `LogitsProcessor`."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = list(ids)
+
+    def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
+        """The answer with these tokens alone."""
+        allowed = np.zeros(answer.vocab_size, bool)
+        allowed[self._ids] = True
+        return changed(answer, [Mask.of(allowed)] * len(rows))
+
+
 def _check_options(options: Options) -> None:
     """Raise `OptionError` for what would cut or change a window's text."""
-    for name, is_set in (
-        ("constraint", options.constraint is not None),
-        ("stop", bool(options.ending.stops)),
-        ("ignore_eos", options.ending.ignore_eos),
-    ):
-        if is_set:
+    ending, constraint = options.ending, options.constraint
+    values = constraint, ending.stops, ending.ignore_eos
+    for name, value in zip(("constraint", "stop", "ignore_eos"), values, strict=True):
+        if value:
             raise OptionError(f"a transcript has no {name}; leave it out", name)
-
-
-def _choices(names: list[str]) -> str:
-    """What may be chosen, as an advice."""
-    if not names:
-        return "it has one language, so leave language out"
-    shown = ", ".join(names[:12])
-    return f"choose {shown}" + (", ..." if len(names) > 12 else "")

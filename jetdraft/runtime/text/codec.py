@@ -68,10 +68,7 @@ class TextCodec:
         return json.dumps(text) if id is None else f"<[{id}]>"
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of a prompt; `special` adds tokens such as beginning-of-text.
-
-        Raises `OptionError`.
-        """
+        """Token ids; `special` adds beginning-of-text; raises `OptionError`."""
         if self._tokenizer is None:
             raise OptionError(
                 "the bundle has no tokenizer; give the prompt as token_ids", "prompt"
@@ -94,10 +91,9 @@ class TextCodec:
     def stream(
         self, prompt: Sequence[int], ends: Iterable[int] = (), special: bool = False
     ) -> TextStream:
-        """An incremental decoder for the tokens after `prompt`.
+        """The text after `prompt`, with the character that the prompt ends in.
 
-        It hides the tokens in `ends`, and special tokens unless `special`. The
-        character that a prompt ends in belongs to the text after it.
+        It hides the tokens in `ends`, and special tokens unless `special`.
         """
         return TextStream(self._bytes, prompt, ends, special)
 
@@ -116,11 +112,7 @@ class TokenBytes:
         self._has_byte_tokens = decode(["<0x41>"]) == "A"
 
     def of(self, before: Sequence[int], id: int) -> bytes | None:
-        """The bytes of a token after the tokens `before`; None for an unknown id.
-
-        Decoders treat the first token of a text differently: for example they drop its
-        leading space.
-        """
+        """The bytes of a token after others; None for an unknown id."""
         name = self._tokenizer.id_to_token(id)
         if name is None:
             return None
@@ -142,19 +134,13 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 """The name of a token that is a byte."""
 
 
-def _byte_letters() -> dict[str, int]:
-    """The bytes by the letters that byte-level tokenizers write for them.
+_LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+_PRINTABLE = {letter: ord(letter) for letter in _LETTERS if ord(letter) < 256}
+_OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE.values())
+_BYTES = _PRINTABLE | dict(zip(_LETTERS[len(_PRINTABLE) :], _OTHERS, strict=True))
+"""The bytes by the letters that byte-level tokenizers write: printable bytes are their
+own letters, the others have the letters after 255, in order."""
 
-    Printable bytes are their own letters; the others have the letters after 255, in
-    the same order.
-    """
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    own = {letter: ord(letter) for letter in letters if ord(letter) < 256}
-    others = (byte for byte in range(256) if byte not in own.values())
-    return own | dict(zip(letters[len(own) :], others, strict=True))
-
-
-_BYTES = _byte_letters()
 _CONTEXT_TOKENS = 4
 """Tokens that are decoded before a token, so that it is not the first of a text."""
 
@@ -162,9 +148,9 @@ _CONTEXT_TOKENS = 4
 class TextStream:
     """Turns tokens into text as they arrive, whole characters only.
 
-    Each token is read alone, so the text does not depend on how many come at once. Its
-    bytes are UTF-8; bytes that cannot become a character are shown as U+FFFD. Bytes at
-    the end are held back until they complete a character, or until `rest`.
+    Each token is read alone, so the text does not depend on how many come at once.
+    Bytes that cannot become a character are shown as U+FFFD; bytes at the end are held
+    back until they complete a character, or until `rest`.
     """
 
     def __init__(
@@ -216,10 +202,7 @@ class TextStream:
         return data or b""
 
     def _characters(self, data: bytes) -> str:
-        """The characters that some bytes complete.
-
-        What the prompt began in vain is not shown.
-        """
+        """The characters that some bytes complete, but not what the prompt began."""
         text = self._utf8.decode(data[:1])
         if self._began_in_prompt and data:
             text = text.removeprefix("\ufffd")
@@ -241,8 +224,8 @@ def check_ids(token_ids: Any, contract: StepContract) -> Int64s:
     """The ids as int64 [length]; raises `OptionError` for an invalid prompt."""
     try:
         array = np.asarray(token_ids)
-    except ValueError as error:
-        raise OptionError("token_ids must be a list of integers", "prompt") from error
+    except ValueError:
+        array = np.zeros((1, 1))  # lists of several lengths
     if array.ndim == 1 and not len(array):
         raise OptionError("the prompt is empty; give at least one token", "prompt")
     if array.ndim != 1 or array.dtype.kind not in "iu":

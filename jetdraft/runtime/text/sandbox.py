@@ -1,10 +1,9 @@
 """Where chat templates run: they can change nothing, and their work is bounded.
 
-A template comes with a checkpoint, so it is code of strangers. It has what transformers
-gives to templates, and each step is counted: what a loop, a call, an operator or a
-filter makes, and the time of the thread. A step that may make too much at once is
-refused before it starts. Single steps inside C code cannot be stopped, but what they
-work on is no larger than `MOST` characters.
+A template is code of strangers. It has what transformers gives to templates, and each
+step is counted: what a loop, a call, an operator or a filter makes, and the time of the
+thread. A step that may make too much at once is refused before it starts. Steps inside
+C code cannot be stopped, but work on `MOST` characters at most.
 """
 
 from __future__ import annotations
@@ -62,7 +61,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         self._used = threading.local()
         self.filters["tojson"] = _to_json
-        own = {_WEIGH: lambda value: value, _JOIN: _join}
+        own = {_WEIGH: lambda value: value}
+        own[_JOIN] = lambda values: "".join(map(str, values))
         self.filters = {
             name: self._bounded_filter(name, function)
             for name, function in {**self.filters, **own}.items()
@@ -219,10 +219,8 @@ def _filter(node: nodes.Node, name: str, line: int) -> nodes.Filter:
 
 
 def _check_product(*factors: Any) -> None:
-    """Refuse what may become as large as the product of the two largest factors.
-
-    An integer may be a width or a count.
-    """
+    """Refuse what may become as large as the product of the two largest factors."""
+    # An integer may be a width or a count.
     sizes = [abs(f) if isinstance(f, int) else weight(f) for f in factors]
     *_, second, largest = sorted([1, 1, *sizes])
     if len(factors) > 1 and second * largest > MOST_IN_ALL:
@@ -233,10 +231,6 @@ def _check_format(form: str) -> None:
     """Refuse formats that name a very wide field or take the width from elsewhere."""
     if _WIDE.search(form):
         raise TemplateError("a format has a field of any width")
-
-
-def _join(values: list[Any]) -> str:
-    return "".join(map(str, values))
 
 
 def _raise(message: Any) -> NoReturn:
@@ -251,13 +245,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """JSON as transformers writes it; refused as soon as it becomes too large."""
-    encoder = json.JSONEncoder(
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-    chunks, size = [], 0
+    form = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators}
+    encoder = json.JSONEncoder(**form, sort_keys=sort_keys)  # type: ignore[arg-type]
+    chunks, size = list[str](), 0
     for chunk in encoder.iterencode(value):
         chunks.append(chunk)
         size += len(chunk)

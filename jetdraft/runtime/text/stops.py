@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 from threading import Event
@@ -63,10 +63,9 @@ class StopWatcher:
 
     It reads token by token, so the text ends at the same token whatever was drafted. It
     looks for stop strings in the text that is shown, and in the text with its special
-    tokens. It never shows a stop string, what follows the string, or a text that may
-    become a stop string. The time limit `seconds` counts from the construction.
-    `reason` is "" while the generation goes on. `texts` has the text that each token of
-    the last `keep` completed.
+    tokens; it never shows one, what follows it, or what may become one. The limit of
+    `seconds` counts from the construction. `reason` is "" until the text ends. `texts`
+    has the text that each token of the last `keep` completed.
     """
 
     def __init__(
@@ -129,7 +128,11 @@ class StopWatcher:
         self._held += text
         self._may_show += bytes([may_show]) * len(text)
         starts, unsure = [], [len(self._held)]
-        for seen, places in self._views():
+        views: list[tuple[str, Sequence[int]]] = [(self._held, range(len(self._held)))]
+        if not all(self._may_show):  # also without the special tokens
+            shown = [at for at, may_show in enumerate(self._may_show) if may_show]
+            views.append(("".join(self._held[at] for at in shown), shown))
+        for seen, places in views:
             for stop in self._stop:
                 if (at := seen.find(stop)) >= 0:
                     starts.append(places[at])
@@ -139,13 +142,6 @@ class StopWatcher:
         if starts:
             self.reason, self._is_cut = STOP, True
             self._held, self._may_show = "", bytearray()
-
-    def _views(self) -> Iterator[tuple[str, Sequence[int]]]:
-        """The held text with special tokens and without; the places of characters."""
-        yield self._held, range(len(self._held))
-        if not all(self._may_show):
-            places = [at for at, may_show in enumerate(self._may_show) if may_show]
-            yield "".join(self._held[at] for at in places), places
 
     def _show(self, count: int) -> None:
         """Show the first characters of the text that was held back."""

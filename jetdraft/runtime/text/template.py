@@ -43,11 +43,7 @@ class ChatTemplate:
             ) from error
 
     def render(self, messages: Sequence[Message], **more: Any) -> str:
-        """The prompt for the assistant's next message.
-
-        `more` are further variables of the template, for example `tools`. As in
-        transformers, `tools` and `documents` are None if they are not given.
-        """
+        """The prompt for the assistant's next message; `more` are variables."""
         from jetdraft.runtime.text.sandbox import MOST
 
         variables: dict[str, Any] = {"tools": None, "documents": None}
@@ -75,10 +71,7 @@ def _plain(value: Any) -> Any:
 
 
 def _as_transformers_does(message: Message) -> Message:
-    """The message without fields that are null, its reasoning under all names.
-
-    Lists that are empty go too: some templates count the calls in `tool_calls: []`.
-    """
+    """The message without nulls and empty lists, its reasoning under all names."""
     fields = {name: value for name, value in message.items() if value not in (None, [])}
     reasoning = next((fields[name] for name in _REASONING if name in fields), None)
     if reasoning is None:
@@ -112,7 +105,7 @@ def user(content: str) -> Message:
 
 
 def read_template(file: Path | None) -> str:
-    """The source of a bundle's template; raises `OptionError` if there is none."""
+    """The source of a bundle's template; raises `OptionError` without one."""
     if file is None:
         raise OptionError(
             "the bundle has no chat template; give whole prompts to generate, or "

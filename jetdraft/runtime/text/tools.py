@@ -47,8 +47,8 @@ _TEXT = {
 class ToolCall:
     """A call that a model wrote: the function's `name` and its `arguments`.
 
-    `arguments` is JSON of the function's schema, mostly a dict. The `id` is random, in
-    the form that all known chat templates take.
+    `arguments` is JSON of the function's schema. The `id` is random, in the form that
+    all known chat templates take.
 
         [call] = model.chat(messages, tools=tools).calls
         call.name, call.arguments    # "read_sensor", {"sensor": "battery"}
@@ -107,15 +107,12 @@ class Tools:
         if not functions:
             raise OptionError(f"tool_choice {self.choice!r} needs tools; give some")
         if self.choice not in ("auto", "required", *self.names):
-            names = ", ".join(self.names)
-            raise OptionError(f"tool_choice {self.choice!r} is none of {names}")
+            others = f"none of {', '.join(self.names)}"
+            raise OptionError(f"tool_choice {self.choice!r} is {others}")
 
     @classmethod
     def of(cls, functions: object, choice: object, **more: Any) -> Tools | None:
-        """Read a request's `tools` and `tool_choice`; None without tools.
-
-        Raises `OptionError`.
-        """
+        """A request's `tools` and `tool_choice`; None without; raises `OptionError`."""
         match choice:
             case {"type": "function", "function": {"name": str(name)}}:
                 choice = name
@@ -149,17 +146,17 @@ class Tools:
             answer = f"answer: {_json(self.schema)}"
         rules = _MARKED.format(*self.tags) if self.tags else "call: one"
         # A document for each: an id in one may be another's too.
-        ones = {f"one{n}": _call_schema(each) for n, each in enumerate(self._allowed)}
+        functions = [tool["function"] for tool in self.functions]
+        if self.choice not in ("auto", "required"):
+            functions = [each for each in functions if each["name"] == self.choice]
+        ones = {f"one{n}": _call_schema(each) for n, each in enumerate(functions)}
         one = f"one: {' | '.join(ones)}"
         documents = (f"{name}: {_json(schema)}" for name, schema in ones.items())
         start = f"start: {'answer | ' * (self.choice == 'auto')}{before} {calls}"
         return "\n".join([start, answer, rules, one, *documents])
 
     def check(self, vocabulary: Vocabulary) -> None:
-        """Raise `OptionError` for the first function with a refused schema.
-
-        It looks at them for `COMPILE_SECONDS` in all.
-        """
+        """Raise `OptionError` for the first refused schema, in `COMPILE_SECONDS`."""
         end = time.monotonic() + COMPILE_SECONDS
 
         def is_late() -> bool:
@@ -202,15 +199,6 @@ class Tools:
         at = text.find(BEGIN)
         return at if at >= 0 else len(text) - overlap(text, BEGIN)
 
-    @property
-    def _allowed(self) -> list[dict[str, Any]]:
-        """The functions that it may call."""
-        return [
-            tool["function"]
-            for tool in self.functions
-            if self.choice in ("auto", "required", tool["function"]["name"])
-        ]
-
 
 def _call_schema(function: dict[str, Any]) -> Schema:
     """The schema of a call of one function."""
@@ -229,7 +217,7 @@ def _call_schema(function: dict[str, Any]) -> Schema:
 
 
 def _document(schema: Schema) -> Schema:
-    """A schema whose references mean the same where it is a part of another schema.
+    """A schema whose references mean the same inside of another schema.
 
     With an id it stays a document, whose root is "#". Older drafts overlook an id
     beside a reference.

@@ -1,13 +1,11 @@
 """The program that follows constraints, in processes apart from the runtime's.
 
-A grammar of 600 characters can take all memory and never end, while it is read or while
-any token is checked, and nothing but the end of its process stops the library. So this
-program reads the vocabulary once and then forks a process for each text. That process
-ends by itself when its memory or the time of a request is used up, or when the other
-end of its second socket is closed, even in the middle of a request.
+A grammar of 600 characters can take all memory and never end, and nothing but the end
+of its process stops the library. So this program reads the vocabulary once and forks a
+process for each text. That process ends by itself when its memory or the time of a
+request is used up, or when the other end of its second socket is closed.
 
-It runs as a script and imports nothing of jetdraft. `worker_process.py` starts it and
-speaks with it.
+It runs as a script and imports nothing of jetdraft; `worker_process.py` starts it.
 """
 
 from __future__ import annotations
@@ -19,17 +17,17 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON on one line, with the spaces that are usual. The "x-guidance" of a schema
-overrides this."""
+"""JSON on one line; the "x-guidance" of a schema overrides this."""
 
 MAX_ERROR_CHARS = 400
 """The library may repeat a whole expression in an error."""
@@ -48,10 +46,10 @@ class RefusalError(Exception):
 class Words:
     """The tokens of a vocabulary as the library reads them.
 
-    For the library an added token that is special or in <> has no text: it is a name,
-    `<name>` in a grammar. So that it may write its text too, it has an alias: a second
-    id behind the vocabulary, from `first` on, with the bytes of the text. Tokens that
-    end a text have no alias. `hidden` has the texts of special tokens.
+    For the library an added token that is special or in <> is a name, `<name>` in a
+    grammar. So that it may write its text too, it has an alias: a second id behind the
+    vocabulary, from `first` on, with the bytes of the text. Tokens that end a text have
+    none. `hidden` has the texts of special tokens.
     """
 
     is_tokenizer_wrapper, bos_token_id = True, None
@@ -76,10 +74,7 @@ class Words:
         self.tokens.clear()  # the library has a copy
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens that the library writes where only this text may come.
-
-        The tokenizer may find an end in the text, or drop spaces beside a token.
-        """
+        """The tokens that the library writes where only this text may come."""
         tokens, inner = self._inner.tokenize_str(text), self._inner
         if self.ends.isdisjoint(tokens) and inner.decode_bytes(tokens) == text.encode():
             return tokens
@@ -89,8 +84,7 @@ class Words:
     def named(self, source: str) -> dict[int, int]:
         """The aliases that may write a part of a constraint.
 
-        The text of a special token is hidden outside of constraints, so only a source
-        that has the text, with or without escapes, admits the token.
+        Only a source with the text of a special token, as it is or escaped, admits it.
         """
         for _ in range(2):  # an expression in JSON is escaped twice
             source += "\n" + _ESCAPE.sub(lambda e: e[2] or chr(int(e[1], 16)), source)
@@ -104,8 +98,8 @@ _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(\W))")
 class Reader:
     """Reads tokens of one text, and goes back when tokens are withdrawn.
 
-    A path is the list of tokens after those that `masks` has committed. Raises
-    `RefusalError` if no text can follow or the library's limits are reached.
+    A path starts after the tokens that `masks` has committed. Raises `RefusalError` if
+    no text can follow or the library's limits are reached.
     """
 
     def __init__(self, inner: LLMatcher, words: Words, source: str) -> None:
@@ -115,8 +109,7 @@ class Reader:
     def masks(self, fresh: list[int], tokens: list[int], parents: list[int]) -> Reply:
         """Commit `fresh`; how many tokens may follow each row below it, and which.
 
-        A mask has a bit for each token of the vocabulary. A row that may not come has
-        no mask and the number -1.
+        A mask has a bit for each token. A row that may not come has none and a -1.
         """
         if not self._reach(fresh):
             raise RefusalError("no token of the vocabulary fits")
@@ -183,56 +176,46 @@ class Reader:
             raise RefusalError(problem.splitlines()[0])
 
 
-class Compiler:
-    """Makes the library's matchers of constraints; `limits` are those of its parser."""
+def compiled(words: Words, limits: dict[str, Any], kind: str, source: str) -> Reader:
+    """The reader of a constraint; raises `RefusalError` with the place of a problem."""
+    matcher = partial(_matcher, words, limits, kind)
+    inner = matcher(source)
+    if not (problem := inner.get_error()):
+        return Reader(inner, words, source)
+    if kind == "JSON schema":
+        place = _schema_path(matcher, json.loads(source), problem) or "its root"
+        raise RefusalError(f"{place}: {_line(problem)}")
+    lines = problem.splitlines()
+    caret_lines = (line for line in lines[1:] if line and not line.strip(" ^"))
+    caret = next(caret_lines, None)
+    if kind == "regex" and caret is not None:
+        # The library indents the expression by four spaces.
+        raise RefusalError(f"character {caret.index('^') - 3}: {_line(problem)}")
+    raise RefusalError(lines[0].rstrip(":").removeprefix("at "))
 
-    def __init__(self, tokenizer: LLTokenizer, limits: dict[str, Any]) -> None:
-        self._tokenizer, self._limits = tokenizer, limits
 
-    def matcher(self, kind: str, source: str) -> LLMatcher:
-        """The matcher; raises `RefusalError` with the place of the problem."""
-        inner = self._library_matcher(kind, source)
-        if problem := inner.get_error():
-            raise RefusalError(self._place(kind, source, problem))
-        return inner
+def _matcher(words: Words, limits: dict[str, Any], kind: str, source: str) -> LLMatcher:
+    """The library's matcher; its `get_error` says what is wrong with the source."""
+    from llguidance import LLMatcher, LLParserLimits
 
-    def _library_matcher(self, kind: str, source: str) -> LLMatcher:
-        """The library's matcher; its `get_error` says what is wrong with the source."""
-        from llguidance import LLMatcher, LLParserLimits
+    if kind == "regex":
+        grammar = LLMatcher.grammar_from_regex(source)
+    elif kind == "grammar":
+        grammar = LLMatcher.grammar_from_lark(source)
+    else:
+        schema = json.loads(source)
+        spacing = {**SPACING, **schema.get("x-guidance", {})}
+        grammar = LLMatcher.grammar_from_json_schema({**schema, "x-guidance": spacing})
+    parser_limits = LLParserLimits(**limits, verbose_errors=False)
+    return LLMatcher(words.tokenizer, grammar, log_level=0, limits=parser_limits)
 
-        if kind == "regex":
-            grammar = LLMatcher.grammar_from_regex(source)
-        elif kind == "grammar":
-            grammar = LLMatcher.grammar_from_lark(source)
-        else:
-            schema = json.loads(source)
-            spacing = {**SPACING, **schema.get("x-guidance", {})}
-            schema = {**schema, "x-guidance": spacing}
-            grammar = LLMatcher.grammar_from_json_schema(schema)
-        limits = LLParserLimits(**self._limits, verbose_errors=False)
-        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
 
-    def _place(self, kind: str, source: str, problem: str) -> str:
-        """Where a source is wrong, and what is wrong there."""
-        if kind == "JSON schema":
-            return f"{self._path(json.loads(source), problem) or 'its root'}: " + _line(
-                problem
-            )
-        lines = problem.splitlines()
-        caret_lines = (line for line in lines[1:] if line and not line.strip(" ^"))
-        caret = next(caret_lines, None)
-        if kind == "regex" and caret is not None:
-            # The library indents the expression by four spaces.
-            return f"character {caret.index('^') - 3}: {_line(problem)}"
-        return lines[0].rstrip(":").removeprefix("at ")
-
-    def _path(self, schema: Any, problem: str) -> str:
-        """The path to the innermost part of a schema that has the same problem."""
-        for path, part in _parts(schema):
-            inner = self._library_matcher("JSON schema", json.dumps(part))
-            if inner.get_error() == problem:
-                return path + self._path(part, problem)
-        return ""
+def _schema_path(matcher: Callable[[str], LLMatcher], schema: Any, problem: str) -> str:
+    """The path to the innermost part of a schema that has the same problem."""
+    for path, part in _parts(schema):
+        if matcher(json.dumps(part)).get_error() == problem:
+            return path + _schema_path(matcher, part, problem)
+    return ""
 
 
 def _count(mask: bytes) -> int:
@@ -266,38 +249,24 @@ def _line(problem: str) -> str:
     return next((line[7:] for line in lines if line.startswith("error: ")), lines[0])
 
 
-class Worker:
-    """Answers the requests of one text over a socket, within its limits."""
-
-    def __init__(self, pipe: socket.socket, words: Words) -> None:
-        self._pipe, self._words = pipe, words
-        self._reader: Reader | None = None
-
-    def run(self) -> None:
-        """Answer until the other end is closed."""
-        while header := self._pipe.recv(4, socket.MSG_WAITALL):
-            size = struct.unpack("<I", header)[0]
-            seconds, name, *request = json.loads(self._pipe.recv(size, _ALL))
-            # These seconds do not pass while others have the processor.
-            signal.setitimer(signal.ITIMER_PROF, seconds)
-            try:
-                value, masks = self._answer(name, request)
-            except (RefusalError, ValueError) as error:
-                value, masks = {"error": _short(str(error))}, b""
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            _send(self._pipe, value, masks)
-
-    def _answer(self, name: str, request: list[Any]) -> Reply:
-        if name == "compile":
-            limits, kind, source = request
-            inner = Compiler(self._words.tokenizer, limits).matcher(kind, source)
-            self._reader = Reader(inner, self._words, source)
-            return [], b""
-        reply: Reply = getattr(self._reader, name)(*request)
-        return reply
-
-
-_ALL = socket.MSG_WAITALL
+def _serve(pipe: socket.socket, words: Words) -> None:
+    """Answer the requests of one text until the other end is closed."""
+    reader: Reader | None = None
+    while header := pipe.recv(4, socket.MSG_WAITALL):
+        size = struct.unpack("<I", header)[0]
+        seconds, name, *request = json.loads(pipe.recv(size, socket.MSG_WAITALL))
+        # These seconds do not pass while others have the processor.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        reply: Reply = [], b""
+        try:
+            if name == "compile":
+                reader = compiled(words, *request)
+            else:
+                reply = getattr(reader, name)(*request)
+        except (RefusalError, ValueError) as error:
+            reply = {"error": _short(str(error))}, b""
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _send(pipe, *reply)
 
 
 def _short(problem: str) -> str:
@@ -312,7 +281,7 @@ def _send(pipe: socket.socket, value: object, masks: bytes = b"") -> None:
 
 
 def _confine(most_bytes: int) -> None:
-    """Limit the memory that this process may take from now on."""
+    """Limit what this process may take of memory from now on."""
     import resource  # here, since the runtime imports this file on any system
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -323,11 +292,7 @@ def _confine(most_bytes: int) -> None:
 
 
 def _end_with(life: socket.socket) -> None:
-    """Let the system end this process when the other end of `life` is closed.
-
-    Nothing is ever sent to it. The same signal would tell of each request that arrives,
-    and sometimes only after the worker has read the request.
-    """
+    """Let the system end this process when the other end of `life` is closed."""
     import fcntl
 
     fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
@@ -340,7 +305,7 @@ def _end_with(life: socket.socket) -> None:
 
 
 def _obey() -> None:
-    """End with the sockets only: who started this ends its texts in good order."""
+    """End with the sockets only."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(ignored, signal.SIG_IGN)
     for ending in (signal.SIGIO, signal.SIGPROF):
@@ -370,7 +335,7 @@ def main(control: socket.socket, tokenizer: str, size: int, ends: list[int]) -> 
                     control.close()
                     _end_with(life)
                     _confine(int.from_bytes(sent, "little"))
-                    Worker(pipe, words).run()
+                    _serve(pipe, words)
                 finally:
                     os._exit(0)
 

@@ -27,8 +27,7 @@ SLICE_SECONDS = 0.05
 
 PATIENCE = 10.0
 """A worker counts the seconds that it computes, and ends itself in time. Where other
-programs have the cores that takes longer; after `PATIENCE` times its limit it is given
-up."""
+programs have the cores, it is given up after `PATIENCE` times its limit."""
 
 MIN_READ_BYTES = 4096
 """Bytes read at once, so that a short reply is read by one call."""
@@ -37,7 +36,7 @@ MOST_BYTES = 256 << 20
 """Memory that one constraint may take beside the vocabulary's."""
 
 START_SECONDS = 60.0
-"""A vocabulary of 150,000 tokens is read in 2 s."""
+"""The longest start; a vocabulary of 150,000 tokens is read in 2 s."""
 
 MustEnd = Callable[[], bool]
 
@@ -49,8 +48,7 @@ class EndedError(Exception):
 class Pipe:
     """Asks a worker and waits for its replies, never longer than it should.
 
-    After an `EndedError` the worker is gone: closing `life` ends it, a socket that
-    carries nothing. So does the end of this process.
+    To close `life`, a socket that carries nothing, ends the worker.
     """
 
     def __init__(self, end: socket.socket, *life: socket.socket) -> None:
@@ -59,10 +57,7 @@ class Pipe:
         end.settimeout(SLICE_SECONDS)
 
     def send(self, seconds: float, must_end: MustEnd, *request: Any) -> None:
-        """Send a request, which the worker may compute for `seconds`.
-
-        Raises `EndedError` if the worker ends, or `must_end` says so meanwhile.
-        """
+        """Send a request to compute for `seconds`; raises `EndedError`."""
         text = json.dumps([seconds, *request]).encode()
         rest = memoryview(struct.pack("<I", len(text)) + text)
         until = time.monotonic() + PATIENCE * seconds
@@ -75,11 +70,7 @@ class Pipe:
                 raise self._ended() from error
 
     def reply(self, seconds: float, must_end: MustEnd) -> tuple[Any, bytes]:
-        """The reply to the oldest request: a value and masks.
-
-        Raises `EndedError` if the worker ends, or does not reply in `PATIENCE` times
-        `seconds`, or `must_end` says so meanwhile.
-        """
+        """A value and masks, in `PATIENCE` times `seconds`; raises `EndedError`."""
         until = time.monotonic() + PATIENCE * seconds
         sizes = struct.unpack("<II", self._receive(8, until, must_end))
         text, masks = (self._receive(size, until, must_end) for size in sizes)
@@ -93,12 +84,10 @@ class Pipe:
             return not isinstance(error, TimeoutError)
         return True
 
-    def hand_over(
-        self, end: socket.socket, life: socket.socket, most_bytes: int
-    ) -> None:
-        """Ask for a worker at the other ends, which may take `most_bytes` of memory."""
-        size = most_bytes.to_bytes(8, "little")
-        socket.send_fds(self._socket, [size], [end.fileno(), life.fileno()])
+    def hand_over(self, *ends: socket.socket) -> None:
+        """Ask for a worker at these other ends."""
+        size = MOST_BYTES.to_bytes(8, "little")
+        socket.send_fds(self._socket, [size], [end.fileno() for end in ends])
 
     def _receive(self, size: int, until: float, must_end: MustEnd) -> bytes:
         while len(self._data) < size:
@@ -124,7 +113,8 @@ class Pipe:
         return EndedError()
 
 
-def _never() -> bool:
+def never() -> bool:
+    """The `must_end` of work that nothing ends early."""
     return False
 
 
@@ -161,22 +151,18 @@ class Vocabulary:
         self._drop: Callable[[], object] = lambda: None
         self._is_read, self._until = False, 0.0
 
-    def start(self, must_end: MustEnd = _never) -> None:
-        """Read the vocabulary, unless that is done; raises `OptionError`.
-
-        Raises `EndedError` if `must_end` says so meanwhile. The process reads on, so
-        that the next text does not wait as long.
-        """
+    def start(self, must_end: MustEnd = never) -> None:
+        """Read the vocabulary, once; raises `OptionError` or `EndedError`."""
         with self._started(must_end):
             pass
 
-    def worker(self, must_end: MustEnd = _never) -> Pipe:
+    def worker(self, must_end: MustEnd = never) -> Pipe:
         """A worker for one text; raises what `start` raises."""
         (own, other), (life, watched) = _pair(), _pair()
         pipe = Pipe(own, life)
         # If the process has just ended, the first request says so.
         with other, watched, self._started(must_end) as control, suppress(OSError):
-            control.hand_over(other, watched, MOST_BYTES)
+            control.hand_over(other, watched)
         return pipe
 
     @contextmanager
@@ -217,7 +203,7 @@ class Vocabulary:
             if must_end():
                 raise EndedError
         try:
-            reply, _ = control.reply(0.0, _never)
+            reply, _ = control.reply(0.0, never)
         except EndedError as error:
             self._drop()
             raise _failure("it ended") from error

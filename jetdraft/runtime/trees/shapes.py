@@ -1,9 +1,8 @@
-"""Shapes of draft trees.
+"""Shapes of draft trees, a tree while it grows, and its siblings.
 
-`Static`, `Best` and `Kary` do not depend on what the drafter says. The others follow
-how sure the drafter is of each token. `Rerank`, `Comb` and `Merged` drop rows by their
-probability. To drop rows of a sampled draft would bias the text, so siblings must be
-picked by rank or be coupled, and the walk must verify.
+`Static`, `Best` and `Kary` do not depend on what the drafter says. `Rerank`, `Comb` and
+`Merged` drop rows by their probability. To drop rows of a sampled draft would bias the
+text, so siblings must be picked by rank or be coupled, and the walk must verify.
 
 `Heap` and `ReachThreshold` grow where acceptance is likely (DySpec, 2410.11744). The
 reach of a row is the chance, by the drafter's probabilities q, that the verifier comes
@@ -18,8 +17,10 @@ to try the row. Siblings x_1, x_2, ... are tried in turn:
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -27,18 +28,119 @@ from jetdraft.devices.best_tree import best_tree
 from jetdraft.errors import DraftingError
 from jetdraft.runtime.drafts.noise import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
-from jetdraft.runtime.trees.shape import Shape, Tree
+from jetdraft.runtime.sampling.chooser import Sampling
 
 RANK_RATES = (0.63, 0.13, 0.06, 0.036, 0.024, 0.016, 0.013, 0.01)
 """How often the first, the second, ... coupled sibling is right
 (docs/log/trees-and-verifiers.md)."""
 
 
-class Static(Shape):
-    """A fixed list of rows: `parents` has the parents of rows 1, 2, ...; 0 is the root.
+@dataclass
+class Tree:
+    """The rows drafted so far; children of the root, row 0, are at `position`."""
 
-    Siblings are picked in the order of the list, the best sibling first. Raises
-    `OptionError` if a parent does not come before its row.
+    kind: Kind
+    sampling: Sampling
+    position: int
+    budget: int
+    tokens: list[int]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    depths: list[int] = field(default_factory=lambda: [0])
+    drawn_from: dict[int, Distribution] = field(default_factory=dict)
+
+    @property
+    def room(self) -> int:
+        """How many rows may still be drafted."""
+        return self.budget + 1 - len(self.tokens)
+
+    def children_of(self, row: int, q: Distribution, count: int) -> list[int]:
+        """The tokens of the first `count` children of a row, drawn from `q`."""
+        position = self.position + self.depths[row]
+        # Unique in a generation, since the root's position grows with every round.
+        family = (self.position << 8) + row
+        return siblings(self.kind, q, count, self.sampling, position, family)
+
+    def add(self, row: int, q: Distribution, tokens: Sequence[int]) -> list[int]:
+        """Add children below a row; returns their rows."""
+        self.drawn_from[row] = q
+        first = len(self.tokens)
+        self.tokens += tokens
+        self.parents += [row] * len(tokens)
+        self.depths += [self.depths[row] + 1] * len(tokens)
+        return list(range(first, len(self.tokens)))
+
+    def path(self, row: int) -> list[int]:
+        """The row and its ancestors, nearest first."""
+        path = [row]
+        while self.parents[path[-1]] >= 0:
+            path.append(self.parents[path[-1]])
+        return path
+
+    def rows(self) -> Rows:
+        """The whole tree as rows to verify."""
+        return Rows(self.tokens, self.parents, self.kind, self.drawn_from)
+
+
+class Shape(ABC):
+    """Decides which rows a draft has, of siblings of one of the `kinds`."""
+
+    name: ClassVar[str]
+    kinds: ClassVar[frozenset[Kind]]
+
+    @abstractmethod
+    def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
+        """Add rows below rows with the drafter's `answers`, the root's at first.
+
+        Returns the rows to ask the drafter about next; an empty list ends the draft.
+        """
+
+    def finish(self, tree: Tree) -> Rows:
+        """The rows to verify, at most `tree.budget` below the root."""
+        return tree.rows()
+
+
+_SALT = 0x6A09E667F3BCC908
+"""Makes the draws of a draft independent of the noise that chooses target tokens."""
+
+
+def siblings(
+    kind: Kind,
+    q: Distribution,
+    count: int,
+    sampling: Sampling,
+    position: int,
+    family: int = 0,
+) -> list[int]:
+    """At most `count` tokens from `q`, for `position`, in the order to try them.
+
+    `q` lists its tokens best first. The k best tokens by log q + noise are k draws
+    without replacement (Gumbel-top-k, Kool et al. 1903.06059). With the target's noise
+    they are the coupled siblings; in greedy decoding these are the k best of q.
+
+    Families of other numbers draw independently: what one family draws may decide
+    whether another family grows, without a bias.
+    """
+    salt = sampling.seed + _SALT + (family << 8)
+    if kind is Kind.REPLACED:
+        return [q.draw(salt + i, position) for i in range(count)]
+    if kind is Kind.TOP_AND_ONE:  # the best, then one token drawn from the others
+        fixed: list[int] = q.ids[: count - 1].tolist()
+        rest = Distribution(q.ids[count - 1 :], q.probabilities[count - 1 :])
+        drawn = [rest.draw(salt, position)] if rest.probabilities.any() else []
+        return fixed + drawn
+    count = min(count, int(np.count_nonzero(q.probabilities)))
+    coupled = kind is Kind.COUPLED and sampling.temperature > 0
+    if kind is Kind.DISTINCT or coupled:
+        seed = sampling.seed if coupled else salt
+        order = np.argsort(-q.scores(seed, position), kind="stable")
+        return [int(token) for token in q.ids[order[:count]]]
+    return [int(token) for token in q.ids[:count]]
+
+
+class Static(Shape):
+    """A fixed list: the `parents` of rows 1, 2, ..., where 0 is the root; best first.
+
+    Raises `OptionError` if a parent does not come before its row.
     """
 
     name = "static"
@@ -57,7 +159,6 @@ class Static(Shape):
         self._numbers: dict[int, int] = {}
 
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
-        """Add the children that the list has for the answered rows."""
         if 0 in answers:
             # Maps each row of the tree to its number in the list.
             self._numbers = {0: 0}
@@ -80,7 +181,6 @@ class Best(Static):
         super().__init__((0,))
 
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
-        """Make the best list for the budget, and add the children that it has."""
         if 0 in answers:
             firsts = [RANK_RATES[0]] * tree.budget
             others = [rate / (1.0 - RANK_RATES[0]) for rate in RANK_RATES[1:]]
@@ -102,7 +202,6 @@ class Kary(Shape):
         self.branching = branching
 
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
-        """Add a level: the children of each row, if all of them fit."""
         level = []
         for row, q in answers.items():
             # All or none, since a part of the siblings has another distribution.
@@ -133,7 +232,6 @@ class Rerank(Shape):
         self._scores: list[float] = []
 
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
-        """Add `breadth` children to each row; the level's best `breadth` rows go on."""
         if 0 in answers:
             self._scores = [0.0]
         level = []
@@ -148,10 +246,7 @@ class Rerank(Shape):
         return sorted(level[: self.breadth])
 
     def finish(self, tree: Tree) -> Rows:
-        """The best rows of all levels.
-
-        A row scores no better than its parent, so the ancestors of a row stay too.
-        """
+        # A row scores no better than its parent, so the ancestors of a row stay too.
         order = sorted(range(len(tree.tokens)), key=lambda r: (-self._scores[r], r))
         best = sorted(order[: tree.budget + 1])
         return Rows(tree.tokens, tree.parents, tree.kind).only(best)
@@ -163,17 +258,12 @@ class Comb(Shape):
     name = "comb"
     kinds = _RANKED
     EXTRA = ((0.3, 7), (0.6, 5), (0.8, 3), (1.0, 1))
-    """Pairs of a probability and a number of further siblings.
-
-    The first pair counts whose probability is not below the probability of the
-    drafter's best token.
-    """
+    """The most probability of the drafter's best token, and the further siblings."""
 
     def __init__(self, depth: int = 4) -> None:
         self.depth = depth
 
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
-        """Add the children of the chain's last row; the first child continues."""
         [(row, q)] = answers.items()
         best = float(q.probabilities.max())
         extra = next(count for limit, count in self.EXTRA if best <= limit + 1e-9)
@@ -211,7 +301,6 @@ class Merged(Shape):
         self._repeats: dict[int, int] = {}
 
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
-        """Add a level of children; new and probable children go on."""
         if 0 in answers:
             self._repeats = {}
         growing = []
@@ -242,7 +331,7 @@ class Merged(Shape):
         return None
 
     def finish(self, tree: Tree) -> Rows:
-        """All drafted rows, then the copies below repeated rows, as far as they fit."""
+        # All drafted rows, then the copies below repeated rows, as far as they fit.
         children: dict[int, list[int]] = {}
         for row, parent in enumerate(tree.parents[1:], start=1):
             children.setdefault(parent, []).append(row)
@@ -263,22 +352,14 @@ class Merged(Shape):
 _UNEQUAL = frozenset({Kind.DISTINCT, Kind.COUPLED, Kind.DETERMINISTIC})
 
 
-@dataclass
-class _Family:
+def _family(tree: Tree, row: int, q: Distribution) -> list[tuple[int, float]]:
     """Siblings in the order they are tried, and the share of each of the mass left."""
-
-    tokens: list[int]
-    shares: list[float]
-
-    @classmethod
-    def of(cls, tree: Tree, row: int, q: Distribution) -> _Family:
-        tokens = tree.children_of(row, q, tree.budget)
-        mass = dict(zip(q.ids.tolist(), q.probabilities.tolist(), strict=True))
-        left, shares = 1.0, []
-        for token in tokens:
-            shares.append(min(1.0, mass[token] / max(left, 1e-12)))
-            left -= mass[token]
-        return cls(tokens, shares)
+    mass = dict(zip(q.ids.tolist(), q.probabilities.tolist(), strict=True))
+    left, family = 1.0, []
+    for token in tree.children_of(row, q, tree.budget):
+        family.append((token, min(1.0, mass[token] / max(left, 1e-12))))
+        left -= mass[token]
+    return family
 
 
 class Heap(Shape):
@@ -289,33 +370,25 @@ class Heap(Shape):
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int]] = []  # -reach, parent, rank
-        self._families: dict[int, _Family] = {}
+        self._families: dict[int, list[tuple[int, float]]] = {}
 
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
-        """Add the rows with the largest reach until the drafter must be asked."""
         if 0 in answers:
             self._heap, self._families = [(-1.0, 0, 0)], {}
         for row, q in answers.items():
-            self._families[row] = _Family.of(tree, row, q)
+            self._families[row] = _family(tree, row, q)
             tree.drawn_from[row] = q
         while self._heap and tree.room:
             negative_reach, row, rank = self._heap[0]
             if row not in self._families:
                 return [row]  # a child of it is next, and its tokens are unknown
             heapq.heappop(self._heap)
-            self._add_sibling(tree, -negative_reach, row, rank)
+            for token, share in self._families[row][rank : rank + 1]:
+                [child] = tree.add(row, tree.drawn_from[row], [token])
+                sibling = negative_reach * (1.0 - share), row, rank + 1
+                heapq.heappush(self._heap, (negative_reach * share, child, 0))
+                heapq.heappush(self._heap, sibling)
         return []
-
-    def _add_sibling(self, tree: Tree, reach: float, row: int, rank: int) -> None:
-        """Add one child of a row; its child and its next sibling enter the heap."""
-        family = self._families[row]
-        if rank >= len(family.tokens):
-            return
-        share = family.shares[rank]
-        q = tree.drawn_from[row]
-        [child] = tree.add(row, q, [family.tokens[rank]])
-        heapq.heappush(self._heap, (-reach * share, child, 0))
-        heapq.heappush(self._heap, (-reach * (1.0 - share), row, rank + 1))
 
 
 class ReachThreshold(Shape):
@@ -328,19 +401,17 @@ class ReachThreshold(Shape):
         self._reach: dict[int, float] = {}
 
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
-        """Add the children of a level while their reach is large enough."""
         if 0 in answers:
             self._reach = {0: 1.0}
         least = 1.0 / tree.budget
         fresh = []
         for row, q in answers.items():
-            family = _Family.of(tree, row, q)
-            reach, count = self._reach[row], 0
-            for share in family.shares:
-                if reach < least or count == tree.room:
+            reach, tokens = self._reach[row], list[int]()
+            for token, share in _family(tree, row, q)[: tree.room]:
+                if reach < least:
                     break
-                self._reach[len(tree.tokens) + count] = reach * share
+                self._reach[len(tree.tokens) + len(tokens)] = reach * share
                 reach *= 1.0 - share
-                count += 1
-            fresh += tree.add(row, q, family.tokens[:count])
+                tokens.append(token)
+            fresh += tree.add(row, q, tokens)
         return [row for row in fresh if self._reach[row] >= least] if tree.room else []

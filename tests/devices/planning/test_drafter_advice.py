@@ -27,20 +27,17 @@ def test_at_20_tokens_a_weight_both_halves_of_the_loss_are_equal():
 
 def test_the_advised_drafter_is_the_fastest_of_its_neighbours(advisor):
     best = advisor.best()
-    others = [
-        advisor._predicted(layers, width, sizes, 200)
-        for layers, width, sizes in advisor._shapes()
-    ]
-    assert best.choice.tokens_per_second == max(
-        one.choice.tokens_per_second for one in others
-    )
+    others = (advisor.predicted(*shape, 200) for shape in advisor.shapes())
+    speeds = [one.choice.tokens_per_second for one in others]
+    assert best.choice.tokens_per_second == max(speeds)
     assert best.choice.speedup > 1.0
     assert best.tokens == 200 * best.weights
 
 
 def test_more_tokens_raise_the_acceptance_and_never_the_cost(advisor):
     best = advisor.best()
-    some, many = (advisor.with_tokens(best, n) for n in (20, 2000))
+    shape = best.layers, best.hidden_size
+    some, many = (advisor.predicted(*shape, n) for n in (20, 2000))
     assert some.acceptance < best.acceptance < many.acceptance < 1.0
     assert some.draft_ms == best.draft_ms == many.draft_ms
     assert some.choice.tokens_per_second < many.choice.tokens_per_second

@@ -56,7 +56,7 @@ def ask(target, device="orin-nx-16gb", **more):
 
 
 def brute_force(rows, acceptance):
-    """The best tree of so many nodes by trying all, as total expected tokens."""
+    """The best tree of some nodes by trying all, as total expected tokens."""
     nodes = {
         path: acceptance ** len(path) * (1 - acceptance) ** sum(path)
         for depth in range(1, rows + 1)
@@ -130,10 +130,12 @@ def test_the_context_is_read_and_kept(config):
 
 
 def test_super_modes_are_faster(config):
-    target = config(CONFIG)
-    slow = plan(ask(target, "orin-nano-8gb"))
-    fast = plan(ask(target, "orin-nano-8gb", power_mode="MAXN_SUPER"))
-    assert fast.rows[0].tokens_per_second > 1.3 * slow.rows[0].tokens_per_second
+    target, device = config(CONFIG), "orin-nano-8gb"
+    slow, fast = (
+        plan(ask(target, device, power_mode=mode)).rows[0].tokens_per_second
+        for mode in (None, "MAXN_SUPER")
+    )
+    assert fast > 1.3 * slow
 
 
 def test_a_cpu_has_a_bound_of_plain_decoding_and_nothing_else(config):
@@ -176,8 +178,7 @@ def test_json(config):
     result = jetdraft("plan", config(CONFIG), *flags)
     assert result.exit_code == 0
     prediction = json.loads(result.stdout)
-    assert prediction["device"] == "orin-nx-16gb"
-    assert prediction["provider"] == "cuda"
+    assert (prediction["device"], prediction["provider"]) == (flags[1], "cuda")
     assert "TensorRT Edge-LLM" in prediction["basis"]
     assert prediction["fits"] is True
     assert prediction["plain_tokens_per_second"] > 0
@@ -187,13 +188,6 @@ def test_json(config):
     assert set(best) >= {"method", "width", "tokens_per_second", "speedup"}
 
 
-def test_text(config):
-    flags = ("plan", config(CONFIG), "--device", "agx-thor")
-    result = jetdraft(*flags, "--provider", "cuda")
-    assert result.exit_code == 0, result.stderr
-    assert "plain" in result.stdout
-
-
 def test_a_model_that_does_not_fit(config):
     target = config(LARGE)
     result = jetdraft("plan", target, "--device", "orin-nano-8gb")
@@ -201,9 +195,6 @@ def test_a_model_that_does_not_fit(config):
     as_json = jetdraft("plan", target, "--device", "orin-nano-8gb", "--json")
     assert as_json.exit_code == 2
     assert json.loads(as_json.stdout)["fits"] is False
-
-
-def test_fewer_bits_may_fit(config):
     question = ask(config(CONFIG), "orin-nano-4gb", quantization="none")
     prediction = plan(question)
     assert not prediction.fits
@@ -214,11 +205,7 @@ def test_fewer_bits_may_fit(config):
     ("options", "message"),
     [
         (("--device", "nano"), "unknown device 'nano'"),
-        (
-            ("--device", "orin-nx-16gb", "--quantize", "fp8"),
-            "unknown quantization 'fp8'",
-        ),
-        (("--device", "agx-thor", "--quantize", "fp4"), "unknown quantization 'fp4'"),
+        (("--device", "agx-thor", "--quantize", "fp8"), "unknown quantization 'fp8'"),
         (("--device", "agx-thor", "--acceptance", "1"), "acceptance 1.0 is out of"),
         (("--device", "agx-thor", "--context", "0"), "context 0 is out of range"),
         (("--device", "agx-thor", "--power-mode", "x"), "no power mode 'x'"),
@@ -230,10 +217,9 @@ def test_bad_options(config, options, message):
 
 
 def test_questions_are_checked_in_python_too(config):
-    with pytest.raises(OptionError):
-        ask(config(CONFIG), acceptance=-0.1)
-    with pytest.raises(OptionError):
-        ask(config(CONFIG), quantization="int3")
+    for wrong in ({"acceptance": -0.1}, {"quantization": "int3"}):
+        with pytest.raises(OptionError):
+            ask(config(CONFIG), **wrong)
     with pytest.raises(DeviceError, match="'int2' cannot be planned"):
         ask(config(CONFIG), quantization="int2")
 

@@ -47,22 +47,15 @@ def test_uniform(seed):
     assert chi_square(counts) < LIMIT_63
 
 
-@pytest.mark.parametrize("lag", [1, 2, 7])
-def test_independent_across_positions(lag):
+def test_independent_across_positions_ids_and_seeds():
     values = uniforms(3, POSITIONS, IDS)
-    assert chi_square(pair_counts(values[:-lag], values[lag:])) < LIMIT_63
-
-
-@pytest.mark.parametrize("lag", [1, 2, 64])
-def test_independent_across_ids(lag):
-    values = uniforms(3, POSITIONS, IDS)
-    assert chi_square(pair_counts(values[:, :-lag], values[:, lag:])) < LIMIT_63
-
-
-@pytest.mark.parametrize("other", [4, 5, 3 + (1 << 32)])
-def test_independent_across_seeds(other):
-    first, second = uniforms(3, POSITIONS, IDS), uniforms(other, POSITIONS, IDS)
-    assert chi_square(pair_counts(first, second)) < LIMIT_63
+    for lag in (1, 2, 7):
+        assert chi_square(pair_counts(values[:-lag], values[lag:])) < LIMIT_63
+    for lag in (1, 2, 64):
+        assert chi_square(pair_counts(values[:, :-lag], values[:, lag:])) < LIMIT_63
+    for seed in (4, 5, 3 + (1 << 32)):
+        other = uniforms(seed, POSITIONS, IDS)
+        assert chi_square(pair_counts(values, other)) < LIMIT_63
 
 
 def test_no_position_and_id_trade_places():

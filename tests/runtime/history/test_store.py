@@ -2,6 +2,8 @@
 
 import sqlite3
 import time
+from contextlib import closing
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,6 +25,12 @@ def entry(*prompt, response=(1, 2)):
 
 def prompts(store):
     return [entry.prompt for entry in store.entries]
+
+
+def changed(store, query):
+    """What a query of the store's file returns."""
+    with closing(sqlite3.connect(store.file)) as database, database:
+        return database.execute(query).fetchall()
 
 
 def test_entries_come_back_latest_first(tmp_path):
@@ -75,15 +83,11 @@ def test_another_user_of_a_file_that_is_damaged_meanwhile(tmp_path):
         assert store.of("ann").entries == []
 
 
-def test_the_same_request_is_kept_once(tmp_path):
-    store = open_store(tmp_path)
+def test_the_same_request_is_kept_once_and_the_oldest_go(tmp_path):
+    store = open_store(tmp_path, most_entries=3)
     store.add(entry(5, response=[1]))
     store.add(entry(5, response=[2]))
     assert [entry.response for entry in store.entries] == [[2]]
-
-
-def test_the_oldest_go(tmp_path):
-    store = open_store(tmp_path, most_entries=3)
     for token in range(6):
         store.add(entry(token))
     assert prompts(store) == [[5], [4], [3]]
@@ -110,27 +114,19 @@ def test_an_addition_reads_nothing_that_is_known(tmp_path, monkeypatch):
 def test_what_is_too_old_goes(tmp_path, monkeypatch):
     store = open_store(tmp_path, most_days=2)
     store.add(entry(5))
+    open_store(tmp_path, user="bob").add(entry(5))
     later = time.time() + 3 * 86400
     monkeypatch.setattr(time, "time", lambda: later)
     assert prompts(open_store(tmp_path, most_days=2)) == []
     store.add(entry(6))
-    with sqlite3.connect(store.file) as database:
-        assert database.execute("select count(*) from entries").fetchone() == (1,)
+    assert changed(store, "select count(*) from entries") == [(1,)], "bob's too"
 
 
-def test_very_long_ones_are_not_kept(tmp_path):
+@pytest.mark.parametrize("response", [range(MOST_TOKENS), []])
+def test_very_long_and_empty_responses_are_not_kept(tmp_path, response):
     store = open_store(tmp_path)
-    store.add(entry(5, response=range(MOST_TOKENS)))
+    store.add(entry(5, response=response))
     assert store.entries == []
-
-
-def test_old_entries_of_everyone_go(tmp_path, monkeypatch):
-    open_store(tmp_path, user="bob").add(entry(5))
-    later = time.time() + 40 * 86400
-    monkeypatch.setattr(time, "time", lambda: later)
-    ann = open_store(tmp_path, user="ann")
-    with sqlite3.connect(ann.file) as database:
-        assert database.execute("select count(*) from entries").fetchone() == (0,)
 
 
 def test_a_shorter_run_of_the_same_keeps_the_longer_response(tmp_path):
@@ -144,28 +140,18 @@ def test_a_shorter_run_of_the_same_keeps_the_longer_response(tmp_path):
     ]
 
 
-def test_an_empty_response_is_not_kept(tmp_path):
-    store = open_store(tmp_path)
-    store.add(entry(5, response=[]))
-    assert store.entries == []
-
-
 def test_entries_that_nobody_could_draft_are_left_out(tmp_path):
     store = open_store(tmp_path)
     store.add(entry(5, response=[7, 300]))
     store.add(entry(6, response=[7]))
     assert prompts(open_store(tmp_path, vocab_size=300)) == [[6]]
-    with sqlite3.connect(store.file) as database:
-        database.execute("update entries set response = x'010203'")
+    changed(store, "update entries set response = x'010203'")
     assert open_store(tmp_path).entries == []
 
 
-def test_a_user_must_be_a_name(tmp_path):
+def test_a_user_must_be_a_name_and_the_file_in_a_folder(tmp_path):
     with pytest.raises(StoreError, match="unprintable"):
         open_store(tmp_path, user="\udcff")
-
-
-def test_where_it_cannot_be_written(tmp_path):
     with pytest.raises(StoreError, match="cannot write"):
         open_store(tmp_path / "missing")
 
@@ -173,9 +159,7 @@ def test_where_it_cannot_be_written(tmp_path):
 def test_a_failure_while_keeping_stops_nothing(tmp_path, monkeypatch):
     store = open_store(tmp_path)
 
-    def full(entry):
-        raise sqlite3.OperationalError("database or disk is full")
-
+    full = Mock(side_effect=sqlite3.OperationalError("database or disk is full"))
     monkeypatch.setattr(store, "_insert", full)
     with pytest.warns(UserWarning, match="could not be kept"):
         store.add(entry(5))
@@ -184,8 +168,7 @@ def test_a_failure_while_keeping_stops_nothing(tmp_path, monkeypatch):
 def test_a_response_that_is_a_text_is_replaced(tmp_path):
     store = open_store(tmp_path)
     store.add(entry(5))
-    with sqlite3.connect(store.file) as database:
-        database.execute("update entries set response = 'hello'")
+    changed(store, "update entries set response = 'hello'")
     again = open_store(tmp_path)
     assert again.entries == []
     again.add(entry(5, response=[7]))

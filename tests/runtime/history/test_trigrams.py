@@ -68,15 +68,16 @@ def test_a_table_comes_back_from_its_file(tmp_path):
 
 
 def test_bad_tables_are_refused(tmp_path):
-    file = tmp_path / "table.npz"
-    Counts.of(documents()).save(file, "other")
-    with pytest.raises(StoreError, match="another tokenizer"):
-        Counts.load(file, "tokens", 300)
-    file.write_bytes(b"no table")
-    with pytest.raises(StoreError, match="cannot read a table"):
-        Counts.load(file, "tokens", 300)
-    with pytest.raises(StoreError, match="cannot read a table"):
-        Counts.load(tmp_path / "missing.npz", "tokens", 300)
+    other, broken = tmp_path / "other.npz", tmp_path / "broken.npz"
+    Counts.of(documents()).save(other, "other")
+    broken.write_bytes(b"no table")
+    for file, words in (
+        (other, "another tokenizer"),
+        (broken, "cannot read a table"),
+        (tmp_path / "missing.npz", "cannot read a table"),
+    ):
+        with pytest.raises(StoreError, match=words):
+            Counts.load(file, "tokens", 300)
 
 
 @pytest.mark.parametrize(
@@ -167,9 +168,7 @@ def test_drafts_follow_the_likeliest_successor():
     assert proposer.propose([9], 3).tokens == [9]
     tree = proposer.propose([1, 2], 3, parents=[0, 1, 0])
     assert tree.tokens == [2, 3, 4, 5]
-
-
-def test_a_repeated_text_is_learned():
+    # A repeated text is learned.
     proposer = TrigramProposer(Trigrams())
     text = [5, 9, 7, 3, 8, 6] * 3
     proposer.begin(text, Chooser(Sampling()))

@@ -66,7 +66,7 @@ def pretend(monkeypatch, name):
     monkeypatch.setitem(PROVIDERS, name, fake)
     runs = Presence(name, compiled=True, runs=True)
     monkeypatch.setattr(providers, "presence", lambda name: runs)
-    monkeypatch.setattr(opening, "WIDTHS", (4, 8))
+    monkeypatch.setattr(opening, "ENGINE_WIDTHS", (4, 8))
 
 
 @pytest.fixture

@@ -1,71 +1,200 @@
-"""A log probability depends on the row's logits alone."""
+"""A slow sampler that visits every token must choose what the fast one chooses."""
+
+from __future__ import annotations
 
 import numpy as np
 import pytest
 
 from jetdraft.errors import OptionError
+from jetdraft.runtime.drafts.noise import gumbel
+from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser, Logprob, Sampling
+from jetdraft.runtime.sampling.processors import (
+    NEVER,
+    Mask,
+    Penalties,
+    PenaltyProcessor,
+    best_ids,
+    changed,
+)
 
-VOCAB = 1000
-RNG = np.random.default_rng(11)
+VOCABULARIES = (64, 300, 5_000, 50_000)
+ROWS = 6
+FILTERS = [
+    {},
+    {"top_k": 1},
+    {"top_k": 100},
+    {"top_p": 0.9},
+    {"min_p": 0.05},
+    {"top_k": 50, "top_p": 0.8, "min_p": 0.01},
+    # Here top-p alone does not close within the candidates, and min-p must not hide it.
+    {"top_p": 0.5, "min_p": 0.01},
+]
+PENALTIES = Penalties(
+    {3: 2.5, 11: -4.0, 60: 1.0}, repetition_penalty=1.3, frequency_penalty=0.4
+)
+PROMPT, OUTPUT = [1, 5, 8, 60], [9, 9, 12, 5]
+DRAFT = [5, 9, 20, 20, 21]
+every_spread = pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
 
 
 def answer(logits, candidates=64):
-    """An `Answer` as a graph would give it for these logits [n, vocab]."""
-    logits = np.asarray(logits, np.float32)
+    """What a graph gives: candidates, equal logits in the order of their ids."""
     order = np.argsort(-logits, axis=1, kind="stable")[:, :candidates]
     best = np.take_along_axis(logits, order, 1)
-    total = np.log(np.exp(logits.astype(np.float64)).sum(1)).astype(np.float32)
+    shifted = np.exp(logits.astype(np.float64) - best[:, :1])
+    total = best[:, 0] + np.log(shifted.sum(1)).astype(np.float32)
     return Answer(order, best, total, logits)
 
 
-def reference(logits, sampling):
-    """The filtered distribution, written the plain way over one row."""
-    scaled = logits.astype(np.float64) / sampling.temperature
-    order = np.argsort(-scaled, kind="stable")
-    kept = order[: sampling.top_k] if sampling.top_k else order
-    p = np.exp(scaled[kept] - scaled[kept].max())
-    p /= p.sum()
+def penalized(logits):
+    """Every rule over the whole vocabulary, row by row."""
+    result = []
+    for depth, row in enumerate(logits.copy()):
+        output = OUTPUT + DRAFT[:depth]
+        for token, bias in PENALTIES.biases.items():
+            row[token] += np.float32(bias)
+        for token in set(PROMPT + output):
+            rate = np.float32(PENALTIES.repetition_penalty)
+            row[token] = row[token] / rate if row[token] > 0 else row[token] * rate
+        for token in set(output):
+            times = np.float32(output.count(token))
+            row[token] -= np.float32(PENALTIES.frequency_penalty) * times
+        result.append(row)
+    return np.stack(result)
+
+
+def filtered(row, sampling):
+    """The tokens that the filters keep, best first, and their scaled logits."""
+    order = np.argsort(-row, kind="stable")
+    scaled = row[order].astype(np.float64) / sampling.temperature
+    kept = min(sampling.top_k or len(row), len(row))
+    p = np.exp(scaled[:kept] - scaled[0])
     if sampling.top_p < 1:
-        length = int(np.count_nonzero(np.cumsum(p) < sampling.top_p)) + 1
-        kept, p = kept[:length], p[:length]
-    kept = kept[p >= sampling.min_p * p.max()]
-    full = np.zeros(len(logits))
-    weights = np.exp(scaled[kept] - scaled[kept].max())
-    full[kept] = weights / weights.sum()
-    return full
+        below = np.cumsum(p) < sampling.top_p * p.sum()
+        kept = min(kept, int(np.count_nonzero(below)) + 1)
+    if sampling.min_p > 0:
+        passes = scaled >= scaled[0] + np.log(sampling.min_p)
+        kept = min(kept, int(np.count_nonzero(passes)))
+    return order[:kept], scaled[:kept]
 
 
-SETTINGS = [
-    Sampling(temperature=1.0),
-    Sampling(temperature=0.7),
-    Sampling(temperature=1.5),
-    Sampling(temperature=1.0, top_k=5),
-    Sampling(temperature=1.0, top_k=200),
-    Sampling(temperature=0.8, top_p=0.9),
-    Sampling(temperature=1.3, top_p=0.8),
-    Sampling(temperature=1.0, min_p=0.05),
-    Sampling(temperature=0.9, top_k=40, top_p=0.9, min_p=0.02),
-    # Here top-p alone does not close within the candidates, and min-p must not hide it.
-    Sampling(temperature=1.0, top_p=0.5, min_p=0.01),
-    Sampling(temperature=1.5, top_p=0.5, min_p=0.02),
-    Sampling(temperature=1.2, top_p=0.7, min_p=0.01),
-]
+def slow(logits, sampling, positions):
+    """Sort everything, filter, add noise to everything."""
+    chosen = []
+    for row, position in zip(logits, positions, strict=True):
+        if sampling.temperature == 0:
+            chosen.append(int(np.argmax(row)))
+            continue
+        ids, scaled = filtered(row, sampling)
+        noise = gumbel(sampling.seed, np.array([[position]]), ids[None])[0]
+        chosen.append(int(ids[np.argmax(scaled + noise)]))
+    return chosen
 
 
-@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def cases(spread, seed):
+    generator = np.random.default_rng(seed)
+    for vocab in VOCABULARIES:
+        logits = generator.normal(size=(ROWS, vocab)) * spread
+        # Rounded so that some logits are equal.
+        yield vocab, logits.round(3).astype(np.float32)
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.0])
+@every_spread
+def test_filters(spread, temperature, options):
+    for seed, (_, logits) in enumerate(cases(spread, 1)):
+        sampling = Sampling(temperature, seed=seed, **options)
+        positions = range(100 * seed, 100 * seed + ROWS)
+        chosen = Chooser(sampling).choose(answer(logits), positions)
+        assert chosen == slow(logits, sampling, positions)
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@every_spread
+def test_penalties(spread, temperature, options):
+    for seed, (_, logits) in enumerate(cases(spread, 2)):
+        chooser = Chooser(
+            Sampling(temperature, seed=seed, **options),
+            [PenaltyProcessor(PENALTIES, PROMPT)],
+        )
+        rows = Rows.chain([OUTPUT[-1], *DRAFT])
+        processed = chooser.process(answer(logits), rows, PROMPT + OUTPUT)
+        positions, expected = range(8, 8 + ROWS), penalized(logits)
+        chosen = chooser.choose(processed, positions)
+        assert chosen == slow(expected, chooser.sampling, positions)
+        np.testing.assert_allclose(processed.logits, expected, rtol=1e-6)
+
+
+def test_penalties_before_any_output():
+    """Nothing is changed yet, and a flat row lets any token win."""
+    ((_, logits),) = [case for case in cases(0.01, 5) if case[0] == 5_000]
+    sampling = Sampling(1.0)
+    presence = PenaltyProcessor(Penalties(presence_penalty=1.0), PROMPT)
+    chooser = Chooser(sampling, [presence])
+    processed = chooser.process(answer(logits[:1]), Rows.chain([PROMPT[-1]]), PROMPT)
+    assert chooser.choose(processed, [4]) == slow(logits[:1], sampling, [4])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.999])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@every_spread
+def test_masks(spread, temperature, share):
+    """The share of allowed tokens decides how the best of them are found."""
+    for seed, (vocab, logits) in enumerate(cases(spread, 3)):
+        generator = np.random.default_rng(seed)
+        allowed = generator.random((ROWS, vocab)) < share
+        allowed[np.arange(ROWS), generator.integers(0, vocab, ROWS)] = True
+        masked = changed(answer(logits), list(map(Mask.of, allowed)))
+        sampling = Sampling(temperature, seed=seed)
+        expected = np.where(allowed, logits, NEVER)
+        chosen = Chooser(sampling).choose(masked, range(ROWS))
+        assert chosen == slow(expected, sampling, range(ROWS))
+        assert allowed[np.arange(ROWS), chosen].all()
+
+
+def test_the_whole_is_computed_only_if_it_is_read():
+    """A pass of 150,000 tokens must not be copied for a few penalties."""
+    ((_, logits),) = [case for case in cases(4.0, 4) if case[0] == 50_000]
+    processed = PenaltyProcessor(PENALTIES, PROMPT).process(
+        answer(logits), Rows.chain([OUTPUT[-1], *DRAFT]), PROMPT + OUTPUT
+    )
+    Chooser(Sampling(0.3, top_k=20)).choose(processed, range(ROWS))
+    assert processed._source is not None
+    assert not processed._source.is_filled
+    assert np.array_equal(processed.logits, penalized(logits))
+
+
+def test_of_equal_logits_the_lowest_ids_are_best():
+    """Also where the equal logits end the list."""
+    random = np.random.default_rng(3)
+    for spread in (0.0, 0.3, 3.0):
+        row = (random.standard_normal(2000) * spread).astype(np.float16)
+        row = row.astype(np.float32)
+        whole = np.argsort(-row, kind="stable")
+        for count in (1, 64, 100, 1999, 2000):
+            assert best_ids(row, count).tolist() == whole[:count].tolist()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "options"),
+    [(1.5, {}), (0.7, {}), (1.3, {"top_p": 0.8}), (0.9, FILTERS[5])],
+    ids=str,
+)
 @pytest.mark.parametrize("spread", [0.3, 3.0], ids=["flat", "peaked"])
-def test_draws_follow_the_filtered_softmax(sampling, spread):
-    # Rows that need all logits take them one by one, so a large vocabulary is slow.
-    vocab, draws = 250, 20000
-    logits = np.random.default_rng(5).normal(size=vocab) * spread
-    rows = answer(np.repeat(logits[None], 500, 0))
-    counts = np.zeros(vocab)
+def test_draws_follow_the_filtered_softmax(temperature, options, spread):
+    vocab, draws, sampling = 250, 20000, Sampling(temperature, **options)
+    logits = (np.random.default_rng(5).normal(size=vocab) * spread).astype(np.float32)
+    rows, counts = answer(np.repeat(logits[None], 500, 0)), np.zeros(vocab)
     for start in range(0, draws, 500):
         chosen = Chooser(sampling).choose(rows, range(start, start + 500))
         counts += np.bincount(chosen, minlength=vocab)
-    p = reference(logits.astype(np.float32), sampling)
+    ids, scaled = filtered(logits, sampling)
+    p = np.zeros(vocab)
+    p[ids] = np.exp(scaled - scaled[0]) / np.exp(scaled - scaled[0]).sum()
     assert counts[p == 0].sum() == 0
     # Chi-square over cells of at least 10 expected draws, the others pooled.
     expected = p * draws
@@ -73,57 +202,19 @@ def test_draws_follow_the_filtered_softmax(sampling, spread):
     seen = np.append(counts[large], counts[~large].sum())
     wanted = np.append(expected[large], expected[~large].sum())
     seen, wanted = seen[wanted > 0], wanted[wanted > 0]
-    statistic = ((seen - wanted) ** 2 / wanted).sum()
     freedom = max(len(wanted) - 1, 1)
-    assert statistic < freedom + 4 * np.sqrt(2 * freedom) + 8
-
-
-@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-@pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
-def test_candidates_choose_what_all_logits_choose(sampling, spread):
-    logits = RNG.normal(size=(200, VOCAB)) * spread
-    positions = range(200)
-    few = Chooser(sampling).choose(answer(logits, 64), positions)
-    all_ = Chooser(sampling).choose(answer(logits, VOCAB), positions)
-    assert few == all_
-
-
-@pytest.mark.parametrize("sampling", [*SETTINGS, Sampling()], ids=str)
-def test_rows_do_not_depend_on_their_neighbours(sampling):
-    logits = RNG.normal(size=(8, VOCAB)) * 2
-    together = Chooser(sampling).choose(answer(logits), range(40, 48))
-    alone = [
-        Chooser(sampling).choose(answer(row[None]), [40 + i])[0]
-        for i, row in enumerate(logits)
-    ]
-    assert together == alone
-
-
-def test_greedy_takes_the_largest_and_ignores_the_seed():
-    logits = RNG.normal(size=(20, VOCAB))
-    for seed in (0, 1):
-        chosen = Chooser(Sampling(seed=seed)).choose(answer(logits), range(20))
-        assert chosen == logits.astype(np.float32).argmax(1).tolist()
-
-
-def test_seeds_differ():
-    logits = np.repeat(RNG.normal(size=(1, VOCAB)), 50, 0)
-    first, second = (
-        Chooser(Sampling(1.0, seed=seed)).choose(answer(logits), range(50))
-        for seed in (1, 2)
-    )
-    assert first != second
+    limit = freedom + 4 * np.sqrt(2 * freedom) + 8
+    assert ((seen - wanted) ** 2 / wanted).sum() < limit
 
 
 def test_two_close_models_tend_to_choose_alike():
-    """The coupling: agreement is far above that of independent draws."""
-    logits = RNG.normal(size=(2000, VOCAB)) * 2
-    near = logits + RNG.normal(size=logits.shape) * 0.3
-    at = range(2000)
-    coupled = Chooser(Sampling(1.0, seed=1))
-    other = Chooser(Sampling(1.0, seed=2))
+    """The coupling: they agree far more often than independent draws."""
+    generator, at = np.random.default_rng(11), range(2000)
+    logits = generator.normal(size=(2000, 1000)) * 2
+    near = logits + generator.normal(size=logits.shape) * 0.3
+    coupled, other = (Chooser(Sampling(1.0, seed=seed)) for seed in (1, 2))
     p, q, independent = (
-        np.array(chooser.choose(answer(values), at))
+        np.array(chooser.choose(answer(values.astype(np.float32)), at))
         for chooser, values in ((coupled, logits), (coupled, near), (other, near))
     )
     assert np.mean(p == q) > 0.6
@@ -131,33 +222,27 @@ def test_two_close_models_tend_to_choose_alike():
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("name", "value"),
     [
-        {"temperature": -0.1},
-        {"temperature": float("nan")},
-        {"top_k": -1},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"min_p": 1.0},
-        {"min_p": -0.1},
+        *(("temperature", -0.1), ("temperature", float("nan")), ("top_k", -1)),
+        *(("top_p", 0.0), ("top_p", 1.1), ("min_p", 1.0), ("min_p", -0.1)),
     ],
 )
-def test_out_of_range(wrong):
+def test_out_of_range(name, value):
     with pytest.raises(OptionError, match="out of range"):
-        Sampling(**wrong)
+        Sampling(**{name: value})
 
 
 def test_the_last_bits_do_not_come_from_the_graphs_sum():
     logits = np.random.default_rng(0).normal(0, 3, (2, 279)).astype(np.float32)
     logits[1] = logits[0]
-    order = np.argsort(-logits)[:, :5]
+    given = answer(logits, 5)
     sums = np.array([5.0, 6.0], np.float32)  # of a kernel that sums rows in two ways
-    answer = Answer(order, np.take_along_axis(logits, order, 1), sums, logits)
-    first, second = (Logprob.of(answer, row, 7, 3) for row in (0, 1))
+    given = Answer(given.candidates, given.candidate_logits, sums, logits)
+    first, second = (Logprob.of(given, row, 7, 3) for row in (0, 1))
     assert first == second
-    whole = logits[0].astype(np.float64)
-    expected = whole[[7, *order[0, :3]]] - np.log(np.exp(whole).sum())
-    assert [first.logprob, *(value for _, value in first.top)] == pytest.approx(
-        expected
-    )
-    assert [token for token, _ in first.top] == order[0, :3].tolist()
+    whole, best = logits[0].astype(np.float64), given.candidates[0, :3].tolist()
+    expected = whole[[7, *best]] - np.log(np.exp(whole).sum())
+    values = [first.logprob, *(value for _, value in first.top)]
+    assert values == pytest.approx(expected)
+    assert [token for token, _ in first.top] == best

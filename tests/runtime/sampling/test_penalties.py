@@ -7,54 +7,31 @@ import pytest
 
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.processors import Penalties, PenaltyProcessor
+from tests.runtime.sampling.test_chooser import answer
 
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
-WAYS = [
-    {"repetition_penalty": 1.3},
-    {"presence_penalty": 1.5},
-    {"frequency_penalty": 0.7},
-    {"logit_bias": {7: 5.0, 40: -9.0, 41: 3.0}},
-    {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "logit_bias": {3: 4.0}},
-]
-METHODS = [
-    {"method": "draft", "num_draft_tokens": 4},
-    {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 7},
-    {"method": "lookup", "num_draft_tokens": 3},
-    {"method": "auto"},
-]
 LOGITS = np.array([[2.0, -1.0, 0.5, 3.0], [1.0, 1.0, -2.0, 0.0]], np.float32)
 
 
-def answer(logits):
-    order = np.argsort(-logits, kind="stable")[:, :3]
-    best = np.take_along_axis(logits, order, 1)
-    return Answer(order, best, np.zeros(len(logits), np.float32), logits)
-
-
 def process(penalties, rows, context, prompt):
-    logits = answer(LOGITS[: len(rows)])
-    return PenaltyProcessor(penalties, prompt).process(logits, rows, context)
+    logits = np.vstack([LOGITS, LOGITS[:1]])[: len(rows)]
+    return PenaltyProcessor(penalties, prompt).process(answer(logits, 3), rows, context)
 
 
-def test_each_rule_by_hand():
+@pytest.mark.parametrize(
+    ("penalty", "expected"),
+    [
+        ({"repetition_penalty": 2.0}, [[1, -1, 0.5, 1.5], [0.5, 0.5, -2, 0]]),
+        ({"presence_penalty": 1.0}, [[2, -1, 0.5, 2], [1, 0, -2, -1]]),
+        ({"frequency_penalty": 1.0}, [[2, -1, 0.5, 1], [1, 0, -2, -2]]),
+        ({"logit_bias": {2: 10.0}}, [[2, -1, 10.5, 3], [1, 1, 8, 0]]),
+    ],
+)
+def test_each_rule_by_hand(penalty, expected):
     """Prompt 0, then 3 twice; the row below the root carries 1."""
-    rows, context = Rows.chain([3, 1]), [0, 3, 3]
-    repetition = process(Penalties(repetition_penalty=2.0), rows, context, [0])
-    np.testing.assert_allclose(
-        repetition.logits, [[1.0, -1.0, 0.5, 1.5], [0.5, 0.5, -2.0, 0.0]]
-    )
-    presence = process(Penalties(presence_penalty=1.0), rows, context, [0])
-    np.testing.assert_allclose(
-        presence.logits, [[2.0, -1.0, 0.5, 2.0], [1.0, 0.0, -2.0, -1.0]]
-    )
-    frequency = process(Penalties(frequency_penalty=1.0), rows, context, [0])
-    np.testing.assert_allclose(
-        frequency.logits, [[2.0, -1.0, 0.5, 1.0], [1.0, 0.0, -2.0, -2.0]]
-    )
-    bias = process(Penalties({2: 10.0}), rows, context, [0])
-    np.testing.assert_allclose(bias.logits[:, 2], [10.5, 8.0])
+    result = process(Penalties(**penalty), Rows.chain([3, 1]), [0, 3, 3], [0])
+    np.testing.assert_allclose(result.logits, expected)
 
 
 def test_candidates_and_their_sum_follow():
@@ -67,46 +44,37 @@ def test_candidates_and_their_sum_follow():
 
 def test_siblings_see_only_their_own_path():
     tree = Rows([3, 1, 0], [-1, 0, 0])
-    logits = np.vstack([LOGITS, LOGITS[:1]])
-    processor = PenaltyProcessor(Penalties(presence_penalty=1.0), [2])
-    penalized = processor.process(answer(logits), tree, [2, 3]).logits
+    penalized = process(Penalties(presence_penalty=1.0), tree, [2, 3], [2]).logits
     np.testing.assert_allclose(penalized[1], LOGITS[1] - [0, 1, 0, 1])
     np.testing.assert_allclose(penalized[2], LOGITS[0] - [1, 0, 0, 1])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_the_same_text_with_every_method(model, way, temperature):
+@pytest.mark.parametrize(
+    "way",
+    [
+        *({"repetition_penalty": 1.3}, {"presence_penalty": 1.5}),
+        *({"frequency_penalty": 0.7}, {"logit_bias": {7: 5.0, 40: -9.0, 41: 3.0}}),
+    ],
+    ids=str,
+)
+def test_a_penalty_changes_the_text_and_no_draft_does(model, way):
+    """`test_conformance.py` has all methods, with all penalties together."""
     options = {
-        **way, "token_ids": IDS, "max_new_tokens": 100, "ignore_eos": True,
-        "temperature": temperature, "seed": 5,
+        "token_ids": IDS, "max_new_tokens": 50, "ignore_eos": True, "seed": 5,
+        "temperature": 0.9, "top_p": 0.9, "min_p": 0.02,
     }  # fmt: skip
-    plain = model.generate(method="none", **options)
-    bare = model.generate(**{**options, **dict.fromkeys(way)} | neutral(way))
-    assert plain.token_ids != bare.token_ids, "it changes something"
-    for method in METHODS:
-        found = model.generate(**method, **options)
-        assert found.token_ids == plain.token_ids, method
-
-
-def neutral(way):
-    values = {"repetition_penalty": 1.0, "logit_bias": None}
-    return {name: values.get(name, 0.0) for name in way}
-
-
-def test_with_filters_and_another_verifier(model):
-    options = {
-        "token_ids": IDS, "max_new_tokens": 60, "ignore_eos": True, "seed": 2,
-        "temperature": 0.8, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2,
-    }  # fmt: skip
-    plain = model.generate(method="none", **options).token_ids
-    assert model.generate(method="draft", **options).token_ids == plain
+    plain = model.generate(method="none", **options, **way)
+    assert plain.token_ids != model.generate(method="none", **options).token_ids
+    found = model.generate(method="draft", num_draft_tokens=4, **options, **way)
+    assert found.token_ids == plain.token_ids
     drawn = {
         "tree": "k-ary", "branching": [1, 1, 1], "siblings": "with-replacement",
         "verifier": "rejection",
     }  # fmt: skip
-    found = model.generate(method="draft", drafting=drawn, exact=False, **options)
-    assert len(found.token_ids) == 60
+    found = model.generate(
+        method="draft", drafting=drawn, exact=False, **options, **way
+    )
+    assert len(found.token_ids) == 50
 
 
 def test_a_ban_is_kept_and_a_wish_is_granted(model):

@@ -22,7 +22,7 @@ EXACT = [
 ]
 
 
-def pairs(count=25):
+def pairs(count=10):
     """p and q over 3 to 5 tokens: spread, peaked, equal, disjoint."""
     random = np.random.default_rng(3)
     for _ in range(count):
@@ -39,22 +39,16 @@ def pairs(count=25):
 
 @pytest.mark.parametrize(("name", "kind", "k"), EXACT)
 def test_the_chosen_token_follows_p(name, kind, k):
-    rule = VERIFIERS[name].rule
+    """And acceptance stays below its optimum, which greedy-plus-one attains."""
     for p, q in pairs():
         if np.count_nonzero(q) < k and kind is not Kind.REPLACED:
             continue
-        total, _ = outcome(rule, p, q, k, kind)
+        total, accepted = outcome(VERIFIERS[name].rule, p, q, k, kind)
         np.testing.assert_allclose(total, p, atol=1e-9)
-
-
-@pytest.mark.parametrize(("name", "kind", "k"), EXACT)
-def test_acceptance_stays_below_the_optimum(name, kind, k):
-    rule = VERIFIERS[name].rule
-    for p, q in pairs(5):
-        if np.count_nonzero(q) < k and kind is not Kind.REPLACED:
-            continue
-        _, accepted = outcome(rule, p, q, k, kind)
-        assert accepted <= optimum(p, q, k, kind) + 1e-9
+        best = optimum(p, q, k, kind)
+        assert accepted <= best + 1e-9
+        if name == "greedy-plus-one":
+            assert accepted == pytest.approx(best, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -81,17 +75,6 @@ def test_golden_optimum():
     for kind, values in expected.items():
         for k, value in enumerate(values, start=1):
             assert optimum(P, Q, k, kind) == pytest.approx(value, abs=1e-6)
-
-
-def test_greedy_plus_one_attains_its_optimum():
-    for p, q in pairs(10):
-        for k in (1, 2, 3):
-            if np.count_nonzero(q) < k:
-                continue
-            rule = VERIFIERS["greedy-plus-one"].rule
-            _, accepted = outcome(rule, p, q, k, Kind.TOP_AND_ONE)
-            best = optimum(p, q, k, Kind.TOP_AND_ONE)
-            assert accepted == pytest.approx(best, abs=1e-9)
 
 
 def test_one_draft_is_speculative_sampling():
@@ -161,9 +144,6 @@ def outcome(rule, p, q, k, kind):
     return total, accepted
 
 
-P = np.array([0.5, 0.3, 0.15, 0.05])
-
-
 def tolerant(**settings):
     return VERIFIERS["tolerant"].with_settings(settings)
 
@@ -173,13 +153,13 @@ def accepted(name, children):
 
 
 def test_typical_acceptance_takes_what_passes_its_threshold():
-    """H = 1.1421 nats, threshold min(0.09, 0.3 exp(-H)) = 0.09: tokens 0, 1, 2."""
+    """H = 1.1421 nats, threshold min(0.09, 0.3 exp(-H)) = 0.09: tokens 0, 1, 2.
+
+    Of several accepted children the most probable wins.
+    """
     for token in (0, 1, 2):
         assert accepted("typical", [token])[token] == 1.0
     np.testing.assert_array_equal(accepted("typical", [3]), P)
-
-
-def test_of_several_accepted_children_the_most_probable_wins():
     assert accepted("typical", [2, 1, 3])[1] == 1.0
 
 
@@ -210,11 +190,8 @@ def test_tolerant_takes_the_top_within_the_tolerance():
                 passes = token < min(top, near)
                 found = chosen_after([token], top=top, tolerance=tolerance)
                 assert found == (token if passes else 0), (top, tolerance, token)
-
-
-def test_of_several_tolerated_children_the_most_probable_wins():
+    # Of several, the most probable wins.
     assert chosen_after([2, 1, 3], top=4, tolerance=9.0) == 1
-    assert chosen_after([3], top=3, tolerance=9.0) == 0
 
 
 def accepted_of(chain, answer, **options):
@@ -238,19 +215,15 @@ def test_acceptance_grows_with_the_top_and_the_tolerance():
         greedy = Rows.chain([0, *chain], Kind.DETERMINISTIC).walk(
             answer.candidates[:, 0].tolist()
         )
-        for top in (1, 2, 3, 4):
-            for tolerance in (0.0, 0.6, 1.3, 9.0):
-                accepted = accepted_of(chain, answer, top=top, tolerance=tolerance)
-                if top == 1 or tolerance == 0.0:
-                    assert accepted == len(greedy) - 1
-                key = top, tolerance
-                counts[key] = counts.get(key, 0) + accepted
-                assert accepted >= accepted_of(
-                    chain, answer, top=max(1, top - 1), tolerance=tolerance
-                )
-                assert accepted >= accepted_of(
-                    chain, answer, top=top, tolerance=tolerance / 3
-                )
+        found = {}
+        for key in itertools.product((1, 2, 3, 4), (0.0, 0.6, 1.3, 9.0)):
+            top, tolerance = key
+            found[key] = accepted_of(chain, answer, top=top, tolerance=tolerance)
+            counts[key] = counts.get(key, 0) + found[key]
+            if top == 1 or tolerance == 0.0:
+                assert found[key] == len(greedy) - 1
+            smaller = (f for k, f in found.items() if k[0] <= top and k[1] <= tolerance)
+            assert found[key] == max(smaller)
     assert counts[1, 9.0] < counts[2, 9.0] < counts[3, 9.0] < counts[4, 9.0]
     assert counts[4, 0.0] < counts[4, 0.6] < counts[4, 1.3] < counts[4, 9.0]
 

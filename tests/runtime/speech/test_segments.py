@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jetdraft.runtime.speech.segments import Segment, Window, srt, vtt
 
 T = 100
 """The id of the timestamp 0.00."""
 
 
-def test_a_segment_that_was_cut_off_is_left_to_the_next_window():
-    window = Window.of([T, 5, 6, T + 50, T + 50, 7, 8], T, 1500)
-    assert window == Window([(0, 50, [5, 6])], 50)
-
-
-def test_a_closed_window_is_taken_whole():
-    window = Window.of([T, 5, T + 40, T + 45, 7, T + 90], T, 1500)
-    assert window == Window([(0, 40, [5]), (45, 90, [7])], 1500)
-
-
-def test_one_segment_ends_at_its_timestamp_or_with_the_window():
-    assert Window.of([T, 5, T + 40], T, 1500) == Window([(0, 40, [5])], 1500)
-    assert Window.of([T, 5], T, 1500) == Window([(0, 1500, [5])], 1500)
-    assert Window.of([5, 6], T, 1500) == Window([(0, 1500, [5, 6])], 1500)
+@pytest.mark.parametrize(
+    ("tokens", "spans", "slots"),
+    [
+        # A segment that was cut off is left to the next window.
+        ([T, 5, 6, T + 50, T + 50, 7, 8], [(0, 50, [5, 6])], 50),
+        # A closed window is taken whole.
+        ([T, 5, T + 40, T + 45, 7, T + 90], [(0, 40, [5]), (45, 90, [7])], 1500),
+        # One segment ends at its timestamp, or with the window.
+        ([T, 5, T + 40], [(0, 40, [5])], 1500),
+        ([T, 5], [(0, 1500, [5])], 1500),
+        ([5, 6], [(0, 1500, [5, 6])], 1500),
+    ],
+)
+def test_timestamps_cut_a_window(tokens, spans, slots):
+    assert Window.of(tokens, T, 1500) == Window(spans, slots)
 
 
 def test_every_window_moves_on():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -20,24 +21,17 @@ from jetdraft.runtime.speech.sound import (
 from tests import whispers
 
 
+@pytest.mark.parametrize("longer", [False, True])
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
-def test_every_width_is_read(width):
-    samples = whispers.sound(0.3)
-    found = read_sound(whispers.wav(samples, width=width))
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, samples, atol=2.0 ** (2 - 8 * width) + 1e-6)
-
-
-@pytest.mark.parametrize("as_bytes", [True, False])
-def test_the_long_name_of_pcm_is_read(as_bytes, tmp_path):
-    """As sox writes 24 bits a sample."""
-    samples = whispers.sound(0.3)
-    data = whispers.extensible(whispers.wav(samples, width=3))
-    file = tmp_path / "sound.wav"
-    file.write_bytes(data)
-    found = read_sound(data if as_bytes else file)
-    np.testing.assert_allclose(found, samples, atol=1e-6)
-    assert file.read_bytes() == data
+def test_every_width_is_read(width, longer, tmp_path):
+    """Also under the long name of PCM, as sox writes 24 bits a sample."""
+    samples, file = whispers.sound(0.3), tmp_path / "sound.wav"
+    data = whispers.wav(samples, width=width)
+    file.write_bytes(whispers.extensible(data) if longer else data)
+    for given in (file, file.read_bytes()):
+        found = read_sound(given)
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, samples, atol=2.0 ** (2 - 8 * width) + 1e-6)
     with pytest.raises(OptionError, match="not a WAV file of PCM"):
         read_sound(whispers.extensible(whispers.wav(samples), kind=3))  # short floats
 
@@ -121,41 +115,27 @@ def test_a_pipe_of_24_bits_is_not_called_cut_off(recwarn):
     assert not recwarn
 
 
-def test_a_long_file_that_ends_early_says_so():
-    long = 3 * 2**31
-    data = riff(long_sizes(long), PCM, part(b"data", DATA, FAR), kind=b"RF64")
-    with pytest.warns(UserWarning, match=r"says 201326.59 s of sound, and it has 0.30"):
-        np.testing.assert_array_equal(read_sound(data), WANTED)
+@contextmanager
+def memory_of_at_most(limit):
+    """The block takes no more bytes at any time."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < limit
+    finally:
+        tracemalloc.stop()
 
 
-def test_what_follows_an_empty_sound_is_no_sound():
-    note = part(b"LIST", bytes(40_000))
-    with pytest.raises(OptionError, match=r"has 0.00 s of sound"):
-        read_sound(riff(PCM, part(b"data", b""), note))
-
-
-def test_a_file_that_knows_no_length_takes_the_memory_of_what_is_there(tmp_path):
+def test_a_file_takes_the_memory_of_its_floats(tmp_path):
+    """Also if it knows no length; a sound of two hours must not need it twice."""
     file = tmp_path / "sound.wav"
     file.write_bytes(riff(PCM, part(b"data", DATA, FAR), size=FAR))
-    tracemalloc.start()
-    try:
+    with memory_of_at_most(20 * len(DATA)):
         read_sound(file)
-        assert tracemalloc.get_traced_memory()[1] < 20 * len(DATA)
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.parametrize("longer", [False, True])
-def test_samples_take_the_memory_of_their_floats(longer):
-    """A sound of two hours must not need twice its size for a moment."""
     data = whispers.wav(whispers.sound(30.0))
-    data = whispers.extensible(data) if longer else data
-    tracemalloc.start()
-    try:
-        size = read_sound(data).nbytes
-        assert tracemalloc.get_traced_memory()[1] < 3.5 * size
-    finally:
-        tracemalloc.stop()
+    for given in (data, whispers.extensible(data)):
+        with memory_of_at_most(3.5 * 4 * 30 * 16_000):
+            read_sound(given)
 
 
 def test_channels_become_their_mean(tmp_path):
@@ -204,6 +184,10 @@ BAD = {
     "huge format": (damaged(GOOD, 16, 255, 255, 255, 127), "a part is missing"),
     "huge list": (damaged(GOOD, 12, *b"LIST", 0xF0, 255, 255, 255), "is missing"),
     "header alone": (GOOD[:44], "0.00 s of sound, at least 0.1"),
+    "nothing before a note": (
+        riff(PCM, part(b"data", b""), part(b"LIST", bytes(40_000))),
+        "has 0.00 s of sound",
+    ),
     "too short": (whispers.wav(whispers.sound(0.05)), "0.05 s of sound"),
 }
 
@@ -223,10 +207,11 @@ def test_a_file_that_ends_early_is_read_as_far_as_it_goes():
     said = r"is cut off: its header says 0\.30 s of sound, and it has 0\.27;"
     with pytest.warns(UserWarning, match=said):
         assert len(read_sound(GOOD[:-1001])) == 4800 - 501
-
-
-def test_a_header_that_was_written_before_the_sound_knows_no_length():
-    """Programs that write into a pipe put the largest size there."""
+    sizes = long_sizes(3 * 2**31)
+    with pytest.warns(UserWarning, match=r"says 201326.59 s of sound, and it has 0.30"):
+        found = read_sound(riff(sizes, PCM, part(b"data", DATA, FAR), kind=b"RF64"))
+    np.testing.assert_array_equal(found, WANTED)
+    # Programs that write into a pipe put the largest size into the header.
     for size in (b"\xff\xff\xff\xff", b"\xdb\xff\xff\x7f"):
         assert len(read_sound(damaged(GOOD, 40, *size))) == 4800
 
@@ -245,9 +230,8 @@ def test_long_sounds_and_wrong_arrays_are_refused(tmp_path):
             read_sound(place)
 
 
-@pytest.mark.parametrize("bins", [80, 128])
-@pytest.mark.parametrize("seconds", [0.1, 2.345, 31.0])
-def test_it_is_that_of_transformers(bins, seconds):
+@pytest.mark.parametrize(("bins", "seconds"), [(80, 0.1), (128, 2.345), (80, 31.0)])
+def test_the_spectrum_of_transformers(bins, seconds):
     samples = whispers.sound(seconds)
     extractor = WhisperFeatureExtractor(feature_size=bins)
     wanted = extractor(samples, sampling_rate=16_000)["input_features"][0]

@@ -6,6 +6,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from jetdraft.errors import OptionError
 from jetdraft.runtime.text.template import ChatTemplate
+from jetdraft.runtime.text.tools import ToolCall
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -17,19 +18,11 @@ CALLED = {
     "role": "assistant",
     "content": None,
     "tool_calls": [
-        {
-            "id": "a1b2c3d4e",
-            "type": "function",
-            "function": {"name": "read_sensor", "arguments": {"sensor": "x"}},
-        }
+        ToolCall("read_sensor", {"sensor": "x"}, id="a1b2c3d4e").for_template()
     ],
 }
-ANSWERED = {
-    "role": "tool",
-    "tool_call_id": "a1b2c3d4e",
-    "name": "read_sensor",
-    "content": '{"x": 5}',
-}
+ANSWERED = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": '{"x": 5}'}
+ANSWERED["name"] = "read_sensor"
 TOOL = {
     "type": "function",
     "function": {
@@ -61,7 +54,7 @@ CHATS = {
 def transformers_prompt(source, tokens, chat):
     """What transformers makes of a chat; None if the template refuses it."""
     messages, variables = CHATS[chat]
-    # `apply_chat_template` drops the fields that are none before it calls this.
+    # `apply_chat_template` drops the null fields before it calls this.
     plain = [{k: v for k, v in m.items() if v is not None} for m in messages]
     try:
         [prompt], _ = render_jinja_template(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from functools import cache
 
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.sampling.processors import NEVER
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.constraint import Constraint, Matcher
 from jetdraft.runtime.text.tools import BEGIN, END, Tools
+from tests.runtime.sampling.test_chooser import answer
 from tests.tiny import END_OF_TEXT, VOCAB_SIZE, tokenizer
 
 SIZE = VOCAB_SIZE + 13
@@ -93,39 +97,44 @@ class Text:
 
     def allowed(self, constraint, ids):
         """The tokens that may come after each of some tokens, which may come."""
+        rows, logits = Rows.chain([7, *ids]), np.zeros((1 + len(ids), SIZE), np.float32)
         matcher = Matcher(self.vocabulary, constraint, 1)
-        counts, bits = matcher._masks(Rows.chain([7, *ids]), [7])
-        masks = np.frombuffer(bits, np.uint8).reshape(len(ids) + 1, -1)
-        found = [
-            set(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist())
-            for mask in masks
-        ]
-        assert [len(tokens) for tokens in found] == counts, "some may not come"
-        return found
+        assert len(matcher.allowed(rows, [7])) == len(rows), "some may not come"
+        masked = matcher.process(answer(logits), rows, [7]).logits
+        return [set(np.flatnonzero(row > NEVER).tolist()) for row in masked]
 
 
-def byte_level(added):
-    return tokenizer(added=added)
+KINDS = {"byte_level": lambda added: tokenizer(added=added), "bpe": sentencepiece}
 
 
-@pytest.fixture(params=[byte_level, sentencepiece])
+@pytest.fixture(params=KINDS)
 def kind(request):
     return request.param
 
 
+@pytest.fixture(scope="module")
+def text_of(tmp_path_factory):
+    """The vocabulary of a kind with some tags, whose process is started once."""
+
+    @cache
+    def make(kind, tags, **how):
+        added = [AddedToken(tag, **{"normalized": False, **how}) for tag in tags]
+        return Text(KINDS[kind](added), tmp_path_factory.mktemp(kind))
+
+    return make
+
+
 @pytest.fixture(params=SHAPES)
-def text(request, tmp_path, kind):
+def text(request, text_of, kind):
     tags, how = SHAPES[request.param]
-    added = [AddedToken(tag, **{"normalized": False, **how}) for tag in tags]
-    if kind is sentencepiece and LOW in tags[0]:
+    if kind == "bpe" and LOW in tags[0]:
         pytest.skip("its decoder shows a space for a part of the name")
-    return Text(kind(added), tmp_path), tags
+    return text_of(kind, tags, **how), tags
 
 
-@pytest.mark.parametrize("name", literals(""))
-def test_a_literal_may_be_written_by_its_token(text, name):
+def test_a_literal_may_be_written_by_its_token(text):
     text, tags = text
-    for tag in tags:
+    for tag, name in itertools.product(tags, literals("")):
         constraint, before, after = literals(tag)[name]
         first, last = text.ids(before), text.ids(after)
         token = text.tokenizer.token_to_id(tag)
@@ -164,17 +173,17 @@ def test_a_special_token_needs_a_constraint_that_has_its_text(text):
 @pytest.mark.parametrize(
     "source", ["a<\\|endoftext\\|>b", "a(<\\|endoftext\\|>)?b|a<.*>b"]
 )
-def test_an_end_is_never_a_part_of_a_text(tmp_path, kind, source):
-    text = Text(kind([]), tmp_path)
+def test_an_end_is_never_a_part_of_a_text(text_of, kind, source):
+    text = text_of(kind, ())
     ids = text.ids(f"a{END_OF_TEXT}b")
     *before, last = text.allowed(Constraint("regex", source), ids)
     assert not any(0 in tokens for tokens in before)
     assert 0 in last
 
 
-def test_a_grammar_may_name_a_token(tmp_path, kind):
+def test_a_grammar_may_name_a_token(text_of, kind):
     tags, how = SHAPES["Qwen2.5"]
-    text = Text(kind([AddedToken(tag, **how) for tag in tags]), tmp_path)
+    text = text_of(kind, tags, **how)
     begin, end = map(text.tokenizer.token_to_id, tags)
     constraint = Constraint("grammar", f'start: <tool_call> "a" <[{end}]>')
     a, *_ = text.ids("a")
@@ -192,10 +201,9 @@ CALL = '{"name": "f", "arguments": {}}'
 @pytest.mark.parametrize("shape", ["Qwen2.5", "special", "stripping", None])
 @pytest.mark.parametrize("choice", ["auto", "required", "f"])
 @pytest.mark.parametrize("schema", [None, {"const": 5}])
-def test_a_tag_that_is_a_token_is_written_by_it(tmp_path, kind, shape, choice, schema):
+def test_a_tag_that_is_a_token_is_written_by_it(text_of, kind, shape, choice, schema):
     tags, how = SHAPES[shape or "Qwen2.5"]
-    added = [AddedToken(tag, **how) for tag in tags] if shape else []
-    text = Text(kind(added), tmp_path)
+    text = text_of(kind, tags, **how) if shape else text_of(kind, ())
     in_lark = tuple(map(text.codec.in_lark, tags))
     assert (in_lark == AS_TEXT) == (shape is None)
     parameters = {"type": "object", "additionalProperties": False}
@@ -217,10 +225,10 @@ def test_a_tag_that_is_a_token_is_written_by_it(tmp_path, kind, shape, choice, s
         assert 0 in text.allowed(constraint, spelled)[-1]
 
 
-def test_any_number_of_added_tokens_may_write_their_texts(tmp_path, kind):
+def test_any_number_of_added_tokens_may_write_their_texts(text_of, kind):
     """Bits of aliases begin at a byte, whatever the size of the vocabulary."""
-    added = [AddedToken(f"<t{n}>", special=False) for n in range(11)]
-    text = Text(kind(added), tmp_path)
-    ids = [text.tokenizer.token_to_id(token.content) for token in added]
+    tags = tuple(f"<t{n}>" for n in range(11))
+    text = text_of(kind, tags, special=False)
+    ids = list(map(text.tokenizer.token_to_id, tags))
     constraint = Constraint("regex", "(<t[0-9]+>)+")
     assert all(set(ids) <= tokens for tokens in text.allowed(constraint, ids))

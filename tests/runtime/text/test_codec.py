@@ -20,21 +20,6 @@ def test_the_stream_gives_whole_characters_only(codec):
         assert "\ufffd" not in pieces[-1]
     assert "".join(pieces) == TEXT
     assert stream.rest() == ""
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-@pytest.mark.parametrize("cut", [0, 1, 5, 9])
-def test_only_what_follows_the_prompt_comes(codec, size, cut):
-    ids = codec.encode(TEXT)
-    stream = codec.stream(ids[:cut])
-    text = "".join(
-        stream.push(ids[at : at + size]) for at in range(cut, len(ids), size)
-    )
-    begun = codec.stream([])
-    assert begun.push(ids[:cut]) + text + stream.rest() == TEXT
-
-
-def test_bytes_that_never_become_a_character_come_at_the_end(codec):
     stream = codec.stream([])
     assert stream.push(codec.encode("a🚀")[:-1]) + "|" + stream.rest() == "a|\ufffd"
 
@@ -47,6 +32,7 @@ def test_a_decoder_that_drops_a_leading_space_keeps_it_after_the_prompt(tmp_path
     assert stream.push([1]) == " two"
 
 
+@pytest.fixture
 def byte_fallback(tmp_path):
     """A tokenizer like Llama 2's: a character that is no token becomes its bytes."""
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
@@ -62,19 +48,14 @@ def byte_fallback(tmp_path):
 LONG = "a日本語🚀é🚀bcd日b本🚀cdé"
 
 
-def whole_characters(text, size):
-    """As much of the beginning as whole characters fit in so many bytes."""
-    return text.encode()[:size].decode(errors="ignore")
-
-
-def test_a_character_that_begins_in_the_prompt_comes_whole(tmp_path):
-    codec = byte_fallback(tmp_path)
+def test_a_character_that_begins_in_the_prompt_comes_whole(byte_fallback):
+    codec = byte_fallback
     ids = codec.encode(LONG)
     assert len(ids) == len(LONG.encode())
     for cut in range(1, len(ids)):
         stream = codec.stream(ids[:cut])
         text = "".join(stream.push([token]) for token in ids[cut:]) + stream.rest()
-        assert whole_characters(LONG, cut) + text == LONG, cut
+        assert LONG.encode()[:cut].decode(errors="ignore") + text == LONG, cut
 
 
 def test_a_character_that_a_byte_level_prompt_begins_comes_whole(codec):
@@ -88,20 +69,21 @@ def test_a_character_that_a_byte_level_prompt_begins_comes_whole(codec):
     assert cuts
 
 
-def test_bytes_that_the_prompt_began_in_vain_are_not_shown(tmp_path):
-    codec = byte_fallback(tmp_path)
-    stream = codec.stream(codec.encode("a日🚀")[:-1])
-    assert "".join(stream.push(codec.encode(letter)) for letter in "bcd") == "bcd"
+@pytest.mark.parametrize(
+    ("prompt", "size", "more", "text"),
+    [("a日🚀", -1, "bcd", "bcd"), ("a\ufffd", None, "🚀b", "🚀b")],
+)
+def test_what_the_prompt_began_in_vain_is_not_shown(
+    byte_fallback, prompt, size, more, text
+):
+    """Nor is a replacement character of the prompt shown again."""
+    stream = byte_fallback.stream(byte_fallback.encode(prompt)[:size])
+    pieces = (stream.push(byte_fallback.encode(letter)) for letter in more)
+    assert "".join(pieces) == text
 
 
-def test_a_replacement_character_of_the_prompt_is_not_shown_again(tmp_path):
-    codec = byte_fallback(tmp_path)
-    stream = codec.stream(codec.encode("a\ufffd"))
-    assert "".join(map(stream.push, (codec.encode("🚀"), codec.encode("b")))) == "🚀b"
-
-
-def test_a_stop_string_may_begin_in_the_prompt(tmp_path):
-    codec = byte_fallback(tmp_path)
+def test_a_stop_string_may_begin_in_the_prompt(byte_fallback):
+    codec = byte_fallback
     ids = codec.encode("a🚀bcd")
     watcher = StopWatcher(codec.stream(ids[:4]), (), ["🚀b"])
     assert watcher.keep(ids[4:]) == ids[4:6]

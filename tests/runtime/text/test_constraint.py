@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import jsonschema
 import numpy as np
@@ -15,10 +16,11 @@ import jetdraft
 from jetdraft.errors import ConstraintError, OptionError
 from jetdraft.methods import Method, Proposer, Traits, registered
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.proposer import ForcedProposer
-from jetdraft.runtime.text.constraint import NEVER, Constraint, Matcher
+from jetdraft.runtime.sampling.processors import NEVER
+from jetdraft.runtime.text.constraint import Constraint, Matcher
 from jetdraft.runtime.text.worker_process import Pipe, Vocabulary
+from tests.runtime.sampling.test_chooser import answer as answer_of
 from tests.tiny import END_OF_TEXT, save_tokenizer
 
 ROBOT = {
@@ -42,13 +44,16 @@ WAYS = [
     {"grammar": 'start: item (", " item){1,5}\nitem: /[a-z]{1,4}/ "=" /[0-9]{2}/\n'},
 ]
 METHODS = [
-    {"method": "draft", "num_draft_tokens": 4},
     {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 7},
-    {"method": "lookup", "num_draft_tokens": 3},
-    {"method": "trigram", "num_draft_tokens": 5},
     {"method": "draft,lookup"},
     {"method": "auto"},
 ]
+"""`test_conformance.py` has each method alone."""
+
+
+BROKEN = {"type": "string", "pattern": "(("}
+CIRCULAR = {"type": "object", "properties": {}}
+CIRCULAR["properties"]["a"] = CIRCULAR
 
 
 def holds(way, text):
@@ -64,17 +69,14 @@ def holds(way, text):
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way)))
 def test_the_same_text_with_every_method(model, way, temperature):
-    options = {"temperature": temperature, "max_new_tokens": 120, **way}
-    for seed in range(3):
-        prompt = f"robot {seed}:"
-        given = {**options, "seed": seed}
-        plain = model.generate(prompt, method="none", **given)
-        assert plain.finish_reason == "stop"
-        assert holds(way, plain.text), plain.text
-        for method in METHODS:
-            found = model.generate(prompt, **method, **given)
-            assert found.token_ids == plain.token_ids, method
-            assert found.text == plain.text
+    options = {"temperature": temperature, "max_new_tokens": 120, **way, "seed": 1}
+    plain = model.generate("robot:", method="none", **options)
+    assert plain.finish_reason == "stop"
+    assert holds(way, plain.text), plain.text
+    for method in METHODS:
+        found = model.generate("robot:", **method, **options)
+        assert found.token_ids == plain.token_ids, method
+        assert found.text == plain.text
 
 
 def schemas(count):
@@ -107,17 +109,15 @@ def schemas(count):
     return [schema(2) for _ in range(count)]
 
 
-def test_two_hundred_schemas_are_kept(model):
+def test_schemas_of_chance_are_kept(model):
     forced = 0
-    for seed, schema in enumerate(schemas(200)):
-        found = model.generate(
-            f"{seed}:", json_schema=schema, temperature=1.0, seed=seed,
-            max_new_tokens=200,
-        )  # fmt: skip
+    for seed, schema in enumerate(schemas(60)):
+        how = {"temperature": 1.0, "seed": seed, "max_new_tokens": 200}
+        found = model.generate(f"{seed}:", json_schema=schema, **how)
         assert found.finish_reason == "stop", schema
         jsonschema.validate(json.loads(found.text), schema)
         forced += "forced" in found.stats.by_method
-    assert forced > 20
+    assert forced > 6
 
 
 def test_what_must_come_is_drafted_for_free(own, steady_passes):
@@ -149,12 +149,11 @@ def test_another_verifier_keeps_the_constraint(model):
         "tree": "k-ary", "branching": [1, 1, 1], "siblings": "with-replacement",
         "verifier": "rejection",
     }  # fmt: skip
-    for seed in range(5):
-        found = model.generate(
-            "a", json_schema=ROBOT, temperature=0.9, seed=seed, max_new_tokens=150,
-            method="draft", drafting=drawn, exact=False,
-        )  # fmt: skip
-        assert holds(WAYS[0], found.text)
+    found = model.generate(
+        "a", json_schema=ROBOT, temperature=0.9, seed=2, max_new_tokens=150,
+        method="draft", drafting=drawn, exact=False,
+    )  # fmt: skip
+    assert holds(WAYS[0], found.text)
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +168,8 @@ def ids(text):
 
 
 def answer(rows):
-    logits = np.random.default_rng(0).normal(size=(rows, 300)).astype(np.float32)
-    order = np.argsort(-logits, kind="stable")[:, :5]
-    best = np.take_along_axis(logits, order, 1)
-    return Answer(order, best, np.zeros(rows, np.float32), logits)
+    logits = np.random.default_rng(0).normal(size=(rows, 300))
+    return answer_of(logits.astype(np.float32), 5)
 
 
 def test_each_row_is_masked_after_its_own_path(vocabulary):
@@ -206,49 +203,56 @@ def test_what_is_withdrawn_is_forgotten(vocabulary):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error", "words"),
+    ("wrong", "words"),
     [
-        ({"json_schema": "{"}, OptionError, "not JSON .*line 1"),
-        ({"json_schema": "[1]"}, OptionError, "is not an object"),
-        ({"json_schema": {"type": "strin"}}, OptionError, "its root: Invalid type"),
+        ({"json_schema": "{"}, "not JSON .*line 1"),
+        ({"json_schema": "[1]"}, "is not an object"),
+        ({"json_schema": {"type": "strin"}}, "its root: Invalid type"),
         (
             {"json_schema": {"properties": {"a": {"items": {"type": "strin"}}}}},
-            OptionError,
             "at /properties/a/items: Invalid type: strin",
         ),
         (
-            {
-                "json_schema": {
-                    "anyOf": [{"type": "null"}, {"type": "string", "pattern": "(("}]
-                }
-            },
-            OptionError,
+            {"json_schema": {"anyOf": [{"type": "null"}, BROKEN]}},
             "at /anyOf/1: unclosed group",
         ),
-        ({"json_schema": {"uniqueItems": True}}, OptionError, "uniqueItems"),
-        ({"regex": "ab(c"}, OptionError, "at character 3: unclosed group"),
-        ({"regex": "x{2,1}"}, OptionError, "character 2: invalid repetition"),
-        ({"regex": "abcdef\\1"}, OptionError, "character 7: backreferences"),
-        ({"grammar": "start: foo"}, OptionError, r'at 1\(8\): unknown name: "foo"'),
-        ({"grammar": "start: /a/ )"}, OptionError, r"at 1\(12\): expecting"),
-        ({"json_schema": {"x-guidance": 5}}, OptionError, "is not an object"),
-        ({"json_schema": {"properties": 5}}, OptionError, "refused at its root"),
-        ({"json_schema": '{"a":' * 9999}, OptionError, "not JSON"),
-        ({"regex": "\udc80"}, OptionError, "not a text"),
-        ({"regex": "a", "grammar": "b"}, OptionError, "regex and grammar exclude"),
-        ({"regex": 3}, OptionError, "not a text; give a text$"),
+        ({"json_schema": {"uniqueItems": True}}, "uniqueItems"),
+        ({"regex": "ab(c"}, "at character 3: unclosed group"),
+        ({"regex": "x{2,1}"}, "character 2: invalid repetition"),
+        ({"regex": "abcdef\\1"}, "character 7: backreferences"),
+        ({"grammar": "start: foo"}, r'at 1\(8\): unknown name: "foo"'),
+        ({"grammar": "start: /a/ )"}, r"at 1\(12\): expecting"),
+        ({"json_schema": {"x-guidance": 5}}, "is not an object"),
+        ({"json_schema": {"properties": 5}}, "refused at its root"),
+        ({"json_schema": '{"a":' * 9999}, "not JSON"),
+        ({"regex": "\udc80"}, "not a text"),
+        ({"regex": "a", "grammar": "b"}, "regex and grammar exclude"),
+        ({"regex": 3}, "not a text; give a text$"),
+        ({"json_schema": dict}, r"give .* model_json_schema\(\) of a class"),
+        ({"ignore_eos": True, "regex": "a"}, "ends by itself"),
+        ({"json_schema": CIRCULAR}, "not JSON .*[Cc]ircular"),
+        ({"json_schema": {"const": {1, 2}}}, "not JSON .*set is not JSON serial"),
+        ({"json_schema": {"const": float("nan")}}, "not JSON"),
+        ({"json_schema": {"maximum": 2**64}}, "does not fit in 64 bits"),
+        ({"json_schema": {"maximum": 10**5000}}, "not JSON"),
+        ({"json_schema": {"properties": {"\ud800": {"type": "x"}}}}, "lone surrogate"),
+        ({"json_schema": {"\ud800": "\ud800"}}, "lone surrogate"),
+        ({"json_schema": '{"a": "\ud800"}'}, "not a text"),
+        ({"json_schema": "[" * 100_000}, "nested deeper"),
         (
-            {"json_schema": dict},
-            OptionError,
-            r"give .* model_json_schema\(\) of a class",
+            {"json_schema": {"properties": {"\n" * 3: {"type": "strin"}}}},
+            "Invalid type",
         ),
-        ({"regex": "a", "ignore_eos": True}, OptionError, "ends by itself"),
     ],
 )
-def test_wrong_constraints_are_refused_at_once(model, wrong, error, words):
-    with pytest.raises(error, match=words) as found:
+def test_wrong_constraints_are_refused_at_once(model, wrong, words):
+    with pytest.raises(OptionError, match=words) as found:
         model.stream("a", **wrong)
-    assert "\n" not in str(found.value)
+    message = str(found.value)
+    assert message.encode()
+    assert "\n" not in message
+    assert len(json.dumps(message)) < 1000
+    assert found.value.field == next(iter(wrong))
 
 
 NEAR = [2**53, 10**17, 10**18, 2**60, 2**63, 2**64]
@@ -288,20 +292,9 @@ def test_a_number_is_exact_or_refused(vocabulary, keyword, sign, right, wrong):
 def test_limits_of_the_library_are_said_in_our_words():
     """llguidance names settings that nobody can reach from here."""
     words = "lexer precomputation failed; either increase limits.initial_lexer_fuel"
-
-    class Refusing:
-        """A vocabulary, and its worker."""
-
-        def worker(self, must_end: object) -> Refusing:
-            return self
-
-        def send(self, *request: object) -> None:
-            pass
-
-        def reply(self, *limits: object) -> tuple[dict[str, str], bytes]:
-            return {"error": words}, b""
-
-    matcher = Matcher(Refusing(), Constraint("regex", "a"), 0)
+    worker = Mock(**{"reply.return_value": ({"error": words}, b"")})
+    vocabulary = Mock(**{"worker.return_value": worker})
+    matcher = Matcher(vocabulary, Constraint("regex", "a"), 0)
     with pytest.raises(ConstraintError, match="takes too much time or memory; make it"):
         matcher.prepare()
 
@@ -330,7 +323,7 @@ class Trapped(Proposer):
         return Rows.chain([context[-1], *self.ids[:budget]])
 
 
-@pytest.mark.parametrize("states", [60, 100, 200, 400])
+@pytest.mark.parametrize("states", [60, 200])
 def test_a_limit_below_a_rejected_draft_does_not_end_the_text(
     model, monkeypatch, states
 ):
@@ -361,7 +354,7 @@ class Costly(Pipe):
         super().send(seconds, must_end, name, *request)
 
 
-@pytest.mark.parametrize("looks", [0, 1, 2, 3, 7, 20])
+@pytest.mark.parametrize("looks", [0, 1, 3, 20])
 def test_time_and_memory_below_a_draft_do_not_end_the_text(model, monkeypatch, looks):
     """Plain decoding would never have looked there."""
     options = {"json_schema": ROBOT, "max_new_tokens": 120}

@@ -14,7 +14,7 @@ from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.stops import STOP, StopWatcher
 from tests.families import FAMILIES, SPECIAL, TAG, WORDS, made
 
-CASES = settings(max_examples=300, deadline=None)
+CASES = settings(max_examples=40, deadline=None)
 
 
 @cache
@@ -63,31 +63,26 @@ def watched(codec, prompt, rounds, ends=(), stop=()):
     return kept, text + watcher.rest(), watcher.reason, texts
 
 
-def hidden(tokenizer):
-    return {tokenizer.token_to_id(word) for word in SPECIAL}
+every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-def one_by_one(ids):
-    return [[token] for token in ids]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 @CASES
 @given(data=st.data())
 def test_the_text_does_not_depend_on_the_rounds(family, data):
     tokenizer, codec = opened(family)
     prompt, ids = draw_ids(data, tokenizer), draw_ids(data, tokenizer)
     ends = data.draw(st.sampled_from([(), (ids or [0])[-1:], (0, 5)]))
-    whole = watched(codec, prompt, one_by_one(ids))[1]
+    whole = watched(codec, prompt, [[id] for id in ids])[1]
     start = data.draw(st.integers(0, len(whole)))
     text = whole[start : start + data.draw(st.integers(1, 4))]
     stop = data.draw(st.sampled_from([(), (text or "x",), (SPECIAL[2],)]))
-    plain = watched(codec, prompt, one_by_one(ids), ends, stop)
+    plain = watched(codec, prompt, [[id] for id in ids], ends, stop)
     assert watched(codec, prompt, draw_rounds(data, ids), ends, stop) == plain
     assert not any(word in plain[1] for word in stop)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 @CASES
 @given(data=st.data())
 def test_the_text_is_the_tokenizers_own_where_that_has_whole_characters(family, data):
@@ -99,7 +94,7 @@ def test_the_text_is_the_tokenizers_own_where_that_has_whole_characters(family, 
         assert before + text == whole
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 @CASES
 @given(data=st.data())
 def test_the_names_of_tokens_join_to_the_text(family, data):
@@ -109,16 +104,17 @@ def test_the_names_of_tokens_join_to_the_text(family, data):
     for token in ids:
         names.append(stream.names([token])[token])
         stream.push([token])
-    shown = set(range(tokenizer.get_vocab_size())) - hidden(tokenizer)
+    hidden = {tokenizer.token_to_id(word) for word in SPECIAL}
+    shown = set(range(tokenizer.get_vocab_size())) - hidden
     assert [name is not None for name in names] == [token in shown for token in ids]
-    kept, text, _, texts = watched(codec, prompt, one_by_one(ids))
+    kept, text, _, texts = watched(codec, prompt, [[id] for id in ids])
     if not tokenizer.decode(prompt).endswith("\ufffd"):
         assert b"".join(name or b"" for name in names).decode(errors="replace") == text
     assert text.startswith("".join(texts))
     assert len(texts) == len(kept)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_a_stop_text_may_be_a_special_token(family):
     tokenizer, codec = opened(family)
     user, tag = (tokenizer.token_to_id(word) for word in (SPECIAL[2], TAG))
@@ -129,7 +125,7 @@ def test_a_stop_text_may_be_a_special_token(family):
         assert text == watched(codec, [], [ids])[1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_an_end_of_text_is_hidden_because_it_ends_the_text(family):
     tokenizer, codec = opened(family)
     tag = tokenizer.token_to_id(TAG)

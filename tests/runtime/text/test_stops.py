@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -13,30 +15,15 @@ OPTIONS = {
     "token_ids": IDS, "max_new_tokens": 120, "ignore_eos": True, "temperature": 1.0,
     "seed": 3,
 }  # fmt: skip
-METHODS = [
-    {"method": "none"},
-    {"method": "draft", "num_draft_tokens": 4},
-    {"method": "lookup", "num_draft_tokens": 3},
-    {"method": "auto"},
-]
-
-
-class Letters:
-    """Text of tokens that are letters."""
-
-    def push(self, ids):
-        return "".join(map(chr, ids))
-
-    def special(self, id):
-        return ""
-
-    def rest(self):
-        return ""
+LETTERS = SimpleNamespace(
+    push=lambda ids: "".join(map(chr, ids)), special=lambda id: "", rest=lambda: ""
+)
+"""Text of tokens that are letters."""
 
 
 def shown(stop, tokens, rounds):
     """The text shown after each round, and what was kept."""
-    ending, texts, kept = StopWatcher(Letters(), [], stop), [], []
+    ending, texts, kept = StopWatcher(LETTERS, [], stop), [], []
     for start in range(0, len(tokens), rounds):
         if ending.reason:
             break
@@ -72,27 +59,21 @@ def test_what_may_become_a_stop_string_is_held_back():
     assert ending.rest() == "aa"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [3, 4])
 def test_the_same_end_with_every_method(model, seed):
     options = {**OPTIONS, "seed": seed}
     text = model.generate(**options, method="none").text
     middle = len(text) // 2
-    stop = text[middle : middle + 3]
-    results = [model.generate(**options, stop=stop, **way) for way in METHODS]
-    for found in results:
-        assert found.token_ids == results[0].token_ids
-        assert found.text == text[: text.index(stop)]
+    stop, kept = text[middle : middle + 3], None
+    for method in ("none", "draft", "lookup", "auto"):
+        stream = model.stream(**options, stop=[stop, "never"], method=method)
+        pieces = "".join(piece.text for piece in stream)
+        found = stream.result()
+        kept = kept or found.token_ids
+        assert found.token_ids == kept
+        assert pieces == found.text == text[: text.index(stop)]
         assert found.finish_reason == found.stats.finish_reason == "stop"
-        assert found.stats.new_tokens == len(found.token_ids)
-        assert len(found.from_draft) == len(found.token_ids)
-
-
-def test_pieces_never_show_what_the_result_does_not(model):
-    text = model.generate(**OPTIONS).text
-    stop = text[40:44]
-    stream = model.stream(**OPTIONS, stop=[stop, "never"])
-    pieces = "".join(piece.text for piece in stream)
-    assert pieces == stream.result().text == text[: text.index(stop)]
+        assert found.stats.new_tokens == len(kept) == len(found.from_draft)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.gguf_tokenizer import special_tokens
 from jetdraft.checkpoints.tokenizer_reader import chat_template
@@ -23,7 +22,7 @@ from tests.runtime.text.chats import (
 TEMPLATES = {
     # Written for these tests, after what published templates do.
     "tokens": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}",
-    "none": "{{ tools is not none }}{{ documents is none }}{{ tools is defined }}",
+    "none": "{{ tools is not none }}{{ documents == none }}{{ tools is defined }}",
     "generation": (
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
         "{{ m.content }}{{ loop.index }}{% endgeneration %}{% else %}<{{ m.content }}>"
@@ -83,7 +82,7 @@ def test_it_sees_what_transformers_gives(name, chat):
 
 
 @pytest.mark.parametrize("chat", CHATS)
-def test_a_bundle_asks_with_the_ids_of_transformers(toy, chat):
+def test_a_bundle_asks_with_the_ids_of_transformers(toy, toy_model, chat):
     messages, variables = CHATS[chat]
     bundle = Bundle.open(toy)
     tokenizer = PreTrainedTokenizerFast(
@@ -93,16 +92,12 @@ def test_a_bundle_asks_with_the_ids_of_transformers(toy, chat):
     expected = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, **variables
     )
-    with jetdraft.load(toy, threads=1) as model:
-        assert model.chat_prompt(messages, **variables) == expected["input_ids"]
-
-
-def test_a_bundle_keeps_the_special_tokens_of_the_tokenizer(bundle):
-    assert Bundle.open(bundle).special_tokens == {"eos_token": "<|endoftext|>"}
+    assert toy_model.chat_prompt(messages, **variables) == expected["input_ids"]
 
 
 @pytest.mark.parametrize("tokens", [{"eos_token": 5}, {"x_token": "a"}, "eos", None])
-def test_special_tokens_that_are_none_are_refused(toy, tokens):
+def test_other_special_tokens_are_refused(toy, bundle, tokens):
+    assert Bundle.open(bundle).special_tokens == {"eos_token": "<|endoftext|>"}
     manifest = {**Bundle.open(toy).to_json(), "special_tokens": tokens}
     with pytest.raises(BundleError, match="malformed"):
         Bundle._parse(toy, manifest)
@@ -251,12 +246,11 @@ def test_messages_that_are_no_json_are_refused(content):
         ChatTemplate("{{ messages }}", {}).render([{"role": "a", "content": content}])
 
 
-def test_messages_and_tools_that_are_nested_deeply_are_refused(toy):
+def test_messages_and_tools_that_are_nested_deeply_are_refused(toy_model):
     value = []
     for _ in range(100_000):
         value = [value]
-    with jetdraft.load(toy, threads=1) as model:
-        with pytest.raises(OptionError):
-            model.chat_prompt([{"role": "user", "content": value}])
-        with pytest.raises(OptionError):
-            model.chat_prompt([user("a")], tools=value)
+    with pytest.raises(OptionError):
+        toy_model.chat_prompt([user(value)])
+    with pytest.raises(OptionError):
+        toy_model.chat_prompt([user("a")], tools=value)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import reduce
 
 import pytest
 
-import jetdraft
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.text.constraint import Constraint, Matcher
 from jetdraft.runtime.text.tools import BEGIN, END, Tools
-from jetdraft.testing import toy_bundle
 
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 G = {
@@ -24,9 +23,9 @@ MARKED = f"<tool_call>\n{CALL}\n</tool_call>"
 OTHER = '<tool_call>{"name": "g", "arguments": {"mark": "</tool_call>"}}</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return jetdraft.load(toy_bundle(tmp_path_factory.mktemp("tools")), threads=1)
+@pytest.fixture
+def model(toy_model):
+    return toy_model
 
 
 def allowed(model, tools, text):
@@ -51,9 +50,11 @@ def allowed(model, tools, text):
             },
         ),
         (
-            {"tags": AS_TEXT, "choice": "f", "parallel": False},
+            {"tags": AS_TEXT, "choice": "f"},
             {MARKED: True, f"{MARKED}{MARKED}": False, "Hello": False, OTHER: False},
         ),
+        ({"tags": AS_TEXT, "choice": "required"}, {f"{MARKED}{MARKED}": True}),
+        ({"tags": AS_TEXT, "parallel": False}, {f"{MARKED}{MARKED}": False}),
         ({"schema": {"const": 5}}, {"5": True, CALL: True, "Hello": False}),
         (
             {"schema": {"const": 5}, "tags": AS_TEXT},
@@ -104,16 +105,11 @@ def test_what_is_certainly_no_call(marked, text, shown):
     assert text[: Tools([F], tags=AS_TEXT if marked else ()).shown(text)] == shown
 
 
-def deep(levels):
-    value = {}
-    for _ in range(levels):
-        value = {"items": value}
-    return value
+DEEP = reduce(lambda value, _: {"items": value}, range(5000), {})
 
 
 @pytest.mark.parametrize(
-    "parameters",
-    [deep(5000), {"const": object()}, {"const": float("nan")}, {"\ud800": {}}],
+    "parameters", [DEEP, {"const": object()}, {"const": float("nan")}, {"\ud800": {}}]
 )
 def test_tools_that_are_no_json_are_refused(parameters):
     function = {"name": "f", "parameters": parameters}
@@ -131,11 +127,6 @@ def test_tools_that_cannot_be_used_are_refused(functions, choice):
         Tools(functions, choice)
 
 
-def test_a_call_that_is_nested_too_deeply_is_none():
-    text = '{"name": "f", "arguments": ' + "[" * 200_000
-    assert Tools([F]).calls(text) == []
-
-
 @pytest.mark.parametrize("number", [2**53 + 1, -(2**64), 10**30, 10**300])
 def test_the_integers_of_a_call_are_those_that_were_written(number):
     text = f'{{"name": "f", "arguments": {{"x": {number}}}}}'
@@ -144,11 +135,11 @@ def test_the_integers_of_a_call_are_those_that_were_written(number):
     assert json.loads(call.for_openai()["function"]["arguments"]) == {"x": number}
 
 
-@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "9" * 5000])
-def test_a_call_with_a_number_that_json_cannot_hold_is_none(number):
+@pytest.mark.parametrize("value", ["1e999", "-1e999", "NaN", "9" * 5000, "[" * 200_000])
+def test_a_call_that_json_cannot_hold_is_no_call(value):
     text = '{"name": "f", "arguments": {"x": %s}}'
     assert len(Tools([F]).calls(text % 5)) == 1
-    assert Tools([F]).calls(text % number) == []
+    assert Tools([F]).calls(text % value) == []
 
 
 NODE = {
@@ -277,14 +268,12 @@ def test_a_reference_to_what_is_not_there_is_refused_by_name(model, schema, word
         model.chat([{"role": "user", "content": "a"}], tools=tools)
 
 
-@pytest.mark.parametrize("key", ["parameters", "schema"])
-def test_numbers_that_would_be_rounded_are_refused(key):
+def test_numbers_that_would_be_rounded_are_refused():
     schema = {"properties": {"n": {"enum": [1, [2**53 + 1]]}}}
-    functions, more = [F], {"schema": schema}
-    if key == "parameters":
-        functions, more = [{**F, "function": {"name": "f", "parameters": schema}}], {}
-    with pytest.raises(OptionError, match="9007199254740993 cannot be kept exactly"):
-        Tools(functions, **more)
+    with_number = {**F, "function": {"name": "f", "parameters": schema}}
+    for functions, more in (([with_number], {}), ([F], {"schema": schema})):
+        with pytest.raises(OptionError, match="9007199254740993 cannot be kept"):
+            Tools(functions, **more)
 
 
 @pytest.mark.parametrize(
@@ -317,9 +306,3 @@ def test_a_call_with_equal_keys_or_deep_arrays_is_a_call():
             f'{BEGIN}{{"name": "f", "arguments": {arguments}}}{END}'
         )
         assert call.name == "f"
-
-
-@pytest.mark.parametrize("choice", ["auto", "required", "f"])
-def test_a_named_function_is_called_once(choice):
-    grammar = Tools([F, G], choice, tags=AS_TEXT).grammar()
-    assert ("(GAP begin call)*" in grammar) == (choice != "f")

@@ -10,7 +10,6 @@ from jetdraft.runtime.drafts.noise import Distribution
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.sampling.chooser import Sampling
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
-from jetdraft.runtime.trees.shape import Tree
 from jetdraft.runtime.trees.shapes import (
     Best,
     Comb,
@@ -20,6 +19,7 @@ from jetdraft.runtime.trees.shapes import (
     ReachThreshold,
     Rerank,
     Static,
+    Tree,
 )
 
 VOCABULARY = 12
@@ -68,19 +68,10 @@ def test_every_shape_makes_a_tree_within_its_budget(shape, kind, budget):
     assert rows.tokens[0] == 4
     assert rows.drafted <= budget
     assert len(asked) == len(set(asked)), "a row was asked about twice"
-
-
-@pytest.mark.parametrize(("shape", "kind"), SHAPES)
-def test_siblings_differ_unless_they_are_replaced(shape, kind):
-    _, _, rows = grow(shape, kind)
     for row in range(len(rows)):
         tokens = [rows.tokens[child] for child in rows.children(row)]
         assert kind is Kind.REPLACED or len(set(tokens)) == len(tokens)
-
-
-@pytest.mark.parametrize(("shape", "kind"), SHAPES)
-def test_the_same_seed_grows_the_same_tree(shape, kind):
-    assert grow(shape, kind)[2].tokens == grow(shape, kind)[2].tokens
+    assert grow(shape, kind, budget)[2].tokens == rows.tokens, "the seed repeats it"
 
 
 def test_a_static_tree_has_the_given_parents_in_order_of_levels():
@@ -100,41 +91,24 @@ def test_a_static_tree_with_wrong_parents_is_refused(parents):
 def test_k_ary_levels():
     _, _, rows = grow(Kary((3, 2)), Kind.DETERMINISTIC, budget=9)
     assert np.bincount(rows.depths).tolist() == [1, 3, 6]
-
-
-def test_k_ary_of_ones_is_a_chain():
     _, _, rows = grow(Kary((1, 1, 1)), Kind.REPLACED, budget=3)
     assert rows.is_chain
 
 
-def reaches(tree):
-    """Every row's reach, from the definition: mass left by elders, times its share."""
-    reaches = [1.0]
-    for row in range(1, len(tree.tokens)):
-        parent = tree.parents[row]
-        mass = TABLE[tree.tokens[parent]]
-        elders = [tree.tokens[r] for r in range(1, row) if tree.parents[r] == parent]
-        left = 1.0 - mass[elders].sum()
-        # tried if all elders fail: each fails with the rest's share
-        tried, rest = reaches[parent], 1.0
-        for elder in elders:
-            tried *= 1.0 - mass[elder] / rest
-            rest -= mass[elder]
-        reaches.append(tried * mass[tree.tokens[row]] / left)
-    return reaches
-
-
 def tried(tree):
     """The reach with which each row was put in: before its own token is known."""
-    own = reaches(tree)
-    shares = []
+    accepted, tried = [1.0], []
     for row in range(1, len(tree.tokens)):
         parent = tree.parents[row]
         mass = TABLE[tree.tokens[parent]]
-        elders = [tree.tokens[r] for r in range(1, row) if tree.parents[r] == parent]
-        left = 1.0 - mass[elders].sum()
-        shares.append(own[row] / (mass[tree.tokens[row]] / left))
-    return shares
+        # It is tried if all elders fail: each fails with the rest's share.
+        reach, rest = accepted[parent], 1.0
+        for elder in (r for r in range(1, row) if tree.parents[r] == parent):
+            reach *= 1.0 - mass[tree.tokens[elder]] / rest
+            rest -= mass[tree.tokens[elder]]
+        tried.append(reach)
+        accepted.append(reach * mass[tree.tokens[row]] / rest)
+    return tried
 
 
 def test_the_heap_puts_rows_in_by_falling_reach():
@@ -173,13 +147,6 @@ def test_rerank_keeps_the_best_products():
     assert sorted(kept) == pytest.approx(sorted(grown)[-6:])
 
 
-def test_merged_without_merging_drafts_what_is_sure_enough():
-    never = Merged(repeat=99)
-    _, _, rows = grow(never, Kind.DETERMINISTIC, budget=12)
-    assert never._repeats == {}
-    assert rows.drafted <= 12
-
-
 def test_merged_asks_less_for_the_same_rows():
     """With merging on one token alone, repeated words are drafted once."""
     _, asked, rows = grow(Merged(repeat=0), Kind.DETERMINISTIC, budget=15)
@@ -207,7 +174,7 @@ def test_a_shape_that_looks_at_draws_does_not_bias_them(shape, second):
     p = [np.array([0.5, 0.5, 0.0]), np.array([0.3, 0.4, 0.3])]
     drafters = [Distribution(np.argsort(-x), np.sort(x)[::-1]) for x in q]
     samples = []
-    for seed in range(3000):
+    for seed in range(1500):
         tree = Tree(Kind.DISTINCT, Sampling(1.0, seed=seed), 30, 4, [0])
         answers = {0: drafters[0]}
         while rows := shape.grow(tree, answers):

@@ -1,6 +1,7 @@
 """How children are drawn, and that a draw leaves the verifier's noise alone."""
 
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,11 +11,11 @@ from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
-from jetdraft.runtime.trees.shape import siblings
+from jetdraft.runtime.trees.shapes import siblings
 
 P = np.array([0.5, 0.3, 0.15, 0.05])
 Q = Distribution(np.array([0, 3, 2, 1]), np.array([0.4, 0.3, 0.2, 0.1]))
-SEEDS = range(6000)
+SEEDS = range(2000)
 
 
 def chi_square(counts, expected):
@@ -26,33 +27,25 @@ def chi_square(counts, expected):
     return (off.sum() - freedom) / np.sqrt(2 * freedom)
 
 
-def drawn(kind, count):
-    return [siblings(kind, Q, count, Sampling(1.0, seed=s), 9) for s in SEEDS]
+MASS = Q.over(np.arange(4))
 
 
-def test_distinct_siblings_are_draws_without_replacement():
-    pairs = list(itertools.permutations(range(4), 2))
-    mass = Q.over(np.arange(4))
-    expected = np.array([mass[a] * mass[b] / (1 - mass[a]) for a, b in pairs])
-    draws = drawn(Kind.DISTINCT, 2)
-    counts = np.array([sum(tuple(x) == pair for x in draws) for pair in pairs])
-    assert abs(chi_square(counts, expected)) < 4
-
-
-def test_replaced_siblings_are_independent_draws():
+@pytest.mark.parametrize(
+    ("kind", "chance"),
+    [
+        (Kind.REPLACED, lambda a, b: MASS[a] * MASS[b]),
+        (Kind.DISTINCT, lambda a, b: (a != b) * MASS[a] * MASS[b] / (1 - MASS[a])),
+        (Kind.TOP_AND_ONE, lambda a, b: (a == 0 != b) * MASS[b] / (1 - MASS[0])),
+    ],
+)
+def test_siblings_are_drawn_as_their_kind_says(kind, chance):
+    draws = [siblings(kind, Q, 2, Sampling(1.0, seed=s), 9) for s in SEEDS]
+    counts = Counter(map(tuple, draws))
     pairs = list(itertools.product(range(4), repeat=2))
-    mass = Q.over(np.arange(4))
-    expected = np.array([mass[a] * mass[b] for a, b in pairs])
-    draws = drawn(Kind.REPLACED, 2)
-    counts = np.array([sum(tuple(x) == pair for x in draws) for pair in pairs])
-    assert abs(chi_square(counts, expected)) < 4
-
-
-def test_top_and_one_fixes_the_best_and_draws_from_the_rest():
-    draws = drawn(Kind.TOP_AND_ONE, 2)
-    assert {x[0] for x in draws} == {0}
-    counts = np.array([sum(x[1] == token for x in draws) for token in range(4)])
-    assert abs(chi_square(counts, np.array([0, 1 / 6, 2 / 6, 3 / 6]))) < 4
+    expected = np.array([chance(*pair) for pair in pairs])
+    seen = np.array([counts[pair] for pair in pairs])
+    assert seen[expected == 0].sum() == 0
+    assert abs(chi_square(seen, expected)) < 4
 
 
 def test_the_first_coupled_sibling_is_what_the_drafter_would_choose():
@@ -62,9 +55,7 @@ def test_the_first_coupled_sibling_is_what_the_drafter_would_choose():
         answer = Answer(Q.ids[None], logits, np.zeros(1, np.float32), logits)
         chosen = Chooser(Sampling(1.0, seed=seed, top_k=4)).choose(answer, [9])
         assert siblings(Kind.COUPLED, Q, 3, sampling, 9)[0] == chosen[0]
-
-
-def test_greedy_coupled_siblings_are_the_best():
+    # Greedy ones are the best.
     assert siblings(Kind.COUPLED, Q, 3, Sampling(), 9) == [0, 3, 2]
 
 

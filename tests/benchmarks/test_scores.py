@@ -1,11 +1,52 @@
+"""What scripts compute: scores of answers, and the constants of the cost model."""
+
 from __future__ import annotations
 
 import statistics
 
 import pytest
+from human_eval import solves
 from roofline import fit, leave_one_out, read, runtime_mb
+from tasks import rouge_l
 
 from jetdraft.devices.planning.cost_model import FITTED, RUNTIME_MB
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "score"),
+    [
+        ([1, 2, 3], [1, 2, 3], 1.0),
+        ([1, 2, 3, 4], [1, 3, 4, 9], 0.75),
+        ([3, 2, 1], [1, 2, 3], 1 / 3),
+        ([1, 2], [1, 2, 3, 4], 4 / 6),
+        ([], [1], 0.0),
+        ([], [], 1.0),
+    ],
+)
+def test_rouge_l_is_the_f1_of_the_longest_common_subsequence(one, other, score):
+    assert rouge_l(one, other) == pytest.approx(score)
+    assert rouge_l(other, one) == pytest.approx(score)
+
+
+TASK = {
+    "prompt": "def double(x):\n",
+    "entry_point": "double",
+    "test": "def check(f):\n    assert f(3) == 6\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "solved"),
+    [
+        ("Here:\n```python\ndef double(x):\n    return 2 * x\n```\nDone.", True),
+        ("def double(x):\n    return 2 * x", True),
+        ("def double(x):\n    return x", False),
+        ("raise SystemExit(0)", False),
+        ("no code", False),
+    ],
+)
+def test_an_answer_is_solved_if_all_tests_ran_and_passed(answer, solved):
+    assert solves(TASK, answer) is solved
 
 
 def test_the_constants_are_those_that_fit_the_published_rows():
