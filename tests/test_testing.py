@@ -100,11 +100,14 @@ def test_the_drafter_is_mostly_right(toy_model, options):
     assert found.stats.tokens_per_pass > 2
 
 
-def test_a_chat_answers_and_ends(toy_model):
+def test_a_chat_and_a_text_end(toy_model):
     reply = toy_model.chat(SPEED, max_new_tokens=64)
     assert reply.text == "The speed is 2 meters per second."
     assert reply.finish_reason == "stop"
     assert toy_model.parts.text.token(reply.token_ids[-1]) == "<|end|>"
+    ended = toy_model.generate("The robot sees", max_new_tokens=200)
+    assert ended.finish_reason == "stop"
+    assert toy_model.parts.text.token(ended.token_ids[-1]) == "<|endoftext|>"
 
 
 def test_turns_add_up(toy_model):
@@ -112,12 +115,6 @@ def test_turns_add_up(toy_model):
     for asked, part in (("Hello", "robot"), ("Tell me the speed.", "speed")):
         assert part in "".join(piece.text for piece in talk.say(asked))
         assert talk.last.finish_reason == "stop"
-
-
-def test_a_text_ends_too(toy_model):
-    ended = toy_model.generate("The robot sees", max_new_tokens=200)
-    assert ended.finish_reason == "stop"
-    assert toy_model.parts.text.token(ended.token_ids[-1]) == "<|endoftext|>"
 
 
 def test_offered_a_tool_it_calls_it(toy_model):

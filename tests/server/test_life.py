@@ -17,11 +17,12 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
+from jetdraft import Pool
 from jetdraft.bundle import CHAT_TEMPLATE
 from jetdraft.cli import main
 from jetdraft.errors import OptionError
 from jetdraft.server.app import Service
-from jetdraft.server.http_server import listening
+from jetdraft.server.http_server import listening, listening_at
 from jetdraft.testing import toy_bundle
 from tests import manifests
 from tests.cli.running import assert_refused
@@ -133,15 +134,16 @@ def test_a_second_ctrl_c_cuts_the_text_and_answers(toy, stream):
         assert int(tokens[1]) < LONG["max_tokens"]
 
 
-def test_the_log_has_every_request_and_no_text(toy):
-    with started(toy) as (process, address), httpx.Client(base_url=address) as client:
+def test_the_log_has_every_request_and_no_text(fresh, caplog):
+    caplog.set_level("INFO", "jetdraft.server")
+    with served(fresh) as address, httpx.Client(base_url=address) as client:
         client.get("/health")
         client.post("/v1/completions", json={**LONG, "max_tokens": 3})
         client.post("/v1/completions", json={**LONG, "prompt": 5})
         client.get("/v1/models")
         client.get(f"/a%0ab{'c' * 999}", params={"prompt": LONG["prompt"]})
-        process.terminate()
-        lines = process.stderr.read().splitlines()
+    records = [r for r in caplog.records if r.name == "jetdraft.server"]
+    lines = [record.getMessage() for record in records]
     assert [re.sub(r"\d+ ms$", "ms", line) for line in lines[:3]] == [
         "POST /v1/completions 200, 3 tokens, ms",
         "POST /v1/completions 400, ms",
@@ -207,10 +209,11 @@ def test_a_store_shows_nobody_what_others_asked(toy, tmp_path):
         return details["accepted_prediction_tokens"]
 
     path = tmp_path / "socket"
-    words = ["--store", tmp_path / "said.sqlite", "--uds", path]
     door = httpx.HTTPTransport(uds=str(path))
     with (
-        started(toy, *words) as (_, address),
+        Pool(toy, 1, threads=1, store=tmp_path / "said.sqlite") as pool,
+        listening_at(path) as listener,
+        served(Service(pool, "toy"), listener) as address,
         httpx.Client(base_url=address, timeout=60) as one,
         httpx.Client(base_url="http://localhost", transport=door, timeout=60) as other,
     ):
