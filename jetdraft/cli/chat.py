@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -62,7 +61,11 @@ def command(
             if line.split()[:1] == ["/quit"]:
                 break
             act = _obey if line.startswith("/") else _answer
-            if line.strip() and not _succeeds(act, talk, line):
+            try:
+                if line.strip():
+                    act(talk, line)
+            except JetdraftError as error:  # it ends no chat
+                click.echo(f"error: {error}", err=True)
                 failed = True
     return 2 if failed and not sys.stdin.isatty() else 0
 
@@ -78,18 +81,6 @@ def _read_line() -> str | None:
     except UnicodeDecodeError:  # of a terminal
         click.echo("error: the line is not UTF-8; write it again", err=True)
         return ""
-
-
-def _succeeds(
-    act: Callable[[Conversation, str], None], talk: Conversation, line: str
-) -> bool:
-    """Act on a line; False after an error, which is printed and ends no chat."""
-    try:
-        act(talk, line)
-    except JetdraftError as error:
-        click.echo(f"error: {error}", err=True)
-        return False
-    return True
 
 
 def _answer(talk: Conversation, line: str) -> None:

@@ -64,8 +64,12 @@ def command(
     """Check BUNDLE's files and contracts, width classes, and every method's text."""
     checked = Bundle.open(bundle, again=True)
     figures = _text_figures(checked, texts)
+    if not run and as_json:
+        rows = {"tokenizer": [row.to_json() for row in figures]} if figures else {}
+        click.echo(json.dumps(checked.to_json() | rows, indent=2))
+        return
     if not run:
-        _show_manifest(checked, figures, as_json)
+        click.echo("\n".join([describe(checked), *_figure_lines(figures, 0.0)]))
         return
     model = load(bundle, **runtime)
     speed = 1e3 / pass_times(model.parts.target, [1])[1] if figures else 0.0
@@ -138,18 +142,6 @@ def _figure_lines(figures: Sequence[TextFigures], speed: float) -> Iterator[str]
                 f"plain      {row.text:16} {speed:.1f} tokens/s, "
                 f"{speed * row.characters_per_token:.1f} characters/s"
             )
-
-
-def _show_manifest(
-    bundle: Bundle, figures: Sequence[TextFigures], as_json: bool
-) -> None:
-    if as_json:
-        rows = {"tokenizer": [row.to_json() for row in figures]} if figures else {}
-        click.echo(json.dumps(bundle.to_json() | rows, indent=2))
-        return
-    click.echo(describe(bundle))
-    for line in _figure_lines(figures, 0.0):
-        click.echo(line)
 
 
 def _width_lines(widths: Widths) -> Iterator[str]:

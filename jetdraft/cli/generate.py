@@ -10,11 +10,10 @@ from jetdraft.cli import flags
 from jetdraft.cli.command import Command, option
 from jetdraft.cli.console import announce_first_run, read_prompt, write_out
 from jetdraft.errors import OptionError
-from jetdraft.runtime.model import Model, load
+from jetdraft.runtime.model import load
 from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.piece import Piece
 from jetdraft.runtime.planning.options import GenerateOptions
-from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.template import user as user_message
 
 FIELDS = ("text", "token_ids", "from_draft", "prompt_tokens", "finish_reason")
@@ -71,18 +70,16 @@ def command(
     text = read_prompt(prompt if text is None else text, prompt_file)
     model = load(bundle, **runtime)
     announce_first_run(model)
-    stream = _stream(model, text, raw, flags.with_defaults(options, model))
+    fields = flags.with_defaults(options, model)
+    if not text:
+        raise OptionError("the prompt is empty; give some text", "prompt")
+    if raw or model.bundle.chat_template is None:
+        stream = model.stream(text, **fields)
+    else:
+        ids = model.chat_prompt([user_message(text)])
+        stream = model.stream(token_ids=ids, **fields)
     return write_out(stream, _show, FIELDS, as_json, explain)
 
 
 def _show(piece: Piece | None) -> None:
     click.echo("" if piece is None else piece.text, nl=piece is None)
-
-
-def _stream(model: Model, text: str, raw: bool, options: GenerateOptions) -> Stream:
-    if not text:
-        raise OptionError("the prompt is empty; give some text", "prompt")
-    if raw or model.bundle.chat_template is None:
-        return model.stream(text, **options)
-    ids = model.chat_prompt([user_message(text)])
-    return model.stream(token_ids=ids, **options)

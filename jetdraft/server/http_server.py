@@ -9,7 +9,7 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,7 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(BACKLOG)
-        asyncio.get_running_loop().set_exception_handler(_Complaints())
+        asyncio.get_running_loop().set_exception_handler(_complaints())
         self._sweeping = asyncio.create_task(self._sweep())
         self._systemd.tell("READY=1")
 
@@ -149,23 +149,22 @@ def logged(app: ASGIApp) -> ASGIApp:
     return answer
 
 
-class _Complaints:
+def _complaints() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
     """Reports errors of the event loop, a lack of files once a minute."""
+    silent_until = 0.0
 
-    def __init__(self) -> None:
-        self._silent_until = 0.0
-
-    def __call__(
-        self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]
-    ) -> None:
+    def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal silent_until
         if "accept" not in context.get("message", ""):
             loop.default_exception_handler(context)
-        elif loop.time() > self._silent_until:
-            self._silent_until = loop.time() + 60.0
+        elif loop.time() > silent_until:
+            silent_until = loop.time() + 60.0
             logging.getLogger("uvicorn.error").error(
                 "no file is left for a new connection (%s); raise `ulimit -n`",
                 context.get("exception"),
             )
+
+    return report
 
 
 def run(

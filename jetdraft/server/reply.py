@@ -17,7 +17,6 @@ from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.sampling.chooser import Logprob
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.stops import DEADLINE, LENGTH, STOP
-from jetdraft.runtime.text.tools import Tools
 from jetdraft.server.desk import Job
 from jetdraft.server.generation_request import GenerationRequest
 from jetdraft.server.refusal import RequestError, refusal_fields
@@ -43,6 +42,7 @@ class Reply:
     ) -> None:
         self.request, self.codec = request, codec
         self.chat = request.prompt is None
+        self._tools = request.tools if self.chat else None
         kind = "chatcmpl" if self.chat else "cmpl"
         self._head = {
             "id": f"{kind}-{uuid4().hex}",
@@ -125,8 +125,7 @@ class Reply:
 
     def _shown(self, text: str) -> int:
         """How many characters of a text cannot be part of a tool call."""
-        tools = self.request.tools
-        return tools.shown(text) if self.chat and tools is not None else len(text)
+        return len(text) if self._tools is None else self._tools.shown(text)
 
     def _chunk(self, delta: Json, **more: Any) -> Json:
         choice: Json = {"index": 0, "finish_reason": None, "logprobs": None, **more}
@@ -139,8 +138,7 @@ class Reply:
         return {**self._head, "object": kind, "choices": [choice], **usage}
 
     def _calls(self, text: str) -> list[Json]:
-        tools: Tools | None = self.request.tools
-        calls = tools.calls(text) if self.chat and tools is not None else []
+        calls = [] if self._tools is None else self._tools.calls(text)
         return [call.for_openai() for call in calls]
 
     def _logprobs(self, entries: Sequence[tuple[Logprob, str]]) -> Json | None:
