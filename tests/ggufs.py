@@ -98,6 +98,18 @@ def random_bytes(kind: Type, shape: tuple[int, int], seed: int) -> np.ndarray:
     return data.reshape(shape[0], -1)
 
 
+def adding(fields: dict[str, Any]) -> Callable[[gguf.GGUFWriter], None]:
+    """A change that adds fields, each in the type of its value."""
+    kinds = {str: "string", float: "float32", bool: "bool", list: "array"}
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        for name, value in fields.items():
+            kind = kinds.get(type(value)) or ("int32" if value < 0 else "uint32")
+            getattr(writer, f"add_{kind}")(name, value)
+
+    return change
+
+
 def write_gguf(
     path: Path,
     config: PreTrainedConfig,

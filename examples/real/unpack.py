@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from jetdraft.checkpoints.gguf import read_gguf
+from jetdraft.checkpoints.gguf import opened_gguf
 from jetdraft.errors import JetdraftError
 
 SHARD_SIZE = 2_000_000_000
@@ -28,19 +28,21 @@ def unpack(file: Path, output: Path) -> None:
     """Write the folder `output`, which must not exist; raises `JetdraftError`."""
     if output.exists():
         raise JetdraftError(f"{output} exists; give a new folder")
-    contents = read_gguf(str(file))
+    with opened_gguf(str(file)) as gguf:
+        config, tokenizer = gguf.config(), gguf.tokenizer()
+        template, special_tokens = gguf.chat_templates(), gguf.special_tokens()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.bfloat16
     )
-    model.config = contents.config
+    model.config = config
     model.tie_weights()
     model.hf_quantizer = None  # its weights are floats by now
     model.save_pretrained(output, max_shard_size=SHARD_SIZE)
-    (output / "tokenizer.json").write_text(contents.tokenizer, encoding="utf-8")
+    (output / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": contents.chat_template,
-        **contents.special_tokens,
+        "chat_template": template,
+        **special_tokens,
     }
     (output / "tokenizer_config.json").write_text(json.dumps(settings))
 

@@ -1,12 +1,8 @@
 """Lets any transformers decoder attend over jetdraft's fixed KV buffers.
 
-Two hooks reach every decoder of transformers 5 without a change to its code: a function
-registered with `AttentionInterface`, and a `Cache` whose `update` hands key and value
-through. `StepState` carries the other inputs of the attention.
-
-In an export, attention becomes one `com.microsoft.GroupQueryAttention` node. Outside of
-an export the same function computes the same result in PyTorch, so the model's own
-module says what its graph must compute.
+Two hooks reach every decoder of transformers 5: a function registered with
+`AttentionInterface`, and a `Cache` that keeps nothing. In an export, attention becomes
+one `com.microsoft.GroupQueryAttention` node; otherwise it is computed in PyTorch.
 """
 
 from __future__ import annotations
@@ -36,11 +32,10 @@ _HARMLESS = {"dropout", "position_ids", "is_causal", "use_cache", "cache_positio
 class StepState:
     """The inputs and outputs that the attention layers share in one pass.
 
-    `past` and `present` hold (key, value) buffers [1, kv_heads, capacity, head_dim]
-    per layer. `last_row` is int32 [1], the index of the pass's last row in them. A
-    `bias` [1, 1, n, capacity] is added to the scores. `windows` has the sliding windows
-    of the layers, 0 for a layer without a window. With a `prefix`, each layer has keys
-    and values of its own behind its first `rows` rows, which rows after them may see.
+    `past` and `present` hold (key, value) buffers [1, kv_heads, capacity, head_dim] per
+    layer. `last_row` is int32 [1], the index of the pass's last row in them. `windows`
+    has the sliding windows of the layers, 0 for none; a `bias` [1, 1, n, capacity] is
+    added to the scores. Rows behind the first `rows` see each layer's `prefix` too.
     """
 
     cursor: torch.Tensor
@@ -79,14 +74,9 @@ class HandThrough(Cache):  # type: ignore[misc]  # transformers is untyped
         super().__init__(layers=[])
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the new rows untouched."""
+        """The new rows, untouched."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -157,12 +147,10 @@ def _with_prefix(
     prefix: tuple[torch.Tensor, torch.Tensor],
     count: int,
 ) -> list[torch.Tensor]:
-    """Query, key and value with a layer's prefix behind the first `count` rows.
-
-    The operator needs a query for each key; the prefix has zeros.
-    """
+    """Query, key and value with a layer's prefix behind the first `count` rows."""
     keys, values = (part.to(rows[0].dtype) for part in prefix)
     groups = rows[0].shape[1] // keys.shape[1]
+    # The operator needs a query for each key.
     queries = torch.zeros_like(keys).repeat_interleave(groups, 1)
     return [
         torch.cat([part[:, :, :count], joined, part[:, :, count:]], 2)

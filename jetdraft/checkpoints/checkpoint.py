@@ -15,7 +15,7 @@ from jetdraft.bundle import Defaults, Speech
 from jetdraft.checkpoints.defaults import Generation
 from jetdraft.checkpoints.draft_vocabulary import limit, read_ids
 from jetdraft.checkpoints.folder import check_folder, checkpoint_folder, weights_sha256
-from jetdraft.checkpoints.gguf import is_gguf, read_gguf
+from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
 from jetdraft.checkpoints.layers import Taps
 from jetdraft.checkpoints.model_reader import (
     check_config,
@@ -53,14 +53,11 @@ ProbeSettings = StreamSettings | PromptSettings
 class Checkpoint:
     """A loaded language model, and the parts of its folder that a bundle keeps.
 
-    `tokenizer` is the text of a tokenizer.json and `chat_template` a Jinja text; both
-    are None for a checkpoint without them. `generation`, `passed_over` and
-    `special_tokens` are as in a `Bundle`. `taps` are what a head reads of the model's
-    states. `draft_ids` int64 [n] are the tokens that a drafter was trained to draft,
-    None for all; `target_rows` counts the tokens of the target that it is `beside`.
-    `start_token_ids` are the tokens that an encoder-decoder's text begins with, empty
-    for a decoder alone. `speech` has the tokens of a model that hears, None for other
-    models.
+    `tokenizer` is the text of a tokenizer.json, `chat_template` a Jinja text. `taps`
+    are what a head reads of the model's states. `draft_ids` int64 [n] are the tokens
+    that a drafter was trained to draft, None for all; `target_rows` counts the tokens
+    of the target that it is `beside`. The text of an encoder-decoder begins with
+    `start_token_ids`. The other fields are as in a `Bundle`.
 
         checkpoint = Checkpoint.load("examples/pycode/target", torch.float32)
     """
@@ -83,7 +80,7 @@ class Checkpoint:
 
     @classmethod
     def load(cls, source: str, dtype: torch.dtype) -> Checkpoint:
-        """Load a local folder, a GGUF file or a hub id; raise `CheckpointError`.
+        """Load a local folder, a GGUF file or a hub id; raises `CheckpointError`.
 
         The model computes in `dtype`; its weights keep the type they are stored in.
         """
@@ -121,24 +118,27 @@ class Checkpoint:
     @classmethod
     def _of_gguf(cls, source: str, dtype: torch.dtype) -> Checkpoint:
         with silenced(logging.WARNING), no_progress_bars():
-            contents = read_gguf(source)
-            check_config(source, contents.config)
-            packed = contents.packed
-            model = load_model(source, contents.config, packed, contents.dtype)
+            with opened_gguf(source) as file:
+                passed_over, config = file.passed_over(), file.config()
+                packed, tokenizer = file.weights(config), file.tokenizer()
+                generation, templates = file.generation(), file.chat_templates()
+                named, kept_in = file.special_tokens(), file.dtype()
+            check_config(source, config)
+            model = load_model(source, config, packed, kept_in)
             compute_in(model, dtype)
         ends = _eos_token_ids(source, model)
         size = model.get_output_embeddings().weight.shape[0]
         return cls(
             source=source,
             model=model,
-            tokenizer=contents.tokenizer,
-            chat_template=chat_template(contents.chat_template),
+            tokenizer=tokenizer,
+            chat_template=chat_template(templates),
             eos_token_ids=ends,
             # Without integers it is a checkpoint of floats like any other.
             packed=replace(packed, floats={}) if packed.blocks else None,
-            special_tokens=contents.special_tokens,
-            generation=contents.generation.defaults(size, ends),
-            passed_over=contents.passed_over,
+            special_tokens=named,
+            generation=generation.defaults(size, ends),
+            passed_over=passed_over,
         )
 
     @property
@@ -152,10 +152,7 @@ class Checkpoint:
         return bool(self.model.config.is_encoder_decoder)
 
     def names(self) -> dict[int, str]:
-        """The names of all weights by Python's `id`.
-
-        A weight that the embedding and a linear layer share has the layer's name.
-        """
+        """The names of weights by Python's `id`; of a tied one the linear layer's."""
         names = {id(weight): name for name, weight in self.model.named_parameters()}
         for name, layer in self.model.named_modules():
             if isinstance(layer, torch.nn.Linear):
@@ -168,10 +165,7 @@ class Checkpoint:
         return {names[id(m.weight)] for m in layers if isinstance(m, torch.nn.Linear)}
 
     def with_streams(self, scale: float) -> Probed:
-        """The model with the probes that were trained for it.
-
-        In the shared mode the LoRA, times `scale`, is added to the model's weights.
-        """
+        """The model with its probes; LoRA of the shared mode is added `scale` times."""
         assert self.streams is not None
         if self.packed is not None and self.streams.mode == SHARED:
             raise CheckpointError(
@@ -189,26 +183,17 @@ class Checkpoint:
 
     @cached_property
     def sha256(self) -> str:
-        """One hash over the weight files.
-
-        Raises `CheckpointError` where there are no safetensors.
-        """
+        """One hash over the weights; raises `CheckpointError` without safetensors."""
         return weights_sha256(checkpoint_folder(self.source))
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens that the LM head can choose.
-
-        A drafter beside a target chooses none that the target lacks.
-        """
+        """The number of tokens that the LM head can choose, and the target has."""
         rows = int(self.model.get_output_embeddings().weight.shape[0])
         return min(rows, self.target_rows or rows)
 
     def beside(self, target_rows: int) -> Checkpoint:
-        """This drafter beside a target whose LM head has that many rows.
-
-        Its model reads all of the target's ids, and says no others; see `limit`.
-        """
+        """This drafter beside a target with that many rows of LM head; see `limit`."""
         limit(self.model, self.vocab_size, target_rows)
         ids = self.draft_ids
         known = None if ids is None else ids[ids < target_rows]
@@ -244,10 +229,7 @@ def read_settings(folder: Path) -> ProbeSettings | None:
 def load_probes(
     model: Any, settings: ProbeSettings, folder: Path, scale: float
 ) -> Probed:
-    """Add a checkpoint's probes to its model, in place.
-
-    In the shared mode of streams the LoRA, times `scale`, is merged into the model.
-    """
+    """Add a checkpoint's probes to its model, in place; see `with_streams`."""
     if isinstance(settings, PromptSettings):
         return load_prompts(model, settings, folder)
     return load_streams(model, settings, folder, scale)
@@ -271,13 +253,14 @@ def _eos_token_ids(source: str, model: Any) -> tuple[int, ...]:
 
 
 def _start_token_ids(source: str, model: Any) -> tuple[int, ...]:
-    """The start token of an encoder-decoder, and the token that it forces after it."""
+    """The start token of an encoder-decoder, and the token forced after it."""
     if not model.config.is_encoder_decoder:
         return ()
-    ids = [
-        _setting(model, name)
-        for name in ("decoder_start_token_id", "forced_bos_token_id")
-    ]
+    configs = model.generation_config, model.config
+    ids: list[Any] = []
+    for name in ("decoder_start_token_id", "forced_bos_token_id"):
+        values = (getattr(config, name, None) for config in configs)
+        ids.append(next((value for value in values if value is not None), None))
     size = model.get_output_embeddings().weight.shape[0]
     if ids[0] is None or not all(
         id is None or (type(id) is int and 0 <= id < size) for id in ids
@@ -288,12 +271,3 @@ def _start_token_ids(source: str, model: Any) -> tuple[int, ...]:
             "config.json or generation_config.json"
         )
     return tuple(id for id in ids if id is not None)
-
-
-def _setting(model: Any, name: str) -> Any:
-    """A field of the generation's config, or else of the model's."""
-    for config in (model.generation_config, model.config):
-        value = getattr(config, name, None)
-        if value is not None:
-            return value
-    return None

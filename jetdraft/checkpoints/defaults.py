@@ -1,7 +1,6 @@
 """How a checkpoint says that its text is chosen: the fields, and what becomes of them.
 
-A field that no row names is warned of too, so nothing is passed over in silence.
-docs/checkpoints.md has these rows as tables.
+A field without a row is warned of too. docs/checkpoints.md has the rows as tables.
 """
 
 from __future__ import annotations
@@ -25,20 +24,13 @@ MOST = 60
 
 
 def neutral(*values: Any) -> Callable[[Any], bool]:
-    """Whether a value is None, empty or one of these, which change no text.
-
-    neutral(0, 1)(1.0)    # True
-    """
+    """Whether a value is None, empty or one of these, which change no text."""
     return lambda value: value in (None, "", [], {}, ()) or value in values
 
 
 @dataclass(frozen=True)
 class Row:
-    """Fields, by their names with spaces between, and what becomes of them.
-
-    `why` says how, or why not. A value that is `neutral` is neither warned of nor
-    refused.
-    """
+    """Fields, by names with spaces between, their fate, and why unless `neutral`."""
 
     names: str
     fate: str
@@ -46,172 +38,94 @@ class Row:
     neutral: Callable[[Any], bool] = neutral()
 
 
+# fmt: off
 GENERATION = (
-    Row(
-        "do_sample temperature top_k top_p min_p",
-        HONOURED,
-        "greedy unless `do_sample`; then the temperature is 1 and `top_k` 50 where the "
-        "file has none, as in transformers",
-    ),
+    Row("do_sample temperature top_k top_p min_p", HONOURED,
+        "greedy unless `do_sample`; then the temperature is 1 and `top_k` 50 where "
+        "the file has none, as in transformers"),
     Row("repetition_penalty", HONOURED, "the option of this name"),
     Row("stop_strings", HONOURED, "the option `stop`"),
     Row("eos_token_id", HONOURED, "all of them end a text"),
     Row("suppress_tokens", HONOURED, "the option `logit_bias`, which takes them out"),
-    Row(
-        "bad_words_ids",
-        WARNED,
+    Row("bad_words_ids", WARNED,
         "words of several tokens; words of one token are honoured as `logit_bias`",
-        lambda words: all(len(word) == 1 for word in words or ()),
-    ),
-    Row(
-        "num_beams",
-        WARNED,
-        "there is no beam search: the text is the one of a single beam",
-        neutral(1),
-    ),
-    Row(
-        "early_stopping length_penalty num_beam_groups diversity_penalty",
-        NO_TEXT,
-        "only beams have it",
-    ),
-    Row(
-        "max_length",
-        WARNED,
-        "`--max-new-tokens` and `--capacity` say how long a text is",
-        neutral(20),
-    ),
-    Row(
-        "max_new_tokens max_time",
-        WARNED,
-        "`--max-new-tokens` and `max_seconds` say how long a text is",
-        neutral(),
-    ),
-    Row(
-        "min_length min_new_tokens exponential_decay_length_penalty",
-        WARNED,
-        "a text may end at any token",
-        neutral(0),
-    ),
-    Row(
-        "no_repeat_ngram_size encoder_no_repeat_ngram_size",
-        WARNED,
-        "the text may repeat; see `repetition_penalty`",
-        neutral(0),
-    ),
-    Row(
-        "encoder_repetition_penalty guidance_scale",
-        WARNED,
-        "no option does this",
-        neutral(1),
-    ),
-    Row(
-        "sequence_bias penalty_alpha dola_layers constraints force_words_ids "
-        "watermarking_config token_healing",
-        WARNED,
-        "no option does this",
-        neutral(False),
-    ),
-    Row(
-        "top_h typical_p epsilon_cutoff eta_cutoff",
-        NO_TEXT,
-        "without `do_sample` nothing is filtered",
-    ),
-    Row(
-        "begin_suppress_tokens forced_bos_token_id forced_eos_token_id",
-        WARNED,
-        "no token is forced or forbidden at one place only",
-    ),
+        lambda words: all(len(word) == 1 for word in words or ())),
+    Row("num_beams", WARNED,
+        "there is no beam search: the text is the one of a single beam", neutral(1)),
+    Row("early_stopping length_penalty num_beam_groups diversity_penalty", NO_TEXT,
+        "only beams have it"),
+    Row("max_length", WARNED,
+        "`--max-new-tokens` and `--capacity` say how long a text is", neutral(20)),
+    Row("max_new_tokens max_time", WARNED,
+        "`--max-new-tokens` and `max_seconds` say how long a text is", neutral()),
+    Row("min_length min_new_tokens exponential_decay_length_penalty", WARNED,
+        "a text may end at any token", neutral(0)),
+    Row("no_repeat_ngram_size encoder_no_repeat_ngram_size", WARNED,
+        "the text may repeat; see `repetition_penalty`", neutral(0)),
+    Row("encoder_repetition_penalty guidance_scale", WARNED, "no option does this",
+        neutral(1)),
+    Row("sequence_bias penalty_alpha dola_layers constraints force_words_ids "
+        "watermarking_config token_healing", WARNED, "no option does this",
+        neutral(False)),
+    Row("top_h typical_p epsilon_cutoff eta_cutoff", NO_TEXT,
+        "without `do_sample` nothing is filtered"),
+    Row("begin_suppress_tokens forced_bos_token_id forced_eos_token_id", WARNED,
+        "no token is forced or forbidden at one place only"),
     Row("renormalize_logits remove_invalid_values", NO_TEXT, "the order stays"),
-    Row(
-        "bos_token_id pad_token_id decoder_start_token_id",
-        NO_TEXT,
-        "the tokenizer or the chat template begins a text, and nothing is padded",
-    ),
-    Row(
-        "use_cache cache_implementation cache_config max_cache_len prefill_chunk_size "
-        "compile_config disable_compile continuous_batching_config low_memory "
-        "return_legacy_cache",
-        NO_TEXT,
-        "how transformers computes; a bundle has its own KV buffers",
-    ),
-    Row(
-        "is_assistant use_mtp num_assistant_tokens num_assistant_tokens_schedule "
+    Row("bos_token_id pad_token_id decoder_start_token_id", NO_TEXT,
+        "the tokenizer or the chat template begins a text, and nothing is padded"),
+    Row("use_cache cache_implementation cache_config max_cache_len "
+        "prefill_chunk_size compile_config disable_compile "
+        "continuous_batching_config low_memory return_legacy_cache", NO_TEXT,
+        "how transformers computes; a bundle has its own KV buffers"),
+    Row("is_assistant use_mtp num_assistant_tokens num_assistant_tokens_schedule "
         "assistant_confidence_threshold prompt_lookup_num_tokens "
         "max_matching_ngram_size assistant_early_exit assistant_lookbehind "
-        "target_lookbehind assistant_ensemble_weight speculation_type",
-        NO_TEXT,
-        "how transformers drafts; drafts change no text here",
-    ),
-    Row(
-        "num_return_sequences output_attentions output_hidden_states output_scores "
-        "output_logits return_dict_in_generate",
-        NO_TEXT,
-        "what a call gives back beside the text",
-    ),
-    Row(
-        "transformers_version _from_model_config _commit_hash generation_kwargs",
-        NO_TEXT,
-        "where the file comes from",
-    ),
+        "target_lookbehind assistant_ensemble_weight speculation_type", NO_TEXT,
+        "how transformers drafts; drafts change no text here"),
+    Row("num_return_sequences output_attentions output_hidden_states output_scores "
+        "output_logits return_dict_in_generate", NO_TEXT,
+        "what a call gives back beside the text"),
+    Row("transformers_version _from_model_config _commit_hash generation_kwargs",
+        NO_TEXT, "where the file comes from"),
 )
 """Of generation_config.json, or of config.json where that is missing."""
 
 SAMPLED = (
-    Row(
-        "top_h typical_p epsilon_cutoff eta_cutoff",
-        WARNED,
-        "sampling has no such filter",
-        neutral(0, 1),
-    ),
+    Row("top_h typical_p epsilon_cutoff eta_cutoff", WARNED,
+        "sampling has no such filter", neutral(0, 1)),
 )
 """With `do_sample`, in place of the rows above."""
 
 SOURCES = (
-    Row(
-        "decoder_start_token_id forced_bos_token_id",
-        HONOURED,
-        "a text begins with them",
-    ),
+    Row("decoder_start_token_id forced_bos_token_id", HONOURED,
+        "a text begins with them"),
 )
 """Of encoder-decoders, in place of the rows above."""
 
 HEARING = (
-    Row(
-        "no_timestamps_token_id lang_to_id task_to_id suppress_tokens "
-        "begin_suppress_tokens max_initial_timestamp_index",
-        HONOURED,
-        "the rules of a transcript",
-    ),
-    Row(
-        "language task return_timestamps",
-        WARNED,
+    Row("no_timestamps_token_id lang_to_id task_to_id suppress_tokens "
+        "begin_suppress_tokens max_initial_timestamp_index", HONOURED,
+        "the rules of a transcript"),
+    Row("language task return_timestamps", WARNED,
         "`jetdraft transcribe` takes the language, or detects it",
-        neutral("transcribe", False, True),
-    ),
+        neutral("transcribe", False, True)),
     Row("stop_strings", WARNED, "a transcript has no stop texts"),
-    Row(
-        "max_length max_new_tokens forced_decoder_ids is_multilingual alignment_heads "
-        "prev_sot_token_id median_filter_width",
-        NO_TEXT,
-        "windows have their own length and beginning, and words no times",
-    ),
+    Row("max_length max_new_tokens forced_decoder_ids is_multilingual "
+        "alignment_heads prev_sot_token_id median_filter_width", NO_TEXT,
+        "windows have their own length and beginning, and words no times"),
 )
 """Of models that hear, in place of the rows above."""
+# fmt: on
 
 
 def by_name(*tables: tuple[Row, ...]) -> dict[str, Row]:
-    """The rows by the names of fields; later tables rule.
-
-    by_name(GENERATION, SOURCES)["forced_bos_token_id"].fate    # "honoured"
-    """
+    """The rows by the names of fields; later tables rule."""
     return {name: row for rows in tables for row in rows for name in row.names.split()}
 
 
 def row_of(name: str, rows: Mapping[str, Row]) -> Row | None:
-    """The row of a field: by its name, or by a beginning such as "general.*".
-
-    row_of("general.author", by_name(FILE)).fate    # "changes no text"
-    """
+    """The row of a field: by its name, or by a beginning such as "general.*"."""
     begun = (p for p in rows if p.endswith("*") and name.startswith(p[:-1]))
     return rows.get(name) or rows.get(next(begun, ""))
 
@@ -219,7 +133,6 @@ def row_of(name: str, rows: Mapping[str, Row]) -> Row | None:
 def passed_over(
     file: str, fields: Mapping[str, Any], rows: Mapping[str, Row]
 ) -> Iterator[str]:
-    """A line for each field of a file that would change the text, and does not."""
     for name, value in fields.items():
         row = row_of(name, rows) or _UNKNOWN
         if row.fate == WARNED and not row.neutral(value):
@@ -244,12 +157,17 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-def read_defaults(source: str) -> Defaults:
-    """The defaults of a local folder or a hub id, see `Generation`.
-
-    read_defaults("target/")  # {"temperature": 0.6, "top_k": 50, "top_p": 0.95}
-    """
-    return Generation.read(source).defaults()
+def read_fields(source: str, name: str) -> dict[str, Any] | None:
+    """The JSON file of a folder or a hub id, None without it; `CheckpointError`."""
+    file = transformers.utils.cached_file(
+        source, name, _raise_exceptions_for_missing_entries=False
+    )
+    try:
+        return None if file is None else dict(read_json_file(Path(file)))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{name} of {source} cannot be read ({error}); fetch it again"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -267,35 +185,25 @@ class Generation:
     def read(cls, source: str) -> Generation:
         """The fields of a local folder or a hub id.
 
-        As in transformers, config.json has them where generation_config.json is
-        missing. Raises `CheckpointError` for a file that cannot be read, and for a
-        value that is not a number in its range.
+        As in transformers, config.json has them where the file is missing. Raises
+        `CheckpointError` for an unreadable file, and for a value out of range.
         """
-        file = transformers.utils.cached_file(
-            source, FILE, _raise_exceptions_for_missing_entries=False
-        )
-        if file is None:
+        fields, file = read_fields(source, FILE), FILE
+        if fields is None:
             said, _ = transformers.PreTrainedConfig.get_config_dict(source)
             known = by_name(GENERATION)
             fields = {name: value for name, value in said.items() if name in known}
-            found = cls(source, CONFIG, fields)
-        else:
-            try:
-                found = cls(source, FILE, dict(read_json_file(Path(file))))
-            except (OSError, ValueError, TypeError) as error:
-                raise CheckpointError(
-                    f"{FILE} of {source} cannot be read ({error}); fetch it again"
-                ) from error
+            file = CONFIG
+        found = cls(source, file, fields)
         found.defaults()  # refuses bad values before any weight is read
         return found
 
     def defaults(
         self, vocab_size: int = 0, ends: Iterable[int] = (), hears: bool = False
     ) -> Defaults:
-        """The options that the fields stand for; empty without any.
+        """The options that the fields stand for; raises `CheckpointError`.
 
-        Of tokens that are never written, those in the vocabulary count, and no end of
-        text; a model that hears has rules for them. Raises `CheckpointError`.
+        Tokens of the vocabulary that end no text may be never written.
         """
         fields, options = self.fields, dict[str, Any]()
         if fields.get("do_sample") is True:
@@ -338,7 +246,6 @@ class Generation:
             raise self._wrong(f"is malformed ({error})") from error
 
     def _check(self, name: str, value: Any) -> None:
-        """Raise `CheckpointError` unless the value is a number in its range."""
         least, most = _RANGES[name]
         kinds = (int,) if name == "top_k" else (int, float)
         if type(value) not in kinds or not least <= value <= most:

@@ -1,11 +1,7 @@
 """The rows of a drafter's matrices, and the target's tokens that they stand for.
 
-Publishers pad embeddings and LM heads, so models with one tokenizer differ in rows.
-
-EAGLE-3's authors store a draft vocabulary as two tensors: `d2t` int64 [n] has the
-target's id less the row, and `t2d` bool [vocabulary] marks the ids. A drafter that
-`jetdraft train draft` made for a part of the vocabulary has them beside its weights,
-whose LM head is whole.
+As EAGLE-3's authors store it, `d2t` int64 [n] has the target's id less the row, and
+`t2d` bool [vocabulary] marks the ids. Drafters of `jetdraft train draft` have both too.
 """
 
 from __future__ import annotations
@@ -29,10 +25,7 @@ two vocabularies."""
 
 
 def limit(model: Any, own: int, rows: int) -> None:
-    """Let a drafter's model of `own` tokens read and choose the ids below `rows` only.
-
-    It reads an id that it lacks as its last.
-    """
+    """Let a drafter of `own` tokens choose and read the ids below `rows` only."""
 
     def known(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (inputs[0].clamp(max=own - 1), *inputs[1:])
@@ -48,10 +41,7 @@ def limit(model: Any, own: int, rows: int) -> None:
 
 
 def map_of(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """The two tensors of a draft vocabulary, int64 ids [n].
-
-    map_of(torch.tensor([0, 7]), 288)["d2t"]    # [0, 6]
-    """
+    """The two tensors of a draft vocabulary, int64 ids [n]."""
     marked = torch.zeros(vocab_size, dtype=torch.bool)
     marked[ids] = True
     return {D2T: ids - torch.arange(len(ids)), T2D: marked}
@@ -60,10 +50,7 @@ def map_of(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
 def ids_of(
     source: str, tensors: Mapping[str, Tensor], rows: int, vocab_size: int
 ) -> Tensor:
-    """The target's id of each of `rows` rows, int64; raises `CheckpointError`.
-
-    A `t2d` may be missing.
-    """
+    """The target's id of each row, int64 [rows]; raises `CheckpointError`."""
     offsets, marked = tensors[D2T].long(), tensors.get(T2D)
     ids = torch.arange(len(offsets)) + offsets
     in_range = bool(((ids >= 0) & (ids < vocab_size)).all())
@@ -83,10 +70,7 @@ def ids_of(
 
 
 def read_ids(folder: Path, vocab_size: int) -> Tensor | None:
-    """The draft vocabulary of a drafter's folder, ascending; None without a map.
-
-    Raises `CheckpointError` for a map that is no permutation of tokens.
-    """
+    """A drafter's ids, ascending; None without a map; raises `CheckpointError`."""
     tensors: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:

@@ -22,17 +22,17 @@ _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def check_folder(source: str) -> None:
-    """Raise `CheckpointError` for a local path without a config.
-
-    Any other source may be a hub id.
-    """
+    """Raise `CheckpointError` for a local path without a config, not for a hub id."""
     path = Path(source)
-    # Unlike those of `Path`, these functions take a name of any length.
-    looks_local = os.path.exists(source) or source.startswith((".", "/", "~"))
-    looks_local = looks_local or path.suffix == ".gguf"
-    # A hub id has one slash, and its owner is no folder here.
-    looks_local = looks_local or source.count("/") != 1
-    looks_local = looks_local or os.path.isdir(path.parent)
+    looks_local = (
+        # Unlike the methods of `Path`, this function takes a name of any length.
+        os.path.exists(source)
+        or source.startswith((".", "/", "~"))
+        or path.suffix == ".gguf"
+        # A hub id has one slash, and its owner is no folder here.
+        or source.count("/") != 1
+        or os.path.isdir(path.parent)
+    )
     if not looks_local:
         return
     if not os.path.isdir(source):
@@ -61,10 +61,7 @@ def check_entries(folder: Path) -> None:
 
 
 def checkpoint_folder(source: str) -> Path:
-    """The folder of a checkpoint's files; for a hub id it is in the hub's cache.
-
-    Raises `CheckpointError` for a GGUF file.
-    """
+    """A checkpoint's folder, in the hub's cache for an id; refuses a GGUF file."""
     if is_gguf(source):
         raise CheckpointError(
             f"{source} is a GGUF file, not a folder of safetensors; give the model's "
@@ -96,10 +93,7 @@ def weights_sha256(folder: Path) -> str:
 
 
 def stored_dtype(source: str) -> torch.dtype:
-    """The type of the floats in a folder's files, which config.json may not say.
-
-    float32 if they have several types or another type.
-    """
+    """The type of the floats in a folder's files; float32 for several or others."""
     types = set()
     for file in Path(source).glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
@@ -116,14 +110,15 @@ _MOST_BYTES = 1 << 28
 
 
 def check_shards(folder: Path) -> None:
-    """Raise `CheckpointError` for a shard outside the folder, or one that is missing.
+    """Raise `CheckpointError` for a shard outside the folder, or a missing one.
 
-    An index of which no shard is here is that of a format that was not fetched.
+    Where no shard of an index is here, its format was not fetched.
     """
     for index in sorted(folder.glob("*.index.json")):
         shards = sorted(set(_shards(index)))
         for name in shards:
-            if _leaves(name):
+            paths = PurePosixPath(name), PureWindowsPath(name)
+            if any(bool(path.anchor) or ".." in path.parts for path in paths):
                 raise CheckpointError(
                     f"{printable(index)} names the shard {printable(name, 60)}, which "
                     "is outside the folder; fetch the files again"
@@ -137,7 +132,6 @@ def check_shards(folder: Path) -> None:
 
 
 def _shards(index: Path) -> Iterator[str]:
-    """The file of each tensor, as an index of transformers has them."""
     try:
         contents = read_json_file(index, _MOST_BYTES)
     except (OSError, JsonError) as error:
@@ -150,14 +144,6 @@ def _shards(index: Path) -> Iterator[str]:
             yield name
 
 
-def _leaves(name: str) -> bool:
-    """Whether a path leads out of the folder it is relative to, on any system."""
-    return any(
-        bool(path.anchor) or ".." in path.parts
-        for path in (PurePosixPath(name), PureWindowsPath(name))
-    )
-
-
 OWN_CODE = {"trust_remote_code": False}
 """Otherwise transformers asks on the terminal whether to run a checkpoint's code."""
 
@@ -167,10 +153,7 @@ _LONG = 200
 
 @contextmanager
 def as_checkpoint_error(source: str) -> Iterator[None]:
-    """Turn the errors of loaders into `CheckpointError`s of one line.
-
-    with as_checkpoint_error("org/name"): ...
-    """
+    """Turn the errors of loaders into `CheckpointError`s of one line."""
     try:
         yield
     except SafetensorError as error:
@@ -187,10 +170,7 @@ def as_checkpoint_error(source: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a message, and the next one if the first announces it.
-
-    Of a long line the first sentence is left.
-    """
+    """The first line of a message, with what it announces; its sentence if long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     shown = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
     text = " ".join(shown) or type(error).__name__

@@ -1,8 +1,6 @@
 """Reads GGUF files: the format of llama.cpp, one file with everything in it.
 
-transformers maps the names of configs and weights, and says how llama.cpp has changed
-a weight. Matrices keep their integers where `gguf_types` knows their type; transformers
-changes those by the order of their rows only, if at all.
+transformers maps the names of configs and weights, and says how llama.cpp changed them.
 """
 
 from __future__ import annotations
@@ -10,15 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import transformers
-from gguf import GGML_QUANT_SIZES, GGUFReader, ReaderTensor, dequantize
+from gguf import GGUFReader, ReaderTensor, dequantize
 from transformers.modeling_gguf_pytorch_utils import (
     GGUF_SUPPORTED_ARCHITECTURES,
     TENSOR_PROCESSORS,
@@ -72,28 +68,8 @@ _SAMPLE = 64
 _DAMAGED = (ValueError, IndexError, KeyError, TypeError, OverflowError, RuntimeError)
 """What the reader raises for a file that is cut off."""
 
-Floats = npt.NDArray[np.floating[Any]]
-
-
 _SAMPLING = {"temp": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 """What llama.cpp takes where a file has some of these fields."""
-
-
-@dataclass(frozen=True)
-class GgufContents:
-    """Everything that a bundle takes from a GGUF file.
-
-    `dtype` is the type in which torch keeps the floats.
-    """
-
-    config: Any
-    packed: PackedWeights
-    dtype: torch.dtype
-    tokenizer: str | None
-    chat_template: Any
-    special_tokens: dict[str, str]
-    generation: Generation
-    passed_over: tuple[str, ...]
 
 
 def is_gguf(source: str) -> bool:
@@ -101,48 +77,33 @@ def is_gguf(source: str) -> bool:
     return os.path.isfile(source)  # False for a name that is too long
 
 
-def read_gguf(source: str) -> GgufContents:
-    """Read a file; raises `CheckpointError`, or `UnsupportedModelError` by name."""
-    with _as_checkpoint_error(source):
-        file = GgufFile(source)
-        passed = file.passed_over()
-        config = file.config()
-        packed = file.weights(config)
-        template = "tokenizer.chat_template"
-        return GgufContents(
-            config=config,
-            packed=packed,
-            dtype=file.dtype(),
-            tokenizer=file.tokenizer(),
-            chat_template={
-                "default": file.field(template),
-                "tool_use": file.field(f"{template}.tool_use"),
-            },
-            special_tokens=special_tokens(file.field),
-            generation=file.generation(),
-            passed_over=passed,
-        )
-
-
-def read_gguf_tokenizer(source: str) -> str | None:
-    """The tokenizer alone; raises what `read_gguf` raises."""
-    with _as_checkpoint_error(source):
-        return GgufFile(source).tokenizer()
+@contextmanager
+def opened_gguf(source: str) -> Iterator[GgufFile]:
+    """A file to read; raises `CheckpointError`, or `UnsupportedModelError` by name."""
+    try:
+        yield GgufFile(source)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {source} ({error.strerror or error}); check the file"
+        ) from error
+    except _DAMAGED as error:
+        # The reader's own words are about arrays; they stay in the traceback.
+        raise CheckpointError(
+            f"{source} is cut off, or is not a GGUF file that the package gguf can "
+            "read; fetch it again, or upgrade gguf"
+        ) from error
 
 
 class GgufFile:
-    """An open GGUF file; its tensors are mapped into memory.
+    """An open GGUF file, mapped into memory.
 
     GgufFile("model.gguf").field("general.architecture")    # "llama"
     """
 
     def __init__(self, source: str) -> None:
-        path = Path(source)
-        if not path.is_file():
-            raise CheckpointError(f"no GGUF file at {source}; give a file, or a folder")
-        self.source, self.path = source, path
-        _check_beginning(path)
-        self.reader = GGUFReader(path)
+        self.source, self.path = source, Path(source)
+        self._check_beginning()
+        self.reader = GGUFReader(self.path)
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         self.family = str(self.field("general.architecture"))
         self._check()
@@ -151,6 +112,18 @@ class GgufFile:
         """The value of a field; None for a field that the file lacks."""
         field = self.reader.get_field(name)
         return None if field is None else field.contents()
+
+    def _check_beginning(self) -> None:
+        """Refuse a file that never was a GGUF file."""
+        with self.path.open("rb") as handle:
+            beginning = handle.read(len(_MAGIC))
+        if not beginning:
+            raise CheckpointError(f"{printable(self.path)} is empty; fetch it again")
+        if beginning != _MAGIC:
+            raise CheckpointError(
+                f"{printable(self.path)} is not a GGUF file, it begins with "
+                f"{beginning!r}; give a GGUF file, or the folder of a checkpoint"
+            )
 
     def _check(self) -> None:
         """Refuse files that cannot become one decoder."""
@@ -187,6 +160,15 @@ class GgufFile:
                 "file again"
             ) from error
 
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of the special tokens, by transformers' names."""
+        return special_tokens(self.field)
+
+    def chat_templates(self) -> dict[str, str | None]:
+        """The chat template, and the one for tools, by transformers' names."""
+        name = "tokenizer.chat_template"
+        return {"default": self.field(name), "tool_use": self.field(f"{name}.tool_use")}
+
     def generation(self) -> Generation:
         """How the file says that its text is chosen, by transformers' names."""
         fields: dict[str, Any] = {}
@@ -201,10 +183,7 @@ class GgufFile:
         return found
 
     def passed_over(self) -> tuple[str, ...]:
-        """A line for each field that would change the text, and does not.
-
-        Raises `UnsupportedModelError` for a field with which no model here computes.
-        """
+        """A line for each field that is warned of; raises for one that is refused."""
         lines: list[str] = []
         file, model = by_name(FILE), by_name(MODEL)
         for name in self.reader.fields:
@@ -254,7 +233,9 @@ class GgufFile:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
-        turns = 8192 / (2 * np.pi) * _frequencies(config)
+        powers = np.arange(0, head_size(config), 2) / head_size(config)
+        frequencies = config.rope_parameters["rope_theta"] ** -powers
+        turns = 8192 / (2 * np.pi) * frequencies
         smooth = ((turns - 1) / (4 - 1)).clip(0, 1)
         expected = 1 / ((1 - smooth) / scaling["factor"] + smooth)
         if len(stored) != len(expected) or not np.allclose(stored, expected, rtol=1e-3):
@@ -266,10 +247,7 @@ class GgufFile:
 
     @property
     def tied(self) -> bool:
-        """Whether head and embedding are one matrix.
-
-        A file may hold a tied matrix twice, with different integers.
-        """
+        """Whether head and embedding are one matrix, which a file may hold twice."""
         if HEAD not in self.tensors:
             return True
         head, embedding = self.tensors[HEAD], self.tensors[EMBEDDING]
@@ -313,8 +291,8 @@ class GgufFile:
         """The tensors to read: of two copies of a tied matrix, the finer one."""
         spare = {ROTATIONS}
         if config.tie_word_embeddings and HEAD in self.tensors:
-            copies = [self.tensors[name] for name in (HEAD, EMBEDDING)]
-            spare.add(min(reversed(copies), key=_bits).name)
+            # Bytes of both matrices, which have one shape.
+            spare.add(min((EMBEDDING, HEAD), key=lambda n: self.tensors[n].n_bytes))
         return (t for name, t in self.tensors.items() if name not in spare)
 
     def _add(
@@ -394,48 +372,3 @@ def _name_as_head(packed: PackedWeights, embedding: str, model: Any) -> None:
     name = next(name for name, module in model.named_modules() if module is head)
     packed.blocks[f"{name}.weight"] = packed.blocks.pop(embedding)
     packed.forms[f"{name}.weight"] = packed.forms.pop(embedding)
-
-
-def _bits(tensor: ReaderTensor) -> float:
-    """The bits of a weight."""
-    weights, size = GGML_QUANT_SIZES[tensor.tensor_type]
-    return float(8 * size / weights)
-
-
-def _frequencies(config: Any) -> Floats:
-    """The frequencies of rotations, in turns of 2 pi per token times 2 pi."""
-    size = head_size(config)
-    powers = np.arange(0, size, 2) / size
-    theta = config.rope_parameters["rope_theta"]
-    return np.asarray(theta**-powers)
-
-
-def _check_beginning(path: Path) -> None:
-    """Raise `CheckpointError` for a file that never was a GGUF file."""
-    with path.open("rb") as handle:
-        beginning = handle.read(len(_MAGIC))
-    if beginning == _MAGIC:
-        return
-    if not beginning:
-        raise CheckpointError(f"{printable(path)} is empty; fetch it again")
-    raise CheckpointError(
-        f"{printable(path)} is not a GGUF file, it begins with {beginning!r}; give a "
-        "GGUF file, or the folder of a checkpoint"
-    )
-
-
-@contextmanager
-def _as_checkpoint_error(source: str) -> Iterator[None]:
-    """Turn the reader's errors into `CheckpointError`s of one line."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot read {source} ({error.strerror or error}); check the file"
-        ) from error
-    except _DAMAGED as error:
-        # The reader's own words are about arrays; they stay in the traceback.
-        raise CheckpointError(
-            f"{source} is cut off, or is not a GGUF file that the package gguf can "
-            "read; fetch it again, or upgrade gguf"
-        ) from error

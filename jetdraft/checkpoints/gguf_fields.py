@@ -1,7 +1,6 @@
 """What becomes of the fields of a GGUF file, by llama.cpp's names for them.
 
-transformers reads some fields of some families, by a list; a number that it leaves out
-keeps the default of the config, which is another model's. `FamilyFields` sets these.
+A number that transformers leaves out would keep another model's default.
 """
 
 from __future__ import annotations
@@ -23,50 +22,29 @@ from jetdraft.errors import UnsupportedModelError, printable
 
 _NO_MODEL = "no model that can be read from a GGUF file computes with it"
 
+# fmt: off
 MODEL = (
-    Row(
-        "context_length embedding_length block_count feed_forward_length vocab_size "
-        "attention.head_count attention.head_count_kv attention.key_length",
-        HONOURED,
-        "the sizes of the model",
-    ),
-    Row(
-        "attention.layer_norm_epsilon attention.layer_norm_rms_epsilon "
+    Row("context_length embedding_length block_count feed_forward_length vocab_size "
+        "attention.head_count attention.head_count_kv attention.key_length", HONOURED,
+        "the sizes of the model"),
+    Row("attention.layer_norm_epsilon attention.layer_norm_rms_epsilon "
         "attention.sliding_window attn_logit_softcapping final_logit_softcapping "
-        "rope.dimension_count rope.freq_base rope.freq_base_swa",
-        HONOURED,
-        "numbers of the model; refused where the family has no such number",
-    ),
-    Row(
-        "rope.scaling.type rope.scaling.factor rope.scaling.original_context_length "
+        "rope.dimension_count rope.freq_base rope.freq_base_swa", HONOURED,
+        "numbers of the model; refused where the family has no such number"),
+    Row("rope.scaling.type rope.scaling.factor rope.scaling.original_context_length "
         "rope.scaling.attn_factor rope.scaling.yarn_beta_fast "
-        "rope.scaling.yarn_beta_slow rope.scale_linear",
-        HONOURED,
-        "linear, which is meant without a type too, and YaRN; others are refused",
-    ),
-    Row(
-        "attention.value_length attention.sliding_window_pattern use_parallel_residual",
-        REFUSED,
-        "where the family's model has another value",
-        lambda value: True,  # the reader compares it with the model's
-    ),
-    Row(
-        "attention.causal",
-        REFUSED,
-        "only causal decoders can be exported",
-        neutral(True),
-    ),
-    Row(
-        "logit_scale residual_scale embedding_scale attention.scale "
+        "rope.scaling.yarn_beta_slow rope.scale_linear", HONOURED,
+        "linear, which is meant without a type too, and YaRN; others are refused"),
+    # The reader compares them with the model's.
+    Row("attention.value_length attention.sliding_window_pattern use_parallel_residual",
+        REFUSED, "where the family's model has another value", lambda value: True),
+    Row("attention.causal", REFUSED, "only causal decoders can be exported",
+        neutral(True)),
+    Row("logit_scale residual_scale embedding_scale attention.scale "
         "attention.output_scale attention.value_scale rope.scaling.alpha "
-        "rope.scaling.yarn_attn_factor",
-        REFUSED,
-        _NO_MODEL,
-        neutral(0, 1),
-    ),
+        "rope.scaling.yarn_attn_factor", REFUSED, _NO_MODEL, neutral(0, 1)),
     Row("rope.scaling.yarn_ext_factor", REFUSED, _NO_MODEL, neutral(1, -1)),
-    Row(
-        "attention.clamp_kqv attention.max_alibi_bias attention.temperature_length "
+    Row("attention.clamp_kqv attention.max_alibi_bias attention.temperature_length "
         "attention.temperature_scale attention.shared_kv_layers swin_norm "
         "rope.scaling.yarn_log_multiplier rope.dimension_count_swa "
         "rope.dimension_sections rescale_every_n_layers hidden_activation "
@@ -81,23 +59,17 @@ MODEL = (
         "attention.group_norm_groups attention.relative_buckets_count "
         "attention.compress_ratios attention.compress_rope_freq_base "
         "attention.output_group_count attention.recurrent_layers "
-        "attention.key_length_swa attention.value_length_swa attention.key_length_mla "
-        "attention.value_length_mla attention.q_lora_rank attention.kv_lora_rank "
-        "attention.output_lora_rank attention.decay_lora_rank attention.iclr_lora_rank "
-        "attention.value_residual_mix_lora_rank attention.gate_lora_rank "
-        "attention.indexer.* altup.* expert_* experts_per_group hyper_connection.* "
-        "ssm.* kda.* wkv.* shortconv.*",
-        REFUSED,
-        _NO_MODEL,
-        neutral(0),
-    ),
-    Row(
-        "rope.scaling.finetuned tensor_data_layout pooling_type features_length "
+        "attention.key_length_swa attention.value_length_swa "
+        "attention.key_length_mla attention.value_length_mla attention.q_lora_rank "
+        "attention.kv_lora_rank attention.output_lora_rank attention.decay_lora_rank "
+        "attention.iclr_lora_rank attention.value_residual_mix_lora_rank "
+        "attention.gate_lora_rank attention.indexer.* altup.* expert_* "
+        "experts_per_group hyper_connection.* ssm.* kda.* wkv.* shortconv.*", REFUSED,
+        _NO_MODEL, neutral(0)),
+    Row("rope.scaling.finetuned tensor_data_layout pooling_type features_length "
         "classifier.* posnet.* convnext.* {dense}_feat_in {dense}_feat_out "
-        "dense_2_feat_in dense_2_feat_out dense_3_feat_in dense_3_feat_out",
-        NO_TEXT,
-        "llama.cpp does not read it for decoders, or not for text",
-    ),
+        "dense_2_feat_in dense_2_feat_out dense_3_feat_in dense_3_feat_out", NO_TEXT,
+        "llama.cpp does not read it for decoders, or not for text"),
 )
 """Behind the name of the architecture, for example in llama.context_length."""
 
@@ -106,96 +78,56 @@ FILE = (
     Row("general.alignment", HONOURED, "where weights begin"),
     Row("general.type", REFUSED, "only whole models can be read", neutral("model")),
     Row("general.name", HONOURED, "in Phi-3 tokens take the spaces behind them"),
-    Row(
-        "general.sampling.temp general.sampling.top_k general.sampling.top_p "
-        "general.sampling.min_p",
-        HONOURED,
-        "the options of a generation; where the file has some of them, the others have "
-        "llama.cpp's defaults: 0.8, 40, 0.95 and 0.05",
-    ),
+    Row("general.sampling.temp general.sampling.top_k general.sampling.top_p "
+        "general.sampling.min_p", HONOURED,
+        "the options of a generation; where the file has some of them, the others "
+        "have llama.cpp's defaults: 0.8, 40, 0.95 and 0.05"),
     Row("general.sampling.sequence", WARNED, "the filters have one order"),
-    Row(
-        "general.sampling.penalty_repeat",
-        WARNED,
-        "there is no penalty on the last tokens only",
-        neutral(1),
-    ),
-    Row(
-        "general.sampling.xtc_threshold general.sampling.penalty_last_n "
-        "general.sampling.mirostat_tau general.sampling.mirostat_eta",
-        NO_TEXT,
-        "only the fields around them use it",
-    ),
+    Row("general.sampling.penalty_repeat", WARNED,
+        "there is no penalty on the last tokens only", neutral(1)),
+    Row("general.sampling.xtc_threshold general.sampling.penalty_last_n "
+        "general.sampling.mirostat_tau general.sampling.mirostat_eta", NO_TEXT,
+        "only the fields around them use it"),
     Row("general.sampling.*", WARNED, "no option does this", neutral(0)),
     Row("general.*", NO_TEXT, "where the file comes from"),
     Row("split.count", REFUSED, "the parts must be joined", neutral(0, 1)),
     Row("split.no split.tensors.count", NO_TEXT, "of a file that was split"),
-    Row(
-        "tokenizer.ggml.model tokenizer.ggml.pre tokenizer.ggml.tokens "
+    Row("tokenizer.ggml.model tokenizer.ggml.pre tokenizer.ggml.tokens "
         "tokenizer.ggml.token_type tokenizer.ggml.scores tokenizer.ggml.merges "
         "tokenizer.ggml.add_space_prefix tokenizer.ggml.add_bos_token "
-        "tokenizer.ggml.add_eos_token",
-        HONOURED,
+        "tokenizer.ggml.add_eos_token", HONOURED,
         "the tokenizer; as in llama.cpp, tokens with the name of an end or of a mark "
-        "for infilling are control tokens, whatever their type",
-    ),
-    Row(
-        "tokenizer.ggml.eos_token_id tokenizer.ggml.eot_token_id "
+        "for infilling are control tokens, whatever their type"),
+    Row("tokenizer.ggml.eos_token_id tokenizer.ggml.eot_token_id "
         "tokenizer.ggml.eom_token_id tokenizer.ggml.fim_pad_token_id "
-        "tokenizer.ggml.fim_rep_token_id tokenizer.ggml.fim_sep_token_id",
-        HONOURED,
-        "they end a text, as do tokens with the name of an end",
-    ),
-    Row(
-        "tokenizer.ggml.bos_token_id tokenizer.ggml.unknown_token_id "
+        "tokenizer.ggml.fim_rep_token_id tokenizer.ggml.fim_sep_token_id", HONOURED,
+        "they end a text, as do tokens with the name of an end"),
+    Row("tokenizer.ggml.bos_token_id tokenizer.ggml.unknown_token_id "
         "tokenizer.ggml.seperator_token_id tokenizer.ggml.padding_token_id "
-        "tokenizer.ggml.cls_token_id tokenizer.ggml.mask_token_id",
-        HONOURED,
-        "BOS begins a text; the chat template may name them",
-    ),
-    Row(
-        "tokenizer.ggml.suppress_tokens",
-        HONOURED,
-        "the option `logit_bias`, which takes them out",
-    ),
-    Row(
-        "tokenizer.chat_template tokenizer.chat_template.tool_use",
-        HONOURED,
-        "the chat template, and the one for tools",
-    ),
-    Row(
-        "tokenizer.chat_templates tokenizer.chat_template.*",
-        NO_TEXT,
-        "only who asks for it by name gets it",
-    ),
-    Row(
-        "tokenizer.ggml.add_sep_token",
-        REFUSED,
-        "decoders have no separator",
-        neutral(False),
-    ),
-    Row(
-        "tokenizer.ggml.token_type_count tokenizer.ggml.remove_extra_whitespaces "
+        "tokenizer.ggml.cls_token_id tokenizer.ggml.mask_token_id", HONOURED,
+        "BOS begins a text; the chat template may name them"),
+    Row("tokenizer.ggml.suppress_tokens", HONOURED,
+        "the option `logit_bias`, which takes them out"),
+    Row("tokenizer.chat_template tokenizer.chat_template.tool_use", HONOURED,
+        "the chat template, and the one for tools"),
+    Row("tokenizer.chat_templates tokenizer.chat_template.*", NO_TEXT,
+        "only who asks for it by name gets it"),
+    Row("tokenizer.ggml.add_sep_token", REFUSED, "decoders have no separator",
+        neutral(False)),
+    Row("tokenizer.ggml.token_type_count tokenizer.ggml.remove_extra_whitespaces "
         "tokenizer.ggml.precompiled_charsmap tokenizer.ggml.normalizer.* "
-        "tokenizer.huggingface.json tokenizer.rwkv.world",
-        NO_TEXT,
-        "llama.cpp does not read it for the kinds gpt2 and llama; others are refused",
-    ),
-    Row(
-        "tokenizer.ggml.fim_pre_token_id tokenizer.ggml.fim_suf_token_id "
+        "tokenizer.huggingface.json tokenizer.rwkv.world", NO_TEXT,
+        "llama.cpp does not read it for the kinds gpt2 and llama; others are refused"),
+    Row("tokenizer.ggml.fim_pre_token_id tokenizer.ggml.fim_suf_token_id "
         "tokenizer.ggml.fim_mid_token_id tokenizer.ggml.prefix_token_id "
-        "tokenizer.ggml.suffix_token_id tokenizer.ggml.middle_token_id",
-        NO_TEXT,
-        "a prompt has the tokens for infilling itself",
-    ),
+        "tokenizer.ggml.suffix_token_id tokenizer.ggml.middle_token_id", NO_TEXT,
+        "a prompt has the tokens for infilling itself"),
     Row("adapter.* diffusion.* xielu.*", REFUSED, _NO_MODEL),
-    Row(
-        "imatrix.* clip.* quantize.* GGUF.*",
-        NO_TEXT,
-        "of quantization, of other parts, or of the format",
-    ),
+    Row("imatrix.* clip.* quantize.* GGUF.*", NO_TEXT,
+        "of quantization, of other parts, or of the format"),
 )
 """With their whole names."""
+# fmt: on
 
 
 _NUMBERS = {
@@ -220,8 +152,7 @@ _BASE = 10000.0
 class FamilyFields:
     """The fields behind the name of the family; `field` gives any field of the file.
 
-    The methods raise `UnsupportedModelError` for a number that the family's models
-    do not have.
+    Raises `UnsupportedModelError` for a number that the family's models do not have.
     """
 
     source: str
@@ -293,10 +224,7 @@ class FamilyFields:
         full.update(scaling or own)
 
     def _scaling(self, config: Any) -> dict[str, Any]:
-        """The scaling of rotations by transformers' names; empty for none.
-
-        As in llama.cpp a factor without a type is linear.
-        """
+        """The scaling of rotations by transformers' names; empty for none."""
         kind = self.own("rope.scaling.type") or "linear"
         factor = self.own("rope.scaling.factor") or self.own("rope.scale_linear") or 1
         strength = self.own("rope.scaling.attn_factor") or 1.0
@@ -344,9 +272,6 @@ def refusal(source: str, name: str, value: object, why: str) -> UnsupportedModel
 
 
 def head_size(config: Any) -> int:
-    """The numbers in a head's query.
-
-    head_size(LlamaConfig())    # 128
-    """
+    """The numbers in a head's query."""
     size = getattr(config, "head_dim", None)
     return int(size or config.hidden_size // config.num_attention_heads)

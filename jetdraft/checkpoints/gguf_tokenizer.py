@@ -1,9 +1,6 @@
 """Makes a tokenizer.json of the vocabulary in a GGUF file.
 
-The file has tokens, their types, merges or scores, and the name of the rule that splits
-a text before the merges (`tokenizer.ggml.pre`). llama.cpp has a list of these rules;
-this is a part of it. A rule that is not known is refused, since a wrong split gives
-other tokens without any sign of it.
+A rule for splitting texts (`tokenizer.ggml.pre`) that is not known here is refused.
 """
 
 from __future__ import annotations
@@ -94,8 +91,8 @@ Field = Callable[[str], Any]
 def read_tokenizer(source: str, field: Field) -> str | None:
     """The text of a tokenizer.json; None for a file without a vocabulary.
 
-    Raises `UnsupportedModelError` for a kind of tokenizer or a rule that is not known,
-    `CheckpointError` for a vocabulary that contradicts itself.
+    Raises `UnsupportedModelError` for an unknown kind or rule, `CheckpointError` for a
+    vocabulary that contradicts itself.
     """
     tokens = field("tokenizer.ggml.tokens")
     if tokens is None:
@@ -156,8 +153,7 @@ def _types(field: Field) -> list[int]:
 def _ends_by_name(field: Field, tokens: Sequence[str]) -> list[int]:
     """The tokens with the name of an end.
 
-    A token that merges build is a piece of text, whatever its name: Qwen's </s> is one
-    of HTML. llama.cpp takes it for an end.
+    A token that merges build is text, as Qwen's </s>. llama.cpp takes it for an end.
     """
     ids = [id for id, token in enumerate(tokens) if token in _ENDS]
     merges = field("tokenizer.ggml.merges") or ()
@@ -166,10 +162,7 @@ def _ends_by_name(field: Field, tokens: Sequence[str]) -> list[int]:
 
 
 def ends_of_text(field: Field) -> list[int]:
-    """The ids of all tokens that end a text or a turn, the file's own first.
-
-    As in llama.cpp, they are found by their names too.
-    """
+    """The ids of all ends of a text or a turn, by names too, the file's own first."""
     tokens = field("tokenizer.ggml.tokens") or []
     ids = [_id(field, name) for name in ("eos", "eot", "eom")]
     ids += _named(field, tokens, _ENDS_OF_FILE)
@@ -239,7 +232,6 @@ def _byte_level(source: str, ids: Mapping[str, int], field: Field) -> Tokenizer:
 
 
 def _expressions() -> Mapping[str, str]:
-    """The expressions of transformers by their rules."""
     name = "GGUF_PRE_TOKENIZER_SPLITS"
     known: Mapping[str, str] | None = getattr(gguf_tokenizer_mapping, name, None)
     if known is None:  # transformers 5.17 has no list of them

@@ -1,19 +1,16 @@
-"""The layers of a decoder, and what a head reads of their states in a pass.
-
-Hooks reach the states, so the target's code stays as it is.
-"""
+"""The layers of a decoder: what a head reads of their states, and LoRA in them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from jetdraft.errors import PairError, UnsupportedModelError
+from jetdraft.errors import JetdraftError, PairError, UnsupportedModelError
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
@@ -44,10 +41,6 @@ def final_norm(model: Any) -> nn.Module:
     return norms[-1]
 
 
-POST_NORM: tuple[int, ...] = ()
-"""The layers of taps that read the state after the final norm, as the LM head does."""
-
-
 Fuse = Callable[[list[Tensor]], Tensor]
 
 
@@ -59,12 +52,10 @@ def join(states: list[Tensor]) -> Tensor:
 class Taps(nn.Module):
     """Reads states of a target and fuses them to `size` features for each row.
 
-    `layers` has the numbers of layers, ascending: number j is the residual stream that
-    enters layer j, and the number of all layers is the stream that enters the final
-    norm. Without layers it is the state after that norm. `fuse` maps the list of these
-    states, [1, n, h] each, to features [1, n, size], with the weights of the modules
-    `parts`; by default they are joined. With a `cut` the target is also cut in halves
-    below the layer of that number.
+    Number j of the ascending `layers` is the residual stream that enters layer j, or
+    the final norm; without layers it is the state after that norm. `fuse` maps the list
+    of states [1, n, h] to features [1, n, size], with the weights of the modules
+    `parts`. With a `cut` the target is cut in halves below that layer.
 
         taps = Taps((2, 14, 25), 1024, head.fuse, {"fc": head.fc})
         with taps.watching(model) as features:
@@ -106,16 +97,13 @@ class Taps(nn.Module):
             features.append(self.fuse(tapped).float())
 
         with contextlib.ExitStack() as hooks:
-            for layer, module in self._tapped(model).items():
-                hooks.callback(_watch(module, states, layer).remove)
+            modules = list(decoder_layers(model))
+            if len(modules) in self.layers:
+                modules.append(final_norm(model))
+            for layer in self.layers:
+                hooks.callback(_watch(modules[layer], states, layer).remove)
             hooks.callback(model.get_decoder().register_forward_hook(end).remove)
             yield features
-
-    def _tapped(self, model: Any) -> dict[int, nn.Module]:
-        """For each of the layers, the module that its state enters."""
-        layers = decoder_layers(model)
-        modules = [*layers, final_norm(model)] if len(layers) in self.layers else layers
-        return {layer: modules[layer] for layer in self.layers}
 
 
 def _watch(module: nn.Module, states: dict[int, Tensor], layer: int) -> Any:
@@ -125,3 +113,51 @@ def _watch(module: nn.Module, states: dict[int, Tensor], layer: int) -> Any:
         states[layer] = args[0] if args else kwargs["hidden_states"]
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+# --- LoRA (2106.09685) ----------------------------------------------------------------
+
+
+def add_lora(
+    model: Any, layers: Iterable[nn.Module], rank: int, name: str
+) -> list[Tensor]:
+    """Add untrained LoRA to the linear parts of some layers; gives its weights.
+
+    Raises `UnsupportedModelError` for layers without linear parts.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise JetdraftError(
+            f"LoRA needs {error.name}; pip install 'jetdraft[cpu,train]'"
+        ) from error
+    inner = {
+        id(module)
+        for layer in layers
+        for module in layer.modules()
+        if isinstance(module, nn.Linear)
+    }
+    names = [name for name, module in model.named_modules() if id(module) in inner]
+    if not names:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no linear layers that LoRA could go into; "
+            "choose another model"
+        )
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=names)
+    inject_adapter_in_model(config, model, adapter_name=name)
+    return [w for n, w in model.named_parameters() if f".{name}." in n]
+
+
+def merge_lora(model: Any, name: str, scale: float = 1.0) -> dict[str, Tensor]:
+    """Add LoRA to the weights, `scale` times (2408.05749); gives the changed ones."""
+    from peft.tuners.lora import LoraLayer
+
+    changed = {}
+    for path, module in list(model.named_modules()):
+        if isinstance(module, LoraLayer):
+            module.set_scale(name, scale)
+            module.merge()
+            layer = module.get_base_layer()
+            model.set_submodule(path, layer)
+            changed[f"{path}.weight"] = layer.weight.detach().contiguous()
+    return changed

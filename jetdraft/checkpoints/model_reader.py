@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from optimum.exporters.tasks import TasksManager
 
 from jetdraft.bundle import HOP, SAMPLE_RATE, WINDOW, Speech
 from jetdraft.checkpoints.attention import IMPLEMENTATION
+from jetdraft.checkpoints.defaults import read_fields
 from jetdraft.checkpoints.folder import (
     OWN_CODE,
     as_checkpoint_error,
@@ -35,7 +37,7 @@ from jetdraft.checkpoints.source_attention import (
 )
 from jetdraft.checkpoints.source_attention import implement
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
-from jetdraft.parsing import RecordError, read_json_file, read_record
+from jetdraft.parsing import RecordError, read_record
 
 _DECODE, _REWRITE = "text-generation", "text2text-generation"
 _HEAR = "automatic-speech-recognition"
@@ -58,10 +60,7 @@ def load_config(source: str) -> Any:
 
 
 def check_exportable(source: str) -> None:
-    """Raise `UnsupportedModelError` for a kind of model that no graph is written for.
-
-    No weight is read. Reading a GGUF file checks that.
-    """
+    """Raise `UnsupportedModelError` for a kind that no graph is written for."""
     if is_gguf(source):
         return
     check_folder(source)
@@ -78,10 +77,7 @@ def check_exportable(source: str) -> None:
 
 
 def _read_as(source: str) -> Any:
-    """The config of a model whose own code adds nothing to what a pass computes.
-
-    None for all other models, which transformers reads by their own type.
-    """
+    """The config of a model whose own code adds nothing to a pass; None for others."""
     fields, _ = transformers.PreTrainedConfig.get_config_dict(source)
     kind = _READ_AS.get(str(fields.get("model_type")))
     if kind is None:
@@ -115,18 +111,6 @@ def read_packed(source: str, config: Any) -> PackedWeights | None:
         return PackedWeights.read(folder, settings)
 
 
-def _check_names(source: str, packed: PackedWeights, model: Any) -> None:
-    """Raise `CheckpointError` for integers under a name that the model lacks."""
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    unknown = sorted(packed.blocks.keys() - names)
-    if unknown:
-        raise CheckpointError(
-            f"{source} has quantized weights {unknown[0]!r} and {len(unknown) - 1} "
-            "more under names that its architecture does not have; save it again with "
-            "a current transformers"
-        )
-
-
 def load_model(
     source: str,
     config: Any,
@@ -135,7 +119,7 @@ def load_model(
 ) -> Any:
     """The model that optimum finds, with jetdraft's attention and stored weights.
 
-    The weights are kept in `dtype`, by default the type in a folder's files.
+    They are kept in `dtype`, by default the type in a folder's files.
     """
     kind = config.model_type
     task = _REWRITE if config.is_encoder_decoder else _DECODE
@@ -174,9 +158,7 @@ def load_model(
             ignore_mismatched_sizes=True,
             **OWN_CODE,
         )
-    _check_loaded(source, model, info)
-    if packed is not None:
-        _check_names(source, packed, model)
+    _check_loaded(source, model, info, packed.blocks if packed else ())
     if packed is not None and not is_gguf(source):
         with contextlib.suppress(OSError):  # the file is optional
             model.generation_config = transformers.GenerationConfig.from_pretrained(
@@ -190,8 +172,13 @@ def load_model(
     return model.eval()
 
 
-def _check_loaded(source: str, model: Any, info: dict[str, Any]) -> None:
-    """Raise `CheckpointError` for weights or an architecture that cannot be used."""
+def _check_loaded(
+    source: str, model: Any, info: dict[str, Any], integers: Iterable[str]
+) -> None:
+    """Raise `CheckpointError` for weights or an architecture that cannot be used.
+
+    `integers` are the names of quantized weights.
+    """
     if info["mismatched_keys"]:
         name, stored, expected = sorted(info["mismatched_keys"])[0]
         raise CheckpointError(
@@ -204,13 +191,19 @@ def _check_loaded(source: str, model: Any, info: dict[str, Any]) -> None:
             f"{source} lacks the weights {sorted(info['missing_keys'])[0]!r} and "
             f"{len(info['missing_keys']) - 1} more; fetch it again"
         )
-    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     check_unread(source, names, info["unexpected_keys"])
     # What an encoder-decoder does beside the interface, `check_source_seams` sees.
     if not (model._supports_attention_backend or model.config.is_encoder_decoder):
         raise UnsupportedModelError(
             f"{type(model).__name__} attends by code of its own, or not at all, in "
             "place of transformers' AttentionInterface; see docs/models.md"
+        )
+    if unknown := sorted(set(integers).difference(names)):
+        raise CheckpointError(
+            f"{source} has quantized weights {unknown[0]!r} and {len(unknown) - 1} "
+            "more under names that its architecture does not have; save it again with "
+            "a current transformers"
         )
 
 
@@ -219,25 +212,26 @@ _SPECTRUM = {"sampling_rate": SAMPLE_RATE, "hop_length": HOP, "n_fft": WINDOW}
 
 
 def hears(config: Any) -> bool:
-    """Whether a config is that of an encoder-decoder which reads log-mel features."""
+    """Whether a config describes an encoder-decoder that reads log-mel features."""
     return bool(config.is_encoder_decoder and getattr(config, "num_mel_bins", 0))
 
 
 def read_speech(source: str, model: Any) -> Speech | None:
     """The tokens of a model that hears; None for other models.
 
-    Raises `CheckpointError` for a generation_config.json without them, and
-    `UnsupportedModelError` for another spectrum than Whisper's.
-
-        read_speech("whisper-tiny/", model).languages["en"]    # 50259
+    Raises `CheckpointError` for a file without them, `UnsupportedModelError` for
+    another spectrum than Whisper's.
     """
     if not hears(model.config):
         return None
     _check_spectrum(source, model.config.num_mel_bins)
     settings = model.generation_config
+    languages = getattr(settings, "lang_to_id", None) or {}
+    if isinstance(languages, dict):  # by tokens such as <|en|>
+        languages = {str(name).strip("<|>"): id for name, id in languages.items()}
     fields = {
         "no_timestamps": getattr(settings, "no_timestamps_token_id", None),
-        "languages": _languages(getattr(settings, "lang_to_id", None) or {}),
+        "languages": languages,
         "tasks": getattr(settings, "task_to_id", None) or {},
         "suppressed": _ids(settings.suppress_tokens),
         "suppressed_first": _ids(settings.begin_suppress_tokens),
@@ -259,31 +253,13 @@ def read_speech(source: str, model: Any) -> Speech | None:
     return speech
 
 
-def _languages(ids: Any) -> Any:
-    """Ids by codes, from ids by tokens such as <|en|>."""
-    if not isinstance(ids, dict):
-        return ids
-    return {str(token).strip("<|>"): id for token, id in ids.items()}
-
-
 def _ids(ids: Any) -> Any:
     """A list of ids; OpenAI's files have -1 in it for none."""
     return [id for id in ids if id != -1] if isinstance(ids, list) else []
 
 
 def _check_spectrum(source: str, bins: int) -> None:
-    """Raise `UnsupportedModelError` for a spectrum that is not Whisper's."""
-    file = transformers.utils.cached_file(
-        source, PREPROCESSOR, _raise_exceptions_for_missing_entries=False
-    )
-    if file is None:
-        return
-    try:
-        fields = dict(read_json_file(Path(file)))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{PREPROCESSOR} of {source} cannot be read ({error}); fetch it again"
-        ) from error
+    fields = read_fields(source, PREPROCESSOR) or {}
     for name, number in {**_SPECTRUM, "feature_size": bins}.items():
         if fields.get(name, number) != number:
             raise UnsupportedModelError(

@@ -36,9 +36,8 @@ _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 class PackedWeights:
     """The tensors of a quantized checkpoint.
 
-    `blocks` are its integers by the weight's name, and `forms` say how they were kept,
-    for example "gptq exact". `floats` are the other tensors, and the values of the
-    integers in half precision, for torch to compute with.
+    `blocks` are its integers by the weight's name, `forms` how they were kept. `floats`
+    are the other tensors, and the values of the integers in half, to compute with.
     """
 
     method: str
@@ -57,7 +56,11 @@ class PackedWeights:
             )
         blocks: dict[str, Blocks] = {}
         floats: dict[str, Tensor] = {}
-        for prefix, parts in _by_layer(_tensors(folder)).items():
+        layers: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in _tensors(folder).items():
+            prefix, _, part = name.rpartition(".")
+            layers.setdefault(prefix, {})[part] = tensor
+        for prefix, parts in layers.items():
             name = f"{prefix.removesuffix('.weight')}.weight"
             try:
                 matrix = METHODS[method](parts, settings)
@@ -90,9 +93,7 @@ class _CannotHoldError(Exception):
     """Says which property of a matrix MatMulNBits cannot hold."""
 
 
-_MALFORMED = (
-    *(KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError),
-)
+_MALFORMED = LookupError, ValueError, TypeError, AttributeError, RuntimeError
 """The exceptions that malformed tensors and settings lead to."""
 
 
@@ -107,15 +108,6 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     for file in sorted(files):
         tensors |= load_file(file)
     return tensors
-
-
-def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The tensors of each module, by the last part of their names."""
-    layers: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        prefix, _, part = name.rpartition(".")
-        layers.setdefault(prefix, {})[part] = tensor
-    return layers
 
 
 Parts = Mapping[str, Tensor]
@@ -212,10 +204,7 @@ Each gives None for a layer that is not quantized."""
 
 
 def _words(packed: Tensor, bits: int) -> Bytes:
-    """The integers packed in int32 [n, m], as uint8 [n, m * 32 / bits].
-
-    In each int32 the integer in the lowest bits comes first.
-    """
+    """The integers in int32 [n, m], lowest bits first: uint8 [n, m * 32 / bits]."""
     if bits not in (2, 4, 8):
         raise _CannotHoldError(f"has {bits} bits")
     whole = np.ascontiguousarray(packed.numpy(), "<i4")
@@ -236,8 +225,7 @@ def _blocks(
 ) -> Blocks:
     """The blocks of integers [out, in], of which `group` inputs share a scale.
 
-    A `group` of -1 has all inputs. `scales` and `zeros` are [out, groups]. A group that
-    is a multiple of a block size becomes several blocks with the same scale. `order`
+    A `group` of -1 has all inputs. `scales` and `zeros` are [out, groups]. `order`
     lists the inputs group by group.
     """
     columns, rows = integers.shape

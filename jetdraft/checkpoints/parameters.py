@@ -1,7 +1,6 @@
 """Keeps weights in the type they are stored in, until they are used or written.
 
-A checkpoint's file is mapped into memory, so the system can drop its pages. Only one
-matrix at a time exists in the type of the computation.
+One matrix at a time exists in the type of the computation.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ _SMALL = 1 << 16
 
 
 def compute_in(model: Any, dtype: torch.dtype) -> None:
-    """Let `model` run in `dtype`, in place; its weights keep the type they have.
-
-    Each module's own weights are converted while it runs.
-    """
+    """Let `model` run in `dtype`; its weights keep the type they have."""
     _restore_buffers(model, dtype)
     run_in(model, dtype)
 
@@ -71,7 +67,6 @@ class _Conversion:
         self.stored: dict[str, Tensor] = {}
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """Convert the module's own weights."""
         for name, parameter in module.named_parameters(recurse=False):
             # A trace has replaced some weights with weights of the right type.
             if parameter.dtype != self.dtype:
@@ -79,7 +74,6 @@ class _Conversion:
                 parameter.data = parameter.data.to(self.dtype)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Put the stored weights back."""
         for name, stored in self.stored.items():
             getattr(module, name).data = stored
         self.stored.clear()
@@ -88,10 +82,9 @@ class _Conversion:
 def keep_weights(
     model: ir.Model, weights: Mapping[str, Tensor], names: Mapping[int, str]
 ) -> None:
-    """Make these inputs of a traced graph constants, in place.
+    """Make these inputs of a traced graph constants, read when needed, in place.
 
-    The weights are read when they are needed. `names` maps the id of a weight to its
-    name in the checkpoint, which becomes metadata of the constant.
+    `names` maps the id of a weight to its name in the checkpoint, for its metadata.
     """
     graph = model.graph
     for value in list(graph.inputs):

@@ -1,16 +1,11 @@
-"""An unchanged decoder whose rows can carry probes.
-
-Hooks on its layers add the probes. The model's own code sees the rows only; at the
-first of some top layers, or of all layers, the probes join them, with their own
-rotations.
-"""
+"""An unchanged decoder whose rows can carry probes, which hooks on its layers add."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +16,9 @@ class Pass:
     """One pass: its rows, their probes, and the tensors that its hooks see.
 
     `carriers` int64 [s] or [b, s] and `ids` int64 [s] are the row and the embedding of
-    each slot behind the rows, `positions` the positions of rows and slots, `is_probe`
-    is 0 for rows and 1 for slots. `rotations` has pairs: the rotations of the rows, and
-    of rows and slots. `below` has the hidden states that enter the layers with probes.
+    each slot behind the rows; `is_probe` is 1 for slots. `rotations` has pairs, of
+    rows, and of rows and slots. `below` has the states that enter the layers with
+    probes.
     """
 
     rows: int
@@ -38,9 +33,13 @@ class Pass:
 class Probed(nn.Module, ABC):
     """A causal LM of transformers whose rows can carry probes in its `top` layers.
 
-    A subclass says how they start. `entered` is called when the probes have joined the
-    rows.
+    A subclass says how they start; `entered` is called when they have joined the rows.
     """
+
+    trained: ClassVar[str]
+    """A part of the name of each weight that is trained."""
+
+    settings: Any
 
     def __init__(self, model: Any, top: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -56,14 +55,15 @@ class Probed(nn.Module, ABC):
                 module.register_forward_hook(self._rotate, with_kwargs=True)
 
     @property
-    @abstractmethod
     def base(self) -> str:
         """The hash of the weights that the probes belong to."""
+        return str(self.settings.base)
 
     @property
-    @abstractmethod
     def task(self) -> dict[str, Tensor]:
         """All trained weights by their names."""
+        parameters = self.named_parameters()
+        return {n: weight for n, weight in parameters if self.trained in n.split(".")}
 
     @abstractmethod
     def starts(self, hidden: Tensor) -> Tensor:
@@ -79,9 +79,8 @@ class Probed(nn.Module, ABC):
     ) -> tuple[Tensor, Pass]:
         """Logits [b, m + s, vocab] of the rows `keep` [m] and then of the s slots.
 
-        `input_ids` and `position_ids` are int64 [b, n]. `slots` are [s] each: the row
-        that carries a slot, or [b, s] where each sequence has its own, the slot's
-        embedding, and its distance from the row.
+        `input_ids` and `position_ids` are int64 [b, n]. `slots` are [s] each: carriers
+        (or [b, s]), embeddings, and distances from the carriers.
         """
         carriers, ids, distances = slots
         rows = input_ids.shape[1]
@@ -110,7 +109,6 @@ class Probed(nn.Module, ABC):
         return self._pass
 
     def _enter(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Append the slots."""
         kwargs = dict(kwargs)
         hidden = args[0] if args else kwargs.pop("hidden_states")
         self.current_pass.below.append(hidden)
@@ -128,7 +126,7 @@ class Probed(nn.Module, ABC):
         return args, kwargs
 
     def _rotate(self, rotary: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """After the rotations of the rows, compute those of rows and slots too."""
+        """After the rotations of the rows, compute the ones of rows and slots too."""
         current = self.current_pass
         args, kwargs = list(args), dict(kwargs)
         if "position_ids" in kwargs:

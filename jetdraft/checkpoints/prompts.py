@@ -1,16 +1,10 @@
 """Prompt tokens around an unchanged decoder: probes that enter at the bottom.
 
-Parallel Prompt Decoding (Chen et al., 2405.18628): behind a token at position p stand
-trained prompt tokens. Token j, from 1 on, is at position p + j. It sees what its
-carrier sees, the carrier, and the prompt tokens below j; through the target's own head
-it predicts the token at p + j + 1. Each prompt token can be an ensemble: member k sees
-the members k of the tokens below, and the logits of the members are averaged.
-
-    weights    gamma * members * h embeddings; the target itself stays as it is
-
-Forecasts, as Qualcomm's self-speculative decoding ships them, are prompt tokens that
-also see a learned prefix: keys and values of some rows, in every layer. No other row
-sees it.
+Parallel Prompt Decoding (2405.18628): prompt token j behind a row at position p is at p
++ j, sees what its carrier sees, the carrier and the prompt tokens below j, and predicts
+the token at p + j + 1. It may be an ensemble of members, whose logits are averaged;
+member k sees the members k below. Forecasts, as Qualcomm ships them, also see a learned
+prefix: keys and values in every layer, which no other row sees.
 """
 
 from __future__ import annotations
@@ -20,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.checkpoints.probes import Probed
-from jetdraft.checkpoints.streams import SETTINGS, WEIGHTS
-from jetdraft.errors import CheckpointError, OptionError
+from jetdraft.checkpoints.streams import fill
+from jetdraft.errors import OptionError
 
 PROMPTS, FORECAST = "prompts", "forecast"
 MODES = (PROMPTS, FORECAST)
@@ -41,9 +33,8 @@ class PromptSettings:
     """`gamma` prompt tokens behind a row, each with `members` embeddings.
 
     They see a learned `prefix` of that many rows in the mode "forecast". `base` is the
-    hash of the weights that they were trained for, see `weights_sha256`. `ranks` are
-    measured on held-out text: how often the best, the second, ... guess of each prompt
-    token is the target's choice.
+    hash of their target's weights. `ranks` are measured: how often the best, the
+    second, ... guess of each prompt token is the target's choice.
     """
 
     gamma: int = 3
@@ -73,9 +64,8 @@ class PromptSettings:
 class Prompts(nn.Module):
     """What is trained: the embeddings of the prompt tokens, and the prefix.
 
-    `embeddings` float [gamma * members, h] are those of token 1's members first.
-    `keys` and `values` float [layers, kv_heads, prefix, head_dim] are the prefix; keys
-    are as a layer's attention gets them, after their rotation.
+    `embeddings` are float [gamma * members, h], token 1's members first. `keys`
+    (rotated) and `values` float [layers, kv_heads, prefix, head_dim] are the prefix.
     """
 
     def __init__(
@@ -117,28 +107,11 @@ class Prompts(nn.Module):
 class Prompted(Probed):
     """A causal LM of transformers whose rows can carry prompt tokens."""
 
+    trained = "prompts"
+
     def __init__(self, model: Any, prompts: Prompts) -> None:
         super().__init__(model, decoder_layers(model))
-        self.prompts = prompts
-
-    @property
-    def settings(self) -> PromptSettings:
-        """The settings of its prompt tokens."""
-        return self.prompts.settings
-
-    @property
-    def base(self) -> str:
-        """The hash of the weights that the prompt tokens were trained for."""
-        return self.settings.base
-
-    @property
-    def task(self) -> dict[str, Tensor]:
-        """All trained weights by their names."""
-        return {
-            name: weight
-            for name, weight in self.named_parameters()
-            if name.startswith("prompts.")
-        }
+        self.prompts, self.settings = prompts, prompts.settings
 
     def forward(
         self,
@@ -151,17 +124,17 @@ class Prompted(Probed):
     ) -> Tensor:
         """Logits [b, m + r, vocab] of the rows `keep` [m] and then of the r probes.
 
-        `input_ids` and `position_ids` are int64 [b, n]. `probe_rows` and `probe_ids`
-        are [r]: the row that carries each probe, and its prompt token, from 0 on.
+        `input_ids` and `position_ids` are int64 [b, n], `probe_rows` [r] the carriers
+        and `probe_ids` [r] their prompt tokens, from 0 on.
         """
         members = self.settings.members
         places = torch.arange(members, device=probe_ids.device)
         ids = probe_ids[:, None] * members + places
-        slots = (
-            _of_members(probe_rows, members),
-            ids.reshape(-1),
-            _of_members(probe_ids + 1, members),
-        )
+
+        def of_members(numbers: Tensor) -> Tensor:
+            return numbers[:, None].expand(-1, members).reshape(-1)
+
+        slots = of_members(probe_rows), ids.reshape(-1), of_members(probe_ids + 1)
         logits, _ = self.run(input_ids, position_ids, slots, keep, **options)
         if members == 1:
             return logits
@@ -171,33 +144,13 @@ class Prompted(Probed):
         return torch.cat([rows, means], 1)
 
     def starts(self, hidden: Tensor) -> Tensor:
-        """The embeddings of the prompt tokens."""
         starts = self.prompts.embeddings[self.current_pass.ids].to(hidden.dtype)
         return starts[None].expand(hidden.shape[0], -1, -1)
-
-
-def _of_members(numbers: Tensor, members: int) -> Tensor:
-    """Each number as often as a probe has members."""
-    return numbers[:, None].expand(-1, members).reshape(-1)
 
 
 def load_prompts(model: Any, settings: PromptSettings, folder: Path) -> Prompted:
     """Add a checkpoint's prompt tokens to its model, in place."""
     settings.check()
     prompted = Prompted(model, Prompts.empty(settings, model))
-    try:
-        tensors = load_file(folder / WEIGHTS)
-        with torch.no_grad():
-            for name, weight in prompted.task.items():
-                if tensors[name].shape != weight.shape:
-                    raise ValueError(
-                        f"{name} is {list(tensors[name].shape)}, expected "
-                        f"{list(weight.shape)}"
-                    )
-                weight.copy_(tensors[name])
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder / WEIGHTS} does not fit {SETTINGS} ({error}); train the prompt "
-            "tokens again"
-        ) from error
+    fill(prompted, folder, "prompt tokens")
     return prompted.requires_grad_(False).eval()

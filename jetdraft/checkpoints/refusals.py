@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,26 +51,19 @@ class Bounds:
     def of(cls, source: str) -> Bounds:
         """The bounds by the files of a folder; wide bounds for other sources."""
         files = list(Path(source).glob("*.safetensors")) if source else []
+        names = size = 0
         try:
-            names = sum(_tensors(file) for file in files)
-            size = sum(file.stat().st_size for file in files)
+            for file in files:
+                size += file.stat().st_size
+                with safe_open(file, "pt") as opened:
+                    names += len(opened.keys())
         except (OSError, SafetensorError):
             return cls()  # loading it says what is wrong
-        if not names:
-            return cls()
-        return cls(100 + SPARE * names, WEIGHTS_PER_BYTE * size)
-
-
-def _tensors(file: Path) -> int:
-    with safe_open(file, "pt") as opened:
-        return len(opened.keys())
+        return cls(100 + SPARE * names, WEIGHTS_PER_BYTE * size) if names else cls()
 
 
 def check_layers(source: str) -> None:
-    """Raise `CheckpointError` for a folder whose config.json has absurdly many layers.
-
-    Some configs write a list with an entry for each layer when they are read.
-    """
+    """Raise `CheckpointError` for absurdly many layers, which some configs list."""
     file = Path(source) / "config.json"
     if not os.path.isfile(file):
         return
@@ -101,13 +93,6 @@ def _numbers(value: object, name: str = "") -> Iterator[tuple[str, int | float]]
 
 def skeleton(source: str, model_class: Any, config: Any, bounds: Bounds) -> Any:
     """The model of a config without weights; `CheckpointError` beyond `bounds`."""
-    with _bounded(source, bounds), no_init_weights(), torch.device("meta"):
-        return model_class.from_config(config, trust_remote_code=False)
-
-
-@contextmanager
-def _bounded(source: str, bounds: Bounds) -> Iterator[None]:
-    """Refuse models beyond the bounds while they are built, tensor by tensor."""
     tensors = weights = 0
 
     def count(module: object, name: str, parameter: torch.Tensor | None) -> None:
@@ -122,7 +107,8 @@ def _bounded(source: str, bounds: Bounds) -> Iterator[None]:
 
     hook = register_module_parameter_registration_hook(count)
     try:
-        yield
+        with no_init_weights(), torch.device("meta"):
+            return model_class.from_config(config, trust_remote_code=False)
     finally:
         hook.remove()
 
@@ -132,7 +118,7 @@ class Kind:
     """What a user calls a kind, the fields that count its parts, and its layers' types.
 
     A model has `least` parts or more, unless the field `unless` is false. Fields have
-    the names of transformers, or those of GGUF without the family.
+    the names of transformers, or of GGUF without the family.
     """
 
     words: str
@@ -181,10 +167,7 @@ KINDS = (
 
 
 def check_kinds(source: str, field: Callable[[str], Any]) -> None:
-    """Raise `UnsupportedModelError` for a model of these kinds, by all their names.
-
-    `field` gives the value of a config's field, None for a field that it lacks.
-    """
+    """Raise `UnsupportedModelError` for these kinds; `field` gives a field's value."""
     found = [(kind.words, next(kind.found(field), None)) for kind in KINDS]
     said = [f"{words} ({sign})" for words, sign in found if sign is not None]
     if said:
@@ -205,9 +188,7 @@ weight of it tells; only --head reads the module."""
 def check_unread(source: str, read: Iterable[str], unread: Iterable[str]) -> None:
     """Raise `CheckpointError` for unread weights of layers behind a stack's last.
 
-    `read` names the weights of the model, `unread` those of the files that it lacks.
-
-        check_unread(source, ["h.0.w"], ["h.1.w"])    # layer 1 is behind the last
+    check_unread(source, ["h.0.w"], ["h.1.w"])    # layer 1 is behind the last
     """
     last: dict[str, int] = {}
     for stack, number, _ in _layers(read):

@@ -1,13 +1,10 @@
 """Attention of encoder-decoders: the decoder's own over the fixed KV buffers, plain
 attention in the encoder, and over the source.
 
-The decoder attends to what it wrote as every decoder here does, see `attention.attend`.
-Its cross attention reads keys and values that the encoder's graph wrote once for each
-source, in buffers of a fixed size whose unused slots a bias hides.
-
-The seams of decoders that read a source are positions, distances and answered rows: a
-decoder looks positions up in a module `embed_positions`, or has T5's bias by the
-distance of rows. Both count the rows of a pass as the whole text, which they are not.
+The encoder's graph writes the cross keys and values once, in buffers of a fixed size
+whose unused slots a bias hides. A decoder looks positions up in `embed_positions`, or
+has T5's bias by distance; both count the rows of a pass as the whole text, which they
+are not.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,10 +42,9 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 @dataclass
 class SourceState(StepState):
-    """A pass of a decoder that reads a source.
+    """A pass of a decoder that reads a source, behind which `source_bias` hides slots.
 
-    `source_bias` [1, 1, 1, slots] hides the slots behind the source. `own` is how the
-    decoder attends to its own text; None for `attend`.
+    `own` is how the decoder attends to its own text; None for `attend`.
     """
 
     source_bias: Tensor = field(default_factory=lambda: torch.zeros(1))
@@ -71,17 +68,11 @@ class _Written(Cache):  # type: ignore[misc]
 
     def __init__(self, pairs: Pairs) -> None:
         super().__init__(layers=[])
-        self.layers = [_Layer(key, value) for key, value in pairs]
+        self.layers = [SimpleNamespace(keys=key, values=value) for key, value in pairs]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Not 0, or transformers would compute them anew."""
+        """Not 0, or transformers would compute them again."""
         return int(self.layers[layer_idx].keys.shape[2])
-
-
-@dataclass
-class _Layer:
-    keys: Tensor
-    values: Tensor
 
 
 def attend_to_source(
@@ -96,9 +87,7 @@ def attend_to_source(
 ) -> tuple[Tensor, None]:
     """Attention in all parts: [1, heads, n, d] to [1, n, heads, d].
 
-    The `position_bias` [1, heads, n, n] that T5 gives counts in the encoder only: in
-    the decoder it would count the rows of a pass as the whole text, so there the active
-    state has the bias.
+    T5's `position_bias` [1, heads, n, n] counts in the encoder only.
     """
     if getattr(module, "is_causal", False):
         own = getattr(active_state(), "own", None)
@@ -125,10 +114,7 @@ def attend_to_source(
 
 
 def implement(model: Any, name: str) -> None:
-    """Let all parts of a model attend as `name` says.
-
-    The two halves of T5 have configs of their own, which transformers leaves out.
-    """
+    """Let all parts of a model attend as `name` says; T5's halves have own configs."""
     model.set_attn_implementation(name)
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -151,8 +137,7 @@ def distance_bias(
 ) -> Tensor:
     """The bias [b, heads, n, k] of slots at positions int64 [b, k] for rows [b, n].
 
-    The model has a `relative_table`. With `both_ways` a slot behind a row counts as one
-    that is as far before it; otherwise no row sees a slot behind it.
+    With `both_ways` a slot behind a row counts as far as one before it.
     """
     module = relative_table(model)
     distance = slots[:, None, :] - rows[:, :, None]

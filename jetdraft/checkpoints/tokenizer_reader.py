@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 
 from jetdraft.bundle import is_token_name
 from jetdraft.checkpoints.folder import OWN_CODE, check_folder, first_line
-from jetdraft.checkpoints.gguf import is_gguf, read_gguf_tokenizer
+from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
 from jetdraft.checkpoints.silence import no_progress_bars, silenced
 from jetdraft.errors import CheckpointError, printable
 
@@ -20,8 +20,7 @@ from jetdraft.errors import CheckpointError, printable
 def load_tokenizer(source: str) -> Any:
     """The fast tokenizer; None for a checkpoint without a tokenizer.
 
-    As in transformers, truncation and padding are a matter of each call, whatever a
-    training left in the file.
+    As in transformers, truncation and padding in the file do not count.
     """
     path = Path(source)
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -46,7 +45,8 @@ def load_tokenizer(source: str) -> Any:
 def read_tokenizer(source: str) -> str | None:
     """The text of a source's tokenizer.json; no weight is read."""
     if is_gguf(source):
-        return read_gguf_tokenizer(source)
+        with opened_gguf(source) as file:
+            return file.tokenizer()
     check_folder(source)
     with silenced(logging.WARNING), no_progress_bars():
         tokenizer = load_tokenizer(source)
@@ -63,10 +63,7 @@ _FOR_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_out
 
 
 def passed_over_by(tokenizer: Any, ends: Collection[int]) -> Iterator[str]:
-    """A line for each setting of a tokenizer that its tokenizer.json cannot have.
-
-    `ends` are the ids that end a text.
-    """
+    """A line for each setting that no tokenizer.json has; `ends` are the ends' ids."""
     file = "tokenizer_config.json"
     backend = tokenizer.backend_tokenizer
     if tokenizer.split_special_tokens:

@@ -7,21 +7,14 @@ import json
 import pytest
 import torch
 
-from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.defaults import FILE, read_defaults
+from jetdraft.checkpoints.defaults import FILE, Generation
 from jetdraft.errors import CheckpointError
-from jetdraft.export.exporter import ExportOptions, export
 from tests.tiny import drafter_config, save_checkpoint
 
 LLAMA = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
-QWEN = {
-    "do_sample": True,
-    "temperature": 0.7,
-    "top_k": 20,
-    "top_p": 0.8,
-    "repetition_penalty": 1.05,
-}
+QWEN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
+SAMPLED, SAMPLES = {"do_sample": True}, {"temperature": 1.0, "top_k": 50}
 
 
 def written(folder, fields):
@@ -36,15 +29,12 @@ def written(folder, fields):
     [
         ({}, {}),
         (LLAMA, {"temperature": 0.6, "top_p": 0.9, "top_k": 50}),
-        (QWEN, {name: QWEN[name] for name in QWEN if name != "do_sample"}),
-        ({"do_sample": True}, {"temperature": 1.0, "top_k": 50}),
+        ({**SAMPLED, **QWEN}, QWEN),
+        (SAMPLED, SAMPLES),
+        ({**SAMPLED, "top_k": None, "top_p": 1}, {**SAMPLES, "top_p": 1}),
         (
-            {"do_sample": True, "top_k": None, "top_p": 1},
-            {"temperature": 1, "top_p": 1, "top_k": 50},
-        ),
-        (
-            {"do_sample": True, "top_k": 0, "min_p": 0.15},
-            {"temperature": 1, "top_k": 0, "min_p": 0.15},
+            {**SAMPLED, "top_k": 0, "min_p": 0.15},
+            {**SAMPLES, "top_k": 0, "min_p": 0.15},
         ),
         ({"min_p": 0.15}, {}),
         ({"stop_strings": "\n\n"}, {"stop": ["\n\n"]}),
@@ -57,12 +47,12 @@ def written(folder, fields):
 )
 def test_defaults_are_those_that_would_be_used(tmp_path, fields, defaults):
     source = written(tmp_path / "checkpoint", fields)
-    assert read_defaults(source) == defaults
+    assert Generation.read(source).defaults() == defaults
 
 
 def test_a_checkpoint_without_the_file_has_no_defaults(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    assert read_defaults(str(tmp_path)) == {}
+    assert Generation.read(str(tmp_path)).defaults() == {}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +76,7 @@ def test_a_value_out_of_range_is_refused(tmp_path, name, value):
     with pytest.raises(
         CheckpointError, match=f"has {name} .*; correct or remove it|NaN is not"
     ):
-        read_defaults(source)
+        Generation.read(source)
 
 
 @pytest.mark.parametrize("text", ["", "not json", "[1]", "5", "\x00"])
@@ -94,19 +84,7 @@ def test_a_damaged_file_is_refused(tmp_path, text):
     written(tmp_path / "checkpoint", {})
     (tmp_path / "checkpoint" / FILE).write_text(text)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        read_defaults(str(tmp_path / "checkpoint"))
-
-
-def test_the_bundle_keeps_defaults_and_every_end_of_text_id(tmp_path):
-    source = save_checkpoint(tmp_path / "checkpoint", drafter_config(eos_token_id=5))
-    fields = {**QWEN, "eos_token_id": [3, 4]}
-    (source / FILE).write_text(json.dumps(fields))
-    options = ExportOptions(capacity=64, max_width=16)
-    with pytest.warns(UserWarning, match="passed over: .* eos_token <.endoftext.>"):
-        export(str(source), tmp_path / "bundle", options=options)
-    bundle = Bundle.open(tmp_path / "bundle")
-    assert bundle.eos_token_ids == (3, 4)
-    assert bundle.generation == {k: v for k, v in QWEN.items() if k != "do_sample"}
+        Generation.read(str(tmp_path / "checkpoint"))
 
 
 def test_a_bad_value_is_refused_before_the_model_is_loaded(tmp_path):

@@ -19,7 +19,7 @@ from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from tests.cli.running import jetdraft as command
-from tests.ggufs import one, write_gguf
+from tests.ggufs import adding, one, random_bytes, write_gguf
 from tests.tiny import SIZES, llama_config
 
 IDS = list(range(5, 29))
@@ -33,32 +33,25 @@ def mixed(name):
     return Type.Q6_K if "v_proj" in name else Type.Q4_K
 
 
-WIDE = {**SIZES, "num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256}
+ONE_LAYER = {**SIZES, "num_hidden_layers": 1}
+WIDE = transformers.LlamaConfig(
+    **{**ONE_LAYER, "hidden_size": 256, "intermediate_size": 256},
+    tie_word_embeddings=True,
+)
+GEMMA = transformers.Gemma3TextConfig(
+    **ONE_LAYER, head_dim=32, sliding_window=8, query_pre_attn_scalar=32
+)
+QWEN2 = transformers.Qwen2Config(**ONE_LAYER)
+QWEN3 = transformers.Qwen3Config(**ONE_LAYER, head_dim=32)
+SMALL = llama_config(num_hidden_layers=1)
 CASES = {
+    # Two layers, to mix up.
     "llama Q4_0": ("llama", llama_config(num_hidden_layers=2), one(Type.Q4_0)),
-    "llama mixed": (
-        "llama",
-        transformers.LlamaConfig(**WIDE, tie_word_embeddings=True),
-        mixed,
-    ),
-    "llama Q5_K": (
-        "llama",
-        transformers.LlamaConfig(**WIDE, tie_word_embeddings=True),
-        one(Type.Q5_K),
-    ),
-    "qwen2 Q5_0": ("qwen2", transformers.Qwen2Config(**SIZES), one(Type.Q5_0)),
-    "qwen3 Q4_1": (
-        "qwen3",
-        transformers.Qwen3Config(**SIZES, head_dim=32),
-        one(Type.Q4_1),
-    ),
-    "gemma3 Q8_0": (
-        "gemma3",
-        transformers.Gemma3TextConfig(
-            **SIZES, head_dim=32, sliding_window=8, query_pre_attn_scalar=32
-        ),
-        one(Type.Q8_0),
-    ),
+    "llama mixed": ("llama", WIDE, mixed),
+    "llama Q5_K": ("llama", WIDE, one(Type.Q5_K)),
+    "qwen2 Q5_0": ("qwen2", QWEN2, one(Type.Q5_0)),
+    "qwen3 Q4_1": ("qwen3", QWEN3, one(Type.Q4_1)),
+    "gemma3 Q8_0": ("gemma3", GEMMA, one(Type.Q8_0)),
 }
 
 
@@ -68,7 +61,7 @@ def case(request, tmp_path_factory):
     family, config, kinds = CASES[request.param]
     folder = tmp_path_factory.mktemp("gguf")
     written = write_gguf(folder / "model.gguf", config, kinds, family)
-    options = ExportOptions(Recipe("none"), capacity=64, max_width=32)
+    options = ExportOptions(Recipe("none"), capacity=64, max_width=32, fast=True)
     export(str(written.path), folder / "bundle", None, options)
     return written, folder / "bundle"
 
@@ -119,7 +112,7 @@ def test_all_integers_are_in_the_bundle(case):
 
 def test_rows_of_llama_are_turned_back(tmp_path):
     """Without it q of llama would have the rows of another head's halves."""
-    written = write_gguf(tmp_path / "model.gguf", llama_config(), one(Type.Q4_0))
+    written = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.Q4_0))
     packed = Checkpoint.load(str(written.path), torch.float32).packed
     np.testing.assert_array_equal(
         packed.blocks[Q].packed, TYPES["Q4_0"].read(written.data[Q]).packed
@@ -141,7 +134,7 @@ def copied(noise):
 
 def test_two_copies_of_a_tied_matrix_become_the_finer_one(tmp_path):
     file = tmp_path / "model.gguf"
-    write_gguf(file, llama_config(), one(Type.Q4_0), change=copied(0.02))
+    write_gguf(file, SMALL, one(Type.Q4_0), change=copied(0.02))
     found = Checkpoint.load(str(file), torch.float32)
     assert found.model.config.tie_word_embeddings
     assert found.packed.forms[found.head] == "Q8_0 exact"
@@ -153,7 +146,7 @@ def test_two_copies_of_a_tied_matrix_become_the_finer_one(tmp_path):
 
 def test_a_head_of_its_own_stays_one(tmp_path):
     file = tmp_path / "model.gguf"
-    write_gguf(file, llama_config(), one(Type.Q4_0), change=copied(0.5))
+    write_gguf(file, SMALL, one(Type.Q4_0), change=copied(0.5))
     found = Checkpoint.load(str(file), torch.float32)
     assert not found.model.config.tie_word_embeddings
     assert found.packed.forms["lm_head.weight"] == "Q8_0 exact"
@@ -161,7 +154,7 @@ def test_a_head_of_its_own_stays_one(tmp_path):
 
 
 def test_a_file_of_floats_is_a_checkpoint_of_floats(tmp_path):
-    written = write_gguf(tmp_path / "model.gguf", llama_config(), one(Type.F16))
+    written = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.F16))
     found = Checkpoint.load(str(written.path), torch.float32)
     assert found.packed is None
     assert found.model.get_submodule(Q.removesuffix(".weight")).weight.dtype == (
@@ -170,7 +163,7 @@ def test_a_file_of_floats_is_a_checkpoint_of_floats(tmp_path):
 
 
 def test_a_file_of_floats_gets_a_recipe(tmp_path):
-    file = write_gguf(tmp_path / "model.gguf", llama_config(), one(Type.F16)).path
+    file = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.F16)).path
     result = command("export", file, "-o", tmp_path / "bundle", "--capacity", 64)
     assert result.exit_code == 0, result.output
     assert "target: int" in result.stderr
@@ -186,8 +179,8 @@ def test_the_export_says_what_was_kept(tmp_path):
         "target: 7 matrices kept (6 Q4_K as int8, 1 Q6_K exact), 1 requantized to "
         "int8-rtn-b32\n" in result.stderr
     )
-    told = command("check", tmp_path / "bundle", "--no-run").stdout
-    assert "7 matrices kept (6 Q4_K as int8, 1 Q6_K exact)" in told
+    shown = command("check", tmp_path / "bundle", "--no-run").stdout
+    assert "7 matrices kept (6 Q4_K as int8, 1 Q6_K exact)" in shown
 
 
 LLAMA3 = {
@@ -235,40 +228,33 @@ def test_llama_3_scales_its_rotations(tmp_path):
         Checkpoint.load(str(file), torch.float32)
 
 
+def scaling(**fields):
+    return {f"scaling.{name}": value for name, value in fields.items()}
+
+
+LONG = scaling(type="yarn", factor=4.0)
+ORIGINAL = LONG | scaling(original_context_length=128)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-ORIGINAL = {"original_context_length": 128}
+STRONGER = YARN | {"attention_factor": 2 * (1 + 0.1 * np.log(4))}
+YARN_BOUNDS = YARN | {"beta_slow": 0.05}
+LINEAR, DEFAULT = {"rope_type": "linear"}, {"rope_type": "default"}
 SCALINGS = {
-    "linear": ({"type": "linear", "factor": 4.0}, {"rope_type": "linear"}),
-    "no type": ({"factor": 4.0}, {"rope_type": "linear"}),
-    "old name": ({"scale_linear": 4.0}, {"rope_type": "linear"}),
-    "yarn": ({"type": "yarn", "factor": 4.0, **ORIGINAL}, YARN),
-    "yarn, the length of the texts": (
-        {"type": "yarn", "factor": 4.0},
-        {**YARN, "original_max_position_embeddings": 512},
-    ),
-    "yarn, stronger": (
-        {"type": "yarn", "factor": 4.0, **ORIGINAL, "attn_factor": 2.0},
-        {**YARN, "attention_factor": 2 * (1 + 0.1 * np.log(4))},
-    ),
-    "yarn, other bounds": (
-        {"type": "yarn", "factor": 4.0, **ORIGINAL, "yarn_beta_slow": 0.05},
-        {**YARN, "beta_slow": 0.05},
-    ),
-    "none": ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
-    "a factor of nothing": ({"factor": 0.0}, {"rope_type": "default"}),
+    "linear": (scaling(type="linear", factor=4.0), LINEAR),
+    "no type": (scaling(factor=4.0), LINEAR),
+    "old name": ({"scale_linear": 4.0}, LINEAR),
+    "yarn": (ORIGINAL, YARN),
+    "yarn, length of texts": (LONG, YARN | {"original_max_position_embeddings": 512}),
+    "yarn, stronger": (ORIGINAL | scaling(attn_factor=2.0), STRONGER),
+    "yarn, bounds": (ORIGINAL | scaling(yarn_beta_slow=0.05), YARN_BOUNDS),
+    "none": (scaling(type="none", factor=4.0), DEFAULT),
+    "a factor of nothing": (scaling(factor=0.0), DEFAULT),
 }
 
 
 @pytest.mark.parametrize("name", SCALINGS)
 def test_rotations_are_scaled_as_llama_cpp_scales_them(tmp_path, name):
     stored, meant = SCALINGS[name]
-
-    def change(writer):
-        for key, value in stored.items():
-            prefix = "" if key == "scale_linear" else "scaling."
-            kind = {str: "string", float: "float32", int: "uint32"}[type(value)]
-            getattr(writer, f"add_{kind}")(f"llama.rope.{prefix}{key}", value)
-
+    change = adding({f"llama.rope.{key}": value for key, value in stored.items()})
     rope = {"rope_theta": 10000.0, "factor": 4.0, **meant}
     config = llama_config(num_hidden_layers=1, rope_parameters=rope)
     written = write_gguf(tmp_path / "model.gguf", config, one(Type.F32), change=change)
@@ -284,3 +270,53 @@ def test_an_unknown_scaling_is_refused(tmp_path):
     write_gguf(file, llama_config(num_hidden_layers=1), change=change)
     with pytest.raises(UnsupportedModelError, match="by 'longrope'"):
         Checkpoint.load(str(file), torch.float32)
+
+
+# --- the types of matrices -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_integers_stand_for_what_gguf_dequantizes(name):
+    """Exactly, or within half a step of the finer grid."""
+    kind = Type[name]
+    data = random_bytes(kind, (6, 512), seed=1)
+    expected = quants.dequantize(data, kind)
+    blocks = TYPES[name].read(data)
+    assert blocks.rows == 512
+    if TYPES[name].form.endswith("exact"):
+        np.testing.assert_array_equal(blocks.floats.T, expected)
+        return
+    steps = np.abs(blocks.scales).repeat(blocks.block_size, 1)
+    errors = np.abs(blocks.floats.T - expected)
+    assert (errors <= 0.501 * steps).all()
+    assert np.median(errors) < 0.01 * expected.std()
+
+
+@pytest.mark.parametrize("minimum", [-0.5, -0.07, -0.0401, 0.0, 0.25])
+def test_a_minimum_that_is_no_multiple_of_the_step(minimum):
+    """All weights below 0, weights of both signs, and all above."""
+    data = random_bytes(Type.Q4_1, (4, 32), seed=2)
+    data[:, :4] = np.array([0.01, minimum], "<f2").view(np.uint8)
+    expected = quants.dequantize(data, Type.Q4_1)
+    blocks = TYPES["Q4_1"].read(data)
+    most = np.abs(expected).max() / 255 if minimum > 0 else 0.01 / 18
+    assert np.abs(blocks.floats.T - expected).max() <= 0.501 * most
+
+
+def test_each_block_has_the_best_of_all_grids():
+    """With the finest grid for all, the median would be 0.015 of a step."""
+    data = random_bytes(Type.Q4_1, (500, 32), seed=3)
+    minima = np.random.default_rng(0).uniform(-0.14, -0.01, 500).astype("<f2")
+    data[:, 0:2] = np.array([0.01], "<f2").view(np.uint8)
+    data[:, 2:4] = minima[:, None].view(np.uint8)
+    expected = quants.dequantize(data, Type.Q4_1)
+    errors = np.abs(TYPES["Q4_1"].read(data).floats.T - expected)
+    assert np.median(errors) < 0.006 * 0.01
+
+
+def test_a_block_of_one_value():
+    """Its step is 0, so no zero point could stand for the minimum."""
+    data = np.zeros((1, 20), np.uint8)
+    for minimum in (0.0, 0.25, -0.25):
+        data[0, 2:4] = np.array([minimum], "<f2").view(np.uint8)
+        assert (TYPES["Q4_1"].read(data).floats == minimum).all()

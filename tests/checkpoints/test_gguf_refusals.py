@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -14,10 +13,11 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.errors import CheckpointError
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as command
-from tests.ggufs import one, write_gguf
-from tests.tiny import llama_config
+from tests.ggufs import adding, one, write_gguf
+from tests.tiny import drafter_config, llama_config, save_checkpoint
 from tools.recipes.__main__ import main as recipes
 
+SMALL = llama_config(num_hidden_layers=1)
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -30,7 +30,7 @@ def assert_no_bundle(folder, *arguments, said):
 
 @pytest.mark.parametrize("share", [0.001, 0.02, 0.3, 0.97, 0.9999])
 def test_a_file_that_is_cut_off(tmp_path, share):
-    file = write_gguf(tmp_path / "model.gguf", llama_config()).path
+    file = write_gguf(tmp_path / "model.gguf", SMALL).path
     whole = file.read_bytes()
     file.write_bytes(whole[: int(len(whole) * share)])
     assert_no_bundle(tmp_path, file, said=["is cut off", "fetch it again"])
@@ -54,15 +54,19 @@ def add_a_weight(writer):
     writer.add_tensor("blk.0.attn_q.bias", np.zeros(64, np.float32))
 
 
-def of(family, *names, **counts):
-    """Calls a file one of that family, and gives it the family's fields."""
+def with_field(name, value):
+    """Changes the value of a field that the file has."""
+    return {"change": lambda w: setattr(w.kv_data[0][name], "value", value)}
+
+
+def of(family, name=None):
+    """Calls a file one of that family, and gives it a field of the family."""
 
     def change(writer):
-        rename(writer, family)
-        for name, count in (counts | dict.fromkeys(names, 4)).items():
-            writer.add_uint32(f"{family}.{name}", count)
+        with_field("general.architecture", family)["change"](writer)
+        adding({f"{family}.{name}": 4} if name else {})(writer)
 
-    return change
+    return {"change": change}
 
 
 def repeat_a_token(writer):
@@ -74,61 +78,31 @@ def repeat_a_token(writer):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"family": "rwkv6"}, "is a 'rwkv6' model"),
-        (
-            {"change": lambda writer: change_field(writer, "merges", ["x yz"])},
-            "the tokenizer of",
-        ),
-        (
-            {"change": lambda writer: change_field(writer, "model", "bert")},
-            "a tokenizer of the kind 'bert'",
-        ),
-        (
-            {"change": lambda writer: change_field(writer, "token_type", [1, 1])},
-            "2 types of tokens",
-        ),
-        (
-            {"change": lambda w: set_field(w, "llama.block_count", 10**6)},
-            "for 1000000 layers",
-        ),
+        (of("rwkv6"), "is a 'rwkv6' model"),
+        (with_field("tokenizer.ggml.merges", ["x yz"]), "the tokenizer of"),
+        (with_field("tokenizer.ggml.model", "bert"), "a tokenizer of the kind 'bert'"),
+        (with_field("tokenizer.ggml.token_type", [1, 1]), "2 types of tokens"),
+        (with_field("llama.block_count", 10**6), "for 1000000 layers"),
         ({"change": repeat_a_token}, "the same token twice"),
         ({"rule": "klingon"}, "by the rule 'klingon'"),
         ({"change": add_a_weight}, "the weight 'blk.0.attn_q.bias'"),
         ({"kinds": lambda n: None if n == Q else Type.Q8_0}, "lacks the weights"),
-        (
-            {"change": lambda writer: writer.add_uint16("split.count", 3)},
-            "one of 3 parts",
-        ),
-        ({"change": of("qwen3moe", expert_count=8)}, "is a mixture of experts (expert"),
-        ({"change": of("deepseek2", "attention.kv_lora_rank")}, "latent attention"),
-        ({"change": of("lfm2", "shortconv.l_cache")}, "has convolution layers (short"),
-        ({"change": of("rwkv6", "wkv.head_size")}, "has recurrent layers (wkv"),
-        ({"change": of("falcon-h1", "ssm.state_size")}, "has recurrent layers (ssm"),
-        ({"change": of("gemma3n", "attention.shared_kv_layers")}, "share keys and val"),
+        ({"change": adding({"split.count": 3})}, "one of 3 parts"),
+        (of("qwen3moe", "expert_count"), "is a mixture of experts (expert"),
+        (of("deepseek2", "attention.kv_lora_rank"), "latent attention"),
+        (of("lfm2", "shortconv.l_cache"), "has convolution layers (short"),
+        (of("rwkv6", "wkv.head_size"), "has recurrent layers (wkv"),
+        (of("falcon-h1", "ssm.state_size"), "has recurrent layers (ssm"),
+        (of("gemma3n", "attention.shared_kv_layers"), "share keys and val"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(tmp_path, changes, said):
-    file = tmp_path / "model.gguf"
-    if changes.get("family") == "rwkv6":
-        changes = {"family": "llama", "change": lambda w: rename(w, "rwkv6")}
-    write_gguf(file, llama_config(), **changes)
+    file = write_gguf(tmp_path / "model.gguf", SMALL, **changes).path
     assert_no_bundle(tmp_path, file, said=[said])
 
 
-def change_field(writer, name, value):
-    writer.kv_data[0][f"tokenizer.ggml.{name}"].value = value
-
-
-def set_field(writer, name, value):
-    writer.kv_data[0][name].value = value
-
-
-def rename(writer, family):
-    writer.kv_data[0]["general.architecture"].value = family
-
-
 def test_weights_that_are_not_finite(tmp_path):
-    written = write_gguf(tmp_path / "model.gguf", llama_config(), one(Type.Q8_0))
+    written = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.Q8_0))
     data = bytearray(written.path.read_bytes())
     stored = written.data["model.layers.0.mlp.up_proj.weight"].tobytes()
     place = data.index(stored)
@@ -141,18 +115,18 @@ def test_paths_that_are_no_file(tmp_path):
     said = ["no checkpoint at", "a GGUF file"]
     assert_no_bundle(tmp_path, tmp_path / "model.gguf", said=said)
     assert_no_bundle(tmp_path, "org/model.gguf", said=said)
-    file = write_gguf(tmp_path / "model.gguf", llama_config()).path
+    file = write_gguf(tmp_path / "model.gguf", SMALL).path
     assert_no_bundle(tmp_path, tmp_path, said=[f"give the file {file}"])
 
 
-def test_a_drafter_with_another_tokenizer(tmp_path, pair):
-    target = write_gguf(tmp_path / "target.gguf", llama_config()).path
+def test_a_drafter_with_another_tokenizer(tmp_path):
+    target = write_gguf(tmp_path / "target.gguf", SMALL).path
     words = ("while", "yield", "lambda", "class", "async", "await", "raise")
-    drafter = write_gguf(tmp_path / "drafter.gguf", llama_config(), words=words).path
+    drafter = write_gguf(tmp_path / "drafter.gguf", SMALL, words=words).path
     said = ["has another tokenizer than"]
     assert_no_bundle(tmp_path, target, "--drafter", drafter, said=said)
     # A folder with the same tokenizer in another form is no other tokenizer.
-    folder = shutil.copytree(pair.drafter, tmp_path / "folder")
+    folder = save_checkpoint(tmp_path / "folder", drafter_config())
     fields = json.loads((folder / "tokenizer.json").read_text())
     fields["pre_tokenizer"]["trim_offsets"] = False
     fields["model"]["merges"] = [" ".join(m) for m in fields["model"]["merges"]]
@@ -163,7 +137,7 @@ def test_a_drafter_with_another_tokenizer(tmp_path, pair):
 
 
 def test_verbs_that_need_a_folder_say_so(tmp_path):
-    file = write_gguf(tmp_path / "model.gguf", llama_config()).path
+    file = write_gguf(tmp_path / "model.gguf", SMALL).path
     assert_refused(command("plan", file, "--device", "orin-nx-16gb"), "a GGUF file")
     said = ["leave --device out"]
     assert_no_bundle(tmp_path, file, "--device", "orin-nx-16gb", said=said)
@@ -175,7 +149,7 @@ def test_verbs_that_need_a_folder_say_so(tmp_path):
 
 
 def test_a_type_that_gguf_cannot_read(tmp_path, monkeypatch):
-    file = write_gguf(tmp_path / "model.gguf", llama_config(), one(Type.F16)).path
+    file = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.F16)).path
 
     def refuse(data, kind):
         raise NotImplementedError

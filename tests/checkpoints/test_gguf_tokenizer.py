@@ -8,10 +8,26 @@ from tokenizers import Tokenizer
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.gguf_tokenizer import ends_of_text, read_tokenizer
-from tests.ggufs import write_gguf
+from tests.ggufs import adding, write_gguf
 from tests.tiny import END_OF_TEXT, llama_config, tokenizer
 
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 TEXT = "def self.in(x):\n\treturn 1234 für 日本  \n"
+
+
+def named(**fields):
+    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+
+
+def fields_of(tokens, kind=NORMAL, merges=(), **more):
+    """A vocabulary of letters, and tokens of one type behind them."""
+    types = [NORMAL] * 6 + [kind] * len(tokens)
+    fields = {"tokens": [*"ab</s>", *tokens], "token_type": types} | more
+    return named(model="gpt2", merges=list(merges), **{"pre": "gpt-2"} | fields)
+
+
+def built(fields):
+    return Tokenizer.from_str(read_tokenizer("file", fields.get))
 
 
 @pytest.mark.parametrize(
@@ -50,107 +66,78 @@ def test_a_text_begins_as_the_file_says(tmp_path, rule, begin, first):
     assert (made.encode("x").ids[0] == 0) == first
 
 
-def test_numbers_are_split_by_the_rule():
+@pytest.mark.parametrize(
+    ("rule", "pieces"),
+    [
+        ("gpt-2", ["12", "3"]),
+        ("smollm", ["1", "2", "3"]),
+        ("llama-bpe", ["12", "3"]),
+        ("qwen2", ["1", "2", "3"]),
+    ],
+)
+def test_numbers_are_split_by_the_rule(rule, pieces):
     """The merge of two digits is used by the rules that leave numbers whole."""
-    tokens = [*"123", "12"]
-    vocabulary = {
-        "model": "gpt2",
-        "tokens": tokens,
-        "merges": ["1 2"],
-        "token_type": [1, 1, 1, 1],
-    }
-    expected = {"gpt-2": ["12", "3"], "smollm": ["1", "2", "3"]}
-    expected |= {"llama-bpe": ["12", "3"], "qwen2": ["1", "2", "3"]}
-    for rule, pieces in expected.items():
-        fields = {f"tokenizer.ggml.{k}": v for k, v in vocabulary.items()}
-        fields["tokenizer.ggml.pre"] = rule
-        made = Tokenizer.from_str(read_tokenizer("file", fields.get))
-        assert made.encode("123").tokens == pieces, rule
+    fields = named(model="gpt2", pre=rule, tokens=[*"123", "12"], merges=["1 2"])
+    assert built(fields).encode("123").tokens == pieces
 
 
-def test_words_that_are_tokens_are_not_merged():
+@pytest.mark.parametrize(
+    ("rule", "pieces"), [("llama-bpe", ["ab"]), ("gpt-2", ["a", "b"])]
+)
+def test_words_that_are_tokens_are_not_merged(rule, pieces):
     """As Llama 3 has them; other rules build words by merges only."""
-    fields = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": [*"ab", "ab"],
-        "tokenizer.ggml.merges": [],
-    }
-    for rule, pieces in {"llama-bpe": ["ab"], "gpt-2": ["a", "b"]}.items():
-        fields["tokenizer.ggml.pre"] = rule
-        made = Tokenizer.from_str(read_tokenizer("file", fields.get))
-        assert made.encode("ab").tokens == pieces
+    fields = named(model="gpt2", pre=rule, tokens=[*"ab", "ab"], merges=[])
+    assert built(fields).encode("ab").tokens == pieces
 
 
 def test_sentencepiece_merges_the_best_pair_first():
     pieces = {
-        **{"<unk>": (0.0, 2), "<s>": (0.0, 3), "</s>": (0.0, 3)},
-        **{"<0xC3>": (0.0, 6), "<0xBC>": (0.0, 6), "▁": (-9.0, 1)},
-        **{"a": (-5.0, 1), "b": (-5.0, 1), "c": (-5.0, 1)},
-        **{"bc": (-1.0, 1), "ab": (-2.0, 1), "▁a": (-3.0, 1)},
+        **{"<unk>": (0.0, UNKNOWN), "<s>": (0.0, CONTROL), "</s>": (0.0, CONTROL)},
+        **{"<0xC3>": (0.0, BYTE), "<0xBC>": (0.0, BYTE), "▁": (-9.0, NORMAL)},
+        **dict.fromkeys("abc", (-5.0, NORMAL)),
+        **{"bc": (-1.0, NORMAL), "ab": (-2.0, NORMAL), "▁a": (-3.0, NORMAL)},
     }
-    fields = {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": list(pieces),
-        "tokenizer.ggml.scores": [score for score, _ in pieces.values()],
-        "tokenizer.ggml.token_type": [kind for _, kind in pieces.values()],
-        "tokenizer.ggml.bos_token_id": 1,
-    }
-    made = Tokenizer.from_str(read_tokenizer("file", fields.get))
+    scores, types = zip(*pieces.values(), strict=True)
+    fields = named(model="llama", tokens=list(pieces), bos_token_id=1)
+    fields |= named(scores=scores, token_type=types)
+    made = built(fields)
     assert made.encode("abc").tokens == ["<s>", "▁a", "bc"]
     assert made.encode("ü</s>").tokens == ["<s>", "▁", "<0xC3>", "<0xBC>", "</s>"]
     assert made.decode(made.encode("abc ü").ids) == "abc ü"
-    fields["tokenizer.ggml.add_space_prefix"] = False
-    made = Tokenizer.from_str(read_tokenizer("file", fields.get))
-    assert made.encode("abc").tokens == ["<s>", "a", "bc"]
+    fields |= named(add_space_prefix=False)
+    assert built(fields).encode("abc").tokens == ["<s>", "a", "bc"]
 
 
-def test_the_template_and_the_ends_of_a_turn(tmp_path):
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    file = tmp_path / "model.gguf"
-    write_gguf(
-        file,
+def test_templates_and_the_ends_of_a_turn(tmp_path):
+    """A file may have a template for tools."""
+    template, file = "{% for m in messages %}{% endfor %}", tmp_path / "model.gguf"
+    config, tools = (
         llama_config(num_hidden_layers=1),
-        template=template,
-        change=lambda writer: writer.add_eot_token_id(7),
+        "tokenizer.chat_template.tool_use",
     )
-    found = Checkpoint.load(str(file), torch.float32)
-    assert found.chat_template == template
-    assert found.eos_token_ids == (0, 7)
-
-
-def test_a_file_may_have_a_template_for_tools(tmp_path):
-    def change(writer):
-        writer.add_string("tokenizer.chat_template.tool_use", "{{ tools }}")
-
-    file = tmp_path / "model.gguf"
-    write_gguf(file, llama_config(num_hidden_layers=1), template="x", change=change)
-    found = Checkpoint.load(str(file), torch.float32).chat_template
-    assert found == "{% if tools is not none %}{{ tools }}{% else %}x{% endif %}"
-
-
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
-
-
-def fields_of(tokens, kind=NORMAL, merges=(), **more):
-    """A vocabulary of letters, and tokens of one type behind them."""
-    fields = {
-        "model": "gpt2",
-        "pre": "gpt-2",
-        "tokens": [*"ab</s>", *tokens],
-        "token_type": [NORMAL] * 6 + [kind] * len(tokens),
-        "merges": list(merges),
-        **more,
-    }
-    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    for fields, expected in (
+        ({}, template),
+        (
+            {tools: "{{ tools }}"},
+            "{% if tools is not none %}{{ tools }}{% else %}"
+            + template
+            + "{% endif %}",
+        ),
+    ):
+        change = adding(fields | {"tokenizer.ggml.eot_token_id": 7})
+        write_gguf(file, config, template=template, change=change)
+        found = Checkpoint.load(str(file), torch.float32)
+        assert found.chat_template == expected
+        assert found.eos_token_ids == (0, 7)
 
 
 @pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED])
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|eot_id|>", "</s>", "<|fim_pad|>"])
 def test_an_end_by_its_name_is_one_whatever_its_type(end, kind):
     """As in llama.cpp, which calls such types a bug of the model."""
-    field = fields_of(["<x>", end], kind, eos_token_id=0).get
-    assert ends_of_text(field) == [0, 7]
-    made = Tokenizer.from_str(read_tokenizer("file", field))
+    field = fields_of(["<x>", end], kind, eos_token_id=0)
+    assert ends_of_text(field.get) == [0, 7]
+    made = built(field)
     assert made.encode(f"a{end}b").ids == [0, 7, 1]
     assert made.decode([0, 7, 1]) == "ab", "ends are not shown"
     is_shown = made.decode([6], skip_special_tokens=True) == "<x>"
@@ -160,31 +147,31 @@ def test_an_end_by_its_name_is_one_whatever_its_type(end, kind):
 def test_marks_of_infilling_are_control_tokens():
     """Without an id in the file the first by its name, as in llama.cpp."""
     tokens = ["<|fim_prefix|>", "<PRE>", "<|file_sep|>"]
-    field = fields_of(tokens, USER_DEFINED).get
-    made = Tokenizer.from_str(read_tokenizer("file", field))
+    field = fields_of(tokens, USER_DEFINED)
+    made = built(field)
     assert made.decode([6, 7, 8]) == "<PRE>"
-    assert ends_of_text(field) == [8]
-    named = fields_of(tokens, USER_DEFINED, fim_sep_token_id=0, fim_pre_token_id=0).get
-    assert ends_of_text(named) == [0]
+    assert ends_of_text(field.get) == [8]
+    chosen = fields_of(tokens, USER_DEFINED, fim_sep_token_id=0, fim_pre_token_id=0)
+    assert ends_of_text(chosen.get) == [0]
 
 
 def test_a_token_that_merges_build_is_no_end():
     """Qwen's </s> is a tag of HTML."""
     merges = ["< /", "</ s", "</s >"]
-    field = fields_of(["</", "</s", "</s>", "<|im_end|>"], merges=merges).get
-    assert ends_of_text(field) == [9]
-    made = Tokenizer.from_str(read_tokenizer("file", field))
+    field = fields_of(["</", "</s", "</s>", "<|im_end|>"], merges=merges)
+    assert ends_of_text(field.get) == [9]
+    made = built(field)
     assert made.decode([8]) == "</s>"
 
 
 def test_an_end_inside_of_a_turn_is_shown():
     """OpenAI's harmony: <|end|> ends a message of several, <|return|> the turn."""
-    field = fields_of(["<|end|>", "<|return|>", "<|call|>"], CONTROL).get
-    assert ends_of_text(field) == [7, 8]
-    made = Tokenizer.from_str(read_tokenizer("file", field))
+    field = fields_of(["<|end|>", "<|return|>", "<|call|>"], CONTROL)
+    assert ends_of_text(field.get) == [7, 8]
+    made = built(field)
     assert made.decode([6, 7]) == "<|end|>"
-    alone = fields_of(["<|end|>", "<|return|>"], CONTROL).get
-    assert ends_of_text(alone) == [6, 7]
+    alone = fields_of(["<|end|>", "<|return|>"], CONTROL)
+    assert ends_of_text(alone.get) == [6, 7]
 
 
 def test_a_file_may_ask_for_an_end_behind_each_text():
@@ -196,24 +183,22 @@ def test_a_file_may_ask_for_an_end_behind_each_text():
     ):
         field["tokenizer.ggml.add_bos_token"] = begins
         field["tokenizer.ggml.add_eos_token"] = ends
-        made = Tokenizer.from_str(read_tokenizer("file", field.get))
+        made = built(field)
         assert made.encode("b").ids == expected
 
 
 def test_sentencepiece_has_ids_where_the_file_has_none():
     tokens = ["<unk>", "<s>", "<end>", "▁", "a"]
-    fields = {"model": "llama", "tokens": tokens, "scores": [0.0] * 5}
-    fields["token_type"] = [2, 3, 3, 1, 1]
-    field = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}.get
-    made = Tokenizer.from_str(read_tokenizer("file", field))
-    assert made.encode("a").ids[0] == 1
-    assert ends_of_text(field) == [2]
+    field = named(model="llama", tokens=tokens, scores=[0.0] * 5)
+    field |= named(token_type=[UNKNOWN, CONTROL, CONTROL, NORMAL, NORMAL])
+    assert built(field).encode("a").ids[0] == 1
+    assert ends_of_text(field.get) == [2]
 
 
 def test_tokens_of_phi_3_take_the_spaces_behind_them():
     field = fields_of(["<|user|>", "<|endoftext|>"], CONTROL)
     for name, taken in (("Phi 3 Mini", False), ("Phi-3 Mini", True)):
         field["general.name"] = name
-        made = Tokenizer.from_str(read_tokenizer("file", field.get))
+        made = built(field)
         found = made.encode("<|user|> a<|endoftext|>").offsets[0]
         assert found == ((0, 9) if taken else (0, 8))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
+from functools import partial
 
 import numpy as np
 import onnx
@@ -20,11 +22,10 @@ from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.quant.choice import Limit
 from jetdraft.recipe import Recipe
-from tests.cli.running import assert_refused
-from tests.cli.running import jetdraft as command
 from tests.tiny import llama_config, save_checkpoint
 
-GROUP = 32
+GROUP, IDS = 32, list(range(20))
+quick = partial(ExportOptions, Recipe("none"), capacity=64, max_width=32, fast=True)
 Q = "model.layers.0.self_attn.q_proj"
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column that each place of a word holds."""
@@ -85,33 +86,22 @@ def compressed(integers, scales, zeros, bits):
     return PackedQuantizationCompressor.compress(parts, scheme)
 
 
+def of(method, bits, **more):
+    return {"quant_method": method, "bits": bits, "group_size": GROUP, **more}
+
+
+def of_compressed(bits):
+    groups = {"group_0": {"weights": {"num_bits": bits}}}
+    return {"quant_method": "compressed-tensors", "bits": bits, "config_groups": groups}
+
+
 FORMATS = {
-    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP}),
-    "gptq 8": (gptq, {"quant_method": "gptq", "bits": 8, "group_size": GROUP}),
-    "gptq_v2": (
-        gptq_v2,
-        {
-            "quant_method": "gptq",
-            "bits": 4,
-            "group_size": GROUP,
-            "checkpoint_format": "gptq_v2",
-        },
-    ),
-    "awq": (
-        awq,
-        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
-    ),
-    **{
-        f"compressed {bits}": (
-            compressed,
-            {
-                "quant_method": "compressed-tensors",
-                "bits": bits,
-                "config_groups": {"group_0": {"weights": {"num_bits": bits}}},
-            },
-        )
-        for bits in (4, 8)
-    },
+    "gptq": (gptq, of("gptq", 4)),
+    "gptq 8": (gptq, of("gptq", 8)),
+    "gptq_v2": (gptq_v2, of("gptq", 4, checkpoint_format="gptq_v2")),
+    "awq": (awq, of("awq", 4, version="gemm")),
+    "compressed 4": (compressed, of_compressed(4)),
+    "compressed 8": (compressed, of_compressed(8)),
 }
 
 
@@ -128,37 +118,44 @@ def random(shape, bits, symmetric=False, seed=0):
     return integers, scales.astype(np.float16), zeros
 
 
-def linear(folder):
-    """The names and shapes of all linear layers but the head."""
-    tensors = load_file(folder / "model.safetensors")
-    return {
-        name.removesuffix(".weight"): tuple(tensor.shape)
-        for name, tensor in tensors.items()
-        if "_proj" in name
-    }
+def settle(folder, **settings):
+    """Change what a checkpoint says of its quantization."""
+    config = json.loads((folder / "config.json").read_text())
+    own = config.get("quantization_config", {})
+    config["quantization_config"] = own | settings
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def rewrite(folder, tensors, **settings):
+    """Write a checkpoint's tensors, of which None stands for none."""
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    settle(folder, **settings)
 
 
 def quantize(folder, pack, settings, symmetric=False):
     """Replace a checkpoint's linear layers; their integers, scales and zeros."""
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    found = {}
-    for seed, (name, shape) in enumerate(linear(folder).items()):
+    tensors, found = load_file(folder / "model.safetensors"), {}
+    for seed, key in enumerate([key for key in tensors if "_proj" in key]):
+        shape, name = tuple(tensors.pop(key).shape), key.removesuffix(".weight")
         found[name] = random(shape, settings["bits"], symmetric, seed)
-        del tensors[f"{name}.weight"]
         parts = pack(*found[name], settings["bits"])
         tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
-    save_file(tensors, file, {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = settings
-    (folder / "config.json").write_text(json.dumps(config))
+    rewrite(folder, tensors, **settings)
     return found
 
 
-@pytest.fixture
-def base(tmp_path):
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
     """A checkpoint of one layer."""
-    return save_checkpoint(tmp_path / "base", llama_config(num_hidden_layers=1))
+    folder = tmp_path_factory.mktemp("base")
+    return save_checkpoint(folder, llama_config(num_hidden_layers=1))
+
+
+@pytest.fixture
+def base(plain, tmp_path):
+    """A copy of it to change."""
+    return shutil.copytree(plain, tmp_path / "base")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -203,8 +200,7 @@ def exported(request, tmp_path_factory):
     source = save_checkpoint(folder / "source", config)
     numbers = quantize(source, *FORMATS[name])
     # Whatever the recipe says of the rest.
-    options = ExportOptions(Recipe("none"))
-    export(str(source), folder / "bundle", None, options)
+    export(str(source), folder / "bundle", options=quick())
     return source, numbers, FORMATS[name][1]["bits"], folder / "bundle"
 
 
@@ -229,20 +225,19 @@ def test_they_go_straight_into_the_graph(exported):
         np.testing.assert_array_equal(found[:, : offsets.shape[1]], offsets)
 
 
-def eager_logits(source, ids):
+def eager_logits(source):
     """What transformers computes with the floats that the integers stand for."""
     model = Checkpoint.load(str(source), torch.float32).model
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+        return model(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
 
 
 def test_a_packed_model_computes_what_its_integers_stand_for(exported):
     source, _, _, bundle = exported
-    ids = list(range(20))
-    expected = eager_logits(source, ids)
-    found = jetdraft.load(bundle).parts.target.run(ids).logits
-    alike = np.corrcoef(found.ravel(), expected.ravel())[0, 1]
+    with jetdraft.load(bundle) as model:
+        logits = model.parts.target.run(IDS).logits
+    alike = np.corrcoef(logits.ravel(), eager_logits(source).ravel())[0, 1]
     assert alike > 0.99, "but for int8 activations"
 
 
@@ -286,68 +281,45 @@ def test_inputs_in_another_order(base, flavour, seed, products):
         expected[:, row] = (integers[:, place].astype(np.float32) - zero) * scale
     found = model.get_submodule(Q).weight.detach().float().numpy()
     np.testing.assert_allclose(found, expected, atol=1e-2)
-    ids = torch.arange(20)[None]
-    with torch.no_grad():
-        model.set_attn_implementation("eager")
-        logits = model(ids, use_cache=False).logits[0].numpy()
-    options = ExportOptions(Recipe("none"), flavour=flavour)
-    export(str(base), base.parent / "bundle", None, options)
+    export(str(base), base.parent / "bundle", options=quick(flavour=flavour))
     if flavour == "contrib":
         assert len(packed_matrices(base.parent / "bundle")) == products
-    ours = (
-        jetdraft.load(base.parent / "bundle").parts.target.run(list(range(20))).logits
-    )
-    assert np.corrcoef(ours.ravel(), logits.ravel())[0, 1] > 0.99
+    with jetdraft.load(base.parent / "bundle") as ours:
+        logits = ours.parts.target.run(IDS).logits
+    assert np.corrcoef(logits.ravel(), eager_logits(base).ravel())[0, 1] > 0.99
 
 
 def test_symmetric_ones_have_no_zeros_and_a_standard_graph(base, tmp_path):
     quantize(base, *FORMATS["gptq"], symmetric=True)
     blocks = Checkpoint.load(str(base), torch.float32).packed.blocks
     assert all(each.zeros is None for each in blocks.values())
-    options = ExportOptions(Recipe("none"), flavour="standard")
-    export(str(base), tmp_path / "standard", None, options)
-    logits = jetdraft.load(tmp_path / "standard").parts.target.run([5, 8, 9]).logits
-    expected = eager_logits(base, [5, 8, 9])
-    assert np.abs(logits - expected).max() < 0.05 * np.abs(logits).max()
+    export(str(base), tmp_path / "standard", options=quick(flavour="standard"))
+    with jetdraft.load(tmp_path / "standard") as model:
+        logits = model.parts.target.run(IDS).logits
+    assert np.abs(logits - eager_logits(base)).max() < 0.05 * np.abs(logits).max()
 
 
 def test_a_standard_graph_has_no_zeros(base, tmp_path):
     quantize(base, *FORMATS["gptq"])
-    options = ExportOptions(Recipe("none"), flavour="standard")
     with pytest.raises(OptionError, match="has zero points"):
-        export(str(base), tmp_path / "bundle", None, options)
+        export(str(base), tmp_path / "bundle", options=quick(flavour="standard"))
     assert not (tmp_path / "bundle").exists()
 
 
 def test_a_scale_per_output_becomes_blocks_with_the_same_scale(base):
     """As bitsandbytes and int-quantized have it."""
-    file = base / "model.safetensors"
-    tensors = load_file(file)
+    tensors = load_file(base / "model.safetensors")
     weight = tensors[f"{Q}.weight"]
     largest = weight.abs().amax(1)
     signed = (weight / largest[:, None] * 127).round().to(torch.int8)
     tensors |= {f"{Q}.weight": signed, f"{Q}.SCB": largest}
-    save_file(tensors, file, {"format": "pt"})
-    config = json.loads((base / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "bitsandbytes",
-        "load_in_8bit": True,
-    }
-    (base / "config.json").write_text(json.dumps(config))
+    rewrite(base, tensors, quant_method="bitsandbytes", load_in_8bit=True)
     found = Checkpoint.load(str(base), torch.float32)
     [blocks] = found.packed.blocks.values()
     assert np.abs(blocks.floats.T - weight.numpy()).max() <= float(largest.max()) / 253
     bundle = base.parent / "bundle"
-    export(str(base), bundle, None, ExportOptions(Recipe("none")))
+    export(str(base), bundle, options=quick())
     assert len(packed_matrices(bundle)) == 1, "k and v stay floats, so do not join q"
-
-
-def rewrite(base, **changes):
-    file = base / "model.safetensors"
-    tensors = load_file(file)
-    for part, change in changes.items():
-        tensors[f"{Q}.{part}"] = change(tensors.get(f"{Q}.{part}"))
-    save_file({k: v for k, v in tensors.items() if v is not None}, file)
 
 
 def test_a_last_group_may_be_shorter(base):
@@ -355,40 +327,29 @@ def test_a_last_group_may_be_shorter(base):
     quantize(base, *FORMATS["gptq"])
     name = "model.layers.0.mlp.down_proj"
     tensors = load_file(base / "model.safetensors")
-    for part in ("scales", "qzeros"):
-        for layer in linear_of(tensors):
-            tensors[f"{layer}.{part}"] = tensors[f"{layer}.{part}"][
-                : -(-(96 if "down" in layer else 64) // 64)
-            ].clone()
-    for layer in linear_of(tensors):
-        tensors.pop(f"{layer}.g_idx")
-    save_file(tensors, base / "model.safetensors")
-    config = json.loads((base / "config.json").read_text())
-    config["quantization_config"]["group_size"] = 64
-    (base / "config.json").write_text(json.dumps(config))
+    for key, tensor in tensors.items():
+        if key.endswith((".scales", ".qzeros")):
+            tensors[key] = tensor[: 2 if "down" in key else 1].clone()
+        elif key.endswith(".g_idx"):
+            tensors[key] = None
+    rewrite(base, tensors, group_size=64)
     found = Checkpoint.load(str(base), torch.float32).packed.blocks[f"{name}.weight"]
     scales = tensors[f"{name}.scales"].float().numpy().T
     assert found.block_size == 64
     np.testing.assert_array_equal(found.scales, scales)
 
 
-def linear_of(tensors):
-    return [n.removesuffix(".qweight") for n in tensors if n.endswith(".qweight")]
-
-
 def test_integers_of_one_byte_are_read_too(base):
     """int-quantized, by channel, with zeros."""
-    file = base / "model.safetensors"
-    tensors, random = load_file(file), np.random.default_rng(0)
+    tensors = load_file(base / "model.safetensors")
+    random = np.random.default_rng(0)
     shape = tuple(tensors[f"{Q}.weight"].shape)
     signed = torch.from_numpy(random.integers(-128, 128, shape).astype(np.int8))
     scales = torch.from_numpy(random.uniform(0.01, 0.02, (64, 1)).astype(np.float32))
     zeros = torch.from_numpy(random.integers(-9, 9, (64, 1)).astype(np.int8))
-    tensors |= {f"{Q}.weight": signed, f"{Q}.weight_scale": scales}
-    save_file({**tensors, f"{Q}.weight_zero_point": zeros}, file)
-    config = json.loads((base / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "compressed-tensors"}
-    (base / "config.json").write_text(json.dumps(config))
+    parts = {"weight": signed, "weight_scale": scales, "weight_zero_point": zeros}
+    tensors |= {f"{Q}.{part}": tensor for part, tensor in parts.items()}
+    rewrite(base, tensors, quant_method="compressed-tensors")
     [blocks] = Checkpoint.load(str(base), torch.float32).packed.blocks.values()
     expected = (signed.float() - zeros.float()) * scales
     np.testing.assert_allclose(blocks.floats.T, expected.numpy(), rtol=1e-6)
@@ -397,8 +358,7 @@ def test_integers_of_one_byte_are_read_too(base):
 def test_names_that_the_model_has_not_are_refused(base):
     quantize(base, *FORMATS["gptq"])
     tensors = load_file(base / "model.safetensors")
-    renamed = {name.removeprefix("model."): x for name, x in tensors.items()}
-    save_file(renamed, base / "model.safetensors")
+    rewrite(base, {name.removeprefix("model."): x for name, x in tensors.items()})
     with pytest.raises(CheckpointError, match="under names that its architecture"):
         Checkpoint.load(str(base), torch.float32)
 
@@ -438,15 +398,13 @@ def test_what_cannot_be_read_is_refused_by_name(
 ):
     pack, usual = FORMATS[method]
     quantize(base, pack, usual)
-    rewrite(base, **change)
-    config = json.loads((base / "config.json").read_text())
-    config["quantization_config"] |= settings
-    (base / "config.json").write_text(json.dumps(config))
+    tensors = load_file(base / "model.safetensors")
+    for part, changed in change.items():
+        tensors[f"{Q}.{part}"] = changed(tensors[f"{Q}.{part}"])
+    rewrite(base, tensors, **settings)
     with pytest.raises(error, match=reason):
-        Checkpoint.load(str(base), torch.float32)
-    output = base.parent / "bundle"
-    assert_refused(command("export", base, "-o", output))
-    assert not output.exists()
+        export(str(base), base.parent / "bundle")
+    assert not (base.parent / "bundle").exists()
 
 
 def test_four_bits_of_bitsandbytes_are_no_integers(base):
@@ -455,9 +413,6 @@ def test_four_bits_of_bitsandbytes_are_no_integers(base):
     kept = {k: v for k, v in tensors.items() if "_proj" not in k}
     kept[f"{Q}.weight"] = torch.zeros(2048, 1, dtype=torch.uint8)
     kept[f"{Q}.weight.absmax"] = torch.zeros(64)
-    save_file(kept, base / "model.safetensors")
-    config = json.loads((base / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes"}
-    (base / "config.json").write_text(json.dumps(config))
+    rewrite(base, kept, quant_method="bitsandbytes")
     with pytest.raises(UnsupportedModelError, match="nf4"):
         Checkpoint.load(str(base), torch.float32)

@@ -83,7 +83,7 @@ def test_a_traced_graph_holds_no_copy_of_a_matrix(half):
 def test_a_bundle_of_halves_is_that_of_the_same_numbers_in_single(half, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(half, dtype="float32")
     model.save_pretrained(tmp_path / "single")
-    options = ExportOptions(Recipe("int4", 32))
+    options = ExportOptions(Recipe("int4", 32), capacity=64, max_width=8, fast=True)
     for name in ("half", "single"):
         export(str(tmp_path / name), tmp_path / f"{name}-bundle", None, options)
     one, other = (

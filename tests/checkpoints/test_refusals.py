@@ -10,9 +10,11 @@ import transformers
 from transformers import Gemma3nTextConfig, Gemma4TextConfig, GraniteMoeHybridConfig
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.model_reader import check_exportable
 from jetdraft.checkpoints.refusals import check_kinds, check_unread
 from jetdraft.errors import CheckpointError, UnsupportedModelError
-from jetdraft.export.exporter import export
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
 from tests.tiny import SIZES, llama_config, save_checkpoint
 
 
@@ -50,11 +52,15 @@ def test_each_stack_has_its_own_layers(tmp_path):
         check_unread("folder", ["layers.1.w"], unread)
 
 
+QUICK = ExportOptions(Recipe("none"), capacity=64, max_width=8, fast=True)
 EXPERTS = "is a mixture of experts"
 RECURRENT = "has recurrent layers"
 LATENT = "has latent attention"
 SHARED = "has layers that share keys and values"
-LINEAR = ["linear_attention", "full_attention"]
+CONV = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+MAMBA = {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]}
+MAMBA |= {"num_local_experts": 0}
+OF_EXPERTS = {"enable_moe_block": True, "num_experts": 4}
 CASES = {
     "mixtral": (transformers.MixtralConfig(), [f"{EXPERTS} (num_experts 8)"]),
     "qwen2_moe": (transformers.Qwen2MoeConfig(), [EXPERTS]),
@@ -79,25 +85,12 @@ CASES = {
     "zamba2": (transformers.Zamba2Config(), [RECURRENT]),
     "nemotron_h": (transformers.NemotronHConfig(), [EXPERTS, RECURRENT]),
     "recurrent_gemma": (transformers.RecurrentGemmaConfig(), [RECURRENT]),
-    "lfm2": (
-        transformers.Lfm2Config(
-            num_hidden_layers=2, layer_types=["conv", "full_attention"]
-        ),
-        ["has convolution layers"],
-    ),
+    "lfm2": (transformers.Lfm2Config(**CONV), ["has convolution layers"]),
     "granitemoehybrid": (GraniteMoeHybridConfig(), [EXPERTS, RECURRENT]),
-    "granitemoehybrid, dense": (
-        GraniteMoeHybridConfig(
-            num_local_experts=0, num_hidden_layers=2, layer_types=["mamba", "attention"]
-        ),
-        [RECURRENT],
-    ),
+    "granitemoehybrid, dense": (GraniteMoeHybridConfig(**MAMBA), [RECURRENT]),
     "gemma3n_text": (Gemma3nTextConfig(), [f"{SHARED} (num_kv_shared_layers 15)"]),
     "gemma4_text": (Gemma4TextConfig(num_kv_shared_layers=2), [SHARED]),
-    "gemma4_text, experts": (
-        Gemma4TextConfig(enable_moe_block=True, num_experts=4),
-        [EXPERTS],
-    ),
+    "gemma4_text, experts": (Gemma4TextConfig(**OF_EXPERTS), [EXPERTS]),
     "mistral3": (transformers.Mistral3Config(), ["'mistral3'", "more than text"]),
     "clip": (transformers.CLIPConfig(), ["is a 'clip' model", "language model"]),
 }
@@ -131,22 +124,19 @@ def test_what_is_refused_is_said_with_the_way_on(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        GraniteMoeHybridConfig(
-            **{**SIZES, "num_hidden_layers": 2},
-            num_local_experts=0,
-            layer_types=["attention", "attention"],
-            shared_intermediate_size=96,
-        ),
-        llama_config(num_hidden_layers=1, num_local_experts=0, kv_lora_rank=None),
-    ],
-    ids=["granitemoehybrid of attention alone", "llama with fields of others"],
-)
-def test_fields_of_parts_that_a_model_lacks_refuse_nothing(tmp_path, config):
-    folder = save_checkpoint(tmp_path / "model", config)
-    export(str(folder), tmp_path / "bundle")
+def test_fields_of_parts_that_a_model_lacks_refuse_nothing(tmp_path):
+    """Of a hybrid of attention alone, and of others."""
+    config = llama_config(num_local_experts=0, kv_lora_rank=None)
+    config.save_pretrained(tmp_path / "llama")
+    check_exportable(str(tmp_path / "llama"))
+    config = GraniteMoeHybridConfig(
+        **{**SIZES, "num_hidden_layers": 1},
+        num_local_experts=0,
+        layer_types=["attention"],
+        shared_intermediate_size=96,
+    )
+    folder = save_checkpoint(tmp_path / "granite", config)
+    export(str(folder), tmp_path / "bundle", options=QUICK)
 
 
 @pytest.mark.parametrize(
@@ -174,4 +164,4 @@ def test_a_checkpoint_without_a_tokenizer_is_told(tmp_path):
     config = llama_config(num_hidden_layers=1)
     folder = save_checkpoint(tmp_path / "model", config, tokenizer=False)
     with pytest.warns(UserWarning, match="has no tokenizer, so the bundle takes"):
-        export(str(folder), tmp_path / "bundle")
+        export(str(folder), tmp_path / "bundle", options=QUICK)

@@ -13,7 +13,7 @@ import transformers
 
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.layers import POST_NORM, Taps
+from jetdraft.checkpoints.layers import Taps
 from jetdraft.devices.providers import PROVIDERS
 from jetdraft.errors import PairError
 from jetdraft.export.exporter import ExportOptions, export
@@ -147,7 +147,7 @@ def test_every_row_has_the_features_of_the_model(source, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_the_state_after_the_norm(source, tmp_path, dtype):
-    taps = Taps(POST_NORM, 64)
+    taps = Taps((), 64)
     bundle = exported(
         source, tmp_path / "bundle", taps, recipe=Recipe("none"), dtype=dtype
     )

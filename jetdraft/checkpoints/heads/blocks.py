@@ -1,9 +1,8 @@
 """Drafters that fill a block of masked tokens in one pass, and how their rows attend.
 
-The rows of a block see each other and their whole context. The attention operator of a
-graph is causal, so there the rows of a block attend twice: first their keys and values
-are written, then their queries follow in further rows, whose keys are copies that a
-bias hides from all rows.
+Rows of a block see each other. In a graph, whose attention is causal, they attend
+twice: their keys are written first, then their queries follow in further rows, whose
+keys are copies that a bias hides.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from jetdraft.checkpoints.attention import attend
 from jetdraft.checkpoints.heads.draft_module import LAYERS, DraftModule, Given
-from jetdraft.checkpoints.heads.head_files import number
+from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_layers import (
     HeadConfig,
     by_head,
@@ -68,12 +67,11 @@ class BlockDrafter(DraftModule):
     def forward(
         self, context: Tensor, block: Tensor, positions: Tensor, attention: Attention
     ) -> Tensor:
-        """The normed states of the rows with queries, [b, q, h].
+        """The normed states [b, q, h] of the block, and of text before it.
 
         `context` are features [b, n, h], or tokens int64 [b, n] of a drafter that reads
-        text; `block` are tokens int64 [b, m], with ids from the vocabulary's size on
-        for masks; `positions` int64 [b, n + m] are those of context and block. The rows
-        with queries are the block's, and before them the context's if that is text.
+        text; `block` are tokens int64 [b, m], masks from the vocabulary's size on;
+        `positions` int64 [b, n + m] are of both.
         """
         if self.reads_text:
             states = self.embedded(torch.cat([context, block], dim=1))
@@ -97,7 +95,6 @@ class BlockDrafter(DraftModule):
         return states[..., -self.config.slots :, :]
 
     def draft(self, given: Given) -> tuple[Tensor, None]:
-        """The logits of the tokens that the masks stand for."""
         context = given.tokens if self.reads_text else given.features
         attention = both_ways(self.block_rows, self.reads_text)
         states = self(context, given.block, given.positions, attention)
@@ -119,7 +116,7 @@ def masked(mask: Tensor | None) -> Attention:
 def both_ways(size: int, context_asks: bool) -> Attention:
     """Attention in both directions inside the last `size` rows, over the buffers.
 
-    If the context before them has queries, its rows attend to the rows up to their own.
+    If the context has queries, its rows attend to the rows up to their own.
     """
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -165,12 +162,12 @@ def _layer(
     return output
 
 
-def block_size(source: str, config: dict[str, Any], least: int) -> int:
+def block_size(files: HeadFiles, least: int) -> int:
     """The `block_size` of a config; raises `CheckpointError` out of range."""
-    size = number(source, config, "block_size")
+    size = files.number("block_size")
     if not least <= size <= MAX_BLOCK_TOKENS:
         raise CheckpointError(
-            f"the config of {source} has block_size={size}; jetdraft fills blocks of "
-            f"{least} to {MAX_BLOCK_TOKENS} tokens"
+            f"the config of {files.source} has block_size={size}; jetdraft fills "
+            f"blocks of {least} to {MAX_BLOCK_TOKENS} tokens"
         )
     return size

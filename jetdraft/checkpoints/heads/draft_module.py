@@ -1,8 +1,4 @@
-"""A drafter as a torch module that declares what it reads.
-
-Readers of published files, exports and trainings know a drafter by `DraftModule` only;
-each method has its own in `jetdraft.methods.<name>.module`.
-"""
+"""A drafter as a torch module that declares what it reads, whatever its method."""
 
 from __future__ import annotations
 
@@ -16,16 +12,7 @@ from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.attention import HandThrough
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.head_files import (
-    EMBEDDING,
-    HEAD,
-    LAYER_KEYS,
-    HeadFiles,
-    check_keys,
-    layer_fields,
-    target_size,
-    vocabulary_size,
-)
+from jetdraft.checkpoints.heads.head_files import EMBEDDING, HEAD, LAYER_KEYS, HeadFiles
 from jetdraft.checkpoints.heads.head_layers import HeadConfig, HeadLayers
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError
@@ -72,9 +59,9 @@ _NOTHING = torch.empty(0)
 class Given:
     """What the rows of a pass are given; what a drafter does not read is empty.
 
-    `tokens` and `positions` are int64 [1, n], `features` [1, n, w], `recent` int64
-    [1, n, r] the tokens before each row's, `block` int64 [1, m] the masks. `keys` and
-    `values` are the target's, and the `bias` hides slots that it has not filled.
+    `tokens` and `positions` are int64 [1, n], `features` [1, n, w], `recent` int64 [1,
+    n, r] the tokens before each row's, `block` int64 [1, m]. `keys` and `values` are
+    the target's; the `bias` hides unfilled slots.
     """
 
     tokens: Tensor
@@ -101,9 +88,8 @@ class DraftModule(nn.Module):
     """A drafter: what it reads, how it is recognized and read, and its forward pass.
 
     Embedding and LM head are modules of the target unless the drafter has its own.
-    `ids` int64 [draft vocabulary] has the target's id of each row of the LM head; None
-    means that the rows are the target's. A subclass declares `reads` and says with
-    `draft` how a pass of its graph drafts.
+    `ids` int64 [draft vocabulary] has the target's id of each row of the LM head, None
+    for all.
     """
 
     published: ClassVar[str] = ""
@@ -128,6 +114,9 @@ class DraftModule(nn.Module):
 
     fused: ClassVar[tuple[str, ...]] = ()
     """The modules that fuse taps: they run in the target's graph, in float32."""
+
+    one_layer: ClassVar[bool] = False
+    """Whether files with more decoder layers are refused."""
 
     keeps_rows = False
     """Whether its LM head has rows of the target's."""
@@ -165,15 +154,21 @@ class DraftModule(nn.Module):
     ) -> tuple[HeadConfig, Tensor | None]:
         """The config, and the draft vocabulary; may change the `tensors` by name.
 
-        Raises `CheckpointError` for a drafter that does not fit the target.
+        Raises `CheckpointError` for a drafter that does not fit.
         """
-        return layer_config(files, target, cls.keys, tensors), None
+        files.check_keys(cls.keys)
+        fields = files.fields_beside(tensors, target)
+        if cls.one_layer and fields["num_layers"] != 1:
+            raise CheckpointError(
+                f"{files.source} has {fields['num_layers']} layers, and jetdraft "
+                f"reads {cls.published} drafters of one; give such a drafter"
+            )
+        return HeadConfig(draft_vocab_size=fields["vocab_size"], **fields), None
 
     def adopt(self, source: str, tensors: Mapping[str, Tensor]) -> None:
         """Make an embedding and an LM head of its own where the files bring them.
 
-        Raises `CheckpointError` where they lack them and the target's have another
-        width.
+        Raises `CheckpointError` where they lack matrices of the drafter's width.
         """
         if not self.brings_matrices:
             return
@@ -259,24 +254,6 @@ class DraftModule(nn.Module):
     def get_output_embeddings(self) -> Any:
         """The LM head."""
         return self.lm_head
-
-
-def layer_config(
-    files: HeadFiles,
-    target: Checkpoint,
-    keys: Collection[str],
-    tensors: dict[str, Tensor],
-) -> HeadConfig:
-    """The config of a drafter with decoder layers that reads the target's vocabulary.
-
-    Raises `CheckpointError` for an unknown key, or for another target.
-    """
-    source, config = files.source, files.config
-    check_keys(source, config, keys)
-    fields = layer_fields(source, config, tensors)
-    fields["target_hidden_size"] = target_size(source, config, target)
-    vocabulary = vocabulary_size(source, config, target)
-    return HeadConfig(vocab_size=vocabulary, draft_vocab_size=vocabulary, **fields)
 
 
 def rows_of(lm_head: nn.Module, ids: Tensor) -> nn.Linear:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.draft_vocabulary import D2T, MOST_PADDING, ids_of
+from jetdraft.checkpoints.draft_vocabulary import D2T, MOST_PADDING, T2D, ids_of
 from jetdraft.checkpoints.folder import check_entries, check_shards
 from jetdraft.errors import CheckpointError, printable
 from jetdraft.parsing import read_json_file
@@ -29,13 +29,39 @@ from jetdraft.parsing import read_json_file
 _PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
 """The last is Medusa's and Hydra's; other files of torch belong to a training."""
 
+FIRST_LAYER = "stack.layers.0."
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+LAYER_KEYS = {
+    *("hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
+    *("num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_theta"),
+    *("rope_scaling", "rope_parameters", "max_position_embeddings", "vocab_size"),
+    *("attention_bias", "mlp_bias", "model_type"),
+}
+"""Keys of the config of a head with decoder layers."""
+
+SPECULATORS_KEYS = {
+    *("speculators_model_type", "speculators_version", "speculators_config"),
+    *("transformer_layer_config", "embed_requires_grad"),
+}
+
+_WITHOUT_EFFECT = {
+    *("attention_dropout", "auto_map", "bos_token_id", "eos_token_id", "use_cache"),
+    *("initializer_range", "pad_token_id", "pretraining_tp", "torch_dtype"),
+    *("_name_or_path", "name_or_path"),
+    "max_window_layers",  # means nothing without use_sliding_window
+    "num_hidden_layers",  # some files have the target's; the tensors are counted
+    "tie_word_embeddings",  # the tensors say it
+    *PreTrainedConfig().to_dict(),
+}
+
+_OFF = {"use_sliding_window": False, "sliding_window": None, "qkv_bias": False}
+"""Keys that jetdraft knows and cannot compute, with their values for off."""
+
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """The contents of a folder that holds a head.
-
-    `config` is its config.json, `tensors` are all tensors of its weight files by name.
-    """
+    """The config.json of a head's folder, and its tensors by their names."""
 
     source: str
     config: dict[str, Any]
@@ -43,10 +69,7 @@ class HeadFiles:
 
     @classmethod
     def read(cls, source: str) -> HeadFiles:
-        """Read a local folder or a hub id; raises `CheckpointError`.
-
-        Files of torch are read without their code (`weights_only`).
-        """
+        """Read a folder or a hub id, without code; raises `CheckpointError`."""
         folder = _folder(source)
         try:
             config = read_json_file(folder / "config.json")
@@ -75,13 +98,9 @@ class HeadFiles:
     def is_model(self) -> bool:
         """Whether these are the layers of a whole model: no fc joins what they read."""
         names = {name.removeprefix("model.") for name in self.tensors}
-        fused = (
-            "fc.weight",
-            "layers.0.hidden_norm.weight",
-            "midlayer.hidden_norm.weight",
-        )
+        norms = (f"{layer}.hidden_norm.weight" for layer in ("layers.0", "midlayer"))
         first = "layers.0.input_layernorm.weight"  # EAGLE-1 has none
-        return first in names and names.isdisjoint(fused)
+        return first in names and names.isdisjoint(("fc.weight", *norms))
 
     def has(self, pattern: str) -> bool:
         """Whether the name of a tensor matches a pattern, as a whole."""
@@ -90,8 +109,8 @@ class HeadFiles:
     def renamed(self, table: Iterable[tuple[str, str | None]]) -> dict[str, Tensor]:
         """The tensors by the names that a table gives them.
 
-        The first pattern that matches a whole name rules; it leaves a tensor out if it
-        gives no name. A name that no pattern matches stays.
+        The first pattern that matches a whole name rules; without a new name it is left
+        out.
         """
         patterns = [(re.compile(old), new) for old, new in table]
         tensors = {}
@@ -116,6 +135,188 @@ class HeadFiles:
         fitting = [stem for stem in stems if name.startswith(stem[0])]
         new, own = max(fitting, key=lambda stem: len(stem[0]), default=("", ""))
         return own + name.removeprefix(new)
+
+    # --- the config -------------------------------------------------------------------
+
+    def configured(self, config: dict[str, Any]) -> HeadFiles:
+        """These files with another config."""
+        return replace(self, config=config)
+
+    def check_keys(self, known: Iterable[str]) -> None:
+        """Raise `CheckpointError` for a key that is unknown, by its name."""
+        config = self.config
+        off = {name for name, value in _OFF.items() if config.get(name, value) == value}
+        unknown = config.keys() - set(known) - _WITHOUT_EFFECT - off - {"layer_types"}
+        if set(config.get("layer_types") or ()) - {"full_attention"}:
+            unknown.add("layer_types")
+        if unknown:
+            names = ", ".join(
+                f"{printable(name, 60)}={printable(repr(config[name]), 60)}"
+                for name in sorted(unknown)[:9]
+            )
+            raise CheckpointError(
+                f"the config of {self.source} has {names}, which jetdraft does not "
+                "know; a head is never read in part, so give another head"
+            )
+
+    def number(self, name: str, default: int = 0) -> int:
+        """A whole number from 1 on; 0 as default means that it must be there."""
+        value = self.config.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            known = name in self.config
+            fact = f"{name}={self.config[name]!r}" if known else f"no {name}"
+            raise CheckpointError(
+                f"the config of {self.source} has {fact}; it needs a whole number from "
+                "1 on"
+            )
+        return value
+
+    def positive(self, name: str, default: float) -> float:
+        """A number above 0."""
+        value = self.config.get(name)
+        value = default if value is None else value
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not (0 < value < math.inf):
+            raise CheckpointError(
+                f"the config of {self.source} has {name}={printable(repr(value), 60)}; "
+                "it needs a number above 0"
+            )
+        return float(value)
+
+    def _activation(self) -> str:
+        name = self.config.get("hidden_act") or "silu"
+        if not isinstance(name, str) or name not in ACT2FN:
+            raise CheckpointError(
+                f"the config of {self.source} has "
+                f"hidden_act={printable(repr(name), 60)}; it needs an activation of "
+                "transformers, for example silu or gelu"
+            )
+        return name
+
+    def _rope(self) -> dict[str, Any]:
+        """The rotary embedding as transformers 5 writes it, 10000 by default."""
+        config = self.config
+        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(scaling, dict):
+            raise CheckpointError(
+                f"the config of {self.source} has rope_scaling={scaling!r}; it must be "
+                "an object"
+            )
+        rope = {"rope_theta": config.get("rope_theta"), **scaling}
+        own = self.configured(rope)
+        rope["rope_theta"] = own.positive("rope_theta", 10000.0)
+        if "factor" in rope:
+            rope["factor"] = own.positive("factor", 1.0)
+        rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+        return rope
+
+    def layer_fields(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The fields that say what the layers are.
+
+        The tensors tell head_dim and the number of layers, which published configs have
+        wrong.
+        """
+        hidden, heads = map(self.number, ("hidden_size", "num_attention_heads"))
+        query = tensors.get(f"{FIRST_LAYER}self_attn.q_proj.weight")
+        if query is None or query.shape[0] % heads:
+            raise CheckpointError(
+                f"{self.source} has no q_proj of {heads} heads in its first layer; "
+                "fetch it again"
+            )
+        own = [name for name in tensors if name.startswith("stack.layers.")]
+        return {
+            "hidden_size": hidden,
+            "num_layers": len({name.split(".")[2] for name in own}),
+            "num_heads": heads,
+            "num_kv_heads": self.number("num_key_value_heads", heads),
+            "head_dim": query.shape[0] // heads,
+            "intermediate_size": self.number("intermediate_size"),
+            "hidden_act": self._activation(),
+            "rms_norm_eps": self.positive("rms_norm_eps", 1e-6),
+            "rope": self._rope(),
+            "max_positions": self.number("max_position_embeddings", 2048),
+            "attention_bias": bool(self.config.get("attention_bias")),
+            "mlp_bias": bool(self.config.get("mlp_bias")),
+            "qk_norm": f"{FIRST_LAYER}self_attn.q_norm.weight" in tensors,
+        }
+
+    # --- beside a target --------------------------------------------------------------
+
+    def fields_beside(
+        self, tensors: Mapping[str, Tensor], target: Checkpoint
+    ) -> dict[str, Any]:
+        """The fields of layers, and the sizes of a target whose states are read."""
+        fields = self.layer_fields(tensors)
+        size = target.model.config.get_text_config(decoder=True).hidden_size
+        reads = self.config.get("target_hidden_size") or fields["hidden_size"]
+        if reads != size:
+            raise CheckpointError(
+                f"{self.source} reads states of {reads} numbers, but {target.source} "
+                f"has {size}; give the head of this target"
+            )
+        vocabulary = self.vocabulary_size(target)
+        return fields | {"target_hidden_size": int(size), "vocab_size": vocabulary}
+
+    def vocabulary_size(self, target: Checkpoint, own: int | None = None) -> int:
+        """The target's tokens, but for padding as many as the head's `own`."""
+        own = self.number("vocab_size") if own is None else own
+        if abs(own - target.vocab_size) > MOST_PADDING:
+            raise CheckpointError(
+                f"{self.source} is for a vocabulary of {own} tokens, but "
+                f"{target.source} has {target.vocab_size}; give the head of this target"
+            )
+        return target.vocab_size
+
+    def mapped_ids(
+        self, tensors: dict[str, Tensor], target: Checkpoint
+    ) -> Tensor | None:
+        """The target's id of each row of the LM head; None if it has the same rows.
+
+        Takes the map out of `tensors`, pads embedding and LM head as the target's are,
+        and leaves copies of the target's own matrices out.
+        """
+        own, size = self.number("vocab_size"), target.vocab_size
+        rows = self.config.get("draft_vocab_size") or own
+        maps = {n: tensors.pop(n) for n in list(tensors) if n.startswith((T2D, D2T))}
+        if D2T not in maps and rows != own:
+            raise CheckpointError(
+                f"{self.source} drafts from {rows} of {own} tokens but has no d2t that "
+                "names them; fetch it again"
+            )
+        if own != size:
+            _fit(tensors, EMBEDDING, own, target.model.get_input_embeddings().weight)
+        if D2T in maps:
+            return _known(tensors, ids_of(self.source, maps, rows, own), size)
+        if own != size:
+            _fit(tensors, HEAD, own, target.model.get_output_embeddings().weight)
+        if own >= size or HEAD not in tensors:
+            return None
+        return _known(tensors, torch.arange(size), own)
+
+    def fit_heads(self, tensors: dict[str, Tensor], target: Checkpoint) -> int:
+        """The tokens that LM heads choose among; they lose the rows beyond."""
+        first = tensors.get("lm_heads.0.weight")
+        if first is None or first.ndim != 2:
+            raise CheckpointError(f"{self.source} has no first LM head; fetch it again")
+        rows = self.vocabulary_size(target, len(first))
+        for name, rows_of_head in tensors.items():
+            if name.startswith("lm_heads.") and len(rows_of_head) > rows:
+                tensors[name] = rows_of_head[:rows]
+        return min(len(first), rows)
+
+    def check_fusion(
+        self, tensors: Mapping[str, Tensor], joined: int, what: str
+    ) -> None:
+        """Raise `CheckpointError` for an fc of another width than all that it joins."""
+        if "fc.weight" not in tensors:
+            raise CheckpointError(f"{self.source} has no fc.weight; fetch it again")
+        width = tensors["fc.weight"].shape[1]
+        if width != joined:
+            raise CheckpointError(
+                f"the fc of {self.source} reads {width} numbers, but {what} of this "
+                f"target have {joined}; give the head of this target"
+            )
 
 
 def _stems(new: str, own: str) -> tuple[str, str]:
@@ -173,256 +374,6 @@ def _read(file: Path) -> dict[str, Tensor]:
     return {
         str(name): value for name, value in contents.items() if torch.is_tensor(value)
     }
-
-
-# --- the config -----------------------------------------------------------------------
-
-LAYER_KEYS = {
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "max_position_embeddings",
-    "vocab_size",
-    "attention_bias",
-    "mlp_bias",
-    "model_type",
-}
-"""Keys of the config of a head with decoder layers."""
-
-SPECULATORS_KEYS = {
-    "speculators_model_type",
-    "speculators_version",
-    "speculators_config",
-    "transformer_layer_config",
-    "embed_requires_grad",
-}
-
-_WITHOUT_EFFECT = {
-    "attention_dropout",
-    "auto_map",
-    "bos_token_id",
-    "eos_token_id",
-    "initializer_range",
-    "max_window_layers",  # means nothing without use_sliding_window
-    "num_hidden_layers",  # some files have the target's; the tensors are counted
-    "pad_token_id",
-    "pretraining_tp",
-    "tie_word_embeddings",  # the tensors say it
-    "torch_dtype",
-    "use_cache",
-    "_name_or_path",
-    "name_or_path",
-    *PreTrainedConfig().to_dict(),
-}
-
-_OFF = {"use_sliding_window": False, "sliding_window": None, "qkv_bias": False}
-"""Keys that jetdraft knows and cannot compute, with their values for off."""
-
-
-def check_keys(source: str, config: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise `CheckpointError` for a key that is unknown, by its name."""
-    off = {name for name, value in _OFF.items() if config.get(name, value) == value}
-    unknown = config.keys() - set(known) - _WITHOUT_EFFECT - off - {"layer_types"}
-    if set(config.get("layer_types") or ()) - {"full_attention"}:
-        unknown.add("layer_types")
-    if unknown:
-        names = ", ".join(
-            f"{printable(name, 60)}={printable(repr(config[name]), 60)}"
-            for name in sorted(unknown)[:9]
-        )
-        raise CheckpointError(
-            f"the config of {source} has {names}, which jetdraft does not know; a head "
-            "is never read in part, so give another head"
-        )
-
-
-def number(source: str, config: Mapping[str, Any], name: str, default: int = 0) -> int:
-    """A positive whole number of a config; 0 as default means that it must be there."""
-    value = config.get(name)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        fact = f"{name}={config[name]!r}" if name in config else f"no {name}"
-        raise CheckpointError(
-            f"the config of {source} has {fact}; it needs a whole number from 1 on"
-        )
-    return value
-
-
-def positive(
-    source: str, config: Mapping[str, Any], name: str, default: float
-) -> float:
-    """A number above 0 of a config; raises `CheckpointError` for any other value."""
-    value = config.get(name)
-    value = default if value is None else value
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not (0 < value < math.inf):
-        raise CheckpointError(
-            f"the config of {source} has {name}={printable(repr(value), 60)}; it needs "
-            "a number above 0"
-        )
-    return float(value)
-
-
-def activation(source: str, config: Mapping[str, Any]) -> str:
-    """The name of the activation, which transformers must know; silu by default."""
-    name = config.get("hidden_act") or "silu"
-    if not isinstance(name, str) or name not in ACT2FN:
-        raise CheckpointError(
-            f"the config of {source} has hidden_act={printable(repr(name), 60)}; it "
-            "needs an activation of transformers, for example silu or gelu"
-        )
-    return name
-
-
-def rope_of(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary embedding that a config names, as transformers 5 writes it.
-
-    Without `rope_theta` it is 10000, whatever the target's is.
-    """
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise CheckpointError(
-            f"the config of {source} has rope_scaling={scaling!r}; it must be an object"
-        )
-    rope = {"rope_theta": config.get("rope_theta"), **scaling}
-    rope["rope_theta"] = positive(source, rope, "rope_theta", 10000.0)
-    if "factor" in rope:
-        rope["factor"] = positive(source, rope, "factor", 1.0)
-    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
-    return rope
-
-
-# --- the layers and the vocabulary ----------------------------------------------------
-
-FIRST_LAYER = "stack.layers.0."
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-
-
-def layer_fields(
-    source: str, config: dict[str, Any], tensors: dict[str, Tensor]
-) -> dict[str, Any]:
-    """The fields that say what the layers are.
-
-    Published configs have a wrong head_dim, or the target's number of layers, so the
-    tensors say both.
-    """
-    hidden, heads = (
-        number(source, config, name) for name in ("hidden_size", "num_attention_heads")
-    )
-    layers = {
-        name.split(".")[2] for name in tensors if name.startswith("stack.layers.")
-    }
-    query = tensors.get(f"{FIRST_LAYER}self_attn.q_proj.weight")
-    if query is None or query.shape[0] % heads:
-        raise CheckpointError(
-            f"{source} has no q_proj of {heads} heads in its first layer; fetch it "
-            "again"
-        )
-    return {
-        "hidden_size": hidden,
-        "num_layers": len(layers),
-        "num_heads": heads,
-        "num_kv_heads": number(source, config, "num_key_value_heads", heads),
-        "head_dim": query.shape[0] // heads,
-        "intermediate_size": number(source, config, "intermediate_size"),
-        "hidden_act": activation(source, config),
-        "rms_norm_eps": positive(source, config, "rms_norm_eps", 1e-6),
-        "rope": rope_of(source, config),
-        "max_positions": number(source, config, "max_position_embeddings", 2048),
-        "attention_bias": bool(config.get("attention_bias")),
-        "mlp_bias": bool(config.get("mlp_bias")),
-        "qk_norm": f"{FIRST_LAYER}self_attn.q_norm.weight" in tensors,
-    }
-
-
-def target_size(source: str, config: dict[str, Any], target: Checkpoint) -> int:
-    """The target's hidden size, which must be the size that the head reads."""
-    size = target.model.config.get_text_config(decoder=True).hidden_size
-    reads = config.get("target_hidden_size") or number(source, config, "hidden_size")
-    if reads != size:
-        raise CheckpointError(
-            f"{source} reads states of {reads} numbers, but {target.source} has "
-            f"{size}; give the head of this target"
-        )
-    return int(size)
-
-
-def vocabulary_size(source: str, config: dict[str, Any], target: Checkpoint) -> int:
-    """The size of the target's vocabulary; the head's may have another padding."""
-    check_size(source, number(source, config, "vocab_size"), target)
-    return target.vocab_size
-
-
-def check_size(source: str, size: int, target: Checkpoint) -> None:
-    """Raise `CheckpointError` for a head of another vocabulary than the target's."""
-    if abs(size - target.vocab_size) > MOST_PADDING:
-        raise CheckpointError(
-            f"{source} is for a vocabulary of {size} tokens, but {target.source} has "
-            f"{target.vocab_size}; give the head of this target"
-        )
-
-
-def mapped_ids(
-    source: str, config: dict[str, Any], tensors: dict[str, Tensor], target: Checkpoint
-) -> Tensor | None:
-    """The target's id of each row of the LM head; the file has offsets to the row.
-
-    None if the rows are the target's. An embedding and an LM head with another padding
-    get the target's padding, and copies of the target's own matrices are left out.
-    """
-    own, size = number(source, config, "vocab_size"), target.vocab_size
-    rows = config.get("draft_vocab_size") or own
-    if D2T not in tensors and rows != own:
-        raise CheckpointError(
-            f"{source} drafts from {rows} of {own} tokens but has no d2t that names "
-            "them; fetch it again"
-        )
-    if own != size:
-        _fit(tensors, EMBEDDING, own, target.model.get_input_embeddings().weight)
-    if D2T in tensors:
-        return _known(tensors, ids_of(source, tensors, rows, own), size)
-    if own != size:
-        _fit(tensors, HEAD, own, target.model.get_output_embeddings().weight)
-    if own >= size or HEAD not in tensors:
-        return None
-    return _known(tensors, torch.arange(size), own)
-
-
-def fit_heads(source: str, tensors: dict[str, Tensor], target: Checkpoint) -> int:
-    """The number of tokens that LM heads choose among, the first of the target's.
-
-    Heads in `tensors` lose the rows beyond them.
-    """
-    first, rows = tensors.get("lm_heads.0.weight"), target.vocab_size
-    if first is None or first.ndim != 2:
-        raise CheckpointError(f"{source} has no first LM head; fetch it again")
-    own = len(first)
-    check_size(source, own, target)
-    for name, rows_of_head in tensors.items():
-        if name.startswith("lm_heads.") and len(rows_of_head) > rows:
-            tensors[name] = rows_of_head[:rows]
-    return min(own, rows)
-
-
-def check_fusion(
-    source: str, tensors: Mapping[str, Tensor], joined: int, what: str
-) -> None:
-    """Raise `CheckpointError` for an fc of another width than all that it joins."""
-    if "fc.weight" not in tensors:
-        raise CheckpointError(f"{source} has no fc.weight; fetch it again")
-    width = tensors["fc.weight"].shape[1]
-    if width != joined:
-        raise CheckpointError(
-            f"the fc of {source} reads {width} numbers, but {what} of this target have "
-            f"{joined}; give the head of this target"
-        )
 
 
 def padded(table: Tensor, rows: int) -> Tensor:

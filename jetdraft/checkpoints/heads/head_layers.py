@@ -36,12 +36,8 @@ ConfigT = TypeVar("ConfigT", bound="HeadConfig")
 class HeadConfig:
     """The sizes of a drafter, whatever layout it was published in.
 
-    `taps` are indices of the target's residual stream: tap j enters layer j, and tap N
-    leaves the last of N layers, before the final norm. Without taps the drafter reads
-    the state after the final norm. A drafter with more to say has a subclass.
-
-        HeadConfig(hidden_size=64, target_hidden_size=64, vocab_size=288,
-                   draft_vocab_size=100, taps=(2, 4, 6))
+    Tap j of the target's residual stream enters layer j, and tap N leaves the last of N
+    layers. Without taps the drafter reads the state after the final norm.
     """
 
     hidden_size: int
@@ -83,10 +79,7 @@ class HeadConfig:
 class HeadLayers(nn.Module):
     """A stack of decoder layers, their rotary embedding, and the kind of their norms.
 
-        layers = own_layers(config)
-        states = layers(states, positions, cache, mask)
-
-    `states` are [b, n, h]. The first layer of EAGLE-3 takes `embedded` [b, n, h] too.
+    `states` are [b, n, h]; the first layer of EAGLE-3 takes `embedded` [b, n, h] too.
     `mask` [1, 1, n, slots] is added to the scores; None lets the attention decide.
     """
 
@@ -158,10 +151,7 @@ def rotated(rows: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def by_head(module: Any, name: str, rows: Tensor) -> Tensor:
-    """An attention's projection of rows [b, n, h]: [b, heads, n, d].
-
-    It is normed per head where the layer does so.
-    """
+    """An attention's projection of rows [b, n, h], normed or not: [b, heads, n, d]."""
     projected = getattr(module, f"{name}_proj")(rows)
     heads: Tensor = projected.unflatten(-1, (-1, module.head_dim))
     norm = getattr(module, f"{name}_norm", None)
@@ -199,10 +189,7 @@ def _family_config(config: HeadConfig) -> Any:
 
 
 def target_layers(model: Any, count: int) -> HeadLayers:
-    """New layers of the target's kind, of which the head can keep keys and values.
-
-    Raises `UnsupportedModelError` for a target whose layers cannot be made.
-    """
+    """New layers of the target's kind; raises `UnsupportedModelError`."""
     config = copy.deepcopy(model.config.get_text_config(decoder=True))
     config.num_hidden_layers = count
     if hasattr(config, "layer_types"):

@@ -29,11 +29,10 @@ def kinds() -> list[type[DraftModule]]:
 def load_head(
     source: str | HeadFiles, target: Checkpoint, dtype: torch.dtype
 ) -> DraftModule:
-    """The head in a local folder or a hub repository, which computes in `dtype`.
+    """The head in a folder or a hub repository, which computes in `dtype`.
 
-    Its weights keep the type they are stored in, except the fusion's, which are
-    float32. A head that is a part of the target (MTP) is in the target's own folder.
-    Raises `CheckpointError` for a head that is unknown, damaged or of another target.
+    Its weights keep the type they are stored in, the fusion's are float32. MTP is in
+    the target's own folder. Raises `CheckpointError`.
 
         head = load_head("AngelSlim/Qwen3-1.7B_eagle3", target, torch.float32)
     """
@@ -53,7 +52,12 @@ def load_head(
         head.adopt(files.source, tensors)
         _fill(files, head, tensors, head.borrowed(target))
         head.filled()
-    _compute_in(head, target, dtype)
+    fusion = [w for part in head.fusion().values() for w in part.parameters()]
+    for weight in fusion:
+        weight.data = weight.data.float()
+    # The target's own modules run in their type already.
+    others = {id(weight) for weight in (*fusion, *target.model.parameters())}
+    run_in(head, dtype, others)
     return head.requires_grad_(False).eval()
 
 
@@ -61,9 +65,6 @@ def check_head(files: HeadFiles, target: str) -> None:
     """Raise `CheckpointError` for files without a head, or with a wrong config.
 
     Only the name of the target is needed, so this comes before the target is loaded.
-    Configs of jetdraft's own trainings, of blocks and of MTP are checked later.
-
-        check_head(HeadFiles.read("AngelSlim/Qwen3-1.7B_eagle3"), "Qwen/Qwen3-1.7B")
     """
     with as_checkpoint_error(files.source):
         kind_of(files, target).check(files)
@@ -87,7 +88,6 @@ def kind_of(files: HeadFiles, target: str) -> type[DraftModule]:
 
 
 def _refusal(files: HeadFiles, target: str) -> str:
-    """What the files hold in place of a head."""
     source = files.source
     if source == target or (
         os.path.exists(target)
@@ -113,10 +113,9 @@ def _fill(
     tensors: Mapping[str, Tensor],
     taken: tuple[str, ...],
 ) -> None:
-    """Give the head its tensors in the types they are stored in.
+    """Give the head its tensors, but the target's where modules are `taken` from it.
 
-    Modules `taken` from the target keep theirs. Raises `CheckpointError` unless every
-    other weight has a tensor of finite floats of its shape, and every tensor a weight.
+    Raises `CheckpointError` unless tensors and weights agree in names and shapes.
     """
     source = files.source
     wanted = {
@@ -149,7 +148,6 @@ def _fill(
 
 
 def _check_numbers(source: str, name: str, tensor: Tensor) -> None:
-    """Raise `CheckpointError` for weights that are no floats, or not finite."""
     if tensor.dtype not in _FLOATS:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise CheckpointError(
@@ -161,13 +159,3 @@ def _check_numbers(source: str, name: str, tensor: Tensor) -> None:
             f"{name} of {source} has a NaN or an infinite number; fetch it again, or "
             "train the head again"
         )
-
-
-def _compute_in(head: DraftModule, target: Checkpoint, dtype: torch.dtype) -> None:
-    """Let the head's own modules run in `dtype`; the target's do already."""
-    parts = head.fusion().values()
-    fusion = [weight for part in parts for weight in part.parameters()]
-    for weight in fusion:
-        weight.data = weight.data.float()
-    others = {id(weight) for weight in (*fusion, *target.model.parameters())}
-    run_in(head, dtype, others)

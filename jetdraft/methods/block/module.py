@@ -1,8 +1,6 @@
 """Spec-Drafter (SpecDec, 2203.16487): a block drafter for an encoder-decoder.
 
-It has an encoder of its own, as deep as the target's, and few decoder layers. In one
-pass these fill a block of masks behind the text: a row of the text sees the rows before
-it, and a row of the block all of the text and of the block.
+Few decoder layers over an encoder of its own fill a block of masks behind the text.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.blocks import MAX_BLOCK_TOKENS
 from jetdraft.checkpoints.heads.draft_module import DraftModule, Reads
-from jetdraft.checkpoints.heads.head_files import HeadFiles, check_keys, number
+from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.checkpoints.source_attention import (
     IMPLEMENTATION,
@@ -35,8 +33,8 @@ MODEL_TYPE = "jetdraft-block"
 class SourceDrafter(DraftModule):
     """The encoder and some decoder layers of a target, as copies that learn to fill.
 
-    Each place of a block has a mask with an embedding of its own, since T5 has no table
-    of positions; the vocabulary's size is the token of the first.
+    Each place of a block has a mask with an embedding of its own; the vocabulary's size
+    is the token of the first.
     """
 
     reads = Reads(source=True, guesses=True)
@@ -46,8 +44,8 @@ class SourceDrafter(DraftModule):
     def __init__(self, config: HeadConfig, target: Any) -> None:
         super().__init__(config, target)
         ends = target.get_input_embeddings(), target.get_output_embeddings()
-        lent = {id(weight): weight for end in ends for weight in end.parameters()}
-        self.model = copy.deepcopy(target, lent)
+        shared = {id(weight): weight for end in ends for weight in end.parameters()}
+        self.model = copy.deepcopy(target, shared)
         name, layers = decoder_list(self.model)
         kept = spread(config.num_layers, len(layers))
         setattr(self.model.get_decoder(), name, _numbered([layers[i] for i in kept]))
@@ -76,9 +74,8 @@ class SourceDrafter(DraftModule):
     ) -> Tensor:
         """The logits float32 of some rows, [1, k, n] or [k, n].
 
-        `tokens` and `positions` are int64 [b, m], the text before the block; `rows` is
-        an index of states [b, m, h]. `source` is what the model takes in place of a
-        source, for example `encoder_outputs`. Who calls says how rows attend.
+        `tokens` and `positions` are int64 [b, m]; `rows` is an index of states [b, m,
+        h]. `source` is what the model takes in place of a source.
         """
         embed, size = self.get_decoder().embed_tokens, self.config.vocab_size
         states = embed(tokens.clamp(max=size - 1))
@@ -94,18 +91,16 @@ class SourceDrafter(DraftModule):
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
-        """Whether the folder has a drafter that reads a source."""
         return files.config.get("model_type") == MODEL_TYPE
 
     @classmethod
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[HeadConfig, None]:
-        """The config; raises `CheckpointError`."""
         source, fields = files.source, files.config
-        check_keys(source, fields, cls.keys)
-        slots = number(source, fields, "block_size")
-        layers = number(source, fields, "num_hidden_layers")
+        files.check_keys(cls.keys)
+        slots = files.number("block_size")
+        layers = files.number("num_hidden_layers")
         config = source_config(target, layers, slots)
         own = target.model.config.model_type
         words = [words_sha256(target, padded) for padded in (False, True)]
@@ -126,17 +121,14 @@ class SourceDrafter(DraftModule):
 
     def borrowed(self, target: Checkpoint) -> tuple[str, ...]:
         """The target's weights, wherever they are, and all buffers of its copy."""
-        lent = {id(weight) for weight in target.model.parameters()}
+        shared = {id(weight) for weight in target.model.parameters()}
         named = self.named_parameters(remove_duplicate=False)
         buffers = (name for name, _ in self.named_buffers())
-        return (*(name for name, weight in named if id(weight) in lent), *buffers)
+        return (*(name for name, weight in named if id(weight) in shared), *buffers)
 
 
 def spread(count: int, layers: int) -> list[int]:
-    """The numbers of `count` of that many layers, from the lowest to the highest.
-
-    spread(3, 8)    # [0, 4, 7]
-    """
+    """The numbers of `count` layers, lowest to highest: (3, 8) gives [0, 4, 7]."""
     if count == 1:
         return [0]
     return [round(i * (layers - 1) / (count - 1)) for i in range(count)]
@@ -163,10 +155,7 @@ def decoder_list(model: Any) -> tuple[str, nn.ModuleList]:
 
 
 def source_config(target: Checkpoint, layers: int, slots: int) -> HeadConfig:
-    """The config of a drafter with that many decoder layers, for blocks of `slots`.
-
-    Raises `UnsupportedModelError` for a target that reads no text beside its own.
-    """
+    """A drafter's config; raises `UnsupportedModelError` for other targets."""
     if not target.reads_source or target.speech is not None:
         fact, fix = "is a decoder alone", "take a drafter of another kind"
         if target.speech is not None:
@@ -198,10 +187,9 @@ def source_fields(target: Checkpoint, config: HeadConfig) -> dict[str, Any]:
 
 
 def words_sha256(target: Checkpoint, padded: bool = False) -> str:
-    """A hash of the tokens' embeddings, which shows a drafter's target.
+    """A hash of the tokens' embeddings, the same in each type, which shows the target.
 
-    It is the same in each type that the target may be loaded in. A `padded` hash has
-    all rows, as in the folders of older drafters.
+    A `padded` hash has all rows, as in the folders of older drafters.
     """
     words = target.model.get_input_embeddings().weight.detach()
     if target.tokenizer is not None and not padded:

@@ -1,8 +1,6 @@
 """Chimera's drafter (2402.15758): a trigram encoder, and one layer over all features.
 
-Row t reads token t, the two tokens before it and the features of row t - 1, and
-predicts token t + 1. What the layer makes of the row stands for the features of row t
-in the next step.
+Row t reads tokens t - 2 to t and the features of row t - 1, and predicts token t + 1.
 """
 
 from __future__ import annotations
@@ -40,15 +38,14 @@ Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 class Chimera(DraftModule):
     """A trigram encoder, a decoder layer over the target's features, and a projection.
 
-        g = down(e + silu(block(e)))            e: the embeddings of three tokens
-        z = g + Attention(norm(g); keys and values of norm(features) up to row t - 1)
-        surrogate = norm(z + MLP(norm(z)))      stands for the features of row t
-        hidden = out(features of row t - 1 and surrogate, side by side)
-
-    The paper has an LM head of 2 h numbers for each place of a draft instead of `out`.
+    g = down(e + silu(block(e)))            e: the embeddings of three tokens
+    z = g + Attention(norm(g); keys and values of norm(features) up to row t - 1)
+    surrogate = norm(z + MLP(norm(z)))      stands for the features of row t
+    hidden = out(features of row t - 1 and surrogate), in place of a wide LM head
     """
 
     published = "Chimera"
+    one_layer = True
     reads = Reads(tokens=GRAM, features=True, carries=True)
 
     def __init__(self, config: HeadConfig, target: Any) -> None:
@@ -75,11 +72,16 @@ class Chimera(DraftModule):
     ) -> tuple[Tensor, Tensor]:
         """The states for the LM head, and the surrogates of features: [b, n, h] both.
 
-        `trigrams` are int64 [b, n, 3], the row's token last; `features` [b, n, h] those
-        of the row before, and `positions` int64 [b, n] that row's.
+        `trigrams` are int64 [b, n, 3], the row's token last; `features` [b, n, h] and
+        `positions` int64 [b, n] are of the row before.
         """
         layer = self.layer
-        states = self._encoded(trigrams)
+        # In a graph, a quantized embedding takes ids of two axes.
+        rows = self.embed_tokens(trigrams.flatten(1))
+        embedded = rows.unflatten(1, (-1, GRAM)).flatten(2)
+        states = self.trigram["down"](
+            embedded + F.silu(self.trigram["block"](embedded))
+        )
         turns = self.stack.rotations(states, positions)
         attending = layer.self_attn
         query = rotated(by_head(attending, "q", layer.input_layernorm(states)), turns)
@@ -98,18 +100,7 @@ class Chimera(DraftModule):
         key, value = (by_head(self.layer.self_attn, name, normed) for name in "kv")
         return rotated(key, turns), value
 
-    def _encoded(self, trigrams: Tensor) -> Tensor:
-        """The trigram encoder: int64 [b, n, 3] to [b, n, h]."""
-        # In a graph, a quantized embedding takes ids of two axes.
-        rows = self.embed_tokens(trigrams.flatten(1))
-        embedded = rows.unflatten(1, (-1, GRAM)).flatten(2)
-        states: Tensor = self.trigram["down"](
-            embedded + F.silu(self.trigram["block"](embedded))
-        )
-        return states
-
     def draft(self, given: Given) -> tuple[Tensor, Tensor]:
-        """The logits of the answered rows, and the surrogates."""
         trigrams = torch.cat([given.recent, given.tokens[..., None]], dim=-1)
         hidden, surrogate = self(
             trigrams, given.features, given.positions, over_the_buffers
@@ -118,16 +109,14 @@ class Chimera(DraftModule):
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
-        """Whether the folder has a Chimera drafter in jetdraft's layout."""
         return "trigram.block.weight" in files.tensors
 
     @classmethod
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[HeadConfig, Tensor | None]:
-        """The config; raises `CheckpointError`."""
         config, ids = super().configure(files, target, tensors)
-        if config.num_layers != 1 or config.qk_norm:
+        if config.qk_norm:
             raise CheckpointError(
                 f"{files.source} is not a Chimera drafter with one Llama layer; give "
                 "such a drafter"

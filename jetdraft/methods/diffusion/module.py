@@ -1,7 +1,4 @@
-"""SpecDiff (2408.05636): a small diffusion model that fills a block of masks.
-
-Its context are rows of tokens like those of any decoder, and its block are masks only.
-"""
+"""SpecDiff (2408.05636): a small diffusion model that reads text and fills masks."""
 
 from __future__ import annotations
 
@@ -17,11 +14,7 @@ from jetdraft.checkpoints.heads.head_files import (
     EMBEDDING,
     LAYER_KEYS,
     HeadFiles,
-    check_keys,
-    layer_fields,
-    number,
     padded,
-    vocabulary_size,
 )
 
 MODEL_TYPE = "jetdraft-diffusion"
@@ -45,7 +38,6 @@ class Diffusion(BlockDrafter):
         self.mask = nn.Parameter(torch.zeros(width))
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """The embeddings [b, n, h] of tokens, and the learned mask."""
         is_mask = tokens >= self.config.vocab_size
         rows: Tensor = self.embed_tokens(
             torch.where(is_mask, self.config.mask_token, tokens)
@@ -54,7 +46,6 @@ class Diffusion(BlockDrafter):
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
-        """Whether the folder has a diffusion drafter."""
         return files.config.get("model_type") == MODEL_TYPE
 
     @classmethod
@@ -62,19 +53,18 @@ class Diffusion(BlockDrafter):
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[BlockConfig, Tensor | None]:
         """The config, and the first ids if the target has more tokens."""
-        source, config = files.source, files.config
-        check_keys(source, config, cls.keys)
-        own, rows = number(source, config, "vocab_size"), target.vocab_size
+        files.check_keys(cls.keys)
+        own, rows = files.number("vocab_size"), target.vocab_size
         table = tensors.get(EMBEDDING)
         if table is not None and len(table) == own:
             tensors[EMBEDDING] = padded(table, rows)
         ids = torch.arange(own) if own < rows else None
         config_of_drafter = BlockConfig(
-            target_hidden_size=number(source, config, "hidden_size"),
-            slots=block_size(source, config, least=1),
-            vocab_size=vocabulary_size(source, config, target),
+            target_hidden_size=files.number("hidden_size"),
+            slots=block_size(files, least=1),
+            vocab_size=files.vocabulary_size(target),
             draft_vocab_size=rows if ids is None else own,
-            **layer_fields(source, config, tensors),
+            **files.layer_fields(tensors),
         )
         return config_of_drafter, ids
 

@@ -1,7 +1,7 @@
 """EAGLE (2401.15077, 2503.01840) and MTP (2412.19437): heads that carry a state.
 
-Row t reads the features of row t and token t + 1, and predicts token t + 2. The state
-that it carries stands for the features of row t + 1 in the next step.
+Row t reads the features of row t and token t + 1, and predicts token t + 2. Its state
+stands for the features of row t + 1 in the next step.
 """
 
 from __future__ import annotations
@@ -17,19 +17,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from jetdraft.checkpoints.attention import IMPLEMENTATION
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.draft_vocabulary import D2T, T2D
 from jetdraft.checkpoints.heads.draft_module import DraftModule, Given, Reads
 from jetdraft.checkpoints.heads.head_files import (
     FIRST_LAYER,
     LAYER_KEYS,
     SPECULATORS_KEYS,
     HeadFiles,
-    check_fusion,
-    check_keys,
-    layer_fields,
-    mapped_ids,
-    target_size,
-    vocabulary_size,
 )
 from jetdraft.checkpoints.heads.head_layers import HeadConfig, HeadLayers, own_layers
 from jetdraft.checkpoints.layers import decoder_layers
@@ -80,15 +73,9 @@ class Eagle(DraftModule):
     reads = Reads(features=True, carries=True)
     keys = LAYER_KEYS | {"bias", "add_para_norm"}
     keys3 = LAYER_KEYS | {
-        "draft_vocab_size",
-        "target_hidden_size",
-        "eagle_config",
-        "fc_norm",
-        "norm_output",
-        "norm_before_residual",
-        "norm_before_fc",
-        "eagle_aux_hidden_state_layer_ids",
-        "aux_hidden_state_layer_ids",
+        *("draft_vocab_size", "target_hidden_size", "eagle_config", "fc_norm"),
+        *("norm_output", "norm_before_residual", "norm_before_fc"),
+        *("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"),
     }
     renames = (
         (r".*\.rotary_emb\..*", None),  # frequencies that old files have
@@ -134,16 +121,14 @@ class Eagle(DraftModule):
         return stack
 
     def attend_with(self, implementation: str) -> None:
-        """Attend as "eager" or "sdpa", or over jetdraft's buffers ("jetdraft")."""
         self.implementation = implementation
         super().attend_with(implementation)
 
     def fuse(self, taps: Sequence[Tensor]) -> Tensor:
         """Features [b, n, w] of the target's states [b, n, target hidden] at the taps.
 
-        Without taps in the config the one state is the target's after its final norm.
-        They have the type of fc's weight, which should be float32: in float16 the
-        residual streams of some targets overflow.
+        They have the type of fc's weight, since residual streams may overflow in
+        float16.
         """
         config = self.config
         if not config.taps:
@@ -169,8 +154,8 @@ class Eagle(DraftModule):
         """One pass over rows: the states for the LM head, and the carried states.
 
         `tokens` and `positions` are int64 [b, n], `features` [b, n, w]; the outputs are
-        [b, n, h]. In an attention of transformers a row sees the rows of `cache` and
-        the rows before it, or what the float `mask` [1, 1, n, slots] lets it see.
+        [b, n, h]. A row sees `cache` and the rows up to it, or what `mask` [1, 1, n,
+        slots] lets it see.
         """
         embedded = self.embed_tokens(tokens)
         features = features.to(embedded.dtype)
@@ -185,19 +170,15 @@ class Eagle(DraftModule):
 
     def _join(self, embedded: Tensor, features: Tensor) -> Tensor:
         """fc over embedding and feature, [b, n, 2 * h] to [b, n, h]."""
+        parts = [embedded, features]
         if self.config.join_norms:
-            embedded, features = (
-                self.embedding_norm(embedded),
-                self.hidden_norm(features),
-            )
-        parts = (
-            [features, embedded] if self.config.hidden_first else [embedded, features]
-        )
+            parts = [self.embedding_norm(embedded), self.hidden_norm(features)]
+        if self.config.hidden_first:
+            parts.reverse()
         joined: Tensor = self.fc(torch.cat(parts, dim=-1))
         return joined
 
     def draft(self, given: Given) -> tuple[Tensor, Tensor]:
-        """The logits of the answered rows, and the carried states."""
         hidden, carried = self(
             given.tokens, given.features, given.positions, given.cache
         )
@@ -205,37 +186,30 @@ class Eagle(DraftModule):
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
-        """Whether a layer reads what fc joins."""
         tensors = cls.named(files)
         return f"{FIRST_LAYER}self_attn.q_proj.weight" in tensors and not files.is_model
 
     @classmethod
     def check(cls, files: HeadFiles) -> None:
-        """Raise `CheckpointError` for a config that no target could make right."""
         tensors = cls.named(files)
-        layer_fields(
-            files.source, cls._flat_config(files, _is_eagle3(tensors)), tensors
-        )
+        cls._flat(files, _is_eagle3(tensors)).layer_fields(tensors)
 
     @classmethod
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[EagleConfig, Tensor | None]:
-        """The config and the draft vocabulary; raises `CheckpointError`."""
-        source, eagle3 = files.source, _is_eagle3(tensors)
-        config = cls._flat_config(files, eagle3)
-        fields = layer_fields(source, config, tensors)
-        fields["target_hidden_size"] = target_size(source, config, target)
-        fields["vocab_size"] = vocabulary_size(source, config, target)
-        ids = mapped_ids(source, config, tensors, target)
-        for name in [name for name in tensors if name.startswith((T2D, D2T))]:
-            del tensors[name]
-        flags = _eagle1_flags(config)
+        eagle3 = _is_eagle3(tensors)
+        files = cls._flat(files, eagle3)
+        fields, config = files.fields_beside(tensors, target), files.config
+        ids = files.mapped_ids(tensors, target)
+        flags: dict[str, Any] = {
+            "fc_bias": config.get("bias") is not False,  # without the key it has a bias
+            "join_norms": bool(config.get("add_para_norm")),
+            "final_norm": False,
+        }
         if eagle3:
             layers = len(decoder_layers(target.model))
-            flags = _eagle3_flags(files, config) | {
-                "taps": _taps(files, config, layers)
-            }
+            flags = _eagle3_flags(files) | {"taps": _taps(files, layers)}
         head = EagleConfig(
             draft_vocab_size=target.vocab_size if ids is None else len(ids),
             eagle3=eagle3,
@@ -244,30 +218,30 @@ class Eagle(DraftModule):
         )
         taps = len(head.taps)
         joined = taps * head.target_hidden_size if eagle3 else 2 * head.hidden_size
-        check_fusion(source, tensors, joined, f"{taps or 2} states")
+        files.check_fusion(tensors, joined, f"{taps or 2} states")
         if not head.final_norm and not head.carries_normed:
             tensors.pop("norm.weight", None)  # SpecForge saves it and does not use it
         return head, ids
 
     @classmethod
-    def _flat_config(cls, files: HeadFiles, eagle3: bool) -> dict[str, Any]:
-        """One flat config of known keys; a nested config gives its layer's keys too."""
-        outer = dict(files.config)
+    def _flat(cls, files: HeadFiles, eagle3: bool) -> HeadFiles:
+        """With a flat config of known keys, also of the layer in a nested config."""
+        outer = files.config
         if outer.get("model_type") == "eagle" and isinstance(outer.get("model"), dict):
             outer = outer["model"]  # as old versions of vLLM wrapped it
-        keys = cls.keys3 if eagle3 else cls.keys
+        keys, flat = cls.keys3 if eagle3 else cls.keys, files.configured(outer)
         if not files.is_speculators:
-            check_keys(files.source, outer, keys)
-            return outer
+            flat.check_keys(keys)
+            return flat
         if not eagle3:
             raise CheckpointError(
                 f"{files.source} is no EAGLE-3 head, though speculators says so; fetch "
                 "it again"
             )
-        check_keys(files.source, outer, keys | SPECULATORS_KEYS)
+        flat.check_keys(keys | SPECULATORS_KEYS)
         layer = outer.get("transformer_layer_config") or {}
-        check_keys(files.source, layer, keys)
-        return {**outer, **layer}
+        flat.configured(layer).check_keys(keys)
+        return flat.configured({**outer, **layer})
 
 
 class _FirstLayer(nn.Module):
@@ -299,10 +273,7 @@ class _FirstLayer(nn.Module):
 
 
 def _causal(rows: Tensor, cache: Cache | None, window: int | None) -> Tensor:
-    """A mask [1, 1, n, past + n] that shows each row the rows up to itself.
-
-    With a `window` it shows the last so many of them.
-    """
+    """Hides, in [1, 1, n, past + n], rows behind a row and before its `window`."""
     count = rows.shape[1]
     past = int(cache.get_seq_length()) if cache is not None else 0
     mask = rows.new_full((count, past + count), -torch.inf)
@@ -315,17 +286,10 @@ def _is_eagle3(tensors: dict[str, Tensor]) -> bool:
     return f"{FIRST_LAYER}hidden_norm.weight" in tensors
 
 
-def _eagle1_flags(config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "fc_bias": config.get("bias") is not False,  # without the key it has a bias
-        "join_norms": bool(config.get("add_para_norm")),
-        "final_norm": False,
-    }
-
-
-def _eagle3_flags(files: HeadFiles, config: dict[str, Any]) -> dict[str, Any]:
+def _eagle3_flags(files: HeadFiles) -> dict[str, Any]:
     """The flags of the numerics; `norm_output` means two things."""
-    nested = "transformer_layer_config" in files.config
+    config = files.config
+    nested = "transformer_layer_config" in config
     before_residual = config.get("norm_before_residual")
     output = config.get("norm_output")
     return {
@@ -338,11 +302,12 @@ def _eagle3_flags(files: HeadFiles, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _taps(files: HeadFiles, config: dict[str, Any], layers: int) -> tuple[int, ...]:
+def _taps(files: HeadFiles, layers: int) -> tuple[int, ...]:
     """The taps as indices of the stream that enters a layer, as the list has them.
 
     Ids inside `eagle_config` name layers by their output, all others by their input.
     """
+    config = files.config
     nested = config.get("eagle_config") or {}
     name = "eagle_aux_hidden_state_layer_ids"
     unknown = nested.keys() - {name, "use_aux_hidden_state"}

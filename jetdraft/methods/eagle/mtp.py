@@ -1,7 +1,6 @@
 """MTP modules (2412.19437): tensors in a target's own files that transformers drops.
 
-Three layouts: DeepSeek-V3 and GLM-4.5 number the module as a layer after the last,
-Qwen3-Next and Qwen3.5 have `mtp.*`, MiMo has `mtp_layers.*`.
+DeepSeek-V3 and GLM-4.5 number the module as a layer after the last.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.head_files import HeadFiles
+from jetdraft.checkpoints.heads.head_files import FIRST_LAYER, HeadFiles
 from jetdraft.checkpoints.heads.head_layers import HeadLayers, target_layers
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError
@@ -69,33 +68,34 @@ class Mtp(Eagle):
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
-        """Whether the tensors of an MTP module are among the files'."""
         return _layout(files) is not None
 
     @classmethod
     def check(cls, files: HeadFiles) -> None:
-        """The target's own config is checked when the target is loaded."""
+        pass  # the target's own config is checked when the target is loaded
 
     @classmethod
     def named(cls, files: HeadFiles) -> dict[str, Tensor]:
-        """All tensors; `configure` picks the module's, which the target tells."""
+        # `configure` picks the module's, which the target tells.
         return dict(files.tensors)
 
     @classmethod
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[EagleConfig, None]:
-        """The config, whose layers are of the target's kind.
-
-        Raises `CheckpointError` for more than one module, which would each need a
-        cache.
-        """
+        """The config; refuses several modules, each of which would need a cache."""
         layout = _layout(files)
         assert layout is not None
         text = target.model.config.get_text_config(decoder=True)
         own, shared = _of_module(files, layout, text.num_hidden_layers)
-        _check_complete(files, layout, {**shared, **own})
-        named = _stacked_experts(_named(layout, {**shared, **own}, layers_only=own))
+        fc, *norms = (f"{name}weight" for name in _LAYOUTS[layout][1])
+        for name in norms:
+            if name not in shared | own:
+                prefix = files.name_of(fc, shared | own).removesuffix(fc)
+                raise CheckpointError(
+                    f"{files.source} lacks weight {prefix + name!r}; fetch it again"
+                )
+        named = _stacked_experts(_named(layout, own, shared))
         tensors.clear()
         tensors.update(named)
         if getattr(text, "mtp_use_dedicated_embeddings", False):
@@ -150,34 +150,19 @@ def _of_module(
     return tensors, shared
 
 
-def _check_complete(files: HeadFiles, layout: str, tensors: dict[str, Tensor]) -> None:
-    """Raise `CheckpointError` for a module without one of its norms."""
-    fc, *norms = (f"{name}weight" for name in _LAYOUTS[layout][1])
-    for name in norms:
-        if name not in tensors:
-            prefix = files.name_of(fc, tensors).removesuffix(fc)
-            raise CheckpointError(
-                f"{files.source} lacks weight {prefix + name!r}; fetch it again"
-            )
-
-
 def _named(
-    layout: str, tensors: dict[str, Tensor], layers_only: dict[str, Tensor]
+    layout: str, of_layer: dict[str, Tensor], shared: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The tensors under their names in `Mtp`."""
     names = _LAYOUTS[layout][1]
-    own = {} if layout == "qwen" else names
     named = {}
-    for name, tensor in tensors.items():
-        if name.startswith(_COPIES):
-            continue
-        of_layer = name in layers_only
-        table = own if of_layer else names
-        prefix = next((old for old in table if name.startswith(old)), None)
-        if prefix is None:
-            named[f"stack.layers.0.{name}" if of_layer else name] = tensor
-        else:
-            named[table[prefix] + name.removeprefix(prefix)] = tensor
+    for tensors, table, others in (
+        (shared, names, ""),
+        (of_layer, {} if layout == "qwen" else names, FIRST_LAYER),
+    ):
+        for name, tensor in tensors.items():
+            old = next((old for old in table if name.startswith(old)), "")
+            if not name.startswith(_COPIES):
+                named[table.get(old, others) + name.removeprefix(old)] = tensor
     return named
 
 

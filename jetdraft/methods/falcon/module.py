@@ -1,10 +1,8 @@
 """Falcon's drafter (2412.12639): a head whose rows answer for k tokens at a time.
 
-Rows come in blocks of k. Row t of a head reads, of the last k rows, the target's
-features of each and the token behind each; it predicts the features of row t + k, and
-so token t + k + 1. Every row of a block sees the whole block and all rows before. In a
-graph, attention is causal: a row sees the rows behind it in its block by the mask of a
-tree, where the runtime has a copy of the row behind the block.
+Row t reads features and next tokens of the last k rows, and predicts token t + k + 1.
+Every row of a block of k sees the whole block. A graph's attention is causal: there the
+runtime has a copy of each row behind the block, and the mask of a tree.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.draft_module import DraftModule, Given, Reads
-from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles, number
+from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles
 from jetdraft.checkpoints.heads.head_layers import HeadConfig, own_layers
 from jetdraft.errors import CheckpointError
 
@@ -32,8 +30,7 @@ MOST_ROWS = 8
 class Recurrence(nn.Module):
     """An LSTM of two layers over the rows of short windows, from a state of zeros.
 
-    The paper's LSTM continues over all rows of a text. Here each row has a window of
-    its own, so that its keys and values depend on nothing but its window.
+    The paper's LSTM runs over all rows; here keys and values depend on a window only.
     """
 
     def __init__(self, width: int) -> None:
@@ -58,10 +55,7 @@ class Recurrence(nn.Module):
 
 
 def _remembered(gates: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
-    """An LSTM's memory and state, from its four gates [..., 4 * h] side by side.
-
-    None stands for a memory of zeros.
-    """
+    """An LSTM's memory and state, from its gates [..., 4 * h]; None is zeros."""
     admit, forget, new, show = gates.chunk(4, dim=-1)
     kept = admit.sigmoid() * new.tanh()
     if memory is not None:
@@ -78,6 +72,7 @@ class Falcon(DraftModule):
     """
 
     published = "Falcon"
+    one_layer = True
     reads = Reads(features=True, windows=True, carries=True)
     keys = LAYER_KEYS | {"block_size"}
 
@@ -109,7 +104,6 @@ class Falcon(DraftModule):
         return predicted
 
     def draft(self, given: Given) -> tuple[Tensor, Tensor]:
-        """The logits of the answered rows, and the predicted features."""
         tokens = torch.cat([given.recent, given.tokens[..., None]], dim=-1)
         size, width = self.config.slots, self.config.feature_size
         windows = given.features.reshape(1, -1, size, width)
@@ -118,17 +112,15 @@ class Falcon(DraftModule):
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
-        """Whether the folder has a Falcon drafter in jetdraft's layout."""
         return "recurrence.inputs.0.weight" in files.tensors
 
     @classmethod
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[HeadConfig, Tensor | None]:
-        """The config; raises `CheckpointError`."""
         config, ids = super().configure(files, target, tensors)
-        slots = number(files.source, files.config, "block_size")
-        if config.num_layers != 1 or not 2 <= slots <= MOST_ROWS:
+        slots = files.number("block_size")
+        if not 2 <= slots <= MOST_ROWS:
             raise CheckpointError(
                 f"{files.source} is not a Falcon drafter of one layer for blocks of 2 "
                 f"to {MOST_ROWS}; give such a drafter"

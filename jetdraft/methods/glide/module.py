@@ -1,8 +1,6 @@
 """GliDe's drafter (2402.02082): one layer that reads the keys and values of its target.
 
-Row t reads token t and predicts token t + 1. Between self-attention and MLP its query
-attends to the rows that the target's last layer has in its buffers, so the drafter
-knows what the target made of the text, up to the token before the draft.
+Row t reads token t and predicts token t + 1.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from jetdraft.checkpoints.heads.head_layers import (
     own_layers,
     rotated,
 )
-from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
 ARCHITECTURE = "GlideDrafter"
@@ -30,18 +27,18 @@ ARCHITECTURE = "GlideDrafter"
 
 
 class Glide(DraftModule):
-    """A decoder layer with cross-attention to the target's keys and values.
+    """A decoder layer with cross-attention to the target's last keys and values.
 
         y = x + SelfAttention(norm(x))
         y = y + W_o Attention(rotated(W_q y), target's keys, target's values)
         z = y + MLP(norm(y))
 
-    The query is rotated as the target rotates its own. A norm before the LM head is the
-    drafter's. The keys and values of the self-attention depend on the tokens alone,
-    since there is one layer.
+    The query is rotated as the target rotates its own; the norm before the LM head is
+    the drafter's.
     """
 
     published = "GliDe"
+    one_layer = True
     reads = Reads(target_kv=True)
 
     def __init__(self, config: HeadConfig, target: Any) -> None:
@@ -77,9 +74,8 @@ class Glide(DraftModule):
     ) -> Tensor:
         """The states for the LM head, [b, n, h].
 
-        `tokens` and `positions` are int64 [b, n], `keys` and `values` the target's
-        [b, kv_heads, slots, d], rotated. The `bias` of the cross-attention's scores
-        broadcasts to [b, 1, n, slots].
+        `tokens` and `positions` are int64 [b, n], `keys` and `values` [b, kv_heads,
+        slots, d], rotated. The `bias` broadcasts to [b, 1, n, slots].
         """
         layer = self.layer
         states = self.embed_tokens(tokens)
@@ -104,7 +100,6 @@ class Glide(DraftModule):
         values: Tensor,
         bias: Tensor,
     ) -> Tensor:
-        """What the rows read of the target, [b, n, h]."""
         query = self.cross["q_proj"](states).unflatten(-1, (-1, self.config.head_dim))
         rows: Any = rotated(query.transpose(1, 2), turns)
         # The heads of a group lie beside each other: [b, kv_heads, group, n, d].
@@ -117,27 +112,19 @@ class Glide(DraftModule):
         return read
 
     def draft(self, given: Given) -> tuple[Tensor, None]:
-        """The logits of the answered rows."""
         reads = given.keys, given.values, given.bias
         hidden = self(given.tokens, given.positions, *reads, given.cache)
         return self.lm_head(hidden[:, given.answer_rows]), None
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
-        """Whether the folder has a GliDe drafter."""
         return "cross.q_proj.weight" in files.tensors
 
     @classmethod
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[HeadConfig, Tensor | None]:
-        """The config; raises `CheckpointError`."""
         config, ids = super().configure(files, target, tensors)
-        if config.num_layers != 1:
-            raise CheckpointError(
-                f"{files.source} has {config.num_layers} layers, and jetdraft reads "
-                "GliDe drafters of one; give such a drafter"
-            )
         text = target.model.config.get_text_config(decoder=True)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         size = getattr(text, "head_dim", None) or (
@@ -150,8 +137,3 @@ class Glide(DraftModule):
                 "drafter of this target"
             )
         return config, ids
-
-
-def read_layer(target: Any) -> int:
-    """The target's layer whose keys and values are read: its last."""
-    return len(decoder_layers(target)) - 1

@@ -1,7 +1,6 @@
 """Kangaroo's adapter (2404.18911): one attention layer behind the target's lower half.
 
-Row t reads the state of row t between two layers of the target, and predicts token
-t + 1 with the target's LM head.
+Row t reads a state between two layers, and predicts token t + 1.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.draft_module import LAYERS, DraftModule, Given, Reads
-from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles, number
+from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles
 from jetdraft.checkpoints.heads.head_layers import CACHE, HeadConfig, own_layers
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import CheckpointError
@@ -27,13 +26,10 @@ class Kangaroo(DraftModule):
     """A norm, attention over its own rows, a residual and a norm; no MLP.
 
     Its tap is the layer below which the target is cut.
-
-        adapter = Kangaroo(config, target)
-        hidden = adapter(states, positions)
-        logits = adapter.lm_head(hidden)
     """
 
     published = "Kangaroo"
+    one_layer = True
     reads = Reads(features=True, cut=True)
     keys = LAYER_KEYS | {"exit_layer"}
     renames = ((r".*\.rotary_emb\..*", None), (r"lm_head\..*", None), LAYERS)
@@ -54,10 +50,7 @@ class Kangaroo(DraftModule):
     def forward(
         self, states: Tensor, positions: Tensor, cache: Cache | None = None
     ) -> Tensor:
-        """The states for the LM head: [b, n, h] at positions int64 [b, n] to [b, n, h].
-
-        Without a mask, attention in transformers is causal.
-        """
+        """The states [b, n, h] for the LM head, of states at positions int64 [b, n]."""
         mixed = self.layer.self_attn(
             self.layer.input_layernorm(states),
             position_embeddings=self.stack.rotations(states, positions),
@@ -68,13 +61,11 @@ class Kangaroo(DraftModule):
         return normed
 
     def draft(self, given: Given) -> tuple[Tensor, None]:
-        """The logits of the answered rows."""
         hidden = self(given.features, given.positions, given.cache)
         return self.lm_head(hidden[:, given.answer_rows]), None
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
-        """Whether the tensors are those of a layer without an MLP."""
         has_layer = files.has(r"layers\.0\..*")
         without_mlp = has_layer and not files.has(r"layers\.0\.(.*\.)?mlp\..*")
         return files.architecture == ARCHITECTURE or without_mlp
@@ -83,15 +74,9 @@ class Kangaroo(DraftModule):
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[HeadConfig, Tensor | None]:
-        """The config; raises `CheckpointError`."""
         config, ids = super().configure(files, target, tensors)
         source, layers = files.source, len(decoder_layers(target.model))
-        layer = number(source, files.config, "exit_layer")
-        if config.num_layers != 1:
-            raise CheckpointError(
-                f"{source} has {config.num_layers} layers, and a Kangaroo adapter has "
-                "one; fetch it again"
-            )
+        layer = files.number("exit_layer")
         if layer >= layers:
             raise CheckpointError(
                 f"{source} reads the state below layer {layer}, but {target.source} "

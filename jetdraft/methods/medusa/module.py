@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.draft_module import DraftModule, Given, Reads
-from jetdraft.checkpoints.heads.head_files import HeadFiles, check_keys, fit_heads
+from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.errors import CheckpointError, printable
 
@@ -23,10 +23,7 @@ class MedusaConfig(HeadConfig):
 
 
 class Guesses(DraftModule):
-    """Heads that read the features of a row, and guess the tokens t + 2, t + 3, ...
-
-    Token t + 1 is the target's own choice.
-    """
+    """Heads that read the features of row t, and guess tokens t + 2, t + 3, ..."""
 
     config: MedusaConfig
     reads = Reads(features=True, guesses=True, buffers=False)
@@ -40,17 +37,17 @@ class Guesses(DraftModule):
         )
 
     def guesses(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """The logits of every head, [b, n, slots, vocabulary].
-
-        `features` are [b, n, w] and `tokens` int64 [b, n] come after them.
-        """
+        """Logits [b, n, slots, vocabulary] after features and `tokens` int64 [b, n]."""
         raise NotImplementedError
 
     def draft(self, given: Given) -> tuple[Tensor, None]:
-        """The logits of all heads after the last answered row."""
         last = given.features[:, given.answer_rows][:, -1:]
         tokens = given.tokens[:, given.answer_rows][:, -1:]
         return self.guesses(last, tokens)[:, 0], None
+
+    @classmethod
+    def check(cls, files: HeadFiles) -> None:
+        files.check_keys(cls.keys)
 
     @classmethod
     def sized(
@@ -58,7 +55,7 @@ class Guesses(DraftModule):
     ) -> tuple[MedusaConfig, Tensor | None]:
         """The config as the tensors tell it; the first ids if tokens are missing."""
         width = target.model.config.get_text_config(decoder=True).hidden_size
-        drafted = fit_heads(files.source, tensors, target)
+        drafted = files.fit_heads(tensors, target)
         places = [name.split(".") for name in tensors]
         config = MedusaConfig(
             hidden_size=width,
@@ -76,22 +73,12 @@ class Medusa(Guesses):
     """Head i reads the features of row t and predicts token t + 2 + i, i from 0."""
 
     published = "Medusa"
-    keys = frozenset(
-        {
-            "medusa_num_heads",  # published configs have it wrong: tensors are counted
-            "medusa_num_layers",
-            "base_model_name_or_path",
-            "version",
-            # vLLM's:
-            "num_heads",
-            "hidden_size",
-            "vocab_size",
-            "truncated_vocab_size",
-            "medusa_fc_bias",  # the tensors say it
-            "max_paths",  # of vLLM's trees
-            "topk",
-            "max_seq_len",
-        }
+    keys = (
+        "medusa_num_heads",  # published configs have it wrong: tensors are counted
+        *("medusa_num_layers", "base_model_name_or_path", "version"),
+        # vLLM's; the tensors say whether there is a bias, and two are of its trees.
+        *("num_heads", "hidden_size", "vocab_size", "truncated_vocab_size"),
+        *("medusa_fc_bias", "max_paths", "topk", "max_seq_len"),
     )
     renames = (
         # Of Medusa's authors, and of vLLM.
@@ -129,19 +116,12 @@ class Medusa(Guesses):
         return torch.stack([head(state) for head, state in heads], dim=2)
 
     def guesses(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """The logits of every head; the tokens are not read."""
         return self.logits(self(features))
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
-        """Whether the config or the names of the tensors are Medusa's."""
         named = files.has(r"medusa_heads\.lm_heads\..*")
         return named or "medusa_num_heads" in files.config
-
-    @classmethod
-    def check(cls, files: HeadFiles) -> None:
-        """Raise `CheckpointError` for a config that no target could make right."""
-        check_keys(files.source, files.config, cls.keys)
 
     @classmethod
     def named(cls, files: HeadFiles) -> dict[str, Tensor]:
@@ -160,10 +140,14 @@ class Medusa(Guesses):
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[MedusaConfig, Tensor | None]:
-        """The config; the tensors tell how many heads there are."""
         cls.check(files)
         source = files.source
-        _check_numbers(source, [n for n in tensors if n.startswith("lm_heads.")])
+        heads = sorted(n.split(".")[1] for n in tensors if n.startswith("lm_heads."))
+        if not heads or set(heads) != set(map(str, range(len(heads)))):
+            raise CheckpointError(
+                f"{source} has the heads {printable(', '.join(heads) or 'none', 60)}, "
+                "which must be numbered from 0 on; fetch it again"
+            )
         first = tensors["lm_heads.0.weight"]
         config, ids = cls.sized(files, target, tensors)
         rows = files.config.get("truncated_vocab_size")
@@ -181,35 +165,16 @@ class Medusa(Guesses):
         return config, ids
 
 
-def _check_numbers(source: str, lm_heads: list[str]) -> None:
-    """Raise `CheckpointError` unless heads are numbered from 0 on."""
-    numbers = sorted(name.split(".")[1] for name in lm_heads)
-    if not numbers or set(numbers) != set(map(str, range(len(numbers)))):
-        raise CheckpointError(
-            f"{source} has the heads {printable(', '.join(numbers) or 'none', 60)}, "
-            "which must be numbered from 0 on; fetch it again"
-        )
-
-
 class Hydra(Guesses):
     """Head i reads the features of row t and the tokens t + 1 to t + 1 + i.
 
     It predicts token t + 2 + i, i from 0. The tokens' embedding is the target's.
-
-        hidden = Hydra(config, target)(slot, features, tokens)
-        logits = hydra.lm_heads[slot](hidden)
     """
 
     published = "Hydra"
-    keys = frozenset(
-        {
-            "hydra_num_heads",
-            "hydra_num_layers",
-            "hydra_head_arch",
-            "grounded_heads",
-            "hidden_state_offset",
-            "base_model_name_or_path",
-        }
+    keys = (
+        *("hydra_num_heads", "hydra_num_layers", "hydra_head_arch", "grounded_heads"),
+        *("hidden_state_offset", "base_model_name_or_path"),
     )
     renames = (
         (r"hydra_mlp\.(.*)", r"mlps.\1"),
@@ -230,10 +195,7 @@ class Hydra(Guesses):
         self.lm_heads = self._make_lm_heads()
 
     def forward(self, slot: int, features: Tensor, tokens: Tensor) -> Tensor:
-        """The states of head `slot` for its LM head, [b, n, w].
-
-        `features` are [b, n, w]; `tokens` int64 [b, n, slot + 1] are the path so far.
-        """
+        """States [b, n, w] of a head whose path are `tokens` int64 [b, n, slot + 1]."""
         # In a graph, a quantized embedding takes ids of two axes.
         rows = self.embed_tokens(tokens.flatten(1))
         embedded = rows.unflatten(1, tokens.shape[1:]).flatten(2)
@@ -253,20 +215,18 @@ class Hydra(Guesses):
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
-        """Whether the config is Hydra's."""
         return "hydra_num_heads" in files.config
 
     @classmethod
     def check(cls, files: HeadFiles) -> None:
         """Raise `CheckpointError` for a Hydra with more than an MLP in a head."""
+        super().check(files)
         config = files.config
-        check_keys(files.source, config, cls.keys)
-        asked = {
-            "hydra_head_arch": "mlp",
-            "grounded_heads": True,
-            "hidden_state_offset": 0,
-        }
-        for name, value in asked.items():
+        for name, value in (
+            ("hydra_head_arch", "mlp"),
+            ("grounded_heads", True),
+            ("hidden_state_offset", 0),
+        ):
             if config.get(name, value) != value:
                 raise CheckpointError(
                     f"the config of {files.source} has {name}={config[name]!r}; "
@@ -277,7 +237,6 @@ class Hydra(Guesses):
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[MedusaConfig, Tensor | None]:
-        """The config; raises `CheckpointError`."""
         cls.check(files)
         mlp = r"hydra_mlp\.\d+\.\d+\.(linear|res_connection)\.(weight|bias)"
         if not files.has(mlp) or not files.has(r"hydra_lm_head\.\d+\.weight"):
@@ -299,7 +258,6 @@ class _Block(nn.Module):
         )
 
     def forward(self, state: Tensor) -> Tensor:
-        """[b, n, inputs] to [b, n, outputs]."""
         output: Tensor = self.res_connection(state) + nn.functional.silu(
             self.linear(state)
         )

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from jetdraft.checkpoints.lora import add_lora, merge_lora
+from jetdraft.checkpoints.layers import add_lora, merge_lora
 from jetdraft.devices.rails import totals
 from jetdraft.errors import (
     DataError,

@@ -47,18 +47,16 @@ def layer_tensors(prefix, inputs=H, qk_norm=False, first_norm=True, bias=False):
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
+def layers_of(count, **shape):
+    layers = [layer_tensors(f"layers.{index}.", **shape) for index in range(count)]
+    return {name: tensor for layer in layers for name, tensor in layer.items()}
+
+
 def layer_config(**changes):
-    config = {
-        "hidden_size": H,
-        "intermediate_size": FF,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV,
-        "num_hidden_layers": 1,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 2048,
-        "vocab_size": VOCAB_SIZE,
-    }
+    config = {"hidden_size": H, "intermediate_size": FF, "num_attention_heads": HEADS}
+    config |= {"num_key_value_heads": KV, "num_hidden_layers": 1, "hidden_act": "silu"}
+    config |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
+    config |= {"vocab_size": VOCAB_SIZE}
     return {k: v for k, v in {**config, **changes}.items() if v is not ...}
 
 
@@ -238,9 +236,8 @@ def dflash(layers=2, outputs=(1, 2, 4), nested=True, prefix="", **changes):
         "fc.weight": rand(H, len(outputs) * H),
         "hidden_norm.weight": norm(),
         "norm.weight": norm(),
+        **layers_of(layers, qk_norm=True),
     }
-    for index in range(layers):
-        tensors |= layer_tensors(f"layers.{index}.", qk_norm=True)
     return config | changes, {prefix + name: value for name, value in tensors.items()}
 
 
@@ -272,6 +269,35 @@ def speculators_dflash(cut=True, **changes):
     return config, tensors
 
 
+def one_layer(kind, layers=1, qk_norm=False, **changes):
+    """jetdraft's own layouts of drafters with one decoder layer."""
+    own = {
+        "kangaroo": {"norm": (H,)},
+        "chimera": {
+            "trigram.block": (3 * H, 3 * H),
+            "trigram.down": (H, 3 * H),
+            "out": (H, 2 * H),
+            "norm": (H,),
+        },
+        "glide": {"cross.q_proj": (H, H), "cross.o_proj": (H, H), "norm": (H,)},
+        "falcon": {
+            "recurrence.inputs.0": (4 * H, 2 * H),
+            "recurrence.inputs.1": (4 * H, H),
+            **{f"recurrence.states.{i}": (4 * H, H) for i in (0, 1)},
+        },
+    }[kind]
+    tensors = {f"{name}.weight": rand(*shape) for name, shape in own.items()}
+    if kind == "falcon":
+        tensors |= {f"recurrence.inputs.{i}.bias": rand(4 * H) for i in (0, 1)}
+        changes = {"block_size": 3, **changes}
+    tensors |= layers_of(layers, qk_norm=qk_norm)
+    if kind == "kangaroo":
+        cut = (".mlp.", ".post_attention_layernorm.")
+        tensors = {n: t for n, t in tensors.items() if not any(c in n for c in cut)}
+        changes = {"exit_layer": 1, **changes}
+    return layer_config(**changes), tensors
+
+
 def diffusion(layers=2, **changes):
     """jetdraft's own layout of a drafter that reads text."""
     config = layer_config(
@@ -285,7 +311,6 @@ def diffusion(layers=2, **changes):
         "embed_tokens.weight": rand(VOCAB_SIZE, H),
         "mask": rand(H),
         "norm.weight": norm(),
+        **layers_of(layers, qk_norm=True),
     }
-    for index in range(layers):
-        tensors |= layer_tensors(f"layers.{index}.", qk_norm=True)
     return config | changes, tensors

@@ -1,4 +1,4 @@
-"""What heads compute, written anew from the papers and the code of their authors.
+"""What heads compute, written from the papers and the code of their authors.
 
 It reads nothing of jetdraft: weights are a table of tensors, positions start at 0, and
 every row is computed from all rows before it.
@@ -28,10 +28,10 @@ def rotated(x, positions, theta):
     )
 
 
-def attention(w, x, positions, theta, d, eps):
-    """Causal attention of one layer over rows x [n, width]."""
+def attention(w, asking, rows, hidden, theta, d, eps):
+    """Attention of the last rows [m, width] over all `rows` [n, width] but `hidden`."""
 
-    def project(name):
+    def project(name, x):
         out = F.linear(x, w[f"self_attn.{name}_proj.weight"])
         out = out + w.get(f"self_attn.{name}_proj.bias", 0)
         out = out.view(len(x), -1, d)
@@ -39,11 +39,12 @@ def attention(w, x, positions, theta, d, eps):
             out = rms(out, w[f"self_attn.{name}_norm.weight"], eps)
         return out
 
-    q, k = (rotated(project(name), positions, theta) for name in "qk")
+    positions = torch.arange(len(rows))
+    q = rotated(project("q", asking), positions[-len(asking) :], theta)
+    k = rotated(project("k", rows), positions, theta)
     groups = q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(groups, 1) for t in (k, project("v")))
+    k, v = (t.repeat_interleave(groups, 1) for t in (k, project("v", rows)))
     scores = torch.einsum("qhd,khd->hqk", q, k) * d**-0.5
-    hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     mixed = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
     return F.linear(mixed, w["self_attn.o_proj.weight"])
@@ -59,14 +60,16 @@ def under(weights, prefix):
     return {n[len(prefix) :]: t for n, t in weights.items() if n.startswith(prefix)}
 
 
-def plain_layer(w, x, positions, theta, d, eps):
-    y = x + attention(
-        w, rms(x, w["input_layernorm.weight"], eps), positions, theta, d, eps
-    )
+def layer(w, x, theta, d, eps, before=None, hidden=None):
+    """A layer over rows x; `before` are rows that are read too, after no norm."""
+    normed = rms(x, w["input_layernorm.weight"], eps)
+    rows = normed if before is None else torch.cat([before, normed])
+    hidden = later(len(x)) if hidden is None else hidden
+    y = x + attention(w, normed, rows, hidden, theta, d, eps)
     return y + mlp(w, rms(y, w["post_attention_layernorm.weight"], eps))
 
 
-def eagle1(weights, embedded, f, positions, theta=10000.0, d=16, eps=1e-5):
+def eagle1(weights, embedded, f, theta=10000.0, d=16, eps=1e-5):
     """The predicted feature, which the target's LM head reads as it is."""
     if "embedding_layernorm.weight" in weights:
         embedded = rms(embedded, weights["embedding_layernorm.weight"], eps)
@@ -74,7 +77,7 @@ def eagle1(weights, embedded, f, positions, theta=10000.0, d=16, eps=1e-5):
     x = F.linear(torch.cat([embedded, f], -1), weights["fc.weight"])
     x = x + weights.get("fc.bias", 0)
     w = under(weights, "layers.0.")
-    y = x + attention(w, x, positions, theta, d, eps)
+    y = x + attention(w, x, x, later(len(x)), theta, d, eps)
     z = y + mlp(w, rms(y, w["post_attention_layernorm.weight"], eps))
     return z, z
 
@@ -86,13 +89,9 @@ def eagle3_fuse(weights, taps, eps):
         joined = rms(joined, weights["input_norm.weight"], eps)
     if "fc_norm.0.weight" in weights:
         parts = joined.split(taps[0].shape[-1], -1)
-        joined = torch.cat(
-            [
-                rms(part, weights[f"fc_norm.{i}.weight"], eps)
-                for i, part in enumerate(parts)
-            ],
-            -1,
-        )
+        norms = (weights[f"fc_norm.{i}.weight"] for i in range(len(parts)))
+        normed = [rms(part, own, eps) for part, own in zip(parts, norms, strict=True)]
+        joined = torch.cat(normed, -1)
     return F.linear(joined, weights["fc.weight"])
 
 
@@ -100,7 +99,6 @@ def eagle3(
     weights,
     embedded,
     g,
-    positions,
     norm_before_residual=False,
     feeds_normed=False,
     norms_last=True,
@@ -114,12 +112,12 @@ def eagle3(
     e = rms(embedded, w["input_layernorm.weight"], eps)
     u = rms(g, w["hidden_norm.weight"], eps)
     r = u if norm_before_residual else g
-    y = r + attention(w, torch.cat([e, u], -1), positions, theta, d, eps)
+    joined = torch.cat([e, u], -1)
+    y = r + attention(w, joined, joined, later(len(g)), theta, d, eps)
     z = y + mlp(w, rms(y, w["post_attention_layernorm.weight"], eps))
     index = 1
     while w := under(weights, f"layers.{index}."):
-        z = plain_layer(w, z, positions, theta, d, eps)
-        index += 1
+        z, index = layer(w, z, theta, d, eps), index + 1
     normed = rms(z, weights["norm.weight"], eps)
     return (normed if norms_last else z), (normed if feeds_normed else z)
 
@@ -151,24 +149,9 @@ def hydra(weights, head, f, path):
     return F.linear(x, weights[f"hydra_lm_head.{head}.weight"])
 
 
-def block_attention(w, asking, rows, hidden, theta, d, eps):
-    """Attention of the last rows [m, h] over all `rows` [n, h], except the hidden."""
-
-    def project(name, x):
-        out = F.linear(x, w[f"self_attn.{name}_proj.weight"]).view(len(x), -1, d)
-        if f"self_attn.{name}_norm.weight" in w:
-            out = rms(out, w[f"self_attn.{name}_norm.weight"], eps)
-        return out
-
-    positions = torch.arange(len(rows))
-    q = rotated(project("q", asking), positions[-len(asking) :], theta)
-    k = rotated(project("k", rows), positions, theta)
-    groups = q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(groups, 1) for t in (k, project("v", rows)))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * d**-0.5
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    mixed = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
-    return F.linear(mixed, w["self_attn.o_proj.weight"])
+def later(count):
+    """What causal attention hides."""
+    return torch.ones(count, count, dtype=torch.bool).triu(1)
 
 
 def dflash_context(weights, taps, eps=1e-5):
@@ -182,11 +165,7 @@ def dflash(weights, context, block, theta=1e6, d=16, eps=1e-5):
     x, index = block, 0
     hidden = torch.zeros(len(block), len(context) + len(block), dtype=torch.bool)
     while w := under(weights, f"layers.{index}."):
-        normed = rms(x, w["input_layernorm.weight"], eps)
-        rows = torch.cat([context, normed])
-        x = x + block_attention(w, normed, rows, hidden, theta, d, eps)
-        x = x + mlp(w, rms(x, w["post_attention_layernorm.weight"], eps))
-        index += 1
+        x, index = layer(w, x, theta, d, eps, context, hidden), index + 1
     return rms(x, weights["norm.weight"], eps)
 
 
@@ -195,11 +174,8 @@ def diffusion(weights, tokens, block, theta=10000.0, d=16, eps=1e-5):
     table = weights["embed_tokens.weight"]
     rows = [weights["mask"] if t is None else table[t] for t in (*tokens, *block)]
     x, index, count = torch.stack(rows), 0, len(tokens)
-    hidden = torch.ones(len(rows), len(rows), dtype=torch.bool).triu(1)
+    hidden = later(len(rows))
     hidden[count:] = False
     while w := under(weights, f"layers.{index}."):
-        normed = rms(x, w["input_layernorm.weight"], eps)
-        x = x + block_attention(w, normed, normed, hidden, theta, d, eps)
-        x = x + mlp(w, rms(x, w["post_attention_layernorm.weight"], eps))
-        index += 1
+        x, index = layer(w, x, theta, d, eps, hidden=hidden), index + 1
     return rms(x, weights["norm.weight"], eps)[count:]

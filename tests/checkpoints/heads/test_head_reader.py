@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -43,8 +44,7 @@ def expected(compute, embedding, lm_head, states, features):
     tokens = states.tokens
     rows = []
     for step in range(STEPS + 1):
-        positions = torch.arange(len(tokens))
-        hidden, carried = compute(embedding[tokens], features, positions)
+        hidden, carried = compute(embedding[tokens], features)
         logits = F.linear(hidden, lm_head)
         rows.append(logits if step == 0 else logits[-1:])
         tokens = torch.cat([tokens, torch.tensor([7 + step])])
@@ -78,10 +78,7 @@ def test_eagle1(target, states, tmp_path, shape, file):
         stored = {f"model.{name}": tensor for name, tensor in stored.items()}
     (tmp_path / "training_args.bin").write_bytes(pickle.dumps(print))
     head = load_head(write(tmp_path, config, stored, file), target, torch.float32)
-
-    def compute(embedded, f, positions):
-        return reference.eagle1(tensors, embedded, f, positions)
-
+    compute = partial(reference.eagle1, tensors)
     embedding = tensors.get("embed_tokens.weight", target_embedding(target))
     wanted = expected(compute, embedding, target_head(target), states, states.final)
     torch.testing.assert_close(drafted(head, states, [states.final]), wanted, **CLOSE)
@@ -97,119 +94,62 @@ def test_eagle1_as_old_vllm_wrapped_it(target, states, tmp_path):
     assert one.config == two.config
 
 
+LIKE_SPECULATORS = {"norm_before_residual": True, "theta": 5000.0, "eps": 1e-6}
+OUTPUTS = "eagle_aux_hidden_state_layer_ids"
+# fmt: off
 EAGLE3 = {
-    "authors, no rope_theta": (layouts.eagle3, {}, {}, {}),
+    "authors, no rope_theta": (layouts.eagle3, {}, {}, TAPS),
     "AngelSlim, Qwen3's theta, a wrong head_dim": (
         layouts.eagle3,
         {"rope_theta": 1000000, "head_dim": 80, "num_hidden_layers": 36},
-        {"theta": 1e6},
-        {},
-    ),
+        {"theta": 1e6}, TAPS),
     "converted, layers.0": (
-        layouts.eagle3,
-        {"prefix": "layers.0.", "head_dim": ...},
-        {},
-        {},
-    ),
-    "model. before each name": (layouts.eagle3, {"prefix": "model.midlayer."}, {}, {}),
+        layouts.eagle3, {"prefix": "layers.0.", "head_dim": ...}, {}, TAPS),
+    "model. before each name": (
+        layouts.eagle3, {"prefix": "model.midlayer."}, {}, TAPS),
     "nvidia, ids of outputs": (
         layouts.eagle3,
-        {
-            "eagle_config": {
-                "eagle_aux_hidden_state_layer_ids": [0, 3, 5],
-                "use_aux_hidden_state": True,
-            }
-        },
-        {},
-        {"taps": (1, 4, 6)},
-    ),
+        {"eagle_config": {OUTPUTS: [0, 3, 5], "use_aux_hidden_state": True}},
+        {}, (1, 4, 6)),
     "nvidia, the last layer's output": (
-        layouts.eagle3,
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}},
-        {},
-        {"taps": (1, 4, 7)},
-    ),
+        layouts.eagle3, {"eagle_config": {OUTPUTS: [0, 3, 6]}}, {}, (1, 4, 7)),
     "SpecForge, no last norm": (
-        layouts.eagle3,
-        {"norm_output": False},
-        {"norms_last": False},
-        {},
-    ),
+        layouts.eagle3, {"norm_output": False}, {"norms_last": False}, TAPS),
     "SpecForge 3.1's norm_output norms before the head only": (
-        layouts.eagle3,
-        {"norm_output": True},
-        {},
-        {},
-    ),
-    "speculators, nested": (
-        layouts.speculators,
-        {},
-        {"norm_before_residual": True, "theta": 5000.0, "eps": 1e-6},
-        {},
-    ),
+        layouts.eagle3, {"norm_output": True}, {}, TAPS),
+    "speculators, nested": (layouts.speculators, {}, LIKE_SPECULATORS, TAPS),
     "speculators, flat": (
-        layouts.speculators,
-        {"nested": False},
-        {"theta": 5000.0, "eps": 1e-6},
-        {},
-    ),
+        layouts.speculators, {"nested": False}, {"theta": 5000.0, "eps": 1e-6}, TAPS),
     "speculators, nested, converted": (
-        layouts.speculators,
-        {"norm_before_residual": False},
-        {"theta": 5000.0, "eps": 1e-6},
-        {},
-    ),
+        layouts.speculators, {"norm_before_residual": False},
+        {"theta": 5000.0, "eps": 1e-6}, TAPS),
     "speculators 3.1: a norm for each tap, the normed state is fed back": (
-        layouts.speculators,
-        {"fc_norm": True, "norm_output": True},
-        {
-            "norm_before_residual": True,
-            "feeds_normed": True,
-            "theta": 5000.0,
-            "eps": 1e-6,
-        },
-        {},
-    ),
+        layouts.speculators, {"fc_norm": True, "norm_output": True},
+        {**LIKE_SPECULATORS, "feeds_normed": True}, TAPS),
     "speculators, four taps, one norm over all": (
         layouts.speculators,
-        {
-            "taps": 4,
-            "norm_before_fc": True,
-            "eagle_aux_hidden_state_layer_ids": [1, 3, 5, 7],
-        },
-        {"norm_before_residual": True, "theta": 5000.0, "eps": 1e-6},
-        {"taps": (1, 3, 5, 7)},
-    ),
+        {"taps": 4, "norm_before_fc": True, OUTPUTS: [1, 3, 5, 7]},
+        LIKE_SPECULATORS, (1, 3, 5, 7)),
     "speculators, one tap": (
-        layouts.speculators,
-        {"taps": 1, "eagle_aux_hidden_state_layer_ids": [5]},
-        {"norm_before_residual": True, "theta": 5000.0, "eps": 1e-6},
-        {"taps": (5,)},
-    ),
+        layouts.speculators, {"taps": 1, OUTPUTS: [5]}, LIKE_SPECULATORS, (5,)),
     "speculators, two layers of Qwen3": (
-        layouts.speculators,
-        {"qk_norm": True, "layers": 2},
-        {"norm_before_residual": True, "theta": 5000.0, "eps": 1e-6},
-        {},
-    ),
+        layouts.speculators, {"qk_norm": True, "layers": 2}, LIKE_SPECULATORS, TAPS),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("case", EAGLE3)
 def test_eagle3(target, states, tmp_path, case):
     """Every layout, with taps where it puts them."""
     torch.manual_seed(4)
-    make, shape, flags, other = EAGLE3[case]
+    make, shape, flags, wanted_taps = EAGLE3[case]
     config, tensors = make(**shape)
     file = "pytorch_model.bin" if make is layouts.eagle3 else "model.safetensors"
     head = load_head(write(tmp_path, config, tensors, file), target, torch.float32)
     plain = {name.removeprefix("model."): t for name, t in tensors.items()}
-    taps = [states.streams[tap] for tap in other.get("taps", TAPS)]
+    taps = [states.streams[tap] for tap in wanted_taps]
     features = reference.eagle3_fuse(plain, taps, flags.get("eps", 1e-5))
-
-    def compute(embedded, g, positions):
-        return reference.eagle3(plain, embedded, g, positions, **flags)
-
+    compute = partial(reference.eagle3, plain, **flags)
     embedding = plain.get("embed_tokens.weight", target_embedding(target))
     wanted = expected(compute, embedding, plain["lm_head.weight"], states, features)
     chosen = [states.streams[tap] for tap in head.config.taps]
@@ -223,18 +163,6 @@ def test_a_head_without_an_lm_head_has_rows_of_the_targets(target, tmp_path):
     del tensors["lm_head.weight"]
     head = load_head(write(tmp_path, config, tensors), target, torch.float32)
     assert torch.equal(head.lm_head.weight, target_head(target)[head.ids])
-
-
-def test_matrices_of_the_target_are_shared(target, tmp_path):
-    """A copy of the target's embedding is not kept twice."""
-    config, tensors = layouts.speculators(draft_vocab_size=VOCAB_SIZE)
-    tensors["embed_tokens.weight"] = target_embedding(target).clone()
-    tensors["lm_head.weight"] = target_head(target).clone()
-    del tensors["d2t"], tensors["t2d"]
-    head = load_head(write(tmp_path, config, tensors), target, torch.float32)
-    assert head.embed_tokens is target.model.get_input_embeddings()
-    assert head.lm_head is target.model.get_output_embeddings()
-    assert head.ids is None
 
 
 def test_over_fixed_buffers_a_head_computes_the_same(target, states, tmp_path):

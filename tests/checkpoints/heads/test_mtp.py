@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -27,77 +26,45 @@ CLOSE = {"rtol": 0, "atol": 5e-5}
 SIZES = {**tiny.SIZES, "num_hidden_layers": 2}
 EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 
+# fmt: off
 RECURRENT = {
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"],
 }
+LATENT = {
+    "n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+OF_GLM = {"post_norm": "shared_head.norm"}
 OF_QWEN = {
-    "eh_proj": "fc",
-    "enorm": "pre_fc_norm_embedding",
-    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",
     "post_norm": "norm",
 }
-
 CONFIGS = {
     "GLM-4.5": (
         transformers.Glm4MoeConfig(
-            **SIZES,
-            **EXPERTS,
-            head_dim=16,
-            n_routed_experts=4,
-            first_k_dense_replace=1,
-            use_qk_norm=True,
-        ),
-        "model.layers.2.",
-        {"post_norm": "shared_head.norm"},
-    ),
+            **SIZES, **EXPERTS, head_dim=16, n_routed_experts=4,
+            first_k_dense_replace=1, use_qk_norm=True),
+        "model.layers.2.", OF_GLM),
     "DeepSeek-V3": (
         transformers.DeepseekV3Config(
-            **{**SIZES, "num_key_value_heads": 4},
-            **EXPERTS,
-            n_routed_experts=4,
-            n_group=2,
-            topk_group=1,
-            first_k_dense_replace=1,
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=16,
-            v_head_dim=16,
-        ),
-        "model.layers.2.",
-        {"post_norm": "shared_head.norm"},
-    ),
+            **SIZES | EXPERTS | LATENT, n_routed_experts=4, first_k_dense_replace=1),
+        "model.layers.2.", OF_GLM),
     "Qwen3-Next": (
         transformers.Qwen3NextConfig(
-            **SIZES,
-            **EXPERTS,
-            **RECURRENT,
-            num_experts=4,
-            shared_expert_intermediate_size=32,
-        ),
-        "mtp.",
-        OF_QWEN,
-    ),
+            **SIZES, **EXPERTS, **RECURRENT, num_experts=4,
+            shared_expert_intermediate_size=32),
+        "mtp.", OF_QWEN),
     "Qwen3.5": (transformers.Qwen3_5TextConfig(**SIZES, **RECURRENT), "mtp.", OF_QWEN),
     "Mellum": (
         transformers.MellumConfig(
-            **SIZES,
-            **EXPERTS,
-            head_dim=16,
-            num_experts=4,
-            num_mtp_layers=1,
-            sliding_window=8,
-            layer_types=["sliding_attention", "full_attention"],
-        ),
-        "mtp.",
-        OF_QWEN,
-    ),
+            **SIZES, **EXPERTS, head_dim=16, num_experts=4, num_mtp_layers=1,
+            sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+        "mtp.", OF_QWEN),
 }
+# fmt: on
 
 
 def module_tensors(mtp, layout, names):
@@ -175,7 +142,8 @@ def test_a_module_computes_what_transformers_computes(case):
 
 
 def mimo(folder):
-    """A Qwen2 target with a module as MiMo-7B publishes it."""
+    """A Qwen2 target with a module as MiMo-7B publishes it, and its tensors."""
+    torch.manual_seed(7)
     config = transformers.Qwen2Config(**SIZES)
     save_checkpoint(folder, config, tokenizer=False)
     prefix = "model.mtp_layers.0."
@@ -188,14 +156,19 @@ def mimo(folder):
     }
     file = folder / "model.safetensors"
     save_file(load_file(file) | tensors, file, {"format": "pt"})
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    weights = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return Checkpoint.load(str(folder), torch.float32), weights
+
+
+def edit(folder, change):
+    """Rewrite a checkpoint's tensors."""
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
 
 
 def test_mimo_joins_the_state_before_the_embedding(tmp_path):
     """The one published order that is another."""
-    torch.manual_seed(7)
-    w = mimo(tmp_path)
-    target = Checkpoint.load(str(tmp_path), torch.float32)
+    target, w = mimo(tmp_path)
     head = load_head(str(tmp_path), target, torch.float32)
     tokens, f = torch.randint(VOCAB_SIZE, (ROWS,)), torch.randn(ROWS, H)
     embedded = target.model.get_input_embeddings().weight.detach()[tokens]
@@ -205,60 +178,30 @@ def test_mimo_joins_the_state_before_the_embedding(tmp_path):
         reference.rms(embedded, w["token_layernorm.weight"], eps),
     ]
     g = F.linear(torch.cat(parts, -1), w["input_proj.weight"])
-    positions = torch.arange(ROWS)
-    y = reference.plain_layer(w, g, positions, 10000.0, 16, eps)
+    y = reference.layer(w, g, 10000.0, 16, eps)
     wanted = reference.rms(y, w["final_layernorm.weight"], eps)
     with torch.no_grad():
-        hidden, _ = head(tokens[None], f[None], positions[None])
+        hidden, _ = head(tokens[None], f[None], torch.arange(ROWS)[None])
     torch.testing.assert_close(hidden[0], wanted, **CLOSE)
-
-
-def test_mistakes_with_a_module_change_what_it_says(tmp_path):
-    """The order in fc, the recycled state, and the target's last norm."""
-    torch.manual_seed(7)
-    mimo(tmp_path)
-    target = Checkpoint.load(str(tmp_path), torch.float32)
-    head = load_head(str(tmp_path), target, torch.float32)
-    tokens = torch.randint(VOCAB_SIZE, (1, ROWS))
-    stream, positions = torch.randn(1, ROWS, H) * 3, torch.arange(ROWS)[None]
-    gains = torch.rand(H) + 0.5  # of the final norm, which no head's norm undoes
-
-    def said(features):
-        with torch.no_grad():
-            hidden, carried = head(tokens, features, positions)
-            return hidden, head(tokens, carried, positions)[0]
-
-    final = reference.rms(stream, gains)
-    right, recycled = said(final)
-    assert (said(stream)[0] - right).abs().max() > 1e-2
-    head.config = replace(head.config, carries_normed=False)
-    assert (said(final)[1] - recycled).abs().max() > 1e-2
-    head.config = replace(head.config, hidden_first=False)
-    assert (said(final)[0] - right).abs().max() > 1e-2
 
 
 def test_two_modules_are_refused(tmp_path):
     """Each would need a cache of its own."""
-    mimo(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    second = {
-        name.replace("mtp_layers.0", "mtp_layers.1"): tensor.clone()
-        for name, tensor in tensors.items()
-        if "mtp" in name
-    }
-    save_file(tensors | second, file, {"format": "pt"})
-    target = Checkpoint.load(str(tmp_path), torch.float32)
+    target, _ = mimo(tmp_path)
+    edit(
+        tmp_path,
+        lambda tensors: (
+            tensors
+            | {n.replace("layers.0", "layers.1"): t.clone() for n, t in tensors.items()}
+        ),
+    )
     with pytest.raises(CheckpointError, match="has 2 MTP modules"):
         load_head(str(tmp_path), target, torch.float32)
 
 
 def test_mimo_with_its_own_config(tmp_path):
     """Its layers are Qwen2's; the code in its folder is never run."""
-    torch.manual_seed(7)
-    mimo(tmp_path)
-    file = tmp_path / "config.json"
-    plain = Checkpoint.load(str(tmp_path), torch.float32).model
+    file, plain = tmp_path / "config.json", mimo(tmp_path)[0].model
     own = {
         "model_type": "mimo",
         "architectures": ["MiMoForCausalLM"],
@@ -276,11 +219,8 @@ def test_mimo_with_its_own_config(tmp_path):
 
 @pytest.mark.parametrize("name", ["final_layernorm.weight", "mlp.up_proj.weight"])
 def test_a_missing_part_of_a_module_has_its_name_in_the_file(tmp_path, name):
-    mimo(tmp_path)
-    target = Checkpoint.load(str(tmp_path), torch.float32)
-    file = tmp_path / "model.safetensors"
+    target, _ = mimo(tmp_path)
     missing = f"model.mtp_layers.0.{name}"
-    kept = {n: t.clone() for n, t in load_file(file).items() if n != missing}
-    save_file(kept, file, {"format": "pt"})
+    edit(tmp_path, lambda tensors: {n: t for n, t in tensors.items() if n != missing})
     with pytest.raises(CheckpointError, match=f"lacks weight '{missing}'"):
         load_head(str(tmp_path), target, torch.float32)

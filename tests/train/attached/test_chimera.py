@@ -10,13 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.errors import CheckpointError
 from jetdraft.methods.chimera.module import GRAM
 from jetdraft.methods.chimera.task import ChimeraTask, SeenRows
 from jetdraft.train.heads import PLACES
-from tests.train.attached.drafts import QUICK, AttachedDrafter, changed, in_floats
+from tests.train.attached.drafts import QUICK, AttachedDrafter, in_floats
 from tests.train.periodic import made
 
 TASK, LAYERS = ChimeraTask, 2
@@ -142,24 +139,3 @@ def test_the_folder_has_a_llama_layer_and_a_trigram_encoder(folders):
     figures = json.loads((folders["trained"] / "training.json").read_text())
     assert figures["validation"]["tokens_per_pass"] > 2
     assert len(figures["validation"]["acceptance"]) == PLACES
-
-
-# --- what is refused ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"vocab_size": 9999}, "vocabulary of 9999 tokens"),
-        ({"hidden_size": 32}, "reads states of 32 numbers"),
-        ({"num_attention_heads": 7}, "no q_proj of 7 heads"),
-        ({"gate": 1}, "has gate=1, which jetdraft does not know"),
-    ],
-)
-def test_a_drafter_of_another_target_is_refused(
-    target, folders, tmp_path, fields, words
-):
-    drafter = changed(folders["trained"], tmp_path / "drafter", **fields)
-    checkpoint = Checkpoint.load(target, torch.float32)
-    with pytest.raises(CheckpointError, match=words):
-        load_head(drafter, checkpoint, torch.float32)

@@ -9,13 +9,13 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
+from jetdraft.errors import OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods import registered
 from jetdraft.methods.kangaroo.task import KangarooSettings, KangarooTask
@@ -27,7 +27,7 @@ from jetdraft.runtime.planning.drafting import Drafting
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as cli
 from tests.tiny import llama_config, save_checkpoint
-from tests.train.attached.drafts import LONG, QUICK, SMALL, AttachedDrafter, changed
+from tests.train.attached.drafts import LONG, QUICK, SMALL, AttachedDrafter
 from tests.train.periodic import PERIOD
 
 TASK, LAYERS, SETTINGS = KangarooTask, 4, KangarooSettings(exit_layer=1)
@@ -248,33 +248,6 @@ def test_the_folder_is_in_the_authors_layout(folders):
 
 
 # --- what is refused at the export and at run time ----------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"exit_layer": 4}, "below layer 4, but .* has 4 layers"),
-        ({"exit_layer": None}, "exit_layer=None; it needs a whole number"),
-        ({"vocab_size": 9999}, "vocabulary of 9999 tokens"),
-        ({"hidden_size": 32}, "reads states of 32 numbers"),
-        ({"gate": 1}, "has gate=1, which jetdraft does not know"),
-    ],
-)
-def test_an_adapter_of_another_target_is_refused(
-    target, folders, tmp_path, fields, words
-):
-    head = changed(folders["trained"], tmp_path / "adapter", **fields)
-    with pytest.raises(CheckpointError, match=words):
-        load_head(head, Checkpoint.load(target, torch.float32), torch.float32)
-
-
-def test_a_damaged_adapter_is_refused(target, folders, tmp_path):
-    head = changed(folders["trained"], tmp_path / "adapter")
-    tensors = load_file(f"{head}/model.safetensors")
-    del tensors["norm.weight"]
-    save_file(tensors, f"{head}/model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lacks weight 'norm.weight'"):
-        load_head(head, Checkpoint.load(target, torch.float32), torch.float32)
 
 
 def test_halves_of_sliding_windows_are_refused(folders, tmp_path):
