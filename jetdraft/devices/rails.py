@@ -27,7 +27,7 @@ class Rail:
 
 
 def rails(root: Path = Path("/")) -> list[Rail]:
-    """All measured rails; none on a machine without the monitors."""
+    """All measured rails, if the machine has the monitors."""
     measured = []
     for label in sorted((root / MONITORS).glob("*/hwmon/hwmon*/in*_label")):
         number = label.name.removeprefix("in").removesuffix("_label")

@@ -206,12 +206,10 @@ class Load:
     @property
     def weight_bytes(self) -> float:
         """Bytes per weight of the layers, on average."""
-        raised = len(self.recipe.raised) / self.sizes.layers
         plain = self._bytes(replace(self.recipe, head=None, raised=()))
-        if not raised:
-            return plain
-        more = self._bytes(self.recipe.of_unit(str(self.recipe.raised[0])))
-        return plain + raised * (more - plain)
+        raised = self.recipe.raised
+        more = self._bytes(self.recipe.of_unit(str(raised[0]))) if raised else plain
+        return plain + len(raised) / self.sizes.layers * (more - plain)
 
     @property
     def head_bytes(self) -> float:

@@ -94,19 +94,18 @@ class ResponseStore:
         self._by_user[user] = self._by_user.pop(user)  # the last to be dropped
         return self._by_user[user]
 
-    def _open_or_replace(self) -> list[Entry]:
+    def _open_or_replace(self, is_again: bool = False) -> list[Entry]:
         """The user's entries; a damaged file is replaced by an empty one."""
         try:
-            return self._open_and_read()
+            self._store_file.create_or_check()
+            with self._store_file.connect() as database:
+                self._delete_old(database)
+            return self._read()
         except DAMAGE as error:
+            if is_again:
+                raise
             self._store_file.move_damaged(error)
-        return self._open_and_read()
-
-    def _open_and_read(self) -> list[Entry]:
-        self._store_file.create_or_check()
-        with self._store_file.connect() as database:
-            self._delete_old(database)
-        return self._read()
+        return self._open_or_replace(is_again=True)
 
     def _read(self) -> list[Entry]:
         """The user's entries, latest first; what is known is not read again."""
