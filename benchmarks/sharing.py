@@ -22,7 +22,7 @@ import onnxruntime
 from jetdraft.bundle import Bundle
 from jetdraft.devices.providers import PROVIDERS, presence
 from jetdraft.errors import ProviderError
-from jetdraft.runtime.passes.opener import SharedWeights
+from jetdraft.runtime.passes.opener import shared_weights
 
 CASES = ("none", "one", "two over a file", "two over shared weights")
 
@@ -73,13 +73,12 @@ def session(
 def measure(file: Path, provider: str, case: str) -> float:
     """The memory while the sessions of a case are alive."""
     memory = PROVIDERS[provider].memory
-    shared = SharedWeights({}, [])
-    if case == CASES[3]:
-        shared = SharedWeights.of(file, memory)
+    is_shared = case == CASES[3]
+    views, owners = shared_weights(file, memory) if is_shared else ({}, {})
     count = {CASES[0]: 0, CASES[1]: 1}.get(case, 2)
-    alive = [session(file, provider, shared.views) for _ in range(count)]
+    alive = [session(file, provider, views) for _ in range(count)]
     mb = used_mb(provider)
-    del alive
+    del alive, owners
     return mb
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -45,7 +46,7 @@ def tune(model: Model, tick: Tick = lambda: None) -> Curve:
         parts.profiles.keep(
             parts.profiles.tuning_file,
             versions={"onnxruntime": ort.__version__, "numpy": np.__version__},
-            curve=curve.to_json(),
+            curve=asdict(curve),
             drafter_threads=drafter_threads,
         )
         parts.curve.take(curve)

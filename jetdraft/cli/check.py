@@ -97,7 +97,7 @@ def command(
         fields = {
             "files": files,
             "graphs": graphs,
-            "widths": widths.to_json(),
+            "widths": asdict(widths),
             "texts": [asdict(comparison) for comparison in comparisons],
             "acceptance": acceptance
             and dict(zip(("exported", "measured"), acceptance, strict=True)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -29,7 +30,7 @@ def command(bundle: Path, as_json: bool, runtime: LoadOptions) -> None:
         curve = tune(model, bars.ticks("tune", steps(model)))
     if as_json:
         machine = model.parts.profiles.machine
-        click.echo(json.dumps({"machine": machine, "curve": curve.to_json()}))
+        click.echo(json.dumps({"machine": machine, "curve": asdict(curve)}))
     else:
         _show(model, curve)
 

@@ -1,8 +1,7 @@
 """Who may use the buffers of a model: a generation, a measurement, or idle work.
 
-A generation, a measurement and a prefix hold the buffers one at a time; whoever comes
-second is refused at once. Idle work runs in a thread between them, one short step after
-another, and waits as soon as the buffers are held.
+A generation, a measurement and a prefix hold them one at a time; a second is refused at
+once. Idle work runs in a thread between them and waits as soon as they are held.
 """
 
 from __future__ import annotations
@@ -38,12 +37,7 @@ class Idle:
     """Does steps of work between generations; a generation waits for one pass at most.
 
     `work` must be a bound method; the thread does not keep its object alive. `before`
-    is called once, before the first step, and does not touch the buffers.
-
-        idle = Idle(survey.step, gather)
-        idle.start()
-        with idle.paused():
-            ...    # the buffers are free
+    runs once, before the first step, and does not touch the buffers.
     """
 
     def __init__(self, work: Work, before: Callable[[], object]) -> None:
@@ -55,7 +49,6 @@ class Idle:
         self._thread: Thread | None = None
 
     def start(self) -> None:
-        """Go on with the work soon, in a thread."""
         alive = self._thread is not None and self._thread.is_alive()
         # A stream may end with the interpreter, which starts no thread any more.
         if main_thread().is_alive() and not (alive or self._is_done):
@@ -66,8 +59,7 @@ class Idle:
     def paused(self, until_ended: bool = False) -> Iterator[None]:
         """Keep the thread from the buffers in the block; several blocks may overlap.
 
-        With `until_ended` the block also waits for the end of `before`, so that nothing
-        of the thread is left.
+        With `until_ended` the block also waits for the end of `before`.
         """
         self._count_users(1)
         try:
@@ -82,10 +74,7 @@ class Idle:
     def _count_users(self, more: int) -> None:
         with self._count:
             self._users += more
-            if self._users:
-                self._must_wait.set()
-            else:
-                self._must_wait.clear()
+            (self._must_wait.set if self._users else self._must_wait.clear)()
 
     def _must_stop(self) -> bool:
         # The interpreter waits for threads before it ends.
@@ -158,7 +147,7 @@ class Claim:
         """Hold the buffers in the block; raises what `held_by` raises.
 
         Idle work ends, and continues after the next generation. In the block this
-        thread may generate, or hold them again.
+        thread may generate.
         """
         if self._owner == get_ident():
             yield
@@ -183,7 +172,6 @@ class Claim:
 
     @contextmanager
     def reaching(self, watcher: StopWatcher) -> Iterator[None]:
-        """Let `cancel` reach a generation, with the buffers or without."""
         self._watchers.append(watcher)
         try:
             yield

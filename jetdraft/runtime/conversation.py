@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from jetdraft.errors import JetdraftError, LengthError, OptionError
 from jetdraft.files import write_text
@@ -19,8 +19,8 @@ from jetdraft.runtime.text.template import Message, check_messages, user
 from jetdraft.runtime.text.tools import ToolCall, Tools
 
 KEPT = 0.75
-"""How much of the capacity the remaining turns may fill after turns were dropped. Then
-the whole prompt is read again, so the next few turns should not drop turns too."""
+"""The share of the capacity that remains filled where turns are dropped: then the whole
+prompt is read again, so the next few turns should not drop turns too."""
 
 
 class Conversation:
@@ -28,8 +28,8 @@ class Conversation:
 
     The keyword arguments are `Model.generate`'s options. Where the turns would exceed
     the buffers, `drop_oldest` drops whole turns, oldest first; without it `OptionError`
-    is raised. The model may call `tools`: then a piece may be part of a call, `calls`
-    holds the calls of the last reply, and `answer` gives their results.
+    is raised. If the model calls `tools`, `calls` has the calls of the last reply, and
+    `answer` gives their results.
 
         talk = Conversation(model, system="Be brief.", max_new_tokens=64)
         for piece in talk.say("Hello"):
@@ -54,11 +54,7 @@ class Conversation:
         self._stream: Stream | None = None
 
     def say(self, text: str, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
-        """Give the model's reply piece by piece, and add it to the conversation.
-
-        If the reply is cut off, by `cancel` or because you stop reading, the part that
-        you got is added.
-        """
+        """Give the model's reply piece by piece, and add what came of it."""
         if not isinstance(text, str):
             raise OptionError(
                 f"{text!r} is not a text; give what the user says", "prompt"
@@ -90,7 +86,6 @@ class Conversation:
         return self._next([_result(call, result) for call, result in pairs], options)
 
     def _next(self, added: list[Message], options: GenerateOptions) -> Iterator[Piece]:
-        """The reply after some more messages."""
         fields: GenerateOptions = {**self.options, **options}
         messages, ids = self._fitting([*self.messages, *added], fields)
         if self.tools is None:
@@ -100,7 +95,6 @@ class Conversation:
         return self._reply(messages, self._stream)
 
     def _reply(self, messages: list[Message], stream: Stream) -> Iterator[Piece]:
-        """Give the pieces of a reply to `messages`, and keep it when it ends."""
         try:
             yield from stream
         except JetdraftError:
@@ -111,15 +105,13 @@ class Conversation:
         self._keep_reply(messages, stream)
 
     def _keep_reply(self, messages: list[Message], stream: Stream) -> None:
-        """End a reply, and keep the part that was given."""
         stream.close()
         self.last = stream.result()
         reply: Message = {"role": "assistant", "content": self.last.text}
         if self.tools is not None and (calls := self.tools.calls(self.last.text)):
             self.last = replace(self.last, calls=calls)
-            reply["content"] = self.last.text[
-                : self.tools.shown(self.last.text)
-            ].strip()
+            shown = self.tools.shown(self.last.text)
+            reply["content"] = self.last.text[:shown].strip()
             reply["tool_calls"] = [call.for_template() for call in calls]
         self.messages = [*messages, reply]
         self._stream = None
@@ -183,11 +175,11 @@ class Conversation:
             room = int(KEPT * capacity)
 
 
-def _result(call: ToolCall, result: object) -> Message:
+def _result(call: ToolCall, text: object) -> Message:
     """A message with the result of a call."""
     try:
-        is_text = isinstance(result, str)
-        text: Any = result if is_text else json.dumps(result, ensure_ascii=False)
+        if not isinstance(text, str):
+            text = json.dumps(text, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise OptionError(
             f"the result of {call.name!r} is not JSON ({error}); give a text", "results"

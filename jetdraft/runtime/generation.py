@@ -9,15 +9,13 @@ round the target's cache holds all of it but the last token, the root.
     commit    walk from the root to the child that carries the chosen token, as far as
               there is such a child; commit that path and the last chosen token
 
-An exact generation commits the path only up to its first gap in the buffer. A row
-beyond a gap adds up its attention in another order than plain decoding does, so the
-token chosen there is a good guess but not proven: it is carried into the next pass, at
-the beginning of the draft, and committed there if it was right. An inexact generation
-commits the whole path and moves its rows together.
+An exact generation commits the path only up to its first gap in the buffer: a row
+beyond a gap adds up its attention in another order than plain decoding does. The token
+chosen there is a good guess but not proven, so it begins the next draft. An inexact
+generation commits the whole path and moves its rows together.
 
-Invariants: the cursor is always the length of the sequence minus one; a pass never
-reaches past the buffer; whatever was drafted, the chosen tokens are the tokens that
-plain decoding would choose. This file names no method.
+Invariants: the cursor is the length of the sequence minus one; a pass never reaches
+past the buffer; whatever was drafted, plain decoding chooses the same tokens.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ from jetdraft.errors import ConstraintError, OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.stats import Round, Stats
+from jetdraft.runtime.measured.widths import prefill_widths
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.buffers import Material, tokens_of
 from jetdraft.runtime.passes.prefix import Prefix
@@ -58,9 +57,9 @@ class Generation:
     """One sequence over the parts of a loaded bundle.
 
     All options are checked at once. A `prepared` generation compiles its constraint at
-    once too, before any pass is measured; else `run` does. An encoder-decoder writes
-    about a `source`. The `rules` are the model's own: they change the logits before a
-    constraint does. Raises `OptionError`.
+    once too; else `run` does. An encoder-decoder writes about a `source`. The `rules`
+    are the model's own: they change the logits before a constraint does. Raises
+    `OptionError`.
 
         generation = Generation(parts, planner, [5, 8, 9], Options())
         for piece in generation.run():
@@ -104,11 +103,12 @@ class Generation:
         self.verifier = self.proposing.verifier
         self.chooser = Chooser(options.sampling, self._processors(prompt, rules))
         self.widths = planner.widths(drafting)
+        selection = parts.bundle.target.selection
         self.stats = Stats(
             method=drafting.method,
             exact=drafting.exact,
             lossy=options.lossy,
-            select_kv=_selected(parts) if drafting.select_kv else None,
+            select_kv=selection.rows if selection and drafting.select_kv else None,
             seed=options.sampling.seed if options.sampling.temperature else None,
             prompt_tokens=len(tokens_of(source) or prompt),
             plain_ms=parts.curve.pass_ms(self.widths[0]),
@@ -137,11 +137,10 @@ class Generation:
         self, prompt: list[int], rules: Sequence[LogitsProcessor]
     ) -> list[LogitsProcessor]:
         """What changes the logits before a token is chosen."""
-        processors: list[LogitsProcessor] = []
-        if self.options.penalties.changes:
-            processors.append(PenaltyProcessor(self.options.penalties, prompt))
+        penalties = self.options.penalties
+        changes = [PenaltyProcessor(penalties, prompt)] if penalties.changes else []
         constraint = [] if self._matcher is None else [self._matcher]
-        return [*processors, *rules, *constraint]
+        return [*changes, *rules, *constraint]
 
     def run(self) -> Generator[Piece, None, None]:
         """Give piece after piece, alone on the buffers; `stats` fills up on the way."""
@@ -172,7 +171,6 @@ class Generation:
                 observer.end(self._prompt, response, user, self.stats)
 
     def _run(self) -> Iterator[Piece]:
-        """Read the prompt, then give a piece for each round."""
         self.prepare()
         parts, exact = self.parts, self.options.drafting.exact
         self._target = self.planner.target(self.options.drafting, self._rule)
@@ -202,20 +200,19 @@ class Generation:
     def _prefix(self, exact: bool) -> Prefix:
         """The earlier rows that may stay in the target's buffers.
 
-        No row is kept where this generation has buffers of its own, or is exact, and
-        prompts are read in passes whose bits differ from decoding.
+        None stay where it has buffers of its own, or is exact and prompts are read in
+        passes whose bits differ from decoding.
         """
-        if self.options.drafting.select_kv:  # its rows differ from other texts'
-            return Prefix(self._target)
         agree = not exact or self.parts.widths.prefills_agree
-        if self._target.cache is self.parts.target.cache and agree:
-            return self.parts.prefix
-        return Prefix(self._target)
+        shares = self._target.cache is self.parts.target.cache
+        selects = self.options.drafting.select_kv  # its rows differ from other texts'
+        kept = agree and shares and not selects
+        return self.parts.prefix if kept else Prefix(self._target)
 
     def _prefill(self, kept: int) -> None:
         """Put all but the last prompt token into the cache, in wide passes."""
         cache, prompt = self._target.cache, self._prompt
-        prefills = self.planner.prefills
+        prefills = prefill_widths(self._target.contract)
         cache.rewind(kept)
         while cache.length < len(prompt) - 1 and not self.watcher.must_end():
             rest = len(prompt) - 1 - cache.length
@@ -228,9 +225,8 @@ class Generation:
 
     def _prefill_width(self, rest: int, prefills: Sequence[int]) -> int:
         """The width of the next pass over `rest` tokens of a prompt."""
-        full_width = next((width for width in prefills if width <= rest), None)
-        if full_width is not None:
-            return full_width
+        if fitting := [width for width in prefills if width <= rest]:
+            return fitting[0]
         width = self._width(min(rest, self.widths[-1]))
         if width <= self._target.cache.room:
             return width
@@ -333,7 +329,6 @@ class Generation:
         return min(limit - length, widest) - 1
 
     def _show(self, seen: Seen) -> None:
-        """Let all observers look at a pass."""
         for observer in self.observers:
             observer.observe(seen)
 
@@ -344,17 +339,12 @@ class Generation:
     def _logprobs(
         self, answer: Answer, path: Sequence[int], tokens: Sequence[int]
     ) -> list[Logprob]:
-        """Log probabilities of the tokens chosen along a path, by the model alone."""
+        """Log probabilities of the tokens along a path, by the model alone."""
         count = self.options.logprobs
-        if count is None:
-            return []
-        return [
-            Logprob.of(answer, row, token, count)
-            for row, token in zip(path, tokens, strict=True)
-        ]
+        pairs = () if count is None else zip(path, tokens, strict=True)
+        return [Logprob.of(answer, row, token, count or 0) for row, token in pairs]
 
     def _named(self, entry: Logprob) -> Logprob:
-        """The entry of the next token, with the names of its tokens."""
         names = self._names.names([entry.token, *(token for token, _ in entry.top)])
         self._names.push([entry.token])
         return replace(entry, names=names)
@@ -369,7 +359,7 @@ class Generation:
             return "the answer was at its end, or the buffers full"
         if self.widths[-1] == 1:
             return "no wider pass is exact here; --no-exact can draft"
-        if offer.is_empty:
+        if offer.asked and not any(rows for rows, _ in offer.asked.values()):
             return "nothing was proposed"
         return "a draft would not pay"
 
@@ -377,12 +367,6 @@ class Generation:
         """Seconds inside `session.run` so far, of target and proposers."""
         own = self._target.seconds + self._target.cache.seconds
         return own + sum(p.session_seconds for p in self.proposers)
-
-
-def _selected(parts: LoadedBundle) -> int | None:
-    """How many KV rows a selecting pass reads."""
-    selection = parts.bundle.target.selection
-    return None if selection is None else selection.rows
 
 
 def _check_options(options: Options, parts: LoadedBundle) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,17 +73,19 @@ class LoadedBundle:
         threads = options.get("threads")
         self.threads = default_threads() if threads is None else threads
         if like is None:
-            providers = self._providers()
-            self.profiles = Profiles(bundle, _placement(*providers), self.threads)
-            self._opener, self._drafter_opener = self._openers(*providers)
+            target, drafter, placement = self._providers()
+            self.profiles = Profiles(bundle, placement, self.threads)
+            self._opener, self._drafter_opener = self._openers(target, drafter)
         else:
             self.profiles = like.profiles
             self._opener, self._drafter_opener = like._opener, like._drafter_opener
         self.provider = self._opener.provider.name
-        self.store = self._open_store()
-        self.similarity = None
+        self.store = self.similarity = None
+        vocab_size = bundle.target.contract.vocab_size
+        if (file := options.get("store")) is not None:
+            tokenizer = bundle.tokenizer_sha256
+            self.store = ResponseStore(Path(file), tokenizer, vocab_size=vocab_size)
         if bundle.similarity is not None:
-            vocab_size = bundle.target.contract.vocab_size
             self.similarity = Similarity(bundle.similarity, vocab_size)
         self._early, self._late = self._stream_weights()
         with ThreadPoolExecutor(1) as thread:  # half a second for 150,000 tokens
@@ -95,21 +98,18 @@ class LoadedBundle:
         self.prefix = Prefix(self.target)
         self.draft_cache = None if self.drafter is None else self._cache(self.drafter)
         self.learning: Learning | None = (
-            like.learning if like is not None else self._open_learning()
+            self._open_learning() if like is None else like.learning
         )
-        self._pruned: PrunedHalves | None = None
-        self._leading: LeadingHalf | None = None
+        self._curve: Curve | None = None
         if like is None:
             self.survey = Survey(self.target, self.drafter, self.profiles)
             self._tuned = self.profiles.tuned()
+            self._idle = Idle(self.survey.step, gather)
+            self.claim = self._survey_claim = Claim(self._idle)
         else:
             self.survey, self._tuned = like.survey, like._tuned
-        self._curve: Curve | None = None
-        self._idle: Idle = (
-            Idle(self.survey.step, gather) if like is None else like._idle
-        )
-        self.claim = Claim(self._idle)
-        self._survey_claim: Claim = self.claim if like is None else like._survey_claim
+            self._idle, self.claim = like._idle, Claim(like._idle)
+            self._survey_claim = like._survey_claim
 
     @property
     def widths(self) -> Widths:
@@ -145,8 +145,7 @@ class LoadedBundle:
     @property
     def drafter_threads(self) -> int:
         """The threads of the drafter, or the number that it would have."""
-        opener = self._drafter_opener
-        return 1 if opener is None else opener.threads.number
+        return self._drafter_opener.threads.number if self._drafter_opener else 1
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -163,8 +162,8 @@ class LoadedBundle:
     def divided(self, prompt: list[int]) -> tuple[list[int], list[int]]:
         """The source that a prompt is, and the tokens that the text begins with.
 
-        Without an encoder there is no source, and the text begins with the prompt.
-        Raises `OptionError` for a model that hears.
+        Without an encoder there is no source. Raises `OptionError` for a model that
+        hears.
         """
         if self.bundle.speech is not None:
             raise OptionError(
@@ -179,7 +178,6 @@ class LoadedBundle:
         """Encode the source of the next text, in the graphs that read a source.
 
         Without `drafting` the drafter stays as it is, since its encoder takes time too.
-        Rows that were written about another source must not stay.
         """
         for graph in (self.target, self.drafter if drafting else None):
             if graph and graph.source and graph.source.read(source):
@@ -191,29 +189,19 @@ class LoadedBundle:
         reader = self.target.source
         return () if reader is None else reader.tokens
 
+    @cached_property
     def pruned(self) -> PrunedHalves:
-        """The target in two halves, which drops rows between them, opened once.
+        """The target in two halves, which drops rows between them."""
+        sessions = self._split("leave the prune threshold out")
+        entry = self.bundle.target.halves
+        assert entry is not None
+        moves = (entry.lower_compaction, entry.upper_compaction)
+        return PrunedHalves(sessions, *map(self._opener.compaction, moves))
 
-        Raises `OptionError` as `_split` does.
-        """
-        if self._pruned is None:
-            entry = self.bundle.target.halves
-            sessions = self._split("leave the prune threshold out")
-            assert entry is not None
-            moves = (entry.lower_compaction, entry.upper_compaction)
-            self._pruned = PrunedHalves(sessions, *map(self._opener.compaction, moves))
-        return self._pruned
-
+    @cached_property
     def leading(self) -> LeadingHalf:
-        """The target whose lower half runs ahead, over its own buffers, opened once.
-
-        Raises `OptionError` as `_split` does.
-        """
-        if self._leading is None:
-            self._leading = LeadingHalf(
-                self.target, self._split("choose another method")
-            )
-        return self._leading
+        """The target whose lower half runs ahead, over its own buffers."""
+        return LeadingHalf(self.target, self._split("choose another method"))
 
     def _split(self, advice: str) -> SplitSessions:
         """The sessions of the target's halves, which hold the weights a second time.
@@ -223,20 +211,19 @@ class LoadedBundle:
         """
         if refusal := cpu_only(HALVES, self.provider, advice):
             raise DraftingError(refusal)
-        entry, opener = self.bundle.target, self._opener
-        if entry.halves is None:
+        opener, halves = self._opener, self.bundle.target.halves
+        if halves is None:
             raise DraftingError(
                 "the bundle's target is not cut in halves, since all of its layers "
                 f"have streams; {advice}"
             )
         # They run in turns, and threads that spin after a pass slow the next session.
         threads = opener.threads._replace(spinning=Spinning.IN_PASSES)
-        leaving = entry.halves.exit
         return SplitSessions(
-            opener.session(entry.halves.lower, self._early, threads=threads),
-            opener.session(entry.halves.upper, self._late, threads=threads),
-            entry.split_contract,
-            opener.session(leaving, threads=threads) if leaving else None,
+            opener.session(halves.lower, self._early, threads=threads),
+            opener.session(halves.upper, self._late, threads=threads),
+            self.bundle.target.split_contract,
+            opener.session(halves.exit, threads=threads) if halves.exit else None,
         )
 
     def store_of(self, user: str) -> ResponseStore | None:
@@ -255,10 +242,10 @@ class LoadedBundle:
         """Keep a user's request and its response, if there is a store."""
         if self.store is None:
             return
-        empty = np.zeros(0, np.float32)
-        vector = self.similarity.vector(prompt) if self.similarity else empty
-        entry = Entry(list(prompt), list(response), vector)
-        self.store.of(user).add(entry)
+        vector = np.zeros(0, np.float32)
+        if self.similarity is not None:
+            vector = self.similarity.vector(prompt)
+        self.store.of(user).add(Entry(list(prompt), list(response), vector))
 
     def forget(self) -> None:
         """Read the next prompt from its beginning."""
@@ -266,11 +253,8 @@ class LoadedBundle:
         if self.draft_cache is not None:
             self.draft_cache.forget()
 
-    def _providers(self) -> tuple[Provider, Provider | None, bool]:
-        """The providers of target and drafter, and whether the bundle has a drafter.
-
-        The second is None if the drafter is off or missing.
-        """
+    def _providers(self) -> tuple[Provider, Provider | None, str]:
+        """The providers of target and drafter, and a name for both: "cuda+cpu"."""
         bundle, own = self.bundle, self.options.get("provider")
         target = self._provider(bundle.target, bundle.provider if own is None else own)
         own_streams = self.options.get("streams") is not None
@@ -282,17 +266,20 @@ class LoadedBundle:
         entry, beside = bundle.drafter, self.options.get("drafter_provider")
         if beside is None and own in (None, bundle.provider):
             beside = bundle.drafter_provider
-        if beside == OFF or entry is None:
-            return target, None, entry is not None
-        return target, self._provider(entry, beside or target.name), True
+        if entry is None:
+            return target, None, target.name
+        if beside == OFF:
+            return target, None, f"{target.name}+{OFF}"
+        drafter = self._provider(entry, beside or target.name)
+        pair = f"{target.name}+{drafter.name}"
+        return target, drafter, target.name if drafter is target else pair
 
     def _provider(self, entry: GraphEntry, name: str) -> Provider:
         return choose(name, [(self.bundle.flavour, entry.contract.dtype)])
 
     def _openers(
-        self, target: Provider, drafter: Provider | None, has_drafter: bool
+        self, target: Provider, drafter: Provider | None
     ) -> tuple[Opener, Opener | None]:
-        """How the graphs are opened, with the threads that suit the pair."""
         bundle, entry = self.bundle, self.bundle.drafter
         if drafter is None or entry is None:
             return Opener(bundle, target, threads_of_pair(self.threads, 1)[0]), None
@@ -317,7 +304,6 @@ class LoadedBundle:
         return drafter
 
     def _cache(self, drafter: Graph) -> DraftCache:
-        """The rows in the drafter's buffers, which keep up as its contract says."""
         contract = drafter.contract
         if contract.ahead:
             return AheadCache(drafter)
@@ -325,17 +311,7 @@ class LoadedBundle:
             return DraftCache(drafter)
         if contract.guesses:
             return GuessCache(drafter)
-        return LedCache(drafter, self.leading)
-
-    def _open_store(self) -> ResponseStore | None:
-        file = self.options.get("store")
-        if file is None:
-            return None
-        return ResponseStore(
-            Path(file),
-            self.bundle.tokenizer_sha256,
-            vocab_size=self.bundle.target.contract.vocab_size,
-        )
+        return LedCache(drafter, lambda: self.leading)
 
     def _open_learning(self) -> Learning | None:
         """What the folder holds; raises `OptionError` if the drafter cannot learn."""
@@ -368,10 +344,3 @@ class LoadedBundle:
         weights = read_streams(Path(file), self.bundle)
         early: dict[str, Any] = {n: weights[n] for n in EARLY_EXIT if n in weights}
         return early, {n: w for n, w in weights.items() if n not in EARLY_EXIT}
-
-
-def _placement(target: Provider, drafter: Provider | None, has_drafter: bool) -> str:
-    """The provider: "cuda", or "cuda+cpu" where the drafter has another."""
-    if not has_drafter or drafter is target:
-        return target.name
-    return f"{target.name}+{OFF if drafter is None else drafter.name}"

@@ -50,9 +50,9 @@ def load(
 ) -> Model:
     """Open a bundle, check it and get it ready to generate.
 
-    `method` is the default for calls that name no method; an `Options` object always
-    names one. The other arguments are the fields of `LoadOptions`. Raises
-    `BundleError`, `ProviderError`, `StoreError` or `OptionError`.
+    `method` is the default of calls that name no method; `Options` always name one. The
+    others are `LoadOptions`. Raises `BundleError`, `ProviderError`, `StoreError` or
+    `OptionError`.
 
         with jetdraft.load("bundle", threads=2) as model:
             print(model.generate("def fib(n):").text)
@@ -97,7 +97,7 @@ class Model:
 
     @property
     def planner(self) -> Planner:
-        """What picks proposers; raises `JetdraftError` if the model is closed."""
+        """What picks proposers; raises as `parts`."""
         if self._planner is None:
             raise JetdraftError(CLOSED)
         return self._planner
@@ -193,13 +193,12 @@ class Model:
         fields: GenerateOptions,
         prepared: bool = False,
     ) -> Generation:
-        """A generation whose options are checked, and its constraint if `prepared`."""
+        """A generation whose options are checked, its constraint too if `prepared`."""
         options, parts = self._options(options, fields), self.parts
         source, ids = parts.divided(self.prompt(prompt, token_ids).tolist())
         return Generation(parts, self.planner, ids, options, prepared, source)
 
     def _options(self, options: Options | None, fields: GenerateOptions) -> Options:
-        """The options, given whole or by name; raises `OptionError`."""
         if options is None:
             fields.setdefault("method", self.method)
             return Options.of(**fields)
@@ -236,7 +235,7 @@ class Model:
         options: Options | None = None,
         **fields: Unpack[GenerateOptions],
     ) -> Transcription:
-        """`transcribe` window by window; the sound and options are checked at once.
+        """`transcribe` window by window; sound and options are checked at once.
 
         for segment in model.transcription("talk.wav"):
             print(segment.start, segment.text)
@@ -312,10 +311,10 @@ class Model:
     def chat_prompt(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """The ids of messages in the checkpoint's template, which reads `variables`.
 
-        Raises `LengthError` for more characters than can ever fit, and `OptionError`
-        for a model that hears.
+        Raises `LengthError` for more characters than can fit, and `OptionError` for a
+        model that hears.
 
-        model.stream(token_ids=model.chat_prompt(messages))
+            model.stream(token_ids=model.chat_prompt(messages))
         """
         self.parts.divided([])
         text = self.template.render(check_messages(messages), **variables)
@@ -356,10 +355,9 @@ class Model:
             save_prefix(Path(file), rows, parts.caches, parts.profiles.machine, waiting)
 
     def load_prefix(self, file: str | Path) -> None:
-        """Put a prefix that was saved with this bundle into the buffers.
+        """Put a saved prefix into the buffers; raises `BundleError`.
 
-        Exact generations do not use rows that another machine computed. Raises
-        `BundleError`.
+        Exact generations do not use rows that another machine computed.
         """
         self._check_prefix()
         parts, drafter = self.parts, self.parts.drafter
@@ -374,7 +372,7 @@ class Model:
                 parts.draft_cache.restore(tokens, waiting)
 
     def _check_prefix(self) -> None:
-        """Raise `OptionError` for a text that depends on more than its beginning."""
+        """Refuse a text whose rows depend on a source too."""
         if self.bundle.start_token_ids:
             raise OptionError(
                 "the rows of an encoder-decoder depend on its source, so no prefix can "
@@ -394,9 +392,9 @@ class Model:
         self.planner.forget()
 
     def cancel(self) -> None:
-        """End the running generation at its next round; any thread may call this.
+        """End the running generation at its next round, or a constraint's compilation.
 
-        It also ends a constraint's compilation in `stream`, whose text is empty then.
+        Any thread may call this.
         """
         parts = self._parts  # another thread may close the model meanwhile
         if parts is not None:

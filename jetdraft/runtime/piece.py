@@ -13,10 +13,9 @@ from jetdraft.runtime.text.tools import ToolCall
 class Piece:
     """What one round added; `text` may be empty while a character is incomplete.
 
-    `from_draft` says how many of the `token_ids`, from the first on, had been drafted.
-    `logprobs` has an entry for each token if log probabilities were asked for. `texts`
-    has the text that each token completed; a text that may become a stop string is in
-    `texts` before it is in `text`.
+    The first `from_draft` of the `token_ids` had been drafted. `logprobs` has an entry
+    for each token if asked for. `texts` has the text that each token completed, also
+    what may become a stop string.
     """
 
     text: str
@@ -33,9 +32,9 @@ class Result:
     `from_draft` says of each token whether it had been drafted. `finish_reason` is
     "stop" (end of text or a stop string), "length", "cancelled", "deadline",
     "interrupted" or "early stop" (a head of `Exiting`). If a stop string ended the
-    text, the last token completed the string. `calls` are the calls in the text,
-    where `Model.chat` had tools. `texts` has the text that each token completed, the
-    stop string too.
+    text, the last token completed it. `calls` are the calls in the text, where
+    `Model.chat` had tools. `texts` has the text that each token completed, the stop
+    string too.
 
         model.generate("def fib(n):").text
     """

@@ -14,11 +14,10 @@ from jetdraft.runtime.passes.opener import LoadOptions
 
 
 class Pool:
-    """`size` models of a bundle; each has KV buffers of its own.
+    """`size` models of a bundle, each with KV buffers of its own.
 
-    On the CPU the models share their sessions, and so all weights. They also share the
-    cores: a pool answers several requests at once, but not faster. The keyword
-    arguments are the options of `load`.
+    On the CPU they share their sessions, and so all weights and cores: a pool answers
+    several requests at once, but not faster. The options are those that `load` takes.
 
         with Pool("bundle", size=2) as pool, pool.take() as model:
             model.generate("def fib(n):")

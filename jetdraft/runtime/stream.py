@@ -17,9 +17,8 @@ from jetdraft.runtime.text.stops import CANCELLED
 class Stream:
     """A generation under way: an iterator of `Piece`, with `stats` that fill up.
 
-    Any thread may `cancel` it. The model is free again when the stream ends. If you
-    leave a loop over a stream early, keep no reference to it, use `with` or call
-    `close`.
+    Any thread may `cancel` it. The model is free again when the stream ends: to leave a
+    loop early, keep no reference to it, use `with` or call `close`.
 
         stream = model.stream("def fib(n):")
         text = "".join(piece.text for piece in stream)

@@ -7,19 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import jetdraft
+from jetdraft.cli import main
+from jetdraft.methods import OWN
 
 HERE = Path(__file__).parent
-OWN = [
-    "lookup", "draft", "eagle", "kangaroo", "glide", "chimera", "falcon", "select",
-    "medusa", "dflash", "diffusion", "block", "stream", "ppd", "forecast", "recall",
-    "trigram", "cascade",
-]  # fmt: skip
 OF_TOY = ["none", "lookup", "draft", "trigram", "cascade"]
 
 
@@ -88,106 +85,67 @@ def test_auto_may_pick_it(seen):
     assert by_method["again"]["accepted_tokens"] > 20
 
 
-def line(toy, *options, method="again"):
-    """A command line that generates."""
-    return [
-        *("generate", toy, "-p", "The robot sees", "--raw", "-n", 32, "--ignore-eos"),
-        *("--threads", 1, "--method", method, *options),
-    ]
-
-
-def generate(toy, installed, *options, method="again"):
-    return python(
-        *("-m", "jetdraft", *line(toy, *options, method=method)), beside=installed
-    )
-
-
-SAMPLINGS = [
-    (),
-    ("--temperature", 0.8, "--seed", 1),
-    ("--temperature", 1.2, "--seed", 2),
-]
-LENGTHS = [1, 2, 4, None]
+REFUSED = {
+    "shape=best": (
+        "unknown drafting option 'shape'; choose verifier, user, select-kv, top, "
+        "tolerance, memory"
+    ),
+    "memory=many": "drafting option memory cannot be 'many'; give an integer",
+    "memory=0": "memory 0 is too small; give 1 or more",
+}
 
 
 @pytest.fixture(scope="module")
 def lines(toy, installed):
-    """What one process with the package answers, by sampling and length or "none"."""
-    asked = {
-        **{
-            (way, "none"): line(toy, *way, "--json", method="none") for way in SAMPLINGS
-        },
-        **{
-            (way, length): line(
-                toy,
-                *way,
-                *(() if length is None else ("--num-draft-tokens", length)),
-                "--json",
-            )
-            for way, length in product(SAMPLINGS, LENGTHS)
-        },
-    }
-    commands = json.dumps([[str(part) for part in words] for words in asked.values()])
-    run = python(HERE / "lines.py", commands, beside=installed)
-    assert run.returncode == 0, run.stderr
-    return dict(zip(asked, json.loads(run.stdout), strict=True))
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("length", LENGTHS)
-def test_the_command_line_generates_with_it(lines, sampling, length):
-    plain, run = lines[sampling, "none"], lines[sampling, length]
-    assert plain["exit_code"] == 0, plain["stderr"]
-    assert run["exit_code"] == 0, run["stderr"]
-    drafted = json.loads(run["stdout"])
-    assert drafted["token_ids"] == json.loads(plain["stdout"])["token_ids"]
-    assert drafted["stats"]["method"] == "again"
-    if length is not None:
-        assert drafted["stats"]["by_method"]["again"]["drafted_tokens"] > 0
-
-
-def test_the_command_line_names_it(toy, installed):
-    run = python("-m", "jetdraft", "generate", "--help", beside=installed)
-    assert run.returncode == 0, run.stderr
-    assert "again" in run.stdout
-    run = python("-m", "jetdraft", "generate", "--help")
-    assert "again" not in run.stdout
-
-
-def test_its_own_options_are_read(toy, installed):
-    run = generate(toy, installed, "--drafting", "memory=8", "--json")
-    assert run.returncode == 0, run.stderr
-
-
-@pytest.mark.parametrize(
-    ("drafting", "words"),
-    [
-        (
-            "shape=best",
-            "unknown drafting option 'shape'; choose verifier, user, select-kv, top, "
-            "tolerance, memory",
-        ),
-        ("memory=many", "drafting option memory cannot be 'many'; give an integer"),
-        ("memory=0", "memory 0 is too small; give 1 or more"),
-    ],
-)
-def test_an_option_that_cannot_be_ends_with_2(toy, installed, drafting, words):
-    run = generate(toy, installed, "--drafting", drafting)
-    assert run.returncode == 2
-    assert run.stdout == ""
-    assert run.stderr == f"error: {words}\n"
-
-
-def test_it_is_measured_beside_plain_decoding(toy, installed, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
+    """What the command line answers in one process with the package, by a name."""
+    prompts = installed / "prompts.jsonl"
     prompts.write_text('{"prompt": "The robot sees"}\n')
-    run = python(
-        *("-m", "jetdraft", "bench", toy, "--methods", "again", "--lengths", "2,4"),
-        *("--repeats", 1, "-n", 16, "--threads", 1, "--prompts", prompts, "--json"),
-        beside=installed,
-    )
+    sampled = ("--temperature", 0.8, "--seed", 1)
+    how = (*("-n", 32, "--ignore-eos", "--threads", 1), *sampled)
+    write = ("generate", toy, "-p", "The robot sees", "--raw", *how, "--method")
+    commands = {
+        "help": ("generate", "--help"),
+        "plain": (*write, "none", "--json"),
+        "again": (
+            *(*write, "again", "--drafting", "memory=60"),
+            *("--num-draft-tokens", 2, "--json"),
+        ),
+        **{option: (*write, "again", "--drafting", option) for option in REFUSED},
+        "bench": (
+            *("bench", toy, "--methods", "again", "--lengths", "2,4", "--repeats", 1),
+            *("-n", 16, "--threads", 1, "--prompts", prompts, "--json"),
+        ),
+    }
+    words = json.dumps([[str(word) for word in line] for line in commands.values()])
+    run = python(HERE / "lines.py", words, beside=installed)
     assert run.returncode == 0, run.stderr
-    rows = [row for row in json.loads(run.stdout)["rows"] if row["method"] == "again"]
+    return dict(zip(commands, json.loads(run.stdout), strict=True))
+
+
+def test_the_command_line_names_it(lines):
+    assert "again" in lines["help"]["stdout"]
+    assert "again" not in CliRunner().invoke(main, ["generate", "--help"]).stdout
+
+
+def test_the_command_line_generates_with_it_and_its_own_options(lines):
+    assert lines["again"]["exit_code"] == 0, lines["again"]["stderr"]
+    plain, drafted = (json.loads(lines[name]["stdout"]) for name in ("plain", "again"))
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert drafted["stats"]["method"] == "again"
+    assert drafted["stats"]["by_method"]["again"]["drafted_tokens"] > 0
+
+
+@pytest.mark.parametrize("drafting", REFUSED)
+def test_an_option_that_cannot_be_ends_with_2(lines, drafting):
+    assert lines[drafting] == {
+        "exit_code": 2, "stdout": "", "stderr": f"error: {REFUSED[drafting]}\n",
+    }  # fmt: skip
+
+
+def test_it_is_measured_beside_plain_decoding(lines):
+    assert lines["bench"]["exit_code"] == 0, lines["bench"]["stderr"]
+    every_row = json.loads(lines["bench"]["stdout"])["rows"]
+    rows = [row for row in every_row if row["method"] == "again"]
     assert [row["num_draft_tokens"] for row in rows] == [2, 4, None]
     assert all(row["same_text"] == row["texts"] == 1 for row in rows)
 
@@ -242,6 +200,7 @@ def test_a_broken_package_is_left_out(broken, toy):
     assert seen["plain"]
     assert all(same for same, *_ in seen["texts"])
     assert len(seen["warnings"]) == len(BROKEN)
+    assert seen["kinds"] == ["UserWarning"]
     for name, (_, reason) in BROKEN.items():
         [line] = [line for line in seen["warnings"] if repr(name) in line]
         assert line.startswith(f"the entry point {name!r} of jetdraft.methods is left")
@@ -254,18 +213,16 @@ def test_packages_are_loaded_when_methods_are_asked_for(broken):
     code = "import sys, jetdraft; print(sorted({'works', 'wrong'} & {*sys.modules}))"
     run = python("-W", "error", "-c", code, beside=broken)
     assert run.stdout == "[]\n", run.stderr
-    code = "from jetdraft.methods import methods; methods()"
-    run = python("-W", "error", "-c", code, beside=broken)
-    assert "UserWarning: the entry point" in run.stderr
 
 
 def test_the_command_line_warns_in_a_line_each(broken, toy):
-    run = generate(toy, broken, "--json", method="lookup")
+    how = ("generate", toy, "-p", "a", "--raw", "-n", 2, "--threads", 1, "--method")
+    run = python("-m", "jetdraft", *how, "lookup", "--json", beside=broken)
     assert run.returncode == 0, run.stderr
     lines = run.stderr.splitlines()
     warned = [line for line in lines if line.startswith("warning: the entry point")]
     assert len(warned) == len(BROKEN)
     assert json.loads(run.stdout)["stats"]["method"] == "lookup"
-    refused = generate(toy, broken, method="missing")
+    refused = python("-m", "jetdraft", *how, "missing", beside=broken)
     assert refused.returncode == 2
     assert "unknown method 'missing'" in refused.stderr.splitlines()[-1]

@@ -24,7 +24,7 @@ def pieces_of(
 ):
     """All pieces of a generation, and its stats.
 
-    `eos` are its end-of-text tokens. `widths` and `verifier` replace those of the plan;
+    `eos` are its end-of-text tokens. `widths` and `verifier` replace the plan's;
     without a proposer it decodes plainly. It reads the whole prompt, and leaves no rows
     for others.
     """

@@ -52,7 +52,8 @@ def _exported(folder: Path, method: str) -> None:
 
     torch.manual_seed(3)
     checkpoint, options = folder.with_name(f"{method}-checkpoint"), {}
-    save_checkpoint(checkpoint, llama_config(num_hidden_layers=2))
+    layers = 2 if method == "kangaroo" else 1
+    save_checkpoint(checkpoint, llama_config(num_hidden_layers=layers))
     layer = layouts.layer_tensors("layers.0.")
     end = {"norm.weight": layouts.norm()}
     head: tuple[Any, ...] | None = None

@@ -51,6 +51,8 @@ def test_the_result_says_what_was_drafted(model):
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_log_probabilities_are_those_of_all_logits(model, method, temperature):
     options = {**OPTIONS, "temperature": temperature, "method": method}
+    assert model.generate(**options).logprobs is None
+    assert not any(each.top for each in model.generate(**options, logprobs=0).logprobs)
     result = model.generate(**options, logprobs=5)
     assert [each.token for each in result.logprobs] == result.token_ids
     model.parts.target.cache.rewind(0)
@@ -65,11 +67,6 @@ def test_log_probabilities_are_those_of_all_logits(model, method, temperature):
         assert [value for _, value in found.top] == pytest.approx(best, abs=1e-3)
         for token, value in found.top:
             assert value == pytest.approx(logs[place, token], abs=1e-3)
-
-
-def test_without_being_asked_there_are_none(model):
-    assert model.generate(**OPTIONS).logprobs is None
-    assert all(not each.top for each in model.generate(**OPTIONS, logprobs=0).logprobs)
 
 
 def test_an_error_on_the_way_out_is_not_hidden(bundle):
@@ -102,7 +99,7 @@ def test_an_asynchronous_stream_is_the_same(model):
     assert stats.finish_reason == "length"
 
 
-def test_the_loop_goes_on_beside_a_stream(model):
+def test_the_loop_is_free_beside_a_stream(model):
     async def main():
         ticks = 0
 

@@ -1,4 +1,4 @@
-"""Whatever is proposed, the text is that of plain decoding."""
+"""Whatever is proposed, the text equals plain decoding's."""
 
 import ast
 import inspect
@@ -19,7 +19,6 @@ from tests.runtime import fake_method
 PROMPT = np.random.default_rng(8).integers(0, 288, 20)
 SAMPLINGS = [
     Sampling(),
-    Sampling(temperature=0.8, seed=1),
     Sampling(temperature=0.8, seed=2),
     Sampling(temperature=1.2, seed=3, top_k=40, top_p=0.95),
 ]
@@ -120,7 +119,11 @@ def test_the_text_is_that_of_plain_decoding(model, plain, sampling, spoil, lengt
     ids, stats = generate(model, sampling, proposer, length)
     assert ids == plain[sampling]
     assert stats.new_tokens == 200
-    if spoil is Branching and length > 1:
+    assert sum(stats.rounds_by_choice.values()) == stats.target_passes
+    if spoil is not Branching:  # the length limit may cut the last round short
+        cut = stats.target_passes + stats.accepted_tokens - stats.new_tokens
+        assert 0 <= cut <= length
+    elif length > 1:
         assert stats.tokens_per_pass > 1.3
     if spoil is always_right:
         assert stats.acceptance_rate == 1.0
@@ -134,18 +137,8 @@ def test_the_text_is_that_of_plain_decoding(model, plain, sampling, spoil, lengt
         assert all(0 < a < e for a, e in zip(accepted, seen, strict=True))
 
 
-@pytest.mark.parametrize("spoil", CHAINS)
-def test_tokens_are_passes_plus_accepted(model, plain, spoil):
-    proposer = Scripted(plain[SAMPLINGS[0]], spoil)
-    _, stats = generate(model, SAMPLINGS[0], proposer, 3, tokens=100)
-    # The length limit may cut the last round short.
-    cut = stats.target_passes + stats.accepted_tokens - stats.new_tokens
-    assert 0 <= cut <= 3
-    assert sum(stats.rounds_by_choice.values()) == stats.target_passes
-
-
 @pytest.mark.parametrize("spoil", SPOILS)
-@pytest.mark.parametrize("limit", range(1, 9))
+@pytest.mark.parametrize("limit", [1, 2, 5, 6, 8])
 def test_the_length_limit_inside_a_draft(model, plain, spoil, limit):
     proposer = proposer_of(plain[SAMPLINGS[1]], spoil)
     ids, stats = generate(model, SAMPLINGS[1], proposer, 5, tokens=limit)
@@ -154,12 +147,12 @@ def test_the_length_limit_inside_a_draft(model, plain, spoil, limit):
 
 
 @pytest.mark.parametrize("spoil", SPOILS)
-@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("at", [0, 1, 4, 5])
 def test_end_of_text_inside_a_draft(model, plain, spoil, at):
-    text = plain[SAMPLINGS[2]]
+    text = plain[SAMPLINGS[1]]
     eos = next(t for i, t in enumerate(text) if i >= at and text.index(t) == i)
     proposer = proposer_of(text, spoil)
-    ids, stats = generate(model, SAMPLINGS[2], proposer, 5, eos=(eos,))
+    ids, stats = generate(model, SAMPLINGS[1], proposer, 5, eos=(eos,))
     assert ids == text[: text.index(eos) + 1]
     assert stats.finish_reason == "stop"
 
@@ -170,15 +163,9 @@ def test_the_capacity_ends_the_text_and_is_never_passed(model, spoil):
     full, stats = generate(model, SAMPLINGS[0], tokens=10_000)
     assert len(full) == room
     assert stats.finish_reason == "length"
-    ids, _ = generate(
-        model, SAMPLINGS[0], Scripted(np.array(full), spoil), 7, tokens=10_000
-    )
-    assert ids == full
-
-
-def test_the_cursor_is_one_less_than_the_sequence(model, plain):
-    generate(model, SAMPLINGS[0], Scripted(plain[SAMPLINGS[0]], sometimes_right))
-    assert model.parts.target.cache.length <= len(PROMPT) + 200 - 1
+    proposer = Scripted(np.array(full), spoil)
+    assert generate(model, SAMPLINGS[0], proposer, 7, tokens=10_000)[0] == full
+    assert model.parts.target.cache.length == room + len(PROMPT) - 1
 
 
 @pytest.mark.parametrize("widths", [[2, 3, 4, 5], [2, 4, 8], [4, 6], [3]])
@@ -197,12 +184,13 @@ def test_only_the_widths_of_a_class_are_used(model, plain, widths, monkeypatch):
 
 
 def test_adaptive_control_does_not_change_the_text(model, plain, monkeypatch):
-    proposer = Scripted(plain[SAMPLINGS[3]], sometimes_right)
+    sampling = SAMPLINGS[2]
+    proposer = Scripted(plain[sampling], sometimes_right)
     curve = Curve({w: 1 + 0.05 * w for w in range(1, 17)})
     monkeypatch.setattr(model.parts, "_curve", curve)
     monkeypatch.setattr(model.planner, "acceptance", {"scripted": Acceptance()})
-    ids, stats = generate(model, SAMPLINGS[3], proposer, length=None)
-    assert ids == plain[SAMPLINGS[3]]
+    ids, stats = generate(model, sampling, proposer, length=None)
+    assert ids == plain[sampling]
     assert len(stats.rounds_by_choice) > 1
 
 

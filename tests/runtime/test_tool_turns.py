@@ -65,8 +65,7 @@ def test_what_it_wrote_and_was_told_is_kept_in_a_file(talk, toy_model, tmp_path)
     talk.save(tmp_path / "talk.json")
     other = Conversation(toy_model, tools=TOOLS, max_new_tokens=64)
     other.load(tmp_path / "talk.json")
-    assert other.messages == talk.messages
-    assert other.calls == []
+    assert (other.messages, other.calls) == (talk.messages, [])
 
 
 @pytest.mark.parametrize("results", [(), ("1", "2")])

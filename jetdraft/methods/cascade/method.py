@@ -1,15 +1,13 @@
 """A drafter with a cheaper drafter of its own (Cascade Drafting, 2312.11462).
 
 Vertical cascade: the drafter reviews the tokens of a cheaper proposer, many in one
-pass, so that it seldom runs a pass for a single token. Horizontal cascade: the drafter
-works on the first tokens, which matter most; those behind them come from the cheaper
-proposer alone.
+pass. Horizontal cascade: the drafter works on the first tokens, which matter most; the
+tokens behind them come from the cheaper proposer alone.
 
 The paper lets a drafter be lenient with the tokens that it reviews. Here a token is
 taken without a review where tokens like it have been right more often than the
-drafter's own: a copied name after a long match, which a small drafter cannot know.
-
-A head cannot review several tokens in a pass, since each of its rows reads what the row
+drafter's own: a copied name after a long match, which a small drafter cannot know. A
+head cannot review several tokens in a pass, since each of its rows reads what the row
 before carries. So it drafts what follows the trusted tokens, in one go.
 """
 
@@ -49,10 +47,9 @@ class Trial(NamedTuple):
 class Trust:
     """How often guesses are right, and the drafter's own tokens in the same places.
 
-    Both have a rate for each evidence. A guess that was not taken counts too: the
-    target's text tells whether it would have been right. The drafter's token is not
-    known where a guess was taken, so its rate fades to a hopeful prior, and it is asked
-    again.
+    Both have a rate for each evidence. A guess that was not taken counts too. The
+    drafter's token is not known where a guess was taken, so its rate fades to a hopeful
+    prior, and it is asked again.
     """
 
     def __init__(self) -> None:
@@ -60,7 +57,6 @@ class Trust:
         self.begin()
 
     def begin(self) -> None:
-        """Another sequence."""
         self._context, self._trials = list[int](), list[Trial]()
 
     def prefers(self, evidence: int) -> bool:
@@ -90,7 +86,6 @@ class Trust:
                 break
 
     def _streaks(self, evidence: int) -> tuple[Streak, Streak]:
-        """The rates of the drafter and of guesses, where guesses have this evidence."""
         new = Streak(Acceptance.PRIOR), Streak(prior(evidence))
         return self._rates.setdefault(evidence, new)
 
@@ -114,17 +109,14 @@ class CascadeProposer(ModelProposer):
         self.below, self.trust = below, Trust()
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Forget the last sequence."""
         super().begin(prompt, chooser)
         self.below.begin(prompt, chooser)
         self.trust.begin()
 
     def forget(self) -> None:
-        """Unlearn when to trust."""
         self.trust = Trust()
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """The drafter's own tokens and trusted ones, then the tokens of `below`."""
         self.trust.learn(context)
         self.below.read(context)
         trials, reviewed = list[Trial](), min(budget, REVIEWED)
@@ -136,9 +128,9 @@ class CascadeProposer(ModelProposer):
             own = not any(trusted[:1])
             if own:
                 # Only what comes before the first trusted token is reviewed.
-                told = guess.tokens[: trusted.index(True) - 1 if any(trusted) else None]
+                end = trusted.index(True) - 1 if any(trusted) else None
                 before, count = [*context, *drafted], reviewed - len(drafted)
-                tokens = self._own(before, told, count)
+                tokens = self._own(before, guess.tokens[:end], count)
             else:
                 tokens = guess.tokens[: [*trusted, False].index(False)]
             if not tokens:
@@ -150,17 +142,17 @@ class CascadeProposer(ModelProposer):
             drafted += self.below.after(drafted, budget - len(drafted)).tokens
         return Rows.chain([context[-1], *drafted[:budget]], self.traits.kind)
 
-    def _own(self, context: list[int], told: list[int], count: int) -> list[int]:
+    def _own(self, context: list[int], guessed: list[int], count: int) -> list[int]:
         """What the drafter itself drafts: its choices up to the first that differs.
 
         A head drafts `count` tokens, and none if it is asked again in the round.
         """
         if self.cache.carry:
             return super().propose(context, count).tokens[1:]
-        answer = self.cache.review(context, told)
-        positions = range(len(context), len(context) + 1 + len(told))
+        answer = self.cache.review(context, guessed)
+        positions = range(len(context), len(context) + 1 + len(guessed))
         chosen = self.chooser.choose(answer, positions)
-        return chosen[: 1 + _agreement(chosen, told)]
+        return chosen[: 1 + _agreement(chosen, guessed)]
 
 
 def _trials(tokens: list[int], guess: Guess, own: bool) -> list[Trial]:

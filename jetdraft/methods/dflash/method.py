@@ -1,21 +1,12 @@
 """Drafting with a head that fills a block from the target's states (2602.06036)."""
 
-from jetdraft.runtime.proposers.drafter_methods import (
-    SAMPLES,
-    BlockOptions,
-    blocks,
-    drafter_method,
-)
+from jetdraft.runtime.proposers.drafter_methods import block_drafter
 
-METHOD = drafter_method(
+METHOD = block_drafter(
     "dflash",
     "a head that fills a block from the target's states",
     "a DFlash head",
     lambda contract, target: contract.block and contract.feature_input,
-    make=blocks,
-    options=BlockOptions,
-    samples=(*SAMPLES, {"steps": 2}),
-    alone={"confidence": 0.0},
     module=("jetdraft.methods.dflash.module:Dflash",),
     task="jetdraft.methods.dflash.task:DFlashTask",
 )

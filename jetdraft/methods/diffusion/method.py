@@ -1,23 +1,14 @@
 """Drafting with a small masked diffusion model over the text (SpecDiff, 2408.05636)."""
 
-from jetdraft.runtime.proposers.drafter_methods import (
-    SAMPLES,
-    BlockOptions,
-    blocks,
-    drafter_method,
-)
+from jetdraft.runtime.proposers.drafter_methods import block_drafter
 
-METHOD = drafter_method(
+METHOD = block_drafter(
     "diffusion",
     "a small diffusion model that fills a block",
     "a diffusion drafter",
     lambda contract, target: (
         contract.block and not (contract.feature_input or contract.source_slots)
     ),
-    make=blocks,
-    options=BlockOptions,
-    samples=(*SAMPLES, {"steps": 2}),
-    alone={"confidence": 0.0},
     module=("jetdraft.methods.diffusion.module:Diffusion",),
     task="jetdraft.methods.diffusion.task:DiffusionTask",
 )

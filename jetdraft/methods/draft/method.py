@@ -1,20 +1,12 @@
 """Drafting with a second, small model, the drafter (Leviathan et al., 2211.17192)."""
 
-from jetdraft.runtime.proposers.drafter_methods import (
-    DraftOptions,
-    drafter_method,
-    drafts,
-)
+from jetdraft.runtime.proposers.drafter_methods import token_drafter
 
-METHOD = drafter_method(
+METHOD = token_drafter(
     "draft",
     "the drafter",
     "a drafter",
     lambda contract, target: contract.stands_alone,
-    make=drafts,
-    options=DraftOptions,
     flag="--drafter",
-    cost="drafter",
-    alone={},
     task="jetdraft.methods.draft.task:ModelTask",
 )

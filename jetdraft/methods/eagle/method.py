@@ -4,21 +4,13 @@ It reads the features of the target's last row and the next token, and hands fea
 its own from one drafted token to the next.
 """
 
-from jetdraft.runtime.proposers.drafter_methods import (
-    DraftOptions,
-    drafter_method,
-    drafts,
-)
+from jetdraft.runtime.proposers.drafter_methods import token_drafter
 
-METHOD = drafter_method(
+METHOD = token_drafter(
     "eagle",
     "a head that reads the target's own states",
     "a head of EAGLE or MTP",
     lambda contract, target: contract.carried_size and not contract.recent,
-    make=drafts,
-    options=DraftOptions,
-    cost="drafter",
-    alone={},
     module=("jetdraft.methods.eagle.module:Eagle", "jetdraft.methods.eagle.mtp:Mtp"),
     task="jetdraft.methods.eagle.task:EagleTask",
 )

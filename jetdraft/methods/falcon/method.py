@@ -16,11 +16,12 @@ from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.draft_stops import draft_stop
 from jetdraft.runtime.proposers.drafter_methods import (
     DraftOptions,
+    chains_or_trees,
     check_trees,
-    drafter_method,
+    token_drafter,
 )
-from jetdraft.runtime.proposers.model_proposer import ModelProposer, distributions
-from jetdraft.runtime.proposers.proposer import Proposer, Traits
+from jetdraft.runtime.proposers.model_proposer import distributions
+from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.trees.shapes import Shape, Tree
 
@@ -75,24 +76,17 @@ def _make(
 ) -> Proposer:
     assert isinstance(cache, AheadCache)
     check_trees(cache.graph)
-    widest, ms = cache.graph.contract.max_width - 1, loaded.curve.drafter / cache.size
-    traits = Traits(name, widest, options.kind, ms_per_token=ms)
-    if not options.branched:
-        stop = draft_stop(options.stopping, options.stop_threshold, loaded)
-        return ModelProposer(cache, traits, stop=stop)
-    check_trees(loaded.target)
-    return ModelProposer(cache, traits, BlockLevels(options.shape))
+    stop = draft_stop(options.stopping, options.stop_threshold, loaded)
+    ms = loaded.curve.drafter / cache.size
+    return chains_or_trees(name, loaded, cache, options, ms, stop, BlockLevels)
 
 
-METHOD = drafter_method(
+METHOD = token_drafter(
     "falcon",
     "a head that drafts several tokens in a pass",
     "a Falcon drafter",
     lambda contract, target: contract.ahead,
     make=_make,
-    options=DraftOptions,
-    cost="drafter",
-    alone={},
     module=("jetdraft.methods.falcon.module:Falcon",),
     task="jetdraft.methods.falcon.task:FalconTask",
 )

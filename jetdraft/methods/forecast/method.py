@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jetdraft.bundle import Bundle
 from jetdraft.runtime.loaded import LoadedBundle
+from jetdraft.runtime.proposers.drafter_methods import lacks_probes, of_probes
 from jetdraft.runtime.proposers.method import Method
-from jetdraft.runtime.proposers.model_proposer import ProbeProposer
-from jetdraft.runtime.proposers.proposer import Proposer, Traits
+from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.proposers.tree_options import AUTO, CHAIN, TreeOptions
 from jetdraft.runtime.trees.shapes import Shape, Static
 
@@ -30,34 +29,21 @@ class ForecastOptions(TreeOptions):
 
     @property
     def branched(self) -> bool:
-        """Whether every draft branches."""
         return self.tree != CHAIN
 
     @property
     def shape(self) -> Shape:
-        """A new shape, if drafts are `branched`."""
         return Static(BRANCHES) if self.tree == AUTO else super().shape
 
     @property
     def draft_size(self) -> int | None:
-        """The rows of a tree; None for chains, whose length a controller chooses."""
         return len(BRANCHES) if self.tree == AUTO else super().draft_size
 
 
-def _lacks(bundle: Bundle) -> str:
-    streams = bundle.target.streams
-    if streams is not None and streams["mode"] == NAME:
-        return ""
-    return "export a checkpoint that jetdraft train forecast wrote"
-
-
 def _make(loaded: LoadedBundle, options: ForecastOptions) -> Proposer:
-    contract = loaded.target.contract
-    shape = options.shape if options.branched else None
-    streams = contract.streams
-    most = streams if shape is None else contract.max_width - 1
+    streams = loaded.target.contract.streams
     probes = min(DEPTH, streams) if options.tree == AUTO else streams
-    return ProbeProposer(Traits(NAME, most, options.kind, probes=probes), shape)
+    return of_probes(NAME, loaded, options, probes)
 
 
 METHOD = Method(
@@ -65,7 +51,7 @@ METHOD = Method(
     "forecasts of the target, which see a learned prefix",
     _make,
     ForecastOptions,
-    lacks=_lacks,
+    lacks=lacks_probes(NAME, mode=NAME),
     # It always drafts; "auto" drafts with the same probes where they pay, as `stream`.
     in_auto=lambda options: False,
     trees=True,

@@ -3,21 +3,13 @@
 The buffers are bound once, and only read.
 """
 
-from jetdraft.runtime.proposers.drafter_methods import (
-    DraftOptions,
-    drafter_method,
-    drafts,
-)
+from jetdraft.runtime.proposers.drafter_methods import token_drafter
 
-METHOD = drafter_method(
+METHOD = token_drafter(
     "glide",
     "a layer that reads the target's keys and values",
     "a GliDe drafter",
     lambda contract, target: contract.reads,
-    make=drafts,
-    options=DraftOptions,
-    cost="drafter",
-    alone={},
     module=("jetdraft.methods.glide.module:Glide",),
     task="jetdraft.methods.glide.task:GlideTask",
 )

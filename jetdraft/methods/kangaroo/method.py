@@ -1,14 +1,14 @@
 """Drafting with the target's own lower layers (Kangaroo, 2404.18911).
 
 The lower half of the target runs a drafted token, an adapter of one attention layer
-makes of its state what the LM head reads, and the head drafts the next token. Both
-exits are early: out of the layers, and out of the draft where the adapter is not sure.
-What the lower half computed is kept for the pass that verifies.
+makes of its state what the LM head reads, and the head drafts the next token. A draft
+ends where the adapter is not sure. What the lower half computed is kept for the pass
+that verifies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jetdraft.contracts.step_contract import StepContract
@@ -22,11 +22,10 @@ from jetdraft.runtime.passes.target import Target
 from jetdraft.runtime.proposers.draft_stops import THRESHOLDS, DraftStop, confidence
 from jetdraft.runtime.proposers.drafter_methods import (
     PROBABILITY,
-    check_trees,
+    chains_or_trees,
     drafter_method,
 )
-from jetdraft.runtime.proposers.model_proposer import Levels, ModelProposer
-from jetdraft.runtime.proposers.proposer import Proposer, Traits
+from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.proposers.tree_options import TreeOptions
 
 
@@ -40,8 +39,8 @@ class ExitOptions(TreeOptions):
 
     confidence: float = THRESHOLDS["confidence"]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
         check_ranges(self, {"confidence": PROBABILITY})
 
 
@@ -62,15 +61,9 @@ def _make(
     assert entry.halves is not None
     below = 1.0 - entry.halves.layers / len(entry.contract.kv_shapes)
     ms = curve.drafter + below * curve.pass_ms(1)
-    widest = cache.graph.contract.max_width - 1
-    traits = Traits(name, widest, options.kind, ms_per_token=ms)
-    if options.branched:
-        check_trees(loaded.target, cache.graph)
-        return ModelProposer(cache, traits, Levels(options.shape))
-    stop = None
-    if options.confidence:
-        stop = DraftStop(confidence, options.confidence, product=False)
-    return ModelProposer(cache, traits, stop=stop)
+    stop = DraftStop(confidence, options.confidence, product=False)
+    rule = stop if options.confidence else None
+    return chains_or_trees(name, loaded, cache, options, ms, rule)
 
 
 def _target(
@@ -79,9 +72,8 @@ def _target(
     """The target whose lower half runs ahead, where there is an adapter to draft."""
     if not isinstance(loaded.draft_cache, LedCache) or loaded.provider != "cpu":
         return None
-    leading = loaded.leading()
-    leading.prepare(widths)
-    return leading
+    loaded.leading.prepare(widths)
+    return loaded.leading
 
 
 METHOD = drafter_method(

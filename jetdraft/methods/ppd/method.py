@@ -8,13 +8,11 @@ were right on held-out text and from the pass times of this machine.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.errors import DraftingError
 from jetdraft.methods.ppd.sparse_trees import SparsePlan, best_plan
 from jetdraft.options import between, check_ranges
 from jetdraft.runtime.drafts.rows import Kind, Rows
@@ -23,6 +21,7 @@ from jetdraft.runtime.measured.acceptance_rates import GuessRates, Ranks
 from jetdraft.runtime.measured.cost_model import PassMs, RoundCosts
 from jetdraft.runtime.measured.stats import Round
 from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.proposers.drafter_methods import lacks_probes, of_probes
 from jetdraft.runtime.proposers.method import Method
 from jetdraft.runtime.proposers.model_proposer import ProbeProposer
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits
@@ -35,8 +34,6 @@ _RANGES = {
     "rows": between(1, WIDEST - 1, optional=True),
     "slots": between(2, 1024, optional=True),
 }
-MODE = "prompts"
-"""The mode of such probes in the manifest."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +47,12 @@ class PromptOptions(TreeOptions):
     rows: int | None = None
     slots: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
         check_ranges(self, _RANGES)
-        for key in ("rows", "slots"):
+        for key in _RANGES:
             if getattr(self, key) is not None and self.tree != AUTO:
-                raise DraftingError(
-                    f"{key} is for sparse trees only; leave tree={self.tree} out"
-                )
+                yield f"{key} is for sparse trees only; leave tree={self.tree} out"
 
     @property
     def draft_size(self) -> int | None:
@@ -69,10 +64,8 @@ FIRST_LOOK, LOOKS_APART = 24, 512
 """After how many compared guesses a plan is made again: the first time, and at most."""
 
 ALL_LESSONS, LESSONS_APART = 96, 8
-"""The first guesses that are compared, in every round. Later only some places are
-compared, since the order of sampled siblings costs as much as a draft. After a rest
-every round is compared again, until the next look."""
-
+"""The first guesses are compared in every round. Later only some places are, since the
+order of sampled siblings costs as much as a draft; after a rest all, until a look."""
 
 RESTS = (64, 512)
 """Rounds without drafts and probes where no plan pays: the first time, and at most."""
@@ -82,9 +75,8 @@ class PromptProposer(ProbeProposer):
     """Drafts the sparse tree of the number of guesses that the last round left.
 
     `ranks` say how often guesses were right on held-out text, and `pass_ms` what a pass
-    takes; rounds say how often guesses are right in this text, and what a round takes.
-    Where rounds without drafts promise more than the best plan it rests, and looks
-    again later.
+    takes; rounds correct both. Where rounds without drafts promise more than the best
+    plan it rests, and looks again later.
     """
 
     def __init__(
@@ -101,13 +93,11 @@ class PromptProposer(ProbeProposer):
         self.forget()
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Forget the last sequence; what was learned of guesses stays."""
         super().begin(prompt, chooser)
         self.rates.begin()
         self._budget = 0
 
     def forget(self) -> None:
-        """Return to the rates of held-out text."""
         self.rates.forget()
         self.costs.forget()
         self._plans: dict[int, SparsePlan] = {}
@@ -116,11 +106,9 @@ class PromptProposer(ProbeProposer):
         self._resting, self._next_rest = 0, RESTS[0]
 
     def time(self, round_: Round) -> None:
-        """Learn what a round takes."""
         self.costs.learn(round_)
 
     def observe(self, seen: Seen) -> None:
-        """Compare guesses with the text; keep the last accepted row's guesses."""
         super().observe(seen)
         tokens = [seen.rows.tokens[row] for row in seen.path]
         self.rates.see(seen.length - 1 - len(tokens), tokens)
@@ -140,7 +128,6 @@ class PromptProposer(ProbeProposer):
         return tokens
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """The tree of the state, with as many probes on each row as planned."""
         guesses = self.guesses(context)
         # Near the end there is less room, for which no new plan is made.
         self._budget = max(self._budget, budget)
@@ -157,8 +144,7 @@ class PromptProposer(ProbeProposer):
     def plan(self, most: int) -> SparsePlan:
         """The plan of trees with at most `most` drafted rows.
 
-        It is made again after more and more guesses, with the rates and the pass times
-        of that moment.
+        It is made again after more and more guesses, with what is known then.
         """
         if self.rates.settled >= self._next_look:
             self._next_look += min(self.rates.settled, LOOKS_APART)
@@ -175,7 +161,6 @@ class PromptProposer(ProbeProposer):
         return self._plans[most]
 
     def _rests(self) -> bool:
-        """Whether this round belongs to a rest; counts it if so."""
         if not self._resting:
             return False
         self._resting -= 1
@@ -185,43 +170,23 @@ class PromptProposer(ProbeProposer):
         return True
 
 
-def _lacks(bundle: Bundle) -> str:
-    streams = bundle.target.streams
-    if streams is not None and streams["mode"] == MODE:
-        return ""
-    return "export a checkpoint that jetdraft train ppd wrote"
-
-
 def _make(loaded: LoadedBundle, options: PromptOptions) -> Proposer:
     contract = loaded.target.contract
-    if options.tree == AUTO:
-        return PromptProposer(contract, _ranks(loaded), _costs(loaded), options)
-    shape = options.shape if options.branched else None
-    most = contract.streams if shape is None else contract.max_width - 1
-    traits = Traits(NAME, most, options.kind, probes=contract.streams)
-    return ProbeProposer(traits, shape)
-
-
-def _ranks(loaded: LoadedBundle) -> Ranks:
-    """How often guesses are right; only the best where trees would change bits."""
-    streams, gamma = loaded.bundle.target.streams, loaded.target.contract.streams
-    ranks = (streams or {}).get("ranks") or [RANK_RATES] * gamma
-    branches = loaded.target.contract.tree and loaded.widths.trees_agree
-    return ranks if branches else [rates[:1] for rates in ranks]
-
-
-def _costs(loaded: LoadedBundle) -> PassMs:
-    """What passes take that draft exactly on this machine."""
-    streams = loaded.target.contract.streams
+    if options.tree != AUTO:
+        return of_probes(NAME, loaded, options)
+    streams = loaded.bundle.target.streams or {}
+    ranks: Ranks = streams.get("ranks") or [RANK_RATES] * contract.streams
+    if not (contract.tree and loaded.widths.trees_agree):  # trees would change bits
+        ranks = [rates[:1] for rates in ranks]
 
     def pass_ms(rows: int, probes: int) -> float:
         # More widths are proven, and timed, while nobody generates.
         curve, widths = loaded.curve, loaded.widths.exact
         width = widths[min(bisect_left(widths, rows), len(widths) - 1)]
         wider = max(0, rows - width) * curve.probe
-        return curve.probed_ms(width, probes, streams) + wider
+        return curve.probed_ms(width, probes, contract.streams) + wider
 
-    return pass_ms
+    return PromptProposer(contract, ranks, pass_ms, options)
 
 
 METHOD = Method(
@@ -229,7 +194,7 @@ METHOD = Method(
     "prompt tokens that the target reads, in sparse trees",
     _make,
     PromptOptions,
-    lacks=_lacks,
+    lacks=lacks_probes(NAME, mode="prompts"),
     # It always drafts; "auto" drafts with the same probes where they pay, as `stream`.
     in_auto=lambda options: False,
     trees=True,

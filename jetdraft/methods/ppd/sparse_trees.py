@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import mul
 
 import numpy as np
 
@@ -77,11 +78,7 @@ class SparseTree:
             counts[row] -= 1
             if counts[row]:
                 heapq.heappush(losses, (self._loss(worth, row, counts), row))
-        return self.with_counts(counts)
-
-    def with_counts(self, counts: Sequence[int]) -> SparseTree:
-        """The same rows with these numbers of probes."""
-        return SparseTree(self.parents, self.chances, tuple(counts))
+        return replace(self, counts=tuple(counts))
 
     def _loss(self, worth: Sequence[float], row: int, counts: list[int]) -> float:
         return self.ends[row] * (worth[counts[row]] - worth[counts[row] - 1])
@@ -124,13 +121,14 @@ class SparsePlan:
     @property
     def tokens(self) -> float:
         """tau: the expected tokens of a round."""
-        pairs = zip(self.shares, self.trees, strict=True)
-        return sum(share * tree.tokens for share, tree in pairs)
+        return self._mean([tree.tokens for tree in self.trees])
 
     def value(self, pass_ms: PassMs) -> float:
         """The expected tokens of a millisecond."""
-        pairs = zip(self.shares, self.trees, strict=True)
-        return self.tokens / sum(share * pass_ms(*t.size) for share, t in pairs)
+        return self.tokens / self._mean([pass_ms(*t.size) for t in self.trees])
+
+    def _mean(self, numbers: Sequence[float]) -> float:
+        return float(sum(map(mul, self.shares, numbers)))
 
 
 def likeliest(ranks: Ranks, rows: int) -> SparseTree:
@@ -194,8 +192,8 @@ def best_plan(
 ) -> SparsePlan:
     """The plan of at most `most` drafted rows that promises most tokens per ms.
 
-    Every state has rows of its own, and every row its own probes. A number of `rows`
-    holds for all states, a number of `slots` for all passes. State 0 carries a
+    A number of `rows` holds for all states, a number of `slots` for all passes; else
+    every state has rows of its own, and every row its own probes. State 0 carries a
     probe at least, so there is always something to draft from.
     """
     counts = [min(rows, most)] if rows else range(1, most + 1)
@@ -206,7 +204,7 @@ def best_plan(
     trees = [[likeliest((), 0)]]
     trees += [[likeliest(ranks[:d], n) for n in counts] for d in range(1, gamma + 1)]
     bare = [of_state[0] for of_state in trees]
-    plan = SparsePlan(tuple(tree.with_counts([1] * tree.size[0]) for tree in bare))
+    plan = SparsePlan(tuple(replace(t, counts=(1,) * t.size[0]) for t in bare))
     for _ in range(_TURNS):
         better = _improved(plan, trees, pass_ms)
         if better == plan:
@@ -227,7 +225,8 @@ def _improved(
         price = rate * (pass_ms(rows, 1) - pass_ms(rows, 0))
         gains = [[e * h - n * price for n, h in enumerate(worth)] for e in tree.ends]
         numbers = range(least, len(worth))
-        return tree.with_counts([max(numbers, key=of.__getitem__) for of in gains])
+        best = tuple(max(numbers, key=of_row.__getitem__) for of_row in gains)
+        return replace(tree, counts=best)
 
     def gain(tree: SparseTree) -> float:
         later = sum(e * worth[n] for e, n in zip(tree.ends, tree.counts, strict=True))

@@ -1,10 +1,9 @@
 """Drafting from the responses to similar requests; agents often repeat their requests.
 
 Two requests are similar if their mean embeddings point the same way (as in AdaPLD and
-in semantic caches; here the responses only become drafts). Where the two requests have
-different words, the words of the new request replace the words of the earlier request
-in its response. The proposer follows the response as the output grows. Where the output
-differs, the proposer searches the response for the last tokens of the output.
+in semantic caches). Where they have different words, the new request's words replace
+the earlier request's in its response. The proposer follows the response as the output
+grows, and where the output differs, searches the response for its last tokens.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ class RecallProposer(Proposer):
         self._scripts: list[Script] = []
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Look for similar requests."""
         self._prompt_tokens, self._read = len(prompt), []
         vector = self.similarity.vector(prompt)
         # An entry that was kept without a similarity table has an empty vector.
@@ -82,7 +80,6 @@ class RecallProposer(Proposer):
         ]
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """The next tokens of the response that has agreed for the most tokens."""
         output = list(context[self._prompt_tokens :])
         if output[: len(self._read)] != self._read:
             self._read = []
@@ -99,8 +96,8 @@ class RecallProposer(Proposer):
 class Script:
     """A response that the output is expected to follow, and the place reached in it.
 
-    `agreed` counts the last tokens of the output that the response has too. The
-    place is `lost` while the last token of the output was not found in the response.
+    `agreed` counts the last tokens of the output that the response has too. The place
+    is `lost` while the last token was not found in it.
     """
 
     def __init__(self, tokens: list[int]) -> None:

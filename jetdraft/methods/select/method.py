@@ -37,16 +37,13 @@ class SelectProposer(Proposer):
 
     @property
     def session_seconds(self) -> float:
-        """The seconds inside `session.run` of its passes."""
         return self.graph.seconds
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Forget which rows were selected."""
         self.graph.prepare(exact=False, reading=Reading.SELECTED)
         self._chooser = chooser
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """Draft token by token, over the rows that the target has committed."""
         cache, tokens = self.graph.cache, [context[-1]]
         committed = cache.length
         try:

@@ -6,17 +6,15 @@ A row predicts the next token, and its probes guess the tokens after that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import WIDEST
-from jetdraft.errors import DraftingError
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.target import Target
+from jetdraft.runtime.proposers.drafter_methods import lacks_probes, of_probes
 from jetdraft.runtime.proposers.method import WALK, Method
-from jetdraft.runtime.proposers.model_proposer import ProbeProposer
-from jetdraft.runtime.proposers.proposer import Proposer, Traits
+from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
 
 DROP_ALL = 2.0
@@ -34,19 +32,18 @@ class StreamOptions(TreeOptions):
 
     prune_threshold: float | str | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
         threshold = self.prune_threshold
-        if threshold is None:
-            return
         in_range = isinstance(threshold, (int, float)) and 0.0 <= threshold <= 1.0
-        if not in_range and threshold not in (AUTO, DROP_ALL):
-            raise DraftingError(
+        if not in_range and threshold not in (None, AUTO, DROP_ALL):
+            yield (
                 f"prune threshold {threshold} is out of range; give 0 (keep all) to 1, "
                 "2 (drop all) or auto"
             )
-        if self.verifier != WALK and not self.checker.lossy:
-            raise DraftingError(
+        is_exact = self.verifier == WALK or self.checker.lossy
+        if threshold is not None and not is_exact:
+            yield (
                 f"verifier {self.verifier!r} is not exact for a draft that was pruned; "
                 "leave the prune threshold out"
             )
@@ -55,32 +52,15 @@ class StreamOptions(TreeOptions):
     def draft_size(self) -> int | None:
         """The rows of a tree; with pruning a draft is always as long as possible.
 
-        A controller cannot plan it, since it does not know the pass times of halves.
+        A controller cannot plan it without the pass times of halves.
         """
         size = super().draft_size
         return WIDEST - 1 if size is None and self.prune_threshold is not None else size
 
 
-def _lacks(bundle: Bundle) -> str:
-    if bundle.target.contract.streams:
-        return ""
-    return "export a checkpoint that jetdraft train stream wrote"
-
-
 def _make(loaded: LoadedBundle, options: StreamOptions) -> Proposer:
-    contract = loaded.target.contract
-    shape = options.shape if options.branched else None
-    branches = (
-        contract.tree
-        and options.may_branch
-        and options.prune_threshold is None
-        and not options.branched
-    )
-    chain = shape is None and not branches
-    most = contract.streams if chain else contract.max_width - 1
-    streams = contract.streams
-    traits = Traits("stream", most, options.kind, probes=streams, branches=branches)
-    return ProbeProposer(traits, shape)
+    may_branch = options.may_branch and options.prune_threshold is None
+    return of_probes("stream", loaded, options, branches=may_branch)
 
 
 def _target(
@@ -90,9 +70,8 @@ def _target(
     threshold = options.prune_threshold
     if threshold is None:
         return None
-    halves = loaded.pruned()
-    halves.prepare(None if threshold == AUTO else float(threshold), widths)
-    return halves
+    loaded.pruned.prepare(None if threshold == AUTO else float(threshold), widths)
+    return loaded.pruned
 
 
 METHOD = Method(
@@ -100,7 +79,7 @@ METHOD = Method(
     "the target itself, in the pass that verifies",
     _make,
     StreamOptions,
-    lacks=_lacks,
+    lacks=lacks_probes("stream"),
     trees=True,
     reads_probes=True,
     cost="probes",

@@ -35,12 +35,11 @@ class TrigramProposer(Proposer):
         self._search = TreeSearch(trigrams.successors)
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Learn the whole prompt."""
         for end in range(3, len(prompt), WINDOW - 3):
             self.trigrams.learn(prompt[max(0, end - WINDOW) : end])
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """The tokens that the table has after the last two tokens; a tree if `parents`.
+        """The tokens that the table has after the last two; a tree if `parents`.
 
         A search decides the shape of the tree, `budget` its size.
         """

@@ -22,10 +22,10 @@ _AT_ONCE = 16
 class Block:
     """The k tokens behind a text, as a pass guesses them.
 
-    `levels` are the answers for each of them, views that the next pass overwrites.
-    `features` [k - 1 + k, w] belong to the k - 1 rows before the block, and to its own
-    rows, as the graph predicts them; `tail` are the k - 1 tokens before its
-    tokens. Its rows are `depth` places past the cursor, and see the draft's `slots`.
+    `levels` are their answers, views that the next pass overwrites. `features` [k - 1 +
+    k, w] belong to the k - 1 rows before the block, and to its own rows, as the graph
+    predicts them; `tail` are the k - 1 tokens before its tokens. Its rows are `depth`
+    places past the cursor, and see the draft's `slots`.
     """
 
     levels: Sequence[Answer]
@@ -42,17 +42,16 @@ class AheadCache(DraftCache):
     answers for token t + k + 1. It must see the rows behind it in its block: so a pass
     has copies of all rows of a block but the last, behind that block, which see the
     block in the place of themselves. Only rows whose block is whole are kept: the last
-    k - 1 rows are run again with the next block (2412.12639).
+    k - 1 are run again with the next block (2412.12639).
     """
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
-        self.size = graph.contract.ahead
-        """The tokens of a block, k."""
+        self.size = graph.contract.ahead  # the tokens of a block, k
+        # The block behind what was followed, or behind a chain's last block, and its
+        # first tokens, which are known.
         self.block: Block | None = None
-        """The block behind what was followed, or behind a chain's last block."""
         self.drafted: list[int] = []
-        """The first tokens of that block, which are known."""
 
     @property
     def rows(self) -> int:
@@ -60,24 +59,20 @@ class AheadCache(DraftCache):
         return 2 * self.size - 1
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Start a new sequence; the rows that the last sequence shares stay."""
         super().begin(prompt)
         if len(self.seen) - len(self._features) > self._needed:
             self._observe_again()
 
     def waiting(self, tokens: Sequence[int]) -> Float32s | None:
-        """Nothing: the target runs the rows again whose features are needed."""
-        return None
+        return None  # the target runs the rows again whose features are needed
 
     def restore(self, tokens: Sequence[int], waiting: Float32s | None = None) -> None:
-        """Adopt rows of these tokens, which a file has put into the buffers."""
         super().restore(tokens)
         self._observe_again()
 
     def observe(
         self, first: int, tokens: Sequence[int], features: Float32s | None
     ) -> None:
-        """Take the features of tokens, which replace all from position `first` on."""
         if features is None or first > len(self.seen):
             return  # what it missed is read again with the next prompt
         self._cut(self._agreed(first, tokens), first)
@@ -88,7 +83,6 @@ class AheadCache(DraftCache):
         del self._features[: max(self._needed - start, 0)]
 
     def catch_up(self, context: Sequence[int]) -> None:
-        """Feed most of what waits, if it is much."""
         self._rewind(len(self.tokens))
         self._run_rows(context, min(len(self.seen), len(context) - 1), self._at_once)
 
@@ -117,7 +111,6 @@ class AheadCache(DraftCache):
         return answer
 
     def step(self, token: int) -> Answer | None:
-        """The answer for what comes after a drafted token; None without room for it."""
         if self.block is None:
             return None
         self.drafted.append(token)
@@ -234,7 +227,6 @@ class AheadCache(DraftCache):
         return max(0, len(self.tokens) - 2 * self.size + 1)
 
     def _observe_again(self) -> None:
-        """Forget the rows whose features are needed; the target runs them again."""
         del self.seen[self._needed :]
         self._features = []
 
@@ -246,7 +238,6 @@ class AheadCache(DraftCache):
         return start + agreed if agreed < len(read) else len(fed)
 
     def _cut(self, fed: int, seen: int) -> None:
-        """Keep at most `fed` rows in the cache and `seen` tokens."""
         self._rewind(fed)
         start = len(self.seen) - len(self._features)
         del self.seen[seen:]

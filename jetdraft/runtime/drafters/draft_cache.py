@@ -9,7 +9,7 @@ Drafters differ in three things, which their contract says:
             computed yet: what the row before it carries
 
 A drafter's rows of drafted tokens stay until a sequence differs from them. Rows of a
-head are drafted from what the head carries, so they leave when the target has spoken.
+head are drafted from what it carries, so they leave when the target has spoken.
 """
 
 from __future__ import annotations
@@ -47,18 +47,15 @@ class DraftCache:
         self.shift, self.window = int(self.reads), contract.recent
         self.tokens: list[int] = []
         self.seen: list[int] = []
+        # The features [w] of each token that is seen and has no row yet.
         self._features: list[Float32s] = []
-        """The features [w] of each token that is seen and has no row yet."""
-        self._passes = -1
-        """The graph's passes when its rows held `tokens`."""
+        self._passes = -1  # the graph's, when its rows held `tokens`
+        # What the last row carries, or of a block what it has read, [1, w].
         self._last: Float32s | None = None
-        """What the last row carries, or of a block what it has read, [1, w]."""
-        self._before: Sequence[int] = ()
-        """The window of the next drafted row."""
+        self._before: Sequence[int] = ()  # the window of the next drafted row
+        # By slot, what a row of a tree carries, and the window behind it.
         self._branches: dict[int, tuple[Float32s, Sequence[int]]] = {}
-        """By slot, what a row of a tree carries, and the window behind it."""
-        self._ahead: Sequence[int] = ()
-        """The tokens of a block that the target has not run yet."""
+        self._ahead: Sequence[int] = ()  # tokens of a block that the target has not run
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a new sequence; the rows that the last sequence shares stay."""
@@ -74,17 +71,14 @@ class DraftCache:
         return min(kept, len(self.seen)) if self.reads else kept
 
     def waiting(self, tokens: Sequence[int]) -> Float32s | None:
-        """The features [1, w] of the last of these tokens, if only its row is missing.
-
-        None if no features wait for a row, or they are not known.
-        """
+        """The features [1, w] that wait for the last row, if no other is missing."""
         is_next = self.shift and len(self.tokens) == len(tokens) - 1
         return np.stack(self._features[:1]) if is_next and self._features else None
 
     def restore(self, tokens: Sequence[int], waiting: Float32s | None = None) -> None:
         """Adopt rows of these tokens, which a file has put into the buffers.
 
-        The last of a head's rows has no token yet, and `waiting` features at most.
+        The last row of a head has no token yet, and `waiting` features at most.
         """
         self.tokens = list(tokens[self.shift :])
         self.graph.cache.rewind(len(self.tokens))
@@ -93,7 +87,6 @@ class DraftCache:
         self.seen = list(tokens[: len(self.tokens) + len(self._features)])
 
     def forget(self) -> None:
-        """Keep nothing."""
         self._cut(0, 0)
 
     def observe(
@@ -127,10 +120,7 @@ class DraftCache:
         return self._after(context, answer) if self.shift else answer
 
     def _after(self, context: Sequence[int], answer: Answer | None) -> Answer | None:
-        """The answer after tokens that the target has not run yet.
-
-        They are fed like drafted tokens, or begin the block.
-        """
+        """The answer after tokens that the target has not run yet."""
         known = len(self.seen) + 1
         if not self.graph.contract.block:
             self._branches.clear()
@@ -186,10 +176,7 @@ class DraftCache:
         return answer
 
     def refine(self, known: Sequence[int]) -> Answer:
-        """The guesses after the first tokens of a block, which are `known` now.
-
-        It runs the last row that was followed again, with its block.
-        """
+        """The guesses after the first tokens of a block, which are `known` now."""
         block = [*self._ahead, *known]
         self.graph.cache.rewind(len(self.tokens) - 1)
         answer = self.graph.run(self.tokens[-1:], features=self._last, block=block)
@@ -200,7 +187,7 @@ class DraftCache:
     def review(self, context: Sequence[int], guess: Sequence[int]) -> Answer:
         """The answers for the last row of `context` and for each row of a guess below.
 
-        The rows of the guess stay in the cache until a context differs from them.
+        They stay in the cache until a context differs from them.
         """
         self._agree(context)
         # A prompt is read without the logits of all its rows.
@@ -213,7 +200,6 @@ class DraftCache:
         return answer.rows(slice(len(rest) - 1, None))
 
     def _missing(self, context: Sequence[int]) -> int:
-        """How many rows of a context can be fed now."""
         missing = len(context) - self.shift - len(self.tokens)
         return min(missing, len(self._features)) if self.reads else missing
 
@@ -235,7 +221,6 @@ class DraftCache:
         return answer
 
     def _add(self, tokens: Sequence[int]) -> None:
-        """Keep the rows of the last pass, which are of these tokens."""
         self.graph.cache.advance(len(tokens))
         self.tokens += tokens
         self._passes = self.graph.passes
@@ -246,7 +231,6 @@ class DraftCache:
         return (*[0] * (self.window - len(last)), *last)
 
     def _windows(self, text: Sequence[int], first: int, count: int) -> Int64s | None:
-        """The windows of tokens from `first` on, int64 [count, window]."""
         if not self.window:
             return None
         before = self._window_at(text, first)
@@ -256,8 +240,8 @@ class DraftCache:
     def _agree(self, context: Sequence[int]) -> None:
         """Drop the rows that differ from a context, and the last row of the context.
 
-        Only tokens of the last two passes can differ, so no others are compared. Rows
-        with features of the target come from `seen`, and need no comparison.
+        Only tokens of the last two passes can differ. Rows with features of the target
+        come from `seen`, and need no comparison.
         """
         end = len(self.tokens)
         if not self.shift:
@@ -274,10 +258,7 @@ class DraftCache:
         return first
 
     def _cut(self, fed: int, seen: int) -> None:
-        """Keep at most `fed` rows in the buffers and `seen` tokens.
-
-        The features of the rows that were fed are gone.
-        """
+        """Keep at most `fed` rows in the buffers and `seen` tokens."""
         if fed < len(self.tokens):
             seen, self._features = min(seen, fed), []
         self._rewind(fed)
@@ -285,7 +266,6 @@ class DraftCache:
         del self._features[max(len(self.seen) - len(self.tokens), 0) :]
 
     def _rewind(self, count: int) -> None:
-        """Keep at most `count` rows, and no rows of drafted tokens behind them."""
         del self.tokens[count:]
         self.graph.cache.rewind(len(self.tokens))
 
@@ -299,30 +279,24 @@ class GuessCache(DraftCache):
     _length = 0
     """The tokens up to that row; 0 if it is not known."""
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Start a new sequence."""
+    def forget(self) -> None:
         self._length = 0
 
-    def forget(self) -> None:
-        """Keep nothing."""
-        self._length = 0
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.forget()
 
     def restore(self, tokens: Sequence[int], waiting: Float32s | None = None) -> None:
-        """Forget the row: a file does not hold its features."""
-        self._length = 0
+        self.forget()  # a file does not hold its features
 
     def waiting(self, tokens: Sequence[int]) -> Float32s | None:
-        """No features: every sequence begins without them."""
         return None
 
     def keep(self, kept: int) -> int:
-        """No row needs to be observed again."""
         return kept
 
     def observe(
         self, first: int, tokens: Sequence[int], features: Float32s | None
     ) -> None:
-        """Take the features of the last of some tokens."""
         if features is not None:
             self._length, self._last = first + len(tokens), features[-1:].copy()
 
@@ -339,10 +313,9 @@ class GuessCache(DraftCache):
 class LedCache(DraftCache):
     """Keeps an adapter in step with the states that leave its target's lower half.
 
-    Row t reads the state of row t. Rows that the target has run come with their states;
-    for tokens after them the lower half, which `leading` opens on demand, runs ahead.
-    So a drafted row has the state with which the target continues, and stays if its
-    token was right.
+    Row t reads the state of row t. For tokens that the target has not run the lower
+    half, which `leading` opens on demand, runs ahead. So a drafted row has the state
+    with which the target continues, and stays if its token was right.
     """
 
     def __init__(self, graph: Graph, leading: Callable[[], LeadingHalf]) -> None:
@@ -350,16 +323,12 @@ class LedCache(DraftCache):
         self.shift, self._leading = 0, leading
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Start a new sequence; rows that were led count as seen."""
         super().begin(prompt)
         if len(self.seen) < len(self.tokens):
             self.seen = list(self.tokens)
 
     def follow(self, context: Sequence[int]) -> Answer | None:
-        """The answer for the last row of `context`; None if rows before it are missing.
-
-        The lower half runs the tokens that the target has not run yet.
-        """
+        """The answer for the last row of `context`; None without the rows before it."""
         answer = super().follow(context)
         if len(self.tokens) == len(context):
             return answer
@@ -368,7 +337,6 @@ class LedCache(DraftCache):
         return self._lead(context)
 
     def step(self, token: int) -> Answer | None:
-        """The answer for a drafted token; None at the end of the buffers."""
         return self._lead([*self.tokens, token])
 
     def branch(
@@ -378,7 +346,6 @@ class LedCache(DraftCache):
         ancestors: Sequence[Sequence[int]],
         filled: int,
     ) -> Answer:
-        """The answers for rows of a tree; see `Graph.run_branches`."""
         states = self._leading().branch(Placed(tokens, depths, ancestors, filled))
         answer = self.graph.run_branches(
             tokens, depths, ancestors, filled, features=states

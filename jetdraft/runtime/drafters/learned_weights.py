@@ -28,7 +28,7 @@ class LearnedWeights:
     A new set is on trial. The weights before it go on until `VERDICT_TOKENS` of their
     drafts have been evaluated; then the set drafts, and `is_better` compares the two.
     `version` counts the changes: a twin whose graph is of another version takes `graph`
-    between two of its generations. Nothing of the target is loaded again.
+    between two of its generations.
     """
 
     def __init__(self, sets: WeightSets, opener: Opener, entry: GraphEntry) -> None:
@@ -63,10 +63,9 @@ class LearnedWeights:
         return choice.name if goes_on or begins else choice.before
 
     def graph(self) -> Graph | None:
-        """The drafter's graph with the weights that should draft now.
+        """The drafter's graph, with empty buffers, and weights that should draft now.
 
-        Its buffers are empty. None, with a warning, if the weights are damaged or do
-        not fit the graph; a set on trial goes back then.
+        None, with a warning, if the weights do not fit; a set on trial goes back then.
         """
         with self._lock:
             try:

@@ -15,9 +15,8 @@ class Streak:
 
     Each rate is an exponentially weighted share of successes with a weak prior: the
     rate of the position before it, and at the first position `prior`. The counts fade
-    in rounds without such events, so the rates return to the prior. `RUN` failures in a
-    row erase the earlier successes: at a success rate of a third, such a run happens
-    once in a hundred rounds.
+    in rounds without such events. `RUN` failures in a row erase the earlier successes:
+    at a success rate of a third, such a run happens once in a hundred rounds.
     """
 
     WEIGHT = 1.0
@@ -37,7 +36,6 @@ class Streak:
         self._rounds_without += 1
 
     def _faded(self) -> None:
-        """Make up for the rounds without events, when the counts are needed."""
         if self._rounds_without:
             left = self.FADING**self._rounds_without
             self.successes = [x * left for x in self.successes]
@@ -70,10 +68,9 @@ class Streak:
         """The rates at positions 0..length-1, each given successes at all before it."""
         self._faded()
         rates, rate = [], self.prior
-        for place in range(length):
-            counted = place < len(self.trials)
-            successes = self.successes[place] if counted else 0.0
-            trials = self.trials[place] if counted else 0.0
+        counts = [*zip(self.successes, self.trials, strict=True)]
+        counts += [(0.0, 0.0)] * (length - len(counts))
+        for successes, trials in counts[:length]:
             rate = (successes + self.WEIGHT * rate) / (trials + self.WEIGHT)
             rates.append(rate)
         return rates
@@ -82,12 +79,10 @@ class Streak:
 class Acceptance:
     """Running acceptance of one proposer's drafts, by position and by sibling.
 
-    Drafts with different evidence have rates of their own, see `Proposer.evidence`.
-    More evidence is expected to be better: 1 starts at a rate of 0.5, 2 at 0.75.
-
-    Where a draft branches, the second sibling may be right where the first is wrong,
-    and so on. Both priors are hopeful, so that every proposer and every branch is
-    tried, and is tried again later.
+    Drafts with different evidence have rates of their own, see `Proposer.evidence`: 1
+    starts at a rate of 0.5, 2 at 0.75. Where a draft branches, the second sibling may
+    be right where the first is wrong. Both priors are hopeful, so that every proposer
+    and branch is tried, and is tried again later.
     """
 
     PRIOR = 0.9
@@ -109,13 +104,10 @@ class Acceptance:
 
     def fade(self) -> None:
         """Let the rates fade after a round without a draft of this proposer."""
-        self.places.fade()
-        self.siblings.fade()
-        for streak in self.by_evidence.values():
+        for streak in (self.places, self.siblings, *self.by_evidence.values()):
             streak.fade()
 
     def observe(self, round_: Round) -> None:
-        """Count the draft of one round."""
         outcomes = [rank == 0 for rank, _ in round_.ranks]
         self.places.observe(outcomes)
         if round_.evidence:
@@ -128,7 +120,7 @@ class Acceptance:
     def rates(self, length: int, evidence: int | None = 0) -> list[float]:
         """The rates of first siblings at depths 1..length, given right ancestors.
 
-        They hold for drafts with this evidence. None is for a draft that is not there
+        They hold for drafts with this evidence; None is for a draft that is not there
         yet: where evidence differs, it may be the best.
         """
         if evidence:
@@ -158,8 +150,8 @@ class GuessRates:
     """Rates that begin at `priors` and follow what the text turned out to be.
 
     Held-out text says little of a text that repeats itself, or of another topic. A
-    guess is compared with the token that the text has in its place, whether it was
-    drafted or not: so ranks that no draft has are learned too.
+    guess is compared with the text whether it was drafted or not: so ranks that no
+    draft has are learned too.
     """
 
     WEIGHT = 40.0
@@ -172,7 +164,6 @@ class GuessRates:
         self.forget()
 
     def forget(self) -> None:
-        """Return to the priors."""
         self.settled = 0
         """The places of the text that were compared with a guess."""
         self._trials = [self.WEIGHT] * len(self._priors)
@@ -192,16 +183,13 @@ class GuessRates:
         """Compare what was guessed with tokens of the text, from place `first` on."""
         for place, token in enumerate(tokens, first):
             for depth, guessed in self._waiting.pop(place, []):
-                self._settle(depth, guessed, token)
-
-    def _settle(self, depth: int, guessed: list[int], token: int) -> None:
-        rank = guessed.index(token) if token in guessed else -1
-        self.settled += 1
-        self._trials[depth] = self._trials[depth] * self.MEMORY + 1
-        self._hits[depth] = [
-            hits * self.MEMORY + (place == rank)
-            for place, hits in enumerate(self._hits[depth])
-        ]
+                rank = guessed.index(token) if token in guessed else -1
+                self.settled += 1
+                self._trials[depth] = self._trials[depth] * self.MEMORY + 1
+                self._hits[depth] = [
+                    hits * self.MEMORY + (of_rank == rank)
+                    for of_rank, hits in enumerate(self._hits[depth])
+                ]
 
     @property
     def ranks(self) -> list[list[float]]:

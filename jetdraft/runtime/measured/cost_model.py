@@ -6,9 +6,10 @@ every round corrects the estimates.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any
 
@@ -87,10 +88,7 @@ class Curve:
         return max(bare, few + (probes - streams) * max(0.0, each))
 
     def tree_ms(self, width: int, exact: bool) -> float:
-        """The milliseconds of a branching pass.
-
-        Inexact generations also move the rows of the accepted branch together.
-        """
+        """The milliseconds of a branching pass; an inexact one also moves rows."""
         ms = max(self.trees.get(width, 0.0), self.pass_ms(width))
         return ms if exact else ms + self.compaction
 
@@ -104,9 +102,9 @@ class Curve:
     def learn(self, round_: Round) -> None:
         """Move the estimates a little towards the times of a round.
 
-        A slow minute, the first perhaps, makes all times long. Then plain rounds would
-        correct their own width alone, and drafts would always seem dear. So what no
-        recent round took moves in proportion.
+        A slow first minute makes all times long. Then plain rounds would correct their
+        own width alone, and drafts would always seem dear. So what no recent round took
+        moves in proportion.
         """
         self._rounds += 1
         if round_.probes:
@@ -121,18 +119,18 @@ class Curve:
             self.passes[round_.width] = after
         for method in round_.asked.keys() & self.drafts.keys():
             drafted, seconds = round_.asked[method]
-            if drafted:
-                if self._is_idle(method):
-                    self._recent.pop(method, None)
-                self._taken[method] = self._rounds
-                recent = self._recent.setdefault(method, deque(maxlen=RECENT_ROUNDS))
-                if not recent and self.drafts[method]:  # 0 was never timed
-                    recent.append(self.drafts[method])
-                recent.append(seconds * 1e3 / drafted)
-                self.drafts[method] = median_low(recent)
+            if not drafted:
+                continue
+            if self._is_idle(method):
+                self._recent.pop(method, None)
+            self._taken[method] = self._rounds
+            recent = self._recent.setdefault(method, deque(maxlen=RECENT_ROUNDS))
+            if not recent and self.drafts[method]:  # 0 was never timed
+                recent.append(self.drafts[method])
+            recent.append(seconds * 1e3 / drafted)
+            self.drafts[method] = median_low(recent)
 
     def _move_idle(self, ratio: float) -> None:
-        """Move the times that no recent round took by this factor."""
         for width in filter(self._is_idle, [*self.passes]):
             self.passes[width] *= ratio
         for method in filter(self._is_idle, [*self.drafts]):
@@ -141,22 +139,12 @@ class Curve:
     def _is_idle(self, key: int | str) -> bool:
         return self._rounds - self._taken.get(key, -IDLE_ROUNDS) >= IDLE_ROUNDS
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, fields: Any) -> Curve:
-        """Read `to_json`'s object; JSON turned the widths into text.
-
-        Raises `ValueError` where it is malformed.
-        """
+        """Read its fields from JSON; raises `ValueError` where they are malformed."""
         curve: Curve = read_record(cls, fields)
-        passes = [
-            ms
-            for times in (curve.passes, curve.trees, curve.probed, curve.ended)
-            for ms in times.values()
-        ]
+        by_width = (curve.passes, curve.trees, curve.probed, curve.ended)
+        passes = [ms for times in by_width for ms in times.values()]
         others = [curve.compaction, curve.probe, curve.drafter, *curve.drafts.values()]
         plausible = [0 < ms < MAX_MS for ms in passes]
         plausible += [0 <= ms < MAX_MS for ms in others]
@@ -169,14 +157,12 @@ def _between(times: Mapping[int, float], width: int) -> float:
     """The milliseconds of a width, on a line through the nearest measured widths."""
     if width in times:
         return times[width]
-    below = [w for w in times if w < width]
-    above = [w for w in times if w > width]
-    if below and above:
-        low, high = max(below), min(above)
-    elif len(times) > 1:
-        low, high = sorted(times)[-2:] if below else sorted(times)[:2]
-    else:
+    if len(times) == 1:
         return next(iter(times.values()))
+    widths = sorted(times)
+    # Outside of the measured widths the nearest line continues.
+    at = min(max(bisect_left(widths, width), 1), len(widths) - 1)
+    low, high = widths[at - 1 : at + 1]
     slope = (times[high] - times[low]) / (high - low)
     return times[low] + slope * (width - low)
 
@@ -198,7 +184,6 @@ class LinearFit:
         self.count = self._x = self._xx = self._y = self._xy = 0.0
 
     def add(self, x: float, y: float) -> None:
-        """One more point."""
         self.count = self.memory * self.count + 1.0
         self._x = self.memory * self._x + x
         self._xx = self.memory * self._xx + x * x
@@ -227,8 +212,7 @@ class RoundCosts:
     """Predicts the milliseconds of a round of one way to draft.
 
     Passes in a round take longer than passes that a survey runs one after another, and
-    a round takes time outside them too, more with each drafted row, and more where
-    tokens are drawn:
+    a round takes time outside them too, more with each drafted row:
 
         pass     `pass_ms`, times how much longer the passes of the last rounds took
         outside  a + b * drafted rows, the line through the last rounds
@@ -244,12 +228,10 @@ class RoundCosts:
         self.forget()
 
     def forget(self) -> None:
-        """Return to the times of passes alone."""
         self._expected = self._taken = 0.0
         self._outside = LinearFit(self.MEMORY)
 
     def learn(self, round_: Round) -> None:
-        """Learn from the times of a round."""
         if not round_.seconds:
             return
         drafted = round_.drafted
@@ -278,15 +260,14 @@ class RoundCosts:
 class Profit:
     """The milliseconds that a planned round gains on average, negative if it loses.
 
-    To look for a draft takes time in every round, also where none is found or none
-    pays: beside a pass of half a millisecond a tenth of it. With p the time of a round
-    without a draft, which commits one token:
+    To look for a draft takes time in every round, also where none is found or pays.
+    With p the time of a round without a draft, which commits one token:
 
         gain = tokens * p - the time of the round
         rest = -average / (SHARE * p) rounds, if the average is negative
 
-    So planning that gains nothing takes `SHARE` of the time, and planning that gains
-    is done in every round.
+    So planning that gains nothing takes `SHARE` of the time, and planning that gains is
+    done in every round.
     """
 
     WEIGHT = 0.1
@@ -303,7 +284,6 @@ class Profit:
         self._plain_ms: deque[float] = deque(maxlen=RECENT_ROUNDS)
 
     def begin(self) -> None:
-        """A new generation, which may choose its tokens in another way."""
         self._plain_ms.clear()
 
     def plain(self, round_: Round) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,13 @@ class Profiles:
             return None
 
     def keep_survey(self, widths: Widths, curve: Curve) -> None:
-        """Write widths and times, for later loads."""
-        fields = {"widths": widths.to_json(), "curve": curve.to_json()}
+        fields = {"widths": asdict(widths), "curve": asdict(curve)}
         # As JSON has them: widths that are keys become text.
         whole = json.loads(json.dumps({"machine": self.machine, **fields}))
         self.keep(self.file, **fields, **{SEAL: seal_of(whole)})
 
     def tuned(self) -> Curve | None:
-        """The curve that `jetdraft tune` measured; None where it never ran.
-
-        Warns, and gives None, if the file is malformed or of another machine.
-        """
+        """The curve that `jetdraft tune` measured; warns if it is of no use here."""
         if not self.tuning_file.exists():
             return None
         try:
@@ -72,7 +69,13 @@ class Profiles:
             machine, curve = fields["machine"], Curve.from_json(fields["curve"])
             if machine == self.machine:
                 return curve
-            reason = f"it was measured elsewhere: {self._difference(machine)}"
+            other = machine if isinstance(machine, dict) else {}
+            differences = ", ".join(
+                f"{name} {other.get(name)!r} instead of {value!r}"
+                for name, value in self.machine.items()
+                if other.get(name) != value
+            )
+            reason = f"it was measured elsewhere: {differences}"
         except _MALFORMED as error:
             reason = f"it is malformed ({error})"
         warnings.warn(
@@ -104,12 +107,3 @@ class Profiles:
                 "it is repeated next time; make the folder writable",
                 stacklevel=5,
             )
-
-    def _difference(self, machine: Any) -> str:
-        """In what another machine differs from this machine."""
-        other = machine if isinstance(machine, dict) else {}
-        return ", ".join(
-            f"{name} {other.get(name)!r} instead of {value!r}"
-            for name, value in self.machine.items()
-            if other.get(name) != value
-        )

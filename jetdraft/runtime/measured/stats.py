@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import MappingProxyType
@@ -13,15 +13,14 @@ from typing import Any, NamedTuple
 class Round(NamedTuple):
     """What one round did: propose, verify and commit.
 
-    `evaluated` drafted tokens were compared with a chosen token: the `accepted` tokens
-    and the first wrong token, if there is one. `ranks` has a pair for each of them: the
-    rank of the right sibling, and the number of siblings; if all siblings were wrong,
-    the rank is their number. `probes` is the number of probes, which drafted for the
-    next round. `off` says why this round had no draft. `asked` maps each method that
-    was asked to the number of rows that it offered and its seconds. `evidence` is the
-    proposer's for this draft. `seconds` is the time of the whole round, 0 if it was not
-    taken; `draft_seconds` is the time until the draft was there, or given up.
-    `skipped_layers` is the number of layers that the pass left out.
+    `ranks` has a pair for each drafted token that was compared with a chosen token, the
+    accepted tokens and the first wrong token: the rank of the right sibling, and the
+    number of siblings; if all were wrong, the rank is their number. `probes` is the
+    number of probes, which drafted for the next round. `off` says why this round had no
+    draft. `asked` maps each method that was asked to the number of rows that it offered
+    and its seconds. `evidence` is the proposer's for this draft. `seconds` is the time
+    of the whole round, 0 if it was not taken; `draft_seconds` is the time until the
+    draft was there, or given up. The pass left `skipped_layers` out.
     """
 
     method: str
@@ -48,6 +47,11 @@ class Round(NamedTuple):
         return sum(rank < count for rank, count in self.ranks)
 
 
+def _add(one: object, other: object, names: Iterable[str]) -> None:
+    for name in names:
+        setattr(one, name, getattr(one, name) + getattr(other, name))
+
+
 @dataclass
 class Share:
     """What one method did in a generation; "none" stands for rounds without a draft.
@@ -64,8 +68,7 @@ class Share:
 
     def merge(self, other: Share) -> None:
         """Add what the method did in another generation."""
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+        _add(self, other, vars(other))
 
 
 @dataclass
@@ -73,13 +76,12 @@ class Stats:
     """Sums over the rounds of one generation.
 
     `waited_seconds` is the caller's time between pieces; no metric counts it.
-    `plain_ms` is the time of a pass without a draft on this machine. `by_method` says
-    what each method did, `off` how many rounds had no draft for which reason.
-    `reused_tokens` of the prompt were in the buffers already. `lossy` names the options
-    that may change the distribution of the text; it is "" without them. Exits wrote
-    `exited_tokens`, and left out `skipped_layers` layers for them in all. `seed` is the
-    seed of a sampled text, also where it was drawn at random. `select_kv` is how many
-    of the committed KV rows a pass read; None for all rows.
+    `plain_ms` is the time of a pass without a draft on this machine. `off` counts the
+    rounds without a draft by their reason. `reused_tokens` of the prompt were in the
+    buffers already. `lossy` names the options that may change the distribution of the
+    text. Exits wrote `exited_tokens`, and left out `skipped_layers` layers for them in
+    all. `seed` is the seed of a sampled text, also where it was drawn at random. A pass
+    read `select_kv` of the committed KV rows; None for all.
     """
 
     method: str
@@ -139,8 +141,8 @@ class Stats:
     def time_round(self, elapsed: float, tokens: int, session: float) -> None:
         """Note the times after a round that committed `tokens` tokens.
 
-        `elapsed` are the seconds since the start of the generation, `session` the
-        seconds inside `session.run` since the first round.
+        `elapsed` seconds since the start of the generation, `session` seconds inside
+        `session.run` since the first round.
         """
         if self.target_passes == 1:
             # Prefill and the first round are not decoding.
@@ -152,13 +154,10 @@ class Stats:
 
     def merge(self, other: Stats) -> None:
         """Add another generation's sums to these."""
-        for name in _SUMS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        _add(self, other, _SUMS)
         for name in ("evaluated_by_position", "accepted_counts"):
             pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
             setattr(self, name, [a + b for a, b in pairs])
-        self.rounds_by_choice += other.rounds_by_choice
-        self.off += other.off
         for method, share in other.by_method.items():
             self.by_method.setdefault(method, Share()).merge(share)
 
@@ -206,7 +205,7 @@ class Stats:
 _SUMS = (
     *("generations", "prompt_tokens", "reused_tokens", "new_tokens", "first_tokens"),
     *("target_passes", "drafted_tokens", "decode_seconds", "session_seconds"),
-    *("exited_tokens", "skipped_layers"),
+    *("exited_tokens", "skipped_layers", "rounds_by_choice", "off"),
 )
 _METRICS = (
     *("method", "exact", "lossy", "exited_tokens", "skipped_layers", "select_kv"),

@@ -3,8 +3,7 @@
 The first generation on a machine waits only for `begin`, which compares a few widths.
 The others are compared while nobody generates, or by `finish`. An exact generation uses
 a width only after its rows had the bits of the exact class at all places in the
-buffers: kernels split a long context and add up its parts, so widths that agree early
-in the buffers may differ late in them.
+buffers: kernels split a long context and add up its parts.
 """
 
 from __future__ import annotations
@@ -61,10 +60,6 @@ def _never() -> bool:
     return False
 
 
-def _say_nothing() -> None:
-    pass
-
-
 class Survey:
     """What is known of a target's widths and pass times; `step` finds out more.
 
@@ -75,7 +70,7 @@ class Survey:
         self, target: Graph, drafter: Graph | None, profiles: Profiles | None = None
     ) -> None:
         self.target, self.drafter, self.profiles = target, drafter, profiles
-        self.announce: Callable[[], None] = _say_nothing
+        self.announce: Callable[[], object] = lambda: None
         self._must_stop: Callable[[], bool] = _never
         self._lock = RLock()
         self._starts: list[int] = []
@@ -116,8 +111,9 @@ class Survey:
             with filled(self.target) as self._starts:
                 widths = self._first()
                 self._curve.probe = self._probe_ms()
-            if self.drafter is not None:
-                self._curve.drafter = self._drafter_ms(self.drafter)
+            if self.drafter is not None:  # its buffers stay nearly empty
+                times = (_seconds(self.drafter, [0]) for _ in range(DRAFTER_TURNS))
+                self._curve.drafter = 1e3 * min(times)
             self._widths = widths
             until = 1e-3 * FIRST_MS + start
             while self.left and time.perf_counter() + self._next_seconds() <= until:
@@ -143,7 +139,6 @@ class Survey:
             return True
 
     def finish(self) -> None:
-        """Do all steps that are left."""
         while self.step():
             pass
 
@@ -160,22 +155,18 @@ class Survey:
             classes = sorted(sorted(members) for members in known.classes)
             self._widths = replace(known, classes=classes, gaps=gaps)
             if self._widths.exact != first_exact:
-                self._prove_again()
+                # What was compared for another exact class must be compared again.
+                self.target.prepare(exact=True)
+                with filled(self.target) as self._starts:
+                    known = self._with_ways(self.widths)
+                    self._widths = replace(known, prefills_agree=all(self._prefills()))
             self._keep()
-
-    def _prove_again(self) -> None:
-        """Compare again what was compared for another exact class."""
-        self.target.prepare(exact=True)
-        with filled(self.target) as self._starts:
-            known = self._with_ways(self.widths)
-            self._widths = replace(known, prefills_agree=all(self._prefills()))
 
     def _keep(self) -> None:
         if self.profiles is not None:
             self.profiles.keep_survey(self.widths, self._curve)
 
     def _next_seconds(self) -> float:
-        """A guess of the time of the next step."""
         known, curve, places = self.widths, self._curve, len(self._starts)
         widest = known.exact[-1]
         if known.untried:
@@ -188,7 +179,6 @@ class Survey:
         return 1e-3 * places * sum(curve.pass_ms(w) * passes for w, passes in pairs)
 
     def _first(self) -> Widths:
-        """Compare the first widths until two agree; their class becomes exact."""
         widths = decoding_widths(self.target)
         order = sorted(widths, key=(*FIRST, *NEXT, *widths).index)
         known = Widths([], {}, untried=tuple(order))
@@ -216,8 +206,7 @@ class Survey:
                 known = self._compared(known)
                 self._widths = replace(known, gaps=self._gaps_of(known))
             else:
-                agree = all(self._prefills())
-                self._widths = replace(known, prefills_agree=agree)
+                self._widths = replace(known, prefills_agree=all(self._prefills()))
 
     def _compared(self, known: Widths) -> Widths:
         """Compare the next width, which joins the class whose bits it gives."""
@@ -248,7 +237,6 @@ class Survey:
         return self._agrees(width, [*ways, *trees])
 
     def _gaps_of(self, known: Widths) -> dict[int, float]:
-        """The gap of each width to the exact class, as its first members had it."""
         exact = next(m for m in known.classes if sorted(m) == known.exact)
         gaps = dict.fromkeys(exact, 0.0)
         for members in known.classes:
@@ -260,7 +248,8 @@ class Survey:
 
     def _gap(self, one: int, other: int) -> float:
         """The largest difference between the logits of two widths; 0 for equal bits."""
-        rows = min(max(MIN_ROWS, one, other), room(self.target, self._starts))
+        room = self.target.cache.capacity - 1 - self._starts[-1]
+        rows = min(max(MIN_ROWS, one, other), MAX_ROWS, room)
         gap = 0.0
         for start in self._starts:
             logits, others = (self._logits(start, rows, w) for w in (one, other))
@@ -292,25 +281,18 @@ class Survey:
         place(graph, start)
         run = partial(graph.run, tokens, last_only, probing=probing)
         if branching:
-            depths = range(len(tokens))
-            ancestors = [list(range(row)) for row in depths]
-            run = partial(
-                graph.run_branches, tokens, depths, ancestors, probing=probing
-            )
+            places = range(len(tokens))
+            above = [list(range(row)) for row in places]
+            run = partial(graph.run_branches, tokens, places, above, probing=probing)
         settle(graph, run)
         before = graph.seconds
         logits = run().logits
-        ms, times = 1e3 * (graph.seconds - before), self._times_of(way)
-        if times is not None and len(tokens) <= WIDEST:
+        ms, times = 1e3 * (graph.seconds - before), self._curve.passes
+        if probing.streams:
+            times = self._curve.ended if probing.last_only else self._curve.probed
+        if len(tokens) <= WIDEST and (probing.streams or not branching):
             times[len(tokens)] = min(ms, times.get(len(tokens), ms))
         return logits
-
-    def _times_of(self, way: Way) -> dict[int, float] | None:
-        """Where the curve keeps the times of passes that run in a way."""
-        probing, branching = way
-        if probing.streams:
-            return self._curve.ended if probing.last_only else self._curve.probed
-        return None if branching else self._curve.passes
 
     def _agrees(self, width: int, ways: list[Way]) -> bool:
         """Whether rows that run in other ways have the bits of a chain pass."""
@@ -329,7 +311,7 @@ class Survey:
         return [] if sessions.chain is sessions.any else [(NO_PROBING, True)]
 
     def _prefills(self) -> Iterator[bool]:
-        """Whether passes that read a prompt leave the rows that decoding leaves."""
+        """Whether passes that read a prompt leave the rows of decoding."""
         graph, step = self.target, self.widths.exact[-1]
         for start in self._starts:
             for wide in prefill_widths(graph.contract):
@@ -339,11 +321,6 @@ class Survey:
                 whole = _kept(graph, start, wide)
                 self._logits(start, wide, step)
                 yield all(map(np.array_equal, whole, _kept(graph, start, wide)))
-
-    @staticmethod
-    def _drafter_ms(drafter: Graph) -> float:
-        """The shortest time of a pass over one row; the buffers stay nearly empty."""
-        return 1e3 * min(_seconds(drafter, [0]) for _ in range(DRAFTER_TURNS))
 
     def _probe_ms(self) -> float:
         """The milliseconds that one probe adds to a pass of two rows."""
@@ -367,13 +344,12 @@ def _seconds(
 
 
 def _kept(graph: Graph, start: int, rows: int) -> list[np.ndarray]:
-    """Copies of the keys and values of some rows, one array for each buffer."""
     buffers = graph.cache.buffers.values()
     return [b.numpy()[:, :, start : start + rows].copy() for b in buffers]
 
 
 def probe_ways(contract: StepContract) -> list[Way]:
-    """Probes of every row or of the last row only, in passes for chains and trees."""
+    """Probes of all rows or of the last, in passes for chains and for trees."""
     if not contract.streams:
         return []
     return [
@@ -403,15 +379,25 @@ def random_tokens(graph: Graph, count: int) -> list[int]:
 def filled(graph: Graph) -> Iterator[list[int]]:
     """Fill the buffers with random numbers; gives the cursors to measure at.
 
-    They lie early, midway and late after the committed rows, which stay valid: after
-    the block the cursor and the count of passes are as before. Where the committed rows
-    leave no room they are lost. To fill the buffers by running tokens would take as
-    long as a long prompt.
+    They lie early, midway and late after the committed rows, which stay valid with the
+    cursor and the count of passes, if they leave enough room. To fill the buffers by
+    running tokens would take as long as a long prompt.
     """
     cache, passes = graph.cache, graph.passes
     length = cache.length if cache.room >= _MIN_ROOM else 0
     is_lost = length < cache.length
-    _fill(graph, length)
+    random, arrays = np.random.default_rng(1), dict[tuple[int, ...], np.ndarray]()
+    for spec in graph.contract.buffers("past"):
+        shape, buffer = spec.sized(), cache.buffers[spec.name]
+        if shape not in arrays:
+            numbers = random.standard_normal(shape, np.float32)
+            integers = np.dtype(spec.dtype).kind in "iu"
+            arrays[shape] = (numbers * 40 if integers else numbers).astype(spec.dtype)
+        whole = arrays[shape]
+        if length:
+            whole = np.array(buffer.numpy())
+            whole[:, :, length:] = arrays[shape][:, :, length:]
+        buffer.update_inplace(whole)
     early = max(length, min(_FIRST_PLACE, cache.capacity // 4))
     late = max(early, cache.capacity - 1 - MAX_ROWS)
     try:
@@ -422,30 +408,7 @@ def filled(graph: Graph) -> Iterator[list[int]]:
             graph.passes = passes
 
 
-def room(graph: Graph, starts: Sequence[int]) -> int:
-    """How many rows can be compared at each place."""
-    return min(MAX_ROWS, graph.cache.capacity - 1 - starts[-1])
-
-
-def _fill(graph: Graph, length: int) -> None:
-    random = np.random.default_rng(1)
-    arrays: dict[tuple[int, ...], np.ndarray] = {}
-    for spec in graph.contract.buffers("past"):
-        shape, buffer = spec.sized(), graph.cache.buffers[spec.name]
-        if shape not in arrays:
-            numbers = random.standard_normal(shape, np.float32)
-            integers = np.dtype(spec.dtype).kind in "iu"
-            arrays[shape] = (numbers * 40 if integers else numbers).astype(spec.dtype)
-        if length:
-            whole = np.array(buffer.numpy())
-            whole[:, :, length:] = arrays[shape][:, :, length:]
-            buffer.update_inplace(whole)
-        else:
-            buffer.update_inplace(arrays[shape])
-
-
 def place(graph: Graph, start: int) -> None:
-    """Set the cursor to `start` rows."""
     graph.cache.rewind(0)
     graph.cache.advance(start)
 
@@ -462,8 +425,8 @@ def pass_times(
 ) -> dict[int, float]:
     """The shortest time in milliseconds of a chain pass, by width.
 
-    The widths take turns, since a busy second would otherwise slow the passes of one
-    width only. The shortest time counts, since noise only makes a pass longer.
+    The widths take turns, since a busy second would else slow the passes of one width
+    only. Noise only makes a pass longer.
     """
     with filled(graph) as starts:
         place(graph, starts[0])

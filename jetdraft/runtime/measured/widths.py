@@ -7,7 +7,7 @@ cannot depend on how rows were grouped into passes.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from jetdraft.contracts.constants import WIDEST
@@ -41,9 +41,9 @@ class Widths:
 
     @property
     def exact(self) -> list[int]:
-        """The class of `base`, ascending.
+        """The class of `base`, ascending; without a base the largest class.
 
-        Without a base the largest class; of equals the class with the narrowest width.
+        Of equal classes it is the class with the narrowest width.
         """
         if self.base is not None:
             return next(sorted(w) for w in self.classes if self.base in w)
@@ -54,16 +54,9 @@ class Widths:
         """The widths that a generation may use, ascending."""
         return self.exact if exact else sorted({*self.gaps, *self.untried})
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, fields: Any) -> Widths:
-        """Read `to_json`'s object; JSON turned the widths into text.
-
-        Raises `ValueError` where it is malformed.
-        """
+        """Read its fields from JSON; raises `ValueError` where they are malformed."""
         known: Widths = read_record(cls, fields)
         widths = [width for members in known.classes for width in members]
         if sorted(widths) != sorted(known.gaps) or not all(known.classes):
@@ -77,8 +70,7 @@ class Widths:
 def prefill_widths(contract: StepContract) -> list[int]:
     """The widths of the passes that read a prompt, widest first.
 
-    All are multiples of the widest decoding pass, since kernels take rows in twos or
-    fours.
+    Multiples of the widest decoding pass, since kernels take rows in twos or fours.
     """
     wide, widths = contract.max_width, []
     while wide >= 2 * WIDEST:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,15 +30,14 @@ Pick = Callable[[Int64s, Int64s], Float32s]
 class Answer:
     """The answer to m of the n rows of a pass; views that the next pass overwrites.
 
-    `candidates` int64 [m, K] best first, `candidate_logits` float32 [m, K],
-    `logsumexp` float32 [m], `logits` float32 [m, vocab], and `hidden` float32 [m, h]
-    where the graph gives them. A graph that chooses among a part of the vocabulary can
-    draft its candidates only: their logits are all its `logits`. `features` float
-    [n, w] and `carried` float [n, c] have one row per row of the pass, answered or not.
-    `probes` maps each row that carried probes to the answer of its probes. The logits
-    are fetched from the device, or computed, when they are first read, and so is a
-    `logsumexp` that the graph did not give. `skipped_layers` counts the layers that the
-    pass left out.
+    `candidates` int64 [m, K] best first, `candidate_logits` float32 [m, K], `logsumexp`
+    float32 [m], `logits` float32 [m, vocab], and `hidden` float32 [m, h] where the
+    graph gives them. A graph that chooses among a part of the vocabulary can draft its
+    candidates only: their logits are all its `logits`. `features` [n, w] and `carried`
+    [n, c] have a row per row of the pass, answered or not. `probes` maps each row that
+    carried probes to their answer. Logits, and a `logsumexp` that the graph did not
+    give, are fetched or computed when they are first read. The pass left
+    `skipped_layers` out.
     """
 
     candidates: Int64s
@@ -50,7 +49,7 @@ class Answer:
     carried: Float32s | None = None
     probes: Mapping[int, Answer] = field(default_factory=dict, repr=False)
     skipped_layers: int = 0
-    _parts: dict[int, Answer] = field(default_factory=dict, repr=False)
+    _parts: dict[int, Answer] = field(default_factory=dict, repr=False, init=False)
     _source: LogitsSource | None = field(default=None, repr=False)
     _pick: Pick | None = field(default=None, repr=False)
 
@@ -60,12 +59,8 @@ class Answer:
         if self._logsumexp is not None:
             return self._logsumexp
         # Row by row, so that a row's number cannot depend on the other rows.
-        sums = [
-            largest + np.log(np.exp(row - largest).sum())
-            for row, largest in zip(
-                self.logits, self.candidate_logits[:, 0], strict=True
-            )
-        ]
+        pairs = zip(self.logits, self.candidate_logits[:, 0], strict=True)
+        sums = [most + np.log(np.exp(row - most).sum()) for row, most in pairs]
         return np.array(sums, np.float32)
 
     @property
@@ -83,12 +78,10 @@ class Answer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens to choose from."""
         return int(self._logits.shape[1])
 
     @property
     def probe_count(self) -> int:
-        """The number of probes of the pass."""
         return sum(len(answer.candidates) for answer in self.probes.values())
 
     def first(self, rows: int) -> Answer:
@@ -113,25 +106,14 @@ class Answer:
             _source=self._source,
         )
 
-    def with_features(self, features: Float32s) -> Answer:
-        """This answer with the features of its rows."""
-        return replace(self, features=features, _parts={})
-
-    def leaving_out(self, layers: int) -> Answer:
-        """This answer, of a pass that left `layers` layers out."""
-        return replace(self, skipped_layers=layers, _parts={})
-
 
 def answer_of(
     tensors: Mapping[str, Tensor], contract: StepContract, probes: Probes
 ) -> Answer:
     """The answer that a binding's outputs hold."""
-    answer = replace(
-        _answer(tensors, ""),
-        hidden=_rows_of(tensors, "hidden"),
-        features=_rows_of(tensors, "features"),
-        carried=_rows_of(tensors, "carried"),
-    )
+    optional = {"hidden", "features", "carried"} & tensors.keys()
+    more: dict[str, Any] = {name: tensors[name].array[0] for name in optional}
+    answer = replace(_answer(tensors, ""), **more)
     if contract.draft_vocab:
         # The columns of its logits are not token ids.
         answer = replace(answer, _logits=answer.candidate_logits, _source=None)
@@ -147,20 +129,7 @@ def answer_of(
     )
 
 
-def _rows_of(tensors: Mapping[str, Tensor], name: str) -> Float32s | None:
-    """An optional output [1, rows, size] as [rows, size]."""
-    return tensors[name].array[0] if name in tensors else None
-
-
 def _answer(tensors: Mapping[str, Tensor], prefix: str) -> Answer:
-    candidates, values, logsumexp, logits = (
-        tensors[prefix + name]
-        for name in ("candidates", "candidate_logits", "logsumexp", "logits")
-    )
-    return Answer(
-        candidates.array[0],
-        values.array[0],
-        logsumexp.array[0],
-        logits.array[0],
-        _source=logits,
-    )
+    names = ("candidates", "candidate_logits", "logsumexp", "logits")
+    ids, values, sums, logits = (tensors[prefix + name].array[0] for name in names)
+    return Answer(ids, values, sums, logits, _source=tensors[f"{prefix}logits"])

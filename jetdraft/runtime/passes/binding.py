@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.ort import ort
+from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.passes.buffers import HOST, Memory, Tensor
 
 VisibleSlots = Sequence[Sequence[int]]
@@ -31,10 +32,9 @@ ON_REQUEST = ("logits", "probe_logits")
 class Bound:
     """The inputs and outputs of passes with fixed numbers of rows, answers and probes.
 
-    `tensors` holds them by name, on the host and on the device; `arrays` holds their
-    arrays on the host. `buffers` are the KV buffers, by name of the input; the `lent`
-    ones belong to another graph, and are only read. The contract has `members` and
-    `prefix`.
+    `tensors` holds them by name, `arrays` their arrays on the host. `buffers` are the
+    KV buffers, by name of the input; the `borrowed` buffers belong to another graph,
+    and are only read. The contract has `members` and `prefix`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Bound:
         memory: Memory = HOST,
         members: int = 1,
         prefix: int = 0,
-        lent: Mapping[str, ort.OrtValue] = MappingProxyType({}),
+        borrowed: Mapping[str, ort.OrtValue] = MappingProxyType({}),
     ) -> None:
         self.session = session
         self._memory = memory
@@ -57,7 +57,7 @@ class Bound:
         # A value can share the memory of its array, so both must stay alive.
         self.tensors: dict[str, Tensor] = {}
         presents = {name: name.replace("past_", "present_") for name in buffers}
-        buffer_names = {*presents, *presents.values(), *lent}
+        buffer_names = {*presents, *presents.values(), *borrowed}
         for specs, bind in (
             (inputs, self.io.bind_ortvalue_input),
             (outputs, self.io.bind_ortvalue_output),
@@ -73,12 +73,19 @@ class Bound:
         for name, buffer in buffers.items():
             self.io.bind_ortvalue_input(name, buffer)
             self.io.bind_ortvalue_output(presents[name], buffer)
-        for name, buffer in lent.items():
+        for name, buffer in borrowed.items():
             self.io.bind_ortvalue_input(name, buffer)
         self.arrays = {name: tensor.array for name, tensor in self.tensors.items()}
-        self._copies = None
-        if memory.copies:
-            self._copies = _Copies(self.tensors, {spec.name for spec in inputs})
+        self._copies = memory.copies
+        # Steady inputs are uploaded before the next pass if their names are here.
+        self._changed = {name for name in STEADY if name in self.tensors}
+        read = {spec.name for spec in inputs}
+        others = [(n, n in read, t) for n, t in self.tensors.items() if n not in STEADY]
+        self._uploads = [tensor for _, is_read, tensor in others if is_read]
+        self._on_request = [self.tensors[n] for n in ON_REQUEST if n in self.tensors]
+        self._downloads = [
+            t for n, is_read, t in others if not (is_read or n in ON_REQUEST)
+        ]
         self._shown: _Shown | None = None
         # To set an item of a view takes a tenth of the time of a numpy call.
         self.cursor = self.view("cursor")
@@ -93,23 +100,34 @@ class Bound:
         """Run one pass; gives the seconds that it took, copies included."""
         with self._memory.alone():
             start = time.perf_counter()
-            if self._copies is not None:
-                self._copies.upload()
+            if self._copies:
+                steady = [self.tensors[name] for name in self._changed]
+                for tensor in (*self._uploads, *steady):
+                    tensor.upload()
+                self._changed.clear()
             self.session.run_with_iobinding(self.io, options)
-            if self._copies is not None:
-                self._copies.download()
+            if self._copies:
+                for tensor in self._downloads:
+                    tensor.download()
+                for tensor in self._on_request:
+                    tensor.stale = True
             return time.perf_counter() - start
 
+    def fill_rows(self, name: str, numbers: Float32s | Int64s | None) -> None:
+        """Set an input that has numbers for each row; padding gets the last row's."""
+        if numbers is not None:
+            array = self.arrays[name][0]
+            array[: len(numbers)] = numbers
+            array[len(numbers) :] = numbers[-1]
+
     def show_all(self) -> None:
-        """Let every row attend to all slots before it."""
         if self._shown is not None:
             self._show(None)
 
     def show_only(self, visible: VisibleSlots, cursor: int, filled: int = 0) -> None:
         """Hide the slots from the cursor on, except those in `visible` for each row.
 
-        Slots are numbered from the cursor. Earlier passes wrote the first `filled`
-        slots.
+        Slots are numbered from the cursor; earlier passes wrote the first `filled`.
         """
         self.arrays["draft_start"][0] = cursor
         shown = (tuple(map(tuple, visible)), filled)
@@ -123,40 +141,7 @@ class Bound:
             lines = _mask_of(*shown)
             mask[1 : 1 + len(lines)] = lines
         self._shown = shown
-        if self._copies is not None:
-            self._copies.changed.add("draft_mask")
-
-
-class _Copies:
-    """The copies between host and device before and after a pass.
-
-    `changed` has the names of the steady inputs to upload before the next pass.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor], inputs: set[str]) -> None:
-        self._tensors = tensors
-        self.changed = {name for name in STEADY if name in tensors}
-        self._uploads = [
-            tensor
-            for name, tensor in tensors.items()
-            if name in inputs and name not in STEADY
-        ]
-        outputs = {name: tensors[name] for name in tensors if name not in inputs}
-        self._on_request = [outputs.pop(n) for n in ON_REQUEST if n in outputs]
-        self._downloads = list(outputs.values())
-
-    def upload(self) -> None:
-        for tensor in self._uploads:
-            tensor.upload()
-        for name in self.changed:
-            self._tensors[name].upload()
-        self.changed.clear()
-
-    def download(self) -> None:
-        for tensor in self._downloads:
-            tensor.download()
-        for tensor in self._on_request:
-            tensor.stale = True
+        self._changed.add("draft_mask")
 
 
 @lru_cache(maxsize=256)

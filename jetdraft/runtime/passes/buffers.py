@@ -39,20 +39,17 @@ class Tensor:
         self._memory = memory
 
     def upload(self) -> None:
-        """Copy the array to the device."""
         if self._memory.copies:
             with self._memory.alone():
                 self.value.update_inplace(self.array)
 
     def download(self) -> None:
-        """Copy the value to the host."""
         if self._memory.copies:
             with self._memory.alone():
                 np.copyto(self.array, self.value.numpy())
         self.stale = False
 
     def fetch(self) -> None:
-        """Download if the array is stale."""
         if self.stale:
             self.download()
 
@@ -61,8 +58,8 @@ class Tensor:
 class Memory:
     """The memory that tensors are allocated in: a `device`, "cpu", "cuda" or "webgpu".
 
-    `copies` says that host and session do not share this memory. Tests set it without a
-    GPU, to run the code that a GPU needs. Kernels read the inputs `on_host` there.
+    `copies` says that host and session do not share it; tests set it without a GPU.
+    Kernels read the inputs `on_host` there.
     """
 
     device: str = "cpu"
@@ -93,11 +90,10 @@ HOST = Memory()
 
 
 class Cache:
-    """Fixed buffers, allocated once, and a cursor.
+    """Fixed buffers, allocated once, and a cursor; a rewind copies nothing.
 
-    Rows beyond `length` are stale and get overwritten, so a rewind is free. With a
-    `compaction` session the rows of an accepted branch can be moved together; `seconds`
-    is the total time spent in it.
+    Rows beyond `length` are stale and get overwritten. A `compaction` session moves the
+    rows of an accepted branch together, and `seconds` is the total time spent in it.
     """
 
     def __init__(
@@ -120,17 +116,15 @@ class Cache:
 
     @property
     def room(self) -> int:
-        """How many rows still fit."""
         return self.capacity - self.length
 
     def advance(self, rows: int) -> None:
-        """Commit the next `rows` rows."""
         if not 0 <= rows <= self.room:
             raise ValueError(f"cannot commit {rows} rows, {self.room} fit")
         self.length += rows
 
     def rewind(self, length: int) -> None:
-        """Go back to `length` committed rows; nothing is copied."""
+        """Go back to `length` committed rows."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot rewind from {self.length} rows to {length}")
         self.length = length
@@ -155,8 +149,7 @@ class Cache:
     def compact(self, path: Sequence[int]) -> None:
         """Commit only the rows `path` of the last pass, ascending from 0.
 
-        Rows after the first gap are moved, on the device and in place. Raises
-        `ValueError` if that needs a compaction graph and there is none.
+        Rows after the first gap are moved, on the device and in place.
         """
         kept = without_gaps(path)
         if kept < len(path):
@@ -212,8 +205,8 @@ def tokens_of(material: Material) -> list[int]:
 class Source:
     """The cross buffers of one decoder, allocated once; a decoder only reads them.
 
-    The encoder's session runs once for each source, and writes the buffers in place.
-    `lent` has them by the decoder's inputs; `seconds` adds up the encoder's time.
+    The encoder's session runs once for each source, and writes them in place. `seconds`
+    adds up its time.
     """
 
     def __init__(
@@ -232,14 +225,19 @@ class Source:
         self._material: npt.NDArray[Any] = np.zeros(0)
         self._session, self._memory = session, memory
         self._buffers = {
-            spec.name: _filled(memory.tensor(spec.sized(), spec.dtype), place)
-            for place, spec in enumerate(declared.outputs)
+            spec.name: memory.tensor(spec.sized(), spec.dtype)
+            for spec in declared.outputs
         }
+        # Passes that are compared before any source is read must differ.
+        for seed, tensor in enumerate(self._buffers.values()):
+            random = np.random.default_rng(seed)
+            tensor.array[:] = random.standard_normal(tensor.array.shape, np.float32)
+            tensor.upload()
         self._length = memory.tensor(SOURCE_LENGTH.sized(), SOURCE_LENGTH.dtype)
         self._set_length(self.slots)
 
     @property
-    def lent(self) -> dict[str, ort.OrtValue]:
+    def values(self) -> dict[str, ort.OrtValue]:
         """The values to bind, by the names of the decoder's inputs."""
         tensors = {**self._buffers, SOURCE_LENGTH.name: self._length}
         return {name: tensor.value for name, tensor in tensors.items()}
@@ -267,11 +265,3 @@ class Source:
     def _set_length(self, length: int) -> None:
         self._length.array[0] = length
         self._length.upload()
-
-
-def _filled(tensor: Tensor, seed: int) -> Tensor:
-    """Random numbers, so that passes which are compared before any source differ."""
-    random = np.random.default_rng(seed)
-    tensor.array[:] = random.standard_normal(tensor.array.shape, np.float32)
-    tensor.upload()
-    return tensor

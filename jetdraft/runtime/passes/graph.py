@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jetdraft.contracts.constants import WIDEST
-from jetdraft.contracts.step_contract import SELECTING, Reading, StepContract
+from jetdraft.contracts.step_contract import SELECTING, Reading
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.rows import (
@@ -34,11 +34,10 @@ MIN_LENGTH = 256
 class Graph:
     """Sessions over one `Cache`, with a binding for each size of a pass.
 
-    `seconds` adds up the time inside `session.run`, `passes` counts the passes. If
-    there are `lengths`, ascending up to the capacity, `total_length` is the smallest
-    length that holds the pass; otherwise it is the exact length. Without `captures` no
-    CUDA graph is captured. A given `cache` belongs to another graph of the same
-    contract.
+    `seconds` adds up the time inside `session.run`, `passes` counts the passes. With
+    `lengths`, ascending up to the capacity, `total_length` is the smallest that holds
+    the pass; else the exact length. Without `captures` no CUDA graph is captured. A
+    given `cache` belongs to another graph of the same contract.
     """
 
     def __init__(
@@ -54,11 +53,15 @@ class Graph:
         self.memory = memory
         self.captures = captures
         self.lengths: Sequence[int] = ()
+        # Set before the first pass: the target's buffers, for a graph that reads them,
+        # and what the decoder of an encoder reads.
         self.lender: Cache | None = None
-        """The target's buffers, for a graph that reads them; set it before a pass."""
         self.source: Source | None = None
-        """What the decoder of an encoder reads; set it before the first pass."""
-        self.selected = SelectedRows(self.contract)
+        # What selecting passes read and write in place, on the host.
+        self.selected = {
+            spec.name: HOST.tensor(spec.sized(), spec.dtype)
+            for spec in self.contract.selected("past")
+        }
         self.prepare(exact=True)
         self.cache = cache or Cache(self.contract, compaction, memory)
         self.seconds = 0.0
@@ -69,15 +72,17 @@ class Graph:
     def prepare(self, exact: bool, reading: Reading = Reading.ALL) -> None:
         """Choose the `total_length`s of the next generation, and the rows it reads.
 
-        Each captured graph has a fixed `total_length`, so there are few lengths. Since
-        kernels split their work by the length, it decides how they round. So an `exact`
-        generation uses a single length. The next pass selects rows again.
+        Each captured graph has a fixed `total_length`, so there are few. Kernels split
+        their work by it and round accordingly, so an `exact` generation uses a single
+        length. The next pass selects rows again.
         """
         self.reading = reading
-        self.selected.forget()
+        for tensor in self.selected.values():  # no query is like zeros
+            tensor.array.fill(0)
         if self.captures is not None:
-            most = self.contract.slots
-            self.lengths = [most] if exact else _lengths(most)
+            most, powers = self.contract.slots, [1 << n for n in range(32)]
+            some = [] if exact else [n for n in powers if MIN_LENGTH <= n < most]
+            self.lengths = [*some, most]
 
     def beside(self) -> Graph:
         """Another graph of the same sessions over the same buffers; it selects rows."""
@@ -97,12 +102,11 @@ class Graph:
     ) -> Answer:
         """Run one pass over a chain of n `tokens` at the cache's cursor.
 
-        The pass answers for all rows, or with `last_only` for the last row alone; then
-        a prefill computes the LM head for this row only. Rows that fill up the `width`
-        repeat the last token. The cursor does not move: the caller knows which rows
-        count, and calls `cache.advance`. A head graph reads `features` float [n, w],
-        and `recent` int64 [n, q] if its contract says so. `block` has the first tokens
-        of a graph that fills a block.
+        It answers for all rows, or with `last_only` for the last row alone; then a
+        prefill computes the LM head for this row only. Rows that fill up the `width`
+        repeat the last token. The caller moves the cursor with `cache.advance`. A head
+        graph reads `features` float [n, w] and `recent` int64 [n, q], as its contract
+        says. `block` has the first tokens of a graph that fills a block.
         """
         rows, cursor, room = len(tokens), self.cache.length, self.cache.room
         width = max(width, rows)
@@ -143,11 +147,7 @@ class Graph:
         return rows, answer
 
     def commit(self, path: Sequence[int], exact: bool) -> int:
-        """Commit the rows of a path of the last pass; returns how many.
-
-        An `exact` commit ends where the path leaves a gap in the buffer; an inexact
-        commit closes the gaps by moving the rows behind them.
-        """
+        """Commit the rows of a path of the last pass, see `Target.commit`."""
         if not exact:
             self.cache.compact(path)
             return len(path)
@@ -179,9 +179,9 @@ class Graph:
         """Run rows of a branching draft in a tree graph, which answers for all rows.
 
         The draft takes slots from the cursor on; earlier passes have written the first
-        `filled` of them. Row i sits `depths[i]` places past the cursor and sees the
-        committed rows, the draft's slots `ancestors[i]` and itself. A head graph reads
-        `features` float [n, w], and `recent` as in `run`.
+        `filled`. Row i sits `depths[i]` places past the cursor and sees the committed
+        rows, the draft's slots `ancestors[i]` and itself. `features` and `recent` as in
+        `run`.
         """
         if not self.contract.tree:
             raise ValueError("a chain graph cannot run branches; use a tree graph")
@@ -223,11 +223,9 @@ class Graph:
         return probes if self.contract.behind(probes.total) <= room else NO_PROBES
 
     def _seen(self, probes: Probes, ancestors: Sequence[Sequence[int]]) -> VisibleSlots:
-        """What the slots behind the rows of a pass attend to."""
         return probes.seen(ancestors, self.contract.members, self.contract.prefix)
 
     def _ready(self, binding: _Binding, cursor: int) -> ort.RunOptions | None:
-        """Set what a pass reads beside its rows; gives the options to run it."""
         size = binding.size
         length = self._length(cursor + size.width, binding.biased)
         binding.cursor[0] = cursor
@@ -249,20 +247,14 @@ class Graph:
         return next((length for length in self.lengths if length >= filled), filled)
 
 
-def _lengths(capacity: int) -> list[int]:
-    """Powers of two, and the capacity."""
-    powers = (MIN_LENGTH << doubling for doubling in range(capacity.bit_length()))
-    return [*(length for length in powers if length < capacity), capacity]
-
-
-def _lent(graph: Graph) -> dict[str, ort.OrtValue]:
+def _borrowed(graph: Graph) -> dict[str, ort.OrtValue]:
     """The buffers of other graphs that a graph reads, by the names of its inputs."""
-    lent = {} if graph.source is None else graph.source.lent
+    source = {} if graph.source is None else graph.source.values
     names = [spec.name for spec in graph.contract.target_kv]
     if names and graph.lender is None:
         raise ValueError("this graph reads the target's buffers; set its lender")
     own = {} if graph.lender is None else graph.lender.buffers
-    return lent | {name: own[name.replace("target_", "past_")] for name in names}
+    return source | {name: own[name.replace("target_", "past_")] for name in names}
 
 
 @dataclass(frozen=True)
@@ -280,18 +272,19 @@ class _Binding(Bound):
 
     def __init__(self, graph: Graph, session: StepSession, size: _Size) -> None:
         contract, probes = session.contract, size.probes
+        selected = {name: tensor.value for name, tensor in graph.selected.items()}
         super().__init__(
             session.session,
             contract.inputs,
             contract.outputs,
-            {**graph.cache.buffers, **graph.selected.buffers},
+            {**graph.cache.buffers, **selected},
             size.width,
             size.answers,
             probes.total,
             graph.memory,
             contract.members,
             contract.prefix,
-            _lent(graph),
+            _borrowed(graph),
         )
         self.size = size
         self.biased = contract.biased
@@ -313,32 +306,8 @@ class _Binding(Bound):
             self.input_ids[row] = tokens[row] if row < len(tokens) else tokens[-1]
             self.position_ids[row] = position
 
-    def fill_rows(self, name: str, numbers: Float32s | Int64s | None) -> None:
-        """Set an input that has numbers for each row; padding gets the last row's."""
-        if numbers is not None:
-            array = self.arrays[name][0]
-            array[: len(numbers)] = numbers
-            array[len(numbers) :] = numbers[-1]
-
     def fill_block(self, known: Sequence[int]) -> None:
         """Set the first tokens of the block; the others are to be guessed."""
         block = self.arrays["block"][0]
         block[:] = self.unknown
         block[: len(known)] = known
-
-
-class SelectedRows:
-    """Tensors that selecting passes read and write in place, on the host."""
-
-    def __init__(self, contract: StepContract) -> None:
-        self._tensors = {
-            spec.name: HOST.tensor(spec.sized(), spec.dtype)
-            for spec in contract.selected("past")
-        }
-        self.buffers = {name: tensor.value for name, tensor in self._tensors.items()}
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the last query, so the next pass selects: no query is like zeros."""
-        for tensor in self._tensors.values():
-            tensor.array[...] = np.zeros((), tensor.array.dtype)

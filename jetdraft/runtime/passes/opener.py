@@ -121,8 +121,8 @@ Weights = Mapping[str, npt.NDArray[np.generic]]
 class Opener:
     """Opens graphs of one bundle on one provider.
 
-    On the CPU all graphs of one file share one session, also between models that use
-    the same opener: a CPU session holds no state of a pass.
+    On the CPU all graphs of one file share a session, also between models with the same
+    opener: a CPU session holds no state of a pass.
     """
 
     bundle: Bundle
@@ -152,10 +152,7 @@ class Opener:
         shared: Mapping[str, ort.OrtValue] | None = None,
         threads: Threads | None = None,
     ) -> ort.InferenceSession:
-        """The session of one of the bundle's files; see `open_session`.
-
-        Without `threads` it has the opener's.
-        """
+        """The session of one of the bundle's files, see `open_session`."""
         if file in self._opened:
             return self._opened[file]
         session = open_session(
@@ -175,10 +172,7 @@ class Opener:
         self._opened.clear()
 
     def compaction(self, file: str | None) -> ort.InferenceSession | None:
-        """The session that moves cache rows; None if the bundle has no such graph.
-
-        It has one thread, since it computes nothing.
-        """
+        """The session that moves cache rows, with one thread; None without a graph."""
         if file is None:
             return None
         path: Path = self.bundle.path / file
@@ -211,14 +205,14 @@ class Opener:
             session = self.session(entry.tree_file or entry.file, weights, options)
             sessions = StepSessions(session, entry.widest_contract)
         else:
-            shared = SharedWeights.of(self.bundle.path / entry.file, memory)
-            views = {n: v for n, v in shared.views.items() if n not in weights}
+            views, owners = shared_weights(self.bundle.path / entry.file, memory)
+            views = {n: v for n, v in views.items() if n not in weights}
             chain, tree = (
                 self.session(file, weights, options, views)
                 for file in (entry.file, entry.tree_file)
             )
             sessions = StepSessions(
-                tree, entry.tree_contract, chain, owners=shared.owners
+                tree, entry.tree_contract, chain, owners=[*owners.values()]
             )
         return Graph(sessions, compaction, Memory(memory, copies=True), Captures())
 
@@ -244,7 +238,14 @@ class Opener:
         widths = [width for width in ENGINE_WIDTHS if width <= contract.max_width]
         name = file.removesuffix(".onnx")
         folder = self.bundle.path / "profiles" / f"tensorrt-{name}"
-        engines = engine_folder(folder, self._engine_identity())
+        machine = detect()
+        depends_on = {
+            "bundle": self.bundle.sha256,
+            "gpu": machine.gpu or "unknown",
+            "tensorrt": machine.tensorrt or "unknown",
+            "onnxruntime": ort.__version__,
+        }
+        engines = engine_folder(folder, depends_on)
         any_width, *fixed = (
             self.session(file, weights, engine_options(contract, width, engines))
             for width in (None, *widths)
@@ -255,43 +256,24 @@ class Opener:
         compaction = self.compaction(entry.compaction_file)
         return Graph(sessions, compaction, Memory(self.provider.memory, copies=True))
 
-    def _engine_identity(self) -> dict[str, str]:
-        """What a built TensorRT engine depends on."""
-        machine = detect()
-        return {
-            "bundle": self.bundle.sha256,
-            "gpu": machine.gpu or "unknown",
-            "tensorrt": machine.tensorrt or "unknown",
-            "onnxruntime": ort.__version__,
-        }
+
+Values = dict[str, ort.OrtValue]
 
 
-@dataclass(frozen=True)
-class SharedWeights:
-    """Weights on a device, which several sessions read in place.
+def shared_weights(file: Path, device: str) -> tuple[Values, Values]:
+    """The external weights of the contrib graph `file`, copied to `device`.
 
-    `views` are given to the sessions (`SessionOptions.add_initializer`): a session
-    refuses a value that owns its memory. The `owners` of the memory must outlive the
-    sessions.
+    Gives views for the sessions (`SessionOptions.add_initializer`), which refuse a
+    value that owns its memory, and the owners, which must outlive the sessions.
+    Standard graphs cannot be read, since their packed integers have no numpy type. On
+    the CPU sharing saves nothing, since each session packs its weights again. Raises
+    `ProviderError` if onnx is missing.
     """
-
-    views: dict[str, ort.OrtValue]
-    owners: list[ort.OrtValue]
-
-    @classmethod
-    def of(cls, file: Path, device: str) -> SharedWeights:
-        """The external weights of the contrib graph `file`, copied to `device`.
-
-        Standard graphs cannot be read, since their packed integers have no numpy type.
-        On the CPU sharing saves nothing, since each session packs its weights again.
-        Raises `ProviderError` if onnx is missing.
-        """
-        onnx = import_onnx()
-        owners = {}
-        for tensor in onnx.load(file, load_external_data=False).graph.initializer:
-            place = {entry.key: entry.value for entry in tensor.external_data}
-            if "location" not in place:
-                continue
+    onnx = import_onnx()
+    owners = {}
+    for tensor in onnx.load(file, load_external_data=False).graph.initializer:
+        place = {entry.key: entry.value for entry in tensor.external_data}
+        if "location" in place:
             array = np.memmap(
                 file.parent / place["location"],
                 onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type),
@@ -301,5 +283,4 @@ class SharedWeights:
             )
             value = ort.OrtValue.ortvalue_from_numpy(np.array(array), device, 0)
             owners[tensor.name] = value
-        views = {n: ort.OrtValue.from_dlpack(value) for n, value in owners.items()}
-        return cls(views, list(owners.values()))
+    return {n: ort.OrtValue.from_dlpack(value) for n, value in owners.items()}, owners

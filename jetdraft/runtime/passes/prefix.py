@@ -1,11 +1,10 @@
 """The rows of an earlier text that a target's buffers still hold.
 
-The part of a prompt that is equal to the beginning of that text is not read again. The
-keys and values of a row depend on the tokens before it, and their last bits depend on
-the kernels that computed them. Prompts are read in passes whose rows have the bits of
-decoding (`Widths.prefills_agree`). So a kept row has the bits that a new pass
-would compute, and the text cannot depend on earlier texts. An exact generation does not
-use rows that an inexact generation left. A prefix can be saved to a file.
+The part of a prompt that is equal to the beginning of that text is not read again.
+Prompts are read in passes whose rows have the bits of decoding
+(`Widths.prefills_agree`), so a kept row has the bits that a new pass would compute, and
+the text cannot depend on earlier texts. An exact generation does not use rows that an
+inexact generation left.
 """
 
 from __future__ import annotations
@@ -80,8 +79,8 @@ def save_prefix(
 ) -> None:
     """Write the rows of `tokens` from all caches, which must hold them, to an npz file.
 
-    `identity` says what the rows depend on, `waiting` float32 [1, w] are the target's
-    features that a head has not read yet. Raises `OutputError`.
+    `identity` says what they depend on, `waiting` float32 [1, w] are features of the
+    target that a head has not read yet. Raises `OutputError`.
     """
     arrays: dict[str, Any] = {
         TOKENS: np.array(tokens, np.int64),
@@ -111,8 +110,8 @@ def load_prefix(
     """Put saved rows into all caches.
 
     Gives their tokens, whether this machine computed them, and the features that wait
-    for a head, float32 [1, `size`], if there is one. Raises `BundleError` for rows of
-    another bundle, and for a file that was altered or does not fit the buffers.
+    for a head, float32 [1, `size`], if any. Raises `BundleError` for rows of another
+    bundle, and for a file that was altered or does not fit the buffers.
     """
     refusal = BundleError(f"{file} is not a saved prefix; save it again")
     arrays = read_arrays(file, refusal)

@@ -38,7 +38,7 @@ class Spinning(Enum):
     """When the threads of a session keep their cores busy while they wait.
 
     ALWAYS starts a pass fastest, and slows every other session on these cores.
-    IN_PASSES leaves the cores to another session as soon as a pass ends.
+    IN_PASSES leaves the cores as soon as a pass ends.
     """
 
     ALWAYS = "always"
@@ -47,8 +47,6 @@ class Spinning(Enum):
 
 
 class Threads(NamedTuple):
-    """The threads of a session."""
-
     number: int
     spinning: Spinning
 
@@ -85,10 +83,10 @@ def open_session(
 ) -> ort.InferenceSession:
     """A session of the graph in `file` on one provider ("cpu", "cuda", "tensorrt").
 
-    `weights` replace the graph's own, by name, and so do the `shared`
-    weights, which lie in the provider's memory and must outlive the session. Raises
-    `ProviderError` if the provider cannot run the whole graph, `ContractError` if
-    onnxruntime cannot load the file, and `OptionError` for wrong `threads`.
+    `weights` replace the graph's own, by name, and so do the `shared` weights, which
+    lie in the provider's memory and must outlive the session. Raises `ProviderError` if
+    the provider cannot run the whole graph, `ContractError` for a file that cannot be
+    loaded, and `OptionError` for wrong `threads`.
     """
     full = PROVIDERS[provider].full
     options = _options(provider, threads)
@@ -123,7 +121,12 @@ def open_session(
 
 def _options(provider: str, threads: Threads) -> ort.SessionOptions:
     count, spinning = threads
-    _check_threads(count)
+    most = MOST_THREADS_PER_CORE * (os.cpu_count() or 1)
+    if type(count) is not int or not 1 <= count <= most:
+        raise OptionError(
+            f"threads {count!r} is out of range; give 1 to {most} on this machine",
+            "threads",
+        )
     options = ort.SessionOptions()
     options.intra_op_num_threads = count
     options.inter_op_num_threads = 1
@@ -141,37 +144,23 @@ def _options(provider: str, threads: Threads) -> ort.SessionOptions:
     return options
 
 
-def _check_threads(threads: int) -> None:
-    most = MOST_THREADS_PER_CORE * (os.cpu_count() or 1)
-    if type(threads) is not int or not 1 <= threads <= most:
-        raise OptionError(
-            f"threads {threads!r} is out of range; give 1 to {most} on this machine",
-            "threads",
-        )
-
-
 def _check_provider(session: ort.InferenceSession, provider: str, file: Path) -> None:
     """Raise `ProviderError` if the CPU runs what the provider should run."""
     full = PROVIDERS[provider].full
     if session.get_providers()[0] != full:
         reason = presence(provider).reason or "onnxruntime left it out"
         raise ProviderError(f"{full} cannot be used here: {reason}; {AT_HAND}")
-    missing = _operators_elsewhere(session, full) - SIZE_OPERATORS
-    if missing:
-        raise ProviderError(
-            f"{full} has no kernels for {', '.join(sorted(missing))} of {file}; "
-            "export the bundle for this provider"
-        )
-
-
-def _operators_elsewhere(session: ort.InferenceSession, full: str) -> set[str]:
-    """The operators that run on another provider than `full`."""
-    return {
+    elsewhere = {
         node.op_type
         for part in session.get_provider_graph_assignment_info()
         for node in part.get_nodes()
         if part.ep_name != full
     }
+    if missing := elsewhere - SIZE_OPERATORS:
+        raise ProviderError(
+            f"{full} has no kernels for {', '.join(sorted(missing))} of {file}; "
+            "export the bundle for this provider"
+        )
 
 
 class Captures:
@@ -180,7 +169,7 @@ class Captures:
     A replay reads no shape and no value on the host: passes that differ in these need
     different keys. The first run of a key is eager, so that kernels are chosen and
     memory is allocated outside of a capture. The second run captures, and runs the pass
-    three times, which is harmless: the rows go to the same slots. Later runs replay.
+    three times, which is harmless: the rows go to the same slots.
     """
 
     def __init__(self) -> None:
@@ -190,15 +179,11 @@ class Captures:
 
     def run_options(self, key: Hashable | None) -> ort.RunOptions:
         """The options to run a pass of that key with; None is always eager."""
-        if key is None:
-            return self._options_of(EAGER)
-        if key not in self._warm:
+        graph_id = EAGER
+        if key in self._warm:
+            graph_id = str(self.ids.setdefault(key, len(self.ids) + 1))
+        elif key is not None:
             self._warm.add(key)
-            return self._options_of(EAGER)
-        graph_id = self.ids.setdefault(key, len(self.ids) + 1)
-        return self._options_of(str(graph_id))
-
-    def _options_of(self, graph_id: str) -> ort.RunOptions:
         if graph_id not in self._options:
             options = ort.RunOptions()
             options.add_run_config_entry("gpu_graph_id", graph_id)
@@ -223,9 +208,9 @@ class StepSessions:
     """A session for any pass, and further sessions that run some passes faster.
 
     `chain` runs passes that do not branch; it has no attention bias, which some kernels
-    run faster. `fixed` has sessions that each run passes of one width only, by width; a
-    pass runs in the narrowest of them that holds its rows, filled up with padding rows.
-    The `owners` of weights are kept alive for the sessions that share these.
+    run faster. Each of `fixed` runs passes of one width only; a pass takes the
+    narrowest that holds its rows, filled up with padding. The `owners` of shared
+    weights are kept alive.
     """
 
     def __init__(
@@ -252,5 +237,4 @@ class StepSessions:
         return rows
 
     def of(self, width: int, branching: bool) -> StepSession:
-        """The session for a pass of that width."""
         return self.fixed.get(width, self.any if branching else self.chain)

@@ -8,42 +8,18 @@ from typing import Protocol
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.runtime.drafts.rows import NO_PROBING, Probing, Rows
 from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.buffers import Cache
 
 
 class EarlyStop(Exception):  # noqa: N818  # nothing went wrong
     """A target ends the text before its next token."""
 
 
-class TargetCache(Protocol):
-    """The committed rows of a target: `length` of `capacity` rows of fixed buffers.
-
-    `room` is the number of rows that still fit, `seconds` the time spent moving rows
-    together.
-    """
-
-    capacity: int
-
-    @property
-    def length(self) -> int: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def room(self) -> int: ...
-
-    def advance(self, rows: int) -> None:
-        """Count the next `rows` rows as committed."""
-
-    def rewind(self, length: int) -> None:
-        """Go back to `length` committed rows; nothing is copied."""
-
-
 class Target(Protocol):
     """Runs passes over its cache and commits the rows that were right.
 
-    `contract` has the shapes of the whole model, `seconds` adds up the time inside
-    `session.run`, `passes` counts the passes.
+    `contract` has the shapes of the whole model; `seconds` adds up the time inside
+    `session.run`.
     """
 
     contract: StepContract
@@ -55,15 +31,15 @@ class Target(Protocol):
     def passes(self) -> int: ...
 
     @property
-    def cache(self) -> TargetCache: ...
+    def cache(self) -> Cache: ...
 
     def run(
         self, tokens: Sequence[int], last_only: bool = False, width: int = 0
     ) -> Answer:
         """Run one pass over a chain of tokens at the cursor, which does not move.
 
-        With `last_only` the pass answers for its last row alone. Rows that fill up the
-        `width` repeat the last token.
+        With `last_only` it answers for the last row alone; padding up to the `width`
+        repeats the last token.
         """
         ...
 
@@ -72,8 +48,8 @@ class Target(Protocol):
     ) -> tuple[Rows, Answer]:
         """Run a draft in a pass of that width, and probes beside it.
 
-        Gives the rows that were run, which may be only a part of the draft, and the
-        answer for them. Raises `EarlyStop` to end the text.
+        Gives the rows that were run, maybe a part of the draft, and their answer.
+        Raises `EarlyStop` to end the text.
         """
         ...
 

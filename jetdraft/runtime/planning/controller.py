@@ -19,8 +19,8 @@ from jetdraft.runtime.proposers.proposer import Proposer
 class Assignment:
     """Ask `proposer` for `budget` rows; without a proposer the round has no draft.
 
-    `parents` asks for a tree of that shape. The rows of the round's pass carry probes
-    as `probing` says; the answers of the probes become the draft of the next round.
+    `parents` asks for a tree of that shape. The rows of the pass carry probes as
+    `probing` says, whose answers become the draft of the next round.
     """
 
     proposer: Proposer | None
@@ -52,16 +52,14 @@ class Fixed:
     def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
         """A draft of the fixed length, or the part of it that fits `room`.
 
-        `offers` counts the rows that proposers offered in this round already; a
-        proposer may offer fewer rows than it was asked for.
+        `offers` counts the rows that proposers offered in this round already.
         """
         if self.proposer is None:
             return PLAIN
         probing = Probing(min(self.num_draft_tokens, self.proposer.traits.probes))
         budget = min(self.num_draft_tokens, _limit(self.proposer, room, offers))
-        if budget > 0:
-            return Assignment(self.proposer, budget, probing)
-        return Assignment(None, 0, probing)
+        drafting = self.proposer if budget > 0 else None
+        return Assignment(drafting, max(budget, 0), probing)
 
     def observe(self, round_: Round) -> None:
         """Nothing to learn."""
@@ -112,14 +110,10 @@ class Adaptive:
         choose the draft with the largest tokens / spent; no draft is K = 0
 
     With `branching`, proposers that branch are asked for trees where trees promise
-    more: the rows that are most likely right, as many as a pass holds.
-
-    Probes cost time one pass before their draft is used. So the controller compares
-    ways to go on round after round: without probes, or with the probes that would pay
-    in the long run.
-
-    Where all of this gains nothing by the clock, most rounds go without it, see
-    `Profit`.
+    more: the rows that are most likely right, as many as a pass holds. Probes cost time
+    one pass before their draft is used, so the controller compares ways to go on round
+    after round: without probes, or with the probes that pay in the long run. Where all
+    of this gains nothing by the clock, most rounds go without it, see `Profit`.
     """
 
     def __init__(
@@ -150,29 +144,23 @@ class Adaptive:
         self._plans = True
 
     def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
-        """The best draft under the current estimates."""
         self._plans = self._resting == 0
         if not self._plans:
             self._resting -= 1
             return PLAIN
-        best, best_value = self._without_probes(room, offers)
-        winner = None
+        plan: tuple[Proposer, _Promise] | None = None
+        best_value, winner = 1.0 / self._pass_ms(1, NO_PROBING), None
+        for proposer, promise, spent_ms in self._drafts(room, offers, NO_PROBING):
+            value = promise.tokens / spent_ms
+            if value > MARGIN * best_value:
+                plan, best_value = (proposer, promise), value
         for proposer in self.proposers:
             for steady in self._steady(proposer):
                 if steady.value > MARGIN * best_value:
                     winner, best_value = steady, steady.value
-        return best if winner is None else self._with_probes(room, offers, winner)
-
-    def _without_probes(
-        self, room: int, offers: Mapping[Proposer, int]
-    ) -> tuple[Assignment, float]:
-        """The draft that promises most tokens per ms, and how many it promises."""
-        best, best_value = None, 1.0 / self._pass_ms(1, NO_PROBING)
-        for proposer, promise, spent_ms in self._drafts(room, offers, NO_PROBING):
-            value = promise.tokens / spent_ms
-            if value > MARGIN * best_value:
-                best, best_value = (proposer, promise), value
-        return PLAIN if best is None else _assigned(*best, NO_PROBING), best_value
+        if winner is not None:
+            return self._with_probes(room, offers, winner)
+        return PLAIN if plan is None else _assigned(*plan, NO_PROBING)
 
     def _with_probes(
         self, room: int, offers: Mapping[Proposer, int], steady: _Steady
@@ -181,9 +169,9 @@ class Adaptive:
 
             worth = tokens - value * spent + chance * prepared
 
-        `value * spent` are the tokens that the same time brings in the long run.
-        `chance` is the chance that this round's probes draft for the next round, which
-        is then worth `prepared` tokens more.
+        `value * spent` are the tokens that the same time brings in the long run. By
+        `chance` this round's probes draft for the next, which is then worth `prepared`
+        tokens more.
         """
         probing, best = steady.probing, Assignment(None, 0, steady.probing)
         spent_ms = self._pass_ms(1, probing)
@@ -266,13 +254,12 @@ class Adaptive:
     ) -> Iterator[_Promise]:
         """The promises of the likeliest trees that fill a pass.
 
-        In an exact generation the next pass runs an accepted row again, unless the row
-        is on the first path. So the row is worth one token minus the cost of a row.
+        In an exact generation the next pass runs an accepted row again, unless it is on
+        the first path. So it is worth one token minus the cost of a row.
         """
-        plain_ms = self.curve.pass_ms(1)
-        row_ms = (self.curve.pass_ms(WIDEST) - plain_ms) / (WIDEST - 1)
-        # A round without a draft commits one token in `plain_ms`.
-        row_tokens = row_ms / plain_ms
+        # A round without a draft commits one token.
+        plain_ms, widest_ms = self.curve.pass_ms(1), self.curve.pass_ms(WIDEST)
+        row_tokens = (widest_ms - plain_ms) / (WIDEST - 1) / plain_ms
         worth = 1.0 - row_tokens if self.exact else 1.0
         others = self.acceptance[proposer.traits.name].shares(MOST_SIBLINGS)
         if worth * (1.0 - min(rates)) * others[0] < row_tokens:
@@ -286,12 +273,10 @@ class Adaptive:
             tokens += chance * (1.0 if on_path else worth)
             length = index + 1
             if length + 1 in self.widths and not all(on_first_path):
-                yield _Promise(
-                    length, max(depths), tokens, 0.0, tuple(parents[:length])
-                )
+                shape = tuple(parents[:length])
+                yield _Promise(length, max(depths), tokens, 0.0, shape)
 
     def _pass_ms(self, rows: int, probing: Probing, branches: bool = False) -> float:
-        """The milliseconds of a pass that holds `rows` rows and their probes."""
         probes = probing.of(rows).total if probing.streams else 0
         width, probes_ms = self.widths[rows], probes * self.curve.probe
         if branches:
@@ -299,7 +284,6 @@ class Adaptive:
         return probes_ms + self.curve.pass_ms(width)
 
     def observe(self, round_: Round) -> None:
-        """Update the rates, the curve and the profit."""
         if self._plans:
             self._resting = self.profit.planned(round_)
         else:

@@ -97,7 +97,7 @@ class Drafting:
 
     @property
     def _settings(self) -> Mapping[str, object]:
-        """The settings by name; of an options object, those that are not defaults."""
+        """The settings by name; of an options object, all that are not defaults."""
         settings = self.settings
         if isinstance(settings, Mapping):
             return settings
@@ -105,25 +105,25 @@ class Drafting:
         return {k: v for k, v in vars(settings).items() if v != default[k]}
 
     @property
-    def verifier(self) -> str:
-        """The verifier that all methods of a generation share."""
-        return next((o.verifier for o in self.options.values()), WALK)
-
-    @property
     def checker(self) -> Verifier:
-        """The verifier itself, with its own options."""
+        """The verifier that all methods of a generation share, with its own options."""
         return next((o.checker for o in self.options.values()), VERIFIERS[WALK])
+
+    @cached_property
+    def _shared(self) -> MethodOptions:
+        """The options that have a meaning with any method or none."""
+        names = self._settings.keys() & {"user", "select_kv"}
+        return MethodOptions.of({name: self._settings[name] for name in names})
 
     @property
     def user(self) -> str:
         """The user that all methods of a generation share; "" without a name."""
-        return MethodOptions.of({"user": self._settings.get("user", "")}).user
+        return self._shared.user
 
     @property
     def select_kv(self) -> bool:
         """Whether passes read selected KV rows only, with any method or none."""
-        own = self._settings.get("select_kv", False)
-        return MethodOptions.of({"select_kv": own}).select_kv
+        return self._shared.select_kv
 
     @property
     def may_ask_drafter(self) -> bool:
@@ -148,23 +148,16 @@ class Drafting:
             )
 
     def _check_names(self) -> None:
-        names, registered = self.names, methods()
+        names, known, problem = self.names, (AUTO, NONE, *methods()), ""
         if len(names) > 1 and {NONE, AUTO} & set(names):
-            raise OptionError(
-                f"method {self.method!r} mixes {NONE} or {AUTO} with others; list "
-                "methods only",
-                "method",
-            )
-        if len(set(names)) < len(names):
-            raise OptionError(
-                f"method {self.method!r} names a method twice; name it once", "method"
-            )
-        for name in names:
-            if name not in (NONE, AUTO, *registered):
-                choices = ", ".join((AUTO, NONE, *registered))
-                raise OptionError(
-                    f"unknown method {name!r}; choose {choices}", "method"
-                )
+            problem = f"mixes {NONE} or {AUTO} with others; list methods only"
+        elif len(set(names)) < len(names):
+            problem = "names a method twice; name it once"
+        if problem:
+            raise OptionError(f"method {self.method!r} {problem}", "method")
+        for name in [name for name in names if name not in known]:
+            choices = ", ".join(known)
+            raise OptionError(f"unknown method {name!r}; choose {choices}", "method")
 
     def _check_options(self, name: str, options: MethodOptions) -> None:
         """Refuse options that contradict the rest of a generation."""

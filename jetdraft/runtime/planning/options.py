@@ -36,8 +36,7 @@ class Exiting:
     `stop_and_exit` is the folder of a head that `jetdraft train sec` wrote. It stops
     the text where it is surer than `stop_threshold` that the next token will be wrong,
     and leaves the upper layers out where it is surer than `exit_threshold` that the
-    lower layers know the token; without them it is `THRESHOLD`. Raises `OptionError`
-    for wrong values.
+    lower layers know the token; without them it is `THRESHOLD`.
     """
 
     stop_and_exit: str | Path | None = None
@@ -256,17 +255,18 @@ class Options:
                     name,
                 )
         check_ranges(self, _RANGES)
-        if self.exiting.stop_and_exit is not None and self.drafting.exact:
+        exits = self.exiting.stop_and_exit is not None
+        if exits and self.drafting.exact:
             raise OptionError(
                 "stop and exit keeps neither the text nor the distribution of plain "
                 "decoding; add --no-exact (exact=False)",
-                "stop_and_exit",
+                FIELD,
             )
-        if self.exiting.stop_and_exit is not None and self.drafting.select_kv:
+        if exits and self.drafting.select_kv:
             raise OptionError(
                 "stop and exit runs the target in two halves, which read all KV rows; "
                 "leave stop and exit or select_kv out",
-                "stop_and_exit",
+                FIELD,
             )
         if self.constraint is not None and self.ending.ignore_eos:
             raise OptionError(
@@ -279,12 +279,12 @@ class Options:
     def lossy(self) -> str:
         """What may change the distribution of the text; "" for nothing."""
         verifier = self.drafting.checker
-        reasons = [f"verifier {verifier.name}"] if verifier.lossy else []
-        if self.exiting.stop_and_exit is not None:
-            reasons.append("stop and exit")
-        if self.drafting.select_kv:
-            reasons.append("selected KV rows")
-        return ", ".join(reasons)
+        reasons = {
+            f"verifier {verifier.name}": verifier.lossy,
+            "stop and exit": self.exiting.stop_and_exit is not None,
+            "selected KV rows": self.drafting.select_kv,
+        }
+        return ", ".join(reason for reason, holds in reasons.items() if holds)
 
     @property
     def is_truncated(self) -> bool:
@@ -298,22 +298,23 @@ class Options:
     def of(cls, **options: Unpack[GenerateOptions]) -> Options:
         """The options with these names; raises `OptionError`.
 
-        Without a `seed`, or with None, a random seed is drawn for a sampled text.
+        Without a `seed`, a random seed is drawn for a sampled text.
         """
         rest: dict[str, Any] = dict(options)
 
-        def take(names: Sequence[str]) -> dict[str, Any]:
+        def take(part: type[Any] | Sequence[str]) -> dict[str, Any]:
+            names = [f.name for f in fields(part)] if isinstance(part, type) else part
             return {name: rest.pop(name) for name in names if name in rest}
 
-        settings, sampling = rest.pop("drafting", {}), take(_names(Sampling))
+        settings, sampling = rest.pop("drafting", {}), take(Sampling)
         if sampling.get("seed") is None:
             sampled = bool(sampling.get("temperature"))
             sampling["seed"] = secrets.randbits(32) if sampled else 0
         parts = {
             "sampling": Sampling(**sampling),
-            "penalties": Penalties(**take(_names(Penalties))),
-            "ending": Ending(**take(_names(Ending))),
-            "exiting": Exiting(**take(_names(Exiting))),
+            "penalties": Penalties(**take(Penalties)),
+            "ending": Ending(**take(Ending)),
+            "exiting": Exiting(**take(Exiting)),
             "drafting": Drafting(**take(_DRAFTING_FIELDS), settings=settings),
             "constraint": Constraint.of(**take(_CONSTRAINT_FIELDS)),
             "logprobs": rest.pop("logprobs", None),
@@ -321,7 +322,3 @@ class Options:
         for name in rest:
             raise OptionError(f"unknown option {name!r}; see Options", str(name))
         return cls(**parts)
-
-
-def _names(part: type[Any]) -> tuple[str, ...]:
-    return tuple(option.name for option in fields(part))

@@ -22,7 +22,6 @@ from jetdraft.runtime.loaded import Learning, LoadedBundle
 from jetdraft.runtime.measured.acceptance_rates import Acceptance
 from jetdraft.runtime.measured.cost_model import Profit
 from jetdraft.runtime.measured.stats import Stats
-from jetdraft.runtime.measured.widths import prefill_widths
 from jetdraft.runtime.passes.split.exit_head import ExitRule
 from jetdraft.runtime.passes.target import Target
 from jetdraft.runtime.planning.controller import Adaptive, Controller, Fixed
@@ -38,8 +37,7 @@ from jetdraft.runtime.text.constraint import Matcher
 class Learner(Observer):
     """Keeps a lesson of each generation, and the drafter's weights up to date.
 
-    `methods` are the names of those that draft with the drafter. New weights make the
-    `acceptance` of these methods unknown.
+    New weights make the `acceptance` of the `methods` that draft with it unknown.
     """
 
     def __init__(
@@ -57,7 +55,6 @@ class Learner(Observer):
         """The target's candidates by the index of the token that a draft missed."""
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Switch to the newly chosen weights of the drafter, if any."""
         self._notes = {}
         version = self._weights.look()
         if version == self._version:
@@ -88,7 +85,6 @@ class Learner(Observer):
     def end(
         self, prompt: Sequence[int], response: Sequence[int], user: str, stats: Stats
     ) -> None:
-        """Keep the lesson, and count what the drafter's tokens were worth."""
         shares = [s for name, s in stats.by_method.items() if name in self._methods]
         self._weights.count(
             self._version,
@@ -117,7 +113,7 @@ MOST_PROPOSERS = 64
 class Offer:
     """What the proposers offered in one round, and the draft that was taken.
 
-    `asked` maps each proposer that was asked to the number of its rows and its seconds.
+    `asked` has the number of rows and the seconds of each that was asked.
     """
 
     rows: Rows
@@ -125,11 +121,6 @@ class Offer:
     probing: Probing = NO_PROBING
     asked: dict[Proposer, tuple[int, float]] = field(default_factory=dict)
     evidence: int = 0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether proposers were asked and none had a guess."""
-        return bool(self.asked) and not any(n for n, _ in self.asked.values())
 
 
 @dataclass(frozen=True)
@@ -144,7 +135,7 @@ class ProposerSet:
     def offer(self, context: Sequence[int], room: int) -> Offer:
         """Ask proposers until the controller assigns an offered draft, or no draft.
 
-        A draft has at most `room` rows below the root, the last token of the context.
+        It has at most `room` rows below the root, the last token of the context.
         """
         offer = Offer(Rows.chain([context[-1]]))
         drafts: dict[Proposer, Rows] = {}
@@ -193,7 +184,6 @@ class Planner:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The methods that this bundle can draft with, "none" first."""
         return (NONE, *self.proposers())
 
     def proposers(self) -> dict[str, Proposer]:
@@ -238,32 +228,21 @@ class Planner:
             raise OptionError(problem, "method") from error
 
     def forget(self) -> None:
-        """Unlearn what earlier generations taught the proposers."""
         for proposer in self._proposers.values():
             proposer.forget()
 
     def widths(self, drafting: Drafting) -> list[int]:
-        """The pass widths that a generation may use, ascending."""
         return self.parts.widths.allowed(drafting.exact)
 
-    @property
-    def prefills(self) -> list[int]:
-        """The widths to read prompts in, widest first."""
-        return prefill_widths(self.parts.target.contract)
-
     def target(self, drafting: Drafting, rule: ExitRule | None = None) -> Target:
-        """The target that verifies, made ready for this generation.
-
-        A `rule` decides after its lower layers.
-        """
+        """The target that verifies, made ready; a `rule` may end its passes early."""
         widths = self.widths(drafting)  # a first call measures, so it comes before
         # Any other target reads prompts with the bundle's own, so it comes first too.
         reading = Reading.TURNED if drafting.select_kv else Reading.ALL
         self.parts.target.prepare(drafting.exact, reading)
         if rule is not None:
-            leading = self.parts.leading()
-            leading.prepare(widths, rule)
-            return leading
+            self.parts.leading.prepare(widths, rule)
+            return self.parts.leading
         for name, options in drafting.options.items():
             make = methods()[name].target
             other = None if make is None else make(self.parts, options, widths)
@@ -286,9 +265,8 @@ class Planner:
         for proposer in chosen:
             verifier.check_kind(proposer.traits.kind)
         # Learners first: they may change what the proposers draft with.
-        learners = self._learners if learns else []
-        observers: list[Observer] = [*learners, *chosen]
-        if matcher is not None and drafting.verifier == WALK:
+        observers: list[Observer] = [*(self._learners if learns else []), *chosen]
+        if matcher is not None and verifier.name == WALK:
             chosen = constrained(chosen, matcher)
         controller = self._controller(drafting, chosen)
         return ProposerSet(chosen, controller, verifier, observers)
@@ -316,13 +294,21 @@ class Planner:
     def _controller(
         self, drafting: Drafting, proposers: Sequence[Proposer]
     ) -> Controller:
-        """The controller: a fixed plan, or a plan by measured times and acceptance."""
         count, sized = drafting.num_draft_tokens, drafting.sized_options
         if not proposers:
             return Fixed(None, 0)
         if sized is not None:
-            self._check_fits(drafting, sized)
-            return Fixed(proposers[0], count or sized.draft_size or MAX_DRAFT_TOKENS)
+            size, widest = (
+                sized.draft_size or MAX_DRAFT_TOKENS,
+                self.widths(drafting)[-1],
+            )
+            if sized.size_is_fixed and size > widest - 1:
+                raise DraftingError(
+                    f"the tree has {size} rows, a pass of this bundle holds "
+                    f"{widest - 1} beside the root; give a smaller tree or export with "
+                    "more --max-width"
+                )
+            return Fixed(proposers[0], count or size)
         if len(drafting.names) == 1 and drafting.names != (AUTO,) and count is not None:
             return Fixed(proposers[0], count)
         return Adaptive(
@@ -332,14 +318,10 @@ class Planner:
             self.widths(drafting),
             count or MAX_DRAFT_TOKENS,
             drafting.exact,
-            self._may_branch(drafting),
+            self._trees_agree(drafting)
+            and all(options.may_branch for options in drafting.options.values()),
             self._profits[drafting.names],
         )
-
-    def _may_branch(self, drafting: Drafting) -> bool:
-        """Whether a controller may ask for trees: no method's options refuse them."""
-        options = drafting.options.values()
-        return self._trees_agree(drafting) and all(o.may_branch for o in options)
 
     def _trees_agree(self, drafting: Drafting) -> bool:
         return self.parts.widths.trees_agree or not drafting.exact
@@ -377,7 +359,7 @@ class Planner:
     def _check_selects(self, drafting: Drafting, owner: str = "") -> None:
         """Refuse to select KV rows where a target cannot.
 
-        `owner` names the method whose own target verifies, if there is such a method.
+        `owner` names the method whose own target verifies, if any.
         """
         if not drafting.select_kv:
             return
@@ -391,15 +373,6 @@ class Planner:
             )
         if refusal:
             raise DraftingError(f"{refusal}, or leave select_kv out")
-
-    def _check_fits(self, drafting: Drafting, options: MethodOptions) -> None:
-        """Refuse a tree of a given size that does not fit into one pass."""
-        widest, size = max(self.widths(drafting)), options.draft_size or 0
-        if options.size_is_fixed and size > widest - 1:
-            raise DraftingError(
-                f"the tree has {size} rows, a pass of this bundle holds {widest - 1} "
-                "beside the root; give a smaller tree or export with more --max-width"
-            )
 
 
 def _at_odds(chosen: Iterable[Method[Any]]) -> list[tuple[Method[Any], Method[Any]]]:

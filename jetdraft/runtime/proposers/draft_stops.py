@@ -35,7 +35,7 @@ class DraftStop:
     """Ends a draft behind a token whose `rate` is below the threshold.
 
     `rate` reads the one-row answer that the token was drafted from. With `product` the
-    rates of all tokens of the draft are multiplied.
+    rates of a draft are multiplied.
     """
 
     rate: Callable[[Answer], float]
@@ -44,7 +44,6 @@ class DraftStop:
     _rate: float = 1.0
 
     def begin(self) -> None:
-        """Start a new draft."""
         self._rate = 1.0
 
     def stop(self, answer: Answer) -> bool:
@@ -74,16 +73,12 @@ def draft_stop(
             f"stopping {rule!r} needs a drafter, and the bundle has none or it is off; "
             "leave stopping out"
         )
+    least = THRESHOLDS[rule] if threshold is None else threshold
     if rule != "learned":
-        least = THRESHOLDS[rule] if threshold is None else threshold
         return DraftStop(confidence, least, product=rule == "product")
-    head = AcceptanceHead.load(
-        loaded.profiles.acceptance_file,
-        loaded.bundle.sha256,
-        loaded.drafter.contract.hidden_size,
-    )
-    least = THRESHOLDS[rule] if threshold is None else 1.0 - threshold
-    return DraftStop(head.rate_after, least)
+    size, file = loaded.drafter.contract.hidden_size, loaded.profiles.acceptance_file
+    head = AcceptanceHead.load(file, loaded.bundle.sha256, size)
+    return DraftStop(head.rate_after, least if threshold is None else 1.0 - threshold)
 
 
 def _sigmoid(x: Any) -> Any:
@@ -114,11 +109,7 @@ class AcceptanceHead:
         return float(_sigmoid(self.out @ x + self.bias))
 
     def rate_after(self, answer: Answer) -> float:
-        """The rate of the token drafted from an answer.
-
-        The hidden state that it was drafted from is known one pass of the drafter
-        earlier than its own.
-        """
+        """The rate of the token drafted from an answer, a pass before its own state."""
         assert answer.hidden is not None
         return self.rate(answer.hidden[0])
 
@@ -131,7 +122,7 @@ class AcceptanceHead:
     def load(cls, file: Path, bundle: str, size: int) -> AcceptanceHead:
         """Read the file that `save` wrote, for hidden states of that size.
 
-        Raises `StoreError` if it is missing, damaged or belongs to another bundle.
+        Raises `StoreError`.
         """
         if not file.exists():
             raise StoreError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.step_contract import StepContract
@@ -26,10 +27,12 @@ from jetdraft.runtime.proposers.model_proposer import (
     Guesses,
     Levels,
     ModelProposer,
+    ProbeProposer,
     Shared,
 )
 from jetdraft.runtime.proposers.proposer import Proposer, Traits
 from jetdraft.runtime.proposers.tree_options import TreeOptions
+from jetdraft.runtime.trees.shapes import Shape
 
 SAMPLES = ({"tree": "best"}, {"tree": "heap"}, {"tree": "comb"})
 """Options that `jetdraft check` tries beside the defaults."""
@@ -54,24 +57,17 @@ class DraftOptions(TreeOptions):
     stopping: str | None = None
     stop_threshold: float | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
         threshold = self.stop_threshold
-        if self.stopping is None:
-            if threshold is not None:
-                raise DraftingError(
-                    "stop_threshold needs a stopping rule; give stopping too"
-                )
-            return
-        check_choice("stopping", self.stopping, THRESHOLDS)
-        if self.branched:
-            raise DraftingError(
-                f"stopping {self.stopping!r} ends chains, not trees; leave it out"
-            )
+        if self.stopping is not None:
+            check_choice("stopping", self.stopping, THRESHOLDS)
+            if self.branched:
+                yield f"stopping {self.stopping!r} ends chains, not trees; leave it out"
+        elif threshold is not None:
+            yield "stop_threshold needs a stopping rule; give stopping too"
         if threshold is not None and not 0.0 <= threshold <= 1.0:
-            raise DraftingError(
-                f"stop threshold {threshold} is out of range; give 0 to 1"
-            )
+            yield f"stop threshold {threshold} is out of range; give 0 to 1"
 
 
 @dataclass(frozen=True)
@@ -86,19 +82,18 @@ class BlockOptions(TreeOptions):
     steps: int = 1
     confidence: float = THRESHOLDS["product"]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
         steps = Range(lambda n: n in (1, 2), "1 or 2", integer=True)
         check_ranges(self, {"steps": steps, "confidence": PROBABILITY})
         if self.steps > 1 and self.branched:
-            raise DraftingError(
+            yield (
                 "a second pass needs the tokens of the first half, and a tree has "
                 "several; leave the tree out"
             )
 
     @property
     def may_branch(self) -> bool:
-        """Whether a controller may ask for trees."""
         return self.steps == 1 and super().may_branch
 
 
@@ -106,13 +101,26 @@ def drafts(
     name: str, loaded: LoadedBundle, cache: DraftCache, options: DraftOptions
 ) -> Proposer:
     """Drafts token by token, or tree level by tree level."""
-    widest, ms = cache.graph.contract.max_width - 1, loaded.curve.drafter
-    traits = Traits(name, widest, options.kind, ms_per_token=ms)
-    if options.branched:
-        check_trees(loaded.target, cache.graph)
-        return ModelProposer(cache, traits, Levels(options.shape))
     stop = draft_stop(options.stopping, options.stop_threshold, loaded)
-    return ModelProposer(cache, traits, stop=stop)
+    return chains_or_trees(name, loaded, cache, options, loaded.curve.drafter, stop)
+
+
+def chains_or_trees(
+    name: str,
+    loaded: LoadedBundle,
+    cache: DraftCache,
+    options: TreeOptions,
+    ms_per_token: float,
+    stop: DraftStop | None,
+    grow: Callable[[Shape], Grow] = Levels,
+) -> Proposer:
+    """Chains that end with the rule `stop`, or what `grow` makes of a tree's shape."""
+    widest = cache.graph.contract.max_width - 1
+    traits = Traits(name, widest, options.kind, ms_per_token=ms_per_token)
+    if not options.branched:
+        return ModelProposer(cache, traits, stop=stop)
+    check_trees(loaded.target, cache.graph)
+    return ModelProposer(cache, traits, grow(options.shape))
 
 
 def guesses(
@@ -165,9 +173,9 @@ def drafter_method(
     module: tuple[str, ...] = (),
     task: str = "",
 ) -> Method[OptionsT]:
-    """The record of a method that `needs` a drafter which `fits`.
+    """The record of a method that `needs` a drafter which `fits`; see `Method`.
 
-    An export adds the drafter with `flag`. See `Method` for the other fields.
+    An export adds the drafter with `flag`.
     """
 
     def lacks(bundle: Bundle) -> str:
@@ -202,8 +210,55 @@ def drafter_method(
     )
 
 
+token_drafter = partial(
+    drafter_method, make=drafts, options=DraftOptions, cost="drafter", alone={}
+)
+"""The record of a method whose drafter drafts token by token."""
+
+block_drafter = partial(
+    drafter_method,
+    make=blocks,
+    options=BlockOptions,
+    samples=(*SAMPLES, {"steps": 2}),
+    alone={"confidence": 0.0},
+)
+"""The record of a method whose drafter fills a block."""
+
+
+def of_probes(
+    name: str,
+    loaded: LoadedBundle,
+    options: TreeOptions,
+    probes: int = 0,
+    branches: bool = False,
+) -> Proposer:
+    """Drafts what `probes` of the target guessed, as many as it has if 0.
+
+    A chain or a tree of the options' shape; a controller may ask one that `branches`
+    for other trees.
+    """
+    contract = loaded.target.contract
+    shape = options.shape if options.branched else None
+    branches = branches and contract.tree and shape is None
+    most = contract.max_width - 1 if shape or branches else contract.streams
+    probes = probes or contract.streams
+    traits = Traits(name, most, options.kind, probes=probes, branches=branches)
+    return ProbeProposer(traits, shape)
+
+
+def lacks_probes(verb: str, mode: str = "") -> Callable[[Bundle], str]:
+    """What a bundle lacks whose target has no probes, or none of that mode."""
+
+    def lacks(bundle: Bundle) -> str:
+        own_mode = (bundle.target.streams or {}).get("mode")
+        fits = own_mode == mode if mode else bundle.target.contract.streams
+        return "" if fits else f"export a checkpoint that jetdraft train {verb} wrote"
+
+    return lacks
+
+
 def check_trees(*graphs: Graph) -> None:
-    """Raise `OptionError` unless all of these graphs can branch."""
+    """Refuse trees unless all of these graphs can branch."""
     if not all(graph.contract.tree for graph in graphs):
         raise DraftingError(
             "the bundle verifies chains only, since one of its models attends in "

@@ -1,9 +1,8 @@
 """Prompt lookup and suffix decoding: the text continues as it did the last time.
 
 The proposer looks up the longest ending of prompt and output that occurred before, and
-drafts the tokens that followed it (PLD; SuffixDecoding, 2411.04975). It looks up the
-ending in the responses to earlier requests too; the likelier draft wins, by how often
-its tokens came next.
+drafts the tokens that followed it (PLD; SuffixDecoding, 2411.04975). It does so in the
+responses to earlier requests too; the likelier draft wins.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.history.suffix import ROOT, SuffixAutomaton
@@ -30,12 +30,10 @@ class LookupProposer(Proposer):
 
     Its evidence is the length of the match, in doublings: after one token a draft was
     right in 0.15 of the places, after two or three in 0.4 to 0.8, after eight and more
-    in 0.95 (docs/log/controller.md).
-
-    The draft after a longer match is right for more tokens, so a draft is no longer
-    than its match, and has at most `max_match` tokens. A draft that reaches the end of
-    the sequence continues with its own beginning. The text of an encoder-decoder is
-    looked up in its `source` too, since summaries and corrections copy it.
+    in 0.95 (docs/log/controller.md). So a draft is no longer than its match, and has at
+    most `max_match` tokens. A draft that reaches the end of the sequence continues with
+    its own beginning. The text of an encoder-decoder is looked up in its `source` too,
+    since summaries and corrections copy it.
     """
 
     def __init__(
@@ -50,13 +48,11 @@ class LookupProposer(Proposer):
         self._source, self._before = source, list[int]()
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Forget the last sequence, and learn what was stored since."""
         self._before = list(self._source())
         for source in self._sources:
             source.begin()
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """The tokens after the best match."""
         self.read(context)
         guess = self.after([], min(budget, self.traits.max_draft_tokens))
         self.evidence = guess.evidence(0)
@@ -94,36 +90,55 @@ class _Own:
     """Looks up endings in prompt and output."""
 
     def __init__(self) -> None:
-        self.begin()
+        self._restart()
 
     def begin(self) -> None:
-        self._automaton, self._read = SuffixAutomaton(), list[int]()
+        self._restart()
+
+    def _restart(self) -> None:
+        self._automaton = SuffixAutomaton()
+        self._place, self._read = (ROOT, 0), list[int]()
 
     def read(self, context: Sequence[int]) -> None:
-        if not _goes_on(self._read, context):
-            self.begin()
+        """Learn the tokens of a context that were not read before.
+
+        Never more tokens than a pass holds are withdrawn, so only these are compared.
+        """
+        start = max(0, len(self._read) - 2 * WIDEST)
+        if list(context[start : len(self._read)]) != self._read[start:]:
+            self._restart()
         fresh = context[len(self._read) :]
-        self._automaton.extend(fresh)
+        self._learn(fresh)
         self._read += fresh
 
-    def after(self, drafted: Sequence[int], count: int) -> Guess:
+    def _learn(self, fresh: Sequence[int]) -> None:
+        self._automaton.extend(fresh)
         match = self._automaton.match
-        place = match, self._automaton.length(match)
-        return _following(self._automaton, place, drafted, count)
+        self._place = match, self._automaton.length(match)
+
+    def after(self, drafted: Sequence[int], count: int) -> Guess:
+        """What follows, no more than the match is long."""
+        place = self._place
+        for token in drafted:
+            place = self._automaton.step(*place, token)
+        state, length = place
+        return Guess(*self._automaton.follow(state, min(count, length)), length)
 
 
-class _Earlier:
+class _Earlier(_Own):
     """Looks up endings in the responses of earlier requests."""
 
     def __init__(self, store: ResponseStore) -> None:
-        self._store = store
+        super().__init__()
         self._automaton = SuffixAutomaton()
+        self._store = store
         self._indexed: set[tuple[int, float]] = set()
-        self._place = ROOT, 0
-        self._read: list[int] = []
+
+    def _restart(self) -> None:
+        self._place, self._read = (ROOT, 0), []
 
     def begin(self) -> None:
-        self._place, self._read = (ROOT, 0), []
+        self._restart()
         entries = self._latest()
         if len(self._indexed) > 2 * len(entries):
             self._automaton, self._indexed = SuffixAutomaton(), set()
@@ -141,36 +156,6 @@ class _Earlier:
         within = sum(size <= MOST_INDEXED for size in sizes)
         return self._store.entries[:within]
 
-    def read(self, context: Sequence[int]) -> None:
-        if not _goes_on(self._read, context):
-            self._place, self._read = (ROOT, 0), []
-        fresh = context[len(self._read) :]
+    def _learn(self, fresh: Sequence[int]) -> None:
         for token in fresh:
             self._place = self._automaton.step(*self._place, token)
-        self._read += fresh
-
-    def after(self, drafted: Sequence[int], count: int) -> Guess:
-        return _following(self._automaton, self._place, drafted, count)
-
-
-def _following(
-    automaton: SuffixAutomaton,
-    place: tuple[int, int],
-    drafted: Sequence[int],
-    count: int,
-) -> Guess:
-    """The tokens after a place and `drafted` tokens, no more than the match is long."""
-    for token in drafted:
-        place = automaton.step(*place, token)
-    state, length = place
-    return Guess(*automaton.follow(state, min(count, length)), length)
-
-
-def _goes_on(read: Sequence[int], context: Sequence[int]) -> bool:
-    """Whether a context only adds to the tokens read before.
-
-    Its last tokens can be withdrawn, but never more tokens than a pass holds, so only
-    these are compared.
-    """
-    start = max(0, len(read) - 32)
-    return list(context[start : len(read)]) == list(read[start:])

@@ -1,13 +1,12 @@
 """A method of drafting: one record, registered once.
 
-Everything that jetdraft knows of a method is in its record: `--method`, `check`,
-`auto`, `bench` and the documents are made of the registry. A package brings its own
-method with an entry point of the group `jetdraft.methods` that names a `Method`.
+`--method`, `check`, `auto`, `bench` and the documents are made of these records. A
+package brings its own with an entry point of the group `jetdraft.methods`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Integral, Real
@@ -70,13 +69,21 @@ class MethodOptions:
         for key, hint in _hints(type(self)).items():  # type: ignore[arg-type]
             value = _read(key, getattr(self, key), hint)
             object.__setattr__(self, key, value)
+        if refusal := next(self.refusals(), ""):
+            raise DraftingError(refusal)
+
+    def refusals(self) -> Iterator[str]:
+        """What contradicts itself in these options, and the fix; a subclass adds to it.
+
+        Only the first text is read.
+        """
         check_choice("verifier", self.verifier, VERIFIERS)
         check_ranges(self, _RANGES)
         for name in sorted({name for v in VERIFIERS.values() for name in v.settings}):
             changed = getattr(self, name) != getattr(MethodOptions, name)
             if changed and name not in VERIFIERS[self.verifier].settings:
                 others = [v.name for v in VERIFIERS.values() if name in v.settings]
-                raise DraftingError(
+                yield (
                     f"verifier {self.verifier!r} has no {name}; leave it out, or give "
                     f"verifier={' or '.join(others)}"
                 )
@@ -124,14 +131,12 @@ class MethodOptions:
 
 
 def unknown_key(key: str, keys: Sequence[str]) -> OptionError:
-    """The refusal of a key that no method has."""
     return DraftingError(f"unknown drafting option {key!r}; choose {', '.join(keys)}")
 
 
 def check_choice(
     key: str, value: object, choices: Sequence[str] | Mapping[str, Any]
 ) -> None:
-    """Raise `OptionError` unless `value` is one of the choices."""
     if not isinstance(value, str) or value not in choices:
         names = ", ".join(choices)
         raise DraftingError(f"unknown {key} {value!r}; choose {names}")
@@ -231,7 +236,6 @@ value of them and a text are read, and the words for the type."""
 
 
 def _read(key: str, value: object, hint: Any) -> Any:
-    """A value as its field's type, from text or from Python."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if unreadable := {*kinds} - {*_TYPES, NoneType}:
         raise DraftingError(

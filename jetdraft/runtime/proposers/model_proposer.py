@@ -1,9 +1,8 @@
 """Drafting with a graph: token by token, level by level, or what it guesses at once.
 
 A draft begins with the graph's answer after the context. A chain takes a pass for each
-further token. A `Grow` makes another draft of the answer: a tree, for which the graph
-is asked about the rows of each level (`Levels`), or a draft of the several tokens that
-the answer guesses (`Guesses`, `Shared`).
+further token. A `Grow` makes a tree of the answer (`Levels`), or a draft of the several
+tokens that it guesses (`Guesses`, `Shared`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class ModelProposer(Proposer):
     """Drafts with the graph that a `cache` keeps in step with the sequence.
 
     Without `grow` drafts are chains, which choose with the target's noise and end where
-    the rule `stop` doubts them. Proposers that share a graph share its cache.
+    the rule `stop` doubts them. Proposers of one graph share its cache.
 
         ModelProposer(DraftCache(graph), Traits("draft", 15)).propose([5, 8, 9], 3)
     """
@@ -52,16 +51,13 @@ class ModelProposer(Proposer):
 
     @property
     def session_seconds(self) -> float:
-        """The seconds inside the graph's `session.run`."""
         return self.cache.graph.seconds
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Forget the last sequence, except for the beginning that the prompt shares."""
         self.cache.begin(prompt)
         self.chooser = chooser
 
     def keep(self, kept: int) -> int:
-        """As the cache says."""
         return self.cache.keep(kept)
 
     def observe(self, seen: Seen) -> None:
@@ -77,11 +73,9 @@ class ModelProposer(Proposer):
         self.cache.observe(seen.length - 1 - end, tokens, rows)
 
     def catch_up(self, context: Tokens) -> None:
-        """Feed most of what the graph has missed."""
         self.cache.catch_up(context)
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """Catch up with the context, then draft."""
         tokens, kind, stop = [context[-1]], self.traits.kind, self.stop
         answer = self.cache.follow(context)
         grow = self.grow
@@ -104,8 +98,8 @@ class ModelProposer(Proposer):
 class Levels:
     """Grows a tree of a shape; the graph answers for the rows of a level in a pass.
 
-    Its rows of a tree are never committed in the graph's buffers: the accepted tokens
-    are fed again with the next context, in one pass.
+    They are never committed in the graph's buffers: the accepted tokens are fed again
+    with the next context.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -114,11 +108,9 @@ class Levels:
     def __call__(
         self, cache: DraftCache, answer: Answer, tree: Tree, chooser: Chooser
     ) -> Rows:
-        """Ask about level after level."""
         widest = cache.graph.contract.max_width
-        slots: dict[
-            int, int
-        ] = {}  # of each row in the graph's buffers, past the cursor
+        # Of each row, past the cursor in the graph's buffers.
+        slots: dict[int, int] = {}
         answers = {0: chooser.draft_distribution(answer)}
         while rows := self.shape.grow(tree, answers):
             # A wide level is cut, and a full buffer or mask ends the draft.
@@ -137,10 +129,10 @@ class Levels:
 
 
 class Guesses:
-    """Takes a chain of the tokens that an answer guesses.
+    """Takes a chain of the tokens that an answer guesses, up to what `stop` doubts.
 
-    It ends behind the token that `stop` doubts. With 2 `steps` the second half of a
-    block is guessed again when the first half is known.
+    With 2 `steps` the second half of a block is guessed again when the first half is
+    known.
     """
 
     def __init__(self, stop: DraftStop | None = None, steps: int = 1) -> None:
@@ -149,7 +141,6 @@ class Guesses:
     def __call__(
         self, cache: DraftCache, answer: Answer, tree: Tree, chooser: Chooser
     ) -> Rows:
-        """The guessed tokens, up to the first doubt."""
         count, place = min(tree.budget, len(answer.candidates)), tree.position
         half = count if self.steps == 1 else (count + 1) // 2
         if self.stop is not None:
@@ -182,7 +173,6 @@ class Shared:
     def __call__(
         self, cache: DraftCache | None, answer: Answer, tree: Tree, chooser: Chooser
     ) -> Rows:
-        """Grow the tree as deep as there are guesses."""
         levels, rows = distributions(answer, chooser), [0]
         while rows:
             deep = ((row, tree.depths[row]) for row in rows)
@@ -205,7 +195,6 @@ class ProbeProposer(Proposer):
         self._ready: tuple[int, Answer] | None = None
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Forget the last sequence."""
         self.chooser, self._ready = chooser, None
 
     def observe(self, seen: Seen) -> None:
@@ -215,12 +204,10 @@ class ProbeProposer(Proposer):
 
     def guesses(self, context: Tokens) -> Answer | None:
         """What the probes of the last pass guessed, if it had probes."""
-        if self._ready is None or self._ready[0] != len(context):
-            return None
-        return self._ready[1]
+        is_ready = self._ready is not None and self._ready[0] == len(context)
+        return self._ready[1] if self._ready and is_ready else None
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """The tokens that were guessed, below the context's last token."""
         answer, root = self.guesses(context), context[-1]
         if answer is None:
             return Rows.chain([root], self.traits.kind)
@@ -233,7 +220,6 @@ class ProbeProposer(Proposer):
         return Rows.chain([root, *tokens], self.traits.kind)
 
     def grown(self, shape: Shape, answer: Answer, context: Tokens, budget: int) -> Rows:
-        """A tree of a shape, whose rows of a depth draw from the same guess."""
         kind, sampling = self.traits.kind, self.chooser.sampling
         tree = Tree(kind, sampling, len(context), budget, [context[-1]])
         return Shared(shape)(None, answer, tree, self.chooser)

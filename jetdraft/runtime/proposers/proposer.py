@@ -45,9 +45,8 @@ class Seen:
     """What one pass of the target showed, in a round or while it reads a prompt.
 
     `rows` were run, and `path` are the accepted rows, row 0 first. `answer` is valid
-    until the target's next pass; while a prompt is read it answers for the last row
-    only. `length` counts the tokens of the sequence, including the new token after the
-    last accepted row.
+    until the target's next pass; of a prompt it answers for the last row only. `length`
+    counts the tokens of the sequence, with the new token after the last accepted row.
     """
 
     length: int
@@ -67,10 +66,7 @@ class Observer:
     """
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        """Start a new generation and forget the last one.
-
-        `chooser` is the chooser that picks the target's tokens.
-        """
+        """Start a new generation, whose tokens `chooser` picks; forget the last."""
 
     def observe(self, seen: Seen) -> None:
         """Look at a pass of the target, whoever proposed its rows."""
@@ -97,10 +93,9 @@ class Proposer(Observer, ABC):
     traits: Traits
 
     evidence: int = 0
-    """What the last draft rests on: drafts with the same number are right alike, so a
-    controller learns a rate for each number. 0 if the proposer knows no difference.
-    It is known after `propose` only, so a proposer that has it is asked in every round:
-    its drafts must cost next to nothing."""
+    """What the last draft rests on: drafts with the same number are right alike. 0 if
+    the proposer knows no difference. It is known after `propose` only, so a proposer
+    that has it is asked in every round: its drafts must cost next to nothing."""
 
     @property
     def session_seconds(self) -> float:
@@ -110,25 +105,25 @@ class Proposer(Observer, ABC):
     def keep(self, kept: int) -> int:
         """How many of the first `kept` rows of the prompt it need not observe.
 
-        The target does not run these rows again, since its buffers hold them.
+        The target's buffers hold these rows, so it does not run them again.
         """
         return kept
 
     def catch_up(self, context: Tokens) -> None:
-        """Do what was left undone while others proposed, so that a draft comes soon.
+        """Do what was left undone while others proposed.
 
-        It comes before the time of a draft is taken: that time tells what the next
-        draft costs, and says nothing of a prompt that had to be read first.
+        It comes before the time of a draft is taken, which tells what the next draft
+        costs, and says nothing of a prompt that had to be read first.
         """
 
     @abstractmethod
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """At most `budget` >= 1 rows below the root, `context[-1]`.
+        """At most `budget` >= 1 rows below the root, `context[-1]`; or the root alone.
 
         `context` is the prompt and the committed tokens; its last tokens may not be
         proven yet and can still be withdrawn. `parents`, the parent of rows 1, 2, ...
-        as in `Static`, asks a proposer that `branches` for a tree; it may give a tree
-        of another shape. A proposer without a guess returns the root alone.
+        as in `Static`, asks a proposer that `branches` for a tree; it may give another
+        shape.
         """
 
     def forget(self) -> None:
@@ -150,7 +145,6 @@ class ForcedProposer(Proposer):
         self._matcher = matcher
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """The tokens that must come next, if any must."""
         return Rows.chain([context[-1], *self._matcher.forced(context, budget)])
 
 
@@ -166,15 +160,12 @@ class ConstrainedProposer(Proposer):
 
     @property
     def session_seconds(self) -> float:
-        """The inner proposer's time inside `session.run`."""
         return self._inner.session_seconds
 
     def keep(self, kept: int) -> int:
-        """As the inner proposer says."""
         return self._inner.keep(kept)
 
     def catch_up(self, context: Tokens) -> None:
-        """Let the inner proposer catch up."""
         self._inner.catch_up(context)
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
@@ -192,8 +183,5 @@ class ConstrainedProposer(Proposer):
 
 
 def constrained(proposers: Sequence[Proposer], matcher: Matcher) -> list[Proposer]:
-    """The proposers of a generation with a constraint."""
-    if not proposers:
-        return []
     wrapped = [ConstrainedProposer(inner, matcher) for inner in proposers]
-    return [*wrapped, ForcedProposer(matcher)]
+    return [*wrapped, ForcedProposer(matcher)] if wrapped else []

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jetdraft.contracts.constants import WIDEST
-from jetdraft.errors import DraftingError
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.proposers.method import MethodOptions, check_choice
 from jetdraft.runtime.trees.shapes import (
@@ -50,8 +50,8 @@ class TreeOptions(MethodOptions):
     branching: tuple[int, ...] | None = None
     tree_parents: tuple[int, ...] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
         check_choice("tree", self.tree, TREES)
         check_choice("siblings", self.siblings, SIBLINGS)
         for key, value, tree in (
@@ -59,53 +59,39 @@ class TreeOptions(MethodOptions):
             ("tree_parents", self.tree_parents, Static.name),
         ):
             if (value is not None) != (self.tree == tree):
-                raise DraftingError(
-                    f"drafting options tree={tree} and {key} go together; give both"
-                )
-        self._check_siblings()
-        if self.draft_size is not None and self.draft_size >= WIDEST:
-            raise DraftingError(
-                f"a tree of {self.draft_size} rows is wider than a pass; draft at most "
-                f"{WIDEST - 1}"
-            )
-
-    def _check_siblings(self) -> None:
-        """Refuse siblings that the shape or the verifier cannot use."""
+                yield f"drafting options tree={tree} and {key} go together; give both"
         if self.branched and self.kind not in self.shape.kinds:
             allowed = ", ".join(sorted(kind.value for kind in self.shape.kinds))
-            raise DraftingError(
+            yield (
                 f"a {self.tree} tree cannot have {self.siblings} siblings; choose "
                 f"{allowed}"
             )
         if not self.branched and self.kind is not Kind.COUPLED:
-            raise DraftingError(
+            yield (
                 f"a chain is drafted with coupled noise; for {self.siblings} drafts "
                 "give tree=k-ary and branching=1,1,1"
             )
-        if self.checker.single_child and not self._has_single_children:
-            raise DraftingError(
-                f"verifier {self.verifier!r} takes one child per row; give tree=k-ary, "
-                "branching=1,1,1 and siblings=with-replacement, or verifier=recursive"
-            )
-
-    @property
-    def _has_single_children(self) -> bool:
-        """Whether no row has two children."""
         parents = self.tree_parents or ()
-        return (
+        has_single_children = (
             not self.branched
             or (self.branching is not None and max(self.branching) == 1)
             or (bool(parents) and len(set(parents)) == len(parents))
         )
+        if self.checker.single_child and not has_single_children:
+            yield (
+                f"verifier {self.verifier!r} takes one child per row; give tree=k-ary, "
+                "branching=1,1,1 and siblings=with-replacement, or verifier=recursive"
+            )
+        size, most = self.draft_size, WIDEST - 1
+        if size is not None and size > most:
+            yield f"a tree of {size} rows is wider than a pass; draft at most {most}"
 
     @property
     def branched(self) -> bool:
-        """Whether the options give a tree's shape."""
         return self.tree not in (AUTO, CHAIN)
 
     @property
     def may_branch(self) -> bool:
-        """Whether a controller may ask for trees."""
         return self.tree == AUTO and super().may_branch
 
     @property
@@ -124,12 +110,10 @@ class TreeOptions(MethodOptions):
 
     @property
     def size_is_fixed(self) -> bool:
-        """Whether the shape decides how many rows a draft has."""
         return self.branching is not None or self.tree_parents is not None
 
     @property
     def draft_size(self) -> int | None:
-        """The rows of a tree; None for chains, whose length a controller chooses."""
         if self.branching is not None:
             return sum(itertools.accumulate(self.branching, lambda a, b: a * b))
         if self.tree_parents is not None:

@@ -81,7 +81,6 @@ def changed(answer: Answer, changes: Sequence[Change | None]) -> Answer:
         candidate_logits=np.stack([values[:width] for _, values in best]),
         _logsumexp=None,
         _logits=later.logits,
-        _parts={},
         _source=later,
         _pick=later.at,
     )

@@ -1,7 +1,7 @@
 import json
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -48,6 +48,7 @@ def lying(graph, width):
 
 
 def test_every_width_is_in_one_class(measured):
+    """Its members agree bit by bit, and others do not."""
     widths = sorted(w for members in measured.widths.classes for w in members)
     assert widths == list(range(1, WIDEST + 1))
     assert sorted(measured.curve.passes) == sorted(measured.widths.gaps) == widths
@@ -55,9 +56,6 @@ def test_every_width_is_in_one_class(measured):
     assert measured.curve.drafter > 0
     assert measured.widths.untried == ()
     assert measured.left == 0
-
-
-def test_members_of_a_class_agree_bit_by_bit_and_others_do_not(measured):
     for members in measured.widths.classes:
         gaps = {measured.widths.gaps[width] for width in members}
         if sorted(members) == measured.widths.exact:
@@ -66,7 +64,7 @@ def test_members_of_a_class_agree_bit_by_bit_and_others_do_not(measured):
             assert min(gaps) > 0
 
 
-@pytest.mark.parametrize("width", [1, 2, 5, 8])
+@pytest.mark.parametrize("width", [1, 5])
 def test_the_measurement_sees_a_difference(model, monkeypatch, width):
     """A width whose rows differ in the last bit must leave the class."""
     target = model.parts.target
@@ -108,7 +106,7 @@ def test_the_first_generation_measures_a_few_widths(own, slow, monkeypatch):
     survey = model.parts.survey
     assert model.parts.profiles.stored() is None, "nothing is measured at load"
     model.generate(token_ids=IDS, max_new_tokens=3)
-    with model.parts.claim.held():  # nothing goes on in the background
+    with model.parts.claim.held():  # nothing runs in the background
         pass
     assert sorted(survey.widths.gaps) == list(FIRST)
     assert survey.widths.exact == list(FIRST)
@@ -116,7 +114,7 @@ def test_the_first_generation_measures_a_few_widths(own, slow, monkeypatch):
     assert not model.generate(token_ids=IDS, max_new_tokens=3).stats.reused_tokens
     later = jetdraft.load(own, threads=1).parts.survey
     assert later.widths == survey.widths, "the profile grows"
-    model.close()  # or it goes on measuring while idle
+    model.close()  # or it still measures while idle
     left = later.left
     assert later.step()
     assert later.left == left - 1
@@ -185,7 +183,7 @@ def test_the_largest_class_is_used_if_there_is_no_base():
 
 
 def test_widths_are_read_as_they_were_written(measured):
-    stored = json.loads(json.dumps(measured.widths.to_json()))
+    stored = json.loads(json.dumps(asdict(measured.widths)))
     assert Widths.from_json(stored) == measured.widths
     with pytest.raises(ValueError, match=r"do not fit the classes|must be 1 to"):
         Widths.from_json({**stored, "base": 99})
@@ -217,7 +215,7 @@ def test_kept_for_this_machine_only(model, profiles):
     assert profiles().stored() is None, "the other machine's replaced it"
 
 
-@pytest.mark.parametrize("damage", ["", "{", '{"machine": 5}', "[]", "whole"])
+@pytest.mark.parametrize("damage", ["{", '{"machine": 5}', "whole"])
 def test_a_damaged_measurement_is_made_again(model, profiles, damage):
     first = profiles()
     Survey(model.parts.target, None, first).begin()

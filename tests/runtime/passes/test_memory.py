@@ -98,22 +98,3 @@ def test_what_a_user_asked_is_drafted_for_that_user_only(remembering, method):
         other = text(remembering, method=method, num_draft_tokens=8, **bob)
         assert other.stats.tokens_per_pass < 2
         assert again.token_ids == other.token_ids == first.token_ids
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_several_methods_take_turns(model, way):
-    plain = text(model, method="none", **way)
-    assert text(model, method="draft,lookup", **way).token_ids == plain.token_ids
-
-
-@pytest.mark.parametrize("method", ["none,draft", "auto,lookup"])
-def test_lists_name_proposers_only(model, method):
-    with pytest.raises(OptionError, match="list methods only") as refusal:
-        text(model, method=method)
-    assert refusal.value.field == "method"
-
-
-def test_an_unknown_name_in_a_list(model):
-    with pytest.raises(OptionError, match="'guess'") as refusal:
-        text(model, method="draft,guess")
-    assert refusal.value.field == "method"

@@ -22,7 +22,7 @@ from jetdraft.recipe import Recipe
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.passes import opener as opening
 from jetdraft.runtime.passes.buffers import Memory
-from jetdraft.runtime.passes.opener import SharedWeights
+from jetdraft.runtime.passes.opener import shared_weights
 from jetdraft.runtime.passes.session import Captures, open_session
 from jetdraft.runtime.planning.drafting import Drafting
 from tests.tiny import llama_config, save_checkpoint, save_streams
@@ -47,7 +47,7 @@ WAYS = [
 def bundle(pair, tmp_path_factory, request):
     """A bundle for a GPU, whose drafter stays on the CPU."""
     folder = tmp_path_factory.mktemp("placed")
-    config = llama_config(num_hidden_layers=2)
+    config = llama_config(num_hidden_layers=1)
     target, output = save_checkpoint(folder / "target", config), folder / request.param
     options = ExportOptions(
         Recipe("int8", 32),
@@ -168,8 +168,8 @@ def test_trees_that_round_otherwise_are_not_exact(bundle, pretended):
     graph = pretended.parts.target
     other = jetdraft.load(bundle.path, provider="cpu", threads=1).parts.target
     file = bundle.path / bundle.target.tree_file
-    own = SharedWeights.of(file, "cpu")
-    arrays = {name: value.numpy() for name, value in own.views.items()}
+    views, _owners = shared_weights(file, "cpu")
+    arrays = {name: value.numpy() for name, value in views.items()}
     scales = next(name for name, w in arrays.items() if w.dtype == np.float16)
     swapped = open_session(file, "cpu", weights={scales: 2 * arrays[scales]})
     graph.sessions.any = replace(graph.sessions.any, session=swapped)
@@ -208,7 +208,7 @@ def test_a_drafter_goes_where_the_caller_goes(bundle):
 def test_streams_and_integers_of_four_bits(tmp_path, monkeypatch, scheme):
     """Probes are staged too; packed integers of a standard graph are not shared."""
     flavour = "contrib" if scheme == "none" else "standard"
-    save_checkpoint(tmp_path / "c", llama_config(num_hidden_layers=2))
+    save_checkpoint(tmp_path / "c", llama_config(num_hidden_layers=1))
     settings = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
     save_streams(tmp_path / "c", settings)
     options = ExportOptions(

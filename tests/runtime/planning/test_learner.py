@@ -5,7 +5,6 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -89,12 +88,6 @@ def test_wrong_places_are_where_the_target_spoke(toy, tmp_path, tree, exact):
             assert (np.diff(logits) <= 0).all()
 
 
-def test_plain_decoding_teaches_nothing(toy, tmp_path):
-    with load(toy, tmp_path) as model:
-        model.generate("The robot sees", method="none", max_new_tokens=32)
-        assert read(tmp_path, model) == []
-
-
 def test_long_texts_keep_their_end(toy, tmp_path, monkeypatch):
     monkeypatch.setattr("jetdraft.runtime.planning.planner.MOST_TOKENS", 24)
     monkeypatch.setattr("jetdraft.runtime.planning.planner.MOST_PLACES", 3)
@@ -108,10 +101,11 @@ def test_long_texts_keep_their_end(toy, tmp_path, monkeypatch):
 
 def test_each_user_has_lessons(toy, tmp_path):
     with load(toy, tmp_path) as model:
+        model.generate("The robot sees", method="none", max_new_tokens=32)
+        assert read(tmp_path, model) == [], "plain decoding teaches nothing"
         model.generate("The robot sees", **DRAFTED, drafting={"user": "ann"})
         assert len(read(tmp_path, model)) == 1
-        sha256, size = model.bundle.tokenizer_sha256, 384
-        kept = Lessons(tmp_path, sha256, size)
+        kept = Lessons(tmp_path, model.bundle.tokenizer_sha256, 384)
         assert (kept.clear("bob"), kept.clear("ann")) == (0, 1)
 
 
@@ -156,7 +150,7 @@ def test_a_swap_computes_the_drafters_buffers_again(toy, tmp_path):
     """After a swap the drafter drafts as one that never had other weights."""
     arrays, prompt = random_arrays(toy, 3), "The robot sees"
     name = put_on_trial(tmp_path / "new", toy, arrays)
-    choice = kept_choice(toy, name)
+    choice = Choice(name, None, base_of(Bundle.open(toy)))
     choose(tmp_path / "new", choice)
     with load(toy, tmp_path / "new") as model:
         fresh = model.generate(prompt, **DRAFTED).stats.to_json()
@@ -167,10 +161,6 @@ def test_a_swap_computes_the_drafters_buffers_again(toy, tmp_path):
         swapped = model.generate(prompt, **DRAFTED).stats.to_json()
     for key in ("drafted_tokens", "accepted_by_position", "rounds_by_choice"):
         assert swapped[key] == fresh[key]
-
-
-def kept_choice(toy, name):
-    return Choice(name, None, base_of(Bundle.open(toy)))
 
 
 WRONG = {
@@ -254,20 +244,9 @@ with jetdraft.load(sys.argv[1], threads=1, learn=sys.argv[2]) as model:
 
 def test_two_processes_share_a_folder(toy, tmp_path):
     put_on_trial(tmp_path / "learned", toy, random_arrays(toy))
+    program = [sys.executable, "-W", "error", "-c", USER, toy, tmp_path / "learned"]
     users = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-W",
-                "error",
-                "-c",
-                USER,
-                toy,
-                tmp_path / "learned",
-                user,
-            ],
-            stdout=subprocess.PIPE,
-        )
+        subprocess.Popen([*program, user], stdout=subprocess.PIPE)
         for user in ("ann", "bob")
     ]
     one, other = (user.communicate()[0] for user in users)
@@ -289,7 +268,7 @@ def test_a_drafter_is_needed(toy, tmp_path):
 
 def test_another_drafters_weights_are_refused(toy, tmp_path):
     put_on_trial(tmp_path, toy, random_arrays(toy))
-    choose(tmp_path, replace(kept_choice(toy, ""), base="0" * 64))
+    choose(tmp_path, Choice("", None, "0" * 64))
     with pytest.raises(StoreError, match="another drafter"):
         load(toy, tmp_path)
     shutil.rmtree(tmp_path)

@@ -18,7 +18,7 @@ WAYS = [Sampling(), Sampling(temperature=0.9, seed=4)]
 
 
 class Told(LookupProposer):
-    """Says what it is told to, the first `right` tokens of which are right."""
+    """Says the truth, but only the first `right` tokens are right."""
 
     def __init__(self, truth, right, match=1):
         super().__init__()
@@ -39,36 +39,41 @@ def graph(model):
     return Graph(StepSessions(session, entry.contract))
 
 
+def alone(model, count, sampling=Sampling()):  # noqa: B008
+    """The drafter by itself, and the tokens that it drafts after the prompt."""
+    drafter = drafter_of(graph(model))
+    drafter.begin(PROMPT, Chooser(sampling))
+    return drafter, drafter.propose(PROMPT, count).tokens[1:]
+
+
+def cascade_of(model, truth, right, match=1, sampling=Sampling()):  # noqa: B008
+    """A cascade over a proposer that says the first `right` tokens of the truth."""
+    below = Told([*PROMPT, *truth], right, match)
+    cascade = CascadeProposer(DraftCache(graph(model)), below)
+    cascade.begin(PROMPT, Chooser(sampling))
+    return cascade, below.truth
+
+
 @pytest.mark.parametrize("sampling", WAYS, ids=str)
 @pytest.mark.parametrize("right", [0, 1, 2, 3, 9])
 def test_reviewed_tokens_are_the_drafters_own(model, sampling, right):
-    chooser = Chooser(sampling)
-    alone = drafter_of(graph(model))
-    alone.begin(PROMPT, chooser)
-    truth = [*PROMPT, *alone.propose(PROMPT, 12).tokens[1:]]
-    cascade = CascadeProposer(DraftCache(graph(model)), Told(truth, right))
-    cascade.begin(PROMPT, chooser)
+    own = alone(model, 12, sampling)[1]
+    cascade, truth = cascade_of(model, own, right, sampling=sampling)
     for length in range(len(PROMPT), len(PROMPT) + 4):
         found = cascade.propose(truth[:length], REVIEWED).tokens[1:]
         assert found == truth[length : length + REVIEWED]
 
 
 def test_right_guesses_save_passes(model):
-    chooser = Chooser(Sampling())
-    alone = drafter_of(graph(model))
-    alone.begin(PROMPT, chooser)
-    truth = [*PROMPT, *alone.propose(PROMPT, 12).tokens[1:]]
-    cascade = CascadeProposer(DraftCache(graph(model)), Told(truth, 9))
-    cascade.begin(PROMPT, chooser)
+    drafter, own = alone(model, 12)
+    cascade, _ = cascade_of(model, own, 9)
     cascade.propose(PROMPT, REVIEWED)
     assert cascade.cache.graph.passes == 2, "the prompt, then all guesses at once"
-    assert alone.cache.graph.passes == 12
+    assert drafter.cache.graph.passes == 12
 
 
 def test_the_tail_is_not_reviewed(model):
-    truth = [*PROMPT, *range(100, 120)]
-    cascade = CascadeProposer(DraftCache(graph(model)), Told(truth, 0))
-    cascade.begin(PROMPT, Chooser(Sampling()))
+    cascade, truth = cascade_of(model, range(100, 120), 0)
     found = cascade.propose(PROMPT, REVIEWED + 3).tokens[1:]
     start = len(PROMPT) + REVIEWED
     assert found[REVIEWED:] == [t + 1 for t in truth[start : start + 3]]
@@ -76,9 +81,8 @@ def test_the_tail_is_not_reviewed(model):
 
 def test_where_lookup_is_right_more_often_its_tokens_come(model):
     """It says after long matches what the drafter would not say, and is right."""
-    truth = [*PROMPT, *np.random.default_rng(6).integers(0, 288, 60).tolist()]
-    cascade = CascadeProposer(DraftCache(graph(model)), Told(truth, 9, match=4))
-    cascade.begin(PROMPT, Chooser(Sampling()))
+    other = np.random.default_rng(6).integers(0, 288, 60).tolist()
+    cascade, truth = cascade_of(model, other, 9, match=4)
     drafts = [
         cascade.propose(truth[:length], 3).tokens[1:]
         for length in range(len(PROMPT), len(PROMPT) + 40)
@@ -97,12 +101,7 @@ def test_where_lookup_is_right_more_often_its_tokens_come(model):
 
 
 def test_where_lookup_is_wrong_the_drafter_chooses(model):
-    chooser = Chooser(Sampling())
-    alone = drafter_of(graph(model))
-    alone.begin(PROMPT, chooser)
-    truth = [*PROMPT, *alone.propose(PROMPT, 15).tokens[1:]]
-    cascade = CascadeProposer(DraftCache(graph(model)), Told(truth, 0, match=8))
-    cascade.begin(PROMPT, chooser)
+    cascade, truth = cascade_of(model, alone(model, 15)[1], 0, match=8)
     drafts = {
         length: cascade.propose(truth[:length], 3).tokens[1:]
         for length in range(len(PROMPT), len(PROMPT) + 12)
@@ -114,13 +113,9 @@ def test_where_lookup_is_wrong_the_drafter_chooses(model):
 
 def test_trusted_tokens_behind_a_doubtful_token_are_taken(model):
     """The drafter says the same first token, and would then go on by itself."""
-    chooser = Chooser(Sampling())
-    alone = drafter_of(graph(model))
-    alone.begin(PROMPT, chooser)
-    own = alone.propose(PROMPT, 4).tokens[1:]
+    own = alone(model, 4)[1]
     other = [own[0], *[(token + 1) % 288 for token in own[1:]]]
-    cascade = CascadeProposer(DraftCache(graph(model)), Told([*PROMPT, *other], 9, 3))
-    cascade.begin(PROMPT, chooser)
+    cascade, _ = cascade_of(model, other, 9, match=3)
     cascade.trust.prefers = lambda evidence: evidence > 2
     assert cascade.propose(PROMPT, 4).tokens[1:] == other
     cascade.trust.prefers = lambda evidence: False
@@ -139,15 +134,3 @@ def test_a_guess_is_tried_up_to_its_first_difference():
         Trial(9, 9, 3, own=False),
     ]
     assert _trials([6], Guess([], 0.0, 0), own=True) == [Trial(6, None, 0, own=True)]
-
-
-@pytest.mark.parametrize("way", [{}, {"temperature": 0.9, "seed": 4}], ids=str)
-@pytest.mark.parametrize("method", ["cascade", "trigram", "draft,cascade,trigram"])
-def test_the_text_is_that_of_plain_decoding(model, method, way):
-    how = {"token_ids": PROMPT, "max_new_tokens": 80, "ignore_eos": True, **way}
-    plain = model.generate(method="none", **how)
-    assert model.generate(method=method, **how).token_ids == plain.token_ids
-    if "," not in method:
-        fixed = model.generate(method=method, num_draft_tokens=7, **how)
-        assert fixed.token_ids == plain.token_ids
-        assert fixed.stats.drafted_tokens > 0

@@ -50,7 +50,7 @@ def paths(rows):
     return [[*rows.ancestors[leaf], leaf] for leaf in leaves]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_every_path_has_the_logits_of_a_chain(float_model, seed):
     random = np.random.default_rng(seed)
     graph = float_model.parts.target
@@ -142,8 +142,7 @@ def test_the_capacity_ends_the_text(model, exact):
     expected, _ = generate(model, SAMPLINGS[0], tokens=10_000)
     proposer = Branching(np.array(expected))
     ids, stats = generate(model, SAMPLINGS[0], proposer, tokens=10_000, exact=exact)
-    assert len(ids) == len(expected)
-    assert stats.finish_reason == "length"
+    assert (len(ids), stats.finish_reason) == (len(expected), "length")
     assert model.parts.target.cache.length <= model.parts.target.cache.capacity
 
 

@@ -1,3 +1,5 @@
+import pytest
+
 from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
 
 
@@ -7,39 +9,29 @@ def draft(context, budget=3, **options):
     return rows.tokens[1:]
 
 
-def test_proposes_what_followed():
-    assert draft([1, 2, 3, 4, 5, 6, 7, 1, 2, 3]) == [4, 5, 6]
-
-
-def test_the_longest_match_wins_over_a_later_one():
-    assert draft([7, 1, 2, 30, 9, 1, 2, 40, 7, 1, 2], budget=1) == [30]
-
-
-def test_the_latest_of_equal_matches_wins():
-    assert draft([1, 2, 30, 9, 1, 2, 40, 8, 1, 2], budget=1) == [40]
-
-
-def test_a_draft_is_no_longer_than_its_match():
-    assert draft([1, 2, 3, 9, 2]) == [3]
-    assert draft([1, 2, 3, 9, 1, 2]) == [3, 9]
-
-
-def test_a_match_has_a_limit():
-    assert draft([1, 2, 3, 4, 5, 1, 2, 3], max_match=2) == [4, 5]
-
-
-def test_a_repetition_goes_on_past_the_end():
-    assert draft([5, 5, 5, 5], budget=8) == [5, 5, 5]
-    assert draft([1, 2, 3, 1, 2, 3, 1, 2], budget=8) == [3, 1, 2, 3, 1]
-
-
-def test_nothing_without_a_match():
-    assert draft([1, 2, 3]) == []
-    assert draft([4]) == []
-
-
-def test_the_budget_holds():
-    assert draft([1, 2, 3, 4, 5, 6, 1, 2, 3], budget=2) == [4, 5]
+@pytest.mark.parametrize(
+    ("context", "options", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 1, 2, 3], {}, [4, 5, 6]),
+        # The longest match wins over a later match, and of equal matches the latest.
+        ([7, 1, 2, 30, 9, 1, 2, 40, 7, 1, 2], {"budget": 1}, [30]),
+        ([1, 2, 30, 9, 1, 2, 40, 8, 1, 2], {"budget": 1}, [40]),
+        # A draft is no longer than its match, the limit of matches or the budget.
+        ([1, 2, 3, 9, 2], {}, [3]),
+        ([1, 2, 3, 9, 1, 2], {}, [3, 9]),
+        ([1, 2, 3, 4, 5, 1, 2, 3], {"max_match": 2}, [4, 5]),
+        ([1, 2, 3, 4, 5, 6, 1, 2, 3], {"budget": 2}, [4, 5]),
+        # A repetition continues past the end.
+        ([5, 5, 5, 5], {"budget": 8}, [5, 5, 5]),
+        ([1, 2, 3, 1, 2, 3, 1, 2], {"budget": 8}, [3, 1, 2, 3, 1]),
+        # Without a match there is no draft.
+        ([1, 2, 3], {}, []),
+        ([4], {}, []),
+    ],
+    ids=str,
+)
+def test_what_followed_the_last_time_is_drafted(context, options, expected):
+    assert draft(context, **options) == expected
 
 
 def test_drafted_tokens_are_looked_up_and_forgotten():

@@ -38,48 +38,49 @@ def decode(proposer, prompt, output, budget=4):
     return rounds
 
 
-def test_the_same_request_gives_the_same_response(store, similarity):
-    prompt, response = list(range(20)), list(range(50, 70))
-    store.add(Entry(prompt, response, similarity.vector(prompt)))
-    assert decode(RecallProposer(store, similarity), prompt, response) == 4
+REQUEST, RESPONSE = list(range(20)), list(range(50, 70))
 
 
-def test_other_requests_give_nothing(store, similarity):
-    prompt, response = list(range(20)), list(range(50, 70))
-    store.add(Entry(prompt, response, similarity.vector(prompt)))
-    other = list(range(100, 120))
-    assert similarity.vector(prompt) @ similarity.vector(other) < 0.8
-    assert decode(RecallProposer(store, similarity), other, response) == 20
+@pytest.mark.parametrize(
+    ("request_", "response", "output", "rounds"),
+    [
+        (REQUEST, RESPONSE, RESPONSE, 4),
+        (list(range(100, 120)), RESPONSE, RESPONSE, 20),  # another request
+        # Slot 9 of the request is repeated in the response.
+        (
+            [*range(9), 199, *range(10, 20)],
+            [50, 51, 9, 52, 53, 54, 55, 56],
+            [50, 51, 199, 52, 53, 54, 55, 56],
+            2,
+        ),
+    ],
+    ids=["same", "other", "slot"],
+)
+def test_similar_requests(store, similarity, request_, response, output, rounds):
+    store.add(Entry(REQUEST, response, similarity.vector(REQUEST)))
+    alike = similarity.vector(REQUEST) @ similarity.vector(request_) > 0.8
+    assert alike == (rounds < len(output))
+    assert decode(RecallProposer(store, similarity), request_, output) == rounds
 
 
-def test_a_changed_slot_is_filled_in(store, similarity):
-    """Slot 9 of the request is repeated in the response."""
-    prompt, now = list(range(20)), [*range(9), 199, *range(10, 20)]
-    response = [50, 51, 9, 52, 53, 54, 55, 56]
-    store.add(Entry(prompt, response, similarity.vector(prompt)))
-    wanted = [50, 51, 199, 52, 53, 54, 55, 56]
-    assert decode(RecallProposer(store, similarity), now, wanted) == 2
-
-
-def test_a_lost_place_is_found_within_three_rounds():
-    script = Script([1, 2, 3, 4, 5, 6, 7])
-    output = []
-    for token in (1, 2, 99):
-        output.append(token)
-        script.follow(output)
-    assert script.following(3) == []
-    output.append(4)
-    script.follow(output)
-    assert script.following(3) == [5, 6, 7]
-
-
-def test_a_place_is_looked_for_ahead_only():
-    script = Script([1, 2, 3, 1, 4, 5])
-    output = []
-    for token in (1, 2, 3, 99, 1):
-        output.append(token)
-        script.follow(output)
-    assert script.following(2) == [4, 5]
+@pytest.mark.parametrize(
+    ("script", "output", "following"),
+    [
+        ([1, 2, 3, 4], [], [1, 2, 3]),
+        ([1, 2, 3, 4], [9], []),
+        ([1, 2, 3, 4], [9, 2], [3, 4]),
+        ([1, 2, 3, 4, 5, 6, 7], [1, 2, 99], []),
+        ([1, 2, 3, 4, 5, 6, 7], [1, 2, 99, 4], [5, 6, 7]),
+        # A place is looked for ahead only.
+        ([1, 2, 3, 1, 4, 5], [1, 2, 3, 99, 1], [4, 5]),
+    ],
+    ids=str,
+)
+def test_a_lost_place_is_found(script, output, following):
+    script = Script(script)
+    for end in range(1, len(output) + 1):
+        script.follow(output[:end])
+    assert script.following(3) == following
 
 
 @pytest.mark.parametrize(
@@ -124,15 +125,6 @@ def test_the_likelier_draft_wins(store):
     proposer.begin([5], CHOOSER)
     context = [6, 7, 1, 6, 7, 9, 6, 7]
     assert proposer.propose(context, 2).tokens[1:] == [8, 8]
-
-
-def test_a_script_that_began_wrong_offers_nothing_until_it_is_found():
-    script = Script([1, 2, 3, 4])
-    assert script.following(2) == [1, 2]
-    script.follow([9])
-    assert script.following(2) == []
-    script.follow([9, 2])
-    assert script.following(2) == [3, 4]
 
 
 def test_a_response_that_was_replaced_is_learned(store):

@@ -16,7 +16,7 @@ SAMPLINGS = [{}, {"temperature": 0.9, "seed": 3}]
 
 
 class Recorder(Proposer):
-    """Drafts the text that it is told to draft, and remembers what it is shown."""
+    """Drafts a given text, and remembers what it is shown."""
 
     traits = Traits("recorder", max_draft_tokens=15)
 
@@ -60,7 +60,7 @@ def prefill(recorder, prompt):
     return [shown for shown in recorder.shown if shown[0] <= len(prompt)]
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 17, 33, 65, 100, 150])
+@pytest.mark.parametrize("length", [1, 2, 33, 100])
 def test_every_pass_over_a_prompt_is_shown(model, length):
     prompt, recorder = IDS[:length], Recorder()
     model.forget()

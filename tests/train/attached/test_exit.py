@@ -54,7 +54,7 @@ def model(bundle):
 
 def test_halves_leave_the_cores_to_each_other(model):
     """Threads that spin after a pass made the other half twice as slow."""
-    sessions = model.parts.leading().halves._sessions
+    sessions = model.parts.leading.halves._sessions
     for session in (sessions.lower, sessions.upper, sessions.exit):
         options = session.get_session_options()
         assert options.get_session_config_entry("session.force_spinning_stop") == "1"

@@ -1,8 +1,7 @@
 """A head that stops a text or lets it leave the target early (SEC, 2401.09964).
 
-It reads the states that leave the target's lower layers. Both of its decisions are
-lossy: a text that is stopped lacks its end, and a token after an exit is the guess of
-fewer layers.
+It reads the states that leave the lower layers. Both decisions are lossy: a text that
+is stopped lacks its end, and a token after an exit is the guess of fewer layers.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ class Decision(IntEnum):
 class ExitHead:
     """The head behind one layer of a target, for states float32 [n, h].
 
-    `weight` float32 [h, h] makes of a state what the target's final norm reads,
-    h + W h. `classifier` [3, h] and `bias` [3] rate the decisions by the state that is
-    scaled to unit size.
+    `weight` [h, h] makes of a state what the target's final norm reads, h + W h.
+    `classifier` [3, h] and `bias` [3] rate the decisions by the state at unit size.
     """
 
     weight: Float32s
@@ -63,8 +61,7 @@ class ExitHead:
     def load(cls, folder: Path, base: str, layer: int, size: int) -> ExitHead:
         """Read the head behind `layer` layers, for a target with the hash `base`.
 
-        Raises `OptionError` for a folder without a head for this layer, and `PairError`
-        for the head of another target.
+        Raises `OptionError` where it is missing, `PairError` for another target's head.
         """
         try:
             modified = (folder / FILE).stat().st_mtime_ns
@@ -75,7 +72,7 @@ class ExitHead:
 
 @lru_cache(maxsize=4)
 def _read(folder: Path, modified: int, base: str, layer: int, size: int) -> ExitHead:
-    """As `ExitHead.load`; a file that has not been `modified` is read once."""
+    """As `ExitHead.load`; a file that was not `modified` is read once."""
     fact = f"{folder / FILE} is missing or damaged, or its training still runs"
     if not os.path.isdir(folder):  # of any name
         fact = f"there is no folder {folder}"
@@ -119,11 +116,11 @@ class ExitRule:
     exit: float
 
     def decide(self, states: Float32s) -> list[Decision]:
-        """What to do after each row.
+        """What to do after each row (SEC, section 3.3).
 
         stop if it is the likeliest, and c(stop) > the threshold of stops;
         exit if it is the likeliest, and c(exit) > the threshold of exits;
-        else continue                                           (SEC, section 3.3)
+        else continue
         """
         least = {Decision.STOP: self.stop, Decision.EXIT: self.exit}
         decisions = []

@@ -14,17 +14,11 @@ from jetdraft.runtime.passes.answer import Answer, answer_of
 from jetdraft.runtime.passes.binding import Bound
 
 Buffers = Mapping[str, ort.OrtValue]
-"""The KV buffers of a half, by the names of its inputs."""
-
-
 LOWER, UPPER, EXIT = "lower half", "upper half", "exit"
 
 
 class SplitSessions(NamedTuple):
-    """The sessions of both halves, and the contract that they were made for.
-
-    `exit` leaves the upper layers out; None if the bundle has no such graph.
-    """
+    """The sessions of both halves, and of a graph that leaves the upper layers out."""
 
     lower: ort.InferenceSession
     upper: ort.InferenceSession
@@ -35,8 +29,8 @@ class SplitSessions(NamedTuple):
 class Placed(NamedTuple):
     """Rows of a pass, in the slots of a draft behind the first `filled` slots.
 
-    Row i is `depths[i]` places past the cursor and sees the committed rows, the draft's
-    slots `ancestors[i]` and itself.
+    Row i is `depths[i]` places past the cursor and sees the committed rows, the slots
+    `ancestors[i]` and itself.
     """
 
     tokens: Sequence[int]
@@ -46,7 +40,6 @@ class Placed(NamedTuple):
 
     @classmethod
     def of(cls, rows: Rows, first: int = 0, end: int | None = None) -> Placed:
-        """The rows of a draft from row `first` on, each in the slot of its number."""
         part = slice(first, end)
         return cls(rows.tokens[part], rows.depths[part], rows.ancestors[part], first)
 
@@ -54,9 +47,8 @@ class Placed(NamedTuple):
 class Halves:
     """The lower and the upper half of a target, bound once for each size of a pass.
 
-    `seconds` adds up the time inside `session.run`, `passes` counts the passes of the
-    upper half. Whose rows lie where in the buffers is the caller's affair. Raises
-    `ContractError` for graphs that are not these halves.
+    `seconds` adds up the time inside `session.run`, `passes` counts the passes that
+    gave an answer. Raises `ContractError` for graphs that are not these halves.
     """
 
     def __init__(
@@ -98,11 +90,10 @@ class Halves:
     ) -> Answer:
         """Run rows whose `states` [n, h] the lower half has given.
 
-        The `size` holds the width, the number of rows that the answer covers, and the
-        probes.
+        The `size` is the width, the number of rows to answer for, and the probes.
         """
         bound, probes = self._bound(UPPER, *size), size[2]
-        _fill(bound, "hidden", states)
+        bound.fill_rows("hidden", states)
         self._place(bound, rows, size[0] - len(rows.tokens), probes, cursor)
         self.passes += 1
         return answer_of(bound.tensors, self.contract.upper, probes)
@@ -120,8 +111,8 @@ class Halves:
         The lower half has given the `states` [n, h]; the LM head reads `exit_states`.
         """
         bound = self._bound(EXIT, width, width)
-        _fill(bound, "hidden", states)
-        _fill(bound, "exit_hidden", exit_states)
+        bound.fill_rows("hidden", states)
+        bound.fill_rows("exit_hidden", exit_states)
         depths = [*rows.depths, *[0] * (width - len(rows.tokens))]
         bound.arrays["position_ids"][0] = [cursor + depth for depth in depths]
         bound.cursor[0], bound.total_length[0] = cursor, cursor + width
@@ -132,7 +123,6 @@ class Halves:
     def _bound(
         self, name: str, width: int, answers: int = 0, probes: Probes = NO_PROBES
     ) -> Bound:
-        """The binding of a graph for passes of a size."""
         key = name, width, answers, probes
         if key not in self._bindings:
             session, inputs, outputs = self._graphs[name]
@@ -151,7 +141,6 @@ class Halves:
     def _place(
         self, bound: Bound, rows: Placed, padding: int, probes: Probes, cursor: int
     ) -> None:
-        """Set the positions and the mask of a pass, and run it."""
         depths = [*rows.depths, *[0] * padding]
         bound.arrays["position_ids"][0] = [cursor + depth for depth in depths]
         seen: list[Sequence[int]] = [*rows.ancestors, *[[]] * padding]
@@ -159,9 +148,3 @@ class Halves:
         bound.cursor[0] = cursor + rows.filled
         bound.total_length[0] = self.contract.whole.slots
         self.seconds += bound.run()
-
-
-def _fill(bound: Bound, name: str, states: Float32s) -> None:
-    """Set an input that has numbers for each row; padding gets the last row's."""
-    array, count = bound.arrays[name][0], len(states)
-    array[:count], array[count:] = states, states[-1]

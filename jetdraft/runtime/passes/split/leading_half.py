@@ -1,27 +1,25 @@
 """A target whose lower half runs ahead of its upper half (Kangaroo, 2404.18911).
 
-The lower half runs drafted rows one after the other, so that something can be drafted
-from the states that leave it. What it computed is kept: its keys and values lie in the
-target's own buffers, and the upper half takes up the states when the rows are verified.
+The lower half runs drafted rows one after the other, and something is drafted from the
+states that leave it. Its keys and values lie in the target's own buffers, and the upper
+half takes up the states when the rows are verified:
 
     the upper half's cursor   the committed rows, as in any target
     the lower half's cursor   the committed rows, and those that it ran ahead
 
 With a head that decides after the lower half (SEC, 2401.09964), rows may leave the
 target there, or end the text. Each row gets the decision of its own state, so a text
-does not depend on what was drafted.
-
-All passes have widths whose rows agree bit by bit, so a row that the lower half ran
-alone has the bits of a row among others.
+does not depend on what was drafted. All widths of passes agree bit by bit, so a row has
+the same bits alone and among others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.drafts.rows import NO_PROBES, NO_PROBING, Probing, Rows
 from jetdraft.runtime.passes.answer import Answer
@@ -36,8 +34,7 @@ from jetdraft.runtime.passes.target import EarlyStop
 class LeadingHalf:
     """A `Target` over the buffers of a `whole` one, which reads prompts for it.
 
-    `ahead` has the tokens of the rows that the lower half ran and the upper half did
-    not. Both halves run passes of the given `widths`.
+    `ahead` has the tokens of the rows that only the lower half has run.
 
         target = LeadingHalf(whole, sessions)
         target.prepare([2, 4, 6, 8])
@@ -50,7 +47,11 @@ class LeadingHalf:
         self.contract = whole.contract
         buffers, lower = whole.cache.buffers, sessions.contract.lower
         below = {spec.name: buffers[spec.name] for spec in lower.buffers("past")}
-        above = _renumbered(buffers, len(lower.kv_shapes))
+        # The upper half counts its layers from 0.
+        first, above = len(lower.kv_shapes), {}
+        for name in buffers.keys() - below.keys():
+            kind, layer = name.split(".")
+            above[f"{kind}.{int(layer) - first}"] = buffers[name]
         self.halves = Halves(sessions, below, above)
         self.widths: Sequence[int] = ()
         self.rule: ExitRule | None = None
@@ -63,24 +64,21 @@ class LeadingHalf:
 
     @property
     def cache(self) -> Cache:
-        """The buffers of both halves, and the cursor of the upper half."""
+        """The buffers of both halves, with the upper half's cursor."""
         return self.whole.cache
 
     @property
     def seconds(self) -> float:
-        """The time inside `session.run`."""
         return self.whole.seconds + self.halves.seconds
 
     @property
     def passes(self) -> int:
-        """The passes that gave an answer."""
         return self.whole.passes + self.halves.passes
 
     def prepare(self, widths: Sequence[int], rule: ExitRule | None = None) -> None:
         """Begin a generation, whose passes may have these widths.
 
-        A `rule` may stop the text, or let rows leave the upper half out, from the
-        second token on.
+        A `rule` may stop it, or leave the upper half out, from the second token on.
         """
         self.widths, self.rule, self._is_first = sorted(widths), rule, True
         self._keep(0)
@@ -88,15 +86,13 @@ class LeadingHalf:
     def run(
         self, tokens: Sequence[int], last_only: bool = False, width: int = 0
     ) -> Answer:
-        """Run one pass over a chain of tokens through both halves at once."""
         self._keep(0)
         return self.whole.run(tokens, last_only, width)
 
     def lead(self, text: Sequence[int]) -> Float32s | None:
         """The states [n, h] that leave the lower half, of the rows not committed yet.
 
-        The text begins with the committed tokens. Rows that have run ahead are not run
-        again. None if the rows do not fit into the buffers.
+        The text begins with the committed tokens. None if the rows do not fit.
         """
         rows = Rows.chain(list(text[self.cache.length :]))
         self._keep(common_length(self.ahead, rows.tokens))
@@ -106,8 +102,7 @@ class LeadingHalf:
     def branch(self, rows: Placed) -> Float32s:
         """The states [n, h] of rows of a draft behind the text that was led last.
 
-        A row that continues the rows ahead stays; the others are run again when they
-        are verified.
+        A row that continues the rows ahead stays; others run again when verified.
         """
         cursor, count = self.cache.length + self._base, len(rows.tokens)
         chain = list(range(rows.filled))
@@ -122,10 +117,6 @@ class LeadingHalf:
     def verify(
         self, rows: Rows, width: int, probing: Probing = NO_PROBING
     ) -> tuple[Rows, Answer]:
-        """Run a draft; the lower half runs only what it has not run ahead.
-
-        Raises `EarlyStop` where the rule stops the text.
-        """
         rows.check()
         self._keep(self._shared(rows))
         leads = (self.ahead or self.rule) and not probing.streams
@@ -152,21 +143,19 @@ class LeadingHalf:
         width = next(width for width in self.widths if kept <= width)
         if decision == Decision.CONTINUE:
             return rows, self._above(rows, states, width)
-        answer = self.halves.run_exit(
-            Placed.of(rows), states, rule.head.exit_states(states), width,
-            self.cache.length,
-        )  # fmt: skip
+        leaving, at = rule.head.exit_states(states), self.cache.length
+        answer = self.halves.run_exit(Placed.of(rows), states, leaving, width, at)
         layers = len(self.halves.contract.upper.kv_shapes)
-        return rows, answer.first(kept).with_features(states).leaving_out(layers)
+        answer = replace(answer.first(kept), features=states, skipped_layers=layers)
+        return rows, answer
 
     def _above(self, rows: Rows, states: Float32s, width: int) -> Answer:
         """The answer of rows whose states the lower half has given."""
         size = (width, width, NO_PROBES)
         answer = self.halves.run_upper(Placed.of(rows), states, size, self.cache.length)
-        return answer.first(len(rows)).with_features(states)
+        return replace(answer.first(len(rows)), features=states)
 
     def commit(self, path: Sequence[int], exact: bool) -> int:
-        """Commit the rows of a path; the lower half goes back to them."""
         self._keep(0)
         return self.whole.commit(path, exact)
 
@@ -176,7 +165,6 @@ class LeadingHalf:
         return common_length(rows.parents[:same], range(-1, same - 1))
 
     def _keep(self, count: int) -> None:
-        """Keep the first rows that ran ahead."""
         del self.ahead[count:]
         self._states = self._states[:count]
 
@@ -185,15 +173,11 @@ class LeadingHalf:
         self._states = np.concatenate([self._states, states])
 
     def _width(self, rows: int, filled: int) -> int | None:
-        """The narrowest allowed pass that holds the rows; None if it does not fit."""
         room = self.whole.draft_room(filled)
         return next((w for w in self.widths if rows <= w <= room), None)
 
     def _led(self, rows: Rows) -> Float32s | None:
-        """The states of all rows, after the lower half ran those that it has not run.
-
-        Those rows are ahead then, until the rows are committed.
-        """
+        """The states of all rows, which are ahead then until they are committed."""
         while (first := len(self.ahead)) < len(rows):
             end = min(len(rows), first + self.widths[-1])
             width = self._width(end - first, first)
@@ -203,15 +187,3 @@ class LeadingHalf:
             bound = self.halves.run_lower(part, width, self.cache.length)
             self._add(part.tokens, bound.arrays["hidden"][0, : end - first])
         return self._states
-
-
-def _renumbered(
-    buffers: Mapping[str, ort.OrtValue], below: int
-) -> dict[str, ort.OrtValue]:
-    """The buffers of the layers above the lower half, whose layers count from 0."""
-    names = ((name, *name.split(".")) for name in buffers)
-    return {
-        f"{kind}.{int(layer) - below}": buffers[name]
-        for name, kind, layer in names
-        if int(layer) >= below
-    }

@@ -1,17 +1,15 @@
 """A target in two halves; rows that look wrong are dropped between them.
 
 Speculative Streaming's early exit (2402.11131, 3.1.3): after the lower half the pruning
-adapter, the norm and the head say how likely each drafted token is after its parent.
-A row whose probability is below a threshold never enters the upper half, nor do the
-rows below it. Dropped rows carry no probes.
+adapter, the norm and the head say how likely each drafted token is after its parent. An
+unlikely row never enters the upper half, nor do the rows below it, and carries no
+probes.
 
     keep the root; keep c if its parent is kept and p_early(c | parent) >= threshold
 
 With the walk, a dropped row can shorten the accepted path, but never change it. A
-verifier that reads draft probabilities would be biased by it.
-
-The threshold is fixed, or `Threshold` adapts it to the rounds so far and to the times
-of the upper half.
+verifier that reads draft probabilities would be biased by it. The threshold is fixed,
+or `Threshold` adapts it to the rounds so far and to the times of the upper half.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from jetdraft.contracts.split_contract import SplitContract
 from jetdraft.ort import ort
@@ -43,9 +40,8 @@ CHOICES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 class Threshold:
     """Picks from `CHOICES` what would have committed most tokens per second.
 
-    A round that pruned at one threshold shows what any higher threshold would have
-    kept, committed and cost. Every `REFRESH` rounds a round keeps all rows, to show
-    this for the lower thresholds too.
+    A round shows what any higher threshold would have kept, committed and cost. Every
+    `REFRESH` rounds a round keeps all rows, to show this for lower thresholds too.
     """
 
     MEMORY = 0.97
@@ -57,7 +53,6 @@ class Threshold:
         self._rounds = 0
 
     def choose(self) -> float:
-        """The threshold of the next round."""
         self._rounds += 1
         if self._rounds % self.REFRESH == 1:
             return CHOICES[0]
@@ -69,8 +64,7 @@ class Threshold:
     ) -> None:
         """Learn from a round that pruned at `used`.
 
-        `outcome` gives the tokens and milliseconds that the round would have had with
-        the same or a higher threshold.
+        `outcome` gives its tokens and milliseconds at the same or a higher threshold.
         """
         for index, threshold in enumerate(CHOICES):
             if threshold >= used:
@@ -83,19 +77,8 @@ _TURNS = 3
 """How often each width of the upper half is timed."""
 
 
-class _Draft(NamedTuple):
-    """The last draft, the early exit's log probability of each row in `scores`, and the
-    milliseconds of the lower half's pass.
-    """
-
-    rows: Rows
-    scores: list[float]
-    lower_ms: float
-    probing: Probing
-
-
-class _PairedCache:
-    """The caches of both halves, which always hold the same tokens."""
+class _PairedCache(Cache):
+    """The lower half's cache, in step with the `upper` half's."""
 
     def __init__(
         self,
@@ -103,45 +86,31 @@ class _PairedCache:
         lower_compaction: ort.InferenceSession | None,
         upper_compaction: ort.InferenceSession | None,
     ) -> None:
-        self.lower = Cache(contract.lower, lower_compaction)
+        super().__init__(contract.lower, lower_compaction)
         self.upper = Cache(contract.upper, upper_compaction)
-        self.capacity = self.lower.capacity
-
-    @property
-    def length(self) -> int:
-        return self.lower.length
-
-    @property
-    def room(self) -> int:
-        return self.lower.room
-
-    @property
-    def seconds(self) -> float:
-        return self.lower.seconds + self.upper.seconds
 
     def advance(self, rows: int) -> None:
-        """Count the next rows of both as committed."""
-        self.lower.advance(rows)
+        super().advance(rows)
         self.upper.advance(rows)
 
     def rewind(self, length: int) -> None:
-        """Go back to `length` committed rows in both."""
-        self.lower.rewind(length)
+        super().rewind(length)
         self.upper.rewind(length)
 
-    def compact(self, lower: Sequence[int], upper: Sequence[int]) -> None:
+    def compact_both(self, lower: Sequence[int], upper: Sequence[int]) -> None:
         """Commit rows whose places in the lower and in the upper buffers differ."""
-        cursor = self.length
-        self.lower.compact(lower)
-        self.upper.rewind(cursor)
+        before = self.upper.seconds
         self.upper.compact(upper)
+        self.upper.rewind(self.length)  # `advance` counts the rows of both
+        self.compact(lower)
+        self.seconds += self.upper.seconds - before
 
 
 class PrunedHalves:
     """A `Target` that runs drafts through both halves and prunes between them.
 
     A row stays if its probability is at least the `threshold`: at 0 all rows stay,
-    above 1 only the root. The upper half runs passes of the given `widths`.
+    above 1 only the root.
 
         target = PrunedHalves(sessions, lower_moves, upper_moves)
         target.prepare(0.1, [2, 4, 6, 8])
@@ -157,24 +126,23 @@ class PrunedHalves:
         split = sessions.contract
         self.contract = split.whole
         self.cache = _PairedCache(split, lower_compaction, upper_compaction)
-        below, above = self.cache.lower.buffers, self.cache.upper.buffers
-        self.halves = Halves(sessions, below, above)
+        self.halves = Halves(sessions, self.cache.buffers, self.cache.upper.buffers)
         self.threshold = 0.0
         self.widths: Sequence[int] = ()
         self.adaptive: Threshold | None = None
         self._kept: list[int] = []
-        self._draft = _Draft(Rows.chain([0]), [], 0.0, NO_PROBING)
+        # Of the last draft: rows, the early exit's log probabilities, the milliseconds
+        # of the lower half, and the probes.
+        self._draft: tuple[Rows, list[float], float, Probing]
         self._upper_times: dict[int, float] = {}
         self._probe_ms: float | None = None
 
     @property
     def seconds(self) -> float:
-        """The time inside `session.run`."""
         return self.halves.seconds
 
     @property
     def passes(self) -> int:
-        """The passes of the upper half."""
         return self.halves.passes
 
     def prepare(self, threshold: float | None, widths: Sequence[int]) -> None:
@@ -198,7 +166,6 @@ class PrunedHalves:
             self._probe_ms = max(added_ms, 0.0) / max(probes.total, 1)
 
     def _upper_ms(self, width: int, probes: Probes) -> float:
-        """The shortest time of a pass through the upper half."""
         rows, times = Rows.chain([0] * width), []
         below = self._run_lower(rows, width)
         for _ in range(_TURNS):
@@ -220,14 +187,13 @@ class PrunedHalves:
     def verify(
         self, rows: Rows, width: int, probing: Probing = NO_PROBING
     ) -> tuple[Rows, Answer]:
-        """Run a draft; gives the rows that were kept, and the answer for them."""
         rows.check()
         if self.adaptive is not None:
             self.threshold = self.adaptive.choose()
         start = self.seconds
         below = self._run_lower(rows, width)
         scores = below.arrays["scores"][0].tolist()
-        self._draft = _Draft(rows, scores, 1e3 * (self.seconds - start), probing)
+        self._draft = rows, scores, 1e3 * (self.seconds - start), probing
         self._kept = self._keep(rows, scores, self.threshold)
         kept_rows = rows.only(self._kept)
         width = self.widths[bisect_left(self.widths, len(kept_rows))]
@@ -238,15 +204,12 @@ class PrunedHalves:
         return kept_rows, answer.first(len(kept_rows))
 
     def commit(self, path: Sequence[int], exact: bool) -> int:
-        """Commit the rows of a path; returns how many, see `Target.commit`.
-
-        A row has one place in the lower half's buffers and another in the upper's.
-        """
+        """Commit the rows of a path; a row's places in the two buffers differ."""
         lower = [self._kept[row] for row in path]
         if self.adaptive is not None:
             self.adaptive.observe(self.threshold, lambda t: self._outcome(lower, t))
         if not exact:
-            self.cache.compact(lower, path)
+            self.cache.compact_both(lower, path)
             return len(path)
         proven = without_gaps(lower)
         self.cache.advance(proven)
@@ -257,12 +220,12 @@ class PrunedHalves:
 
         `path` has the accepted rows, numbered as in the whole draft.
         """
-        draft = self._draft
-        kept = self._keep(draft.rows, draft.scores, threshold)
+        rows, scores, lower_ms, probing = self._draft
+        kept = self._keep(rows, scores, threshold)
         width = self.widths[bisect_left(self.widths, len(kept))]
-        probes = draft.probing.of(len(kept)).total
+        probes = probing.of(len(kept)).total
         upper_ms = self._upper_times[width] + probes * (self._probe_ms or 0.0)
-        return sum(row in kept for row in path), draft.lower_ms + upper_ms
+        return sum(row in kept for row in path), lower_ms + upper_ms
 
     @staticmethod
     def _keep(rows: Rows, scores: Sequence[float], threshold: float) -> list[int]:
@@ -275,16 +238,12 @@ class PrunedHalves:
         return kept
 
     def _run_lower(self, rows: Rows, width: int) -> Bound:
-        """Run the lower half over a draft; gives its inputs and outputs."""
         parents = [0, *rows.parents[1:]]
         return self.halves.run_lower(Placed.of(rows), width, self.cache.length, parents)
 
     def _run_upper(
         self, rows: Rows, below: Bound, kept: list[int], size: tuple[int, int, Probes]
     ) -> Answer:
-        """Run the upper half over `rows`, the rows `kept` of a draft.
-
-        `below` has the lower half's outputs for the whole draft.
-        """
+        """Run the rows `kept` of a draft through the upper half."""
         states = below.arrays["hidden"][0][kept]
         return self.halves.run_upper(Placed.of(rows), states, size, self.cache.length)
