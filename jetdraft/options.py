@@ -1,12 +1,12 @@
-"""Options, declared once: an annotated field is a flag, a keyword, and a row of help.
+"""Options, declared once: a field with a `Flag` is a flag, a keyword, a row of help.
 
     @dataclass(frozen=True, kw_only=True)
     class PlanOptions:
         context: Annotated[int, Flag("checkpoint", "Tokens in the buffers.")] = 2048
 
-The command line makes `--context` of it (`jetdraft.cli.flags`), `takes` makes a Python
-function with the keyword `context` of it, and the function's reference lists its help.
-The fields of a `TypedDict` can be annotated in the same way.
+The command line makes `--context` of it (`jetdraft.cli.command`), `takes` a Python
+function with the keyword `context`, and the function's reference lists its help. The
+fields of a `TypedDict` can be annotated in the same way; `setting` is shorter.
 """
 
 from __future__ import annotations
@@ -217,3 +217,45 @@ def check_bounds(options: object) -> None:
 
     bounded = [o for o in declared(type(options)) if o.kind in (int, float)]
     check_ranges(options, {option.name: allowed(option) for option in bounded})
+
+
+# --- settings that check themselves ---------------------------------------------------
+
+
+def setting(
+    default: Any,
+    help: str,
+    allowed: tuple[float, float] | None = None,
+    choices: Sequence[str] = (),
+    group: str = "training",
+    **flag: Any,
+) -> Any:
+    """A field of a `Checked` dataclass, which is an option of the command line too.
+
+    `allowed` are the least and the most of a number; `flag` are fields of `Flag`. A
+    default that is empty is not shown.
+
+        steps: int = setting(200, "Steps of training.", (1, 10**9))
+    """
+    flag = {"show_default": bool(default), "commas": isinstance(default, tuple), **flag}
+    added = {"flag": Flag(group, help, **flag), "allowed": allowed, "choices": choices}
+    return dataclasses.field(default=default, metadata=added)
+
+
+class Checked:
+    """The base of dataclasses that refuse what their settings do not allow.
+
+    The command line leaves the check to them, so it says what Python says.
+    """
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are
+            name, value = field.name, getattr(self, field.name)
+            if allowed := field.metadata.get("allowed"):
+                (least, most), optional = allowed, NoneType in get_args(hints[name])
+                check_ranges(self, {name: between(least, most, optional)})
+            choices = field.metadata.get("choices")
+            if choices and value not in choices:
+                words = f"{', '.join(choices[:-1])} or {choices[-1]}"
+                raise OptionError(f"unknown {name} {value!r}; choose {words}", name)

@@ -174,7 +174,7 @@ def _as_click(declared_option: Declared, defaults: Mapping[str, Any]) -> Decorat
     flag, kind = declared_option.flag, declared_option.kind
     default, help_ = declared_option.default, declared_option.help
     default = defaults.get(declared_option.name, default)
-    if flag.unset and default is None:
+    if flag.unset and not default:
         help_ = f"{help_.removesuffix('.')}; default: {flag.unset}."
     long = f"--{declared_option.name.replace('_', '-')}"
     settings: dict[str, Any] = {"metavar": flag.metavar}

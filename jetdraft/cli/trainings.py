@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,17 @@ from jetdraft.learning.weight_sets import is_learned, label
 from jetdraft.runtime.model import load
 from jetdraft.train.acceptance import fit, watch, write
 from jetdraft.train.machine import this_process
-from jetdraft.train.task import Task, TrainingOptions
+from jetdraft.train.run import TrainingOptions
+from jetdraft.train.task import Task
 from jetdraft.train.training import Progress, Training
-from jetdraft.train.use.background import Background, lower_priority
-from jetdraft.train.use.learning import Learned, Pace, UseOptions, UseTraining
+from jetdraft.train.use.learning import (
+    Background,
+    Learned,
+    Pace,
+    UseOptions,
+    UseTraining,
+    lower_priority,
+)
 from jetdraft.train.use.students import student_of
 
 INTERRUPTED = 130
@@ -33,7 +40,10 @@ INTERRUPTED = 130
 def command_of(name: str, task: type[Task]) -> click.Command:
     """The command that trains a task; its options are the fields of its settings."""
     alone = ", or prompts that the target completes" if task.completes_prompts else ""
-    data_option = option(
+
+    @click.command(name, cls=Command, help=task.help)
+    @click.argument("target")
+    @option(
         "training",
         "--data",
         multiple=True,
@@ -42,10 +52,6 @@ def command_of(name: str, task: type[Task]) -> click.Command:
         help="A text file, or .jsonl with prompt and completion, text or messages"
         f"{alone}; may be given several times.",
     )
-
-    @click.command(name, cls=Command, help=task.help)
-    @click.argument("target")
-    @data_option
     @given("options", TrainingOptions, **asdict(task.options))
     @flags.output_option("Write to this folder, or resume the run in it.")
     @given("settings", task.Settings)
@@ -56,25 +62,27 @@ def command_of(name: str, task: type[Task]) -> click.Command:
         options: TrainingOptions,
         settings: Any,
     ) -> int:
-        return run_training(
-            lambda bars: Training(
-                task(settings), target, output, list(data), options, bars
-            )
-        )
+        return run_training(task(settings), target, output, data, options)
 
     made: click.Command = command
     return made
 
 
-def run_training(prepare: Callable[[ProgressBars], Training]) -> int:
-    """Prepare a training and run it; gives the exit code. Ctrl-C saves."""
+def run_training(
+    task: Task,
+    target: str,
+    output: Path,
+    data: Sequence[Path],
+    options: TrainingOptions,
+) -> int:
+    """Run a training; gives the exit code. Ctrl-C saves."""
     run: Training | None = None
     with ProgressBars() as bars:
         try:
-            run = prepare(bars)
+            run = Training(task, target, output, data, options, bars)
             bars.close()
             if this_process().is_main_process:
-                click.echo(run.task.headline(run), err=True)
+                click.echo(task.headline(run), err=True)
             run.run(partial(_show, bars, run))
         except KeyboardInterrupt:
             bars.close()
@@ -84,8 +92,7 @@ def run_training(prepare: Callable[[ProgressBars], Training]) -> int:
             )
             return INTERRUPTED
     if this_process().is_main_process:
-        line = f"{run.folder.path}: {run.task.product} of {run.step} steps"
-        click.echo(line, err=True)
+        click.echo(f"{output}: {task.product} of {run.step} steps", err=True)
     return 0
 
 

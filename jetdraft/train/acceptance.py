@@ -1,9 +1,7 @@
 """The training of an acceptance head (SpecDec++, 2405.19715, 3.3).
 
 The paper mixes drafted tokens into a text of the target. Here the training watches real
-rounds: each drafted token that the target compared gives the drafter's hidden state and
-a verdict. So the head learns the chance that a token is accepted, given that all tokens
-before it were.
+rounds, so the head learns the chance that a token is accepted if all before it were.
 """
 
 from __future__ import annotations
@@ -46,11 +44,9 @@ class Watching(DraftStop):
         self.states: list[Float32s] = []
 
     def begin(self) -> None:
-        """Start a new draft."""
         self.states = []
 
     def stop(self, answer: Answer) -> bool:
-        """Note the hidden state, and let the draft go on."""
         assert answer.hidden is not None
         self.states.append(answer.hidden[0].copy())
         return False
@@ -66,8 +62,8 @@ def watch(
 ) -> tuple[Float32s, Float32s]:
     """The hidden states float32 [n, h] of compared tokens, and their verdicts [n].
 
-    The verdict is 1 for an accepted token, 0 for a rejected one. Raises `OptionError`
-    without a drafter, `DataError` if too few tokens were compared.
+    A verdict is 1 for an accepted token. Raises `OptionError` without a drafter,
+    `DataError` if too few tokens were compared.
     """
     hidden, verdicts = list[Float32s](), list[bool]()
     name, proposer = _drafting(model)
@@ -124,11 +120,7 @@ def _drafting(model: Model) -> tuple[str, ModelProposer]:
 def fit(
     hidden: Float32s, accepted: Float32s, steps: int = 300, seed: int = 0
 ) -> tuple[AcceptanceHead, float]:
-    """Train a head; return it with its loss on a held-out tenth of the tokens.
-
-    The weights are from the step with the least held-out loss, since a head overfits
-    few tokens.
-    """
+    """The head of the least loss on a held-out tenth of the tokens, and that loss."""
     torch.manual_seed(seed)
     size = hidden.shape[1]
     scale = 1.0 / max(float(np.sqrt((hidden**2).mean())), 1e-9)
@@ -136,10 +128,7 @@ def fit(
     order = torch.randperm(len(x))
     held_out, training = order[: len(x) // 10 + 1], order[len(x) // 10 + 1 :]
     block = (torch.randn(size, size) * size**-0.5 * 0.1).requires_grad_(True)
-    out, bias = (
-        torch.zeros(size, requires_grad=True),
-        torch.zeros((), requires_grad=True),
-    )
+    out, bias = (torch.zeros(shape, requires_grad=True) for shape in ((size,), ()))
     optimizer = torch.optim.AdamW([block, out, bias], lr=2e-3, weight_decay=0.05)
 
     def loss(rows: torch.Tensor) -> torch.Tensor:

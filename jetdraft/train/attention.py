@@ -1,8 +1,5 @@
 """The attention of trainings: whole sequences, with streams or under masks.
 
-What a module's attention looks like stands in attributes of the module itself, so that
-two models can run at the same time.
-
 The rows of a layer with streams are the T rows of the sequence, and then gamma streams
 for each of its C carriers, carrier by carrier. A stream attends only to the sequence
 and to the streams of its own carrier. So there are C * gamma * (T + gamma) scores of

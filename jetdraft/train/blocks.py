@@ -7,20 +7,21 @@ context before it, as in a draft that starts there, and no other block.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from jetdraft.checkpoints.heads.blocks import masked
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
-from jetdraft.options import between
+from jetdraft.options import setting
 from jetdraft.train.data import IGNORED, Batch
-from jetdraft.train.machine import precision
-from jetdraft.train.task import DrafterSettings, Sums, Task, TrainingOptions, setting
-from jetdraft.train.teacher import Lesson, Teacher, at
-from jetdraft.train.training import Training
+from jetdraft.train.run import Run, TrainingOptions
+from jetdraft.train.task import DrafterSettings, Sums, Task
+from jetdraft.train.teacher import at, lesson_of
 
 FORWARD_KL, TEXT = "forward-kl", "text"
 
@@ -33,24 +34,16 @@ VALIDATED_BLOCKS = 16
 
 @dataclass(frozen=True)
 class BlockSettings(DrafterSettings):
-    """What all drafters of blocks have."""
-
     layers: int | None = setting(
-        None,
-        "Layers of a new drafter; default: what its kind advises.",
-        between(1, 100, optional=True),
+        None, "Layers of a new drafter.", (1, 100), unset="what its kind advises"
     )
-    block_rows: int = setting(
-        8, "Rows of a block that is filled in one pass.", between(2, 64)
-    )
-    anchors: int = setting(
-        16, "Blocks that are learned in each sequence.", between(1, 10**4)
-    )
+    block_rows: int = setting(8, "Rows of a block that is filled in one pass.", (2, 64))
+    anchors: int = setting(16, "Blocks that are learned in each sequence.", (1, 10**4))
     known_share: float = setting(
         0.25,
         "Share of the blocks whose first tokens are known, as in the second step of a "
         "draft.",
-        between(0.0, 1.0),
+        (0.0, 1.0),
     )
     loss: str = setting(
         FORWARD_KL,
@@ -66,7 +59,7 @@ class Blocks:
     `anchors` int64 [b, n] are the places of the last tokens before the masks, `known`
     int64 [b, n] count the known tokens behind them, and `is_real` bool [b, n] is false
     for blocks that only fill the tensor up. `chances` float [b, n, slots] decide what
-    is told of a block beside them; without a choice there are none.
+    is shown of a block beside them; without a choice it is None.
     """
 
     anchors: Tensor
@@ -85,37 +78,40 @@ class Blocks:
         first: int = 1,
     ) -> Blocks:
         """Blocks at random places from `first` on, with a generator per sequence."""
-        anchors, known, is_real, chances = [], [], [], []
+        parts = []
         for labels, generator in zip(batch.labels.cpu(), generators, strict=True):
             places = starts(labels, first)
             order = torch.randperm(len(places), generator=generator)[:count]
-            anchors.append(_filled(places[order], count))
-            is_real.append(torch.arange(count) < len(order))
             shares = torch.rand(count, 2, generator=generator)
             counts = 1 + (shares[:, 1] * (slots - 1)).long()
-            told = (shares[:, 0] < known_share) & (slots > 1)
-            known.append(torch.where(told, counts.clamp(max=slots - 1), 0))
-            chances.append(torch.rand(count, slots, generator=generator))
-        parts = anchors, known, is_real, chances
-        return cls(*(torch.stack(part).to(batch.ids.device) for part in parts))
+            shown = (shares[:, 0] < known_share) & (slots > 1)
+            known = torch.where(shown, counts.clamp(max=slots - 1), 0)
+            anchors, is_real = _filled(places[order], count)
+            chances = torch.rand(count, slots, generator=generator)
+            parts.append((anchors, known, is_real, chances))
+        return cls(*_stacked(parts, batch.ids.device))
 
     @classmethod
     def spread(cls, batch: Batch, count: int, first: int = 1) -> Blocks:
         """Blocks without known tokens, evenly over each sequence from `first` on."""
-        anchors, is_real = [], []
+        parts = []
         for labels in batch.labels.cpu():
             places = starts(labels, first)
             ends = torch.linspace(0, max(0, len(places) - 1), count).long().tolist()
-            chosen = places[torch.tensor(sorted(set(ends)))] if len(places) else places
-            anchors.append(_filled(chosen, count))
-            is_real.append(torch.arange(count) < len(chosen))
-        rows = [torch.stack(part).to(batch.ids.device) for part in (anchors, is_real)]
-        return cls(rows[0], torch.zeros_like(rows[0]), rows[1])
+            chosen = torch.tensor(sorted(set(ends)))
+            parts.append(_filled(places[chosen] if len(places) else places, count))
+        anchors, is_real = _stacked(parts, batch.ids.device)
+        return cls(anchors, torch.zeros_like(anchors), is_real)
 
 
-def _filled(places: Tensor, count: int) -> Tensor:
-    left = torch.zeros(count - len(places), dtype=torch.long)
-    return torch.cat([places, left])
+def _filled(places: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """So many places, of which the first are real, and which these are."""
+    return F.pad(places, (0, count - len(places))), torch.arange(count) < len(places)
+
+
+def _stacked(rows: Sequence[Any], device: torch.device) -> list[Tensor]:
+    """Each part of all rows in a tensor of its own."""
+    return [torch.stack(part).to(device) for part in zip(*rows, strict=True)]
 
 
 def starts(labels: Tensor, first: int = 1) -> Tensor:
@@ -126,86 +122,6 @@ def starts(labels: Tensor, first: int = 1) -> Tensor:
     learned = labels[1:] != IGNORED
     learned[:first] = False
     return learned.nonzero()[:, 0]
-
-
-class BlockObjective(nn.Module):
-    """A drafter and its loss as one module.
-
-    With `of_text` the loss is the cross entropy of the text, else to the target's
-    distribution.
-    """
-
-    def __init__(self, drafter: Any, of_text: bool = False) -> None:
-        super().__init__()
-        self.drafter, self.of_text = drafter, of_text
-
-    def forward(self, lesson: Lesson, blocks: Blocks) -> Sums:
-        """The sums of a batch."""
-        with precision(lesson.ids.device):
-            return self.sums(lesson, blocks)
-
-    def sums(self, lesson: Lesson, blocks: Blocks) -> Sums:
-        """The sums by the distance from the last known token."""
-        slots, length = self.drafter.config.slots, lesson.ids.shape[1]
-        distance = torch.arange(slots, device=lesson.ids.device)
-        places = blocks.anchors[..., None] + 1 + distance  # [b, n, slots]
-        inside = places < length
-        places = places.clamp(max=length - 1)
-        open_places = inside & (at(lesson.labels, places) != IGNORED)
-        open_places = open_places & blocks.is_real[..., None]
-        is_known = self.known(lesson, blocks, places, open_places)
-        learned = open_places & ~is_known
-        logits = self.logits(lesson, blocks, places, is_known, learned)
-        teacher = at(lesson.logits, places - 1)[learned].float()
-        scores = logits.float().log_softmax(-1)
-        if self.of_text:
-            tokens = at(lesson.ids, places)[learned]
-            lost = -scores.gather(-1, tokens[:, None])[:, 0]
-        else:
-            lost = -(teacher.softmax(-1) * scores).sum(-1)
-        right = scores.argmax(-1) == teacher.argmax(-1)
-        far = (distance - blocks.known[..., None])[learned]
-        return Sums.of(lost, right, far, learned)
-
-    def known(
-        self, lesson: Lesson, blocks: Blocks, places: Tensor, open_places: Tensor
-    ) -> Tensor:
-        """Whether the token of a place in a block is told, bool [b, n, slots].
-
-        `places` int64 [b, n, slots] are the places of the guesses; those in
-        `open_places` can be learned.
-        """
-        slots = torch.arange(self.drafter.config.slots, device=places.device)
-        return slots < blocks.known[..., None]
-
-    def logits(
-        self,
-        lesson: Lesson,
-        blocks: Blocks,
-        places: Tensor,
-        is_known: Tensor,
-        learned: Tensor,
-    ) -> Tensor:
-        """The logits [k, vocabulary] of the learned guesses."""
-        drafter, ids = self.drafter, lesson.ids
-        count, sequences = ids.shape[1], len(ids)
-        block = at(ids, places).masked_fill(~is_known, drafter.config.vocab_size)
-        first = blocks.anchors
-        if not drafter.reads_text:
-            block = torch.cat([at(ids, blocks.anchors)[..., None], block], dim=-1)
-            first = first - 1
-        size = drafter.block_rows
-        own = first[..., None] + 1 + torch.arange(size, device=ids.device)
-        rows = torch.arange(count, device=ids.device).expand(sequences, -1)
-        states = drafter(
-            ids if drafter.reads_text else drafter.fuse(lesson.taps),
-            block.flatten(1),
-            torch.cat([rows, own.flatten(1)], dim=1),
-            masked(block_mask(first, size, count, drafter.reads_text)),
-        )
-        states = states[:, -own[0].numel() :].unflatten(1, own.shape[1:])
-        logits: Tensor = drafter.lm_head(drafter.guessed(states)[learned])
-        return logits
 
 
 def block_mask(last: Tensor, size: int, count: int, context_asks: bool) -> Tensor:
@@ -244,38 +160,29 @@ class BlockTask(Task):
         return rows + 2, f"blocks of {rows}"
 
     @abstractmethod
-    def new_config(self, run: Training) -> HeadConfig:
+    def new_config(self, run: Run) -> HeadConfig:
         """The config of the drafter; raises `OptionError`."""
 
-    @abstractmethod
-    def objective(self, run: Training, of_text: bool) -> BlockObjective:
-        """A new drafter with its loss."""
-
-    def check(self, run: Training) -> None:
+    def check(self, run: Run) -> None:
         """Make the config, before the target writes for hours."""
         self.config = self.new_config(run)
 
-    def pupil(self, run: Training) -> nn.Module:
-        """A new drafter with its loss."""
-        return self.objective(run, self.settings.loss == TEXT)
-
-    def advised_steps(self, run: Training) -> int:
+    def advised_steps(self, run: Run) -> int:
         """The steps that learn twenty guesses for each weight."""
         return self.steps_for(run, run.parameters)
 
-    def steps_for(self, run: Training, weights: int) -> int:
-        """The steps that learn twenty guesses for each of so many weights."""
+    def steps_for(self, run: Run, weights: int) -> int:
+        """The steps that learn twenty guesses for each of these weights."""
         blocks = self.settings.anchors * run.options.batch_size
         guesses: int = blocks * self.config.slots
         return max(200, TOKENS_PER_WEIGHT * weights // guesses)
 
-    def lesson(self, run: Training, batch: Batch, learns: bool) -> tuple[Any, ...]:
+    def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
         """What the target says of a batch, and blocks: drawn, or evenly spread."""
-        lesson = Teacher(run.teacher, self.config.taps).lesson(batch)
+        lesson = lesson_of(run.teacher, batch, self.config.taps)
         return lesson, self.blocks(run, batch, learns)
 
-    def blocks(self, run: Training, batch: Batch, learns: bool) -> Blocks:
-        """The blocks of a batch."""
+    def blocks(self, run: Run, batch: Batch, learns: bool) -> Blocks:
         if not learns:
             return Blocks.spread(batch, VALIDATED_BLOCKS, self.first_anchor)
         return Blocks.drawn(
@@ -287,6 +194,78 @@ class BlockTask(Task):
             self.first_anchor,
         )
 
+    def sums(self, drafter: Any, lesson: Any, blocks: Blocks, learns: bool) -> Sums:
+        """The sums by the distance from the last known token.
+
+        They are of the text's cross entropy, or to the target's distribution.
+        """
+        slots, length = drafter.config.slots, lesson.ids.shape[1]
+        distance = torch.arange(slots, device=lesson.ids.device)
+        places = blocks.anchors[..., None] + 1 + distance  # [b, n, slots]
+        inside = places < length
+        places = places.clamp(max=length - 1)
+        open_places = inside & (at(lesson.labels, places) != IGNORED)
+        open_places = open_places & blocks.is_real[..., None]
+        is_known = self.known(drafter, lesson, blocks, places, open_places, learns)
+        learned = open_places & ~is_known
+        logits = self.logits(drafter, lesson, blocks, places, is_known, learned)
+        teacher = at(lesson.logits, places - 1)[learned].float()
+        scores = logits.float().log_softmax(-1)
+        if self.settings.loss == TEXT:
+            tokens = at(lesson.ids, places)[learned]
+            lost = -scores.gather(-1, tokens[:, None])[:, 0]
+        else:
+            lost = -(teacher.softmax(-1) * scores).sum(-1)
+        right = scores.argmax(-1) == teacher.argmax(-1)
+        far = (distance - blocks.known[..., None])[learned]
+        return Sums.of(lost, right, far, learned)
+
+    def known(
+        self,
+        drafter: Any,
+        lesson: Any,
+        blocks: Blocks,
+        places: Tensor,
+        open_places: Tensor,
+        learns: bool,
+    ) -> Tensor:
+        """Whether the token of a place in a block is shown, bool [b, n, slots].
+
+        `places` int64 [b, n, slots] are the places of the guesses; those in
+        `open_places` can be learned.
+        """
+        slots = torch.arange(drafter.config.slots, device=places.device)
+        return slots < blocks.known[..., None]
+
+    def logits(
+        self,
+        drafter: Any,
+        lesson: Any,
+        blocks: Blocks,
+        places: Tensor,
+        is_known: Tensor,
+        learned: Tensor,
+    ) -> Tensor:
+        """The logits [k, vocabulary] of the learned guesses."""
+        ids, size = lesson.ids, drafter.block_rows
+        count = ids.shape[1]
+        block = at(ids, places).masked_fill(~is_known, drafter.config.vocab_size)
+        first = blocks.anchors
+        if not drafter.reads_text:
+            block = torch.cat([at(ids, blocks.anchors)[..., None], block], dim=-1)
+            first = first - 1
+        own = first[..., None] + 1 + torch.arange(size, device=ids.device)
+        rows = torch.arange(count, device=ids.device).expand(len(ids), -1)
+        states = drafter(
+            ids if drafter.reads_text else drafter.fuse(lesson.taps),
+            block.flatten(1),
+            torch.cat([rows, own.flatten(1)], dim=1),
+            masked(block_mask(first, size, count, drafter.reads_text)),
+        )
+        states = states[:, -own[0].numel() :].unflatten(1, own.shape[1:])
+        logits: Tensor = drafter.lm_head(drafter.guessed(states)[learned])
+        return logits
+
     def total(self, sums: Sums, places: Tensor) -> Tensor:
         """The decayed sum of the means by distance.
 
@@ -297,13 +276,10 @@ class BlockTask(Task):
         weights = torch.exp(-2 * slots / (len(places) + 1))
         return (weights * sums.lost / places.clamp(min=1)).sum()
 
-    def headline(self, run: Training) -> str:
-        return (
-            f"training {run.parameters} weights of {self.product}, layers: "
-            f"{self.config.num_layers}, for blocks of {self.settings.block_rows}, on "
-            f"{run.reading}"
-        )
+    def described(self, run: Run) -> str:
+        size = f"layers: {self.config.num_layers}"
+        return f"{self.product}, {size}, for blocks of {self.settings.block_rows},"
 
-    def settings_of_run(self, run: Training) -> dict[str, Any]:
+    def settings_of_run(self, run: Run) -> dict[str, Any]:
         own = asdict(self.settings) | {"target": run.base}
         return own | {"taps": list(self.config.taps)}

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from jetdraft.errors import DataError, OptionError
 from jetdraft.files import read_bytes, read_text
@@ -54,7 +55,6 @@ class Batch:
     labels: Tensor
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on a device."""
         return Batch(self.ids.to(device), self.labels.to(device))
 
 
@@ -111,7 +111,8 @@ class Corpus:
                 ids = tokenizer.encode(read_text(file)).ids
                 read += len(ids)
                 texts += [*ids, *end[:1]]
-        sequences += _windows(texts, length, least)
+        windows = (texts[i : i + length] for i in range(0, len(texts), length))
+        sequences += [Example.completed(w, 0) for w in windows if len(w) >= least]
         if not sequences:
             raise DataError(
                 f"the data has {read} of the {least} tokens that a sequence needs; "
@@ -127,9 +128,8 @@ class Corpus:
 
         It depends on the seed and the step alone, so training can resume at any step.
         """
-        first = step * size
-        rows = [self._row(first + i) for i in range(size)]
-        return collate(rows[part::parts])
+        numbers = range(step * size, (step + 1) * size)[part::parts]
+        return collate([self._row(number) for number in numbers])
 
     def _row(self, number: int) -> Example:
         epoch, place = divmod(number, len(self.training))
@@ -141,21 +141,19 @@ class Corpus:
         return example
 
     def validation_batches(self, size: int) -> Iterator[Batch]:
-        """All validation sequences once."""
         for start in range(0, len(self.validation), size):
             yield collate(self.validation[start : start + size])
 
 
 def collate(rows: Sequence[Example]) -> Batch:
     """Pad to the longest row; labels are the ids that are learned."""
-    longest = max(len(row.ids) for row in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    labels = torch.full_like(ids, IGNORED)
-    for index, row in enumerate(rows):
-        row_ids, learned = torch.tensor(row.ids), torch.tensor(row.learned)
-        ids[index, : len(row_ids)] = row_ids
-        labels[index, : len(row_ids)] = row_ids.where(learned, IGNORED)
-    return Batch(ids, labels)
+    ids = [torch.tensor(row.ids, dtype=torch.long) for row in rows]
+    learned = [torch.tensor(row.learned, dtype=torch.bool) for row in rows]
+    labels = [i.where(one, IGNORED) for i, one in zip(ids, learned, strict=True)]
+    return Batch(
+        pad_sequence(ids, batch_first=True),
+        pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+    )
 
 
 def examples_of(batch: Batch) -> list[Example]:
@@ -166,13 +164,6 @@ def examples_of(batch: Batch) -> list[Example]:
         end = int(learned.nonzero()[-1]) + 1
         examples.append(Example(ids[:end].tolist(), learned[:end].tolist()))
     return examples
-
-
-def _windows(ids: list[int], length: int, least: int) -> Iterator[Example]:
-    for start in range(0, len(ids), length):
-        window = ids[start : start + length]
-        if len(window) >= least:
-            yield Example(window, [True] * len(window))
 
 
 @dataclass(frozen=True)
@@ -187,7 +178,6 @@ class _Lines:
     template: ChatTemplate | None
 
     def examples(self, file: Path) -> list[Example]:
-        """The examples of a file."""
         examples: dict[int, Example] = {}
         for number, line in enumerate(read_text(file).split("\n"), start=1):
             if line.strip():
@@ -208,7 +198,7 @@ class _Lines:
         head, tail = self._parts(line, where)
         if tail is None:
             self._check_length(head, where, least=1)
-            return Example(head, [False] * len(head))
+            return Example.completed(head, len(head))
         ids = [*head, *tail, *self.end]
         self._check_length(ids, where, self.least)
         if len(ids) == len(head):
@@ -216,7 +206,7 @@ class _Lines:
                 f"{where} has an empty completion, from which nothing can be learned; "
                 "delete the line or complete it"
             )
-        return Example(ids, [False] * len(head) + [True] * (len(ids) - len(head)))
+        return Example.completed(ids, len(head))
 
     def _parts(self, line: str, where: str) -> tuple[list[int], list[int] | None]:
         """The ids of prompt and completion; None for one that is to be written."""

@@ -15,13 +15,20 @@ from transformers import DynamicCache
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_layers import ConfigT, HeadConfig
-from jetdraft.options import between
+from jetdraft.options import setting
 from jetdraft.train.data import IGNORED, Batch
-from jetdraft.train.machine import precision
+from jetdraft.train.run import Run
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.task import DrafterSettings, Sums, Task, rounded, setting, summed
-from jetdraft.train.teacher import Lesson, Teacher, TensorCache, check_cache, shifted
-from jetdraft.train.training import Training
+from jetdraft.train.task import (
+    DrafterSettings,
+    Published,
+    Sums,
+    Task,
+    Tensors,
+    rounded,
+    summed,
+)
+from jetdraft.train.teacher import Lesson, TensorCache, check_cache, lesson_of, shifted
 
 # --- sizes and layouts ----------------------------------------------------------------
 
@@ -96,10 +103,8 @@ def take_weights(module: nn.Module, other: nn.Module) -> None:
 
 
 def take_norm(norm: nn.Module, other: nn.Module, width: int) -> None:
-    """Copy the weights of a norm over `width` numbers, if it is of the same kind.
-
-    Some kinds add one to their weights.
-    """
+    """Copy the weights of a norm over `width` numbers, if it is of the same kind."""
+    # Some kinds add one to their weights.
     before = {name: weight.clone() for name, weight in norm.state_dict().items()}
     take_weights(norm, other)
     probe = torch.randn(1, width)
@@ -119,53 +124,14 @@ DECAY = 0.8
 
 @dataclass(frozen=True)
 class HeadSettings(DrafterSettings):
-    """Settings of EAGLE and Medusa."""
-
     unrolled: int = setting(
-        7, "Steps of a draft that are trained: the tokens it has.", between(1, 32)
+        7, "Steps of a draft that are trained: the tokens it has.", (1, 32)
     )
     cache: Path | None = setting(
         None,
-        "Keep the target's states in this folder; default: compute them in each step.",
+        "Keep the target's states in this folder.",
+        unset="compute them in each step",
     )
-
-
-class StepObjective(nn.Module):
-    """A head and its loss in each step of a draft.
-
-    Slot t starts from the features of row t. In step i it predicts token t + 2 + i; the
-    target's row t + 1 + i is its teacher.
-    """
-
-    def __init__(self, drafter: Any, steps: int) -> None:
-        super().__init__()
-        self.drafter, self.steps = drafter, steps
-
-    @abstractmethod
-    def predictions(self, lesson: Lesson) -> Iterator[tuple[Tensor, Tensor]]:
-        """In each step the carried states and the logits of all slots."""
-
-    def lost(
-        self, step: int, carried: Tensor, scores: Tensor, lesson: Lesson
-    ) -> Tensor:
-        """The loss of all slots [b, T]: the cross entropy to the target."""
-        teacher = shifted(lesson.logits, 1 + step).float()
-        return -(teacher.softmax(-1) * scores).sum(-1)
-
-    def forward(self, lesson: Lesson) -> Sums:
-        """The sums of a batch, in each step over the places that are learned."""
-        parts = []
-        with precision(lesson.final.device):
-            for step, (carried, logits) in enumerate(self.predictions(lesson)):
-                best = shifted(lesson.logits, 1 + step).argmax(-1)
-                learned = shifted(lesson.labels, 2 + step, IGNORED) != IGNORED
-                learned = learned & shifted(lesson.known, 1 + step, False)
-                scores = logits.float().log_softmax(-1)
-                lost = self.lost(step, carried, scores, lesson)
-                lost = torch.where(learned, lost, 0.0).sum()
-                right = ((logits.argmax(-1) == best) & learned).sum().float()
-                parts.append((lost, learned.sum().float(), right))
-        return Sums(*(torch.stack(sums) for sums in zip(*parts, strict=True)))
 
 
 def unrolled(
@@ -192,8 +158,8 @@ def unrolled(
 def unrolled_mask(count: int, step: int, like: Tensor) -> Tensor:
     """The mask [1, 1, count, (step + 1) * count] of a step.
 
-    A slot sees the rows with the target's features up to its own, then only what it
-    wrote itself: as a draft does that starts in its row.
+    A slot sees the rows with the target's features up to its own, then what it wrote
+    itself: as a draft does that starts in its row.
     """
     own = torch.eye(count, dtype=torch.bool, device=like.device)
     rows = torch.ones_like(own).tril()
@@ -209,49 +175,74 @@ def decayed(sums: Sums, places: Tensor) -> Tensor:
 
 
 class HeadTask(Task):
-    """A head of EAGLE or Medusa; a subclass makes `config` and the pupil."""
+    """A head of EAGLE or Medusa; a subclass makes `config` and the drafter.
+
+    Slot t starts from the features of row t. In step i it predicts token t + 2 + i; the
+    target's row t + 1 + i is its teacher.
+    """
 
     config: Any
     taps: tuple[int, ...] = ()
     ids: Tensor | None = None
     """The draft vocabulary, int64 ascending; None for all tokens."""
 
-    _teacher: Teacher | None = None
+    _cache: TensorCache | None = None
 
     def shortest(self) -> tuple[int, str]:
-        """Two tokens more than the steps."""
         return self.settings.unrolled + 2, f"{self.settings.unrolled} steps"
 
     def folder(self, output: Path) -> RunFolder:
-        """The head's folder; raises `OutputError`, also for a cache that is none."""
         check_cache(self.settings.cache)
         return super().folder(output)
 
-    def lesson(self, run: Training, batch: Batch, learns: bool) -> tuple[Any, ...]:
-        """What the target says of a batch."""
-        if self._teacher is None:
-            cache, folder = None, self.settings.cache
-            if folder is not None:
-                owner = f"{run.base} {list(self.taps)}"
-                cache = TensorCache(folder, owner, run.accelerator.process_index)
-            self._teacher = Teacher(run.teacher, self.taps, self.ids, cache)
-        return (self._teacher.lesson(batch),)
+    def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
+        folder = self.settings.cache
+        if self._cache is None and folder is not None:
+            owner = f"{run.base} {list(self.taps)}"
+            self._cache = TensorCache(folder, owner, run.accelerator.process_index)
+        return (lesson_of(run.teacher, batch, self.taps, self.ids, self._cache),)
+
+    @abstractmethod
+    def predictions(
+        self, drafter: Any, lesson: Lesson, learns: bool
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """In each step the carried states and the logits of all slots."""
+
+    def lost(
+        self, step: int, carried: Tensor, scores: Tensor, lesson: Lesson
+    ) -> Tensor:
+        """The loss of all slots [b, T]: the cross entropy to the target."""
+        teacher = shifted(lesson.logits, 1 + step).float()
+        return -(teacher.softmax(-1) * scores).sum(-1)
+
+    def sums(self, drafter: Any, lesson: Lesson, learns: bool) -> Sums:
+        """The sums of a batch, in each step over the places that are learned."""
+        parts = []
+        predictions = self.predictions(drafter, lesson, learns)
+        for step, (carried, logits) in enumerate(predictions):
+            best = shifted(lesson.logits, 1 + step).argmax(-1)
+            learned = shifted(lesson.labels, 2 + step, IGNORED) != IGNORED
+            learned = learned & shifted(lesson.known, 1 + step, False)
+            scores = logits.float().log_softmax(-1)
+            lost = self.lost(step, carried, scores, lesson)
+            lost = torch.where(learned, lost, 0.0).sum()
+            right = ((logits.argmax(-1) == best) & learned).sum().float()
+            parts.append((lost, learned.sum().float(), right))
+        return Sums(*(torch.stack(sums) for sums in zip(*parts, strict=True)))
 
     def total(self, sums: Sums, places: Tensor) -> Tensor:
-        """The decayed sum of the steps' means."""
         return decayed(sums, places).sum()
 
-    def figures(self, run: Training, parts: Sequence[Any]) -> dict[str, Any]:
+    def figures(self, run: Run, parts: Sequence[Any]) -> dict[str, Any]:
         """Losses and the share of right tokens, by the place in a draft."""
-        if self._teacher is not None and self._teacher.cache is not None:
-            self._teacher.cache.flush()
+        if self._cache is not None:
+            self._cache.flush()
         lost, right, places = summed(parts, "lost", "right", "places")
         run.check_finite(lost)
         places = places.clamp(min=1)
         return {"losses": rounded(lost / places), "acceptance": rounded(right / places)}
 
-    def settings_of_run(self, run: Training) -> dict[str, Any]:
-        """The settings of the head, and the target's hash."""
+    def settings_of_run(self, run: Run) -> dict[str, Any]:
         own = super().settings_of_run(run) | {"taps": list(self.taps)}
         del own["cache"]  # the folder may move
         return own
@@ -265,30 +256,13 @@ PLACES = 5
 
 @dataclass(frozen=True)
 class LayerSettings(DrafterSettings):
-    """Settings of a drafter of one layer."""
-
     inner: int = setting(
-        0,
-        "Width inside the MLP of the drafter; default: the target's.",
-        between(0, 10**6),
+        0, "Width inside the MLP of the drafter.", (0, 10**6), unset="the target's"
     )
 
 
-class DraftObjective(nn.Module):
-    """A drafter and its sums as one module; `sums` is of a `NextTokenTask`."""
-
-    def __init__(self, drafter: Any, sums: Callable[..., Sums]) -> None:
-        super().__init__()
-        self.drafter, self._sums = drafter, sums
-
-    def forward(self, lesson: Any, first: int) -> Sums:
-        """The sums by the place in a draft; the first draft begins at row `first`."""
-        with precision(lesson.ids.device):
-            return self._sums(self.drafter, lesson, first, self.training)
-
-
 class NextTokenTask(Task):
-    """Trains a drafter whose row t predicts token t + 1, as the target does.
+    """A drafter whose row t predicts token t + 1, as the target does.
 
     A draft that begins at row s has rows s, s + 1, ... Each sequence is cut in such
     drafts, so that a drafter that knows less of the later rows of a draft learns from
@@ -299,16 +273,11 @@ class NextTokenTask(Task):
     config: HeadConfig
 
     def shortest(self) -> tuple[int, str]:
-        """Two drafts."""
         return 2 * PLACES, f"drafts of {PLACES}"
 
     @abstractmethod
     def new_config(self, target: Checkpoint) -> HeadConfig:
         """The config of the drafter; raises `OptionError`."""
-
-    @abstractmethod
-    def new_drafter(self, model: Any) -> nn.Module:
-        """The drafter before its training."""
 
     def hidden(self, drafter: Any, lesson: Any, starts: Tensor) -> Tensor:
         """The states for the LM head, [b, T, h].
@@ -318,7 +287,10 @@ class NextTokenTask(Task):
         raise NotImplementedError
 
     def sums(self, drafter: Any, lesson: Any, first: int, learns: bool) -> Sums:
-        """The cross entropy of a row to the target's distribution in the same row."""
+        """The cross entropy of a row to the target's distribution in the same row.
+
+        The first draft begins at row `first`.
+        """
         count = lesson.ids.shape[1]
         rows = torch.arange(count, device=lesson.ids.device)
         starts = rows - (rows - first) % PLACES
@@ -332,36 +304,29 @@ class NextTokenTask(Task):
         right = scores.argmax(-1) == teacher.argmax(-1)
         return sums_of_drafts(lost, right, learned, PLACES - first)
 
-    def check(self, run: Training) -> None:
-        """Make the config."""
+    def check(self, run: Run) -> None:
         self.config = self.new_config(run.target)
 
-    def pupil(self, run: Training) -> nn.Module:
-        """A new drafter, and its loss."""
-        return DraftObjective(self.new_drafter(run.target.model), self.sums)
-
-    def lesson(self, run: Training, batch: Batch, learns: bool) -> tuple[Any, ...]:
+    def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
         """What the target says of a batch, and where the first draft begins."""
         first = 1
         if learns:
-            first = int(torch.randint(1, PLACES + 1, (1,), generator=run.draw()))
+            draw = torch.Generator().manual_seed(run.seed_of_step)
+            first = int(torch.randint(1, PLACES + 1, (1,), generator=draw))
         return self.taught(run, batch), first
 
-    def taught(self, run: Training, batch: Batch) -> Any:
+    def taught(self, run: Run, batch: Batch) -> Any:
         """What the target says of a batch, and its states at the config's taps."""
-        return Teacher(run.teacher, self.config.taps).lesson(batch)
+        return lesson_of(run.teacher, batch, self.config.taps)
 
     def own_fields(self) -> dict[str, Any]:
         """The fields of config.json that only this drafter has."""
         return {"architectures": [self.architecture]}
 
-    def settings_of_run(self, run: Training) -> dict[str, Any]:
-        """The settings of the drafter, and the target's hash."""
+    def settings_of_run(self, run: Run) -> dict[str, Any]:
         return asdict(self.settings) | self.own_fields() | {"target": run.base}
 
-    def published(
-        self, run: Training, weights: dict[str, Tensor], figures: Any
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         """A Llama layer under the names of transformers, and what else there is."""
         dtype, tensors = stored(weights, self.settings.half)
         fields = {
@@ -380,7 +345,6 @@ class LayerTask(NextTokenTask):
     Settings = LayerSettings
 
     def new_config(self, target: Checkpoint) -> HeadConfig:
-        """A layer of the target's sizes, with the MLP that the settings say."""
         return config_of(target, HeadConfig, self.settings.inner)
 
 

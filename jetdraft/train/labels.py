@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.machine import precision
-from jetdraft.train.teacher import TensorCache, logits_at
+from jetdraft.train.teacher import TensorCache, key_of, logits_at
 
 SMALLEST = 1e-6
 """The least probability of the rest, so that its logarithm is a number."""
@@ -103,8 +104,8 @@ PARTS = ("wanted", "mass", "known", "tokens")
 class LabelCache:
     """The `kept` most likely tokens of each place of a text, in the shards of a folder.
 
-    They have log probabilities in float16, and all other tokens count as one. `owner`
-    says what the labels were computed with.
+    They have log probabilities in float16; all other tokens count as one. `owner` says
+    what the labels were computed with.
     """
 
     def __init__(self, folder: Path, owner: str, kept: int, process: int = 0) -> None:
@@ -144,17 +145,13 @@ class LabelCache:
         return kept
 
     def flush(self) -> None:
-        """Write what is not in a file yet."""
         self._tensors.flush()
 
 
 def _keys(batch: Batch) -> list[str]:
     """A key for each text: its ids, and which of them are learned."""
-    keys = []
-    for row in torch.stack([batch.ids, batch.labels], dim=1).cpu():
-        end = int((row[1] >= 0).nonzero()[-1]) + 1
-        keys.append(hashlib.sha256(row[:, :end].numpy().tobytes()).hexdigest()[:32])
-    return keys
+    rows = torch.stack([batch.ids, batch.labels], dim=1)
+    return [key_of(row[:, : int((row[1] >= 0).nonzero()[-1]) + 1]) for row in rows]
 
 
 # --- divergences ----------------------------------------------------------------------
@@ -228,8 +225,4 @@ def by_place(chances: Sequence[Tensor]) -> list[float]:
 
 def tokens_per_pass(rates: Sequence[float]) -> float:
     """The tokens of a round: the accepted ones, and the target's own after them."""
-    total, chance = 1.0, 1.0
-    for rate in rates:
-        chance *= rate
-        total += chance
-    return total
+    return sum(accumulate(rates, operator.mul, initial=1.0))

@@ -21,9 +21,7 @@ from jetdraft.errors import OptionError
 def this_process() -> PartialState:
     """This process's `process_index` of `num_processes`, and its `device`.
 
-    Raises `OptionError` for processes that accelerate or torchrun started together and
-    that do not know of each other: each would learn everything, and write into the same
-    folder.
+    Raises `OptionError` for processes that would each train alone, into one folder.
     """
     # Without its argument, accelerate lets each process on a CPU be alone.
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
@@ -67,11 +65,10 @@ def held_back() -> Iterator[None]:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon in the type that the device multiplies fast (2502.16982).
+    """`torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"` (2502.16982).
 
-    The steps are those of `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, so
-    that a learning rate of AdamW fits. torch computes the Newton-Schulz iterations in
-    bfloat16 on each device; where that is slow, they are computed in float32 here.
+    A learning rate of AdamW fits. torch computes the Newton-Schulz iterations in
+    bfloat16 on each device; where that is slow, they are in float32 here.
     """
 
     def __init__(
@@ -86,7 +83,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Make one step; see `torch.optim.Optimizer`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

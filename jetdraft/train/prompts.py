@@ -1,8 +1,8 @@
 """Prompt tokens of a target that stays as it is, inserted at many places of a sequence.
 
-The target reads a sequence once and says what follows each row. Behind the rows come
-the prompt tokens of all places; the tokens of a place see its context, and no other
-place. With a learned prefix they are called forecasts.
+The target reads a sequence once. Behind its rows come the prompt tokens of all places;
+they see the context of their place, and no other place. With a learned prefix they are
+called forecasts.
 """
 
 from __future__ import annotations
@@ -13,93 +13,67 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.prompts import RANKS, Prompts, PromptSettings
 from jetdraft.errors import CheckpointError, UnsupportedModelError
-from jetdraft.options import between
+from jetdraft.options import Checked, setting
 from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.heads import decayed
-from jetdraft.train.machine import precision
+from jetdraft.train.run import Run, TrainingOptions
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.task import (
-    Settings,
+    REGENERATE,
+    Published,
     Sums,
     Task,
-    TrainingOptions,
-    adamw,
+    Tensors,
     rounded,
-    setting,
     summed,
 )
 from jetdraft.train.teacher import at
-from jetdraft.train.training import Training
 
 VALIDATED_PLACES = 64
 """Places of a validation sequence where prompt tokens guess, evenly spread."""
 
 
 @dataclass(frozen=True)
-class InsertionSettings(Settings):
-    """Where prompt tokens are inserted, and in whose texts."""
-
+class InsertionSettings(Checked):
     insertions: int = setting(
         32,
         "Random places of a sequence where a step inserts what is trained.",
-        between(1, 4096),
+        (1, 4096),
     )
-    regenerate: bool = setting(
-        False, "Let the target complete the texts itself, and train on what it writes."
-    )
+    regenerate: bool = setting(False, REGENERATE)
 
 
-class PromptObjective(nn.Module):
-    """Prompt tokens and their loss as one module.
+def guessed(
+    prompts: Prompts, model: Any, anchors: Tensor, rows: int, cache: Any
+) -> Tensor:
+    """The logits [b, n, gamma, vocab] of the prompt tokens behind n places.
 
-    The loss is KL(p || q), p the target's distribution after the true tokens and q the
-    distribution of a prompt token (2405.18628, section 3.3). Of its sums, `right`
-    [gamma, RANKS] counts where the best, the second, ... guess is the target's choice.
+    `cache` is the target's, of the `rows` of the sequences.
     """
-
-    model: Any
-
-    def __init__(self, prompts: Prompts, model: Any) -> None:
-        super().__init__()
-        self.prompts = prompts
-        # As a submodule, the target would be trained and shared too.
-        object.__setattr__(self, "model", model)
-
-    def forward(self, batch: Batch, places: Blocks) -> Sums:
-        """The sums of a batch whose prompt tokens follow the rows `places.anchors`."""
-        with precision(batch.ids.device):
-            with torch.no_grad():
-                outputs = self.model(input_ids=batch.ids, use_cache=True)
-            rows, cache = batch.ids.shape[1], outputs.past_key_values
-            logits = self.guessed(places.anchors, rows, cache)
-        return _compared(outputs.logits, logits.float(), batch.labels, places)
-
-    def guessed(self, anchors: Tensor, rows: int, cache: Any) -> Tensor:
-        """The logits [b, n, gamma, vocab] of the prompt tokens behind n places."""
-        settings, (size, count) = self.prompts.settings, anchors.shape
-        if settings.prefix:
-            for number, layer in enumerate(cache.layers):
-                keys, values = self.prompts.prefix(number)
-                layer.keys = _behind(layer.keys, keys)
-                layer.values = _behind(layer.values, values)
-        distances = torch.arange(1, settings.gamma + 1, device=anchors.device)
-        distances = distances.repeat_interleave(settings.members)
-        outputs = self.model(
-            inputs_embeds=self.prompts.embeddings.repeat(size, count, 1),
-            position_ids=(anchors[..., None] + distances).flatten(1),
-            attention_mask=visible(anchors, rows, settings),
-            past_key_values=cache,
-            use_cache=True,
-        )
-        shape = count, settings.gamma, settings.members
-        logits: Tensor = outputs.logits.unflatten(1, shape)
-        return logits.mean(3)
+    settings, (size, count) = prompts.settings, anchors.shape
+    if settings.prefix:
+        for number, layer in enumerate(cache.layers):
+            keys, values = prompts.prefix(number)
+            layer.keys = _behind(layer.keys, keys)
+            layer.values = _behind(layer.values, values)
+    distances = torch.arange(1, settings.gamma + 1, device=anchors.device)
+    distances = distances.repeat_interleave(settings.members)
+    outputs = model(
+        inputs_embeds=prompts.embeddings.repeat(size, count, 1),
+        position_ids=(anchors[..., None] + distances).flatten(1),
+        attention_mask=visible(anchors, rows, settings),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    shape = count, settings.gamma, settings.members
+    logits: Tensor = outputs.logits.unflatten(1, shape)
+    return logits.mean(3)
 
 
 def _behind(rows: Tensor, prefix: Tensor) -> Tensor:
@@ -124,30 +98,13 @@ def visible(anchors: Tensor, rows: int, settings: PromptSettings) -> Tensor:
     return torch.cat([past, own.expand(len(anchors), -1, -1)], -1)[:, None]
 
 
-def _compared(teacher: Tensor, logits: Tensor, labels: Tensor, places: Blocks) -> Sums:
-    """The losses and the ranks of the right guesses, summed over the places."""
-    gamma, length = logits.shape[2], labels.shape[1]
-    # The token after the row is the root of the draft; prompt token 1 guesses the next.
-    rows = places.anchors[..., None] + torch.arange(1, gamma + 1, device=labels.device)
-    wanted = (rows + 1).clamp(max=length - 1)
-    learned = (at(labels, wanted) != IGNORED) & (rows + 1 < length)
-    learned = learned & places.is_real[..., None]
-    p = at(teacher, rows.clamp(max=length - 1)).float().log_softmax(-1)
-    lost = (p.exp() * (p - logits.log_softmax(-1))).sum(-1)
-    best = logits.detach().topk(min(RANKS, logits.shape[-1]), -1).indices
-    right = (best == p.argmax(-1, keepdim=True)) & learned[..., None]
-    return Sums(
-        torch.where(learned, lost, 0.0).sum((0, 1)),
-        learned.sum((0, 1)).float(),
-        right.sum((0, 1)).float(),
-    )
-
-
 class PromptTask(Task):
     """Prompt tokens, beside the target's files in a checkpoint."""
 
     options = TrainingOptions(learning_rate=1e-2)
-    figures_file, largest_norm, betas = "", 1.0, (0.9, 0.999)
+    figures_file, largest_norm = "", 1.0
+    has_muon, betas = False, (0.9, 0.999)
+    _model: Any = None
 
     def __init__(self, settings: Any = None) -> None:
         super().__init__(settings)
@@ -179,7 +136,7 @@ class PromptTask(Task):
                 "plain attention, so choose another model"
             )
 
-    def pupil(self, run: Training) -> nn.Module:
+    def new_drafter(self, run: Run) -> Prompts:
         """Prompt tokens that begin as frequent words, a prefix as the first text."""
         self.prompts = replace(self.prompts, base=run.base)
         model, count = run.target.model, self.prompts.gamma * self.prompts.members
@@ -189,31 +146,61 @@ class PromptTask(Task):
         # A target that has written texts is on a GPU; the words are not yet.
         embeddings = model.get_input_embeddings()(words.to(model.device))
         rows = _prefix_rows(run, self.prompts.prefix) if self.prompts.prefix else ()
-        return PromptObjective(Prompts(self.prompts, embeddings, *rows), model)
+        return Prompts(self.prompts, embeddings, *rows)
 
-    def weights(self, run: Training) -> dict[str, Tensor]:
-        named = run.module.prompts.named_parameters()
+    def weights(self, run: Run) -> dict[str, Tensor]:
+        named = run.module.drafter.named_parameters()
         return {f"prompts.{name}": weight for name, weight in named}
 
-    def optimizers(self, run: Training) -> list[torch.optim.Optimizer]:
-        return adamw(run)
-
-    def begin(self, run: Training) -> None:
+    def begin(self, run: Run) -> None:
         run.folder.add_target(run.source, run.base)
 
-    def lesson(self, run: Training, batch: Batch, learns: bool) -> tuple[Any, ...]:
+    def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
         """A batch, and the rows that carry prompt tokens."""
-        _ = run.teacher  # on the device of this process
+        self._model = run.teacher
         if not learns:
             return batch, Blocks.spread(batch, VALIDATED_PLACES)
         draws = run.draws(len(batch.ids))
         return batch, Blocks.drawn(batch, self.settings.insertions, 1, 0.0, draws)
 
+    def sums(
+        self, drafter: Prompts, batch: Batch, places: Blocks, learns: bool
+    ) -> Sums:
+        """The sums over the places `places.anchors` that prompt tokens follow.
+
+        The loss is KL(p || q), p the target's distribution after the true tokens and q
+        the distribution of a prompt token (2405.18628, section 3.3). `right` [gamma,
+        RANKS] counts where the best, the second, ... guess is the target's choice.
+        """
+        with torch.no_grad():
+            outputs = self._model(input_ids=batch.ids, use_cache=True)
+        labels, length, cache = (
+            batch.labels,
+            batch.ids.shape[1],
+            outputs.past_key_values,
+        )
+        logits = guessed(drafter, self._model, places.anchors, length, cache).float()
+        gamma = logits.shape[2]
+        # The token after the row is the root of the draft; token 1 guesses the next.
+        ahead = torch.arange(1, gamma + 1, device=labels.device)
+        rows = places.anchors[..., None] + ahead
+        wanted = (rows + 1).clamp(max=length - 1)
+        learned = (at(labels, wanted) != IGNORED) & (rows + 1 < length)
+        learned = learned & places.is_real[..., None]
+        p = at(outputs.logits, rows.clamp(max=length - 1)).float().log_softmax(-1)
+        lost = (p.exp() * (p - logits.log_softmax(-1))).sum(-1)
+        best = logits.detach().topk(min(RANKS, logits.shape[-1]), -1).indices
+        right = (best == p.argmax(-1, keepdim=True)) & learned[..., None]
+        return Sums(
+            torch.where(learned, lost, 0.0).sum((0, 1)),
+            learned.sum((0, 1)).float(),
+            right.sum((0, 1)).float(),
+        )
+
     def total(self, sums: Sums, places: Tensor) -> Tensor:
-        """The decayed mean of the means by prompt token."""
         return decayed(sums, places).mean()
 
-    def figures(self, run: Training, parts: Sequence[Any]) -> dict[str, Any]:
+    def figures(self, run: Run, parts: Sequence[Any]) -> dict[str, Any]:
         """Losses, and how often each rank of each prompt token is right."""
         lost, places, right = summed(parts, "lost", "places", "right")
         run.check_finite(lost)
@@ -224,28 +211,22 @@ class PromptTask(Task):
         acceptance = [rates[0] for rates in by_rank]
         return {"losses": rounded(lost / places), "acceptance": acceptance}
 
-    def headline(self, run: Training) -> str:
+    def described(self, run: Run) -> str:
         share = 100 * run.parameters / run.target.parameters
-        return (
-            f"training {run.parameters} weights of {self.prompts.gamma} "
-            f"{self.product}, {share:.2g}% of the target's, on {run.reading}"
-        )
+        return f"{self.prompts.gamma} {self.product}, {share:.2g}% of the target's,"
 
-    def settings_of_run(self, run: Training) -> dict[str, Any]:
+    def settings_of_run(self, run: Run) -> dict[str, Any]:
         own = replace(self.prompts, ranks=()).to_json()
         insertions, regenerate = self.settings.insertions, self.settings.regenerate
         return own | {"insertions": insertions, "regenerate": regenerate}
 
-    def published(
-        self, run: Training, weights: dict[str, Tensor], figures: Any
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What streams.json says, and the weights as they are."""
+    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         own = {"step": run.step, "parameters": run.parameters, "validation": figures}
         return self.prompts.to_json() | own, weights
 
 
 @torch.no_grad()
-def _prefix_rows(run: Training, count: int) -> tuple[Tensor, Tensor]:
+def _prefix_rows(run: Run, count: int) -> tuple[Tensor, Tensor]:
     """The keys and values of the first rows of a text, [layers, kv_heads, count, d]."""
     model = run.target.model
     ids = torch.tensor([run.corpus.training[0].ids], device=model.device)

@@ -30,11 +30,10 @@ LINKED_BYTES = 1 << 20
 class RunFolder:
     """A folder that one training writes, and from which it resumes after a stop.
 
-    A checkpoint's folder holds the target's files, and beside them the trained weights.
-    Each file appears whole or not at all. A head's folder has no file of the target,
-    and other names for `weights` and `settings`; `serialize` gives the bytes of the
-    weights. Raises `OutputError` for any other folder, and for the folder of a training
-    that has ended.
+    Beside the target's files it holds the trained weights; a head's folder has no file
+    of the target, and other names for `weights` and `settings`. Each file appears whole
+    or not at all. Raises `OutputError` for any other folder, and for the folder of a
+    training that has ended.
     """
 
     def __init__(
@@ -58,14 +57,10 @@ class RunFolder:
 
     @property
     def has_weights(self) -> bool:
-        """Whether a training has saved its weights."""
         return (self.path / self.settings).is_file()
 
     def add_target(self, source: Path, sha256: str) -> None:
-        """Put the target's files into the folder, which appears whole.
-
-        If the folder exists already, its weights must have the hash `sha256`.
-        """
+        """Put the target's files, whose weights have this hash, into the folder."""
         if self.path.exists():
             if weights_sha256(self.path) != sha256:
                 raise OutputError(
@@ -84,7 +79,7 @@ class RunFolder:
     def read_state(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
         """The state that an earlier run saved; None before the first save.
 
-        The earlier run must have the settings, options and hash of the data of `run`.
+        It must have the settings, options and data of `run`.
         """
         file = self.path / STATE
         if not file.is_file():
@@ -129,10 +124,7 @@ class RunFolder:
             (self.path / STATE).unlink()
 
     def create(self) -> None:
-        """Make the folder of a training that needs no files of the target.
-
-        It appears with its mark, so that another process never sees it without.
-        """
+        """Make a folder without files of the target, which appears with its mark."""
         with self._writing():
             if self.path.exists():
                 return
@@ -147,11 +139,9 @@ class RunFolder:
                     raise
 
     def write(self, name: str, text: str) -> None:
-        """Write a text file, which appears whole."""
         self._replace(name, lambda file: file.write_text(text, encoding="utf-8"))
 
     def _replace(self, name: str, write: Callable[[Path], Any]) -> None:
-        """Write a file that replaces the file of that name when it is whole."""
         with self._writing(), replacing(self.path / name) as partial:
             write(partial)
 
@@ -168,10 +158,7 @@ class RunFolder:
 
 
 def _linked(source: str, copy: str) -> str:
-    """Link a large file, which then takes no space again; copy any other file.
-
-    The file stays what the link names also if the target's folder is deleted.
-    """
+    """Link a large file, which then takes no space again; copy any other file."""
     real = os.path.realpath(source)
     if os.path.getsize(real) >= LINKED_BYTES:
         try:

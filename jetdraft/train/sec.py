@@ -1,16 +1,14 @@
 """The training of a head for Stop and Exit (SEC, 2401.09964, 3.1 and 3.2).
 
-For each layer i it learns what makes of the layer's state the state that the final norm
-reads, by the cross entropy to the text, and a classifier of three decisions. A token of
-the text has one label for each layer:
+For each layer i it learns a matrix that makes of the layer's state the state that the
+final norm reads, and a classifier. A token of the text has one label for each layer:
 
     stop      neither an exit nor the target itself predicts the token
     exit      exit i predicts it
     continue  else
 
-The paper trains an LM head of its own for each layer, and then the classifiers with
-labels of the finished heads. Here exits share the target's norm and LM head, and both
-are trained at once, with the labels of the exits as they are.
+The paper trains an LM head for each layer, and then the classifiers. Here exits share
+the target's norm and LM head, and both are trained at once.
 """
 
 from __future__ import annotations
@@ -29,23 +27,21 @@ from torch import Tensor, nn
 
 from jetdraft.checkpoints.layers import decoder_layers, final_norm
 from jetdraft.errors import OptionError
+from jetdraft.options import Checked, setting
 from jetdraft.runtime.passes.split.exit_head import FILE, Decision
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.machine import precision
+from jetdraft.train.run import Run, TrainingOptions
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.task import Settings, Task, TrainingOptions, adamw, setting
+from jetdraft.train.task import Published, Task, Tensors
 from jetdraft.train.teacher import states_at
-from jetdraft.train.training import Training
 
 DESCRIPTION = "exit.json"
 """What was trained, for how long, and how often it was right."""
 
 
 class LearnedRows(NamedTuple):
-    """The learned rows of a batch: states [n, h] at each layer, and the next tokens.
-
-    `known` bool [n] says whether the target itself predicts them.
-    """
+    """States [n, h] at each layer, the next tokens, and which the target predicts."""
 
     states: list[Tensor]
     tokens: Tensor
@@ -53,10 +49,7 @@ class LearnedRows(NamedTuple):
 
 
 class ExitHeads(nn.Module):
-    """The exits behind some layers of a target, and their classifiers.
-
-    Its weights have the names of `ExitHead`, followed by the layer's number.
-    """
+    """The exits behind some layers of a target; weights are named as in `ExitHead`."""
 
     def __init__(self, layers: Sequence[int], model: Any) -> None:
         super().__init__()
@@ -112,14 +105,13 @@ class ExitHeads(nn.Module):
 
 
 @dataclass(frozen=True)
-class SecSettings(Settings):
-    """Settings of the exits."""
-
+class SecSettings(Checked):
     layers: tuple[int, ...] = setting(
         (),
-        "Train exits behind so many layers, for example 2,4; default: a quarter, a "
-        "half and three quarters of the target's layers.",
-        name="--exits",
+        "Train exits behind these numbers of layers, for example 2,4.",
+        names=("--exits",),
+        metavar="LAYERS",
+        unset="a quarter, a half and three quarters of the target's layers",
     )
 
 
@@ -131,36 +123,40 @@ class SecTask(Task):
     help = "Train a head that stops TARGET's text, or leaves its upper layers out."
     product = "a head that stops and exits"
     figures_file, largest_norm = "", 1.0
+    has_muon, betas = False, (0.9, 0.999)
 
     layers: tuple[int, ...] = ()
 
     def shortest(self) -> tuple[int, str]:
-        """A token that is read, and a token that is predicted."""
         return 2, "a prediction"
 
     def folder(self, output: Path) -> RunFolder:
         return RunFolder(output, FILE, DESCRIPTION, "head", self._npz)
 
-    def check(self, run: Training) -> None:
-        """Choose the layers; raises `OptionError`."""
-        self._base = run.base
-        self.layers = _checked(
-            self.settings.layers, len(decoder_layers(run.target.model))
-        )
+    def check(self, run: Run) -> None:
+        self._base, count = run.base, len(decoder_layers(run.target.model))
+        quarters = {max(1, count * quarter // 4) for quarter in (1, 2, 3)} - {count}
+        layers = sorted({*(self.settings.layers or quarters)})
+        if not layers or layers[0] < 1 or layers[-1] >= count:
+            raise OptionError(
+                f"no exit can lie behind layers {json.dumps(layers)} of {count}; give "
+                f"1 to {count - 1}",
+                "layers",
+            )
+        self.layers = tuple(layers)
 
-    def pupil(self, run: Training) -> nn.Module:
-        """The exits and their classifiers."""
+    def new_drafter(self, run: Run) -> ExitHeads:
         return ExitHeads(self.layers, run.target.model)
 
-    def weights(self, run: Training) -> dict[str, Tensor]:
+    def pupil(self, drafter: Any) -> nn.Module:
+        module: nn.Module = drafter
+        return module
+
+    def weights(self, run: Run) -> dict[str, Tensor]:
         named = run.module.named_parameters()
         return {name: weight for name, weight in named if weight.requires_grad}
 
-    def optimizers(self, run: Training) -> list[torch.optim.Optimizer]:
-        return adamw(run)
-
-    def loss(self, run: Training, module: Any, batch: Batch) -> Tensor:
-        """The loss of the exits and of the classifiers."""
+    def loss(self, run: Run, module: Any, batch: Batch) -> Tensor:
         with precision(run.device):
             rows = self.rows(run, batch)
             loss: Tensor = module(rows)[0]
@@ -170,7 +166,7 @@ class SecTask(Task):
         return loss * share
 
     @torch.no_grad()
-    def rows(self, run: Training, batch: Batch) -> LearnedRows:
+    def rows(self, run: Run, batch: Batch) -> LearnedRows:
         """The rows of a batch whose next token is learned."""
         model = run.teacher
         taps = [*self.layers, -1]
@@ -181,8 +177,7 @@ class SecTask(Task):
         known = logits.argmax(-1) == tokens
         return LearnedRows([s[:, :-1][learned] for s in states], tokens, known)
 
-    def validate(self, run: Training, module: Any) -> dict[str, Any]:
-        """The loss, and what each layer's decisions are worth."""
+    def validate(self, run: Run, module: Any) -> dict[str, Any]:
         losses, counts = [], torch.zeros(len(self.layers), 3, 3, dtype=torch.int64)
         for batch in run.held_out_batches():
             loss, more = module(self.rows(run, batch))
@@ -194,11 +189,8 @@ class SecTask(Task):
         }
         return {"loss": sum(losses) / len(losses), "layers": shares}
 
-    def headline(self, run: Training) -> str:
-        return (
-            f"training {run.parameters} weights of exits behind layers "
-            f"{', '.join(map(str, self.layers))} on {run.reading}"
-        )
+    def described(self, run: Run) -> str:
+        return f"exits behind layers {', '.join(map(str, self.layers))}"
 
     def summary_line(self, figures: Mapping[str, Any]) -> str:
         texts = [
@@ -209,13 +201,10 @@ class SecTask(Task):
         ]
         return f"validation loss {figures['loss']:.2f}; " + "; ".join(texts)
 
-    def settings_of_run(self, run: Training) -> dict[str, Any]:
+    def settings_of_run(self, run: Run) -> dict[str, Any]:
         return {"layers": list(self.layers), "target": run.base}
 
-    def published(
-        self, run: Training, weights: dict[str, Tensor], figures: Any
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """A description of the training, and the weights as they are."""
+    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         own = {"step": run.step, "validation": figures}
         return self.settings_of_run(run) | own, weights
 
@@ -225,19 +214,6 @@ class SecTask(Task):
         file = io.BytesIO()
         np.savez(file, base=np.array(self._base), **arrays)
         return file.getvalue()
-
-
-def _checked(layers: Sequence[int], count: int) -> tuple[int, ...]:
-    """The layers ascending, or the defaults; raises `OptionError`."""
-    defaults = {max(1, count * quarter // 4) for quarter in (1, 2, 3)} - {count}
-    chosen = sorted({*(layers or defaults)})
-    if not chosen or chosen[0] < 1 or chosen[-1] >= count:
-        raise OptionError(
-            f"no exit can lie behind layers {json.dumps(chosen)} of {count}; give 1 to "
-            f"{count - 1}",
-            "layers",
-        )
-    return tuple(chosen)
 
 
 def _shares(counts: Tensor) -> dict[str, float]:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.gguf import is_gguf
@@ -43,7 +44,6 @@ def load_target(source: str, learned: str = "heads") -> tuple[Checkpoint, str]:
 
 
 def refuse_gguf(source: str, learned: str) -> None:
-    """Raise `CheckpointError` for a GGUF file."""
     if is_gguf(source):
         raise CheckpointError(
             f"{source} is a GGUF file, and {learned} are trained for a folder; give "
@@ -72,59 +72,59 @@ class Lesson:
     known: Tensor
 
 
-class Teacher:
-    """Gives the lesson of a batch.
+@torch.no_grad()
+def lesson_of(
+    model: Any,
+    batch: Batch,
+    taps: Sequence[int] = (),
+    ids: Tensor | None = None,
+    cache: TensorCache | None = None,
+) -> Lesson:
+    """What a target says of a batch, on the batch's device.
 
-    `taps` are the target's residual streams that the head reads, `ids` int64 [draft
-    vocabulary] the tokens that it can draft, or None for all. With a `cache` each text
-    runs through the target once; its states are kept there in float16, or in float32
-    where they are too large for it.
+    `taps` are the residual streams that the head reads, `ids` int64 [draft vocabulary]
+    the tokens that it can draft, None for all. With a `cache` each text runs through
+    the target once; its states are kept in float16, or in float32 where they are too
+    large for it.
     """
+    with precision(batch.ids.device):
+        every = (*taps, -1)
+        *states, final = _states(model, batch, every, cache).chunk(len(every), dim=-1)
+        logits = model.get_output_embeddings()(final)
+        known = torch.ones_like(batch.ids, dtype=torch.bool)
+        if ids is not None:
+            ids = ids.to(logits.device)
+            known = torch.isin(logits.argmax(-1), ids)
+            logits = logits[..., ids]
+    taken = list(states) or [final]
+    return Lesson(batch.ids, batch.labels, taken, final, logits, known)
 
-    def __init__(
-        self,
-        model: Any,
-        taps: Sequence[int] = (),
-        ids: Tensor | None = None,
-        cache: TensorCache | None = None,
-    ) -> None:
-        self.model, self.taps = model, tuple(taps)
-        self.ids, self.cache = ids, cache
 
-    @torch.no_grad()
-    def lesson(self, batch: Batch) -> Lesson:
-        """What the target says of a batch, on the batch's device."""
-        with precision(batch.ids.device):
-            *taps, final = self._states(batch).chunk(len(self.taps) + 1, dim=-1)
-            logits = self.model.get_output_embeddings()(final)
-            known = torch.ones_like(batch.ids, dtype=torch.bool)
-            if self.ids is not None:
-                ids = self.ids.to(logits.device)
-                known = torch.isin(logits.argmax(-1), ids)
-                logits = logits[..., ids]
-        taps = list(taps) or [final]
-        return Lesson(batch.ids, batch.labels, taps, final, logits, known)
+def _states(
+    model: Any, batch: Batch, taps: Sequence[int], cache: TensorCache | None
+) -> Tensor:
+    """The states at the taps, side by side [b, T, s], computed or read."""
+    if cache is None:
+        return computed(model, batch.ids, taps)
+    # The last token of a text is learned; what follows is padding.
+    ends = [int(row.nonzero()[-1]) + 1 for row in batch.labels != IGNORED]
+    texts = [ids[:end] for ids, end in zip(batch.ids, ends, strict=True)]
+    known = [cache.read(key_of(text)) for text in texts]
+    if all(row is not None for row in known):
+        rows = [row.float() for row in known if row is not None]
+        return pad_sequence(rows, batch_first=True).to(batch.ids.device)
+    states = computed(model, batch.ids, taps)
+    for text, row in zip(texts, states.cpu(), strict=True):
+        own = row[: len(text)]
+        half = own.half()
+        fits = bool(torch.isfinite(half).all())
+        cache.write(key_of(text), half if fits else own)
+    return states
 
-    def _states(self, batch: Batch) -> Tensor:
-        """The states at the taps and after the final norm, side by side [b, T, s]."""
-        if self.cache is None:
-            return self.computed(batch.ids)
-        texts = _texts(batch)
-        rows = [self.cache.read(_key(text)) for text in texts]
-        if any(row is None for row in rows):
-            states = self.computed(batch.ids)
-            for text, row in zip(texts, states, strict=True):
-                self.cache.write(_key(text), _halved(row[: len(text)]))
-            return states
-        known = [row for row in rows if row is not None]
-        states = torch.zeros(*batch.ids.shape, known[0].shape[-1])
-        for index, row in enumerate(known):
-            states[index, : len(row)] = row
-        return states.to(batch.ids.device)
 
-    def computed(self, ids: Tensor) -> Tensor:
-        """The states of texts, out of the target."""
-        return torch.cat(states_at(self.model, ids, (*self.taps, -1)), dim=-1).float()
+def computed(model: Any, ids: Tensor, taps: Sequence[int]) -> Tensor:
+    """The states of texts at the taps, side by side, out of the target."""
+    return torch.cat(states_at(model, ids, taps), dim=-1).float()
 
 
 @torch.no_grad()
@@ -136,20 +136,9 @@ def states_at(model: Any, ids: Tensor, taps: Sequence[int]) -> list[Tensor]:
     return [outputs.hidden_states[tap] for tap in taps]
 
 
-def _texts(batch: Batch) -> list[Tensor]:
-    """The ids of each row without padding; the last token of a text is learned."""
-    ends = [int(row.nonzero()[-1]) + 1 for row in batch.labels != IGNORED]
-    return [ids[:end] for ids, end in zip(batch.ids, ends, strict=True)]
-
-
-def _key(text: Tensor) -> str:
-    return hashlib.sha256(text.cpu().numpy().tobytes()).hexdigest()[:32]
-
-
-def _halved(states: Tensor) -> Tensor:
-    """States in float16 where they are small enough."""
-    half = states.cpu().half()
-    return half if bool(torch.isfinite(half).all()) else states.cpu()
+def key_of(numbers: Tensor) -> str:
+    """The key of a text in a cache."""
+    return hashlib.sha256(numbers.cpu().numpy().tobytes()).hexdigest()[:32]
 
 
 # --- rows of a batch ------------------------------------------------------------------

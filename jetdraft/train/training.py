@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from tokenizers import Tokenizer
-from torch import Tensor
 
-from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.folder import checkpoint_folder, weights_sha256
-from jetdraft.errors import DataError, OptionError, TrainingError
+from jetdraft.errors import DataError, OptionError
 from jetdraft.runtime.text.template import ChatTemplate
-from jetdraft.train.data import Batch, Corpus, Example
-from jetdraft.train.machine import held_back, is_fast, this_process
-from jetdraft.train.task import Task, TrainingOptions
-from jetdraft.train.written_texts import Writing, WrittenTexts
+from jetdraft.train.data import Corpus
+from jetdraft.train.machine import held_back, this_process
+from jetdraft.train.run import Run, TrainingOptions
+from jetdraft.train.task import Task
+from jetdraft.train.written_texts import WrittenTexts
 
 WARM_UP_SHARE = 0.03
 """The share of the steps in which the learning rate rises."""
@@ -49,28 +47,13 @@ class Progress:
 Report = Callable[[Progress], None]
 
 
-def train(
-    target: str,
-    data: Sequence[Path],
-    task: Task,
-    output: Path,
-    options: TrainingOptions | None = None,
-    report: Report = lambda progress: None,
-) -> dict[str, Any]:
-    """Train to the end; gives the figures of the last validation.
-
-    train("target", [Path("notes.txt")], Chimera(), Path("drafter"))
-    """
-    return Training(task, target, output, data, options).run(report)
-
-
-class Training:
+class Training(Run):
     """One training of a task, which can be stopped and resumed.
 
-    A second run with the same settings resumes where the first run stopped. `target` is
-    the loaded checkpoint, `base` the hash of its weights and `source` its folder;
-    `module` is what learns, and `weights` are its weights that do. `progress` gets a
-    stage, and how many of its texts are written.
+    A second run with the same settings resumes where the first run stopped. `progress`
+    gets a stage, and how many of its texts are written.
+
+        Training(ChimeraTask(), "target", Path("drafter"), [Path("notes.txt")]).run()
     """
 
     def __init__(
@@ -86,160 +69,45 @@ class Training:
         self.step = 0
         self._written: WrittenTexts | None = None
         self.folder = task.folder(output)
-        shortest, purpose = task.shortest()
-        if self.options.sequence_length < shortest:
+        length, (shortest, purpose) = self.options.sequence_length, task.shortest()
+        if length < shortest:
             raise OptionError(
-                f"sequences of {self.options.sequence_length} tokens are too short for "
-                f"{purpose}; give {shortest} or more"
+                f"sequences of {length} tokens are too short for {purpose}; give "
+                f"{shortest} or more"
             )
         self.target, tuned = task.load(target)
         task.check_target(self.target)
         self.source = checkpoint_folder(target)
         self.base = weights_sha256(self.source) + tuned
-        self._check_positions()
+        most = task.positions(self.target.model)
+        if most is not None and length > most:
+            raise OptionError(
+                f"sequence length {length} is more than the target's {most} positions; "
+                f"give at most {most}"
+            )
         torch.manual_seed(self.options.seed)
         task.check(self)
         self.corpus = self._read(data)
         task.check_texts(self)
         self._complete_texts(progress)
         torch.manual_seed(self.options.seed)
-        self.module: Any = task.pupil(self)
+        self.module: Any = task.pupil(task.new_drafter(self))
         self.weights = task.weights(self)
         for weight in self.weights.values():
             weight.requires_grad_(True)
-
-    # --- what a task asks for ---------------------------------------------------------
-
-    @cached_property
-    def steps(self) -> int:
-        """The steps of the whole training."""
-        return self.options.steps or self.task.advised_steps(self)
-
-    @property
-    def finished(self) -> bool:
-        """Whether all steps are done."""
-        return self.step == self.steps
-
-    @property
-    def parameters(self) -> int:
-        """The number of trained weights; a tied weight counts once."""
-        return sum(weight.numel() for weight in self.weights.values())
-
-    @property
-    def reading(self) -> str:
-        """How many texts are read, and how often, in words."""
-        count = len(self.corpus.training)
-        read = self.steps * self.options.batch_size / max(1, count)
-        times = f"{read:.0f}" if read >= 10 else f"{read:.2g}"
-        return f"{count} sequences, each {times} times in {self.steps} steps"
-
-    @cached_property
-    def accelerator(self) -> Any:
-        """What shares the work among processes."""
-        halves = is_fast(this_process().device)
-        return Accelerator(mixed_precision="bf16" if halves else "no")
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        device: torch.device = self.accelerator.device
-        return device
-
-    @property
-    def processes(self) -> int:
-        """How many processes train together."""
-        return int(self.accelerator.num_processes)
-
-    @cached_property
-    def teacher(self) -> Any:
-        """The target's model, on the device of this process."""
-        return self.target.model.to(self.device)
-
-    def reduced(self, numbers: Tensor) -> Tensor:
-        """The sum of a tensor over the processes."""
-        total: Tensor = self.accelerator.reduce(numbers, "sum")
-        return total
-
-    def draw(self) -> torch.Generator:
-        """Random numbers of this step, the same in all processes."""
-        return torch.Generator().manual_seed(self.seed_of_step)
-
-    @property
-    def seed_of_step(self) -> int:
-        """A seed of this step."""
-        return 1_000_003 * self.options.seed + self.step
-
-    def numbers(self, count: int) -> list[int]:
-        """The numbers of this process's `count` sequences of the step."""
-        first, stride = self.accelerator.process_index, self.processes
-        start = self.step * self.options.batch_size + first
-        return [start + row * stride for row in range(count)]
-
-    def draws(self, count: int) -> list[torch.Generator]:
-        """Random numbers for each sequence, whichever process learns it."""
-        seed = 1_000_003 * self.options.seed
-        return [torch.Generator().manual_seed(seed + n) for n in self.numbers(count)]
-
-    def held_out_batches(self) -> Iterator[Batch]:
-        """The validation texts, on the device."""
-        for batch in self.corpus.validation_batches(self.options.batch_size):
-            yield batch.to(self.device)
-
-    def frequent_tokens(self, count: int) -> Tensor | None:
-        """The `count` learned tokens that are most frequent, int64, ascending.
-
-        None if the vocabulary has no more.
-        """
-        rows = self.target.vocab_size
-        if count >= rows:
-            return None
-        learned = [
-            token
-            for example in self.corpus.training
-            for token, is_learned in zip(example.ids, example.learned, strict=True)
-            if is_learned
-        ]
-        counts = torch.bincount(torch.tensor(learned), minlength=rows)
-        return counts.argsort(descending=True, stable=True)[:count].sort().values
-
-    def check_finite(self, lost: Tensor) -> None:
-        """Raise `TrainingError` for a loss that is not a number."""
-        if not torch.isfinite(lost).all():
-            raise TrainingError(self.failure())
-
-    def failure(self) -> str:
-        """The message for a loss that is not a number."""
-        outcome = (
-            f"the last good checkpoint is in {self.folder.path}"
-            if self.folder.has_weights
-            else "nothing had been learned yet"
-        )
-        advice = (
-            "train again into another folder with a lower --learning-rate"
-            if self.step
-            else "check the target, whose own loss on this data is not a number"
-        )
-        return f"the loss of step {self.step + 1} is not a number; {outcome}; {advice}"
+        self.steps = self.options.steps or task.advised_steps(self)
 
     # --- the texts --------------------------------------------------------------------
 
-    def _check_positions(self) -> None:
-        """Raise `OptionError` for sequences longer than the target's positions."""
-        length = self.options.sequence_length
-        most = self.task.positions(self.target.model)
-        if most is not None and length > most:
-            raise OptionError(
-                f"sequence length {length} is more than the target's {most} positions; "
-                f"give at most {most}"
-            )
-
     def _read(self, data: Sequence[Path]) -> Corpus:
+        """The texts of the files; `messages` are read by the target's chat template."""
         target, options = self.target, self.options
         if target.tokenizer is None:
             raise DataError(
                 f"{target.source} has no tokenizer to read the data with; add a "
                 "tokenizer"
             )
+        chat = target.chat_template
         return Corpus.read(
             data,
             Tokenizer.from_str(target.tokenizer),
@@ -249,7 +117,7 @@ class Training:
             options.validation_share,
             options.seed,
             self.task.completes_prompts,
-            _template(target),
+            ChatTemplate(chat, target.special_tokens) if chat else None,
         )
 
     def _complete_texts(self, progress: Stages) -> None:
@@ -264,43 +132,33 @@ class Training:
         ]
         if not chosen:
             return
-        with this_process().main_process_first():
-            self.task.begin(self)
-        texts = self._completed(texts, chosen, progress)
-        self.corpus.training = texts[:count]
-        self.corpus.validation = texts[count:] or texts
-
-    def _completed(
-        self, texts: list[Example], chosen: list[int], progress: Stages
-    ) -> list[Example]:
-        """The texts, of which the target has written the chosen, now or earlier."""
         options, state = self.options, this_process()
+        with state.main_process_first():
+            self.task.begin(self)
         parts = (options.seed, options.sequence_length, options.validation_share)
         self._written = WrittenTexts(
-            self.folder.path,
+            self.folder.path / "written",
             f"{self.base} {self.corpus.sha256} {parts} {len(chosen)}",
-            state.process_index,
-            state.num_processes,
-        )
-        writing = Writing(
             self.target.model.to(state.device),
             self.target.eos_token_ids,
             options.sequence_length,
             max(options.batch_size, _written_at_once(state.device)),
             options.seed,
             self.task.writer(self.target),
+            state.process_index,
+            state.num_processes,
         )
-        return self._written.completed(
-            writing, texts, chosen, lambda done, total: progress("write", done, total)
-        )
+        texts = self._written.completed(texts, chosen, partial(progress, "write"))
+        self.corpus.training = texts[:count]
+        self.corpus.validation = texts[count:] or texts
 
     # --- the loop ---------------------------------------------------------------------
 
     def run(self, report: Report = lambda progress: None) -> dict[str, Any]:
-        """Train to the end and return the figures of the last validation.
+        """Train to the end; gives the figures of the last validation.
 
         Raises `TrainingError` if the loss is no longer a number. A `KeyboardInterrupt`
-        saves the checkpoint first.
+        saves first.
         """
         accelerator = self.accelerator
         check_share(self.options.batch_size, self.processes)
@@ -317,14 +175,11 @@ class Training:
             if self.finished:  # an earlier run was killed in its last save
                 self._save(optimizers, figures)
             while not self.finished:
-                loss = self._advance(module, optimizers)
-                validates = (
-                    self.finished or self.step % self.options.validate_every == 0
-                )
-                if validates:
-                    figures = self._validated(module)
+                loss, latest = self._advance(module, optimizers), None
+                if self.finished or self.step % self.options.validate_every == 0:
+                    figures = latest = self._validated(module)
                     self._save(optimizers, figures)
-                self._report(report, loss, figures if validates else None)
+                self._report(report, loss, latest)
         except KeyboardInterrupt:
             self._save(optimizers, None)
             raise
@@ -337,9 +192,19 @@ class Training:
             report(Progress(self.step, self.steps, loss, figures))
 
     def _advance(self, module: Any, optimizers: Sequence[Any]) -> float:
-        """Train one step; gives its loss."""
+        """Train one step; gives its loss. The rate rises in a warm-up, then falls."""
         accelerator = self.accelerator
-        batch = self.task.batch(self, self._batch()).to(self.device)
+        warm_up = (self.step + 1) / max(1.0, WARM_UP_SHARE * self.steps)
+        rate = self.options.learning_rate * min(
+            1.0, warm_up, 1.0 - self.step / self.steps
+        )
+        batch = self.corpus.batch(
+            self.step,
+            self.options.batch_size,
+            accelerator.process_index,
+            self.processes,
+        )
+        batch = self.task.batch(self, batch).to(self.device)
         with accelerator.autocast():
             loss = self.task.loss(self, module, batch)
         accelerator.backward(loss)
@@ -347,33 +212,16 @@ class Training:
             self.weights.values(), self.task.largest_norm
         )
         # An infinite gradient would spoil the weights without a warning.
-        if not (torch.isfinite(loss) and torch.isfinite(norm)):
-            raise TrainingError(self.failure())
+        self.check_finite(torch.stack([loss.detach(), norm]))
         # A run that resumes from half of a step would do the other half twice.
         with held_back():
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = self._rate()
+                    group["lr"] = rate
                 optimizer.step()
                 optimizer.zero_grad()
             self.step += 1
         return loss.item()
-
-    def _batch(self) -> Batch:
-        """The sequences of the next step, or the part of this process."""
-        return self.corpus.batch(
-            self.step,
-            self.options.batch_size,
-            self.accelerator.process_index,
-            self.processes,
-        )
-
-    def _rate(self) -> float:
-        """The learning rate of the next step: a warm-up, then a linear decay."""
-        done = self.step / self.steps
-        return self.options.learning_rate * min(
-            1.0, (self.step + 1) / max(1.0, WARM_UP_SHARE * self.steps), 1.0 - done
-        )
 
     def _validated(self, module: Any) -> dict[str, Any]:
         module.eval()
@@ -399,7 +247,7 @@ class Training:
     def _identity(self) -> dict[str, Any]:
         """What must not change between the runs of one training."""
         return {
-            "settings": dict(self.task.settings_of_run(self)),
+            "settings": self.task.settings_of_run(self),
             "options": asdict(self.options) | {"steps": self.steps},
             "data": self.corpus.sha256,
         }
@@ -418,7 +266,7 @@ class Training:
         }
         self.task.save(self, weights, state, figures)
         if self.finished and self._written is not None:
-            self._written.forget()  # only a training that goes on needs them
+            self._written.forget()  # a finished training needs them no more
 
 
 def check_share(batch_size: int, processes: int) -> None:
@@ -431,16 +279,9 @@ def check_share(batch_size: int, processes: int) -> None:
 
 
 def _written_at_once(device: torch.device) -> int:
-    """Texts that a device writes at a time."""
     if device.type != "cuda":
         return WRITTEN_AT_ONCE
     memory = torch.cuda.get_device_properties(device).total_memory
     return min(
         MOST_WRITTEN_AT_ONCE, WRITTEN_AT_ONCE * max(1, round(memory / GPU_BYTES))
     )
-
-
-def _template(checkpoint: Checkpoint) -> ChatTemplate | None:
-    """The chat template, with the names of the special tokens."""
-    source = checkpoint.chat_template
-    return ChatTemplate(source, checkpoint.special_tokens) if source else None

@@ -1,8 +1,7 @@
 """Texts that the target writes itself: a drafter learns what it will have to guess.
 
-Texts are sampled plainly at T = 1. Nothing but the model decides: neither a filter nor
-a penalty of its checkpoint. What follows a prompt depends on the model, the prompt and
-the text's own seed alone, not on the other prompts.
+Texts are sampled at T = 1, without a filter or penalty of the checkpoint. What follows
+a prompt depends on the model, the prompt and the text's own seed alone.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from jetdraft.errors import DataError, TrainingError
 from jetdraft.files import write_text
@@ -32,9 +32,6 @@ WAIT_SECONDS = 3600.0
 """The longest wait for a shard of another process."""
 
 LOOK_SECONDS = 1.0
-
-FOLDER = "written"
-
 
 # --- the sampler ----------------------------------------------------------------------
 
@@ -53,7 +50,7 @@ def continuations(
     A text ends after one of the tokens `ends`. `ids` int64 [n] are the tokens that can
     be chosen, by default all.
     """
-    tokens, seen = _padded(prompts, model.device, left=True)
+    tokens, seen = _padded(prompts, model.device, "left")
     positions = (seen.cumsum(-1) - 1).clamp(min=0)
 
     def logits(latest: Tensor, grows: list[bool], cache: Any) -> Any:
@@ -87,7 +84,7 @@ def source_continuations(
 
     A text begins with the tokens `start`, which are left out. See `continuations`.
     """
-    ids, seen = _padded(sources, model.device, left=False)
+    ids, seen = _padded(sources, model.device, "right")
     encoded = model.get_encoder()(ids, attention_mask=seen)
     first = torch.tensor([list(start)] * len(sources), device=model.device)
 
@@ -112,12 +109,12 @@ def _sampled(
     seeds: Sequence[int],
     ids: Tensor | None = None,
 ) -> list[list[int]]:
-    """Sample token after token; `run` gives the outputs for the latest tokens [b, n].
-
-    It also gets which texts still grow, and the cache of its last outputs.
-    """
+    """Sample token after token; `run` gives the outputs for the latest [b, n]."""
     longest = max(counts)
-    chances = torch.stack([_chances(seed, longest) for seed in seeds]).to(latest.device)
+    draws = [torch.Generator().manual_seed(seed) for seed in seeds]
+    chances = torch.stack(
+        [torch.rand(longest, generator=draw, dtype=torch.float64) for draw in draws]
+    ).to(latest.device)
     texts, left = [list(prompt) for prompt in prompts], list(counts)
     grows, cache = [count > 0 for count in counts], None
     for number in range(longest):
@@ -135,23 +132,15 @@ def _sampled(
 
 
 def _padded(
-    texts: Sequence[list[int]], device: torch.device, left: bool
+    texts: Sequence[list[int]], device: torch.device, side: str
 ) -> tuple[Tensor, Tensor]:
-    """The texts int64 [b, longest], padded on one side, and 1 where they are."""
-    longest = max(map(len, texts))
-    ids = torch.zeros(len(texts), longest, dtype=torch.long)
-    seen = torch.zeros_like(ids)
-    for row, text in enumerate(texts):
-        first = longest - len(text) if left else 0
-        ids[row, first : first + len(text)] = torch.tensor(text)
-        seen[row, first : first + len(text)] = 1
+    """The texts int64 [b, longest], padded on a side, and 1 where they are."""
+    rows = [torch.tensor(text, dtype=torch.long) for text in texts]
+    ids, seen = (
+        pad_sequence(parts, batch_first=True, padding_side=side)
+        for parts in (rows, [torch.ones_like(row) for row in rows])
+    )
     return ids.to(device), seen.to(device)
-
-
-def _chances(seed: int, count: int) -> Tensor:
-    """Uniform numbers float64 [count] of one text."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(count, generator=generator, dtype=torch.float64)
 
 
 def _chosen(logits: Tensor, chances: Tensor, ids: Tensor | None) -> Tensor:
@@ -168,40 +157,30 @@ def _chosen(logits: Tensor, chances: Tensor, ids: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Writing:
-    """How texts are written: by a target, up to `length` tokens, with a seed.
+class WrittenTexts:
+    """The texts that a target writes, in shards of a folder that processes share.
 
-    A text ends after one of the tokens `ends`; `batch_size` texts are written at a
-    time, by the function `write`.
+    They have up to `length` tokens, and end after one of the tokens `ends`;
+    `batch_size` texts are written at a time, by the function `write`.
+
+    Each process writes its own shards, and reads the shards of the others when they are
+    there: a barrier has a limit. A run that was stopped resumes after the last whole
+    shard, on any number of processes. `identity` says what the texts depend on.
     """
 
+    folder: Path
+    identity: str
     model: Any
     ends: Sequence[int]
     length: int
     batch_size: int
     seed: int
     write: Callable[..., list[list[int]]] = continuations
-
-
-class WrittenTexts:
-    """The texts that a target writes, in shards of a folder that processes share.
-
-    Each process writes its own shards, and reads the shards of the others when they are
-    there; no process waits in a barrier, which has a limit. A run that was stopped
-    resumes after the last whole shard, on any number of processes. `identity` says what
-    the texts depend on.
-    """
-
-    def __init__(
-        self, folder: Path, identity: str, process: int = 0, processes: int = 1
-    ) -> None:
-        self.folder = folder / FOLDER
-        self.digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
-        self.process, self.processes = process, processes
+    process: int = 0
+    processes: int = 1
 
     def completed(
         self,
-        writing: Writing,
         examples: Sequence[Example],
         chosen: Sequence[int],
         tick: Callable[[int, int], None] = lambda done, total: None,
@@ -222,12 +201,12 @@ class WrittenTexts:
         done = total - sum(len(shards[number]) for number in missing)
         tick(done, total)
         # One batch may fill several files.
-        together = max(1, writing.batch_size // SHARD_TEXTS)
+        together = max(1, self.batch_size // SHARD_TEXTS)
         for start in range(0, len(missing), together):
             numbers = missing[start : start + together]
             members = [member for number in numbers for member in shards[number]]
             texts: list[list[int]] = []
-            for batch in _written(writing, examples, members):
+            for batch in self._batches(examples, members):
                 texts += batch
                 tick(done + len(texts), total)
             done += len(texts)
@@ -243,11 +222,11 @@ class WrittenTexts:
         return finished
 
     def forget(self) -> None:
-        """Delete all texts."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _file(self, shard: int) -> Path:
-        return self.folder / f"{self.digest}-{shard:06}.json"
+        digest = hashlib.sha256(self.identity.encode()).hexdigest()[:12]
+        return self.folder / f"{digest}-{shard:06}.json"
 
     def _read(self, shard: int) -> list[list[int]]:
         """The texts of a shard, which another process may be writing still."""
@@ -265,38 +244,27 @@ class WrittenTexts:
             raise DataError(f"{file} is damaged ({error}); delete it") from error
         return texts
 
-
-def _written(
-    writing: Writing, examples: Sequence[Example], members: Sequence[int]
-) -> Iterator[list[list[int]]]:
-    """The texts of the examples; a batch that does not fit into memory is halved."""
-    size, start = writing.batch_size, 0
-    while start < len(members):
-        batch = members[start : start + size]
-        try:
-            texts = _continued(writing, examples, batch)
-        except torch.OutOfMemoryError:
-            if size == 1:
-                raise
-            size = (size + 1) // 2
-            continue
-        yield texts
-        start += len(batch)
-
-
-def _continued(
-    writing: Writing, examples: Sequence[Example], batch: Sequence[int]
-) -> list[list[int]]:
-    """The texts of some examples; each has a seed of its own."""
-    prompts, counts = [], []
-    for member in batch:
-        example = examples[member]
-        size = prompt_size(example)
-        length = len(example.ids) if example.is_written else writing.length
-        prompts.append(example.ids[:size])
-        counts.append(max(1, length - size))
-    seeds = [seed_of(writing.seed, member) for member in batch]
-    return writing.write(writing.model, prompts, counts, set(writing.ends), seeds)
+    def _batches(
+        self, examples: Sequence[Example], members: Sequence[int]
+    ) -> Iterator[list[list[int]]]:
+        """The texts of some examples; a batch too large for the memory is halved."""
+        size, start = self.batch_size, 0
+        while start < len(members):
+            batch = members[start : start + size]
+            chosen = [examples[member] for member in batch]
+            prompts = [example.ids[: prompt_size(example)] for example in chosen]
+            lengths = [len(e.ids) if e.is_written else self.length for e in chosen]
+            counts = [max(1, n - len(p)) for n, p in zip(lengths, prompts, strict=True)]
+            seeds = [seed_of(self.seed, member) for member in batch]
+            try:
+                texts = self.write(self.model, prompts, counts, set(self.ends), seeds)
+            except torch.OutOfMemoryError:
+                if size == 1:
+                    raise
+                size = (size + 1) // 2
+                continue
+            yield texts
+            start += len(batch)
 
 
 def seed_of(seed: int, number: int) -> int:
@@ -306,5 +274,5 @@ def seed_of(seed: int, number: int) -> int:
 
 
 def prompt_size(example: Example) -> int:
-    """The number of tokens that stay when an example is completed anew."""
+    """The number of tokens that stay when an example is completed again."""
     return example.prompt_size or min(PROMPT_TOKENS, len(example.ids) // 2)

@@ -21,8 +21,8 @@ from jetdraft.methods.glide.task import GlideTask
 from jetdraft.methods.kangaroo.task import KangarooTask
 from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import Batch
-from jetdraft.train.prompts import PromptObjective
-from jetdraft.train.task import TrainingOptions
+from jetdraft.train.prompts import guessed
+from jetdraft.train.run import TrainingOptions
 from jetdraft.train.teacher import load_target
 from tests.tiny import llama_config, save_checkpoint, save_prompts
 from tests.train.periodic import made, nothing, write_periodic
@@ -60,12 +60,11 @@ def said_by_probes(folder: Path) -> Tensor:
     checkpoint, _ = load_target(str(folder))
     probed = load_probes(checkpoint.model, read_settings(folder), folder, 1.0)
     ids = torch.arange(1, 61)[None]
-    # The objective runs the target as it is, without the hooks that add the probes.
+    # The target runs as it is, without the hooks that add the probes.
     plain, _ = load_target(str(folder))
-    objective = PromptObjective(probed.prompts, plain.model)
     cache = plain.model(input_ids=ids, use_cache=True).past_key_values
     places = Blocks.spread(Batch(ids, ids), 15)
-    return objective.guessed(places.anchors, ids.shape[1], cache)
+    return guessed(probed.prompts, plain.model, places.anchors, ids.shape[1], cache)
 
 
 def run(command, *arguments: object) -> None:

@@ -19,7 +19,7 @@ from jetdraft.checkpoints.source_attention import implement
 from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.block.module import words_sha256
-from jetdraft.methods.block.task import SourceLesson, SourceObjective
+from jetdraft.methods.block.task import SourceBlockTask, SourceLesson
 from jetdraft.recipe import Recipe
 from jetdraft.train.blocks import Blocks
 from tests.checkpoints.heads import layouts
@@ -54,7 +54,8 @@ def graph_of(model, source=SOURCE):
 def in_training(target, drafter, count, known):
     """The logits of the block behind `count` rows, as a training computes them."""
     checkpoint = Checkpoint.load(target, torch.float32)
-    objective = SourceObjective(load_head(drafter, checkpoint, torch.float32))
+    task = SourceBlockTask()
+    module = task.pupil(load_head(drafter, checkpoint, torch.float32)).drafter
     ids = torch.tensor([[*TOKENS[:count], *known, *[0] * (SLOTS - len(known))]])
     # Padding must not be seen.
     source = torch.tensor([[*SOURCE, 7, 7]])
@@ -65,8 +66,9 @@ def in_training(target, drafter, count, known):
     slots = torch.arange(SLOTS)[None, None]
     places, told = count + slots, slots < len(known)
     with torch.no_grad():
-        lesson = objective.encoded(lesson)
-        return objective.logits(lesson, blocks, places, told, slots >= 0).numpy()
+        lesson = task.encoded(module, lesson)
+        logits = task.logits(module, lesson, blocks, places, told, slots >= 0)
+    return logits.numpy()
 
 
 def test_the_graph_does_what_a_training_does(made):

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from jetdraft.train.task import Task, TrainingOptions
+from jetdraft.train.run import TrainingOptions
+from jetdraft.train.task import Task
 from jetdraft.train.training import Training
 from tests.tiny import llama_config, save_checkpoint
 
@@ -23,6 +24,16 @@ def write_periodic(file: Path) -> Path:
 
 def nothing(progress: Any) -> None:
     """No report."""
+
+
+def interrupt(step: int) -> Any:
+    """A report that is Ctrl-C after a step."""
+
+    def report(progress: Any) -> None:
+        if progress.step == step:
+            raise KeyboardInterrupt
+
+    return report
 
 
 def made(

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import jetdraft
@@ -59,31 +58,30 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=TASKS)
 def trained(request, world):
-    """The kind, the folder of a trained drafter, and that of an untrained one."""
+    """The kind, and its training, whose folder reads back as it was."""
     folder, target, text = world
-    kind = request.param
+    kind, seen = request.param, []
     settings = replace(SETTINGS[kind], layers=1, block_rows=5, anchors=16)
     run = made(TASKS[kind], target, folder / kind, [text], settings, LONGER)
-    untrained = folder / f"{kind}-untrained"
-    torch.manual_seed(9)
-    fresh = run.task.objective(run, of_text=False).drafter
-    named = dict(fresh.named_parameters())
-    weights = {name: named[name].detach() for name in run.weights}
-    run.run(lambda progress: None)
-    fields, tensors = run.task.published(run, weights, None)
-    untrained.mkdir()
-    (untrained / "config.json").write_text(json.dumps(fields))
-    save_file(tensors, untrained / "model.safetensors")
-    return kind, folder / kind, untrained
+    figures = run.run(seen.append)
+    assert figures["tokens_per_pass"] > 2 > 1.5 > seen[0].validation["tokens_per_pass"]
+    checkpoint = Checkpoint.load(target, torch.float32)
+    drafter = load_head(str(folder / kind), checkpoint, torch.float32)
+    assert drafter.config == run.task.config
+    named = dict(drafter.named_parameters())
+    for name, weight in run.weights.items():
+        torch.testing.assert_close(named[name], weight.detach())
+    return kind, folder / kind
 
 
 def drafted(world, kind, head, folder, **how):
-    """The figures of a greedy text, which must be that of plain decoding."""
+    """The figures of a greedy text, which must be the text of plain decoding."""
     made = export(
         world[1],
         folder / "bundle",
-        options=ExportOptions(Recipe("none"), Recipe("none"), capacity=128,
-                              max_width=16),
+        options=ExportOptions(
+            Recipe("none"), Recipe("none"), capacity=128, max_width=16, fast=True
+        ),
         head=str(head),
     )  # fmt: skip
     return decoded(made.path, kind, **how)
@@ -108,10 +106,8 @@ def right(world, trained, tmp_path_factory):
     return stats.tokens_per_pass, folder / "bundle"
 
 
-def test_a_trained_drafter_is_right_more_often(world, trained, right, tmp_path):
-    kind, _, untrained = trained
-    wrong = drafted(world, kind, untrained, tmp_path)
-    assert right[0] > 2.5 > 1.5 > wrong.tokens_per_pass
+def test_a_trained_drafter_is_right_more_often(right):
+    assert right[0] > 2.5
 
 
 def test_the_same_when_sampled(trained, right):
@@ -149,7 +145,7 @@ def test_kept_rows_of_a_block_cost_acceptance(trained, right):
 
 
 def mutated(world, trained, tmp_path, right, mutate=lambda folder: None):
-    kind, head, _ = trained
+    kind, head = trained
     shutil.copytree(head, tmp_path / "head")
     mutate(tmp_path / "head")
     stats = drafted(world, kind, tmp_path / "head", tmp_path)
@@ -158,6 +154,8 @@ def mutated(world, trained, tmp_path, right, mutate=lambda folder: None):
 
 def test_wrong_positions_cost_acceptance(world, trained, right, tmp_path, monkeypatch):
     """A block that begins five places too late."""
+    if trained[0] != "diffusion":
+        pytest.skip("its positions are made in the same place")
     drafter = blocks.BlockDrafter
     forward = drafter.forward
 
@@ -173,9 +171,7 @@ def test_wrong_positions_cost_acceptance(world, trained, right, tmp_path, monkey
 def test_other_taps_cost_acceptance(world, trained, right, tmp_path):
     """Ids that are off by one name other states of the target."""
     if trained[0] != "dflash":
-        checkpoint = Checkpoint.load(world[1], torch.float32)
-        assert not load_head(str(trained[1]), checkpoint, torch.float32).config.taps
-        return
+        pytest.skip("it reads no states")
 
     def shift(folder):
         file = folder / "config.json"

@@ -7,11 +7,14 @@ import json
 import tracemalloc
 
 import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
 
 from jetdraft.errors import DataError
 from jetdraft.runtime.text.template import ChatTemplate
-from jetdraft.train.data import Corpus, examples_of
+from jetdraft.train.data import IGNORED, Corpus, Example, collate, examples_of
 from tests.tiny import END_OF_TEXT, tokenizer
+from tests.train.periodic import write_periodic
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -22,9 +25,12 @@ REPLY = {"role": "assistant", "content": "return"}
 
 
 def read(tmp_path, *rows, end=(0,), **how):
+    """A corpus of lines, which are rows or raw text."""
     file = tmp_path / "data.jsonl"
-    file.write_text("\n".join(json.dumps(row) for row in rows))
-    return Corpus.read([file], tokenizer(), end, length=64, least=2, **how)
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    file.write_text("\n".join(lines))
+    how = {"tokenizer": tokenizer(), "length": 64, "least": 2, **how}
+    return Corpus.read([file], end=end, **how)
 
 
 def only(corpus):
@@ -60,19 +66,84 @@ def test_a_chat_that_ends_with_the_user_is_to_be_completed(tmp_path):
         ({"messages": [USER, {**REPLY, "content": 3}]}, "is not an object with"),
         ({"prompt": "a"}, "is not an object with"),
         ({"prompt": "a b c", "completion": ""}, "has an empty completion"),
+        ({"prompt": "a", "completion": "b"}, "has 2 tokens, a sequence needs 5"),
+        ({"completion": "a"}, "is not an object with prompt"),
+        ({"prompt": "a", "completion": 3}, "is not an object with prompt"),
+        ("not json", "is not an object with"),
+        ("[" * 100_000, "is not an object with"),
     ],
 )
 def test_lines_that_cannot_be_learned(tmp_path, row, message):
     template = ChatTemplate(TEMPLATE, {})
     with pytest.raises(DataError, match=f"line 1 of .*{message}"):
-        read(tmp_path, row, end=(), template=template)
+        read(tmp_path, row, end=(), least=5, template=template)
 
 
-def test_a_line_that_is_nested_deeply_is_refused(tmp_path):
-    file = tmp_path / "data.jsonl"
-    file.write_text("[" * 100_000)
-    with pytest.raises(DataError, match=r"line 1 of .* is not an object with"):
-        Corpus.read([file], tokenizer(), (0,), length=64, least=2)
+def test_lines_of_a_wrong_length(tmp_path):
+    rows = {"prompt": "for self"}, {"prompt": "x" * 200}
+    with pytest.raises(
+        DataError, match=r"1 of 2 lines .* the most in line 2; give --s"
+    ):
+        read(tmp_path, *rows, prompts_alone=True)
+    with pytest.raises(DataError, match=r"line 1 of .* has 0 tokens"):
+        read(tmp_path, {"prompt": ""}, prompts_alone=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("x", "the data has 1 of the 5 tokens"),
+        ("", "the data has 0 of the 5 tokens"),
+        (None, "no data file"),
+    ],
+)
+def test_texts_that_cannot_be_learned(tmp_path, content, message):
+    file = tmp_path / "a.txt"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(DataError, match=message):
+        Corpus.read([file], tokenizer(), (0,), length=32, least=5)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """The windows of a text."""
+    file = write_periodic(tmp_path / "text.txt")
+    return Corpus.read([file], tokenizer(), (0,), length=32, least=5)
+
+
+def test_a_text_becomes_windows(corpus):
+    assert {len(x.ids) for x in corpus.training} == {32}
+    assert all(all(x.learned) for x in corpus.training)
+
+
+def test_only_completions_are_learned(tmp_path):
+    """What starts a text starts no completion."""
+    words, row = tokenizer(), {"prompt": "def x", "completion": "return 12345"}
+    example = read(tmp_path, row, "").validation[0]
+    prompt = len(words.encode("def x").ids)
+    assert example == Example.completed(example.ids, prompt)
+    assert example.ids[-1] == 0
+    words.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    started = read(tmp_path, row, tokenizer=words).validation[0]
+    assert started.ids == [0, *example.ids]
+
+
+def test_padding_is_not_learned():
+    batch = collate([Example([1, 2, 3], [True] * 3), Example([4], [True])])
+    assert batch.ids.tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert batch.labels.tolist() == [[1, 2, 3], [4, IGNORED, IGNORED]]
+
+
+def test_a_batch_depends_on_the_step_alone_and_machines_share_it(corpus):
+    whole = corpus.batch(7, 4).ids
+    assert not torch.equal(whole, corpus.batch(8, 4).ids)
+    corpus.batch(0, 4)
+    assert torch.equal(whole, corpus.batch(7, 4).ids)
+    parts = [corpus.batch(7, 4, part, 2).ids for part in (0, 1)]
+    assert torch.equal(torch.stack(parts, 1).flatten(0, 1), whole)
 
 
 def test_messages_need_a_template_that_takes_them(tmp_path):

@@ -75,7 +75,7 @@ def test_the_loss_is_the_formula(streamed):
 
 
 def masked(streamed, batch):
-    """The total loss with streams on all rows; those of a prompt do not count."""
+    """The total loss with streams on all rows; the streams of a prompt do not count."""
     size, rows = batch.ids.shape
     at = torch.arange(rows)
     logits, early, _ = streamed(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,10 @@ import torch
 
 from jetdraft.checkpoints.checkpoint import read_settings
 from jetdraft.checkpoints.streams import UNFINISHED
-from jetdraft.errors import CheckpointError, OptionError, OutputError
-from jetdraft.train import run_folder
-from jetdraft.train.machine import held_back
+from jetdraft.errors import CheckpointError, OutputError
+from jetdraft.train import run_folder, teacher
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.teacher import TensorCache
-from jetdraft.train.training import check_share
 from tests.tiny import llama_config, save_checkpoint
 
 
@@ -43,26 +40,6 @@ def test_a_kill_between_the_last_two_steps_leaves_a_finished_training(
         RunFolder(tmp_path / "out")
 
 
-def test_ctrl_c_waits_for_the_end_of_a_step():
-    steps = []
-    before = signal.getsignal(signal.SIGINT)
-
-    def step():
-        with held_back():
-            os.kill(os.getpid(), signal.SIGINT)
-            steps.append(1)
-
-    with pytest.raises(KeyboardInterrupt):
-        step()
-    assert steps == [1]
-    assert signal.getsignal(signal.SIGINT) is before
-    with held_back():
-        steps.append(2)
-    with pytest.raises(ZeroDivisionError), held_back():
-        steps.append(1 / 0)
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 def test_the_owner_of_a_cache_is_whole_whenever_others_look(tmp_path, monkeypatch):
     """Two processes of a training open the folder at the same time."""
     opened = Path.open
@@ -76,12 +53,6 @@ def test_the_owner_of_a_cache_is_whole_whenever_others_look(tmp_path, monkeypatc
         TensorCache(tmp_path, "owner", process)
     with pytest.raises(OutputError, match="another folder"):
         TensorCache(tmp_path, "other")
-
-
-def test_a_batch_has_a_part_for_each_process():
-    check_share(2, processes=2)
-    with pytest.raises(OptionError, match="--batch-size 3 or more"):
-        check_share(2, processes=3)
 
 
 def test_a_copy_of_the_target_does_not_pass_for_the_result(tmp_path):
@@ -112,3 +83,17 @@ def test_the_weights_of_the_target_are_not_written_again(tmp_path, monkeypatch):
     copy = tmp_path / "copied" / names[True]
     assert not copy.samefile(target / names[True])
     assert copy.read_bytes() == (target / names[True]).read_bytes()
+
+
+def test_a_shard_is_not_written_over_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(teacher, "SHARD_TENSORS", 2)
+    cache = TensorCache(tmp_path, "owner")
+    for number in range(6):
+        cache.write(f"k{number}", torch.full((3, 4), float(number)))
+    first, *_ = sorted(tmp_path.glob("*.safetensors"))
+    first.unlink()  # damaged, and deleted as the message says
+    cache = TensorCache(tmp_path, "owner")
+    for number in range(6, 8):
+        cache.write(f"k{number}", torch.full((3, 4), float(number)))
+    for number in range(2, 8):
+        assert cache.read(f"k{number}")[0, 0] == number

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,14 +29,15 @@ from jetdraft.methods.block.task import (
     SourceBlockTask,
     source_lesson,
 )
+from jetdraft.methods.dflash.task import DFlashTask
+from jetdraft.methods.diffusion.task import DiffusionTask
+from jetdraft.methods.draft.task import ModelTask
 from jetdraft.methods.eagle.task import EagleTask
 from jetdraft.recipe import Recipe
 from jetdraft.train.attention import Masked, Masks
 from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import IGNORED, Example, collate
-from jetdraft.train.task import TrainingOptions
-from tests.cli.running import assert_refused
-from tests.cli.running import jetdraft as jetdraft_verb
+from jetdraft.train.run import TrainingOptions
 from tests.sources import CONFIGS, T5, save, save_drafter
 from tests.tiny import WORDS, llama_config, save_checkpoint
 from tests.train.periodic import made
@@ -105,7 +106,7 @@ def prepare(world, output, options=QUICK, data=None, **changes):
 def trained(world):
     """A run, what it reported before the first step and at the end, and its folder.
 
-    Nothing is told, so that it learns in fewer steps.
+    Nothing is shown, so that it learns in fewer steps.
     """
     folder, seen = world[0] / "drafter", []
     run = prepare(world, folder, LONGER, glancing=0.0)
@@ -114,12 +115,14 @@ def trained(world):
 
 
 def bundle_of(world, head, folder):
-    options = ExportOptions(Recipe("none"), Recipe("none"), capacity=64, max_width=16)
+    options = ExportOptions(
+        Recipe("none"), Recipe("none"), capacity=64, max_width=16, fast=True
+    )
     return export(world[1], folder, options=options, head=head).path
 
 
 def drafted(bundle, mix_up=False, **how):
-    """Tokens per pass over all sources; each text is that of plain decoding."""
+    """Tokens per pass over all sources; each text is what plain decoding writes."""
     tokens = passes = 0
     with jetdraft.load(bundle, threads=1) as model:
         if mix_up:
@@ -159,10 +162,12 @@ def test_the_folder_reads_back_as_it_was(world, trained):
     named = dict(drafter.named_parameters())
     for name, weight in run.weights.items():
         torch.testing.assert_close(named[name], weight.detach())
-    lent = {id(weight) for weight in checkpoint.model.parameters()}
-    assert {name for name in named if id(named[name]) in lent} == {
+    shared = {id(weight) for weight in checkpoint.model.parameters()}
+    assert {name for name in named if id(named[name]) in shared} == {
         "model.shared.weight"
     }
+    fields = json.loads((Path(folder) / "config.json").read_text())
+    assert (fields["block_size"], fields["target_type"]) == (SLOTS, "t5")
     tensors = load_file(folder + "/model.safetensors")
     assert tensors.keys() == run.weights.keys()
     assert not any("shared" in name or "lm_head" in name for name in tensors)
@@ -202,27 +207,28 @@ def test_a_share_of_the_wrong_guesses_is_told(world, tmp_path):
     """Half of them in training, and nothing in a validation."""
     run = prepare(world, tmp_path / "out", known_share=0.0)
     batch = SourceBatch.of(run.corpus.batch(0, 4), run.target.start_token_ids)
-    objective = run.module
-    lesson = objective.encoded(source_lesson(run.target.model, batch))
-    run.accelerator = SimpleNamespace(process_index=0, num_processes=1)
-    blocks = run.task.blocks(run, batch, learns=True)
+    task, drafter = run.task, run.module.drafter
+    lesson = task.encoded(drafter, source_lesson(run.target.model, batch, 0.0))
+    blocks = task.blocks(run, batch, learns=True)
     places = blocks.anchors[..., None] + 1 + torch.arange(SLOTS)
     whole = (places < batch.ids.shape[1]) & blocks.is_real[..., None]
     places = places.clamp(max=batch.ids.shape[1] - 1)
     is_open = whole & (batch.labels.gather(1, places.flatten(1)) != IGNORED).view(
         places.shape
     )
-    told = {}
-    for share in (0.0, 0.5, 1.0):
-        objective.train().glancing = share
-        told[share] = objective.known(lesson, blocks, places, is_open)
-        assert not (told[share] & ~is_open).any()
-    wrong = told[1.0].sum(-1)
-    assert not told[0.0].any()
-    assert (told[1.0] | ~told[0.5]).all()
-    assert torch.equal(told[0.5].sum(-1), (wrong * 0.5).round().long())
+
+    def shown_of(share, learns=True):
+        own = replace(lesson, glancing=share)
+        return task.known(drafter, own, blocks, places, is_open, learns)
+
+    shown = {share: shown_of(share) for share in (0.0, 0.5, 1.0)}
+    assert not any((one & ~is_open).any() for one in shown.values())
+    wrong = shown[1.0].sum(-1)
+    assert not shown[0.0].any()
+    assert (shown[1.0] | ~shown[0.5]).all()
+    assert torch.equal(shown[0.5].sum(-1), (wrong * 0.5).round().long())
     assert wrong.sum() > wrong.numel()
-    assert not objective.eval().known(lesson, blocks, places, is_open).any()
+    assert not shown_of(1.0, learns=False).any()
 
 
 def test_blocks_begin_at_the_start_of_a_text():
@@ -276,29 +282,10 @@ def test_targets_of_other_kinds_are_refused(world, tmp_path):
     for target, fact in ((llama, "is a decoder alone"), (whisper, "hears")):
         with pytest.raises(UnsupportedModelError, match=fact):
             prepare((None, target, world[2]), tmp_path / "out")
-    with pytest.raises(UnsupportedModelError, match="train block"):
-        made(EagleTask, world[1], tmp_path / "out", [world[2]])
-    for method in ("draft", "dflash", "diffusion"):
-        result = jetdraft_verb(
-            *("train", method, world[1], "--data", world[2], "-o", tmp_path / "out")
-        )
-        assert_refused(result, "is an encoder-decoder, for which only")
+    for task in (EagleTask, ModelTask, DFlashTask, DiffusionTask):
+        with pytest.raises(UnsupportedModelError, match=r"an encoder-.* train block"):
+            made(task, world[1], tmp_path / "out", [world[2]])
     assert not (tmp_path / "out").exists()
-
-
-def test_the_verb_trains(world, tmp_path):
-    result = jetdraft_verb(
-        *("train", "block", world[1], "--data", world[2]),
-        *("--block-rows", 3, "--layers", 1, "--steps", 2, "--glancing", 0.3),
-        *("--half", "-o", tmp_path / "out"),
-    )
-    assert result.exit_code == 0, result.output
-    assert "a block drafter of 2 steps" in result.stderr
-    fields = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert fields["block_size"] == 3
-    assert fields["target_type"] == "t5"
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
 
 
 def test_two_models_in_one_process_keep_their_masks_apart(world):

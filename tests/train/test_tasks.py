@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,14 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from jetdraft.errors import DataError, OptionError, OutputError, TrainingError
+from jetdraft.errors import (
+    CheckpointError,
+    DataError,
+    OptionError,
+    OutputError,
+    TrainingError,
+)
+from jetdraft.export.exporter import export
 from jetdraft.methods.block.task import SourceBlockSettings, SourceBlockTask
 from jetdraft.methods.chimera.task import ChimeraTask
 from jetdraft.methods.dflash.task import DFlashSettings, DFlashTask
@@ -34,19 +42,20 @@ from jetdraft.methods.ppd.task import PpdSettings, PpdTask
 from jetdraft.methods.stream.task import StreamTask, StreamTaskSettings
 from jetdraft.runtime.planning.registry import load_object, methods
 from jetdraft.train.heads import HeadSettings, LayerSettings
-from jetdraft.train.run_folder import STATE
+from jetdraft.train.run import TrainingOptions
+from jetdraft.train.run_folder import STATE, RunFolder
 from jetdraft.train.sec import SecSettings, SecTask
-from jetdraft.train.task import Task, TrainingOptions
+from jetdraft.train.task import Task
 from tests.sources import CONFIGS, save
-from tests.tiny import llama_config, save_checkpoint
-from tests.train.periodic import made, nothing
+from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
+from tests.train.periodic import PERIOD, interrupt, made, nothing, write_periodic
 
 OPTIONS = TrainingOptions(steps=5, batch_size=2, sequence_length=32, validate_every=2)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A task with its settings, and a change with which no stopped run goes on."""
+    """A task with its settings, and a change with which a stopped run is refused."""
 
     task: type[Task]
     settings: Any
@@ -84,7 +93,7 @@ KINDS = {
     ),
     "block": Kind(
         SourceBlockTask,
-        SourceBlockSettings(layers=1, block_rows=5, anchors=8, glancing=1.0),
+        SourceBlockSettings(layers=1, block_rows=5, anchors=8, glancing=1.0, half=True),
         {"glancing": 0.5},
     ),
     "stream": Kind(
@@ -107,8 +116,7 @@ def targets(tmp_path_factory) -> Callable[[str], tuple[str, Path]]:
     """The target of a kind, untrained, and its texts."""
     folder = tmp_path_factory.mktemp("targets")
     llama = save_checkpoint(folder / "llama", llama_config(num_hidden_layers=6))
-    text = folder / "text.txt"
-    text.write_text("for self in range print return " * 100)
+    text = write_periodic(folder / "text.txt")
     pairs = folder / "pairs.jsonl"
     line = {"prompt": " self for", "completion": " in range print" * 3}
     pairs.write_text(f"{json.dumps(line)}\n" * 16)
@@ -132,19 +140,14 @@ def weights_of(run) -> dict[str, Tensor]:
         return {n: torch.tensor(a) for n, a in arrays.items() if a.dtype.kind == "f"}
 
 
-def interrupt(progress):
-    """Ctrl-C after the third step, which no validation follows."""
-    if progress.step == 3:
-        raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(targets, tmp_path, name):
-    """Whatever is drawn, and whatever is written, is that of an unbroken training."""
+    """Whatever is drawn or written is the same as in an unbroken training."""
     whole = prepared(targets, name, tmp_path / "whole")
     whole.run(nothing)
     with pytest.raises(KeyboardInterrupt):
-        prepared(targets, name, tmp_path / "cut").run(interrupt)
+        # No validation follows the third step.
+        prepared(targets, name, tmp_path / "cut").run(interrupt(3))
     assert (tmp_path / "cut" / STATE).is_file()
     kind = KINDS[name]
     other = prepared(targets, name, tmp_path / "cut", kind.change)
@@ -160,23 +163,30 @@ def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(targets, tmp_path, 
     half = getattr(kind.settings, "half", False)
     dtypes = {tensor.dtype for tensor in one.values() if tensor.dtype.is_floating_point}
     assert dtypes == {torch.float16 if half else torch.float32}
-    assert {f.name for f in cut.folder.path.iterdir()} == {
-        f.name for f in whole.folder.path.iterdir()
-    }
+    assert names_in(cut) == names_in(whole)
     with pytest.raises(OutputError, match="holds a finished training"):
         prepared(targets, name, tmp_path / "cut")
 
 
-@pytest.mark.parametrize("name", KINDS)
+def infinite_slope(run) -> Tensor:
+    """Zero, whose gradient is not a number."""
+    return (next(iter(run.weights.values())) * 0).abs().sum().sqrt()
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [(name, lambda run: torch.nan) for name in KINDS] + [("stream", infinite_slope)],
+    ids=[*KINDS, "gradient"],
+)
 def test_a_loss_that_is_no_number_keeps_what_was_learned(
-    targets, tmp_path, monkeypatch, name
+    targets, tmp_path, monkeypatch, name, spoil
 ):
     run, calls = prepared(targets, name, tmp_path / "out"), []
     original = run.task.loss
 
     def loss(*arguments):
         calls.append(1)
-        return original(*arguments) * (torch.nan if len(calls) == 3 else 1.0)
+        return original(*arguments) + (spoil(run) if len(calls) == 3 else 0.0)
 
     monkeypatch.setattr(run.task, "loss", loss)
     message = "the loss of step 3 is not a number; the last good checkpoint is in"
@@ -188,12 +198,113 @@ def test_a_loss_that_is_no_number_keeps_what_was_learned(
 
 @pytest.mark.parametrize("name", KINDS)
 def test_weights_that_are_no_numbers_are_never_saved(targets, tmp_path, name):
+    """And each weight has one optimizer; Muon moves matrices only."""
     run = prepared(targets, name, tmp_path / "out")
+    optimizers = run.task.optimizers(run)
+    moved = [w for o in optimizers for group in o.param_groups for w in group["params"]]
+    assert sorted(map(id, moved)) == sorted(map(id, run.weights.values()))
+    if run.task.has_muon:
+        assert all(w.ndim == 2 for w in optimizers[0].param_groups[0]["params"])
+        tables = {id(run.weights[name]) for name in run.task.tables(run)}
+        assert tables <= {id(w) for w in optimizers[-1].param_groups[0]["params"]}
     with torch.no_grad():
         for weight in run.weights.values():
             weight.fill_(torch.nan)
     with pytest.raises(TrainingError, match=r"nothing had been learned.*check the"):
         run.run(nothing)
+
+
+# --- a folder after a stop ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last", ["training.pt", "exit.npz", "exit.json"])
+def test_a_kill_in_the_last_save_is_mended_by_the_next_run(
+    targets, tmp_path, monkeypatch, last
+):
+    """`last` is the last file that was written; weights and state may differ then."""
+    write, options = RunFolder._replace, replace(OPTIONS, steps=2)
+
+    def killed(folder, name, contents):
+        write(folder, name, contents)
+        state = torch.load(folder.path / STATE, weights_only=True)
+        if name == last and state["step"] == 2:
+            raise SystemExit
+
+    whole = prepared(targets, "sec", tmp_path / "whole", options=options)
+    whole.run(nothing)
+    monkeypatch.setattr(RunFolder, "_replace", killed)
+    with pytest.raises(SystemExit):
+        prepared(targets, "sec", tmp_path / "out", options=options).run(nothing)
+    monkeypatch.undo()
+    mended = prepared(targets, "sec", tmp_path / "out", options=options)
+    mended.run(nothing)
+    assert names_in(mended) == names_in(whole)
+    torch.testing.assert_close(weights_of(mended), weights_of(whole))
+
+
+def names_in(run):
+    return {file.name for file in run.folder.path.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def kept(targets, tmp_path_factory) -> Path:
+    """A training of streams that was interrupted before its first step."""
+    output = tmp_path_factory.mktemp("stopped") / "out"
+    with pytest.raises(KeyboardInterrupt):
+        prepared(targets, "stream", output).run(interrupt(0))
+    return output
+
+
+@pytest.fixture
+def stopped(kept, tmp_path) -> Path:
+    """A copy of it, which a test may change."""
+    return shutil.copytree(kept, tmp_path / "stopped")
+
+
+def test_an_interrupt_of_the_first_validation_can_be_gone_on_from(targets, stopped):
+    assert json.loads((stopped / "streams.json").read_text())["step"] == 0
+    run = prepared(targets, "stream", stopped)
+    run.run(nothing)
+    assert run.step == OPTIONS.steps
+
+
+@pytest.mark.parametrize("content", [b"", b"not a state", None])
+def test_a_damaged_state_is_refused(targets, stopped, content):
+    (stopped / STATE).unlink()
+    if content is not None:
+        (stopped / STATE).write_bytes(content)
+    before = (stopped / "streams.safetensors").read_bytes()
+    with pytest.raises(OutputError, match="another folder"):
+        prepared(targets, "stream", stopped).run(nothing)
+    assert (stopped / "streams.safetensors").read_bytes() == before
+
+
+def test_other_data_and_another_target_do_not_go_on(targets, stopped, tmp_path):
+    other = tmp_path / "text.txt"
+    other.write_text(PERIOD * 101)
+    with pytest.raises(OutputError, match=r"other settings \(data\)"):
+        prepared(targets, "stream", stopped, data=other).run(nothing)
+    for name in (STATE, "streams.json", "streams.safetensors"):
+        (stopped / name).unlink()
+    with pytest.raises(CheckpointError, match="let it go on"):
+        export(str(stopped), tmp_path / "bundle")
+    config = llama_config(num_hidden_layers=6)
+    target, (_, text) = save_checkpoint(tmp_path / "t", config, seed=9), targets("ppd")
+    kind = KINDS["stream"]
+    run = made(kind.task, str(target), stopped, [text], kind.settings, OPTIONS)
+    with pytest.raises(OutputError, match="holds another target"):
+        run.run(nothing)
+
+
+def test_outputs_that_cannot_be_written(targets, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "taken").mkdir()
+    for place, message in (("file/out", "cannot write"), ("taken", "has no streams")):
+        with pytest.raises(OutputError, match=message):
+            prepared(targets, "stream", tmp_path / place)
+
+
+# --- texts that the target writes -----------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["draft", "eagle", "ppd", "block"])
@@ -240,11 +351,27 @@ def test_an_empty_completion_is_one_line(tmp_path):
 
 # --- what is refused before anything is written ---------------------------------------
 
+UNSIZED = {"layers": None, "hidden_size": None}
 REFUSED = [
     ("draft", {"loss": "mse"}, "unknown loss 'mse'; choose forward-kl, .* or text"),
     ("draft", {"layers": 0}, "layers 0 is out of range; give 1 to 1000"),
     ("draft", {"hidden_size": 33}, "hidden size 33 is not a multiple of 8"),
-    ("draft", {"cache_tokens": 9}, "--cache-tokens needs a folder"),
+    ("draft", {"cache_tokens": 9}, "--cache-tokens needs a folder; give --cache too"),
+    ("draft", {"loss": "text"}, "leave --on-policy-share out"),
+    ("draft", {"hidden_size": 7}, "hidden size 7 is out of range"),
+    ("draft", {"beta": 0.5}, "loss forward-kl has no beta"),
+    ("draft", {"loss": "js", "beta": 1.5}, "beta 1.5 is out of range"),
+    ("draft", {"on_policy_share": 1.5}, "on policy share 1.5 is out of range"),
+    ("draft", {"start": "x", "from_layers": (1,)}, "give --from or --from-layers"),
+    ("draft", {"from_layers": (1,)}, "leave --layers and --hidden-size out"),
+    ("draft", UNSIZED | {"from_layers": (1, 9)}, r"the layers \[1, 9\] are not all"),
+    ("draft", {"draft_vocab": VOCAB_SIZE}, "is not a part of the target's 288"),
+    ("draft", {"cache": Path("x")}, "leave --cache out"),
+    (
+        *("draft", {"cache": Path("x"), "loss": "text", "on_policy_share": 0.0}),
+        "leave --cache out",
+    ),
+    ("draft", UNSIZED | {"start": "/nowhere/at/all"}, "no checkpoint at"),
     ("eagle", {"kind": "eagle2"}, "unknown kind 'eagle2'; choose eagle3 or eagle1"),
     ("eagle", {"unrolled": 0}, "unrolled 0 is out of range"),
     ("eagle", {"draft_vocabulary": 0}, "draft vocabulary 0 is out of range"),
@@ -284,7 +411,7 @@ SHORT = {
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
 def test_settings_that_cannot_be_used(targets, tmp_path, name, changes, message):
-    with pytest.raises(OptionError, match=message):
+    with pytest.raises((OptionError, CheckpointError), match=message):
         prepared(targets, name, tmp_path / "out", changes)
     assert not (tmp_path / "out").exists()
 
@@ -319,52 +446,54 @@ import sys
 import torch
 from accelerate import PartialState
 from pathlib import Path
-from jetdraft.train.training import train
-from tests.train.test_tasks import TOGETHER, KINDS
+from tests.train.test_tasks import TOGETHER, alike
 torch.cpu.get_capabilities = dict
-name, target, output, text = sys.argv[1:]
-settings, options = TOGETHER[name]
-task = KINDS[name].task(settings)
-train(target, [Path(text)], task, Path(output), options)
+target, text, output = sys.argv[1:]
+for name in TOGETHER:
+    alike(name, target, Path(text), Path(output) / name).run()
 assert PartialState().num_processes == 2
 """
-TWO_STEPS = replace(OPTIONS, steps=2)
 TOGETHER = {
-    "draft": (replace(KINDS["draft"].settings, regenerate=True), TWO_STEPS),
-    "eagle": (KINDS["eagle"].settings, TWO_STEPS),
-    "sec": (KINDS["sec"].settings, TWO_STEPS),
+    "draft": replace(KINDS["draft"].settings, regenerate=True),
+    "eagle": KINDS["eagle"].settings,
+    "sec": KINDS["sec"].settings,
 }
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-def test_two_processes_learn_what_one_learns(targets, tmp_path, monkeypatch, name):
+def alike(name, target, text, output):
+    """A training of two steps, in one process or in a part of it."""
+    options = replace(OPTIONS, steps=2)
+    return made(KINDS[name].task, target, output, [text], TOGETHER[name], options)
+
+
+def test_two_processes_learn_what_one_learns(targets, tmp_path, monkeypatch):
     """Each has a part of the batch, and of the texts to write; gloo averages.
 
     In float32: bfloat16 rounds a part otherwise than the whole.
     """
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-    target, text = targets(name)
-    settings, options = TOGETHER[name]
-    one = made(KINDS[name].task, target, tmp_path / "one", [text], settings, options)
-    one.run(nothing)
+    target, text = targets("draft")
     script = tmp_path / "two.py"
     script.write_text(TWO)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", str(script), name, target, str(tmp_path / "two")]
+    command += ["--standalone", str(script), target, str(text), str(tmp_path / "two")]
     settings_of_machine = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
-        [*command, str(text)],
+        command,
         env={**os.environ, "PYTHONPATH": root, **settings_of_machine},
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    expected = weights_of(one)
-    one.folder.path = tmp_path / "two"
-    for key, tensor in weights_of(one).items():
-        # They differ by 7e-8 at most. Half of a batch would differ by 1e-3.
-        distance = (tensor.float() - expected[key].float()).norm()
-        assert distance <= 1e-5 * expected[key].float().norm() + 1e-9, key
+    for name in TOGETHER:
+        one = alike(name, target, text, tmp_path / "one" / name)
+        one.run(nothing)
+        expected = weights_of(one)
+        one.folder.path = tmp_path / "two" / name
+        for key, tensor in weights_of(one).items():
+            # They differ by 7e-8 at most. Half of a batch would differ by 1e-3.
+            distance = (tensor.float() - expected[key].float()).norm()
+            assert distance <= 1e-5 * expected[key].float().norm() + 1e-9, key
 
 
 def test_processes_that_would_be_alone_are_refused(targets, tmp_path, monkeypatch):

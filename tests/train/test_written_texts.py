@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from jetdraft.errors import DataError, TrainingError
 from jetdraft.train import written_texts
 from jetdraft.train.data import Example
-from jetdraft.train.written_texts import Writing, WrittenTexts, continuations
+from jetdraft.train.written_texts import WrittenTexts, continuations
 from tests.tiny import llama_config
 
 END = 0
@@ -80,30 +80,33 @@ def examples(count):
     return [kinds[number % 3](number) for number in range(count)]
 
 
-def writing(model):
-    return Writing(model, [END], length=24, batch_size=4, seed=5)
+@pytest.fixture
+def texts(model, tmp_path):
+    """What writes in a folder."""
+    return WrittenTexts(tmp_path / "own", "me", model, [END], 24, batch_size=4, seed=5)
 
 
-def test_prompts_stay_and_lengths_are_kept(model, tmp_path):
+@pytest.fixture
+def whole(texts, tmp_path, monkeypatch):
+    """Ten texts that were written at once, in shards of four."""
+    monkeypatch.setattr(written_texts, "SHARD_TEXTS", 4)
+    return replace(texts, folder=tmp_path / "one").completed(examples(10), range(10))
+
+
+def test_prompts_stay_and_lengths_are_kept(texts):
     before = examples(6)
-    after = WrittenTexts(tmp_path, "me").completed(writing(model), before, range(6))
+    after = texts.completed(before, range(6))
     for old, new, size in zip(before, after, [5, 16, 3] * 2, strict=True):
         assert new.ids[:size] == old.ids[:size]
         assert new.learned == [place >= size for place in range(len(new.ids))]
         assert len(new.ids) <= (len(old.ids) if old.is_written else 24)
         assert new.is_written
-    some = WrittenTexts(tmp_path, "others").completed(writing(model), before, [2, 5])
-    assert [one == two for one, two in zip(some, before, strict=True)] == [
-        *(True, True, False),
-        *(True, True, False),
-    ]
+    some = replace(texts, identity="others").completed(before, [2, 5])
+    same = [one == two for one, two in zip(some, before, strict=True)]
+    assert same == [True, True, False] * 2
 
 
-def test_a_stopped_writing_goes_on_after_its_last_shard(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(written_texts, "SHARD_TEXTS", 4)
-    whole = WrittenTexts(tmp_path / "1", "me").completed(
-        writing(model), examples(10), range(10)
-    )
+def test_a_stopped_writing_goes_on_after_its_last_shard(texts, whole):
     calls = []
 
     def stopping(*arguments):
@@ -112,50 +115,39 @@ def test_a_stopped_writing_goes_on_after_its_last_shard(model, tmp_path, monkeyp
             raise KeyboardInterrupt
         return continuations(*arguments)
 
-    texts = WrittenTexts(tmp_path / "2", "me")
-    stopped = replace(writing(model), write=stopping)
+    stopped, ticks = replace(texts, write=stopping), []
     with pytest.raises(KeyboardInterrupt):
-        texts.completed(stopped, examples(10), range(10))
+        stopped.completed(examples(10), range(10))
     assert len(list(texts.folder.iterdir())) == 1
-    told = []
-    again = texts.completed(
-        stopped, examples(10), range(10), lambda *state: told.append(state)
+    again = stopped.completed(
+        examples(10), range(10), lambda *state: ticks.append(state)
     )
     assert again == whole
     assert len(calls) == 4  # the first shard was not written again
-    assert told[-1] == (10, 10)
-    other = WrittenTexts(tmp_path / "2", "another target")
-    assert other.digest != texts.digest
+    assert ticks[-1] == (10, 10)
+    replace(texts, identity="another target").completed(examples(1), [0])
+    assert len(list(texts.folder.iterdir())) == 4  # beside the three
     texts.forget()
     assert not texts.folder.exists()
 
 
-def test_a_large_batch_fills_several_files(model, tmp_path, monkeypatch):
-    """Whoever goes on, with another batch size or on another device, finds them."""
-    monkeypatch.setattr(written_texts, "SHARD_TEXTS", 4)
-    whole = WrittenTexts(tmp_path / "1", "me").completed(
-        writing(model), examples(10), range(10)
-    )
+def test_a_large_batch_fills_several_files(texts, whole):
+    """A later run, with another batch size or on another device, finds them."""
     sizes = []
 
     def counting(*arguments):
         sizes.append(len(arguments[1]))
         return continuations(*arguments)
 
-    large = replace(writing(model), batch_size=9, write=counting)
-    texts = WrittenTexts(tmp_path / "2", "me")
-    assert texts.completed(large, examples(10), range(10)) == whole
-    assert sizes == [8, 2]
-    assert len(list(texts.folder.iterdir())) == 3
-    small = replace(large, batch_size=2)
-    assert texts.completed(small, examples(10), range(10)) == whole
-    assert sizes == [8, 2]  # nothing was written again
+    for size in (9, 2):  # in the second run nothing is written again
+        own = replace(texts, batch_size=size, write=counting)
+        assert own.completed(examples(10), range(10)) == whole
+        assert sizes == [8, 2]
+        assert len(list(texts.folder.iterdir())) == 3
 
 
-def test_batches_are_halved_where_memory_ends(model, tmp_path):
-    whole = WrittenTexts(tmp_path / "1", "me").completed(
-        writing(model), examples(10), range(10)
-    )
+def test_batches_are_halved_where_memory_ends(texts, tmp_path):
+    whole = texts.completed(examples(10), range(10))
     sizes, most = [], 3
 
     def small(*arguments):
@@ -164,33 +156,23 @@ def test_batches_are_halved_where_memory_ends(model, tmp_path):
             raise torch.OutOfMemoryError
         return continuations(*arguments)
 
-    limited = replace(writing(model), batch_size=10, write=small)
-    texts = WrittenTexts(tmp_path / "2", "me").completed(
-        limited, examples(10), range(10)
-    )
-    assert texts == whole
+    limited = replace(texts, folder=tmp_path / "2", batch_size=10, write=small)
+    assert limited.completed(examples(10), range(10)) == whole
     assert sizes == [10, 5, 3, 3, 3, 1]
     most = 0
     with pytest.raises(torch.OutOfMemoryError):
-        WrittenTexts(tmp_path / "3", "me").completed(limited, examples(2), range(2))
+        replace(limited, folder=tmp_path / "3").completed(examples(2), range(2))
 
 
-def test_processes_share_the_shards(model, tmp_path, monkeypatch):
+def test_processes_share_the_shards(texts, whole, monkeypatch):
     """Nobody writes a shard of another process, and all read the same texts."""
-    monkeypatch.setattr(written_texts, "SHARD_TEXTS", 4)
     monkeypatch.setattr(written_texts, "LOOK_SECONDS", 0.01)
-    whole = WrittenTexts(tmp_path / "one", "me").completed(
-        writing(model), examples(10), range(10)
-    )
-    shares, told = {}, {0: [], 1: []}
+    shares, ticks = {}, {0: [], 1: []}
 
     def run(process):
-        texts = WrittenTexts(tmp_path / "two", "me", process, processes=2)
-        shares[process] = texts.completed(
-            writing(model),
-            examples(10),
-            range(10),
-            lambda *state: told[process].append(state),
+        own = replace(texts, process=process, processes=2)
+        shares[process] = own.completed(
+            examples(10), range(10), lambda *state: ticks[process].append(state)
         )
 
     threads = [Thread(target=run, args=[process]) for process in (0, 1)]
@@ -199,23 +181,19 @@ def test_processes_share_the_shards(model, tmp_path, monkeypatch):
     for thread in threads:
         thread.join(timeout=60)
     assert shares == {0: whole, 1: whole}
-    assert told[0][-1] == (6, 6)
-    assert told[1][-1] == (4, 4)
+    assert ticks[0][-1] == (6, 6)
+    assert ticks[1][-1] == (4, 4)
 
 
-def test_a_process_that_is_gone_is_named_and_a_damaged_shard_too(
-    model, tmp_path, monkeypatch
-):
+def test_a_process_that_is_gone_is_named_and_a_damaged_shard_too(texts, monkeypatch):
     monkeypatch.setattr(written_texts, "WAIT_SECONDS", 0.0)
-    texts = WrittenTexts(tmp_path, "me", process=1, processes=2)
     with pytest.raises(TrainingError, match="share the output folder"):
-        texts.completed(writing(model), examples(2), range(2))
-    alone = WrittenTexts(tmp_path, "me")
-    alone.completed(writing(model), examples(2), range(2))
-    [file] = alone.folder.iterdir()
+        replace(texts, process=1, processes=2).completed(examples(2), range(2))
+    texts.completed(examples(2), range(2))
+    [file] = texts.folder.iterdir()
     file.write_text(file.read_text()[:-9])
     with pytest.raises(DataError, match=r"is damaged.*delete it"):
-        alone.completed(writing(model), examples(2), range(2))
+        texts.completed(examples(2), range(2))
 
 
 def test_a_short_text_beside_a_long_prompt_stays_inside_the_positions():

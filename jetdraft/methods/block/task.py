@@ -27,21 +27,15 @@ from jetdraft.methods.block.module import (
     source_config,
     source_fields,
 )
-from jetdraft.options import between
+from jetdraft.options import setting
 from jetdraft.train.attention import Masked, Masks
-from jetdraft.train.blocks import (
-    BlockObjective,
-    Blocks,
-    BlockSettings,
-    BlockTask,
-    block_mask,
-)
+from jetdraft.train.blocks import Blocks, BlockSettings, BlockTask, block_mask
 from jetdraft.train.data import IGNORED, Batch, Example, collate, examples_of
 from jetdraft.train.heads import stored
 from jetdraft.train.machine import precision
-from jetdraft.train.task import Sums, adamw, setting
+from jetdraft.train.run import Run
+from jetdraft.train.task import Published, Pupil, Sums, Tensors
 from jetdraft.train.teacher import Lesson, at
-from jetdraft.train.training import Training
 from jetdraft.train.written_texts import source_continuations
 
 LAYERS = 2
@@ -50,13 +44,11 @@ LAYERS = 2
 
 @dataclass(frozen=True)
 class SourceBlockSettings(BlockSettings):
-    """Settings of a drafter with `layers` layers in its decoder."""
-
     glancing: float = setting(
         0.5,
-        "Share of its wrong guesses that a drafter is told at first (GLAT); it falls "
+        "Share of its wrong guesses that a drafter is shown at first (GLAT); it falls "
         "to 0.",
-        between(0.0, 1.0),
+        (0.0, 1.0),
     )
 
 
@@ -84,10 +76,14 @@ class SourceBatch(Batch):
 
 @dataclass(frozen=True)
 class SourceLesson(Lesson):
-    """A lesson about sources; `encoded` [b, s, h] is what the drafter makes of them."""
+    """A lesson about sources, in which a drafter is shown a share of its wrong guesses.
+
+    `encoded` [b, s, h] is what the drafter makes of the sources.
+    """
 
     source: Tensor
     filled: Tensor
+    glancing: float = 0.0
     encoded: Tensor | None = None
 
     @property
@@ -97,7 +93,7 @@ class SourceLesson(Lesson):
 
 
 @torch.no_grad()
-def source_lesson(model: Any, batch: SourceBatch) -> SourceLesson:
+def source_lesson(model: Any, batch: SourceBatch, glancing: float) -> SourceLesson:
     """What the target says of each text, on the batch's device."""
     with precision(batch.ids.device):
         logits = model(
@@ -109,68 +105,119 @@ def source_lesson(model: Any, batch: SourceBatch) -> SourceLesson:
     known = torch.ones_like(batch.ids, dtype=torch.bool)
     return SourceLesson(
         *(batch.ids, batch.labels, list[Tensor](), logits[..., :0], logits, known),
-        *(batch.source, batch.filled),
+        *(batch.source, batch.filled, glancing),
     )
 
 
-class SourceObjective(BlockObjective):
-    """A drafter that reads a source, and its loss.
+class SourcePupil(Pupil):
+    """A drafter whose dropout stays off, since short trainings do not need it."""
 
-    In training it is told some tokens, and learns the rest (GLAT, 2008.07905). They are
-    `glancing` times as many as it guesses wrong, drawn from right and wrong guesses.
-    """
-
-    glancing = 0.0
-
-    def __init__(self, drafter: SourceDrafter, of_text: bool = False) -> None:
-        super().__init__(drafter, of_text)
-        self._masked = Masked(drafter.model)
-
-    def train(self, mode: bool = True) -> SourceObjective:
-        """Set the mode; dropout stays off, since short trainings do not need it."""
+    def train(self, mode: bool = True) -> SourcePupil:
         super().train(mode)
         self.drafter.eval()
         return self
 
-    def encoded(self, lesson: SourceLesson) -> SourceLesson:
+
+class SourceBlockTask(BlockTask):
+    """A drafter for an encoder-decoder, on pairs of a source and a text.
+
+    Encoder and decoder begin as the target's own, so AdamW moves all weights a little.
+    In training the drafter is shown some tokens and learns the rest (GLAT, 2008.07905).
+    They are `glancing` times as many as it guesses wrong, drawn from right and wrong
+    guesses.
+    """
+
+    Settings = SourceBlockSettings
+    help = "Train a drafter that fills a block for TARGET, an encoder-decoder."
+    product = "a block drafter"
+    first_anchor, has_muon = 0, False
+
+    def check_target(self, target: Checkpoint) -> None:
+        """Raise `UnsupportedModelError` for a target that reads no source of text."""
+        source_config(target, 1, 1)
+        implement(target.model, "sdpa")
+
+    def positions(self, model: Any) -> int | None:
+        return most_positions(model)
+
+    def check_texts(self, run: Run) -> None:
+        """Raise `DataError` for a text without a source."""
+        if any(
+            not t.prompt_size for t in (*run.corpus.training, *run.corpus.validation)
+        ):
+            raise DataError(
+                "an encoder-decoder writes about a source, and the data has texts "
+                "without one; give .jsonl with prompt and completion"
+            )
+
+    def writer(self, target: Checkpoint) -> Any:
+        return partial(source_continuations, start=target.start_token_ids)
+
+    def new_config(self, run: Run) -> HeadConfig:
+        """The config that the settings ask for; two layers if they name none."""
+        depth = len(decoder_list(run.target.model)[1])
+        layers = self.settings.layers or min(LAYERS, depth)
+        if layers > depth:
+            raise OptionError(
+                f"a drafter begins with the target's layers, of which its decoder has "
+                f"{depth}; give --layers 1 to {depth}"
+            )
+        return source_config(run.target, layers, self.settings.block_rows)
+
+    def new_drafter(self, run: Run) -> SourceDrafter:
+        drafter = SourceDrafter(self.config, run.target.model)
+        words = drafter.get_input_embeddings().weight
+        nn.init.normal_(drafter.masks, std=float(words.std()))
+        return drafter
+
+    def pupil(self, drafter: Any) -> SourcePupil:
+        self._masked = Masked(drafter.model)
+        return SourcePupil(drafter, self.sums)
+
+    def encoded(self, drafter: Any, lesson: SourceLesson) -> SourceLesson:
         """The lesson with what the drafter makes of its sources."""
         with self._masked.by(Masks(lesson.mask)):
-            states = self.drafter.get_encoder()(lesson.source).last_hidden_state
+            states = drafter.get_encoder()(lesson.source).last_hidden_state
         return replace(lesson, encoded=states)
 
-    def sums(self, lesson: Lesson, blocks: Blocks) -> Sums:
-        """The sums by the distance from the last known token."""
-        assert isinstance(lesson, SourceLesson)
-        return super().sums(self.encoded(lesson), blocks)
+    def sums(
+        self, drafter: Any, lesson: SourceLesson, blocks: Blocks, learns: bool
+    ) -> Sums:
+        return super().sums(drafter, self.encoded(drafter, lesson), blocks, learns)
 
     def known(
-        self, lesson: Lesson, blocks: Blocks, places: Tensor, open_places: Tensor
+        self,
+        drafter: Any,
+        lesson: SourceLesson,
+        blocks: Blocks,
+        places: Tensor,
+        open_places: Tensor,
+        learns: bool,
     ) -> Tensor:
-        """The places that are told: first tokens, and some of the guessed."""
-        told = super().known(lesson, blocks, places, open_places)
-        if not (self.training and self.glancing) or blocks.chances is None:
-            return told
-        guessed = open_places & ~told
+        """The places that are shown: first tokens, and some of the guessed."""
+        shown = super().known(drafter, lesson, blocks, places, open_places, learns)
+        if not (learns and lesson.glancing) or blocks.chances is None:
+            return shown
+        guessed = open_places & ~shown
         with torch.no_grad():
-            logits = self.logits(lesson, blocks, places, told, guessed)
+            logits = self.logits(drafter, lesson, blocks, places, shown, guessed)
         wrong = torch.zeros_like(guessed)
         wrong[guessed] = logits.argmax(-1) != at(lesson.ids, places)[guessed]
-        count = (wrong.sum(-1, keepdim=True) * self.glancing).round()
+        count = (wrong.sum(-1, keepdim=True) * lesson.glancing).round()
         order = blocks.chances.masked_fill(~guessed, torch.inf).argsort(-1).argsort(-1)
-        return told | (guessed & (order < count))
+        return shown | (guessed & (order < count))
 
     def logits(
         self,
-        lesson: Lesson,
+        drafter: Any,
+        lesson: SourceLesson,
         blocks: Blocks,
         places: Tensor,
         is_known: Tensor,
         learned: Tensor,
     ) -> Tensor:
-        """The logits [k, vocabulary] of the learned guesses."""
-        assert isinstance(lesson, SourceLesson)
-        drafter, ids = self.drafter, lesson.ids
-        count, size = ids.shape[1], drafter.config.slots
+        ids, size = lesson.ids, drafter.config.slots
+        count = ids.shape[1]
         slots = torch.arange(size, device=ids.device)
         masks = drafter.config.vocab_size + slots
         block = torch.where(is_known, at(ids, places), masks)
@@ -192,78 +239,21 @@ class SourceObjective(BlockObjective):
             )
         return logits
 
-
-class SourceBlockTask(BlockTask):
-    """A drafter for an encoder-decoder, on pairs of a source and a text.
-
-    Encoder and decoder begin as the target's own, so AdamW moves all weights a little.
-    """
-
-    Settings = SourceBlockSettings
-    help = "Train a drafter that fills a block for TARGET, an encoder-decoder."
-    product = "a block drafter"
-    first_anchor = 0
-
-    def check_target(self, target: Checkpoint) -> None:
-        """Raise `UnsupportedModelError` for a target that reads no source of text."""
-        source_config(target, 1, 1)
-        implement(target.model, "sdpa")
-
-    def positions(self, model: Any) -> int | None:
-        return most_positions(model)
-
-    def check_texts(self, run: Training) -> None:
-        """Raise `DataError` for a text without a source."""
-        if any(
-            not t.prompt_size for t in (*run.corpus.training, *run.corpus.validation)
-        ):
-            raise DataError(
-                "an encoder-decoder writes about a source, and the data has texts "
-                "without one; give .jsonl with prompt and completion"
-            )
-
-    def writer(self, target: Checkpoint) -> Any:
-        """Writes about sources."""
-        return partial(source_continuations, start=target.start_token_ids)
-
-    def new_config(self, run: Training) -> HeadConfig:
-        """The config that the settings ask for; two layers if they name none."""
-        depth = len(decoder_list(run.target.model)[1])
-        layers = self.settings.layers or min(LAYERS, depth)
-        if layers > depth:
-            raise OptionError(
-                f"a drafter begins with the target's layers, of which its decoder has "
-                f"{depth}; give --layers 1 to {depth}"
-            )
-        return source_config(run.target, layers, self.settings.block_rows)
-
-    def objective(self, run: Training, of_text: bool) -> SourceObjective:
-        """A drafter that begins as the target, with its loss."""
-        drafter = SourceDrafter(self.config, run.target.model)
-        words = drafter.get_input_embeddings().weight
-        nn.init.normal_(drafter.masks, std=float(words.std()))
-        return SourceObjective(drafter, of_text)
-
-    def lesson(self, run: Training, batch: Batch, learns: bool) -> tuple[Any, ...]:
+    def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
         """What the target says of texts about sources, and the blocks.
 
-        The share of told tokens falls to 0.
+        The share of shown tokens falls to 0.
         """
-        run.module.glancing = self.settings.glancing * (1 - run.step / run.steps)
+        share = self.settings.glancing * (1 - run.step / run.steps)
         own = SourceBatch.of(batch, run.target.start_token_ids)
-        return source_lesson(run.teacher, own), self.blocks(run, own, learns)
+        lesson = source_lesson(run.teacher, own, share)
+        return lesson, self.blocks(run, own, learns)
 
-    def optimizers(self, run: Training) -> list[torch.optim.Optimizer]:
-        return adamw(run, self.betas)
-
-    def advised_steps(self, run: Training) -> int:
+    def advised_steps(self, run: Run) -> int:
         """The steps that learn twenty guesses for each weight of the decoder."""
         decoder = run.module.drafter.get_decoder()
         return self.steps_for(run, sum(w.numel() for w in decoder.parameters()))
 
-    def published(
-        self, run: Training, weights: dict[str, Tensor], figures: Any
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """config.json, and the tensors by their names in the drafter."""
+    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         fields = source_fields(run.target, self.config)
         return fields, stored(weights, self.settings.half, lambda name: name)[1]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from jetdraft.checkpoints.layers import final_norm
 from jetdraft.methods.chimera.module import ARCHITECTURE, GRAM, Attention, Chimera
 from jetdraft.train.heads import PLACES, LayerTask, take_norm
+from jetdraft.train.run import Run
 from jetdraft.train.teacher import Lesson
 
 
@@ -25,12 +26,12 @@ class ChimeraTask(LayerTask):
     product = "a Chimera drafter"
     architecture = ARCHITECTURE
 
-    def new_drafter(self, model: Any) -> Chimera:
+    def new_drafter(self, run: Run) -> Chimera:
         """A new drafter, which begins with the last token and the surrogate alone.
 
         Its last norm begins as the target's, since the LM head reads its output.
         """
-        width = self.config.hidden_size
+        width, model = self.config.hidden_size, run.target.model
         drafter = Chimera(self.config, model)
         take_norm(drafter.norm, final_norm(model), width)
         for matrix in (drafter.trigram["down"].weight, drafter.out.weight):

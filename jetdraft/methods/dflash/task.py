@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenizers import Tokenizer
-from torch import Tensor, nn
 
 from jetdraft.checkpoints.heads.blocks import BlockConfig
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import OptionError
 from jetdraft.methods.dflash.module import Dflash, default_outputs
-from jetdraft.train.blocks import BlockObjective, BlockSettings, BlockTask
+from jetdraft.options import setting
+from jetdraft.train.blocks import BlockSettings, BlockTask
 from jetdraft.train.heads import config_of, layer_fields, stored
-from jetdraft.train.task import setting
-from jetdraft.train.training import Training
+from jetdraft.train.run import Run
+from jetdraft.train.task import Published, Tensors
 
 MOST_LAYERS, FEWEST_TAPS = 5, 3
 """The layers of the published heads, and the taps of a head with one layer or two."""
@@ -29,8 +29,9 @@ class DFlashSettings(BlockSettings):
 
     taps: tuple[int, ...] = setting(
         (),
-        "Layers whose outputs the head reads, for example 1,9,17; default: spread "
-        "evenly.",
+        "Layers whose outputs the head reads, for example 1,9,17.",
+        metavar="LAYERS",
+        unset="spread evenly",
     )
 
 
@@ -41,7 +42,7 @@ class DFlashTask(BlockTask):
     help = "Train a head that fills a block behind TARGET's states."
     product = "a DFlash head"
 
-    def new_config(self, run: Training) -> HeadConfig:
+    def new_config(self, run: Run) -> HeadConfig:
         """Layers of the target's sizes: as many as the settings say, or a seventh."""
         settings, depth = self.settings, len(decoder_layers(run.target.model))
         layers = settings.layers or min(MOST_LAYERS, max(1, round(depth / 7)))
@@ -62,18 +63,12 @@ class DFlashTask(BlockTask):
             qk_norm=True,
         )
 
-    def pupil(self, run: Training) -> nn.Module:
+    def new_drafter(self, run: Run) -> Dflash:
         """A new head, whose mask is a token that the texts lack."""
         self.config = replace(self.config, mask_token=_mask_token(run))
-        return super().pupil(run)
+        return Dflash(self.config, run.target.model)
 
-    def objective(self, run: Training, of_text: bool) -> BlockObjective:
-        return BlockObjective(Dflash(self.config, run.target.model), of_text)
-
-    def published(
-        self, run: Training, weights: dict[str, Tensor], figures: Any
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """config.json and tensors as the authors publish theirs."""
+    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         config = self.config
         dtype, tensors = stored(weights, self.settings.half)
         fields = layer_fields(config) | {
@@ -93,7 +88,7 @@ class DFlashTask(BlockTask):
         return fields, tensors
 
 
-def _mask_token(run: Training) -> int:
+def _mask_token(run: Run) -> int:
     """A token that texts lack: the last id without a token, or the rarest id."""
     ids = range(run.target.vocab_size)
     named = set(Tokenizer.from_str(run.target.tokenizer or "").get_vocab().values())

@@ -11,11 +11,11 @@ from jetdraft.checkpoints.heads.blocks import BlockConfig
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.errors import OptionError
 from jetdraft.methods.diffusion.module import MODEL_TYPE, Diffusion
-from jetdraft.options import between
-from jetdraft.train.blocks import BlockObjective, BlockSettings, BlockTask
+from jetdraft.options import setting
+from jetdraft.train.blocks import BlockSettings, BlockTask
 from jetdraft.train.heads import config_of, layer_fields, stored
-from jetdraft.train.task import setting
-from jetdraft.train.training import Training
+from jetdraft.train.run import Run
+from jetdraft.train.task import Published, Tensors
 
 LAYERS = 2
 SPREAD = 0.02
@@ -24,12 +24,8 @@ SPREAD = 0.02
 
 @dataclass(frozen=True)
 class DiffusionSettings(BlockSettings):
-    """Settings of a diffusion drafter."""
-
     hidden_size: int | None = setting(
-        None,
-        "Width of a new drafter; default: half of the target's.",
-        between(16, 10**5, optional=True),
+        None, "Width of a new drafter.", (16, 10**5), unset="half of the target's"
     )
 
     def __post_init__(self) -> None:
@@ -48,7 +44,7 @@ class DiffusionTask(BlockTask):
     help = "Train a small diffusion model that fills a block behind TARGET's text."
     product = "a diffusion drafter"
 
-    def new_config(self, run: Training) -> HeadConfig:
+    def new_config(self, run: Run) -> HeadConfig:
         """What the settings say, or two layers half as wide as the target."""
         whole = config_of(run.target, HeadConfig)
         half = max(16, whole.hidden_size // 2 // 16 * 16)
@@ -69,17 +65,14 @@ class DiffusionTask(BlockTask):
             qk_norm=True,
         )
 
-    def objective(self, run: Training, of_text: bool) -> BlockObjective:
+    def new_drafter(self, run: Run) -> Diffusion:
         drafter = Diffusion(self.config, run.target.model)
         for weight in (drafter.embed_tokens.weight, drafter.mask):
             assert isinstance(weight, Tensor)
             nn.init.normal_(weight, std=SPREAD)
-        return BlockObjective(drafter, of_text)
+        return drafter
 
-    def published(
-        self, run: Training, weights: dict[str, Tensor], figures: Any
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """config.json and tensors in jetdraft's own layout."""
+    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         dtype, tensors = stored(weights, self.settings.half)
         own = {"model_type": MODEL_TYPE, "block_size": self.config.slots}
         return layer_fields(self.config) | {"dtype": dtype} | own, tensors

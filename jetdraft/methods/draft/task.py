@@ -12,10 +12,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
@@ -26,7 +26,7 @@ from jetdraft.devices.planning.cost_model import Dimensions, Load
 from jetdraft.devices.planning.drafter_advice import SHARE, TOKENS_PER_WEIGHT
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.draft_vocab import check_tokens
-from jetdraft.options import between
+from jetdraft.options import setting
 from jetdraft.recipe import Recipe
 from jetdraft.train.data import Batch, Example, collate, examples_of
 from jetdraft.train.heads import stored
@@ -43,16 +43,10 @@ from jetdraft.train.labels import (
     log_probabilities,
     tokens_per_pass,
 )
+from jetdraft.train.run import Run, TrainingOptions
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.task import (
-    DrafterSettings,
-    Task,
-    TrainingOptions,
-    setting,
-    two_optimizers,
-)
+from jetdraft.train.task import DrafterSettings, Published, Task, Tensors
 from jetdraft.train.teacher import check_cache
-from jetdraft.train.training import Training
 from jetdraft.train.written_texts import continuations, prompt_size, seed_of
 
 MOST_READINGS = 50
@@ -71,28 +65,26 @@ LOSSES = (*DIVERGENCES, TEXT)
 
 @dataclass(frozen=True)
 class ModelSettings(DrafterSettings):
-    """Settings of a drafter model."""
-
     layers: int | None = setting(
         None,
-        "Layers of a new drafter; default: as many as cost 5 % of a pass.",
-        between(1, 1000, optional=True),
+        "Layers of a new drafter.",
+        (1, 1000),
+        unset="as many as cost 5 % of a pass",
     )
     hidden_size: int | None = setting(
-        None,
-        "Width of a new drafter; default: what costs 5 % of a pass.",
-        between(8, 10**6, optional=True),
+        None, "Width of a new drafter.", (8, 10**6), unset="what costs 5 % of a pass"
     )
     start: str | None = setting(
         None,
         "Start from this checkpoint, which has the target's tokenizer.",
-        name="--from",
+        names=("--from",),
         metavar="CHECKPOINT",
     )
     from_layers: tuple[int, ...] = setting(
         (),
         "Start from these layers of the target in this order, for example 0,5,11, with "
         "its embedding, final norm and LM head.",
+        metavar="LAYERS",
     )
     loss: str = setting(
         FORWARD_KL,
@@ -101,29 +93,28 @@ class ModelSettings(DrafterSettings):
         choices=LOSSES,
     )
     beta: float | None = setting(
-        None,
-        f"Weight of the target in the loss js; default: {BETA}.",
-        between(0.01, 0.99, optional=True),
+        None, "Weight of the target in the loss js.", (0.01, 0.99), unset=f"{BETA}"
     )
     on_policy_share: float = setting(
         0.0,
-        "Share of each batch that the drafter completes itself; default: 0.",
-        between(0.0, 1.0),
+        "Share of each batch that the drafter completes itself.",
+        (0.0, 1.0),
+        unset="0",
     )
     draft_vocab: int | None = setting(
         None,
-        "Tokens that the drafter can draft, the most frequent in the data; default: "
-        "all.",
-        between(1, 10**7, optional=True),
+        "Tokens that the drafter can draft, the most frequent in the data.",
+        (1, 10**7),
         group="drafting",
+        unset="all",
     )
     cache: Path | None = setting(
         None,
-        "Keep what the target says of each text in this folder; default: compute it in "
-        "each step.",
+        "Keep what the target says of each text in this folder.",
+        unset="compute it in each step",
     )
     cache_tokens: int = setting(
-        64, "Most likely tokens that the cache keeps of each place.", between(1, 10**6)
+        64, "Most likely tokens that the cache keeps of each place.", (1, 10**6)
     )
 
     def __post_init__(self) -> None:
@@ -165,51 +156,12 @@ class ModelSettings(DrafterSettings):
                 raise OptionError(message)
 
 
-@dataclass(frozen=True)
-class ModelSums:
+class ModelSums(NamedTuple):
     """The loss [1] and the number of places [1] of a batch, and what was said there."""
 
     lost: Tensor
     places: Tensor
     scores: Tensor
-
-
-class Pupil(nn.Module):
-    """A drafter and its loss as one module.
-
-    `ids` int64 [draft vocabulary] are the tokens that it can draft, None for all.
-    """
-
-    ids: Tensor | None
-
-    def __init__(
-        self, model: Any, ids: Tensor | None, loss: str, beta: float | None
-    ) -> None:
-        super().__init__()
-        self.model, self.loss, self.beta = model, loss, beta or BETA
-        self.register_buffer("ids", ids, persistent=False)
-
-    def forward(self, batch: Batch, labels: Labels | None) -> ModelSums:
-        """Compare what the drafter says of a batch with labels, or with the text."""
-        scores = log_probabilities(self.model, batch, self.ids)
-        if self.loss == TEXT or labels is None:
-            lost = -self._of_text(batch, scores).sum()
-        else:
-            # Places whose tokens cannot be drafted count less.
-            compared = DIVERGENCES[self.loss]
-            apart = compared(labels.wanted, labels.binned(scores), self.beta)
-            lost = (labels.mass * apart).sum()
-        places = torch.tensor([float(len(scores))], device=scores.device)
-        return ModelSums(lost[None], places, scores)
-
-    def _of_text(self, batch: Batch, scores: Tensor) -> Tensor:
-        """Log probabilities of the text's own tokens that can be drafted."""
-        tokens = batch.ids[:, 1:][learned(batch)]
-        if self.ids is not None:
-            known = torch.isin(tokens, self.ids)
-            tokens = torch.searchsorted(self.ids, tokens[known])
-            scores = scores[known]
-        return scores.gather(-1, tokens[:, None])
 
 
 class ModelTask(Task):
@@ -225,15 +177,13 @@ class ModelTask(Task):
     _cache: LabelCache | None = None
 
     def shortest(self) -> tuple[int, str]:
-        """A token, and the token after it."""
         return 2, "a drafter"
 
     def folder(self, output: Path) -> RunFolder:
-        """The drafter's folder; raises `OutputError`, also for a cache that is none."""
         check_cache(self.settings.cache)
         return super().folder(output)
 
-    def check(self, run: Training) -> None:
+    def check(self, run: Run) -> None:
         """Make the drafter, before the target writes for hours."""
         settings, rows = self.settings, run.target.vocab_size
         if settings.draft_vocab is not None and settings.draft_vocab >= rows:
@@ -272,23 +222,18 @@ class ModelTask(Task):
             )
         return checkpoint.model
 
-    def pupil(self, run: Training) -> nn.Module:
-        """The drafter with its loss."""
+    def new_drafter(self, run: Run) -> Any:
+        """The drafter, whose draft vocabulary depends on the texts."""
         if self.settings.draft_vocab is not None:
             self.ids = run.frequent_tokens(self.settings.draft_vocab)
-        model, settings = self.model.requires_grad_(True), self.settings
-        return Pupil(model, self.ids, settings.loss, settings.beta)
+        return self.model.requires_grad_(True)
 
-    def weights(self, run: Training) -> dict[str, Tensor]:
-        return dict(run.module.model.named_parameters())
-
-    def optimizers(self, run: Training) -> list[torch.optim.Optimizer]:
+    def tables(self, run: Run) -> set[str]:
         ends = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         of_ends = {id(end.weight) for end in ends}
-        tables = {name for name, w in run.weights.items() if id(w) in of_ends}
-        return two_optimizers(run.weights, tables, self.betas)
+        return {name for name, w in run.weights.items() if id(w) in of_ends}
 
-    def advised_steps(self, run: Training) -> int:
+    def advised_steps(self, run: Run) -> int:
         """The steps that see as many tokens as the law of over-training advises.
 
         They read no text more than `MOST_READINGS` times.
@@ -297,7 +242,7 @@ class ModelTask(Task):
         steps = TOKENS_PER_WEIGHT * run.parameters // (size * length)
         return max(1, min(steps, MOST_READINGS * len(run.corpus.training) // size))
 
-    def batch(self, run: Training, batch: Batch) -> Batch:
+    def batch(self, run: Run, batch: Batch) -> Batch:
         """The batch, of which the drafter has completed a share of the rows."""
         share, numbers = self.settings.on_policy_share, run.numbers(len(batch.ids))
         chosen = [n for n in numbers if int((n + 1) * share) > int(n * share)]
@@ -320,12 +265,28 @@ class ModelTask(Task):
             texts[row] = Example.completed(ids, size)
         return collate(texts)
 
-    def lesson(self, run: Training, batch: Batch, learns: bool) -> tuple[Any, ...]:
+    def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
         """A batch, and what the target says of it, unless the text is enough."""
         needs_labels = not learns or self.settings.loss != TEXT
         return batch, self.labels(run, batch) if needs_labels else None
 
-    def labels(self, run: Training, batch: Batch) -> Labels:
+    def sums(
+        self, drafter: Any, batch: Batch, labels: Labels | None, learns: bool
+    ) -> ModelSums:
+        """Compare what the drafter says of a batch with labels, or with the text."""
+        ids = None if self.ids is None else self.ids.to(batch.ids.device)
+        scores = log_probabilities(drafter, batch, ids)
+        if self.settings.loss == TEXT or labels is None:
+            lost = -of_text(batch, scores, ids).sum()
+        else:
+            # Places whose tokens cannot be drafted count less.
+            compared, beta = DIVERGENCES[self.settings.loss], self.settings.beta or BETA
+            apart = compared(labels.wanted, labels.binned(scores), beta)
+            lost = (labels.mass * apart).sum()
+        places = torch.tensor([float(len(scores))], device=scores.device)
+        return ModelSums(lost[None], places, scores)
+
+    def labels(self, run: Run, batch: Batch) -> Labels:
         """What the target says of a batch, computed or read from the cache."""
         folder = self.settings.cache
         if self._cache is None and folder is not None:
@@ -341,7 +302,7 @@ class ModelTask(Task):
         labels = exact_labels(run.teacher, batch, ids)
         return cache.write(batch, labels) if cache else labels
 
-    def validate(self, run: Training, module: Any) -> dict[str, Any]:
+    def validate(self, run: Run, module: Any) -> dict[str, Any]:
         """The loss, and the acceptance of sampled and of greedy drafts, by place."""
         lost, count = torch.zeros(1), 0
         sampled, greedy = list[Tensor](), list[Tensor]()
@@ -364,7 +325,7 @@ class ModelTask(Task):
             "tokens_per_pass": [round(tokens_per_pass(r), 3) for r in rates],
         }
 
-    def headline(self, run: Training) -> str:
+    def headline(self, run: Run) -> str:
         config = self.model.config.get_text_config(decoder=True)
         size, count = run.options.batch_size, run.parameters
         tokens = run.steps * size * run.options.sequence_length
@@ -377,7 +338,7 @@ class ModelTask(Task):
             f"{TOKENS_PER_WEIGHT}), from {run.reading}{advice}"
         )
 
-    def _cost(self, run: Training) -> str:
+    def _cost(self, run: Run) -> str:
         """What a draft step costs, in words; nothing for what cannot be planned."""
         target, rows = run.target.model.config, self.ids
         size = None if rows is None else len(rows)
@@ -398,29 +359,36 @@ class ModelTask(Task):
             f"{figures['tokens_per_pass'][1]:.2f} tokens a pass"
         )
 
-    def settings_of_run(self, run: Training) -> dict[str, Any]:
+    def settings_of_run(self, run: Run) -> dict[str, Any]:
         # The folder may move, but labels that are cut to the best tokens are others.
         is_cached = self.settings.cache is not None
         own = asdict(self.settings) | {"cache": is_cached, "target": run.base}
         return own | {"from_layers": list(self.settings.from_layers)}
 
-    def begin(self, run: Training) -> None:
+    def begin(self, run: Run) -> None:
         run.folder.create()
         run.folder.write(TOKENIZER, run.target.tokenizer or "")
         settings = run.source / TOKENIZER_SETTINGS
         if settings.is_file():
             run.folder.write(settings.name, settings.read_text(encoding="utf-8"))
 
-    def published(
-        self, run: Training, weights: dict[str, Tensor], figures: Any
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """A checkpoint, with its draft vocabulary."""
+    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         dtype, tensors = stored(weights, self.settings.half, lambda name: name)
         fields = json.loads(self.model.config.to_json_string(use_diff=True))
         fields |= {"architectures": [type(self.model).__name__], "dtype": dtype}
         if self.ids is not None:
             tensors |= map_of(self.ids, run.target.vocab_size)
         return fields, tensors
+
+
+def of_text(batch: Batch, scores: Tensor, ids: Tensor | None) -> Tensor:
+    """Log probabilities of the text's own tokens that can be drafted."""
+    tokens = batch.ids[:, 1:][learned(batch)]
+    if ids is not None:
+        known = torch.isin(tokens, ids)
+        tokens = torch.searchsorted(ids, tokens[known])
+        scores = scores[known]
+    return scores.gather(-1, tokens[:, None])
 
 
 # --- drafters before they are trained -------------------------------------------------
@@ -501,20 +469,12 @@ def advised_config(
     whole = target.model.config.to_dict()
     most = int(target.model.get_output_embeddings().weight.shape[1])
     widths = [hidden_size] if hidden_size else range(WIDTH_STEP, most + 1, WIDTH_STEP)
-    depths = [layers] if layers else range(MOST_LAYERS, 0, -1)
-    for depth in depths:
-        configs = [new_config(target, depth, width) for width in widths]
-        cheap = [
-            config
-            for config in configs
-            if cost_share(config.to_dict(), whole, draft_vocab) <= SHARE
-        ]
-        if not cheap:
-            continue
-        largest = cheap[-1]
-        is_wide = largest.hidden_size >= WIDTH_PER_LAYER * depth
-        if is_wide or depth == depths[-1] or hidden_size:
-            return largest
+    for depth in [layers] if layers else range(MOST_LAYERS, 0, -1):
+        least = 0 if hidden_size or layers or depth == 1 else WIDTH_PER_LAYER * depth
+        configs = [new_config(target, depth, w) for w in widths if w >= least]
+        for config in reversed(configs):
+            if cost_share(config.to_dict(), whole, draft_vocab) <= SHARE:
+                return config
     return new_config(target, layers or 1, hidden_size or WIDTH_STEP)
 
 

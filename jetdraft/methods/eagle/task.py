@@ -14,19 +14,18 @@ from jetdraft.checkpoints.draft_vocabulary import map_of
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import OptionError
 from jetdraft.methods.eagle.module import Eagle, EagleConfig
-from jetdraft.options import between
+from jetdraft.options import setting
 from jetdraft.train.heads import (
     HeadSettings,
     HeadTask,
-    StepObjective,
     config_of,
     layer_fields,
     stored,
     unrolled,
 )
-from jetdraft.train.task import setting
+from jetdraft.train.run import Run
+from jetdraft.train.task import Published, Tensors
 from jetdraft.train.teacher import Lesson, shifted
-from jetdraft.train.training import Training
 
 EAGLE1, EAGLE3 = "eagle1", "eagle3"
 ARCHITECTURES = {EAGLE1: "LlamaForCausalLMEagle", EAGLE3: "LlamaForCausalLMEagle3"}
@@ -45,59 +44,32 @@ class EagleSettings(HeadSettings):
     draft_vocabulary: int = setting(
         32000,
         "Tokens that EAGLE-3 can draft, the most frequent in the data.",
-        between(1, 10**7),
-        name="--draft-vocab",
+        (1, 10**7),
+        names=("--draft-vocab",),
         group="drafting",
     )
     taps: tuple[int, ...] = setting(
         (),
-        "Layers whose inputs EAGLE-3 reads, for example 2,12,21; default: 2, the "
-        "middle and the last but two.",
+        "Layers whose inputs EAGLE-3 reads, for example 2,12,21.",
+        metavar="LAYERS",
+        unset="2, the middle and the last but two",
     )
     inner: int = setting(
-        0,
-        "Width inside the MLP of the drafter; default: the target's.",
-        between(0, 10**6),
+        0, "Width inside the MLP of the drafter.", (0, 10**6), unset="the target's"
     )
-
-
-class EagleObjective(StepObjective):
-    """A head that reads its own states; with `regress` it learns the features too."""
-
-    def __init__(self, drafter: Eagle, steps: int, regress: bool) -> None:
-        super().__init__(drafter, steps)
-        self.regress = regress
-
-    def predictions(self, lesson: Lesson) -> Iterator[tuple[Tensor, Tensor]]:
-        """In each step the carried states and the logits of all slots."""
-        features, steps = self.drafter.fuse(lesson.taps), self.steps
-        if self.regress and self.training:
-            features = features + (torch.rand_like(features) - 0.5) * NOISE_WIDTH
-            steps = 1
-        for hidden, carried in unrolled(self.drafter, lesson.ids, features, steps):
-            yield carried, self.drafter.lm_head(hidden)
-
-    def lost(
-        self, step: int, carried: Tensor, scores: Tensor, lesson: Lesson
-    ) -> Tensor:
-        """The cross entropy to the target, or also the distance of the features."""
-        lost = super().lost(step, carried, scores, lesson)
-        if not self.regress:
-            return lost
-        wanted = shifted(lesson.final, 1 + step)
-        apart = F.smooth_l1_loss(carried, wanted, reduction="none").mean(-1)
-        return apart + CROSS_ENTROPY * lost
 
 
 class EagleTask(HeadTask):
-    """A head that reads the target's states, in the layout of its authors."""
+    """A head that reads the target's states, and its own, in its authors' layout.
+
+    EAGLE-1 learns the features too.
+    """
 
     Settings = EagleSettings
     help = "Train a head that drafts for TARGET, a checkpoint folder or hub id."
     product = "a head"
 
-    def check(self, run: Training) -> None:
-        """Refuse taps that are no layers."""
+    def check(self, run: Run) -> None:
         if self.settings.kind != EAGLE3:
             return
         layers = len(decoder_layers(run.target.model))
@@ -108,7 +80,7 @@ class EagleTask(HeadTask):
                 f"--taps with numbers from 0 to {layers - 1}"
             )
 
-    def pupil(self, run: Training) -> nn.Module:
+    def new_drafter(self, run: Run) -> Eagle:
         """A new head, whose LM head starts as the target's rows."""
         settings, target = self.settings, run.target
         is_third = settings.kind == EAGLE3
@@ -131,18 +103,35 @@ class EagleTask(HeadTask):
             head.lm_head = nn.Linear(self.config.hidden_size, size, bias=False)
             own = rows if self.ids is None else rows[self.ids]
             head.lm_head.weight.data.copy_(own)
-        return EagleObjective(head, settings.unrolled, not is_third)
+        return head
 
-    def headline(self, run: Training) -> str:
+    def predictions(
+        self, drafter: Eagle, lesson: Lesson, learns: bool
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        features, steps = drafter.fuse(lesson.taps), self.settings.unrolled
+        if self.settings.kind == EAGLE1 and learns:
+            features = features + (torch.rand_like(features) - 0.5) * NOISE_WIDTH
+            steps = 1
+        for hidden, carried in unrolled(drafter, lesson.ids, features, steps):
+            yield carried, drafter.lm_head(hidden)
+
+    def lost(
+        self, step: int, carried: Tensor, scores: Tensor, lesson: Lesson
+    ) -> Tensor:
+        """The cross entropy to the target, or also the distance of the features."""
+        lost = super().lost(step, carried, scores, lesson)
+        if self.settings.kind == EAGLE3:
+            return lost
+        wanted = shifted(lesson.final, 1 + step)
+        apart = F.smooth_l1_loss(carried, wanted, reduction="none").mean(-1)
+        return apart + CROSS_ENTROPY * lost
+
+    def described(self, run: Run) -> str:
         return (
-            f"training {run.parameters} weights of an {self.settings.kind} head over "
-            f"{self.config.draft_vocab_size} tokens on {run.reading}"
+            f"an {self.settings.kind} head over {self.config.draft_vocab_size} tokens"
         )
 
-    def published(
-        self, run: Training, weights: dict[str, Tensor], figures: Any
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The config.json and the tensors, as the authors publish theirs."""
+    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         config, is_third = self.config, self.settings.kind == EAGLE3
         layer = "midlayer." if is_third else "layers.0."
         dtype, tensors = stored(

@@ -5,7 +5,7 @@ Coupled sequential glancing distillation (2412.12639):
 glance    the drafter predicts all rows; where its tokens are wrong, some blocks
           read in their first rows what these rows should predict, the true
           features and tokens, so that the rest of a block learns to use them
-learn     the loss is of a second prediction, in the rows that were not told
+learn     the loss is of a second prediction, in the rows that were not shown
 L         SmoothL1(features) + 0.1 (0.9 KL(p || q) + 0.1 CE(argmax p; q)), p the
           target and q the drafter
 """
@@ -22,15 +22,15 @@ from torch import Tensor
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.methods.falcon.module import ARCHITECTURE, MOST_ROWS, Falcon
-from jetdraft.options import between
+from jetdraft.options import setting
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.heads import LayerSettings, LayerTask, sums_of_drafts
-from jetdraft.train.task import Sums, setting
+from jetdraft.train.run import Run
+from jetdraft.train.task import Sums
 from jetdraft.train.teacher import Lesson, shifted
-from jetdraft.train.training import Training
 
 GLANCED_SHARE = 0.4
-"""The share of wrong tokens that is told in the first step; it falls to zero."""
+"""The share of wrong tokens that is shown in the first step; it falls to zero."""
 
 CROSS_ENTROPY, NOISE_WIDTH = 0.1, 0.2
 """EAGLE-1's weight of the loss of the tokens, and its noise on features."""
@@ -41,18 +41,16 @@ CHOICE_SHARE = 0.1
 
 @dataclass(frozen=True)
 class FalconSettings(LayerSettings):
-    """Settings of a drafter of blocks."""
-
     block_rows: int = setting(
-        2, "Tokens that the drafter drafts in a pass.", between(2, MOST_ROWS)
+        2, "Tokens that the drafter drafts in a pass.", (2, MOST_ROWS)
     )
 
 
 @dataclass(frozen=True)
 class FalconLesson(Lesson):
-    """A lesson in which a `share` of the wrong tokens is told.
+    """A lesson in which a `share` of the wrong tokens is shown.
 
-    What is told, and the noise on the features, are drawn with a `seed`.
+    What is shown, and the noise on the features, are drawn with a `seed`.
     """
 
     share: float
@@ -70,12 +68,11 @@ class FalconTask(LayerTask):
     def new_config(self, target: Checkpoint) -> HeadConfig:
         return replace(super().new_config(target), slots=self.settings.block_rows)
 
-    def new_drafter(self, model: Any) -> Falcon:
-        """A new drafter."""
-        return Falcon(self.config, model)
+    def new_drafter(self, run: Run) -> Falcon:
+        return Falcon(self.config, run.target.model)
 
-    def taught(self, run: Training, batch: Batch) -> FalconLesson:
-        """What the target says of a batch, and how much of it the drafter is told."""
+    def taught(self, run: Run, batch: Batch) -> FalconLesson:
+        """What the target says of a batch, and how much of it the drafter is shown."""
         share = GLANCED_SHARE * (1 - run.step / run.steps)
         plain = vars(super().taught(run, batch))
         return FalconLesson(**plain, share=share, seed=run.seed_of_step)
@@ -83,7 +80,7 @@ class FalconTask(LayerTask):
     def sums(
         self, drafter: Falcon, lesson: FalconLesson, first: int, learns: bool
     ) -> Sums:
-        """The sums by the place in a block; places that were told do not count."""
+        """The sums by the place in a block; places that were shown do not count."""
         size, count = drafter.config.slots, lesson.ids.shape[1]
         rows = torch.arange(count, device=lesson.ids.device)
         places = (rows - first) % size
@@ -100,10 +97,10 @@ class FalconTask(LayerTask):
                 chosen = drafter.lm_head(guessed).argmax(-1)
             wrong = torch.zeros_like(learned)
             wrong[learned] = chosen != teacher[learned].argmax(-1)
-            told = told_rows(wrong, places, size, lesson.share, lesson.seed) & learned
-            features = torch.where(told[..., None], wanted, features)
-            ids = torch.where(told, shifted(lesson.ids, size + 1), ids)
-            learned = learned & ~told
+            shown = shown_rows(wrong, places, size, lesson.share, lesson.seed) & learned
+            features = torch.where(shown[..., None], wanted, features)
+            ids = torch.where(shown, shifted(lesson.ids, size + 1), ids)
+            learned = learned & ~shown
         states = predicted(drafter, features, ids, places)[learned]
         scores = drafter.lm_head(states).float().log_softmax(-1)
         p = teacher[learned].float().log_softmax(-1)
@@ -136,7 +133,7 @@ def predicted(drafter: Falcon, features: Tensor, ids: Tensor, places: Tensor) ->
     return states
 
 
-def told_rows(
+def shown_rows(
     wrong: Tensor, places: Tensor, size: int, share: float, seed: int
 ) -> Tensor:
     """The rows bool [b, T] that read their own answers.
@@ -153,5 +150,5 @@ def told_rows(
     budget = share * wrong.sum(-1, keepdim=True).cpu()
     spent = lengths.gather(1, order).cumsum(-1)
     fits = torch.zeros(shape, dtype=torch.bool).scatter(1, order, spent <= budget)
-    told = torch.where(fits, lengths, 0).to(wrong.device)[:, blocks]
-    return places < told
+    shown = torch.where(fits, lengths, 0).to(wrong.device)[:, blocks]
+    return places < shown

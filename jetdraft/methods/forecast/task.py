@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jetdraft.checkpoints.prompts import FORECAST, PromptSettings
+from jetdraft.options import setting
 from jetdraft.train.prompts import InsertionSettings, PromptTask
-from jetdraft.train.task import setting
 
 
 @dataclass(frozen=True)
 class ForecastSettings(InsertionSettings):
-    """Settings of forecasts."""
-
     gamma: int = setting(4, "Forecasts behind a row; each guesses one token further.")
     prefix: int = setting(16, "Rows of the learned prefix, which forecasts alone see.")
 
@@ -26,6 +24,5 @@ class ForecastTask(PromptTask):
     kind = "forecasts"
 
     def prompt_settings(self) -> PromptSettings:
-        """Prompt tokens with a prefix."""
         settings = self.settings
         return PromptSettings(settings.gamma, prefix=settings.prefix, mode=FORECAST)

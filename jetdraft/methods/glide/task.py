@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +14,8 @@ from jetdraft.methods.glide.module import ARCHITECTURE, Glide
 from jetdraft.train.data import Batch
 from jetdraft.train.heads import LayerTask, take_norm
 from jetdraft.train.machine import precision
+from jetdraft.train.run import Run
 from jetdraft.train.teacher import Lesson
-from jetdraft.train.training import Training
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,14 @@ class GlideTask(LayerTask):
     product = "a GliDe drafter"
     architecture = ARCHITECTURE
 
-    def new_drafter(self, model: Any) -> Glide:
+    def new_drafter(self, run: Run) -> Glide:
         """A new layer; its last norm begins as the target's."""
+        model = run.target.model
         drafter = Glide(self.config, model)
         take_norm(drafter.norm, final_norm(model), self.config.hidden_size)
         return drafter
 
-    def taught(self, run: Training, batch: Batch) -> GlideLesson:
+    def taught(self, run: Run, batch: Batch) -> GlideLesson:
         """The target's keys and values of its last layer, and what it says."""
         with torch.no_grad(), precision(batch.ids.device):
             outputs = run.teacher(input_ids=batch.ids, use_cache=True)

@@ -13,8 +13,10 @@ from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.checkpoints.layers import decoder_layers, final_norm
 from jetdraft.errors import OptionError
 from jetdraft.methods.kangaroo.module import ARCHITECTURE, Kangaroo
+from jetdraft.options import setting
 from jetdraft.train.heads import NextTokenTask, config_of, take_norm, take_weights
-from jetdraft.train.task import DrafterSettings, setting
+from jetdraft.train.run import Run
+from jetdraft.train.task import DrafterSettings
 from jetdraft.train.teacher import Lesson
 
 SHARE, FEWEST_LAYERS = 0.07, 2
@@ -23,10 +25,8 @@ SHARE, FEWEST_LAYERS = 0.07, 2
 
 @dataclass(frozen=True)
 class KangarooSettings(DrafterSettings):
-    """Settings of an adapter."""
-
     exit_layer: int = setting(
-        0, "Layers of the target that draft; default: 7 % of them, and at least 2."
+        0, "Layers of the target that draft.", unset="7 % of them, and at least 2"
     )
 
 
@@ -51,11 +51,12 @@ class KangarooTask(NextTokenTask):
             )
         return config_of(target, HeadConfig, taps=(layer,))
 
-    def new_drafter(self, model: Any) -> Kangaroo:
+    def new_drafter(self, run: Run) -> Kangaroo:
         """An adapter that begins as the attention of the next layer, without its MLP.
 
         Its last norm begins as the target's, where it is of the same kind.
         """
+        model = run.target.model
         adapter = Kangaroo(self.config, model)
         take_weights(adapter.layer, decoder_layers(model)[adapter.exit_layer])
         take_norm(adapter.norm, final_norm(model), self.config.hidden_size)

@@ -8,43 +8,23 @@ from typing import Any
 from torch import Tensor, nn
 
 from jetdraft.methods.medusa.module import Medusa, MedusaConfig
-from jetdraft.train.heads import (
-    HeadSettings,
-    HeadTask,
-    StepObjective,
-    config_of,
-    stored,
-)
+from jetdraft.train.heads import HeadSettings, HeadTask, config_of, stored
+from jetdraft.train.run import Run
+from jetdraft.train.task import Published, Tensors
 from jetdraft.train.teacher import Lesson, shifted
-from jetdraft.train.training import Training
-
-
-class MedusaObjective(StepObjective):
-    """Heads that learn the text (Medusa, 2.2.1); step i is of head i."""
-
-    def predictions(self, lesson: Lesson) -> Iterator[tuple[Tensor, Tensor]]:
-        """The states and the logits of each head."""
-        hidden = self.drafter(lesson.final)
-        logits = self.drafter.logits(hidden)
-        for step in range(self.steps):
-            yield hidden[:, :, step], logits[:, :, step]
-
-    def lost(
-        self, step: int, carried: Tensor, scores: Tensor, lesson: Lesson
-    ) -> Tensor:
-        """The cross entropy to the text."""
-        labels = shifted(lesson.labels, 2 + step, 0).clamp(min=0)
-        return -scores.gather(-1, labels[..., None])[..., 0]
 
 
 class MedusaTask(HeadTask):
-    """Heads on the target's last state, in the layout of their authors."""
+    """Heads that learn the text (Medusa, 2.2.1), in the layout of their authors.
+
+    Step i is of head i.
+    """
 
     Settings = HeadSettings
     help = "Train heads that guess the next tokens of TARGET from its last state."
     product = "a head"
 
-    def pupil(self, run: Training) -> nn.Module:
+    def new_drafter(self, run: Run) -> Medusa:
         """New heads, which begin with the target's own next token (2.2.1)."""
         count, target = self.settings.unrolled, run.target
         self.config = config_of(target, MedusaConfig, slots=count)
@@ -54,18 +34,28 @@ class MedusaTask(HeadTask):
             weight.data.copy_(rows)
         for weight in medusa.blocks.parameters():
             nn.init.zeros_(weight)
-        return MedusaObjective(medusa, count)
+        return medusa
 
-    def headline(self, run: Training) -> str:
-        return (
-            f"training {run.parameters} weights of {self.config.slots} Medusa heads "
-            f"over {self.config.draft_vocab_size} tokens on {run.reading}"
-        )
+    def predictions(
+        self, drafter: Medusa, lesson: Lesson, learns: bool
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        hidden = drafter(lesson.final)
+        logits = drafter.logits(hidden)
+        for step in range(self.config.slots):
+            yield hidden[:, :, step], logits[:, :, step]
 
-    def published(
-        self, run: Training, weights: dict[str, Tensor], figures: Any
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The config.json and the tensors, as the authors publish theirs."""
+    def lost(
+        self, step: int, carried: Tensor, scores: Tensor, lesson: Lesson
+    ) -> Tensor:
+        """The cross entropy to the text."""
+        labels = shifted(lesson.labels, 2 + step, 0).clamp(min=0)
+        return -scores.gather(-1, labels[..., None])[..., 0]
+
+    def described(self, run: Run) -> str:
+        config = self.config
+        return f"{config.slots} Medusa heads over {config.draft_vocab_size} tokens"
+
+    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         blocks = self.config.blocks
 
         def name(own: str) -> str:

@@ -5,23 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jetdraft.checkpoints.prompts import PromptSettings
+from jetdraft.options import setting
 from jetdraft.train.prompts import InsertionSettings, PromptTask
-from jetdraft.train.task import setting
 
 
 @dataclass(frozen=True)
 class PpdSettings(InsertionSettings):
-    """Settings of prompt tokens."""
-
     gamma: int = setting(
         PromptSettings.gamma,
         "Prompt tokens behind a row; each guesses one token further.",
-        name="--prompt-tokens",
+        names=("--prompt-tokens",),
     )
     members: int = setting(
         PromptSettings.members,
         "Embeddings of each prompt token, whose guesses are averaged.",
-        name="--ensemble",
+        names=("--ensemble",),
     )
 
 

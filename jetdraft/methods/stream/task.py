@@ -25,12 +25,13 @@ from jetdraft.checkpoints.streams import (
     add_adapters,
 )
 from jetdraft.errors import CheckpointError
+from jetdraft.options import Checked, setting
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.data import IGNORED, Batch
+from jetdraft.train.run import Run
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.task import Settings, Task, adamw, setting
+from jetdraft.train.task import Published, Task, Tensors
 from jetdraft.train.teacher import refuse_gguf
-from jetdraft.train.training import Training
 
 MOST_LAYERS = 1 << 20
 """What no model has; its own number is known later."""
@@ -40,7 +41,7 @@ MAIN_WEIGHT, STREAM_WEIGHT = 1.0, 0.1
 
 
 @dataclass(frozen=True)
-class StreamTaskSettings(Settings):
+class StreamTaskSettings(Checked):
     """Settings of streams; `StreamSettings` has their ranges."""
 
     mode: str = setting(
@@ -63,6 +64,7 @@ class StreamTask(Task):
     help = "Add speculative streams to TARGET, a checkpoint folder or hub id."
     product = kind = "streams"
     figures_file, completes_prompts, largest_norm = "", False, 1.0
+    has_muon, betas = False, (0.9, 0.999)
 
     def __init__(self, settings: Any = None) -> None:
         super().__init__(settings)
@@ -70,7 +72,6 @@ class StreamTask(Task):
         self.streams.check(MOST_LAYERS)
 
     def shortest(self) -> tuple[int, str]:
-        """A row, the token after it, and what its streams guess."""
         return self.streams.gamma + 2, f"{self.streams.gamma} streams"
 
     def folder(self, output: Path) -> RunFolder:
@@ -95,16 +96,15 @@ class StreamTask(Task):
                 "streams"
             )
 
-    def check(self, run: Training) -> None:
-        """Refuse more layers than the target has."""
+    def check(self, run: Run) -> None:
         self.streams = replace(self.streams, base=run.base)
         self.streams.check(len(decoder_layers(run.target.model)))
 
-    def pupil(self, run: Training) -> nn.Module:
+    def new_drafter(self, run: Run) -> Streamed:
         """The target with streams, whose embeddings are as large as hidden states.
 
         With small embeddings LoRA can hardly tell a stream from its carrier, and what
-        it learns for streams changes the text (docs/log/training.md has figures).
+        it learns for streams changes the text (docs/log/training.md).
         """
         model = run.target.model
         add_adapters(model, self.streams)
@@ -123,24 +123,23 @@ class StreamTask(Task):
             streamed.streams.embeddings.normal_().mul_(states.abs().median())
         return streamed
 
-    def weights(self, run: Training) -> dict[str, Tensor]:
+    def pupil(self, drafter: Any) -> nn.Module:
+        module: nn.Module = drafter
+        return module
+
+    def weights(self, run: Run) -> dict[str, Tensor]:
         return dict(run.module.task)
 
-    def optimizers(self, run: Training) -> list[torch.optim.Optimizer]:
-        return adamw(run)
-
-    def begin(self, run: Training) -> None:
+    def begin(self, run: Run) -> None:
         run.folder.add_target(run.source, run.base)
 
-    def loss(self, run: Training, module: Any, batch: Batch) -> Tensor:
-        """The loss over the next n-gram."""
+    def loss(self, run: Run, module: Any, batch: Batch) -> Tensor:
         part = losses(module, batch, self.streams.gamma)
         places = run.reduced(part.places).clamp(min=1)
         # Processes average their gradients, and each has a part of the places.
         return part.total(self.streams.mode, part.places * run.processes / places)
 
-    def validate(self, run: Training, module: Any) -> dict[str, Any]:
-        """Means over the validation sequences."""
+    def validate(self, run: Run, module: Any) -> dict[str, Any]:
         parts = [
             losses(module, batch, self.streams.gamma)
             for batch in run.held_out_batches()
@@ -158,15 +157,14 @@ class StreamTask(Task):
             "acceptance": mean("acceptance"),
         }
 
-    def headline(self, run: Training) -> str:
+    def headline(self, run: Run) -> str:
         counts = self.counts(run)
         return (
             f"training {counts['streams']} weights of the streams and "
             f"{counts['lora']} of LoRA on {run.reading}"
         )
 
-    def counts(self, run: Training) -> dict[str, int]:
-        """The number of trained weights: in the streams themselves, and in LoRA."""
+    def counts(self, run: Run) -> dict[str, int]:
         own = sum(p.numel() for p in run.module.streams.parameters())
         return {"streams": own, "lora": run.parameters - own}
 
@@ -178,13 +176,10 @@ class StreamTask(Task):
             f"predicted acceptance {rates}"
         )
 
-    def settings_of_run(self, run: Training) -> dict[str, Any]:
+    def settings_of_run(self, run: Run) -> dict[str, Any]:
         return asdict(self.streams)
 
-    def published(
-        self, run: Training, weights: dict[str, Tensor], figures: Any
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What streams.json says, and the weights as they are."""
+    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         own = {"step": run.step, "parameters": self.counts(run), "validation": figures}
         return self.streams.to_json() | own, weights
 
@@ -210,9 +205,9 @@ class Losses:
     def total(self, mode: str, weights: Tensor) -> Tensor:
         """The loss to minimise; in lossless mode the main rows cannot learn.
 
-        `weights` [1 + gamma] multiply the means over main rows and over each stream. A
-        whole batch has ones. The parts of a batch have weights with which the mean of
-        their losses is the loss of the batch.
+        `weights` [1 + gamma] multiply the means over main rows and over each stream:
+        ones for a whole batch. With the weights of its parts, the mean of their losses
+        is the loss of the batch.
         """
         streams = (weights[1:] * self.streams).sum()
         total = STREAM_WEIGHT * streams + weights[0] * self.early

@@ -11,7 +11,8 @@ import math
 import os
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -42,10 +43,11 @@ from jetdraft.learning.weight_sets import (
     Choice,
     WeightSets,
     base_of,
+    label,
 )
 from jetdraft.manifest import sha256_of
-from jetdraft.options import between
-from jetdraft.train.task import Settings, seed_setting, setting
+from jetdraft.options import Checked, setting
+from jetdraft.train.run import SEED
 from jetdraft.train.training import Stages
 from jetdraft.train.use.students import Missed, Student, together
 
@@ -64,13 +66,16 @@ WARM_UP_STEPS = 10
 REST_SECONDS = 1.0
 """Seconds between two looks at the power while a training waits."""
 
+LOOK_SECONDS = 5.0
+"""Seconds between two looks at the lessons while a training in the background waits."""
+
 
 class Pace:
     """When a training may take its next step.
 
     `seconds` bound the time of training, and `watts` the power of the module while a
-    step begins; None is no bound. `root` is where sysfs is found. Raises `DeviceError`
-    for a bound of watts on a machine that does not tell its power.
+    step begins; None is no bound. sysfs is in `root`. Raises `DeviceError` for watts on
+    a machine that does not tell its power.
     """
 
     def __init__(
@@ -91,7 +96,6 @@ class Pace:
 
     @property
     def has_time(self) -> bool:
-        """Whether the seconds are not spent yet."""
         return self.seconds is None or self.spent < self.seconds
 
     def goes_on(self) -> bool:
@@ -118,17 +122,15 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class UseOptions(Settings):
-    """How a drafter learns from use."""
-
-    steps: int = setting(200, "Steps of training.", between(1, 10**9))
-    batch_size: int = setting(8, "Texts per step.", between(1, 10**6))
+class UseOptions(Checked):
+    steps: int = setting(200, "Steps of training.", (1, 10**9))
+    batch_size: int = setting(8, "Texts per step.", (1, 10**6))
     learning_rate: float = setting(
-        2e-3, "Learning rate of the first step; it falls to zero.", between(0.0, 1.0)
+        2e-3, "Learning rate of the first step; it falls to zero.", (0.0, 1.0)
     )
-    lora_rank: int = setting(16, "Rank of the LoRA adapters.", between(1, 1024))
-    least: int = setting(64, "Fewest wrong places to learn from.", between(1, 10**9))
-    seed: int = seed_setting()
+    lora_rank: int = setting(16, "Rank of the LoRA adapters.", (1, 1024))
+    least: int = setting(64, "Fewest wrong places to learn from.", (1, 10**9))
+    seed: int = setting(0, SEED, group="sampling", show_default=True)
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,9 @@ class _Run:
         optimizer = torch.optim.AdamW(self._lora, lr=0.0, weight_decay=0.0)
         step = 0
         while step < self.options.steps and pace.goes_on():
-            optimizer.param_groups[0]["lr"] = self._rate(step)
+            warm, rest = (step + 1) / WARM_UP_STEPS, 1.0 - step / self.options.steps
+            rate = self.options.learning_rate * min(1.0, warm, rest)
+            optimizer.param_groups[0]["lr"] = rate
             self._step(optimizer)
             step += 1
             report("train", step, self.options.steps)
@@ -250,7 +254,8 @@ class _Run:
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         size = min(self.options.batch_size, len(self._training))
-        loss = self._missed(self._draw.sample(self._training, size)).loss
+        lessons = self._draw.sample(self._training, size)
+        loss = self._student.missed(self.model, lessons).loss
         if not torch.isfinite(loss):
             raise TrainingError(
                 "the loss is not a number, and nothing was published; train with a "
@@ -261,20 +266,72 @@ class _Run:
         torch.nn.utils.clip_grad_norm_(self._lora, 1.0)
         optimizer.step()
 
-    def _rate(self, step: int) -> float:
-        """A warm-up, then a linear decay."""
-        warm, rest = (step + 1) / WARM_UP_STEPS, 1.0 - step / self.options.steps
-        return self.options.learning_rate * min(1.0, warm, rest)
-
     @torch.no_grad()
     def held_out(self) -> Missed:
         """The figures of the lessons that are held out, in batches."""
         size, held = self.options.batch_size, self._held
         parts = [held[start : start + size] for start in range(0, len(held), size)]
-        return together([self._missed(part) for part in parts])
+        return together([self._student.missed(self.model, part) for part in parts])
 
-    def _missed(self, lessons: Sequence[Lesson]) -> Missed:
-        return self._student.missed(self.model, lessons)
+
+# --- beside a running model ----------------------------------------------------------
+
+
+def lower_priority() -> None:
+    """Run this process on one core, and only while no other process wants it."""
+    os.nice(19)
+    with suppress(AttributeError, OSError):  # Linux has a class below all others
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    torch.set_num_threads(1)
+
+
+class Background:
+    """Trains beside a running model, again and again until the seconds are spent.
+
+    A training needs enough new wrong places, and no weights on trial. `say` gets the
+    reason of each wait once, and `wait` the seconds to sleep.
+    """
+
+    def __init__(
+        self,
+        training: UseTraining,
+        pace: Pace,
+        say: Callable[[str], None] = lambda reason: None,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._training, self._pace = training, pace
+        self._say, self._wait = say, wait
+        self._known: set[bytes] = set()
+        self._cleared = ""
+
+    def run(self, tell: Callable[[Learned], None]) -> None:
+        """Train until the time is spent; `tell` gets the figures of each training."""
+        said = ""
+        while self._pace.has_time:
+            lessons = self._training.lessons.read()
+            reason = self._obstacle(lessons)
+            if reason:
+                if reason != said:
+                    self._say(reason)
+                self._wait(LOOK_SECONDS)
+            else:
+                self._known = {lesson.tokens.tobytes() for lesson in lessons}
+                tell(self._training.run(self._pace))
+            said = reason
+
+    def _obstacle(self, lessons: list[Lesson]) -> str:
+        """Why no training can begin; empty if it can."""
+        choice = self._training.sets.choice()
+        if choice.cleared != self._cleared:
+            # All weights were deleted, so what is left is to be learned again.
+            self._cleared, self._known = choice.cleared, set()
+        if choice.before is not None:
+            return f"{label(choice.name)} is on trial until a model has used it"
+        new = [x for x in lessons if x.tokens.tobytes() not in self._known]
+        places, least = sum(len(o.places) for o in new), self._training.options.least
+        if places < least:
+            return f"there are fewer than {least} new wrong places to learn from"
+        return ""
 
 
 # --- learned weights ----------------------------------------------------------------
@@ -289,8 +346,8 @@ def publish(
     """Write a set, and put it on trial; gives its name. Raises `OutputError`.
 
     A set that was still on trial is replaced: the trial is against the weights that
-    were judged last. `cleared` is that of the choice before the lessons were read; if
-    the folder was cleared since, nothing is written, and the name is None.
+    were judged last. If the folder was cleared since the lessons were read, when the
+    choice had this `cleared`, nothing is written, and the name is None.
     """
     name = None
 
@@ -319,7 +376,7 @@ def judged_name(choice: Choice) -> str:
 def judged_weights(sets: WeightSets) -> dict[str, Tensor]:
     """The merged weights that have passed their trial last; none for the bundle's own.
 
-    Raises `StoreError` if they are damaged.
+    Raises `StoreError` for damaged weights.
     """
     name = judged_name(sets.choice())
     if name == OWN:
@@ -334,7 +391,7 @@ def judged_weights(sets: WeightSets) -> dict[str, Tensor]:
 
 
 def _write(folder: Path, arrays: Arrays, trained: Mapping[str, Tensor]) -> str:
-    """Write the folder of a set, which appears whole."""
+    """Write the folder of a set, which appears whole; gives its name."""
     partial = Path(mkdtemp(prefix=PARTIAL, dir=folder))
     np.savez(partial / ARRAYS, **arrays)  # type: ignore[arg-type]
     save_file(dict(trained), partial / TRAINED)

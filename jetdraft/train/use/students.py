@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from jetdraft.bundle import DRAFTER, Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
@@ -49,7 +50,6 @@ class LessonBatch:
     have the indexes `rows` and `places` int64 [w] in `tokens`; the row before a place
     predicts it. There the target's candidates are `ids` int64 [w, k] with `logits`
     float32 [w, k]; a place with fewer candidates has logits of minus infinity.
-
     """
 
     tokens: Tensor
@@ -60,43 +60,35 @@ class LessonBatch:
 
     @classmethod
     def of(cls, lessons: Sequence[Lesson]) -> LessonBatch:
-        """The batch of at least one lesson."""
-        longest = max(len(lesson.tokens) for lesson in lessons)
         widest = max(lesson.ids.shape[1] for lesson in lessons)
-        count = sum(len(lesson.places) for lesson in lessons)
-        tokens = torch.zeros(len(lessons), longest, dtype=torch.long)
-        ids = torch.zeros(count, widest, dtype=torch.long)
-        logits = torch.full((count, widest), -torch.inf)
-        rows, first = list[int](), 0
-        for row, lesson in enumerate(lessons):
-            tokens[row, : len(lesson.tokens)] = torch.from_numpy(lesson.tokens)
-            places, width = lesson.ids.shape
-            ids[first : first + places, :width] = torch.from_numpy(lesson.ids)
-            logits[first : first + places, :width] = torch.tensor(lesson.logits)
-            rows += [row] * places
-            first += places
-        places = torch.cat([torch.from_numpy(lesson.places) for lesson in lessons])
-        return cls(tokens, torch.tensor(rows), places, ids, logits)
+
+        def widened(arrays: Iterable[Any], fill: float) -> Tensor:
+            parts = (torch.tensor(array) for array in arrays)
+            padded = [F.pad(p, (0, widest - p.shape[1]), value=fill) for p in parts]
+            return torch.cat(padded)
+
+        return cls(
+            pad_sequence([torch.tensor(o.tokens) for o in lessons], batch_first=True),
+            torch.arange(len(lessons)).repeat_interleave(
+                torch.tensor([len(lesson.places) for lesson in lessons])
+            ),
+            torch.cat([torch.tensor(lesson.places) for lesson in lessons]),
+            widened((lesson.ids for lesson in lessons), 0),
+            widened((lesson.logits for lesson in lessons), -torch.inf),
+        )
 
     def at(self, chosen: Tensor) -> LessonBatch:
         """The wrong places at which `chosen` bool [w] is true."""
-        places, rows = self.places[chosen], self.rows[chosen]
-        return replace(
-            self,
-            rows=rows,
-            places=places,
-            ids=self.ids[chosen],
-            logits=self.logits[chosen],
-        )
+        parts = (self.rows, self.places, self.ids, self.logits)
+        return LessonBatch(self.tokens, *(part[chosen] for part in parts))
 
 
 @dataclass(frozen=True)
 class Missed:
-    """How a drafter does at wrong places.
+    """How a drafter does at `places` wrong places.
 
-    `loss` is the mean over `places` of the cross entropies with the target's
-    candidates, scalar, and `right` the share of them at which the drafter's best token
-    is the target's.
+    `loss` is the mean cross entropy with the target's candidates, and `right` the share
+    of places at which the drafter's best token is the target's.
     """
 
     loss: Tensor
@@ -107,10 +99,9 @@ class Missed:
 def missed(logits: Tensor, batch: LessonBatch, can_draft: Tensor | None) -> Missed:
     """Compare a drafter's logits float [w, tokens] at wrong places with the target.
 
-    The mean over wrong places of CE(softmax(target), drafter). `can_draft` bool
-    [vocabulary] are the tokens that the drafter can draft, None for all: both
-    distributions are taken within them, and a place without any of them does not count.
-    A drafter may lack the target's last tokens.
+    `can_draft` bool [vocabulary] are the tokens that the drafter can draft, None for
+    all: both distributions are taken within them, and a place without any of them does
+    not count. A drafter may lack the target's last tokens.
     """
     ours, wanted = logits.float(), batch.logits
     if can_draft is not None:
@@ -141,16 +132,22 @@ def together(parts: Sequence[Missed]) -> Missed:
 
 
 class Student(ABC):
-    """What a training must know of the kind of drafter that a bundle has.
+    """A kind of drafter that a bundle has.
 
-    `source` is the drafter's checkpoint in floats, which the bundle was exported from.
-    `can_draft` bool [vocabulary] are the tokens that it can draft, None for all.
+    `source` is its checkpoint in floats, which the bundle was exported from.
     """
 
     def __init__(self, bundle: Bundle, source: str) -> None:
         self.bundle, self.source = bundle, source
-        self.dtype = getattr(torch, bundle.graphs[DRAFTER].contract.dtype)
-        self.can_draft = _can_draft(bundle)
+        contract, ids = bundle.graphs[DRAFTER].contract, bundle.draft_vocabulary()
+        self.dtype = getattr(torch, contract.dtype)
+        known, size = contract.vocab_size, bundle.target.contract.vocab_size
+        can_draft = None
+        if ids is not None or known != size:
+            can_draft = torch.zeros(size).bool()
+            can_draft[slice(known) if ids is None else torch.from_numpy(ids)] = True
+        self.can_draft = can_draft
+        """The tokens that it can draft, bool [vocabulary]; None for all."""
 
     @abstractmethod
     def load(self, weights: Mapping[str, Tensor]) -> Any:
@@ -161,7 +158,7 @@ class Student(ABC):
 
     @abstractmethod
     def layers(self, model: Any) -> Iterable[nn.Module]:
-        """The layers of the drafter that learn."""
+        """The layers that learn."""
 
     @abstractmethod
     def missed(self, model: Any, lessons: Sequence[Lesson]) -> Missed:
@@ -197,23 +194,19 @@ class ModelStudent(Student):
         check_trainable(bundle, self._checkpoint())
 
     def load(self, weights: Mapping[str, Tensor]) -> Any:
-        """A causal LM of transformers."""
         model = self._with(weights).model
         model.set_attn_implementation("sdpa")
         return model
 
     def layers(self, model: Any) -> Iterable[nn.Module]:
-        """The decoder's layers."""
         return decoder_layers(model)
 
     def missed(self, model: Any, lessons: Sequence[Lesson]) -> Missed:
-        """Each wrong place counts once."""
         batch = LessonBatch.of(lessons)
         logits = logits_at(model, batch.tokens, batch.rows, batch.places - 1)
         return missed(logits, batch, self.can_draft)
 
     def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> Arrays:
-        """See `drafter_arrays`."""
         return drafter_arrays(self.bundle, self._with(weights), text)
 
     def _checkpoint(self) -> Checkpoint:
@@ -230,16 +223,6 @@ class ModelStudent(Student):
         convert(checkpoint.model, torch.float32)
         self.put(checkpoint.model, weights)
         return checkpoint
-
-
-def _can_draft(bundle: Bundle) -> Tensor | None:
-    ids, known = bundle.draft_vocabulary(), bundle.graphs[DRAFTER].contract.vocab_size
-    size = bundle.target.contract.vocab_size
-    if ids is None and known == size:
-        return None
-    can_draft = torch.zeros(size).bool()
-    can_draft[slice(known) if ids is None else torch.from_numpy(ids)] = True
-    return can_draft
 
 
 class HeadStudent(Student):
@@ -260,14 +243,12 @@ class HeadStudent(Student):
         self.load({})
 
     def load(self, weights: Mapping[str, Tensor]) -> Any:
-        """An `Eagle` of the target in float32."""
         head = self._head(self._target, torch.float32)
         convert(head, torch.float32)
         self.put(head, weights)
         return head
 
     def layers(self, model: Any) -> Iterable[nn.Module]:
-        """The head's own layers."""
         layers: nn.ModuleList = model.stack.layers
         return layers
 
@@ -286,7 +267,6 @@ class HeadStudent(Student):
         return together(parts)
 
     def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> Arrays:
-        """See `head_arrays`."""
         target = Checkpoint.load(self._target.source, self.dtype)
         head = self._head(target, self.dtype)
         self.put(head, weights)

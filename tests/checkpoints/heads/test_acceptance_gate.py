@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.methods.eagle.module import Eagle
-from jetdraft.methods.eagle.task import EagleObjective, EagleTask
+from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.train.teacher import Lesson
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.conftest import watched
@@ -130,12 +130,13 @@ def learn(head: Eagle, taught) -> None:
     logits = taught.logits if head.ids is None else taught.logits[..., head.ids]
     known = torch.ones(ids.shape, dtype=torch.bool)
     lesson = Lesson(ids, ids, taps_of(head, taught), taught.final, logits, known)
-    objective = EagleObjective(head, DRAFTED, regress=False)
+    task = EagleTask(EagleSettings(unrolled=DRAFTED))
+    pupil = task.pupil(head)
     optimizer = torch.optim.AdamW(weights, lr=3e-3)
     for _ in range(100):
-        sums = objective(lesson)
+        sums = pupil(lesson)
         optimizer.zero_grad()
-        EagleTask().total(sums, sums.places).backward()
+        task.total(sums, sums.places).backward()
         optimizer.step()
     head.requires_grad_(False).eval()
 

@@ -31,7 +31,7 @@ from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.train.attention import IMPLEMENTATION
-from jetdraft.train.prompts import PromptObjective
+from jetdraft.train.prompts import guessed
 from tests.tiny import llama_config, save_checkpoint, save_prompts, save_streams
 
 TREE = {"tree": "k-ary", "branching": [2, 2, 2]}
@@ -205,14 +205,13 @@ def test_probes_of_passes_are_those_of_training(models, kind):
     prompts = checkpoint.with_streams(1.0).prompts
     own = Checkpoint.load(checkpoint.source, torch.float32)
     own.model.set_attn_implementation("sdpa")
-    objective = PromptObjective(prompts, own.model)
     anchors, expected = torch.tensor([[4, 11, 19]]), []
     for _ in range(2 if kind == "forecast" else 1):
         with torch.no_grad():
             read = own.model(input_ids=torch.tensor([PROMPT]), use_cache=True)
             cache = read.past_key_values
-            guessed = objective.guessed(anchors, len(PROMPT), cache)[0]
-            expected.append(guessed.numpy().copy())
+            said = guessed(prompts, own.model, anchors, len(PROMPT), cache)[0]
+            expected.append(said.numpy().copy())
             if kind == "forecast":  # the second time without a prefix
                 prompts.keys.zero_()
                 prompts.values.zero_()

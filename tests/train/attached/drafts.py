@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import jetdraft
@@ -36,14 +36,6 @@ def exported(target: str, folder: Path, drafters: dict[str, Path]) -> dict[str, 
         name: export(target, folder / name, options=SMALL, head=str(drafter))
         for name, drafter in drafters.items()
     }
-
-
-def changed(folder: Path, copy: Path, **fields: Any) -> str:
-    """A copy of a drafter's folder with other fields in its config."""
-    shutil.copytree(folder, copy)
-    file = copy / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
-    return str(copy)
 
 
 @contextmanager
@@ -72,21 +64,37 @@ def in_floats(
 class AttachedDrafter:
     """The tests that every attached drafter must pass; a subclass names its method.
 
-    `title` is what a refusal calls the drafter. A trained drafter takes `gain` tokens a
-    pass more than the one in the bundle `untrained`, and the target accepts more than
-    `floor` of its tokens at each of `positions`. `fills` has the drafts that must reach
-    the end of the buffers, and `drafting` the options of chains.
+    `title` is what a refusal calls the drafter, `parts` are what the names of its
+    tensors begin with, and `fields` what its config says.
+
+    A trained drafter takes `gain` tokens a pass more than the one in the bundle
+    `untrained`, and the target accepts more than `floor` of its tokens at each of
+    `positions`. `fills` has the drafts that must reach the end of the buffers, and
+    `drafting` the options of chains.
     """
 
-    method = ""
-    title = ""
+    method, title = "", ""
+    parts: ClassVar[set[str]] = set()
+    fields: ClassVar[dict[str, Any]] = {}
+    has_mlp = True
     untrained = "untrained"
-    gain, floor, positions = 1.0, 0.7, 3
+    gain, floor, positions, places = 1.0, 0.7, 3, 5
     fills: tuple[dict[str, Any], ...] = ({"num_draft_tokens": 5},)
     drafting: ClassVar[dict[str, Any]] = {}
 
+    def test_the_folder_has_a_llama_layer_and_its_own_parts(self, folders):
+        folder = folders["trained"]
+        tensors = load_file(folder / "model.safetensors")
+        assert {name.split(".")[0] for name in tensors} == {"layers", *self.parts}
+        assert any("mlp" in name for name in tensors) == self.has_mlp
+        config = json.loads((folder / "config.json").read_text())
+        assert self.fields.items() <= config.items()
+        record = json.loads((folder / "training.json").read_text())
+        assert record["validation"]["tokens_per_pass"] > 2
+        assert len(record["validation"]["acceptance"]) == self.places
+
     def chain(self, tokens: int) -> dict[str, Any]:
-        """The options of a long generation with chains of so many tokens."""
+        """The options of a long generation with chains of this length."""
         how = {"num_draft_tokens": tokens, "drafting": self.drafting}
         return {"method": self.method, **how, **LONG}
 
@@ -100,20 +108,14 @@ class AttachedDrafter:
         assert len(trained.accepted_by_position) == self.positions
         assert min(trained.accepted_by_position) > self.floor
 
-    @pytest.mark.parametrize("way", [0, 1], ids=["greedy", "sampled"])
-    @pytest.mark.parametrize("tokens", [1, 3, 6])
-    def test_chains(self, model, plain, way, tokens):
-        result = model.generate(PERIOD, **self.chain(tokens), **WAYS[way])
-        assert result.token_ids == plain[way]
-        assert result.stats.accepted_tokens > 10
-
-    @pytest.mark.parametrize("way", [0, 1], ids=["greedy", "sampled"])
-    @pytest.mark.parametrize("tree", ["comb", "best", "heap"])
-    def test_trees(self, model, plain, way, tree):
-        how = {"method": self.method, "drafting": {"tree": tree}, **LONG}
-        result = model.generate(PERIOD, **how, **WAYS[way])
-        assert result.token_ids == plain[way]
-        assert result.stats.accepted_tokens > 10
+    @pytest.mark.parametrize("draft", [1, 3, 6, "comb", "best", "heap"])
+    def test_chains_and_trees(self, model, plain, draft):
+        chain = self.chain(draft) if isinstance(draft, int) else {}
+        tree = {"method": self.method, "drafting": {"tree": draft}, **LONG}
+        for way, text in zip(WAYS, plain, strict=True):
+            result = model.generate(PERIOD, **(chain or tree), **way)
+            assert result.token_ids == text
+            assert result.stats.accepted_tokens > 10
 
     @pytest.mark.parametrize("others", [",lookup", None])
     def test_other_methods_beside_it(self, model, plain, others):

@@ -18,13 +18,13 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.learning.lessons import Lesson
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.recipe import Recipe
-from jetdraft.train.task import TrainingOptions
+from jetdraft.train.run import TrainingOptions
 from jetdraft.train.use.learning import Pace, UseOptions, UseTraining
 from jetdraft.train.use.students import UNROLLED, student_of
 from tests.train.periodic import PERIOD, made, nothing, write_periodic
 
 QUICK = TrainingOptions(steps=12, batch_size=2, sequence_length=48, validate_every=12)
-LAYERS = 6
+LAYERS = 4
 SETTINGS = EagleSettings(draft_vocabulary=40)
 
 
@@ -35,7 +35,7 @@ def world(target, tmp_path_factory):
     text = write_periodic(folder / "text.txt")
     made(EagleTask, target, folder / "head", [text], SETTINGS, QUICK).run(nothing)
     recipes = Recipe("none"), Recipe.parse("int8-rtn-b32")
-    options = ExportOptions(*recipes, capacity=256, max_width=32)
+    options = ExportOptions(*recipes, capacity=128, max_width=16, fast=True)
     export(target, folder / "bundle", options=options, head=str(folder / "head"))
     return folder
 

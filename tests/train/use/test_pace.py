@@ -1,4 +1,4 @@
-"""A training that stands back."""
+"""A training that waits."""
 
 import subprocess
 import sys
@@ -60,7 +60,7 @@ def test_a_machine_must_tell_its_power(tmp_path):
 def test_idle_priority():
     # It ends at once: at this priority a busy machine clears up for a minute.
     code = (
-        "import os; from jetdraft.train.use.background import lower_priority;"
+        "import os; from jetdraft.train.use.learning import lower_priority;"
         "lower_priority();"
         "print(os.nice(0), os.sched_getscheduler(0) == os.SCHED_IDLE, flush=True);"
         "os._exit(0)"

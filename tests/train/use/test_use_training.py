@@ -1,4 +1,4 @@
-"""A drafter learns from the places where it was wrong, while its model goes on."""
+"""A drafter learns from the places where it was wrong, while its model runs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ from jetdraft.learning.lessons import Lesson
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
-from jetdraft.train.use import background as background_module
-from jetdraft.train.use.background import Background
-from jetdraft.train.use.learning import Learned, Pace, UseOptions, UseTraining
+from jetdraft.train.use.learning import (
+    LOOK_SECONDS,
+    Background,
+    Learned,
+    Pace,
+    UseOptions,
+    UseTraining,
+)
 from jetdraft.train.use.students import Missed, student_of
 from tests.tiny import drafter_config, llama_config, save_checkpoint
 from tests.toy_drafter import save_drafter
@@ -198,7 +203,7 @@ def test_nothing_is_published_after_a_clear(toy, drafter, tmp_path):
 
 def test_the_background_trains_when_there_is_enough(monkeypatch):
     """And not while a set is on trial; and not beyond its seconds."""
-    lessons, pace, told, naps = [], Pace(seconds=10.0), [], []
+    lessons, pace, results, naps = [], Pace(seconds=10.0), [], []
     said = []
 
     class Choice:
@@ -226,8 +231,8 @@ def test_the_background_trains_when_there_is_enough(monkeypatch):
         if len(naps) == 8:
             Choice.before = None  # judged
 
-    Background(Training(), pace, said.append, nap).run(told.append)
+    Background(Training(), pace, said.append, nap).run(results.append)
     few = "there are fewer than 3 new wrong places to learn from"
     assert said == [few, "the learned set 5e7 is on trial until a model has used it"]
-    assert [learned.places for learned in told] == [3, 8]
-    assert set(naps) == {background_module.LOOK_SECONDS}
+    assert [learned.places for learned in results] == [3, 8]
+    assert set(naps) == {LOOK_SECONDS}

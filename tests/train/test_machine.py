@@ -1,12 +1,18 @@
-"""Muon on machines without fast bfloat16."""
+"""The machine that trains: what it is fast with, its processes, and Ctrl-C."""
 
 from __future__ import annotations
+
+import os
+import signal
 
 import pytest
 import torch
 
+from jetdraft.errors import OptionError
 from jetdraft.train import machine
-from jetdraft.train.machine import Muon
+from jetdraft.train.machine import Muon, held_back, precision
+from jetdraft.train.run import Run
+from jetdraft.train.training import check_share
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
@@ -69,3 +75,39 @@ def test_steps_are_those_of_torch_where_bfloat16_is_fast(
         ours.step()
         theirs.step()
     assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_cpu_multiplies_in_bfloat16_where_that_is_fast(fast, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": fast})
+    wanted, rows = torch.bfloat16 if fast else torch.float32, torch.ones(2, 2)
+    with precision(torch.device("cpu")):
+        assert (rows @ rows).dtype == wanted
+    with Run().accelerator.autocast():
+        assert (rows @ rows).dtype == wanted
+
+
+def test_ctrl_c_waits_for_the_end_of_a_step():
+    steps = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def step():
+        with held_back():
+            os.kill(os.getpid(), signal.SIGINT)
+            steps.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert steps == [1]
+    assert signal.getsignal(signal.SIGINT) is before
+    with held_back():
+        steps.append(2)
+    with pytest.raises(ZeroDivisionError), held_back():
+        steps.append(1 / 0)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_batch_has_a_part_for_each_process():
+    check_share(2, processes=2)
+    with pytest.raises(OptionError, match="--batch-size 3 or more"):
+        check_share(2, processes=3)

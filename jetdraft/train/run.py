@@ -1,0 +1,164 @@
+"""What a training has, and may be asked by its task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.errors import TrainingError
+from jetdraft.options import Checked, setting
+from jetdraft.train.data import Batch, Corpus
+from jetdraft.train.machine import is_fast, this_process
+from jetdraft.train.run_folder import RunFolder
+
+SEED = "Seed of the random numbers; the same seed gives the same training."
+
+
+@dataclass(frozen=True)
+class TrainingOptions(Checked):
+    """How long and how fast to train; with `steps` of None the task says how long."""
+
+    steps: int | None = setting(
+        200,
+        "Steps of training.",
+        (1, 10**9),
+        unset="what the drafter's size asks for, at most 50 readings",
+    )
+    batch_size: int = setting(8, "Sequences per step.", (1, 10**6))
+    sequence_length: int = setting(256, "Tokens per sequence.", (2, 10**6))
+    learning_rate: float = setting(
+        5e-4, "Learning rate of the first step; it falls to zero.", (0.0, 1.0)
+    )
+    validation_share: float = setting(
+        0.05, "Share of the sequences held out for validation.", (0.0, 0.5)
+    )
+    validate_every: int = setting(
+        50, "Steps between validations; each saves what was learned.", (1, 10**9)
+    )
+    seed: int = setting(0, SEED, group="sampling", show_default=True)
+
+
+class Run:
+    """What a training has, and what its task may ask it.
+
+    `target` is the loaded checkpoint, `source` its folder, and `base` the hash of its
+    weights; `module` is what learns, and `weights` are its weights that do. Of its
+    `steps`, `step` are done.
+    """
+
+    options: TrainingOptions
+    folder: RunFolder
+    target: Checkpoint
+    source: Path
+    base: str
+    corpus: Corpus
+    module: Any
+    weights: dict[str, Tensor]
+    step: int
+    steps: int
+
+    @property
+    def finished(self) -> bool:
+        return self.step == self.steps
+
+    @property
+    def parameters(self) -> int:
+        """The number of trained weights; a tied weight counts once."""
+        return sum(weight.numel() for weight in self.weights.values())
+
+    @property
+    def reading(self) -> str:
+        """How many texts are read, and how often, in words."""
+        count = len(self.corpus.training)
+        read = self.steps * self.options.batch_size / max(1, count)
+        times = f"{read:.0f}" if read >= 10 else f"{read:.2g}"
+        return f"{count} sequences, each {times} times in {self.steps} steps"
+
+    @cached_property
+    def accelerator(self) -> Any:
+        """What shares the work among processes."""
+        halves = is_fast(this_process().device)
+        return Accelerator(mixed_precision="bf16" if halves else "no")
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.accelerator.device
+        return device
+
+    @property
+    def processes(self) -> int:
+        return int(self.accelerator.num_processes)
+
+    @cached_property
+    def teacher(self) -> Any:
+        """The target's model, on the device of this process."""
+        return self.target.model.to(self.device)
+
+    def reduced(self, numbers: Tensor) -> Tensor:
+        """The sum of a tensor over the processes."""
+        total: Tensor = self.accelerator.reduce(numbers, "sum")
+        return total
+
+    @property
+    def seed_of_step(self) -> int:
+        """A seed of this step, the same in all processes."""
+        return 1_000_003 * self.options.seed + self.step
+
+    def numbers(self, count: int) -> list[int]:
+        """The numbers of this process's `count` sequences of the step."""
+        first, stride = self.accelerator.process_index, self.processes
+        start = self.step * self.options.batch_size + first
+        return [start + row * stride for row in range(count)]
+
+    def draws(self, count: int) -> list[torch.Generator]:
+        """Random numbers for each sequence, whichever process learns it."""
+        seed = 1_000_003 * self.options.seed
+        return [torch.Generator().manual_seed(seed + n) for n in self.numbers(count)]
+
+    def held_out_batches(self) -> Iterator[Batch]:
+        """The validation texts, on the device."""
+        for batch in self.corpus.validation_batches(self.options.batch_size):
+            yield batch.to(self.device)
+
+    def frequent_tokens(self, count: int) -> Tensor | None:
+        """The `count` learned tokens that are most frequent, int64, ascending.
+
+        None if the vocabulary has no more.
+        """
+        rows = self.target.vocab_size
+        if count >= rows:
+            return None
+        learned = [
+            token
+            for example in self.corpus.training
+            for token, is_learned in zip(example.ids, example.learned, strict=True)
+            if is_learned
+        ]
+        counts = torch.bincount(torch.tensor(learned), minlength=rows)
+        return counts.argsort(descending=True, stable=True)[:count].sort().values
+
+    def check_finite(self, lost: Tensor) -> None:
+        """Raise `TrainingError` for a loss that is not a number."""
+        if torch.isfinite(lost).all():
+            return
+        outcome = (
+            f"the last good checkpoint is in {self.folder.path}"
+            if self.folder.has_weights
+            else "nothing had been learned yet"
+        )
+        advice = (
+            "train again into another folder with a lower --learning-rate"
+            if self.step
+            else "check the target, whose own loss on this data is not a number"
+        )
+        raise TrainingError(
+            f"the loss of step {self.step + 1} is not a number; {outcome}; {advice}"
+        )

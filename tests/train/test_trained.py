@@ -1,0 +1,208 @@
+"""Trained drafters are right more often, in validations and in real drafts.
+
+The text is periodic and the target knows it, so that a trained drafter can know it, at
+each position. What it drafts changes no text, and its folder reads back as it was.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import jetdraft
+from jetdraft.bundle import Bundle
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.checkpoints.prompts import RANKS
+from jetdraft.errors import OptionError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.methods.draft.task import ModelSettings, ModelTask
+from jetdraft.methods.eagle.task import EagleSettings, EagleTask
+from jetdraft.methods.forecast.task import ForecastSettings, ForecastTask
+from jetdraft.methods.medusa.task import MedusaTask
+from jetdraft.methods.ppd.task import PpdSettings, PpdTask
+from jetdraft.methods.stream.task import StreamTask, StreamTaskSettings
+from jetdraft.recipe import Recipe
+from jetdraft.train.heads import HeadSettings
+from jetdraft.train.run import TrainingOptions
+from jetdraft.train.task import Task
+from jetdraft.train.training import Training
+from tests.train.periodic import PERIOD, QUICK, made
+
+LAYERS = 4
+LONGER = replace(
+    QUICK, steps=100, sequence_length=48, learning_rate=1e-2, validate_every=100
+)
+ALONE = replace(LONGER, batch_size=1, sequence_length=64)
+FLOATS = ExportOptions(
+    Recipe("none"), Recipe("none"), capacity=128, max_width=32, fast=True
+)
+HOW = {"max_new_tokens": 60, "ignore_eos": True}
+CHAIN, BEST = {"num_draft_tokens": 3}, {"drafting": {"tree": "best"}}
+TREE = {"tree": "k-ary", "branching": [2, 1, 1]}
+
+
+class Kind(NamedTuple):
+    """A training, the ways to draft with what it made, and what must be reached.
+
+    In the last validation each `figure` is more than `right`, and their mean rises by
+    more than `gain`. The first way to draft takes more than `tokens` a pass, and the
+    `others` as many. `use/test_head_learning.py` drafts with EAGLE.
+    """
+
+    task: type[Task]
+    settings: Any
+    ways: tuple[dict[str, Any], ...] = (CHAIN,)
+    options: TrainingOptions = LONGER
+    right: float = 0.8
+    gain: float = 0.3
+    tokens: float = 2.5
+    others: float = 1.0
+    figure: str = "acceptance"
+
+
+KINDS = {
+    "eagle3": Kind(EagleTask, EagleSettings(draft_vocabulary=40, unrolled=3), ()),
+    "eagle1": Kind(EagleTask, EagleSettings(kind="eagle1", unrolled=3), ()),
+    "medusa": Kind(MedusaTask, HeadSettings(unrolled=3), (CHAIN, BEST), others=2.0),
+    "draft": Kind(
+        ModelTask,
+        ModelSettings(layers=1, hidden_size=32, draft_vocab=30, half=True),
+        right=0.6,
+        figure="agreement",
+    ),
+    "ppd": Kind(
+        PpdTask,
+        PpdSettings(gamma=3, members=2),
+        (
+            {"drafting": {"rows": 12, "slots": 40}},
+            {"drafting": {"tree": "chain"}},
+            BEST,
+        ),
+        replace(LONGER, learning_rate=3e-2),
+        right=0.0,
+        gain=0.13,
+        tokens=1.5,
+    ),
+    "forecast": Kind(
+        ForecastTask,
+        ForecastSettings(gamma=2, prefix=4),
+        ({},),
+        replace(LONGER, steps=160, learning_rate=3e-2),
+        right=0.0,
+        gain=0.15,
+        tokens=1.5,
+    ),
+    "lossless": Kind(
+        StreamTask,
+        StreamTaskSettings(gamma=3, layers=3, lora_rank=16),
+        # Through one graph or two, compacted or carried.
+        (
+            CHAIN,
+            *({"drafting": TREE | {"prune_threshold": t}} for t in (None, 0, 0.02)),
+        ),
+        replace(ALONE, steps=80),
+        tokens=3.0,
+        others=2.0,
+    ),
+    "shared": Kind(
+        StreamTask,
+        StreamTaskSettings(gamma=3, layers=3, mode="shared", lora_rank=16),
+        (CHAIN, {"drafting": TREE}),
+        replace(ALONE, steps=240, sequence_length=96),
+        tokens=3.0,
+        others=2.0,
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def trained(request, target, tmp_path_factory):
+    """A kind, its training, and the figures of the first and of the last validation."""
+    kind, seen = KINDS[request.param], []
+    data = Path(target).parent / "text.txt"
+    folder = tmp_path_factory.mktemp("trained") / "out"
+    run = made(kind.task, target, folder, [data], kind.settings, kind.options)
+    run.run(lambda progress: seen.append(progress.validation))
+    return kind, run, seen[0], seen[-1]
+
+
+def test_it_is_right_more_often(trained):
+    kind, _, before, after = trained
+    rates, untrained = after[kind.figure], before[kind.figure]
+    assert len(rates) >= 2
+    # The first tokens of a window cannot be guessed by anyone.
+    assert min(rates) > kind.right
+    assert np.mean(rates) > np.mean(untrained) + kind.gain
+
+
+def test_its_folder_reads_back_as_it_was(trained, target):
+    kind, run, _, figures = trained
+    folder = run.folder.path
+    if run.task.figures_file:
+        record = json.loads((folder / run.task.figures_file).read_text())
+        assert (record["step"], record["validation"]) == (run.steps, figures)
+    if (folder / "streams.json").exists():
+        described = json.loads((folder / "streams.json").read_text())
+        assert (described["step"], described["validation"]) == (run.steps, figures)
+        if "ranks" in described:
+            assert described["parameters"] == run.parameters
+            assert [ranks[0] for ranks in described["ranks"]] == figures["acceptance"]
+            assert {len(ranks) for ranks in described["ranks"]} == {RANKS}
+        for file in Path(target).iterdir():
+            assert (folder / file.name).read_bytes() == file.read_bytes()
+        return
+    checkpoint = Checkpoint.load(target, torch.float32)
+    if kind.task is ModelTask:
+        read = Checkpoint.load(str(folder), torch.float32)
+        assert torch.equal(read.draft_ids, run.task.ids)
+        named = read.model.state_dict()
+    else:
+        head = load_head(str(folder), checkpoint, torch.float32)
+        own, read = run.task.config, head.config
+        # Medusa's files have no more.
+        assert read == own or (read.slots, read.blocks) == (own.slots, own.blocks)
+        if run.task.ids is not None:
+            assert torch.equal(head.ids, run.task.ids)
+        named = head.state_dict()
+    for name, weight in run.weights.items():
+        own = weight.detach().half() if kind.settings.half else weight.detach()
+        torch.testing.assert_close(named[name].float(), own.float())
+
+
+def bundle_of(target: str, run: Training, folder: Path) -> Bundle:
+    """The bundle that drafts with what a training made."""
+    own = str(run.folder.path)
+    if isinstance(run.task, ModelTask):
+        with pytest.raises(OptionError, match="drafter was trained with its own"):
+            export(target, folder, own, replace(FLOATS, draft_vocab=20))
+        return export(target, folder, own, FLOATS)
+    if (run.folder.path / "streams.json").exists():
+        return export(own, folder, options=FLOATS)
+    return export(target, folder, options=FLOATS, head=own)
+
+
+def test_it_drafts_more_and_changes_no_text(trained, target, tmp_path):
+    kind, run, _, _ = trained
+    if not kind.ways:
+        return
+    method = kind.task.__module__.split(".")[-2]
+    bundle = bundle_of(target, run, tmp_path / "bundle")
+    with jetdraft.load(bundle.path, threads=1) as model:
+        plain = model.generate(PERIOD * 2, method="none", **HOW).token_ids
+        for way, exact in itertools.product(kind.ways, (True, False)):
+            if way.get("drafting", {}).get("prune_threshold") is not None:
+                assert bundle.target.halves is not None
+            drafted = model.generate(
+                PERIOD * 2, method=method, exact=exact, **HOW, **way
+            )
+            assert drafted.token_ids == plain
+            least = kind.tokens if way is kind.ways[0] else kind.others
+            assert drafted.stats.tokens_per_pass >= least
