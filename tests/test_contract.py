@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -82,7 +82,7 @@ def test_width_fills_the_row_axis():
     assert TensorSpec("x", "int64", (1, "m", 3)).sized(rows=5, answers=2) == (1, 2, 3)
 
 
-TEXT = json.dumps(CONTRACT.to_json())
+TEXT = json.dumps(asdict(CONTRACT))
 
 
 def test_survives_json():

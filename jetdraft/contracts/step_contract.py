@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, Any
+from typing import Annotated
 
-from jetdraft.contracts.constants import CANDIDATES, MIN_SELECTED
+from jetdraft.contracts.constants import CANDIDATES, FRAMES_PER_SLOT, MIN_SELECTED
 from jetdraft.contracts.tensors import (
     ALL,
     ANSWERS,
@@ -21,11 +22,10 @@ from jetdraft.parsing import MOST_SIZE, Count, Size, in_range, one_of
 
 
 class Reading(IntEnum):
-    """Which committed rows a pass reads, and whether the keys of selected rows turn.
+    """Which committed rows a pass reads.
 
-    `TURNED` is for texts beyond the trained length: the keys turn to adjoining
-    positions there. A draft must guess what a pass over `ALL` rows says, so the keys of
-    `SELECTED` rows stay as they are.
+    The keys of `TURNED` rows turn to adjoining positions, for texts beyond the trained
+    length; the keys of `SELECTED` rows stay as they are, for drafts.
     """
 
     ALL = 0
@@ -37,9 +37,9 @@ class Reading(IntEnum):
 class Selection:
     """Which committed rows a selecting pass reads (TokenSelect, 2411.02886).
 
-    In each layer and for each KV head it reads `rows` rows: the `first` of the buffer,
-    the most `recent`, and between them those that the KV head's query heads voted for.
-    A layer has `query_heads` in all.
+    For each KV head it reads `rows` rows: the `first` of the buffer, the most `recent`,
+    and between them the rows that the head's query heads `voted` for. A layer has
+    `query_heads` in all.
 
         Selection(rows=1024, query_heads=14).voted    # 704
     """
@@ -49,12 +49,12 @@ class Selection:
 
     @property
     def first(self) -> int:
-        """The first rows of a text, which take much of the attention."""
+        """The first rows of a text take much of the attention."""
         return self.rows // 16
 
     @property
     def recent(self) -> int:
-        """The rows just before those of the pass."""
+        """The rows just before the rows of the pass."""
         return self.rows // 4
 
     @property
@@ -72,37 +72,35 @@ SELECTING = TensorSpec("selecting", "int32", (1,))
 SOURCE_LENGTH = TensorSpec("source_length", "int32", (1,))
 """The slots that a source fills; the others are hidden."""
 
+SOURCE = "source"
+"""The name of the axis of a source's tokens."""
+
 
 @dataclass(frozen=True)
 class StepContract:
     """The sizes that fix every shape of a step graph.
 
-    `kv_shapes` holds (kv_heads, head_dim) per layer; `dtype`, "float32" or "float16",
-    is the type of the KV buffers. A drafter reads all ids of its target, and may choose
-    among fewer, its `vocab_size`. A `tree` graph verifies branching drafts too. A row
-    can carry `streams` probes, which draft as many tokens; each takes `members` slots,
-    and all of them see a `prefix` of that many slots. With `kv_bits` 8 the buffers hold
-    int8, with 0 they hold `dtype`.
+    `kv_shapes` holds (kv_heads, head_dim) per layer; the KV buffers have `capacity` and
+    `spare_slots` slots, of `dtype` "float32" or "float16", or of int8 with `kv_bits` 8.
+    No pass reads a spare slot, but a pass near the end may fill some. A drafter reads
+    all ids of its target, and may choose among fewer, its `vocab_size`, or of them the
+    `draft_vocab`; 0 means all.
 
-    The other sizes are widths of optional tensors, 0 where a graph does not have them:
-    `hidden_size` of the output `hidden`, `feature_size` of the output `features`,
-    `feature_input` of the input `features`, and `carried_size` of `carried`. A
-    `draft_vocab` of 0 means the whole vocabulary. `guesses` is the number of tokens
-    that a head guesses at once, 0 for other graphs. `reads` has (layer, kv_heads,
-    head_dim) of each layer of the target whose buffers the graph reads, and `recent` is
-    the number of tokens before a row's that it reads. `ahead` is k for a head that
-    answers in row t for token t + k + 1, and reads the features of the last k rows in
-    each; 0 for other graphs. Raises `ContractError` for sizes that contradict each
-    other.
+    A `tree` graph verifies branching drafts too. A row can carry `streams` probes, for
+    as many tokens; each takes `members` slots, and all see a `prefix` of slots.
+    `hidden_size`, `feature_size`, `feature_input` and `carried_size` are the widths of
+    the optional `hidden`, `features` (an output or an input) and `carried`.
+
+    `guesses` is the number of tokens that a head guesses at once. `reads` has (layer,
+    kv_heads, head_dim) of each buffer of the target that the graph reads, and `recent`
+    is the number of tokens before a row's that it reads. `ahead` is k for a head that
+    answers in row t for token t + k + 1, and reads the features of the last k rows.
 
     A decoder of an encoder reads a source of at most `source_slots` tokens, or, with
     `source_bins`, a sound as its log-mel spectrum of that many bins. With
     `relative_positions` its attention has a bias of its own, by the distance of rows.
-
-    With a `selection` a pass may read selected rows only.
-
-    The buffers have `spare_slots` more slots than the capacity. A pass near the end may
-    fill them, and no pass reads them.
+    With a `selection` a pass may read selected rows only. Sizes that contradict each
+    other raise `ContractError`.
 
         contract = StepContract(
             vocab_size=4096, capacity=2048, max_width=128, dtype="float32",
@@ -137,41 +135,27 @@ class StepContract:
     selection: Selection | None = None
 
     def __post_init__(self) -> None:
-        for is_wrong, fact in (
-            (
-                self.feature_size and self.feature_input,
-                "features are both an input and an output",
+        contradictions = {
+            "features are both an input and an output": self.feature_size
+            and self.feature_input,
+            "carried features need features as an input": self.carried_size
+            and not self.feature_input,
+            "recent tokens need carried features": self.recent
+            and not self.carried_size,
+            f"rows of {self.ahead} features read {self.recent} recent tokens": (
+                self.ahead and self.recent != self.ahead - 1
             ),
-            (
-                self.carried_size and not self.feature_input,
-                "carried features need features as an input",
+            "guesses need features as an input, or buffers": self.guesses
+            and not (self.feature_input or self.kv_shapes),
+            "a sound needs slots of a source": self.source_bins
+            and not self.source_slots,
+            f"{self.spare_slots} spare slots do not hold a block of {self.block}": (
+                self.spare_slots < self.block
             ),
-            (
-                self.recent and not self.carried_size,
-                "recent tokens need carried features",
-            ),
-            (
-                self.ahead and self.recent != self.ahead - 1,
-                f"rows of {self.ahead} features read {self.recent} recent tokens",
-            ),
-            (
-                self.guesses and not (self.feature_input or self.kv_shapes),
-                "guesses need features as an input, or buffers",
-            ),
-            (
-                self.source_bins and not self.source_slots,
-                "a sound needs slots of a source",
-            ),
-            (
-                self.block and self.spare_slots < self.block,
-                f"{self.spare_slots} spare slots do not hold a block of {self.block}",
-            ),
-            (
-                not 0 <= self.draft_vocab <= self.vocab_size,
-                f"a draft vocabulary of {self.draft_vocab} tokens is not a part of "
-                f"{self.vocab_size}",
-            ),
-        ):
+            f"a draft vocabulary of {self.draft_vocab} tokens is not a part of "
+            f"{self.vocab_size}": not 0 <= self.draft_vocab <= self.vocab_size,
+        }
+        for fact, is_wrong in contradictions.items():
             if is_wrong:
                 raise ContractError(f"graph contract: {fact}; export the bundle again")
 
@@ -235,27 +219,28 @@ class StepContract:
     @property
     def target_kv(self) -> tuple[TensorSpec, ...]:
         """The buffers of the target that the graph reads."""
-        return tuple(
-            TensorSpec(
-                f"target_{kind}.{layer}", self.dtype, (1, heads, SLOTS, head_dim)
-            )
-            for layer, heads, head_dim in self.reads
-            for kind in ("key", "value")
-        )
+        shapes = {layer: (1, heads, SLOTS, size) for layer, heads, size in self.reads}
+        return _keys_and_values("target", self.dtype, shapes)
 
     @property
     def cross(self) -> tuple[TensorSpec, ...]:
-        """The keys and values of the source, which only the encoder's graph writes."""
-        return tuple(
-            TensorSpec(
-                f"cross_{kind}.{layer}",
-                self.dtype,
-                (1, heads, self.source_slots, head_dim),
-            )
-            for layer, (heads, head_dim) in enumerate(self.kv_shapes)
-            for kind in ("key", "value")
-            if self.source_slots
-        )
+        """The keys and values of a source, zeros behind it: the encoder's outputs."""
+        if not self.source_slots:
+            return ()
+        return _keys_and_values("cross", self.dtype, self._shapes(self.source_slots))
+
+    @property
+    def encoder_input(self) -> TensorSpec:
+        """What the encoder reads: a source, or a sound that fills all slots."""
+        if self.source_bins:
+            shape = 1, self.source_bins, self.frames
+            return TensorSpec("input_features", "float32", shape)
+        return TensorSpec("input_ids", "int64", (1, SOURCE))
+
+    @property
+    def frames(self) -> int:
+        """The frames of the spectrum of a sound."""
+        return FRAMES_PER_SLOT * self.source_slots
 
     @property
     def masked(self) -> bool:
@@ -325,33 +310,35 @@ class StepContract:
         if self.selection is None:
             return ()
         voted, queries = self.selection.voted, self.selection.query_heads
-        return tuple(
-            spec
-            for layer, (heads, size) in enumerate(self.kv_shapes)
-            for spec in (
+        specs: list[TensorSpec] = []
+        for layer, (heads, size) in enumerate(self.kv_shapes):
+            query = 1, heads, queries // heads, size
+            specs += (
                 TensorSpec(f"{side}_rows.{layer}", "int64", (1, heads, voted)),
-                TensorSpec(
-                    f"{side}_query.{layer}",
-                    "float32",
-                    (1, heads, queries // heads, size),
-                ),
+                TensorSpec(f"{side}_query.{layer}", "float32", query),
             )
-        )
+        return tuple(specs)
 
     def buffers(self, side: str) -> tuple[TensorSpec, ...]:
         """The KV buffers named `{side}_key.{i}` and `{side}_value.{i}`."""
         dtype = {0: self.dtype, 8: "int8"}[self.kv_bits]
-        return tuple(
-            TensorSpec(
-                f"{side}_{kind}.{layer}", dtype, (1, heads, self.slots, head_dim)
-            )
-            for layer, (heads, head_dim) in enumerate(self.kv_shapes)
-            for kind in ("key", "value")
-        )
+        return _keys_and_values(side, dtype, self._shapes(self.slots))
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that `read_record` reads."""
-        return asdict(self)
+    def _shapes(self, slots: int) -> dict[int, tuple[int, ...]]:
+        """The shape of the buffers of each layer."""
+        shapes = enumerate(self.kv_shapes)
+        return {layer: (1, heads, slots, size) for layer, (heads, size) in shapes}
+
+
+def _keys_and_values(
+    side: str, dtype: str, shapes: Mapping[int, tuple[int | str, ...]]
+) -> tuple[TensorSpec, ...]:
+    """The tensors `{side}_key.{layer}` and `{side}_value.{layer}` of all layers."""
+    return tuple(
+        TensorSpec(f"{side}_{kind}.{layer}", dtype, shape)
+        for layer, shape in shapes.items()
+        for kind in ("key", "value")
+    )
 
 
 def _optional(name: str, axis: str, size: int) -> tuple[TensorSpec, ...]:

@@ -31,11 +31,7 @@ class TensorSpec:
         members: int = 1,
         prefix: int = 0,
     ) -> tuple[int, ...]:
-        """The shape in a pass of `rows` rows and `probes` probes.
-
-        `answers` of the rows are answered for. `members` and `prefix` are those of the
-        contract.
-        """
+        """The shape in a pass; `members` and `prefix` are numbers of the contract."""
         prefix = prefix if probes else 0
         sizes = {
             ROWS: rows,
@@ -63,8 +59,8 @@ _ONNX_TYPES = {
 def check_tensors(declared: tuple[TensorSpec, ...], actual: list[Any], of: str) -> None:
     """Compare a session's inputs or outputs with their declaration.
 
-    `actual` are onnxruntime `NodeArg`s; `of` names the graph and the side in messages.
-    Raises `ContractError` on the first difference.
+    `actual` are onnxruntime `NodeArg`s; `of` names the graph and the side. Raises
+    `ContractError` on the first difference.
     """
     unchecked = {arg.name: (arg.type, tuple(arg.shape)) for arg in actual}
     for spec in declared:

@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.quant.edits import initializer, substitute, value_of
+from jetdraft.quant.edits import Maker, substitute, value_of
 
 _BIAS_INPUTS = {"GroupQueryAttention": 10, "Attention": 3}
 _LAST_ROW, _TOTAL_LENGTH, _POSITIONS = 5, 6, 9
@@ -47,9 +47,8 @@ def widened(
 ) -> ir.Value:
     """The bias [1, 1, n, slots] that the mask of new inputs means.
 
-    The inputs are `name` and `draft_start`. CUDA clips no int32, so slots are
-    bounded by Max and Min. To gather lines takes the CPU a seventh of the time that it
-    takes to gather columns.
+    The inputs are `name` and `draft_start`. CUDA clips no int32, so slots are bounded
+    by Max and Min. The CPU gathers lines seven times as fast as columns.
     """
     mask, start = (value_of(spec) for spec in contract.mask)
     mask.name = name
@@ -57,14 +56,10 @@ def widened(
     start = next((v for v in graph.inputs if v.name == start.name), start)
     if not start.is_graph_input():
         graph.inputs.append(start)
-    nodes: list[ir.Node] = []
-
-    def make(kind: str, *inputs: ir.Value, **attributes: object) -> ir.Value:
-        nodes.append(ir.node(kind, inputs, attributes))  # type: ignore[arg-type]
-        return nodes[-1].outputs[0]
+    make = Maker(graph, graph[0])
 
     def constant(suffix: str, numbers: object, dtype: str = "int32") -> ir.Value:
-        return initializer(graph, f"{name}.{suffix}", np.array(numbers, dtype))
+        return make.constant(f"{name}.{suffix}", numbers, dtype)
 
     dtype = ir.DataType.from_numpy(np.dtype(contract.dtype))
     hidden = constant("hidden", [HIDDEN], contract.dtype)
@@ -74,9 +69,7 @@ def widened(
     line = make("Min", line, constant("last", [contract.draft_slots]))
     by_slot = make("Gather", lines, line, axis=0)
     axes = constant("axes", [0, 1], "int64")
-    bias = make("Unsqueeze", make("Transpose", by_slot, perm=[1, 0]), axes)
-    graph.insert_before(graph[0], nodes)
-    return bias
+    return make("Unsqueeze", make("Transpose", by_slot, perm=[1, 0]), axes)
 
 
 def add_bias(graph: ir.Graph, bias: ir.Value) -> None:
@@ -93,44 +86,15 @@ def add_bias(graph: ir.Graph, bias: ir.Value) -> None:
 
 
 def sum_bias(graph: ir.Graph, bias: ir.Value) -> None:
-    """Add `bias` to the bias that all attentions have already, in place.
-
-    The new bias has no heads; the attentions' own, by distance, has all of them.
-    """
+    """Add `bias`, without heads, to the bias by distance that all attentions have."""
     own = bias_of(graph)
-    producer = own.producer() if own is not None else None
     assert own is not None
+    producer = own.producer()
     assert producer is not None
     both = ir.node("Add", [own, bias])
     for node in attentions(graph):
         node.replace_input_with(_BIAS_INPUTS[node.op_type], both.outputs[0])
     graph.insert_after(producer, both)
-
-
-class _Twins:
-    """The values by which a single row becomes two equal rows, and two become one."""
-
-    def __init__(self, graph: ir.Graph) -> None:
-        self.graph = graph
-        self.first = attentions(graph)[0]
-        self.one = self.constant("one", [1])
-        self.rows = self.make("Shape", graph.inputs[0], start=1, end=2)
-        count = self.make("Max", self.rows, self.constant("two", [2]))
-        self.row_shape = self.make("Concat", self.one, count, self.one, axis=0)
-        self.position_shape = self.make("Concat", self.one, count, axis=0)
-        self.row_shape.name = _ATTENDED
-        added = self.make("Sub", count, self.rows)
-        self.added = self.make("Cast", added, to=ir.DataType.INT32)
-
-    def constant(self, name: str, number: object, kind: type = np.int64) -> ir.Value:
-        """A constant of the graph."""
-        return initializer(self.graph, f"twins.{name}", np.array(number, kind))
-
-    def make(self, kind: str, *inputs: ir.Value | None, **attributes: int) -> ir.Value:
-        """A new node's output."""
-        node = ir.node(kind, list(inputs), attributes)
-        self.graph.insert_before(self.first, node)
-        return node.outputs[0]
 
 
 def attend_as_two(graph: ir.Graph) -> None:
@@ -141,12 +105,19 @@ def attend_as_two(graph: ir.Graph) -> None:
     other operators run on one row only. The second row fills the slot after the first,
     so the buffers need a spare slot.
     """
-    twins = _Twins(graph)
-    first, one = twins.first, twins.constant("one32", [1], np.int32)
-    last = twins.make("Add", first.inputs[_LAST_ROW], twins.added)
-    filled = twins.make("Add", last, one)
-    total = twins.make("Max", first.inputs[_TOTAL_LENGTH], filled)
-    start = twins.constant("start", [0])
+    first = attentions(graph)[0]
+    make = Maker(graph, first)
+    one, two = make.constant("twins.one", [1]), make.constant("twins.two", [2])
+    own_rows = make("Shape", graph.inputs[0], start=1, end=2)
+    count = make("Max", own_rows, two)
+    row_shape = make("Concat", one, count, one, axis=0)
+    position_shape = make("Concat", one, count, axis=0)
+    row_shape.name = _ATTENDED
+    added = make("Cast", make("Sub", count, own_rows), to=ir.DataType.INT32)
+    last = make("Add", first.inputs[_LAST_ROW], added)
+    filled = make("Add", last, make.constant("twins.one32", [1], np.int32))
+    total = make("Max", first.inputs[_TOTAL_LENGTH], filled)
+    start = make.constant("twins.start", [0])
     expanded: dict[ir.Value, ir.Value] = {}
     for node in attentions(graph):
         for place in (0, 1, 2, _POSITIONS):
@@ -154,15 +125,13 @@ def attend_as_two(graph: ir.Graph) -> None:
             if rows is None:
                 continue
             if rows not in expanded:
-                shape = twins.row_shape if place != _POSITIONS else twins.position_shape
-                expand = ir.node("Expand", [rows, shape])
-                graph.insert_before(node, expand)
-                expanded[rows] = expand.outputs[0]
+                shape = row_shape if place != _POSITIONS else position_shape
+                expanded[rows] = Maker(graph, node)("Expand", rows, shape)
             node.replace_input_with(place, expanded[rows])
         node.replace_input_with(_LAST_ROW, last)
         node.replace_input_with(_TOTAL_LENGTH, total)
         output = node.outputs[0]
-        answer = ir.node("Slice", [output, start, twins.rows, twins.one])
+        answer = ir.node("Slice", [output, start, own_rows, one])
         substitute([output], answer.outputs)
         answer.replace_input_with(0, output)
         if output.shape is not None:

@@ -13,7 +13,6 @@ from typing import Any
 
 from jetdraft.bundle import DRAFTER, Bundle
 from jetdraft.manifest import AcceptanceRecord
-from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.registry import methods
 
@@ -33,37 +32,27 @@ def acceptance_of(model: Model, record: AcceptanceRecord) -> list[float]:
 
     The drafts follow the prompts of the record, and the target's own greedy text.
     """
+    name, drafting = next(
+        (method.name, dict(method.alone))
+        for method in methods().values()
+        if method.alone is not None and not method.lacks(model.bundle)
+    )
     drafts, accepted = 0, [0] * DRAFTED
     for prompt in record["prompts"]:
-        stats = _drafted(model, list(prompt), record["new_tokens"])
+        stats = model.generate(
+            token_ids=prompt,
+            method=name,
+            drafting=drafting,
+            num_draft_tokens=DRAFTED,
+            max_new_tokens=record["new_tokens"],
+            temperature=0.0,
+            ignore_eos=True,
+            exact=False,
+        ).stats
         drafts += sum(stats.evaluated_by_position[:1])
         for position, count in enumerate(stats.accepted_counts):
             accepted[position] += count
     return [round(count / max(drafts, 1), 4) for count in accepted]
-
-
-def _drafted(model: Model, prompt: list[int], new_tokens: int) -> Stats:
-    """The figures of a greedy text."""
-    method, drafting = _way(model.bundle)
-    return model.generate(
-        token_ids=prompt,
-        method=method,
-        drafting=drafting,
-        num_draft_tokens=DRAFTED,
-        max_new_tokens=new_tokens,
-        temperature=0.0,
-        ignore_eos=True,
-        exact=False,
-    ).stats
-
-
-def _way(bundle: Bundle) -> tuple[str, dict[str, object]]:
-    """The method that drafts with the bundle's drafter alone, and its options."""
-    return next(
-        (method.name, dict(method.alone))
-        for method in methods().values()
-        if method.alone is not None and not method.lacks(bundle)
-    )
 
 
 def stored_acceptance(bundle: Bundle) -> AcceptanceRecord | None:
@@ -86,10 +75,7 @@ def measured_again(model: Model) -> tuple[list[float], list[float]] | None:
 
 
 def with_acceptance(bundle: Bundle, prompts: Sequence[Sequence[int]]) -> Bundle:
-    """The saved bundle with its acceptance after these prompts.
-
-    Its manifest is not saved yet; its files are those of before.
-    """
+    """The saved bundle with its acceptance after these prompts, not saved yet."""
     capacity = bundle.target.contract.capacity
     longest = min(LONGEST, capacity // 2)
     record = AcceptanceRecord(

@@ -18,7 +18,7 @@ from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import TARGET_LENGTH, StepContract
 from jetdraft.export.source_step import SourceStep
 from jetdraft.export.step import Step, count, dtype_of, one_row, presents, state_of
-from jetdraft.quant.edits import initializer
+from jetdraft.quant.edits import Maker
 
 
 def draft_step(drafter: DraftModule, target: StepContract, dtype: str) -> Step:
@@ -72,11 +72,7 @@ def _measured_shapes(
 
 
 class DraftStep(Step):
-    """One pass of a drafter over fixed buffers, as the contract declares it.
-
-    Its candidates are ids of the target, also where it chooses among a part of the
-    vocabulary.
-    """
+    """One pass of a drafter over fixed buffers; its candidates are the target's ids."""
 
     def __init__(
         self, drafter: DraftModule, contract: StepContract, ids: Tensor | None = None
@@ -93,10 +89,7 @@ class DraftStep(Step):
         answer_rows: Tensor,
         *inputs: Any,
     ) -> list[Tensor]:
-        """The outputs in the order of `StepContract.outputs`.
-
-        The inputs after `answer_rows` are what the drafter reads, and the buffers.
-        """
+        """The outputs of the contract; `inputs` are what is read, and the buffers."""
         *others, past = inputs
         drafter, contract, dtype = self.model, self.contract, dtype_of(self.contract)
         names = (spec.name for spec in contract.inputs[5 : 5 + len(others)])
@@ -192,11 +185,7 @@ class SourceBlockStep(SourceStep):
         answer_rows: Tensor,
         *inputs: Any,
     ) -> list[Tensor]:
-        """The outputs in the order of `StepContract.outputs`.
-
-        The inputs after `answer_rows` are the block, the source's length, the cross
-        buffers and the past.
-        """
+        """The outputs; `inputs`: the block, source length, cross buffers and past."""
         block, source_length, *cross, past = inputs
         size = self.contract.block
         slots = torch.arange(size)
@@ -224,28 +213,25 @@ class SourceBlockStep(SourceStep):
 def read_less(file: Path, contract: StepContract) -> None:
     """Let a graph read the committed rows of the target's buffers only, not all slots.
 
-    A slice costs as much as the text is long; a mask alone as much as the buffers.
+    A slice costs as much as the text is long; a mask as much as the buffers.
     """
     model = ir.load(file)
     graph = model.graph
-    inputs = {value.name: value for value in graph.inputs}
+    inputs, make = {value.name: value for value in graph.inputs}, Maker(graph, graph[0])
     first, axis, step = (
-        initializer(graph, f"committed.{name}", np.array([number], np.int64))
+        make.constant(f"committed.{name}", [number])
         for name, number in (("first", 0), ("axis", 2), ("step", 1))
     )
     # Without a row there would be nothing to take a softmax of.
-    one = initializer(graph, "committed.one", np.array([1], np.int32))
-    least = ir.node("Max", [inputs[TARGET_LENGTH.name], one])
-    end = ir.node("Cast", [least.outputs[0]], {"to": ir.DataType.INT64})
-    nodes = [least, end]
+    one = make.constant("committed.one", [1], np.int32)
+    least = make("Max", inputs[TARGET_LENGTH.name], one)
+    end = make("Cast", least, to=ir.DataType.INT64)
     for spec in contract.target_kv:
         buffer = inputs[spec.name]
         readers = list(buffer.uses())
-        cut = ir.node("Slice", [buffer, first, end.outputs[0], axis, step])
+        committed = make("Slice", buffer, first, end, axis, step)
         for node, index in readers:
-            node.replace_input_with(index, cut.outputs[0])
-        nodes.append(cut)
-    graph.insert_before(graph[0], nodes)
+            node.replace_input_with(index, committed)
     for node in graph:
         for value in node.outputs:
             if not value.is_graph_output():

@@ -30,11 +30,10 @@ ASKED_TOKENS = 512
 def frequent_tokens(
     model: Any, windows: Windows, count: int, known: int | None = None
 ) -> Tensor:
-    """The `count` most frequent tokens of a text that are below `known`, ascending.
+    """The `count` most frequent tokens of a text below `known`, int64, ascending.
 
-    The result is int64 [count]; `known` is the vocabulary's size by default.
-    Tokens that are equally frequent, for example all that the text lacks, are in the
-    order of the probability that the model gives them in the text.
+    Of equally frequent tokens, for example all that the text lacks, those count that
+    the model expects most in the text.
     """
     expected = _expected(model, windows)
     # Below 1, so that it decides only among equal counts.
@@ -58,11 +57,11 @@ def _expected(model: Any, windows: Windows) -> Tensor:
 
 @dataclass(frozen=True)
 class CutHead:
-    """A drafter's checkpoint whose LM head has the rows of the tokens `ids` only.
+    """A drafter's checkpoint whose LM head has the rows of the tokens `ids` [n] only.
 
-    `ids` are int64 [n]. An embedding that was tied to the whole LM head keeps its
-    rows, and is quantized as the head was: `embedding` is its name now, `whole` the
-    head's before, and `blocks` are the integers of the checkpoint before.
+    An embedding that was tied to the whole LM head keeps its rows, quantized as the
+    head was: `embedding` is its name now, `whole` the head's before, and `blocks` are
+    the integers of the checkpoint before.
     """
 
     checkpoint: Checkpoint
@@ -102,10 +101,7 @@ class CutHead:
 
 
 def cut_head(head: DraftModule, ids: Tensor, dtype: torch.dtype) -> None:
-    """Let a head that reads states choose among these tokens, in place.
-
-    The target's own LM head stays as it is.
-    """
+    """Let a head that reads states choose among these tokens, in place."""
     heads = getattr(head, "lm_heads", None)
     cuts = [rows_of(lm_head, ids) for lm_head in heads or [head.lm_head]]
     for lm_head in cuts:
@@ -141,7 +137,7 @@ def compare_tokenizers(sources: Mapping[str, str]) -> None:
 def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
     """Raise `PairError` for a drafter whose ids are other tokens than the target's.
 
-    Where a checkpoint has no tokenizer, matrices of about as many rows must do.
+    Without both tokenizers, matrices of about as many rows must do.
     """
     _compare(target.source, drafter.source, target.tokenizer, drafter.tokenizer)
     rows = target.vocab_size, drafter.vocab_size

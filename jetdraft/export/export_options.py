@@ -20,20 +20,20 @@ DTYPES = {"fp32": "float32", "fp16": "float16"}
 class ExportOptions:
     """How a bundle is made.
 
-    A `recipe` of None is the cheapest that keeps the target's text, and a
-    `drafter_recipe` of None the fastest for the pair; both are measured, unless the
-    export must be `fast`. `capacity` is the
-    rows of the KV buffers (prompt and output together), `max_width` the most rows of
-    one pass. `provider` and `drafter_provider` will run the graphs; they give the
-    defaults of `dtype`, "fp32" or "fp16" for activations and buffers, and of `flavour`:
-    "contrib" graphs have onnxruntime's own operators, "standard" graphs only those of
-    ai.onnx. With a `limit`, some of the target's layers get more bits than its recipe
-    gives. `adapter_scale` is how far streams of the shared mode move the weights from
-    the base, 0 to 1. `calibration` is a text file for everything that is measured;
-    without it the target writes a text. A drafter chooses among the `draft_vocab`
-    tokens that are most frequent there, or among all. With an `exit_layer` the target
-    can leave the layers from that number on out, for heads of `train sec`. With
-    `select_kv` a graph of the target can read that many of the committed rows only.
+    A `recipe` of None is the cheapest that keeps the target's text, a `drafter_recipe`
+    of None the fastest for the pair; both are measured, unless the export must be
+    `fast`. `capacity` is the rows of the KV buffers (prompt and output together),
+    `max_width` the most rows of one pass. `provider` and `drafter_provider` will run
+    the graphs; they give the defaults of `dtype`, "fp32" or "fp16" for activations and
+    buffers, and of `flavour`: "contrib" graphs have onnxruntime's own operators,
+    "standard" graphs only operators of ai.onnx. With a `limit`, some layers of the
+    target get more bits than its recipe gives. `adapter_scale`, 0 to 1, is how far
+    streams of the shared mode move the weights from the base. `calibration` is a text
+    file for all measures; without it the target writes a text. A drafter chooses among
+    the `draft_vocab` tokens that are most frequent there, or among all. With an
+    `exit_layer` the target can leave out the layers from that number on, for heads of
+    `train sec`. With `select_kv` a graph of the target can read only that many of the
+    committed rows.
 
         ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)
     """
@@ -62,18 +62,7 @@ class ExportOptions:
                 f"unknown flavour {self.flavour!r}; choose {', '.join(FLAVOURS)}"
             )
         for name in (TARGET, DRAFTER):
-            provider = self.provider_of(name)
-            refusal = provider.refusal(self.flavour_made, DTYPES[self.dtype_of(name)])
-            if refusal:
-                raise OptionError(f"{provider.name} cannot run it: {refusal}")
-            self.check_kernel(self.recipe_of(name), name)
-            if self.flavour_made != CONTRIB:
-                self.recipe_of(name).check_standard()
-            if self.recipe_of(name).kv and provider.name != "cpu":
-                raise OptionError(
-                    f"{provider.name} has no fast kernel over integer KV buffers for "
-                    "several rows; leave kv out, or choose --provider cpu"
-                )
+            self._check_graph(name)
         if not 16 <= self.capacity <= 1 << 20:
             raise OptionError(
                 f"capacity {self.capacity} is out of range; choose 16 to 1048576"
@@ -88,14 +77,6 @@ class ExportOptions:
                 f"a selection of {self.select_kv} KV rows must be a part of a context "
                 f"of {self.capacity} tokens; give --select-kv {least} to {most}"
             )
-        self._check_calibration()
-        if not 0.0 <= self.adapter_scale <= 1.0:
-            raise OptionError(
-                f"adapter scale {self.adapter_scale} is out of range; give 0 to 1"
-            )
-
-    def _check_calibration(self) -> None:
-        """Raise `OptionError` for what cannot be measured."""
         if self.limit is not None:
             self.recipe_of(TARGET).raise_units(["0"])  # refuses if it has no more bits
         if self.draft_vocab is not None and self.draft_vocab < 1:
@@ -105,6 +86,24 @@ class ExportOptions:
             )
         if self.calibration is not None and not self.calibration.is_file():
             raise OptionError(f"no file at {self.calibration}; give a text")
+        if not 0.0 <= self.adapter_scale <= 1.0:
+            raise OptionError(
+                f"adapter scale {self.adapter_scale} is out of range; give 0 to 1"
+            )
+
+    def _check_graph(self, name: str) -> None:
+        provider, recipe = self.provider_of(name), self.recipe_of(name)
+        refusal = provider.refusal(self.flavour_made, DTYPES[self.dtype_of(name)])
+        if refusal:
+            raise OptionError(f"{provider.name} cannot run it: {refusal}")
+        self.check_kernel(recipe, name)
+        if self.flavour_made != CONTRIB:
+            recipe.check_standard()
+        if recipe.kv and provider.name != "cpu":
+            raise OptionError(
+                f"{provider.name} has no fast kernel over integer KV buffers for "
+                "several rows; leave kv out, or choose --provider cpu"
+            )
 
     def check_kernel(self, recipe: Recipe, name: str) -> None:
         """Raise `OptionError` unless the graph of that name can have the recipe."""

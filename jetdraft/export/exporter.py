@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import warnings
@@ -82,9 +83,8 @@ def export(
 ) -> Bundle:
     """Export a target, and a drafter beside it, to the bundle folder `output`.
 
-    `target` and `drafter` are local folders, GGUF files or hub ids. A `head` in place
-    of a drafter reads the target's states. Raises `CheckpointError`, `OptionError`,
-    `PairError` or `OutputError` before it writes.
+    Checkpoints are local folders, GGUF files or hub ids. A `head` in place of a drafter
+    reads the target's states. Raises a `JetdraftError` before it writes.
 
         export("target/", "bundle", drafter="drafter/")
     """
@@ -119,7 +119,8 @@ def export(
         _write_texts(folder, checkpoints[TARGET])
         _write_similarity(folder, checkpoints[TARGET].model)
         bundle.save()
-        if _can_draft_here(bundle, options):
+        on_cpu = all(options.provider_of(name).name == "cpu" for name in graphs)
+        if DRAFTER in graphs and on_cpu and not options.fast:
             report("measure acceptance", 0, 1)
             with_acceptance(bundle, measures.prompts).save_manifest()
             report("measure acceptance", 1, 1)
@@ -132,7 +133,11 @@ def _bundle(
     target: Checkpoint,
     options: ExportOptions,
 ) -> Bundle:
-    """The bundle of graphs that lie in the folder."""
+    tools = ("jetdraft", "torch", "transformers", "optimum", "onnx", "onnxruntime")
+    versions = {}
+    for tool in tools:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[tool] = importlib.metadata.version(tool)
     return Bundle(
         path=folder,
         graphs=graphs,
@@ -145,21 +150,12 @@ def _bundle(
         special_tokens=target.special_tokens,
         start_token_ids=target.start_token_ids,
         speech=target.speech,
-        tools=_versions(),
-    )
-
-
-def _can_draft_here(bundle: Bundle, options: ExportOptions) -> bool:
-    """Whether the acceptance can be measured: on the CPU, where every machine runs."""
-    return (
-        bundle.drafter is not None
-        and not options.fast
-        and all(options.provider_of(name).name == "cpu" for name in bundle.graphs)
+        tools=versions,
     )
 
 
 def _cut(measures: Measures, reader: DraftModule | None) -> CutHead | None:
-    """Cut the LM head of the drafter, if the options ask for it, or its training did.
+    """Cut the LM head of the drafter, if the options or its training say so.
 
     Gives the checkpoint that was cut; a head that reads states is cut in place.
     """
@@ -209,7 +205,7 @@ def _load(
 def _check(
     checkpoints: Mapping[str, Checkpoint], options: ExportOptions
 ) -> dict[str, StepContract]:
-    """Check the checkpoints, alone and as a pair; returns their graphs' contracts."""
+    """Check the checkpoints, alone and as a pair; gives their graphs' contracts."""
     for name, checkpoint in checkpoints.items():
         check_checkpoint(name, checkpoint, options)
     contracts = {
@@ -230,6 +226,8 @@ def _contract(
 ) -> StepContract:
     model, probes = checkpoint.model, checkpoint.streams
     shapes = source_shapes if checkpoint.reads_source else kv_shapes
+    own_ids = checkpoint.draft_ids
+    draft_vocab = (options.draft_vocab or 0) if own_ids is None else len(own_ids)
     contract = StepContract(
         vocab_size=checkpoint.vocab_size,
         capacity=options.capacity,
@@ -241,7 +239,7 @@ def _contract(
         if name == DRAFTER
         else 0,
         feature_size=checkpoint.taps.size if checkpoint.taps else 0,
-        draft_vocab=_draft_vocab(checkpoint, options) if name == DRAFTER else 0,
+        draft_vocab=draft_vocab if name == DRAFTER else 0,
         spare_slots=int(_attends_as_two(name, checkpoint, options)),
     )
     if probes is not None:
@@ -258,12 +256,6 @@ def _contract(
             spare_slots=0,
         )
     return contract
-
-
-def _draft_vocab(drafter: Checkpoint, options: ExportOptions) -> int:
-    """The size of the draft vocabulary; 0 for all tokens."""
-    own = drafter.draft_ids
-    return (options.draft_vocab or 0) if own is None else len(own)
 
 
 def _attends_as_two(name: str, checkpoint: Checkpoint, options: ExportOptions) -> bool:
@@ -286,7 +278,7 @@ def _job(
 ) -> tuple[Job, GraphEntry]:
     """The job of one model and its entry; measures what its recipe needs.
 
-    This comes before any graph is written, since passes hook into the model's layers.
+    No graph is written yet, since its passes hook into the model's layers.
     """
     checkpoint, options = measures.checkpoints[name], measures.options
     contract, recipe = measures.contracts[name], options.recipe_of(name)
@@ -334,8 +326,7 @@ def _job(
 def _kept(checkpoint: Checkpoint) -> dict[str, Any]:
     """What a bundle says of a checkpoint's integers; empty for a checkpoint of floats.
 
-    `kept` counts the matrices by their forms, `others` is the number of matrices that
-    were floats, or that the graph cannot hold as they were.
+    `kept` counts the matrices by their forms, `others` all other matrices.
     """
     packed = checkpoint.packed
     if packed is None:
@@ -353,17 +344,6 @@ def _write_texts(folder: Path, target: Checkpoint) -> None:
             (folder / name).write_text(text, encoding="utf-8")
 
 
-def _versions() -> dict[str, str]:
-    tools = ("jetdraft", "torch", "transformers", "optimum", "onnx", "onnxruntime")
-    versions = {}
-    for tool in tools:
-        try:
-            versions[tool] = importlib.metadata.version(tool)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
 _SIMILARITY_SIZE = 64
 _SEED = 20_11_21
 
@@ -371,8 +351,7 @@ _SEED = 20_11_21
 def _write_similarity(folder: Path, model: Any) -> None:
     """Write int8 [vocab, 64]: token embeddings, centred, projected, of unit length.
 
-    A random projection keeps angles (Johnson and Lindenstrauss, 1984). Its errors
-    average out, since requests are compared by the means over their tokens.
+    A random projection keeps angles (Johnson and Lindenstrauss, 1984).
     """
     table = model.get_input_embeddings().weight.detach().float()
     random = torch.Generator().manual_seed(_SEED)

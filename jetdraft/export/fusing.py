@@ -24,9 +24,14 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.attentions import attend_as_two, attentions
 from jetdraft.export.rotation import RotaryTables, RotationInHalves, fuse_rotation
 from jetdraft.export.step import CUT
-from jetdraft.quant.edits import PARAMETER, derived, initializer, producer, substitute
-
-_CONTRIB = "com.microsoft"
+from jetdraft.quant.edits import (
+    CONTRIB_DOMAIN,
+    PARAMETER,
+    Maker,
+    derived,
+    producer,
+    substitute,
+)
 
 
 def fuse(
@@ -73,14 +78,13 @@ def split_gemms(graph: ir.Graph) -> None:
             and not node.attributes.get_int("transB", 0)
         )
         if is_product:
-            product = ir.node("MatMul", node.inputs[:2])
-            product.outputs[0].shape = node.outputs[0].shape
-            product.outputs[0].dtype = node.outputs[0].dtype or ir.DataType.FLOAT
-            nodes = [product]
+            make = Maker(graph, node)
+            result = make("MatMul", *node.inputs[:2])
+            result.shape = node.outputs[0].shape
+            result.dtype = node.outputs[0].dtype or ir.DataType.FLOAT
             if len(node.inputs) == 3 and node.inputs[2] is not None:
-                nodes.append(ir.node("Add", [product.outputs[0], node.inputs[2]]))
-            graph.insert_before(node, nodes)
-            substitute(node.outputs, nodes[-1].outputs)
+                result = make("Add", result, node.inputs[2])
+            substitute(node.outputs, [result])
             graph.remove(node, safe=True)
 
 
@@ -132,19 +136,15 @@ def _merge(
     sizes = [weight.shape[1] for weight in weights if weight and weight.shape]
     name = f"{nodes[0].outputs[0].name}.merged"
     matrix = _joined(graph, [w for w in weights if w], f"{name}.weight", axis=1)
-    product = ir.node("MatMul", [source, matrix])
-    new_nodes = [product]
+    make = Maker(graph, nodes[0])
+    result = make("MatMul", source, matrix)
     if biases:
         vector = _joined(graph, [value for _, value in biases], f"{name}.bias", axis=0)
-        new_nodes.append(ir.node("Add", [product.outputs[0], vector]))
-    result = new_nodes[-1].outputs[0]
-    lengths = initializer(graph, f"{name}.sizes", np.array(sizes, np.int64))
-    split = ir.node("Split", [result, lengths], {"axis": -1}, num_outputs=len(nodes))
-    new_nodes.append(split)
-    old_results = [add.outputs[0] for add, _ in biases]
-    old_results = old_results or [node.outputs[0] for node in nodes]
-    graph.insert_before(nodes[0], new_nodes)
-    substitute(old_results, split.outputs)
+        result = make("Add", result, vector)
+    lengths = make.constant(f"{name}.sizes", sizes)
+    parts = make.several("Split", len(nodes), result, lengths, axis=-1)
+    last = [add for add, _ in biases] or nodes
+    substitute([node.outputs[0] for node in last], parts)
 
 
 def _joined(graph: ir.Graph, values: list[ir.Value], name: str, axis: int) -> ir.Value:
@@ -180,19 +180,21 @@ def fuse_norms(graph: ir.Graph) -> None:
     for norm in list(graph):
         if norm.op_type != "RMSNormalization" or norm.attributes.get_int("axis") != -1:
             continue
-        add = producer(norm.inputs[0], "Add")
-        if _is_cut(norm.inputs[0]) or _joins_probes(norm.inputs[0]):
+        value, weight = norm.inputs[:2]
+        assert value is not None
+        add, concat = producer(value, "Add"), producer(value, "Concat")
+        joins_probes = concat is not None and producer(concat.inputs[0], "Add")
+        if value.name == CUT or joins_probes:
             # Something else reads this sum, so it cannot be computed inside the norm.
             # Use the fused norm all the same and add 0: RMSNormalization differs in its
             # last bits, and the halves of a target must give the bits of the whole.
-            zero = initializer(graph, "no_skip", _zero_like(norm))
-            zeros = ir.node("Mul", [norm.inputs[0], zero])
-            fused = _skip_norm(norm, norm.inputs[0], zeros.outputs[0])
-            graph.insert_before(norm, [zeros, fused])
+            dtype = (weight.dtype if weight else None) or ir.DataType.FLOAT
+            make = Maker(graph, norm)
+            zero = make.constant("no_skip", [0], dtype.numpy())
+            fused = _skip_norm(norm, value, make("Mul", value, zero))
+            make.add(fused)
             substitute([norm.outputs[0]], [fused.outputs[0]])
-        elif add is not None and _same_shape(
-            *(value.shape if value else None for value in add.inputs)
-        ):
+        elif add is not None and _same_shape(*add.inputs):
             fused = _skip_norm(norm, *add.inputs)
             graph.insert_before(norm, fused)
             substitute(
@@ -206,7 +208,7 @@ def _skip_norm(norm: ir.Node, *added: ir.Value | None) -> ir.Node:
         "SkipSimplifiedLayerNormalization",
         [*added, norm.inputs[1]],
         {"epsilon": norm.attributes.get_float("epsilon", 1e-5)},
-        domain=_CONTRIB,
+        domain=CONTRIB_DOMAIN,
         num_outputs=4,
     )
     # Outputs 1 and 2 are statistics that only training reads.
@@ -214,32 +216,11 @@ def _skip_norm(norm: ir.Node, *added: ir.Value | None) -> ir.Node:
     return fused
 
 
-def _is_cut(value: ir.Value | None) -> bool:
-    """Whether the upper half of a target starts with this value."""
-    return value is not None and value.name == CUT
-
-
-def _joins_probes(value: ir.Value | None) -> bool:
-    """Whether a Concat makes this value from a sum of rows and the probes."""
-    concat = producer(value, "Concat")
-    return concat is not None and producer(concat.inputs[0], "Add") is not None
-
-
-def _zero_like(norm: ir.Node) -> np.ndarray:
-    """An array of one zero, of the type of the norm's weight."""
-    weight = norm.inputs[1]
-    dtype = weight.dtype if weight is not None else None
-    return np.zeros(1, (dtype or ir.DataType.FLOAT).numpy())
-
-
-def _same_shape(shape: ir.Shape | None, other: ir.Shape | None) -> bool:
-    """Whether both shapes are [1, n, c] with the same n and c.
-
-    An addition of such values does not broadcast.
-    """
-    if shape is None or other is None or not same_rows(shape, other):
+def _same_shape(one: ir.Value | None, other: ir.Value | None) -> bool:
+    """Whether both have the shape [1, n, c], so that a sum does not broadcast."""
+    if one is None or other is None or one.shape is None or other.shape is None:
         return False
-    return bool(shape[1] == other[1])
+    return same_rows(one.shape, other.shape) and bool(one.shape[1] == other.shape[1])
 
 
 # --- reshapes -------------------------------------------------------------------------
@@ -251,19 +232,15 @@ def drop_identity_reshapes(graph: ir.Graph) -> None:
         if node.op_type != "Reshape":
             continue
         inner = producer(node.inputs[0], "Reshape")
-        if inner is not None and not _copies_sizes(node):
+        sizes = node.inputs[1].const_value if node.inputs[1] else None
+        # A size of 0 is a copy of a size of the input.
+        if inner is not None and sizes is not None and not (sizes.numpy() == 0).any():
             node.replace_input_with(0, inner.inputs[0])
         before, after = node.inputs[0], node.outputs[0]
         if after.is_graph_output():
             continue
         if before is not None and same_rows(before.shape, after.shape):
             ir.convenience.replace_all_uses_with(after, before)
-
-
-def _copies_sizes(reshape: ir.Node) -> bool:
-    """Whether its target shape has a 0, which copies a size of its input."""
-    shape = reshape.inputs[1].const_value if reshape.inputs[1] else None
-    return shape is None or bool((shape.numpy() == 0).any())
 
 
 def same_rows(shape: ir.Shape | None, other: ir.Shape | None) -> bool:
@@ -301,9 +278,8 @@ def plain_gathers(graph: ir.Graph) -> None:
             )
             if np.argsort(perm).tolist() == inverse:
                 axis, data, replaced = perm[0], turned.inputs[0], back
-        gather = ir.node("Gather", [data, chosen], {"axis": axis})
-        graph.insert_before(replaced, gather)
-        substitute(replaced.outputs, gather.outputs)
+        gathered = Maker(graph, replaced)("Gather", data, chosen, axis=axis)
+        substitute(replaced.outputs, [gathered])
 
 
 def _chosen(node: ir.Node) -> ir.Value | None:

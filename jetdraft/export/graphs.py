@@ -20,6 +20,7 @@ from torch import Tensor
 from jetdraft.bundle import SCATTERED, STREAMS, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.parameters import keep_weights
+from jetdraft.checkpoints.streams import Streamed
 from jetdraft.contracts.split_contract import SCORES, SplitContract
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import UnsupportedModelError
@@ -28,11 +29,11 @@ from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.fusing import fuse, plain_gathers
 from jetdraft.export.halves import ExitStep, drop_extras, split
 from jetdraft.export.kv import quantize_cache
-from jetdraft.export.probe_step import probe_step, write_task
+from jetdraft.export.probe_step import ProbeStep, StreamStep, write_task
 from jetdraft.export.select_graph import select_graph
 from jetdraft.export.source_step import EncoderStep, SourceStep
 from jetdraft.export.standard import standardize
-from jetdraft.export.step import CUT, FeatureStep, Step
+from jetdraft.export.step import CUT, Step
 from jetdraft.export.tracer import trace
 from jetdraft.export.tree import compaction_graph, tree_graph
 from jetdraft.manifest import GraphEntry, Halves
@@ -48,8 +49,8 @@ class Job:
     """One model on its way into the bundle `folder`.
 
     `names` maps the ids of the weights to their names in the checkpoint. `scales` are
-    those of integer KV buffers, empty for float buffers. `ids` are the tokens of an LM
-    head that was cut.
+    for integer KV buffers, empty for float buffers. `ids` are the tokens of an LM head
+    that was cut.
     """
 
     folder: Path
@@ -70,7 +71,12 @@ class Job:
 def write_graphs(job: Job, entry: GraphEntry) -> GraphEntry:
     """Write all graphs of one model; returns its entry in the manifest with them."""
     if job.checkpoint.reads_source:
-        entry = _write_target_encoder(job, entry)
+        head = job.quantization.head
+        # An embedding that is tied to the LM head has the head's integers.
+        tied = replace(
+            job.quantization, borrowed={head: head}, lender=job.quantization, head=""
+        )
+        entry = write_encoder(job, entry, tied)
     if job.checkpoint.streams is not None:
         step, entry = _with_probes(job, entry)
     else:
@@ -86,11 +92,10 @@ def _plain_step(job: Job, contract: StepContract) -> Step:
     model, taps = job.checkpoint.model, job.checkpoint.taps
     if job.checkpoint.reads_source:
         return SourceStep(model, contract)
-    if taps is not None:
-        return FeatureStep(model, contract, taps)
     layer = job.options.exit_layer if job.name == TARGET else None
-    above = 0 if layer is None else len(contract.kv_shapes) - layer
-    return Step(model, contract, cut=above, ids=job.ids)
+    layer = layer if taps is None else taps.cut
+    above = len(contract.kv_shapes) - layer if layer else 0
+    return Step(model, contract, cut=above, ids=job.ids, taps=taps)
 
 
 def _with_probes(job: Job, entry: GraphEntry) -> tuple[Step, GraphEntry]:
@@ -100,7 +105,9 @@ def _with_probes(job: Job, entry: GraphEntry) -> tuple[Step, GraphEntry]:
     write_task(job.folder / STREAMS, probed, entry.contract.dtype)
     settings = job.checkpoint.streams.to_json()
     entry = replace(entry, streams={**settings, "base": probed.base})
-    return probe_step(probed, entry.contract), entry
+    if isinstance(probed, Streamed):
+        return StreamStep(probed, entry.contract), entry
+    return ProbeStep(probed, entry.contract), entry
 
 
 # --- the chain graph and the encoder --------------------------------------------------
@@ -130,15 +137,6 @@ def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
     return entry
 
 
-def _write_target_encoder(job: Job, entry: GraphEntry) -> GraphEntry:
-    head = job.quantization.head
-    # An embedding that is tied to the LM head has the head's integers.
-    lent = replace(
-        job.quantization, borrowed={head: head}, lender=job.quantization, head=""
-    )
-    return write_encoder(job, entry, lent)
-
-
 def write_encoder(
     job: Job, entry: GraphEntry, quantization: Quantization
 ) -> GraphEntry:
@@ -163,10 +161,7 @@ def _save_with_weights(model: ir.Model, file: Path) -> None:
 
 
 def _write_halves(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
-    """Write both halves and their compactions; the chain graph loses its extras.
-
-    If no layer lies below the cut, there are no halves.
-    """
+    """Write both halves, if a layer lies below the cut; the chain loses its extras."""
     chain = job.folder / entry.file
     if 0 < step.cut < len(entry.contract.kv_shapes):
         halves = _write_exit(job, entry, _split(job, entry, step))
@@ -215,10 +210,7 @@ def _split(job: Job, entry: GraphEntry, step: Step) -> Halves:
 
 
 def _write_exit(job: Job, entry: GraphEntry, halves: Halves) -> Halves:
-    """Write the graph that takes the place of the upper half; add it to `halves`.
-
-    It reads the target's weights from the chain graph's file, which exists already.
-    """
+    """Write the graph that takes the place of the upper half; add it to `halves`."""
     if job.name != TARGET or job.options.exit_layer is None:
         return halves
     file = job.beside("exit")
@@ -269,10 +261,9 @@ _PAGE, _LARGE = 4096, 1 << 16
 
 
 def share_weights(file: Path, other: Path) -> None:
-    """Read the tensors of the graph `file` that `other` has too from the latter's file.
+    """Let the graph `file` read the tensors that `other` has too from its weights file.
 
-    Both graphs keep their large tensors in files of their own beside them, and tensors
-    with equal bytes are one. The weights of `file` become smaller.
+    Tensors with equal bytes are one. The weights file of `file` becomes smaller.
     """
     model = onnx.load(file, load_external_data=False)
     theirs = {

@@ -1,16 +1,14 @@
 """A target in two halves, and the pass that leaves its upper layers out.
 
 A graph that was traced with a cut is split below the cut. In the place of the upper
-half can run a graph without the upper layers (SEC, 2401.09964). Rows after such an exit
-attend to all rows before them in every layer, so the layers that a row skips still get
-its keys and values, computed from the state that left the lower layers: the paper's
-state copying.
+half can run a graph without the upper layers (SEC, 2401.09964). The layers that a row
+skips get its keys and values from the state that left the lower layers, since later
+rows attend to them: the paper's state copying.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +23,7 @@ from jetdraft.contracts.split_contract import PARENTS, SplitContract
 from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.export.attentions import add_bias, widened
 from jetdraft.export.step import CUT, Specs, Step, presents, state_of, zeros
-from jetdraft.quant.edits import substitute
+from jetdraft.quant.edits import Maker, substitute
 
 _ROWS_MASK = "rows_mask"
 
@@ -51,7 +49,7 @@ def split(model: ir.Model, contract: SplitContract) -> tuple[ir.Model, ir.Model]
         for spec in contract.upper.buffers(side)
         for kind, _, layer in [spec.name.partition(".")]
     }
-    return lower, _part(model, contract.upper_inputs, contract.upper_outputs, traced)
+    return lower, _part(model, contract.upper_inputs, contract.upper.outputs, traced)
 
 
 def drop_extras(model: ir.Model, step: Step) -> None:
@@ -72,9 +70,8 @@ def _count_by(graph: ir.Graph, value: ir.Value, axis: int, positions: ir.Value) 
     """Let nodes that read the size of `axis` of `value` read axis 1 of `positions`."""
     for node in [n for n in value.consumers() if n.op_type == "Shape"]:
         if node.attributes.get_int("start", 0) == axis:
-            size = ir.node("Shape", [positions], {"start": 1, "end": 2})
-            graph.insert_before(node, size)
-            substitute(node.outputs, size.outputs)
+            size = Maker(graph, node)("Shape", positions, start=1, end=2)
+            substitute(node.outputs, [size])
 
 
 def _part(
@@ -85,8 +82,7 @@ def _part(
 ) -> ir.Model:
     """A part of a graph with the contract's names and shapes.
 
-    `traced` maps the contract's names to the names in the whole graph, where the two
-    differ.
+    `traced` maps names of the contract to other names in the whole graph.
     """
     names = [[traced.get(s.name, s.name) for s in specs] for specs in (inputs, outputs)]
     graph = ir.convenience.extract(whole.graph, *names)
@@ -102,8 +98,7 @@ def _part(
 class ExitStep(Step):
     """One pass in place of the upper half, as `SplitContract.exit_inputs` declares it.
 
-    Only the norm and the projections to keys and values of an upper layer are computed:
-    the tracer drops the rest, which no output reads.
+    Of an upper layer only keys and values are computed: no output reads the rest.
     """
 
     def __init__(self, model: Any, split: SplitContract) -> None:
@@ -130,20 +125,14 @@ class ExitStep(Step):
         unused = [zeros(spec) for spec in self.split.lower.buffers("past")]
         state = state_of(position_ids, cursor, total_length, [*unused, *past])
         ids = torch.zeros_like(position_ids)
-        with attending(state), self._entering(hidden, exit_hidden):
-            logits = self.logits(state, ids, position_ids, answer_rows)
-        return [*self.answers(logits), *presents(state)[len(unused) :]]
-
-    @contextlib.contextmanager
-    def _entering(self, hidden: Tensor, exit_hidden: Tensor) -> Iterator[None]:
-        """Let `hidden` enter each upper layer, and `exit_hidden` the final norm."""
-        layers = decoder_layers(self.model)
-        upper = layers[len(self.split.lower.kv_shapes) :]
+        upper = decoder_layers(self.model)[len(self.split.lower.kv_shapes) :]
         with contextlib.ExitStack() as hooks:
             for layer in upper:
                 hooks.callback(_feed(layer, hidden).remove)
             hooks.callback(_feed(final_norm(self.model), exit_hidden).remove)
-            yield
+            hooks.enter_context(attending(state))
+            logits = self.logits(state, ids, position_ids, answer_rows)
+        return [*self.answers(logits), *presents(state)[len(unused) :]]
 
 
 def _feed(module: nn.Module, states: Tensor) -> Any:

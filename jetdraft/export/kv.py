@@ -25,37 +25,29 @@ PAST_KEY = 3
 def cache_scales(
     model: Any, contract: StepContract, windows: Windows, bits: int
 ) -> list[Floats]:
-    """A scale per channel for each buffer, in the contract's order.
+    """Float32 [kv_heads * head_dim] for each buffer, in the contract's order.
 
-    Each is float32 [kv_heads * head_dim]. A channel's largest magnitude over the text
-    becomes the largest integer of `bits`.
+    A channel's largest magnitude over the text becomes the largest integer of `bits`.
     """
-    step = Step(model, contract)
+    step, dtype = Step(model, contract), dtype_of(contract)
+    specs = contract.buffers("past")
     largest: list[torch.Tensor] = []
-    with torch.no_grad():
-        for ids in windows.ids[:, : contract.capacity]:
-            peaks = [x.abs().amax(2)[0].flatten() for x in _buffers(step, ids[None])]
-            pairs = zip(largest, peaks, strict=True) if largest else ()
-            largest = [torch.maximum(*pair) for pair in pairs] or peaks
+    for ids in windows.ids[:, : contract.capacity]:
+        rows = len(ids)
+        with torch.no_grad():
+            outputs = step(
+                ids[None],
+                torch.arange(rows)[None],
+                torch.zeros(1, dtype=torch.int32),
+                torch.tensor([rows], dtype=torch.int32),
+                torch.tensor([rows - 1]),
+                [torch.zeros(spec.sized(), dtype=dtype) for spec in specs],
+            )
+        peaks = [x.abs().amax(2)[0].flatten() for x in outputs[-len(specs) :]]
+        pairs = zip(largest, peaks, strict=True) if largest else ()
+        largest = [torch.maximum(*pair) for pair in pairs] or peaks
     largest_integer = (1 << (bits - 1)) - 1
     return [(x.clamp(min=1e-6) / largest_integer).float().numpy() for x in largest]
-
-
-def _buffers(step: Step, ids: torch.Tensor) -> list[torch.Tensor]:
-    """The float buffers after a pass over a window, `ids` [1, tokens]."""
-    contract, rows = step.contract, ids.shape[1]
-    dtype = dtype_of(contract)
-    past = [torch.zeros(spec.sized(), dtype=dtype) for spec in contract.buffers("past")]
-    outputs = step(
-        ids,
-        torch.arange(rows)[None],
-        torch.zeros(1, dtype=torch.int32),
-        torch.tensor([rows], dtype=torch.int32),
-        torch.tensor([rows - 1]),
-        past,
-    )
-    buffers: list[torch.Tensor] = outputs[-len(past) :]
-    return buffers
 
 
 def quantize_cache(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -63,8 +64,6 @@ def own_text(
     """What the model replies to `QUESTIONS`, sampled with a fixed seed.
 
     `progress(done, total)` is called after each token of all replies.
-
-        own_text(checkpoint).ids    # int64 [12, tokens]
     """
     prompts = own_prompts(checkpoint)
     longest, shortest = max(map(len, prompts)), min(map(len, prompts))
@@ -134,10 +133,9 @@ def _replies(
 class Measures:
     """Measures on the calibration text, or on what the target itself writes.
 
-    `kl` maps the names of models to the KL divergence of their recipes, where it was
-    measured, and `overlaps` are what was measured of the drafter's. The drafter is a
-    `head`, or a checkpoint; `ids` int64 [n] are the tokens that it may draft, None for
-    all.
+    `kl` has the KL divergence of recipes by the names of models, and `overlaps` the
+    measures of the drafter's recipe. The drafter is a `head`, or a checkpoint; `ids`
+    int64 [n] are the tokens that it may draft, None for all.
     """
 
     checkpoints: Mapping[str, Checkpoint]
@@ -160,8 +158,7 @@ class Measures:
 
     def moments(self, name: str) -> dict[str, Floats]:
         """The second moments of a model's inputs, if its recipe needs them."""
-        recipe = self.options.recipe_of(name)
-        if not recipe.needs_moments:
+        if not self.options.recipe_of(name).needs_moments:
             return {}
         return second_moments(self.checkpoints[name].model, self.windows)
 
@@ -173,14 +170,16 @@ class Measures:
         elif self.options.recipe is None:
             self._settle(self._chosen(target))
         if self._drafter_is_open:
-            self._settle_drafter(target)
+            with contextlib.suppress(OptionError):  # matrices that no unit contains
+                choice = self._choice(target)
+                self.report("measure drafter", 1, 1)
+                self.options = replace(self.options, drafter_recipe=choice.recipe)
+                for name in ("overlap", "full_overlap"):
+                    self.overlaps[name] = round(getattr(choice, name), 4)
         return self.options
 
     def draft_vocabulary(self, count: int) -> Tensor:
-        """The `count` tokens that the target writes most often, int64, ascending.
-
-        A drafter has all of them.
-        """
+        """The `count` most frequent tokens that all have, int64, ascending."""
         known = min(checkpoint.vocab_size for checkpoint in self.checkpoints.values())
         target = self.checkpoints[TARGET].model
         return frequent_tokens(target, self.windows, count, known)
@@ -234,17 +233,8 @@ class Measures:
             and all(c.packed is None for c in self.checkpoints.values())
         )
 
-    def _settle_drafter(self, target: Checkpoint) -> None:
-        """Choose the drafter's recipe by what the pair gains."""
-        try:
-            choice = self._choice(target)
-        except OptionError:
-            return
-        self.report("measure drafter", 1, 1)
-        self.options = replace(self.options, drafter_recipe=choice.recipe)
-        self.overlaps |= choice.overlaps
-
     def _choice(self, target: Checkpoint) -> DrafterChoice:
+        """The drafter's recipe by what the pair gains."""
         recipe, windows = self.options.recipe_of(TARGET), self.windows
         if self.head is None:
             models = self._divergence(TARGET), self._divergence(DRAFTER)
@@ -278,8 +268,8 @@ class Measures:
 class ReadingHead(nn.Module):
     """Runs the target, then the head over its features, so that text gives logits.
 
-    Only the matrices of the head's own graph are its modules: the target's and the
-    fusion's, which are in the target's graph, are not quantized with it.
+    Its modules are the matrices that are quantized with the head's graph: no matrix of
+    the target, nor of the fusion, which is in the target's graph.
     """
 
     def __init__(self, target: Any, head: DraftModule, taps: Taps) -> None:
@@ -298,10 +288,7 @@ class ReadingHead(nn.Module):
     def forward(
         self, ids: Tensor, use_cache: bool, logits_to_keep: int
     ) -> SimpleNamespace:
-        """The logits [b, n, vocabulary] for the last n tokens of `ids` int64 [b, m].
-
-        The head gives none for the first token, so n must be below m.
-        """
+        """The logits [b, n, vocabulary] for the last n < m tokens of `ids` [b, m]."""
         target, head, taps = self._others
         with taps.watching(target) as features:
             target(input_ids=ids, use_cache=use_cache, logits_to_keep=1)

@@ -6,28 +6,29 @@ They are speculative streams (2402.11131) or prompt tokens (2405.18628).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from jetdraft.checkpoints.attention import HandThrough, StepState, attending
+from jetdraft.checkpoints.attention import HandThrough, attending
 from jetdraft.checkpoints.probes import Probed
 from jetdraft.checkpoints.prompts import Prompted
 from jetdraft.checkpoints.streams import Streamed
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.split_contract import PARENTS, SCORES
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.export.step import CUT, Step, answers, count, dtype_of, presents, state_of
+from jetdraft.export.step import CUT, Step, count, dtype_of, presents, state_of
 
 
 class ProbeStep(Step):
-    """One pass of a model whose rows can carry probes; see `Step`."""
+    """One pass of a model whose rows can carry probes; see `Step`.
+
+    A learned prefix lies between the rows and the probes, which alone see it, since
+    attention is causal.
+    """
 
     model: Probed
-
-    def __init__(self, probed: Probed, contract: StepContract) -> None:
-        super().__init__(probed, contract)
 
     @property
     def decoder(self) -> Any:
@@ -50,19 +51,32 @@ class ProbeStep(Step):
         draft_start: torch.Tensor,
         probe_rows: torch.Tensor,
         probe_ids: torch.Tensor,
-        past: list[torch.Tensor],
-        *extras: torch.Tensor,
+        *rest: Any,
     ) -> list[torch.Tensor]:
-        """The outputs in the order of `StepContract.outputs`, then extra outputs."""
+        """The outputs of the contract, then extra outputs.
+
+        `rest` is `prefix_rows` int64 [p], if the contract has a prefix, the buffers,
+        and extra inputs.
+        """
+        prefix = rest[0] if self.contract.prefix else None
+        past, *extras = rest if prefix is None else rest[1:]
         state = state_of(position_ids, cursor, total_length, past)
         state.rows = input_ids.shape[1]
 
         def entered() -> None:
             # Counted with the rows: a pass may have no probes, and CUDA sums no axis
             # of size 0.
-            state.last_row = cursor + count(self.filled()) - 1
+            filled = self.model.current_pass.positions
+            if prefix is not None:
+                filled = torch.cat([filled, prefix[None]], 1)
+            state.last_row = cursor + count(filled) - 1
             state.bias = _widened(draft_mask, draft_start, self.contract)
-            self.prepend(state)
+            if prefix is not None:
+                prompts = cast(Prompted, self.model).prompts
+                state.prefix = [
+                    (keys.index_select(2, prefix), values.index_select(2, prefix))
+                    for keys, values in map(prompts.prefix, range(len(state.past)))
+                ]
 
         self.model.entered = entered
         with attending(state):
@@ -74,20 +88,13 @@ class ProbeStep(Step):
             )
         # Split the results, not the logits: a pass may have no probes, and not every
         # operator takes empty inputs.
-        all_answers = answers(logits.float(), self.contract)
+        all_answers = self.answers(logits.float())
         rows = answer_rows.shape[0]
         row_answers, probe_answers = (
             [_rows(x, start, end) for x in all_answers]
             for start, end in ((0, rows), (rows, None))
         )
         return [*row_answers, *probe_answers, *presents(state), *extra_outputs]
-
-    def filled(self) -> torch.Tensor:
-        """A number of 0 or more for each slot that a layer with probes fills."""
-        return self.model.current_pass.positions
-
-    def prepend(self, state: StepState) -> None:
-        """Put before the probes what they alone see; most probes have nothing."""
 
     def probed(
         self, rows_and_probes: tuple[torch.Tensor, ...], **options: Any
@@ -96,45 +103,11 @@ class ProbeStep(Step):
         return [self.model(*rows_and_probes, **options)]
 
 
-class PrefixStep(ProbeStep):
-    """One pass of a model whose probes see a learned prefix in each layer.
-
-    Its keys and values land between those of the rows and of the probes. Attention is
-    causal, so that the rows cannot see them.
-    """
-
-    model: Prompted
-
-    def __init__(self, prompted: Prompted, contract: StepContract) -> None:
-        super().__init__(prompted, contract)
-        self._prefix_rows = torch.zeros(0, dtype=torch.long)
-
-    def forward(  # type: ignore[override]  # its graph has one more input
-        self, *inputs: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """As of `ProbeStep`; `prefix_rows` int64 [p] come before the buffers."""
-        *others, self._prefix_rows, past = inputs
-        return super().forward(*others, past)  # type: ignore[arg-type]
-
-    def filled(self) -> torch.Tensor:
-        """A number of each slot, the slots of the prefix too."""
-        return torch.cat([super().filled(), self._prefix_rows[None]], 1)
-
-    def prepend(self, state: StepState) -> None:
-        """Add the prefix to the keys and values of each layer."""
-        rows = self._prefix_rows
-        prefixes = map(self.model.prompts.prefix, range(len(state.past)))
-        state.prefix = [
-            (keys.index_select(2, rows), values.index_select(2, rows))
-            for keys, values in prefixes
-        ]
-
-
 class StreamStep(ProbeStep):
     """One pass of a model whose rows can carry streams.
 
-    It also gives the hidden states where the streams enter, at which the target can be
-    cut in halves, and the scores of an early exit there.
+    It also gives the hidden states where the streams enter, and the scores of an early
+    exit there.
     """
 
     extra_inputs = (PARENTS,)
@@ -150,11 +123,7 @@ class StreamStep(ProbeStep):
         parents: torch.Tensor,
         **options: Any,
     ) -> list[torch.Tensor]:
-        """Logits, the states at the cut, and the scores of the early exit.
-
-        `parents` int64 [n] are the parents of the rows in a draft; the root counts as
-        its own parent.
-        """
+        """Logits, states at the cut, and scores; `parents` int64 [n] as `PARENTS`."""
         logits, early, hidden = self.model(
             *rows_and_probes, early=slice(None), **options
         )
@@ -171,10 +140,7 @@ def _widened(
 
 
 def _rows(answer: torch.Tensor, start: int, end: int | None) -> torch.Tensor:
-    """Some rows of an answer.
-
-    WebGPU can cut floats only; they hold all integers up to 16 million.
-    """
+    """Some rows of an answer, cut as floats, since WebGPU cuts no integers."""
     return answer.to(torch.float32)[:, start:end].to(answer.dtype)
 
 
@@ -186,20 +152,10 @@ def _scores(
     return chosen - torch.logsumexp(logits, -1)[:, parents]
 
 
-def probe_step(probed: Probed, contract: StepContract) -> ProbeStep:
-    """The pass of a model with probes."""
-    if isinstance(probed, Streamed):
-        return StreamStep(probed, contract)
-    if isinstance(probed, Prompted) and contract.prefix:
-        return PrefixStep(probed, contract)
-    return ProbeStep(probed, contract)
-
-
 def write_task(file: Path, probed: Probed, dtype: str) -> None:
-    """Write the weights of the probes, for `jetdraft.load(streams=)`.
+    """Write the weights of the probes by their names in the graph, as an npz file.
 
-    The npz file has float arrays by their names in the graph, and `base`, the hash of
-    the weights that the probes belong to.
+    `base` is the hash of the weights that the probes belong to.
     """
     arrays: dict[str, Any] = {
         name: weight.detach().numpy().astype(dtype)

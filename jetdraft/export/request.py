@@ -231,7 +231,12 @@ def export(request: ExportRequest) -> Bundle:
     provider = fastest() if request.provider == AUTO else request.provider
     if request.device is not None:
         _check_fits(request, provider)
-    exporter = _exporter()
+    try:
+        exporter = importlib.import_module("jetdraft.export.exporter")
+    except ImportError as error:
+        raise JetdraftError(
+            f"exporting needs {error.name}; pip install 'jetdraft[cpu,export]'"
+        ) from error
     drafter_recipe, calibration = request.quantize_drafter, request.calibration
     options = exporter.ExportOptions(
         recipe=request.recipe,
@@ -282,16 +287,6 @@ def _check_fast(options: Any) -> None:
                 f"a fast export measures nothing, and {what} takes measures; leave one "
                 "of the two out"
             )
-
-
-def _exporter() -> Any:
-    """The module that exports, or an error that names the missing extra."""
-    try:
-        return importlib.import_module("jetdraft.export.exporter")
-    except ImportError as error:
-        raise JetdraftError(
-            f"exporting needs {error.name}; pip install 'jetdraft[cpu,export]'"
-        ) from error
 
 
 def _check_fits(request: ExportRequest, provider: str) -> None:

@@ -13,9 +13,7 @@ import onnx_ir as ir
 from onnxscript.rewriter import pattern
 
 from jetdraft.ort import ort
-from jetdraft.quant.edits import initializer, producer
-
-_CONTRIB = "com.microsoft"
+from jetdraft.quant.edits import CONTRIB_DOMAIN, Maker, initializer, producer
 
 
 class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
@@ -152,16 +150,15 @@ def _rotate_beside(
     cosines, sines, positions = tables
     for place in (0, 1):
         rows = attention.inputs[place]
-        node = ir.node(
+        rotated = Maker(graph, attention)(
             "RotaryEmbedding",
-            [rows, positions, cosines, sines],
-            {"interleaved": interleaved},
-            domain=_CONTRIB,
+            *(rows, positions, cosines, sines),
+            domain=CONTRIB_DOMAIN,
+            interleaved=interleaved,
         )
         if rows is not None:
-            node.outputs[0].type, node.outputs[0].shape = rows.type, rows.shape
-        graph.insert_before(attention, node)
-        attention.replace_input_with(place, node.outputs[0])
+            rotated.type, rotated.shape = rows.type, rows.shape
+        attention.replace_input_with(place, rotated)
 
 
 def _rotation_before(

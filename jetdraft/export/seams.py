@@ -1,17 +1,16 @@
 """Checks that a model computes the same through jetdraft's two seams as on its own.
 
 The seams are the attention and the cache, see `checkpoints.attention`. transformers
-builds no mask for an attention that it does not know. So what a model expresses through
-masks alone (chunks, windows that it does not pass on, both directions) would be lost
-without an error. To run the model both ways finds that, and anything else that a new
-architecture does outside the seams.
+builds no mask for an attention that it does not know, so what a model expresses through
+masks alone (chunks, windows, both directions) would be lost without an error. To run
+the model both ways finds that, and all else that a new architecture does elsewhere.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from jetdraft.checkpoints.source_attention import (
 )
 from jetdraft.checkpoints.source_attention import implement
 from jetdraft.contracts.constants import FRAMES_PER_SLOT
-from jetdraft.contracts.split_contract import SourceContract
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.export_options import ExportOptions
@@ -48,11 +46,15 @@ a thousand times as large."""
 def trained_length(model: Any) -> int | None:
     """The tokens of the texts that a model was trained on; None if they set no limit.
 
-    A model without positions has no limit. Scaled frequencies were made for the length
-    that the config states, and their model may be used beyond it.
+    Neither a model without positions nor a model of scaled frequencies has a limit.
     """
     config = model.config.get_text_config(decoder=True)
-    if not _is_unscaled(getattr(config, "rope_parameters", None)):
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        return None
+    by_layer = isinstance(next(iter(rope.values())), dict)
+    kinds = rope.values() if by_layer else [rope]
+    if any(kind.get("rope_type", "default") != "default" for kind in kinds):
         return None
     return getattr(config, "max_position_embeddings", None) or None
 
@@ -70,30 +72,25 @@ def warn_of_length(model: Any, capacity: int) -> None:
         )
 
 
-def _is_unscaled(rope: Any) -> bool:
-    """Whether positions turn by the frequencies of the training, in all layers."""
-    if not rope:
-        return False
-    kinds = rope.values() if isinstance(next(iter(rope.values())), dict) else [rope]
-    return all(kind.get("rope_type", "default") == "default" for kind in kinds)
-
-
 def check_seams(model: Any, contract: StepContract) -> None:
     """Raise `UnsupportedModelError` unless both ways give the same logits."""
-    window = _narrowest_window(model)
+    config = model.config.get_text_config(decoder=True)
+    names = ("sliding_window", "attention_chunk_size")
+    sizes = [getattr(config, name, None) for name in names]
+    window = min((size for size in sizes if size), default=0)
     tokens = min(max(_LEAST_TOKENS, 2 * window), _MOST_TOKENS, contract.capacity)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(contract.vocab_size, (1, tokens), generator=generator)
     try:
         with torch.no_grad():
-            seam_logits, windows = _through_seams(model, contract, ids)
+            seam_logits, windows = _two_passes(Step(model, contract), ids, tokens)
             model.set_attn_implementation("eager")
             own_logits = model(input_ids=ids, use_cache=False).logits.float()
     except Exception as error:  # an unknown architecture may raise anything
         raise refusal(model, error) from error
     finally:
         model.set_attn_implementation(IMPLEMENTATION)
-    gap = gap_of(seam_logits, own_logits)
+    gap = _gap_of(seam_logits, own_logits)
     # These tokens are too few to notice a window that the model does not pass on.
     too_wide = window > tokens // 2 and window < contract.capacity and not any(windows)
     if not gap <= TOLERANCE[dtype_of(contract)] or too_wide:
@@ -105,50 +102,36 @@ def check_seams(model: Any, contract: StepContract) -> None:
     _check_last_position(model, contract)
 
 
-def gap_of(seam_logits: Tensor, own_logits: Tensor) -> float:
+def _gap_of(seam_logits: Tensor, own_logits: Tensor) -> float:
     """The largest difference, relative to the largest of the model's own logits."""
     largest = own_logits.abs().max().clamp(min=1e-6)
     return float((seam_logits - own_logits).abs().max() / largest)
 
 
-def two_passes(ids: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The first inputs of two passes that read `ids` [1, n]: two thirds, then the rest.
+def _two_passes(
+    step: Step, ids: Tensor, slots: int, *others: Tensor
+) -> tuple[Tensor, set[int]]:
+    """Logits of two passes over buffers of `slots`, and the windows of the layers.
 
-    They are the rows' ids and positions, cursor, total length, and the answer rows.
+    `others` are the inputs before the buffers. The first pass reads two thirds.
     """
-    count = ids.shape[1]
-    for start, end in ((0, 2 * count // 3), (2 * count // 3, count)):
-        yield (
+    dtype, count = dtype_of(step.contract), ids.shape[1]
+    past = [
+        torch.zeros(1, heads, slots, size, dtype=dtype)
+        for heads, size in step.contract.kv_shapes
+        for _ in ("key", "value")
+    ]
+    logits, windows = [], set()
+    for start, end in pairwise((0, 2 * count // 3, count)):
+        outputs = step(
             ids[:, start:end],
             torch.arange(start, end)[None],
             torch.tensor([start], dtype=torch.int32),
             torch.tensor([end], dtype=torch.int32),
             torch.arange(end - start),
+            *others,
+            past,
         )
-
-
-def _narrowest_window(model: Any) -> int:
-    """The window or chunk that the config names, 0 if none."""
-    config = model.config.get_text_config(decoder=True)
-    names = ("sliding_window", "attention_chunk_size")
-    sizes = [getattr(config, name, None) for name in names]
-    return min((size for size in sizes if size), default=0)
-
-
-def _through_seams(
-    model: Any, contract: StepContract, ids: Tensor
-) -> tuple[Tensor, set[int]]:
-    """Logits of two passes over the fixed buffers, and the windows of its layers."""
-    step = Step(model, contract)
-    dtype = dtype_of(contract)
-    past = [
-        torch.zeros(1, heads, ids.shape[1], size, dtype=dtype)
-        for heads, size in contract.kv_shapes
-        for _ in ("key", "value")
-    ]
-    logits, windows = [], set()
-    for inputs in two_passes(ids):
-        outputs = step(*inputs, past)
         logits.append(outputs[3])
         past = outputs[-len(past) :]
         windows |= step.windows
@@ -216,19 +199,22 @@ def check_source_seams(model: Any, contract: StepContract) -> None:
     count = min(_SOURCE_TOKENS, contract.capacity, contract.source_slots)
     source, ids = torch.randint(contract.vocab_size, (2, 1, count), generator=generator)
     if contract.source_bins:
-        [spec] = SourceContract(contract).inputs
-        source = torch.randn(spec.sized(), generator=generator)
+        source = torch.randn(contract.encoder_input.sized(), generator=generator)
     try:
         with torch.no_grad():
-            seam_logits = _source_through_seams(model, contract, source, ids)
+            cross = EncoderStep(model, contract)(source, [])
+            filled = contract.source_slots if contract.source_bins else count
+            length = torch.tensor([filled], dtype=torch.int32)
+            step, slots = SourceStep(model, contract), contract.slots
+            seam_logits, _ = _two_passes(step, ids, slots, length, *cross)
             implement(model, "eager")
             own_logits = model(source, decoder_input_ids=ids).logits.float()
-            _check_last_positions(model, contract)
+            _check_tables(model, contract)
     except Exception as error:  # an unknown architecture may raise anything
         raise refusal(model, error) from error
     finally:
         implement(model, SOURCE_IMPLEMENTATION)
-    gap = gap_of(seam_logits, own_logits)
+    gap = _gap_of(seam_logits, own_logits)
     if not gap <= TOLERANCE[dtype_of(contract)]:
         raise UnsupportedModelError(
             f"{type(model).__name__} computes something that does not reach the seams "
@@ -236,39 +222,17 @@ def check_source_seams(model: Any, contract: StepContract) -> None:
         )
 
 
-def _source_through_seams(
-    model: Any, contract: StepContract, source: Tensor, ids: Tensor
-) -> Tensor:
-    """Logits of two passes over the fixed buffers, after the encoder's."""
-    cross = EncoderStep(model, contract)(source, [])
-    step, logits = SourceStep(model, contract), []
-    past = [
-        torch.zeros(spec.sized(), dtype=dtype_of(contract))
-        for spec in contract.buffers("past")
-    ]
-    filled = contract.source_slots if contract.source_bins else source.shape[1]
-    length = torch.tensor([filled], dtype=torch.int32)
-    for inputs in two_passes(ids):
-        outputs = step(*inputs, length, *cross, past)
-        logits.append(outputs[3])
-        past = outputs[-len(past) :]
-    return torch.cat(logits, 1)
-
-
 def most_positions(model: Any) -> int | None:
-    """The rows of the smaller table of positions; None without such tables.
-
-    The table of an encoder that hears counts frames, not tokens.
-    """
+    """The rows of the smaller table of positions; None without such tables."""
     halves = [model.get_decoder()]
-    if not source_sizes(model)[0]:
+    if not source_sizes(model)[0]:  # an encoder that hears counts frames
         halves.append(model.get_encoder())
     tables = [getattr(half, "embed_positions", None) for half in halves]
     sizes = [t.weight.shape[0] - getattr(t, "offset", 0) for t in tables if t]
     return min(sizes, default=None)
 
 
-def _check_last_positions(model: Any, contract: StepContract) -> None:
+def _check_tables(model: Any, contract: StepContract) -> None:
     """Refuse tables of positions that end before the buffers."""
     limit = most_positions(model)
     if limit is not None and contract.capacity > limit:
@@ -281,10 +245,8 @@ def _check_last_positions(model: Any, contract: StepContract) -> None:
 def settled_options(checkpoint: Checkpoint, options: ExportOptions) -> ExportOptions:
     """The options of an export; for an encoder-decoder, with the safe recipe.
 
-    No text of an encoder-decoder is written to measure others on.
-
-    A model that hears gets no more rows than it has positions: the text of a window is
-    never longer.
+    No text of an encoder-decoder is written to measure others on. A model that hears
+    gets no more rows than it has positions, since no window has a longer text.
     """
     if not checkpoint.reads_source:
         return options

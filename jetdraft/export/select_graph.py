@@ -19,7 +19,7 @@ from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import attentions, has_windows
 from jetdraft.export.seams import trained_length
 from jetdraft.export.selected_attention import SelectedAttention
-from jetdraft.quant.edits import initializer, substitute, value_of
+from jetdraft.quant.edits import Maker, substitute, value_of
 
 OPSET = 24
 """The first opset that has TensorScatter."""
@@ -92,8 +92,12 @@ def _let_select(graph: ir.Graph, contract: StepContract, trained: int | None) ->
     selecting = value_of(SELECTING)
     graph.inputs.extend([selecting, *inputs.values()])
     nodes = attentions(graph)
-    is_selecting = _is_selecting(graph, nodes[0], selecting, selection)
-    turns = None if trained is None else _turning(graph, nodes[0], selecting, trained)
+    make = Maker(graph, nodes[0])
+    is_selecting = _is_selecting(make, nodes[0], selecting, selection)
+    turns = None
+    if trained is not None:  # keys may turn where the pass ends beyond it
+        wanted = selecting, int(Reading.SELECTED)
+        turns = _both_above(make, wanted, (nodes[0].inputs[5], trained - 1))
     for node in nodes:
         past = node.inputs[3]
         assert past is not None
@@ -123,35 +127,20 @@ def _let_select(graph: ir.Graph, contract: StepContract, trained: int | None) ->
 
 
 def _is_selecting(
-    graph: ir.Graph, first: ir.Node, selecting: ir.Value, selection: Selection
+    make: Maker, first: ir.Node, selecting: ir.Value, selection: Selection
 ) -> ir.Value:
     """True if selection is on and the cache is longer than the selection."""
-    rows = ir.node("Shape", [first.inputs[0]], {"start": 1, "end": 2})
-    count = ir.node("Cast", rows.outputs, {"to": ir.DataType.INT32})
-    newest = ir.node("Sub", [first.inputs[5], count.outputs[0]])  # the last committed
-    graph.insert_before(first, [rows, count, newest])
+    rows = make("Shape", first.inputs[0], start=1, end=2)
+    count = make("Cast", rows, to=ir.DataType.INT32)
+    newest = make("Sub", first.inputs[5], count)  # the last committed
     wanted = selecting, int(Reading.ALL)
-    return _both_above(graph, first, wanted, (newest.outputs[0], selection.rows - 2))
+    return _both_above(make, wanted, (newest, selection.rows - 2))
 
 
-def _turning(
-    graph: ir.Graph, first: ir.Node, selecting: ir.Value, trained: int
-) -> ir.Value:
-    """True if keys may turn, and the pass ends beyond the trained length."""
-    last = first.inputs[5]
-    assert last is not None
-    wanted = selecting, int(Reading.SELECTED)
-    return _both_above(graph, first, wanted, (last, trained - 1))
-
-
-def _both_above(
-    graph: ir.Graph, first: ir.Node, *pairs: tuple[ir.Value, int]
-) -> ir.Value:
-    """Whether both values, int32 [1], are above their bounds; known before `first`."""
-    nodes = []
-    for value, bound in pairs:
-        constant = initializer(graph, f"above.{bound}", np.array([bound], np.int32))
-        nodes.append(ir.node("Greater", [value, constant]))
-    both = ir.node("And", [node.outputs[0] for node in nodes])
-    graph.insert_before(first, [*nodes, both])
-    return both.outputs[0]
+def _both_above(make: Maker, *pairs: tuple[ir.Value | None, int]) -> ir.Value:
+    """Whether both values, int32 [1], are above their bounds."""
+    above = [
+        make("Greater", value, make.constant(f"above.{bound}", [bound], np.int32))
+        for value, bound in pairs
+    ]
+    return make("And", *above)

@@ -14,50 +14,19 @@ import onnx_ir as ir
 
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import Selection
-from jetdraft.quant.edits import initializer
-
-_CONTRIB = "com.microsoft"
+from jetdraft.quant.edits import CONTRIB_DOMAIN, Maker
 
 
-class Branch:
-    """Nodes of a subgraph; its constants are those of the graph around it.
+class Branch(Maker):
+    """Nodes of a subgraph; its constants belong to the graph around it.
 
     No other branch has its `name`, by which values are named.
     """
 
     def __init__(self, graph: ir.Graph, name: str) -> None:
-        self.graph, self.name = graph, name
+        super().__init__(graph)
+        self.name = name
         self.nodes: list[ir.Node] = []
-
-    def make(
-        self, kind: str, *inputs: ir.Value | None, **attributes: object
-    ) -> ir.Value:
-        """A new node's output."""
-        return self.several(kind, 1, *inputs, **attributes)[0]
-
-    def several(
-        self, kind: str, count: int, *inputs: ir.Value | None, **attributes: object
-    ) -> list[ir.Value]:
-        """All outputs of a new node of ai.onnx."""
-        node = ir.node(
-            kind,
-            list(inputs),
-            attributes,  # type: ignore[arg-type]
-            num_outputs=count,
-        )
-        return self.add(node)
-
-    def contrib(
-        self, kind: str, *inputs: ir.Value | None, **attributes: object
-    ) -> ir.Value:
-        """The output of a new node of onnxruntime's own operators."""
-        node = ir.node(
-            kind,
-            list(inputs),
-            attributes,  # type: ignore[arg-type]
-            domain=_CONTRIB,
-        )
-        return self.add(node)[0]
 
     def add(self, node: ir.Node) -> list[ir.Value]:
         """The outputs of a node, with names that no other branch has."""
@@ -70,18 +39,16 @@ class Branch:
         """A value in another shape; a size may be a value int64 [1]."""
         parts = [s if isinstance(s, ir.Value) else self.vector(s) for s in sizes]
         if not any(isinstance(size, ir.Value) for size in sizes):
-            return self.make("Reshape", value, self.vector(*sizes))  # type: ignore[arg-type]
-        return self.make("Reshape", value, self.make("Concat", *parts, axis=0))
+            return self("Reshape", value, self.vector(*sizes))  # type: ignore[arg-type]
+        return self("Reshape", value, self("Concat", *parts, axis=0))
 
     def vector(self, *numbers: int) -> ir.Value:
         """A constant int64 [n]."""
-        name = f"constant.{'_'.join(map(str, numbers))}"
-        return initializer(self.graph, name, np.array(numbers, np.int64))
+        return self.constant(f"constant.{'_'.join(map(str, numbers))}", numbers)
 
     def number(self, number: float, kind: type = np.float32) -> ir.Value:
         """A constant without axes."""
-        name = f"constant.{kind.__name__}.{number}"
-        return initializer(self.graph, name, np.array(number, kind))
+        return self.constant(f"constant.{kind.__name__}.{number}", number, kind)
 
     def done(self, outputs: list[ir.Value]) -> ir.Graph:
         """The subgraph."""
@@ -133,43 +100,42 @@ class SelectedAttention:
                 num_outputs=len(node.outputs),
             )
         )
-        state = [branch.make("Identity", value) for value in (self.rows, self.query)]
+        state = [branch("Identity", value) for value in (self.rows, self.query)]
         return branch.done(self._declared([*copy, *state]))
 
     def selected(self) -> ir.Graph:
         """Attention over selected rows and those of the pass."""
         branch = Branch(self.graph, f"{self.name}.selected")
-        make, vector = branch.make, branch.vector
         query, key, value = self._projections(branch)
-        count = make("Shape", query, start=1, end=2)
-        last = make("Cast", self.node.inputs[5], to=ir.DataType.INT64)
-        end = make("Add", last, vector(1))
-        start = make("Sub", end, count)
+        count = branch("Shape", query, start=1, end=2)
+        last = branch("Cast", self.node.inputs[5], to=ir.DataType.INT64)
+        end = branch("Add", last, branch.vector(1))
+        start = branch("Sub", end, count)
         keys, values = (
-            make("TensorScatter", past, self._by_head(branch, rows), start, axis=2)
+            branch("TensorScatter", past, self._by_head(branch, rows), start, axis=2)
             for past, rows in zip(self.node.inputs[3:5], (key, value), strict=True)
         )
         queries = branch.shaped(query, 1, -1, self.kv_heads, self.groups, self.size)
         state = self._state(branch, queries, keys, start)
-        near = make("Sub", start, vector(self.selection.recent))
-        slots = branch.make("Range", *self._scalars(branch, near, end))
+        near = branch("Sub", start, branch.vector(self.selection.recent))
+        slots = branch("Range", *self._scalars(branch, near, end))
         chosen = self._chosen(branch, state[0], slots)
         few_keys, few_values = (
-            make("GatherND", rows, chosen, batch_dims=2) for rows in (keys, values)
+            branch("GatherND", rows, chosen, batch_dims=2) for rows in (keys, values)
         )
         if self.turns is not None:
             few_keys = self._turned(branch, few_keys, chosen, end, self.turns)
-        by_head = make("Transpose", queries, perm=[0, 2, 3, 1, 4])
+        by_head = branch("Transpose", queries, perm=[0, 2, 3, 1, 4])
         flat = branch.shaped(by_head, 1, self.kv_heads, -1, self.size)
         scores = self._scores(branch, flat, few_keys)
         by_row = branch.shaped(scores, 1, self.kv_heads, self.groups, count, -1)
         hidden = self._hidden(branch, slots, (start, near, end), count)
-        weights = make("Softmax", make("Add", by_row, hidden), axis=-1)
-        read = make("Shape", chosen, start=2, end=3)
+        weights = branch("Softmax", branch("Add", by_row, hidden), axis=-1)
+        read = branch("Shape", chosen, start=2, end=3)
         weights = branch.shaped(weights, 1, self.kv_heads, -1, read)
-        answer = make("MatMul", weights, few_values)
+        answer = branch("MatMul", weights, few_values)
         answer = branch.shaped(answer, 1, self.kv_heads, self.groups, -1, self.size)
-        answer = make("Transpose", answer, perm=[0, 3, 1, 2, 4])
+        answer = branch("Transpose", answer, perm=[0, 3, 1, 2, 4])
         answer = branch.shaped(answer, 1, -1, self.heads * self.size)
         return branch.done(self._declared([answer, keys, values, *state]))
 
@@ -187,81 +153,84 @@ class SelectedAttention:
             interleaved = node.attributes.get_int("rotary_interleaved", 0)
             for place in (0, 1):
                 inputs = rows[place], positions, cosines, sines
-                rows[place] = branch.contrib(
-                    "RotaryEmbedding", *inputs, interleaved=interleaved
+                rows[place] = branch(
+                    "RotaryEmbedding",
+                    *inputs,
+                    domain=CONTRIB_DOMAIN,
+                    interleaved=interleaved,
                 )
         return rows
 
     def _by_head(self, branch: Branch, rows: ir.Value) -> ir.Value:
         """New keys or values as the buffers have them, [1, kv_heads, n, size]."""
         split = branch.shaped(rows, 1, -1, self.kv_heads, self.size)
-        return branch.make("Transpose", split, perm=[0, 2, 1, 3])
+        return branch("Transpose", split, perm=[0, 2, 1, 3])
 
     def _scores(self, branch: Branch, queries: ir.Value, keys: ir.Value) -> ir.Value:
-        return branch.contrib(
-            "FusedMatMul", queries, keys, transB=1, alpha=float(self.scale)
+        return branch(
+            "FusedMatMul",
+            *(queries, keys),
+            domain=CONTRIB_DOMAIN,
+            transB=1,
+            alpha=float(self.scale),
         )
 
     def _state(
         self, branch: Branch, queries: ir.Value, keys: ir.Value, start: ir.Value
     ) -> list[ir.Value]:
         """The selected rows, and the query that selected them: old or new."""
-        make = branch.make
-        mean = make("ReduceMean", queries, branch.vector(1), keepdims=0)
-        near = make("Sub", start, branch.vector(self.selection.recent))
-        product = make("ReduceSum", make("Mul", mean, self.query), keepdims=0)
+        mean = branch("ReduceMean", queries, branch.vector(1), keepdims=0)
+        near = branch("Sub", start, branch.vector(self.selection.recent))
+        product = branch("ReduceSum", branch("Mul", mean, self.query), keepdims=0)
         norms = [
-            make("ReduceSumSquare", value, keepdims=0) for value in (mean, self.query)
+            branch("ReduceSumSquare", value, keepdims=0) for value in (mean, self.query)
         ]
-        length = make("Sqrt", make("Mul", *norms))
-        bound = make("Mul", length, branch.number(SIMILARITY))
-        is_like = make("GreaterOrEqual", product, bound)
+        length = branch("Sqrt", branch("Mul", *norms))
+        bound = branch("Mul", length, branch.number(SIMILARITY))
+        is_like = branch("GreaterOrEqual", product, bound)
         # Without a query before, all of these are 0.
-        is_set = make("Greater", norms[1], branch.number(0.0))
-        newest = make("ReduceMax", self.rows, keepdims=0)
-        lies_before = make("Less", newest, make("Squeeze", near, branch.vector(0)))
-        stays = make("And", make("And", is_like, is_set), lies_before)
+        is_set = branch("Greater", norms[1], branch.number(0.0))
+        newest = branch("ReduceMax", self.rows, keepdims=0)
+        lies_before = branch("Less", newest, branch("Squeeze", near, branch.vector(0)))
+        stays = branch("And", branch("And", is_like, is_set), lies_before)
         old = Branch(self.graph, f"{self.name}.old")
         new = Branch(self.graph, f"{self.name}.new")
-        copies = [old.make("Identity", value) for value in (self.rows, self.query)]
+        copies = [old("Identity", value) for value in (self.rows, self.query)]
         voted = self._voted(new, mean, keys, near)
-        branches = {
-            "then_branch": old.done(self._as_state(copies)),
-            "else_branch": new.done(
-                self._as_state([voted, new.make("Identity", mean)])
-            ),
-        }
-        return branch.several("If", 2, stays, **branches)
+        before = old.done(self._as_state(copies))
+        after = new.done(self._as_state([voted, new("Identity", mean)]))
+        return branch.several("If", 2, stays, then_branch=before, else_branch=after)
 
     def _voted(
         self, branch: Branch, mean: ir.Value, keys: ir.Value, near: ir.Value
     ) -> ir.Value:
         """The rows that the query heads vote for, int64 [1, kv_heads, voted]."""
-        make, first = branch.make, branch.vector(self.selection.first)
-        between = make("Slice", keys, first, near, branch.vector(2))
+        first = branch.vector(self.selection.first)
+        between = branch("Slice", keys, first, near, branch.vector(2))
         scores = self._scores(branch, mean, between)
-        votes = make("Softmax", scores, axis=-1)
-        total = make("ReduceSum", votes, branch.vector(2), keepdims=0)
+        votes = branch("Softmax", scores, axis=-1)
+        total = branch("ReduceSum", votes, branch.vector(2), keepdims=0)
         most = branch.vector(self.selection.voted)
         _, places = branch.several("TopK", 2, total, most, axis=-1, sorted=0)
         if self.turns is not None:  # keys that turn keep their order
-            ordered = {"axis": -1, "largest": 0, "sorted": 1}
-            places, _ = branch.several("TopK", 2, places, most, **ordered)
-        return make("Add", places, first)
+            places, _ = branch.several(
+                "TopK", 2, places, most, axis=-1, largest=0, sorted=1
+            )
+        return branch("Add", places, first)
 
     def _chosen(self, branch: Branch, voted: ir.Value, slots: ir.Value) -> ir.Value:
         """The slots of all rows that are read, int64 [1, kv_heads, t, 1]."""
-        make, first = branch.make, self.selection.first
+        first = self.selection.first
         bounds = (branch.number(bound, np.int64) for bound in (0, first, 1))
-        begin = make("Range", *bounds)
-        length = make("Shape", slots, start=0, end=1)
+        begin = branch("Range", *bounds)
+        length = branch("Shape", slots, start=0, end=1)
         head = branch.vector(1, self.kv_heads)
         parts = [
-            make("Expand", part, make("Concat", head, size, axis=0))
+            branch("Expand", part, branch("Concat", head, size, axis=0))
             for part, size in ((begin, branch.vector(first)), (slots, length))
         ]
-        together = make("Concat", parts[0], voted, parts[1], axis=2)
-        return make("Unsqueeze", together, branch.vector(3))
+        together = branch("Concat", parts[0], voted, parts[1], axis=2)
+        return branch("Unsqueeze", together, branch.vector(3))
 
     def _turned(
         self,
@@ -277,24 +246,21 @@ class SelectedAttention:
         """
         far = Branch(self.graph, f"{self.name}.far")
         near = Branch(self.graph, f"{self.name}.near")
-        count = far.make("Shape", chosen, start=2, end=3)
-        begin = far.make("Sub", end, count)
-        wanted = far.make("Range", *self._scalars(far, begin, end))
+        count = far("Shape", chosen, start=2, end=3)
+        begin = far("Sub", end, count)
+        wanted = far("Range", *self._scalars(far, begin, end))
         own = far.shaped(chosen, self.kv_heads, -1)
-        further = far.make("Sub", wanted, own)
+        further = far("Sub", wanted, own)
         rows = far.shaped(keys, self.kv_heads, 1, -1, self.size)
-        turned = far.contrib(
+        turned = far(
             "RotaryEmbedding",
             *(rows, further, *self.node.inputs[7:9]),
+            domain=CONTRIB_DOMAIN,
             interleaved=self.node.attributes.get_int("rotary_interleaved", 0),
         )
-        branches = {
-            "then_branch": far.done(
-                [far.shaped(turned, 1, self.kv_heads, -1, self.size)]
-            ),
-            "else_branch": near.done([near.make("Identity", keys)]),
-        }
-        return branch.make("If", turns, **branches)
+        beyond = far.done([far.shaped(turned, 1, self.kv_heads, -1, self.size)])
+        within = near.done([near("Identity", keys)])
+        return branch("If", turns, then_branch=beyond, else_branch=within)
 
     def _hidden(
         self,
@@ -308,27 +274,27 @@ class SelectedAttention:
         A bias of the attention hides slots too; those before the recent rows are
         committed, and hidden from nobody.
         """
-        make, (start, near, end) = branch.make, bounds
+        start, near, end = bounds
         rows = branch.shaped(
-            make("Range", *self._scalars(branch, start, end)), count, 1
+            branch("Range", *self._scalars(branch, start, end)), count, 1
         )
-        later = make("Greater", slots, rows)
-        hidden = make(
-            "Mul", make("Cast", later, to=ir.DataType.FLOAT), branch.number(HIDDEN)
+        later = branch("Greater", slots, rows)
+        hidden = branch(
+            "Mul", branch("Cast", later, to=ir.DataType.FLOAT), branch.number(HIDDEN)
         )
         bias = self.node.inputs[10] if len(self.node.inputs) > 10 else None
         if bias is not None:
-            own = make("Slice", bias, near, end, branch.vector(3))
-            hidden = make("Add", hidden, make("Squeeze", own, branch.vector(0, 1)))
+            own = branch("Slice", bias, near, end, branch.vector(3))
+            hidden = branch("Add", hidden, branch("Squeeze", own, branch.vector(0, 1)))
         seen = self.selection.first + self.selection.voted
-        return make("Pad", hidden, branch.vector(0, seen, 0, 0))
+        return branch("Pad", hidden, branch.vector(0, seen, 0, 0))
 
     def _scalars(
         self, branch: Branch, begin: ir.Value, end: ir.Value
     ) -> list[ir.Value]:
         """The inputs of a Range."""
         axis = branch.vector(0)
-        ends = [branch.make("Squeeze", value, axis) for value in (begin, end)]
+        ends = [branch("Squeeze", value, axis) for value in (begin, end)]
         return [*ends, branch.number(1, np.int64)]
 
     def _declared(self, outputs: list[ir.Value]) -> list[ir.Value]:

@@ -25,8 +25,6 @@ from jetdraft.checkpoints.source_attention import (
     relative_table,
 )
 from jetdraft.contracts.constants import HIDDEN
-from jetdraft.contracts.split_contract import SourceContract
-from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.step import Specs, Step, dtype_of, state_of, zeros
 
 _TRACED_SOURCE = 9
@@ -134,11 +132,10 @@ class SourceStep(Step):
     def distances(
         self, rows: Tensor, positions: Tensor, cursor: Tensor, both_ways: bool = False
     ) -> Tensor | None:
-        """The bias of all slots by their distance from rows [1, n], [1, heads, n, k].
+        """The bias [1, heads, n, slots] by the distance from rows [1, n]; None without.
 
-        None for a model without such a bias. A slot before the cursor has its own
-        number as position, the slots from there on have `positions` int64 [1, m]: rows
-        of a tree share positions.
+        A slot before the cursor is at the position of its number, the slots from there
+        on are at `positions` int64 [1, m].
         """
         if relative_table(self.model) is None:
             return None
@@ -152,19 +149,12 @@ class SourceStep(Step):
 
 
 class EncoderStep(Step):
-    """The encoder, and the decoder's projections of what it gives.
-
-    EncoderStep(model, contract)(ids, [])    # cross_key.0, cross_value.0, ...
-    """
-
-    def __init__(self, model: Any, contract: StepContract) -> None:
-        super().__init__(model, contract)
-        self.source = SourceContract(contract)
+    """The encoder, and the decoder's projections of what it gives."""
 
     @property
     def declared(self) -> tuple[Specs, Specs, Specs]:
-        """Inputs: a source. No buffers. Outputs: the cross buffers."""
-        return self.source.inputs, (), self.source.outputs
+        """A source, no buffers, and the cross buffers."""
+        return (self.contract.encoder_input,), (), self.contract.cross
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Only the weights that the encoder reads."""
@@ -177,7 +167,7 @@ class EncoderStep(Step):
     def example(self) -> list[Tensor]:
         """A source to trace with."""
         if self.contract.source_bins:
-            return [zeros(spec) for spec in self.source.inputs]
+            return [zeros(self.contract.encoder_input)]
         return [torch.zeros(1, _TRACED_SOURCE, dtype=torch.long)]
 
     def forward(  # type: ignore[override]
@@ -191,7 +181,7 @@ class EncoderStep(Step):
         place = _split if self.contract.source_bins else _padded
         return [
             place(side(states), spec.shape)
-            for side, spec in zip(sides, self.source.outputs, strict=True)
+            for side, spec in zip(sides, self.contract.cross, strict=True)
         ]
 
 

@@ -14,7 +14,7 @@ from onnx_ir.passes import common
 
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import attentions
-from jetdraft.quant.edits import initializer, substitute
+from jetdraft.quant.edits import Maker, substitute
 
 OPSET = 24
 """The first that has TensorScatter and Attention over a part of a buffer."""
@@ -37,112 +37,92 @@ def standardize(model: ir.Model, scattered: bool) -> None:
     graph.sort()
 
 
-class _Maker:
-    """Inserts nodes before another node and gives their first output."""
-
-    def __init__(self, graph: ir.Graph, before: ir.Node) -> None:
-        self.graph = graph
-        self.before = before
-
-    def __call__(
-        self, op_type: str, inputs: list[ir.Value | None], **attributes: object
-    ) -> ir.Value:
-        node = ir.node(op_type, inputs, attributes)  # type: ignore[arg-type]
-        self.graph.insert_before(self.before, node)
-        return node.outputs[0]
-
-    def constant(self, name: str, array: np.ndarray) -> ir.Value:
-        """An initializer; a name gives the same initializer each time."""
-        return initializer(self.graph, name, array)
-
-
 def _attention(graph: ir.Graph, node: ir.Node, scattered: bool) -> None:
     if node.attributes.get_int("local_window_size", -1) > 0:
         raise UnsupportedModelError(
             "a layer attends in a sliding window, which the standard flavour does not "
             "have; export the contrib one"
         )
-    make = _Maker(graph, node)
+    make = Maker(graph, node)
     query, key, value, past_key, past_value, last_row = node.inputs[:6]
     heads = node.attributes.get_int("num_heads", 0)
     kv_heads = node.attributes.get_int("kv_num_heads", 0)
     cursor = next(value for value in graph.inputs if value.name == "cursor")
-    start = make("Cast", [cursor], to=ir.DataType.INT64)
+    start = make("Cast", cursor, to=ir.DataType.INT64)
     write = _scatter_nd if scattered else _scatter
     presents = [
         write(make, past, _by_head(make, new, kv_heads), start)
         for past, new in ((past_key, key), (past_value, value))
     ]
     bias = node.inputs[10] if len(node.inputs) > 10 else None
-    attributes: dict[str, object] = {
-        "scale": node.attributes.get_float("scale", 0.0),
-        "softcap": node.attributes.get_float("softcap", 0.0),
-        "is_causal": 1,
-    }
-    one = make.constant("one", np.array([1], np.int64))
-    filled = make("Add", [make("Cast", [last_row], to=ir.DataType.INT64), one])
+    one = make.constant("one", [1])
+    filled = make("Add", make("Cast", last_row, to=ir.DataType.INT64), one)
     rows = _by_head(make, query, heads)
-    inputs = [rows, *presents, bias, None, None, filled]
-    attended = make("Attention", inputs, **attributes)
-    rows_first = make("Transpose", [attended], perm=[0, 2, 1, 3])
-    flat = make.constant("flat", np.array([0, 0, -1], np.int64))
-    result = make("Reshape", [rows_first, flat])
+    attended = make(
+        "Attention",
+        *(rows, *presents, bias, None, None, filled),
+        scale=node.attributes.get_float("scale", 0.0),
+        softcap=node.attributes.get_float("softcap", 0.0),
+        is_causal=1,
+    )
+    rows_first = make("Transpose", attended, perm=[0, 2, 1, 3])
+    result = make("Reshape", rows_first, make.constant("flat", [0, 0, -1]))
     substitute(node.outputs, [result, *presents])
     graph.remove(node, safe=True)
 
 
 def _scatter(
-    make: _Maker, past: ir.Value | None, rows: ir.Value, start: ir.Value
+    make: Maker, past: ir.Value | None, rows: ir.Value, start: ir.Value
 ) -> ir.Value:
     """Write rows [1, heads, n, d] into a buffer from the slot `start` [1] on."""
-    return make("TensorScatter", [past, rows, start], axis=2)
+    return make("TensorScatter", past, rows, start, axis=2)
 
 
 def _scatter_nd(
-    make: _Maker, past: ir.Value | None, rows: ir.Value, start: ir.Value
+    make: Maker, past: ir.Value | None, rows: ir.Value, start: ir.Value
 ) -> ir.Value:
     """The same with a place (0, head, slot) for every row: [1, heads, n, 3]."""
-    shape = make("Shape", [rows], start=0, end=3)
-    heads = make("Expand", [_numbers(make, rows, 1, None), shape])
-    slots = make("Expand", [_numbers(make, rows, 2, start), shape])
-    batch = make("Sub", [heads, heads])
-    last = make.constant("axis_3", np.array([3], np.int64))
-    columns = [make("Unsqueeze", [place, last]) for place in (batch, heads, slots)]
-    return make("ScatterND", [past, make("Concat", [*columns], axis=3), rows])
+    shape = make("Shape", rows, start=0, end=3)
+    heads = make("Expand", _numbers(make, rows, 1, None), shape)
+    slots = make("Expand", _numbers(make, rows, 2, start), shape)
+    batch = make("Sub", heads, heads)
+    last = make.constant("axis_3", [3])
+    columns = [make("Unsqueeze", place, last) for place in (batch, heads, slots)]
+    return make("ScatterND", past, make("Concat", *columns, axis=3), rows)
 
 
 def _numbers(
-    make: _Maker, rows: ir.Value, axis: int, start: ir.Value | None
+    make: Maker, rows: ir.Value, axis: int, start: ir.Value | None
 ) -> ir.Value:
     """Counts along an axis of [1, heads, n], from `start` or 0 on."""
-    zero, one = (make.constant(f"number_{n}", np.array(n, np.int64)) for n in (0, 1))
-    count = make("Squeeze", [make("Shape", [rows], start=axis, end=axis + 1)])
-    numbers = make("Range", [zero, count, one])
+    zero, one = (make.constant(f"number_{n}", n) for n in (0, 1))
+    count = make("Squeeze", make("Shape", rows, start=axis, end=axis + 1))
+    numbers = make("Range", zero, count, one)
     if start is not None:
-        numbers = make("Add", [numbers, start])
-    others = np.array([other for other in range(3) if other != axis], np.int64)
-    return make("Unsqueeze", [numbers, make.constant(f"beside_{axis}", others)])
+        numbers = make("Add", numbers, start)
+    others = [other for other in range(3) if other != axis]
+    return make("Unsqueeze", numbers, make.constant(f"beside_{axis}", others))
 
 
-def _by_head(make: _Maker, rows: ir.Value | None, heads: int) -> ir.Value:
+def _by_head(make: Maker, rows: ir.Value | None, heads: int) -> ir.Value:
     """[1, n, heads * d] as [1, heads, n, d]."""
-    sizes = make.constant(f"by_{heads}_heads", np.array([0, 0, heads, -1], np.int64))
-    return make("Transpose", [make("Reshape", [rows, sizes])], perm=[0, 2, 1, 3])
+    sizes = make.constant(f"by_{heads}_heads", [0, 0, heads, -1])
+    return make("Transpose", make("Reshape", rows, sizes), perm=[0, 2, 1, 3])
 
 
 def _norm(graph: ir.Graph, node: ir.Node) -> None:
     """x / sqrt(mean(x^2) + eps) * weight, in single precision."""
-    make = _Maker(graph, node)
+    make = Maker(graph, node)
     source, weight = node.inputs[:2]
     dtype = source.dtype if source is not None else None
     half = dtype is not None and dtype != ir.DataType.FLOAT
-    x = make("Cast", [source], to=ir.DataType.FLOAT) if half else source
-    axis = make.constant("last_axis", np.array([-1], np.int64))
+    x = make("Cast", source, to=ir.DataType.FLOAT) if half else source
+    axis = make.constant("last_axis", [-1])
     epsilon = node.attributes.get_float("epsilon", 1e-5)
-    small = make.constant(f"epsilon_{epsilon}", np.array([epsilon], np.float32))
-    mean = make("ReduceMean", [make("Mul", [x, x]), axis], keepdims=1)
-    scaled = make("Div", [x, make("Sqrt", [make("Add", [mean, small])])])
-    if half and dtype is not None:
-        scaled = make("Cast", [scaled], to=dtype)
-    substitute(node.outputs[:1], [make("Mul", [scaled, weight])])
+    small = make.constant(f"epsilon_{epsilon}", [epsilon], np.float32)
+    mean = make("ReduceMean", make("Mul", x, x), axis, keepdims=1)
+    scaled = make("Div", x, make("Sqrt", make("Add", mean, small)))
+    if half:
+        scaled = make("Cast", scaled, to=dtype)
+    substitute(node.outputs[:1], [make("Mul", scaled, weight)])
     graph.remove(node, safe=True)

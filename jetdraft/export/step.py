@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -23,6 +23,9 @@ CUT = "cut_hidden"
 """The extra output of a graph traced with a cut: the hidden states at the cut."""
 
 
+_PREFIX = "features"
+"""The names of a fusion's weights in the graph begin with it."""
+
 Specs = tuple[TensorSpec, ...]
 
 
@@ -31,9 +34,9 @@ class Step(torch.nn.Module):
 
     Run in torch, it says what its own graph must compute; then the returned buffers are
     copies. With a `cut` it also gives the hidden states that enter the top `cut`
-    layers. `ids` int64 [n] are the tokens of the LM head's rows, if they are not all
-    tokens; candidates are tokens. The traced graph has `extra_inputs` and
-    `extra_outputs` after those of the contract.
+    layers, and with `taps` features for a head. `ids` int64 [n] are the tokens of the
+    LM head's rows, None for all. The traced graph has `extra_inputs` and
+    `extra_outputs` after the contract's own.
     """
 
     extra_inputs: tuple[TensorSpec, ...] = ()
@@ -45,12 +48,11 @@ class Step(torch.nn.Module):
         contract: StepContract,
         cut: int = 0,
         ids: torch.Tensor | None = None,
+        taps: Taps | None = None,
     ) -> None:
         super().__init__()
-        self.model = model
-        self.ids = ids
-        self.contract = contract
-        self.cut = cut
+        self.model, self.contract, self.cut, self.ids = model, contract, cut, ids
+        self.taps = torch.nn.ModuleDict({} if taps is None else {_PREFIX: taps})
         self.windows: set[int] = set()
         if cut:
             self.extra_outputs = (CUT,)
@@ -104,11 +106,15 @@ class Step(torch.nn.Module):
         answer_rows: torch.Tensor,
     ) -> list[torch.Tensor]:
         """The outputs of a pass with that state, as `forward` gives them."""
-        with (
-            attending(state),
-            self._watched() as (head, cut),
-            self.features() as features,
-        ):
+        head, cut, features = (list[torch.Tensor]() for _ in range(3))
+        with contextlib.ExitStack() as hooks:
+            hooks.enter_context(attending(state))
+            hooks.callback(_watch(self.model.get_output_embeddings(), head).remove)
+            if self.cut:
+                first = decoder_layers(self.model)[-self.cut]
+                hooks.callback(_watch(first, cut).remove)
+            for taps in self.taps.values():
+                features = hooks.enter_context(cast(Taps, taps).watching(self.model))
             logits = self.logits(state, input_ids, position_ids, answer_rows)
         if logits.shape[1] != answer_rows.shape[0]:
             raise UnsupportedModelError(
@@ -144,67 +150,25 @@ class Step(torch.nn.Module):
 
     def answers(self, logits: torch.Tensor) -> list[torch.Tensor]:
         """The four outputs for rows whose logits are float32 [1, m, n]."""
-        places, *others = answers(logits, self.contract)
+        values, places = torch.topk(logits, self.contract.candidates)
+        sums = log_sum_exp(logits, values[..., :1])[..., 0]
         # WebGPU gathers integers of 32 bits only.
         ids = places if self.ids is None else self.ids.int()[places].long()
-        return [ids, *others]
+        return [ids, values, sums, logits]
 
     @property
     def task(self) -> dict[str, torch.Tensor]:
-        """The weights that must not be fused or quantized, by their names."""
-        return {}
+        """The weights that must not be fused or quantized, by their names.
+
+        A fusion of features reads the largest numbers of the model.
+        """
+        return {name: weight.data for name, weight in self.taps.named_parameters()}
 
     def dtype_of(self, weight: str) -> torch.dtype:
         """The type that the graph has a weight in, by its name in the module."""
-        return dtype_of(self.contract)
-
-    @contextlib.contextmanager
-    def features(self) -> Iterator[list[torch.Tensor]]:
-        """The features of the rows for a head, filled by the forward pass."""
-        yield []
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """The states that enter the head and the cut, filled by the forward pass."""
-        head, cut = list[torch.Tensor](), list[torch.Tensor]()
-        with contextlib.ExitStack() as hooks:
-            hooks.callback(_watch(self.model.get_output_embeddings(), head).remove)
-            if self.cut:
-                first = decoder_layers(self.model)[-self.cut]
-                hooks.callback(_watch(first, cut).remove)
-            yield head, cut
-
-
-_PREFIX = "features"
-"""The names of the fusion's weights in the graph begin with it."""
-
-
-class FeatureStep(Step):
-    """One pass of a model that gives features too; see `Step` and `Taps`."""
-
-    def __init__(self, model: Any, contract: StepContract, taps: Taps) -> None:
-        above = len(contract.kv_shapes) - taps.cut if taps.cut else 0
-        super().__init__(model, contract, cut=above)
-        self.taps = torch.nn.ModuleDict({_PREFIX: taps})
-
-    @property
-    def task(self) -> dict[str, torch.Tensor]:
-        """The fusion's weights: its input has the largest numbers of the model."""
-        named = self.taps[_PREFIX].named_parameters()
-        return {f"{_PREFIX}.{name}": weight.data for name, weight in named}
-
-    def dtype_of(self, weight: str) -> torch.dtype:
-        """The fusion stays in single precision, as its states overflow float16."""
         if weight.startswith(f"{_PREFIX}."):
-            return torch.float32
-        return super().dtype_of(weight)
-
-    @contextlib.contextmanager
-    def features(self) -> Iterator[list[torch.Tensor]]:
-        """The features of the rows, filled by the forward pass."""
-        taps = cast(Taps, self.taps[_PREFIX])
-        with taps.watching(self.model) as features:
-            yield features
+            return torch.float32  # states overflow float16
+        return dtype_of(self.contract)
 
 
 def _watch(module: torch.nn.Module, states: list[torch.Tensor]) -> Any:
@@ -222,10 +186,10 @@ def zeros(spec: TensorSpec, *sizes: int) -> torch.Tensor:
 
 
 def count(numbers: torch.Tensor) -> torch.Tensor:
-    """The size n of `numbers` [1, n], which must not be negative, as int32 [1].
+    """The size n > 0 of `numbers` [1, n], which must not be negative, as int32 [1].
 
-    It counts, since a shape is known on the host only: a graph that copies a shape to
-    the device cannot be captured as a CUDA graph. n is not 0: CUDA sums no empty axis.
+    It counts, since a graph that copies a shape from the host cannot be captured as a
+    CUDA graph. CUDA sums no empty axis.
     """
     return (numbers >= 0).to(torch.int32).sum(1, dtype=torch.int32)
 
@@ -246,12 +210,6 @@ def state_of(
     )
 
 
-def answers(logits: torch.Tensor, contract: StepContract) -> list[torch.Tensor]:
-    """The four outputs for rows whose logits are float32 [1, m, vocab]."""
-    values, indices = torch.topk(logits, contract.candidates)
-    return [indices, values, log_sum_exp(logits, values[..., :1])[..., 0], logits]
-
-
 PACKET = 16
 """The most numbers that a processor takes a logarithm of at once."""
 
@@ -259,7 +217,7 @@ PACKET = 16
 def log_sum_exp(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """log(sum(exp)) of each row, [..., 1]; `largest` is the row's largest logit.
 
-    ReduceLogSumExp takes three times as long on the CPU, and 0.36 ms on an H100.
+    ReduceLogSumExp takes three times as long on the CPU.
     """
     total = (logits - largest).exp().sum(-1, keepdim=True)
     # The CPU takes logarithms in packets, and those left over with another function:
@@ -279,10 +237,7 @@ def dtype_of(contract: StepContract) -> torch.dtype:
 
 
 def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
-    """(kv_heads, head_dim) of each layer, from the tensors of a pass over one row.
-
-    The tensors are safer than configs, where each architecture has other names.
-    """
+    """(kv_heads, head_dim) of each layer, from the tensors of a pass over one row."""
     row = torch.zeros(1, 1, dtype=torch.long)
 
     def run(cache: Cache) -> None:

@@ -33,8 +33,7 @@ MAX_TRACES = 4
 class KeptTraces:
     """The last graphs by their fingerprints, each as the bytes of an ONNX file.
 
-    A trace takes most of the time of an export, and does not depend on the recipe:
-    `jetdraft recipes` exports a target once for each.
+    A trace takes most of the time of an export, and does not depend on the recipe.
     """
 
     def __init__(self) -> None:
@@ -43,7 +42,7 @@ class KeptTraces:
     def get_or_make(
         self, key: str | None, make: Callable[[], onnx_ir.Model]
     ) -> onnx_ir.Model:
-        """The graph with that key; it is made if there is none, or no key."""
+        """The graph with that key, made if it is not kept or has no key."""
         if key is None:
             return make()
         file = self.read(key)
@@ -54,7 +53,7 @@ class KeptTraces:
         return model
 
     def read(self, key: str) -> bytes | None:
-        """The file with that key, if it is kept."""
+        """The file with that key, or None."""
         return self._files.get(key)
 
     def write(self, key: str, file: bytes) -> None:
@@ -69,10 +68,7 @@ KEPT = KeptTraces()
 
 
 class _Open(torch.nn.Module):
-    """A step that takes its weights as the last argument.
-
-    The exporter would fold constants; inputs stay as they are.
-    """
+    """A step that takes its weights as the last input, since constants are folded."""
 
     step: torch.nn.Module
 
@@ -93,12 +89,11 @@ class _Open(torch.nn.Module):
 
 
 def trace(step: Step, names: Mapping[int, str]) -> onnx_ir.Model:
-    """Trace a step into a float step graph.
+    """Trace a step into a float step graph; raises `UnsupportedModelError`.
 
-    Inputs and outputs have the names in the contract and in the step's extra inputs and
-    outputs. The weights are read from the model when they are needed. A weight whose id
-    is not in `names` belongs to streams and must not be fused or quantized: it stays an
-    input, after all other inputs, until `keep_weights`. Raises `UnsupportedModelError`.
+    The weights are read from the model when they are needed. A weight whose id is not
+    in `names` must not be fused or quantized: it stays an input, after all other
+    inputs, until `keep_weights`.
     """
     _pin_rotary_frequencies(step.decoder, step.contract.capacity)
     step.eval()
@@ -149,18 +144,14 @@ def _exported(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Model:
         verbose=False,
     )
     assert program is not None
-    # An ONNX file cannot have a name twice.
-    _rename_inner(program.model.graph)
-    return program.model
-
-
-def _rename_inner(graph: onnx_ir.Graph) -> None:
-    """Rename inner values to which the exporter gave the name of an output."""
-    output_names = {value.name for value in graph.outputs}
-    for node in graph:
+    # The exporter may give an inner value the name of an output, and an ONNX file
+    # cannot have a name twice.
+    names = {value.name for value in program.model.graph.outputs}
+    for node in program.model.graph:
         for value in node.outputs:
-            if value.name in output_names and not value.is_graph_output():
+            if value.name in names and not value.is_graph_output():
                 value.name = f"{value.name}.inner"
+    return program.model
 
 
 def _dynamic_shapes(
@@ -186,11 +177,9 @@ def _dynamic_shapes(
 
 
 def _pin_rotary_frequencies(model: Any, capacity: int) -> None:
-    """Fix rotary frequencies that depend on the length of the text.
+    """Fix rotary frequencies that depend on the length: cached keys are rotated.
 
-    Cached keys are rotated already, so their frequencies cannot change with the length.
-    Raises `UnsupportedModelError` if the capacity is above the length at which the
-    frequencies change.
+    Raises `UnsupportedModelError` if they change within the capacity.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -232,16 +221,15 @@ def _silent() -> Iterator[None]:
 
 
 class UnknownError(Exception):
-    """An object whose state cannot be told."""
+    """An object whose state is not known."""
 
 
 def fingerprint(step: torch.nn.Module) -> str | None:
     """A hash that two steps share only if the tracer makes the same graph of them.
 
-    It covers the modules with all their fields and methods, the functions in them, and
-    the bytes of tensors that become constants. Parameters are inputs of the traced
-    graph, so only their names, shapes and types count. None for a step with an object
-    of C in it.
+    It covers modules with their fields, methods and functions, and the bytes of tensors
+    that become constants. Parameters are inputs of the graph, so only their names,
+    shapes and types count. None for a step with an object of C in it.
     """
     writer = _Writer()
     try:
@@ -258,8 +246,8 @@ class _Writer:
         self.digest = hashlib.sha256()
         self.numbers: dict[int, int] = {}
         self.classes: set[type] = set()
+        # What has a number must live, or another object could get its id.
         self.kept: list[Any] = []
-        """What has a number must live, or another object could get its id."""
 
     def write(self, value: Any) -> None:
         """Write one object with all that it holds; raise `UnknownError`."""
@@ -270,13 +258,8 @@ class _Writer:
         else:
             self.numbers[id(value)] = len(self.numbers)
             self.kept.append(value)
-            self._write_new(value)
-
-    def _write_new(self, value: Any) -> None:
-        for kinds, write in _WRITERS:
-            if isinstance(value, kinds):
-                return write(self, value)
-        return self._write_object(value)
+            kinds = (write for kinds, write in _WRITERS if isinstance(value, kinds))
+            next(kinds, _Writer.write_object)(self, value)
 
     def write_all(self, kind: str, values: Iterable[Any]) -> None:
         """Write several objects in their order."""
@@ -310,7 +293,7 @@ class _Writer:
             raise UnknownError
         self.write_all("set", sorted(values, key=repr))
 
-    def _write_object(self, value: Any) -> None:
+    def write_object(self, value: Any) -> None:
         """An object whose whole state is its fields; another may hide some in C."""
         kind = type(value)
         bases = [base for base in kind.__mro__ if not base.__flags__ & _HEAP]

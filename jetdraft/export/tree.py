@@ -11,7 +11,7 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import add_bias, bias_of, has_windows, sum_bias, widened
-from jetdraft.quant.edits import initializer, value_of
+from jetdraft.quant.edits import Maker, initializer, value_of
 
 _OPSET = 24
 """The first opset that has TensorScatter."""
@@ -74,15 +74,16 @@ def compaction_graph(contract: StepContract, scattered: bool = False) -> ir.Mode
     graph = ir.Graph(
         [source, target], [], nodes=[], opset_imports={"": _OPSET}, name="compaction"
     )
+    make = Maker(graph)
     for past, present in zip(
         contract.buffers("past"), contract.buffers("present"), strict=True
     ):
         buffer, present_buffer = value_of(past), value_of(present)
         graph.inputs.append(buffer)
         graph.outputs.append(present_buffer)
-        rows = _add(graph, "Gather", buffer, source, axis=2)
+        rows = make("Gather", buffer, source, axis=2)
         if scattered:
-            places = _places(graph, target, int(past.shape[1]))
+            places = _places(make, target, int(past.shape[1]))
             node = ir.node(
                 "ScatterND", [buffer, places, rows], outputs=[present_buffer]
             )
@@ -97,7 +98,7 @@ def compaction_graph(contract: StepContract, scattered: bool = False) -> ir.Mode
     return ir.Model(graph, ir_version=11)
 
 
-def _places(graph: ir.Graph, target: ir.Value, heads: int) -> ir.Value:
+def _places(make: Maker, target: ir.Value, heads: int) -> ir.Value:
     """The place (0, head, slot) of each row in a buffer, int64 [1, heads, m, 3].
 
     A sum of slots (0, 0, slot) and heads (0, head, 0), since a shape would be computed
@@ -105,14 +106,7 @@ def _places(graph: ir.Graph, target: ir.Value, heads: int) -> ir.Value:
     """
     by_head = np.zeros((1, heads, 1, 3), np.int64)
     by_head[0, :, 0, 1] = range(heads)
-    column = initializer(graph, "column", np.array([1, 1, -1, 1], np.int64))
-    last = initializer(graph, "last", np.array([[[[0, 0, 1]]]], np.int64))
-    slots = _add(graph, "Mul", _add(graph, "Reshape", target, column), last)
-    return _add(graph, "Add", slots, initializer(graph, f"heads_{heads}", by_head))
-
-
-def _add(graph: ir.Graph, kind: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
-    """The output of a new node at the end of the graph."""
-    node = ir.node(kind, list(inputs), attributes)
-    graph.append(node)
-    return node.outputs[0]
+    column = make.constant("column", [1, 1, -1, 1])
+    last = make.constant("last", [[[[0, 0, 1]]]])
+    slots = make("Mul", make("Reshape", target, column), last)
+    return make("Add", slots, make.constant(f"heads_{heads}", by_head))

@@ -20,10 +20,9 @@ class Blocks:
 
     `packed` uint8 [columns, blocks, bytes] holds the integers, the first in the lowest
     bits; `scales` are float and `zeros` uint8, both [columns, blocks]. Without `zeros`,
-    the middle of the integers' range stands for 0. The integers that fill up the last
-    block are never read. With an `order` int64 [rows], row i belongs to input
-    `order[i]`. A `whole` matrix has one block for each column, of integers with seven
-    bits, for products of integers.
+    the middle of the integers' range stands for 0. With an `order` int64 [rows], row i
+    belongs to input `order[i]`. A `whole` matrix has one block for each column, of
+    integers with seven bits, for products of integers.
     """
 
     packed: Bytes
@@ -45,14 +44,11 @@ class Blocks:
     def joined(cls, parts: Sequence[Blocks]) -> Blocks:
         """One matrix with the columns of several; all must have the same `form`."""
         zeros = [part.zeros for part in parts if part.zeros is not None]
-        return cls(
-            np.concatenate([part.packed for part in parts]),
-            np.concatenate([part.scales for part in parts]),
-            np.concatenate(zeros) if zeros else None,
-            parts[0].bits,
-            parts[0].rows,
-            parts[0].order,
-            parts[0].whole,
+        return replace(
+            parts[0],
+            packed=np.concatenate([part.packed for part in parts]),
+            scales=np.concatenate([part.scales for part in parts]),
+            zeros=np.concatenate(zeros) if zeros else None,
         )
 
     def columns(self, which: npt.NDArray[np.int64]) -> Blocks:

@@ -25,7 +25,7 @@ class Windows:
     """A text as token ids, int64 [windows, length].
 
     A model is compared with itself on the last `scored` tokens of each window.
-    `tokens` int64 [n] are all tokens whose frequency counts: those, or a whole file.
+    `tokens` int64 [n] are all tokens whose frequency counts.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class Windows:
     def of(cls, file: Path, tokenizer: str | None, longest: int = WINDOW) -> Windows:
         """Windows of equal length, at most `longest` tokens, spread evenly over a file.
 
-        `tokenizer` is the JSON of a tokenizers.Tokenizer. Raises `DataError` if it is
-        None, or if the file cannot be read or has fewer than two tokens.
+        `tokenizer` is the JSON of a tokenizers.Tokenizer. Raises `DataError` without
+        it, or if the file cannot be read or has fewer than two tokens.
         """
         if tokenizer is None:
             raise DataError(
@@ -70,11 +70,36 @@ def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
 
     Each is float32 [inputs, inputs]. The model runs with transformers' own attention.
     """
-    sums = _Sums()
-    with own_attention(model), sums.watching(model), torch.no_grad():
-        for ids in windows.ids:
-            model(input_ids=ids[None], use_cache=False)
-    return {name: sums.of[owner] for name, owner in sums.owners.items()}
+    sums: dict[str, Floats] = {}
+    # Layers that read the same tensor, for example q, k and v, share one sum.
+    owners: dict[str, str] = {}
+    last, owner = torch.empty(0), ""
+
+    def add(name: str, inputs: torch.Tensor) -> None:
+        nonlocal last, owner
+        if inputs is not last:
+            last, owner = inputs, name
+            rows = inputs.reshape(-1, inputs.shape[-1]).float()
+            moments = (rows.T @ rows).numpy()
+            sums[name] = sums[name] + moments if name in sums else moments
+        owners[name] = owner
+
+    def hook(name: str) -> Any:
+        return lambda layer, inputs: add(name, inputs[0])
+
+    handles = [
+        layer.register_forward_pre_hook(hook(f"{name}.weight"))
+        for name, layer in model.named_modules()
+        if isinstance(layer, torch.nn.Linear)
+    ]
+    try:
+        with own_attention(model), torch.no_grad():
+            for ids in windows.ids:
+                model(input_ids=ids[None], use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: sums[owner] for name, owner in owners.items()}
 
 
 @contextmanager
@@ -86,44 +111,3 @@ def own_attention(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(implementation)
-
-
-class _Sums:
-    """The sums of second moments, by weight name.
-
-    Layers that read the same tensor, for example q, k and v, share one sum: `owners`
-    maps each weight to the weight whose sum it shares.
-    """
-
-    def __init__(self) -> None:
-        self.of: dict[str, Floats] = {}
-        self.owners: dict[str, str] = {}
-        self._last: torch.Tensor | None = None
-        self._owner = ""
-
-    def add(self, name: str, inputs: torch.Tensor) -> None:
-        """Add the inputs [..., inputs] of a layer; layers may share them."""
-        if inputs is not self._last:
-            self._last, self._owner = inputs, name
-            rows = inputs.reshape(-1, inputs.shape[-1]).float()
-            moments = (rows.T @ rows).numpy()
-            self.of[name] = self.of[name] + moments if name in self.of else moments
-        self.owners[name] = self._owner
-
-    @contextmanager
-    def watching(self, model: Any) -> Iterator[None]:
-        """Add the inputs of all linear layers that run inside the block."""
-
-        def hook(name: str) -> Any:
-            return lambda layer, inputs: self.add(name, inputs[0])
-
-        handles = [
-            layer.register_forward_pre_hook(hook(f"{name}.weight"))
-            for name, layer in model.named_modules()
-            if isinstance(layer, torch.nn.Linear)
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()

@@ -1,18 +1,11 @@
-"""Chooses recipes: the cheapest that keeps a target's text, and a pair's fastest.
-
-`choose` goes down the rungs of a ladder, and mixes four and eight bits where no rung
-holds.
-`Sensitivity` finds the layers that need twice the bits: each decoder layer, and the
-head, is quantized alone, and its KL divergence from the unquantized model is its
-sensitivity. The units with the most KL per further byte get twice the bits, until all
-together meet a limit. `choose_drafter` weighs acceptance against the time of a step.
-"""
+"""Chooses recipes: the cheapest that keeps a target's text, and a pair's fastest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -54,9 +47,9 @@ def choose(
 ) -> tuple[Recipe, float]:
     """The cheapest recipe whose KL is at most `bound`, and its KL.
 
-    First the rungs from the top down, as long as they hold; if none holds, a mix of
-    four and eight bits, or eight bits. `progress(stage, done, total)` is called after
-    each step.
+    First the rungs from the last to the first, as long as they hold; if none holds, a
+    mix of four and eight bits, or eight bits. `progress(stage, done, total)` is called
+    after each step.
     """
     chosen: tuple[Recipe, float] | None = None
     for done, name in enumerate(reversed(RUNGS), start=1):
@@ -74,8 +67,13 @@ def choose(
 def _mix(
     divergence: Divergence, progress: Callable[[str, int, int], None], bound: float
 ) -> tuple[Recipe, float]:
-    """The mix with the fewest bytes that meets the bound, if it is worth its name."""
-    top, top_kl = _eight_bits(divergence, progress, bound)
+    """The mix with the fewest bytes that meets the bound, or eight bits."""
+    for done, top in enumerate(map(Recipe.parse, EIGHT_BITS), start=1):
+        top_kl = divergence.of(top)
+        divergence.forget()
+        progress("measure eight bits", done, len(EIGHT_BITS))
+        if top_kl <= bound:
+            break
     try:
         mix, kl = Sensitivity(divergence, Recipe.parse(RUNGS[-1])).mixed(
             Limit(max_kl=bound),
@@ -85,19 +83,6 @@ def _mix(
         return top, top_kl
     worth = divergence.bytes_of(mix) < WORTH * divergence.bytes_of(top)
     return (mix, kl) if worth else (top, top_kl)
-
-
-def _eight_bits(
-    divergence: Divergence, progress: Callable[[str, int, int], None], bound: float
-) -> tuple[Recipe, float]:
-    """The first of `EIGHT_BITS` within the bound, or else the last."""
-    for done, recipe in enumerate(map(Recipe.parse, EIGHT_BITS), start=1):
-        kl = divergence.of(recipe)
-        divergence.forget()
-        progress("measure eight bits", done, len(EIGHT_BITS))
-        if kl <= bound:
-            break
-    return recipe, kl
 
 
 @dataclass(frozen=True)
@@ -122,7 +107,11 @@ class Limit:
 
 
 class Sensitivity:
-    """Finds mixes of a recipe and its raised form."""
+    """Finds mixes of a recipe and its raised form.
+
+    Each decoder layer, and the head, is quantized alone. The units with the most KL
+    divergence from the unquantized model per further byte get twice the bits.
+    """
 
     def __init__(self, divergence: Divergence, recipe: Recipe) -> None:
         self.divergence = divergence
@@ -136,10 +125,8 @@ class Sensitivity:
         """A recipe in which some units have twice the bits, and its KL.
 
         With a limit of bytes, as many units as fit; with a limit of KL, as few units as
-        meet it.
-
-        `progress(done, total)` is called after each unit. Raises `OptionError` if no
-        mix meets the limit.
+        meet it. `progress(done, total)` is called after each unit. Raises `OptionError`
+        if no mix meets the limit.
         """
         units = self.divergence.units
         candidates = [unit for unit in units if unit and self._more_bytes(unit)]
@@ -198,17 +185,15 @@ class Sensitivity:
 
     def _more_bytes(self, unit: Unit) -> int:
         """How many bytes a unit takes more with twice the bits."""
-        recipes = self.recipe, self.recipe.raise_units([unit])
         less, more = (
             self.divergence.bytes_of_unit(unit, recipe.of_unit(unit))
-            for recipe in recipes
+            for recipe in (self.recipe, self.recipe.raise_units([unit]))
         )
         return more - less
 
 
-@dataclass(frozen=True)
-class DrafterChoice:
-    """A drafter's recipe, and the share of its tokens that the target accepts.
+class DrafterChoice(NamedTuple):
+    """A drafter's recipe, and the shares of its tokens that the target accepts.
 
     `full_overlap` is the share of the drafter in floats.
     """
@@ -216,14 +201,6 @@ class DrafterChoice:
     recipe: Recipe
     overlap: float
     full_overlap: float
-
-    @property
-    def overlaps(self) -> dict[str, float]:
-        """What the manifest says of them."""
-        return {
-            "overlap": round(self.overlap, 4),
-            "full_overlap": round(self.full_overlap, 4),
-        }
 
 
 def choose_drafter(
@@ -236,9 +213,9 @@ def choose_drafter(
 
     A pass takes the time that its bytes take. With the acceptance a of a token, K
     drafted tokens give (1 - a^(K+1)) / (1 - a) tokens for one pass of the target and K
-    of the drafter (Leviathan et al., 2211.17192, theorem 3.8), at the best K. Four bits
-    that cost less acceptance than `MAX_FALL` are taken at once, for the whole drafter
-    or for its LM head. A drafter may choose among the tokens `ids` only.
+    passes of the drafter (Leviathan et al., 2211.17192, theorem 3.8). Four bits that
+    cost less acceptance than `MAX_FALL` are taken at once, for the whole drafter or for
+    its LM head. A drafter may choose among the tokens `ids` only.
     """
     pass_cost = PASS_BYTES + target.bytes_of(target_recipe)
 

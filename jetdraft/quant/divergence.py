@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -91,8 +90,8 @@ class Divergence:
         """The mean of sum(min(p, q)) with this model's q and another model's p.
 
         It is the share of drafted tokens that a target accepts (Leviathan et al.,
-        2211.17192, corollary 3.6). Both must read the same text. `ids` int64 [n] are
-        the tokens of this model's logits, if it does not choose among all.
+        2211.17192, corollary 3.6). `ids` int64 [n] are the tokens of this model's
+        logits, None for all.
         """
         total, rows = 0.0, 0
         with self._quantized({unit: recipe.of_unit(unit) for unit in self.units}):
@@ -136,11 +135,10 @@ class Divergence:
                     if recipe.bits is None:
                         continue
                     blocks = self._blocks_of(name, layer, recipe)
-                    weight = layer.weight
-                    for module in self._users[id(weight)]:
+                    for module in self._users[id(layer.weight)]:
                         rounds = self.rounds_inputs and module is layer
-                        rounding = _Rounding(blocks, weight.data, self.dtype, rounds)
-                        hooks.enter_context(rounding.on(module))
+                        rounding = _rounding(module, blocks, self.dtype, rounds)
+                        hooks.enter_context(rounding)
             yield
 
     def _logs(self, ids: torch.Tensor) -> torch.Tensor:
@@ -152,47 +150,43 @@ class Divergence:
         return logs
 
 
-@dataclass(frozen=True)
-class _Rounding:
-    """Quantizes a module while it runs: one matrix at a time is in floats.
+@contextmanager
+def _rounding(
+    module: torch.nn.Module, blocks: Blocks, dtype: torch.dtype, inputs: bool
+) -> Iterator[None]:
+    """Quantize a module while it runs: one matrix at a time is in floats of `dtype`.
 
-    `original` is the module's own weight, `dtype` the type that the model computes in.
-    With `inputs` the inputs are rounded too.
+    With `inputs` what it reads is rounded too.
     """
+    original = module.weight.data
 
-    blocks: Blocks
-    original: torch.Tensor
-    dtype: torch.dtype
-    inputs: bool
-
-    @contextmanager
-    def on(self, module: torch.nn.Module) -> Iterator[None]:
-        """Let the module run so in the block."""
-        # First, since a model may convert its weights to compute.
-        before = module.register_forward_pre_hook(self._before, prepend=True)
-        after = module.register_forward_hook(self._after, always_call=True)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
-
-    def _before(self, module: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
-        module.weight.data = torch.from_numpy(self.blocks.floats.T).to(self.dtype)
-        if not self.inputs:
+    def before(module: Any, read: tuple[torch.Tensor, ...]) -> Any:
+        module.weight.data = torch.from_numpy(blocks.floats.T).to(dtype)
+        if not inputs:
             return None
-        first, *others = inputs
-        return (rounded(first, self.blocks.block_size).to(first.dtype), *others)
+        first, *others = read
+        return (rounded(first, blocks.block_size).to(first.dtype), *others)
 
-    def _after(self, module: Any, inputs: Any, output: Any) -> None:
-        module.weight.data = self.original
+    def after(module: Any, read: Any, output: Any) -> None:
+        module.weight.data = original
+
+    # First, since a model may convert its weights to compute.
+    hooks = (
+        module.register_forward_pre_hook(before, prepend=True),
+        module.register_forward_hook(after, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def rounded(values: torch.Tensor, size: int) -> torch.Tensor:
     """Values [..., n] as int8 with a scale for each block of `size`, float32 again.
 
     MatMulNBits of onnxruntime's CPU provider reads its inputs so at accuracy level 4,
-    but for two bits in blocks of 16; w8a8 rounds a whole row with one scale.
+    but for two bits in blocks of 16.
     """
     count = values.shape[-1]
     whole = torch.nn.functional.pad(values.float(), (0, -count % size))

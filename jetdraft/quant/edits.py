@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
 from jetdraft.contracts.tensors import TensorSpec
+
+CONTRIB_DOMAIN = "com.microsoft"
+"""The domain of onnxruntime's own operators."""
 
 PARAMETER = "parameter"
 """Metadata key of a value: the checkpoint's names of its weights, one a line."""
@@ -46,10 +50,7 @@ def derived(
     function: Callable[..., Array],
     shape: Sequence[int],
 ) -> ir.Value:
-    """A constant that `function` computes from other constants when it is read.
-
-    A graph of large weights takes no memory before it is written.
-    """
+    """A constant that `function` computes from others when the graph is written."""
     constants = [value.const_value for value in sources if value.const_value]
     dtype = constants[0].dtype
 
@@ -69,6 +70,53 @@ def derived(
         value.metadata_props[PARAMETER] = "\n".join(name for name in names if name)
     graph.register_initializer(value)
     return value
+
+
+class Maker:
+    """Adds nodes to a graph, before a node of it or at the end.
+
+    make = Maker(graph, node)
+    total = make("Add", value, make.constant("one", [1]))
+    """
+
+    def __init__(self, graph: ir.Graph, before: ir.Node | None = None) -> None:
+        self.graph, self.before = graph, before
+
+    def __call__(
+        self, kind: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any
+    ) -> ir.Value:
+        """The output of a new node."""
+        return self.several(kind, 1, *inputs, domain=domain, **attributes)[0]
+
+    def several(
+        self,
+        kind: str,
+        count: int,
+        *inputs: ir.Value | None,
+        domain: str = "",
+        **attributes: Any,
+    ) -> list[ir.Value]:
+        """All outputs of a new node."""
+        node = ir.node(kind, list(inputs), attributes, domain=domain, num_outputs=count)
+        return self.add(node)
+
+    def add(self, node: ir.Node) -> list[ir.Value]:
+        """Insert a node; gives its outputs."""
+        if self.before is None:
+            self.graph.append(node)
+        else:
+            self.graph.insert_before(self.before, node)
+        return list(node.outputs)
+
+    def constant(
+        self, name: str, numbers: object, kind: npt.DTypeLike = np.int64
+    ) -> ir.Value:
+        """A constant of the graph; a name gives the same constant each time."""
+        return self.array(name, np.array(numbers, kind))
+
+    def array(self, name: str, array: Array) -> ir.Value:
+        """A constant that is an array already."""
+        return initializer(self.graph, name, array)
 
 
 def substitute(old: Iterable[ir.Value], new: Iterable[ir.Value]) -> None:

@@ -19,11 +19,17 @@ from onnx_ir.passes import common
 
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.quant.algorithms import quantize
-from jetdraft.quant.blocks import Blocks, Floats, Order
-from jetdraft.quant.edits import PARAMETER, initializer, substitute
+from jetdraft.quant.blocks import Blocks, Floats
+from jetdraft.quant.edits import (
+    CONTRIB_DOMAIN,
+    PARAMETER,
+    Maker,
+    initializer,
+    producer,
+    substitute,
+)
 from jetdraft.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
 
-_CONTRIB = "com.microsoft"
 _MIDDLE = 128
 """The uint8 that stands for 0."""
 
@@ -32,12 +38,11 @@ _MIDDLE = 128
 class Quantization:
     """A recipe, and what it must know of the model.
 
-    `head` is the name of the head's weight. In a `standard` graph a MatMul reads its
-    matrix from a DequantizeLinear, and embeddings are stored as floats. `moments` are
-    the result of `calibration.second_moments`, for recipes that need them. `packed` has
-    the weights, by name, that the checkpoint quantized; they keep its integers.
-    `borrowed` maps the names of matrices that belong to another model to their names
-    there: they are quantized as `lender` quantizes them.
+    `head` is the name of the head's weight. A `standard` graph has DequantizeLinear
+    before its MatMul, and embeddings of floats. `moments` are the result of
+    `calibration.second_moments`, where the recipe needs them. `packed` has the weights,
+    by name, whose integers are the checkpoint's. `borrowed` maps the names of another
+    model's matrices to their names there: `lender` quantizes them.
     """
 
     recipe: Recipe
@@ -71,14 +76,15 @@ class Quantization:
             assert matrix is not None
             source, transposed = matrix
             blocks = self._blocks(source, transposed, _names(source))
+            make = Maker(graph, node)
             if blocks is not None and blocks.order is not None:
-                _reorder_inputs(graph, node, blocks.order)
-            if blocks is None:
-                pass
-            elif self.standard:
-                _dequantize(graph, node, source, blocks)
-            else:
-                quantized[source] = _quantize_product(graph, node, source, blocks)
+                order = make.array(f"{node.outputs[0].name}.order", blocks.order)
+                inputs = make("Gather", node.inputs[0], order, axis=-1)
+                node.replace_input_with(0, inputs)
+            if blocks is not None and self.standard:
+                _dequantize(make, node, source, blocks)
+            elif blocks is not None:
+                quantized[source] = _quantize_product(make, node, source, blocks)
             progress(done, len(products))
         for node in [node for node in graph if node.op_type == "Gather"]:
             table = node.inputs[0]
@@ -86,7 +92,7 @@ class Quantization:
                 continue
             packed = quantized.get(table) or self._packed_table(graph, table)
             if packed is not None:
-                _quantize_gather(graph, node, packed)
+                _quantize_gather(Maker(graph, node), node, packed)
         common.RemoveUnusedNodesPass()(model)
 
     def _packed_table(self, graph: ir.Graph, table: ir.Value) -> Packed | None:
@@ -95,9 +101,7 @@ class Quantization:
         if self.standard or lender is None or name != lender.head:
             return None
         blocks = lender._blocks(table, True, [name])
-        if blocks is None:
-            return None
-        return _packed(graph, table, blocks)
+        return None if blocks is None else _packed(graph, table, blocks)
 
     def _blocks(
         self, source: ir.Value, transposed: bool, names: list[str]
@@ -165,78 +169,58 @@ def _matrix(node: ir.Node) -> tuple[ir.Value, bool] | None:
     if node.op_type != "MatMul" or node.inputs[1] is None:
         return None
     value = node.inputs[1]
-    transpose = value.producer()
-    transposed = transpose is not None and transpose.op_type == "Transpose"
-    if transposed and transpose is not None and transpose.inputs[0] is not None:
+    transpose = producer(value, "Transpose")
+    if transpose is not None and transpose.inputs[0] is not None:
         value = transpose.inputs[0]
     constant = value.const_value
     if constant is None or len(constant.shape) != 2:
         return None
-    return value, transposed
-
-
-def _reorder_inputs(graph: ir.Graph, node: ir.Node, order: Order) -> None:
-    """Insert a Gather before the MatMul that puts its inputs in the blocks' order."""
-    name = f"{node.outputs[0].name}.order"
-    indices = initializer(graph, name, order)
-    gather = ir.node("Gather", [node.inputs[0], indices], {"axis": -1})
-    graph.insert_before(node, gather)
-    node.replace_input_with(0, gather.outputs[0])
+    return value, transpose is not None
 
 
 def _quantize_product(
-    graph: ir.Graph, node: ir.Node, source: ir.Value, blocks: Blocks
+    make: Maker, node: ir.Node, source: ir.Value, blocks: Blocks
 ) -> Packed:
     """Replace the MatMul by a product over packed integers."""
-    packed = _packed(graph, source, blocks)
+    packed, read = _packed(make.graph, source, blocks), node.inputs[0]
     if blocks.whole:
-        _replace(graph, node, *integer_product(graph, node, packed.weight, blocks))
+        _replace(make, node, integer_product(make, read, packed.weight, blocks))
         return packed
-    inputs: list[ir.Value | None] = [
-        node.inputs[0],
-        packed.weight,
-        initializer(graph, f"{source.name}.scales", blocks.scales),
-    ]
+    inputs = [read, packed.weight, make.array(f"{source.name}.scales", blocks.scales)]
     if blocks.packed_zeros is not None:
-        zeros = initializer(graph, f"{source.name}.zeros", blocks.packed_zeros)
-        inputs.append(zeros)
-    product = ir.node(
+        inputs.append(make.array(f"{source.name}.zeros", blocks.packed_zeros))
+    product = make(
         "MatMulNBits",
-        inputs,
-        {
-            "K": blocks.rows,
-            "N": len(blocks.packed),
-            "bits": blocks.bits,
-            "block_size": blocks.block_size,
-            "accuracy_level": ACCURACY_LEVEL,
-        },
-        domain=_CONTRIB,
+        *inputs,
+        domain=CONTRIB_DOMAIN,
+        K=blocks.rows,
+        N=len(blocks.packed),
+        bits=blocks.bits,
+        block_size=blocks.block_size,
+        accuracy_level=ACCURACY_LEVEL,
     )
-    _replace(graph, node, product)
+    _replace(make, node, product)
     return packed
 
 
-def _dequantize(
-    graph: ir.Graph, node: ir.Node, source: ir.Value, blocks: Blocks
-) -> None:
+def _dequantize(make: Maker, node: ir.Node, source: ir.Value, blocks: Blocks) -> None:
     """Insert a DequantizeLinear of integers [rows, columns] before the MatMul."""
     middle, dtype = 1 << (blocks.bits - 1), _SIGNED[blocks.bits]
     signed = blocks.integers.astype(np.int16) - middle
     integers = signed.reshape(len(signed), -1)[:, : blocks.rows]
     parts = {f"int{blocks.bits}": integers.T.astype(dtype), "scales": blocks.scales.T}
     values = [
-        initializer(graph, f"{source.name}.{name}", np.ascontiguousarray(array))
+        make.array(f"{source.name}.{name}", np.ascontiguousarray(array))
         for name, array in parts.items()
     ]
-    attributes = {"axis": 0, "block_size": signed.shape[2]}
-    floats = ir.node("DequantizeLinear", values, attributes)
-    graph.insert_before(node, floats)
-    node.replace_input_with(1, floats.outputs[0])
+    size = signed.shape[2]
+    floats = make("DequantizeLinear", *values, axis=0, block_size=size)
+    node.replace_input_with(1, floats)
     for consumer in source.consumers():
         if consumer.op_type == "Gather":
             # A tied embedding reads the dequantized numbers, as in the contrib flavour.
             array = np.ascontiguousarray(blocks.floats.T)
-            rows = initializer(graph, f"{source.name}.rows", array)
+            rows = make.array(f"{source.name}.rows", array)
             consumer.replace_input_with(0, rows)
 
 
@@ -244,57 +228,48 @@ _SIGNED: dict[int, npt.DTypeLike] = {4: ml_dtypes.int4, 8: np.int8}
 """The types of integers that DequantizeLinear reads, by their bits."""
 
 
-def _quantize_gather(graph: ir.Graph, node: ir.Node, packed: Packed) -> None:
+def _quantize_gather(make: Maker, node: ir.Node, packed: Packed) -> None:
     """Read embeddings out of the LM head's quantized matrix.
 
     Each column of the matrix [columns, blocks, bytes] is the embedding of a token, in
     blocks. Only scales and zeros are stored twice: the two operators read them with
     different ranks.
     """
-    weight, blocks = packed.weight, packed.blocks
+    weight, blocks, ids = packed.weight, packed.blocks, node.inputs[1]
     if blocks.whole:
-        _replace(graph, node, *column_lookup(graph, node, weight, blocks))
+        _replace(make, node, _column_lookup(make, ids, weight, blocks))
         return
     scales = blocks.scales[..., None]
-    inputs = [
-        weight,
-        node.inputs[1],
-        initializer(graph, f"{weight.name}.row_scales", scales),
-    ]
+    inputs = [weight, ids, make.array(f"{weight.name}.row_scales", scales)]
     if blocks.zeros is not None:
         zeros = blocks.zeros[..., None]
-        inputs.append(initializer(graph, f"{weight.name}.row_zeros", zeros))
-    gather = ir.node(
+        inputs.append(make.array(f"{weight.name}.row_zeros", zeros))
+    gathered = make(
         "GatherBlockQuantized",
-        inputs,
-        {
-            "bits": blocks.bits,
-            "block_size": blocks.block_size,
-            "gather_axis": 0,
-            "quantize_axis": 2,
-        },
-        domain=_CONTRIB,
+        *inputs,
+        domain=CONTRIB_DOMAIN,
+        bits=blocks.bits,
+        block_size=blocks.block_size,
+        gather_axis=0,
+        quantize_axis=2,
     )
     width = node.outputs[0].shape[-1] if node.outputs[0].shape else 0
     padded_width = scales.shape[1] * blocks.block_size
-    shape = initializer(
-        graph, f"{weight.name}.row", np.array([0, 0, padded_width], np.int64)
-    )
-    nodes = [gather, ir.node("Reshape", [gather.outputs[0], shape])]
+    shape = make.constant(f"{weight.name}.row", [0, 0, padded_width])
+    rows = make("Reshape", gathered, shape)
     if padded_width != width:
-        slice_inputs = [
-            initializer(graph, f"{weight.name}.{name}", np.array([number], np.int64))
+        bounds = (
+            make.constant(f"{weight.name}.{name}", [number])
             for name, number in (("start", 0), ("end", width), ("axis", 2))
-        ]
-        nodes.append(ir.node("Slice", [nodes[-1].outputs[0], *slice_inputs]))
-    _replace(graph, node, *nodes)
+        )
+        rows = make("Slice", rows, *bounds)
+    _replace(make, node, rows)
 
 
-def _replace(graph: ir.Graph, old: ir.Node, *new: ir.Node) -> None:
-    """Put nodes in the place of another node; the last has its result."""
-    graph.insert_before(old, new)
-    substitute(old.outputs, new[-1].outputs)
-    graph.remove(old, safe=True)
+def _replace(make: Maker, old: ir.Node, result: ir.Value) -> None:
+    """Remove a node, whose readers read `result` in place of its output."""
+    substitute(old.outputs, [result])
+    make.graph.remove(old, safe=True)
 
 
 def stored(graph: ir.Graph, name: str, blocks: Blocks) -> ir.Value:
@@ -304,9 +279,9 @@ def stored(graph: ir.Graph, name: str, blocks: Blocks) -> ir.Value:
 
 
 def integer_product(
-    graph: ir.Graph, node: ir.Node, weight: ir.Value, blocks: Blocks
-) -> list[ir.Node]:
-    """The nodes that replace a float32 MatMul; `weight` is the result of `stored`.
+    make: Maker, read: ir.Value | None, weight: ir.Value, blocks: Blocks
+) -> ir.Value:
+    """The product of float32 rows x with a matrix W; `weight` is what `stored` gives.
 
         amax = max |x| of each row;  q = round(127 x / amax) + 128, uint8
         x W  = MatMulIntegerToFloat(q, W) * amax, with a scale for each column of W
@@ -314,38 +289,25 @@ def integer_product(
     Sums of integers are exact, so a product gives a row the same numbers in a pass of
     any width. And a row more costs little; docs/log/quantization.md has the figures.
     """
-    read = node.inputs[0]
-    unit = initializer(graph, "w8.unit", np.array(1 / 127, np.float32))
-    middle = initializer(graph, "w8.middle", np.array(_MIDDLE, np.uint8))
-    zero = initializer(graph, "w8.zero", np.array(0, np.int8))
-    last = initializer(graph, "w8.last", np.array([-1], np.int64))
-    scales = initializer(graph, f"{weight.name}.scales", blocks.scales[:, 0])
-    sizes = ir.node("Abs", [read])
-    largest = ir.node("ReduceMax", [sizes.outputs[0], last], {"keepdims": 1})
+    unit = make.constant("w8.unit", 1 / 127, np.float32)
+    middle = make.constant("w8.middle", _MIDDLE, np.uint8)
+    zero = make.constant("w8.zero", 0, np.int8)
+    last = make.constant("w8.last", [-1])
+    scales = make.array(f"{weight.name}.scales", blocks.scales[:, 0])
+    largest = make("ReduceMax", make("Abs", read), last, keepdims=1)
     # A row of zeros becomes NaN, then any integers. The last Mul makes it 0 again.
-    shares = ir.node("Div", [read, largest.outputs[0]])
-    rounded = ir.node("QuantizeLinear", [shares.outputs[0], unit, middle])
-    product = ir.node(
-        "MatMulIntegerToFloat",
-        [rounded.outputs[0], weight, unit, scales, middle, zero],
-        domain=_CONTRIB,
-    )
-    result = ir.node("Mul", [product.outputs[0], largest.outputs[0]])
-    return [sizes, largest, shares, rounded, product, result]
+    rounded = make("QuantizeLinear", make("Div", read, largest), unit, middle)
+    inputs = rounded, weight, unit, scales, middle, zero
+    product = make("MatMulIntegerToFloat", *inputs, domain=CONTRIB_DOMAIN)
+    return make("Mul", product, largest)
 
 
-def column_lookup(
-    graph: ir.Graph, node: ir.Node, weight: ir.Value, blocks: Blocks
-) -> list[ir.Node]:
-    """The nodes that replace a Gather: a token's embedding is a column of the head.
-
-    The ids have the shape [1, n].
-    """
-    ids = node.inputs[1]
-    scales = initializer(graph, f"{weight.name}.row_scales", blocks.scales)
-    columns = ir.node("Gather", [weight, ids], {"axis": 1})
-    rows = ir.node("Transpose", [columns.outputs[0]], {"perm": [1, 2, 0]})
-    floats = ir.node("Cast", [rows.outputs[0]], {"to": ir.DataType.FLOAT})
-    steps = ir.node("Gather", [scales, ids])
-    result = ir.node("Mul", [floats.outputs[0], steps.outputs[0]])
-    return [columns, rows, floats, steps, result]
+def _column_lookup(
+    make: Maker, ids: ir.Value | None, weight: ir.Value, blocks: Blocks
+) -> ir.Value:
+    """The embeddings of `ids` [1, n]: columns of the head."""
+    scales = make.array(f"{weight.name}.row_scales", blocks.scales)
+    columns = make("Gather", weight, ids, axis=1)
+    rows = make("Transpose", columns, perm=[1, 2, 0])
+    floats = make("Cast", rows, to=ir.DataType.FLOAT)
+    return make("Mul", floats, make("Gather", scales, ids))

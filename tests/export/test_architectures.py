@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -16,19 +16,17 @@ from safetensors.torch import load_file, save_file
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError, UnsupportedModelError
-from jetdraft.export.export_options import ExportOptions
-from jetdraft.export.exporter import export
 from jetdraft.export.fusing import fuse
 from jetdraft.export.seams import check_seams
 from jetdraft.export.step import Step, kv_shapes
 from jetdraft.export.tracer import trace
-from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import StepSessions, open_session
 from tests import tiny
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 
-# Two layers: one norm comes first, one after a sum.
+# One layer has a norm that comes first, and others after a sum.
+SIZE = {**tiny.SIZES, "num_hidden_layers": 1}
 SIZES = {**tiny.SIZES, "num_hidden_layers": 2}
 CAPACITY = 64
 TOLERANCE = 1e-4
@@ -52,7 +50,7 @@ YARN_ROPE = {
 
 CONFIGS = {
     "llama with biases, yarn": llama_config(
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         attention_bias=True,
         mlp_bias=True,
         rope_parameters=YARN_ROPE,
@@ -66,7 +64,7 @@ CONFIGS = {
         final_logit_softcapping=1.0,
     ),
     "granite, scales": transformers.GraniteConfig(
-        **SIZES,
+        **SIZE,
         embedding_multiplier=3.0,
         residual_multiplier=0.5,
         attention_multiplier=0.3,
@@ -75,7 +73,7 @@ CONFIGS = {
     "llama grouped tied": llama_config(num_hidden_layers=2),
     "llama multi-head untied, head_dim not hidden/heads, "
     "dynamic rope within its limit": llama_config(
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_key_value_heads=4,
         head_dim=24,
         intermediate_size=VOCAB_SIZE,
@@ -83,12 +81,12 @@ CONFIGS = {
         rope_parameters=DYNAMIC_ROPE,
         max_position_embeddings=CAPACITY,
     ),
-    "qwen2": transformers.Qwen2Config(**SIZES),
-    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=32),
-    "mistral, window of 8": transformers.MistralConfig(**SIZES, sliding_window=8),
-    "phi3": transformers.Phi3Config(**SIZES),
+    "qwen2": transformers.Qwen2Config(**SIZE),
+    "qwen3": transformers.Qwen3Config(**SIZE, head_dim=32),
+    "mistral, window of 8": transformers.MistralConfig(**SIZE, sliding_window=8),
+    "phi3": transformers.Phi3Config(**SIZE),
     "phi3 partly rotary, longrope within its limit": transformers.Phi3Config(
-        **SIZES,
+        **SIZE,
         partial_rotary_factor=0.5,
         rope_parameters=LONG_ROPE,
         original_max_position_embeddings=CAPACITY,
@@ -145,6 +143,12 @@ def contract_of(checkpoint: Checkpoint, capacity: int = CAPACITY) -> StepContrac
     )
 
 
+def traced(checkpoint: Checkpoint, contract: StepContract) -> ir.Model:
+    model = trace(Step(checkpoint.model, contract), checkpoint.names())
+    fuse(model, contract)
+    return model
+
+
 def transformers_logits(config, weights) -> np.ndarray:
     """What transformers computes for all tokens at once, with its eager attention."""
     model = transformers.AutoModelForCausalLM.from_config(
@@ -163,8 +167,7 @@ def case(request, tmp_path_factory):
     checkpoint = load(config, folder / "checkpoint")
     expected = transformers_logits(config, checkpoint.model.state_dict())
     contract = contract_of(checkpoint)
-    model = trace(Step(checkpoint.model, contract), checkpoint.names())
-    fuse(model, contract)
+    model = traced(checkpoint, contract)
     ir.save(model, folder / "step.onnx")
     session = open_session(folder / "step.onnx", "cpu")
     return SimpleNamespace(
@@ -189,29 +192,20 @@ def assert_close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_logits_are_not_flat(case):
-    # Otherwise everything below would prove little.
+def test_passes_equal_transformers(case):
+    """A prefill, one that answers for its last row only, wide passes, single rows."""
+    # Otherwise this, and everything below, would prove little.
     assert case.expected.std(axis=-1).min() > 0.1
-
-
-def test_prefill_equals_transformers(case):
-    case.graph.cache.rewind(0)
-    assert_close(run(case.graph, 0, PREFILL), case.expected[:PREFILL])
-
-
-def test_prefill_may_answer_for_its_last_row_only(case):
-    case.graph.cache.rewind(0)
-    answer = case.graph.run(TOKENS[:PREFILL], last_only=True)
+    graph = case.graph
+    graph.cache.rewind(0)
+    answer = graph.run(TOKENS[:PREFILL], last_only=True)
     assert_close(answer.logits, case.expected[PREFILL - 1 : PREFILL])
-    case.graph.cache.advance(PREFILL)
-    assert_close(run(case.graph, PREFILL, 30), case.expected[PREFILL:30])
-
-
-def test_one_row_steps_equal_transformers(case):
-    case.graph.cache.rewind(0)
-    run(case.graph, 0, PREFILL)
+    graph.cache.advance(PREFILL)
+    assert_close(run(graph, PREFILL, 30), case.expected[PREFILL:30])
+    graph.cache.rewind(0)
+    assert_close(run(graph, 0, PREFILL), case.expected[:PREFILL])
     for at in range(PREFILL, PREFILL + STEPS):
-        assert_close(run(case.graph, at, at + 1), case.expected[at : at + 1])
+        assert_close(run(graph, at, at + 1), case.expected[at : at + 1])
 
 
 def test_rows_after_a_rewind_over_wrong_tokens_equal_transformers(case):
@@ -281,14 +275,15 @@ def test_llama_becomes_few_nodes(case):
     assert len(nodes) <= 13 * layers + 33, kinds
 
 
-def test_half_precision_becomes_as_few_nodes(pair, tmp_path):
+def test_half_precision_becomes_as_few_nodes(tmp_path):
+    save_checkpoint(tmp_path, llama_config(num_hidden_layers=1), tokenizer=False)
     kinds = []
-    for dtype in ("fp32", "fp16"):
-        output = tmp_path / dtype
-        options = ExportOptions(Recipe("none"), capacity=64, max_width=16, dtype=dtype)
-        export(str(pair.target), output, str(pair.drafter), options)
-        # In a drafter no row attends as two, which half precision never does.
-        nodes = onnx.load(output / "drafter.onnx", load_external_data=False).graph.node
+    for dtype in (torch.float32, torch.float16):
+        checkpoint = Checkpoint.load(str(tmp_path), dtype)
+        # Without a spare slot no row attends as two, which half precision never does.
+        name = str(dtype).removeprefix("torch.")
+        contract = replace(contract_of(checkpoint), dtype=name, spare_slots=0)
+        nodes = traced(checkpoint, contract).graph
         kinds.append(Counter(n.op_type for n in nodes if n.op_type != "Cast"))
     assert kinds[0] == kinds[1]
     assert not kinds[1]["Neg"], "attention rotates"
@@ -298,6 +293,7 @@ def refusal(folder, capacity: int = CAPACITY) -> str:
     """Why the checkpoint cannot become a graph; fails if it can."""
     with pytest.raises(UnsupportedModelError) as caught:
         _through_the_whole_path(folder, capacity)
+    assert isinstance(caught.value, CheckpointError)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -310,38 +306,46 @@ def _through_the_whole_path(folder, capacity):
     trace(Step(checkpoint.model, contract), checkpoint.names())
 
 
-def test_model_without_attention_interface_is_refused(tmp_path):
-    config = transformers.MambaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2
-    )
+@pytest.mark.parametrize(
+    ("config", "fact"),
+    [
+        (
+            transformers.MambaConfig(
+                vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2
+            ),
+            "AttentionInterface",
+        ),
+        (
+            transformers.GptOssConfig(**SIZES, head_dim=16, num_local_experts=2),
+            "attention sinks",
+        ),
+        # Two attentions in a layer.
+        (transformers.DiffLlamaConfig(**SIZES), "twice"),
+        # A window that only the mask knows.
+        (
+            transformers.PhimoeConfig(**SIZES, sliding_window=8, num_local_experts=2),
+            "does not reach AttentionInterface",
+        ),
+        (
+            transformers.Gemma3TextConfig(
+                **SIZES, head_dim=16, use_bidirectional_attention=True
+            ),
+            "both directions",
+        ),
+        (transformers.BertConfig(**SIZES), "both directions"),
+        (
+            transformers.GPT2Config(
+                vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2,
+                n_positions=CAPACITY - 1, bos_token_id=0, eos_token_id=0,
+            ),
+            f"--capacity {CAPACITY - 1} or less",
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)  # fmt: skip
+def test_what_the_seams_do_not_reach_is_refused(config, fact, tmp_path):
     save_checkpoint(tmp_path, config, tokenizer=False)
-    assert "AttentionInterface" in refusal(tmp_path)
-
-
-def test_attention_sinks_are_refused(tmp_path):
-    config = transformers.GptOssConfig(**SIZES, head_dim=16, num_local_experts=2)
-    save_checkpoint(tmp_path, config, tokenizer=False)
-    assert "attention sinks" in refusal(tmp_path)
-
-
-def test_two_attentions_in_a_layer_are_refused(tmp_path):
-    save_checkpoint(tmp_path, transformers.DiffLlamaConfig(**SIZES), tokenizer=False)
-    assert "twice" in refusal(tmp_path)
-
-
-def test_a_window_that_only_the_mask_knows_is_refused(tmp_path):
-    config = transformers.PhimoeConfig(**SIZES, sliding_window=8, num_local_experts=2)
-    save_checkpoint(tmp_path, config, tokenizer=False)
-    assert "does not reach AttentionInterface" in refusal(tmp_path)
-
-
-def test_learned_positions_must_reach_the_capacity(tmp_path):
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2, n_positions=CAPACITY - 1,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    save_checkpoint(tmp_path, config, tokenizer=False)
-    assert f"--capacity {CAPACITY - 1} or less" in refusal(tmp_path)
+    assert fact in refusal(tmp_path)
 
 
 def test_missing_weights_are_refused(tmp_path):
@@ -367,27 +371,9 @@ def test_an_encoder_decoder_beside_the_seams_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        transformers.Gemma3TextConfig(
-            **SIZES, head_dim=16, use_bidirectional_attention=True
-        ),
-        transformers.BertConfig(**SIZES),
-    ],
-)
-def test_bidirectional_model_is_refused(config, tmp_path):
-    save_checkpoint(tmp_path, config, tokenizer=False)
-    assert "both directions" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize(
     "name", [name for name in CONFIGS if "within its limit" in name]
 )
 def test_frequencies_that_change_within_the_capacity_are_refused(name, tmp_path):
     save_checkpoint(tmp_path, CONFIGS[name], tokenizer=False)
     message = refusal(tmp_path, capacity=CAPACITY + 1)
     assert f"--capacity {CAPACITY} or less" in message
-
-
-def test_refusals_are_checkpoint_errors():
-    assert issubclass(UnsupportedModelError, CheckpointError)

@@ -91,7 +91,7 @@ def test_halves_do_what_the_whole_graph_does(bundle):
     check_tensors(contract.lower_inputs, lower.get_inputs(), "lower")
     check_tensors(contract.lower_outputs, lower.get_outputs(), "lower")
     check_tensors(contract.upper_inputs, upper.get_inputs(), "upper")
-    check_tensors(contract.upper_outputs, upper.get_outputs(), "upper")
+    check_tensors(contract.upper.outputs, upper.get_outputs(), "upper")
     given = feeds(entry.tree_contract)
     expected = run(
         whole, entry.tree_contract.inputs, entry.tree_contract.outputs, given
@@ -103,7 +103,7 @@ def test_halves_do_what_the_whole_graph_does(bundle):
         for layer in range(2)
     }
     inputs = {**given, **shifted, "hidden": below["hidden"]}
-    above = run(upper, contract.upper_inputs, contract.upper_outputs, inputs)
+    above = run(upper, contract.upper_inputs, contract.upper.outputs, inputs)
     np.testing.assert_allclose(above["logits"], expected["logits"], atol=1e-4)
     assert np.ptp(expected["logits"]) > 1, "too flat to prove anything"
     for name, values in (

@@ -187,7 +187,7 @@ def test_a_verifier_that_reads_q_keeps_the_distribution(cut_model):
 
 
 def target(folder, layers):
-    config = llama_config(num_hidden_layers=layers, initializer_range=0.1)
+    config = llama_config(num_hidden_layers=layers)
     return str(save_checkpoint(folder / "target", config))
 
 

@@ -23,7 +23,7 @@ from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
 from tests.tiny import llama_config, save_checkpoint
 
-LAYERS = 3
+LAYERS = 2
 TOKENS = np.random.default_rng(4).integers(1, 288, 12).tolist()
 TREE = Rows(TOKENS[:5], [-1, 0, 0, 1, 2])
 
@@ -36,7 +36,7 @@ def fused_taps() -> Taps:
     def fuse(states):
         return fc(torch.cat(states, -1).float())
 
-    return Taps((0, 2, LAYERS), 64, fuse, {"fc": fc})
+    return Taps((0, 1, LAYERS), 64, fuse, {"fc": fc})
 
 
 def exported(source, output, taps, **options) -> Bundle:
@@ -48,14 +48,15 @@ def exported(source, output, taps, **options) -> Bundle:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoint, "load", load_with_taps)
-        settings = ExportOptions(capacity=32, max_width=16, **options)
+        settings = ExportOptions(capacity=64, max_width=16, **options)
         return export(str(source), output, options=settings)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     return save_checkpoint(
-        tmp_path_factory.mktemp("features") / "target", llama_config()
+        tmp_path_factory.mktemp("features") / "target",
+        llama_config(num_hidden_layers=LAYERS),
     )
 
 
@@ -137,7 +138,7 @@ def test_every_row_has_the_features_of_the_model(source, tmp_path):
     bundle = exported(source, tmp_path / "bundle", fused_taps(), recipe=Recipe("none"))
     streams, _ = states_of(source, TOKENS)
     with torch.no_grad():
-        states = [streams[layer] for layer in (0, 2, LAYERS)]
+        states = [streams[layer] for layer in (0, 1, LAYERS)]
         expected = fused_taps().fuse(states)[0].numpy()
     answer = graph(bundle).run(TOKENS, last_only=True)
     assert answer.candidates.shape[0] == 1
@@ -159,5 +160,5 @@ def test_the_state_after_the_norm(source, tmp_path, dtype):
 
 
 def test_a_head_of_a_deeper_target_is_refused(source, tmp_path):
-    with pytest.raises(PairError, match="enter layer 5, and the target has 3 layers"):
+    with pytest.raises(PairError, match="enter layer 5, and the target has 2 layers"):
         exported(source, tmp_path / "bundle", Taps((5,), 64), recipe=Recipe("none"))

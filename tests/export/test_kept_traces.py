@@ -48,9 +48,9 @@ def test_one_trace_serves_other_weights_and_other_recipes(tmp_path, traced):
     kept = exported(1, "int8-rtn-b32", "kept")
     assert traced == ["Step"]
     tracer.KEPT = KeptTraces()  # the fixture puts the old store back
-    anew = exported(1, "int8-rtn-b32", "anew")
+    again = exported(1, "int8-rtn-b32", "again")
     assert traced == ["Step", "Step"]
-    assert kept.files == anew.files
+    assert kept.files == again.files
 
 
 def step_of(folder, seed=0, change=None, **config) -> Step:

@@ -73,7 +73,7 @@ def test_buffers_are_a_quarter(quantized, model):
 
 
 def test_an_exit_writes_the_integers_of_the_first_layer_left_out(quantized):
-    """That layer reads the same states, whether the text leaves or goes on."""
+    """That layer reads the same states, whether or not the text leaves."""
     leading, rows = quantized.parts.leading, Rows.chain(PROMPT[:4])
     leading.prepare([4])
     leading.cache.rewind(0)

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import transformers
 
+from jetdraft.export import graphs
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.seams import warn_of_length
 from jetdraft.recipe import Recipe
@@ -20,12 +21,13 @@ def model(config):
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def test_an_export_warns_of_rows_that_no_training_reached(tmp_path):
+def test_an_export_warns_of_rows_that_no_training_reached(tmp_path, monkeypatch):
+    monkeypatch.setattr(graphs, "trace", None)  # it warns before it traces
     config = llama_config(num_hidden_layers=1, max_position_embeddings=48)
     save_checkpoint(tmp_path / "checkpoint", config)
     options = ExportOptions(Recipe("none"), capacity=64, max_width=16)
     said = "LlamaForCausalLM was trained on texts of 48 tokens.* hold 64.*--capacity 48"
-    with pytest.warns(UserWarning, match=said):
+    with pytest.warns(UserWarning, match=said), pytest.raises(TypeError):
         export(str(tmp_path / "checkpoint"), tmp_path / "bundle", options=options)
 
 

@@ -29,8 +29,8 @@ def options(flavour, scheme="none", **more):
     return ExportOptions(
         recipe,
         Recipe.for_drafter(recipe),
-        capacity=128,
-        max_width=32,
+        capacity=64,
+        max_width=16,
         flavour=flavour,
         **more,
     )
@@ -58,16 +58,12 @@ def floats(folder):
 
 
 @pytest.fixture(scope="module")
-def int8(folder):
-    return exported(folder, "standard", "int8", str(folder / "drafter"))
-
-
-@pytest.fixture(scope="module")
 def int4(folder):
+    """A pair of four bits; its drafter has eight."""
     return exported(folder, "standard", "int4", str(folder / "drafter"))
 
 
-@pytest.fixture(params=["floats", "int8", "int4"])
+@pytest.fixture(params=["floats", "int4"])
 def standard(request):
     """Each scheme."""
     return request.getfixturevalue(request.param)
@@ -82,17 +78,22 @@ def test_there_are_no_other_operators(standard):
         assert [entry.domain for entry in model.opset_import] == [""]
 
 
-def test_what_is_quantized_is_dequantized(standard):
-    bundle = standard.bundle
-    graph = onnx.load(bundle.path / "target.onnx", load_external_data=False).graph
-    found = [node for node in graph.node if node.op_type == "DequantizeLinear"]
-    scheme = bundle.target.quantization["scheme"]
+@pytest.mark.parametrize(
+    ("name", "kind", "layers"),
+    [("target", onnx.TensorProto.INT4, LAYERS), ("drafter", onnx.TensorProto.INT8, 1)],
+)
+def test_what_is_quantized_is_dequantized(floats, int4, name, kind, layers):
+    nodes = {}
+    for model in (floats, int4):
+        file = model.bundle.path / f"{name}.onnx"
+        graph = onnx.load(file, load_external_data=False).graph
+        nodes[model] = [n for n in graph.node if n.op_type == "DequantizeLinear"]
+    assert not nodes[floats]
     # Four of attention, three of the network in each of the layers, and the head.
-    assert len(found) == (0 if scheme == "none" else LAYERS * 7 + 1)
+    assert len(nodes[int4]) == layers * 7 + 1
     kinds = {value.name: value.data_type for value in graph.initializer}
-    kind = {"int4": onnx.TensorProto.INT4, "int8": onnx.TensorProto.INT8}
-    for node in found:
-        assert kinds[node.input[0]] == kind[scheme]
+    for node in nodes[int4]:
+        assert kinds[node.input[0]] == kind
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
         assert attributes == {"axis": 0, "block_size": 32}
 
@@ -101,7 +102,7 @@ def test_what_is_quantized_is_dequantized(standard):
 def test_the_text_is_that_of_the_contrib_flavour(floats, in_contrib, way):
     """Quantized activations make a step of a last bit, and random models have narrow
     gaps; tests/test_pycode.py compares the int4 texts of a trained one."""
-    how = {"token_ids": PROMPT, "max_new_tokens": 60, "ignore_eos": True, **way}
+    how = {"token_ids": PROMPT, "max_new_tokens": 40, "ignore_eos": True, **way}
     contrib, standard = (
         model.generate(method="none", **how).token_ids for model in (in_contrib, floats)
     )
@@ -116,7 +117,6 @@ def in_contrib(folder):
 
 def test_the_integers_are_those_of_the_contrib_flavour(folder, int4):
     """Unpacked from MatMulNBits, and as DequantizeLinear has them."""
-    # The drafter of a target of four bits has eight.
     other = folder / "contrib-drafter"
     export(str(folder / "drafter"), other, options=options("contrib", "int8"))
     files = other / "target.onnx", int4.bundle.path / "drafter.onnx"
@@ -148,7 +148,7 @@ def test_the_integers_are_those_of_the_contrib_flavour(folder, int4):
 )
 def test_drafting_writes_the_same(standard, method, way):
     model = standard
-    how = {"token_ids": PROMPT, "max_new_tokens": 60, "ignore_eos": True, **way}
+    how = {"token_ids": PROMPT, "max_new_tokens": 40, "ignore_eos": True, **way}
     plain = model.generate(method="none", **how).token_ids
     assert model.generate(**method, **how).token_ids == plain
 
@@ -212,7 +212,7 @@ def test_no_size_of_a_pass_with_streams_is_copied(streamed, flavour):
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_streams_write_the_same(streamed, way):
-    how = {"token_ids": PROMPT, "max_new_tokens": 60, "ignore_eos": True, **way}
+    how = {"token_ids": PROMPT, "max_new_tokens": 40, "ignore_eos": True, **way}
     plain = streamed["contrib"].generate(method="none", **how).token_ids
     for tree in ("chain", "best"):
         drafting = {
@@ -234,7 +234,7 @@ def test_without_tensor_scatter(folder, floats):
     assert names.count("ScatterND") == 2 * LAYERS
     for way in WAYS:
         one, other = (
-            model.generate(token_ids=PROMPT, method="lookup", max_new_tokens=60, **way)
+            model.generate(token_ids=PROMPT, method="lookup", max_new_tokens=40, **way)
             for model in (floats, scattered)
         )
         assert one.token_ids == other.token_ids

@@ -18,25 +18,20 @@ from jetdraft.runtime.drafts.rows import Probing
 from jetdraft.train.attention import IMPLEMENTATION
 from tests.tiny import llama_config, save_checkpoint, save_streams
 
-SETTINGS = StreamSettings(gamma=3, layers=2, lora_rank=4, prune_rank=2)
-TOKENS = np.random.default_rng(4).integers(0, 288, 40).tolist()
-FLOATS = ExportOptions(Recipe("none"), capacity=256, max_width=48)
-
-
-# Its LoRA is in all layers, in the one below the streams too.
-SHARING = replace(SETTINGS, mode=SHARED, layers=1)
+SETTINGS = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
+COUNT = 16
+TOKENS = np.random.default_rng(4).integers(0, 288, COUNT).tolist()
+FLOATS = ExportOptions(Recipe("none"), capacity=128, max_width=16)
+# Its LoRA is in all layers, also in the layer below the streams.
+CONFIG = llama_config(num_hidden_layers=2)
+SHARING = replace(SETTINGS, mode=SHARED)
 
 
 @pytest.fixture(scope="module", params=[SETTINGS, SHARING], ids=[LOSSLESS, SHARED])
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("streams") / "checkpoint"
-    save_checkpoint(folder, config_of(request.param))
+    save_checkpoint(folder, CONFIG)
     return save_streams(folder, request.param)
-
-
-def config_of(settings):
-    """One layer below those with streams."""
-    return llama_config(num_hidden_layers=settings.layers + 1)
 
 
 @pytest.fixture(scope="module")
@@ -79,42 +74,42 @@ def passes(model, parts, probing):
     return np.concatenate(main), streams
 
 
-@pytest.mark.parametrize("parts", [[40], [10, 1, 5, 20, 4], [1] * 40])
+@pytest.mark.parametrize("parts", [[COUNT], [4, 1, 2, 6, 3], [1] * COUNT])
 def test_rows_of_passes_are_those_of_training(checkpoint, model, parts):
     """The best export test: committed prefixes match, so the logits must."""
     expected_main, expected = whole_sequence(checkpoint)
     main, streams = passes(model, parts, Probing(SETTINGS.gamma))
     np.testing.assert_allclose(main, expected_main, atol=1e-4)
-    assert sorted(streams) == list(range(40))
+    assert sorted(streams) == list(range(COUNT))
     for row, found in streams.items():
         np.testing.assert_allclose(found, expected[row], atol=1e-4)
 
 
 def test_fewer_streams_say_what_all_of_them_say(model):
     """Stream j does not depend on later ones."""
-    _, every = passes(model, [10, 30], Probing(3))
+    _, every = passes(model, [4, 12], Probing(3))
     for count in (1, 2):
-        _, some = passes(model, [10, 30], Probing(count))
+        _, some = passes(model, [4, 12], Probing(count))
         for row, found in some.items():
             np.testing.assert_allclose(found, every[row][:count], atol=1e-5)
 
 
 def test_the_last_row_alone_says_what_it_says_beside_others(model):
-    _, every = passes(model, [10, 6], Probing(3))
-    _, last = passes(model, [10, 6], Probing(3, last_only=True))
-    assert sorted(last) == [9, 15]
+    _, every = passes(model, [4, 6], Probing(3))
+    _, last = passes(model, [4, 6], Probing(3, last_only=True))
+    assert sorted(last) == [3, 9]
     for row, found in last.items():
         np.testing.assert_allclose(found, every[row], atol=1e-5)
 
 
 def test_main_rows_do_not_notice_streams(model):
-    without, none = passes(model, [10, 5, 25], Probing())
-    with_streams, _ = passes(model, [10, 5, 25], Probing(3))
+    without, none = passes(model, [4, 5, 7], Probing())
+    with_streams, _ = passes(model, [4, 5, 7], Probing(3))
     assert not none
     np.testing.assert_allclose(with_streams, without, atol=1e-5)
 
 
-def test_a_stream_sees_those_below_it_only(checkpoint):
+def test_a_stream_sees_the_streams_below_it_only(checkpoint):
     main, before = whole_sequence(checkpoint)
 
     def change(streams: Streams) -> None:
@@ -138,16 +133,16 @@ def test_streams_leave_nothing_in_the_cache(model):
 
 
 def test_rows_of_a_tree_carry_streams_too(checkpoint, model):
-    """A node's streams are those of the sequence that ends with its path."""
+    """A node has the streams of the sequence that ends with its path."""
     graph = model.parts.target
-    passes(model, [20], Probing())
-    # Row 2 is a wrong sibling of row 1, row 3 goes on after row 1.
-    tokens = [TOKENS[20], TOKENS[21], 7, TOKENS[22]]
+    passes(model, [10], Probing())
+    # Row 2 is a wrong sibling of row 1, row 3 follows row 1.
+    tokens = [TOKENS[10], TOKENS[11], 7, TOKENS[12]]
     answer = graph.run_branches(
         tokens, [0, 1, 1, 2], [[], [0], [0], [0, 1]], probing=Probing(3)
     )
     main, streams = whole_sequence(checkpoint)
-    for row, place in ((0, 20), (1, 21), (3, 22)):
+    for row, place in ((0, 10), (1, 11), (3, 12)):
         np.testing.assert_allclose(answer.logits[row], main[place], atol=1e-4)
         found = answer.probes[row].logits
         np.testing.assert_allclose(found, streams[place], atol=1e-4)
@@ -163,22 +158,22 @@ def test_parameters_are_those_of_the_paper():
 def test_a_scale_of_zero_is_the_base(tmp_path, model, checkpoint):
     if model.bundle.target.streams["mode"] != SHARED:
         pytest.skip("only streams of the shared mode change the target")
-    source = save_checkpoint(tmp_path / "c", config_of(SHARING))
+    source = save_checkpoint(tmp_path / "c", CONFIG)
     export(str(source), tmp_path / "base", options=FLOATS)
     zero = replace(FLOATS, adapter_scale=0.0)
     export(str(checkpoint), tmp_path / "zero", options=zero)
     base, scaled = (
-        passes(jetdraft.load(tmp_path / name, threads=1), [40], Probing())[0]
+        passes(jetdraft.load(tmp_path / name, threads=1), [COUNT], Probing())[0]
         for name in ("base", "zero")
     )
     np.testing.assert_allclose(scaled, base, atol=1e-5)
-    tuned, _ = passes(model, [40], Probing())
+    tuned, _ = passes(model, [COUNT], Probing())
     assert np.abs(tuned - base).max() > 0.01
 
 
 def test_lossless_streams_are_never_merged(tmp_path, model, checkpoint):
     if model.bundle.target.streams["mode"] == SHARED:
-        pytest.skip("those of the shared mode are")
+        pytest.skip("streams of the shared mode are")
     options = replace(FLOATS, adapter_scale=0.5)
     with pytest.raises(OptionError, match="needs streams of the shared mode"):
         export(str(checkpoint), tmp_path / "bundle", options=options)
@@ -194,7 +189,7 @@ def test_settings_out_of_range_are_refused(change):
 
 
 def test_streams_of_other_weights_are_refused(tmp_path, checkpoint):
-    other = save_checkpoint(tmp_path / "other", llama_config(), seed=9)
+    other = save_checkpoint(tmp_path / "other", CONFIG, seed=9)
     for name in ("streams.json", "streams.safetensors"):
         (other / name).write_bytes((checkpoint / name).read_bytes())
     with pytest.raises(CheckpointError, match="other weights"):
@@ -203,7 +198,7 @@ def test_streams_of_other_weights_are_refused(tmp_path, checkpoint):
 
 
 def test_damaged_streams_are_refused(tmp_path, checkpoint):
-    other = save_checkpoint(tmp_path / "other", llama_config())
+    other = save_checkpoint(tmp_path / "other", CONFIG)
     (other / "streams.json").write_bytes((checkpoint / "streams.json").read_bytes())
     with pytest.raises(CheckpointError, match="train the streams again"):
         export(str(other), tmp_path / "bundle", options=FLOATS)

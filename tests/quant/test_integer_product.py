@@ -13,6 +13,7 @@ from jetdraft.export.export_options import ExportOptions
 from jetdraft.quant.algorithms import LARGEST, whole_columns
 from jetdraft.quant.blocks import Blocks
 from jetdraft.quant.divergence import rounded
+from jetdraft.quant.edits import Maker
 from jetdraft.quant.weights import integer_product, stored
 from jetdraft.recipe import HEAD, Recipe
 from tests.quant.test_weights import (
@@ -44,10 +45,7 @@ def compute(matrix: np.ndarray, inputs: np.ndarray) -> np.ndarray:
         name="x", shape=ir.Shape(["n", ROWS]), type=ir.TensorType(ir.DataType.FLOAT)
     )
     graph = ir.Graph([read], [], nodes=[], opset_imports={"": 21, "com.microsoft": 1})
-    node = ir.node("MatMul", [read, None])
-    made = integer_product(graph, node, stored(graph, "w", blocks), blocks)
-    graph.extend(made)
-    result = made[-1].outputs[0]
+    result = integer_product(Maker(graph), read, stored(graph, "w", blocks), blocks)
     result.name, result.dtype = "y", ir.DataType.FLOAT
     graph.outputs.append(result)
     proto = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()

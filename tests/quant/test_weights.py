@@ -289,6 +289,7 @@ def test_names_of_recipes():
         "int3",
         "int4-best",
         "int4-b31",
+        "int4-b0",
         "int4-head9",
         "",
         "int4-",

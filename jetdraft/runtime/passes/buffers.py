@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.contracts.split_contract import SourceContract
 from jetdraft.contracts.step_contract import SOURCE_LENGTH, StepContract
 from jetdraft.contracts.tensors import check_tensors
 from jetdraft.ort import ort
@@ -215,18 +214,17 @@ class Source:
         contract: StepContract,
         memory: Memory = HOST,
     ) -> None:
-        declared = SourceContract(contract)
-        check_tensors(declared.inputs, session.get_inputs(), "the encoder's inputs")
-        check_tensors(declared.outputs, session.get_outputs(), "the encoder's outputs")
+        self._input = contract.encoder_input
+        check_tensors((self._input,), session.get_inputs(), "the encoder's inputs")
+        check_tensors(contract.cross, session.get_outputs(), "the encoder's outputs")
         self.slots = contract.source_slots
         self.tokens: list[int] = []
         self.seconds = 0.0
-        [self._input] = declared.inputs
         self._material: npt.NDArray[Any] = np.zeros(0)
         self._session, self._memory = session, memory
         self._buffers = {
             spec.name: memory.tensor(spec.sized(), spec.dtype)
-            for spec in declared.outputs
+            for spec in contract.cross
         }
         # Passes that are compared before any source is read must differ.
         for seed, tensor in enumerate(self._buffers.values()):

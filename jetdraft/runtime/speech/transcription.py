@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from jetdraft.bundle import HOP, SAMPLE_RATE, Speech
-from jetdraft.contracts.split_contract import SourceContract
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.drafts.rows import Rows
@@ -158,7 +157,7 @@ class Transcription:
     def _run(self) -> Iterator[Segment]:
         """Window after window, until the sound or the time is over."""
         contract = self._parts.target.contract
-        sizes = contract.source_bins, SourceContract(contract).frames
+        sizes = contract.source_bins, contract.frames
         begin, ending = 0, STOP
         least = round(MIN_SECONDS * SAMPLE_RATE)
         while len(self._samples) - begin >= least:

@@ -32,7 +32,7 @@ from jetdraft.errors import (
     StoreError,
     TrainingError,
 )
-from jetdraft.export.drafter_arrays import Arrays
+from jetdraft.export.drafters import Arrays
 from jetdraft.files import check_place
 from jetdraft.learning.lessons import Lesson, Lessons
 from jetdraft.learning.weight_sets import (

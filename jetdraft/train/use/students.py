@@ -23,7 +23,7 @@ from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.checkpoints.parameters import convert
 from jetdraft.errors import CheckpointError
 from jetdraft.export.draft_vocab import cut_head
-from jetdraft.export.drafter_arrays import (
+from jetdraft.export.drafters import (
     Arrays,
     check_swappable,
     check_trainable,

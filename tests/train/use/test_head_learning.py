@@ -13,7 +13,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import CheckpointError, OptionError
-from jetdraft.export.drafter_arrays import head_arrays
+from jetdraft.export.drafters import head_arrays
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.learning.lessons import Lesson
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask

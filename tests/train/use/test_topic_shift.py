@@ -14,7 +14,7 @@ import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.parameters import convert
-from jetdraft.export.drafter_arrays import drafter_arrays
+from jetdraft.export.drafters import drafter_arrays
 from jetdraft.learning.weight_sets import VERDICT_TOKENS, WeightSets, base_of
 from jetdraft.train.use.learning import Pace, UseOptions, UseTraining, publish
 from jetdraft.train.use.students import student_of

@@ -12,7 +12,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.devices.providers import PROVIDERS
 from jetdraft.errors import CheckpointError, DataError, PairError, TrainingError
-from jetdraft.export.drafter_arrays import drafter_arrays
+from jetdraft.export.drafters import drafter_arrays
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.learning.lessons import Lesson
 from jetdraft.recipe import Recipe

@@ -58,8 +58,8 @@ class Halves:
         self._sessions, self.contract = sessions, contract
         self._graphs = {
             LOWER: (lower, contract.lower_inputs, contract.lower_outputs),
-            UPPER: (upper, contract.upper_inputs, contract.upper_outputs),
-            EXIT: (leaving, contract.exit_inputs, contract.upper_outputs),
+            UPPER: (upper, contract.upper_inputs, contract.upper.outputs),
+            EXIT: (leaving, contract.exit_inputs, contract.upper.outputs),
         }
         for name, (session, inputs, outputs) in self._graphs.items():
             if session is not None:
