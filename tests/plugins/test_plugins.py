@@ -14,7 +14,8 @@ from click.testing import CliRunner
 
 import jetdraft
 from jetdraft.cli import main
-from jetdraft.methods import OWN
+from jetdraft.errors import OptionError
+from jetdraft.methods import OWN, Method, Proposer, Rows, Traits, registered
 
 HERE = Path(__file__).parent
 OF_TOY = ["none", "lookup", "draft", "trigram", "cascade"]
@@ -148,6 +149,26 @@ def test_it_is_measured_beside_plain_decoding(lines):
     rows = [row for row in every_row if row["method"] == "again"]
     assert [row["num_draft_tokens"] for row in rows] == [2, 4, None]
     assert all(row["same_text"] == row["texts"] == 1 for row in rows)
+
+
+class Rootless(Proposer):
+    """Gives what a test tells it, which may lack the root."""
+
+    traits = Traits("rootless", max_draft_tokens=4)
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def propose(self, context, budget, parents=None):
+        return self.rows
+
+
+@pytest.mark.parametrize("rows", [Rows.chain([5, 6]), Rows([], []), None, [5, 6]])
+def test_a_draft_without_the_root_is_refused(toy_model, rows):
+    """Otherwise its first token would change the text."""
+    method = Method("rootless", "no root", lambda parts, options: Rootless(rows))
+    with registered(method), pytest.raises(OptionError, match="method 'rootless'"):
+        toy_model.generate("The robot", method="rootless", num_draft_tokens=2)
 
 
 # --- packages that do not -------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 import jetdraft
 from jetdraft.bench.tuning import tune
-from jetdraft.errors import JetdraftError
+from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.methods import Method, Proposer, Traits, registered
 from jetdraft.runtime.claim import Idle
 
@@ -115,7 +115,8 @@ class Failing(Proposer):
 def test_a_generation_that_fails_frees_the_model(model):
     method = Method("failing", "a bug", lambda parts, options: Failing())
     how = {**HOW, "method": "failing", "num_draft_tokens": 2}
-    with registered(method), pytest.raises(RuntimeError, match="a bug in another"):
+    problem = r"method 'failing' failed \(a bug in another package\); leave it out"
+    with registered(method), pytest.raises(OptionError, match=problem):
         model.generate(**how)
     with model.parts.claim.held():
         pass

@@ -28,7 +28,13 @@ from jetdraft.runtime.planning.controller import Adaptive, Controller, Fixed
 from jetdraft.runtime.planning.drafting import MAX_DRAFT_TOKENS, Drafting
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import WALK, Method, MethodOptions
-from jetdraft.runtime.proposers.proposer import Observer, Proposer, Seen, constrained
+from jetdraft.runtime.proposers.proposer import (
+    Observer,
+    Parents,
+    Proposer,
+    Seen,
+    constrained,
+)
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.sampling.verifiers import Verifier
 from jetdraft.runtime.text.constraint import Matcher
@@ -151,7 +157,7 @@ class ProposerSet:
             if proposer not in drafts:
                 proposer.catch_up(context)
                 start = time.perf_counter()
-                rows = proposer.propose(context, budget, assignment.parents)
+                rows = _proposed(proposer, context, budget, assignment.parents)
                 offer.asked[proposer] = rows.drafted, time.perf_counter() - start
                 drafts[proposer] = rows
                 if not rows.drafted and rows.probes is not None:
@@ -162,6 +168,29 @@ class ProposerSet:
             offer.rows = drafts[proposer].cut(budget)
             break
         return offer
+
+
+def _proposed(
+    proposer: Proposer, context: Sequence[int], budget: int, parents: Parents
+) -> Rows:
+    """What a proposer gives, below the right root; it may be another package's."""
+    name, root = proposer.traits.name, context[-1]
+    try:
+        rows = proposer.propose(context, budget, parents)
+        given: object = rows.tokens[:1]
+    except JetdraftError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        problem = f"method {name!r} failed ({reason}); leave it out"
+        raise OptionError(problem, "method") from error
+    if given != [root]:
+        raise OptionError(
+            f"method {name!r} must give Rows whose row 0 is the root, token {root}, "
+            f"not {given}; give context[-1] first, also without a guess",
+            "method",
+        )
+    return rows
 
 
 class Planner:
