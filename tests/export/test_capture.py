@@ -7,15 +7,29 @@ tests/export/test_standard.py looks at the other flavours and at streams.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import onnx
 import pytest
 
 from jetdraft.bundle import Bundle
+from jetdraft.checkpoints.prompts import FORECAST, PromptSettings
+from jetdraft.checkpoints.streams import SHARED, StreamSettings
 from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.methods.chimera.task import ChimeraTask
+from jetdraft.methods.falcon.task import FalconTask
+from jetdraft.methods.glide.task import GlideTask
 from jetdraft.recipe import Recipe
-from tests.export.empty_sums import empty_sums
+from tests.tiny import llama_config, save_checkpoint, save_prompts, save_streams
+from tests.train.attached.drafts import STILL
+from tests.train.periodic import made as training
+from tools.forecast.forecast import forecasts
 
+OPTIONS = ExportOptions(
+    Recipe("int8", 32), Recipe("int8", 32), capacity=64, max_width=16, provider="cuda"
+)
 READ_ON_HOST = {
     "Reshape": [1],
     "Expand": [1],
@@ -52,14 +66,40 @@ def copied_to_device(file):
     return found
 
 
+def empty_sums(file):
+    """Reductions over an axis that is empty in some passes, as (operator, input, size).
+
+    CUDA refuses them, with keepdims too. Every pass has rows; all else may be missing.
+    An axis of unknown size counts as one that may be empty.
+    """
+    graph = onnx.load(file, load_external_data=False).graph
+    constants = {
+        each.name: onnx.numpy_helper.to_array(each)
+        for each in graph.initializer
+        if not each.external_data
+    }
+    sizes = {
+        each.name: [d.dim_param or d.dim_value for d in each.type.tensor_type.shape.dim]
+        for each in [*graph.input, *graph.value_info]
+    }
+    rows, found = sizes["position_ids"][1], []
+    for node in graph.node:
+        if not node.op_type.startswith("Reduce"):
+            continue
+        shape = sizes[node.input[0]]
+        axes = constants[node.input[1]] if len(node.input) > 1 else range(len(shape))
+        for size in (shape[axis] for axis in axes):
+            known = isinstance(size, int) and size > 0
+            if not known and rows not in str(size).split(" + "):
+                found.append((node.op_type, node.input[0], size))
+    return found
+
+
 @pytest.fixture(scope="module")
 def captured(pair, tmp_path_factory):
     """A pair for CUDA, whose graphs are captured."""
     folder = tmp_path_factory.mktemp("captured") / "bundle"
-    options = ExportOptions(
-        Recipe("int8", 32), capacity=64, max_width=16, provider="cuda"
-    )
-    return export(str(pair.target), folder, str(pair.drafter), options).path
+    return export(str(pair.target), folder, str(pair.drafter), OPTIONS).path
 
 
 def graphs(folder):
@@ -105,3 +145,63 @@ def test_an_empty_sum_is_found(tmp_path):
     graph = onnx.helper.make_graph(nodes, "g", values[:2], values[2:], [axes])
     onnx.save(onnx.helper.make_model(graph), tmp_path / "g.onnx")
     assert empty_sums(tmp_path / "g.onnx") == [("ReduceSum", "probe_rows", "r")]
+
+
+def assert_captured(bundle, sums=False):
+    """CUDA runs all graphs of a bundle, and copies nothing; perhaps it sums probes."""
+    found = list(forecasts(bundle, "cuda"))
+    assert found
+    for one in found:
+        assert one.refused == [], one.file
+        assert one.copies == (), one.file
+        assert one.no_capture == "", one.file
+        graph = onnx.load(bundle.path / one.file, load_external_data=False).graph
+        if sums and "position_ids" in {each.name for each in graph.input}:
+            assert empty_sums(bundle.path / one.file) == [], one.file
+        # CUDA's GatherND copies a size from the host; a replay would read it again.
+        assert "GatherND" not in {node.op_type for node in graph.node}, one.file
+
+
+STREAMS = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
+PROMPTS = PromptSettings(gamma=3, ranks=((0.5, 0.2), (0.4, 0.2), (0.3, 0.1)))
+FORECASTS = PromptSettings(gamma=3, prefix=4, mode=FORECAST)
+PROBES = {
+    "streams": partial(save_streams, settings=STREAMS),
+    "shared": partial(save_streams, settings=replace(STREAMS, mode=SHARED)),
+    "ppd": partial(save_prompts, settings=PROMPTS),
+    "ensemble": partial(save_prompts, settings=replace(PROMPTS, members=2, prefix=2)),
+    "forecast": partial(save_prompts, settings=FORECASTS),
+}
+TASKS = {"glide": GlideTask, "chimera": ChimeraTask, "falcon": FalconTask}
+
+
+def target_of(folder, layers):
+    config = llama_config(num_hidden_layers=layers, tie_word_embeddings=False)
+    return str(save_checkpoint(folder / "target", config))
+
+
+def probed(kind, folder):
+    target_of(folder, 2)
+    return export(
+        str(PROBES[kind](folder / "target")), folder / "bundle", options=OPTIONS
+    )
+
+
+def attached(kind, folder):
+    """A drafter as it begins, which chooses among 40 tokens."""
+    text = folder / "text.txt"
+    text.write_text(" the self of the text" * 200)
+    target = target_of(folder, 1)
+    training(TASKS[kind], target, folder / "head", [text], None, STILL).run()
+    options = replace(OPTIONS, draft_vocab=40)
+    return export(target, folder / "bundle", options=options, head=str(folder / "head"))
+
+
+@pytest.mark.parametrize("kind", PROBES)
+def test_probes_can_be_captured(kind, tmp_path):
+    assert_captured(probed(kind, tmp_path), sums=True)
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_attached_drafters_can_be_captured(kind, tmp_path):
+    assert_captured(attached(kind, tmp_path))

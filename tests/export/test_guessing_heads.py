@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import pytest
 import torch
 from torch.nn import functional as F
 
@@ -12,57 +11,18 @@ import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.cli.check import describe
-from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
 from tests.checkpoints.heads import reference
-from tests.checkpoints.heads.layouts import H, hydra, medusa, write
+from tests.checkpoints.heads.layouts import H
 from tests.export.head_passes import TOKENS, graphs
-from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
+from tests.tiny import VOCAB_SIZE
 
 HEADS = 3
 PROMPT = " the self"
-KINDS = {"medusa": medusa, "hydra": hydra}
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("medusa-target") / "target"
-    config = llama_config(num_hidden_layers=2, tie_word_embeddings=False)
-    return str(save_checkpoint(folder, config))
-
-
-@pytest.fixture(scope="module")
-def made(source, tmp_path_factory):
-    """Exports heads once for each set of options; gives bundle, folder and tensors."""
-    bundles = {}
-
-    def make(recipe="none", kind="medusa", tied=False, **options):
-        key = recipe, kind, tied, *options.items()
-        if key not in bundles:
-            folder = tmp_path_factory.mktemp(kind)
-            torch.manual_seed(3)
-            config, tensors = KINDS[kind](HEADS)
-            heads = write(folder / "head", config, tensors, f"{kind}_lm_head.pt")
-            settings = ExportOptions(
-                Recipe.parse(recipe, 32),
-                Recipe.parse(recipe, 32),
-                capacity=64,
-                max_width=16,
-                **options,
-            )
-            if tied:  # an embedding that is quantized as the LM head is
-                save_checkpoint(folder / "t", llama_config(num_hidden_layers=2))
-            target = str(folder / "t") if tied else source
-            bundle = export(target, folder / "bundle", options=settings, head=heads)
-            bundles[key] = bundle, heads, tensors
-        return bundles[key]
-
-    return make
-
-
-def test_the_graph_does_what_the_module_does(source, made):
+def test_the_graph_does_what_the_module_does(made):
     """One row of features gives the guesses of all heads, whichever row it was."""
-    bundle, folder, _ = made()
+    bundle, source, folder, _ = made("medusa")
     target, heads = graphs(bundle)
     features = target.run(TOKENS[:8]).features.copy()
     module = load_head(folder, Checkpoint.load(source, torch.float32), torch.float32)
@@ -80,7 +40,7 @@ def test_the_graph_does_what_the_module_does(source, made):
 
 def test_heads_keep_no_rows(made):
     """There is no cache to fill, and no graph of a tree."""
-    entry = made()[0].drafter
+    entry = made("medusa").bundle.drafter
     assert entry.contract.kv_shapes == ()
     assert entry.contract.guesses == HEADS
     assert entry.tree_file is entry.compaction_file is None
@@ -88,52 +48,16 @@ def test_heads_keep_no_rows(made):
 
 
 def test_check_says_what_the_heads_are(made):
-    lines = describe(made()[0]).split("\ndrafter")[1]
+    lines = describe(made("medusa").bundle).split("\ndrafter")[1]
     assert "guesses       3 tokens from one row" in lines
     assert "features of width 64" in lines
     assert "KV" not in lines
     assert "trees" not in lines
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"recipe": "int8"},
-        {"flavour": "standard"},
-        {"dtype": "fp16"},
-        {"kind": "hydra"},
-        {"kind": "hydra", "draft_vocab": 100},
-        {"kind": "hydra", "recipe": "int8", "tied": True},
-    ],
-    ids=["none", "int8", "standard", "fp16", "hydra", "hydra cut", "hydra tied"],
-)
-def test_its_drafts_change_no_text(made, options):
-    bundle, *_ = made(**options)
-    with jetdraft.load(bundle.path, threads=1) as model:
-        assert "medusa" in model.methods
-        assert "eagle" not in model.methods
-        for way in ({}, {"temperature": 1.0, "seed": 4, "top_p": 0.95}):
-            how = {"max_new_tokens": 30, "ignore_eos": True, **way}
-            plain = model.generate(PROMPT, method="none", **how)
-            assert len(set(plain.token_ids)) > 3, "too dull to prove anything"
-            for drafting in (
-                {"num_draft_tokens": 3},
-                {"drafting": {"tree": "best"}},
-                {"drafting": {"tree": "heap"}, "exact": False},
-                {"drafting": {"tree": "k-ary", "branching": (2, 2)}},
-            ):
-                drafted = model.generate(PROMPT, method="medusa", **how, **drafting)
-                assert drafted.token_ids == plain.token_ids, drafting
-                assert drafted.stats.drafted_tokens > 20
-            for method in ("medusa,lookup", "lookup", "auto"):
-                drafted = model.generate(PROMPT, method=method, **how)
-                assert drafted.token_ids == plain.token_ids, method
-
-
 def test_a_tree_is_the_product_of_the_best_of_each_head(made):
     """All rows of a depth have the same children: the ranks of the next head."""
-    bundle, *_ = made()
+    bundle = made("medusa").bundle
     with jetdraft.load(bundle.path, threads=1) as model:
         drafts = []
         verify = model.parts.target.verify
@@ -164,32 +88,9 @@ def test_a_tree_is_the_product_of_the_best_of_each_head(made):
                 assert all(one == sets[0] for one in sets)
 
 
-def test_several_turns_and_a_saved_prefix(made, tmp_path):
-    bundle, *_ = made()
-    how = {"max_new_tokens": 12, "ignore_eos": True}
-    with jetdraft.load(bundle.path, threads=1) as model:
-        tokens = list(TOKENS)
-        for _ in range(3):
-            plain = model.generate(token_ids=tokens, method="none", **how).token_ids
-            for _ in range(2):
-                drafted = model.generate(token_ids=tokens, method="medusa", **how)
-                assert drafted.token_ids == plain
-            tokens += [*plain, 7]
-        model.save_prefix(tmp_path / "prefix.npz", tokens)
-    with jetdraft.load(bundle.path, threads=1) as model:
-        model.load_prefix(tmp_path / "prefix.npz")
-        drafted = model.generate(
-            token_ids=tokens, method="medusa", num_draft_tokens=3, **how
-        )
-        assert drafted.stats.reused_tokens > 0
-        assert drafted.stats.drafted_tokens > 0
-        plain = model.generate(token_ids=tokens, method="none", **how)
-        assert drafted.token_ids == plain.token_ids
-
-
-def test_each_head_of_hydra_reads_the_guesses_before_it(source, made):
+def test_each_head_of_hydra_reads_the_guesses_before_it(made):
     """The path is the next token, and then the likeliest token of every head."""
-    bundle, _, tensors = made(kind="hydra")
+    bundle, source, _, tensors = made("hydra")
     target, graph = graphs(bundle)
     features = target.run(TOKENS[:8]).features.copy()
     model = Checkpoint.load(source, torch.float32).model
@@ -212,9 +113,9 @@ def test_each_head_of_hydra_reads_the_guesses_before_it(source, made):
     assert bundle.drafter.parameters == own, "the embedding is the target's"
 
 
-def test_the_vocabulary_of_hydra_is_cut(source, made):
+def test_the_vocabulary_of_hydra_is_cut(made):
     """Later heads read the tokens of the rows, not the rows."""
-    cut, _, tensors = made(kind="hydra", draft_vocab=100)
+    cut, source, _, tensors = made("hydra", draft_vocab=100)
     ids = cut.draft_vocabulary()
     assert len(ids) == 100
     target, graph = graphs(cut)
@@ -233,8 +134,8 @@ def test_the_vocabulary_of_hydra_is_cut(source, made):
 
 
 def test_the_small_tensors_are_in_the_drafter_alone(made):
-    """Its matrices are its own; nothing is lent by the target."""
-    bundle, *_ = made()
+    """Its matrices are its own; none is the target's."""
+    bundle = made("medusa").bundle
     model = onnx.load(bundle.path / bundle.drafter.file, load_external_data=False)
     files = {e.value for t in model.graph.initializer for e in t.external_data}
     assert not any("target" in value for value in files)

@@ -1,0 +1,162 @@
+"""Bundles of tiny targets with published heads, each exported once for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from jetdraft.bundle import Bundle
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from tests import tiny
+from tests.checkpoints.heads import layouts
+from tests.checkpoints.heads.layouts import H, rand
+from tests.tiny import llama_config, save_checkpoint
+
+SMALL = {"capacity": 64, "max_width": 16}
+TAPS = [1, 2, 3]
+
+
+class Kind(NamedTuple):
+    """A published head: its method, its files, and the layers of its target."""
+
+    method: str
+    layout: Callable[[], tuple[dict[str, Any], dict[str, Tensor]]]
+    layers: int = 1
+    file: str = "model.safetensors"
+
+
+KINDS = {
+    "eagle1": Kind("eagle", layouts.eagle1),
+    # Embedding and LM head are the target's.
+    "eagle1-tied": Kind(
+        "eagle", partial(layouts.eagle1, fc_bias=False, embedding=False)
+    ),
+    "eagle3": Kind(
+        "eagle", partial(layouts.eagle3, eagle_aux_hidden_state_layer_ids=TAPS), 3
+    ),
+    "speculators": Kind(
+        "eagle", partial(layouts.speculators, eagle_aux_hidden_state_layer_ids=TAPS), 3
+    ),
+    "medusa": Kind("medusa", layouts.medusa, file="medusa_lm_head.pt"),
+    "hydra": Kind("medusa", layouts.hydra, file="hydra_lm_head.pt"),
+    "dflash": Kind(
+        "dflash", partial(layouts.dflash, outputs=(0, 1, 2), num_target_layers=3), 3
+    ),
+    "speculators-dflash": Kind(
+        "dflash",
+        partial(layouts.speculators_dflash, aux_hidden_state_layer_ids=TAPS),
+        3,
+    ),
+    # It reads no layer of its target.
+    "diffusion": Kind("diffusion", layouts.diffusion),
+}
+
+
+def _module(prefix: str, *names: str, **layer: Any) -> dict[str, Tensor]:
+    """The tensors of an MTP module: two norms, their join, a last norm, a layer."""
+    norms = {f"{name}.weight": layouts.norm() for name in names if name != names[2]}
+    fc = {f"{names[2]}.weight": rand(H, 2 * H)}
+    own = {prefix + name: tensor for name, tensor in (norms | fc).items()}
+    return own | layouts.layer_tensors(layer.pop("at", prefix), **layer)
+
+
+SIZES = {**tiny.SIZES, "num_hidden_layers": 1}
+MTP: dict[str, tuple[Any, Callable[[], dict[str, Tensor]]]] = {
+    # MiMo-7B: a Qwen2 layer, and the state before the embedding.
+    "mimo": (
+        transformers.Qwen2Config(**SIZES),
+        lambda: _module(
+            "model.mtp_layers.0.",
+            *("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+            bias=True,
+        ),
+    ),
+    # The names of Qwen3-Next and Qwen3.5, beside a target without recurrent layers.
+    "qwen": (
+        transformers.Qwen3Config(**SIZES, head_dim=16),
+        lambda: _module(
+            "mtp.",
+            *("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+            at="mtp.layers.0.",
+            qk_norm=True,
+        ),
+    ),
+    # The names of DeepSeek-V3 and GLM-4.5, beside a target without experts.
+    "deepseek": (
+        transformers.LlamaConfig(**SIZES),
+        lambda: _module(
+            "model.layers.1.", "enorm", "hnorm", "eh_proj", "shared_head.norm"
+        ),
+    ),
+}
+COPIES = {
+    "model.layers.1.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.layers.1.shared_head.head.weight": "lm_head.weight",
+}
+"""Matrices of the target that DeepSeek's files have once more."""
+
+
+class Made(NamedTuple):
+    """A bundle, the folders of its target and of its head, and the head's tensors."""
+
+    bundle: Bundle
+    target: str
+    head: str
+    tensors: dict[str, Tensor]
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Made]:
+    """Exports a head once for each set of options."""
+    folder = tmp_path_factory.mktemp("heads")
+
+    @cache
+    def target(layers: int, tied: bool) -> str:
+        config = llama_config(num_hidden_layers=layers, tie_word_embeddings=tied)
+        return str(save_checkpoint(folder / f"target-{layers}-{tied}", config))
+
+    @cache
+    def mtp(name: str) -> tuple[str, dict[str, Tensor]]:
+        """A target whose own files have a module."""
+        torch.manual_seed(11)
+        config, layout = MTP[name]
+        tensors = layout()
+        file = save_checkpoint(folder / name, config) / "model.safetensors"
+        own = load_file(file)
+        if name == "deepseek":
+            tensors |= {copy: own[first].clone() for copy, first in COPIES.items()}
+        save_file(own | tensors, file, {"format": "pt"})
+        return str(file.parent), tensors
+
+    @cache
+    def head(name: str) -> tuple[str, dict[str, Tensor]]:
+        torch.manual_seed(3)
+        config, tensors = KINDS[name].layout()
+        written = layouts.write(folder / name, config, tensors, KINDS[name].file)
+        return written, tensors
+
+    @cache
+    def make(
+        name: str,
+        recipe: str = "none",
+        drafter: str | None = None,
+        tied: bool = False,
+        **options: Any,
+    ) -> Made:
+        source, tensors = mtp(name) if name in MTP else head(name)
+        base = source if name in MTP else target(KINDS[name].layers, tied)
+        recipes = Recipe.parse(recipe, 32), Recipe.parse(drafter or recipe, 32)
+        settings = ExportOptions(*recipes, **{**SMALL, **options})
+        output = folder / f"bundle-{make.cache_info().misses}"
+        bundle = export(base, output, options=settings, head=source)
+        return Made(bundle, base, source, tensors)
+
+    return make
