@@ -86,6 +86,9 @@ def _part(
     """
     names = [[traced.get(s.name, s.name) for s in specs] for specs in (inputs, outputs)]
     graph = ir.convenience.extract(whole.graph, *names)
+    for name in [n for n in whole.graph.initializers if n in graph.initializers]:
+        # `extract` orders them by a set; a file is the same at every export.
+        graph.initializers[name] = graph.initializers.pop(name)
     for values, specs in ((graph.inputs, inputs), (graph.outputs, outputs)):
         for value, spec in zip(values, specs, strict=True):
             value.name = spec.name

@@ -27,16 +27,26 @@ def cut_below_two(job: Job, contract: StepContract) -> Step:
     return Step(job.checkpoint.model, contract, cut=2)
 
 
+def cut_bundle(folder, flavour) -> Bundle:
+    """A bundle in `folder` of the checkpoint beside it, whose target is cut."""
+    options = ExportOptions(Recipe("none"), capacity=16, max_width=8, flavour=flavour)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "_plain_step", cut_below_two)
+        return export(str(folder.parent / "checkpoint"), folder, options=options)
+
+
 @pytest.fixture(scope="module", params=["contrib", "standard"])
 def bundle(request, tmp_path_factory) -> Bundle:
     folder = tmp_path_factory.mktemp("cut")
-    source = save_checkpoint(folder / "checkpoint", llama_config())
-    options = ExportOptions(
-        Recipe("none"), capacity=16, max_width=8, flavour=request.param
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "_plain_step", cut_below_two)
-        return export(str(source), folder / "bundle", options=options)
+    save_checkpoint(folder / "checkpoint", llama_config())
+    return cut_bundle(folder / "bundle", request.param)
+
+
+def test_every_export_writes_the_same_bytes(bundle, request):
+    flavour = request.node.callspec.params["bundle"]
+    again = cut_bundle(bundle.path.parent / "again", flavour)
+    for file in bundle.path.glob("*.*"):
+        assert file.read_bytes() == (again.path / file.name).read_bytes(), file.name
 
 
 def session(bundle, file) -> onnxruntime.InferenceSession:
