@@ -66,8 +66,8 @@ def filled(graph, tokens, width=64):
 def selected_by_hand(graph):
     """The rows that the last pass selected, by layer."""
     return {
-        int(name.partition(".")[2]): buffer.numpy()[0]
-        for name, buffer in graph.selected.buffers.items()
+        int(name.partition(".")[2]): tensor.value.numpy()[0]
+        for name, tensor in graph.selected.items()
         if name.startswith("past_rows")
     }
 
@@ -182,7 +182,7 @@ def test_the_vote_takes_the_rows_of_the_largest_attention(few, prompt):
     """In layer 0 the keys are known from the buffers, and the query from the state."""
     own = filled(few.parts.target, prompt).beside()
     own.run(prompt[-1:])
-    query = own.selected.buffers["past_query.0"].numpy()[0]
+    query = own.selected["past_query.0"].value.numpy()[0]
     keys = own.cache.buffers["past_key.0"].numpy()[0]
     last = len(prompt) - 1
     for head, rows in enumerate(selected_by_hand(own)[0].tolist()):
@@ -345,7 +345,7 @@ def test_selected_rows_as_the_target_are_lossy_and_say_so(few, prompt):
 def test_a_survey_reads_all_rows_after_a_lossy_generation(few, monkeypatch):
     monkeypatch.setattr("jetdraft.runtime.measured.survey.FIRST_MS", 0.0)
     target = few.parts.target
-    for measure in (Survey.step, Survey._prove_again):
+    for measure in (Survey.step, Survey.again):
         survey = Survey(target, None)
         survey.begin()
         target.prepare(exact=False, reading=Reading.SELECTED)
