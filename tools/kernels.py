@@ -67,7 +67,7 @@ def cuda(version: str) -> None:
         python = installed(folder, f"onnxruntime-gpu=={version}")
         capi = next(folder.rglob("onnxruntime/capi"))
         make_stubs(folder, sorted(capi.glob("*.so")))
-        kernels, schemas = told(python, TELL_ALL, LD_LIBRARY_PATH=str(folder))
+        kernels, schemas = query(python, TELL_ALL, LD_LIBRARY_PATH=str(folder))
     source = f"onnxruntime-gpu {version}"
     ours = [kernel for kernel in kernels if kernel[2] == "CUDAExecutionProvider"]
     write("cuda", {"source": source, "kernels": table(ours)})
@@ -79,7 +79,9 @@ def webgpu(version: str, plugin: str) -> None:
     with tempfile.TemporaryDirectory() as name:
         packages = (f"onnxruntime=={version}", f"onnxruntime-ep-webgpu=={plugin}")
         python = installed(Path(name), *packages)
-        kernels, _ = told(python, TELL_WEBGPU, ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER="1")
+        kernels, _ = query(
+            python, TELL_WEBGPU, ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER="1"
+        )
     source = f"onnxruntime-ep-webgpu {plugin}"
     for row in kernels:
         types = row[4].get("T1" if row[0] == "Cast" else "T")
@@ -188,8 +190,8 @@ tell(state.get_registered_ep_kernel_defs("WebGpuExecutionProvider"))
 )
 
 
-def told(python: Path, code: str, **environment: str) -> Any:
-    """The kernels and operators that a process with another onnxruntime tells."""
+def query(python: Path, code: str, **environment: str) -> Any:
+    """The kernels and operators of another onnxruntime, from a process of its own."""
     with tempfile.NamedTemporaryFile() as answer:
         command = [python, "-c", code, answer.name]
         subprocess.run(command, check=False, env={**os.environ, **environment})

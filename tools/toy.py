@@ -269,7 +269,7 @@ def pack(folder: Path, output: Path) -> None:
 
 
 def main() -> None:
-    """Make the zip anew."""
+    """Make the zip."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     # The bundle's manifest names the checkpoints as they are given.

@@ -39,7 +39,7 @@ class TensorSpec:
             PROBES: probes,
             PREFIX: prefix,
             ALL: rows + prefix + probes * members,
-            SLOTS: rows + 1,  # of buffers that are lent, to trace with
+            SLOTS: rows + 1,  # of the example buffers of a trace
         }
         return tuple(
             sizes[axis] if isinstance(axis, str) else axis for axis in self.shape

@@ -104,7 +104,7 @@ class SelectedAttention:
         return branch.done(self._declared([*copy, *state]))
 
     def selected(self) -> ir.Graph:
-        """Attention over selected rows and those of the pass."""
+        """Attention over selected rows and the rows of the pass."""
         branch = Branch(self.graph, f"{self.name}.selected")
         query, key, value = self._projections(branch)
         count = branch("Shape", query, start=1, end=2)

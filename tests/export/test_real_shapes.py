@@ -40,7 +40,7 @@ def settled(tmp_path_factory) -> jetdraft.Model:
 
 
 def test_generation_config_decides_ends_and_sampling(settled):
-    """Its ends go before those of config.json, which has 0 alone."""
+    """Its ends go before the ends of config.json, which has 0 alone."""
     assert settled.bundle.eos_token_ids == (5, 9)
     expected = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
     assert settled.bundle.generation == expected

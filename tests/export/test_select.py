@@ -222,7 +222,7 @@ def trained_briefly(folder, **options):
 def answers_by_hand(folder, tokens, count, read, turns):
     """Logits of the last `count` tokens if each KV head has only some rows to read.
 
-    If it turns, a head's rows have the positions just before those of the new tokens.
+    If it turns, a head's rows have the positions just before the new tokens'.
     """
     model = AutoModelForCausalLM.from_pretrained(folder / "target").float()
     layer, start = model.model.layers[0], len(tokens) - count

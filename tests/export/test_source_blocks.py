@@ -64,10 +64,10 @@ def in_training(target, drafter, count, known):
     anchors, real = torch.tensor([[count - 1]]), torch.ones(1, 1, dtype=torch.bool)
     blocks = Blocks(anchors, torch.tensor([[len(known)]]), real)
     slots = torch.arange(SLOTS)[None, None]
-    places, told = count + slots, slots < len(known)
+    places, is_given = count + slots, slots < len(known)
     with torch.no_grad():
         lesson = task.encoded(module, lesson)
-        logits = task.logits(module, lesson, blocks, places, told, slots >= 0)
+        logits = task.logits(module, lesson, blocks, places, is_given, slots >= 0)
     return logits.numpy()
 
 
@@ -92,7 +92,7 @@ def test_the_graph_does_what_transformers_does_with_a_mask(made):
     """Not for T5, whose own bias calls all rows behind a row equally far."""
     name, target, drafter, model = made
     if name == "t5":
-        pytest.skip("its bias is compared with that of a training")
+        pytest.skip("its bias is compared with the bias of a training")
     checkpoint = Checkpoint.load(target, torch.float32)
     own = load_head(drafter, checkpoint, torch.float32).model
     implement(own, "eager")
@@ -229,12 +229,12 @@ def test_the_embedding_is_stored_once(tmp_path):
         ("drafter-encoder.onnx", "target-encoder.onnx.data"),
     ):
         model = onnx.load(bundle.path / file, load_external_data=False)
-        lent = [
+        shared = [
             tuple(tensor.dims)
             for tensor in model.graph.initializer
             if any(entry.value == owner for entry in tensor.external_data)
         ]
-        assert any(dims[0] == VOCAB_SIZE for dims in lent), (file, lent)
+        assert any(dims[0] == VOCAB_SIZE for dims in shared), (file, shared)
     with jetdraft.load(bundle.path, threads=1) as model:
         texts = [
             model.generate(

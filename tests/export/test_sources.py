@@ -1,5 +1,5 @@
-"""Encoder-decoders: the graphs' logits are transformers', and every method's text is
-that of plain decoding."""
+"""Encoder-decoders: the graphs' logits are transformers', and every method writes
+the text of plain decoding."""
 
 from __future__ import annotations
 

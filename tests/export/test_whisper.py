@@ -1,5 +1,5 @@
-"""Whisper: the graphs' logits and the transcripts are transformers', and every method's
-transcript is that of plain decoding."""
+"""Whisper: the graphs' logits and the transcripts are transformers', and every method
+writes the transcript of plain decoding."""
 
 from __future__ import annotations
 

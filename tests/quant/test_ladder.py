@@ -21,7 +21,7 @@ from tests.tiny import drafter_config, llama_config, save_checkpoint
 
 
 class Known:
-    """A divergence whose figures are given; bytes are those of the bits."""
+    """A divergence whose figures are given; the bytes follow from the bits."""
 
     units = {str(layer): {} for layer in range(10)} | {"head": {}}
     forget = staticmethod(lambda: None)
