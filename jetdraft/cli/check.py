@@ -105,13 +105,7 @@ def command(
             "plain_tokens_per_second": speed or None,
         }
         click.echo(json.dumps(fields))
-    if acceptance is not None and fallen(*acceptance):
-        click.echo(
-            "warning: the target accepts fewer drafted tokens than at export, by more "
-            f"than {TOLERANCE}: {_acceptance_line(*acceptance)}; export the drafter "
-            "again, or choose another provider for it",
-            err=True,
-        )
+    _warn_of_fallen(acceptance)
     wrong = sum(one.first_difference is not None for one in comparisons)
     if wrong:
         raise CheckError(
@@ -120,6 +114,17 @@ def command(
         )
     if not as_json:
         click.echo(f"verdict    pass: {len(comparisons)} texts as by plain decoding")
+
+
+def _warn_of_fallen(acceptance: Sequence[list[float]] | None) -> None:
+    """Warn if the target accepts fewer drafted tokens than at export."""
+    if acceptance is not None and fallen(*acceptance):
+        click.echo(
+            "warning: the target accepts fewer drafted tokens than at export, by more "
+            f"than {TOLERANCE}: {_acceptance_line(*acceptance)}; export the drafter "
+            "again, or choose another provider for it",
+            err=True,
+        )
 
 
 def _text_figures(bundle: Bundle, texts: Sequence[Path]) -> list[TextFigures]:

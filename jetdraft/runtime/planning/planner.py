@@ -173,11 +173,11 @@ class ProposerSet:
 def _proposed(
     proposer: Proposer, context: Sequence[int], budget: int, parents: Parents
 ) -> Rows:
-    """What a proposer gives, below the right root; it may be another package's."""
+    """Ask a proposer for rows; refuses another package's errors and wrong roots."""
     name, root = proposer.traits.name, context[-1]
     try:
         rows = proposer.propose(context, budget, parents)
-        given: object = rows.tokens[:1]
+        given: object = rows.tokens[:1] if isinstance(rows, Rows) else rows
     except JetdraftError:
         raise
     except Exception as error:
