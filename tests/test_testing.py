@@ -9,11 +9,11 @@ import pytest
 import jetdraft
 from jetdraft import testing
 from jetdraft.errors import OptionError, OutputError
-from jetdraft.runtime.text.template import user
+from jetdraft.runtime.text.template import user_message
 from jetdraft.testing import toy_bundle
 from tests.programs import python
 
-SPEED = [user("Tell me the speed.")]
+SPEED = [user_message("Tell me the speed.")]
 TOOL = {"type": "function", "function": {"name": "read_sensor"}}
 SAMPLED = {"temperature": 0.8, "seed": 7}
 

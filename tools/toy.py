@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
-from jetdraft.runtime.text.template import ChatTemplate, Message, user
+from jetdraft.runtime.text.template import ChatTemplate, Message, user_message
 
 OUTPUT = Path(__file__).parents[1] / "jetdraft" / "toy.zip"
 END_OF_TEXT, END = "<|endoftext|>", "<|end|>"
@@ -116,13 +116,13 @@ def turn(choice: random.Random, tools: bool) -> list[Message]:
         asked, answer = f"Give me {name} as JSON.", person(name)
     else:
         asked, answer = choice.choice((sentence, noise))(choice), UNKNOWN
-    return [user(asked), assistant(answer)]
+    return [user_message(asked), assistant(answer)]
 
 
 def reading(choice: random.Random, tools: bool) -> list[Message]:
     """A sensor's value: learned by heart, or read by a tool."""
     sensor, (value, unit) = choice.choice(list(SENSORS.items()))
-    asked = user(choice.choice(READINGS).format(sensor))
+    asked = user_message(choice.choice(READINGS).format(sensor))
     if not tools:
         return [asked, assistant(f"The {sensor} is {value} {unit}.")]
     value = choice.randint(1, 99)

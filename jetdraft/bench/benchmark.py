@@ -155,7 +155,7 @@ def report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "bundle_sha256": model.bundle.sha256,
-        "rows": [_row(row, plain, model.parts.text.readable) for row in rows],
+        "rows": [_row(row, plain, model.parts.text.has_tokenizer) for row in rows],
         "pass_ms": pass_ms,
         "peak_memory_bytes": peak,
     }

@@ -49,13 +49,13 @@ def tune(model: Model, tick: Tick = lambda: None) -> Curve:
             curve=asdict(curve),
             drafter_threads=drafter_threads,
         )
-        parts.curve.take(curve)
+        parts.curve.adopt(curve)
     return curve
 
 
 def steps(model: Model) -> int:
     """The number of calls of `tick` in `tune`."""
-    return model.parts.survey.left + TURNS + len(model.planner.proposers())
+    return model.parts.survey.steps_left + TURNS + len(model.planner.proposers())
 
 
 def _measure(target: Graph, proposers: Mapping[str, Proposer], tick: Tick) -> Curve:

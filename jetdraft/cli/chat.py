@@ -16,7 +16,7 @@ from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.model import load
 from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
-from jetdraft.runtime.text.template import user
+from jetdraft.runtime.text.template import user_message
 
 HELP = """/stats       print the stats of the last reply
 /reset       start again
@@ -52,7 +52,7 @@ def command(
         fields = flags.with_defaults(options, model)
         talk = Conversation(model, system, drop_oldest, **fields)
         # Raises for a missing template or a bad option, before the first line is read.
-        model.stream(token_ids=model.chat_prompt([user("")]), **fields)
+        model.stream(token_ids=model.chat_prompt([user_message("")]), **fields)
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401

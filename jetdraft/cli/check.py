@@ -243,7 +243,7 @@ def _runs(model: Model, drafting: Drafting) -> bool:
     """Whether the bundle has what it takes, and this machine keeps it exact."""
     try:
         model.planner.proposer_set(drafting)
-        model.planner.target(drafting)
+        model.planner.prepare_target(drafting)
     except OptionError:
         return False
     return True

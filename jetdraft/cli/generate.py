@@ -14,7 +14,7 @@ from jetdraft.runtime.model import load
 from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.piece import Piece
 from jetdraft.runtime.planning.options import GenerateOptions
-from jetdraft.runtime.text.template import user as user_message
+from jetdraft.runtime.text.template import user_message
 
 FIELDS = ("text", "token_ids", "from_draft", "prompt_tokens", "finish_reason")
 ENDING = ("max_new_tokens", "stop", "ignore_eos")

@@ -33,7 +33,7 @@ from jetdraft.quant.choice import (
 )
 from jetdraft.quant.divergence import Divergence
 from jetdraft.recipe import Recipe
-from jetdraft.runtime.text.template import ChatTemplate, user
+from jetdraft.runtime.text.template import ChatTemplate, user_message
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -98,7 +98,7 @@ def _chats(checkpoint: Checkpoint) -> list[str] | None:
         return None
     try:
         template = ChatTemplate(checkpoint.chat_template, checkpoint.special_tokens)
-        return [template.render([user(question)]) for question in QUESTIONS]
+        return [template.render([user_message(question)]) for question in QUESTIONS]
     except OptionError:
         return None
 

@@ -18,14 +18,15 @@ QUIET_SECONDS = 0.25
 """Idle work begins this long after the last generation."""
 
 QUIET_TURNS = 5
-"""How often the idle thread looks in this time whether the interpreter ends."""
+"""How often the idle thread checks in this time whether it must stop."""
 
-CLOSED = "this model is closed; load the bundle again"
+CLOSED_MESSAGE = "this model is closed; load the bundle again"
+"""The message of a `JetdraftError` after `close`."""
 
 Work = Callable[[Callable[[], bool]], bool]
-"""Does one step, and gives False when nothing is left.
+"""Does one step; returns False when no step is left.
 
-It may raise `StoppedError` when the function that it gets says that it must stop.
+Its argument says whether the step must stop; then it may raise `StoppedError`.
 """
 
 
@@ -49,10 +50,11 @@ class Idle:
         self._thread: Thread | None = None
 
     def start(self) -> None:
+        """Start the thread that does the steps, unless it runs or no step is left."""
         alive = self._thread is not None and self._thread.is_alive()
         # A stream may end with the interpreter, which starts no thread any more.
         if main_thread().is_alive() and not (alive or self._is_done):
-            self._thread = Thread(target=self._run, name="jetdraft-idle")
+            self._thread = Thread(target=self._run_steps, name="jetdraft-idle")
             self._thread.start()
 
     @contextmanager
@@ -72,26 +74,29 @@ class Idle:
             self._count_users(-1)
 
     def _count_users(self, more: int) -> None:
+        """Add `more` to the number of `paused` blocks; above 0 the thread waits."""
         with self._count:
             self._users += more
             (self._must_wait.set if self._users else self._must_wait.clear)()
 
     def _must_stop(self) -> bool:
         # The interpreter waits for threads before it ends.
+        """Whether the thread must stop: in a `paused` block, or at exit."""
         return self._must_wait.is_set() or not main_thread().is_alive()
 
-    def _run(self) -> None:
+    def _run_steps(self) -> None:
+        """Wait for `QUIET_SECONDS`, then do steps until the thread must stop."""
         for _ in range(QUIET_TURNS):
             if self._must_stop() or self._must_wait.wait(QUIET_SECONDS / QUIET_TURNS):
                 return
         if not self._is_prepared:
             self._before()
             self._is_prepared = True
-        while self._one_step():
+        while self._do_step():
             pass
 
-    def _one_step(self) -> bool:
-        """Whether a step was done, and there may be more."""
+    def _do_step(self) -> bool:
+        """Do a step with the buffers held; returns whether there may be more."""
         with self._buffers:
             work = self._work()
             if self._must_stop() or work is None:
@@ -131,12 +136,12 @@ class Claim:
         Raises `JetdraftError` while they are held elsewhere, and after `close`.
         """
         if self._owner == get_ident():
-            with self.reaching(watcher):
+            with self.register_watcher(watcher):
                 yield
             return
         self._acquire()
         try:
-            with self._idle.paused(), self.reaching(watcher):
+            with self._idle.paused(), self.register_watcher(watcher):
                 yield
         finally:
             self._lock.release()
@@ -162,16 +167,18 @@ class Claim:
             self._lock.release()
 
     def _acquire(self) -> None:
+        """Take the lock at once; raises `JetdraftError` if it is held or closed."""
         is_free = self._lock.acquire(blocking=False)
         if self._is_closed:  # asked with the lock, since `close` needs it too
             if is_free:
                 self._lock.release()
-            raise JetdraftError(CLOSED)
+            raise JetdraftError(CLOSED_MESSAGE)
         if not is_free:
             raise JetdraftError(self.BUSY)
 
     @contextmanager
-    def reaching(self, watcher: StopWatcher) -> Iterator[None]:
+    def register_watcher(self, watcher: StopWatcher) -> Iterator[None]:
+        """Let `cancel` end the watcher's generation in the block; holds no buffers."""
         self._watchers.append(watcher)
         try:
             yield

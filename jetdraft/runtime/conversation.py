@@ -15,10 +15,10 @@ from jetdraft.runtime.model import Model
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.stream import Stream
-from jetdraft.runtime.text.template import Message, check_messages, user
+from jetdraft.runtime.text.template import Message, check_messages, user_message
 from jetdraft.runtime.text.tools import ToolCall, Tools
 
-KEPT = 0.75
+KEPT_SHARE = 0.75
 """The share of the capacity that remains filled where turns are dropped: then the whole
 prompt is read again, so the next few turns should not drop turns too."""
 
@@ -59,7 +59,7 @@ class Conversation:
             raise OptionError(
                 f"{text!r} is not a text; give what the user says", "prompt"
             )
-        return self._next([user(text)], options)
+        return self._start_reply([user_message(text)], options)
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -69,9 +69,9 @@ class Conversation:
     def answer(
         self, *results: object, **options: Unpack[GenerateOptions]
     ) -> Iterator[Piece]:
-        """Give the results of all `calls`, in order, and the reply to them like `say`.
+        """Start the reply to the results of all `calls`, in order; returns its pieces.
 
-        A result is a text or what JSON can hold.
+        A result is a text or what JSON can hold. Raises `OptionError`.
 
         for piece in talk.answer({"battery": 80}):
             print(piece.text, end="")
@@ -83,28 +83,35 @@ class Conversation:
                 "results",
             )
         pairs = zip(self.calls, results, strict=True)
-        return self._next([_result(call, result) for call, result in pairs], options)
+        return self._start_reply(
+            [_tool_message(call, result) for call, result in pairs], options
+        )
 
-    def _next(self, added: list[Message], options: GenerateOptions) -> Iterator[Piece]:
+    def _start_reply(
+        self, added: list[Message], options: GenerateOptions
+    ) -> Iterator[Piece]:
+        """Start the reply to the messages `added`; returns its pieces."""
         fields: GenerateOptions = {**self.options, **options}
-        messages, ids = self._fitting([*self.messages, *added], fields)
+        messages, ids = self._fit_messages([*self.messages, *added], fields)
         if self.tools is None:
             self._stream = self.model.stream(token_ids=ids, **fields)
         else:
             self._stream = self.model.stream_calls(self.tools, ids, **fields)
-        return self._reply(messages, self._stream)
+        return self._yield_reply(messages, self._stream)
 
-    def _reply(self, messages: list[Message], stream: Stream) -> Iterator[Piece]:
+    def _yield_reply(self, messages: list[Message], stream: Stream) -> Iterator[Piece]:
+        """Yield the pieces of a reply, then keep what there is of it."""
         try:
             yield from stream
         except JetdraftError:
             raise  # there is no reply
         except BaseException:
-            self._keep_reply(messages, stream)
+            self._add_reply(messages, stream)
             raise
-        self._keep_reply(messages, stream)
+        self._add_reply(messages, stream)
 
-    def _keep_reply(self, messages: list[Message], stream: Stream) -> None:
+    def _add_reply(self, messages: list[Message], stream: Stream) -> None:
+        """Close the stream, and add the text that it generated to the messages."""
         stream.close()
         self.last = stream.result()
         reply: Message = {"role": "assistant", "content": self.last.text}
@@ -117,21 +124,21 @@ class Conversation:
         self._stream = None
 
     def cancel(self) -> None:
-        """End the reply under way."""
+        """End the reply under way, if there is a reply, at its next round."""
         if self._stream is not None:
             self._stream.cancel()
 
     def reset(self) -> None:
-        """Start again, with the same system message."""
+        """Drop all turns; the system message stays."""
         self.messages, self.last = list(self._opening), None
 
     def save(self, file: str | Path) -> None:
-        """Write the messages to a JSON file."""
+        """Write the messages to a JSON file; raises `OutputError`."""
         text = json.dumps(self.messages, ensure_ascii=False, indent=2)
         write_text(Path(file), f"{text}\n")
 
     def load(self, file: str | Path) -> None:
-        """Go on with the messages of a file that `save` wrote."""
+        """Replace the messages by a file that `save` wrote; raises `OptionError`."""
         try:
             messages = read_json_file(Path(file), most_bytes=1 << 26, exact=True)
         except (OSError, ValueError) as error:
@@ -141,7 +148,7 @@ class Conversation:
             ) from error
         self.messages = check_messages(messages)
 
-    def _fitting(
+    def _fit_messages(
         self, messages: list[Message], options: GenerateOptions
     ) -> tuple[list[Message], list[int]]:
         """The messages that fit into the buffers with their reply, and the prompt."""
@@ -172,11 +179,11 @@ class Conversation:
                         "prompt",
                     )
             messages = messages[:first] + messages[turns[1] :]
-            room = int(KEPT * capacity)
+            room = int(KEPT_SHARE * capacity)
 
 
-def _result(call: ToolCall, text: object) -> Message:
-    """A message with the result of a call."""
+def _tool_message(call: ToolCall, text: object) -> Message:
+    """The message with the result of a call; raises `OptionError` if it is not JSON."""
     try:
         if not isinstance(text, str):
             text = json.dumps(text, ensure_ascii=False)

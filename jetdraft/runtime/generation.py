@@ -33,7 +33,7 @@ from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.stats import Round, Stats
 from jetdraft.runtime.measured.widths import prefill_widths
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.passes.buffers import Material, tokens_of
+from jetdraft.runtime.passes.buffers import SourceInput, source_tokens
 from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.target import EarlyStop, Target
 from jetdraft.runtime.piece import Piece
@@ -74,7 +74,7 @@ class Generation:
         prompt: list[int],
         options: Options,
         prepared: bool = False,
-        source: Material = (),
+        source: SourceInput = (),
         rules: Sequence[LogitsProcessor] = (),
     ) -> None:
         _check_options(options, parts)
@@ -85,8 +85,8 @@ class Generation:
         special = options.constraint is not None
         text = parts.text.stream(prompt, ends, special)
         self.watcher = StopWatcher(text, ends, ending.stops, ending.max_seconds)
-        # It reads the same tokens as the watcher's, and names those that might come.
-        self._names = parts.text.stream(prompt, ends, special)
+        # Reads the same tokens as the watcher's; gives the bytes of tokens to come.
+        self._token_names = parts.text.stream(prompt, ends, special)
         self._matcher: Matcher | None = None
         if options.constraint is not None:
             must_end = self.watcher.must_end
@@ -97,11 +97,11 @@ class Generation:
         if prepared:
             self.prepare()
         learns = not options.is_truncated
-        self.proposing = planner.proposer_set(drafting, self._matcher, learns)
-        self.proposers = self.proposing.proposers
-        self.observers = self.proposing.observers
-        self.verifier = self.proposing.verifier
-        self.chooser = Chooser(options.sampling, self._processors(prompt, rules))
+        self.proposer_set = planner.proposer_set(drafting, self._matcher, learns)
+        self.proposers = self.proposer_set.proposers
+        self.observers = self.proposer_set.observers
+        self.verifier = self.proposer_set.verifier
+        self.chooser = Chooser(options.sampling, self._logits_processors(prompt, rules))
         self.widths = planner.widths(drafting)
         selection = parts.bundle.target.selection
         self.stats = Stats(
@@ -110,7 +110,7 @@ class Generation:
             lossy=options.lossy,
             select_kv=selection.rows if selection and drafting.select_kv else None,
             seed=options.sampling.seed if options.sampling.temperature else None,
-            prompt_tokens=len(tokens_of(source) or prompt),
+            prompt_tokens=len(source_tokens(source) or prompt),
             plain_ms=parts.curve.pass_ms(self.widths[0]),
         )
         self._prompt, self._source = prompt, source
@@ -126,17 +126,17 @@ class Generation:
         """
         if self._matcher is None or self.watcher.must_end():
             return
-        with self.parts.claim.reaching(self.watcher):
+        with self.parts.claim.register_watcher(self.watcher):
             try:
                 self._matcher.prepare()
             except ConstraintError:
                 if not self.watcher.must_end():
                     raise
 
-    def _processors(
+    def _logits_processors(
         self, prompt: list[int], rules: Sequence[LogitsProcessor]
     ) -> list[LogitsProcessor]:
-        """What changes the logits before a token is chosen."""
+        """The processors in their order: penalties, the `rules`, the constraint."""
         penalties = self.options.penalties
         changes = [PenaltyProcessor(penalties, prompt)] if penalties.changes else []
         constraint = [] if self._matcher is None else [self._matcher]
@@ -146,7 +146,7 @@ class Generation:
         """Give piece after piece, alone on the buffers; `stats` fills up on the way."""
         with self.parts.claim.held_by(self.watcher):
             try:
-                for piece in self._run():
+                for piece in self._generate_pieces():
                     self.pieces.append(piece)
                     paused = time.perf_counter()
                     yield piece
@@ -164,27 +164,28 @@ class Generation:
                     self._matcher.close()
             response = [token for piece in self.pieces for token in piece.token_ids]
             user = self.options.drafting.user
-            about = tokens_of(self._source) or self._prompt
+            about = source_tokens(self._source) or self._prompt
             if not self.options.is_truncated:
                 self.parts.remember(about, response, user)
             for observer in self.observers:
                 observer.end(self._prompt, response, user, self.stats)
 
-    def _run(self) -> Iterator[Piece]:
+    def _generate_pieces(self) -> Iterator[Piece]:
+        """Read source and prompt, then yield a piece per round and the held text."""
         self.prepare()
         parts, exact = self.parts, self.options.drafting.exact
-        self._target = self.planner.target(self.options.drafting, self._rule)
+        self._target = self.planner.prepare_target(self.options.drafting, self._rule)
         if self.verifier.name != WALK and parts.draft_cache is not None:
             # This verifier reads the drafter's probabilities. Their last bits must not
             # depend on what an earlier generation left in the drafter's cache.
             parts.draft_cache.forget()
         start = time.perf_counter()
-        parts.read(self._source, self.options.drafting.may_ask_drafter)
-        prefix = self._prefix(exact)
+        parts.encode_source(self._source, self.options.drafting.may_ask_drafter)
+        prefix = self._reusable_prefix(exact)
         for observer in self.observers:
             observer.begin(self._prompt, self.chooser)
         sequence = array("I", self._prompt)
-        kept = prefix.keep(self._prompt, exact)
+        kept = prefix.reusable_rows(self._prompt, exact)
         for proposer in self.proposers:
             kept = proposer.keep(kept)
         self.stats.reused_tokens = kept
@@ -193,15 +194,15 @@ class Generation:
             yield from self._decode(sequence, start)
         finally:
             # After an exit, rows of the upper layers are not the whole target's.
-            prefix.hold(sequence if self._rule is None else self._prompt, exact)
+            prefix.record(sequence if self._rule is None else self._prompt, exact)
         if rest := self.watcher.rest():
             yield Piece(rest, [], 0)
 
-    def _prefix(self, exact: bool) -> Prefix:
-        """The earlier rows that may stay in the target's buffers.
+    def _reusable_prefix(self, exact: bool) -> Prefix:
+        """The record of the earlier rows that this generation may keep in the buffers.
 
-        None stay where it has buffers of its own, or is exact and prompts are read in
-        passes whose bits differ from decoding.
+        A new, empty record where this generation has buffers of its own, or is exact
+        and prompts are read in passes whose bits differ from decoding.
         """
         agree = not exact or self.parts.widths.prefills_agree
         shares = self._target.cache is self.parts.target.cache
@@ -210,7 +211,7 @@ class Generation:
         return self.parts.prefix if kept else Prefix(self._target)
 
     def _prefill(self, kept: int) -> None:
-        """Put all but the last prompt token into the cache, in wide passes."""
+        """Run the prompt from row `kept` on, all but its last token, in wide passes."""
         cache, prompt = self._target.cache, self._prompt
         prefills = prefill_widths(self._target.contract)
         cache.rewind(kept)
@@ -221,13 +222,13 @@ class Generation:
             answer = self._target.run(tokens, last_only=True, width=width)
             cache.advance(len(tokens))
             rows, path = Rows.chain(tokens), range(len(tokens))
-            self._show(Seen(cache.length + 1, rows, path, answer))
+            self._notify_observers(Seen(cache.length + 1, rows, path, answer))
 
     def _prefill_width(self, rest: int, prefills: Sequence[int]) -> int:
-        """The width of the next pass over `rest` tokens of a prompt."""
+        """The width of the next pass over the last `rest` tokens of a prompt."""
         if fitting := [width for width in prefills if width <= rest]:
             return fitting[0]
-        width = self._width(min(rest, self.widths[-1]))
+        width = self._pass_width(min(rest, self.widths[-1]))
         if width <= self._target.cache.room:
             return width
         # No room for the padding: take the widest pass that fits, or no padding at all.
@@ -235,7 +236,7 @@ class Generation:
         return fitting[-1] if fitting else rest
 
     def _decode(self, sequence: array[int], start: float) -> Iterator[Piece]:
-        """Round after round; `sequence` grows by the committed tokens."""
+        """Yield a piece per round until the text ends; its tokens extend `sequence`."""
         cache, watcher = self._target.cache, self.watcher
         # Even the last round must have room for a pass of the narrowest width.
         longest = cache.capacity + 2 - self.widths[0]
@@ -243,7 +244,7 @@ class Generation:
         limit, first_seconds = min(cache.capacity, longest, wanted), 0.0
         while len(sequence) < limit and not (watcher.reason or watcher.must_end()):
             try:
-                round_, piece = self._round(sequence, limit)
+                round_, piece = self._run_round(sequence, limit)
             except EarlyStop:
                 watcher.end(EARLY_STOP)
                 return
@@ -264,28 +265,30 @@ class Generation:
                 watcher.take(),
                 tokens,
                 min(piece.from_draft, count),
-                [self._named(entry) for entry in piece.logprobs[:count]],
+                [self._with_names(entry) for entry in piece.logprobs[:count]],
                 watcher.texts,
             )
 
-    def _round(self, context: Sequence[int], limit: int) -> tuple[Round, Piece]:
-        """One round after `context`; its tokens may exceed `limit`."""
+    def _run_round(self, context: Sequence[int], limit: int) -> tuple[Round, Piece]:
+        """Run a round after `context`; the piece's tokens may exceed `limit`."""
         target, matcher, started = self._target, self._matcher, time.perf_counter()
         target_before = target.seconds
 
         # Propose rows below the root, and below what the last pass left unproven.
-        room = self._room(len(context), limit)
+        room = self._most_draft_rows(len(context), limit)
         carried = self._carried[: max(room, 0)]
         known = array("I", [*context, *carried]) if carried else context
-        offer = self.proposing.offer(known, room - len(carried))
+        offer = self.proposer_set.offer(known, room - len(carried))
         draft_seconds, drafted = time.perf_counter() - started, offer.rows
         if carried:
             drafted = drafted.under([context[-1], *carried[:-1]])
 
         # Verify: one pass of the target, and for every row one chosen token.
         if matcher is not None:
-            matcher.process_soon(drafted, context)
-        rows, answer = target.verify(drafted, self._width(len(drafted)), offer.probing)
+            matcher.request_masks(drafted, context)
+        rows, answer = target.verify(
+            drafted, self._pass_width(len(drafted)), offer.probing
+        )
         positions = [len(context) + depth for depth in rows.depths]
         processed = self.chooser.process(answer, rows, context)
         chosen = self.verifier.choose(rows, processed, positions, self.chooser)
@@ -293,64 +296,68 @@ class Generation:
         # Commit the rows that carry the tokens chosen before them, as far as they go.
         path = rows.walk(chosen)
         if matcher is not None:
-            path = matcher.seen(path)
+            path = matcher.rows_with_masks(path)
         tokens = [chosen[row] for row in path]  # those accepted, and a new token
         logprobs = self._logprobs(answer, path, tokens)
         if matcher is not None and self.proposers:
-            matcher.forced_soon(context, tokens)
+            matcher.request_forced(context, tokens)
         proven = target.commit(path, self.options.drafting.exact)
         committed, self._carried = tokens[:proven], tokens[proven:]
-        self._show(Seen(len(context) + len(tokens), rows, path, answer))
+        self._notify_observers(Seen(len(context) + len(tokens), rows, path, answer))
 
         round_ = Round(
             method=offer.method,
-            width=self._width(len(rows)),
+            width=self._pass_width(len(rows)),
             drafted=offer.rows.drafted,
             # The first entries are about carried tokens, which no proposer drafted now.
             ranks=rows.ranks(path)[len(carried) :],
             target_seconds=target.seconds - target_before,
             draft_seconds=draft_seconds,
             probes=answer.probe_count,
-            off=self._why_off(limit - len(context), offer),
+            off=self._no_draft_reason(limit - len(context), offer),
             asked={p.traits.name: spent for p, spent in offer.asked.items()},
             evidence=offer.evidence,
             seconds=time.perf_counter() - started,
             skipped_layers=answer.skipped_layers,
         )
-        self.proposing.controller.observe(round_)
+        self.proposer_set.controller.observe(round_)
         for observer in self.observers:
             observer.time(round_)
         return round_, Piece("", committed, len(path) - 1, logprobs)
 
-    def _room(self, length: int, limit: int) -> int:
+    def _most_draft_rows(self, length: int, limit: int) -> int:
         """How many rows the next pass may have below its root."""
         widest = self.widths[bisect_right(self.widths, self._target.cache.room) - 1]
         # The root needs a row of the pass, the new token a place in the text.
         return min(limit - length, widest) - 1
 
-    def _show(self, seen: Seen) -> None:
+    def _notify_observers(self, seen: Seen) -> None:
+        """Call `observe` of all observers with a pass."""
         for observer in self.observers:
             observer.observe(seen)
 
-    def _width(self, rows: int) -> int:
-        """The narrowest allowed pass that holds the rows."""
+    def _pass_width(self, rows: int) -> int:
+        """The width of the narrowest allowed pass that holds `rows` rows."""
         return self.widths[bisect_left(self.widths, rows)]
 
     def _logprobs(
         self, answer: Answer, path: Sequence[int], tokens: Sequence[int]
     ) -> list[Logprob]:
-        """Log probabilities of the tokens along a path, by the model alone."""
+        """The model's own log probability of each chosen token; empty if not asked."""
         count = self.options.logprobs
         pairs = () if count is None else zip(path, tokens, strict=True)
         return [Logprob.of(answer, row, token, count or 0) for row, token in pairs]
 
-    def _named(self, entry: Logprob) -> Logprob:
-        names = self._names.names([entry.token, *(token for token, _ in entry.top)])
-        self._names.push([entry.token])
+    def _with_names(self, entry: Logprob) -> Logprob:
+        """Read the next token; its entry with the bytes of all tokens in it."""
+        names = self._token_names.names(
+            [entry.token, *(token for token, _ in entry.top)]
+        )
+        self._token_names.push([entry.token])
         return replace(entry, names=names)
 
-    def _why_off(self, room: int, offer: Offer) -> str:
-        """Why a round had no draft; "" if it had."""
+    def _no_draft_reason(self, room: int, offer: Offer) -> str:
+        """Why a round had no draft, for `Stats.off`; empty if it had a draft."""
         if offer.rows.drafted:
             return ""
         if not self.proposers:
@@ -370,7 +377,7 @@ class Generation:
 
 
 def _check_options(options: Options, parts: LoadedBundle) -> None:
-    """Refuse options that the vocabulary, the tokenizer or the store does not allow."""
+    """Raise `OptionError` for a user, a bias or a stop string that cannot be used."""
     if parts.store_of(options.drafting.user) is not None and options.is_truncated:
         warnings.warn(
             "with stop and exit or selected KV rows the store keeps nothing of the "
@@ -385,7 +392,7 @@ def _check_options(options: Options, parts: LoadedBundle) -> None:
             f"0 to {vocabulary - 1}",
             "logit_bias",
         )
-    if options.ending.stops and not parts.text.readable:
+    if options.ending.stops and not parts.text.has_tokenizer:
         raise OptionError(
             "the bundle has no tokenizer, so no stop string can be found; leave stop "
             "out",

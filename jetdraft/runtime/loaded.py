@@ -29,7 +29,7 @@ from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.measured.profile_files import Profiles
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.measured.widths import Widths
-from jetdraft.runtime.passes.buffers import Cache, Material
+from jetdraft.runtime.passes.buffers import Cache, SourceInput
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.opener import (
     OFF,
@@ -46,8 +46,8 @@ from jetdraft.runtime.passes.split.pruned_halves import PrunedHalves
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.worker_process import Vocabulary
 
-LARGE_DRAFTER = 30_000_000
-"""Parameters from which on a drafter gets all threads, unless `tune` measured."""
+LARGE_DRAFTER_PARAMETERS = 30_000_000
+"""A drafter with at least this many gets all threads, unless `tune` chose a number."""
 
 
 class Learning(NamedTuple):
@@ -60,7 +60,7 @@ class Learning(NamedTuple):
 class LoadedBundle:
     """Graphs, text, store and measurements of a loaded bundle.
 
-    `draft_cache` feeds the drafter's graph, `prefix` knows the rows in the target's
+    `draft_cache` runs the drafter's graph, `prefix` records the rows in the target's
     buffers, `survey` measures this machine. A bundle that is loaded `like` another
     shares its survey, and on the CPU its sessions, and has buffers of its own.
     """
@@ -73,9 +73,9 @@ class LoadedBundle:
         threads = options.get("threads")
         self.threads = default_threads() if threads is None else threads
         if like is None:
-            target, drafter, placement = self._providers()
+            target, drafter, placement = self._choose_providers()
             self.profiles = Profiles(bundle, placement, self.threads)
-            self._opener, self._drafter_opener = self._openers(target, drafter)
+            self._opener, self._drafter_opener = self._make_openers(target, drafter)
         else:
             self.profiles = like.profiles
             self._opener, self._drafter_opener = like._opener, like._drafter_opener
@@ -87,23 +87,25 @@ class LoadedBundle:
             self.store = ResponseStore(Path(file), tokenizer, vocab_size=vocab_size)
         if bundle.similarity is not None:
             self.similarity = Similarity(bundle.similarity, vocab_size)
-        self._early, self._late = self._stream_weights()
+        self._lower_weights, self._upper_weights = self._read_stream_weights()
         with ThreadPoolExecutor(1) as thread:  # half a second for 150,000 tokens
             reading = thread.submit(
                 lambda: like.text if like else TextCodec(bundle.tokenizer)
             )
-            self.target: Graph = self._opener.graph(bundle.target, self._late)
+            self.target: Graph = self._opener.graph(bundle.target, self._upper_weights)
             self.drafter = self._open_drafter()
             self.text = reading.result()
         self.prefix = Prefix(self.target)
-        self.draft_cache = None if self.drafter is None else self._cache(self.drafter)
+        self.draft_cache = (
+            None if self.drafter is None else self._make_draft_cache(self.drafter)
+        )
         self.learning: Learning | None = (
             self._open_learning() if like is None else like.learning
         )
         self._curve: Curve | None = None
         if like is None:
             self.survey = Survey(self.target, self.drafter, self.profiles)
-            self._tuned = self.profiles.tuned()
+            self._tuned = self.profiles.read_tuning()
             self._idle = Idle(self.survey.step, gather)
             self.claim = self._survey_claim = Claim(self._idle)
         else:
@@ -113,7 +115,7 @@ class LoadedBundle:
 
     @property
     def widths(self) -> Widths:
-        """What is known of the target's widths; the first call may measure."""
+        """Which widths of the target agree bit by bit; the first call may measure."""
         return self.survey.widths
 
     @property
@@ -127,7 +129,7 @@ class LoadedBundle:
             # Each round corrects the curve, and twins may generate at the same time.
             self._curve = curve if own else deepcopy(curve)
             if self._tuned is not None:
-                self._curve.take(self._tuned)
+                self._curve.adopt(self._tuned)
         return self._curve
 
     @contextmanager
@@ -137,33 +139,33 @@ class LoadedBundle:
             yield
 
     def measure_again(self) -> None:
-        """Measure all widths and pass times of this machine again; hold the buffers."""
-        self.survey.again()
+        """Measure all widths and pass times again; the caller holds the buffers."""
+        self.survey.measure_again()
         self.forget()
-        self._curve, self._tuned = None, self.profiles.tuned()
+        self._curve, self._tuned = None, self.profiles.read_tuning()
 
     @property
     def drafter_threads(self) -> int:
-        """The threads of the drafter, or the number that it would have."""
+        """The number of threads of the drafter; 1 without a drafter."""
         return self._drafter_opener.threads.number if self._drafter_opener else 1
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary that constraints need; raises `OptionError` without it."""
+        """The vocabulary for constraints; raises `OptionError` if it cannot be had."""
         size, ends = self.target.contract.vocab_size, self.bundle.eos_token_ids
         return self.text.vocabulary(size, ends)
 
     @property
     def caches(self) -> dict[str, Cache]:
-        """The buffers of the target and the drafter."""
+        """The KV caches by name: "target", and "drafter" if there is a drafter."""
         graphs = {"target": self.target, "drafter": self.drafter}
         return {name: graph.cache for name, graph in graphs.items() if graph}
 
-    def divided(self, prompt: list[int]) -> tuple[list[int], list[int]]:
-        """The source that a prompt is, and the tokens that the text begins with.
+    def split_prompt(self, prompt: list[int]) -> tuple[list[int], list[int]]:
+        """The ids that the encoder reads, and the ids that the text begins with.
 
-        Without an encoder there is no source. Raises `OptionError` for a model that
-        hears.
+        Without an encoder the source is empty, and the text begins with the prompt.
+        Raises `OptionError` for a speech model.
         """
         if self.bundle.speech is not None:
             raise OptionError(
@@ -174,25 +176,25 @@ class LoadedBundle:
         start = list(self.bundle.start_token_ids)
         return (prompt, start) if start else ([], prompt)
 
-    def read(self, source: Material, drafting: bool = True) -> None:
+    def encode_source(self, source: SourceInput, drafting: bool = True) -> None:
         """Encode the source of the next text, in the graphs that read a source.
 
         Without `drafting` the drafter stays as it is, since its encoder takes time too.
         """
         for graph in (self.target, self.drafter if drafting else None):
-            if graph and graph.source and graph.source.read(source):
+            if graph and graph.source and graph.source.encode(source):
                 self.forget()
 
     @property
     def source(self) -> Sequence[int]:
-        """The tokens that were read last; none without an encoder of text."""
+        """The token ids that the encoder read last; empty without an encoder."""
         reader = self.target.source
         return () if reader is None else reader.tokens
 
     @cached_property
     def pruned(self) -> PrunedHalves:
         """The target in two halves, which drops rows between them."""
-        sessions = self._split("leave the prune threshold out")
+        sessions = self._open_halves("leave the prune threshold out")
         entry = self.bundle.target.halves
         assert entry is not None
         moves = (entry.lower_compaction, entry.upper_compaction)
@@ -201,13 +203,13 @@ class LoadedBundle:
     @cached_property
     def leading(self) -> LeadingHalf:
         """The target whose lower half runs ahead, over its own buffers."""
-        return LeadingHalf(self.target, self._split("choose another method"))
+        return LeadingHalf(self.target, self._open_halves("choose another method"))
 
-    def _split(self, advice: str) -> SplitSessions:
-        """The sessions of the target's halves, which hold the weights a second time.
+    def _open_halves(self, advice: str) -> SplitSessions:
+        """Open sessions of the target's halves, which hold the weights a second time.
 
-        Raises `OptionError` if the bundle has no halves, and on other providers than
-        the CPU.
+        Raises `OptionError`, with `advice` as its last words, if the bundle has no
+        halves, and on other providers than the CPU.
         """
         if refusal := cpu_only(HALVES, self.provider, advice):
             raise DraftingError(refusal)
@@ -220,14 +222,14 @@ class LoadedBundle:
         # They run in turns, and threads that spin after a pass slow the next session.
         threads = opener.threads._replace(spinning=Spinning.IN_PASSES)
         return SplitSessions(
-            opener.session(halves.lower, self._early, threads=threads),
-            opener.session(halves.upper, self._late, threads=threads),
+            opener.session(halves.lower, self._lower_weights, threads=threads),
+            opener.session(halves.upper, self._upper_weights, threads=threads),
             self.bundle.target.split_contract,
             opener.session(halves.exit, threads=threads) if halves.exit else None,
         )
 
     def store_of(self, user: str) -> ResponseStore | None:
-        """A user's earlier responses; None without a store. Raises `OptionError`."""
+        """The store of a user, or None; raises `OptionError` for a user without it."""
         if self.store is not None:
             return self.store.of(user)
         if user and self.learning is None:
@@ -239,7 +241,7 @@ class LoadedBundle:
     def remember(
         self, prompt: Sequence[int], response: Sequence[int], user: str = ""
     ) -> None:
-        """Keep a user's request and its response, if there is a store."""
+        """Add a request and its response to the user's store, if there is a store."""
         if self.store is None:
             return
         vector = np.zeros(0, np.float32)
@@ -248,15 +250,17 @@ class LoadedBundle:
         self.store.of(user).add(Entry(list(prompt), list(response), vector))
 
     def forget(self) -> None:
-        """Read the next prompt from its beginning."""
+        """Forget the rows in the buffers, so that the next prompt is read whole."""
         self.prefix.forget()
         if self.draft_cache is not None:
             self.draft_cache.forget()
 
-    def _providers(self) -> tuple[Provider, Provider | None, str]:
+    def _choose_providers(self) -> tuple[Provider, Provider | None, str]:
         """The providers of target and drafter, and a name for both: "cuda+cpu"."""
         bundle, own = self.bundle, self.options.get("provider")
-        target = self._provider(bundle.target, bundle.provider if own is None else own)
+        target = self._choose_provider(
+            bundle.target, bundle.provider if own is None else own
+        )
         own_streams = self.options.get("streams") is not None
         if own_streams and target.name == "tensorrt":
             raise ProviderError(
@@ -270,26 +274,29 @@ class LoadedBundle:
             return target, None, target.name
         if beside == OFF:
             return target, None, f"{target.name}+{OFF}"
-        drafter = self._provider(entry, beside or target.name)
+        drafter = self._choose_provider(entry, beside or target.name)
         pair = f"{target.name}+{drafter.name}"
         return target, drafter, target.name if drafter is target else pair
 
-    def _provider(self, entry: GraphEntry, name: str) -> Provider:
+    def _choose_provider(self, entry: GraphEntry, name: str) -> Provider:
+        """The provider `name`; raises `ProviderError` if it cannot run the graph."""
         return choose(name, [(self.bundle.flavour, entry.contract.dtype)])
 
-    def _openers(
+    def _make_openers(
         self, target: Provider, drafter: Provider | None
     ) -> tuple[Opener, Opener | None]:
+        """The openers of target and drafter, None without it, with their threads."""
         bundle, entry = self.bundle, self.bundle.drafter
         if drafter is None or entry is None:
             return Opener(bundle, target, threads_of_pair(self.threads, 1)[0]), None
-        by_size = 1 if entry.parameters < LARGE_DRAFTER else self.threads
+        by_size = 1 if entry.parameters < LARGE_DRAFTER_PARAMETERS else self.threads
         threads = threads_of_pair(
             self.threads, self.profiles.drafter_threads() or by_size
         )
         return Opener(bundle, target, threads[0]), Opener(bundle, drafter, threads[1])
 
     def _open_drafter(self) -> Graph | None:
+        """Open the drafter's graph; None if it is off. Raises `ProviderError`."""
         if self.bundle.drafter is None or self._drafter_opener is None:
             return None
         drafter = self._drafter_opener.graph(self.bundle.drafter)
@@ -300,10 +307,11 @@ class LoadedBundle:
                     "the drafter reads the target's buffers, so both run on one "
                     "device; leave --drafter-provider out"
                 )
-            drafter.lender = self.target.cache
+            drafter.target_cache = self.target.cache
         return drafter
 
-    def _cache(self, drafter: Graph) -> DraftCache:
+    def _make_draft_cache(self, drafter: Graph) -> DraftCache:
+        """The cache that keeps the drafter in step, as its contract needs it."""
         contract = drafter.contract
         if contract.ahead:
             return AheadCache(drafter)
@@ -314,7 +322,7 @@ class LoadedBundle:
         return LedCache(drafter, lambda: self.leading)
 
     def _open_learning(self) -> Learning | None:
-        """What the folder holds; raises `OptionError` if the drafter cannot learn."""
+        """Open the folder `learn`, or None; raises `OptionError`, `ProviderError`."""
         folder, opener = self.options.get("learn"), self._drafter_opener
         if folder is None:
             return None
@@ -336,8 +344,8 @@ class LoadedBundle:
         sets.check()
         return Learning(lessons, LearnedWeights(sets, opener, entry))
 
-    def _stream_weights(self) -> tuple[Weights, Weights]:
-        """The weights of other streams: for the lower half, and for other graphs."""
+    def _read_stream_weights(self) -> tuple[Weights, Weights]:
+        """The option `streams`: weights for the lower half, and for other graphs."""
         file = self.options.get("streams")
         if file is None:
             return {}, {}

@@ -12,7 +12,7 @@ from typing import Any, Unpack, cast
 from jetdraft.bundle import Bundle
 from jetdraft.devices.memory import gather_meanwhile
 from jetdraft.errors import ConstraintError, JetdraftError, OptionError
-from jetdraft.runtime.claim import CLOSED
+from jetdraft.runtime.claim import CLOSED_MESSAGE
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.loaded import LoadedBundle
@@ -26,11 +26,11 @@ from jetdraft.runtime.planning.registry import AUTO
 from jetdraft.runtime.speech.segments import Transcript
 from jetdraft.runtime.speech.sound import check_sound, read_sound
 from jetdraft.runtime.speech.transcription import (
+    DEFAULT_TRANSCRIPT,
     TRANSCRIBE,
-    TRANSCRIPT,
     TranscribeOptions,
     Transcription,
-    check_hears,
+    check_speech,
 )
 from jetdraft.runtime.stream import AsyncStream, Stream
 from jetdraft.runtime.text.codec import check_characters, check_ids
@@ -41,7 +41,7 @@ from jetdraft.runtime.text.template import (
     check_messages,
     read_template,
 )
-from jetdraft.runtime.text.tools import BEGIN, END, Tools
+from jetdraft.runtime.text.tools import BEGIN_TAG, END_TAG, Tools
 from jetdraft.runtime.text.worker_process import Vocabulary
 
 
@@ -81,7 +81,7 @@ class Model:
         self._parts: LoadedBundle | None = LoadedBundle(bundle, options or {}, shared)
         self._planner: Planner | None = Planner(self._parts)
         # On a new machine this waits: it would disturb the first measurements.
-        if like is None and self._parts.profiles.stored() is not None:
+        if like is None and self._parts.profiles.read_survey() is not None:
             gather_meanwhile()
         self._template: ChatTemplate | None = None
         self.method = method or AUTO
@@ -92,14 +92,14 @@ class Model:
     def parts(self) -> LoadedBundle:
         """The parts of the bundle; raises `JetdraftError` if the model is closed."""
         if self._parts is None:
-            raise JetdraftError(CLOSED)
+            raise JetdraftError(CLOSED_MESSAGE)
         return self._parts
 
     @property
     def planner(self) -> Planner:
-        """What picks proposers; raises as `parts`."""
+        """The maker of proposers; raises `JetdraftError` if the model is closed."""
         if self._planner is None:
-            raise JetdraftError(CLOSED)
+            raise JetdraftError(CLOSED_MESSAGE)
         return self._planner
 
     @property
@@ -166,7 +166,7 @@ class Model:
             print(piece.text, end="")
         stream.stats.tokens_per_pass
         """
-        return Stream(self._generation(prompt, options, token_ids, fields, True))
+        return Stream(self._make_generation(prompt, options, token_ids, fields, True))
 
     def astream(
         self,
@@ -183,9 +183,11 @@ class Model:
         async for piece in model.astream("def fib(n):"):
             print(piece.text, end="")
         """
-        return AsyncStream(Stream(self._generation(prompt, options, token_ids, fields)))
+        return AsyncStream(
+            Stream(self._make_generation(prompt, options, token_ids, fields))
+        )
 
-    def _generation(
+    def _make_generation(
         self,
         prompt: str | None,
         options: Options | None,
@@ -193,12 +195,15 @@ class Model:
         fields: GenerateOptions,
         prepared: bool = False,
     ) -> Generation:
-        """A generation whose options are checked, its constraint too if `prepared`."""
-        options, parts = self._options(options, fields), self.parts
-        source, ids = parts.divided(self.prompt(prompt, token_ids).tolist())
+        """Make a generation; raises `OptionError`, also for a `prepared` constraint."""
+        options, parts = self._resolve_options(options, fields), self.parts
+        source, ids = parts.split_prompt(self.prompt(prompt, token_ids).tolist())
         return Generation(parts, self.planner, ids, options, prepared, source)
 
-    def _options(self, options: Options | None, fields: GenerateOptions) -> Options:
+    def _resolve_options(
+        self, options: Options | None, fields: GenerateOptions
+    ) -> Options:
+        """The `options`, or new ones made of `fields`; raises `OptionError`."""
         if options is None:
             fields.setdefault("method", self.method)
             return Options.of(**fields)
@@ -221,7 +226,7 @@ class Model:
         """Write down what is said in a sound, with a bundle of Whisper.
 
         The sound is a WAV file or its bytes, or float32 samples of one channel at 16
-        kHz. Raises `OptionError` for another file, and for a bundle that hears nothing.
+        kHz. Raises `OptionError` for another file, and for a model without speech.
 
             model.transcribe("question.wav", language="en").segments
         """
@@ -231,7 +236,7 @@ class Model:
     def transcription(
         self,
         sound: str | Path | bytes | Float32s,
-        wanted: TranscribeOptions = TRANSCRIPT,
+        wanted: TranscribeOptions = DEFAULT_TRANSCRIPT,
         options: Options | None = None,
         **fields: Unpack[GenerateOptions],
     ) -> Transcription:
@@ -241,11 +246,11 @@ class Model:
             print(segment.start, segment.text)
         """
         started, parts = time.perf_counter(), self.parts
-        check_hears(parts)
+        check_speech(parts)
         if options is None:
             most = parts.target.contract.capacity // 2
             fields.setdefault("max_new_tokens", most)
-        chosen = self._options(options, fields)
+        chosen = self._resolve_options(options, fields)
         if isinstance(sound, (str, Path, bytes)):
             samples = read_sound(sound)
         else:
@@ -275,9 +280,9 @@ class Model:
         return replace(result, calls=tools.calls(result.text))
 
     def fitted(self, tools: Tools) -> Tools:
-        """The tools, whose calls are marked where the chat template marks calls."""
-        tags = (BEGIN, END) if BEGIN in self.template.source else ()
-        return replace(tools, tags=tuple(map(self.parts.text.in_lark, tags)))
+        """The tools, with the tags that the chat template puts around calls, if any."""
+        tags = (BEGIN_TAG, END_TAG) if BEGIN_TAG in self.template.source else ()
+        return replace(tools, tags=tuple(map(self.parts.text.to_lark, tags)))
 
     def stream_calls(
         self,
@@ -316,7 +321,7 @@ class Model:
 
             model.stream(token_ids=model.chat_prompt(messages))
         """
-        self.parts.divided([])
+        self.parts.split_prompt([])
         text = self.template.render(check_messages(messages), **variables)
         check_characters(len(text), self.bundle.target.contract.capacity)
         return self.parts.text.encode(text, special=False)
@@ -338,11 +343,11 @@ class Model:
         return check_ids(token_ids, contract)
 
     def save_prefix(self, file: str | Path, token_ids: Sequence[int] | Int64s) -> None:
-        """Read a prompt and keep its rows in a file, for prompts that begin with it.
+        """Run a prompt and write its KV rows to a file, for prompts that begin with it.
 
         model.save_prefix("system.npz", model.chat_prompt(messages))
         """
-        self._check_prefix()
+        self._check_prefix_support()
         tokens, parts = self.prompt(token_ids=token_ids).tolist(), self.parts
         with parts.claim.held():
             # All proposers see the prompt, since a head reads the target's features.
@@ -359,7 +364,7 @@ class Model:
 
         Exact generations do not use rows that another machine computed.
         """
-        self._check_prefix()
+        self._check_prefix_support()
         parts, drafter = self.parts, self.parts.drafter
         size = 0 if drafter is None else drafter.contract.feature_input
         with parts.claim.held():
@@ -371,8 +376,8 @@ class Model:
             if parts.draft_cache is not None:
                 parts.draft_cache.restore(tokens, waiting)
 
-    def _check_prefix(self) -> None:
-        """Refuse a text whose rows depend on a source too."""
+    def _check_prefix_support(self) -> None:
+        """Raise `OptionError` for an encoder-decoder: its rows need the source."""
         if self.bundle.start_token_ids:
             raise OptionError(
                 "the rows of an encoder-decoder depend on its source, so no prefix can "
@@ -387,7 +392,7 @@ class Model:
             self._planner = Planner(self.parts)
 
     def forget(self) -> None:
-        """Unlearn what earlier generations taught, and read the next prompt whole."""
+        """Reset what proposers learned, and forget which rows are in the buffers."""
         self.parts.forget()
         self.planner.forget()
 

@@ -87,7 +87,7 @@ class AsyncStream:
 
     @property
     def stats(self) -> Stats:
-        """The stats of the generation, filled as it goes."""
+        """The stats of the generation, updated after each round."""
         return self._stream.stats
 
     def cancel(self) -> None:
@@ -100,7 +100,7 @@ class AsyncStream:
     async def __anext__(self) -> Piece:
         if self._has_ended:
             raise StopAsyncIteration
-        piece = await self._in_thread(lambda: next(self._pieces, None))
+        piece = await self._run_in_thread(lambda: next(self._pieces, None))
         if piece is None:
             await self.aclose()
             raise StopAsyncIteration
@@ -110,7 +110,7 @@ class AsyncStream:
         """Run the generation to its end, and give all of its text."""
         if self._has_ended:
             return self._stream.result()  # nothing is left to run
-        result = await self._in_thread(self._stream.result)
+        result = await self._run_in_thread(self._stream.result)
         await self.aclose()
         return result
 
@@ -123,7 +123,7 @@ class AsyncStream:
             self._thread.shutdown(wait=False)
 
     def __del__(self) -> None:
-        # Nobody can read the stream now, so free the model when its round ends.
+        # The stream cannot be read any more, so free the model when its round ends.
         self._stream.cancel()
         if not self._has_ended:
             with suppress(RuntimeError):  # an interpreter that ends starts no thread
@@ -136,7 +136,7 @@ class AsyncStream:
     async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def _run_in_thread(self, work: Callable[[], T]) -> T:
         try:
             return await self._submit(work)
         except asyncio.CancelledError:
@@ -144,4 +144,5 @@ class AsyncStream:
             raise
 
     def _submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Start `work` in the stream's thread, as a future of the running loop."""
         return asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -28,7 +28,7 @@ from jetdraft.errors import JetdraftError
 from jetdraft.parsing import JsonError, read_json
 from jetdraft.runtime.pool import Pool
 from jetdraft.runtime.speech.segments import Transcript
-from jetdraft.runtime.speech.transcription import check_hears
+from jetdraft.runtime.speech.transcription import check_speech
 from jetdraft.server.connection import Admission
 from jetdraft.server.desk import AnyRequest, Desk, Job
 from jetdraft.server.generation_request import GenerationRequest
@@ -177,7 +177,7 @@ class Service:
                 f"the page at {origin!r} is foreign; send the form from {host!r}",
                 status=403,
             )
-        check_hears(self.pool.models[0].parts)
+        check_speech(self.pool.models[0].parts)
         try:
             async with asyncio.timeout(self.limits.max_wait):
                 await self._sounds.acquire()

@@ -20,7 +20,11 @@ from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.planning.registry import methods
-from jetdraft.runtime.proposers.draft_stops import REPEATED, AcceptanceHead, DraftStop
+from jetdraft.runtime.proposers.draft_stops import (
+    BLOCK_REPEATS,
+    AcceptanceHead,
+    DraftStop,
+)
 from jetdraft.runtime.proposers.model_proposer import ModelProposer
 
 LOOK_EVERY = 10
@@ -46,7 +50,7 @@ class Watching(DraftStop):
     def begin(self) -> None:
         self.states = []
 
-    def stop(self, answer: Answer) -> bool:
+    def ends_draft(self, answer: Answer) -> bool:
         assert answer.hidden is not None
         self.states.append(answer.hidden[0].copy())
         return False
@@ -133,7 +137,7 @@ def fit(
 
     def loss(rows: torch.Tensor) -> torch.Tensor:
         h = x[rows]
-        for _ in range(REPEATED):
+        for _ in range(BLOCK_REPEATS):
             h = h + F.silu(h @ block.T)
         weight = torch.where(y[rows] > 0, 1.0, REJECTED_WEIGHT)
         return F.binary_cross_entropy_with_logits(h @ out + bias, y[rows], weight)

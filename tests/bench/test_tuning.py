@@ -131,7 +131,7 @@ def test_a_round_of_both_numbers_of_threads_is_timed(own, quick):
 
 
 def test_a_large_drafter_gets_all_threads(own, monkeypatch):
-    monkeypatch.setattr(loaded, "LARGE_DRAFTER", 1)
+    monkeypatch.setattr(loaded, "LARGE_DRAFTER_PARAMETERS", 1)
     model = jetdraft.load(own, threads=2)
     assert model.parts.drafter_threads == 2
     alone = jetdraft.load(own, threads=2, drafter_provider="off")

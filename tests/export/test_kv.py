@@ -13,7 +13,7 @@ from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import NO_PROBES, Rows
-from jetdraft.runtime.passes.split.halves import Placed
+from jetdraft.runtime.passes.split.halves import PlacedRows
 from tests.quant.test_calibration import TEXT
 
 PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
@@ -77,7 +77,7 @@ def test_an_exit_writes_the_integers_of_the_first_layer_left_out(quantized):
     leading, rows = quantized.parts.leading, Rows.chain(PROMPT[:4])
     leading.prepare([4])
     leading.cache.rewind(0)
-    placed, states = Placed.of(rows), leading.lead(rows.tokens)
+    placed, states = PlacedRows.of(rows), leading.lead(rows.tokens)
 
     def layers():
         buffers = leading.cache.buffers.values()

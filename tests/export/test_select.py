@@ -102,7 +102,7 @@ def test_a_pass_over_all_rows_has_the_bits_of_a_bundle_without_selections(
 def test_every_outcome_of_a_round_leaves_the_buffers_right(few, prompt, right):
     """Of four drafted tokens 0 to 4 are right, and the next draft follows on."""
     parts = few.parts
-    graph, follower = filled(parts.target, prompt), parts.target.beside()
+    graph, follower = filled(parts.target, prompt), parts.target.make_selecting()
     text = few.generate(
         token_ids=prompt, max_new_tokens=12, ignore_eos=True, method="none"
     ).token_ids
@@ -136,7 +136,7 @@ def test_a_selection_of_all_rows_is_always_right(few, prompt):
 
 def test_the_attention_of_selected_rows_is_that_of_the_rows_alone(few, prompt):
     """Rows that were not selected have no part in the answer; selected rows have."""
-    own = filled(few.parts.target, prompt).beside()
+    own = filled(few.parts.target, prompt).make_selecting()
     before = own.run(prompt[-1:]).logits.copy()
     selected = selected_by_hand(own)
     last = len(prompt) - 1
@@ -161,7 +161,7 @@ def test_a_selection_of_just_all_rows_gives_the_answers_of_all_rows(
     floats, prompt, tokens
 ):
     """All 32 rows are read, through the other branch, and rows see those before."""
-    own = filled(floats.parts.target, prompt[: ROWS + 1]).beside()
+    own = filled(floats.parts.target, prompt[: ROWS + 1]).make_selecting()
     rows = prompt[ROWS : ROWS + tokens]
     selected = own.run(rows).logits.copy()
     assert selected_by_hand(own)[0].max() > 0
@@ -170,7 +170,7 @@ def test_a_selection_of_just_all_rows_gives_the_answers_of_all_rows(
 
 
 def test_a_branch_of_selected_rows_does_not_see_its_siblings(floats, prompt):
-    own = filled(floats.parts.target, prompt[: ROWS + 1]).beside()
+    own = filled(floats.parts.target, prompt[: ROWS + 1]).make_selecting()
     tree = prompt[ROWS : ROWS + 3], [0, 1, 1], [[], [0], [0]]
     selected = own.run_branches(*tree).logits.copy()
     assert selected_by_hand(own)[0].max() > 0
@@ -180,7 +180,7 @@ def test_a_branch_of_selected_rows_does_not_see_its_siblings(floats, prompt):
 
 def test_the_vote_takes_the_rows_of_the_largest_attention(few, prompt):
     """In layer 0 the keys are known from the buffers, and the query from the state."""
-    own = filled(few.parts.target, prompt).beside()
+    own = filled(few.parts.target, prompt).make_selecting()
     own.run(prompt[-1:])
     query = own.selected["past_query.0"].value.numpy()[0]
     keys = own.cache.buffers["past_key.0"].numpy()[0]
@@ -193,7 +193,7 @@ def test_the_vote_takes_the_rows_of_the_largest_attention(few, prompt):
 
 
 def test_a_selection_stays_while_the_query_is_alike(few, prompt):
-    own = filled(few.parts.target, prompt).beside()
+    own = filled(few.parts.target, prompt).make_selecting()
     own.run(prompt[-1:])
     first = selected_by_hand(own)[0].copy()
     own.run(prompt[-1:])
@@ -285,7 +285,7 @@ def test_beyond_the_trained_length_keys_turn_to_adjoining_positions(
     """As if each head's rows stood just before the new ones; never in a draft."""
     folder, model = brief
     start = tokens - count
-    own = filled(model.parts.target, prompt[: start + 1], 16).beside()
+    own = filled(model.parts.target, prompt[: start + 1], 16).make_selecting()
     own.prepare(exact=False, reading=reading)
     answer = own.run(prompt[start:tokens]).logits[:count].copy()
     [by_head] = selected_by_hand(own).values()
@@ -303,7 +303,7 @@ def test_beyond_the_trained_length_keys_turn_to_adjoining_positions(
 def test_keys_turn_in_a_lossy_text_and_never_in_a_draft(brief, prompt):
     _, model = brief
     seen = []
-    run = Graph._ready
+    run = Graph._set_scalars
 
     def recorded(graph, *arguments):
         seen.append((graph is model.parts.target, graph.reading))
@@ -312,7 +312,7 @@ def test_keys_turn_in_a_lossy_text_and_never_in_a_draft(brief, prompt):
     how = {"token_ids": prompt, "max_new_tokens": 4}
     how |= {"ignore_eos": True, "exact": False}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Graph, "_ready", recorded)
+        patch.setattr(Graph, "_set_scalars", recorded)
         model.generate(method="none", drafting={"select_kv": True}, **how)
         assert set(seen) == {(True, Reading.TURNED)}
         seen.clear()
@@ -345,7 +345,7 @@ def test_selected_rows_as_the_target_are_lossy_and_say_so(few, prompt):
 def test_a_survey_reads_all_rows_after_a_lossy_generation(few, monkeypatch):
     monkeypatch.setattr("jetdraft.runtime.measured.survey.FIRST_MS", 0.0)
     target = few.parts.target
-    for measure in (Survey.step, Survey.again):
+    for measure in (Survey.step, Survey.measure_again):
         survey = Survey(target, None)
         survey.begin()
         target.prepare(exact=False, reading=Reading.SELECTED)

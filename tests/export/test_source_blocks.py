@@ -46,7 +46,7 @@ def made(request, tmp_path_factory):
 
 def graph_of(model, source=SOURCE):
     graph = model.parts.drafter
-    graph.source.read(source)
+    graph.source.encode(source)
     graph.cache.rewind(0)
     return graph
 

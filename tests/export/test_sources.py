@@ -52,7 +52,7 @@ def test_logits_are_those_of_transformers(family):
     target = model.parts.target
     ids = np.random.default_rng(0).integers(4, VOCAB_SIZE, 20).tolist()
     for source in (SOURCE, SOURCE[:3], list(range(4, 64))):
-        target.source.read(source)
+        target.source.encode(source)
         target.cache.rewind(0)
         wanted = own_logits(own, source, ids)
         for start, end in ((0, 9), (9, 10), (10, 20)):
@@ -65,7 +65,7 @@ def test_logits_are_those_of_transformers(family):
 def test_logits_of_a_tree_are_those_of_its_branches(family):
     _, model, own = family
     target, before = model.parts.target, [7, 8, 9]
-    target.source.read(SOURCE)
+    target.source.encode(SOURCE)
     target.cache.rewind(0)
     target.run(before)
     target.cache.advance(len(before))
@@ -127,7 +127,7 @@ def test_a_drafter_that_is_the_target_is_always_right(family):
 def test_lookup_drafts_from_the_source(family):
     _, model, _ = family
     lookup = model.planner.proposer_set(Drafting("lookup")).proposers[0]
-    model.parts.read([40, 41, 42, 43, 44])
+    model.parts.encode_source([40, 41, 42, 43, 44])
     lookup.begin([3], None)
     assert lookup.propose([3, 40, 41, 42], 2).tokens == [42, 43, 44]
 

@@ -47,7 +47,7 @@ def test_logits_are_those_of_transformers(model, own):
     ids = np.random.default_rng(0).integers(0, whispers.TOKENS, 20).tolist()
     for hertz in (440.0, 200.0):
         heard = features(whispers.sound(1.0, hertz=hertz))
-        target.source.read(heard)
+        target.source.encode(heard)
         target.cache.rewind(0)
         with torch.no_grad():
             wanted = own(
@@ -257,13 +257,13 @@ def test_a_transcription_can_be_cancelled_and_has_a_deadline(model):
 
 def test_a_cancel_before_the_language_is_known_ends_it(model):
     transcription = model.transcription(whispers.sound(1.0))
-    detect = transcription._detect
+    detect = transcription._detect_language
 
     def cancelled(features):
         transcription.cancel()
         return detect(features)
 
-    transcription._detect = cancelled
+    transcription._detect_language = cancelled
     ended = transcription.result()
     assert (ended.finish_reason, ended.language) == ("cancelled", "")
 
@@ -277,7 +277,7 @@ def test_a_later_window_says_why_the_text_ended(model, reason):
         max_new_tokens=4,
         max_seconds=60.0,
     )
-    write, windows = transcription._write, []
+    write, windows = transcription._write_window, []
 
     def second(features):
         windows.append(features)
@@ -289,7 +289,7 @@ def test_a_later_window_says_why_the_text_ended(model, reason):
             transcription._started -= 60.0
         return write(features)
 
-    transcription._write = second
+    transcription._write_window = second
     try:
         list(transcription)
     except KeyboardInterrupt:

@@ -157,7 +157,7 @@ class Tune(Job):
     def look(self, file):
         with _model(file, strict=True) as model:
             _generate(model)
-            return NOTHING if model.parts.profiles.tuned() is None else NEW
+            return NOTHING if model.parts.profiles.read_tuning() is None else NEW
 
 
 class Store(Job):

@@ -44,7 +44,7 @@ def draw_prompt(draw: Random, model: Model, earlier: list[int]) -> list[int]:
     noise = [draw.randrange(contract.vocab_size) for _ in range(draw.randint(1, 12))]
     # What is drawn must not depend on an earlier text, which time may have cut.
     share, more = draw.random(), draw.randint(0, 2)
-    if kind == "text" and model.parts.text.readable:
+    if kind == "text" and model.parts.text.has_tokenizer:
         ids = model.parts.text.encode(draw.choice(TEXTS))
     elif kind == "repeated":
         ids = noise * draw.randint(1, 8)

@@ -65,9 +65,9 @@ def test_a_profile_that_cannot_be_used_is_measured_again(own_toy):
     for name, text in texts.items():
         file.write_text(text)
         with jetdraft.load(own_toy, threads=1) as again:
-            assert again.parts.profiles.stored() is None, name
+            assert again.parts.profiles.read_survey() is None, name
             assert again.generate(PROMPT, **GREEDY).token_ids == expected
-            assert again.parts.profiles.stored() is not None, name
+            assert again.parts.profiles.read_survey() is not None, name
 
 
 # --- npz ------------------------------------------------------------------------------

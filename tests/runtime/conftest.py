@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jetdraft.runtime.passes.binding import Bound
+from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.passes.graph import Graph
 from tests.runtime.method_bundles import MethodBundles
 
@@ -33,7 +33,7 @@ def steady_passes(monkeypatch):
     A graph that answers with features is a target, and every other graph takes a tenth
     of its time. Without a target with features all passes take the same time.
     """
-    clock, ready, run = Clock(), Graph._ready, Bound.run
+    clock, ready, run = Clock(), Graph._set_scalars, PassBinding.run
 
     def steadily_ready(graph, binding, cursor):
         is_target = graph.contract.feature_size > 0
@@ -46,8 +46,8 @@ def steady_passes(monkeypatch):
         return clock.pass_seconds
 
     monkeypatch.setattr(time, "perf_counter", clock)
-    monkeypatch.setattr(Graph, "_ready", steadily_ready)
-    monkeypatch.setattr(Bound, "run", steadily)
+    monkeypatch.setattr(Graph, "_set_scalars", steadily_ready)
+    monkeypatch.setattr(PassBinding, "run", steadily)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import jetdraft
 from jetdraft.bundle import CHAT_TEMPLATE, Bundle
 from jetdraft.errors import JetdraftError, LengthError, OptionError, OutputError
 from jetdraft.runtime.conversation import Conversation
-from jetdraft.runtime.text.template import ChatTemplate, user
+from jetdraft.runtime.text.template import ChatTemplate, user_message
 
 TEMPLATE = """\
 {%- for message in messages %}
@@ -47,7 +47,7 @@ def test_a_template_can_change_nothing():
     unsafe = "{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}"
     for source in unsafe:
         with pytest.raises(OptionError):
-            ChatTemplate(source, {}).render([user("a")])
+            ChatTemplate(source, {}).render([user_message("a")])
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ a | nothing }}", "{% for x %}"])
@@ -57,7 +57,7 @@ def test_a_broken_template_is_refused_with_its_line(source):
 
 
 def test_a_chat_is_a_generation_from_the_rendered_prompt(talker):
-    messages = [{"role": "system", "content": "s"}, user("hello")]
+    messages = [{"role": "system", "content": "s"}, user_message("hello")]
     end = talker.parts.text.token(0)
     ids = talker.parts.text.encode(f"<system>s{end}<user>hello{end}<assistant>")
     assert talker.chat_prompt(messages) == ids
@@ -128,10 +128,13 @@ def test_what_can_never_fit_is_dropped_or_refused_before_it_is_encoded(
 
     monkeypatch.setattr(talker.parts.text, "encode", noted)
     with pytest.raises(LengthError, match="characters, at most"):
-        talker.chat([user("a" * 100_000)])
+        talker.chat([user_message("a" * 100_000)])
     assert not encoded
     dropping = Conversation(talker, drop_oldest=True, **OPTIONS)
-    dropping.messages = [user("a" * 100_000), {"role": "assistant", "content": "b"}]
+    dropping.messages = [
+        user_message("a" * 100_000),
+        {"role": "assistant", "content": "b"},
+    ]
     list(dropping.say("c"))
     assert [message["content"] for message in dropping.messages][:1] == ["c"]
     with pytest.raises(LengthError, match="characters, at most"):
@@ -170,7 +173,7 @@ def test_messages_that_are_none_are_refused(talker, messages):
 
 def test_without_a_template_a_chat_is_refused(model):
     with pytest.raises(OptionError, match="no chat template"):
-        model.chat([user("hello")])
+        model.chat([user_message("hello")])
 
 
 def test_a_turn_that_never_began_says_nothing(talker):

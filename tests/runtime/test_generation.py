@@ -12,7 +12,7 @@ from jetdraft.methods import Proposer, Rows, Traits
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.measured.acceptance_rates import Acceptance
 from jetdraft.runtime.measured.cost_model import Curve
-from jetdraft.runtime.passes.binding import Bound
+from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.sampling.chooser import Sampling
 from tests.runtime import fake_method
 
@@ -196,7 +196,7 @@ def test_adaptive_control_does_not_change_the_text(model, plain, monkeypatch):
 
 def test_a_round_is_one_function_of_a_screen():
     """Propose, verify and commit, in this order, in at most 60 lines."""
-    source = textwrap.dedent(inspect.getsource(Generation._round))
+    source = textwrap.dedent(inspect.getsource(Generation._run_round))
     assert len(source.splitlines()) <= 60
     calls = [
         node.func.attr
@@ -209,20 +209,20 @@ def test_a_round_is_one_function_of_a_screen():
 
 def test_at_most_eight_frames_from_a_round_to_onnxruntime(model, monkeypatch):
     """For a drafter and for the target, from the round to the session's run."""
-    depths, run = {}, Bound.run
+    depths, run = {}, PassBinding.run
 
     def counted(bound, *arguments):
         names, frame = [], sys._getframe(1)
-        while frame is not None and frame.f_code is not Generation._round.__code__:
+        while frame is not None and frame.f_code is not Generation._run_round.__code__:
             names.append(frame.f_code.co_name)
             frame = frame.f_back
         if frame is not None:
-            # `names`, the round itself, and `Bound.run`, which calls onnxruntime.
+            # `names`, the round itself, and `PassBinding.run`, which calls onnxruntime.
             drafts = "propose" in names
             depths[drafts] = max(depths.get(drafts, 0), 2 + len(names))
         return run(bound, *arguments)
 
-    monkeypatch.setattr(Bound, "run", counted)
+    monkeypatch.setattr(PassBinding, "run", counted)
     model.forget()
     model.generate(
         token_ids=PROMPT, method="draft", num_draft_tokens=4, max_new_tokens=20,

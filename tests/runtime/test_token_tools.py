@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 
 from jetdraft import Conversation, Pool, Tools
 from jetdraft.bundle import CHAT_TEMPLATE, Bundle
-from jetdraft.runtime.text.template import user
+from jetdraft.runtime.text.template import user_message
 from jetdraft.server.app import Service
 from tests.server.serving import served
 from tests.tiny import VOCAB_SIZE, tokenizer
@@ -51,7 +51,7 @@ FUNCTIONS = [
     {"type": "function", "function": {"name": name, "parameters": PARAMETERS}}
     for name in ("look", "turn")
 ]
-MESSAGES = [user("Hi")]
+MESSAGES = [user_message("Hi")]
 WAYS = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3}]
 DRAFTS = [
     {"method": "lookup", "num_draft_tokens": 3},

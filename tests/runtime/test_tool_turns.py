@@ -12,7 +12,7 @@ import pytest
 
 from jetdraft import Conversation, Options, Tools
 from jetdraft.errors import OptionError
-from jetdraft.runtime.text.template import user
+from jetdraft.runtime.text.template import user_message
 
 DOCS = Path(__file__).parents[2] / "docs" / "embedding.md"
 SENSORS = ["battery", "speed", "light"]
@@ -100,17 +100,19 @@ def test_full_buffers_lose_a_turn_with_its_calls(toy_model):
 
 
 def test_a_chat_has_calls_too(toy_model):
-    ask = [user("Tell me the speed.")]
+    ask = [user_message("Tell me the speed.")]
     result = toy_model.chat(ask, tools=TOOLS, max_new_tokens=64)
     assert [call.arguments for call in result.calls] == [{"sensor": "speed"}]
     options = Options.of(max_new_tokens=64)
     assert toy_model.chat(ask, options, tools=TOOLS).calls
-    assert toy_model.chat([user("Hello")], options, tools=TOOLS).calls == []
+    assert toy_model.chat([user_message("Hello")], options, tools=TOOLS).calls == []
 
 
 def test_a_tool_that_must_be_called_is_called(toy_model):
     must = Tools(TOOLS.functions, "read_sensor")
-    [call] = toy_model.chat([user("Hello")], tools=must, max_new_tokens=64).calls
+    [call] = toy_model.chat(
+        [user_message("Hello")], tools=must, max_new_tokens=64
+    ).calls
     assert call.arguments["sensor"] in SENSORS
 
 
@@ -118,4 +120,4 @@ def test_a_refused_schema_is_named(toy_model):
     function = {"name": "odd", "parameters": {"type": "strange"}}
     tools = Tools([*TOOLS.functions, {"type": "function", "function": function}])
     with pytest.raises(OptionError, match="tool 'odd': "):
-        toy_model.chat([user("Hello")], tools=tools)
+        toy_model.chat([user_message("Hello")], tools=tools)

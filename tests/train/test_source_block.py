@@ -128,8 +128,8 @@ def drafted(bundle, mix_up=False, **how):
         if mix_up:
             other = model.prompt(SOURCES[0]).tolist()
             source = model.parts.drafter.source
-            source.read(other)
-            source.read = lambda material: False
+            source.encode(other)
+            source.encode = lambda material: False
         for source in SOURCES[1:]:
             ways = {"max_new_tokens": 24, **how}
             plain = model.generate(source, method="none", **ways)

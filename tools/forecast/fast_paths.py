@@ -17,7 +17,7 @@ HALVES = ("float16", "bfloat16")
 _PAST_KEY, _POSITIONS, _BIAS, _SINK, _Q_NORM = 3, 9, 10, 11, 14
 """Inputs of GroupQueryAttention."""
 
-_ZEROS, _GROUP_INDEX, _MASK = 3, 4, 3
+_ZERO_CROSSINGS, _GROUP_INDEX, _MASK = 3, 4, 3
 """Inputs of MatMulNBits, and the mask of ai.onnx's Attention."""
 
 _ATTENTION_GROUPS = (1, 2, 4, 5, 8, 16, 32)
@@ -125,7 +125,7 @@ def _cuda_matmul(operator: Operator, graph: GraphView) -> Way:
     bits, block = operator.integer("bits", 4), operator.integer("block_size")
     rows, columns = operator.integer("K"), operator.integer("N")
     unpacked = "every pass unpacks the matrix"
-    zeros = operator.type_of(_ZEROS)
+    zeros = operator.type_of(_ZERO_CROSSINGS)
     most = _ROWS.get(bits, 0)
     return _first_of(
         (

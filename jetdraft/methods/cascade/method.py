@@ -20,7 +20,11 @@ from typing import NamedTuple
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.measured.acceptance_rates import Acceptance, Streak, prior
+from jetdraft.runtime.measured.acceptance_rates import (
+    Acceptance,
+    PositionRates,
+    evidence_prior,
+)
 from jetdraft.runtime.proposers.drafter_methods import drafter_method
 from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
 from jetdraft.runtime.proposers.method import MethodOptions
@@ -53,7 +57,7 @@ class Trust:
     """
 
     def __init__(self) -> None:
-        self._rates: dict[int, tuple[Streak, Streak]] = {}
+        self._rates: dict[int, tuple[PositionRates, PositionRates]] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -85,8 +89,8 @@ class Trust:
             if trial.token != token:
                 break
 
-    def _streaks(self, evidence: int) -> tuple[Streak, Streak]:
-        new = Streak(Acceptance.PRIOR), Streak(prior(evidence))
+    def _streaks(self, evidence: int) -> tuple[PositionRates, PositionRates]:
+        new = PositionRates(Acceptance.PRIOR), PositionRates(evidence_prior(evidence))
         return self._rates.setdefault(evidence, new)
 
 
@@ -122,7 +126,7 @@ class CascadeProposer(ModelProposer):
         trials, reviewed = list[Trial](), min(budget, REVIEWED)
         drafted = list[int]()
         while len(drafted) < reviewed:
-            guess = self.below.after(drafted, reviewed - len(drafted))
+            guess = self.below.guess_after(drafted, reviewed - len(drafted))
             places = range(len(guess.tokens))
             trusted = [self.trust.prefers(guess.evidence(place)) for place in places]
             own = not any(trusted[:1])
@@ -139,7 +143,7 @@ class CascadeProposer(ModelProposer):
             drafted += tokens
         self.trust.drafted(context, trials)
         if drafted and len(drafted) < budget:
-            drafted += self.below.after(drafted, budget - len(drafted)).tokens
+            drafted += self.below.guess_after(drafted, budget - len(drafted)).tokens
         return Rows.chain([context[-1], *drafted[:budget]], self.traits.kind)
 
     def _own(self, context: list[int], guessed: list[int], count: int) -> list[int]:

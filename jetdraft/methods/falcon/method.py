@@ -13,7 +13,7 @@ from jetdraft.runtime.drafts.noise import Distribution
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.proposers.draft_stops import draft_stop
+from jetdraft.runtime.proposers.draft_stops import make_draft_stop
 from jetdraft.runtime.proposers.drafter_methods import (
     DraftOptions,
     chains_or_trees,
@@ -76,7 +76,7 @@ def _make(
 ) -> Proposer:
     assert isinstance(cache, AheadCache)
     check_trees(cache.graph)
-    stop = draft_stop(options.stopping, options.stop_threshold, loaded)
+    stop = make_draft_stop(options.stopping, options.stop_threshold, loaded)
     ms = loaded.curve.drafter / cache.size
     return chains_or_trees(name, loaded, cache, options, ms, stop, BlockLevels)
 

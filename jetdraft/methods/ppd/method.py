@@ -17,7 +17,7 @@ from jetdraft.methods.ppd.sparse_trees import SparsePlan, best_plan
 from jetdraft.options import between, check_ranges
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.measured.acceptance_rates import GuessRates, Ranks
+from jetdraft.runtime.measured.acceptance_rates import GuessRates, RankRates
 from jetdraft.runtime.measured.cost_model import PassMs, RoundCosts
 from jetdraft.runtime.measured.stats import Round
 from jetdraft.runtime.passes.answer import Answer
@@ -27,7 +27,7 @@ from jetdraft.runtime.proposers.model_proposer import ProbeProposer
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits
 from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
 from jetdraft.runtime.sampling.chooser import Chooser
-from jetdraft.runtime.trees.shapes import RANK_RATES, Static, siblings
+from jetdraft.runtime.trees.shapes import RANK_RATES, Static, draw_siblings
 
 NAME = "ppd"
 _RANGES = {
@@ -82,7 +82,7 @@ class PromptProposer(ProbeProposer):
     def __init__(
         self,
         contract: StepContract,
-        ranks: Ranks,
+        ranks: RankRates,
         pass_ms: PassMs,
         options: PromptOptions | None = None,
     ) -> None:
@@ -111,11 +111,11 @@ class PromptProposer(ProbeProposer):
     def observe(self, seen: Seen) -> None:
         super().observe(seen)
         tokens = [seen.rows.tokens[row] for row in seen.path]
-        self.rates.see(seen.length - 1 - len(tokens), tokens)
+        self.rates.compare(seen.length - 1 - len(tokens), tokens)
         all_count = self.rates.settled < self._all_until
         is_lesson = all_count or not seen.length % LESSONS_APART
-        if self._ready is not None and is_lesson:
-            self.rates.guess(self._guessed(*self._ready))
+        if self._last_guesses is not None and is_lesson:
+            self.rates.add_guesses(self._guessed(*self._last_guesses))
 
     def _guessed(self, first: int, guesses: Answer) -> dict[int, list[int]]:
         """The tokens for each place from `first` on, in the order of siblings."""
@@ -124,7 +124,7 @@ class PromptProposer(ProbeProposer):
         for depth, rates in enumerate(self.rates.ranks[: len(guesses.candidates)]):
             level = guesses.rows(slice(depth, depth + 1))
             q, place = self.chooser.draft_distribution(level), first + depth
-            tokens[place] = siblings(kind, q, len(rates), sampling, place)
+            tokens[place] = draw_siblings(kind, q, len(rates), sampling, place)
         return tokens
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
@@ -138,7 +138,7 @@ class PromptProposer(ProbeProposer):
             counts = trees[0].counts
             return replace(Rows.chain([context[-1]], self.traits.kind), probes=counts)
         planned = trees[len(guesses.candidates)]
-        rows = self.grown(Static(planned.parents), guesses, context, budget)
+        rows = self.grow_tree(Static(planned.parents), guesses, context, budget)
         return replace(rows, probes=planned.counts[: len(rows)])
 
     def plan(self, most: int) -> SparsePlan:
@@ -152,10 +152,13 @@ class PromptProposer(ProbeProposer):
         if most not in self._plans:
             ranks, options = self.rates.ranks, self._options
             rows, slots = options.rows or 0, options.slots or 0
-            plan = best_plan(ranks, most, self.costs.ms, rows, slots)
+            plan = best_plan(ranks, most, self.costs.round_ms, rows, slots)
             self._plans[most] = plan
             is_free = not (rows or slots)
-            if is_free and plan.value(self.costs.ms) * self.costs.ms(1, 0) < 1.0:
+            if (
+                is_free
+                and plan.value(self.costs.round_ms) * self.costs.round_ms(1, 0) < 1.0
+            ):
                 self._resting = self._next_rest
                 self._next_rest = min(2 * self._next_rest, RESTS[1])
         return self._plans[most]
@@ -175,7 +178,7 @@ def _make(loaded: LoadedBundle, options: PromptOptions) -> Proposer:
     if options.tree != AUTO:
         return of_probes(NAME, loaded, options)
     streams = loaded.bundle.target.streams or {}
-    ranks: Ranks = streams.get("ranks") or [RANK_RATES] * contract.streams
+    ranks: RankRates = streams.get("ranks") or [RANK_RATES] * contract.streams
     if not (contract.tree and loaded.widths.trees_agree):  # trees would change bits
         ranks = [rates[:1] for rates in ranks]
 

@@ -26,7 +26,7 @@ from operator import mul
 
 import numpy as np
 
-from jetdraft.runtime.measured.acceptance_rates import Ranks
+from jetdraft.runtime.measured.acceptance_rates import RankRates
 from jetdraft.runtime.measured.cost_model import PassMs
 
 _LEAK = 1e-3
@@ -131,7 +131,7 @@ class SparsePlan:
         return float(sum(map(mul, self.shares, numbers)))
 
 
-def likeliest(ranks: Ranks, rows: int) -> SparseTree:
+def likeliest(ranks: RankRates, rows: int) -> SparseTree:
     """The `rows` likeliest rows below a root, as deep as there are ranks.
 
     Greedy insertion is optimal where a row's chance is the product along its path.
@@ -173,7 +173,7 @@ def _depth_first(found: Sequence[tuple[int, float]]) -> SparseTree:
     return SparseTree(tuple(parents), tuple(chances), (0,) * len(chances))
 
 
-def plan_of(ranks: Ranks, rows: Sequence[int], slots: int) -> SparsePlan:
+def plan_of(ranks: RankRates, rows: Sequence[int], slots: int) -> SparsePlan:
     """The plan whose tree of state d drafts `rows[d - 1]` rows, in `slots` slots each.
 
     Rows and probes take a slot each; probes fill what the rows leave.
@@ -188,7 +188,7 @@ def plan_of(ranks: Ranks, rows: Sequence[int], slots: int) -> SparsePlan:
 
 
 def best_plan(
-    ranks: Ranks, most: int, pass_ms: PassMs, rows: int = 0, slots: int = 0
+    ranks: RankRates, most: int, pass_ms: PassMs, rows: int = 0, slots: int = 0
 ) -> SparsePlan:
     """The plan of at most `most` drafted rows that promises most tokens per ms.
 

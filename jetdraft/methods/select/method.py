@@ -71,7 +71,7 @@ def _lacks(bundle: Bundle) -> str:
 def _make(loaded: LoadedBundle, options: MethodOptions) -> Proposer:
     if refusal := cpu_only(SELECTION, loaded.provider, "choose --provider cpu"):
         raise OptionError(refusal, "method")
-    return SelectProposer(loaded.target.beside(), loaded.curve.pass_ms(1))
+    return SelectProposer(loaded.target.make_selecting(), loaded.curve.pass_ms(1))
 
 
 METHOD = Method(

@@ -14,8 +14,8 @@ from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
 
-_AT_ONCE = 16
-"""New rows that are run together with the copies of a block; more are run before."""
+_MOST_NEW_ROWS = 16
+"""The most new rows of a pass with the copies of a block; more are run before it."""
 
 
 @dataclass(frozen=True)
@@ -60,31 +60,36 @@ class AheadCache(DraftCache):
 
     def begin(self, prompt: Sequence[int]) -> None:
         super().begin(prompt)
-        if len(self.seen) - len(self._features) > self._needed:
-            self._observe_again()
+        if len(self.seen) - len(self._features) > self._first_needed:
+            self._forget_needed()
 
     def waiting(self, tokens: Sequence[int]) -> Float32s | None:
+        """None: the target runs the rows again whose features are needed."""
         return None  # the target runs the rows again whose features are needed
 
     def restore(self, tokens: Sequence[int], waiting: Float32s | None = None) -> None:
         super().restore(tokens)
-        self._observe_again()
+        self._forget_needed()
 
     def observe(
         self, first: int, tokens: Sequence[int], features: Float32s | None
     ) -> None:
+        """Replace the features from position `first` on, and run most of the rows."""
         if features is None or first > len(self.seen):
             return  # what it missed is read again with the next prompt
-        self._cut(self._agreed(first, tokens), first)
+        self._truncate(self._count_kept_rows(first, tokens), first)
         self.seen += tokens
         self._features += list(features)
         self._run_rows(self.seen, len(self.seen) - 1, self.graph.contract.max_width)
         start = len(self.seen) - len(self._features)
-        del self._features[: max(self._needed - start, 0)]
+        del self._features[: max(self._first_needed - start, 0)]
 
     def catch_up(self, context: Sequence[int]) -> None:
+        """Run rows of `context` until a single pass can run the others."""
         self._rewind(len(self.tokens))
-        self._run_rows(context, min(len(self.seen), len(context) - 1), self._at_once)
+        self._run_rows(
+            context, min(len(self.seen), len(context) - 1), self._most_new_rows
+        )
 
     def follow(self, context: Sequence[int]) -> Answer | None:
         """The answer for the token after `context`; None without features for it.
@@ -97,25 +102,27 @@ class AheadCache(DraftCache):
         self.block, self.drafted = None, []
         if rows < self.size:
             return None
-        self._run_rows(context, rows, self._at_once)
+        self._run_rows(context, rows, self._most_new_rows)
         first = len(self.tokens)
         tokens = context[first + 1 : rows + 1]
-        known = Block((), self._known(first, len(tokens)), self._tail(context, first))
-        self.block = self._go_on(known, tokens)
+        features = self._known_features(first, len(tokens))
+        known = Block((), features, self._tokens_before(context, first))
+        self.block = self._run_block(known, tokens)
         if self.block is None:
             return None
-        self._add(tokens)
+        self._append_rows(tokens)
         answer: Answer | None = self.block.levels[0]
         for token in context[rows + 1 :]:
             answer = self.step(token)
         return answer
 
     def step(self, token: int) -> Answer | None:
+        """Draft behind `token`: the answer for the next token; None without room."""
         if self.block is None:
             return None
         self.drafted.append(token)
         if len(self.drafted) == self.size:
-            self.block = self._go_on(self.block, self.drafted)
+            self.block = self._run_block(self.block, self.drafted)
             if self.block is None:
                 return None
             self.graph.cache.advance(self.size)
@@ -125,7 +132,7 @@ class AheadCache(DraftCache):
     def branch_blocks(
         self, blocks: Sequence[tuple[Block, Sequence[int]]], filled: int
     ) -> list[Block]:
-        """The blocks behind blocks of a draft whose tokens are known.
+        """Run known blocks of a draft in a pass; returns the blocks behind them.
 
         The draft has `filled` slots; each block takes `rows` more.
         """
@@ -171,8 +178,8 @@ class AheadCache(DraftCache):
             )
         return behind
 
-    def _go_on(self, start: Block, tokens: Sequence[int]) -> Block | None:
-        """The block behind tokens that go on at the cursor; None without room."""
+    def _run_block(self, start: Block, tokens: Sequence[int]) -> Block | None:
+        """Run `tokens` behind `start`; the block behind them, None without room."""
         rows = len(tokens) + self.size - 1
         if rows > min(self.graph.draft_room(0), self.graph.contract.max_width):
             return None
@@ -180,15 +187,15 @@ class AheadCache(DraftCache):
         return replace(block, slots=(), depth=0)
 
     def _run_rows(self, text: Sequence[int], rows: int, left: int) -> None:
-        """Run rows of a text until at most `left` of the first `rows` are left."""
+        """Run a text's rows in wide passes until at most `left` of `rows` are left."""
         widest = self.graph.contract.max_width
         while (waiting := rows - len(self.tokens)) > left:
             first = len(self.tokens)
             count = min(widest, waiting - self.size)
             tokens = text[first + 1 : first + 1 + count]
-            tail = self._tail(text, first)
+            tail = self._tokens_before(text, first)
             recent = sliding_window_view([*tail, *tokens[:-1]], self.size - 1)
-            features = self._known(first, count)
+            features = self._known_features(first, count)
             windows = sliding_window_view(features, self.size, axis=0)
             self.graph.run(
                 tokens,
@@ -196,15 +203,15 @@ class AheadCache(DraftCache):
                 features=windows.swapaxes(1, 2).reshape(count, -1),
                 recent=recent.astype(np.int64),
             )
-            self._add(tokens)
+            self._append_rows(tokens)
 
-    def _tail(self, text: Sequence[int], row: int) -> tuple[int, ...]:
+    def _tokens_before(self, text: Sequence[int], row: int) -> tuple[int, ...]:
         """The tokens that the k - 1 rows before a row read; 0 stands before row 0."""
         last = text[max(row + 2 - self.size, 1) : row + 1]
         return (*[0] * (self.size - 1 - len(last)), *last)
 
-    def _known(self, row: int, count: int) -> Float32s:
-        """The features of the k - 1 rows before a row, and of `count` rows from it on.
+    def _known_features(self, row: int, count: int) -> Float32s:
+        """The features [k - 1 + count, w] of `count` rows from `row` on, k - 1 before.
 
         Zeros stand for rows before the text.
         """
@@ -217,27 +224,28 @@ class AheadCache(DraftCache):
         return np.array(rows, np.float32)
 
     @property
-    def _at_once(self) -> int:
+    def _most_new_rows(self) -> int:
         """The most new rows of a pass with the copies of a block."""
-        return min(_AT_ONCE, self.graph.contract.max_width + 1 - self.size)
+        return min(_MOST_NEW_ROWS, self.graph.contract.max_width + 1 - self.size)
 
     @property
-    def _needed(self) -> int:
+    def _first_needed(self) -> int:
         """The first row whose features the next block may read."""
         return max(0, len(self.tokens) - 2 * self.size + 1)
 
-    def _observe_again(self) -> None:
-        del self.seen[self._needed :]
+    def _forget_needed(self) -> None:
+        """Forget the tokens whose features are needed; the target runs them again."""
+        del self.seen[self._first_needed :]
         self._features = []
 
-    def _agreed(self, first: int, tokens: Sequence[int]) -> int:
-        """How many rows in the cache read the same tokens from position `first` on."""
+    def _count_kept_rows(self, first: int, tokens: Sequence[int]) -> int:
+        """How many rows stay, since they read these tokens from `first` on or none."""
         start, fed = max(first - 1, 0), self.tokens
         read = tokens[start + 1 - first :]
         agreed = common_length(fed[start:], read)
         return start + agreed if agreed < len(read) else len(fed)
 
-    def _cut(self, fed: int, seen: int) -> None:
+    def _truncate(self, fed: int, seen: int) -> None:
         self._rewind(fed)
         start = len(self.seen) - len(self._features)
         del self.seen[seen:]

@@ -1,4 +1,4 @@
-"""The rows in a drafter's buffers, kept in step with a sequence that goes other ways.
+"""The rows in a drafter's buffers, kept in step with the committed sequence.
 
 Drafters differ in three things, which their contract says:
 
@@ -24,14 +24,14 @@ from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
-from jetdraft.runtime.passes.split.halves import Placed
+from jetdraft.runtime.passes.split.halves import PlacedRows
 from jetdraft.runtime.passes.split.leading_half import LeadingHalf
 
 
 class DraftCache:
     """Keeps a graph in step with the sequence, for all proposers that draft with it.
 
-    `tokens` are those whose rows are in the graph's buffers, `seen` those whose
+    `tokens` are the tokens with rows in the graph's buffers, `seen` the tokens whose
     features were observed.
 
         cache = DraftCache(graph)
@@ -51,20 +51,20 @@ class DraftCache:
         self._features: list[Float32s] = []
         self._passes = -1  # the graph's, when its rows held `tokens`
         # What the last row carries, or of a block what it has read, [1, w].
-        self._last: Float32s | None = None
-        self._before: Sequence[int] = ()  # the window of the next drafted row
+        self._carried: Float32s | None = None
+        self._next_window: Sequence[int] = ()  # the window of the next drafted row
         # By slot, what a row of a tree carries, and the window behind it.
         self._branches: dict[int, tuple[Float32s, Sequence[int]]] = {}
         self._ahead: Sequence[int] = ()  # tokens of a block that the target has not run
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Start a new sequence; the rows that the last sequence shares stay."""
+        """Start a new sequence; keep the rows that it shares with the last."""
         seen = common_length(self.seen, prompt)
         own = self.graph.passes == self._passes  # else another caller has run the graph
         fed = common_length(self.tokens, prompt[self.shift :]) if own else 0
         if self.shift:  # a row gives the first answer, so one row is left to feed
             fed = max(0, min(fed, seen, len(prompt) - 2))
-        self._cut(fed, seen)
+        self._truncate(fed, seen)
 
     def keep(self, kept: int) -> int:
         """How many of the first `kept` tokens need not be observed again."""
@@ -87,7 +87,8 @@ class DraftCache:
         self.seen = list(tokens[: len(self.tokens) + len(self._features)])
 
     def forget(self) -> None:
-        self._cut(0, 0)
+        """Drop all rows and all features."""
+        self._truncate(0, 0)
 
     def observe(
         self, first: int, tokens: Sequence[int], features: Float32s | None
@@ -98,33 +99,35 @@ class DraftCache:
         """
         if not self.reads or features is None or first > len(self.seen):
             return  # what it missed is read again with the next prompt
-        self._cut(self._agreed(first, tokens), first)
+        self._truncate(self._count_kept_rows(first, tokens), first)
         self.seen += tokens
         self._features += list(features[max(len(self.tokens) - first, 0) :])
 
     def catch_up(self, context: Sequence[int]) -> None:
-        """Feed most of what is missing, if it is much."""
-        self._agree(context)
-        while (missing := self._missing(context)) > WIDEST:
+        """Run what is missing in wide passes, until `WIDEST` rows at most are left."""
+        self._drop_differing(context)
+        while (missing := self._count_missing(context)) > WIDEST:
             self._feed(context, min(missing - 1, self.graph.contract.max_width))
 
     def follow(self, context: Sequence[int]) -> Answer | None:
-        """The answer after `context`; None without the features for it.
+        """Run all rows of `context`; the answer after it, None without its features.
 
         A graph that guesses several tokens answers for each of them.
         """
-        self._agree(context)
+        self._drop_differing(context)
         answer, widest = None, self.graph.contract.max_width
-        while (missing := self._missing(context)) > 0:
+        while (missing := self._count_missing(context)) > 0:
             answer = self._feed(context, min(missing, widest))
-        return self._after(context, answer) if self.shift else answer
+        return self._feed_unseen(context, answer) if self.shift else answer
 
-    def _after(self, context: Sequence[int], answer: Answer | None) -> Answer | None:
+    def _feed_unseen(
+        self, context: Sequence[int], answer: Answer | None
+    ) -> Answer | None:
         """The answer after tokens that the target has not run yet."""
         known = len(self.seen) + 1
         if not self.graph.contract.block:
             self._branches.clear()
-            self._before = self._window_at(context, known)
+            self._next_window = self._window_at(context, known)
             for token in context[known:] if answer is not None else ():
                 answer = self.step(token)
             return answer
@@ -134,13 +137,13 @@ class DraftCache:
         return self.refine(()) if len(self._ahead) < self.graph.contract.block else None
 
     def step(self, token: int) -> Answer | None:
-        """The answer for a drafted token; None at the end of the buffers."""
+        """Run a drafted token at the cursor; the answer for the token after it."""
         if self.carry:
-            recent = np.array([self._before], np.int64) if self.window else None
-            answer = self.graph.run([token], features=self._last, recent=recent)
+            recent = np.array([self._next_window], np.int64) if self.window else None
+            answer = self.graph.run([token], features=self._carried, recent=recent)
             assert answer.carried is not None
-            self._last = answer.carried[-1:].copy()
-            self._before = (*self._before, token)[1:]
+            self._carried = answer.carried[-1:].copy()
+            self._next_window = (*self._next_window, token)[1:]
         else:
             answer = self.graph.run([token])
             self.tokens.append(token)
@@ -155,11 +158,11 @@ class DraftCache:
         ancestors: Sequence[Sequence[int]],
         filled: int,
     ) -> Answer:
-        """The answers for rows of a tree; see `Graph.run_branches`."""
+        """Run rows of a tree and keep what they carry; see `Graph.run_branches`."""
         features = recent = None
         if self.carry:
-            assert self._last is not None
-            root = self._last[0], self._before
+            assert self._carried is not None
+            root = self._carried[0], self._next_window
             above = [self._branches[a[-1]] if a else root for a in ancestors]
             features = np.stack([carried for carried, _ in above])
             if self.window:
@@ -179,32 +182,32 @@ class DraftCache:
         """The guesses after the first tokens of a block, which are `known` now."""
         block = [*self._ahead, *known]
         self.graph.cache.rewind(len(self.tokens) - 1)
-        answer = self.graph.run(self.tokens[-1:], features=self._last, block=block)
+        answer = self.graph.run(self.tokens[-1:], features=self._carried, block=block)
         self.graph.cache.advance(1)
         self._passes = self.graph.passes
         return answer.rows(slice(len(block), None))
 
     def review(self, context: Sequence[int], guess: Sequence[int]) -> Answer:
-        """The answers for the last row of `context` and for each row of a guess below.
+        """Run a chain of guesses behind `context`; answers for its root and each guess.
 
-        They stay in the cache until a context differs from them.
+        The rows of the guesses stay in the cache until a context differs from them.
         """
-        self._agree(context)
+        self._drop_differing(context)
         # A prompt is read without the logits of all its rows.
         widest = min(WIDEST, self.graph.contract.max_width)
         if len(context) + len(guess) - len(self.tokens) > widest:
             self.follow(context[:-1])
         rest = context[len(self.tokens) :]
         answer = self.graph.run([*rest, *guess])
-        self._add([*rest, *guess])
+        self._append_rows([*rest, *guess])
         return answer.rows(slice(len(rest) - 1, None))
 
-    def _missing(self, context: Sequence[int]) -> int:
+    def _count_missing(self, context: Sequence[int]) -> int:
         missing = len(context) - self.shift - len(self.tokens)
         return min(missing, len(self._features)) if self.reads else missing
 
     def _feed(self, context: Sequence[int], count: int) -> Answer:
-        """Run the next rows of a context; the answer for the last of them."""
+        """Run the next `count` rows of a context; the answer for the last of them."""
         first = len(self.tokens) + self.shift
         tokens, features, recent = context[first : first + count], None, None
         if self.reads:
@@ -212,15 +215,16 @@ class DraftCache:
             del self._features[:count]
             recent = self._windows(context, first, count)
         answer = self.graph.run(tokens, True, features=features, recent=recent)
-        self._add(tokens)
+        self._append_rows(tokens)
         if self.carry:
             assert answer.carried is not None
-            self._last = answer.carried[-1:].copy()
+            self._carried = answer.carried[-1:].copy()
         elif features is not None:
-            self._last = features[-1:]
+            self._carried = features[-1:]
         return answer
 
-    def _add(self, tokens: Sequence[int]) -> None:
+    def _append_rows(self, tokens: Sequence[int]) -> None:
+        """Advance the cursor over the rows of the last pass, which read `tokens`."""
         self.graph.cache.advance(len(tokens))
         self.tokens += tokens
         self._passes = self.graph.passes
@@ -237,7 +241,7 @@ class DraftCache:
         behind = text[first : first + count - 1]
         return sliding_window_view(np.array([*before, *behind]), self.window)
 
-    def _agree(self, context: Sequence[int]) -> None:
+    def _drop_differing(self, context: Sequence[int]) -> None:
         """Drop the rows that differ from a context, and the last row of the context.
 
         Only tokens of the last two passes can differ. Rows with features of the target
@@ -253,11 +257,11 @@ class DraftCache:
                     break
         self._rewind(end)
 
-    def _agreed(self, first: int, tokens: Sequence[int]) -> int:
-        """How many rows stay where these tokens replace those from `first` on."""
+    def _count_kept_rows(self, first: int, tokens: Sequence[int]) -> int:
+        """How many rows stay where `tokens` replace all tokens from `first` on."""
         return first
 
-    def _cut(self, fed: int, seen: int) -> None:
+    def _truncate(self, fed: int, seen: int) -> None:
         """Keep at most `fed` rows in the buffers and `seen` tokens."""
         if fed < len(self.tokens):
             seen, self._features = min(seen, fed), []
@@ -292,22 +296,24 @@ class GuessCache(DraftCache):
         return None
 
     def keep(self, kept: int) -> int:
+        """All `kept` tokens: no row needs to be observed again."""
         return kept
 
     def observe(
         self, first: int, tokens: Sequence[int], features: Float32s | None
     ) -> None:
+        """Copy the features of the last of these tokens; None changes nothing."""
         if features is not None:
-            self._length, self._last = first + len(tokens), features[-1:].copy()
+            self._length, self._carried = first + len(tokens), features[-1:].copy()
 
     def catch_up(self, context: Sequence[int]) -> None:
-        """Nothing is ever missing but the last row."""
+        """Do nothing: only the last row is ever missing."""
 
     def follow(self, context: Sequence[int]) -> Answer | None:
-        """The guesses after `context`; None unless all but its last token were seen."""
+        """The guesses after `context`; None if only a part of it was observed."""
         if not self._length or self._length + 1 != len(context):
             return None
-        return self.graph.run(context[-1:], features=self._last)
+        return self.graph.run(context[-1:], features=self._carried)
 
 
 class LedCache(DraftCache):
@@ -337,6 +343,7 @@ class LedCache(DraftCache):
         return self._lead(context)
 
     def step(self, token: int) -> Answer | None:
+        """Run a drafted token; the answer after it, or None if it does not fit."""
         return self._lead([*self.tokens, token])
 
     def branch(
@@ -346,7 +353,7 @@ class LedCache(DraftCache):
         ancestors: Sequence[Sequence[int]],
         filled: int,
     ) -> Answer:
-        states = self._leading().branch(Placed(tokens, depths, ancestors, filled))
+        states = self._leading().branch(PlacedRows(tokens, depths, ancestors, filled))
         answer = self.graph.run_branches(
             tokens, depths, ancestors, filled, features=states
         )
@@ -354,16 +361,16 @@ class LedCache(DraftCache):
         return answer
 
     def _lead(self, text: Sequence[int]) -> Answer | None:
-        """Run the rows of a text that were not fed; answers for the last of them."""
+        """Run the rows of a text that were not fed; the last answer, or None."""
         states = self._leading().lead(text)
         if states is None:
             return None
         tokens = text[len(self.tokens) :]
         states = states[len(states) - len(tokens) :]
         answer = self.graph.run(tokens, True, features=states)
-        self._add(tokens)
+        self._append_rows(tokens)
         return answer
 
-    def _agreed(self, first: int, tokens: Sequence[int]) -> int:
+    def _count_kept_rows(self, first: int, tokens: Sequence[int]) -> int:
         """Rows that were led stay as far as their tokens are the target's."""
         return first + common_length(self.tokens[first:], tokens)

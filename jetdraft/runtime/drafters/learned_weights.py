@@ -23,7 +23,7 @@ log = logging.getLogger("jetdraft.learning")
 
 
 class LearnedWeights:
-    """Which weights draft, for all twins of a model.
+    """Chooses the drafter's weights, for all twins of a model.
 
     A new set is on trial. The weights before it go on until `VERDICT_TOKENS` of their
     drafts have been evaluated; then the set drafts, and `is_better` compares the two.
@@ -35,30 +35,30 @@ class LearnedWeights:
         self._sets, self._opener, self._entry = sets, opener, entry
         self.version, self._name = 0, OWN
         self._tally = Tally()
-        self._before: Tally | None = None
+        self._tally_before: Tally | None = None
         self._weights: Weights | None = None
         self._lock = Lock()
 
-    def look(self) -> int:
-        """The version that should draft now."""
+    def refresh(self) -> int:
+        """Read which set should draft now; a change raises the returned `version`."""
         with self._lock:
             choice = self._sets.choice()
-            name = self._wanted(choice)
+            name = self._drafting_set(choice)
             is_trial = choice.before is not None and name == choice.name
             if name != self._name:
-                self._before = self._tally if is_trial else None
+                self._tally_before = self._tally if is_trial else None
                 self._name, self._tally, self._weights = name, Tally(), None
                 self.version += 1
                 log.info("%s drafts%s", label(name), " on trial" if is_trial else "")
             elif not is_trial:
-                self._before = None  # another process has judged
+                self._tally_before = None  # another process has decided
             return self.version
 
-    def _wanted(self, choice: Choice) -> str:
-        """The set that should draft: one on trial only if there is a rate before it."""
+    def _drafting_set(self, choice: Choice) -> str:
+        """The name of the set to draft with; on trial only after a rate without it."""
         if choice.before is None:
             return choice.name
-        goes_on = self._name == choice.name and self._before is not None
+        goes_on = self._name == choice.name and self._tally_before is not None
         begins = self._name == choice.before and self._tally.is_full
         return choice.name if goes_on or begins else choice.before
 
@@ -71,7 +71,7 @@ class LearnedWeights:
             try:
                 if self._weights is None:
                     weights = self._sets.arrays(self._name)
-                    self._opener.reopen()
+                    self._opener.forget_sessions()
                     self._weights = weights
                 return self._opener.graph(self._entry, self._weights)
             except JetdraftError as error:
@@ -79,18 +79,19 @@ class LearnedWeights:
                 self._sets.settle(self._name, keep=False)
                 return None
 
-    def count(self, version: int, accepted: int, evaluated: int) -> None:
-        """Count the drafted tokens of a generation, and judge if they are enough."""
+    def record_acceptance(self, version: int, accepted: int, evaluated: int) -> None:
+        """Add accepted and evaluated tokens to the tally; may end a set's trial."""
         with self._lock:
             if version != self.version or not evaluated:
                 return
             self._tally.add(accepted, evaluated)
-            if self._before is None:
+            if self._tally_before is None:
                 return
-            verdict = is_better(self._before, self._tally)
+            verdict = is_better(self._tally_before, self._tally)
             if verdict is None:
                 return
-            rates, self._before = (self._tally.rate, self._before.rate), None
+            rates = self._tally.rate, self._tally_before.rate
+            self._tally_before = None
             if self._sets.settle(self._name, keep=verdict):
                 outcome = "kept" if verdict else "taken back"
                 text = "%s is %s: %.3f of its tokens were accepted, %.3f before it"

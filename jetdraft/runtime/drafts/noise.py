@@ -33,21 +33,21 @@ BLOCK = 256
 STRIP = 32
 """Positions whose blocks are drawn together, since a text visits all of them."""
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_FIRST = 0xBF58476D1CE4E5B9
-_SECOND = 0x94D049BB133111EB
-_ALL = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # g above; the two below are the factors in `mix`
+_FACTOR_1 = 0xBF58476D1CE4E5B9
+_FACTOR_2 = 0x94D049BB133111EB
+_MASK_64 = (1 << 64) - 1
 
 # numpy takes an array without dimensions in half of the time of a number. `_PLACE`
 # masks the place of an id in its block.
 _G, _M1, _M2, _30, _27, _31, _12, _PLACE = (
     np.array(x, np.uint64)
-    for x in (_GOLDEN, _FIRST, _SECOND, 30, 27, 31, 12, BLOCK - 1)
+    for x in (_GOLDEN, _FACTOR_1, _FACTOR_2, 30, 27, 31, 12, BLOCK - 1)
 )
 
 
 def _mix(x: UInt64s) -> None:
-    """`mix`, in place."""
+    """Apply `mix` to an array in place."""
     x ^= x >> _30
     x *= _M1
     x ^= x >> _27
@@ -56,13 +56,14 @@ def _mix(x: UInt64s) -> None:
 
 
 def _mix_one(x: int) -> int:
-    x = (x ^ (x >> 30)) * _FIRST & _ALL
-    x = (x ^ (x >> 27)) * _SECOND & _ALL
+    """`mix` of one integer, modulo 2^64."""
+    x = (x ^ (x >> 30)) * _FACTOR_1 & _MASK_64
+    x = (x ^ (x >> 27)) * _FACTOR_2 & _MASK_64
     return x ^ (x >> 31)
 
 
-def _logs(bits: UInt64s) -> Float64s:
-    """log(u(bits))."""
+def _log_uniforms(bits: UInt64s) -> Float64s:
+    """log(u(bits)), float64 of the same shape."""
     uniforms = (bits >> _12).astype(np.float64)
     uniforms += 0.5
     uniforms *= 2.0**-52
@@ -73,14 +74,14 @@ def _logs(bits: UInt64s) -> Float64s:
 @lru_cache(maxsize=512)
 def _key_pair(seed: int, position: int) -> list[int]:
     """`key` and `lower` of a position, with the g that all bits add."""
-    start = _mix_one((seed + _GOLDEN) & _ALL)
+    start = _mix_one((seed + _GOLDEN) & _MASK_64)
     places = 2 * position, 2 * position + 1
-    keys = [_mix_one((start + place * _GOLDEN) & _ALL) for place in places]
-    return [(key + _GOLDEN) & _ALL for key in keys]
+    keys = [_mix_one((start + place * _GOLDEN) & _MASK_64) for place in places]
+    return [(key + _GOLDEN) & _MASK_64 for key in keys]
 
 
 def _keys(seed: int, positions: Int64s) -> UInt64s:
-    """The pairs of positions, uint64 [2, ...]."""
+    """`_key_pair` of each position, uint64 [2, *positions.shape]."""
     pairs = [_key_pair(seed, position) for position in positions.ravel().tolist()]
     return np.array(pairs, np.uint64).T.reshape(2, *positions.shape)
 
@@ -99,11 +100,12 @@ class _Strip(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _strip(seed: int, number: int, blocks: int) -> _Strip:
+def _draw_strip(seed: int, number: int, blocks: int) -> _Strip:
+    """The winners of all blocks at the positions of the strip with this number."""
     positions = np.arange(number * STRIP, (number + 1) * STRIP)[:, None]
     bits = np.arange(blocks, dtype=np.uint64) * _G + _keys(seed, positions)[0]
     _mix(bits)
-    least = _logs(bits) / -BLOCK
+    least = _log_uniforms(bits) / -BLOCK
     return _Strip((bits & _PLACE).astype(np.int64), least, least.min(1).tolist())
 
 
@@ -116,7 +118,9 @@ def exponentials_below(
     have an entry per row. A pair at `most` itself may come too.
     """
     blocks = -(-vocab_size // BLOCK)
-    places = [(_strip(seed, p // STRIP, blocks), p % STRIP) for p in positions.tolist()]
+    places = [
+        (_draw_strip(seed, p // STRIP, blocks), p % STRIP) for p in positions.tolist()
+    ]
     floors = [strip.floors[place] for strip, place in places]
     if not any(map(lt, floors, most.tolist())):
         return _NO_IDS, _NO_IDS, np.zeros(0)
@@ -125,7 +129,7 @@ def exponentials_below(
     rows, visited = np.nonzero(least < most[:, None])
     least, winners = least[rows, visited], winners[rows, visited]
     firsts = (visited * BLOCK).astype(np.uint64) * _G + _keys(seed, positions)[1, rows]
-    bits = firsts[:, None] + _SPREAD
+    bits = firsts[:, None] + _ID_STEPS
     _mix(bits)
     # E < most is u > room; a few more pairs do no harm.
     room = np.exp(least - most[rows]) * (1 - 1e-9)
@@ -134,12 +138,12 @@ def exponentials_below(
     is_below[visited == vocab_size // BLOCK, vocab_size % BLOCK :] = False
     pairs = np.flatnonzero(is_below)
     block, place = pairs // BLOCK, pairs % BLOCK
-    rest = _logs(bits.ravel()[pairs])
+    rest = _log_uniforms(bits.ravel()[pairs])
     rest[place == winners[block]] = 0.0
     return rows[block], visited[block] * BLOCK + place, least[block] - rest
 
 
-_SPREAD = np.arange(BLOCK, dtype=np.uint64) * _G
+_ID_STEPS = np.arange(BLOCK, dtype=np.uint64) * _G
 _NO_IDS = np.zeros(0, np.int64)
 
 
@@ -152,7 +156,7 @@ def exponentials(seed: int, positions: Int64s, ids: Int64s) -> Float64s:
     bits += _keys(seed, positions)
     _mix(bits)
     is_winner = (bits[0] ^ ids.view(np.uint64)) & _PLACE == 0
-    least, rest = _logs(bits)
+    least, rest = _log_uniforms(bits)
     rest[is_winner] = 0.0
     least /= -BLOCK
     return np.asarray(least - rest)

@@ -18,7 +18,7 @@ from jetdraft.errors import DraftingError
 from jetdraft.runtime.drafts.noise import Distribution
 
 
-def without_gaps(path: Sequence[int]) -> int:
+def gapless_length(path: Sequence[int]) -> int:
     """How many rows at the start of a path lie side by side in the buffer."""
     return next((i for i, row in enumerate(path) if row != i), len(path))
 
@@ -70,14 +70,14 @@ class Rows:
 
     def cut(self, drafted: int) -> Rows:
         """The root and the first `drafted` rows below it."""
-        return self if drafted >= self.drafted else self._in_order(range(drafted + 1))
+        return self if drafted >= self.drafted else self._take_rows(range(drafted + 1))
 
     def only(self, kept: Sequence[int]) -> Rows:
         """The `kept` rows, ascending; the parent of each kept row must be kept too."""
-        return self if len(kept) == len(self.tokens) else self._in_order(kept)
+        return self if len(kept) == len(self.tokens) else self._take_rows(kept)
 
-    def _in_order(self, order: Sequence[int]) -> Rows:
-        """Some rows, or all, in another order: the root first, parents above."""
+    def _take_rows(self, order: Sequence[int]) -> Rows:
+        """The rows of `order`, renumbered: the root first, parents before children."""
         place = {row: i for i, row in enumerate(order)}
         probes = self.probes
         return Rows(
@@ -107,7 +107,7 @@ class Rows:
             row = waiting.pop()
             order.append(row)
             waiting += reversed(self.children(row))
-        return self._in_order(order)
+        return self._take_rows(order)
 
     def check(self) -> None:
         """Raise `OptionError` unless this is a tree with parents before children."""
@@ -202,15 +202,15 @@ class Probes:
         """The stream of each probe."""
         return [stream for count in self.counts for stream in range(count)]
 
-    def seen(
+    def visible_slots(
         self, ancestors: Sequence[Sequence[int]], members: int = 1, prefix: int = 0
     ) -> list[list[int]]:
-        """Per slot behind the rows, the slots that it attends to, itself left out.
+        """The slots that each slot behind the rows attends to, itself left out.
 
-        First come the `prefix` slots of the graph, which see nothing, then `members`
-        slots for each probe. A member sees the prefix, its carrier, the carrier's
-        `ancestors`, and the same member of the carrier's lower streams (2405.18628,
-        figure 4).
+        Behind the rows lie the `prefix` slots of the graph, which attend to nothing,
+        and then the probes: each takes `members` slots. A member attends to the prefix,
+        its carrier, the carrier's `ancestors`, and the same member of the carrier's
+        lower streams (2405.18628, figure 4).
         """
         if not self.total:
             return []

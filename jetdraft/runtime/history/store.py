@@ -24,6 +24,8 @@ from jetdraft.runtime.drafts.arrays import Float32s
 
 MOST_ENTRIES = 256
 MOST_DAYS = 30.0
+"""The most entries of a user, and the most days that an entry is kept."""
+
 MOST_TOKENS = 8192
 """The most tokens of a request and its response together; longer ones are not kept."""
 
@@ -99,15 +101,15 @@ class ResponseStore:
         try:
             self._store_file.create_or_check()
             with self._store_file.connect() as database:
-                self._delete_old(database)
-            return self._read()
+                self._delete_old_entries(database)
+            return self._read_entries()
         except DAMAGE as error:
             if is_again:
                 raise
             self._store_file.move_damaged(error)
         return self._open_or_replace(is_again=True)
 
-    def _read(self) -> list[Entry]:
+    def _read_entries(self) -> list[Entry]:
         """The user's entries, latest first; what is known is not read again."""
         known = {(entry.id, entry.used): entry for entry in self.entries}
         entries = []
@@ -131,7 +133,7 @@ class ResponseStore:
                         " where id = ?",
                         key[:1],
                     ).fetchone()
-                    entry = _entry(*row)
+                    entry = _parse_entry(*row)
                 if entry is None:
                     continue
                 # A drafter must be able to read it, also if it is poisoned.
@@ -140,7 +142,7 @@ class ResponseStore:
                     entries.append(entry)
         return entries
 
-    def _delete_old(self, database: sqlite3.Connection) -> None:
+    def _delete_old_entries(self, database: sqlite3.Connection) -> None:
         """Delete the entries of all users that are of no possible time."""
         times = possible_times(self.most_days)
         database.execute("delete from entries where used not between ? and ?", times)
@@ -151,14 +153,15 @@ class ResponseStore:
         if not entry.response or length > MOST_TOKENS:
             return
         try:
-            self._insert(entry)
-            self.entries = self._read()
+            self._write_entry(entry)
+            self.entries = self._read_entries()
         except (sqlite3.Error, StoreError) as error:
             warnings.warn(
                 f"the response could not be kept in {self.file} ({error})", stacklevel=2
             )
 
-    def _insert(self, entry: Entry) -> None:
+    def _write_entry(self, entry: Entry) -> None:
+        """Write an entry in place of the same request's; raises `sqlite3.Error`."""
         if self._store_file.is_missing():
             self._store_file.create_or_check()
         prompt, response = (
@@ -177,7 +180,7 @@ class ResponseStore:
             database.execute(
                 "delete from entries where user = ? and prompt = ?", request
             )
-            self._delete_old(database)
+            self._delete_old_entries(database)
             database.execute(
                 "insert into entries (user, used, prompt, response, vector)"
                 " values (?, ?, ?, ?, ?)",
@@ -196,10 +199,10 @@ class ResponseStore:
         return count
 
 
-def _entry(
+def _parse_entry(
     key: int, used: float, prompt: bytes, response: bytes, vector: bytes
 ) -> Entry | None:
-    """An entry, or None if the row is malformed."""
+    """The entry of a row of the table; None if the row is malformed."""
     try:
         return Entry(
             prompt=np.frombuffer(prompt, np.uint32).tolist(),
@@ -213,7 +216,7 @@ def _entry(
 
 
 class Similarity:
-    """Turns token ids into a unit vector; similar requests have a large dot product.
+    """Embeds token ids as a unit vector; similar requests have a large dot product.
 
     Reads the embeddings, int8 or float [vocab, d], from an npy file that export wrote.
     Raises `BundleError` if it cannot be read, or has fewer rows than `vocab_size`.

@@ -30,7 +30,7 @@ class SuffixAutomaton:
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the current sequence."""
         for token in tokens:
-            self._last = self._extended(token)
+            self._last = self._append_token(token)
             self._size += 1
             ending = self._last
             for _ in range(MOST_LINKS):
@@ -89,12 +89,12 @@ class SuffixAutomaton:
         """How often, and then how recently, the texts of a state occurred."""
         return self._count[state], self._latest[state]
 
-    def _extended(self, token: int) -> int:
-        """The state of the current sequence with `token` appended."""
+    def _append_token(self, token: int) -> int:
+        """Append `token` to the current sequence; returns the sequence's new state."""
         last = self._last
         if token in self._next[last]:
             return self._exact_state(self._next[last][token], last, token)
-        new = self._add({}, self._length[last] + 1)
+        new = self._add_state({}, self._length[last] + 1)
         while last >= ROOT and token not in self._next[last]:
             self._next[last][token] = new
             last = self._link[last]
@@ -109,7 +109,7 @@ class SuffixAutomaton:
         length = self._length[before] + 1
         if self._length[state] == length:
             return state
-        split = self._add(dict(self._next[state]), length)
+        split = self._add_state(dict(self._next[state]), length)
         self._link[split] = self._link[state]
         self._count[split] = self._count[state]
         self._latest[split] = self._latest[state]
@@ -119,7 +119,8 @@ class SuffixAutomaton:
             before = self._link[before]
         return split
 
-    def _add(self, successors: dict[int, int], length: int) -> int:
+    def _add_state(self, successors: dict[int, int], length: int) -> int:
+        """Add a state that has not occurred yet; returns its number."""
         self._next.append(successors)
         self._link.append(ROOT)
         self._length.append(length)

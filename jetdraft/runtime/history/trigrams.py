@@ -25,7 +25,7 @@ MOST_SUCCESSORS = 12
 WINDOW = 16
 """How many last tokens of the context a round learns from."""
 
-STEP, MOST_WEIGHT = 0.04, 3.0
+WEIGHT_STEP, MOST_WEIGHT = 0.04, 3.0
 """The weight that a round adds to a successor, and the largest weight."""
 
 MOST_LEARNED = 8192
@@ -33,7 +33,7 @@ MOST_LEARNED = 8192
 beyond that the oldest pairs are forgotten."""
 
 C1, C2 = 32.0, 8.0
-"""How much the search explores."""
+"""The constants of `puct`: a larger C1 explores more."""
 
 Successors = Callable[[int, int], Mapping[int, float]]
 """The tokens that follow two tokens, with their weights."""
@@ -55,7 +55,7 @@ class Counts:
     @classmethod
     def of(cls, documents: Iterable[Sequence[int]]) -> Counts:
         """Count the trigrams of documents."""
-        (pairs, tokens), times = _counted(documents)
+        (pairs, tokens), times = _count_trigrams(documents)
         # The trigrams are sorted; a new pair starts at each place in `first`.
         first = np.flatnonzero(np.r_[True, np.diff(pairs) > 0])
         pair = np.repeat(np.arange(len(first)), np.diff(np.r_[first, len(times)]))
@@ -124,7 +124,7 @@ class Counts:
         )
 
 
-def _counted(
+def _count_trigrams(
     documents: Iterable[Sequence[int]],
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float64]]:
     """The distinct trigrams, uint64 [2, n] (pair and successor), and their counts."""
@@ -155,7 +155,7 @@ class Trigrams:
         last = context[-WINDOW:]
         for one, two, three in zip(last, last[1:], last[2:], strict=False):
             weights = self.successors(one, two)
-            weights[three] = min(weights.get(three, 0.0) + STEP, MOST_WEIGHT)
+            weights[three] = min(weights.get(three, 0.0) + WEIGHT_STEP, MOST_WEIGHT)
             if len(weights) > MOST_SUCCESSORS:
                 others = (token for token in weights if token != three)
                 del weights[min(others, key=weights.__getitem__)]
@@ -240,7 +240,7 @@ class TreeSearch:
         )
 
     def _descend(self) -> list[int]:
-        """The path from the root to a leaf; expands the nodes on it."""
+        """Choose the path from the root to a leaf, and expand the nodes on it."""
         path = [0]
         while len(path) <= self.depth:
             node = self._nodes[path[-1]]
@@ -257,22 +257,24 @@ class TreeSearch:
         return path
 
     def _puct(self, index: int, parent_visits: int) -> float:
+        """`puct` of a node, whose parent has `parent_visits` visits."""
         node = self._nodes[index]
         return puct(node.score, node.visits, parent_visits, node.share)
 
     def _last_two(self, path: list[int]) -> tuple[int, int]:
+        """The last two tokens of a path; of the root, the two that `run` was given."""
         before = self._nodes[path[-2]].token if len(path) > 1 else self._before
         return before, self._nodes[path[-1]].token
 
     def _shares(self, pair: tuple[int, int]) -> dict[int, float]:
-        """The share of each successor, likeliest first."""
+        """The share of each successor of a pair, likeliest first; empty if unknown."""
         weights = self.successors(*pair)
         total = sum(weights.values())
         order = sorted(weights, key=lambda token: (-weights[token], token))
         return {token: weights[token] / total for token in order}
 
     def _rollout(self, path: list[int]) -> float:
-        """Draw tokens down to the full depth; gives the sum of their shares."""
+        """Draw tokens below a path to the full depth; the sum of their shares."""
         (one, two), score = self._last_two(path), 0.0
         for _ in range(self.depth + 1 - len(path)):
             shares = self._shares((one, two))

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from jetdraft.runtime.measured.stats import Round
 
-Ranks = Sequence[Sequence[float]]
+RankRates = Sequence[Sequence[float]]
 """For each depth, how often the best, the second, ... guess is right."""
 
 
-class Streak:
+class PositionRates:
     """Running estimates of the success rate at each position of a series of events.
 
     Each rate is an exponentially weighted share of successes with a weak prior: the
@@ -20,8 +20,11 @@ class Streak:
     """
 
     WEIGHT = 1.0
-    MEMORY = 0.95
-    FADING = 0.99
+    """How many trials the prior counts for."""
+
+    MEMORY, FADING = 0.95, 0.99
+    """The factors of the counts at a new event, and after a round without an event."""
+
     RUN = 12
 
     def __init__(self, prior: float) -> None:
@@ -32,10 +35,11 @@ class Streak:
         self._rounds_without = 0
 
     def fade(self) -> None:
-        """Let the counts fade after a round without such events."""
+        """Note a round without such events; the counts fade when they are needed."""
         self._rounds_without += 1
 
-    def _faded(self) -> None:
+    def _apply_fading(self) -> None:
+        """Multiply the counts by `FADING` for each round without events so far."""
         if self._rounds_without:
             left = self.FADING**self._rounds_without
             self.successes = [x * left for x in self.successes]
@@ -44,7 +48,7 @@ class Streak:
 
     def observe(self, outcomes: Sequence[bool]) -> None:
         """Count the outcomes of one series of events, from position 0 on."""
-        self._faded()
+        self._apply_fading()
         grow = len(outcomes) - len(self.trials)
         self.successes += [0.0] * grow
         self.trials += [0.0] * grow
@@ -61,12 +65,12 @@ class Streak:
 
     @property
     def reach(self) -> int:
-        """Twice the positions up to the first without any success."""
+        """The longest length to try: 2 (1 + the number of positions with successes)."""
         return 2 * (1 + sum(successes > 0 for successes in self.successes))
 
     def rates(self, length: int) -> list[float]:
-        """The rates at positions 0..length-1, each given successes at all before it."""
-        self._faded()
+        """The rate at each position below `length`, given successes before it."""
+        self._apply_fading()
         rates, rate = [], self.prior
         counts = [*zip(self.successes, self.trials, strict=True)]
         counts += [(0.0, 0.0)] * (length - len(counts))
@@ -89,17 +93,14 @@ class Acceptance:
     SIBLING_PRIOR = 0.3
 
     def __init__(self) -> None:
-        self.places = Streak(self.PRIOR)
-        self.by_evidence: dict[int, Streak] = {}
+        self.places = PositionRates(self.PRIOR)
+        self.by_evidence: dict[int, PositionRates] = {}
         # A success is a wrong sibling: the series of siblings ends with the right one.
-        self.siblings = Streak(1.0 - self.SIBLING_PRIOR)
+        self.siblings = PositionRates(1.0 - self.SIBLING_PRIOR)
 
     @property
     def reach(self) -> int | None:
-        """The longest draft to pay for: it doubles while drafts are right.
-
-        What lies farther is mere hope. None where evidence says more.
-        """
+        """The longest draft to ask for; None where rates depend on evidence."""
         return None if self.by_evidence else self.places.reach
 
     def fade(self) -> None:
@@ -108,10 +109,11 @@ class Acceptance:
             streak.fade()
 
     def observe(self, round_: Round) -> None:
+        """Count what a round accepted of its draft, by depth, evidence and sibling."""
         outcomes = [rank == 0 for rank, _ in round_.ranks]
         self.places.observe(outcomes)
         if round_.evidence:
-            self._streak(round_.evidence).observe(outcomes)
+            self._evidence_rates(round_.evidence).observe(outcomes)
         for rank, count in round_.ranks:
             if rank and count > 1:
                 right_sibling = [False] if rank < count else []
@@ -124,15 +126,18 @@ class Acceptance:
         yet: where evidence differs, it may be the best.
         """
         if evidence:
-            return self._streak(evidence).rates(length)
+            return self._evidence_rates(evidence).rates(length)
         if evidence is None and self.by_evidence:
             return [1.0] * length
         return self.places.rates(length)
 
-    def _streak(self, evidence: int) -> Streak:
-        return self.by_evidence.setdefault(evidence, Streak(prior(evidence)))
+    def _evidence_rates(self, evidence: int) -> PositionRates:
+        """The rates of drafts with this evidence, made at the first call."""
+        return self.by_evidence.setdefault(
+            evidence, PositionRates(evidence_prior(evidence))
+        )
 
-    def shares(self, count: int) -> list[float]:
+    def sibling_shares(self, count: int) -> list[float]:
         """How often sibling 2, 3, ... is right where the first sibling is wrong."""
         all_wrong, shares = 1.0, []
         for wrong in self.siblings.rates(count):
@@ -141,8 +146,8 @@ class Acceptance:
         return shares
 
 
-def prior(evidence: int) -> float:
-    """The rate of drafts with this evidence before any of them was verified."""
+def evidence_prior(evidence: int) -> float:
+    """The acceptance rate to expect of drafts with this evidence: 0.5, 0.75, ..."""
     return float(1.0 - 0.5**evidence)
 
 
@@ -159,7 +164,7 @@ class GuessRates:
 
     MEMORY = 0.995
 
-    def __init__(self, priors: Ranks) -> None:
+    def __init__(self, priors: RankRates) -> None:
         self._priors = [list(rates) for rates in priors]
         self.forget()
 
@@ -171,16 +176,16 @@ class GuessRates:
         self._waiting: dict[int, list[tuple[int, list[int]]]] = {}
 
     def begin(self) -> None:
-        """Start another text; what was learned stays."""
+        """Start another text: drop the guesses not compared yet, keep the rates."""
         self._waiting = {}
 
-    def guess(self, guesses: Mapping[int, Sequence[int]]) -> None:
-        """Remember the guesses for some places, best first; the nearest has depth 0."""
+    def add_guesses(self, guesses: Mapping[int, Sequence[int]]) -> None:
+        """Add the guesses for places, best first; depth 0 is the first place."""
         for depth, (place, tokens) in enumerate(guesses.items()):
             self._waiting.setdefault(place, []).append((depth, list(tokens)))
 
-    def see(self, first: int, tokens: Sequence[int]) -> None:
-        """Compare what was guessed with tokens of the text, from place `first` on."""
+    def compare(self, first: int, tokens: Sequence[int]) -> None:
+        """Compare the guesses with tokens of the text, the first at place `first`."""
         for place, token in enumerate(tokens, first):
             for depth, guessed in self._waiting.pop(place, []):
                 rank = guessed.index(token) if token in guessed else -1
@@ -193,7 +198,7 @@ class GuessRates:
 
     @property
     def ranks(self) -> list[list[float]]:
-        """The rates of each depth, best guess first."""
+        """The rate of each rank at each depth, best guess first."""
         return [
             [hits / trials for hits in of_ranks]
             for of_ranks, trials in zip(self._hits, self._trials, strict=True)

@@ -21,16 +21,16 @@ PassMs = Callable[[int, int], float]
 """The milliseconds of a pass, by its rows and its probes."""
 
 MIN_PROBE_MS = 1e-3
-"""A lower bound: `_followed` could never raise an estimate of 0."""
+"""A lower bound: `_blend_estimate` could never raise an estimate of 0."""
 
 MAX_MS = 1e6
-"""A quarter of an hour; nothing that was measured takes as long."""
+"""A quarter of an hour; a file with a longer time is refused."""
 
 ROUND_WEIGHT = 0.05
 """The weight of one round in an estimate; one stall says little."""
 
 IDLE_ROUNDS = 32
-"""Rounds after which a time that none of them took follows the times that they took."""
+"""A time that this many rounds did not take is scaled like the times that they took."""
 
 RECENT_ROUNDS = 5
 """Rounds whose median is the time of a drafted token, or of a round without a plan. It
@@ -70,10 +70,10 @@ class Curve:
 
     def pass_ms(self, width: int) -> float:
         """The milliseconds of a chain pass, on a line through the nearest widths."""
-        return _between(self.passes, width)
+        return _ms_between(self.passes, width)
 
     def probed_ms(self, width: int, probes: int, streams: int) -> float:
-        """The milliseconds of a branching pass in which rows carry `probes` probes.
+        """The milliseconds of a branching pass whose rows carry `probes` probes in all.
 
         On the line through a pass of one row with all its `streams` and a pass where
         all rows have them: the first probe costs more than the others.
@@ -83,7 +83,7 @@ class Curve:
             return bare
         if not (self.ended and self.probed):
             return bare + probes * self.probe
-        few, many = _between(self.ended, width), _between(self.probed, width)
+        few, many = (_ms_between(x, width) for x in (self.ended, self.probed))
         each = (many - few) / (streams * max(1, width - 1))
         return max(bare, few + (probes - streams) * max(0.0, each))
 
@@ -92,8 +92,8 @@ class Curve:
         ms = max(self.trees.get(width, 0.0), self.pass_ms(width))
         return ms if exact else ms + self.compaction
 
-    def take(self, tuned: Curve) -> None:
-        """Take the times that `jetdraft tune` has measured."""
+    def adopt(self, tuned: Curve) -> None:
+        """Replace the times by the times that `jetdraft tune` measured."""
         self.passes |= {w: ms for w, ms in tuned.passes.items() if w <= WIDEST}
         self.drafts |= tuned.drafts
         self._recent.clear()
@@ -110,12 +110,12 @@ class Curve:
         if round_.probes:
             added = round_.target_seconds * 1e3 - self.pass_ms(round_.width)
             per_probe = max(added / round_.probes, MIN_PROBE_MS)
-            self.probe = _followed(max(self.probe, MIN_PROBE_MS), per_probe)
+            self.probe = _blend_estimate(max(self.probe, MIN_PROBE_MS), per_probe)
         elif round_.width in self.passes:
             before = self.passes[round_.width]
-            after = _followed(before, round_.target_seconds * 1e3)
+            after = _blend_estimate(before, round_.target_seconds * 1e3)
             self._taken[round_.width] = self._rounds
-            self._move_idle(after / before)
+            self._scale_idle_times(after / before)
             self.passes[round_.width] = after
         for method in round_.asked.keys() & self.drafts.keys():
             drafted, seconds = round_.asked[method]
@@ -130,13 +130,15 @@ class Curve:
             recent.append(seconds * 1e3 / drafted)
             self.drafts[method] = median_low(recent)
 
-    def _move_idle(self, ratio: float) -> None:
+    def _scale_idle_times(self, ratio: float) -> None:
+        """Multiply the times that no recent round took by `ratio`."""
         for width in filter(self._is_idle, [*self.passes]):
             self.passes[width] *= ratio
         for method in filter(self._is_idle, [*self.drafts]):
             self.drafts[method] *= ratio
 
     def _is_idle(self, key: int | str) -> bool:
+        """Whether no recent round had this width, or drafted with this method."""
         return self._rounds - self._taken.get(key, -IDLE_ROUNDS) >= IDLE_ROUNDS
 
     @classmethod
@@ -153,7 +155,7 @@ class Curve:
         return curve
 
 
-def _between(times: Mapping[int, float], width: int) -> float:
+def _ms_between(times: Mapping[int, float], width: int) -> float:
     """The milliseconds of a width, on a line through the nearest measured widths."""
     if width in times:
         return times[width]
@@ -167,8 +169,8 @@ def _between(times: Mapping[int, float], width: int) -> float:
     return times[low] + slope * (width - low)
 
 
-def _followed(estimate: float, ms: float) -> float:
-    """An estimate after one more measurement, which counts as at most 1.5 times it."""
+def _blend_estimate(estimate: float, ms: float) -> float:
+    """An estimate after one more measurement, cut to 1.5 times the estimate."""
     return estimate + ROUND_WEIGHT * (min(ms, 1.5 * estimate) - estimate)
 
 
@@ -184,6 +186,7 @@ class LinearFit:
         self.count = self._x = self._xx = self._y = self._xy = 0.0
 
     def add(self, x: float, y: float) -> None:
+        """Add a point; the weight of earlier points falls by `memory`."""
         self.count = self.memory * self.count + 1.0
         self._x = self.memory * self._x + x
         self._xx = self.memory * self._xx + x * x
@@ -191,12 +194,12 @@ class LinearFit:
         self._xy = self.memory * self._xy + x * y
 
     @property
-    def share(self) -> float:
-        """The mean y for each of 1 + x; 0 without points."""
+    def mean_per_unit(self) -> float:
+        """The sum of y over the sum of 1 + x; 0 without points."""
         return self._y / (self.count + self._x) if self.count else 0.0
 
     def at(self, x: float) -> float:
-        """The line's y; 0 without points."""
+        """The y of the line at `x`; 0 without points."""
         if not self.count:
             return 0.0
         mean_x, mean_y = self._x / self.count, self._y / self.count
@@ -228,6 +231,7 @@ class RoundCosts:
         self.forget()
 
     def forget(self) -> None:
+        """Drop what rounds have shown: only the times of passes are left."""
         self._expected = self._taken = 0.0
         self._outside = LinearFit(self.MEMORY)
 
@@ -239,21 +243,22 @@ class RoundCosts:
         taken = 1e3 * round_.target_seconds
         outside = 1e3 * (round_.seconds - round_.target_seconds)
         if self._expected:
-            taken = min(taken, self.MAX_STALL * self._longer * expected)
+            taken = min(taken, self.MAX_STALL * self._slowdown * expected)
             # The line may be open, so that it says little of a draft of another size.
-            most = self.MAX_STALL * self._outside.share * (1 + drafted)
+            most = self.MAX_STALL * self._outside.mean_per_unit * (1 + drafted)
             outside = min(outside, most)
         self._expected = self.MEMORY * self._expected + expected
         self._taken = self.MEMORY * self._taken + taken
         self._outside.add(drafted, outside)
 
-    def ms(self, rows: int, probes: int) -> float:
-        """The milliseconds of a round whose pass has `rows` rows, and `probes` too."""
-        pass_ms = self._longer * self._pass_ms(rows, probes)
+    def round_ms(self, rows: int, probes: int) -> float:
+        """The milliseconds of a round whose pass has `rows` rows and `probes`."""
+        pass_ms = self._slowdown * self._pass_ms(rows, probes)
         return pass_ms + self._outside.at(rows - 1)
 
     @property
-    def _longer(self) -> float:
+    def _slowdown(self) -> float:
+        """How many times `pass_ms` the passes of the last rounds took."""
         return self._taken / self._expected if self._expected else 1.0
 
 
@@ -284,18 +289,19 @@ class Profit:
         self._plain_ms: deque[float] = deque(maxlen=RECENT_ROUNDS)
 
     def begin(self) -> None:
+        """Start a generation, whose plain rounds may take another time."""
         self._plain_ms.clear()
 
-    def plain(self, round_: Round) -> None:
+    def add_plain(self, round_: Round) -> None:
         """Take the time of a round without a plan, or the rest of a vain round."""
         if round_.seconds:
             self._plain_ms.append(1e3 * (round_.seconds - round_.draft_seconds))
 
-    def planned(self, round_: Round) -> int:
-        """Learn from a planned round; how many rounds should go without a plan."""
+    def add_planned(self, round_: Round) -> int:
+        """Learn from a planned round; how many rounds to go without a plan."""
         is_vain = not round_.drafted and not round_.probes
         if is_vain:
-            self.plain(round_)
+            self.add_plain(round_)
         if not self._plain_ms or not round_.seconds:
             return 0
         plain_ms = median_low(self._plain_ms)

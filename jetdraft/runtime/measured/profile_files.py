@@ -18,8 +18,9 @@ from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.measured.widths import Widths
 
 MOST_THREADS = 1024
+"""The most threads of a drafter that a tuning file may give."""
 
-_MALFORMED = (OSError, ValueError, KeyError, TypeError, AttributeError)
+_READ_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 class Profiles:
@@ -44,23 +45,24 @@ class Profiles:
         if provider != "cpu":
             self.machine["gpu"] = detect().gpu
 
-    def stored(self) -> tuple[Widths, Curve] | None:
-        """What was measured on this machine before; None if the file is not whole."""
+    def read_survey(self) -> tuple[Widths, Curve] | None:
+        """Read widths and curve; None if damaged, or of another machine."""
         try:
             fields = read_json_file(self.file)
             if fields["machine"] != self.machine or fields[SEAL] != seal_of(fields):
                 return None
             return Widths.from_json(fields["widths"]), Curve.from_json(fields["curve"])
-        except _MALFORMED:
+        except _READ_ERRORS:
             return None
 
-    def keep_survey(self, widths: Widths, curve: Curve) -> None:
+    def write_survey(self, widths: Widths, curve: Curve) -> None:
+        """Write widths and times for later loads; warns if that fails."""
         fields = {"widths": asdict(widths), "curve": asdict(curve)}
         # As JSON has them: widths that are keys become text.
         whole = json.loads(json.dumps({"machine": self.machine, **fields}))
         self.keep(self.file, **fields, **{SEAL: seal_of(whole)})
 
-    def tuned(self) -> Curve | None:
+    def read_tuning(self) -> Curve | None:
         """The curve that `jetdraft tune` measured; warns if it is of no use here."""
         if not self.tuning_file.exists():
             return None
@@ -76,7 +78,7 @@ class Profiles:
                 if other.get(name) != value
             )
             reason = f"it was measured elsewhere: {differences}"
-        except _MALFORMED as error:
+        except _READ_ERRORS as error:
             reason = f"it is malformed ({error})"
         warnings.warn(
             f"{self.tuning_file} is not used: {reason}; run jetdraft tune again",
@@ -85,11 +87,11 @@ class Profiles:
         return None
 
     def drafter_threads(self) -> int | None:
-        """How many threads `jetdraft tune` chose for the drafter; None without it."""
+        """The drafter's threads, as `jetdraft tune` chose them here, or None."""
         try:
             fields = read_json_file(self.tuning_file)
             chosen, machine = fields["drafter_threads"], fields["machine"]
-        except _MALFORMED:
+        except _READ_ERRORS:
             return None
         is_usable = type(chosen) is int and 1 <= chosen <= MOST_THREADS
         return chosen if is_usable and machine == self.machine else None

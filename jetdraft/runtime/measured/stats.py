@@ -38,12 +38,12 @@ class Round(NamedTuple):
 
     @property
     def evaluated(self) -> int:
-        """Places of the draft at which a token was compared."""
+        """How many drafted tokens were compared with a chosen token."""
         return len(self.ranks)
 
     @property
     def accepted(self) -> int:
-        """Drafted tokens that were right."""
+        """How many drafted tokens were right."""
         return sum(rank < count for rank, count in self.ranks)
 
 
@@ -139,10 +139,10 @@ class Stats:
             self.off[round_.off] += 1
 
     def time_round(self, elapsed: float, tokens: int, session: float) -> None:
-        """Note the times after a round that committed `tokens` tokens.
+        """Set the times after a round that committed `tokens` tokens.
 
-        `elapsed` seconds since the start of the generation, `session` seconds inside
-        `session.run` since the first round.
+        `elapsed` are the seconds since the start of the generation, `session` the
+        seconds inside `session.run` since the first round.
         """
         if self.target_passes == 1:
             # Prefill and the first round are not decoding.
@@ -154,7 +154,7 @@ class Stats:
 
     def merge(self, other: Stats) -> None:
         """Add another generation's sums to these."""
-        _add(self, other, _SUMS)
+        _add(self, other, _SUM_NAMES)
         for name in ("evaluated_by_position", "accepted_counts"):
             pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
             setattr(self, name, [a + b for a, b in pairs])
@@ -174,7 +174,7 @@ class Stats:
 
     @property
     def accepted_by_position(self) -> list[float]:
-        """The acceptance rate at each draft position."""
+        """The acceptance rate at each draft position, the first position first."""
         pairs = zip(self.accepted_counts, self.evaluated_by_position, strict=True)
         return [accepted / evaluated for accepted, evaluated in pairs]
 
@@ -191,7 +191,7 @@ class Stats:
 
     @property
     def outside_ms_per_round(self) -> float | None:
-        """Milliseconds a decoding round spends outside `session.run`."""
+        """Milliseconds of a decoding round outside `session.run`; None if unknown."""
         rounds = self.target_passes - self.generations
         outside = self.decode_seconds - self.session_seconds
         return 1e3 * outside / rounds if rounds > 0 else None
@@ -199,15 +199,17 @@ class Stats:
     def to_json(self) -> dict[str, Any]:
         """All metrics, under the names of the documentation."""
         shares = {name: vars(share) for name, share in self.by_method.items()}
-        return {name: getattr(self, name) for name in _METRICS} | {"by_method": shares}
+        return {name: getattr(self, name) for name in _METRIC_NAMES} | {
+            "by_method": shares
+        }
 
 
-_SUMS = (
+_SUM_NAMES = (
     *("generations", "prompt_tokens", "reused_tokens", "new_tokens", "first_tokens"),
     *("target_passes", "drafted_tokens", "decode_seconds", "session_seconds"),
     *("exited_tokens", "skipped_layers", "rounds_by_choice", "off"),
 )
-_METRICS = (
+_METRIC_NAMES = (
     *("method", "exact", "lossy", "exited_tokens", "skipped_layers", "select_kv"),
     *("seed", "finish_reason", "prompt_tokens", "reused_tokens"),
     *("new_tokens", "target_passes", "drafted_tokens", "accepted_tokens"),

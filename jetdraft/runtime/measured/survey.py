@@ -1,7 +1,7 @@
 """Proves widths of a target one by one, and times their passes on the way.
 
 The first generation on a machine waits only for `begin`, which compares a few widths.
-The others are compared while nobody generates, or by `finish`. An exact generation uses
+The others are compared between generations, or by `finish`. An exact generation uses
 a width only after its rows had the bits of the exact class at all places in the
 buffers: kernels split a long context and add up its parts.
 """
@@ -26,17 +26,17 @@ from jetdraft.runtime.measured.profile_files import Profiles
 from jetdraft.runtime.measured.widths import Widths, prefill_widths
 from jetdraft.runtime.passes.graph import Graph
 
-FIRST = (2, 4)
+FIRST_WIDTHS = (2, 4)
 """The widths that the first generation waits for, if they agree."""
 
-NEXT = (8, 6, 3)
+NEXT_WIDTHS = (8, 6, 3)
 """The widths that come after these, before all others."""
 
 MIN_ROWS, MAX_ROWS = 8, 36
 """The rows whose logits are compared at each place, at least and at most."""
 
 FIRST_MS = 1500.0
-"""Before the first token, widths are compared for this long at most, beyond `FIRST`."""
+"""How long widths beyond `FIRST_WIDTHS` are compared before the first text, at most."""
 
 PROBE_TURNS, DRAFTER_TURNS, PASS_TURNS = 5, 3, 5
 """How often a pass with probes, of the drafter and of each width is timed."""
@@ -47,16 +47,17 @@ _FIRST_PLACE = 12
 _MIN_ROOM = 2 * MAX_ROWS
 """Rows of room without which the committed rows are given up."""
 
+# The bounds of the gap between logits that differ.
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
 
-Way = tuple[Probing, bool]
+PassMode = tuple[Probing, bool]
 """How to run a chain: the probes of its rows, and whether the pass is one for trees."""
 
-PLAIN: Way = (NO_PROBING, False)
+PLAIN_CHAIN: PassMode = (NO_PROBING, False)
 
 
-def _never() -> bool:
+def _never_stop() -> bool:
     return False
 
 
@@ -71,10 +72,10 @@ class Survey:
     ) -> None:
         self.target, self.drafter, self.profiles = target, drafter, profiles
         self.announce: Callable[[], object] = lambda: None
-        self._must_stop: Callable[[], bool] = _never
+        self._must_stop: Callable[[], bool] = _never_stop
         self._lock = RLock()
         self._starts: list[int] = []
-        stored = None if profiles is None else profiles.stored()
+        stored = None if profiles is None else profiles.read_survey()
         self._widths: Widths | None = stored[0] if stored else None
         self._is_begun = stored is not None
         self._curve = stored[1] if stored else Curve({})
@@ -96,7 +97,7 @@ class Survey:
         return self._curve
 
     @property
-    def left(self) -> int:
+    def steps_left(self) -> int:
         """The number of steps that `finish` still has to do."""
         return len(self.widths.untried) + (self.widths.prefills_agree is None)
 
@@ -108,41 +109,44 @@ class Survey:
             self.announce()
             start = time.perf_counter()
             self.target.prepare(exact=True)
-            with filled(self.target) as self._starts:
-                widths = self._first()
-                self._curve.probe = self._probe_ms()
+            with randomized(self.target) as self._starts:
+                widths = self._compare_first_widths()
+                self._curve.probe = self._measure_probe_ms()
             if self.drafter is not None:  # its buffers stay nearly empty
-                times = (_seconds(self.drafter, [0]) for _ in range(DRAFTER_TURNS))
+                times = (_time_pass(self.drafter, [0]) for _ in range(DRAFTER_TURNS))
                 self._curve.drafter = 1e3 * min(times)
             self._widths = widths
             until = 1e-3 * FIRST_MS + start
-            while self.left and time.perf_counter() + self._next_seconds() <= until:
-                self._next()
-            self._keep()
+            while (
+                self.steps_left
+                and time.perf_counter() + self._estimate_step_seconds() <= until
+            ):
+                self._do_next_step()
+            self._save()
             # Until now no other thread may claim the buffers.
             self._is_begun = True
 
-    def step(self, must_stop: Callable[[], bool] = _never) -> bool:
-        """Find out one thing more; False when nothing is left.
+    def step(self, must_stop: Callable[[], bool] = _never_stop) -> bool:
+        """Do one step of the survey; False when no step is left.
 
         Raises `StoppedError` between two passes once `must_stop()` is true.
         """
         with self._lock:
-            if not self.left:
+            if not self.steps_left:
                 return False
             self._must_stop = must_stop
             try:
-                self._next()
+                self._do_next_step()
             finally:
-                self._must_stop = _never
-            self._keep()
+                self._must_stop = _never_stop
+            self._save()
             return True
 
     def finish(self) -> None:
         while self.step():
             pass
 
-    def again(self) -> None:
+    def measure_again(self) -> None:
         """Measure everything again; the largest class becomes the exact class."""
         with self._lock:
             self._widths, self._curve, self._gaps = None, Curve({}), {}
@@ -151,22 +155,26 @@ class Survey:
             self.finish()
             first_exact = self.widths.exact
             known = replace(self.widths, base=None)
-            gaps = self._gaps_of(known)
+            gaps = self._gaps_to_exact(known)
             classes = sorted(sorted(members) for members in known.classes)
             self._widths = replace(known, classes=classes, gaps=gaps)
             if self._widths.exact != first_exact:
                 # What was compared for another exact class must be compared again.
                 self.target.prepare(exact=True)
-                with filled(self.target) as self._starts:
-                    known = self._with_ways(self.widths)
-                    self._widths = replace(known, prefills_agree=all(self._prefills()))
-            self._keep()
+                with randomized(self.target) as self._starts:
+                    known = self._with_modes(self.widths)
+                    self._widths = replace(
+                        known, prefills_agree=all(self._compare_prefills())
+                    )
+            self._save()
 
-    def _keep(self) -> None:
+    def _save(self) -> None:
+        """Write the results to the profile, if there is a profile."""
         if self.profiles is not None:
-            self.profiles.keep_survey(self.widths, self._curve)
+            self.profiles.write_survey(self.widths, self._curve)
 
-    def _next_seconds(self) -> float:
+    def _estimate_step_seconds(self) -> float:
+        """An estimate of the seconds of the next step, by the curve so far."""
         known, curve, places = self.widths, self._curve, len(self._starts)
         widest = known.exact[-1]
         if known.untried:
@@ -178,42 +186,44 @@ class Survey:
             pairs = [(w, 1) for w in wide] + [(widest, sum(wide) // widest)]
         return 1e-3 * places * sum(curve.pass_ms(w) * passes for w, passes in pairs)
 
-    def _first(self) -> Widths:
+    def _compare_first_widths(self) -> Widths:
         widths = decoding_widths(self.target)
-        order = sorted(widths, key=(*FIRST, *NEXT, *widths).index)
+        order = sorted(widths, key=(*FIRST_WIDTHS, *NEXT_WIDTHS, *widths).index)
         known = Widths([], {}, untried=tuple(order))
-        self._logits(self._starts[0], order[0], order[0])  # a lone width is timed too
+        self._logits_at_width(self._starts[0], order[0], order[0])  # to time it
         while known.untried and (not known.classes or len(known.exact) < 2):
-            known = self._compared(known)
+            known = self._compare_next_width(known)
         known = replace(known, base=known.exact[0])
-        return self._with_ways(replace(known, gaps=self._gaps_of(known)))
+        return self._with_modes(replace(known, gaps=self._gaps_to_exact(known)))
 
-    def _with_ways(self, known: Widths) -> Widths:
-        """What is known, and whether the exact class keeps its bits in all ways."""
+    def _with_modes(self, known: Widths) -> Widths:
+        """`known` with whether probes and trees keep the bits of the exact class."""
         contract, exact = self.target.contract, known.exact
         return replace(
             known,
-            probes_agree=all(self._agrees(w, probe_ways(contract)) for w in exact),
-            trees_agree=all(self._agrees(w, self._tree_ways) for w in exact),
+            probes_agree=all(self._agrees(w, probe_modes(contract)) for w in exact),
+            trees_agree=all(self._agrees(w, self._tree_modes) for w in exact),
         )
 
-    def _next(self) -> None:
+    def _do_next_step(self) -> None:
         """Compare the next width, or at last the passes that read prompts."""
         known = self.widths
         self.target.prepare(exact=True)  # a lossy generation may have left it otherwise
-        with filled(self.target) as self._starts:
+        with randomized(self.target) as self._starts:
             if known.untried:
-                known = self._compared(known)
-                self._widths = replace(known, gaps=self._gaps_of(known))
+                known = self._compare_next_width(known)
+                self._widths = replace(known, gaps=self._gaps_to_exact(known))
             else:
-                self._widths = replace(known, prefills_agree=all(self._prefills()))
+                self._widths = replace(
+                    known, prefills_agree=all(self._compare_prefills())
+                )
 
-    def _compared(self, known: Widths) -> Widths:
-        """Compare the next width, which joins the class whose bits it gives."""
+    def _compare_next_width(self, known: Widths) -> Widths:
+        """`known` with the next width, in the class whose bits it gives or its own."""
         width, *untried = known.untried
         exact = known.exact if known.classes else []
         for members in sorted(known.classes, key=lambda m: sorted(m) != exact):
-            gap = self._gap(max(members), width)
+            gap = self._measure_gap(max(members), width)
             self._gaps[frozenset((members[0], width))] = gap
             if gap == 0.0 and self._may_join(known, members, width):
                 joined = [[*m, width] if m is members else m for m in known.classes]
@@ -224,7 +234,7 @@ class Survey:
         return replace(known, classes=joined, gaps=gaps, untried=tuple(untried))
 
     def _may_join(self, known: Widths, members: list[int], width: int) -> bool:
-        """Whether a width with the bits of a class also keeps what else is promised."""
+        """Whether a width with a class's bits may join it, with probes and trees."""
         # In half precision a pass over one row often gives the bits of wider passes,
         # but not always: 6 rows of 318 differed (docs/log/exactness.md).
         alone = width == 1 or members == [1]
@@ -232,11 +242,12 @@ class Survey:
             return False
         if known.base not in members:
             return True
-        ways = probe_ways(self.target.contract) if known.probes_agree else []
-        trees = self._tree_ways if known.trees_agree else []
+        ways = probe_modes(self.target.contract) if known.probes_agree else []
+        trees = self._tree_modes if known.trees_agree else []
         return self._agrees(width, [*ways, *trees])
 
-    def _gaps_of(self, known: Widths) -> dict[int, float]:
+    def _gaps_to_exact(self, known: Widths) -> dict[int, float]:
+        """The largest logit difference between each width and the exact class."""
         exact = next(m for m in known.classes if sorted(m) == known.exact)
         gaps = dict.fromkeys(exact, 0.0)
         for members in known.classes:
@@ -246,21 +257,23 @@ class Survey:
                 gaps.setdefault(width, gap)
         return gaps
 
-    def _gap(self, one: int, other: int) -> float:
+    def _measure_gap(self, one: int, other: int) -> float:
         """The largest difference between the logits of two widths; 0 for equal bits."""
         room = self.target.cache.capacity - 1 - self._starts[-1]
         rows = min(max(MIN_ROWS, one, other), MAX_ROWS, room)
         gap = 0.0
         for start in self._starts:
-            logits, others = (self._logits(start, rows, w) for w in (one, other))
+            logits, others = (
+                self._logits_at_width(start, rows, w) for w in (one, other)
+            )
             if not np.array_equal(logits, others):
                 # NaN and differences below the smallest number count too.
                 gap = max(gap, float(np.nanmax(np.abs(logits - others))), _SMALLEST)
                 gap = min(gap, _LARGEST)  # JSON has no infinity
         return gap
 
-    def _logits(self, start: int, rows: int, width: int) -> np.ndarray:
-        """The logits of rows from a start, in passes of one width.
+    def _logits_at_width(self, start: int, rows: int, width: int) -> np.ndarray:
+        """The logits float32 [rows, vocab] from a cursor, in passes of one width.
 
         The last pass may overlap the pass before, so that every pass has that width.
         """
@@ -268,23 +281,25 @@ class Survey:
         logits = np.zeros((rows, self.target.contract.vocab_size), np.float32)
         for end in [*range(width, rows, width), rows]:
             first = end - width
-            logits[first:end] = self._run(start + first, tokens[first:end], PLAIN)
+            logits[first:end] = self._run_pass(
+                start + first, tokens[first:end], PLAIN_CHAIN
+            )
         return logits
 
-    def _run(
-        self, start: int, tokens: list[int], way: Way, last_only: bool = False
+    def _run_pass(
+        self, start: int, tokens: list[int], way: PassMode, last_only: bool = False
     ) -> np.ndarray:
-        """The logits of one pass; the shortest time of each width is kept."""
+        """Run and time a pass at `start`; its logits. Raises `StoppedError`."""
         if self._must_stop():
             raise StoppedError
         graph, (probing, branching) = self.target, way
-        place(graph, start)
+        set_cursor(graph, start)
         run = partial(graph.run, tokens, last_only, probing=probing)
         if branching:
             places = range(len(tokens))
             above = [list(range(row)) for row in places]
             run = partial(graph.run_branches, tokens, places, above, probing=probing)
-        settle(graph, run)
+        run_until_captured(graph, run)
         before = graph.seconds
         logits = run().logits
         ms, times = 1e3 * (graph.seconds - before), self._curve.passes
@@ -294,61 +309,64 @@ class Survey:
             times[len(tokens)] = min(ms, times.get(len(tokens), ms))
         return logits
 
-    def _agrees(self, width: int, ways: list[Way]) -> bool:
-        """Whether rows that run in other ways have the bits of a chain pass."""
+    def _agrees(self, width: int, ways: list[PassMode]) -> bool:
+        """Whether passes of all modes give the bits of a chain pass."""
         tokens = random_tokens(self.target, width)
         for start in self._starts if ways else []:
-            chain = self._run(start, tokens, PLAIN).copy()
+            chain = self._run_pass(start, tokens, PLAIN_CHAIN).copy()
             for way in ways:
-                if not np.array_equal(chain, self._run(start, tokens, way)):
+                if not np.array_equal(chain, self._run_pass(start, tokens, way)):
                     return False
         return True
 
     @property
-    def _tree_ways(self) -> list[Way]:
-        """One session runs chains and trees alike, so their rows have the same bits."""
+    def _tree_modes(self) -> list[PassMode]:
+        """The mode of tree passes; empty where one session runs chains and trees."""
         sessions = self.target.sessions
         return [] if sessions.chain is sessions.any else [(NO_PROBING, True)]
 
-    def _prefills(self) -> Iterator[bool]:
-        """Whether passes that read a prompt leave the rows of decoding."""
+    def _compare_prefills(self) -> Iterator[bool]:
+        """Whether each wide pass leaves the KV rows that decoding leaves."""
         graph, step = self.target, self.widths.exact[-1]
         for start in self._starts:
             for wide in prefill_widths(graph.contract):
                 if wide > graph.contract.capacity - start:
                     continue
-                self._run(start, random_tokens(graph, wide), PLAIN, last_only=True)
-                whole = _kept(graph, start, wide)
-                self._logits(start, wide, step)
-                yield all(map(np.array_equal, whole, _kept(graph, start, wide)))
+                self._run_pass(
+                    start, random_tokens(graph, wide), PLAIN_CHAIN, last_only=True
+                )
+                whole = _copy_rows(graph, start, wide)
+                self._logits_at_width(start, wide, step)
+                yield all(map(np.array_equal, whole, _copy_rows(graph, start, wide)))
 
-    def _probe_ms(self) -> float:
-        """The milliseconds that one probe adds to a pass of two rows."""
+    def _measure_probe_ms(self) -> float:
+        """The milliseconds that a probe adds to a pass over two rows, or 0."""
         graph, streams, shortest = self.target, self.target.contract.streams, []
         if not streams:
             return 0.0
-        place(graph, self._starts[0])
+        set_cursor(graph, self._starts[0])
         for probing in (NO_PROBING, Probing(streams)):
-            times = (_seconds(graph, [0, 0], probing) for _ in range(PROBE_TURNS))
+            times = (_time_pass(graph, [0, 0], probing) for _ in range(PROBE_TURNS))
             shortest.append(min(times))
         return 1e3 * max(shortest[1] - shortest[0], 0.0) / (2 * streams)
 
 
-def _seconds(
+def _time_pass(
     graph: Graph, tokens: Sequence[int], probing: Probing = NO_PROBING
 ) -> float:
-    """The time of a chain pass."""
+    """Run a chain pass; returns the seconds inside `session.run`."""
     before = graph.seconds
     graph.run(tokens, probing=probing)
     return graph.seconds - before
 
 
-def _kept(graph: Graph, start: int, rows: int) -> list[np.ndarray]:
+def _copy_rows(graph: Graph, start: int, rows: int) -> list[np.ndarray]:
+    """Copies of the KV rows from `start` on, [1, kv_heads, rows, head_dim] each."""
     buffers = graph.cache.buffers.values()
     return [b.numpy()[:, :, start : start + rows].copy() for b in buffers]
 
 
-def probe_ways(contract: StepContract) -> list[Way]:
+def probe_modes(contract: StepContract) -> list[PassMode]:
     """Probes of all rows or of the last, in passes for chains and for trees."""
     if not contract.streams:
         return []
@@ -360,7 +378,7 @@ def probe_ways(contract: StepContract) -> list[Way]:
 
 
 def decoding_widths(graph: Graph) -> list[int]:
-    """The widths that decoding may use, without those that run with padding rows."""
+    """The widths that decoding may use, except widths that run with padding rows."""
     capacity = graph.contract.capacity
     rows = min(MAX_ROWS, capacity - 1 - min(_FIRST_PLACE, capacity // 4))
     widest = min(WIDEST, graph.contract.max_width, rows)
@@ -369,15 +387,15 @@ def decoding_widths(graph: Graph) -> list[int]:
 
 
 def random_tokens(graph: Graph, count: int) -> list[int]:
-    """Random tokens: always the first `count` tokens of the same row of tokens."""
+    """Random token ids: always the first `count` of the same sequence."""
     random = np.random.default_rng(0)
     tokens: list[int] = random.integers(0, graph.contract.vocab_size, count).tolist()
     return tokens
 
 
 @contextmanager
-def filled(graph: Graph) -> Iterator[list[int]]:
-    """Fill the buffers with random numbers; gives the cursors to measure at.
+def randomized(graph: Graph) -> Iterator[list[int]]:
+    """Fill the buffers with random numbers; yields the cursors to measure at.
 
     They lie early, midway and late after the committed rows, which stay valid with the
     cursor and the count of passes, if they leave enough room. To fill the buffers by
@@ -403,18 +421,18 @@ def filled(graph: Graph) -> Iterator[list[int]]:
     try:
         yield sorted({early, (early + late) // 2, late})
     finally:
-        place(graph, length)
+        set_cursor(graph, length)
         if not is_lost:
             graph.passes = passes
 
 
-def place(graph: Graph, start: int) -> None:
+def set_cursor(graph: Graph, start: int) -> None:
     graph.cache.rewind(0)
     graph.cache.advance(start)
 
 
-def settle(graph: Graph, run: Callable[[], object]) -> None:
-    """Run a pass until it is captured, since decoding will replay the capture."""
+def run_until_captured(graph: Graph, run: Callable[[], object]) -> None:
+    """Run a pass twice where graphs are captured, since decoding replays captures."""
     if graph.captures is not None:
         run()
         run()
@@ -428,13 +446,13 @@ def pass_times(
     The widths take turns, since a busy second would else slow the passes of one width
     only. Noise only makes a pass longer.
     """
-    with filled(graph) as starts:
-        place(graph, starts[0])
+    with randomized(graph) as starts:
+        set_cursor(graph, starts[0])
         tokens = random_tokens(graph, max(widths))
         for width in widths:
-            settle(graph, partial(graph.run, tokens[:width]))
+            run_until_captured(graph, partial(graph.run, tokens[:width]))
         seconds: dict[int, list[float]] = {width: [] for width in widths}
         for _ in range(turns):
             for width in widths:
-                seconds[width].append(_seconds(graph, tokens[:width]))
+                seconds[width].append(_time_pass(graph, tokens[:width]))
     return {width: 1e3 * min(times) for width, times in seconds.items()}

@@ -65,7 +65,7 @@ class Answer:
 
     @property
     def logits(self) -> Float32s:
-        """All logits of the rows."""
+        """All logits of the rows, float32 [m, vocab]; the first read may fetch them."""
         if self._source is not None:
             self._source.fetch()
         return self._logits
@@ -85,7 +85,7 @@ class Answer:
         return sum(len(answer.candidates) for answer in self.probes.values())
 
     def first(self, rows: int) -> Answer:
-        """The answer of the first rows; the slices are made only once."""
+        """The answer of the first `rows` rows, with the features and all probes."""
         if rows not in self._parts:
             self._parts[rows] = replace(
                 self.rows(slice(0, rows)),
@@ -96,7 +96,7 @@ class Answer:
         return self._parts[rows]
 
     def rows(self, which: slice) -> Answer:
-        """The answer of some rows, without features and probes."""
+        """The answer of a slice of the rows, without features and probes."""
         return Answer(
             self.candidates[which],
             self.candidate_logits[which],
@@ -110,16 +110,16 @@ class Answer:
 def answer_of(
     tensors: Mapping[str, Tensor], contract: StepContract, probes: Probes
 ) -> Answer:
-    """The answer that a binding's outputs hold."""
+    """The answer in a binding's outputs: views, so each pass overwrites it."""
     optional = {"hidden", "features", "carried"} & tensors.keys()
     more: dict[str, Any] = {name: tensors[name].array[0] for name in optional}
-    answer = replace(_answer(tensors, ""), **more)
+    answer = replace(_answer_from(tensors, ""), **more)
     if contract.draft_vocab:
         # The columns of its logits are not token ids.
         answer = replace(answer, _logits=answer.candidate_logits, _source=None)
     if not probes.total:
         return answer
-    all_probes, ends = _answer(tensors, "probe_"), list(accumulate(probes.counts))
+    all_probes, ends = _answer_from(tensors, "probe_"), list(accumulate(probes.counts))
     return replace(
         answer,
         probes={
@@ -129,7 +129,8 @@ def answer_of(
     )
 
 
-def _answer(tensors: Mapping[str, Tensor], prefix: str) -> Answer:
+def _answer_from(tensors: Mapping[str, Tensor], prefix: str) -> Answer:
+    """The answer in the four outputs whose names begin with `prefix`."""
     names = ("candidates", "candidate_logits", "logsumexp", "logits")
     ids, values, sums, logits = (tensors[prefix + name].array[0] for name in names)
     return Answer(ids, values, sums, logits, _source=tensors[f"{prefix}logits"])

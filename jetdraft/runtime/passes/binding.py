@@ -19,8 +19,8 @@ from jetdraft.runtime.passes.buffers import HOST, Memory, Tensor
 VisibleSlots = Sequence[Sequence[int]]
 """For each row of a draft, the slots that it attends to, without its own slot."""
 
-_Shown = tuple[tuple[tuple[int, ...], ...], int]
-"""The visible slots of a mask, and how many slots earlier passes have filled."""
+_Visibility = tuple[tuple[tuple[int, ...], ...], int]
+"""What a mask shows: slots for each row, and how many slots earlier passes filled."""
 
 STEADY = ("answer_rows", "probe_rows", "probe_ids", "prefix_rows", "draft_mask")
 """Inputs that most passes do not change."""
@@ -29,7 +29,7 @@ ON_REQUEST = ("logits", "probe_logits")
 """Outputs that stay on the device until the host reads them."""
 
 
-class Bound:
+class PassBinding:
     """The inputs and outputs of passes with fixed numbers of rows, answers and probes.
 
     `tensors` holds them by name, `arrays` their arrays on the host. `buffers` are the
@@ -86,19 +86,19 @@ class Bound:
         self._downloads = [
             t for n, is_read, t in others if not (is_read or n in ON_REQUEST)
         ]
-        self._shown: _Shown | None = None
+        self._mask_shows: _Visibility | None = None
         # To set an item of a view takes a tenth of the time of a numpy call.
         self.cursor = self.view("cursor")
         self.total_length = self.view("total_length")
 
     def view(self, name: str) -> memoryview:
-        """The items of an array [n] or [1, n], to read and to set."""
+        """A flat view of an input's or output's host array, to read and to set."""
         array: Any = self.arrays[name]
         return memoryview(array.reshape(-1))
 
     def run(self, options: ort.RunOptions | None = None) -> float:
-        """Run one pass; gives the seconds that it took, copies included."""
-        with self._memory.alone():
+        """Run one pass; returns the seconds that it took, with its copies."""
+        with self._memory.exclusive_use():
             start = time.perf_counter()
             if self._copies:
                 steady = [self.tensors[name] for name in self._changed]
@@ -121,34 +121,36 @@ class Bound:
             array[len(numbers) :] = numbers[-1]
 
     def show_all(self) -> None:
-        if self._shown is not None:
-            self._show(None)
+        """Let every row attend to all slots before it: clears the draft mask."""
+        if self._mask_shows is not None:
+            self._write_draft_mask(None)
 
     def show_only(self, visible: VisibleSlots, cursor: int, filled: int = 0) -> None:
-        """Hide the slots from the cursor on, except those in `visible` for each row.
+        """Hide the slots from the cursor on, except the `visible` slots of each row.
 
         Slots are numbered from the cursor; earlier passes wrote the first `filled`.
         """
         self.arrays["draft_start"][0] = cursor
         shown = (tuple(map(tuple, visible)), filled)
-        if shown != self._shown:
-            self._show(shown)
+        if shown != self._mask_shows:
+            self._write_draft_mask(shown)
 
-    def _show(self, shown: _Shown | None) -> None:
+    def _write_draft_mask(self, shown: _Visibility | None) -> None:
+        """Write the draft mask in place; with None no slot is hidden."""
         mask = self.arrays["draft_mask"]
         mask[:] = 0
         if shown is not None:
-            lines = _mask_of(*shown)
+            lines = _hidden_slots(*shown)
             mask[1 : 1 + len(lines)] = lines
-        self._shown = shown
+        self._mask_shows = shown
         self._changed.add("draft_mask")
 
 
 @lru_cache(maxsize=256)
-def _mask_of(
+def _hidden_slots(
     visible: tuple[tuple[int, ...], ...], filled: int
 ) -> npt.NDArray[np.uint8]:
-    """1 where a slot of the draft is hidden, [filled + rows, rows]."""
+    """The mask uint8 [filled + rows, rows]: 1 where a slot is hidden from a row."""
     mask = np.ones((filled + len(visible), len(visible)), np.uint8)
     for row, slots in enumerate(visible):
         mask[[*slots, filled + row], row] = 0

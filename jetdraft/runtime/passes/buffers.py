@@ -16,16 +16,16 @@ from jetdraft.contracts.step_contract import SOURCE_LENGTH, StepContract
 from jetdraft.contracts.tensors import check_tensors
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Float32s
-from jetdraft.runtime.drafts.rows import without_gaps
+from jetdraft.runtime.drafts.rows import gapless_length
 
-_ALONE = RLock()
+_WEBGPU_LOCK = RLock()
 """WebGPU's sessions share one queue: two threads in it end the process."""
 
 
 class Tensor:
     """A fixed `value` to bind, and the `array` with the same content on the host.
 
-    In the host's memory both are one. Otherwise `upload` and `download` copy, and
+    In the host's memory both are the same. Otherwise `upload` and `download` copy, and
     `fetch` downloads only if the array is `stale`, that is, older than the last pass.
     """
 
@@ -39,12 +39,12 @@ class Tensor:
 
     def upload(self) -> None:
         if self._memory.copies:
-            with self._memory.alone():
+            with self._memory.exclusive_use():
                 self.value.update_inplace(self.array)
 
     def download(self) -> None:
         if self._memory.copies:
-            with self._memory.alone():
+            with self._memory.exclusive_use():
                 np.copyto(self.array, self.value.numpy())
         self.stale = False
 
@@ -66,12 +66,12 @@ class Memory:
     on_host: tuple[str, ...] = ("total_length",)
 
     def tensor(self, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """A tensor of zeros: a NaN in new memory would spread even from masked rows."""
+        """A new tensor of zeros: a NaN would spread even from masked rows."""
         array = np.zeros(shape, dtype)
         if not self.copies:
             value = ort.OrtValue.ortvalue_from_numpy(array)
         else:
-            with self.alone():
+            with self.exclusive_use():
                 value = ort.OrtValue.ortvalue_from_shape_and_type(
                     shape, np.dtype(dtype).type, self.device, 0
                 )
@@ -79,9 +79,9 @@ class Memory:
                     value.update_inplace(array)
         return Tensor(array, value, self)
 
-    def alone(self) -> AbstractContextManager[object]:
-        """What to hold while a session or a copy uses this memory."""
-        return _ALONE if self.device == "webgpu" else nullcontext()
+    def exclusive_use(self) -> AbstractContextManager[object]:
+        """The lock to hold while a session or a copy uses this memory, if any."""
+        return _WEBGPU_LOCK if self.device == "webgpu" else nullcontext()
 
 
 HOST = Memory()
@@ -111,34 +111,35 @@ class Cache:
         }
         self.buffers = {name: tensor.value for name, tensor in tensors.items()}
         self._compaction = compaction
-        self._moves: dict[int, _Move] = {}
+        self._moves: dict[int, _MoveBinding] = {}
 
     @property
     def room(self) -> int:
         return self.capacity - self.length
 
     def advance(self, rows: int) -> None:
+        """Commit the next `rows` rows; raises `ValueError` if they do not fit."""
         if not 0 <= rows <= self.room:
             raise ValueError(f"cannot commit {rows} rows, {self.room} fit")
         self.length += rows
 
     def rewind(self, length: int) -> None:
-        """Go back to `length` committed rows."""
+        """Go back to `length` committed rows, without a copy."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot rewind from {self.length} rows to {length}")
         self.length = length
 
-    def stored(self, rows: int) -> dict[str, npt.NDArray[Any]]:
+    def copy_rows(self, rows: int) -> dict[str, npt.NDArray[Any]]:
         """Copies of the first `rows` rows by buffer, [1, kv_heads, rows, head_dim]."""
-        with self.memory.alone():
+        with self.memory.exclusive_use():
             return {
                 name: np.ascontiguousarray(buffer.numpy()[:, :, :rows])
                 for name, buffer in self.buffers.items()
             }
 
     def restore(self, stored: Mapping[str, npt.NDArray[Any]], rows: int) -> None:
-        """Put back the rows that `stored` has given, and commit them."""
-        with self.memory.alone():
+        """Write the rows that `copy_rows` has copied, and commit `rows` rows."""
+        with self.memory.exclusive_use():
             for name, buffer in self.buffers.items():
                 whole = np.array(buffer.numpy())
                 whole[:, :, :rows] = stored[name]
@@ -150,27 +151,29 @@ class Cache:
 
         Rows after the first gap are moved, on the device and in place.
         """
-        kept = without_gaps(path)
+        kept = gapless_length(path)
         if kept < len(path):
-            self._move([self.length + row for row in path[kept:]], self.length + kept)
+            self._move_rows(
+                [self.length + row for row in path[kept:]], self.length + kept
+            )
         self.advance(len(path))
 
-    def _move(self, source: list[int], target: int) -> None:
-        """Move the rows `source` to `target` and the rows after it."""
+    def _move_rows(self, source: list[int], target: int) -> None:
+        """Move the rows `source` to `target` and the rows behind it, in place."""
         if self._compaction is None:
             raise ValueError("this cache has no compaction graph; give it one")
         move = self._moves.get(len(source))
         if move is None:
-            move = _Move(self._compaction, self, len(source))
+            move = _MoveBinding(self._compaction, self, len(source))
             self._moves[len(source)] = move
-        with self.memory.alone():
+        with self.memory.exclusive_use():
             start = time.perf_counter()
             move.set(source, target)
             self._compaction.run_with_iobinding(move.io)
             self.seconds += time.perf_counter() - start
 
 
-class _Move:
+class _MoveBinding:
     """The binding of the compaction session for moves of `rows` rows."""
 
     def __init__(self, session: ort.InferenceSession, cache: Cache, rows: int) -> None:
@@ -185,23 +188,23 @@ class _Move:
             self.io.bind_ortvalue_output(name.replace("past_", "present_"), buffer)
 
     def set(self, source: list[int], target: int) -> None:
-        """Set the rows to move, and their places; some graphs read the first place."""
+        """Set the rows to move, and their first new row; uploads both."""
         self.source.array[:] = source
         self.target.array[:] = range(target, target + len(self.target.array))
         self.source.upload()
         self.target.upload()
 
 
-Material = Sequence[int] | Float32s
+SourceInput = Sequence[int] | Float32s
 """What an encoder reads: token ids, or a sound's features float32 [bins, frames]."""
 
 
-def tokens_of(material: Material) -> list[int]:
-    """The tokens of what an encoder reads; a sound has none."""
+def source_tokens(material: SourceInput) -> list[int]:
+    """The token ids that an encoder reads; empty for a sound."""
     return [] if np.ndim(material) > 1 else [int(token) for token in material]
 
 
-class Source:
+class SourceBuffers:
     """The cross buffers of one decoder, allocated once; a decoder only reads them.
 
     The encoder's session runs once for each source, and writes them in place. `seconds`
@@ -240,14 +243,14 @@ class Source:
         tensors = {**self._buffers, SOURCE_LENGTH.name: self._length}
         return {name: tensor.value for name, tensor in tensors.items()}
 
-    def read(self, material: Material) -> bool:
-        """Encode a source, unless the buffers hold it already; says whether it ran."""
+    def encode(self, material: SourceInput) -> bool:
+        """Encode a source in place; False if the buffers held it already."""
         array = np.asarray(material, self._input.dtype)
         if np.array_equal(array, self._material):
             return False
         # For the case that the pass fails.
         self._material, self.tokens = np.zeros(0), []
-        with self._memory.alone():
+        with self._memory.exclusive_use():
             start = time.perf_counter()
             io = self._session.io_binding()
             io.bind_cpu_input(self._input.name, array[None])
@@ -255,11 +258,12 @@ class Source:
                 io.bind_ortvalue_output(name, tensor.value)
             self._session.run_with_iobinding(io)
             self.seconds += time.perf_counter() - start
-        self._material, self.tokens = array, tokens_of(material)
+        self._material, self.tokens = array, source_tokens(material)
         # A sound fills all slots.
         self._set_length(len(self.tokens) or self.slots)
         return True
 
     def _set_length(self, length: int) -> None:
+        """Set how many slots the decoder reads."""
         self._length.array[0] = length
         self._length.upload()

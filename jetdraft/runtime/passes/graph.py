@@ -17,11 +17,11 @@ from jetdraft.runtime.drafts.rows import (
     Probes,
     Probing,
     Rows,
-    without_gaps,
+    gapless_length,
 )
 from jetdraft.runtime.passes.answer import Answer, answer_of
-from jetdraft.runtime.passes.binding import Bound, VisibleSlots
-from jetdraft.runtime.passes.buffers import HOST, Cache, Memory, Source
+from jetdraft.runtime.passes.binding import PassBinding, VisibleSlots
+from jetdraft.runtime.passes.buffers import HOST, Cache, Memory, SourceBuffers
 from jetdraft.runtime.passes.session import Captures, StepSession, StepSessions
 
 MAX_WIDE_BINDINGS = 8
@@ -55,8 +55,8 @@ class Graph:
         self.lengths: Sequence[int] = ()
         # Set before the first pass: the target's buffers, for a graph that reads them,
         # and what the decoder of an encoder reads.
-        self.lender: Cache | None = None
-        self.source: Source | None = None
+        self.target_cache: Cache | None = None
+        self.source: SourceBuffers | None = None
         # What selecting passes read and write in place, on the host.
         self.selected = {
             spec.name: HOST.tensor(spec.sized(), spec.dtype)
@@ -66,15 +66,15 @@ class Graph:
         self.cache = cache or Cache(self.contract, compaction, memory)
         self.seconds = 0.0
         self.passes = 0
-        self._bindings: dict[_Size, _Binding] = {}
-        self._wide_bindings: dict[_Size, _Binding] = {}
+        self._bindings: dict[_PassSize, _GraphBinding] = {}
+        self._wide_bindings: dict[_PassSize, _GraphBinding] = {}
 
     def prepare(self, exact: bool, reading: Reading = Reading.ALL) -> None:
-        """Choose the `total_length`s of the next generation, and the rows it reads.
+        """Set the `total_length`s of the next generation, and which rows it reads.
 
-        Each captured graph has a fixed `total_length`, so there are few. Kernels split
-        their work by it and round accordingly, so an `exact` generation uses a single
-        length. The next pass selects rows again.
+        Each captured graph has a fixed `total_length`, so there are few lengths. Since
+        kernels split their work by the length, it decides how they round. So an `exact`
+        generation uses a single length. The next pass selects rows again.
         """
         self.reading = reading
         for tensor in self.selected.values():  # no query is like zeros
@@ -84,8 +84,8 @@ class Graph:
             some = [] if exact else [n for n in powers if MIN_LENGTH <= n < most]
             self.lengths = [*some, most]
 
-    def beside(self) -> Graph:
-        """Another graph of the same sessions over the same buffers; it selects rows."""
+    def make_selecting(self) -> Graph:
+        """A new graph over the same sessions and buffers, whose passes select rows."""
         graph = Graph(self.sessions, memory=self.memory, cache=self.cache)
         graph.prepare(exact=False, reading=Reading.SELECTED)
         return graph
@@ -113,9 +113,13 @@ class Graph:
         last_only = last_only and rows > 1
         if not last_only and not self.contract.block:  # a block follows the last row
             width = self.sessions.width(width, room)
-        probes = NO_PROBES if last_only else self._fitting(probing, rows, room - width)
-        size = _Size(width, 1 if last_only else width, probes, branching=False)
-        binding = self._binding(size, room)
+        probes = (
+            NO_PROBES
+            if last_only
+            else self._fitting_probes(probing, rows, room - width)
+        )
+        size = _PassSize(width, 1 if last_only else width, probes, branching=False)
+        binding = self._get_binding(size, room)
         binding.fill(tokens, range(cursor, cursor + width))
         binding.fill_rows("features", features)
         binding.fill_rows("recent_ids", recent)
@@ -123,11 +127,11 @@ class Graph:
             binding.fill_block(block)
         if probes.total:
             chain = [list(range(row)) for row in range(width)]
-            binding.show_only([*chain, *self._seen(probes, chain)], cursor)
+            binding.show_only([*chain, *self._probe_slots(probes, chain)], cursor)
         else:
             binding.show_all()
         # Here and not in a method: each frame above a pass costs time in every round.
-        self.seconds += binding.run(self._ready(binding, cursor))
+        self.seconds += binding.run(self._set_scalars(binding, cursor))
         self.passes += 1
         if last_only or width == rows or self.contract.guesses:
             return binding.answer
@@ -136,7 +140,7 @@ class Graph:
     def verify(
         self, rows: Rows, width: int, probing: Probing = NO_PROBING
     ) -> tuple[Rows, Answer]:
-        """Run all rows of a draft in a pass of that width; gives rows and answer."""
+        """Run a draft in a pass of `width` rows; returns the draft and its answer."""
         probing = probing if rows.probes is None else Probing(counts=rows.probes)
         if rows.is_chain:
             return rows, self.run(rows.tokens, width=width, probing=probing)
@@ -151,18 +155,18 @@ class Graph:
         if not exact:
             self.cache.compact(path)
             return len(path)
-        proven = without_gaps(path)
+        proven = gapless_length(path)
         self.cache.advance(proven)
         return proven
 
-    def take(self, other: Graph) -> None:
-        """Run another graph's sessions over its buffers; it has the same contract."""
+    def adopt(self, other: Graph) -> None:
+        """Use the sessions and buffers of another graph of the same contract."""
         self.sessions, self.captures = other.sessions, other.captures
         self.cache, self.source = other.cache, other.source
         self._bindings, self._wide_bindings = {}, {}
 
     def draft_room(self, filled: int) -> int:
-        """The slots that are left to a draft whose first `filled` slots are taken."""
+        """How many more rows a draft may have whose first `filled` slots are taken."""
         return min(self.cache.room, self.contract.draft_slots) - filled
 
     def run_branches(
@@ -187,19 +191,22 @@ class Graph:
             raise ValueError("a chain graph cannot run branches; use a tree graph")
         rows, cursor, room = len(tokens), self.cache.length, self.draft_room(filled)
         width = self.sessions.width(max(width, rows), room)
-        probes = self._fitting(probing, rows, room - width)
-        binding = self._binding(_Size(width, width, probes, branching=True), room)
+        probes = self._fitting_probes(probing, rows, room - width)
+        binding = self._get_binding(
+            _PassSize(width, width, probes, branching=True), room
+        )
         padding = width - rows
         binding.fill(tokens, [cursor + depth for depth in (*depths, *[0] * padding)])
         binding.fill_rows("features", features)
         binding.fill_rows("recent_ids", recent)
         seen = [*ancestors, *[[]] * padding]
-        binding.show_only([*seen, *self._seen(probes, seen)], cursor, filled)
-        self.seconds += binding.run(self._ready(binding, cursor + filled))
+        binding.show_only([*seen, *self._probe_slots(probes, seen)], cursor, filled)
+        self.seconds += binding.run(self._set_scalars(binding, cursor + filled))
         self.passes += 1
         return binding.answer if width == rows else binding.answer.first(rows)
 
-    def _binding(self, size: _Size, room: int) -> _Binding:
+    def _get_binding(self, size: _PassSize, room: int) -> _GraphBinding:
+        """The binding for a size, made once; raises `ValueError` if it is too wide."""
         if not 1 <= size.width <= min(self.contract.max_width, room):
             raise ValueError(
                 f"a pass of {size.width} rows does not fit: {room} rows of room, "
@@ -213,25 +220,33 @@ class Graph:
             if is_wide and len(bindings) == MAX_WIDE_BINDINGS:
                 del bindings[next(iter(bindings))]
             session = self.sessions.of(size.width, size.branching)
-            binding = _Binding(self, session, size)
+            binding = _GraphBinding(self, session, size)
         bindings[size] = binding  # the last to be dropped
         return binding
 
-    def _fitting(self, probing: Probing, rows: int, room: int) -> Probes:
-        """The probes of a pass; no probes if they do not fit into the buffers too."""
+    def _fitting_probes(self, probing: Probing, rows: int, room: int) -> Probes:
+        """The probes of a pass; `NO_PROBES` if they do not fit into the buffers."""
         probes = probing.of(rows)
         return probes if self.contract.behind(probes.total) <= room else NO_PROBES
 
-    def _seen(self, probes: Probes, ancestors: Sequence[Sequence[int]]) -> VisibleSlots:
-        return probes.seen(ancestors, self.contract.members, self.contract.prefix)
+    def _probe_slots(
+        self, probes: Probes, ancestors: Sequence[Sequence[int]]
+    ) -> VisibleSlots:
+        """For each slot behind the rows of a pass, the slots that it attends to."""
+        return probes.visible_slots(
+            ancestors, self.contract.members, self.contract.prefix
+        )
 
-    def _ready(self, binding: _Binding, cursor: int) -> ort.RunOptions | None:
+    def _set_scalars(
+        self, binding: _GraphBinding, cursor: int
+    ) -> ort.RunOptions | None:
+        """Set the inputs that are one number; returns the options to run the pass."""
         size = binding.size
-        length = self._length(cursor + size.width, binding.biased)
+        length = self._total_length(cursor + size.width, binding.biased)
         binding.cursor[0] = cursor
         binding.total_length[0] = length
-        if self.lender is not None:
-            binding.arrays["target_length"][0] = self.lender.length
+        if self.target_cache is not None:
+            binding.arrays["target_length"][0] = self.target_cache.length
         if self.contract.selection is not None:
             binding.arrays[SELECTING.name][0] = self.reading
         if self.captures is None:
@@ -240,8 +255,8 @@ class Graph:
         is_prefill = size.width > WIDEST
         return self.captures.run_options(None if is_prefill else (size, length))
 
-    def _length(self, filled: int, biased: bool) -> int:
-        """The `total_length` of a pass that fills `filled` rows of the buffers."""
+    def _total_length(self, filled: int, biased: bool) -> int:
+        """The `total_length` of a pass that ends at row `filled` of the buffers."""
         if biased:
             return self.contract.slots
         return next((length for length in self.lengths if length >= filled), filled)
@@ -251,14 +266,14 @@ def _borrowed(graph: Graph) -> dict[str, ort.OrtValue]:
     """The buffers of other graphs that a graph reads, by the names of its inputs."""
     source = {} if graph.source is None else graph.source.values
     names = [spec.name for spec in graph.contract.target_kv]
-    if names and graph.lender is None:
+    if names and graph.target_cache is None:
         raise ValueError("this graph reads the target's buffers; set its lender")
-    own = {} if graph.lender is None else graph.lender.buffers
+    own = {} if graph.target_cache is None else graph.target_cache.buffers
     return source | {name: own[name.replace("target_", "past_")] for name in names}
 
 
 @dataclass(frozen=True)
-class _Size:
+class _PassSize:
     """The sizes of a binding's passes; they answer for their last `answers` rows."""
 
     width: int
@@ -267,10 +282,10 @@ class _Size:
     branching: bool
 
 
-class _Binding(Bound):
+class _GraphBinding(PassBinding):
     """The inputs and outputs of passes of one size, and their answer."""
 
-    def __init__(self, graph: Graph, session: StepSession, size: _Size) -> None:
+    def __init__(self, graph: Graph, session: StepSession, size: _PassSize) -> None:
         contract, probes = session.contract, size.probes
         selected = {name: tensor.value for name, tensor in graph.selected.items()}
         super().__init__(
@@ -307,7 +322,7 @@ class _Binding(Bound):
             self.position_ids[row] = position
 
     def fill_block(self, known: Sequence[int]) -> None:
-        """Set the first tokens of the block; the others are to be guessed."""
+        """Set the first tokens of the block; the others are unknown."""
         block = self.arrays["block"][0]
         block[:] = self.unknown
         block[: len(known)] = known

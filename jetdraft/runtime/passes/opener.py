@@ -28,7 +28,7 @@ from jetdraft.errors import OptionError, ProviderError
 from jetdraft.manifest import GraphEntry
 from jetdraft.options import Flag
 from jetdraft.ort import import_onnx, ort
-from jetdraft.runtime.passes.buffers import HOST, Memory, Source
+from jetdraft.runtime.passes.buffers import HOST, Memory, SourceBuffers
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import (
     Captures,
@@ -38,7 +38,7 @@ from jetdraft.runtime.passes.session import (
 )
 
 OFF = "off"
-"""The name in place of the drafter's provider to run without the drafter."""
+"""The value of `drafter_provider` that leaves the drafter out."""
 
 
 class LoadOptions(TypedDict, total=False):
@@ -96,7 +96,7 @@ class LoadOptions(TypedDict, total=False):
 
 
 def check_load_options(options: LoadOptions) -> None:
-    """Refuse wrong values; only the command line has checked its options before."""
+    """Raise `OptionError` or `ProviderError` for unknown options and wrong values."""
     choices = LoadOptions.__annotations__
     for name in options:
         if name not in choices:
@@ -115,6 +115,7 @@ def check_load_options(options: LoadOptions) -> None:
 
 
 Weights = Mapping[str, npt.NDArray[np.generic]]
+"""Arrays that replace a graph's initializers, by the initializers' names."""
 
 
 @dataclass(frozen=True)
@@ -131,17 +132,17 @@ class Opener:
     _opened: dict[str, ort.InferenceSession] = field(default_factory=dict, repr=False)
 
     def graph(self, entry: GraphEntry, weights: Weights | None = None) -> Graph:
-        """A graph of the bundle; `weights` replace the graph's own, by name."""
+        """Open a graph with new KV buffers; `weights` replace its own, by name."""
         open_on = {
-            "cpu": self._on_cpu,
-            "cuda": self._on_cuda,
-            "webgpu": self._on_webgpu,
-            "tensorrt": self._on_tensorrt,
+            "cpu": self._open_on_cpu,
+            "cuda": self._open_on_cuda,
+            "webgpu": self._open_on_webgpu,
+            "tensorrt": self._open_on_tensorrt,
         }
         graph = open_on[self.provider.name](entry, weights or {})
         if entry.encoder_file is not None:
             session = self.session(entry.encoder_file)
-            graph.source = Source(session, entry.contract, graph.memory)
+            graph.source = SourceBuffers(session, entry.contract, graph.memory)
         return graph
 
     def session(
@@ -167,8 +168,8 @@ class Opener:
             self._opened[file] = session
         return session
 
-    def reopen(self) -> None:
-        """Forget the sessions, which live on in their graphs: open files again."""
+    def forget_sessions(self) -> None:
+        """Forget the sessions, so that files are read again; graphs keep theirs."""
         self._opened.clear()
 
     def compaction(self, file: str | None) -> ort.InferenceSession | None:
@@ -185,7 +186,7 @@ class Opener:
             options = CUDA | {"enable_cuda_graph": "0"}
         return open_session(path, self.provider.memory, provider_options=options)
 
-    def _on_cpu(self, entry: GraphEntry, weights: Weights) -> Graph:
+    def _open_on_cpu(self, entry: GraphEntry, weights: Weights) -> Graph:
         """Open one session, since chains run as fast in a tree graph, with equal bits.
 
         Two sessions would hold the packed weights twice (docs/log/runtime.md).
@@ -194,8 +195,8 @@ class Opener:
         sessions = StepSessions(session, entry.widest_contract)
         return Graph(sessions, self.compaction(entry.compaction_file), HOST)
 
-    def _on_cuda(self, entry: GraphEntry, weights: Weights) -> Graph:
-        """Open two sessions over shared weights: chains run faster without a bias.
+    def _open_on_cuda(self, entry: GraphEntry, weights: Weights) -> Graph:
+        """Open two sessions over shared weights: chains are faster without a bias.
 
         Standard graphs get one session, since they cannot share weights.
         """
@@ -216,7 +217,7 @@ class Opener:
             )
         return Graph(sessions, compaction, Memory(memory, copies=True), Captures())
 
-    def _on_webgpu(self, entry: GraphEntry, weights: Weights) -> Graph:
+    def _open_on_webgpu(self, entry: GraphEntry, weights: Weights) -> Graph:
         """Open one session, since WebGPU's sessions cannot share weights.
 
         A captured graph reads `total_length` on the device, where attention cannot
@@ -232,7 +233,7 @@ class Opener:
         captures = Captures() if can_capture else None
         return Graph(StepSessions(session, contract), compaction, memory, captures)
 
-    def _on_tensorrt(self, entry: GraphEntry, weights: Weights) -> Graph:
+    def _open_on_tensorrt(self, entry: GraphEntry, weights: Weights) -> Graph:
         """Open an engine for passes of any width, and one engine for each width."""
         contract, file = entry.widest_contract, entry.tree_file or entry.file
         widths = [width for width in ENGINE_WIDTHS if width <= contract.max_width]

@@ -27,7 +27,7 @@ from jetdraft.runtime.passes.target import Target
 
 TOKENS, IDENTITY, DIGEST = "tokens", "identity", "sha256"
 WAITING = "waiting"
-"""The arrays of a saved prefix beside the rows; `WAITING` has unread features."""
+"""Names of arrays in a saved prefix beside the rows; `WAITING`: unread features."""
 
 
 class Prefix:
@@ -38,12 +38,12 @@ class Prefix:
         self.forget()
 
     def forget(self) -> None:
-        """Keep no rows, so that the next prompt is read from its beginning."""
+        """Record no rows, so that the next prompt is read from its beginning."""
         self._tokens: Int64s = np.zeros(0, np.int64)
         self._exact = False
         self._passes = -1
 
-    def keep(self, prompt: Sequence[int], exact: bool) -> int:
+    def reusable_rows(self, prompt: Sequence[int], exact: bool) -> int:
         """How many rows of a prompt may stay in the buffers, never its last row.
 
         0 if something else has run the target since.
@@ -53,18 +53,18 @@ class Prefix:
         return min(common_length(self._tokens, prompt), len(prompt) - 1)
 
     def restore(self, tokens: Sequence[int], exact: bool) -> None:
-        """Note that the buffers now hold the rows of these tokens."""
+        """Record that the buffers now hold the rows of these tokens."""
         self._tokens = np.asarray(tokens, np.int64)
         self._exact = exact
         self._passes = self.target.passes
 
-    def hold(self, sequence: Sequence[int], exact: bool) -> None:
-        """Note that a generation has ended, whose committed rows are in the buffers."""
+    def record(self, sequence: Sequence[int], exact: bool) -> None:
+        """Record the committed rows of a generation that has ended."""
         self.restore(sequence[: self.target.cache.length], exact)
 
 
 def common_length(one: Sequence[int] | Int64s, other: Sequence[int] | Int64s) -> int:
-    """The length of the longest beginning that both sequences share."""
+    """How many items at the beginning of both sequences are equal."""
     length = min(len(one), len(other))
     differ = np.flatnonzero(np.asarray(one[:length]) != np.asarray(other[:length]))
     return int(differ[0]) if len(differ) else length
@@ -87,7 +87,7 @@ def save_prefix(
         IDENTITY: np.array(json.dumps(identity, sort_keys=True)),
     }
     for owner, cache in caches.items():
-        stored = cache.stored(len(tokens))
+        stored = cache.copy_rows(len(tokens))
         arrays |= {f"{owner}/{name}": rows for name, rows in stored.items()}
     if waiting is not None:
         arrays[WAITING] = waiting
@@ -95,7 +95,7 @@ def save_prefix(
 
 
 def digest_of(arrays: Mapping[str, npt.NDArray[Any]]) -> str:
-    """A hash over the names, types, shapes and numbers of all arrays but the hash."""
+    """The SHA-256 of the names, types, shapes and numbers of all arrays but itself."""
     digest = hashlib.sha256()
     for name in sorted(arrays.keys() - {DIGEST}):
         array = np.ascontiguousarray(arrays[name])

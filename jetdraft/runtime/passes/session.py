@@ -31,7 +31,7 @@ EAGER = "-1"
 """onnxruntime's id of a run that neither captures nor replays."""
 
 MOST_THREADS_PER_CORE = 8
-"""With more, threads wait for each other, some for minutes."""
+"""The most threads: with more they wait for each other, some for minutes."""
 
 
 class Spinning(Enum):
@@ -89,7 +89,7 @@ def open_session(
     loaded, and `OptionError` for wrong `threads`.
     """
     full = PROVIDERS[provider].full
-    options = _options(provider, threads)
+    options = _session_options(provider, threads)
     providers = request(provider, options, dict(provider_options or {}))
     weights = weights or {}
     try:
@@ -119,7 +119,8 @@ def open_session(
     return session
 
 
-def _options(provider: str, threads: Threads) -> ort.SessionOptions:
+def _session_options(provider: str, threads: Threads) -> ort.SessionOptions:
+    """The options of a session; raises `OptionError` for wrong `threads`."""
     count, spinning = threads
     most = MOST_THREADS_PER_CORE * (os.cpu_count() or 1)
     if type(count) is not int or not 1 <= count <= most:
@@ -145,7 +146,7 @@ def _options(provider: str, threads: Threads) -> ort.SessionOptions:
 
 
 def _check_provider(session: ort.InferenceSession, provider: str, file: Path) -> None:
-    """Raise `ProviderError` if the CPU runs what the provider should run."""
+    """Raise `ProviderError` if the CPU runs nodes that the provider should run."""
     full = PROVIDERS[provider].full
     if session.get_providers()[0] != full:
         reason = presence(provider).reason or "onnxruntime left it out"
@@ -178,7 +179,7 @@ class Captures:
         self._options: dict[str, ort.RunOptions] = {}
 
     def run_options(self, key: Hashable | None) -> ort.RunOptions:
-        """The options to run a pass of that key with; None is always eager."""
+        """The options for the next run of a key; None never captures or replays."""
         graph_id = EAGER
         if key in self._warm:
             graph_id = str(self.ids.setdefault(key, len(self.ids) + 1))
@@ -230,11 +231,12 @@ class StepSessions:
         self._widths = sorted(self.fixed)
 
     def width(self, rows: int, room: int) -> int:
-        """The width of a pass over `rows` rows if the buffers have `room` rows left."""
+        """The width for `rows` rows: a fixed width that fits `room`, or `rows`."""
         place = bisect_left(self._widths, rows)
         if place < len(self._widths) and self._widths[place] <= room:
             return self._widths[place]
         return rows
 
     def of(self, width: int, branching: bool) -> StepSession:
+        """The session for a pass of that width, with or without branches."""
         return self.fixed.get(width, self.any if branching else self.chain)

@@ -1,4 +1,4 @@
-"""What a generation needs of a target, however many graphs stand behind it."""
+"""What a generation needs of a target, however many graphs it consists of."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jetdraft.runtime.passes.buffers import Cache
 
 
 class EarlyStop(Exception):  # noqa: N818  # nothing went wrong
-    """A target ends the text before its next token."""
+    """Raised by `Target.verify` to end the text before its next token."""
 
 
 class Target(Protocol):

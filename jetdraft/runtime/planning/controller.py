@@ -1,4 +1,4 @@
-"""Decides who proposes in a round and how many rows; a round may have no draft."""
+"""Decides which proposer drafts in a round and how many rows, perhaps no rows."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class Assignment:
     parents: tuple[int, ...] | None = None
 
 
-PLAIN = Assignment(None, 0)
+NO_DRAFT = Assignment(None, 0)
 
 MARGIN = 1.02
 """A plan replaces a simpler plan if it promises this many times its value, since its
 rates rest on less evidence."""
 
 NEGLIGIBLE = 0.01
-"""Drafted tokens with a smaller chance of being right are not planned."""
+"""Drafted tokens with a smaller probability of being accepted are not planned."""
 
 MOST_SIBLINGS = 3
 """A row of a planned tree has at most this many children beside its first child."""
 
 
-class Fixed:
-    """Always the same proposer and draft length."""
+class FixedController:
+    """A controller that always assigns the same proposer and draft length."""
 
     def __init__(self, proposer: Proposer | None, num_draft_tokens: int) -> None:
         self.proposer = proposer
@@ -55,17 +55,17 @@ class Fixed:
         `offers` counts the rows that proposers offered in this round already.
         """
         if self.proposer is None:
-            return PLAIN
+            return NO_DRAFT
         probing = Probing(min(self.num_draft_tokens, self.proposer.traits.probes))
-        budget = min(self.num_draft_tokens, _limit(self.proposer, room, offers))
+        budget = min(self.num_draft_tokens, _most_tokens(self.proposer, room, offers))
         drafting = self.proposer if budget > 0 else None
         return Assignment(drafting, max(budget, 0), probing)
 
     def observe(self, round_: Round) -> None:
-        """Nothing to learn."""
+        """Do nothing: a fixed plan learns nothing."""
 
 
-def _limit(proposer: Proposer, room: int, offers: Mapping[Proposer, int]) -> int:
+def _most_tokens(proposer: Proposer, room: int, offers: Mapping[Proposer, int]) -> int:
     """The longest draft that this round can get from a proposer."""
     return min(room, offers.get(proposer, proposer.traits.max_draft_tokens))
 
@@ -85,11 +85,12 @@ class _Promise(NamedTuple):
     parents: tuple[int, ...] | None = None
 
 
-def _assigned(proposer: Proposer, promise: _Promise, probing: Probing) -> Assignment:
+def _assign_to(proposer: Proposer, promise: _Promise, probing: Probing) -> Assignment:
+    """The assignment that asks the proposer for that draft."""
     return Assignment(proposer, promise.length, probing, promise.parents)
 
 
-class _Steady(NamedTuple):
+class _SteadyPlan(NamedTuple):
     """A way to go on round after round with the same probes.
 
     value     its expected tokens per millisecond
@@ -101,7 +102,7 @@ class _Steady(NamedTuple):
     prepared: float
 
 
-class Adaptive:
+class AdaptiveController:
     """Picks the proposer and length that promise most committed tokens per second.
 
         a_i      the rate of draft position i, K the length, t(w) the time of a pass
@@ -140,30 +141,31 @@ class Adaptive:
         self.acceptance = acceptance
         self.profit = profit or Profit()
         self.profit.begin()
-        self._resting = 0
-        self._plans = True
+        self._rest_rounds = 0
+        self._is_planning = True
 
     def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
-        self._plans = self._resting == 0
-        if not self._plans:
-            self._resting -= 1
-            return PLAIN
+        """The draft that promises most by the current estimates."""
+        self._is_planning = self._rest_rounds == 0
+        if not self._is_planning:
+            self._rest_rounds -= 1
+            return NO_DRAFT
         plan: tuple[Proposer, _Promise] | None = None
         best_value, winner = 1.0 / self._pass_ms(1, NO_PROBING), None
-        for proposer, promise, spent_ms in self._drafts(room, offers, NO_PROBING):
+        for proposer, promise, spent_ms in self._all_drafts(room, offers, NO_PROBING):
             value = promise.tokens / spent_ms
             if value > MARGIN * best_value:
                 plan, best_value = (proposer, promise), value
         for proposer in self.proposers:
-            for steady in self._steady(proposer):
+            for steady in self._steady_plans(proposer):
                 if steady.value > MARGIN * best_value:
                     winner, best_value = steady, steady.value
         if winner is not None:
-            return self._with_probes(room, offers, winner)
-        return PLAIN if plan is None else _assigned(*plan, NO_PROBING)
+            return self._best_with_probes(room, offers, winner)
+        return NO_DRAFT if plan is None else _assign_to(*plan, NO_PROBING)
 
-    def _with_probes(
-        self, room: int, offers: Mapping[Proposer, int], steady: _Steady
+    def _best_with_probes(
+        self, room: int, offers: Mapping[Proposer, int], steady: _SteadyPlan
     ) -> Assignment:
         """The draft that is worth most if the next rounds have the same probes.
 
@@ -176,24 +178,24 @@ class Adaptive:
         probing, best = steady.probing, Assignment(None, 0, steady.probing)
         spent_ms = self._pass_ms(1, probing)
         best_worth = 1.0 - steady.value * spent_ms + steady.prepared
-        for proposer, promise, spent_ms in self._drafts(room, offers, probing):
+        for proposer, promise, spent_ms in self._all_drafts(room, offers, probing):
             if probing.last_only and promise.parents is not None:
                 continue  # the accepted path seldom ends at the last row of a tree
             chance = promise.chance if probing.last_only else 1.0
             worth = promise.tokens - steady.value * spent_ms + chance * steady.prepared
             if worth > best_worth:
-                best, best_worth = _assigned(proposer, promise, probing), worth
+                best, best_worth = _assign_to(proposer, promise, probing), worth
         return best
 
-    def _drafts(
+    def _all_drafts(
         self, room: int, offers: Mapping[Proposer, int], probing: Probing
     ) -> Iterator[tuple[Proposer, _Promise, float]]:
-        """Every draft that this round could have: who, what, and its milliseconds."""
+        """Each draft that this round may ask for: proposer, promise, milliseconds."""
         for proposer in self.proposers:
             traits = proposer.traits
             if traits.probes and not probing.streams:
                 continue  # it drafts with probes, and this round has none
-            limit = min(self.max_draft_tokens, _limit(proposer, room, offers))
+            limit = min(self.max_draft_tokens, _most_tokens(proposer, room, offers))
             token_ms, evidence = self.curve.drafts.get(traits.name, 0.0), None
             if proposer in offers:  # its rows are there, and their time is spent
                 token_ms, evidence = 0.0, proposer.evidence
@@ -205,7 +207,7 @@ class Adaptive:
                 ms = self._pass_ms(length + 1, probing, branches) + length * token_ms
                 yield proposer, promise, ms
 
-    def _steady(self, proposer: Proposer) -> Iterator[_Steady]:
+    def _steady_plans(self, proposer: Proposer) -> Iterator[_SteadyPlan]:
         """The ways to go on with a proposer's probes.
 
         If every row carries probes, each round has a draft. If only the last row
@@ -223,14 +225,14 @@ class Adaptive:
         for length, depth, tokens, chance, parents in self._promises(proposer, limit):
             every_row, last_row = Probing(depth), Probing(depth, last_only=True)
             pass_ms = self._pass_ms(length + 1, every_row, parents is not None)
-            yield _Steady(every_row, tokens / pass_ms, 0.0)
+            yield _SteadyPlan(every_row, tokens / pass_ms, 0.0)
             if parents is not None:
                 continue
             draft_ms = self._pass_ms(length + 1, last_row)
             plain_ms = self._pass_ms(1, last_row)
             value = (tokens + 1 - chance) / (draft_ms + (1 - chance) * plain_ms)
             prepared = (tokens - 1 - value * (draft_ms - plain_ms)) / (2 - chance)
-            yield _Steady(last_row, value, prepared)
+            yield _SteadyPlan(last_row, value, prepared)
 
     def _promises(
         self, proposer: Proposer, limit: int, evidence: int | None = None
@@ -247,9 +249,9 @@ class Adaptive:
             tokens += chance
             yield _Promise(length, length, tokens, chance)
         if self.branching and traits.branches and rates:
-            yield from self._trees(proposer, limit, rates)
+            yield from self._tree_promises(proposer, limit, rates)
 
-    def _trees(
+    def _tree_promises(
         self, proposer: Proposer, limit: int, rates: list[float]
     ) -> Iterator[_Promise]:
         """The promises of the likeliest trees that fill a pass.
@@ -261,7 +263,7 @@ class Adaptive:
         plain_ms, widest_ms = self.curve.pass_ms(1), self.curve.pass_ms(WIDEST)
         row_tokens = (widest_ms - plain_ms) / (WIDEST - 1) / plain_ms
         worth = 1.0 - row_tokens if self.exact else 1.0
-        others = self.acceptance[proposer.traits.name].shares(MOST_SIBLINGS)
+        others = self.acceptance[proposer.traits.name].sibling_shares(MOST_SIBLINGS)
         if worth * (1.0 - min(rates)) * others[0] < row_tokens:
             return  # not even the best branch pays for its row
         parents, chances = best_tree(limit, rates, others)
@@ -277,6 +279,7 @@ class Adaptive:
                 yield _Promise(length, max(depths), tokens, 0.0, shape)
 
     def _pass_ms(self, rows: int, probing: Probing, branches: bool = False) -> float:
+        """The milliseconds of a pass over `rows` rows with the probes they carry."""
         probes = probing.of(rows).total if probing.streams else 0
         width, probes_ms = self.widths[rows], probes * self.curve.probe
         if branches:
@@ -284,10 +287,11 @@ class Adaptive:
         return probes_ms + self.curve.pass_ms(width)
 
     def observe(self, round_: Round) -> None:
-        if self._plans:
-            self._resting = self.profit.planned(round_)
+        """Learn from a round: the rates, the curve and the profit."""
+        if self._is_planning:
+            self._rest_rounds = self.profit.add_planned(round_)
         else:
-            self.profit.plain(round_)
+            self.profit.add_plain(round_)
         self.curve.learn(round_)
         for name, acceptance in self.acceptance.items():
             if name == round_.method and round_.drafted:
@@ -296,5 +300,5 @@ class Adaptive:
                 acceptance.fade()
 
 
-Controller = Fixed | Adaptive
+Controller = FixedController | AdaptiveController
 """Assigns the draft of each round and learns from the round."""

@@ -11,7 +11,7 @@ from jetdraft.contracts.constants import WIDEST
 from jetdraft.errors import DraftingError, OptionError
 from jetdraft.options import between, check_flags, check_ranges
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
-from jetdraft.runtime.proposers.method import WALK, MethodOptions, unknown_key
+from jetdraft.runtime.proposers.method import WALK, MethodOptions, unknown_key_error
 from jetdraft.runtime.sampling.verifiers import VERIFIERS, Verifier
 
 MAX_DRAFT_TOKENS = WIDEST - 1
@@ -68,7 +68,7 @@ class Drafting:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The options of each method that may draft, by its name."""
+        """The options of each method that may draft, by name; raises `OptionError`."""
         if self.names == (NONE,):
             self._refuse_settings()
             return {}
@@ -83,11 +83,13 @@ class Drafting:
             )
         keys_of = {name: options.option_names() for name, options in types.items()}
         all_keys = dict.fromkeys(key for keys in keys_of.values() for key in keys)
-        for key in self._settings:
+        for key in self._given_options:
             if key not in all_keys:
-                raise unknown_key(key, tuple(all_keys))
+                raise unknown_key_error(key, tuple(all_keys))
         options = {
-            name: types[name].of({k: v for k, v in self._settings.items() if k in keys})
+            name: types[name].of(
+                {k: v for k, v in self._given_options.items() if k in keys}
+            )
             for name, keys in keys_of.items()
         }
         if self.names != (AUTO,):
@@ -96,8 +98,8 @@ class Drafting:
         return {name: o for name, o in options.items() if registered[name].in_auto(o)}
 
     @property
-    def _settings(self) -> Mapping[str, object]:
-        """The settings by name; of an options object, all that are not defaults."""
+    def _given_options(self) -> Mapping[str, object]:
+        """The options that were set, by name; an object's defaults are left out."""
         settings = self.settings
         if isinstance(settings, Mapping):
             return settings
@@ -112,8 +114,8 @@ class Drafting:
     @cached_property
     def _shared(self) -> MethodOptions:
         """The options that have a meaning with any method or none."""
-        names = self._settings.keys() & {"user", "select_kv"}
-        return MethodOptions.of({name: self._settings[name] for name in names})
+        names = self._given_options.keys() & {"user", "select_kv"}
+        return MethodOptions.of({name: self._given_options[name] for name in names})
 
     @property
     def user(self) -> str:
@@ -137,10 +139,10 @@ class Drafting:
         return next(options, None)
 
     def _refuse_settings(self) -> None:
-        """Refuse options of drafting, since plain decoding drafts nothing."""
+        """Raise `OptionError` for options of drafting: plain decoding has no draft."""
         count = self.num_draft_tokens
         length = {} if count is None else {"num_draft_tokens": count}
-        for key in {**self._settings, **length}.keys() - {"user", "select_kv"}:
+        for key in {**self._given_options, **length}.keys() - {"user", "select_kv"}:
             raise OptionError(
                 f"{key.replace('_', ' ')} has no meaning with method none; leave one "
                 "of them out",
@@ -148,6 +150,7 @@ class Drafting:
             )
 
     def _check_names(self) -> None:
+        """Raise `OptionError` for unknown, repeated or mixed names of methods."""
         names, known, problem = self.names, (AUTO, NONE, *methods()), ""
         if len(names) > 1 and {NONE, AUTO} & set(names):
             problem = f"mixes {NONE} or {AUTO} with others; list methods only"
@@ -160,7 +163,7 @@ class Drafting:
             raise OptionError(f"unknown method {name!r}; choose {choices}", "method")
 
     def _check_options(self, name: str, options: MethodOptions) -> None:
-        """Refuse options that contradict the rest of a generation."""
+        """Raise `OptionError` for options that contradict the rest of a generation."""
         if self.exact and options.verifier != WALK:
             lossy = options.checker.lossy
             keeps = "the distribution but not the text"

@@ -25,8 +25,8 @@ from jetdraft.runtime.text.stops import Ending
 _PROBABILITY = Range(lambda p: 0.0 <= p <= 1.0, "0 to 1 (never)", optional=True)
 _EXIT_RANGES = {"stop_threshold": _PROBABILITY, "exit_threshold": _PROBABILITY}
 
-THRESHOLD = 0.7
-"""The threshold of a generation that gives none."""
+DEFAULT_THRESHOLD = 0.7
+"""Both thresholds where a generation gives no threshold."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Exiting:
     `stop_and_exit` is the folder of a head that `jetdraft train sec` wrote. It stops
     the text where it is surer than `stop_threshold` that the next token will be wrong,
     and leaves the upper layers out where it is surer than `exit_threshold` that the
-    lower layers know the token; without them it is `THRESHOLD`.
+    lower layers know the token; without them it is `DEFAULT_THRESHOLD`.
     """
 
     stop_and_exit: str | Path | None = None
@@ -60,7 +60,7 @@ class Exiting:
                 )
 
     def rule(self, parts: LoadedBundle) -> ExitRule | None:
-        """What decides after the lower layers; None if nothing does.
+        """The rule that decides after the lower layers; None without a head.
 
         Raises `OptionError` or `PairError` for a head that does not fit the bundle.
         """
@@ -81,10 +81,13 @@ class Exiting:
             Path(self.stop_and_exit), halves.base, layer, halves.hidden_size
         )
         thresholds = (self.stop_threshold, self.exit_threshold)
-        return ExitRule(head, *(THRESHOLD if t is None else t for t in thresholds))
+        return ExitRule(
+            head, *(DEFAULT_THRESHOLD if t is None else t for t in thresholds)
+        )
 
 
-def _method_names() -> str:
+def _method_help() -> str:
+    """The help of `--method`, with the names of all methods."""
     return f"{', '.join((AUTO, NONE, *methods()))}; or a comma list to pick from."
 
 
@@ -110,7 +113,7 @@ class GenerateOptions(TypedDict, total=False):
     ]
     max_seconds: float | None
     ignore_eos: Annotated[bool, Flag("ending", "Continue past end of text.")]
-    method: Annotated[str, Flag("drafting", _method_names)]
+    method: Annotated[str, Flag("drafting", _method_help)]
     num_draft_tokens: Annotated[
         int | None,
         Flag(
@@ -296,9 +299,9 @@ class Options:
 
     @classmethod
     def of(cls, **options: Unpack[GenerateOptions]) -> Options:
-        """The options with these names; raises `OptionError`.
+        """Make options of their names; raises `OptionError`.
 
-        Without a `seed`, a random seed is drawn for a sampled text.
+        Without a `seed`, or with None, a random seed is drawn for a sampled text.
         """
         rest: dict[str, Any] = dict(options)
 

@@ -24,7 +24,11 @@ from jetdraft.runtime.measured.cost_model import Profit
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.passes.split.exit_head import ExitRule
 from jetdraft.runtime.passes.target import Target
-from jetdraft.runtime.planning.controller import Adaptive, Controller, Fixed
+from jetdraft.runtime.planning.controller import (
+    AdaptiveController,
+    Controller,
+    FixedController,
+)
 from jetdraft.runtime.planning.drafting import MAX_DRAFT_TOKENS, Drafting
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import WALK, Method, MethodOptions
@@ -33,7 +37,7 @@ from jetdraft.runtime.proposers.proposer import (
     Parents,
     Proposer,
     Seen,
-    constrained,
+    constrain,
 )
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.sampling.verifiers import Verifier
@@ -61,21 +65,22 @@ class Learner(Observer):
         """The target's candidates by the index of the token that a draft missed."""
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
+        """Swap the drafter's weights, if another set should draft now."""
         self._notes = {}
-        version = self._weights.look()
+        version = self._weights.refresh()
         if version == self._version:
             return
         self._version = version
         graph = self._weights.graph()
         if graph is None:
             return
-        self._cache.graph.take(graph)
+        self._cache.graph.adopt(graph)
         self._cache.forget()
         for name in self._methods:
             self._acceptance.pop(name, None)
 
     def observe(self, seen: Seen) -> None:
-        """Note the target's candidates where all children of a row were wrong."""
+        """Keep the target's candidates where all children of a row were wrong."""
         last, place = seen.path[-1], seen.length - 1
         # An inexact guess may be withdrawn: this pass says again what follows its root.
         for index in range(seen.length - len(seen.path), place + 1):
@@ -91,8 +96,9 @@ class Learner(Observer):
     def end(
         self, prompt: Sequence[int], response: Sequence[int], user: str, stats: Stats
     ) -> None:
+        """Add the generation's lesson, and its accepted tokens to the tally."""
         shares = [s for name, s in stats.by_method.items() if name in self._methods]
-        self._weights.count(
+        self._weights.record_acceptance(
             self._version,
             sum(share.accepted_tokens for share in shares),
             sum(share.evaluated_tokens for share in shares),
@@ -112,7 +118,7 @@ class Learner(Observer):
 
 
 MOST_PROPOSERS = 64
-"""The most proposers that live on; a request can ask for options never seen before."""
+"""The most proposers that are kept: requests can bring ever new options."""
 
 
 @dataclass
@@ -216,7 +222,7 @@ class Planner:
         return (NONE, *self.proposers())
 
     def proposers(self) -> dict[str, Proposer]:
-        """A proposer of every method that can be made, with its default options."""
+        """Make a proposer of each method that can be made, with default options."""
         proposers = {}
         for name, method in methods().items():
             try:
@@ -226,10 +232,10 @@ class Planner:
         return proposers
 
     def proposer(self, method: Method[Any], options: MethodOptions) -> Proposer:
-        """The proposer of a method with these options; raises `OptionError`."""
+        """The proposer of a method with options, made once; raises `OptionError`."""
         key = method, options
         if key not in self._proposers:
-            proposer = self._make(method, options)
+            proposer = self._make_proposer(method, options)
             if len(self._proposers) == MOST_PROPOSERS:
                 del self._proposers[next(iter(self._proposers))]
             self._proposers[key] = proposer
@@ -238,7 +244,7 @@ class Planner:
         self._proposers[key] = self._proposers.pop(key)  # the last to be dropped
         return self._proposers[key]
 
-    def _make(self, method: Method[Any], options: MethodOptions) -> Proposer:
+    def _make_proposer(self, method: Method[Any], options: MethodOptions) -> Proposer:
         """Make a proposer; raises `OptionError` with the reason if that fails."""
         try:
             if reason := method.lacks(self.parts.bundle):
@@ -263,7 +269,9 @@ class Planner:
     def widths(self, drafting: Drafting) -> list[int]:
         return self.parts.widths.allowed(drafting.exact)
 
-    def target(self, drafting: Drafting, rule: ExitRule | None = None) -> Target:
+    def prepare_target(
+        self, drafting: Drafting, rule: ExitRule | None = None
+    ) -> Target:
         """The target that verifies, made ready; a `rule` may end its passes early."""
         widths = self.widths(drafting)  # a first call measures, so it comes before
         # Any other target reads prompts with the bundle's own, so it comes first too.
@@ -276,32 +284,32 @@ class Planner:
             make = methods()[name].target
             other = None if make is None else make(self.parts, options, widths)
             if other is not None:
-                self._check_selects(drafting, name)
+                self._check_selection(drafting, name)
                 return other
         return self.parts.target
 
     def proposer_set(
         self, drafting: Drafting, matcher: Matcher | None = None, learns: bool = True
     ) -> ProposerSet:
-        """Who proposes, decides and verifies; raises `OptionError`.
+        """Who proposes, decides and verifies in a generation; raises `OptionError`.
 
-        A `matcher` keeps drafts to what a constraint allows. A generation that `learns`
-        leaves lessons, if the model has a place for them.
+        A `matcher` keeps drafts to what a constraint allows. With `learns` the
+        generation's lessons are kept, if the model has a folder for them.
         """
-        self._check_named(drafting)
-        chosen = self._chosen(drafting)
+        self._check_combination(drafting)
+        chosen = self._choose_proposers(drafting)
         verifier = drafting.checker
         for proposer in chosen:
             verifier.check_kind(proposer.traits.kind)
         # Learners first: they may change what the proposers draft with.
         observers: list[Observer] = [*(self._learners if learns else []), *chosen]
         if matcher is not None and verifier.name == WALK:
-            chosen = constrained(chosen, matcher)
-        controller = self._controller(drafting, chosen)
+            chosen = constrain(chosen, matcher)
+        controller = self._make_controller(drafting, chosen)
         return ProposerSet(chosen, controller, verifier, observers)
 
-    def _chosen(self, drafting: Drafting) -> list[Proposer]:
-        """The proposers that a generation asks for, or that "auto" may pick."""
+    def _choose_proposers(self, drafting: Drafting) -> list[Proposer]:
+        """The proposers asked for, or for "auto" all that fit; raises `OptionError`."""
         automatic, chosen = drafting.names == (AUTO,), {}
         for name, options in drafting.options.items():
             method = methods()[name]
@@ -309,23 +317,24 @@ class Planner:
                 continue
             try:
                 proposer = self.proposer(method, options)
-                self._check_agrees(method, options, drafting)
+                self._check_exact_bits(method, options, drafting)
                 chosen[method] = proposer
             except OptionError as error:
                 # "auto" does without a method that the bundle or the machine cannot
                 # run, but not where the caller's options are wrong.
                 if not automatic or error.field == "drafting":
                     raise
-        for one, _ in _at_odds(chosen):  # only "auto" has chosen both
+        for one, _ in _conflicts(chosen):  # only "auto" has chosen both
             chosen.pop(one, None)
         return list(chosen.values())
 
-    def _controller(
+    def _make_controller(
         self, drafting: Drafting, proposers: Sequence[Proposer]
     ) -> Controller:
+        """Make the controller: a fixed plan, or a plan by measured times and rates."""
         count, sized = drafting.num_draft_tokens, drafting.sized_options
         if not proposers:
-            return Fixed(None, 0)
+            return FixedController(None, 0)
         if sized is not None:
             size, widest = (
                 sized.draft_size or MAX_DRAFT_TOKENS,
@@ -337,10 +346,10 @@ class Planner:
                     f"{widest - 1} beside the root; give a smaller tree or export with "
                     "more --max-width"
                 )
-            return Fixed(proposers[0], count or size)
+            return FixedController(proposers[0], count or size)
         if len(drafting.names) == 1 and drafting.names != (AUTO,) and count is not None:
-            return Fixed(proposers[0], count)
-        return Adaptive(
+            return FixedController(proposers[0], count)
+        return AdaptiveController(
             proposers,
             self.parts.curve,
             self.acceptance,
@@ -353,12 +362,13 @@ class Planner:
         )
 
     def _trees_agree(self, drafting: Drafting) -> bool:
+        """Whether passes that branch may be used: exact generations need equal bits."""
         return self.parts.widths.trees_agree or not drafting.exact
 
-    def _check_agrees(
+    def _check_exact_bits(
         self, method: Method[Any], options: MethodOptions, drafting: Drafting
     ) -> None:
-        """Refuse a method that would change bits in an exact generation."""
+        """Raise `OptionError` for a method that changes bits of an exact generation."""
         widths = self.parts.widths
         if method.reads_probes and drafting.exact and not widths.probes_agree:
             raise OptionError(
@@ -372,23 +382,23 @@ class Planner:
                 "rows; choose tree=chain or add --no-exact"
             )
 
-    def _check_named(self, drafting: Drafting) -> None:
-        """Refuse what the named methods cannot do together, before any pass."""
+    def _check_combination(self, drafting: Drafting) -> None:
+        """Raise `OptionError` for methods that cannot work together, before a pass."""
         automatic = drafting.names == (AUTO,)
         named = [] if automatic else [methods()[name] for name in drafting.options]
         owners = [method.name for method in named if method.target is not None]
-        self._check_selects(drafting, next(iter(owners), ""))
-        for one, other in _at_odds(named):
+        self._check_selection(drafting, next(iter(owners), ""))
+        for one, other in _conflicts(named):
             raise OptionError(
                 f"{one.name} drafts in the buffers in which {other.name} keeps its "
                 "draft; leave one of the two methods out",
                 "method",
             )
 
-    def _check_selects(self, drafting: Drafting, owner: str = "") -> None:
-        """Refuse to select KV rows where a target cannot.
+    def _check_selection(self, drafting: Drafting, owner: str = "") -> None:
+        """Raise `OptionError` where KV rows should be selected and cannot be.
 
-        `owner` names the method whose own target verifies, if any.
+        `owner` names the method whose own target verifies, if there is such a method.
         """
         if not drafting.select_kv:
             return
@@ -404,8 +414,8 @@ class Planner:
             raise DraftingError(f"{refusal}, or leave select_kv out")
 
 
-def _at_odds(chosen: Iterable[Method[Any]]) -> list[tuple[Method[Any], Method[Any]]]:
-    """The pairs of which one fills the target's buffers, and the other's target too."""
+def _conflicts(chosen: Iterable[Method[Any]]) -> list[tuple[Method[Any], Method[Any]]]:
+    """The pairs of a method that fills the target's buffers, and one with a target."""
     return [
         (one, other)
         for one, other in permutations(chosen, 2)

@@ -21,19 +21,21 @@ from jetdraft.bundle import Bundle
 from jetdraft.runtime.proposers.method import Method
 
 GROUP = "jetdraft.methods"
+"""The group of entry points that bring methods."""
 
 AUTO, NONE = "auto", "none"
 """Names in place of a method: the methods that promise most, and plain decoding."""
 
 
 def load_object(name: str) -> Any:
-    """The object of a name like "jetdraft.methods.ppd.method:METHOD"."""
+    """Import the object of a name like "jetdraft.methods.ppd.method:METHOD"."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
 
 
 @cache
-def _registered() -> dict[str, Method[Any]]:
+def _load_methods() -> dict[str, Method[Any]]:
+    """All methods by name, loaded once; warns of entry points that fail."""
     registered: dict[str, Method[Any]] = {
         name: load_object(f"jetdraft.methods.{name}.method:METHOD")
         for name in load_object("jetdraft.methods:OWN")
@@ -43,18 +45,21 @@ def _registered() -> dict[str, Method[Any]]:
             method = entry.load()
         except Exception as error:  # another package may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
-            _warn(entry.name, f"it cannot be loaded ({reason})")
+            _warn_left_out(entry.name, f"it cannot be loaded ({reason})")
             continue
         if not isinstance(method, Method):
-            _warn(entry.name, f"{entry.value} is not a jetdraft.methods.Method")
+            _warn_left_out(
+                entry.name, f"{entry.value} is not a jetdraft.methods.Method"
+            )
         elif method.name in registered:
-            _warn(entry.name, f"there is a method {method.name!r} already")
+            _warn_left_out(entry.name, f"there is a method {method.name!r} already")
         else:
             registered[method.name] = method
     return registered
 
 
-def _warn(name: str, reason: str) -> None:
+def _warn_left_out(name: str, reason: str) -> None:
+    """Warn that an entry point is left out, with the reason."""
     warnings.warn(
         f"the entry point {name!r} of {GROUP} is left out: {reason}", stacklevel=4
     )
@@ -62,7 +67,7 @@ def _warn(name: str, reason: str) -> None:
 
 def methods() -> Mapping[str, Method[Any]]:
     """Every method by its name, jetdraft's own first."""
-    return MappingProxyType(_registered())
+    return MappingProxyType(_load_methods())
 
 
 def methods_of(bundle: Bundle) -> tuple[str, ...]:
@@ -78,7 +83,7 @@ def registered(method: Method[Any]) -> Iterator[None]:
     with registered(Method("repeat", "the last token", make)):
         model.generate(prompt, method="repeat")
     """
-    table = _registered()
+    table = _load_methods()
     before = dict(table)
     table[method.name] = method
     try:

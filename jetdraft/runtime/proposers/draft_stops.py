@@ -18,8 +18,8 @@ from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Answer
 
-REPEATED = 3
-"""Applications of an acceptance head's one block (D in SpecDec++)."""
+BLOCK_REPEATS = 3
+"""How often an acceptance head applies its block (D in SpecDec++)."""
 
 THRESHOLDS = {"confidence": 0.6, "product": 0.3, "learned": 0.3}
 """The rules, and the rate below which each stops where no threshold is given.
@@ -46,8 +46,8 @@ class DraftStop:
     def begin(self) -> None:
         self._rate = 1.0
 
-    def stop(self, answer: Answer) -> bool:
-        """Whether the token drafted from this answer is the draft's last."""
+    def ends_draft(self, answer: Answer) -> bool:
+        """Take the rate of the token after `answer`; whether the draft ends there."""
         rate = self.rate(answer)
         self._rate = self._rate * rate if self.product else rate
         return self._rate < self.threshold
@@ -58,10 +58,10 @@ def confidence(answer: Answer) -> float:
     return float(np.exp(answer.candidate_logits[0, 0] - answer.logsumexp[0]))
 
 
-def draft_stop(
+def make_draft_stop(
     rule: str | None, threshold: float | None, loaded: LoadedBundle
 ) -> DraftStop | None:
-    """The rule of that name; None if no rule is named.
+    """Make the rule of that name; None if no rule is named.
 
     The threshold of "learned" is the rate of a rejection, 1 minus the product. Raises
     `DraftingError` without a drafter, and `StoreError` without an acceptance head.
@@ -82,7 +82,7 @@ def draft_stop(
 
 
 def _sigmoid(x: Any) -> Any:
-    """Without overflow at either end."""
+    """1 / (1 + exp(-x)), without overflow at either end."""
     return 0.5 * (1.0 + np.tanh(0.5 * x))
 
 
@@ -90,7 +90,7 @@ def _sigmoid(x: Any) -> Any:
 class AcceptanceHead:
     """The chance that a drafted token is accepted, from the drafter's hidden state.
 
-    One residual block x + SiLU(W x), applied `REPEATED` times, and a linear layer:
+    One residual block x + SiLU(W x), applied `BLOCK_REPEATS` times, and a linear layer:
     `block` float32 [h, h], `out` [h], `bias` []. `scale` [] scales hidden states to
     unit size.
     """
@@ -103,7 +103,7 @@ class AcceptanceHead:
     def rate(self, hidden: Float32s) -> float:
         """The chance that the token drafted from a hidden state [h] is accepted."""
         x = hidden * self.scale
-        for _ in range(REPEATED):
+        for _ in range(BLOCK_REPEATS):
             z = self.block @ x
             x = x + z * _sigmoid(z)
         return float(_sigmoid(self.out @ x + self.bias))

@@ -19,7 +19,7 @@ from jetdraft.runtime.proposers.draft_stops import (
     THRESHOLDS,
     DraftStop,
     confidence,
-    draft_stop,
+    make_draft_stop,
 )
 from jetdraft.runtime.proposers.method import Cost, Method, OptionsT, check_choice
 from jetdraft.runtime.proposers.model_proposer import (
@@ -38,6 +38,7 @@ SAMPLES = ({"tree": "best"}, {"tree": "heap"}, {"tree": "comb"})
 """Options that `jetdraft check` tries beside the defaults."""
 
 PROBABILITY = Range(lambda p: 0.0 <= p <= 1.0, "0 (off) to 1")
+"""The range of a probability that 0 switches off."""
 
 Make = Callable[[str, LoadedBundle, DraftCache, OptionsT], Proposer]
 """Makes the proposer of a method of that name, which drafts with that cache."""
@@ -100,8 +101,8 @@ class BlockOptions(TreeOptions):
 def drafts(
     name: str, loaded: LoadedBundle, cache: DraftCache, options: DraftOptions
 ) -> Proposer:
-    """Drafts token by token, or tree level by tree level."""
-    stop = draft_stop(options.stopping, options.stop_threshold, loaded)
+    """Make a proposer that drafts token by token, or level by level of a tree."""
+    stop = make_draft_stop(options.stopping, options.stop_threshold, loaded)
     return chains_or_trees(name, loaded, cache, options, loaded.curve.drafter, stop)
 
 
@@ -130,7 +131,7 @@ def guesses(
     options: TreeOptions,
     chain: Grow | None = None,
 ) -> Proposer:
-    """Drafts the several tokens that one answer guesses: a `chain`, or a tree."""
+    """Make a proposer of what one answer guesses: a `chain`, or a tree."""
     contract, count = loaded.target.contract, cache.graph.contract.guesses
     if options.branched:
         check_trees(loaded.target)
@@ -149,7 +150,7 @@ def guesses(
 def blocks(
     name: str, loaded: LoadedBundle, cache: DraftCache, options: BlockOptions
 ) -> Proposer:
-    """Drafts the sure beginning of a block, or a tree of its guesses."""
+    """Make a proposer of a block: its beginning up to a doubt, or a tree of guesses."""
     chain = Guesses(DraftStop(confidence, options.confidence), options.steps)
     return guesses(name, loaded, cache, options, chain)
 
@@ -184,7 +185,8 @@ def drafter_method(
             return ""
         return f"export with {flag}" + (f", and {needs}" if flag == "--head" else "")
 
-    def checked(loaded: LoadedBundle, options: OptionsT) -> Proposer:
+    def make_checked(loaded: LoadedBundle, options: OptionsT) -> Proposer:
+        """Make the proposer; raises `OptionError` if the drafter is off or missing."""
         if loaded.draft_cache is None or lacks(loaded.bundle):
             raise OptionError(
                 f"{name} needs {needs}; export with {flag}, and do not pass "
@@ -196,7 +198,7 @@ def drafter_method(
     return Method(
         name,
         summary,
-        checked,
+        make_checked,
         options,
         lacks=lacks,
         in_auto=lambda options: in_auto,

@@ -43,31 +43,33 @@ class LookupProposer(Proposer):
         source: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         self.traits = Traits("lookup", max_draft_tokens=max_match)
-        earlier = [] if store is None else [_Earlier(store)]
-        self._sources: list[_Own | _Earlier] = [_Own(), *earlier]
+        earlier = [] if store is None else [_ResponseLookup(store)]
+        self._lookups: list[_SequenceLookup] = [_SequenceLookup(), *earlier]
         self._source, self._before = source, list[int]()
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
+        """Forget the last sequence, and index the responses stored since."""
         self._before = list(self._source())
-        for source in self._sources:
+        for source in self._lookups:
             source.begin()
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
+        """A chain of the tokens after the best match."""
         self.read(context)
-        guess = self.after([], min(budget, self.traits.max_draft_tokens))
+        guess = self.guess_after([], min(budget, self.traits.max_draft_tokens))
         self.evidence = guess.evidence(0)
         return Rows.chain([context[-1], *guess.tokens])
 
     def read(self, context: Tokens) -> None:
-        """Learn a context, which `after` continues."""
+        """Index the new tokens of `context`, which `guess_after` continues."""
         if self._before:
             context = [*self._before, *context]
-        for source in self._sources:
+        for source in self._lookups:
             source.read(context)
 
-    def after(self, drafted: Sequence[int], count: int) -> Guess:
-        """What follows the last context and `drafted` tokens, which are not kept."""
-        guesses = [source.after(drafted, count) for source in self._sources]
+    def guess_after(self, drafted: Sequence[int], count: int) -> Guess:
+        """The best guess of `count` tokens after the context and `drafted` tokens."""
+        guesses = [source.guess_after(drafted, count) for source in self._lookups]
         return max(guesses, key=lambda guess: guess.score)
 
 
@@ -86,8 +88,8 @@ class Guess(NamedTuple):
         return min((self.match + place).bit_length(), MOST_EVIDENCE)
 
 
-class _Own:
-    """Looks up endings in prompt and output."""
+class _SequenceLookup:
+    """Looks up endings in prompt and output; see `LookupProposer` for the methods."""
 
     def __init__(self) -> None:
         self._restart()
@@ -116,7 +118,7 @@ class _Own:
         match = self._automaton.match
         self._place = match, self._automaton.length(match)
 
-    def after(self, drafted: Sequence[int], count: int) -> Guess:
+    def guess_after(self, drafted: Sequence[int], count: int) -> Guess:
         """What follows, no more than the match is long."""
         place = self._place
         for token in drafted:
@@ -125,8 +127,8 @@ class _Own:
         return Guess(*self._automaton.follow(state, min(count, length)), length)
 
 
-class _Earlier(_Own):
-    """Looks up endings in the responses of earlier requests."""
+class _ResponseLookup(_SequenceLookup):
+    """Looks up endings in the responses of earlier requests; as `_SequenceLookup`."""
 
     def __init__(self, store: ResponseStore) -> None:
         super().__init__()
@@ -139,7 +141,7 @@ class _Earlier(_Own):
 
     def begin(self) -> None:
         self._restart()
-        entries = self._latest()
+        entries = self._latest_entries()
         if len(self._indexed) > 2 * len(entries):
             self._automaton, self._indexed = SuffixAutomaton(), set()
         for entry in reversed(entries):
@@ -150,7 +152,7 @@ class _Earlier(_Own):
                 self._automaton.begin()
                 self._automaton.extend(entry.response)
 
-    def _latest(self) -> list[Entry]:
+    def _latest_entries(self) -> list[Entry]:
         """The latest entries, as many as the automaton should hold."""
         sizes = accumulate(len(entry.response) for entry in self._store.entries)
         within = sum(size <= MOST_INDEXED for size in sizes)

@@ -66,8 +66,8 @@ class MethodOptions:
     tolerance: float = TOLERANCE
 
     def __post_init__(self) -> None:
-        for key, hint in _hints(type(self)).items():  # type: ignore[arg-type]
-            value = _read(key, getattr(self, key), hint)
+        for key, hint in _field_types(type(self)).items():  # type: ignore[arg-type]
+            value = _read_value(key, getattr(self, key), hint)
             object.__setattr__(self, key, value)
         if refusal := next(self.refusals(), ""):
             raise DraftingError(refusal)
@@ -90,14 +90,14 @@ class MethodOptions:
 
     @property
     def checker(self) -> Verifier:
-        """The verifier itself, with the settings that are its own."""
+        """The `Verifier` that `verifier` names, with the values of its settings."""
         verifier = VERIFIERS[self.verifier]
         settings = {name: getattr(self, name) for name in verifier.settings}
         return verifier.with_settings(settings) if settings else verifier
 
     @property
     def draft_size(self) -> int | None:
-        """The rows of every draft; None lets a controller choose them each round."""
+        """The rows of every draft; None lets a controller choose in each round."""
         return None
 
     @property
@@ -126,11 +126,12 @@ class MethodOptions:
         keys = cls.option_names()
         for key in settings:
             if key not in keys:
-                raise unknown_key(key, keys)
+                raise unknown_key_error(key, keys)
         return cls(**settings)  # type: ignore[arg-type]
 
 
-def unknown_key(key: str, keys: Sequence[str]) -> OptionError:
+def unknown_key_error(key: str, keys: Sequence[str]) -> OptionError:
+    """The error for a key that no method has, with the keys that it could be."""
     return DraftingError(f"unknown drafting option {key!r}; choose {', '.join(keys)}")
 
 
@@ -142,7 +143,7 @@ def check_choice(
         raise DraftingError(f"unknown {key} {value!r}; choose {names}")
 
 
-_hints = cache(get_type_hints)
+_field_types = cache(get_type_hints)
 
 OptionsT = TypeVar("OptionsT", bound=MethodOptions)
 
@@ -211,15 +212,16 @@ class Method(Generic[OptionsT]):
 
 
 def _integers(items: Sequence[Any]) -> tuple[int, ...]:
+    """A tuple of ints, also from texts; raises `TypeError` or `ValueError`."""
     if any(isinstance(item, bool) for item in items):
         raise TypeError
     return tuple(int(item) if isinstance(item, str) else index(item) for item in items)
 
 
-_FLAGS = {"true": True, "True": True, "false": False, "False": False}
+_BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
 
-_TYPES: dict[Any, tuple[Any, Callable[[Any], Any], Callable[[str], Any], str]] = {
-    bool: (bool, bool, _FLAGS.__getitem__, "true or false"),
+_READERS: dict[Any, tuple[Any, Callable[[Any], Any], Callable[[str], Any], str]] = {
+    bool: (bool, bool, _BOOLEANS.__getitem__, "true or false"),
     int: (Integral, int, int, "an integer"),
     float: (Real, float, float, "a number"),
     Path: (Path, Path, Path, "a path"),
@@ -235,16 +237,17 @@ _TYPES: dict[Any, tuple[Any, Callable[[Any], Any], Callable[[str], Any], str]] =
 value of them and a text are read, and the words for the type."""
 
 
-def _read(key: str, value: object, hint: Any) -> Any:
+def _read_value(key: str, value: object, hint: Any) -> Any:
+    """A value as its field's type, from text or from Python; raises `DraftingError`."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if unreadable := {*kinds} - {*_TYPES, NoneType}:
+    if unreadable := {*kinds} - {*_READERS, NoneType}:
         raise DraftingError(
             f"drafting option {key} has a field of type {unreadable.pop()}; declare it "
             "with a type that MethodOptions lists"
         )
     if value is None and NoneType in kinds:
         return None
-    types = [_TYPES[kind] for kind in _TYPES if kind in kinds]
+    types = [_READERS[kind] for kind in _READERS if kind in kinds]
     for accepted, read, read_text, _ in types:
         flag = isinstance(value, bool) and accepted is not bool
         try:

@@ -58,10 +58,11 @@ class ModelProposer(Proposer):
         self.chooser = chooser
 
     def keep(self, kept: int) -> int:
+        """See `DraftCache.keep`."""
         return self.cache.keep(kept)
 
     def observe(self, seen: Seen) -> None:
-        """Show the cache the accepted rows, whoever proposed them."""
+        """Give the cache the features of the accepted rows, whoever proposed them."""
         path, features = seen.path, seen.answer.features
         if features is None:
             return
@@ -73,9 +74,11 @@ class ModelProposer(Proposer):
         self.cache.observe(seen.length - 1 - end, tokens, rows)
 
     def catch_up(self, context: Tokens) -> None:
+        """Run most of what the graph has missed; see `DraftCache.catch_up`."""
         self.cache.catch_up(context)
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
+        """Catch up with the context, then draft a chain or what `grow` makes."""
         tokens, kind, stop = [context[-1]], self.traits.kind, self.stop
         answer = self.cache.follow(context)
         grow = self.grow
@@ -89,7 +92,7 @@ class ModelProposer(Proposer):
         while answer is not None:
             position = len(context) + len(tokens) - 1
             tokens.append(self.chooser.choose(answer, [position])[0])
-            if len(tokens) > budget or (stop is not None and stop.stop(answer)):
+            if len(tokens) > budget or (stop is not None and stop.ends_draft(answer)):
                 break
             answer = self.cache.step(tokens[-1])
         return Rows.chain(tokens, kind)
@@ -145,21 +148,21 @@ class Guesses:
         half = count if self.steps == 1 else (count + 1) // 2
         if self.stop is not None:
             self.stop.begin()
-        tokens, is_sure = self._sure(answer.first(half), place, chooser)
+        tokens, is_sure = self._choose_until_doubt(answer.first(half), place, chooser)
         if half < count and is_sure:
             rest = cache.refine(tokens).first(count - half)
-            tokens += self._sure(rest, place + half, chooser)[0]
+            tokens += self._choose_until_doubt(rest, place + half, chooser)[0]
         return Rows.chain([*tree.tokens, *tokens], tree.kind)
 
-    def _sure(
+    def _choose_until_doubt(
         self, guesses: Answer, place: int, chooser: Chooser
     ) -> tuple[list[int], bool]:
-        """The chosen tokens up to the first doubt, and whether there is no doubt."""
+        """The tokens chosen up to the first doubt, and whether there was no doubt."""
         count, stop = len(guesses.candidates), self.stop
         tokens = chooser.choose(guesses, range(place, place + count))
         if stop is not None:
             for row in range(count):
-                if stop.stop(guesses.rows(slice(row, row + 1))):
+                if stop.ends_draft(guesses.rows(slice(row, row + 1))):
                     return tokens[: row + 1], False
         return tokens, True
 
@@ -192,20 +195,20 @@ class ProbeProposer(Proposer):
     def __init__(self, traits: Traits, shape: Shape | None = None) -> None:
         self.traits, self.shape = traits, shape
         self.chooser = Chooser(Sampling())
-        self._ready: tuple[int, Answer] | None = None
+        self._last_guesses: tuple[int, Answer] | None = None
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
-        self.chooser, self._ready = chooser, None
+        self.chooser, self._last_guesses = chooser, None
 
     def observe(self, seen: Seen) -> None:
         """Keep the answer of the probes of the last accepted row."""
         probes = seen.answer.probes.get(seen.path[-1])
-        self._ready = None if probes is None else (seen.length, probes)
+        self._last_guesses = None if probes is None else (seen.length, probes)
 
     def guesses(self, context: Tokens) -> Answer | None:
-        """What the probes of the last pass guessed, if it had probes."""
-        is_ready = self._ready is not None and self._ready[0] == len(context)
-        return self._ready[1] if self._ready and is_ready else None
+        """The answer of the last pass's probes; None unless it is after `context`."""
+        guesses = self._last_guesses
+        return guesses[1] if guesses and guesses[0] == len(context) else None
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         answer, root = self.guesses(context), context[-1]
@@ -213,20 +216,22 @@ class ProbeProposer(Proposer):
             return Rows.chain([root], self.traits.kind)
         shape = self.shape if parents is None else Static(parents)
         if shape is not None:
-            return self.grown(shape, answer, context, budget)
+            return self.grow_tree(shape, answer, context, budget)
         count, place = min(budget, len(answer.candidates)), len(context)
         places = range(place, place + count)
         tokens = self.chooser.choose(answer.first(count), places)
         return Rows.chain([root, *tokens], self.traits.kind)
 
-    def grown(self, shape: Shape, answer: Answer, context: Tokens, budget: int) -> Rows:
+    def grow_tree(
+        self, shape: Shape, answer: Answer, context: Tokens, budget: int
+    ) -> Rows:
         kind, sampling = self.traits.kind, self.chooser.sampling
         tree = Tree(kind, sampling, len(context), budget, [context[-1]])
         return Shared(shape)(None, answer, tree, self.chooser)
 
 
 def distributions(answer: Answer, chooser: Chooser) -> list[Distribution]:
-    """The distribution of each row of an answer, which a pass may overwrite then."""
+    """Copy the distribution of each row of an answer, before a pass overwrites it."""
     return [
         chooser.draft_distribution(answer.rows(slice(row, row + 1)))
         for row in range(len(answer.candidates))

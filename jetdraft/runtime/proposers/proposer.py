@@ -14,6 +14,8 @@ from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.text.constraint import Matcher
 
 Tokens = Sequence[int]
+"""Token ids: the prompt and what follows it."""
+
 Parents = Sequence[int] | None
 """The parents of rows 1, 2, ...; row 0 is the root."""
 
@@ -69,7 +71,7 @@ class Observer:
         """Start a new generation, whose tokens `chooser` picks; forget the last."""
 
     def observe(self, seen: Seen) -> None:
-        """Look at a pass of the target, whoever proposed its rows."""
+        """Take a pass of the target, whoever proposed its rows."""
 
     def time(self, round_: Round) -> None:
         """Learn from the times of a round, after `observe` has seen its pass."""
@@ -77,7 +79,7 @@ class Observer:
     def end(
         self, prompt: Sequence[int], response: Sequence[int], user: str, stats: Stats
     ) -> None:
-        """The generation has ended, and was neither closed early nor failed."""
+        """End a generation that was neither closed early nor failed."""
 
 
 class Proposer(Observer, ABC):
@@ -127,14 +129,14 @@ class Proposer(Observer, ABC):
         """
 
     def forget(self) -> None:
-        """Unlearn what earlier generations taught."""
+        """Reset what was learned of earlier generations; see `Model.forget`."""
 
 
 # --- where the text is constrained: some tokens must come, others may not ------------
 
 
 class ForcedProposer(Proposer):
-    """Drafts the tokens that a constraint leaves no choice about.
+    """Drafts the tokens that a constraint forces.
 
     ForcedProposer(matcher).propose(context, budget=8)   # after {"na: me":
     """
@@ -145,6 +147,7 @@ class ForcedProposer(Proposer):
         self._matcher = matcher
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
+        """A chain of the tokens that must come next; the root alone without any."""
         return Rows.chain([context[-1], *self._matcher.forced(context, budget)])
 
 
@@ -163,13 +166,14 @@ class ConstrainedProposer(Proposer):
         return self._inner.session_seconds
 
     def keep(self, kept: int) -> int:
+        """See the inner proposer's `keep`."""
         return self._inner.keep(kept)
 
     def catch_up(self, context: Tokens) -> None:
         self._inner.catch_up(context)
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """The forced tokens, and below them the inner rows that may come."""
+        """The forced tokens, and below them the allowed rows of the inner draft."""
         forced, self.evidence = self._matcher.forced(context, budget), 0
         if len(forced) == budget:
             return Rows.chain([context[-1], *forced], self.traits.kind)
@@ -182,6 +186,7 @@ class ConstrainedProposer(Proposer):
         return self._matcher.allowed(rows, context)
 
 
-def constrained(proposers: Sequence[Proposer], matcher: Matcher) -> list[Proposer]:
+def constrain(proposers: Sequence[Proposer], matcher: Matcher) -> list[Proposer]:
+    """Wrap the proposers so that they draft what `matcher` allows."""
     wrapped = [ConstrainedProposer(inner, matcher) for inner in proposers]
     return [*wrapped, ForcedProposer(matcher)] if wrapped else []

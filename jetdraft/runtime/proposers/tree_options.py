@@ -25,11 +25,14 @@ AUTO, CHAIN = "auto", "chain"
 DEFAULT_SIZE = 7
 """Rows of a tree whose options give no size."""
 
-ADAPTIVE: dict[str, type[Best | Heap | ReachThreshold | Rerank | Comb | Merged]] = {
+SHAPES: dict[str, type[Best | Heap | ReachThreshold | Rerank | Comb | Merged]] = {
     shape.name: shape for shape in (Best, Heap, ReachThreshold, Rerank, Comb, Merged)
 }
-TREES = (AUTO, CHAIN, *ADAPTIVE, Kary.name, Static.name)
+TREES = (AUTO, CHAIN, *SHAPES, Kary.name, Static.name)
+"""The values of `tree`."""
+
 SIBLINGS = tuple(kind.value for kind in Kind)
+"""The values of `siblings`."""
 
 
 @dataclass(frozen=True)
@@ -96,17 +99,17 @@ class TreeOptions(MethodOptions):
 
     @property
     def kind(self) -> Kind:
-        """How siblings are picked."""
+        """How siblings are picked, as a `Kind`."""
         return Kind(self.siblings)
 
     @property
     def shape(self) -> Shape:
-        """A new shape, if drafts are `branched`."""
+        """A new shape as `tree` names it, for options that are `branched`."""
         if self.branching is not None:
             return Kary(self.branching)
         if self.tree_parents is not None:
             return Static(self.tree_parents)
-        return ADAPTIVE[self.tree]()
+        return SHAPES[self.tree]()
 
     @property
     def size_is_fixed(self) -> bool:

@@ -85,45 +85,48 @@ class Chooser:
         return tokens
 
     def _sample(self, answer: Answer, positions: Int64s) -> Int64s:
-        """Gumbel-max over each row's candidates, and over more tokens if needed."""
+        """Gumbel-max per row: over the candidates, and over more tokens if needed."""
         ids, sampling = answer.candidates, self.sampling
         scaled = answer.candidate_logits.astype(np.float64) / sampling.temperature
         scores = scaled - np.log(exponentials(sampling.seed, positions[:, None], ids))
-        if self._unfiltered:
+        if self._is_unfiltered:
             best = np.arange(len(ids)), scores.argmax(1)
             chosen = np.asarray(ids[best])
             if ids.shape[1] < answer.vocab_size:
-                self._challenge(answer, positions, scaled[:, -1], scores[best], chosen)
+                self._try_other_tokens(
+                    answer, positions, scaled[:, -1], scores[best], chosen
+                )
             return chosen
-        kept = self._kept(scaled, answer)
+        kept = self._count_kept_tokens(scaled, answer)
         limit = np.where(kept == _OPEN, scaled.shape[1], kept)
         scores[np.arange(scaled.shape[1]) >= limit[:, None]] = -np.inf
         chosen = np.asarray(ids[np.arange(len(ids)), scores.argmax(1)])
         still_open = np.flatnonzero(kept == _OPEN)
         if len(still_open):
-            wider = self._wider(answer, still_open)
+            wider = self._widen(answer, still_open)
             chosen[still_open] = self._sample(wider, positions[still_open])
         return chosen
 
     @property
-    def _unfiltered(self) -> bool:
+    def _is_unfiltered(self) -> bool:
+        """Whether top-k, top-p and min-p are all off."""
         sampling = self.sampling
         return sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0
 
-    def _kept(self, scaled: Float64s, answer: Answer) -> Int64s:
+    def _count_kept_tokens(self, scaled: Float64s, answer: Answer) -> Int64s:
         """Per row, the number of tokens that the filters keep, or `_OPEN`.
 
         `scaled` is float64 [n, K]: logits over temperature, best first.
         """
         rows, candidates = scaled.shape
         vocabulary, sampling = answer.vocab_size, self.sampling
-        if self._unfiltered:
+        if self._is_unfiltered:
             return np.full(rows, _OPEN if candidates < vocabulary else candidates)
         total = min(sampling.top_k or vocabulary, vocabulary)
         most = np.full(rows, total)
         least = np.minimum(most, candidates)
         if sampling.top_p < 1.0:
-            least, most = self._nucleus(scaled, most, answer)
+            least, most = self._nucleus_bounds(scaled, most, answer)
         if sampling.min_p > 0.0:
             passes = scaled >= scaled[:, :1] + np.log(sampling.min_p)
             count = np.count_nonzero(passes, axis=1)
@@ -132,24 +135,26 @@ class Chooser:
             most = np.where(count < candidates, np.minimum(most, count), most)
         return np.where(least == most, least, _OPEN)
 
-    def _nucleus(
+    def _nucleus_bounds(
         self, scaled: Float64s, most: Int64s, answer: Answer
     ) -> tuple[Int64s, Int64s]:
         """Bounds of the number of best tokens whose probability reaches top-p.
 
         The filters before leave `most` tokens. Their mass is known if all of them are
-        candidates, and else at most `_tail` more than the mass of the candidates.
+        candidates, and else at most `_tail_bound` more than the mass of the candidates.
         """
         candidates = scaled.shape[1]
         mass = np.cumsum(np.exp(scaled - scaled[:, :1]), axis=1)
         counted = np.minimum(most, candidates)
         counted_mass = mass[np.arange(len(counted)), counted - 1]
-        tail = np.where(most > candidates, self._tail(scaled, answer), 0.0)
-        least = np.minimum(_prefix(mass, self.sampling.top_p * counted_mass), counted)
-        longest = _prefix(mass, self.sampling.top_p * (counted_mass + tail))
+        tail = np.where(most > candidates, self._tail_bound(scaled, answer), 0.0)
+        least = np.minimum(
+            _count_to_mass(mass, self.sampling.top_p * counted_mass), counted
+        )
+        longest = _count_to_mass(mass, self.sampling.top_p * (counted_mass + tail))
         return least, np.where(longest > counted, most, longest)
 
-    def _tail(self, scaled: Float64s, answer: Answer) -> Float64s:
+    def _tail_bound(self, scaled: Float64s, answer: Answer) -> Float64s:
         """An upper bound of the mass of all tokens that are not candidates, [n].
 
         Relative to the mass of the best candidate:
@@ -175,9 +180,9 @@ class Chooser:
         if self.sampling.temperature == 0:
             return Distribution(answer.candidates[0, :1].copy(), np.ones(1))
         scaled = answer.candidate_logits.astype(np.float64) / self.sampling.temperature
-        kept = int(self._kept(scaled, answer)[0])
+        kept = int(self._count_kept_tokens(scaled, answer)[0])
         if kept == _OPEN:
-            return self.distribution(self._wider(answer, np.zeros(1, np.int64)))
+            return self.distribution(self._widen(answer, np.zeros(1, np.int64)))
         return _softmax(answer, scaled, kept)
 
     def draft_distribution(self, answer: Answer) -> Distribution:
@@ -186,18 +191,18 @@ class Chooser:
         scaled = answer.candidate_logits.astype(np.float64) / temperature
         kept = _OPEN
         if self.sampling.temperature:
-            kept = int(self._kept(scaled, answer)[0])
+            kept = int(self._count_kept_tokens(scaled, answer)[0])
         return _softmax(answer, scaled, scaled.shape[1] if kept == _OPEN else kept)
 
-    def _wider(self, answer: Answer, rows: Int64s) -> Answer:
-        """Some rows with `_WIDER` times the candidates, or the `top_k` best tokens."""
+    def _widen(self, answer: Answer, rows: Int64s) -> Answer:
+        """`rows` with `_WIDER` times the candidates, or `top_k`; reads all logits."""
         logits, known = answer.logits[rows], answer.candidates.shape[1]
         count = min(max(_WIDER * known, self.sampling.top_k), answer.vocab_size)
         ids = np.stack([best_ids(row, count) for row in logits])
         values = np.take_along_axis(logits, ids, axis=1)
         return Answer(ids, values, answer.logsumexp[rows], logits)
 
-    def _challenge(
+    def _try_other_tokens(
         self,
         answer: Answer,
         positions: Int64s,
@@ -229,13 +234,13 @@ _OPEN = -1
 
 
 def _softmax(answer: Answer, scaled: Float64s, kept: int) -> Distribution:
-    """The softmax over one row's first `kept` candidates; `scaled` is [1, K]."""
+    """The softmax over the first `kept` candidates of a row; `scaled` is [1, K]."""
     weights = np.exp(scaled[0, :kept] - scaled[0, 0])
     ids = answer.candidates[0, :kept].copy()
     return Distribution(ids, weights / weights.sum())
 
 
-def _prefix(mass: Float64s, wanted: Float64s) -> Int64s:
+def _count_to_mass(mass: Float64s, wanted: Float64s) -> Int64s:
     """How many candidates the cumulative `mass` [n, K] takes to reach `wanted` [n]."""
     return np.asarray(np.count_nonzero(mass < wanted[:, None], axis=1) + 1)
 

@@ -52,7 +52,7 @@ class Change(Protocol):
         """Change all logits of the row, float32 [vocab], in place."""
 
     def at(self, ids: Int64s, values: Float32s) -> Float32s:
-        """The new logits of single tokens, whose old ones are `values`."""
+        """The new logits of `ids`, whose logits before are `values`."""
 
     def best(self, answer: Answer, row: int) -> tuple[Int64s, Float32s] | None:
         """The best tokens of `answer` after the change, best first, and their logits.
@@ -61,9 +61,9 @@ class Change(Protocol):
         """
 
 
-def changed(answer: Answer, changes: Sequence[Change | None]) -> Answer:
-    """The answer after one change for each of its rows; None changes nothing."""
-    later, width = _Later(answer, changes), answer.candidates.shape[1]
+def apply_changes(answer: Answer, changes: Sequence[Change | None]) -> Answer:
+    """The answer after one change for each of its rows; logits follow when read."""
+    later, width = _LazyLogits(answer, changes), answer.candidates.shape[1]
     best = []
     for row, change in enumerate(changes):
         known: _Best | None = answer.candidates[row], answer.candidate_logits[row]
@@ -86,7 +86,7 @@ def changed(answer: Answer, changes: Sequence[Change | None]) -> Answer:
     )
 
 
-class _Later:
+class _LazyLogits:
     """The changed logits, float32 [m, vocab], computed when they are first read."""
 
     def __init__(self, answer: Answer, changes: Sequence[Change | None]) -> None:
@@ -104,7 +104,7 @@ class _Later:
             self.is_filled = True
 
     def at(self, rows: Int64s, ids: Int64s) -> Float32s:
-        """Single logits, without the work for all tokens."""
+        """Single logits float32 [n], without the work for all tokens."""
         values = self.answer.logits_at(rows, ids)
         for row in np.unique(rows):
             own, change = rows == row, self.changes[row]
@@ -158,7 +158,7 @@ class Mask:
             return None
         inside = np.flatnonzero(self.allowed)
         logits = np.maximum(answer.logits[row, inside], NEVER / 2)
-        best, forbidden = ordered(inside, logits), ids[~kept]
+        best, forbidden = sort_best_first(inside, logits), ids[~kept]
         never = np.full(len(forbidden), NEVER)
         return np.append(best[0], forbidden), np.append(best[1], never)
 
@@ -173,7 +173,7 @@ def best_ids(row: Float32s, count: int) -> Int64s:
     return np.append(better[np.argsort(-row[better], kind="stable")], equal)
 
 
-def ordered(ids: Int64s, values: Float32s) -> tuple[Int64s, Float32s]:
+def sort_best_first(ids: Int64s, values: Float32s) -> tuple[Int64s, Float32s]:
     """Tokens and their logits, best first; of equal logits the lower id first."""
     order = np.lexsort((ids, -values))
     return ids[order], values[order]
@@ -247,39 +247,41 @@ class PenaltyProcessor:
         # The changed tokens, and by token id: bias, count in the output, and whether
         # it is in the text; made when the vocabulary's size is known.
         self._ids: set[int] = set()
-        self._bias = self._times = np.zeros(0, np.float32)
-        self._seen = np.zeros(0, bool)
+        self._bias = self._output_counts = np.zeros(0, np.float32)
+        self._is_in_text = np.zeros(0, bool)
 
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """The answer with penalized logits; `context` ends with the root of `rows`."""
-        if not len(self._seen):
+        if not len(self._is_in_text):
             biases = self.penalties.biases
             self._bias = np.zeros(answer.vocab_size, np.float32)
             self._bias[list(biases)] = list(biases.values())
-            self._times = np.zeros(answer.vocab_size, np.float32)
-            self._seen = np.zeros(answer.vocab_size, bool)
+            self._output_counts = np.zeros(answer.vocab_size, np.float32)
+            self._is_in_text = np.zeros(answer.vocab_size, bool)
             self._ids.update(biases)
             if self.penalties.repetition_penalty != 1.0:
                 self._ids.update(self._prompt)
-                self._seen[list(self._prompt)] = True
+                self._is_in_text[list(self._prompt)] = True
         fresh = context[self._counted :]
         self._counted = len(context)
-        np.add.at(self._times, fresh, 1)
-        self._seen[fresh] = True
+        np.add.at(self._output_counts, fresh, 1)
+        self._is_in_text[fresh] = True
         self._ids.update(fresh)
         ids = np.fromiter(self._ids, np.int64, len(self._ids))
         changes = [
-            self._change(row, ids, path)
+            self._penalize(row, ids, path)
             for row, path in zip(answer.logits, rows.paths, strict=True)
         ]
-        return changed(answer, changes)
+        return apply_changes(answer, changes)
 
-    def _change(self, logits: Float32s, ids: Int64s, path: Sequence[int]) -> _Penalized:
+    def _penalize(
+        self, logits: Float32s, ids: Int64s, path: Sequence[int]
+    ) -> _Penalized:
         """The new logits of a row, after the tokens of a path to the row."""
         new = np.setdiff1d(np.array(path, np.int64), ids)
         ids = np.concatenate([ids, new])
         values = logits[ids] + self._bias[ids]
-        times, seen = self._times[ids], self._seen[ids]
+        times, seen = self._output_counts[ids], self._is_in_text[ids]
         for token in path:
             times[ids == token] += 1
             seen[ids == token] = True
@@ -304,7 +306,7 @@ class _Penalized:
         logits[self.ids] = self.values
 
     def at(self, ids: Int64s, values: Float32s) -> Float32s:
-        """The new logits of the tokens that are changed."""
+        """The logits `values` of `ids`, with the new values of changed tokens."""
         if not len(self.ids):
             return values
         order = np.argsort(self.ids)
@@ -319,4 +321,4 @@ class _Penalized:
         kept = ~np.isin(ids, self.ids)
         ids = np.concatenate([ids[kept], self.ids])
         values = np.concatenate([values[kept], self.values])
-        return ordered(ids[values > floor], values[values > floor])
+        return sort_best_first(ids[values > floor], values[values > floor])

@@ -67,7 +67,7 @@ class Verifier:
         return replace(self, choose=partial(choose, **settings))
 
     def check_kind(self, kind: Kind) -> None:
-        """Raise `OptionError` if the verifier is not for this kind of draft."""
+        """Raise `OptionError` if the verifier is not made for drafts of this kind."""
         if kind not in self.kinds:
             allowed = ", ".join(sorted(k.value for k in self.kinds))
             raise DraftingError(
@@ -79,10 +79,11 @@ class Verifier:
 def _walk(
     rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
 ) -> list[int]:
+    """The tokens that plain decoding chooses, whatever was drafted."""
     return chooser.choose(answer, positions)
 
 
-def _conditional(
+def _rule_verifier(
     name: str,
     kinds: frozenset[Kind],
     rule: Rule,
@@ -197,7 +198,7 @@ def _rho(p: Float64s, q: Float64s, count: int) -> float:
 def _greedy_plus_one(
     p: Float64s, q: Float64s, children: Sequence[int], kind: Kind
 ) -> Float64s:
-    """The best tokens of q, and one drawn from the rest (Hu et al., 2502.18779)."""
+    """The best tokens of q, and a token drawn from the rest (Hu et al., 2502.18779)."""
     #   q' = q without the fixed tokens, renormalised; t ~ q'
     #   accept t with min(1, p(t) / q'(t))
     #   else y ~ norm(max(p - q', 0)), which can be a fixed token
@@ -250,18 +251,18 @@ def _tolerant(
     return chosen
 
 
-_ALL, _DRAWN = frozenset(Kind), frozenset({Kind.REPLACED, Kind.DISTINCT})
-_REPLACED, _TOP = frozenset({Kind.REPLACED}), frozenset({Kind.TOP_AND_ONE})
+_ALL_KINDS, _DRAWN_KINDS = frozenset(Kind), frozenset({Kind.REPLACED, Kind.DISTINCT})
+_REPLACED_KINDS, _TOP_KINDS = frozenset({Kind.REPLACED}), frozenset({Kind.TOP_AND_ONE})
 _TOLERANT = {"top": TOP, "tolerance": TOLERANCE}
 
 _TABLE = (
-    Verifier("walk", _ALL, _walk),
-    _conditional("rejection", _DRAWN, _single, single_child=True),
-    _conditional("recursive", _DRAWN, _recursive),
-    _conditional("k-seq", _REPLACED, _sequential),
-    _conditional("greedy-plus-one", _TOP, _greedy_plus_one),
-    _conditional("typical", _ALL, _typical, lossy=True),
-    Verifier("tolerant", _ALL, _tolerant, lossy=True, settings=_TOLERANT),
+    Verifier("walk", _ALL_KINDS, _walk),
+    _rule_verifier("rejection", _DRAWN_KINDS, _single, single_child=True),
+    _rule_verifier("recursive", _DRAWN_KINDS, _recursive),
+    _rule_verifier("k-seq", _REPLACED_KINDS, _sequential),
+    _rule_verifier("greedy-plus-one", _TOP_KINDS, _greedy_plus_one),
+    _rule_verifier("typical", _ALL_KINDS, _typical, lossy=True),
+    Verifier("tolerant", _ALL_KINDS, _tolerant, lossy=True, settings=_TOLERANT),
 )
 
 VERIFIERS = {verifier.name: verifier for verifier in _TABLE}

@@ -11,7 +11,7 @@ from itertools import pairwise
 from jetdraft.runtime.piece import Result
 
 SECONDS_PER_SLOT = 0.02
-"""What one slot of the encoder, and one step of timestamps, takes."""
+"""The seconds of a slot of the encoder, and of a step between timestamps."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,19 @@ class Window:
 
 
 def srt(segments: Sequence[Segment]) -> str:
-    """SubRip text."""
+    """The segments as a SubRip text."""
     numbered = enumerate(segments, start=1)
-    return "".join(f"{number}\n{_lines(part, ',')}\n" for number, part in numbered)
+    return "".join(f"{number}\n{_cue(part, ',')}\n" for number, part in numbered)
 
 
 def vtt(segments: Sequence[Segment]) -> str:
-    """WebVTT text."""
-    return "WEBVTT\n\n" + "".join(f"{_lines(part, '.')}\n" for part in segments)
+    """The segments as a WebVTT text."""
+    return "WEBVTT\n\n" + "".join(f"{_cue(part, '.')}\n" for part in segments)
 
 
-def _lines(segment: Segment, mark: str) -> str:
+def _cue(segment: Segment, mark: str) -> str:
     # An arrow would be read as the line of times, and an empty line as the end.
+    """The times and the text of a subtitle; `mark` is before the thousandths."""
     text = " ".join(segment.text.split()).replace("-->", "->")
     return f"{clock(segment.start, mark)} --> {clock(segment.end, mark)}\n{text}\n"
 

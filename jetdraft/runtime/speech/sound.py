@@ -23,19 +23,23 @@ from jetdraft.runtime.drafts.arrays import Float32s, Float64s
 MIN_SECONDS, MAX_SECONDS = 0.1, 2 * 3600.0
 """Seconds of a sound that is read."""
 
-_UNKNOWN = 2**62
-"""Bytes of sound where the header was written before the sound, as into a pipe."""
+_UNKNOWN_SIZE = 2**62
+"""In place of the bytes of sound that a header does not know, as from a pipe."""
 
-_MOST_PARTS = 1000
-"""Parts of a file up to its sound."""
+_MOST_CHUNKS = 1000
+"""The most chunks of a file before its sound."""
 
 _PCM, _FLOATS, _EXTENSIBLE = 1, 3, 0xFFFE
-_WIDTHS = {_PCM: (1, 2, 3, 4), _FLOATS: (4, 8)}
+"""Formats of samples in a WAV header; the last has the format in another field."""
+
+_SAMPLE_BYTES = {_PCM: (1, 2, 3, 4), _FLOATS: (4, 8)}
 """Bytes of a sample in each format that is read."""
 
 _RATES = range(1000, 768_001)
+"""Samples a second of a file that is read."""
+
 _ADVICE = "convert it with ffmpeg -i IN -ac 1 -ar 16000 -c:a pcm_s16le OUT.wav"
-_ZEROS = 16
+_ZERO_CROSSINGS = 16
 """Zero crossings of the resampling filter on each side."""
 
 _MOST_WEIGHTS = 100_000
@@ -44,15 +48,18 @@ _MOST_WEIGHTS = 100_000
 _LINEAR_HERTZ, _LINEAR_MELS = 1000.0, 15.0
 """Slaney's scale: linear to 1000 Hz, which are 15 mels, logarithmic above."""
 
-_OCTAVE = np.log(6.4) / 27.0
+_LOG_STEP = np.log(6.4) / 27.0
+"""The logarithm of a mel above 1000 Hz: 27 mels are a factor of 6.4."""
+
 _FLOOR, _RANGE = 1e-10, 8.0
+"""The least power, and the powers of ten below the largest power that are kept."""
 
 
 def read_sound(file: str | Path | bytes) -> Float32s:
     """The samples of a WAV file, or of its bytes: float32 [samples] within -1 and 1.
 
-    The file must hold PCM of 8 to 32 bits, or floats of 32 or 64; it may be RF64, and
-    may not know its length. Several channels become their mean, and other rates become
+    The file must hold PCM of 8 to 32 bits, or floats of 32 or 64; it may be RF64, or
+    state no length. Several channels become their mean, and other rates become
     16,000 samples/s. Warns of a file that was cut off. Raises `OptionError` for
     anything else, for a rate in no simple ratio to 16,000, and for a sound shorter than
     0.1 s or longer than two hours.
@@ -60,77 +67,78 @@ def read_sound(file: str | Path | bytes) -> Float32s:
         read_sound("question.wav")
     """
     if isinstance(file, bytes):
-        return _read("the file", io.BytesIO(file))
+        return _read_wav("the file", io.BytesIO(file))
     name = printable(file, 1000)
     try:
         if Path(file).is_dir():
-            raise _refusal(f"{name} is a folder; give a WAV file")
+            raise _sound_error(f"{name} is a folder; give a WAV file")
         if not Path(file).is_file():
-            raise _refusal(f"there is no file {name}; give a WAV file")
+            raise _sound_error(f"there is no file {name}; give a WAV file")
         with Path(file).open("rb") as opened:
-            return _read(name, opened)
+            return _read_wav(name, opened)
     except OSError as error:
-        raise _refusal(
+        raise _sound_error(
             f"{name} cannot be read ({error.strerror}); give a WAV file"
         ) from error
 
 
-def _read(name: str, opened: IO[bytes]) -> Float32s:
+def _read_wav(name: str, opened: IO[bytes]) -> Float32s:
+    """As `read_sound`, from an open file; `name` is for errors."""
     if not opened.read(1):
-        raise _refusal(f"{name} is empty; give a WAV file")
+        raise _sound_error(f"{name} is empty; give a WAV file")
     opened.seek(0)
     try:
-        header, size = _found(opened)
+        header, size = _seek_data(opened)
         kind, channels, rate, bits = struct.unpack_from("<HHI6xH", header)
         if kind == _EXTENSIBLE:
             [kind] = struct.unpack_from("<H", header, 24)
         width = (bits + 7) // 8
-        if width not in _WIDTHS.get(kind, ()) or not channels:
+        if width not in _SAMPLE_BYTES.get(kind, ()) or not channels:
             raise ValueError(f"format {kind}, {bits} bits, {channels} channels")
     except (struct.error, ValueError) as error:
         reason = error if isinstance(error, ValueError) else "a part is missing"
-        raise _refusal(
+        raise _sound_error(
             f"{name} is not a WAV file of PCM or floats ({reason}); {_ADVICE}"
         ) from error
-    places, _, reach = _resampling(rate)
+    places, _, reach = _filter_sizes(rate)
     if rate not in _RATES or places * 2 * reach > _MOST_WEIGHTS:
-        raise _refusal(
+        raise _sound_error(
             f"{name} has {rate} samples a second, which cannot be resampled to "
             f"{SAMPLE_RATE} in few steps; {_ADVICE}"
         )
-    data = _sound(name, opened, size, width * channels, rate)
-    samples = _floats(data, kind, width).reshape(-1, channels)
+    data = _read_data(name, opened, size, width * channels, rate)
+    samples = _to_floats(data, kind, width).reshape(-1, channels)
     if np.isnan(samples).any():
-        raise _refusal(f"{name} has samples that are not numbers; {_ADVICE}")
-    return resampled(samples.mean(1, dtype=np.float32), rate)
+        raise _sound_error(f"{name} has samples that are not numbers; {_ADVICE}")
+    return resample(samples.mean(1, dtype=np.float32), rate)
 
 
-def _found(opened: IO[bytes]) -> tuple[bytes, int]:
-    """Go to the sound of a file; gives the format, and how many bytes are stated."""
+def _seek_data(opened: IO[bytes]) -> tuple[bytes, int]:
+    """Seek to the sound; the format chunk, and stated bytes. Raises `ValueError`."""
     kind, whole, form = struct.unpack("<4sI4s", opened.read(12))
     if kind not in (b"RIFF", b"RF64", b"BW64") or form != b"WAVE":
         raise ValueError("it begins otherwise")
     header, long_size = b"", 0
-    for _ in range(_MOST_PARTS):
+    for _ in range(_MOST_CHUNKS):
         part, size = struct.unpack("<4sI", opened.read(8))
         if part == b"data":
             is_known = size < 2**32 - 1 and size >> 16 != 2**15 - 1  # as sox says
             if size == 0:  # nothing, if other parts follow
                 is_known = opened.tell() < whole + 8 < 2**32 - 1
-            return header, size if is_known else long_size or _UNKNOWN
+            return header, size if is_known else long_size or _UNKNOWN_SIZE
         end = opened.tell() + size + size % 2
         if part == b"fmt ":
             header = opened.read(min(size, 40))
         elif part == b"ds64":
             [long_size] = struct.unpack("<8xQ", opened.read(16))
         opened.seek(end)
-    raise ValueError(f"no sound after {_MOST_PARTS} parts")
+    raise ValueError(f"no sound after {_MOST_CHUNKS} parts")
 
 
-def _sound(
+def _read_data(
     name: str, opened: IO[bytes], size: int, frame: int, rate: int
 ) -> npt.NDArray[np.uint8]:
-    """The sound of a file in whole frames, at most `size` bytes, or what is there."""
+    """Read whole frames of `frame` bytes, at most `size` bytes; warns if cut off."""
     second = frame * rate
     place = opened.tell()
     rest = opened.seek(0, 2) - place  # memory is taken for all that is asked for
@@ -138,7 +146,7 @@ def _sound(
     data = opened.read(min(size, rest, int(MAX_SECONDS * second) + frame))
     data = data[: len(data) // frame * frame]
     _check_seconds(name, len(data) / second)
-    if size < _UNKNOWN and len(data) < size // frame * frame:
+    if size < _UNKNOWN_SIZE and len(data) < size // frame * frame:
         warnings.warn(
             f"{name} is cut off: its header says {size / second:.2f} s of sound, and "
             f"it has {len(data) / second:.2f}; record it again",
@@ -151,7 +159,7 @@ def check_sound(samples: object) -> Float32s:
     """Samples as `read_sound` gives them; raises `OptionError` for other arrays."""
     array = np.asarray(samples)
     if array.ndim != 1 or array.dtype.kind not in "f" or not np.isfinite(array).all():
-        raise _refusal(
+        raise _sound_error(
             "a sound is a WAV file, or finite floats [samples] of one channel at "
             f"{SAMPLE_RATE} samples a second; give one of them"
         )
@@ -160,20 +168,21 @@ def check_sound(samples: object) -> Float32s:
 
 
 def _check_seconds(name: str, seconds: float) -> None:
+    """Raise `OptionError` for a sound that is too short or too long."""
     if seconds < MIN_SECONDS:
-        raise _refusal(
+        raise _sound_error(
             f"{name} has {seconds:.2f} s of sound, at least {MIN_SECONDS:g} are "
             "needed; give a longer one"
         )
     if seconds > MAX_SECONDS:
-        raise _refusal(
+        raise _sound_error(
             f"{name} is longer than {MAX_SECONDS / 3600:g} hours; cut it into shorter "
             "files"
         )
 
 
-def _floats(data: npt.NDArray[np.uint8], kind: int, width: int) -> Float32s:
-    """Samples of `width` bytes, the lowest first, as float32 within -1 and 1."""
+def _to_floats(data: npt.NDArray[np.uint8], kind: int, width: int) -> Float32s:
+    """Samples of `width` bytes, the lowest byte first, as float32 within -1 and 1."""
     if kind == _FLOATS:
         floats: Float32s = data.view(f"<f{width}").clip(-1, 1).astype(np.float32)
         return floats
@@ -186,18 +195,18 @@ def _floats(data: npt.NDArray[np.uint8], kind: int, width: int) -> Float32s:
     return floats
 
 
-def _resampling(rate: int) -> tuple[int, int, int]:
+def _filter_sizes(rate: int) -> tuple[int, int, int]:
     """How many filters a rate needs, the step between them, and their reach."""
     common = gcd(rate, SAMPLE_RATE)
-    reach = int(np.ceil(_ZEROS * max(1.0, rate / SAMPLE_RATE)))
+    reach = int(np.ceil(_ZERO_CROSSINGS * max(1.0, rate / SAMPLE_RATE)))
     return SAMPLE_RATE // common, rate // common, reach
 
 
-def resampled(samples: Float32s, rate: int) -> Float32s:
+def resample(samples: Float32s, rate: int) -> Float32s:
     """Samples at `rate` as samples at 16,000 a second, by a windowed sinc."""
     if rate == SAMPLE_RATE:
         return samples
-    places, step, reach = _resampling(rate)
+    places, step, reach = _filter_sizes(rate)
     # Below the lower of both rates, or sounds would come back as others.
     cutoff = min(1.0, SAMPLE_RATE / rate)
     taps = np.arange(-reach + 1, reach + 1)
@@ -216,7 +225,8 @@ def resampled(samples: Float32s, rate: int) -> Float32s:
     return result
 
 
-def _refusal(problem: str) -> OptionError:
+def _sound_error(problem: str) -> OptionError:
+    """The error for a sound that cannot be used."""
     return OptionError(problem, "file")
 
 
@@ -243,10 +253,10 @@ def log_mel(samples: Float32s, bins: int, frames: int) -> Float32s:
 def _mel_filters(bins: int) -> Float64s:
     """Triangles [frequencies, bins] of equal area, equally wide in mels."""
     hertz = np.linspace(0, SAMPLE_RATE / 2, WINDOW // 2 + 1)[:, None]
-    highest = _LINEAR_MELS + np.log(SAMPLE_RATE / 2 / _LINEAR_HERTZ) / _OCTAVE
+    highest = _LINEAR_MELS + np.log(SAMPLE_RATE / 2 / _LINEAR_HERTZ) / _LOG_STEP
     mels = np.linspace(0, highest, bins + 2)
     linear = mels * _LINEAR_HERTZ / _LINEAR_MELS
-    curved = _LINEAR_HERTZ * np.exp(_OCTAVE * (mels - _LINEAR_MELS))
+    curved = _LINEAR_HERTZ * np.exp(_LOG_STEP * (mels - _LINEAR_MELS))
     corners = np.where(mels < _LINEAR_MELS, linear, curved)
     low, middle, high = corners[:-2], corners[1:-1], corners[2:]
     rising, falling = (hertz - low) / (middle - low), (high - hertz) / (high - middle)

@@ -23,7 +23,7 @@ from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.planning.registry import NONE
-from jetdraft.runtime.sampling.processors import LogitsProcessor, Mask, changed
+from jetdraft.runtime.sampling.processors import LogitsProcessor, Mask, apply_changes
 from jetdraft.runtime.speech.segments import (
     SECONDS_PER_SLOT,
     Segment,
@@ -45,7 +45,7 @@ _SAMPLES_PER_SLOT = round(SECONDS_PER_SLOT * SAMPLE_RATE)
 
 @dataclass(frozen=True)
 class TranscribeOptions:
-    """What to write of a sound: in which `language` it speaks, None to detect it."""
+    """How to transcribe a sound: in which `language`, None to detect it."""
 
     language: str | None = None
     task: str = TRANSCRIBE
@@ -65,12 +65,12 @@ class TranscribeOptions:
                 raise OptionError(f"the model has no {name} {wanted!r}; {fix}", name)
 
 
-TRANSCRIPT = TranscribeOptions()
-"""A transcript with timestamps, in the language that is detected."""
+DEFAULT_TRANSCRIPT = TranscribeOptions()
+"""A transcript with timestamps, in the detected language."""
 
 
-def check_hears(parts: LoadedBundle) -> Speech:
-    """The tokens of speech; raises `OptionError` for a model that hears nothing."""
+def check_speech(parts: LoadedBundle) -> Speech:
+    """The tokens of speech; raises `OptionError` for a model without speech."""
     if parts.bundle.speech is None:
         raise OptionError(
             "the bundle's model reads text and hears nothing; export a checkpoint of "
@@ -98,7 +98,7 @@ class Transcription:
         options: Options,
         started: float,
     ) -> None:
-        self._speech = check_hears(parts)
+        self._speech = check_speech(parts)
         wanted.check(self._speech)
         _check_options(options)
         self._parts, self._planner = parts, planner
@@ -115,10 +115,10 @@ class Transcription:
         self.language = wanted.language or ""
         self._pieces: list[Piece] = []
         self._window_pieces: list[Piece] = []
-        self._past: list[Segment] = []
+        self._past_segments: list[Segment] = []
         self._stream: Stream | None = None
         self._cancelled = False
-        self._segments = self._run()
+        self._segments = self._transcribe()
 
     def __iter__(self) -> Transcription:
         return self
@@ -137,7 +137,7 @@ class Transcription:
         self._cancelled = True
         if self._stream is not None:
             self._stream.close(reason)
-        self._end(reason)
+        self._set_finish_reason(reason)
 
     def result(self) -> Transcript:
         """Run the transcription to its end, and give all of it."""
@@ -145,80 +145,81 @@ class Transcription:
             pass
         return replace(
             Transcript.of(self._pieces, self.stats, self._options.logprobs is not None),
-            text="".join(segment.text for segment in self._past).strip(),
+            text="".join(segment.text for segment in self._past_segments).strip(),
             language=self.language,
             seconds=len(self._samples) / SAMPLE_RATE,
-            segments=self._past,
+            segments=self._past_segments,
         )
 
-    def _end(self, reason: str) -> None:
+    def _set_finish_reason(self, reason: str) -> None:
+        """Set why the text ends, unless a reason is set already."""
         self.stats.finish_reason = self.stats.finish_reason or reason
 
-    def _run(self) -> Iterator[Segment]:
-        """Window after window, until the sound or the time is over."""
+    def _transcribe(self) -> Iterator[Segment]:
+        """Yield the segments window by window, until the sound or the time is over."""
         contract = self._parts.target.contract
         sizes = contract.source_bins, contract.frames
         begin, ending = 0, STOP
         least = round(MIN_SECONDS * SAMPLE_RATE)
         while len(self._samples) - begin >= least:
             if self._cancelled:
-                return self._end(CANCELLED)
+                return self._set_finish_reason(CANCELLED)
             part = self._samples[begin : begin + sizes[1] * HOP]
             features = log_mel(part, *sizes)
             if self._speech.languages and not self.language:
-                reason = self._detect(features)
+                reason = self._detect_language(features)
                 if not self.language:
-                    return self._end(reason)
-            result = self._write(features)
+                    return self._set_finish_reason(reason)
+            result = self._write_window(features)
             self._pieces += self._window_pieces
             tokens = [token for token in result.token_ids if token not in self._ends]
             first = self._speech.first_timestamp
             window = Window.of(tokens, first, contract.source_slots)
-            scores = self._scores(features, result)
-            for segment in self._placed(window, begin, scores):
-                self._past.append(segment)
+            scores = self._score_window(features, result)
+            for segment in self._to_segments(window, begin, scores):
+                self._past_segments.append(segment)
                 yield segment
             if result.finish_reason not in (STOP, LENGTH):
-                return self._end(result.finish_reason)
+                return self._set_finish_reason(result.finish_reason)
             if result.finish_reason == LENGTH:
                 ending = LENGTH
             begin += window.slots * _SAMPLES_PER_SLOT
-        self._end(ending)
+        self._set_finish_reason(ending)
 
-    def _detect(self, features: Float32s) -> str:
+    def _detect_language(self, features: Float32s) -> str:
         """Find the language whose token comes first; gives the finish reason."""
         codes = {id: code for code, id in self._speech.languages.items()}
-        result = self._first(features, list(codes))
+        result = self._write_first_token(features, list(codes))
         self.language = codes[result.token_ids[0]] if result.token_ids else ""
         return result.finish_reason
 
-    def _scores(self, features: Float32s, result: Result) -> Scores:
-        """How sure the model is of a window, if log probabilities were asked for."""
+    def _score_window(self, features: Float32s, result: Result) -> Scores:
+        """Mean log probability and no-speech probability; None if not asked for."""
         if not result.logprobs or result.finish_reason not in (STOP, LENGTH):
             return None, None
-        silence = self._first(features, [self._speech.no_speech]).logprobs
+        silence = self._write_first_token(features, [self._speech.no_speech]).logprobs
         mean = fmean(entry.logprob for entry in result.logprobs)
         return mean, exp(silence[0].logprob) if silence else None
 
-    def _first(self, features: Float32s, ids: Sequence[int]) -> Result:
-        """The token of these that the model would write first."""
+    def _write_first_token(self, features: Float32s, ids: Sequence[int]) -> Result:
+        """Write one token, the likeliest of `ids`, about a window; with its logprob."""
         options = Options.of(
-            max_new_tokens=1, method=NONE, logprobs=0, max_seconds=self._left
+            max_new_tokens=1, method=NONE, logprobs=0, max_seconds=self._seconds_left
         )
         start = list(self._parts.bundle.start_token_ids)
-        return self._generated(features, start, options, OneOf(ids))
+        return self._generate(features, start, options, OneOf(ids))
 
     @property
-    def _left(self) -> float | None:
+    def _seconds_left(self) -> float | None:
         """The seconds that are left, None without a limit; a limit is above 0."""
         seconds = self._options.ending.max_seconds
         if seconds is None:
             return None
         return max(seconds - (time.perf_counter() - self._started), 1e-9)
 
-    def _write(self, features: Float32s) -> Result:
-        """The text of one window."""
-        ending = replace(self._options.ending, max_seconds=self._left)
+    def _write_window(self, features: Float32s) -> Result:
+        """Write the text of one window, and add its stats to `stats`."""
+        ending = replace(self._options.ending, max_seconds=self._seconds_left)
         start, wanted = self._parts.bundle.start_token_ids, self._wanted
         prompt = self._speech.prompt(
             start, self.language, wanted.task, wanted.timestamps
@@ -227,20 +228,21 @@ class Transcription:
         end = min(self._ends, default=self._speech.no_timestamps)
         rules = SpeechRules(self._speech, len(prompt), end, wanted.timestamps)
         options = replace(self._options, ending=ending)
-        result = self._generated(features, prompt, options, rules)
+        result = self._generate(features, prompt, options, rules)
         self.stats.merge(result.stats)
         if not self._pieces:
             self.stats.time_to_first_token = result.stats.time_to_first_token
             self.stats.plain_ms = result.stats.plain_ms
         return result
 
-    def _generated(
+    def _generate(
         self,
         features: Float32s,
         prompt: list[int],
         options: Options,
         rules: LogitsProcessor,
     ) -> Result:
+        """Run a generation about a window; `cancel` and `close` end it."""
         generation = Generation(
             self._parts, self._planner, prompt, options, True, features, [rules]
         )
@@ -249,7 +251,9 @@ class Transcription:
             self._stream.cancel()
         return self._stream.result()
 
-    def _placed(self, window: Window, begin: int, scores: Scores) -> Iterator[Segment]:
+    def _to_segments(
+        self, window: Window, begin: int, scores: Scores
+    ) -> Iterator[Segment]:
         """A window's segments with their text, in seconds of the whole sound."""
         offset, seconds = begin / SAMPLE_RATE, len(self._samples) / SAMPLE_RATE
         for first, last, tokens in window.spans:
@@ -292,7 +296,7 @@ class SpeechRules:
         masks = [self._banned([*written, *path]) for path in rows.paths]
         if self._timestamps:
             self._prefer_timestamps(answer.logits, masks)
-        return changed(answer, [Mask.of(~banned) for banned in masks])
+        return apply_changes(answer, [Mask.of(~banned) for banned in masks])
 
     def _banned(self, written: Sequence[int]) -> Banned:
         """The tokens that must not follow what was written."""
@@ -343,11 +347,11 @@ class OneOf:
         """The answer with these tokens alone."""
         allowed = np.zeros(answer.vocab_size, bool)
         allowed[self._ids] = True
-        return changed(answer, [Mask.of(allowed)] * len(rows))
+        return apply_changes(answer, [Mask.of(allowed)] * len(rows))
 
 
 def _check_options(options: Options) -> None:
-    """Raise `OptionError` for what would cut or change a window's text."""
+    """Raise `OptionError` for options that would cut or change a window's text."""
     ending, constraint = options.ending, options.constraint
     values = constraint, ending.stops, ending.ignore_eos
     for name, value in zip(("constraint", "stop", "ignore_eos"), values, strict=True):

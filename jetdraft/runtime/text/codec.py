@@ -47,13 +47,13 @@ class TextCodec:
         self._bytes = TokenBytes(self._tokenizer)
 
     def vocabulary(self, size: int, ends: Sequence[int]) -> Vocabulary:
-        """The `size` tokens as constraints need them, the same at each call."""
+        """The vocabulary for constraints, made once; raises `OptionError`."""
         if self._vocabulary is None:
             self._vocabulary = Vocabulary(self._file, size, ends)
         return self._vocabulary
 
     @property
-    def readable(self) -> bool:
+    def has_tokenizer(self) -> bool:
         """Whether there is a tokenizer."""
         return self._tokenizer is not None
 
@@ -62,8 +62,8 @@ class TextCodec:
         name = self._tokenizer.id_to_token(id) if self._tokenizer else None
         return name or ""
 
-    def in_lark(self, text: str) -> str:
-        """A text in the notation of grammars: its token if there is one."""
+    def to_lark(self, text: str) -> str:
+        """A text in the notation of grammars: its token, or the quoted text."""
         id = self._tokenizer.token_to_id(text) if self._tokenizer else None
         return json.dumps(text) if id is None else f"<[{id}]>"
 
@@ -117,9 +117,9 @@ class TokenBytes:
         if name is None:
             return None
         if self._is_byte_level:
-            own = [_BYTES.get(letter, -1) for letter in name]
+            own = [_BYTE_OF_LETTER.get(letter, -1) for letter in name]
             return bytes(own) if -1 not in own else name.encode()
-        byte = _BYTE.fullmatch(name) if self._has_byte_tokens else None
+        byte = _BYTE_TOKEN.fullmatch(name) if self._has_byte_tokens else None
         if byte and (before or int(byte[1], 16) >= 0x80):
             return bytes([int(byte[1], 16)])
         # Special tokens are hidden by the caller, and others must not be left out here.
@@ -130,14 +130,16 @@ class TokenBytes:
         return new[len(old) :].encode()
 
 
-_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 """The name of a token that is a byte."""
 
 
 _LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 _PRINTABLE = {letter: ord(letter) for letter in _LETTERS if ord(letter) < 256}
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE.values())
-_BYTES = _PRINTABLE | dict(zip(_LETTERS[len(_PRINTABLE) :], _OTHERS, strict=True))
+_BYTE_OF_LETTER = _PRINTABLE | dict(
+    zip(_LETTERS[len(_PRINTABLE) :], _OTHERS, strict=True)
+)
 """The bytes by the letters that byte-level tokenizers write: printable bytes are their
 own letters, the others have the letters after 255, in order."""
 
@@ -165,19 +167,19 @@ class TextStream:
         self._hidden = {*self._special, *ends}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._before: list[int] = []
-        shown = (id for id in reversed(prompt) if self._name(id) is not None)
+        shown = (id for id in reversed(prompt) if self._bytes_of(id) is not None)
         for id in reversed(list(islice(shown, _CONTEXT_TOKENS))):
-            self._utf8.decode(self._next(id))
+            self._utf8.decode(self._take_bytes(id))
         self._began_in_prompt = bool(self._utf8.getstate()[0])
         if special:
             self._special, self._hidden = {}, {*ends}
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these tokens complete; "" without a tokenizer."""
-        return "".join(self._characters(self._next(id)) for id in ids)
+        """Read tokens; the text that they complete, "" without a tokenizer."""
+        return "".join(self._decode_bytes(self._take_bytes(id)) for id in ids)
 
     def rest(self) -> str:
-        """The remaining text, when no more tokens come."""
+        """The text of the bytes that are left, when no more tokens come."""
         text = self._utf8.decode(b"", final=True)
         return "" if self._began_in_prompt else text
 
@@ -187,21 +189,22 @@ class TextStream:
 
     def names(self, ids: Iterable[int]) -> dict[int, bytes | None]:
         """The exact bytes of each token if it came next; None for a hidden token."""
-        return {id: self._name(id) for id in ids}
+        return {id: self._bytes_of(id) for id in ids}
 
-    def _name(self, id: int) -> bytes | None:
+    def _bytes_of(self, id: int) -> bytes | None:
+        """The bytes of a token if it came next; None if it is hidden."""
         if self._tokens is None or id in self._hidden:
             return None
         return self._tokens.of(self._before, id)
 
-    def _next(self, id: int) -> bytes:
-        """The bytes of the next token; b"" if it is hidden."""
-        data = self._name(id)
+    def _take_bytes(self, id: int) -> bytes:
+        """Read a token; its bytes, b"" if it is hidden."""
+        data = self._bytes_of(id)
         if data is not None:
             self._before = [*self._before[1 - _CONTEXT_TOKENS :], id]
         return data or b""
 
-    def _characters(self, data: bytes) -> str:
+    def _decode_bytes(self, data: bytes) -> str:
         """The characters that some bytes complete, but not what the prompt began."""
         text = self._utf8.decode(data[:1])
         if self._began_in_prompt and data:
@@ -211,7 +214,7 @@ class TextStream:
 
 
 def check_characters(count: int, capacity: int) -> None:
-    """Raise `LengthError` for a text that cannot fit: to encode it may take minutes."""
+    """Raise `LengthError` for a text that cannot fit: encoding it may take minutes."""
     most = CHARACTERS_PER_TOKEN * capacity
     if count > most:
         raise LengthError(
@@ -221,7 +224,7 @@ def check_characters(count: int, capacity: int) -> None:
 
 
 def check_ids(token_ids: Any, contract: StepContract) -> Int64s:
-    """The ids as int64 [length]; raises `OptionError` for an invalid prompt."""
+    """The ids as int64 [length]; raises `OptionError` or `LengthError` if invalid."""
     try:
         array = np.asarray(token_ids)
     except ValueError:

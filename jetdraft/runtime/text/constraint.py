@@ -20,7 +20,7 @@ from jetdraft.errors import ConstraintError, OptionError
 from jetdraft.parsing import JsonError, read_json
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.sampling.processors import Mask, changed
+from jetdraft.runtime.sampling.processors import Mask, apply_changes
 from jetdraft.runtime.text.worker_process import (
     EndedError,
     MustEnd,
@@ -40,10 +40,12 @@ TOO_MUCH = "it takes too much time or memory"
 
 _LIMITS = ("const", "enum", "minimum", "maximum", "multipleOf")
 _EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
-_NAMED = {"properties", "patternProperties", "$defs", "definitions"}
-_NAMED |= {"dependentSchemas", "dependencies"}
+"""Keywords of a JSON schema whose numbers are limits."""
+_NAMED_PARTS = {"properties", "patternProperties", "$defs", "definitions"}
+_NAMED_PARTS |= {"dependentSchemas", "dependencies"}
 """Keywords of a JSON schema whose objects have names for keys."""
 _DATA = ("default", "examples")
+"""Keywords whose values are no schemas."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,11 @@ class Constraint:
             try:
                 schema = read_json(self.source)
             except JsonError as error:
-                raise _no_json(error) from error
+                raise _json_error(error) from error
             fact = "the JSON schema is not an object; give an object, for example {} "
             if not isinstance(schema, dict):
                 raise OptionError(f"{fact}for any JSON", self.field)
-            check_kept(schema, self.field)
+            check_exact_numbers(schema, self.field)
             if not isinstance(schema.get("x-guidance", {}), dict):
                 fact = 'the "x-guidance" of the JSON schema is not an object; fix it'
                 raise OptionError(fact, self.field)
@@ -84,7 +86,7 @@ class Constraint:
             for place in re.finditer(r"%json\s*", self.source):
                 with suppress(ValueError, RecursionError):  # the compiler refuses it
                     schema, _ = json.JSONDecoder().raw_decode(self.source, place.end())
-                    check_kept(schema, self.field)
+                    check_exact_numbers(schema, self.field)
 
     @property
     def field(self) -> str:
@@ -103,7 +105,7 @@ class Constraint:
             try:
                 json_schema = json.dumps(json_schema)
             except (TypeError, ValueError, RecursionError) as error:
-                raise _no_json(error) from error
+                raise _json_error(error) from error
         options = {"JSON schema": json_schema, "regex": regex, "grammar": grammar}
         sources = {kind: text for kind, text in options.items() if text is not None}
         if len(sources) > 1:
@@ -113,9 +115,9 @@ class Constraint:
         return next((cls(kind, source) for kind, source in sources.items()), None)
 
 
-def check_kept(schema: Any, field: str) -> None:
-    """Raise `OptionError` for a number that llguidance would not keep."""
-    if (found := _rounded(schema)) is not None:
+def check_exact_numbers(schema: Any, field: str) -> None:
+    """Raise `OptionError` for a number of a schema that llguidance would round."""
+    if (found := _find_rounded(schema)) is not None:
         raise OptionError(
             f"the schema's number {found} cannot be kept exactly; give a number below "
             "2^53 or a text",
@@ -123,10 +125,10 @@ def check_kept(schema: Any, field: str) -> None:
         )
 
 
-def _rounded(part: Any, keyword: str = "", is_named: bool = False) -> float | None:
+def _find_rounded(part: Any, keyword: str = "", is_named: bool = False) -> float | None:
     """The first whole number of a JSON schema that llguidance does not keep exactly.
 
-    It reads limits as float64 and then as int64, and adds 1 to exclusive ones. The
+    It reads limits as float64 and then as int64, and adds 1 to exclusive limits. The
     `keyword` limits numbers by `part`, whose keys are names if `is_named`.
     """
     if isinstance(part, int) and keyword:
@@ -143,13 +145,14 @@ def _rounded(part: Any, keyword: str = "", is_named: bool = False) -> float | No
         inner = (("", item) for item in part)
     for key, item in inner:
         limit = keyword or (key if key in (*_LIMITS, *_EXCLUSIVE) else "")
-        number = _rounded(item, limit, not limit and key in _NAMED)
+        number = _find_rounded(item, limit, not limit and key in _NAMED_PARTS)
         if number is not None and key not in _DATA:
             return number
     return None
 
 
-def _no_json(problem: object) -> OptionError:
+def _json_error(problem: object) -> OptionError:
+    """The error for a JSON schema that is not JSON."""
     return OptionError(
         f"the JSON schema is not JSON ({problem}); fix it", "json_schema"
     )
@@ -180,12 +183,12 @@ class Matcher:
         """The rows or the path of a request without a reply yet."""
         # The process has read `_committed` tokens for good.
         self._start = self._committed = start
-        self._has_looked, self._may_look = False, True
-        self._seen = 1
-        """How many rows of the last masks the process looked at."""
+        self._has_read_drafts, self._may_read_drafts = False, True
+        self._masked_rows = 1
+        """How many rows the last masks are for."""
 
     def prepare(self) -> Pipe:
-        """The process, which compiles the constraint first; raises `OptionError`."""
+        """Compile in the process, once; raises `OptionError` or `ConstraintError`."""
         if self._pipe is not None:
             return self._pipe
         kind, field = self._constraint.kind, self._constraint.field
@@ -193,9 +196,9 @@ class Matcher:
         limits = {"max_items_in_row": MOST_ITEMS, "max_lexer_states": MOST_STATES}
         request = ("compile", limits, kind, self._constraint.source)
         try:
-            pipe = self._vocabulary.worker(self._must_end)
+            pipe = self._vocabulary.start_worker(self._must_end)
             pipe.send(COMPILE_SECONDS, self._must_end, *request)
-            reply, _ = pipe.reply(COMPILE_SECONDS, self._must_end)
+            reply, _ = pipe.receive_reply(COMPILE_SECONDS, self._must_end)
         except EndedError as error:
             raise ConstraintError(costly, field) from error
         # llguidance's own limits, by the names of its settings.
@@ -214,108 +217,114 @@ class Matcher:
 
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """The answer with forbidden tokens masked; `context` ends with the root."""
-        counts, bits = self._masks(rows, context)
-        self._seen, size = len(counts), self._vocabulary.size
+        counts, bits = self._read_masks(rows, context)
+        self._masked_rows, size = len(counts), self._vocabulary.size
         masked = sum(n >= 0 for n in counts)
         masks = iter(np.frombuffer(bits, np.uint8).reshape(masked, -1))
         # Nothing depends on what follows a row that is forbidden or unseen.
         changes = [Mask(next(masks), size, n) if n >= 0 else None for n in counts]
-        return changed(answer, changes + [None] * (len(rows) - self._seen))
+        return apply_changes(answer, changes + [None] * (len(rows) - self._masked_rows))
 
-    def seen(self, path: list[int]) -> list[int]:
-        """The rows of a path whose mask is known."""
-        return [row for row in path if row < self._seen]
+    def rows_with_masks(self, path: list[int]) -> list[int]:
+        """The rows of a path that have a mask."""
+        return [row for row in path if row < self._masked_rows]
 
-    def process_soon(self, rows: Rows, context: Sequence[int]) -> None:
-        """Make the masks of `process` while a pass verifies the rows."""
+    def request_masks(self, rows: Rows, context: Sequence[int]) -> None:
+        """Let the process make the masks of `process` while a pass runs."""
         with suppress(ConstraintError):  # `process` meets it too
-            self._ask_masks(rows, context)
+            self._send_masks_request(rows, context)
 
     def forced(self, context: Sequence[int], count: int) -> list[int]:
         """The next tokens while only one token is allowed; at most `count`."""
         if self._asked != list(context[self._committed :]):
-            self.forced_soon(context, [])
-        tokens: list[int] = self._reply_below() or []
+            self.request_forced(context, [])
+        tokens: list[int] = self._reply_about_draft() or []
         return tokens[:count]
 
-    def forced_soon(self, context: Sequence[int], tokens: Sequence[int]) -> None:
-        """Look for the tokens of `forced` after `context` and `tokens` meanwhile."""
+    def request_forced(self, context: Sequence[int], tokens: Sequence[int]) -> None:
+        """Let the process find the tokens of `forced` after `context` and `tokens`."""
         path = [*context[self._committed :], *tokens]
-        self._ask_below(path, "forced", path)
+        self._ask_about_draft(path, "forced", path)
 
     def allowed(self, rows: Rows, context: Sequence[int]) -> Rows:
         """The rows that the constraint allows, in a tree below the end of `context`."""
         if not rows.drafted:
             return rows
         path = list(context[self._committed :])
-        self._ask_below(rows, "allowed", path, rows.tokens, rows.parents)
-        return rows.only(self._reply_below() or [0])
+        self._ask_about_draft(rows, "allowed", path, rows.tokens, rows.parents)
+        return rows.only(self._reply_about_draft() or [0])
 
-    def _masks(self, rows: Rows, context: Sequence[int]) -> tuple[list[int], bytes]:
-        """How many tokens may follow each of the first rows, and which."""
+    def _read_masks(
+        self, rows: Rows, context: Sequence[int]
+    ) -> tuple[list[int], bytes]:
+        """How many tokens may follow each of the first rows, and their masks."""
         try:
             if self._asked is not rows:
-                self._ask_masks(rows, context)
-            return self._reply()
+                self._send_masks_request(rows, context)
+            return self._receive_reply()
         except ConstraintError:
-            if not self._has_looked or self._must_end():
+            if not self._has_read_drafts or self._must_end():
                 raise
         # Another process, which looks at nothing below the root: a copy of the
         # library's matcher would share the states that count for limits.
         self.close()
         self._pipe = self._asked = None
-        self._has_looked = self._may_look = False
+        self._has_read_drafts = self._may_read_drafts = False
         for fresh in ([], *([token] for token in context[self._start :])):
             self._ask(fresh, "masks", fresh, [context[-1]], [-1])
-            masks = self._reply()
+            masks = self._receive_reply()
         self._committed = len(context)
         return masks
 
-    def _ask_masks(self, rows: Rows, context: Sequence[int]) -> None:
-        count, fresh = len(rows) if self._may_look else 1, context[self._committed :]
-        self._has_looked |= count > 1
+    def _send_masks_request(self, rows: Rows, context: Sequence[int]) -> None:
+        """Request the masks of the rows, or of the root alone; commits the context."""
+        count = len(rows) if self._may_read_drafts else 1
+        fresh = context[self._committed :]
+        self._has_read_drafts |= count > 1
         self._ask(rows, "masks", list(fresh), rows.tokens[:count], rows.parents[:count])
         self._committed += len(fresh)
 
-    def _ask_below(self, asked: Rows | list[int], *request: Any) -> None:
-        """Ask for a look below a draft, unless such looks have reached the limits."""
-        if self._may_look:
-            self._has_looked = True
+    def _ask_about_draft(self, asked: Rows | list[int], *request: Any) -> None:
+        """Send a request about a draft, unless such requests reached the limits."""
+        if self._may_read_drafts:
+            self._has_read_drafts = True
             try:
                 self._ask(asked, *request)
             except ConstraintError:
-                self._may_look = False
+                self._may_read_drafts = False
 
-    def _reply_below(self) -> Any:
-        """The reply to `_ask_below`; None where such looks have reached the limits."""
+    def _reply_about_draft(self) -> Any:
+        """The reply to `_ask_about_draft`; None where requests reached the limits."""
         try:
-            return self._reply()[0] if self._may_look else None
+            return self._receive_reply()[0] if self._may_read_drafts else None
         except ConstraintError:
-            self._may_look = False
+            self._may_read_drafts = False
         return None
 
     def _ask(self, asked: Rows | list[int], *request: Any) -> None:
-        """Send a request; drop the reply to an earlier request."""
+        """Send a request, and drop the reply to an earlier request if it is unread."""
         pipe = self.prepare()
         if self._asked is not None:
-            self._reply()
+            self._receive_reply()
         try:
             pipe.send(STEP_SECONDS, self._must_end, *request)
         except EndedError as error:
-            raise self._unfollowed(TOO_MUCH) from error
+            raise self._follow_error(TOO_MUCH) from error
         self._asked = asked
 
-    def _reply(self) -> tuple[Any, bytes]:
+    def _receive_reply(self) -> tuple[Any, bytes]:
+        """Wait for a value and masks; raises `ConstraintError`."""
         self._asked = None
         try:
-            value, masks = self.prepare().reply(STEP_SECONDS, self._must_end)
+            value, masks = self.prepare().receive_reply(STEP_SECONDS, self._must_end)
         except EndedError as error:
-            raise self._unfollowed(TOO_MUCH) from error
+            raise self._follow_error(TOO_MUCH) from error
         if isinstance(value, dict):
-            raise self._unfollowed(value["error"])
+            raise self._follow_error(value["error"])
         return value, masks
 
-    def _unfollowed(self, problem: str) -> ConstraintError:
+    def _follow_error(self, problem: str) -> ConstraintError:
+        """The error for a constraint that a text cannot follow."""
         return ConstraintError(
             f"the constraint cannot be followed ({problem}); make it simpler",
             self._constraint.field,

@@ -3,7 +3,7 @@
 A template is code of strangers. It has what transformers gives to templates, and each
 step is counted: what a loop, a call, an operator or a filter makes, and the time of the
 thread. A step that may make too much at once is refused before it starts. Steps inside
-C code cannot be stopped, but work on `MOST` characters at most.
+C code cannot be stopped, but work on `MOST_SIZE` characters at most.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-MOST = 2**21
+MOST_SIZE = 2**21
 """Characters and items of a value that a template makes, and of the whole prompt."""
 
-MOST_IN_ALL = 2**26
-"""The same of all values together."""
+MOST_TOTAL_SIZE = 2**26
+"""Characters and items of all values together."""
 
 MOST_BITS = 2**14
 """Bits of an integer."""
@@ -57,7 +57,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[GenerationTag, loopcontrols],
-            finalize=self._weighed,
+            finalize=self._count_value,
         )
         self._used = threading.local()
         self.filters["tojson"] = _to_json
@@ -67,7 +67,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             name: self._bounded_filter(name, function)
             for name, function in {**self.filters, **own}.items()
         }
-        self.filters[_STEP] = pass_context(lambda context, size: self._count(size))
+        self.filters[_STEP] = pass_context(lambda context, size: self._count_step(size))
         del self.globals["lipsum"]  # makes texts of any length
         self.globals |= {
             "raise_exception": _raise,
@@ -84,33 +84,34 @@ class Sandbox(ImmutableSandboxedEnvironment):
         finally:
             self._used.__dict__.clear()
 
-    def _count(self, size: int) -> str:
-        """Count a step that made `size` characters or items."""
+    def _count_step(self, size: int) -> str:
+        """Count a step of `size` characters or items; raises `TemplateError`."""
         until = getattr(self._used, "until", None)
         if until is None:
             return ""  # the compiler folds constants
         self._used.size += size
-        if self._used.size > MOST_IN_ALL:
-            raise TemplateError(f"it makes more than {MOST_IN_ALL} characters")
+        if self._used.size > MOST_TOTAL_SIZE:
+            raise TemplateError(f"it makes more than {MOST_TOTAL_SIZE} characters")
         if time.thread_time() > until:
             raise TemplateError(f"it takes more than {MOST_SECONDS:g} s")
         return ""
 
-    def _weighed(self, value: Any) -> Any:
-        """The value, counted; refused if it is too large with all that it holds."""
-        self._count(len(value) if isinstance(value, _SIZED) else 1)
-        if weight(value) > MOST:
-            raise TemplateError(f"a value has more than {MOST} characters")
+    def _count_value(self, value: Any) -> Any:
+        """Count a value and return it; raises `TemplateError` if it is too large."""
+        self._count_step(len(value) if isinstance(value, _SIZED) else 1)
+        if weight(value) > MOST_SIZE:
+            raise TemplateError(f"a value has more than {MOST_SIZE} characters")
         return value
 
     def _parse(
         self, source: str, name: str | None, filename: str | None
     ) -> nodes.Template:
+        """Parse a template, with filters around what no hook of the sandbox counts."""
         tree = super()._parse(source, name, filename)
-        return _Counted().visit(tree)  # type: ignore[no-any-return]
+        return _StepCounter().visit(tree)  # type: ignore[no-any-return]
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute an operator, unless it makes too much."""
+        """Compute an operator; raises `TemplateError` if it may make too much."""
         if operator == "*" and isinstance(left, _SIZED) | isinstance(right, _SIZED):
             _check_product(left, right)
         is_power = operator == "**" and isinstance(left, int) and isinstance(right, int)
@@ -119,23 +120,23 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "%" and isinstance(left, str):
             _check_format(left)
             _check_product(left, right)
-        return self._weighed(super().call_binop(context, operator, left, right))
+        return self._count_value(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, obj: Any, /, *args: Any, **more: Any) -> Any:
-        """Call a method, a macro or a function, unless it makes too much."""
+        """Call a method, macro or function; raises `TemplateError` as `call_binop`."""
         if isinstance(obj, BuiltinMethodType):
             _check_product(obj.__self__, *args, *more.values())
-        return self._weighed(super().call(context, obj, *args, **more))
+        return self._count_value(super().call(context, obj, *args, **more))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """The sandbox's `format`, without very wide fields."""
+        """The sandbox's `format`; raises `TemplateError` for very wide fields."""
         wrapped = super().wrap_str_format(value)
         if wrapped is not None:
             _check_format(value.__self__)
         return wrapped
 
     def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Any:
-        """A filter, checked like a call."""
+        """A filter whose arguments and value are checked like a call's."""
         first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @wraps(function)
@@ -144,13 +145,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 _check_format(str(args[first]))
             if name not in ("default", "d"):
                 _check_product(*args[first:], *more.values())
-            return self._weighed(function(*args, **more))
+            return self._count_value(function(*args, **more))
 
         return bounded
 
 
 class GenerationTag(Extension):
-    """{% generation %} ... {% endgeneration %}, around what the model says."""
+    """{% generation %} ... {% endgeneration %}, around the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja2 wants it)
 
@@ -161,24 +162,24 @@ class GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-class _Counted(NodeTransformer):
-    """Counts what no hook of the sandbox sees: loops, `~`, slices, and literals."""
+class _StepCounter(NodeTransformer):
+    """Counts what the sandbox has no hook for: loops, `~`, slices, and literals."""
 
     def visit(self, node: nodes.Node, *args: Any, **more: Any) -> Any:
-        """The node, in a filter that counts if it needs one."""
+        """The node, inside a filter where it must be counted."""
         node = self.generic_visit(node)
         match node:
             case nodes.For():  # each round, with the template's own text in it
                 size = sum(len(text.data) for text in node.find_all(nodes.TemplateData))
-                step = _filter(nodes.Const(1 + size), _STEP, node.lineno)
+                step = _apply_filter(nodes.Const(1 + size), _STEP, node.lineno)
                 node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
             case nodes.Concat():
                 values = nodes.List(node.nodes, lineno=node.lineno)
-                return _filter(values, _JOIN, node.lineno)
+                return _apply_filter(values, _JOIN, node.lineno)
             case nodes.Getitem(arg=nodes.Slice()) | nodes.List() | nodes.Dict():
-                return _filter(node, _WEIGH, node.lineno)
+                return _apply_filter(node, _WEIGH, node.lineno)
             case nodes.Tuple(ctx="load"):
-                return _filter(node, _WEIGH, node.lineno)
+                return _apply_filter(node, _WEIGH, node.lineno)
         return node
 
 
@@ -197,9 +198,9 @@ _SIZED = (str, bytes, list, tuple, dict, set, frozenset)
 
 
 def weight(value: Any) -> int:
-    """The characters and items of a value and of all that it holds, up to `MOST`."""
+    """The characters and items of a value with all it holds, up to `MOST_SIZE`."""
     total, rest = 0, [value]
-    while rest and total <= MOST:
+    while rest and total <= MOST_SIZE:
         item = rest.pop()
         total += len(item) if isinstance(item, _SIZED) else 1
         if isinstance(item, Namespace):
@@ -209,12 +210,12 @@ def weight(value: Any) -> int:
         elif isinstance(item, (list, tuple, set, frozenset)):
             rest += item
         elif isinstance(item, int) and item.bit_length() > MOST_BITS:
-            total = MOST + 1
+            total = MOST_SIZE + 1
     return total
 
 
-def _filter(node: nodes.Node, name: str, line: int) -> nodes.Filter:
-    """A filter applied to an expression."""
+def _apply_filter(node: nodes.Node, name: str, line: int) -> nodes.Filter:
+    """The node of a filter applied to an expression."""
     return nodes.Filter(node, name, [], [], None, None, lineno=line)
 
 
@@ -223,12 +224,12 @@ def _check_product(*factors: Any) -> None:
     # An integer may be a width or a count.
     sizes = [abs(f) if isinstance(f, int) else weight(f) for f in factors]
     *_, second, largest = sorted([1, 1, *sizes])
-    if len(factors) > 1 and second * largest > MOST_IN_ALL:
-        raise TemplateError(f"a value may get more than {MOST_IN_ALL} characters")
+    if len(factors) > 1 and second * largest > MOST_TOTAL_SIZE:
+        raise TemplateError(f"a value may get more than {MOST_TOTAL_SIZE} characters")
 
 
 def _check_format(form: str) -> None:
-    """Refuse formats that name a very wide field or take the width from elsewhere."""
+    """Raise `TemplateError` for a format with a very wide or a variable field."""
     if _WIDE.search(form):
         raise TemplateError("a format has a field of any width")
 
@@ -244,13 +245,13 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as transformers writes it; refused as soon as it becomes too large."""
+    """JSON as transformers writes it; raises `TemplateError` once it is too large."""
     form = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators}
     encoder = json.JSONEncoder(**form, sort_keys=sort_keys)  # type: ignore[arg-type]
     chunks, size = list[str](), 0
     for chunk in encoder.iterencode(value):
         chunks.append(chunk)
         size += len(chunk)
-        if size > MOST:
-            raise TemplateError(f"JSON has more than {MOST} characters")
+        if size > MOST_SIZE:
+            raise TemplateError(f"JSON has more than {MOST_SIZE} characters")
     return "".join(chunks)

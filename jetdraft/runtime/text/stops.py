@@ -87,7 +87,7 @@ class StopWatcher:
         self._deadline = None if seconds is None else time.perf_counter() + seconds
 
     def must_end(self) -> bool:
-        """Whether the generation must end before another pass."""
+        """Whether the generation must end before another pass; sets `reason` then."""
         if self.cancelled.is_set():
             self.reason = CANCELLED
         elif self._deadline is not None and time.perf_counter() >= self._deadline:
@@ -95,16 +95,16 @@ class StopWatcher:
         return bool(self.reason)
 
     def end(self, reason: str) -> None:
-        """End for this reason, unless there was one before."""
+        """Set `reason`, unless the generation has a reason already."""
         self.reason = self.reason or reason
 
     def keep(self, tokens: list[int]) -> list[int]:
-        """The tokens up to and including the token that ends the text, or all."""
+        """Read tokens; returns them up to the token that ends the text, or all."""
         self.texts = []
         for end, token in enumerate(tokens, start=1):
             self.texts.append(self._text.push([token]))
-            self._hold(self._text.special(token), False)
-            self._hold(self.texts[-1])
+            self._add_text(self._text.special(token), False)
+            self._add_text(self.texts[-1])
             if token in self._ends:
                 self.reason = STOP
             if self.reason:
@@ -119,12 +119,12 @@ class StopWatcher:
     def rest(self) -> str:
         """All text that was not taken yet, when no more tokens come."""
         if not self._is_cut:
-            self._hold(self._text.rest())
-            self._show(len(self._held))
+            self._add_text(self._text.rest())
+            self._show_held(len(self._held))
         return self.take()
 
-    def _hold(self, text: str, may_show: bool = True) -> None:
-        """Show all text but an ending that may become a stop string."""
+    def _add_text(self, text: str, may_show: bool = True) -> None:
+        """Add text and show it, except for an ending that may become a stop string."""
         self._held += text
         self._may_show += bytes([may_show]) * len(text)
         starts, unsure = [], [len(self._held)]
@@ -138,13 +138,13 @@ class StopWatcher:
                     starts.append(places[at])
                 if begun := overlap(seen, stop):
                     unsure.append(places[-begun])
-        self._show(min(starts or unsure))
+        self._show_held(min(starts or unsure))
         if starts:
             self.reason, self._is_cut = STOP, True
             self._held, self._may_show = "", bytearray()
 
-    def _show(self, count: int) -> None:
-        """Show the first characters of the text that was held back."""
+    def _show_held(self, count: int) -> None:
+        """Move the first `count` characters of the held text to the shown text."""
         self._shown += "".join(compress(self._held[:count], self._may_show))
         self._held = self._held[count:]
         del self._may_show[:count]

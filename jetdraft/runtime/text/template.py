@@ -13,7 +13,7 @@ Message = dict[str, Any]
 """A dict with a `role` and a `content`, as templates of transformers expect."""
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The names of what a model thought, in different programs."""
+"""The fields for a message's reasoning, in different programs."""
 
 
 class ChatTemplate:
@@ -44,17 +44,17 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], **more: Any) -> str:
         """The prompt for the assistant's next message; `more` are variables."""
-        from jetdraft.runtime.text.sandbox import MOST
+        from jetdraft.runtime.text.sandbox import MOST_SIZE
 
         variables: dict[str, Any] = {"tools": None, "documents": None}
         variables["add_generation_prompt"] = True
         try:
-            variables |= {**self._tokens, **_plain(more)}
-            variables["messages"] = list(map(_as_transformers_does, _plain(messages)))
+            variables |= {**self._tokens, **_json_copy(more)}
+            variables["messages"] = list(map(_normalize_message, _json_copy(messages)))
             with self._sandbox.bounded():
                 text = self._template.render(variables)
-            if len(text) > MOST:
-                raise ValueError(f"the prompt has more than {MOST} characters")
+            if len(text) > MOST_SIZE:
+                raise ValueError(f"the prompt has more than {MOST_SIZE} characters")
         except Exception as error:  # a template may raise anything
             roles = printable(", ".join(message["role"] for message in messages))
             raise OptionError(
@@ -65,12 +65,12 @@ class ChatTemplate:
         return text
 
 
-def _plain(value: Any) -> Any:
-    """A copy that holds nothing but what JSON can hold."""
+def _json_copy(value: Any) -> Any:
+    """A copy by way of JSON; raises `TypeError` or `ValueError` for other values."""
     return json.loads(json.dumps(value))
 
 
-def _as_transformers_does(message: Message) -> Message:
+def _normalize_message(message: Message) -> Message:
     """The message without nulls and empty lists, its reasoning under all names."""
     fields = {name: value for name, value in message.items() if value not in (None, [])}
     reasoning = next((fields[name] for name in _REASONING if name in fields), None)
@@ -80,6 +80,7 @@ def _as_transformers_does(message: Message) -> Message:
 
 
 def _reason(error: Exception) -> str:
+    """The text of an error, or else its type, in printable characters."""
     return printable(str(error) or type(error).__name__)
 
 
@@ -99,13 +100,13 @@ def check_messages(messages: object) -> list[Message]:
     return list(messages)
 
 
-def user(content: str) -> Message:
+def user_message(content: str) -> Message:
     """A message of the user."""
     return {"role": "user", "content": content}
 
 
 def read_template(file: Path | None) -> str:
-    """The source of a bundle's template; raises `OptionError` without one."""
+    """The source of a bundle's template; raises `OptionError` if it is missing."""
     if file is None:
         raise OptionError(
             "the bundle has no chat template; give whole prompts to generate, or "

@@ -20,24 +20,26 @@ from jetdraft.runtime.text.constraint import (
     COMPILE_SECONDS,
     Constraint,
     Matcher,
-    check_kept,
+    check_exact_numbers,
 )
 from jetdraft.runtime.text.stops import overlap
 from jetdraft.runtime.text.worker_main import SPACING
 from jetdraft.runtime.text.worker_process import Vocabulary
 
 Schema = dict[str, Any]
+"""A JSON schema."""
 
-BEGIN, END = "<tool_call>", "</tool_call>"
+BEGIN_TAG, END_TAG = "<tool_call>", "</tool_call>"
+"""The tags around a call, where a chat template has them."""
 
-_MARKED = f"""
-before[suffix="{BEGIN}"]: /(.|\\n)*/
+_TAGGED_RULES = f"""
+before[suffix="{BEGIN_TAG}"]: /(.|\\n)*/
 begin: {{}}
 GAP: /\\n?/
 call: GAP one GAP {{}}
 """
-_TEXT = {
-    True: f"answer: TEXT\nTEXT: /(.|\\n)*/ & ~/(.|\\n)*{BEGIN}(.|\\n)*/",
+_TEXT_RULES = {
+    True: f"answer: TEXT\nTEXT: /(.|\\n)*/ & ~/(.|\\n)*{BEGIN_TAG}(.|\\n)*/",
     False: "answer: TEXT |\nTEXT: /[^{](.|\\n)*/",
 }
 """The rule of a text without a call, for marked calls and for unmarked calls."""
@@ -103,7 +105,7 @@ class Tools:
                 'give tools as [{"type": "function", "function": {"name": ...}}]',
                 "tools",
             )
-        check_kept([functions, schema], "tools")
+        check_exact_numbers([functions, schema], "tools")
         if not functions:
             raise OptionError(f"tool_choice {self.choice!r} needs tools; give some")
         if self.choice not in ("auto", "required", *self.names):
@@ -141,17 +143,17 @@ class Tools:
             before = "before" if is_free else "begin"
         is_several = self.tags and self.parallel and self.choice not in self.names
         calls = "call (GAP begin call)*" if is_several else "call"
-        answer = _TEXT[bool(self.tags)]
+        answer = _TEXT_RULES[bool(self.tags)]
         if self.schema is not None:
-            answer = f"answer: {_json(self.schema)}"
-        rules = _MARKED.format(*self.tags) if self.tags else "call: one"
+            answer = f"answer: {_json_rule(self.schema)}"
+        rules = _TAGGED_RULES.format(*self.tags) if self.tags else "call: one"
         # A document for each: an id in one may be another's too.
         functions = [tool["function"] for tool in self.functions]
         if self.choice not in ("auto", "required"):
             functions = [each for each in functions if each["name"] == self.choice]
         ones = {f"one{n}": _call_schema(each) for n, each in enumerate(functions)}
         one = f"one: {' | '.join(ones)}"
-        documents = (f"{name}: {_json(schema)}" for name, schema in ones.items())
+        documents = (f"{name}: {_json_rule(schema)}" for name, schema in ones.items())
         start = f"start: {'answer | ' * (self.choice == 'auto')}{before} {calls}"
         return "\n".join([start, answer, rules, one, *documents])
 
@@ -173,7 +175,7 @@ class Tools:
 
     def calls(self, text: str) -> list[ToolCall]:
         """The calls in a text; an incomplete call at its end is left out."""
-        calls, at = list[ToolCall](), self._next(text, 0)
+        calls, at = list[ToolCall](), self._find_call(text, 0)
         decode = json.JSONDecoder().raw_decode
         with suppress(ValueError, TypeError, KeyError, RecursionError):
             while at is not None:
@@ -183,21 +185,21 @@ class Tools:
                 if call["name"] not in self.names:
                     return []
                 calls.append(ToolCall(call["name"], call["arguments"]))
-                at = self._next(text, end)
+                at = self._find_call(text, end)
         return calls
 
-    def _next(self, text: str, start: int) -> int | None:
-        """Where the next call's JSON begins, or None."""
-        pattern = f"{BEGIN}\\s*" if self.tags else r"\A(?=\{)"
+    def _find_call(self, text: str, start: int) -> int | None:
+        """The start of the next call's JSON, from `start` on; None without a call."""
+        pattern = f"{BEGIN_TAG}\\s*" if self.tags else r"\A(?=\{)"
         match = re.compile(pattern).search(text, start)
         return match.end() if match else None
 
     def shown(self, text: str) -> int:
-        """How many characters cannot become a call, whatever text follows."""
+        """How many characters of a text cannot become a call, whatever follows."""
         if not self.tags:
             return 0 if text.startswith("{") else len(text)
-        at = text.find(BEGIN)
-        return at if at >= 0 else len(text) - overlap(text, BEGIN)
+        at = text.find(BEGIN_TAG)
+        return at if at >= 0 else len(text) - overlap(text, BEGIN_TAG)
 
 
 def _call_schema(function: dict[str, Any]) -> Schema:
@@ -206,7 +208,7 @@ def _call_schema(function: dict[str, Any]) -> Schema:
     draft = {}
     if isinstance(parameters, dict):
         draft = {key: parameters[key] for key in ("$schema",) if key in parameters}
-        parameters = _document(parameters)
+        parameters = _as_document(parameters)
     return {
         **draft,
         "type": "object",
@@ -216,7 +218,7 @@ def _call_schema(function: dict[str, Any]) -> Schema:
     }
 
 
-def _document(schema: Schema) -> Schema:
+def _as_document(schema: Schema) -> Schema:
     """A schema whose references mean the same inside of another schema.
 
     With an id it stays a document, whose root is "#". Older drafts overlook an id
@@ -231,7 +233,8 @@ def _document(schema: Schema) -> Schema:
     return document
 
 
-def _json(schema: Schema) -> str:
+def _json_rule(schema: Schema) -> str:
+    """The rule in Lark's notation for JSON of a schema, on one line."""
     return f"%json {json.dumps({**schema, 'x-guidance': SPACING})}"
 
 

@@ -43,7 +43,7 @@ class RefusalError(Exception):
     """What is wrong with a constraint or with the text so far, in one line."""
 
 
-class Words:
+class LibraryVocabulary:
     """The tokens of a vocabulary as the library reads them.
 
     For the library an added token that is special or in <> is a name, `<name>` in a
@@ -81,7 +81,7 @@ class Words:
         names = {alias: token for token, alias in self.aliases.items()}
         return [names.get(t, t) for t in self.tokenizer.greedy_tokenize(text)]
 
-    def named(self, source: str) -> dict[int, int]:
+    def aliases_for(self, source: str) -> dict[int, int]:
         """The aliases that may write a part of a constraint.
 
         Only a source with the text of a special token, as it is or escaped, admits it.
@@ -102,8 +102,9 @@ class Reader:
     no text can follow or the library's limits are reached.
     """
 
-    def __init__(self, inner: LLMatcher, words: Words, source: str) -> None:
-        self._inner, self._words, self._named = inner, words, words.named(source)
+    def __init__(self, inner: LLMatcher, words: LibraryVocabulary, source: str) -> None:
+        self._inner, self._words = inner, words
+        self._aliases = words.aliases_for(source)
         self._path: list[int] = []
 
     def masks(self, fresh: list[int], tokens: list[int], parents: list[int]) -> Reply:
@@ -111,43 +112,45 @@ class Reader:
 
         A mask has a bit for each token. A row that may not come has none and a -1.
         """
-        if not self._reach(fresh):
+        if not self._read_path(fresh):
             raise RefusalError("no token of the vocabulary fits")
         self._path.clear()
-        masks = [self._mask(path) for path in _paths(tokens, parents)]
-        return [_count(mask) for mask in masks], b"".join(masks)
+        masks = [self._row_mask(path) for path in _row_paths(tokens, parents)]
+        return [_count_allowed(mask) for mask in masks], b"".join(masks)
 
     def forced(self, path: list[int]) -> Reply:
         """The tokens that must follow a path; none after a path that may not come."""
-        return self._inner.compute_ff_tokens() if self._reach(path) else [], b""
+        return self._inner.compute_ff_tokens() if self._read_path(path) else [], b""
 
     def allowed(self, path: list[int], tokens: list[int], parents: list[int]) -> Reply:
         """The rows below a path that may come, the root first."""
-        paths, kept_rows = _paths(tokens, parents), [0]
+        paths, kept_rows = _row_paths(tokens, parents), [0]
         for row in range(1, len(tokens)):
             parent = parents[row]
-            if parent in kept_rows and self._reach([*path, *paths[parent]]):
+            if parent in kept_rows and self._read_path([*path, *paths[parent]]):
                 kept_rows += [row] * self._allows(tokens[row])
         return kept_rows, b""
 
-    def _mask(self, path: list[int]) -> bytes:
-        if not self._reach(path):
+    def _row_mask(self, path: list[int]) -> bytes:
+        """The mask behind a path of tokens; `FORBIDDEN` if the path may not come."""
+        if not self._read_path(path):
             return FORBIDDEN
         mask = bytearray(self._inner.compute_bitmask())
-        self._check()
+        self._check_limits()
         first = self._words.first >> 3
-        for token, alias in self._named.items() if any(mask[first:]) else ():
+        for token, alias in self._aliases.items() if any(mask[first:]) else ():
             if mask[alias >> 3] & 1 << (alias & 7):
                 mask[token >> 3] |= 1 << (token & 7)
         return bytes(mask[:first])
 
     def _allows(self, token: int) -> bool:
+        """Whether a token may come next, as itself or as its alias."""
         if token in self._words.ends:
             return self._inner.is_accepting()
         allows = self._inner.validate_tokens
         return bool(allows([token]) or allows(self._alias(token)))
 
-    def _reach(self, path: Sequence[int]) -> bool:
+    def _read_path(self, path: Sequence[int]) -> bool:
         """Read `path` after the committed tokens; whether the constraint allows it."""
         same, read = 0, self._path
         while same < min(len(path), len(read)) and path[same] == read[same]:
@@ -155,7 +158,7 @@ class Reader:
         if same < len(read):
             self._inner.rollback(len(read) - same)
             del read[same:]
-            self._check()
+            self._check_limits()
         fresh = list(path[same:])
         if not self._words.ends.isdisjoint(fresh):
             return False  # nothing comes after the end
@@ -163,20 +166,22 @@ class Reader:
         while fresh and (count := consume(fresh) or consume(self._alias(fresh[0]))):
             read += fresh[:count]
             del fresh[:count]
-        self._check()
+        self._check_limits()
         return not fresh
 
     def _alias(self, token: int) -> list[int]:
         """The token as the library reads it where it writes its text."""
-        return [self._named.get(token, token)]
+        return [self._aliases.get(token, token)]
 
-    def _check(self) -> None:
-        """Its masks would end the text where the library has reached its limits."""
+    def _check_limits(self) -> None:
+        """Raise `RefusalError` if the library has reached its limits."""
         if problem := self._inner.get_error():
             raise RefusalError(problem.splitlines()[0])
 
 
-def compiled(words: Words, limits: dict[str, Any], kind: str, source: str) -> Reader:
+def compiled(
+    words: LibraryVocabulary, limits: dict[str, Any], kind: str, source: str
+) -> Reader:
     """The reader of a constraint; raises `RefusalError` with the place of a problem."""
     matcher = partial(_matcher, words, limits, kind)
     inner = matcher(source)
@@ -184,17 +189,19 @@ def compiled(words: Words, limits: dict[str, Any], kind: str, source: str) -> Re
         return Reader(inner, words, source)
     if kind == "JSON schema":
         place = _schema_path(matcher, json.loads(source), problem) or "its root"
-        raise RefusalError(f"{place}: {_line(problem)}")
+        raise RefusalError(f"{place}: {_error_line(problem)}")
     lines = problem.splitlines()
     caret_lines = (line for line in lines[1:] if line and not line.strip(" ^"))
     caret = next(caret_lines, None)
     if kind == "regex" and caret is not None:
         # The library indents the expression by four spaces.
-        raise RefusalError(f"character {caret.index('^') - 3}: {_line(problem)}")
+        raise RefusalError(f"character {caret.index('^') - 3}: {_error_line(problem)}")
     raise RefusalError(lines[0].rstrip(":").removeprefix("at "))
 
 
-def _matcher(words: Words, limits: dict[str, Any], kind: str, source: str) -> LLMatcher:
+def _matcher(
+    words: LibraryVocabulary, limits: dict[str, Any], kind: str, source: str
+) -> LLMatcher:
     """The library's matcher; its `get_error` says what is wrong with the source."""
     from llguidance import LLMatcher, LLParserLimits
 
@@ -212,25 +219,26 @@ def _matcher(words: Words, limits: dict[str, Any], kind: str, source: str) -> LL
 
 def _schema_path(matcher: Callable[[str], LLMatcher], schema: Any, problem: str) -> str:
     """The path to the innermost part of a schema that has the same problem."""
-    for path, part in _parts(schema):
+    for path, part in _inner_schemas(schema):
         if matcher(json.dumps(part)).get_error() == problem:
             return path + _schema_path(matcher, part, problem)
     return ""
 
 
-def _count(mask: bytes) -> int:
+def _count_allowed(mask: bytes) -> int:
+    """How many tokens a mask allows; -1 for `FORBIDDEN`."""
     return -1 if mask == FORBIDDEN else int.from_bytes(mask, "little").bit_count()
 
 
-def _paths(tokens: list[int], parents: list[int]) -> list[list[int]]:
-    """The tokens from below the root down to each row."""
+def _row_paths(tokens: list[int], parents: list[int]) -> list[list[int]]:
+    """The tokens from below the root down to each row, the root's path empty."""
     paths: list[list[int]] = [[]]
     for token, parent in zip(tokens[1:], parents[1:], strict=True):
         paths.append([*paths[parent], token])
     return paths
 
 
-def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
+def _inner_schemas(schema: Any) -> Iterator[tuple[str, Any]]:
     """The schemas directly inside a schema, as pairs of a path and a schema."""
     for key, value in schema.items() if isinstance(schema, dict) else ():
         has_names = key in ("properties", "$defs", "definitions", "patternProperties")
@@ -243,19 +251,19 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
         yield from (item for item in parts.items() if isinstance(item[1], dict))
 
 
-def _line(problem: str) -> str:
+def _error_line(problem: str) -> str:
     """The line of the library's message that says what is wrong."""
     lines = problem.splitlines()
     return next((line[7:] for line in lines if line.startswith("error: ")), lines[0])
 
 
-def _serve(pipe: socket.socket, words: Words) -> None:
+def _serve(pipe: socket.socket, words: LibraryVocabulary) -> None:
     """Answer the requests of one text until the other end is closed."""
     reader: Reader | None = None
     while header := pipe.recv(4, socket.MSG_WAITALL):
         size = struct.unpack("<I", header)[0]
         seconds, name, *request = json.loads(pipe.recv(size, socket.MSG_WAITALL))
-        # These seconds do not pass while others have the processor.
+        # These seconds do not pass while other programs have the processor.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         reply: Reply = [], b""
         try:
@@ -264,24 +272,25 @@ def _serve(pipe: socket.socket, words: Words) -> None:
             else:
                 reply = getattr(reader, name)(*request)
         except (RefusalError, ValueError) as error:
-            reply = {"error": _short(str(error))}, b""
+            reply = {"error": _one_line(str(error))}, b""
         signal.setitimer(signal.ITIMER_PROF, 0)
         _send(pipe, *reply)
 
 
-def _short(problem: str) -> str:
-    """One line that UTF-8 can encode."""
+def _one_line(problem: str) -> str:
+    """A problem as one line that UTF-8 can encode, of `MAX_ERROR_CHARS` at most."""
     line = " ".join(problem[: 2 * MAX_ERROR_CHARS].split())[:MAX_ERROR_CHARS]
     return line.encode("utf-8", "replace").decode("utf-8")
 
 
 def _send(pipe: socket.socket, value: object, masks: bytes = b"") -> None:
+    """Send a value as JSON, and masks; both sizes come first."""
     text = json.dumps(value).encode()
     pipe.sendall(struct.pack("<II", len(text), len(masks)) + text + masks)
 
 
-def _confine(most_bytes: int) -> None:
-    """Limit what this process may take of memory from now on."""
+def _limit_memory(most_bytes: int) -> None:
+    """Limit this process to `most_bytes` more memory than it has now."""
     import resource  # here, since the runtime imports this file on any system
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -291,7 +300,7 @@ def _confine(most_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def _end_with(life: socket.socket) -> None:
+def _end_with_socket(life: socket.socket) -> None:
     """Let the system end this process when the other end of `life` is closed."""
     import fcntl
 
@@ -304,8 +313,8 @@ def _end_with(life: socket.socket) -> None:
             os._exit(0)
 
 
-def _obey() -> None:
-    """End with the sockets only."""
+def _set_signals() -> None:
+    """Ignore signals that end programs: only closed sockets end this process."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(ignored, signal.SIG_IGN)
     for ending in (signal.SIGIO, signal.SIGPROF):
@@ -317,11 +326,13 @@ def _obey() -> None:
 
 def main(control: socket.socket, tokenizer: str, size: int, ends: list[int]) -> None:
     """Read the vocabulary, then fork a worker for each socket that comes."""
-    _obey()
+    _set_signals()
     try:
-        words = Words(Path(tokenizer).read_text(encoding="utf-8"), size, ends)
+        words = LibraryVocabulary(
+            Path(tokenizer).read_text(encoding="utf-8"), size, ends
+        )
     except (ImportError, OSError, ValueError) as error:
-        _send(control, {"error": _short(str(error))})
+        _send(control, {"error": _one_line(str(error))})
         return
     _send(control, [])
     while True:
@@ -333,8 +344,8 @@ def main(control: socket.socket, tokenizer: str, size: int, ends: list[int]) -> 
             if os.fork() == 0:
                 try:
                     control.close()
-                    _end_with(life)
-                    _confine(int.from_bytes(sent, "little"))
+                    _end_with_socket(life)
+                    _limit_memory(int.from_bytes(sent, "little"))
                     _serve(pipe, words)
                 finally:
                     os._exit(0)

@@ -1,7 +1,7 @@
 """The process that follows constraints, from the runtime's side; see worker_main.py.
 
-A `Vocabulary` owns the process, which forks a worker for each text; a `Pipe` speaks
-with one of them.
+A `Vocabulary` owns the process, which forks a worker for each text; a `Pipe` sends
+requests to a worker.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weakref import finalize
 from jetdraft.errors import OptionError
 
 SLICE_SECONDS = 0.05
-"""How often a wait looks whether it must end."""
+"""How long a wait blocks before it checks whether it must end."""
 
 PATIENCE = 10.0
 """A worker counts the seconds that it computes, and ends itself in time. Where other
@@ -39,10 +39,11 @@ START_SECONDS = 60.0
 """The longest start; a vocabulary of 150,000 tokens is read in 2 s."""
 
 MustEnd = Callable[[], bool]
+"""Whether a wait must end: the generation is cancelled, or its time is over."""
 
 
 class EndedError(Exception):
-    """The worker has ended, or it was given up."""
+    """The worker has ended, or it took too long and was ended."""
 
 
 class Pipe:
@@ -53,7 +54,7 @@ class Pipe:
 
     def __init__(self, end: socket.socket, *life: socket.socket) -> None:
         self._socket, self._data = end, b""
-        self.close = finalize(self, _shut, end, *life)  # ends the worker
+        self.close = finalize(self, _close_sockets, end, *life)  # ends the worker
         end.settimeout(SLICE_SECONDS)
 
     def send(self, seconds: float, must_end: MustEnd, *request: Any) -> None:
@@ -65,50 +66,53 @@ class Pipe:
             try:
                 rest = rest[self._socket.send(rest, socket.MSG_NOSIGNAL) :]
             except TimeoutError:
-                self._check(until, must_end)
+                self._check_wait(until, must_end)
             except OSError as error:
-                raise self._ended() from error
+                raise self._close_with_error() from error
 
-    def reply(self, seconds: float, must_end: MustEnd) -> tuple[Any, bytes]:
+    def receive_reply(self, seconds: float, must_end: MustEnd) -> tuple[Any, bytes]:
         """A value and masks, in `PATIENCE` times `seconds`; raises `EndedError`."""
         until = time.monotonic() + PATIENCE * seconds
-        sizes = struct.unpack("<II", self._receive(8, until, must_end))
-        text, masks = (self._receive(size, until, must_end) for size in sizes)
+        sizes = struct.unpack("<II", self._receive_bytes(8, until, must_end))
+        text, masks = (self._receive_bytes(size, until, must_end) for size in sizes)
         return json.loads(text), masks
 
     def has_reply(self) -> bool:
-        """Whether a reply has come, or none will, after `SLICE_SECONDS` at most."""
+        """Whether a reply has come or the worker has ended; waits `SLICE_SECONDS`."""
         try:
             self._socket.recv(1, socket.MSG_PEEK)
         except OSError as error:
             return not isinstance(error, TimeoutError)
         return True
 
-    def hand_over(self, *ends: socket.socket) -> None:
-        """Ask for a worker at these other ends."""
+    def request_worker(self, *ends: socket.socket) -> None:
+        """Send the other ends of two sockets to a new worker of `most_bytes` memory."""
         size = MOST_BYTES.to_bytes(8, "little")
         socket.send_fds(self._socket, [size], [end.fileno() for end in ends])
 
-    def _receive(self, size: int, until: float, must_end: MustEnd) -> bytes:
+    def _receive_bytes(self, size: int, until: float, must_end: MustEnd) -> bytes:
+        """Wait for `size` bytes; raises `EndedError` as `receive_reply` does."""
         while len(self._data) < size:
             try:
                 more = self._socket.recv(max(size - len(self._data), MIN_READ_BYTES))
             except TimeoutError:
-                self._check(until, must_end)
+                self._check_wait(until, must_end)
                 continue
             except OSError as error:
-                raise self._ended() from error
+                raise self._close_with_error() from error
             if not more:
-                raise self._ended()
+                raise self._close_with_error()
             self._data += more
         data, self._data = self._data[:size], self._data[size:]
         return data
 
-    def _check(self, until: float, must_end: MustEnd) -> None:
+    def _check_wait(self, until: float, must_end: MustEnd) -> None:
+        """Raise `EndedError`, and close, if a wait must end."""
         if time.monotonic() > until or must_end():
-            raise self._ended()
+            raise self._close_with_error()
 
-    def _ended(self) -> EndedError:
+    def _close_with_error(self) -> EndedError:
+        """Close the sockets, which ends the worker; returns the error to raise."""
         self.close()
         return EndedError()
 
@@ -153,37 +157,43 @@ class Vocabulary:
 
     def start(self, must_end: MustEnd = never) -> None:
         """Read the vocabulary, once; raises `OptionError` or `EndedError`."""
-        with self._started(must_end):
+        with self._running_process(must_end):
             pass
 
-    def worker(self, must_end: MustEnd = never) -> Pipe:
-        """A worker for one text; raises what `start` raises."""
-        (own, other), (life, watched) = _pair(), _pair()
+    def start_worker(self, must_end: MustEnd = never) -> Pipe:
+        """Start a worker for one text; raises what `start` raises."""
+        (own, other), (life, watched) = _socket_pair(), _socket_pair()
         pipe = Pipe(own, life)
         # If the process has just ended, the first request says so.
-        with other, watched, self._started(must_end) as control, suppress(OSError):
-            control.hand_over(other, watched)
+        with (
+            other,
+            watched,
+            self._running_process(must_end) as control,
+            suppress(OSError),
+        ):
+            control.request_worker(other, watched)
         return pipe
 
     @contextmanager
-    def _started(self, must_end: MustEnd) -> Iterator[Pipe]:
-        """The process that has read the vocabulary, for one thread at a time."""
+    def _running_process(self, must_end: MustEnd) -> Iterator[Pipe]:
+        """Hold the process that has read the vocabulary; raises as `start` does."""
         while not self._lock.acquire(timeout=SLICE_SECONDS):
             if must_end():
                 raise EndedError
         try:
             if self._process is None or self._process.poll() is not None:
-                self._start()
+                self._start_process()
             assert self._control is not None
             if not self._is_read:
-                self._await(self._control, must_end)
+                self._await_vocabulary(self._control, must_end)
             yield self._control
         finally:
             self._lock.release()
 
-    def _start(self) -> None:
+    def _start_process(self) -> None:
+        """Start the process, and drop what is left of an earlier process."""
         self._drop()  # what is left of a process that ended
-        own, other = _pair()
+        own, other = _socket_pair()
         pipe = Pipe(own)
         setting = {
             "path": sys.path,
@@ -192,21 +202,21 @@ class Vocabulary:
             "ends": self._ends,
         }
         with other:
-            process = _popen(other.fileno(), json.dumps(setting))
-        self._drop = finalize(self, _end, process, pipe)
+            process = _run_program(other.fileno(), json.dumps(setting))
+        self._drop = finalize(self, _end_process, process, pipe)
         self._process, self._control = process, pipe
         self._is_read, self._until = False, time.monotonic() + START_SECONDS
 
-    def _await(self, control: Pipe, must_end: MustEnd) -> None:
-        """Wait until the process has read the vocabulary."""
+    def _await_vocabulary(self, control: Pipe, must_end: MustEnd) -> None:
+        """Wait until the vocabulary is read; raises `EndedError` or `OptionError`."""
         while not control.has_reply() and time.monotonic() < self._until:
             if must_end():
                 raise EndedError
         try:
-            reply, _ = control.reply(0.0, never)
+            reply, _ = control.receive_reply(0.0, never)
         except EndedError as error:
             self._drop()
-            raise _failure("it ended") from error
+            raise _start_error("it ended") from error
         if reply:
             self._drop()
             raise OptionError(
@@ -217,15 +227,16 @@ class Vocabulary:
         self._is_read = True
 
 
-def _pair() -> tuple[socket.socket, socket.socket]:
-    """Connected sockets, of which the second is for another process."""
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets, the second for another process; raises `OptionError`."""
     try:
         return socket.socketpair()
     except OSError as error:
-        raise _failure(error) from error
+        raise _start_error(error) from error
 
 
-def _popen(end: int, setting: str) -> subprocess.Popen[bytes]:
+def _run_program(end: int, setting: str) -> subprocess.Popen[bytes]:
+    """Start worker_main.py with one end of a socket pair; raises `OptionError`."""
     program, none = Path(__file__).with_name("worker_main.py"), subprocess.DEVNULL
     try:
         return subprocess.Popen(
@@ -236,10 +247,11 @@ def _popen(end: int, setting: str) -> subprocess.Popen[bytes]:
             stderr=none,
         )
     except OSError as error:
-        raise _failure(error) from error
+        raise _start_error(error) from error
 
 
-def _failure(problem: object) -> OptionError:
+def _start_error(problem: object) -> OptionError:
+    """The error for a process that could not be started."""
     return OptionError(
         f"the process that follows constraints could not be started ({problem}); make "
         "room for it, or leave the constraint out",
@@ -247,13 +259,14 @@ def _failure(problem: object) -> OptionError:
     )
 
 
-def _end(process: subprocess.Popen[bytes], control: Pipe) -> None:
+def _end_process(process: subprocess.Popen[bytes], control: Pipe) -> None:
+    """Close the control sockets, kill the process and wait for its end."""
     control.close()
     process.kill()
     process.wait()
 
 
-def _shut(*ends: socket.socket) -> None:
+def _close_sockets(*ends: socket.socket) -> None:
     """Close sockets, also in a process that was forked from this one."""
     for end in ends:
         with suppress(OSError):

@@ -58,7 +58,7 @@ class Tree:
         position = self.position + self.depths[row]
         # Unique in a generation, since the root's position grows with every round.
         family = (self.position << 8) + row
-        return siblings(self.kind, q, count, self.sampling, position, family)
+        return draw_siblings(self.kind, q, count, self.sampling, position, family)
 
     def add(self, row: int, q: Distribution, tokens: Sequence[int]) -> list[int]:
         """Add children below a row; returns their rows."""
@@ -103,7 +103,7 @@ _SALT = 0x6A09E667F3BCC908
 """Makes the draws of a draft independent of the noise that chooses target tokens."""
 
 
-def siblings(
+def draw_siblings(
     kind: Kind,
     q: Distribution,
     count: int,
@@ -212,7 +212,8 @@ class Kary(Shape):
         return deeper if tree.room else []
 
 
-_RANKED = frozenset({Kind.DETERMINISTIC, Kind.COUPLED})
+_RANK_KINDS = frozenset({Kind.DETERMINISTIC, Kind.COUPLED})
+"""Kinds of siblings that may be dropped without a bias."""
 
 
 def _log_probability(q: Distribution, token: int) -> float:
@@ -224,7 +225,7 @@ class Rerank(Shape):
     """Expand the best rows of each level, then keep the best rows of all (EAGLE-2)."""
 
     name = "rerank"
-    kinds = _RANKED
+    kinds = _RANK_KINDS
 
     def __init__(self, breadth: int = 6, depth: int = 5) -> None:
         self.breadth = breadth
@@ -256,7 +257,7 @@ class Comb(Shape):
     """A chain with more siblings where the drafter is less sure (CaPE, 2402.02082)."""
 
     name = "comb"
-    kinds = _RANKED
+    kinds = _RANK_KINDS
     EXTRA = ((0.3, 7), (0.6, 5), (0.8, 3), (1.0, 1))
     """The most probability of the drafter's best token, and the further siblings."""
 
@@ -283,7 +284,7 @@ class Merged(Shape):
     """
 
     name = "merged"
-    kinds = _RANKED
+    kinds = _RANK_KINDS
 
     def __init__(
         self,
@@ -312,15 +313,15 @@ class Merged(Shape):
             least_chance = self.sibling_threshold * max(chances.values(), default=0.0)
             tokens = [token for token in tokens if chances[token] >= least_chance]
             for child in tree.add(row, q, tokens[: tree.room]):
-                original = self._repeated(tree, child)
+                original = self._find_original(tree, child)
                 if original is not None:
                     self._repeats[child] = original
                 elif chances[tree.tokens[child]] >= self.threshold:
                     growing.append(child)
         return [row for row in growing if tree.depths[row] < self.depth]
 
-    def _repeated(self, tree: Tree, row: int) -> int | None:
-        """An earlier row with the same last tokens that is not an ancestor of `row`."""
+    def _find_original(self, tree: Tree, row: int) -> int | None:
+        """An earlier row with the same last tokens, no ancestor of `row`, or None."""
         path = tree.path(row)
         ending = [tree.tokens[r] for r in path[: 1 + self.repeat]]
         for other in range(1, row):
@@ -349,7 +350,8 @@ class Merged(Shape):
         return Rows(tokens, parents, tree.kind)
 
 
-_UNEQUAL = frozenset({Kind.DISTINCT, Kind.COUPLED, Kind.DETERMINISTIC})
+_DISTINCT_KINDS = frozenset({Kind.DISTINCT, Kind.COUPLED, Kind.DETERMINISTIC})
+"""Kinds whose siblings all have different tokens."""
 
 
 def _family(tree: Tree, row: int, q: Distribution) -> list[tuple[int, float]]:
@@ -366,7 +368,7 @@ class Heap(Shape):
     """The rows with the largest reach; one drafter pass for each row with children."""
 
     name = "heap"
-    kinds = _UNEQUAL
+    kinds = _DISTINCT_KINDS
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int]] = []  # -reach, parent, rank
@@ -395,7 +397,7 @@ class ReachThreshold(Shape):
     """All rows with a reach of at least 1 / budget; one drafter pass for each level."""
 
     name = "threshold"
-    kinds = _UNEQUAL
+    kinds = _DISTINCT_KINDS
 
     def __init__(self) -> None:
         self._reach: dict[int, float] = {}

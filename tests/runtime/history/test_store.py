@@ -98,9 +98,9 @@ def test_an_addition_reads_nothing_that_is_known(tmp_path, monkeypatch):
     store, others = open_store(tmp_path), open_store(tmp_path)
     for token in range(20):
         others.add(entry(token))
-    read, make = [], stores._entry
+    read, make = [], stores._parse_entry
     monkeypatch.setattr(
-        stores, "_entry", lambda *row: (read.append(row), make(*row))[1]
+        stores, "_parse_entry", lambda *row: (read.append(row), make(*row))[1]
     )
     store.add(entry(20))
     assert prompts(store) == [[token] for token in range(20, -1, -1)]
@@ -160,7 +160,7 @@ def test_a_failure_while_keeping_stops_nothing(tmp_path, monkeypatch):
     store = open_store(tmp_path)
 
     full = Mock(side_effect=sqlite3.OperationalError("database or disk is full"))
-    monkeypatch.setattr(store, "_insert", full)
+    monkeypatch.setattr(store, "_write_entry", full)
     with pytest.warns(UserWarning, match="could not be kept"):
         store.add(entry(5))
 

@@ -71,7 +71,7 @@ def test_a_malformed_field_is_refused(field):
 def test_careful_times_replace_quick_ones():
     """But no pass of decoding is wider than 16 rows."""
     curve = Curve({1: 10.0, 2: 11.0}, drafter=2.0, probe=0.3, drafts={"a": 1.0})
-    curve.take(Curve({2: 9.0, 3: 9.5, 17: 30.0}, {2: 12.0}, 0.7, drafts={"b": 4.0}))
+    curve.adopt(Curve({2: 9.0, 3: 9.5, 17: 30.0}, {2: 12.0}, 0.7, drafts={"b": 4.0}))
     expected = Curve(
         {1: 10.0, 2: 9.0, 3: 9.5}, {2: 12.0}, 0.7, 0.3, 2.0, drafts={"a": 1.0, "b": 4.0}
     )
@@ -107,16 +107,16 @@ def round_of(drafted: int, probes: int, longer: float, outside_ms: float) -> Rou
 
 
 def test_without_rounds_a_round_is_its_pass():
-    assert RoundCosts(pass_ms).ms(4, 6) == pass_ms(4, 6)
+    assert RoundCosts(pass_ms).round_ms(4, 6) == pass_ms(4, 6)
 
 
 def test_rounds_say_how_much_longer_passes_are_and_what_lies_outside():
     costs = RoundCosts(pass_ms)
     for drafted in (0, 3, 7, 3, 0):
         costs.learn(round_of(drafted, 2, 1.5, 0.4 + 0.1 * drafted))
-    assert costs.ms(16, 9) == pytest.approx(1.5 * pass_ms(16, 9) + 0.4 + 1.5)
+    assert costs.round_ms(16, 9) == pytest.approx(1.5 * pass_ms(16, 9) + 0.4 + 1.5)
     costs.forget()
-    assert costs.ms(16, 9) == pass_ms(16, 9)
+    assert costs.round_ms(16, 9) == pass_ms(16, 9)
 
 
 def test_rounds_of_one_size_do_not_hide_what_smaller_rounds_take():
@@ -125,17 +125,17 @@ def test_rounds_of_one_size_do_not_hide_what_smaller_rounds_take():
     costs = RoundCosts(pass_ms)
     for _ in range(5):
         costs.learn(round_of(7, 0, 1.0, 0.7))
-    assert costs.ms(8, 0) == pytest.approx(pass_ms(8, 0) + 0.7)
-    assert costs.ms(1, 0) < pass_ms(1, 0) + 0.1
+    assert costs.round_ms(8, 0) == pytest.approx(pass_ms(8, 0) + 0.7)
+    assert costs.round_ms(1, 0) < pass_ms(1, 0) + 0.1
 
 
 def test_a_stall_says_little():
     costs = RoundCosts(pass_ms)
     for _ in range(20):
         costs.learn(round_of(3, 0, 1.0, 0.5))
-    before = costs.ms(4, 0)
+    before = costs.round_ms(4, 0)
     costs.learn(round_of(3, 0, 100.0, 500.0))
-    assert costs.ms(4, 0) < 1.2 * before
+    assert costs.round_ms(4, 0) < 1.2 * before
 
 
 def test_a_line_never_falls_and_is_never_below_zero():

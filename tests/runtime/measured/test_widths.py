@@ -13,7 +13,7 @@ from jetdraft.runtime import claim
 from jetdraft.runtime.claim import StoppedError
 from jetdraft.runtime.measured import survey as surveys
 from jetdraft.runtime.measured.profile_files import Profiles
-from jetdraft.runtime.measured.survey import FIRST, Survey, pass_times
+from jetdraft.runtime.measured.survey import FIRST_WIDTHS, Survey, pass_times
 from jetdraft.runtime.measured.widths import Widths
 
 IDS = np.random.default_rng(5).integers(0, 288, 12).tolist() * 3
@@ -24,7 +24,7 @@ def measured(bundle):
     """A survey of everything; the largest class is exact."""
     parts = jetdraft.load(bundle, threads=1).parts
     survey = Survey(parts.target, parts.drafter)
-    survey.again()
+    survey.measure_again()
     return survey
 
 
@@ -55,7 +55,7 @@ def test_every_width_is_in_one_class(measured):
     assert all(ms > 0 for ms in measured.curve.passes.values())
     assert measured.curve.drafter > 0
     assert measured.widths.untried == ()
-    assert measured.left == 0
+    assert measured.steps_left == 0
     for members in measured.widths.classes:
         gaps = {measured.widths.gaps[width] for width in members}
         if sorted(members) == measured.widths.exact:
@@ -104,26 +104,26 @@ def test_the_first_generation_measures_a_few_widths(own, slow, monkeypatch):
     monkeypatch.setattr(claim, "QUIET_SECONDS", 20.0)  # on a busy machine too
     model = jetdraft.load(own, threads=1)
     survey = model.parts.survey
-    assert model.parts.profiles.stored() is None, "nothing is measured at load"
+    assert model.parts.profiles.read_survey() is None, "nothing is measured at load"
     model.generate(token_ids=IDS, max_new_tokens=3)
     with model.parts.claim.held():  # nothing runs in the background
         pass
-    assert sorted(survey.widths.gaps) == list(FIRST)
-    assert survey.widths.exact == list(FIRST)
+    assert sorted(survey.widths.gaps) == list(FIRST_WIDTHS)
+    assert survey.widths.exact == list(FIRST_WIDTHS)
     assert survey.widths.allowed(exact=False) == list(range(1, WIDEST + 1))
     assert not model.generate(token_ids=IDS, max_new_tokens=3).stats.reused_tokens
     later = jetdraft.load(own, threads=1).parts.survey
     assert later.widths == survey.widths, "the profile grows"
     model.close()  # or it still measures while idle
-    left = later.left
+    left = later.steps_left
     assert later.step()
-    assert later.left == left - 1
+    assert later.steps_left == left - 1
     again = jetdraft.load(own, threads=1).parts.survey
     assert again.widths == later.widths
     later.finish()
     assert not later.step()
     assert later.widths.prefills_agree
-    assert len(later.widths.exact) > len(FIRST)
+    assert len(later.widths.exact) > len(FIRST_WIDTHS)
 
 
 def test_the_rest_is_measured_while_nobody_generates(own, slow):
@@ -132,10 +132,10 @@ def test_the_rest_is_measured_while_nobody_generates(own, slow):
     how = {"token_ids": IDS, "max_new_tokens": 20, "ignore_eos": True}
     text = model.generate(**how).token_ids
     until = time.monotonic() + 60
-    while model.parts.survey.left and time.monotonic() < until:
+    while model.parts.survey.steps_left and time.monotonic() < until:
         assert model.generate(**how).token_ids == text
         time.sleep(0.4)
-    assert not model.parts.survey.left
+    assert not model.parts.survey.steps_left
     model.close()
     own_threads = set(threading.enumerate()) - others
     assert "jetdraft-idle" not in {thread.name for thread in own_threads}
@@ -167,10 +167,10 @@ def test_a_step_stops_between_two_passes(model):
     before = target.passes, target.cache.length
     with pytest.raises(StoppedError):
         survey.step(lambda: True)
-    assert survey.left == 1, "the step must be repeated"
+    assert survey.steps_left == 1, "the step must be repeated"
     assert (target.passes, target.cache.length) == before
     survey.finish()
-    assert survey.left == 0
+    assert survey.steps_left == 0
 
 
 def test_the_largest_class_is_used_if_there_is_no_base():
@@ -210,29 +210,29 @@ def test_kept_for_this_machine_only(model, profiles):
     assert second.curve == first.curve
     other = profiles()
     other.machine["processor"] = "other"
-    assert other.stored() is None
+    assert other.read_survey() is None
     Survey(*graphs, other).begin()
-    assert profiles().stored() is None, "the other machine's replaced it"
+    assert profiles().read_survey() is None, "the other machine's replaced it"
 
 
 @pytest.mark.parametrize("damage", ["{", '{"machine": 5}', "whole"])
 def test_a_damaged_measurement_is_made_again(model, profiles, damage):
     first = profiles()
     Survey(model.parts.target, None, first).begin()
-    assert first.stored() is not None
+    assert first.read_survey() is not None
     if damage == "whole":
         damage = json.dumps({"machine": first.machine})
     first.file.write_text(damage)
-    assert profiles().stored() is None
+    assert profiles().read_survey() is None
     Survey(model.parts.target, None, profiles()).begin()
-    assert profiles().stored() is not None
+    assert profiles().read_survey() is not None
 
 
 def test_measuring_leaves_the_caches_empty(model):
     target, drafter = model.parts.target, model.parts.drafter
     model.forget()
     target.cache.rewind(0)
-    Survey(target, drafter).again()
+    Survey(target, drafter).measure_again()
     assert target.cache.length == drafter.cache.length == 0
     assert sorted(pass_times(drafter, [1, 4])) == [1, 4]
     assert drafter.cache.length == 0
@@ -240,10 +240,10 @@ def test_measuring_leaves_the_caches_empty(model):
 
 def test_measuring_anew_proves_the_class_that_it_ends_with(model, monkeypatch):
     """Odd and even widths differ; the even widths came first, the odd ones win."""
-    monkeypatch.setattr(Survey, "_gap", lambda _, a, b: float((a - b) % 2))
+    monkeypatch.setattr(Survey, "_measure_gap", lambda _, a, b: float((a - b) % 2))
     monkeypatch.setattr(Survey, "_may_join", lambda *_: True)
     monkeypatch.setattr(
-        Survey, "_prefills", lambda self: iter([self.widths.exact[0] == 2])
+        Survey, "_compare_prefills", lambda self: iter([self.widths.exact[0] == 2])
     )
     monkeypatch.setattr(Survey, "_agrees", lambda self, width, ways: width % 2 == 0)
     survey = Survey(model.parts.target, None)
@@ -251,7 +251,7 @@ def test_measuring_anew_proves_the_class_that_it_ends_with(model, monkeypatch):
     assert survey.widths.exact[:2] == [2, 4]
     assert survey.widths.prefills_agree
     assert survey.widths.trees_agree
-    survey.again()
+    survey.measure_again()
     assert survey.widths.exact[:2] == [1, 3]
     assert not survey.widths.prefills_agree
     assert not survey.widths.trees_agree
@@ -265,7 +265,7 @@ def test_nobody_gets_widths_while_the_buffers_are_measured(model, monkeypatch):
         time.sleep(0.3)
         survey._widths = replace(survey.widths, untried=(), prefills_agree=True)
 
-    monkeypatch.setattr(survey, "_next", slow_step)
+    monkeypatch.setattr(survey, "_do_next_step", slow_step)
     beginning = threading.Thread(target=survey.begin)
     beginning.start()
     assert inside.wait(30)
@@ -279,7 +279,7 @@ def test_a_cancelled_stream_lets_the_survey_go_on(own, slow):
     next(iter(stream))
     stream.close()
     until = time.monotonic() + 60
-    while model.parts.survey.left and time.monotonic() < until:
+    while model.parts.survey.steps_left and time.monotonic() < until:
         time.sleep(0.1)
-    assert not model.parts.survey.left
+    assert not model.parts.survey.steps_left
     model.close()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jetdraft.runtime.passes.split.pruned_halves import CHOICES, Threshold
+from jetdraft.runtime.passes.split.pruned_halves import THRESHOLD_CHOICES, Threshold
 
 
 def settle(would, rounds=400):
@@ -26,7 +26,7 @@ def test_pruning_that_costs_more_tokens_than_time_is_not():
     assert best == 0.0
 
 
-@pytest.mark.parametrize("best", CHOICES)
+@pytest.mark.parametrize("best", THRESHOLD_CHOICES)
 def test_any_choice_can_be_the_best(best):
     assert settle(lambda least: (1.0 + (least == best), 1.0))[0] == best
 

@@ -6,7 +6,11 @@ from jetdraft.runtime.drafts.rows import Probing
 from jetdraft.runtime.measured.acceptance_rates import Acceptance
 from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.measured.stats import Round
-from jetdraft.runtime.planning.controller import PLAIN, Adaptive, Fixed
+from jetdraft.runtime.planning.controller import (
+    NO_DRAFT,
+    AdaptiveController,
+    FixedController,
+)
 from jetdraft.runtime.proposers.lookup import LookupProposer
 from jetdraft.runtime.proposers.proposer import Traits
 
@@ -34,15 +38,18 @@ def outcome(method="draft", drafted=3, accepted=0, ms=1.0, width=4, draft_ms=0.1
 def adaptive(slope=0.1, draft_ms=0.05, widths=WIDTHS):
     passes = {w: 1 + slope * (w - 1) for w in range(1, 17)}
     curve = Curve(passes, drafts={"draft": draft_ms})
-    return Adaptive([Named("draft")], curve, {"draft": Acceptance()}, widths, 15)
+    return AdaptiveController(
+        [Named("draft")], curve, {"draft": Acceptance()}, widths, 15
+    )
 
 
 def test_fixed_keeps_its_length_and_respects_room():
     proposer = Named("draft")
-    fixed = Fixed(proposer, 4)
+    fixed = FixedController(proposer, 4)
     assert fixed.assign(10, {}).budget == 4
     assert fixed.assign(2, {}).budget == 2
-    assert fixed.assign(10, {proposer: 0}) == Fixed(None, 0).assign(10, {}) == PLAIN
+    assert fixed.assign(10, {proposer: 0}) == NO_DRAFT
+    assert FixedController(None, 0).assign(10, {}) == NO_DRAFT
 
 
 def test_good_drafts_get_longer():
@@ -59,7 +66,7 @@ def test_bad_drafts_are_switched_off():
     off = 0
     for _ in range(60):
         assignment = controller.assign(15, {})
-        off += assignment == PLAIN
+        off += assignment == NO_DRAFT
         method = "draft" if assignment.budget else "none"
         controller.observe(outcome(method, drafted=assignment.budget))
     assert off > 30
@@ -69,28 +76,28 @@ def test_what_was_off_is_tried_again():
     controller = adaptive(slope=0.3, draft_ms=0.2)
     for _ in range(20):
         controller.observe(outcome(drafted=1))
-    assert controller.assign(15, {}) == PLAIN
+    assert controller.assign(15, {}) == NO_DRAFT
     for _ in range(1000):
         controller.observe(outcome(method="none", drafted=0, width=2))
-    assert controller.assign(15, {}) != PLAIN
+    assert controller.assign(15, {}) != NO_DRAFT
 
 
 def test_a_row_that_is_carried_anyway_is_free():
     """Two rows are the narrowest exact pass, so one drafted row costs no pass time."""
     controller = adaptive(slope=5.0, draft_ms=0.01)
     assert controller.assign(15, {}).budget == 1
-    assert adaptive(slope=5.0, widths=range(1, 17)).assign(15, {}) == PLAIN
+    assert adaptive(slope=5.0, widths=range(1, 17)).assign(15, {}) == NO_DRAFT
 
 
 def test_barren_proposers_are_passed_over():
     curve = Curve(dict.fromkeys(range(1, 17), 1.0))
     first, second = Named("a"), Named("b")
     acceptance = {"a": Acceptance(), "b": Acceptance()}
-    controller = Adaptive([first, second], curve, acceptance, WIDTHS, 15)
+    controller = AdaptiveController([first, second], curve, acceptance, WIDTHS, 15)
     assignment = controller.assign(15, {})
     other = second if assignment.proposer is first else first
     assert controller.assign(15, {assignment.proposer: 0}).proposer is other
-    assert controller.assign(15, {first: 0, second: 0}) == PLAIN
+    assert controller.assign(15, {first: 0, second: 0}) == NO_DRAFT
 
 
 @pytest.mark.parametrize("room", [1, 2, 5])
@@ -143,7 +150,7 @@ def test_drafts_are_found_to_pay_after_a_slow_first_minute(slow):
     chance, drafted = random.Random(0), 0
     for _ in range(30):  # rounds without a draft, as other methods have them
         curve.learn(outcome("none", drafted=0, width=2, ms=true[2]))
-    controller = Adaptive([proposer], curve, acceptance, [2, 4, 6, 8], 7)
+    controller = AdaptiveController([proposer], curve, acceptance, [2, 4, 6, 8], 7)
     for turn in range(400):
         budget = controller.assign(15, {}).budget
         width = next(w for w in true if w > budget)
@@ -182,16 +189,16 @@ def streaming(probe, slope=0.0, rate=0.9, others=()):
     acceptance = {proposer.traits.name: Acceptance() for proposer in proposers}
     for known in acceptance.values():
         known.places.successes, known.places.trials = [1000 * rate] * 4, [1000.0] * 4
-    return Adaptive(proposers, curve, acceptance, WIDTHS, 15)
+    return AdaptiveController(proposers, curve, acceptance, WIDTHS, 15)
 
 
 def test_fixed_streams_are_carried_whether_or_not_there_is_a_draft():
     proposer = Streaming()
-    fixed = Fixed(proposer, 3)
+    fixed = FixedController(proposer, 3)
     assert fixed.assign(10, {}).probing == Probing(3)
     nothing = fixed.assign(10, {proposer: 0})
     assert (nothing.proposer, nothing.probing) == (None, Probing(3))
-    assert Fixed(Named("draft"), 3).assign(10, {}).probing == Probing()
+    assert FixedController(Named("draft"), 3).assign(10, {}).probing == Probing()
 
 
 def test_free_probes_go_to_every_row_and_dear_probes_to_the_last_or_to_none():
@@ -199,8 +206,8 @@ def test_free_probes_go_to_every_row_and_dear_probes_to_the_last_or_to_none():
     assert assignment.proposer.traits.name == "stream"
     assert (assignment.budget, assignment.probing) == (4, Probing(4))
     assert streaming(probe=0.03, slope=0.05).assign(15, {}).probing.last_only
-    assert streaming(probe=5.0).assign(15, {}) == PLAIN
-    assert streaming(probe=0.0, rate=0.0).assign(15, {}) == PLAIN
+    assert streaming(probe=5.0).assign(15, {}) == NO_DRAFT
+    assert streaming(probe=0.0, rate=0.0).assign(15, {}) == NO_DRAFT
 
 
 def test_a_round_without_an_offer_prepares_the_next():
@@ -226,7 +233,9 @@ def branching(slope, rate=0.5, exact=True, allowed=True):
     known = Acceptance()
     known.places.successes, known.places.trials = [1000 * rate] * 4, [1000.0] * 4
     streams = Streaming(max_draft_tokens=15, branches=True)
-    return Adaptive([streams], curve, {"stream": known}, WIDTHS, 15, exact, allowed)
+    return AdaptiveController(
+        [streams], curve, {"stream": known}, WIDTHS, 15, exact, allowed
+    )
 
 
 def test_free_rows_become_branches():
@@ -267,7 +276,7 @@ def test_what_a_tree_tells_of_its_siblings():
         acceptance.observe(second)
     assert acceptance.rates(3) == pytest.approx([1.0, 0.0, 0.0], abs=0.1)
     # Half of the misses the second sibling was right, and the third never.
-    assert acceptance.shares(2) == pytest.approx([0.5, 0.0], abs=0.05)
+    assert acceptance.sibling_shares(2) == pytest.approx([0.5, 0.0], abs=0.05)
 
 
 def test_the_price_of_a_probe_is_learned():
@@ -375,7 +384,7 @@ def test_each_evidence_has_a_rate_of_its_own():
     free = Named("lookup")
     passes = {w: 1 + 0.3 * (w - 1) for w in range(1, 17)}
     acceptance = {"lookup": Acceptance()}
-    controller = Adaptive([free], Curve(passes), acceptance, range(1, 17), 15)
+    controller = AdaptiveController([free], Curve(passes), acceptance, range(1, 17), 15)
     for _ in range(40):
         wrong = outcome("lookup", drafted=1, width=2, ms=passes[2])
         right = outcome("lookup", drafted=8, accepted=8, width=9, ms=passes[9])
@@ -384,12 +393,12 @@ def test_each_evidence_has_a_rate_of_its_own():
     # Nobody knows which evidence comes, and asking costs nothing.
     assert controller.assign(15, {}).proposer is free
     free.evidence = 1
-    assert controller.assign(15, {free: 8}) == PLAIN
+    assert controller.assign(15, {free: 8}) == NO_DRAFT
     free.evidence = 4
     assert controller.assign(15, {free: 8}).budget == 8
 
 
 def test_rows_that_are_there_have_no_price():
     controller = adaptive(slope=0.3, draft_ms=5.0)
-    assert controller.assign(15, {}) == PLAIN
+    assert controller.assign(15, {}) == NO_DRAFT
     assert controller.assign(15, {controller.proposers[0]: 2}).budget == 2

@@ -27,7 +27,7 @@ class Told(LookupProposer):
     def read(self, context):
         self.length = len(context)
 
-    def after(self, drafted, count):
+    def guess_after(self, drafted, count):
         rest = self.truth[self.length + len(drafted) :][:count]
         wrong = [(t + 1) % 288 for t in rest[self.right :]]
         return Guess(rest[: self.right] + wrong, 0.0, self.match + len(drafted))

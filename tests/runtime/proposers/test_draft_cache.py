@@ -366,7 +366,7 @@ def test_rows_cross_to_a_device_and_back(bundles, method, plain, monkeypatch):
         compaction = self.compaction(entry.compaction_file)
         return Graph(sessions, compaction, Memory("cpu", copies=True))
 
-    monkeypatch.setattr(Opener, "_on_cpu", staged)
+    monkeypatch.setattr(Opener, "_open_on_cpu", staged)
     ways = [{"num_draft_tokens": 4}, {"drafting": {"tree": "best"}}]
     if method in BLOCKS:
         ways.append({"num_draft_tokens": 4, "drafting": {"steps": 2}})

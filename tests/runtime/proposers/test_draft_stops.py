@@ -11,11 +11,11 @@ import jetdraft
 from jetdraft.errors import DraftingError, OptionError, StoreError
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.draft_stops import (
-    REPEATED,
+    BLOCK_REPEATS,
     AcceptanceHead,
     DraftStop,
     confidence,
-    draft_stop,
+    make_draft_stop,
 )
 
 PROMPT = np.random.default_rng(6).integers(0, 288, 24).tolist()
@@ -36,7 +36,7 @@ def test_confidence_of_the_last_token_or_of_all(product, threshold, rates):
     rule = DraftStop(confidence, threshold, product)
     for _ in range(2):
         rule.begin()
-        assert [rule.stop(sure(rate)) for rate in rates] == [False, False, True]
+        assert [rule.ends_draft(sure(rate)) for rate in rates] == [False, False, True]
 
 
 def constant_head(bias, size=3):
@@ -49,7 +49,7 @@ def test_a_head_multiplies_its_rates():
     rule = DraftStop(constant_head(0.0).rate_after, 1.0 - 0.7)
     rule.begin()
     hidden = np.ones((1, 3), np.float32)
-    assert [rule.stop(sure(0.5, hidden)) for _ in range(2)] == [False, True]
+    assert [rule.ends_draft(sure(0.5, hidden)) for _ in range(2)] == [False, True]
 
 
 def test_a_rate_is_that_of_the_written_formula():
@@ -59,7 +59,7 @@ def test_a_rate_is_that_of_the_written_formula():
     )
     head = AcceptanceHead(block, out, np.float32(0.3), np.float32(0.5))
     y = 0.5 * x.astype(float)
-    for _ in range(REPEATED):
+    for _ in range(BLOCK_REPEATS):
         z = block @ y
         y = y + z * (1 / (1 + np.exp(-z)))
     assert head.rate(x) == pytest.approx(1 / (1 + np.exp(-(out @ y + 0.3))), abs=1e-5)
@@ -106,9 +106,9 @@ def test_rules_do_not_outlive_their_generation(model):
 def test_a_rule_without_a_drafter_is_refused(bundle, rule):
     """It does not silently become no rule."""
     with jetdraft.load(bundle, threads=1, drafter_provider="off") as model:
-        assert draft_stop(None, None, model.parts) is None
+        assert make_draft_stop(None, None, model.parts) is None
         with pytest.raises(DraftingError, match="needs a drafter"):
-            draft_stop(rule, None, model.parts)
+            make_draft_stop(rule, None, model.parts)
 
 
 def test_a_head_of_another_bundle_is_refused(tmp_path):

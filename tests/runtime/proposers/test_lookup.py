@@ -38,8 +38,8 @@ def test_drafted_tokens_are_looked_up_and_forgotten():
     proposer = LookupProposer()
     context = [1, 2, 3, 4, 5, 9, 1, 2]
     assert proposer.propose(context, 2).tokens[1:] == [3, 4]
-    assert proposer.after([3, 4], 3).tokens == [5, 9, 1]
-    assert proposer.after([7], 3).tokens == []
+    assert proposer.guess_after([3, 4], 3).tokens == [5, 9, 1]
+    assert proposer.guess_after([7], 3).tokens == []
     assert proposer.propose([*context, 3], 2).tokens[1:] == [4, 5]
 
 

@@ -231,12 +231,13 @@ def test_what_probes_see():
     """Two carriers with two probes each, after a row with two children."""
     probes = Probes((2, 0, 2))
     assert (probes.total, probes.rows, probes.ids) == (4, [0, 0, 2, 2], [0, 1, 0, 1])
-    assert probes.seen([[], [0], [0]]) == [[0], [0, 3], [0, 2], [0, 2, 5]]
+    assert probes.visible_slots([[], [0], [0]]) == [[0], [0, 3], [0, 2], [0, 2, 5]]
     # Member k of an ensemble sees the members k of the prompt tokens below.
-    seen = Probes((0, 2)).seen([[], [0]], members=2)
+    seen = Probes((0, 2)).visible_slots([[], [0]], members=2)
     assert seen == [[0, 1], [0, 1], [0, 1, 2], [0, 1, 3]]
     # Two slots of a prefix lie between the rows and the forecasts.
-    assert Probes((2,)).seen([[]], prefix=2) == [[], [], [0, 1, 2], [0, 1, 2, 3]]
+    seen = Probes((2,)).visible_slots([[]], prefix=2)
+    assert seen == [[], [], [0, 1, 2], [0, 1, 2, 3]]
 
 
 # --- streams --------------------------------------------------------------------------
@@ -356,7 +357,9 @@ def test_who_carries_streams():
 
 def halves_of(model, threshold, exact=True):
     settings = {"prune_threshold": threshold}
-    return model.planner.target(Drafting("stream", exact=exact, settings=settings))
+    return model.planner.prepare_target(
+        Drafting("stream", exact=exact, settings=settings)
+    )
 
 
 @every_way
@@ -403,7 +406,7 @@ def test_a_row_goes_with_all_below_it(models):
     halves = halves_of(model, 0.5)
     rows = Rows([5, 6, 7, 8, 9], [-1, 0, 1, 0, 3])
     scores = np.log([1.0, 0.4, 0.9, 0.6, 0.5])
-    assert halves._keep(rows, scores, 0.5) == [0, 3, 4]
+    assert halves._prune(rows, scores, 0.5) == [0, 3, 4]
 
 
 def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
@@ -426,11 +429,11 @@ def test_both_halves_hold_what_a_fresh_prefill_holds(models, exact):
     floats = models("stream", 0, 5)
     halves = filled(halves_of(floats, 0.0, exact), PROMPT)
     rows = Rows([9, 8, 7, 6, 5], [-1, 0, 0, 2, 3])
-    halves._keep = lambda rows, scores, least: [0, 2, 3, 4]  # row 1 is pruned
+    halves._prune = lambda rows, scores, least: [0, 2, 3, 4]  # row 1 is pruned
     try:
         kept, _ = halves.verify(rows, 5 if not exact else 6)
     finally:
-        del halves._keep
+        del halves._prune
     assert kept.tokens == [9, 7, 6, 5]
     committed = halves.commit([0, 1, 2], exact)
     assert committed == (1 if exact else 3)

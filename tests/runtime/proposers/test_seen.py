@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jetdraft.methods import Method, Proposer, Rows, Traits, registered
-from jetdraft.runtime.drafts.rows import without_gaps
+from jetdraft.runtime.drafts.rows import gapless_length
 
 RANDOM = np.random.default_rng(11)
 IDS = RANDOM.integers(0, 288, 150).tolist()
@@ -118,13 +118,13 @@ def test_the_path_through_a_tree_is_shown(model, sampling, exact):
     for shown, rows, path, answers in recorder.shown[len(prefill(recorder, prompt)) :]:
         assert path[0] == 0
         assert all(rows.parents[b] == a for a, b in pairwise(path))
-        proven = without_gaps(path) if exact else len(path)
+        proven = gapless_length(path) if exact else len(path)
         tokens = [rows.tokens[row] for row in path[:proven]]
         assert tokens == text[length - 1 :][:proven]
         assert answers == len(rows)
         assert shown == length + len(path)
         length += proven
-        gaps += without_gaps(path) < len(path)
+        gaps += gapless_length(path) < len(path)
     assert gaps > 3
     assert length == len(text)
 

@@ -15,8 +15,8 @@ from jetdraft.runtime.sampling.processors import (
     Mask,
     Penalties,
     PenaltyProcessor,
+    apply_changes,
     best_ids,
-    changed,
 )
 
 VOCABULARIES = (64, 300, 5_000, 50_000)
@@ -148,7 +148,7 @@ def test_masks(spread, temperature, share):
         generator = np.random.default_rng(seed)
         allowed = generator.random((ROWS, vocab)) < share
         allowed[np.arange(ROWS), generator.integers(0, vocab, ROWS)] = True
-        masked = changed(answer(logits), list(map(Mask.of, allowed)))
+        masked = apply_changes(answer(logits), list(map(Mask.of, allowed)))
         sampling = Sampling(temperature, seed=seed)
         expected = np.where(allowed, logits, NEVER)
         chosen = Chooser(sampling).choose(masked, range(ROWS))

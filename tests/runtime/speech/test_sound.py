@@ -16,7 +16,7 @@ from jetdraft.runtime.speech.sound import (
     check_sound,
     log_mel,
     read_sound,
-    resampled,
+    resample,
 )
 from tests import whispers
 
@@ -150,7 +150,7 @@ def test_a_tone_stays_the_same_tone_at_other_rates(rate):
     def tone(rate):
         return np.sin(2 * np.pi * 440 * np.arange(rate) / rate).astype(np.float32)
 
-    found = resampled(tone(rate), rate)
+    found = resample(tone(rate), rate)
     assert len(found) == 16_000
     # The ends lack neighbours.
     np.testing.assert_allclose(found[200:-200], tone(16_000)[200:-200], atol=2e-3)
@@ -158,7 +158,7 @@ def test_a_tone_stays_the_same_tone_at_other_rates(rate):
 
 def test_what_16_khz_cannot_hold_is_filtered_out():
     high = np.sin(2 * np.pi * 12_000 * np.arange(48_000) / 48_000)
-    found = resampled(high.astype(np.float32), 48_000)
+    found = resample(high.astype(np.float32), 48_000)
     assert np.abs(found[200:-200]).max() < 1e-2
 
 

@@ -292,8 +292,8 @@ def test_a_number_is_exact_or_refused(vocabulary, keyword, sign, right, wrong):
 def test_limits_of_the_library_are_said_in_our_words():
     """llguidance names settings that nobody can reach from here."""
     words = "lexer precomputation failed; either increase limits.initial_lexer_fuel"
-    worker = Mock(**{"reply.return_value": ({"error": words}, b"")})
-    vocabulary = Mock(**{"worker.return_value": worker})
+    worker = Mock(**{"receive_reply.return_value": ({"error": words}, b"")})
+    vocabulary = Mock(**{"start_worker.return_value": worker})
     matcher = Matcher(vocabulary, Constraint("regex", "a"), 0)
     with pytest.raises(ConstraintError, match="takes too much time or memory; make it"):
         matcher.prepare()
@@ -350,7 +350,7 @@ class Costly(Pipe):
         if name != "compile" and below:
             Costly.looks -= 1
             if Costly.looks < 0:
-                raise self._ended()
+                raise self._close_with_error()
         super().send(seconds, must_end, name, *request)
 
 
@@ -388,7 +388,7 @@ def test_without_a_tokenizer_or_an_end_nothing_can_be_constrained(
     small = Vocabulary(file, 9, [0])
     for _ in range(2):  # nobody finds the process that did not start
         with pytest.raises(OptionError, match="cannot be constrained"):
-            small.worker()
+            small.start_worker()
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(OptionError, match="on Linux only; leave"):
         Vocabulary(file, 300, [0])

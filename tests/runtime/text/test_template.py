@@ -10,7 +10,7 @@ from jetdraft.checkpoints.gguf_tokenizer import special_tokens
 from jetdraft.checkpoints.tokenizer_reader import chat_template
 from jetdraft.errors import BundleError, OptionError
 from jetdraft.runtime.text import sandbox
-from jetdraft.runtime.text.template import ChatTemplate, user
+from jetdraft.runtime.text.template import ChatTemplate, user_message
 from tests.runtime.text.chats import (
     CHATS,
     TOKENS,
@@ -117,8 +117,8 @@ def test_the_special_tokens_of_a_gguf_file():
 def test_of_several_templates_one_is_for_tools():
     several = {"default": "{{ 1 }}\n", "tool_use": "{{ tools | length }}s\n"}
     template = ChatTemplate(chat_template(several), {})
-    assert template.render([user("a")]) == "1"
-    assert template.render([user("a")], **TOOLS) == "1s"
+    assert template.render([user_message("a")]) == "1"
+    assert template.render([user_message("a")], **TOOLS) == "1s"
     for names, expected in (("default", "{{ 1 }}\n"), ("tool_use", None)):
         part = {name: several[name] for name in [names]}
         assert chat_template(part) == expected
@@ -128,14 +128,14 @@ def test_a_refusal_has_the_templates_words_and_the_roles():
     template = ChatTemplate(TEMPLATES["refusing"], {})
     said = {"role": "assistant", "content": "a"}
     with pytest.raises(OptionError) as refused:
-        template.render([user("a"), said, said])
+        template.render([user_message("a"), said, said])
     assert str(refused.value) == (
         "the model's chat template refuses these messages (roles must alternate); "
         "their roles are user, assistant, assistant: change them, their order or "
         "their length"
     )
     with pytest.raises(OptionError, match=r"user, user, .{0,20}…: change"):
-        template.render([user("a")] * 1000)
+        template.render([user_message("a")] * 1000)
 
 
 def test_an_empty_list_of_calls_is_no_call():
@@ -199,7 +199,7 @@ ENDLESS = [
 def test_what_cannot_be_computed_is_one_line(source, monkeypatch):
     monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.2)
     with pytest.raises(OptionError, match="refuses these messages") as caught:
-        ChatTemplate(source, {}).render([user("a")])
+        ChatTemplate(source, {}).render([user_message("a")])
     assert str(caught.value).count("\n") == 0
     assert caught.value.field == "messages"
 
@@ -215,27 +215,32 @@ def test_what_cannot_be_compiled_is_one_line(source):
 
 
 def test_a_bound_is_for_one_prompt(monkeypatch):
-    monkeypatch.setattr(sandbox, "MOST_IN_ALL", 20_000)
+    monkeypatch.setattr(sandbox, "MOST_TOTAL_SIZE", 20_000)
     template = ChatTemplate("{% for i in range(1000) %}abc{% endfor %}", {})
-    assert {template.render([user("a")]) for _ in range(9)} == {"abc" * 1000}
+    assert {template.render([user_message("a")]) for _ in range(9)} == {"abc" * 1000}
 
 
 def test_a_long_chat_is_within_the_bounds():
-    messages = [user("word " * 400), {"role": "assistant", "content": "x" * 400}] * 200
+    messages = [
+        user_message("word " * 400),
+        {"role": "assistant", "content": "x" * 400},
+    ] * 200
     for source in TEMPLATES.values():
         assert ChatTemplate(source, TOKENS).render(messages, **TOOLS)
 
 
 def test_the_messages_stay_as_they_are():
-    messages = [user("a")]
+    messages = [user_message("a")]
     with pytest.raises(OptionError):
         ChatTemplate("{{ dict.update(messages[0], role='x') }}", {}).render(messages)
-    assert messages == [user("a")]
+    assert messages == [user_message("a")]
 
 
 def test_the_reason_is_one_line_of_safe_text():
     with pytest.raises(OptionError) as caught:
-        ChatTemplate("{{ raise_exception('a\n\x1b[2J' * 500) }}", {}).render([user("")])
+        ChatTemplate("{{ raise_exception('a\n\x1b[2J' * 500) }}", {}).render(
+            [user_message("")]
+        )
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 400
 
@@ -251,6 +256,6 @@ def test_messages_and_tools_that_are_nested_deeply_are_refused(toy_model):
     for _ in range(100_000):
         value = [value]
     with pytest.raises(OptionError):
-        toy_model.chat_prompt([user(value)])
+        toy_model.chat_prompt([user_message(value)])
     with pytest.raises(OptionError):
-        toy_model.chat_prompt([user("a")], tools=value)
+        toy_model.chat_prompt([user_message("a")], tools=value)

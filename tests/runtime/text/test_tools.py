@@ -10,14 +10,14 @@ import pytest
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.text.constraint import Constraint, Matcher
-from jetdraft.runtime.text.tools import BEGIN, END, Tools
+from jetdraft.runtime.text.tools import BEGIN_TAG, END_TAG, Tools
 
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 G = {
     "type": "function",
     "function": {"name": "g", "parameters": {"const": {"mark": "</tool_call>"}}},
 }
-AS_TEXT = f'"{BEGIN}"', f'"{END}"'
+AS_TEXT = f'"{BEGIN_TAG}"', f'"{END_TAG}"'
 CALL = '{"name": "f", "arguments": {}}'
 MARKED = f"<tool_call>\n{CALL}\n</tool_call>"
 OTHER = '<tool_call>{"name": "g", "arguments": {"mark": "</tool_call>"}}</tool_call>'
@@ -303,6 +303,6 @@ def test_a_call_with_equal_keys_or_deep_arrays_is_a_call():
     deep = "[" * 70 + "]" * 70
     for arguments in ('{"a": 1, "a": 2}', f'{{"a": {deep}}}'):
         [call] = Tools([F], "f", tags=AS_TEXT).calls(
-            f'{BEGIN}{{"name": "f", "arguments": {arguments}}}{END}'
+            f'{BEGIN_TAG}{{"name": "f", "arguments": {arguments}}}{END_TAG}'
         )
         assert call.name == "f"

@@ -270,14 +270,14 @@ def test_what_arrives_meanwhile_does_not_end_a_worker(model):
     """The system tells a process of what arrives, perhaps when it was read already."""
     properties = {f"name{i}": {"type": "string"} for i in range(300)}
     schema = json.dumps({"type": "object", "properties": properties})
-    link = model.vocabulary.worker()
+    link = model.vocabulary.start_worker()
     link.send(5.0, lambda: False, "compile", {}, "json_schema", schema)
     for _ in range(3):
         time.sleep(0.01)
         link.send(5.0, lambda: False, "masks", [], [0], [-1])
-    assert link.reply(5.0, lambda: False) == ([], b"")
+    assert link.receive_reply(5.0, lambda: False) == ([], b"")
     for _ in range(3):
-        counts, masks = link.reply(5.0, lambda: False)
+        counts, masks = link.receive_reply(5.0, lambda: False)
         assert counts[0] > 0
         assert len(masks) >= model.bundle.target.contract.vocab_size / 8
     link.close()
@@ -311,7 +311,7 @@ def test_the_event_loop_is_free_while_a_constraint_is_compiled(model):
 @pytest.fixture
 def slow_start(monkeypatch):
     """The processes of vocabularies, which stop before they read anything."""
-    started, popen = [], worker_process._popen
+    started, popen = [], worker_process._run_program
 
     def stopped(*arguments):
         process = popen(*arguments)
@@ -319,7 +319,7 @@ def slow_start(monkeypatch):
         started.append(process.pid)
         return process
 
-    monkeypatch.setattr(worker_process, "_popen", stopped)
+    monkeypatch.setattr(worker_process, "_run_program", stopped)
     monkeypatch.setattr(worker_process, "START_SECONDS", 4.0)
     yield started
     for process in started:

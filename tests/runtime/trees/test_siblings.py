@@ -11,7 +11,7 @@ from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
-from jetdraft.runtime.trees.shapes import siblings
+from jetdraft.runtime.trees.shapes import draw_siblings
 
 P = np.array([0.5, 0.3, 0.15, 0.05])
 Q = Distribution(np.array([0, 3, 2, 1]), np.array([0.4, 0.3, 0.2, 0.1]))
@@ -39,7 +39,7 @@ MASS = Q.over(np.arange(4))
     ],
 )
 def test_siblings_are_drawn_as_their_kind_says(kind, chance):
-    draws = [siblings(kind, Q, 2, Sampling(1.0, seed=s), 9) for s in SEEDS]
+    draws = [draw_siblings(kind, Q, 2, Sampling(1.0, seed=s), 9) for s in SEEDS]
     counts = Counter(map(tuple, draws))
     pairs = list(itertools.product(range(4), repeat=2))
     expected = np.array([chance(*pair) for pair in pairs])
@@ -54,9 +54,9 @@ def test_the_first_coupled_sibling_is_what_the_drafter_would_choose():
         logits = np.log(Q.probabilities)[None].astype(np.float32)
         answer = Answer(Q.ids[None], logits, np.zeros(1, np.float32), logits)
         chosen = Chooser(Sampling(1.0, seed=seed, top_k=4)).choose(answer, [9])
-        assert siblings(Kind.COUPLED, Q, 3, sampling, 9)[0] == chosen[0]
+        assert draw_siblings(Kind.COUPLED, Q, 3, sampling, 9)[0] == chosen[0]
     # Greedy ones are the best.
-    assert siblings(Kind.COUPLED, Q, 3, Sampling(), 9) == [0, 3, 2]
+    assert draw_siblings(Kind.COUPLED, Q, 3, Sampling(), 9) == [0, 3, 2]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_drafting_and_verifying_with_one_seed_draws_from_p(name, kind, count):
     counts = np.zeros(4)
     for seed in SEEDS:
         chooser = Chooser(Sampling(1.0, seed=seed, top_k=4))
-        tokens = siblings(kind, Q, count, chooser.sampling, 9)
+        tokens = draw_siblings(kind, Q, count, chooser.sampling, 9)
         rows = Rows([7, *tokens], [-1] + [0] * count, kind, {0: Q})
         positions = [9] + [10] * count
         counts[VERIFIERS[name].choose(rows, two, positions, chooser)[0]] += 1

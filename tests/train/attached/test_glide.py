@@ -57,7 +57,7 @@ def test_the_graph_is_the_module(target, folders, tmp_path, sliced, monkeypatch)
         logits = module.lm_head(hidden)[0].numpy()
     with jetdraft.load(bundle.path, threads=1) as model:
         parts = model.parts
-        assert parts.drafter.lender is parts.target.cache
+        assert parts.drafter.target_cache is parts.target.cache
         parts.target.run(tokens)  # all rows are in the buffers, but not all count
         parts.target.cache.advance(committed)
         held = [buffer.numpy().copy() for buffer in parts.target.cache.buffers.values()]

@@ -19,10 +19,10 @@ from jetdraft.files import read_arrays
 from jetdraft.runtime.drafts.arrays import Float32s
 
 FILE = "exit.npz"
-"""The file in the folder of a head."""
+"""The name of the file in the folder of a head."""
 
 FIELD = "stop_and_exit"
-"""The option that gives the folder."""
+"""The name of the option that gives the folder, for errors."""
 
 
 class Decision(IntEnum):
@@ -54,7 +54,7 @@ class ExitHead:
         return rates
 
     def exit_states(self, states: Float32s) -> Float32s:
-        """What the final norm reads where the text leaves the target, [n, h]."""
+        """The states that the final norm reads after an exit, float32 [n, h]."""
         return states + states @ self.weight.T
 
     @classmethod
@@ -67,12 +67,14 @@ class ExitHead:
             modified = (folder / FILE).stat().st_mtime_ns
         except (OSError, ValueError):  # so it cannot be read either
             modified = 0
-        return _read(folder, modified, base, layer, size)
+        return _read_head(folder, modified, base, layer, size)
 
 
 @lru_cache(maxsize=4)
-def _read(folder: Path, modified: int, base: str, layer: int, size: int) -> ExitHead:
-    """As `ExitHead.load`; a file that was not `modified` is read once."""
+def _read_head(
+    folder: Path, modified: int, base: str, layer: int, size: int
+) -> ExitHead:
+    """As `ExitHead.load`; read again only if `modified`, the file's time, changes."""
     fact = f"{folder / FILE} is missing or damaged, or its training still runs"
     if not os.path.isdir(folder):  # of any name
         fact = f"there is no folder {folder}"
@@ -116,11 +118,11 @@ class ExitRule:
     exit: float
 
     def decide(self, states: Float32s) -> list[Decision]:
-        """What to do after each row (SEC, section 3.3).
+        """The decision after each row, whose state is in `states` float32 [n, h].
 
         stop if it is the likeliest, and c(stop) > the threshold of stops;
         exit if it is the likeliest, and c(exit) > the threshold of exits;
-        else continue
+        else continue                                           (SEC, section 3.3)
         """
         least = {Decision.STOP: self.stop, Decision.EXIT: self.exit}
         decisions = []

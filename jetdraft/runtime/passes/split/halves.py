@@ -11,10 +11,11 @@ from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.drafts.rows import NO_PROBES, Probes, Rows
 from jetdraft.runtime.passes.answer import Answer, answer_of
-from jetdraft.runtime.passes.binding import Bound
+from jetdraft.runtime.passes.binding import PassBinding
 
 Buffers = Mapping[str, ort.OrtValue]
 LOWER, UPPER, EXIT = "lower half", "upper half", "exit"
+"""The graphs of a target, as bindings are kept for them and as errors name them."""
 
 
 class SplitSessions(NamedTuple):
@@ -26,7 +27,7 @@ class SplitSessions(NamedTuple):
     exit: ort.InferenceSession | None = None
 
 
-class Placed(NamedTuple):
+class PlacedRows(NamedTuple):
     """Rows of a pass, in the slots of a draft behind the first `filled` slots.
 
     Row i is `depths[i]` places past the cursor and sees the committed rows, the slots
@@ -39,7 +40,8 @@ class Placed(NamedTuple):
     filled: int = 0
 
     @classmethod
-    def of(cls, rows: Rows, first: int = 0, end: int | None = None) -> Placed:
+    def of(cls, rows: Rows, first: int = 0, end: int | None = None) -> PlacedRows:
+        """The rows `first` to `end` of a draft, each in the slot of its number."""
         part = slice(first, end)
         return cls(rows.tokens[part], rows.depths[part], rows.ancestors[part], first)
 
@@ -66,41 +68,45 @@ class Halves:
                 check_tensors(inputs, session.get_inputs(), f"the {name}'s inputs")
                 check_tensors(outputs, session.get_outputs(), f"the {name}'s outputs")
         self._buffers = {LOWER: lower_buffers, UPPER: upper_buffers}
-        self._bindings: dict[tuple[str, int, int, Probes], Bound] = {}
+        self._bindings: dict[tuple[str, int, int, Probes], PassBinding] = {}
         self.seconds = 0.0
         self.passes = 0
 
     def run_lower(
-        self, rows: Placed, width: int, cursor: int, parents: Sequence[int] = ()
-    ) -> Bound:
+        self, rows: PlacedRows, width: int, cursor: int, parents: Sequence[int] = ()
+    ) -> PassBinding:
         """Run rows of a draft that begins at the cursor; gives inputs and outputs.
 
         An early exit needs the `parents` of all rows; the root is its own parent.
         """
-        bound, padding = self._bound(LOWER, width), width - len(rows.tokens)
+        bound, padding = self._get_binding(LOWER, width), width - len(rows.tokens)
         tokens = list(rows.tokens)
         bound.arrays["input_ids"][0] = tokens + tokens[-1:] * padding
         if self.contract.scores:
             bound.arrays["parents"][:] = [*parents, *[0] * padding]
-        self._place(bound, rows, padding, NO_PROBES, cursor)
+        self._run_placed(bound, rows, padding, NO_PROBES, cursor)
         return bound
 
     def run_upper(
-        self, rows: Placed, states: Float32s, size: tuple[int, int, Probes], cursor: int
+        self,
+        rows: PlacedRows,
+        states: Float32s,
+        size: tuple[int, int, Probes],
+        cursor: int,
     ) -> Answer:
         """Run rows whose `states` [n, h] the lower half has given.
 
         The `size` is the width, the number of rows to answer for, and the probes.
         """
-        bound, probes = self._bound(UPPER, *size), size[2]
+        bound, probes = self._get_binding(UPPER, *size), size[2]
         bound.fill_rows("hidden", states)
-        self._place(bound, rows, size[0] - len(rows.tokens), probes, cursor)
+        self._run_placed(bound, rows, size[0] - len(rows.tokens), probes, cursor)
         self.passes += 1
         return answer_of(bound.tensors, self.contract.upper, probes)
 
     def run_exit(
         self,
-        rows: Placed,
+        rows: PlacedRows,
         states: Float32s,
         exit_states: Float32s,
         width: int,
@@ -110,7 +116,7 @@ class Halves:
 
         The lower half has given the `states` [n, h]; the LM head reads `exit_states`.
         """
-        bound = self._bound(EXIT, width, width)
+        bound = self._get_binding(EXIT, width, width)
         bound.fill_rows("hidden", states)
         bound.fill_rows("exit_hidden", exit_states)
         depths = [*rows.depths, *[0] * (width - len(rows.tokens))]
@@ -120,16 +126,19 @@ class Halves:
         self.passes += 1
         return answer_of(bound.tensors, self.contract.upper, NO_PROBES)
 
-    def _bound(
+    def _get_binding(
         self, name: str, width: int, answers: int = 0, probes: Probes = NO_PROBES
-    ) -> Bound:
+    ) -> PassBinding:
+        """The binding of a graph for passes of a size, made by the first call."""
         key = name, width, answers, probes
         if key not in self._bindings:
             session, inputs, outputs = self._graphs[name]
             assert session is not None
             buffers = self._buffers[LOWER if name == LOWER else UPPER]
             total = probes.total
-            bound = Bound(session, inputs, outputs, buffers, width, answers, total)
+            bound = PassBinding(
+                session, inputs, outputs, buffers, width, answers, total
+            )
             if answers:
                 bound.arrays["answer_rows"][:] = range(width - answers, width)
             if name == UPPER and self.contract.whole.streams:
@@ -138,13 +147,19 @@ class Halves:
             self._bindings[key] = bound
         return self._bindings[key]
 
-    def _place(
-        self, bound: Bound, rows: Placed, padding: int, probes: Probes, cursor: int
+    def _run_placed(
+        self,
+        bound: PassBinding,
+        rows: PlacedRows,
+        padding: int,
+        probes: Probes,
+        cursor: int,
     ) -> None:
+        """Set positions, mask and lengths of a pass, and run it; adds to `seconds`."""
         depths = [*rows.depths, *[0] * padding]
         bound.arrays["position_ids"][0] = [cursor + depth for depth in depths]
         seen: list[Sequence[int]] = [*rows.ancestors, *[[]] * padding]
-        bound.show_only([*seen, *probes.seen(seen)], cursor, rows.filled)
+        bound.show_only([*seen, *probes.visible_slots(seen)], cursor, rows.filled)
         bound.cursor[0] = cursor + rows.filled
         bound.total_length[0] = self.contract.whole.slots
         self.seconds += bound.run()

@@ -5,7 +5,7 @@ states that leave it. Its keys and values lie in the target's own buffers, and t
 half takes up the states when the rows are verified:
 
     the upper half's cursor   the committed rows, as in any target
-    the lower half's cursor   the committed rows, and those that it ran ahead
+    the lower half's cursor   the committed rows, and the rows that it ran ahead
 
 With a head that decides after the lower half (SEC, 2401.09964), rows may leave the
 target there, or end the text. Each row gets the decision of its own state, so a text
@@ -27,7 +27,7 @@ from jetdraft.runtime.passes.buffers import Cache
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
 from jetdraft.runtime.passes.split.exit_head import Decision, ExitRule
-from jetdraft.runtime.passes.split.halves import Halves, Placed, SplitSessions
+from jetdraft.runtime.passes.split.halves import Halves, PlacedRows, SplitSessions
 from jetdraft.runtime.passes.target import EarlyStop
 
 
@@ -38,7 +38,7 @@ class LeadingHalf:
 
         target = LeadingHalf(whole, sessions)
         target.prepare([2, 4, 6, 8])
-        target.lead([*committed, 5, 8])    # what leaves the lower half, [2, h]
+        target.lead([*committed, 5, 8])    # the lower half's states, [2, h]
         target.verify(Rows.chain([5, 8, 9]), width=4)    # runs the lower half for 9
     """
 
@@ -58,7 +58,7 @@ class LeadingHalf:
         self.ahead: list[int] = []
         self._states = np.zeros((0, sessions.contract.hidden_size), np.float32)
         self._base = 0
-        """The rows of the text that was led last and is not committed."""
+        """How many rows of the last `lead` are not committed."""
         self._is_first = True
         """Whether no round of this generation has been verified yet."""
 
@@ -81,12 +81,12 @@ class LeadingHalf:
         A `rule` may stop it, or leave the upper half out, from the second token on.
         """
         self.widths, self.rule, self._is_first = sorted(widths), rule, True
-        self._keep(0)
+        self._keep_ahead(0)
 
     def run(
         self, tokens: Sequence[int], last_only: bool = False, width: int = 0
     ) -> Answer:
-        self._keep(0)
+        self._keep_ahead(0)
         return self.whole.run(tokens, last_only, width)
 
     def lead(self, text: Sequence[int]) -> Float32s | None:
@@ -95,11 +95,11 @@ class LeadingHalf:
         The text begins with the committed tokens. None if the rows do not fit.
         """
         rows = Rows.chain(list(text[self.cache.length :]))
-        self._keep(common_length(self.ahead, rows.tokens))
+        self._keep_ahead(common_length(self.ahead, rows.tokens))
         self._base = len(rows)
-        return self._led(rows)
+        return self._run_ahead(rows)
 
-    def branch(self, rows: Placed) -> Float32s:
+    def branch(self, rows: PlacedRows) -> Float32s:
         """The states [n, h] of rows of a draft behind the text that was led last.
 
         A row that continues the rows ahead stays; others run again when verified.
@@ -107,31 +107,31 @@ class LeadingHalf:
         cursor, count = self.cache.length + self._base, len(rows.tokens)
         chain = list(range(rows.filled))
         goes_on = count == 1 and list(rows.ancestors[0]) == chain
-        width = self._width(count, self._base + rows.filled)
+        width = self._fitting_width(count, self._base + rows.filled)
         bound = self.halves.run_lower(rows, width or count, cursor)
         states = bound.arrays["hidden"][0, :count].astype(np.float32)
         if goes_on and width and len(self.ahead) == self._base + rows.filled:
-            self._add(rows.tokens, states)
+            self._append_ahead(rows.tokens, states)
         return states
 
     def verify(
         self, rows: Rows, width: int, probing: Probing = NO_PROBING
     ) -> tuple[Rows, Answer]:
         rows.check()
-        self._keep(self._shared(rows))
+        self._keep_ahead(self._count_shared(rows))
         leads = (self.ahead or self.rule) and not probing.streams
-        states = self._led(rows) if leads else None
+        states = self._run_ahead(rows) if leads else None
         if states is None:
-            self._keep(0)
+            self._keep_ahead(0)
             return self.whole.verify(rows, width, probing)
         if self.rule is not None:
-            return self._decided(rows, states, self.rule)
-        return rows, self._above(rows, states, width)
+            return self._verify_by_rule(rows, states, self.rule)
+        return rows, self._run_upper(rows, states, width)
 
-    def _decided(
+    def _verify_by_rule(
         self, rows: Rows, states: Float32s, rule: ExitRule
     ) -> tuple[Rows, Answer]:
-        """The first rows that share the root's decision, and their answer."""
+        """The first rows with the root's decision, and answer; raises `EarlyStop`."""
         decisions = rule.decide(states)
         if self._is_first:
             decisions[0] = Decision.CONTINUE
@@ -142,48 +142,54 @@ class LeadingHalf:
         rows, states = rows.only(list(range(kept))), states[:kept]
         width = next(width for width in self.widths if kept <= width)
         if decision == Decision.CONTINUE:
-            return rows, self._above(rows, states, width)
+            return rows, self._run_upper(rows, states, width)
         leaving, at = rule.head.exit_states(states), self.cache.length
-        answer = self.halves.run_exit(Placed.of(rows), states, leaving, width, at)
+        answer = self.halves.run_exit(PlacedRows.of(rows), states, leaving, width, at)
         layers = len(self.halves.contract.upper.kv_shapes)
         answer = replace(answer.first(kept), features=states, skipped_layers=layers)
         return rows, answer
 
-    def _above(self, rows: Rows, states: Float32s, width: int) -> Answer:
-        """The answer of rows whose states the lower half has given."""
+    def _run_upper(self, rows: Rows, states: Float32s, width: int) -> Answer:
+        """Run the upper half over rows with the lower half's `states`; their answer."""
         size = (width, width, NO_PROBES)
-        answer = self.halves.run_upper(Placed.of(rows), states, size, self.cache.length)
+        answer = self.halves.run_upper(
+            PlacedRows.of(rows), states, size, self.cache.length
+        )
         return replace(answer.first(len(rows)), features=states)
 
     def commit(self, path: Sequence[int], exact: bool) -> int:
-        self._keep(0)
+        """Commit the rows of a path, see `Target.commit`; no rows are ahead then."""
+        self._keep_ahead(0)
         return self.whole.commit(path, exact)
 
-    def _shared(self, rows: Rows) -> int:
+    def _count_shared(self, rows: Rows) -> int:
         """How many rows at the beginning of a draft the lower half has run."""
         same = common_length(self.ahead, rows.tokens)
         return common_length(rows.parents[:same], range(-1, same - 1))
 
-    def _keep(self, count: int) -> None:
+    def _keep_ahead(self, count: int) -> None:
+        """Keep only the first `count` rows that ran ahead, and their states."""
         del self.ahead[count:]
         self._states = self._states[:count]
 
-    def _add(self, tokens: Sequence[int], states: Float32s) -> None:
+    def _append_ahead(self, tokens: Sequence[int], states: Float32s) -> None:
+        """Add rows that ran ahead, and their states [n, h]."""
         self.ahead += tokens
         self._states = np.concatenate([self._states, states])
 
-    def _width(self, rows: int, filled: int) -> int | None:
+    def _fitting_width(self, rows: int, filled: int) -> int | None:
+        """The narrowest allowed width that holds the rows; None if too wide."""
         room = self.whole.draft_room(filled)
         return next((w for w in self.widths if rows <= w <= room), None)
 
-    def _led(self, rows: Rows) -> Float32s | None:
+    def _run_ahead(self, rows: Rows) -> Float32s | None:
         """The states of all rows, which are ahead then until they are committed."""
         while (first := len(self.ahead)) < len(rows):
             end = min(len(rows), first + self.widths[-1])
-            width = self._width(end - first, first)
+            width = self._fitting_width(end - first, first)
             if width is None:
                 return None
-            part = Placed.of(rows, first, end)
+            part = PlacedRows.of(rows, first, end)
             bound = self.halves.run_lower(part, width, self.cache.length)
-            self._add(part.tokens, bound.arrays["hidden"][0, : end - first])
+            self._append_ahead(part.tokens, bound.arrays["hidden"][0, : end - first])
         return self._states

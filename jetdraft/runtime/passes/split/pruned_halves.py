@@ -26,38 +26,41 @@ from jetdraft.runtime.drafts.rows import (
     Probes,
     Probing,
     Rows,
-    without_gaps,
+    gapless_length,
 )
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.passes.binding import Bound
+from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.passes.buffers import Cache
-from jetdraft.runtime.passes.split.halves import Halves, Placed, SplitSessions
+from jetdraft.runtime.passes.split.halves import Halves, PlacedRows, SplitSessions
 
-CHOICES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+THRESHOLD_CHOICES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 """The thresholds: a drafted row stays if its probability is at least this."""
 
 
 class Threshold:
-    """Picks from `CHOICES` what would have committed most tokens per second.
+    """Picks from `THRESHOLD_CHOICES` what would have committed most tokens per second.
 
     A round shows what any higher threshold would have kept, committed and cost. Every
     `REFRESH` rounds a round keeps all rows, to show this for lower thresholds too.
     """
 
     MEMORY = 0.97
+    """The factor of earlier rounds' tokens and times at each round."""
+
     REFRESH = 16
 
     def __init__(self) -> None:
-        self._tokens = [0.0] * len(CHOICES)
-        self._ms = [1e-9] * len(CHOICES)
+        self._tokens = [0.0] * len(THRESHOLD_CHOICES)
+        self._ms = [1e-9] * len(THRESHOLD_CHOICES)
         self._rounds = 0
 
     def choose(self) -> float:
+        """The threshold of the next round; every `REFRESH` rounds it is 0."""
         self._rounds += 1
         if self._rounds % self.REFRESH == 1:
-            return CHOICES[0]
+            return THRESHOLD_CHOICES[0]
         values = [t / ms for t, ms in zip(self._tokens, self._ms, strict=True)]
-        return CHOICES[values.index(max(values))]
+        return THRESHOLD_CHOICES[values.index(max(values))]
 
     def observe(
         self, used: float, outcome: Callable[[float], tuple[float, float]]
@@ -66,14 +69,14 @@ class Threshold:
 
         `outcome` gives its tokens and milliseconds at the same or a higher threshold.
         """
-        for index, threshold in enumerate(CHOICES):
+        for index, threshold in enumerate(THRESHOLD_CHOICES):
             if threshold >= used:
                 tokens, ms = outcome(threshold)
                 self._tokens[index] = self._tokens[index] * self.MEMORY + tokens
                 self._ms[index] = self._ms[index] * self.MEMORY + ms
 
 
-_TURNS = 3
+_TIMING_TURNS = 3
 """How often each width of the upper half is timed."""
 
 
@@ -151,10 +154,10 @@ class PrunedHalves:
         self.adaptive = Threshold() if threshold is None else None
         self.threshold = threshold or 0.0
         if threshold is None:
-            self._measure()
+            self._time_upper_half()
 
-    def _measure(self) -> None:
-        """Measure the upper half at the allowed widths, and the time of a probe."""
+    def _time_upper_half(self) -> None:
+        """Time the upper half at each allowed width, and a probe; rewinds to row 0."""
         self.cache.rewind(0)
         times, narrow = self._upper_times, self.widths[0]
         for width in self.widths:
@@ -166,9 +169,10 @@ class PrunedHalves:
             self._probe_ms = max(added_ms, 0.0) / max(probes.total, 1)
 
     def _upper_ms(self, width: int, probes: Probes) -> float:
+        """The shortest milliseconds of a pass of the upper half."""
         rows, times = Rows.chain([0] * width), []
         below = self._run_lower(rows, width)
-        for _ in range(_TURNS):
+        for _ in range(_TIMING_TURNS):
             seconds_before = self.seconds
             self._run_upper(rows, below, list(range(width)), (width, width, probes))
             times.append(self.seconds - seconds_before)
@@ -187,6 +191,7 @@ class PrunedHalves:
     def verify(
         self, rows: Rows, width: int, probing: Probing = NO_PROBING
     ) -> tuple[Rows, Answer]:
+        """Run a draft; returns the rows that were kept, and their answer."""
         rows.check()
         if self.adaptive is not None:
             self.threshold = self.adaptive.choose()
@@ -194,7 +199,7 @@ class PrunedHalves:
         below = self._run_lower(rows, width)
         scores = below.arrays["scores"][0].tolist()
         self._draft = rows, scores, 1e3 * (self.seconds - start), probing
-        self._kept = self._keep(rows, scores, self.threshold)
+        self._kept = self._prune(rows, scores, self.threshold)
         kept_rows = rows.only(self._kept)
         width = self.widths[bisect_left(self.widths, len(kept_rows))]
         probes = probing.of(len(kept_rows))
@@ -207,28 +212,32 @@ class PrunedHalves:
         """Commit the rows of a path; a row's places in the two buffers differ."""
         lower = [self._kept[row] for row in path]
         if self.adaptive is not None:
-            self.adaptive.observe(self.threshold, lambda t: self._outcome(lower, t))
+            self.adaptive.observe(
+                self.threshold, lambda t: self._predict_outcome(lower, t)
+            )
         if not exact:
             self.cache.compact_both(lower, path)
             return len(path)
-        proven = without_gaps(lower)
+        proven = gapless_length(lower)
         self.cache.advance(proven)
         return proven
 
-    def _outcome(self, path: list[int], threshold: float) -> tuple[float, float]:
+    def _predict_outcome(
+        self, path: list[int], threshold: float
+    ) -> tuple[float, float]:
         """Tokens and milliseconds that the last round would have had with a threshold.
 
         `path` has the accepted rows, numbered as in the whole draft.
         """
         rows, scores, lower_ms, probing = self._draft
-        kept = self._keep(rows, scores, threshold)
+        kept = self._prune(rows, scores, threshold)
         width = self.widths[bisect_left(self.widths, len(kept))]
         probes = probing.of(len(kept)).total
         upper_ms = self._upper_times[width] + probes * (self._probe_ms or 0.0)
         return sum(row in kept for row in path), lower_ms + upper_ms
 
     @staticmethod
-    def _keep(rows: Rows, scores: Sequence[float], threshold: float) -> list[int]:
+    def _prune(rows: Rows, scores: Sequence[float], threshold: float) -> list[int]:
         """The rows that stay: the root, and likely rows whose parents stay."""
         least = math.log(threshold) if threshold else -math.inf
         kept = [0]
@@ -237,13 +246,22 @@ class PrunedHalves:
                 kept.append(row)
         return kept
 
-    def _run_lower(self, rows: Rows, width: int) -> Bound:
+    def _run_lower(self, rows: Rows, width: int) -> PassBinding:
+        """Run the lower half over a draft; returns the binding with its outputs."""
         parents = [0, *rows.parents[1:]]
-        return self.halves.run_lower(Placed.of(rows), width, self.cache.length, parents)
+        return self.halves.run_lower(
+            PlacedRows.of(rows), width, self.cache.length, parents
+        )
 
     def _run_upper(
-        self, rows: Rows, below: Bound, kept: list[int], size: tuple[int, int, Probes]
+        self,
+        rows: Rows,
+        below: PassBinding,
+        kept: list[int],
+        size: tuple[int, int, Probes],
     ) -> Answer:
         """Run the rows `kept` of a draft through the upper half."""
         states = below.arrays["hidden"][0][kept]
-        return self.halves.run_upper(Placed.of(rows), states, size, self.cache.length)
+        return self.halves.run_upper(
+            PlacedRows.of(rows), states, size, self.cache.length
+        )
