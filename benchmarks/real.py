@@ -173,7 +173,9 @@ def memory(setup: Setup) -> dict[str, Any]:
         sizes = (bundle.files[s]["bytes"] for s in stored if s in bundle.files)
         parts[f"{name} as stored"] = sum(sizes) / 1e6
         buffers = entry.contract.buffers("past")
-        values = sum(np.prod(b.sized()) * np.dtype(b.dtype).itemsize for b in buffers)
+        values = sum(
+            np.prod(b.concrete_shape()) * np.dtype(b.dtype).itemsize for b in buffers
+        )
         parts[f"{name} KV buffers"] = float(values) / 1e6
     bound = 1.25 * sum(mb for name, mb in parts.items() if name != "imports") + 250
     words = ["-p", "Why is the sky blue?", "-n", 64]

@@ -80,7 +80,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Trace what several tests export once, in all processes of this run together."""
     with pytest.MonkeyPatch.context() as patch:
         kept = SharedTraces(folder_of_run(tmp_path_factory) / "traces")
-        patch.setattr(tracer, "KEPT", kept)
+        patch.setattr(tracer, "KEPT_TRACES", kept)
         # A fifth of a short trace: the table of all operators, always the same.
         registry = functools.cache(ONNXRegistry.from_torchlib)
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(registry))

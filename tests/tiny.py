@@ -20,11 +20,11 @@ from transformers import (
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.folder import weights_sha256
-from jetdraft.checkpoints.prompts import Prompted, Prompts, PromptSettings
+from jetdraft.checkpoints.prompts import PromptedModel, Prompts, PromptSettings
 from jetdraft.checkpoints.streams import (
     SETTINGS,
     WEIGHTS,
-    Streamed,
+    StreamedModel,
     Streams,
     StreamSettings,
     add_adapters,
@@ -87,7 +87,7 @@ def save_streams(folder: Path, settings: StreamSettings, seed: int = 0) -> Path:
     settings = replace(settings, base=weights_sha256(folder))
     torch.manual_seed(seed)
     add_adapters(model, settings)
-    streamed = Streamed(model, Streams(settings, model.config.hidden_size))
+    streamed = StreamedModel(model, Streams(settings, model.config.hidden_size))
     weights = {
         name: torch.randn_like(weight) * 0.2 for name, weight in streamed.task.items()
     }
@@ -101,7 +101,7 @@ def save_prompts(folder: Path, settings: PromptSettings, seed: int = 0) -> Path:
     model = Checkpoint.load(str(folder), torch.float32).model
     settings = replace(settings, base=weights_sha256(folder))
     torch.manual_seed(seed)
-    prompted = Prompted(model, Prompts.empty(settings, model))
+    prompted = PromptedModel(model, Prompts.empty(settings, model))
     weights = {n: torch.randn_like(w) * 0.2 for n, w in prompted.task.items()}
     save_file(weights, folder / WEIGHTS)
     (folder / SETTINGS).write_text(json.dumps(settings.to_json()))

@@ -29,7 +29,7 @@ from jetdraft.bundle import (
 )
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import TensorSpec
-from jetdraft.export.tree import compaction_graph
+from jetdraft.export.tree import make_compaction_graph
 from jetdraft.manifest import GraphEntry
 from jetdraft.testing import toy_bundle
 
@@ -120,7 +120,7 @@ def _entry(
     if contract.block:
         files = [files[0], None, None]
     else:
-        ir.save(compaction_graph(contract), folder / files[2])
+        ir.save(make_compaction_graph(contract), folder / files[2])
     vocabulary_file = None
     if contract.draft_vocab:
         vocabulary_file = f"{name}-vocabulary.npy"

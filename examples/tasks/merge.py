@@ -26,7 +26,7 @@ def main(streams: Path, output: Path) -> None:
     checkpoint = Checkpoint.load(str(streams), torch.float32)
     if checkpoint.streams is None or checkpoint.streams.mode != SHARED:
         raise click.UsageError(f"{streams} has no streams of mode shared")
-    tuned = checkpoint.with_streams(1.0).model.state_dict()
+    tuned = checkpoint.add_probes(1.0).model.state_dict()
     plain = Checkpoint.load(str(streams), torch.float32).model
     plain.load_state_dict(tuned)
     with writing(output) as folder:

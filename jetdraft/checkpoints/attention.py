@@ -21,10 +21,10 @@ from jetdraft.errors import UnsupportedModelError
 IMPLEMENTATION = "jetdraft"
 """The name under which the attention is registered with transformers."""
 
-_WORDS = {"s_aux": "attention sinks (s_aux)"}
-"""What users call arguments."""
+_ARGUMENT_WORDS = {"s_aux": "attention sinks (s_aux)"}
+"""Plain words for the names of arguments, in error messages."""
 
-_HARMLESS = {"dropout", "position_ids", "is_causal", "use_cache", "cache_position"}
+_IGNORED = {"dropout", "position_ids", "is_causal", "use_cache", "cache_position"}
 """Arguments that do not change what attention computes here."""
 
 
@@ -49,26 +49,26 @@ class StepState:
     rows: int = 0
 
 
-_active: list[StepState] = []
+_active_states: list[StepState] = []
 
 
 @contextmanager
 def attending(state: StepState) -> Iterator[StepState]:
-    """Let attention layers read and write `state` while the block runs."""
-    _active.append(state)
+    """Let the attention layers read and write `state` inside the block."""
+    _active_states.append(state)
     try:
         yield state
     finally:
-        _active.pop()
+        _active_states.pop()
 
 
 def active_state() -> StepState:
     """The state of the pass that runs now."""
-    return _active[-1]
+    return _active_states[-1]
 
 
-class HandThrough(Cache):  # type: ignore[misc]  # transformers is untyped
-    """A cache without memory: attention itself writes the fixed buffers."""
+class PassThroughCache(Cache):  # type: ignore[misc]  # transformers is untyped
+    """A cache that stores nothing: attention itself writes the fixed buffers."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -76,11 +76,11 @@ class HandThrough(Cache):  # type: ignore[misc]  # transformers is untyped
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new rows, untouched."""
+        """Return the new keys and values unchanged."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions are given explicitly, so the length never matters."""
+        """Always 0: positions are given explicitly, so no length is needed."""
         return 0
 
 
@@ -116,8 +116,8 @@ def attend(
     state.windows.add(sliding_window or 0)
     prefix = None if state.prefix is None else state.prefix[layer]
     if prefix is not None:
-        query, key, value = _with_prefix((query, key, value), prefix, state.rows)
-    call = _Call(
+        query, key, value = _insert_prefix((query, key, value), prefix, state.rows)
+    call = _AttentionInputs(
         query,
         key,
         value,
@@ -126,7 +126,7 @@ def attend(
         window=sliding_window or 0,
         softcap=softcap or 0.0,
     )
-    compute = _as_node if torch.compiler.is_exporting() else _eagerly
+    compute = _make_node if torch.compiler.is_exporting() else _compute_eagerly
     output, *present = compute(call, state)
     state.present[layer] = (present[0], present[1])
     if prefix is not None:
@@ -135,14 +135,14 @@ def attend(
     return output, None
 
 
-def over_the_buffers(
+def attend_over_buffers(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
     """Attention of a module's rotated query, over the buffers of the pass."""
     return attend(module, query, key, value, None, module.scaling)[0]
 
 
-def _with_prefix(
+def _insert_prefix(
     rows: tuple[torch.Tensor, ...],
     prefix: tuple[torch.Tensor, torch.Tensor],
     count: int,
@@ -159,17 +159,17 @@ def _with_prefix(
 
 
 def unknown_arguments(extra: dict[str, Any]) -> list[str]:
-    """The names of arguments that change attention in a way we do not compute."""
+    """Return the names of arguments that change attention in an unsupported way."""
     return [
-        _WORDS.get(name, name)
+        _ARGUMENT_WORDS.get(name, name)
         for name, value in extra.items()
-        if name not in _HARMLESS and value is not None and value is not False
+        if name not in _IGNORED and value is not None and value is not False
     ]
 
 
 @dataclass(frozen=True)
-class _Call:
-    """One layer's attention; a `window` or `softcap` of 0 is off."""
+class _AttentionInputs:
+    """The inputs of attention in one layer; a `window` or `softcap` of 0 is off."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -181,8 +181,8 @@ class _Call:
     softcap: float
 
 
-def _as_node(call: _Call, state: StepState) -> tuple[torch.Tensor, ...]:
-    """One GroupQueryAttention node; its second and third outputs are the buffers."""
+def _make_node(call: _AttentionInputs, state: StepState) -> tuple[torch.Tensor, ...]:
+    """Make one GroupQueryAttention node; return its output and both new buffers."""
     _, heads, rows, head_dim = call.query.shape
     attributes: dict[str, Any] = {
         "num_heads": heads,
@@ -214,8 +214,10 @@ def _as_node(call: _Call, state: StepState) -> tuple[torch.Tensor, ...]:
     return output.reshape(1, rows, heads, head_dim), *present
 
 
-def _eagerly(call: _Call, state: StepState) -> tuple[torch.Tensor, ...]:
-    """The same attention in PyTorch, over copies of the buffers."""
+def _compute_eagerly(
+    call: _AttentionInputs, state: StepState
+) -> tuple[torch.Tensor, ...]:
+    """Compute the same in PyTorch, over copies of the buffers."""
     start, rows = int(state.cursor), call.query.shape[2]
     keys, values = call.past_key.clone(), call.past_value.clone()
     keys[:, :, start : start + rows] = call.key

@@ -12,22 +12,25 @@ import torch
 from torch import Tensor
 
 from jetdraft.bundle import Defaults, Speech
-from jetdraft.checkpoints.defaults import Generation
-from jetdraft.checkpoints.draft_vocabulary import limit, read_ids
+from jetdraft.checkpoints.defaults import GenerationFields
+from jetdraft.checkpoints.draft_vocabulary import (
+    limit_vocabulary,
+    read_draft_vocabulary,
+)
 from jetdraft.checkpoints.folder import check_folder, checkpoint_folder, weights_sha256
 from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
 from jetdraft.checkpoints.layers import Taps
 from jetdraft.checkpoints.model_reader import (
-    check_config,
-    hears,
+    check_causal,
+    is_speech_model,
     load_config,
     load_model,
     read_packed,
     read_speech,
 )
 from jetdraft.checkpoints.packed import PackedWeights
-from jetdraft.checkpoints.parameters import compute_in, convert
-from jetdraft.checkpoints.probes import Probed
+from jetdraft.checkpoints.parameters import set_compute_dtype, store_weights_in
+from jetdraft.checkpoints.probes import ProbedModel
 from jetdraft.checkpoints.prompts import MODES, PromptSettings, load_prompts
 from jetdraft.checkpoints.silence import no_progress_bars, silenced
 from jetdraft.checkpoints.streams import (
@@ -40,7 +43,7 @@ from jetdraft.checkpoints.streams import (
 from jetdraft.checkpoints.tokenizer_reader import (
     chat_template,
     load_tokenizer,
-    passed_over_by,
+    passed_over_settings,
     special_tokens,
 )
 from jetdraft.errors import CheckpointError, printable
@@ -85,20 +88,20 @@ class Checkpoint:
         The model computes in `dtype`; its weights keep the type they are stored in.
         """
         if is_gguf(source):
-            return cls._of_gguf(source, dtype)
+            return cls._load_gguf(source, dtype)
         check_folder(source)
         with silenced(logging.WARNING), no_progress_bars():
             config = load_config(source)
-            generation = Generation.read(source)
+            generation = GenerationFields.read(source)
             packed = read_packed(source, config)
             model = load_model(source, config, packed)
-            compute_in(model, dtype)
+            set_compute_dtype(model, dtype)
             tokenizer = load_tokenizer(source)
-        ends, heard = _eos_token_ids(source, model), hears(config)
+        ends, heard = _eos_token_ids(source, model), is_speech_model(config)
         size = model.get_output_embeddings().weight.shape[0]
         passed_over = generation.passed_over(config.is_encoder_decoder, heard)
         if tokenizer:
-            passed_over += tuple(passed_over_by(tokenizer, ends))
+            passed_over += tuple(passed_over_settings(tokenizer, ends))
         return cls(
             source=source,
             model=model,
@@ -110,22 +113,23 @@ class Checkpoint:
             generation=generation.defaults(size, ends, heard),
             passed_over=passed_over,
             special_tokens=special_tokens(tokenizer),
-            draft_ids=read_ids(checkpoint_folder(source), size),
+            draft_ids=read_draft_vocabulary(checkpoint_folder(source), size),
             start_token_ids=_start_token_ids(source, model),
             speech=read_speech(source, model),
         )
 
     @classmethod
-    def _of_gguf(cls, source: str, dtype: torch.dtype) -> Checkpoint:
+    def _load_gguf(cls, source: str, dtype: torch.dtype) -> Checkpoint:
+        """Load a GGUF file."""
         with silenced(logging.WARNING), no_progress_bars():
             with opened_gguf(source) as file:
                 passed_over, config = file.passed_over(), file.config()
                 packed, tokenizer = file.weights(config), file.tokenizer()
                 generation, templates = file.generation(), file.chat_templates()
                 named, kept_in = file.special_tokens(), file.dtype()
-            check_config(source, config)
+            check_causal(source, config)
             model = load_model(source, config, packed, kept_in)
-            compute_in(model, dtype)
+            set_compute_dtype(model, dtype)
         ends = _eos_token_ids(source, model)
         size = model.get_output_embeddings().weight.shape[0]
         return cls(
@@ -142,16 +146,16 @@ class Checkpoint:
         )
 
     @property
-    def head(self) -> str:
+    def lm_head_name(self) -> str:
         """The name of the LM head's weight."""
-        return self.names()[id(self.model.get_output_embeddings().weight)]
+        return self.weight_names()[id(self.model.get_output_embeddings().weight)]
 
     @property
     def reads_source(self) -> bool:
-        """Whether it is an encoder-decoder, which writes about a source."""
+        """Whether it is an encoder-decoder, which reads a source beside its text."""
         return bool(self.model.config.is_encoder_decoder)
 
-    def names(self) -> dict[int, str]:
+    def weight_names(self) -> dict[int, str]:
         """The names of weights by Python's `id`; of a tied one the linear layer's."""
         names = {id(weight): name for name, weight in self.model.named_parameters()}
         for name, layer in self.model.named_modules():
@@ -159,12 +163,12 @@ class Checkpoint:
                 names[id(layer.weight)] = f"{name}.weight"
         return names
 
-    def matrices(self) -> set[str]:
-        """The names of the weights of all linear layers, each matrix once."""
-        names, layers = self.names(), self.model.modules()
+    def matrix_names(self) -> set[str]:
+        """Return the names of the weights of all linear layers, each matrix once."""
+        names, layers = self.weight_names(), self.model.modules()
         return {names[id(m.weight)] for m in layers if isinstance(m, torch.nn.Linear)}
 
-    def with_streams(self, scale: float) -> Probed:
+    def add_probes(self, scale: float) -> ProbedModel:
         """The model with its probes; LoRA of the shared mode is added `scale` times."""
         assert self.streams is not None
         if self.packed is not None and self.streams.mode == SHARED:
@@ -172,7 +176,7 @@ class Checkpoint:
                 f"{self.source} is quantized already, so LoRA cannot be added to its "
                 "weights; train stream of mode lossless"
             )
-        convert(self.model, torch.float32)  # LoRA may be added to the weights
+        store_weights_in(self.model, torch.float32)  # LoRA may be added to the weights
         folder = checkpoint_folder(self.source)
         if weights_sha256(folder) != self.streams.base:
             raise CheckpointError(
@@ -193,15 +197,15 @@ class Checkpoint:
         return min(rows, self.target_rows or rows)
 
     def beside(self, target_rows: int) -> Checkpoint:
-        """This drafter beside a target with that many rows of LM head; see `limit`."""
-        limit(self.model, self.vocab_size, target_rows)
+        """This drafter for a target with `target_rows` rows; see `limit_vocabulary`."""
+        limit_vocabulary(self.model, self.vocab_size, target_rows)
         ids = self.draft_ids
         known = None if ids is None else ids[ids < target_rows]
         return replace(self, target_rows=target_rows, draft_ids=known)
 
     @property
     def parameters(self) -> int:
-        """The number of weights; a tied weight counts once."""
+        """The number of weights; a tied matrix counts once."""
         return sum(p.numel() for p in self.model.parameters())
 
 
@@ -228,8 +232,8 @@ def read_settings(folder: Path) -> ProbeSettings | None:
 
 def load_probes(
     model: Any, settings: ProbeSettings, folder: Path, scale: float
-) -> Probed:
-    """Add a checkpoint's probes to its model, in place; see `with_streams`."""
+) -> ProbedModel:
+    """Add a checkpoint's probes to its model, in place; see `add_probes`."""
     if isinstance(settings, PromptSettings):
         return load_prompts(model, settings, folder)
     return load_streams(model, settings, folder, scale)

@@ -18,9 +18,10 @@ from jetdraft.parsing import RecordError, read_json_file, read_record
 
 HONOURED, NO_TEXT = "honoured", "changes no text"
 WARNED, REFUSED = "warned of", "refused"
+"""The fates of a field in an export."""
 
-MOST = 60
-"""Characters of a value in a warning."""
+MOST_VALUE_LETTERS = 60
+"""The most characters of a value that a warning shows."""
 
 
 def neutral(*values: Any) -> Callable[[Any], bool]:
@@ -39,7 +40,7 @@ class Row:
 
 
 # fmt: off
-GENERATION = (
+GENERATION_FIELDS = (
     Row("do_sample temperature top_k top_p min_p", HONOURED,
         "greedy unless `do_sample`; then the temperature is 1 and `top_k` 50 where "
         "the file has none, as in transformers"),
@@ -89,21 +90,21 @@ GENERATION = (
     Row("transformers_version _from_model_config _commit_hash generation_kwargs",
         NO_TEXT, "where the file comes from"),
 )
-"""Of generation_config.json, or of config.json where that is missing."""
+"""Rules for generation_config.json, or for config.json where that is missing."""
 
-SAMPLED = (
+SAMPLING_FIELDS = (
     Row("top_h typical_p epsilon_cutoff eta_cutoff", WARNED,
         "sampling has no such filter", neutral(0, 1)),
 )
-"""With `do_sample`, in place of the rows above."""
+"""Rules for files with `do_sample`; they override those of `GENERATION_FIELDS`."""
 
-SOURCES = (
+SOURCE_FIELDS = (
     Row("decoder_start_token_id forced_bos_token_id", HONOURED,
         "a text begins with them"),
 )
-"""Of encoder-decoders, in place of the rows above."""
+"""Rules for encoder-decoders; they override those of `GENERATION_FIELDS`."""
 
-HEARING = (
+SPEECH_FIELDS = (
     Row("no_timestamps_token_id lang_to_id task_to_id suppress_tokens "
         "begin_suppress_tokens max_initial_timestamp_index", HONOURED,
         "the rules of a transcript"),
@@ -115,39 +116,43 @@ HEARING = (
         "alignment_heads prev_sot_token_id median_filter_width", NO_TEXT,
         "windows have their own length and beginning, and words no times"),
 )
-"""Of models that hear, in place of the rows above."""
+"""Rules for speech models; they override the rules above."""
 # fmt: on
 
 
-def by_name(*tables: tuple[Row, ...]) -> dict[str, Row]:
+def rules_by_name(*tables: tuple[Row, ...]) -> dict[str, Row]:
     """The rows by the names of fields; later tables rule."""
     return {name: row for rows in tables for row in rows for name in row.names.split()}
 
 
-def row_of(name: str, rows: Mapping[str, Row]) -> Row | None:
+def find_rule(name: str, rows: Mapping[str, Row]) -> Row | None:
     """The row of a field: by its name, or by a beginning such as "general.*"."""
     begun = (p for p in rows if p.endswith("*") and name.startswith(p[:-1]))
     return rows.get(name) or rows.get(next(begun, ""))
 
 
-def passed_over(
+def passed_over_fields(
     file: str, fields: Mapping[str, Any], rows: Mapping[str, Row]
 ) -> Iterator[str]:
     for name, value in fields.items():
-        row = row_of(name, rows) or _UNKNOWN
+        row = find_rule(name, rows) or _UNKNOWN_FIELD
         if row.fate == WARNED and not row.neutral(value):
-            yield f"{file}: {name} {printable(value, MOST)}: {row.why}"
+            yield f"{file}: {name} {printable(value, MOST_VALUE_LETTERS)}: {row.why}"
 
 
-_UNKNOWN = Row("", WARNED, "this version does not know it")
+_UNKNOWN_FIELD = Row("", WARNED, "this version does not know it")
+"""The rule of fields that no table names."""
 
 
 FILE, CONFIG = "generation_config.json", "config.json"
+"""The file with the fields, and the file that has them where it is missing."""
 
-NEVER = -1e30
-"""The bias of a token that is never written."""
+NEVER_BIAS = -1e30
+"""The logit bias of a token that must never be chosen."""
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+"""The fields of sampling that are options of the same name."""
+
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (1e-9, 1.0),
@@ -155,6 +160,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "min_p": (0.0, 1 - 1e-9),
     "repetition_penalty": (1e-9, 100.0),
 }
+"""The least and the largest allowed value of each number."""
 
 
 def read_fields(source: str, name: str) -> dict[str, Any] | None:
@@ -171,8 +177,8 @@ def read_fields(source: str, name: str) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True)
-class Generation:
-    """The fields of a checkpoint that choose its text, and the file that has them.
+class GenerationFields:
+    """The fields by which a checkpoint configures generation, and the file they are in.
 
     Generation.read("target/").defaults()    # {"temperature": 0.6, "top_p": 0.95, ...}
     """
@@ -182,7 +188,7 @@ class Generation:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, source: str) -> Generation:
+    def read(cls, source: str) -> GenerationFields:
         """The fields of a local folder or a hub id.
 
         As in transformers, config.json has them where the file is missing. Raises
@@ -191,7 +197,7 @@ class Generation:
         fields, file = read_fields(source, FILE), FILE
         if fields is None:
             said, _ = transformers.PreTrainedConfig.get_config_dict(source)
-            known = by_name(GENERATION)
+            known = rules_by_name(GENERATION_FIELDS)
             fields = {name: value for name, value in said.items() if name in known}
             file = CONFIG
         found = cls(source, file, fields)
@@ -214,44 +220,46 @@ class Generation:
         if fields.get(name) not in (None, 1):
             options[name] = fields[name]
         for name, value in options.items():
-            self._check(name, value)
-        stops = [text for text in self._listed("stop_strings", list[str]) if text]
-        never = self._listed("suppress_tokens", list[int])
-        words = self._listed("bad_words_ids", list[list[int]])
+            self._check_range(name, value)
+        stops = [text for text in self._list_of("stop_strings", list[str]) if text]
+        never = self._list_of("suppress_tokens", list[int])
+        words = self._list_of("bad_words_ids", list[list[int]])
         never += [word[0] for word in words if len(word) == 1 and word[0] not in ends]
         if hears:
             return cast(Defaults, options)
         if stops:
             options["stop"] = stops
         if never := sorted({id for id in never if 0 <= id < vocab_size}):
-            options["logit_bias"] = dict.fromkeys(never, NEVER)
+            options["logit_bias"] = dict.fromkeys(never, NEVER_BIAS)
         return cast(Defaults, options)
 
     def passed_over(self, reads_source: bool, hears: bool) -> tuple[str, ...]:
         """A line for each field that would change the text, and does not."""
         sampled = self.fields.get("do_sample") is True
         tables = (
-            *(GENERATION, SAMPLED if sampled else ()),
-            *(SOURCES if reads_source else (), HEARING if hears else ()),
+            *(GENERATION_FIELDS, SAMPLING_FIELDS if sampled else ()),
+            *(SOURCE_FIELDS if reads_source else (), SPEECH_FIELDS if hears else ()),
         )
-        return tuple(passed_over(self.file, self.fields, by_name(*tables)))
+        return tuple(passed_over_fields(self.file, self.fields, rules_by_name(*tables)))
 
-    def _listed(self, name: str, kind: Any) -> Any:
+    def _list_of(self, name: str, kind: Any) -> Any:
         """A list, maybe of one text that stands alone; raises `CheckpointError`."""
         value = self.fields.get(name)
         value = [value] if isinstance(value, str) else value
         try:
             return read_record(kind, [] if value is None else value, name)
         except RecordError as error:
-            raise self._wrong(f"is malformed ({error})") from error
+            raise self._field_error(f"is malformed ({error})") from error
 
-    def _check(self, name: str, value: Any) -> None:
+    def _check_range(self, name: str, value: Any) -> None:
+        """Raise `CheckpointError` unless the value is a number in its range."""
         least, most = _RANGES[name]
         kinds = (int,) if name == "top_k" else (int, float)
         if type(value) not in kinds or not least <= value <= most:
-            raise self._wrong(f"has {name} {value!r}, which is out of range")
+            raise self._field_error(f"has {name} {value!r}, which is out of range")
 
-    def _wrong(self, fact: str) -> CheckpointError:
+    def _field_error(self, fact: str) -> CheckpointError:
+        """Return the error that says what is wrong with the file."""
         return CheckpointError(
             f"{self.file} of {self.source} {fact}; correct or remove it"
         )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from jetdraft.errors import CheckpointError
 
 D2T, T2D = "d2t", "t2d"
+"""The names of the two tensors of a draft vocabulary."""
 
 MOST_PADDING = 4096
 """The most rows by which paddings of one vocabulary differ; DeepSeek has 2,385 rows
@@ -24,7 +25,7 @@ without a token. Where a tokenizer is missing, matrices that differ by more belo
 two vocabularies."""
 
 
-def limit(model: Any, own: int, rows: int) -> None:
+def limit_vocabulary(model: Any, own: int, rows: int) -> None:
     """Let a drafter of `own` tokens choose and read the ids below `rows` only."""
 
     def known(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -40,14 +41,14 @@ def limit(model: Any, own: int, rows: int) -> None:
         model.register_forward_hook(cut)
 
 
-def map_of(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+def vocabulary_tensors(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
     """The two tensors of a draft vocabulary, int64 ids [n]."""
     marked = torch.zeros(vocab_size, dtype=torch.bool)
     marked[ids] = True
     return {D2T: ids - torch.arange(len(ids)), T2D: marked}
 
 
-def ids_of(
+def ids_from_d2t(
     source: str, tensors: Mapping[str, Tensor], rows: int, vocab_size: int
 ) -> Tensor:
     """The target's id of each row, int64 [rows]; raises `CheckpointError`."""
@@ -69,7 +70,7 @@ def ids_of(
     return ids
 
 
-def read_ids(folder: Path, vocab_size: int) -> Tensor | None:
+def read_draft_vocabulary(folder: Path, vocab_size: int) -> Tensor | None:
     """A drafter's ids, ascending; None without a map; raises `CheckpointError`."""
     tensors: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
@@ -80,5 +81,5 @@ def read_ids(folder: Path, vocab_size: int) -> Tensor | None:
         return None
     if tensors[D2T].ndim != 1 or not len(tensors[D2T]):
         raise CheckpointError(f"the d2t of {folder} is no list; fetch it again")
-    ids = ids_of(str(folder), tensors, len(tensors[D2T]), vocab_size)
+    ids = ids_from_d2t(str(folder), tensors, len(tensors[D2T]), vocab_size)
     return ids.sort().values

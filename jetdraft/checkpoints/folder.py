@@ -18,7 +18,8 @@ from jetdraft.checkpoints.streams import WEIGHTS as STREAM_WEIGHTS
 from jetdraft.errors import CheckpointError, JetdraftError, printable
 from jetdraft.parsing import JsonError, read_json_file
 
-_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES_BY_NAME = {"F16": torch.float16, "BF16": torch.bfloat16}
+"""Types by their names in safetensors."""
 
 
 def check_folder(source: str) -> None:
@@ -46,12 +47,12 @@ def check_folder(source: str) -> None:
         raise CheckpointError(
             f"{source} has no config.json; give a folder that save_pretrained wrote"
         )
-    check_entries(path)
+    check_file_types(path)
     check_shards(path)
 
 
-def check_entries(folder: Path) -> None:
-    """Raise `CheckpointError` for a pipe or a device, which might never end."""
+def check_file_types(folder: Path) -> None:
+    """Raise `CheckpointError` for a pipe or a device, whose reading might never end."""
     for file in folder.iterdir():
         if file.exists() and not (file.is_file() or file.is_dir()):
             raise CheckpointError(
@@ -101,21 +102,23 @@ def stored_dtype(source: str) -> torch.dtype:
             types |= {opened.get_slice(name).get_dtype() for name in names}
     floats = {name for name in types if name.startswith(("F", "BF"))}
     return (
-        _DTYPES.get(floats.pop(), torch.float32) if len(floats) == 1 else torch.float32
+        _DTYPES_BY_NAME.get(floats.pop(), torch.float32)
+        if len(floats) == 1
+        else torch.float32
     )
 
 
-_MOST_BYTES = 1 << 28
-"""The largest published indices have some 20 MB."""
+_MOST_INDEX_BYTES = 1 << 28
+"""The most bytes of an index of shards; the largest published have some 20 MB."""
 
 
 def check_shards(folder: Path) -> None:
     """Raise `CheckpointError` for a shard outside the folder, or a missing one.
 
-    Where no shard of an index is here, its format was not fetched.
+    An index without any of its shards belongs to a format that was not fetched.
     """
     for index in sorted(folder.glob("*.index.json")):
-        shards = sorted(set(_shards(index)))
+        shards = sorted(set(_shard_names(index)))
         for name in shards:
             paths = PurePosixPath(name), PureWindowsPath(name)
             if any(bool(path.anchor) or ".." in path.parts for path in paths):
@@ -131,9 +134,9 @@ def check_shards(folder: Path) -> None:
             )
 
 
-def _shards(index: Path) -> Iterator[str]:
+def _shard_names(index: Path) -> Iterator[str]:
     try:
-        contents = read_json_file(index, _MOST_BYTES)
+        contents = read_json_file(index, _MOST_INDEX_BYTES)
     except (OSError, JsonError) as error:
         raise CheckpointError(
             f"{printable(index)} cannot be read ({error}); fetch it again"
@@ -144,11 +147,13 @@ def _shards(index: Path) -> Iterator[str]:
             yield name
 
 
-OWN_CODE = {"trust_remote_code": False}
-"""Otherwise transformers asks on the terminal whether to run a checkpoint's code."""
+WITHOUT_OWN_CODE = {"trust_remote_code": False}
+"""Arguments of transformers' loaders that never run a checkpoint's code.
 
-_LONG = 200
-"""Letters of a message that are shown whole."""
+Without them they ask on the terminal whether to run it."""
+
+_LONGEST_MESSAGE = 200
+"""The most letters of a message that is shown whole."""
 
 
 @contextmanager
@@ -174,4 +179,4 @@ def first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     shown = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
     text = " ".join(shown) or type(error).__name__
-    return printable(text if len(text) <= _LONG else text.partition(". ")[0])
+    return printable(text if len(text) <= _LONGEST_MESSAGE else text.partition(". ")[0])

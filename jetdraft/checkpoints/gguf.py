@@ -25,26 +25,31 @@ from transformers.modeling_gguf_pytorch_utils import (
 from jetdraft.checkpoints.defaults import (
     REFUSED,
     WARNED,
-    Generation,
-    by_name,
-    passed_over,
-    row_of,
+    GenerationFields,
+    find_rule,
+    passed_over_fields,
+    rules_by_name,
 )
 from jetdraft.checkpoints.gguf_fields import (
-    FILE,
-    MODEL,
+    FILE_FIELDS,
+    MODEL_FIELDS,
     FamilyFields,
+    field_error,
     head_size,
-    refusal,
 )
 from jetdraft.checkpoints.gguf_tokenizer import (
-    ends_of_text,
-    read_tokenizer,
+    end_token_ids,
+    make_tokenizer_json,
     special_tokens,
 )
-from jetdraft.checkpoints.gguf_types import TYPES
+from jetdraft.checkpoints.gguf_types import GGUF_TYPES
 from jetdraft.checkpoints.packed import PackedWeights
-from jetdraft.checkpoints.refusals import SPARE, Bounds, check_kinds, skeleton
+from jetdraft.checkpoints.refusals import (
+    SPARE_FACTOR,
+    Bounds,
+    build_skeleton,
+    check_kinds,
+)
 from jetdraft.errors import (
     CheckpointError,
     JetdraftError,
@@ -55,21 +60,22 @@ from jetdraft.quant.blocks import Blocks
 
 _MAGIC = b"GGUF"
 
-HEAD, EMBEDDING = "output.weight", "token_embd.weight"
-ROTATIONS = "rope_freqs.weight"
+HEAD_TENSOR, EMBEDDING_TENSOR = "output.weight", "token_embd.weight"
+ROPE_TENSOR = "rope_freqs.weight"
+"""The names of tensors in a GGUF file: LM head, embedding, factors of frequencies."""
 
-_ALIKE = 0.98
+_TIED_COSINE = 0.98
 """The cosine above which head and embedding are two copies of one matrix. Two random
 matrices have 0, copies of 4 and 8 bits 0.997."""
 
-_SAMPLE = 64
+_COMPARED_ROWS = 64
 """Rows of head and embedding that are compared."""
 
-_DAMAGED = (ValueError, IndexError, KeyError, TypeError, OverflowError, RuntimeError)
-"""What the reader raises for a file that is cut off."""
+_MALFORMED = (ValueError, IndexError, KeyError, TypeError, OverflowError, RuntimeError)
+"""The exceptions that the reader raises for a file that is cut off."""
 
-_SAMPLING = {"temp": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-"""What llama.cpp takes where a file has some of these fields."""
+_SAMPLING_DEFAULTS = {"temp": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+"""llama.cpp's defaults of the missing fields where a file has some of these."""
 
 
 def is_gguf(source: str) -> bool:
@@ -86,7 +92,7 @@ def opened_gguf(source: str) -> Iterator[GgufFile]:
         raise CheckpointError(
             f"cannot read {source} ({error.strerror or error}); check the file"
         ) from error
-    except _DAMAGED as error:
+    except _MALFORMED as error:
         # The reader's own words are about arrays; they stay in the traceback.
         raise CheckpointError(
             f"{source} is cut off, or is not a GGUF file that the package gguf can "
@@ -106,10 +112,10 @@ class GgufFile:
         self.reader = GGUFReader(self.path)
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         self.family = str(self.field("general.architecture"))
-        self._check()
+        self._check_supported()
 
     def field(self, name: str) -> Any:
-        """The value of a field; None for a field that the file lacks."""
+        """Return the value of a field; None if the file lacks it."""
         field = self.reader.get_field(name)
         return None if field is None else field.contents()
 
@@ -125,7 +131,7 @@ class GgufFile:
                 f"{beginning!r}; give a GGUF file, or the folder of a checkpoint"
             )
 
-    def _check(self) -> None:
+    def _check_supported(self) -> None:
         """Refuse files that cannot become one decoder."""
         parts = self.field("split.count")
         if parts is not None and parts > 1:
@@ -149,9 +155,9 @@ class GgufFile:
             )
 
     def tokenizer(self) -> str | None:
-        """The text of a tokenizer.json; None without a vocabulary."""
+        """Return the text of a tokenizer.json; None without a vocabulary."""
         try:
-            return read_tokenizer(self.source, self.field)
+            return make_tokenizer_json(self.source, self.field)
         except JetdraftError:
             raise
         except Exception as error:  # tokenizers raises bare exceptions
@@ -169,35 +175,39 @@ class GgufFile:
         name = "tokenizer.chat_template"
         return {"default": self.field(name), "tool_use": self.field(f"{name}.tool_use")}
 
-    def generation(self) -> Generation:
+    def generation(self) -> GenerationFields:
         """How the file says that its text is chosen, by transformers' names."""
         fields: dict[str, Any] = {}
-        given = {name: self.field(f"general.sampling.{name}") for name in _SAMPLING}
+        given = {
+            name: self.field(f"general.sampling.{name}") for name in _SAMPLING_DEFAULTS
+        }
         if any(value is not None for value in given.values()):
-            given = _SAMPLING | {n: v for n, v in given.items() if v is not None}
+            given = _SAMPLING_DEFAULTS | {
+                n: v for n, v in given.items() if v is not None
+            }
             given["top_k"] = max(given["top_k"], 0)  # takes all tokens from 0 down
             fields = {"do_sample": True, "temperature": given.pop("temp"), **given}
         fields["suppress_tokens"] = self.field("tokenizer.ggml.suppress_tokens")
-        found = Generation(self.source, "the metadata", fields)
+        found = GenerationFields(self.source, "the metadata", fields)
         found.defaults()  # refuses bad values
         return found
 
     def passed_over(self) -> tuple[str, ...]:
         """A line for each field that is warned of; raises for one that is refused."""
         lines: list[str] = []
-        file, model = by_name(FILE), by_name(MODEL)
+        file, model = rules_by_name(FILE_FIELDS), rules_by_name(MODEL_FIELDS)
         for name in self.reader.fields:
             own = name.removeprefix(f"{self.family}.")
             rows = file if own == name else model
-            row = row_of(own, rows)
+            row = find_rule(own, rows)
             if row is None and own == name and not name.startswith("tokenizer."):
                 continue  # other programs have fields of their own
             if row is not None and row.fate not in (REFUSED, WARNED):
                 continue
             value = self.field(name)
             if row is not None and row.fate == REFUSED and not row.neutral(value):
-                raise refusal(self.source, name, value, row.why)
-            lines += passed_over("metadata", {own: value}, rows)
+                raise field_error(self.source, name, value, row.why)
+            lines += passed_over_fields("metadata", {own: value}, rows)
         if self.generation().defaults().get("temperature", 1.0) != 1.0:
             lines.append(
                 "metadata: general.sampling.temp: the temperature comes before top_p "
@@ -208,24 +218,24 @@ class GgufFile:
     # --- the config -------------------------------------------------------------------
 
     def config(self) -> Any:
-        """The config that transformers makes of the file, with what it leaves out."""
+        """Return the config that transformers reads, completed by `FamilyFields`."""
         folder = self.path.absolute().parent
         config = transformers.AutoConfig.from_pretrained(
             str(folder), gguf_file=self.path.name, trust_remote_code=False
         )
         fields = FamilyFields(self.source, self.family, self.field)
         fields.set_numbers(config)
-        if ROTATIONS in self.tensors:
+        if ROPE_TENSOR in self.tensors:
             fields.set_rotations(config, self._llama3_scaling(config))
         elif getattr(config, "rope_parameters", None):
             fields.set_rotations(config)
-        config.tie_word_embeddings = self.tied
-        config.eos_token_id = ends_of_text(self.field) or None
+        config.tie_word_embeddings = self.has_tied_head
+        config.eos_token_id = end_token_ids(self.field) or None
         return config
 
     def _llama3_scaling(self, config: Any) -> dict[str, Any]:
         """Llama 3's scaling; llama.cpp stores the factor of each frequency only."""
-        stored = np.asarray(self.tensors[ROTATIONS].data, np.float32)
+        stored = np.asarray(self.tensors[ROPE_TENSOR].data, np.float32)
         scaling = {
             "rope_type": "llama3",
             "factor": float(stored.max()),
@@ -246,20 +256,20 @@ class GgufFile:
         return scaling
 
     @property
-    def tied(self) -> bool:
+    def has_tied_head(self) -> bool:
         """Whether head and embedding are one matrix, which a file may hold twice."""
-        if HEAD not in self.tensors:
+        if HEAD_TENSOR not in self.tensors:
             return True
-        head, embedding = self.tensors[HEAD], self.tensors[EMBEDDING]
+        head, embedding = self.tensors[HEAD_TENSOR], self.tensors[EMBEDDING_TENSOR]
         if tuple(head.shape) != tuple(embedding.shape):
             return False
-        rows = np.linspace(0, len(head.data) - 1, _SAMPLE).astype(np.int64)
+        rows = np.linspace(0, len(head.data) - 1, _COMPARED_ROWS).astype(np.int64)
         a, b = (
             dequantize(tensor.data[rows], tensor.tensor_type).ravel()
             for tensor in (head, embedding)
         )
         length = float(np.linalg.norm(a) * np.linalg.norm(b))
-        return length > 0 and float(a @ b) > _ALIKE * length
+        return length > 0 and float(a @ b) > _TIED_COSINE * length
 
     # --- the weights ------------------------------------------------------------------
 
@@ -268,11 +278,13 @@ class GgufFile:
         processor = TENSOR_PROCESSORS.get(self.family, TensorProcessor)(
             config=config.to_dict()
         )
-        bounds = Bounds(tensors=100 + SPARE * len(self.tensors))
-        model = skeleton(self.source, transformers.AutoModelForCausalLM, config, bounds)
+        bounds = Bounds(tensors=100 + SPARE_FACTOR * len(self.tensors))
+        model = build_skeleton(
+            self.source, transformers.AutoModelForCausalLM, config, bounds
+        )
         names = get_gguf_hf_weights_map(model, processor)
         packed = PackedWeights("gguf", {}, {}, {})
-        for tensor in self._needed(config):
+        for tensor in self._tensors_to_read(config):
             name = names.get(tensor.name)
             if name is None:
                 raise UnsupportedModelError(
@@ -280,29 +292,37 @@ class GgufFile:
                     f"{self.family} models of transformers do not have; export its "
                     "Hugging Face folder"
                 )
-            if config.tie_word_embeddings and tensor.name in (HEAD, EMBEDDING):
-                name = names[EMBEDDING]
-            self._add(packed, tensor, name, processor)
+            if config.tie_word_embeddings and tensor.name in (
+                HEAD_TENSOR,
+                EMBEDDING_TENSOR,
+            ):
+                name = names[EMBEDDING_TENSOR]
+            self._add_tensor(packed, tensor, name, processor)
         if config.tie_word_embeddings:
-            _name_as_head(packed, names[EMBEDDING], model)
+            _rename_to_head(packed, names[EMBEDDING_TENSOR], model)
         return packed
 
-    def _needed(self, config: Any) -> Iterator[ReaderTensor]:
-        """The tensors to read: of two copies of a tied matrix, the finer one."""
-        spare = {ROTATIONS}
-        if config.tie_word_embeddings and HEAD in self.tensors:
+    def _tensors_to_read(self, config: Any) -> Iterator[ReaderTensor]:
+        """Return the tensors to read; of two tied copies, the one with more bits."""
+        spare = {ROPE_TENSOR}
+        if config.tie_word_embeddings and HEAD_TENSOR in self.tensors:
             # Bytes of both matrices, which have one shape.
-            spare.add(min((EMBEDDING, HEAD), key=lambda n: self.tensors[n].n_bytes))
+            spare.add(
+                min(
+                    (EMBEDDING_TENSOR, HEAD_TENSOR),
+                    key=lambda n: self.tensors[n].n_bytes,
+                )
+            )
         return (t for name, t in self.tensors.items() if name not in spare)
 
-    def _add(
+    def _add_tensor(
         self, packed: PackedWeights, tensor: ReaderTensor, name: str, processor: Any
     ) -> None:
-        """Add one tensor, as integers if they can be kept, else as floats."""
-        blocks = self._blocks(tensor, processor)
+        """Add a tensor to `packed`: as integers if they can be kept, else as floats."""
+        blocks = self._read_blocks(tensor, processor)
         if blocks is not None:
             packed.blocks[name] = blocks
-            packed.forms[name] = TYPES[tensor.tensor_type.name].form
+            packed.forms[name] = GGUF_TYPES[tensor.tensor_type.name].form
             packed.floats[name] = torch.from_numpy(blocks.floats.T).half()
             return
         try:
@@ -326,9 +346,9 @@ class GgufFile:
             whole = torch.from_numpy(changed)
             packed.floats[name] = whole.half() if small else whole
 
-    def _blocks(self, tensor: ReaderTensor, processor: Any) -> Blocks | None:
-        """The integers of a matrix; None if its type cannot be kept, or its layout."""
-        if len(tensor.shape) != 2 or tensor.tensor_type.name not in TYPES:
+    def _read_blocks(self, tensor: ReaderTensor, processor: Any) -> Blocks | None:
+        """Return the integers of a matrix; None if type or layout cannot be kept."""
+        if len(tensor.shape) != 2 or tensor.tensor_type.name not in GGUF_TYPES:
             return None
         # What becomes of the numbers of the rows is what becomes of the rows.
         rows = np.arange(len(tensor.data))[:, None]
@@ -344,7 +364,7 @@ class GgufFile:
         ordered = np.sort(order, axis=0)
         if not np.array_equal(ordered, rows):
             return None
-        blocks = TYPES[tensor.tensor_type.name].read(tensor.data[order[:, 0]])
+        blocks = GGUF_TYPES[tensor.tensor_type.name].read(tensor.data[order[:, 0]])
         if not np.isfinite(blocks.scales).all():
             raise CheckpointError(
                 f"the weight {tensor.name} of {self.source} has scales that are not "
@@ -353,7 +373,7 @@ class GgufFile:
         return blocks
 
     def dtype(self) -> torch.dtype:
-        """The type of the matrices that are stored as floats; half without any."""
+        """Return the type of the matrices that are floats; float16 without any."""
         types = {
             tensor.tensor_type.name
             for tensor in self.tensors.values()
@@ -364,8 +384,8 @@ class GgufFile:
         return torch.bfloat16 if "BF16" in types else torch.float16
 
 
-def _name_as_head(packed: PackedWeights, embedding: str, model: Any) -> None:
-    """Give the integers of a tied matrix the name of the head, as in the graph."""
+def _rename_to_head(packed: PackedWeights, embedding: str, model: Any) -> None:
+    """Rename the integers of a tied matrix from the embedding to the head, in place."""
     if embedding not in packed.blocks:
         return
     head = model.get_output_embeddings()

@@ -20,10 +20,10 @@ from jetdraft.checkpoints.defaults import (
 )
 from jetdraft.errors import UnsupportedModelError, printable
 
-_NO_MODEL = "no model that can be read from a GGUF file computes with it"
+_NOT_COMPUTED = "no model that can be read from a GGUF file computes with it"
 
 # fmt: off
-MODEL = (
+MODEL_FIELDS = (
     Row("context_length embedding_length block_count feed_forward_length vocab_size "
         "attention.head_count attention.head_count_kv attention.key_length", HONOURED,
         "the sizes of the model"),
@@ -42,8 +42,8 @@ MODEL = (
         neutral(True)),
     Row("logit_scale residual_scale embedding_scale attention.scale "
         "attention.output_scale attention.value_scale rope.scaling.alpha "
-        "rope.scaling.yarn_attn_factor", REFUSED, _NO_MODEL, neutral(0, 1)),
-    Row("rope.scaling.yarn_ext_factor", REFUSED, _NO_MODEL, neutral(1, -1)),
+        "rope.scaling.yarn_attn_factor", REFUSED, _NOT_COMPUTED, neutral(0, 1)),
+    Row("rope.scaling.yarn_ext_factor", REFUSED, _NOT_COMPUTED, neutral(1, -1)),
     Row("attention.clamp_kqv attention.max_alibi_bias attention.temperature_length "
         "attention.temperature_scale attention.shared_kv_layers swin_norm "
         "rope.scaling.yarn_log_multiplier rope.dimension_count_swa "
@@ -65,15 +65,15 @@ MODEL = (
         "attention.iclr_lora_rank attention.value_residual_mix_lora_rank "
         "attention.gate_lora_rank attention.indexer.* altup.* expert_* "
         "experts_per_group hyper_connection.* ssm.* kda.* wkv.* shortconv.*", REFUSED,
-        _NO_MODEL, neutral(0)),
+        _NOT_COMPUTED, neutral(0)),
     Row("rope.scaling.finetuned tensor_data_layout pooling_type features_length "
         "classifier.* posnet.* convnext.* {dense}_feat_in {dense}_feat_out "
         "dense_2_feat_in dense_2_feat_out dense_3_feat_in dense_3_feat_out", NO_TEXT,
         "llama.cpp does not read it for decoders, or not for text"),
 )
-"""Behind the name of the architecture, for example in llama.context_length."""
+"""Fields whose names follow the name of the family, as in llama.context_length."""
 
-FILE = (
+FILE_FIELDS = (
     Row("general.architecture", HONOURED, "the family"),
     Row("general.alignment", HONOURED, "where weights begin"),
     Row("general.type", REFUSED, "only whole models can be read", neutral("model")),
@@ -122,15 +122,15 @@ FILE = (
         "tokenizer.ggml.fim_mid_token_id tokenizer.ggml.prefix_token_id "
         "tokenizer.ggml.suffix_token_id tokenizer.ggml.middle_token_id", NO_TEXT,
         "a prompt has the tokens for infilling itself"),
-    Row("adapter.* diffusion.* xielu.*", REFUSED, _NO_MODEL),
+    Row("adapter.* diffusion.* xielu.*", REFUSED, _NOT_COMPUTED),
     Row("imatrix.* clip.* quantize.* GGUF.*", NO_TEXT,
         "of quantization, of other parts, or of the format"),
 )
-"""With their whole names."""
+"""Fields of the file, by their whole names."""
 # fmt: on
 
 
-_NUMBERS = {
+_CONFIG_NAMES = {
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
     "attention.layer_norm_epsilon": (
         *("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
@@ -138,14 +138,15 @@ _NUMBERS = {
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
 }
-"""Fields behind the family's name, and the names that configs have for them."""
+"""Fields of a family, and the attributes of configs that hold the same number."""
 
-_NO_NUMBER = "the models of this family have no such number"
+_NO_SUCH_NUMBER = "the models of this family have no such number"
 
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+"""The number of layers by which the models of 27 B are recognized, by family."""
 
-_BASE = 10000.0
-"""The base of rotations in a file that has none."""
+_DEFAULT_ROPE_BASE = 10000.0
+"""The base of the rotary embedding of a file without `rope.freq_base`."""
 
 
 @dataclass(frozen=True)
@@ -159,22 +160,22 @@ class FamilyFields:
     family: str
     field: Callable[[str], Any]
 
-    def own(self, name: str) -> Any:
-        """The value of a field; None for one that the file lacks."""
+    def family_field(self, name: str) -> Any:
+        """Return the value of a field of the family; None if the file lacks it."""
         return self.field(f"{self.family}.{name}")
 
     def set_numbers(self, config: Any) -> None:
-        """Set the size of heads, norms, caps and windows."""
-        size = self.own("attention.key_length")
+        """Set head size, epsilon, softcaps and windows in `config`, in place."""
+        size = self.family_field("attention.key_length")
         if size is not None and getattr(config, "head_dim", size) is not None:
             config.head_dim = size
-        for name, attributes in _NUMBERS.items():
-            value = self.own(name)
+        for name, attributes in _CONFIG_NAMES.items():
+            value = self.family_field(name)
             known = [each for each in attributes if hasattr(config, each)]
             if value is not None and known:
                 setattr(config, known[0], value or None)
             elif value and "epsilon" not in name:  # a model has one kind of norms
-                raise self._refusal(name)
+                raise self._unsupported_field(name)
         if hasattr(config, "query_pre_attn_scalar"):
             # So does llama.cpp: the models of 27 B scale by another size.
             is_27b = _LAYERS_OF_27B.get(self.family) == config.num_hidden_layers
@@ -188,63 +189,70 @@ class FamilyFields:
     def _set_windows(self, config: Any) -> None:
         """Set the width of windows, which layers of the families' own choice have."""
         name = "attention.sliding_window"
-        window, kinds = self.own(name), getattr(config, "layer_types", None)
+        window, kinds = self.family_field(name), getattr(config, "layer_types", None)
         has_windows = not kinds or "sliding_attention" in kinds
         if window and has_windows and hasattr(config, "sliding_window"):
             config.sliding_window = window
         elif window and window < config.max_position_embeddings:
-            raise self._refusal(name)
+            raise self._unsupported_field(name)
         kinds = kinds or [""] * config.num_hidden_layers
         windows = [kind == "sliding_attention" for kind in kinds]
-        pattern = self.own(f"{name}_pattern")
+        pattern = self.family_field(f"{name}_pattern")
         if isinstance(pattern, int) and pattern > 0:  # all layers but each such one
             pattern = [place % pattern != 0 for place in range(1, len(kinds) + 1)]
         if pattern not in (None, windows):
-            raise self._refusal(f"{name}_pattern")
+            raise self._unsupported_field(f"{name}_pattern")
 
     def set_rotations(self, config: Any, scaling: dict[str, Any] | None = None) -> None:
         """Set the base and the scaling of rotations, or this `scaling`."""
-        parameters, base = config.rope_parameters, self.own("rope.freq_base") or _BASE
+        parameters, base = (
+            config.rope_parameters,
+            self.family_field("rope.freq_base") or _DEFAULT_ROPE_BASE,
+        )
         full = parameters.get("full_attention", parameters)
-        local = self.own("rope.freq_base_swa")
+        local = self.family_field("rope.freq_base_swa")
         full["rope_theta"] = base
         if "sliding_attention" in parameters:
-            parameters["sliding_attention"]["rope_theta"] = local or _BASE
+            parameters["sliding_attention"]["rope_theta"] = local or _DEFAULT_ROPE_BASE
         elif local not in (None, base):
-            raise self._refusal("rope.freq_base_swa")
-        size, turned = head_size(config), self.own("rope.dimension_count")
+            raise self._unsupported_field("rope.freq_base_swa")
+        size, turned = head_size(config), self.family_field("rope.dimension_count")
         share = full.get("partial_rotary_factor")
         if turned is not None and turned != int(size * (share or 1)):
             if share is None:
-                raise self._refusal("rope.dimension_count")
+                raise self._unsupported_field("rope.dimension_count")
             full["partial_rotary_factor"] = turned / size
-        own = self._scaling(config)
+        own = self._rope_scaling(config)
         if scaling and own:
-            raise self._refusal("rope.scaling.factor")
+            raise self._unsupported_field("rope.scaling.factor")
         full.update(scaling or own)
 
-    def _scaling(self, config: Any) -> dict[str, Any]:
+    def _rope_scaling(self, config: Any) -> dict[str, Any]:
         """The scaling of rotations by transformers' names; empty for none."""
-        kind = self.own("rope.scaling.type") or "linear"
-        factor = self.own("rope.scaling.factor") or self.own("rope.scale_linear") or 1
-        strength = self.own("rope.scaling.attn_factor") or 1.0
+        kind = self.family_field("rope.scaling.type") or "linear"
+        factor = (
+            self.family_field("rope.scaling.factor")
+            or self.family_field("rope.scale_linear")
+            or 1
+        )
+        strength = self.family_field("rope.scaling.attn_factor") or 1.0
         if kind not in ("none", "linear", "yarn"):
             raise UnsupportedModelError(
                 f"{self.source} scales its rotations by {kind!r}, which is not known; "
                 "export its Hugging Face folder"
             )
         if kind != "yarn" and strength != 1:
-            raise self._refusal("rope.scaling.attn_factor")
+            raise self._unsupported_field("rope.scaling.attn_factor")
         if kind == "none" or (kind == "linear" and factor == 1):
             return {}
         scaling = {"rope_type": kind, "factor": factor}
         if kind == "linear":
             return scaling
-        original = self.own("rope.scaling.original_context_length")
+        original = self.family_field("rope.scaling.original_context_length")
         bounds = {
             name: value
             for name in ("beta_fast", "beta_slow")
-            if (value := self.own(f"rope.scaling.yarn_{name}")) is not None
+            if (value := self.family_field(f"rope.scaling.yarn_{name}")) is not None
         }
         return {
             **scaling,
@@ -255,16 +263,23 @@ class FamilyFields:
         }
 
     def _check_equal(self, name: str, expected: object) -> None:
-        """Refuse a field with another value than the model has."""
-        if self.own(name) not in (None, expected):
-            raise self._refusal(name, f"its model here has {expected}")
+        """Raise `UnsupportedModelError` if a field differs from `expected`."""
+        if self.family_field(name) not in (None, expected):
+            raise self._unsupported_field(name, f"its model here has {expected}")
 
-    def _refusal(self, name: str, why: str = _NO_NUMBER) -> UnsupportedModelError:
-        return refusal(self.source, f"{self.family}.{name}", self.own(name), why)
+    def _unsupported_field(
+        self, name: str, why: str = _NO_SUCH_NUMBER
+    ) -> UnsupportedModelError:
+        """Return the error for a field of the family."""
+        return field_error(
+            self.source, f"{self.family}.{name}", self.family_field(name), why
+        )
 
 
-def refusal(source: str, name: str, value: object, why: str) -> UnsupportedModelError:
-    """The error for a field that nothing here computes with."""
+def field_error(
+    source: str, name: str, value: object, why: str
+) -> UnsupportedModelError:
+    """Return the error for a field whose value no exported model supports."""
     return UnsupportedModelError(
         f"{source} has {name} {printable(value, 40)}, and {why}; export its Hugging "
         "Face folder"

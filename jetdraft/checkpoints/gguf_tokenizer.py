@@ -36,17 +36,21 @@ _WHOLE_WORDS = (
 )
 """Rules whose words are not merged if they are tokens; BOS comes before a text."""
 
-_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais")
-_DEFAULT = (
+_DIGIT_RULES = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
+"""Rules that split digits one by one before GPT-2's split."""
+
+_GPT2_RULES = ("gpt-2", "phi-2", "mpt", "olmo", "jais")
+"""Rules that split as GPT-2 does."""
+
+_DEFAULT_EXPRESSIONS = (
     r"[\p{P}\$\+<=>\^~\|]+",
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
     r"\p{N}+",
     r"[0-9][0-9][0-9]",
 )
-"""What llama.cpp does for a file that names no rule."""
+"""The expressions by which llama.cpp splits the text of a file without a rule."""
 
-_ENDS = (
+_END_TOKENS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
     *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>"),
     *("_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>"),
@@ -54,7 +58,7 @@ _ENDS = (
 )
 """Tokens that end a turn or a text, by llama.cpp's list."""
 
-_INFILLING = {
+_INFILLING_TOKENS = {
     "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",
     "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
     "fim_sep": "<|file_sep|>",
@@ -67,10 +71,10 @@ _INFILLING = {
 }
 """Marks for infilling, and their tokens where the file has no id; by the same list."""
 
-_ENDS_OF_FILE = ("fim_pad", "fim_rep", "fim_sep")
+_FILE_END_MARKS = ("fim_pad", "fim_rep", "fim_sep")
 """The marks that end a text: behind them another file would begin."""
 
-_NAMES = {
+_SPECIAL_NAMES = {
     **{"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown"},
     **{"sep_token": "seperator", "pad_token": "padding"},  # spelled so in GGUF
     **{"cls_token": "cls", "mask_token": "mask"},
@@ -81,14 +85,14 @@ _LLAMA_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 """The special tokens of SentencePiece in a file that does not name them."""
 
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
-_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+_PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 """In a model of this name, tokens but these take the spaces behind them."""
 
 Field = Callable[[str], Any]
 """The value of a field by its name; None for a field that the file lacks."""
 
 
-def read_tokenizer(source: str, field: Field) -> str | None:
+def make_tokenizer_json(source: str, field: Field) -> str | None:
     """The text of a tokenizer.json; None for a file without a vocabulary.
 
     Raises `UnsupportedModelError` for an unknown kind or rule, `CheckpointError` for a
@@ -97,7 +101,7 @@ def read_tokenizer(source: str, field: Field) -> str | None:
     tokens = field("tokenizer.ggml.tokens")
     if tokens is None:
         return None
-    kind, types = field("tokenizer.ggml.model"), _types(field)
+    kind, types = field("tokenizer.ggml.model"), _token_types(field)
     if len(types) != len(tokens):
         raise CheckpointError(
             f"{source} has {len(tokens)} tokens and {len(types)} types of tokens; "
@@ -106,9 +110,9 @@ def read_tokenizer(source: str, field: Field) -> str | None:
     ids = {t: i for i, t in enumerate(tokens) if types[i] != _UNUSED}
     is_twice = len(ids) < len(tokens) - sum(number == _UNUSED for number in types)
     if kind == "gpt2":
-        tokenizer = _byte_level(source, ids, field)
+        tokenizer = _byte_level_tokenizer(source, ids, field)
     elif kind == "llama":
-        tokenizer = _sentencepiece(ids, types, field)
+        tokenizer = _sentencepiece_tokenizer(ids, types, field)
     else:
         raise UnsupportedModelError(
             f"{source} has a tokenizer of the kind {kind!r}, which cannot be read; "
@@ -121,7 +125,7 @@ def read_tokenizer(source: str, field: Field) -> str | None:
                 token,
                 special=number != _USER_DEFINED,
                 normalized=False,
-                rstrip=takes_spaces and token not in _KEEP_SPACES,
+                rstrip=takes_spaces and token not in _PHI3_KEEPS_SPACES,
             )
             for token, number in zip(tokens, types, strict=True)
             if number in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
@@ -133,40 +137,44 @@ def read_tokenizer(source: str, field: Field) -> str | None:
             f"{source} has the same token twice; fetch it again, or export the "
             "model's Hugging Face folder"
         )
-    _add_around(tokenizer, tokens, field)
+    _add_bos_and_eos(tokenizer, tokens, field)
     return str(tokenizer.to_str())
 
 
-def _types(field: Field) -> list[int]:
-    """The types of all tokens: as in llama.cpp, some names rule over the file."""
+def _token_types(field: Field) -> list[int]:
+    """Return the type of each token; as in llama.cpp, some names override the file."""
     tokens = field("tokenizer.ggml.tokens")
     types = list(field("tokenizer.ggml.token_type") or [1] * len(tokens))
-    for id in _named(field, tokens, (m for m in _INFILLING if _id(field, m) is None)):
+    for id in _infilling_ids(
+        field, tokens, (m for m in _INFILLING_TOKENS if _special_id(field, m) is None)
+    ):
         types[id : id + 1] = [_CONTROL]
-    ends = {tokens[id] for id in ends_of_text(field) if 0 <= id < len(tokens)}
-    for id in _ends_by_name(field, tokens):
+    ends = {tokens[id] for id in end_token_ids(field) if 0 <= id < len(tokens)}
+    for id in _end_ids_by_name(field, tokens):
         if id < len(types) and types[id] != _UNUSED:
             types[id] = _CONTROL if tokens[id] in ends else _USER_DEFINED
     return types
 
 
-def _ends_by_name(field: Field, tokens: Sequence[str]) -> list[int]:
+def _end_ids_by_name(field: Field, tokens: Sequence[str]) -> list[int]:
     """The tokens with the name of an end.
 
     A token that merges build is text, as Qwen's </s>. llama.cpp takes it for an end.
     """
-    ids = [id for id, token in enumerate(tokens) if token in _ENDS]
+    ids = [id for id, token in enumerate(tokens) if token in _END_TOKENS]
     merges = field("tokenizer.ggml.merges") or ()
-    built = {text for merge in merges if (text := merge.replace(" ", "", 1)) in _ENDS}
+    built = {
+        text for merge in merges if (text := merge.replace(" ", "", 1)) in _END_TOKENS
+    }
     return [id for id in ids if tokens[id] not in built]
 
 
-def ends_of_text(field: Field) -> list[int]:
+def end_token_ids(field: Field) -> list[int]:
     """The ids of all ends of a text or a turn, by names too, the file's own first."""
     tokens = field("tokenizer.ggml.tokens") or []
-    ids = [_id(field, name) for name in ("eos", "eot", "eom")]
-    ids += _named(field, tokens, _ENDS_OF_FILE)
-    ids += _ends_by_name(field, tokens)
+    ids = [_special_id(field, name) for name in ("eos", "eot", "eom")]
+    ids += _infilling_ids(field, tokens, _FILE_END_MARKS)
+    ids += _end_ids_by_name(field, tokens)
     found = list(dict.fromkeys(int(id) for id in ids if id is not None))
     texts = {tokens[id]: id for id in found if 0 <= id < len(tokens)}
     # Where other tokens end a turn, these stand inside of it.
@@ -180,19 +188,21 @@ def ends_of_text(field: Field) -> list[int]:
     return found
 
 
-def _id(field: Field, name: str) -> int | None:
-    """The id of a special token; None for one that the file does not name."""
+def _special_id(field: Field, name: str) -> int | None:
+    """Return the id of a special token; None if the file does not name it."""
     id = field(f"tokenizer.ggml.{name}_token_id")
     if id is None and field("tokenizer.ggml.model") == "llama":
         return _LLAMA_IDS.get(name)
     return None if id is None else int(id)
 
 
-def _named(field: Field, tokens: Sequence[str], marks: Iterable[str]) -> Iterator[int]:
+def _infilling_ids(
+    field: Field, tokens: Sequence[str], marks: Iterable[str]
+) -> Iterator[int]:
     """The ids of marks for infilling: as the file says, or the first by its name."""
     for mark in marks:
-        names = _INFILLING[mark].split()
-        id = _id(field, mark)
+        names = _INFILLING_TOKENS[mark].split()
+        id = _special_id(field, mark)
         if id is None:
             id = next((i for i, token in enumerate(tokens) if token in names), None)
         if id is not None:
@@ -200,9 +210,9 @@ def _named(field: Field, tokens: Sequence[str], marks: Iterable[str]) -> Iterato
 
 
 def special_tokens(field: Field) -> dict[str, str]:
-    """The texts of the special tokens that a file names, by transformers' names."""
+    """Map transformers' names of the special tokens of a file to their texts."""
     tokens = field("tokenizer.ggml.tokens") or []
-    ids = {name: _id(field, own) for name, own in _NAMES.items()}
+    ids = {name: _special_id(field, own) for name, own in _SPECIAL_NAMES.items()}
     return {
         name: tokens[i]
         for name, i in ids.items()
@@ -210,12 +220,14 @@ def special_tokens(field: Field) -> dict[str, str]:
     }
 
 
-def _byte_level(source: str, ids: Mapping[str, int], field: Field) -> Tokenizer:
+def _byte_level_tokenizer(
+    source: str, ids: Mapping[str, int], field: Field
+) -> Tokenizer:
     rule = field("tokenizer.ggml.pre") or "default"
     merges = [tuple(m.split(" ")) for m in field("tokenizer.ggml.merges") or ()]
     whole = rule in _WHOLE_WORDS or rule == "tekken"
     tokenizer = Tokenizer(models.BPE(dict(ids), merges, ignore_merges=whole))
-    splits = _splits(rule)
+    splits = _pre_tokenizers(rule)
     if not splits:
         raise UnsupportedModelError(
             f"{source} splits its text by the rule {rule!r}, which is not known; "
@@ -231,7 +243,8 @@ def _byte_level(source: str, ids: Mapping[str, int], field: Field) -> Tokenizer:
     return tokenizer
 
 
-def _expressions() -> Mapping[str, str]:
+def _split_expressions() -> Mapping[str, str]:
+    """Return the regular expressions of transformers by the names of split rules."""
     name = "GGUF_PRE_TOKENIZER_SPLITS"
     known: Mapping[str, str] | None = getattr(gguf_tokenizer_mapping, name, None)
     if known is None:  # transformers 5.17 has no list of them
@@ -241,24 +254,26 @@ def _expressions() -> Mapping[str, str]:
     return known
 
 
-def _splits(rule: str) -> Sequence[Any]:
-    """The steps that split a text; none for an unknown rule."""
+def _pre_tokenizers(rule: str) -> Sequence[Any]:
+    """Return the pre-tokenizers of a split rule in order; [] for an unknown rule."""
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if rule in _GPT2:
+    if rule in _GPT2_RULES:
         return [words]
-    if rule in _DIGITS:
+    if rule in _DIGIT_RULES:
         return [pre_tokenizers.Digits(individual_digits=True), words]
-    known = _expressions().get(rule)
-    expressions = _DEFAULT if rule == "default" else (known,) if known else ()
+    known = _split_expressions().get(rule)
+    expressions = (
+        _DEFAULT_EXPRESSIONS if rule == "default" else (known,) if known else ()
+    )
     splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in expressions]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return [*splits, letters] if splits else []
 
 
-def _sentencepiece(
+def _sentencepiece_tokenizer(
     ids: Mapping[str, int], types: Sequence[int], field: Field
 ) -> Tokenizer:
-    """BPE whose merges follow from the scores: the best pair is merged first."""
+    """Make a BPE tokenizer whose merges follow from the scores, the best pair first."""
     scores = field("tokenizer.ggml.scores")
     pieces = {t: i for t, i in ids.items() if types[i] not in (_CONTROL, _USER_DEFINED)}
     merges = generate_merges(pieces, {t: float(scores[i]) for t, i in pieces.items()})
@@ -278,14 +293,18 @@ def _sentencepiece(
     return tokenizer
 
 
-def _add_around(tokenizer: Tokenizer, tokens: Sequence[str], field: Field) -> None:
+def _add_bos_and_eos(tokenizer: Tokenizer, tokens: Sequence[str], field: Field) -> None:
     """Let the tokenizer put BOS and EOS around a text, as the file or its rule says."""
     rule, begins = field("tokenizer.ggml.pre"), field("tokenizer.ggml.add_bos_token")
     if begins is None:
         by_rule = rule in _WHOLE_WORDS or rule == "tekken"
         begins = by_rule or field("tokenizer.ggml.model") == "llama"
     wanted = {"bos": begins, "eos": field("tokenizer.ggml.add_eos_token")}
-    ids = {name: _id(field, name) for name, is_wanted in wanted.items() if is_wanted}
+    ids = {
+        name: _special_id(field, name)
+        for name, is_wanted in wanted.items()
+        if is_wanted
+    }
     first, last = (
         [] if (id := ids.get(name)) is None else [(tokens[id], id)] for name in wanted
     )

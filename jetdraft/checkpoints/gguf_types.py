@@ -23,7 +23,7 @@ from gguf.quants import Q4_K, dequantize
 
 from jetdraft.quant.blocks import Blocks, Bytes, Floats
 
-_LARGEST = 255
+_LARGEST_BYTE = 255
 _ONE, _ZERO = b"\0\x3c", b"\0\0"
 """1 and 0 as halves."""
 
@@ -37,10 +37,9 @@ _SCALED_K = MappingProxyType({192: bytes([1] * 16), 208: _ONE})
 
 @dataclass(frozen=True)
 class GgufType:
-    """How a type is kept, and by which bytes of a block its integers are computed.
+    """How to read a type of matrix; `form` is the form that the manifest reports.
 
-    `plain` has the scales, minima and factors that leave the integers, by their places.
-    With a minimum, `finest` is the largest k; without, it is 0.
+    `read` takes the bytes uint8 [outputs, bytes] and returns their `Blocks`.
 
         TYPES["Q6_K"].read(tensor.data).bits  # 8
     """
@@ -62,15 +61,17 @@ class GgufType:
         integers += 0 if self.finest else 1 << (self.bits - 1)
         blocks = integers.astype(np.uint8).reshape(*scales.shape, -1)
         if minima is not None:
-            return _with_minimum(blocks, scales, minima, self.finest)
+            return _blocks_with_minimum(blocks, scales, minima, self.finest)
         return Blocks.of(blocks, scales, None, self.bits, integers.shape[1])
 
     def _scales_and_minima(self, block: Bytes) -> tuple[Floats, Floats | None]:
         """Both [outputs, blocks] of the integers; minima are None without any."""
         if self.plain is _SCALED_K:
-            scales = _half(block, 208)[..., None] * block[..., 192:208].view(np.int8)
+            scales = _read_half(block, 208)[..., None] * block[..., 192:208].view(
+                np.int8
+            )
             return scales.reshape(len(block), -1), None
-        scales, minima = _half(block, 0), _half(block, 2)
+        scales, minima = _read_half(block, 0), _read_half(block, 2)
         if self.plain is _SHIFTED_K:
             factors = Q4_K.get_scale_min(block[..., 4:16].reshape(-1, 12))
             scales, minima = (
@@ -80,7 +81,7 @@ class GgufType:
         return scales, minima if self.finest else None
 
 
-TYPES = {
+GGUF_TYPES = {
     "Q4_0": GgufType("Q4_0 exact", _SCALED, bits=4),
     "Q4_1": GgufType("Q4_1 as int8", _SHIFTED, finest=17),
     "Q5_0": GgufType("Q5_0 exact", _SCALED),
@@ -96,32 +97,33 @@ The largest integers are 15 * 17 and 31 * 8.
 """
 
 
-def _half(block: Bytes, start: int) -> Floats:
+def _read_half(block: Bytes, start: int) -> Floats:
+    """Return the half at byte `start` of each block, as float32 [outputs, blocks]."""
     return block[..., start : start + 2].copy().view("<f2")[..., 0].astype(np.float32)
 
 
-def _with_minimum(
+def _blocks_with_minimum(
     integers: Bytes, steps: Floats, minima: Floats, finest: int
 ) -> Blocks:
     """Blocks of 8 bits for `steps * integers + minima`.
 
     A block whose zero fits into no byte has weights of one sign, and is rounded again.
     """
-    finer, zeros = _finer(steps, minima, finest)
+    finer, zeros = _choose_grid(steps, minima, finest)
     again = finer == 0
     values = steps[again, None] * integers[again] + minima[again, None]
     largest = np.take_along_axis(values, np.abs(values).argmax(-1)[:, None], -1)
     scales = steps / np.maximum(finer, 1)
-    scales[again] = largest[:, 0] / _LARGEST
+    scales[again] = largest[:, 0] / _LARGEST_BYTE
     wide = integers * finer[..., None]
     with np.errstate(divide="ignore", invalid="ignore"):
         rounded = np.nan_to_num(np.round(values / scales[again, None]))
-    wide[again] = rounded.clip(0, _LARGEST).astype(np.uint8)
+    wide[again] = rounded.clip(0, _LARGEST_BYTE).astype(np.uint8)
     _, blocks, size = wide.shape
     return Blocks.of(wide, scales, zeros, 8, blocks * size)
 
 
-def _finer(steps: Floats, minima: Floats, finest: int) -> tuple[Bytes, Bytes]:
+def _choose_grid(steps: Floats, minima: Floats, finest: int) -> tuple[Bytes, Bytes]:
     """The k and the zero of each block; both are 0 where no zero fits into a byte."""
     finer, zeros = np.zeros((2, *steps.shape), np.uint8)
     least = np.full(steps.shape, np.inf, np.float32)
@@ -132,7 +134,7 @@ def _finer(steps: Floats, minima: Floats, finest: int) -> tuple[Bytes, Bytes]:
         exact = k * ratios
         zero = np.round(exact)
         loss = np.abs(zero - exact) / k
-        better = (loss < least) & (zero >= 0) & (zero <= _LARGEST)
+        better = (loss < least) & (zero >= 0) & (zero <= _LARGEST_BYTE)
         least[better], finer[better] = loss[better], k
         zeros[better] = zero[better].astype(np.uint8)
     return finer, zeros

@@ -42,10 +42,11 @@ def final_norm(model: Any) -> nn.Module:
 
 
 Fuse = Callable[[list[Tensor]], Tensor]
+"""Makes the features [1, n, size] of the tapped states, a list of [1, n, h]."""
 
 
-def join(states: list[Tensor]) -> Tensor:
-    """The states side by side."""
+def join_states(states: list[Tensor]) -> Tensor:
+    """Concatenate states [b, n, h] along their last axis."""
     return torch.cat(states, -1)
 
 
@@ -67,7 +68,7 @@ class Taps(nn.Module):
         self,
         layers: tuple[int, ...],
         size: int,
-        fuse: Fuse = join,
+        fuse: Fuse = join_states,
         parts: Mapping[str, nn.Module] = MappingProxyType({}),
         cut: int = 0,
     ) -> None:
@@ -88,7 +89,7 @@ class Taps(nn.Module):
 
     @contextlib.contextmanager
     def watching(self, model: Any) -> Iterator[list[Tensor]]:
-        """The features of the passes that run inside the block, in their order."""
+        """Yield a list to which each pass in the block appends its float32 features."""
         states: dict[int, Tensor] = {}
         features: list[Tensor] = []
 
@@ -101,12 +102,12 @@ class Taps(nn.Module):
             if len(modules) in self.layers:
                 modules.append(final_norm(model))
             for layer in self.layers:
-                hooks.callback(_watch(modules[layer], states, layer).remove)
+                hooks.callback(_record_input(modules[layer], states, layer).remove)
             hooks.callback(model.get_decoder().register_forward_hook(end).remove)
             yield features
 
 
-def _watch(module: nn.Module, states: dict[int, Tensor], layer: int) -> Any:
+def _record_input(module: nn.Module, states: dict[int, Tensor], layer: int) -> Any:
     """Keep the hidden states that enter `module`; gives the handle of the hook."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

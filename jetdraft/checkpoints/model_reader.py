@@ -17,7 +17,7 @@ from jetdraft.bundle import HOP, SAMPLE_RATE, WINDOW, Speech
 from jetdraft.checkpoints.attention import IMPLEMENTATION
 from jetdraft.checkpoints.defaults import read_fields
 from jetdraft.checkpoints.folder import (
-    OWN_CODE,
+    WITHOUT_OWN_CODE,
     as_checkpoint_error,
     check_folder,
     stored_dtype,
@@ -26,36 +26,36 @@ from jetdraft.checkpoints.gguf import is_gguf
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.refusals import (
     Bounds,
+    build_skeleton,
     check_kinds,
     check_layers,
-    check_unread,
-    skeleton,
+    check_unread_layers,
 )
 from jetdraft.checkpoints.silence import no_progress_bars, silenced
 from jetdraft.checkpoints.source_attention import (
     IMPLEMENTATION as SOURCE_IMPLEMENTATION,
 )
-from jetdraft.checkpoints.source_attention import implement
+from jetdraft.checkpoints.source_attention import set_attention
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 from jetdraft.parsing import RecordError, read_record
 
-_DECODE, _REWRITE = "text-generation", "text2text-generation"
-_HEAR = "automatic-speech-recognition"
+_DECODER_TASK, _SOURCE_TASK = "text-generation", "text2text-generation"
+_SPEECH_TASK = "automatic-speech-recognition"
 """The tasks of decoders alone, of encoder-decoders, and of those that hear, as optimum
 names them."""
 
-_READ_AS = {"mimo": "qwen2"}
-"""Types that need the checkpoint's own code, which is never run, and what they are:
-MiMo is Qwen2 with an MTP module, which no pass of the target needs."""
+_KNOWN_ARCHITECTURES = {"mimo": "qwen2"}
+"""Model types that come with their own code, which is never run, and the type of
+transformers that computes the same: MiMo is Qwen2 with an MTP module."""
 
 
 def load_config(source: str) -> Any:
     check_layers(source)
     with as_checkpoint_error(source):
-        config = _read_as(source) or transformers.AutoConfig.from_pretrained(
-            source, **OWN_CODE
-        )
-        check_config(source, config)
+        config = _config_of_known_type(
+            source
+        ) or transformers.AutoConfig.from_pretrained(source, **WITHOUT_OWN_CODE)
+        check_causal(source, config)
     return config
 
 
@@ -76,10 +76,10 @@ def check_exportable(source: str) -> None:
     )
 
 
-def _read_as(source: str) -> Any:
-    """The config of a model whose own code adds nothing to a pass; None for others."""
+def _config_of_known_type(source: str) -> Any:
+    """Return the config of a type in `_KNOWN_ARCHITECTURES`; None for other types."""
     fields, _ = transformers.PreTrainedConfig.get_config_dict(source)
-    kind = _READ_AS.get(str(fields.get("model_type")))
+    kind = _KNOWN_ARCHITECTURES.get(str(fields.get("model_type")))
     if kind is None:
         return None
     own = {"model_type", "architectures", "auto_map"}
@@ -87,8 +87,8 @@ def _read_as(source: str) -> Any:
     return transformers.AutoConfig.for_model(kind, **known)
 
 
-def check_config(source: str, config: Any) -> None:
-    """Raise `UnsupportedModelError` for a model that writes in both directions."""
+def check_causal(source: str, config: Any) -> None:
+    """Raise `UnsupportedModelError` for a model that attends in both directions."""
     text = config.get_text_config(decoder=True)
     if getattr(text, "use_bidirectional_attention", False):
         raise UnsupportedModelError(
@@ -122,10 +122,10 @@ def load_model(
     They are kept in `dtype`, by default the type in a folder's files.
     """
     kind = config.model_type
-    task = _REWRITE if config.is_encoder_decoder else _DECODE
+    task = _SOURCE_TASK if config.is_encoder_decoder else _DECODER_TASK
     try:
         model_class = TasksManager.get_model_class_for_task(
-            _HEAR if hears(config) else task,
+            _SPEECH_TASK if is_speech_model(config) else task,
             "pt",
             model_type=kind,
             library="transformers",
@@ -144,7 +144,7 @@ def load_model(
             "exports language models alone; see docs/models.md"
         )
     with as_checkpoint_error(source):
-        empty = skeleton(source, model_class, config, Bounds.of(source))
+        empty = build_skeleton(source, model_class, config, Bounds.of(source))
         if packed is not None:
             # from_pretrained of a family needs a folder, and would load its weights.
             model_class = type(empty)
@@ -156,16 +156,16 @@ def load_model(
             output_loading_info=True,
             # Otherwise the reason goes to a log, which is silenced here.
             ignore_mismatched_sizes=True,
-            **OWN_CODE,
+            **WITHOUT_OWN_CODE,
         )
     _check_loaded(source, model, info, packed.blocks if packed else ())
     if packed is not None and not is_gguf(source):
         with contextlib.suppress(OSError):  # the file is optional
             model.generation_config = transformers.GenerationConfig.from_pretrained(
-                source, **OWN_CODE
+                source, **WITHOUT_OWN_CODE
             )
     if config.is_encoder_decoder:
-        implement(model, SOURCE_IMPLEMENTATION)
+        set_attention(model, SOURCE_IMPLEMENTATION)
     else:
         model.set_attn_implementation(IMPLEMENTATION)
     model.requires_grad_(False)
@@ -192,7 +192,7 @@ def _check_loaded(
             f"{len(info['missing_keys']) - 1} more; fetch it again"
         )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    check_unread(source, names, info["unexpected_keys"])
+    check_unread_layers(source, names, info["unexpected_keys"])
     # What an encoder-decoder does beside the interface, `check_source_seams` sees.
     if not (model._supports_attention_backend or model.config.is_encoder_decoder):
         raise UnsupportedModelError(
@@ -208,10 +208,12 @@ def _check_loaded(
 
 
 PREPROCESSOR = "preprocessor_config.json"
-_SPECTRUM = {"sampling_rate": SAMPLE_RATE, "hop_length": HOP, "n_fft": WINDOW}
+"""The file that describes the spectrum of a speech model."""
+
+_SPECTRUM_FIELDS = {"sampling_rate": SAMPLE_RATE, "hop_length": HOP, "n_fft": WINDOW}
 
 
-def hears(config: Any) -> bool:
+def is_speech_model(config: Any) -> bool:
     """Whether a config describes an encoder-decoder that reads log-mel features."""
     return bool(config.is_encoder_decoder and getattr(config, "num_mel_bins", 0))
 
@@ -222,7 +224,7 @@ def read_speech(source: str, model: Any) -> Speech | None:
     Raises `CheckpointError` for a file without them, `UnsupportedModelError` for
     another spectrum than Whisper's.
     """
-    if not hears(model.config):
+    if not is_speech_model(model.config):
         return None
     _check_spectrum(source, model.config.num_mel_bins)
     settings = model.generation_config
@@ -233,8 +235,8 @@ def read_speech(source: str, model: Any) -> Speech | None:
         "no_timestamps": getattr(settings, "no_timestamps_token_id", None),
         "languages": languages,
         "tasks": getattr(settings, "task_to_id", None) or {},
-        "suppressed": _ids(settings.suppress_tokens),
-        "suppressed_first": _ids(settings.begin_suppress_tokens),
+        "suppressed": _valid_ids(settings.suppress_tokens),
+        "suppressed_first": _valid_ids(settings.begin_suppress_tokens),
         "latest_first": getattr(settings, "max_initial_timestamp_index", None) or 0,
     }
     try:
@@ -253,14 +255,14 @@ def read_speech(source: str, model: Any) -> Speech | None:
     return speech
 
 
-def _ids(ids: Any) -> Any:
-    """A list of ids; OpenAI's files have -1 in it for none."""
+def _valid_ids(ids: Any) -> Any:
+    """Return a list of ids without -1, which stands for none; [] for other values."""
     return [id for id in ids if id != -1] if isinstance(ids, list) else []
 
 
 def _check_spectrum(source: str, bins: int) -> None:
     fields = read_fields(source, PREPROCESSOR) or {}
-    for name, number in {**_SPECTRUM, "feature_size": bins}.items():
+    for name, number in {**_SPECTRUM_FIELDS, "feature_size": bins}.items():
         if fields.get(name, number) != number:
             raise UnsupportedModelError(
                 f"{PREPROCESSOR} of {source} has {name} {printable(fields[name], 20)}, "

@@ -25,7 +25,14 @@ from torch import Tensor
 
 from jetdraft.checkpoints.streams import WEIGHTS as STREAM_WEIGHTS
 from jetdraft.errors import CheckpointError, UnsupportedModelError
-from jetdraft.quant.blocks import Blocks, Bytes, Floats, Order, in_blocks, unpack
+from jetdraft.quant.blocks import (
+    Blocks,
+    Bytes,
+    Floats,
+    Order,
+    split_into_blocks,
+    unpack,
+)
 from jetdraft.recipe import BLOCK_SIZES
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -49,27 +56,27 @@ class PackedWeights:
     def read(cls, folder: Path, settings: Mapping[str, Any]) -> PackedWeights:
         """Read all files; raises `CheckpointError` for weights that cannot be kept."""
         method = str(settings.get("quant_method"))
-        if method not in METHODS:
+        if method not in LAYER_READERS:
             raise UnsupportedModelError(
                 f"{folder} is quantized by {method}, which cannot be exported; choose "
-                f"a checkpoint by {', '.join(METHODS)}, or one without"
+                f"a checkpoint by {', '.join(LAYER_READERS)}, or one without"
             )
         blocks: dict[str, Blocks] = {}
         floats: dict[str, Tensor] = {}
         layers: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in _tensors(folder).items():
+        for name, tensor in _load_tensors(folder).items():
             prefix, _, part = name.rpartition(".")
             layers.setdefault(prefix, {})[part] = tensor
         for prefix, parts in layers.items():
             name = f"{prefix.removesuffix('.weight')}.weight"
             try:
-                matrix = METHODS[method](parts, settings)
-            except _CannotHoldError as error:
+                matrix = LAYER_READERS[method](parts, settings)
+            except _UnsupportedFormError as error:
                 raise UnsupportedModelError(
                     f"the weight {name} of {folder} {error}, which MatMulNBits cannot "
                     "hold; choose another quantized checkpoint, or one without"
                 ) from None
-            except _MALFORMED as error:
+            except _MALFORMED_ERRORS as error:
                 raise CheckpointError(
                     f"the weight {name} of {folder} is not as {method} writes it "
                     f"({error}); fetch the checkpoint again"
@@ -89,15 +96,15 @@ class PackedWeights:
         return cls(method, blocks, floats, dict.fromkeys(blocks, f"{method} exact"))
 
 
-class _CannotHoldError(Exception):
+class _UnsupportedFormError(Exception):
     """Says which property of a matrix MatMulNBits cannot hold."""
 
 
-_MALFORMED = LookupError, ValueError, TypeError, AttributeError, RuntimeError
-"""The exceptions that malformed tensors and settings lead to."""
+_MALFORMED_ERRORS = LookupError, ValueError, TypeError, AttributeError, RuntimeError
+"""The exceptions that the layer readers raise for malformed tensors and settings."""
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def _load_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint by name, mapped from its files."""
     files = [f for f in folder.glob("*.safetensors") if f.name != STREAM_WEIGHTS]
     if not files:
@@ -111,22 +118,25 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 
 Parts = Mapping[str, Tensor]
+"""The tensors of a module, by the last part of their names."""
+
 Settings = Mapping[str, Any]
+"""The quantization config of a checkpoint."""
 
 
-def _gptq(parts: Parts, settings: Settings) -> Blocks | None:
+def _read_gptq(parts: Parts, settings: Settings) -> Blocks | None:
     if "qweight" not in parts:
         return None
     bits = int(settings["bits"])
-    integers = _words(parts["qweight"].T, bits)
+    integers = _unpack_words(parts["qweight"].T, bits)
     offset = np.uint8(settings.get("checkpoint_format") != "gptq_v2")
-    zeros = (_words(parts["qzeros"], bits) + offset) & np.uint8((1 << bits) - 1)
+    zeros = (_unpack_words(parts["qzeros"], bits) + offset) & np.uint8((1 << bits) - 1)
     group = int(settings["group_size"])
-    order = _order(parts.get("g_idx"), group)
-    return _blocks(integers, parts["scales"].T, zeros.T, bits, group, order)
+    order = _group_order(parts.get("g_idx"), group)
+    return _make_blocks(integers, parts["scales"].T, zeros.T, bits, group, order)
 
 
-def _order(groups: Tensor | None, size: int) -> Order | None:
+def _group_order(groups: Tensor | None, size: int) -> Order | None:
     """The inputs sorted by group; None if they are sorted already."""
     if groups is None or size == -1 or not (groups.diff() < 0).any():
         return None
@@ -136,24 +146,26 @@ def _order(groups: Tensor | None, size: int) -> Order | None:
     return order
 
 
-def _awq(parts: Parts, settings: Settings) -> Blocks | None:
+def _read_awq(parts: Parts, settings: Settings) -> Blocks | None:
     if "qweight" not in parts:
         return None
     if settings.get("version", "gemm").lower() != "gemm":
-        raise _CannotHoldError(f"is packed for {settings['version']} kernels")
+        raise _UnsupportedFormError(f"is packed for {settings['version']} kernels")
     bits = int(settings["bits"])
     if bits != 4:
-        raise _CannotHoldError(f"has {bits} bits")
+        raise _UnsupportedFormError(f"has {bits} bits")
     weights, zeros = (
-        _words(parts[part], bits).reshape(len(parts[part]), -1, 8)[..., _AWQ_ORDER]
+        _unpack_words(parts[part], bits).reshape(len(parts[part]), -1, 8)[
+            ..., _AWQ_ORDER
+        ]
         for part in ("qweight", "qzeros")
     )
     integers, zeros = (x.reshape(len(x), -1).T for x in (weights, zeros))
     group = int(settings["group_size"])
-    return _blocks(integers, parts["scales"].T, zeros, bits, group)
+    return _make_blocks(integers, parts["scales"].T, zeros, bits, group)
 
 
-def _compressed(parts: Parts, settings: Settings) -> Blocks | None:
+def _read_compressed(parts: Parts, settings: Settings) -> Blocks | None:
     if "weight_scale" not in parts:
         return None
     scales, zeros = parts["weight_scale"], None
@@ -165,57 +177,58 @@ def _compressed(parts: Parts, settings: Settings) -> Blocks | None:
             for group in settings["config_groups"].values()
         }
         if bits not in declared:
-            raise _CannotHoldError(f"has {min(declared)} bits")
-        integers = _words(parts["weight_packed"], bits)[:, :columns]
+            raise _UnsupportedFormError(f"has {min(declared)} bits")
+        integers = _unpack_words(parts["weight_packed"], bits)[:, :columns]
         if "weight_zero_point" in parts:
             packed = parts["weight_zero_point"].T
-            zeros = _words(packed, bits)[:, : len(integers)].T
+            zeros = _unpack_words(packed, bits)[:, : len(integers)].T
     elif "weight" in parts and parts["weight"].dtype == torch.int8:
-        bits, integers = 8, _unsigned(parts["weight"])
+        bits, integers = 8, _to_unsigned(parts["weight"])
         if "weight_zero_point" in parts:
-            zeros = _unsigned(parts["weight_zero_point"])
+            zeros = _to_unsigned(parts["weight_zero_point"])
     else:
-        raise _CannotHoldError("does not hold integers")
+        raise _UnsupportedFormError("does not hold integers")
     rows, groups = integers.shape[1], scales.shape[1]
     if rows % groups:
-        raise _CannotHoldError(f"has {groups} scales for {rows} inputs")
-    order = _order(parts.get("weight_g_idx"), rows // groups)
-    return _blocks(integers, scales, zeros, bits, rows // groups, order)
+        raise _UnsupportedFormError(f"has {groups} scales for {rows} inputs")
+    order = _group_order(parts.get("weight_g_idx"), rows // groups)
+    return _make_blocks(integers, scales, zeros, bits, rows // groups, order)
 
 
-def _int8(parts: Parts, settings: Settings) -> Blocks | None:
+def _read_bitsandbytes(parts: Parts, settings: Settings) -> Blocks | None:
     if "SCB" in parts:
         scales = parts["SCB"].float()[:, None] / 127
-        return _blocks(_unsigned(parts["weight"]), scales, None, 8, -1)
+        return _make_blocks(_to_unsigned(parts["weight"]), scales, None, 8, -1)
     if "absmax" in parts:
-        raise _CannotHoldError("has 4-bit floats (nf4 or fp4)")
+        raise _UnsupportedFormError("has 4-bit floats (nf4 or fp4)")
     return None
 
 
-METHODS: dict[str, Callable[[Parts, Settings], Blocks | None]] = {
-    "gptq": _gptq,
-    "awq": _awq,
-    "compressed-tensors": _compressed,
-    "bitsandbytes": _int8,
+LAYER_READERS: dict[str, Callable[[Parts, Settings], Blocks | None]] = {
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+    "compressed-tensors": _read_compressed,
+    "bitsandbytes": _read_bitsandbytes,
 }
-"""Readers of a layer by transformers' names of the methods.
+"""Readers of a layer, by the name of the quantization method in transformers.
 
-Each gives None for a layer that is not quantized."""
+Each returns None for a layer that is not quantized."""
 
 
-def _words(packed: Tensor, bits: int) -> Bytes:
+def _unpack_words(packed: Tensor, bits: int) -> Bytes:
     """The integers in int32 [n, m], lowest bits first: uint8 [n, m * 32 / bits]."""
     if bits not in (2, 4, 8):
-        raise _CannotHoldError(f"has {bits} bits")
+        raise _UnsupportedFormError(f"has {bits} bits")
     whole = np.ascontiguousarray(packed.numpy(), "<i4")
     return unpack(whole.view(np.uint8), bits)
 
 
-def _unsigned(signed: Tensor) -> Bytes:
+def _to_unsigned(signed: Tensor) -> Bytes:
+    """Shift signed bytes by 128, so that 128 stands for 0, as uint8."""
     return (signed.to(torch.int16) + 128).to(torch.uint8).numpy()
 
 
-def _blocks(
+def _make_blocks(
     integers: Bytes,
     scales: Tensor,
     zeros: Bytes | None,
@@ -236,10 +249,10 @@ def _blocks(
         raise ValueError(f"scales or zeros are {shapes}, not {expected}")
     sizes = [b for b in reversed(BLOCK_SIZES) if group >= rows or group % b == 0]
     if not sizes:
-        raise _CannotHoldError(f"has {group} weights to a scale")
+        raise _UnsupportedFormError(f"has {group} weights to a scale")
     block = sizes[0]
     ordered = integers if order is None else integers[:, order]
-    blocked = in_blocks(ordered, block, np.uint8)
+    blocked = split_into_blocks(ordered, block, np.uint8)
     group_of_block = np.arange(blocked.shape[1]) * block // group
     if zeros is not None and (zeros == 1 << (bits - 1)).all():
         zeros = None

@@ -15,38 +15,38 @@ from onnxscript.optimizer import fold_constants
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
-from jetdraft.quant.edits import PARAMETER, derived
+from jetdraft.quant.edits import PARAMETER, add_derived
 
-_SMALL = 1 << 16
+_MOST_FOLDED_BYTES = 1 << 16
 """The largest constant that is folded, in bytes; a norm's weights are smaller."""
 
 
-def compute_in(model: Any, dtype: torch.dtype) -> None:
+def set_compute_dtype(model: Any, dtype: torch.dtype) -> None:
     """Let `model` run in `dtype`; its weights keep the type they have."""
-    _restore_buffers(model, dtype)
-    run_in(model, dtype)
+    _recompute_buffers(model, dtype)
+    convert_while_running(model, dtype)
 
 
-def run_in(
+def convert_while_running(
     model: nn.Module, dtype: torch.dtype, others: Collection[int] = frozenset()
 ) -> None:
     """Let modules run in `dtype`, except those with weights whose id is in `others`."""
     for module in model.modules():
         own = [p for p in module.parameters(recurse=False) if id(p) not in others]
         if any(weight.dtype != dtype for weight in own):
-            conversion = _Conversion(dtype)
+            conversion = _WeightConversion(dtype)
             module.register_forward_pre_hook(conversion.before)
             module.register_forward_hook(conversion.after, always_call=True)
 
 
-def convert(model: nn.Module, dtype: torch.dtype) -> None:
+def store_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Store all weights in `dtype`, in place; buffers keep the type they need."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
-def _restore_buffers(model: Any, dtype: torch.dtype) -> None:
-    """Recompute the buffers that a model computes for itself, in `dtype`."""
+def _recompute_buffers(model: Any, dtype: torch.dtype) -> None:
+    """Recompute the non-persistent buffers of a model in `dtype`, in place."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -59,7 +59,7 @@ def _restore_buffers(model: Any, dtype: torch.dtype) -> None:
             setattr(module, name, getattr(new_module, name))
 
 
-class _Conversion:
+class _WeightConversion:
     """Hooks that convert a module's weights while it runs."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -67,6 +67,7 @@ class _Conversion:
         self.stored: dict[str, Tensor] = {}
 
     def before(self, module: nn.Module, args: Any) -> None:
+        """Hook: convert the module's own weights."""
         for name, parameter in module.named_parameters(recurse=False):
             # A trace has replaced some weights with weights of the right type.
             if parameter.dtype != self.dtype:
@@ -74,12 +75,13 @@ class _Conversion:
                 parameter.data = parameter.data.to(self.dtype)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook: put the stored weights back."""
         for name, stored in self.stored.items():
             getattr(module, name).data = stored
         self.stored.clear()
 
 
-def keep_weights(
+def make_inputs_constant(
     model: ir.Model, weights: Mapping[str, Tensor], names: Mapping[int, str]
 ) -> None:
     """Make these inputs of a traced graph constants, read when needed, in place.
@@ -92,26 +94,26 @@ def keep_weights(
         if weight is None:
             continue
         graph.inputs.remove(value)
-        value.const_value = _lazy(value, weight)
+        value.const_value = _lazy_tensor(value, weight)
         graph.register_initializer(value)
         if id(weight) in names:
             value.metadata_props[PARAMETER] = names[id(weight)]
 
 
-def simplify(model: ir.Model) -> None:
-    """Fold the nodes of a graph that read only constants, in place."""
-    _transpose(model.graph)
+def fold_graph(model: ir.Model) -> None:
+    """Fold nodes that read only small constants, and stored transposes, in place."""
+    _store_transposed(model.graph)
     fold_constants(
         model,
-        input_size_limit=_SMALL,
-        output_size_limit=_SMALL,
+        input_size_limit=_MOST_FOLDED_BYTES,
+        output_size_limit=_MOST_FOLDED_BYTES,
         # A transposed head could no longer be the embedding too.
         should_fold=lambda node: False if node.op_type == "Transpose" else None,
     )
 
 
-def _lazy(value: ir.Value, weight: Tensor) -> ir.LazyTensor:
-    """A tensor that converts a weight when it is read."""
+def _lazy_tensor(value: ir.Value, weight: Tensor) -> ir.LazyTensor:
+    """Return a tensor that converts the weight to the type of `value` on reading."""
     assert value.dtype is not None
     assert value.shape is not None
     dtype = getattr(torch, value.dtype.numpy().name)
@@ -122,8 +124,8 @@ def _lazy(value: ir.Value, weight: Tensor) -> ir.LazyTensor:
     return ir.LazyTensor(read, value.dtype, value.shape, name=value.name)
 
 
-def _transpose(graph: ir.Graph) -> None:
-    """Store a matrix transposed if its only reader transposes it."""
+def _store_transposed(graph: ir.Graph) -> None:
+    """Store a matrix transposed if its only reader is a Transpose, in place."""
     for node in list(graph):
         source = node.inputs[0] if node.op_type == "Transpose" else None
         constant = source.const_value if source is not None else None
@@ -131,7 +133,7 @@ def _transpose(graph: ir.Graph) -> None:
             continue
         if len(source.consumers()) == 1:
             shape = constant.shape.numpy()[::-1]
-            transposed = derived(
+            transposed = add_derived(
                 graph, f"{source.name}.turned", [source], np.transpose, shape
             )
             ir.convenience.replace_all_uses_with(node.outputs[0], transposed)

@@ -30,10 +30,10 @@ class Pass:
     below: list[Tensor] = field(default_factory=list)
 
 
-class Probed(nn.Module, ABC):
+class ProbedModel(nn.Module, ABC):
     """A causal LM of transformers whose rows can carry probes in its `top` layers.
 
-    A subclass says how they start; `entered` is called when they have joined the rows.
+    A subclass says how they start; `on_slots_added` runs when they have joined rows.
     """
 
     trained: ClassVar[str]
@@ -44,19 +44,19 @@ class Probed(nn.Module, ABC):
     def __init__(self, model: Any, top: Iterable[nn.Module]) -> None:
         super().__init__()
         self.model = model
-        self.entered: Callable[[], None] = lambda: None
+        self.on_slots_added: Callable[[], None] = lambda: None
         self._pass: Pass | None = None
         first, *others = top
-        first.register_forward_pre_hook(self._enter, with_kwargs=True)
+        first.register_forward_pre_hook(self._append_slots, with_kwargs=True)
         for layer in (first, *others):
-            layer.register_forward_pre_hook(self._place, with_kwargs=True)
+            layer.register_forward_pre_hook(self._place_slots, with_kwargs=True)
         for module in model.modules():
             if "RotaryEmbedding" in type(module).__name__:
-                module.register_forward_hook(self._rotate, with_kwargs=True)
+                module.register_forward_hook(self._rotate_slots, with_kwargs=True)
 
     @property
     def base(self) -> str:
-        """The hash of the weights that the probes belong to."""
+        """The hash of the weights that the probes were trained for."""
         return str(self.settings.base)
 
     @property
@@ -66,10 +66,10 @@ class Probed(nn.Module, ABC):
         return {n: weight for n, weight in parameters if self.trained in n.split(".")}
 
     @abstractmethod
-    def starts(self, hidden: Tensor) -> Tensor:
-        """The states [b, s, h] of the slots that join the rows' states [b, n, h]."""
+    def start_states(self, hidden: Tensor) -> Tensor:
+        """Return the first states [b, s, h] of the slots, from the rows' [b, n, h]."""
 
-    def run(
+    def run_pass(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
@@ -84,7 +84,7 @@ class Probed(nn.Module, ABC):
         """
         carriers, ids, distances = slots
         rows = input_ids.shape[1]
-        positions = carried(position_ids, carriers) + distances
+        positions = carrier_values(position_ids, carriers) + distances
         # Computed from tensors on the device: a row count would be read on the host.
         is_probe = torch.cat([torch.zeros_like(position_ids[0]), torch.ones_like(ids)])
         all_positions = torch.cat([position_ids, positions], 1)
@@ -104,20 +104,21 @@ class Probed(nn.Module, ABC):
 
     @property
     def current_pass(self) -> Pass:
-        """The pass that runs."""
+        """The pass that runs; only valid inside `run_pass`."""
         assert self._pass is not None, f"run the model through {type(self).__name__}"
         return self._pass
 
-    def _enter(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _append_slots(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Hook of the first layer with probes: append the slots to the rows."""
         kwargs = dict(kwargs)
         hidden = args[0] if args else kwargs.pop("hidden_states")
         self.current_pass.below.append(hidden)
-        starts = self.starts(hidden)
-        self.entered()
+        starts = self.start_states(hidden)
+        self.on_slots_added()
         return (torch.cat([hidden, starts], 1), *args[1:]), kwargs
 
-    def _place(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Give the layer the positions and rotations of rows and slots."""
+    def _place_slots(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Hook of a layer with probes: set the positions and rotations of all slots."""
         current = self.current_pass
         kwargs = {**kwargs, "position_ids": current.positions}
         for of_rows, of_rows_and_slots in current.rotations:
@@ -125,8 +126,8 @@ class Probed(nn.Module, ABC):
                 kwargs["position_embeddings"] = of_rows_and_slots
         return args, kwargs
 
-    def _rotate(self, rotary: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """After the rotations of the rows, compute the ones of rows and slots too."""
+    def _rotate_slots(self, rotary: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Hook of the rotary embedding: compute the rotations of rows and slots too."""
         current = self.current_pass
         args, kwargs = list(args), dict(kwargs)
         if "position_ids" in kwargs:
@@ -136,7 +137,7 @@ class Probed(nn.Module, ABC):
         current.rotations.append((output, rotary.forward(*args, **kwargs)))
 
 
-def carried(rows: Tensor, carriers: Tensor) -> Tensor:
+def carrier_values(rows: Tensor, carriers: Tensor) -> Tensor:
     """What the `carriers` [s] or [b, s] of slots have of [b, n, ...]: [b, s, ...]."""
     if carriers.ndim == 1:
         # Indexing of integers would run on the host with WebGPU.

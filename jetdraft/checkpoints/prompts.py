@@ -17,15 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.layers import decoder_layers
-from jetdraft.checkpoints.probes import Probed
+from jetdraft.checkpoints.probes import ProbedModel
 from jetdraft.checkpoints.streams import fill
 from jetdraft.errors import OptionError
 
 PROMPTS, FORECAST = "prompts", "forecast"
 MODES = (PROMPTS, FORECAST)
+"""The values of `mode` in the settings of prompt tokens."""
 
-RANKS = 8
-"""Guesses of a prompt token whose rates are kept."""
+MOST_RANKS = 8
+"""The most guesses of a prompt token whose acceptance rates are stored."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class PromptSettings:
     ranks: tuple[tuple[float, ...], ...] = ()
 
     def check(self) -> None:
-        """Raise `OptionError` for sizes that no graph has."""
+        """Raise `OptionError` for sizes that no graph can have."""
         for name, value, least, most in (
             ("prompt tokens", self.gamma, 1, 16),
             ("ensemble", self.members, 1, 64),
@@ -57,7 +58,7 @@ class PromptSettings:
                 )
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object with these fields."""
+        """Return the fields as a JSON object, as streams.json has them."""
         return asdict(self)
 
 
@@ -85,7 +86,7 @@ class Prompts(nn.Module):
 
     @classmethod
     def empty(cls, settings: PromptSettings, model: Any) -> Prompts:
-        """Zeros, in the shapes that a model needs."""
+        """Return zeros in the shapes that the settings and the model require."""
         config = model.config.get_text_config(decoder=True)
         rows = settings.gamma * settings.members
         embeddings = torch.zeros(rows, model.get_input_embeddings().embedding_dim)
@@ -98,13 +99,13 @@ class Prompts(nn.Module):
         return cls(settings, embeddings, torch.zeros(shape), torch.zeros(shape))
 
     def prefix(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The prefix of a layer: keys and values [1, kv_heads, prefix, head_dim]."""
+        """Return a layer's prefix: keys, values [1, kv_heads, prefix, head_dim]."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys[layer][None], self.values[layer][None]
 
 
-class Prompted(Probed):
+class PromptedModel(ProbedModel):
     """A causal LM of transformers whose rows can carry prompt tokens."""
 
     trained = "prompts"
@@ -135,7 +136,7 @@ class Prompted(Probed):
             return numbers[:, None].expand(-1, members).reshape(-1)
 
         slots = of_members(probe_rows), ids.reshape(-1), of_members(probe_ids + 1)
-        logits, _ = self.run(input_ids, position_ids, slots, keep, **options)
+        logits, _ = self.run_pass(input_ids, position_ids, slots, keep, **options)
         if members == 1:
             return logits
         rows, probes = logits[:, : keep.shape[0]], logits[:, keep.shape[0] :]
@@ -143,14 +144,15 @@ class Prompted(Probed):
         means = parts.float().mean(2).to(logits.dtype)
         return torch.cat([rows, means], 1)
 
-    def starts(self, hidden: Tensor) -> Tensor:
+    def start_states(self, hidden: Tensor) -> Tensor:
+        """Return the embeddings of the prompt tokens, the first states of the slots."""
         starts = self.prompts.embeddings[self.current_pass.ids].to(hidden.dtype)
         return starts[None].expand(hidden.shape[0], -1, -1)
 
 
-def load_prompts(model: Any, settings: PromptSettings, folder: Path) -> Prompted:
+def load_prompts(model: Any, settings: PromptSettings, folder: Path) -> PromptedModel:
     """Add a checkpoint's prompt tokens to its model, in place."""
     settings.check()
-    prompted = Prompted(model, Prompts.empty(settings, model))
+    prompted = PromptedModel(model, Prompts.empty(settings, model))
     fill(prompted, folder, "prompt tokens")
     return prompted.requires_grad_(False).eval()

@@ -18,7 +18,7 @@ from jetdraft.contracts.constants import EXPERTS
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 from jetdraft.parsing import JsonError, read_json_file
 
-LAYERS = {
+LAYER_COUNT_FIELDS = {
     *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "layers", "depth"),
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
     *("decoder_num_hidden_layers", "num_encoder_blocks", "num_stages"),
@@ -27,17 +27,17 @@ LAYERS = {
 """The fields in which configs of transformers count layers."""
 
 MOST_LAYERS = 10_000
-"""Of any kind; the deepest published models have some hundreds."""
+"""The most layers of a config; the deepest published models have some hundreds."""
 
 MOST_TENSORS, MOST_WEIGHTS = 100_000, 10**13
-"""Of a model whose files do not say how many they hold."""
+"""The bounds of a model whose files do not tell how many tensors they hold."""
 
-SPARE = 4
+SPARE_FACTOR = 4
 """How many times more tensors a model may have than its files. It registers a tied
 matrix up to four times, and the parts of a fused matrix each."""
 
 WEIGHTS_PER_BYTE = 8
-"""At most, in the files: packed integers have two bits or more."""
+"""The most weights in a byte of the files: packed integers have two bits or more."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Bounds:
 
     @classmethod
     def of(cls, source: str) -> Bounds:
-        """The bounds by the files of a folder; wide bounds for other sources."""
+        """Return the bounds that the files of a folder set; defaults otherwise."""
         files = list(Path(source).glob("*.safetensors")) if source else []
         names = size = 0
         try:
@@ -59,7 +59,9 @@ class Bounds:
                     names += len(opened.keys())
         except (OSError, SafetensorError):
             return cls()  # loading it says what is wrong
-        return cls(100 + SPARE * names, WEIGHTS_PER_BYTE * size) if names else cls()
+        return (
+            cls(100 + SPARE_FACTOR * names, WEIGHTS_PER_BYTE * size) if names else cls()
+        )
 
 
 def check_layers(source: str) -> None:
@@ -71,27 +73,27 @@ def check_layers(source: str) -> None:
         config = read_json_file(file)
     except (OSError, JsonError):
         return  # transformers says what is wrong
-    for name, value in _numbers(config):
-        if name in LAYERS and value > MOST_LAYERS:
+    for name, value in _named_numbers(config):
+        if name in LAYER_COUNT_FIELDS and value > MOST_LAYERS:
             raise CheckpointError(
                 f"{printable(file)} has {printable(name, 60)} {value}, and at most "
                 f"{MOST_LAYERS} layers are built; fetch it again"
             )
 
 
-def _numbers(value: object, name: str = "") -> Iterator[tuple[str, int | float]]:
+def _named_numbers(value: object, name: str = "") -> Iterator[tuple[str, int | float]]:
     """The numbers in a JSON value, each with the name of its field."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _numbers(inner, key)
+            yield from _named_numbers(inner, key)
     elif isinstance(value, list):
         for inner in value:
-            yield from _numbers(inner, name)
+            yield from _named_numbers(inner, name)
     elif isinstance(value, (int, float)):
         yield name, value
 
 
-def skeleton(source: str, model_class: Any, config: Any, bounds: Bounds) -> Any:
+def build_skeleton(source: str, model_class: Any, config: Any, bounds: Bounds) -> Any:
     """The model of a config without weights; `CheckpointError` beyond `bounds`."""
     tensors = weights = 0
 
@@ -114,7 +116,7 @@ def skeleton(source: str, model_class: Any, config: Any, bounds: Bounds) -> Any:
 
 
 @dataclass(frozen=True)
-class Kind:
+class UnsupportedKind:
     """What a user calls a kind, the fields that count its parts, and its layers' types.
 
     A model has `least` parts or more, unless the field `unless` is false. Fields have
@@ -127,8 +129,8 @@ class Kind:
     least: int = 1
     unless: str = ""
 
-    def found(self, field: Callable[[str], Any]) -> Iterator[str]:
-        """The fields and types that say that a model is of this kind."""
+    def find_signs(self, field: Callable[[str], Any]) -> Iterator[str]:
+        """Yield the fields and layer types that show that a model is of this kind."""
         for name in self.fields if field(self.unless) is not False else ():
             value = field(name)
             counts = value if isinstance(value, list) else [value]
@@ -141,15 +143,15 @@ class Kind:
                 yield from (f"{name} {t}" for t in self.types if t in types)
 
 
-KINDS = (
-    Kind(
+UNSUPPORTED_KINDS = (
+    UnsupportedKind(
         "is a mixture of experts",
         (*EXPERTS, "expert_count"),
         ("moe",),
         least=2,
         unless="is_moe",
     ),
-    Kind(
+    UnsupportedKind(
         "has recurrent layers",
         ("ssm.state_size", "wkv.head_size"),
         (
@@ -157,18 +159,22 @@ KINDS = (
             *("mamba", "mamba2"),
         ),
     ),
-    Kind("has convolution layers", ("shortconv.l_cache",), ("conv",)),
-    Kind(
+    UnsupportedKind("has convolution layers", ("shortconv.l_cache",), ("conv",)),
+    UnsupportedKind(
         "has layers that share keys and values",
         ("num_kv_shared_layers", "attention.shared_kv_layers"),
     ),
-    Kind("has latent attention (MLA)", ("kv_lora_rank", "attention.kv_lora_rank")),
+    UnsupportedKind(
+        "has latent attention (MLA)", ("kv_lora_rank", "attention.kv_lora_rank")
+    ),
 )
 
 
 def check_kinds(source: str, field: Callable[[str], Any]) -> None:
     """Raise `UnsupportedModelError` for these kinds; `field` gives a field's value."""
-    found = [(kind.words, next(kind.found(field), None)) for kind in KINDS]
+    found = [
+        (kind.words, next(kind.find_signs(field), None)) for kind in UNSUPPORTED_KINDS
+    ]
     said = [f"{words} ({sign})" for words, sign in found if sign is not None]
     if said:
         raise UnsupportedModelError(
@@ -177,26 +183,30 @@ def check_kinds(source: str, field: Callable[[str], Any]) -> None:
         )
 
 
-_LAYER = re.compile(r"((?:.*?\.)?(?:layers?|blocks?|h))\.(\d+)\.(.*)")
+_LAYER_PATTERN = re.compile(r"((?:.*?\.)?(?:layers?|blocks?|h))\.(\d+)\.(.*)")
 """A stack of layers, a layer's number, and a weight in it."""
 
-_MTP = "eh_proj."
+_MTP_WEIGHT = "eh_proj."
 """DeepSeek, GLM and their kin number an MTP module as a layer behind the last, and this
 weight of it tells; only --head reads the module."""
 
 
-def check_unread(source: str, read: Iterable[str], unread: Iterable[str]) -> None:
+def check_unread_layers(
+    source: str, read: Iterable[str], unread: Iterable[str]
+) -> None:
     """Raise `CheckpointError` for unread weights of layers behind a stack's last.
 
-    check_unread(source, ["h.0.w"], ["h.1.w"])    # layer 1 is behind the last
+    check_unread_layers(source, ["h.0.w"], ["h.1.w"])    # layer 1 is behind the last
     """
     last: dict[str, int] = {}
-    for stack, number, _ in _layers(read):
+    for stack, number, _ in _numbered_weights(read):
         last[stack] = max(number, last.get(stack, 0))
     behind = [
-        layer for layer in _layers(unread) if layer[1] > last.get(layer[0], layer[1])
+        layer
+        for layer in _numbered_weights(unread)
+        if layer[1] > last.get(layer[0], layer[1])
     ]
-    modules = {layer[:2] for layer in behind if layer[2].startswith(_MTP)}
+    modules = {layer[:2] for layer in behind if layer[2].startswith(_MTP_WEIGHT)}
     for stack, number, weight in sorted(behind):
         if (stack, number) not in modules:
             name = printable(f"{stack}.{number}.{weight}", 100)
@@ -206,8 +216,9 @@ def check_unread(source: str, read: Iterable[str], unread: Iterable[str]) -> Non
             )
 
 
-def _layers(names: Iterable[str]) -> Iterator[tuple[str, int, str]]:
+def _numbered_weights(names: Iterable[str]) -> Iterator[tuple[str, int, str]]:
+    """Yield (stack, layer number, rest of name) for names with a layer number."""
     for name in names:
-        match = _LAYER.match(name)
+        match = _LAYER_PATTERN.match(name)
         if match:
             yield match[1], int(match[2]), match[3]

@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from jetdraft.checkpoints.attention import (
-    HandThrough,
+    PassThroughCache,
     StepState,
     active_state,
     attend,
@@ -33,11 +33,11 @@ IMPLEMENTATION = "jetdraft-source"
 """The name under which the attention is registered with transformers."""
 
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-"""Of a layer's module and query [1, heads, n, d], key and value [1, kv_heads, n, d]:
-the mixed values [1, n, heads, d]."""
+"""Called with a layer's module, query [1, heads, n, d], key and value
+[1, kv_heads, n, d]; returns the mixed values [1, n, heads, d]."""
 
-Pairs = list[tuple[Tensor, Tensor]]
-"""Keys and values [1, heads, slots, head_dim] by layer."""
+KeysAndValues = list[tuple[Tensor, Tensor]]
+"""The keys and values [1, heads, slots, head_dim] of each layer."""
 
 
 @dataclass
@@ -52,26 +52,26 @@ class SourceState(StepState):
 
 
 class CrossCache(EncoderDecoderCache):  # type: ignore[misc]  # transformers is untyped
-    """Hands new rows through, and gives the keys and values of the source."""
+    """A cache that stores no new rows, and returns keys and values of the source."""
 
-    def __init__(self, cross: Pairs) -> None:
-        super().__init__(HandThrough(), _Written(cross))
+    def __init__(self, cross: KeysAndValues) -> None:
+        super().__init__(PassThroughCache(), _WrittenCache(cross))
         self.is_updated = dict.fromkeys(range(len(cross)), True)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions are given explicitly, so the length never matters."""
+        """Always 0: positions are given explicitly, so no length is needed."""
         return 0
 
 
-class _Written(Cache):  # type: ignore[misc]
+class _WrittenCache(Cache):  # type: ignore[misc]
     """Keys and values that the encoder's graph wrote."""
 
-    def __init__(self, pairs: Pairs) -> None:
+    def __init__(self, pairs: KeysAndValues) -> None:
         super().__init__(layers=[])
         self.layers = [SimpleNamespace(keys=key, values=value) for key, value in pairs]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Not 0, or transformers would compute them again."""
+        """Return the number of slots; for 0 transformers would compute keys again."""
         return int(self.layers[layer_idx].keys.shape[2])
 
 
@@ -113,7 +113,7 @@ def attend_to_source(
     return (weights @ value).transpose(1, 2), None
 
 
-def implement(model: Any, name: str) -> None:
+def set_attention(model: Any, name: str) -> None:
     """Let all parts of a model attend as `name` says; T5's halves have own configs."""
     model.set_attn_implementation(name)
     for module in model.modules():
@@ -125,8 +125,8 @@ def implement(model: Any, name: str) -> None:
 AttentionInterface.register(IMPLEMENTATION, attend_to_source)
 
 
-def relative_table(model: Any) -> Any:
-    """The decoder's attention with a table of biases by distance; None without it."""
+def relative_bias_module(model: Any) -> Any:
+    """Return the decoder's attention with a table of biases by distance, or None."""
     modules = model.get_decoder().modules()
     named = "has_relative_attention_bias"
     return next((m for m in modules if getattr(m, named, False)), None)
@@ -139,7 +139,7 @@ def distance_bias(
 
     With `both_ways` a slot behind a row counts as far as one before it.
     """
-    module = relative_table(model)
+    module = relative_bias_module(model)
     distance = slots[:, None, :] - rows[:, :, None]
     buckets = module._relative_position_bucket(
         -distance.abs() if both_ways else distance,
@@ -152,11 +152,11 @@ def distance_bias(
 
 
 @contextlib.contextmanager
-def placed(model: Any, positions: Tensor) -> Iterator[None]:
+def using_positions(model: Any, positions: Tensor) -> Iterator[None]:
     """Let the decoder look up the positions int64 [b, n] of the rows of a pass."""
     table = getattr(model.get_decoder(), "embed_positions", None)
     if table is None:
-        if relative_table(model) is None:
+        if relative_bias_module(model) is None:
             raise UnsupportedModelError(
                 f"{type(model).__name__} has positions of its own kind; export another "
                 "architecture"
@@ -172,7 +172,7 @@ def placed(model: Any, positions: Tensor) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def answering(model: Any, rows: Any) -> Iterator[None]:
+def answering_rows(model: Any, rows: Any) -> Iterator[None]:
     """Let the LM head see some rows only; `rows` is an index of states [b, n, h]."""
 
     def keep(module: Any, args: Any, output: Any) -> Any:

@@ -25,23 +25,28 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.layers import add_lora, decoder_layers, final_norm, merge_lora
-from jetdraft.checkpoints.probes import Probed, carried
+from jetdraft.checkpoints.probes import ProbedModel, carrier_values
 from jetdraft.errors import CheckpointError, OptionError
 
 SETTINGS = "streams.json"
+"""The file with the settings of the probes of a checkpoint."""
+
 UNFINISHED = ".unfinished"
 """A file in the folder of a training that has not ended.
 
-In a copy of the target it says what the training adds to it: without that the copy
-must not pass for the result."""
+In a copy of the target it names what the training adds. Until that is saved, the copy
+is refused as a checkpoint."""
 
 WEIGHTS = "streams.safetensors"
+"""The file with the trained weights of the probes."""
+
 SHARED, LOSSLESS = "shared", "lossless"
 MODES = (SHARED, LOSSLESS)
-LAYOUT_OF = "layout_of_streams"
-"""The attribute of attention modules with the `Layout` of the pass under way."""
+LAYOUT_ATTRIBUTE = "layout_of_streams"
+"""The attribute in which attention modules keep the `Layout` of the current pass."""
 
 _ADAPTER = "streams"
+"""The name of the LoRA adapters in peft."""
 """The name of the LoRA, and of the module with the streams' own weights."""
 
 
@@ -76,7 +81,7 @@ class StreamSettings:
                 raise OptionError(f"{name} {value} is out of range; give 1 to {most}")
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object with these fields."""
+        """Return the fields as a JSON object, as streams.json has them."""
         return asdict(self)
 
 
@@ -92,12 +97,12 @@ class Streams(nn.Module):
         nn.init.zeros_(self.widen.weight)
 
 
-class Streamed(Probed):
+class StreamedModel(ProbedModel):
     """A causal LM of transformers whose rows can carry streams.
 
-        logits, _, _ = Streamed(model, streams)(ids, positions, rows, probes, keep)
+        logits, _, _ = StreamedModel(model, streams)(ids, positions, rows, probes, keep)
 
-    `tuned` identifies the LoRA that was merged into the model; "" for none.
+    `merged_lora` identifies the LoRA that was merged into the model; "" for none.
     """
 
     trained = _ADAPTER
@@ -107,18 +112,20 @@ class Streamed(Probed):
 
         super().__init__(model, decoder_layers(model)[-streams.settings.layers :])
         self.streams, self.settings = streams, streams.settings
-        self.tuned = ""
+        self.merged_lora = ""
         for module in model.modules() if self.settings.mode == LOSSLESS else ():
             if isinstance(module, LoraLayer):
                 # The first factor narrows the input to the rank.
-                module.lora_A[_ADAPTER].register_forward_hook(self._only_probes)
+                module.lora_A[_ADAPTER].register_forward_hook(
+                    self._limit_lora_to_probes
+                )
 
     @property
     def base(self) -> str:
         """In the shared mode the merged LoRA is a part of these weights."""
         if self.settings.mode == LOSSLESS:
             return str(self.settings.base)
-        joined = f"{self.settings.base} {self.tuned}"
+        joined = f"{self.settings.base} {self.merged_lora}"
         return hashlib.sha256(joined.encode()).hexdigest()
 
     def forward(
@@ -139,7 +146,7 @@ class Streamed(Probed):
         [e], the third the states that enter the top layers, [b, n, h].
         """
         slots = probe_rows, probe_ids, probe_ids + 1
-        logits, current = self.run(input_ids, position_ids, slots, keep, **options)
+        logits, current = self.run_pass(input_ids, position_ids, slots, keep, **options)
         below = current.below[0]
         if early is None:
             return logits, None, below
@@ -148,20 +155,27 @@ class Streamed(Probed):
         head = self.model.get_output_embeddings()
         return logits, head(final_norm(self.model)(hidden)), below
 
-    def starts(self, hidden: Tensor) -> Tensor:
+    def start_states(self, hidden: Tensor) -> Tensor:
         current = self.current_pass
-        return carried(hidden, current.carriers) + self.streams.embeddings[current.ids]
+        return (
+            carrier_values(hidden, current.carriers)
+            + self.streams.embeddings[current.ids]
+        )
 
-    def _place(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _place_slots(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Hook: also store the layout of the pass in the layer's attention modules."""
         current, gamma = self.current_pass, self.settings.gamma
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 # Attention over whole sequences must know where the rows end.
                 layout = Layout(current.rows, gamma, current.carriers)
-                setattr(module, LAYOUT_OF, layout)
-        return super()._place(layer, args, kwargs)
+                setattr(module, LAYOUT_ATTRIBUTE, layout)
+        return super()._place_slots(layer, args, kwargs)
 
-    def _only_probes(self, factor: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def _limit_lora_to_probes(
+        self, factor: nn.Module, args: Any, output: Tensor
+    ) -> Tensor:
+        """Hook: set the LoRA output of the rows to 0, so that only probes change."""
         return output * self.current_pass.is_probe[:, None].to(output.dtype)
 
 
@@ -189,21 +203,21 @@ def add_adapters(model: Any, settings: StreamSettings) -> None:
 
 def load_streams(
     model: Any, settings: StreamSettings, folder: Path, scale: float = 1.0
-) -> Streamed:
-    """Add streams to a checkpoint's model, in place; see `Checkpoint.with_streams`."""
+) -> StreamedModel:
+    """Add streams to a checkpoint's model, in place; see `Checkpoint.add_probes`."""
     settings.check(len(decoder_layers(model)))
     add_adapters(model, settings)
     hidden = model.get_input_embeddings().embedding_dim
-    streamed = Streamed(model, Streams(settings, hidden))
+    streamed = StreamedModel(model, Streams(settings, hidden))
     fill(streamed, folder, "streams")
     if settings.mode == SHARED:
         merge_lora(model, _ADAPTER, scale)
         file = (folder / WEIGHTS).read_bytes()
-        streamed.tuned = f"{hashlib.sha256(file).hexdigest()} {scale}"
+        streamed.merged_lora = f"{hashlib.sha256(file).hexdigest()} {scale}"
     return streamed.requires_grad_(False).eval()
 
 
-def fill(probed: Probed, folder: Path, what: str) -> None:
+def fill(probed: ProbedModel, folder: Path, what: str) -> None:
     """Give probes their trained weights; raises `CheckpointError` unless all fit."""
     try:
         tensors = load_file(folder / WEIGHTS)

@@ -11,7 +11,7 @@ import transformers
 from tokenizers.models import BPE
 
 from jetdraft.bundle import is_token_name
-from jetdraft.checkpoints.folder import OWN_CODE, check_folder, first_line
+from jetdraft.checkpoints.folder import WITHOUT_OWN_CODE, check_folder, first_line
 from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
 from jetdraft.checkpoints.silence import no_progress_bars, silenced
 from jetdraft.errors import CheckpointError, printable
@@ -27,7 +27,9 @@ def load_tokenizer(source: str) -> Any:
     if path.is_dir() and not any((path / name).is_file() for name in names):
         return None
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **OWN_CODE)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            source, **WITHOUT_OWN_CODE
+        )
     except Exception as error:  # tokenizers raises bare exceptions
         raise CheckpointError(
             f"the tokenizer of {source} cannot be read ({first_line(error)}); check "
@@ -54,22 +56,27 @@ def read_tokenizer(source: str) -> str | None:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, str]:
-    """The texts of the special tokens that a chat template may name."""
+    """Map the names of special tokens that a chat template may use to their texts."""
     tokens = tokenizer.special_tokens_map if tokenizer else {}
     return {name: token for name, token in tokens.items() if is_token_name(name)}
 
 
-_FOR_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+_BPE_CLEANUP_SETTING = (
+    "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+)
+"""The setting with which transformers removes spaces in the text of BPE too."""
 
 
-def passed_over_by(tokenizer: Any, ends: Collection[int]) -> Iterator[str]:
+def passed_over_settings(tokenizer: Any, ends: Collection[int]) -> Iterator[str]:
     """A line for each setting that no tokenizer.json has; `ends` are the ends' ids."""
     file = "tokenizer_config.json"
     backend = tokenizer.backend_tokenizer
     if tokenizer.split_special_tokens:
         yield f"{file}: split_special_tokens True: special tokens are never split"
     # transformers ignores it for BPE, unless another flag says otherwise
-    heeded = not isinstance(backend.model, BPE) or getattr(tokenizer, _FOR_BPE, False)
+    heeded = not isinstance(backend.model, BPE) or getattr(
+        tokenizer, _BPE_CLEANUP_SETTING, False
+    )
     if tokenizer.clean_up_tokenization_spaces and heeded:
         yield (
             f"{file}: clean_up_tokenization_spaces True: spaces before punctuation are "

@@ -19,7 +19,7 @@ from jetdraft.cli.command import Command, option
 from jetdraft.cli.console import ProgressBars
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckError, OptionError, printable
-from jetdraft.export.draft_acceptance import TOLERANCE, fallen, measured_again
+from jetdraft.export.draft_acceptance import TOLERANCE, compare_acceptance, has_fallen
 from jetdraft.manifest import GraphEntry
 from jetdraft.runtime.measured.survey import pass_times
 from jetdraft.runtime.measured.widths import Widths
@@ -90,7 +90,7 @@ def command(
         comparisons.append(comparison)
         if not as_json:
             click.echo(f"text       {_text_line(comparison)}")
-    acceptance = measured_again(model)
+    acceptance = compare_acceptance(model)
     if acceptance is not None and not as_json:
         click.echo(f"acceptance {_acceptance_line(*acceptance)}")
     if as_json:
@@ -105,7 +105,7 @@ def command(
             "plain_tokens_per_second": speed or None,
         }
         click.echo(json.dumps(fields))
-    _warn_of_fallen(acceptance)
+    _warn_of_lost_acceptance(acceptance)
     wrong = sum(one.first_difference is not None for one in comparisons)
     if wrong:
         raise CheckError(
@@ -116,9 +116,9 @@ def command(
         click.echo(f"verdict    pass: {len(comparisons)} texts as by plain decoding")
 
 
-def _warn_of_fallen(acceptance: Sequence[list[float]] | None) -> None:
+def _warn_of_lost_acceptance(acceptance: Sequence[list[float]] | None) -> None:
     """Warn if the target accepts fewer drafted tokens than at export."""
-    if acceptance is not None and fallen(*acceptance):
+    if acceptance is not None and has_fallen(*acceptance):
         click.echo(
             "warning: the target accepts fewer drafted tokens than at export, by more "
             f"than {TOLERANCE}: {_acceptance_line(*acceptance)}; export the drafter "
@@ -316,7 +316,7 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
         heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)
         yield f"  layers        {len(contract.kv_shapes)}, KV heads {heads}"
         size = sum(
-            int(np.prod(spec.sized())) * np.dtype(spec.dtype).itemsize
+            int(np.prod(spec.concrete_shape())) * np.dtype(spec.dtype).itemsize
             for spec in contract.buffers("past")
         )
         yield f"  KV buffers    {size / 1e6:.1f} MB"

@@ -6,7 +6,7 @@ CANDIDATES = 64
 """K: how many candidates a graph returns for a row, or the whole vocabulary."""
 
 WIDEST = 16
-"""Rows of the widest pass that a controller plans."""
+"""The most rows of a pass that a controller plans."""
 
 CAPACITY, MAX_WIDTH = 2048, 128
 """Defaults of an export: rows of the KV buffers, and rows of the widest pass."""

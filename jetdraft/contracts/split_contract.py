@@ -12,10 +12,10 @@ EARLY_EXIT = ("streams.narrow.weight", "streams.widen.weight")
 """The weights of the pruning adapter, which only the lower half of a graph has."""
 
 PARENTS = TensorSpec("parents", "int64", (ROWS,))
-"""The parents of a draft's rows, for an early exit; the root is its own parent."""
+"""The input with the parent of each row, for an early exit; the root has itself."""
 
 SCORES = TensorSpec("scores", "float32", (1, ROWS))
-"""What an early exit gives: the log probability of each row's token."""
+"""The output of an early exit: the log probability of each row's token."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class SplitContract:
 
     @property
     def hidden(self) -> TensorSpec:
-        """The hidden states between the halves."""
+        """The states between the halves, from the lower to the upper."""
         return TensorSpec("hidden", self.whole.dtype, (1, ROWS, self.hidden_size))
 
     @property
@@ -68,7 +68,7 @@ class SplitContract:
         rows_only = replace(self.lower, streams=0)
         return (
             *self.whole.inputs[:4],
-            *(rows_only.mask if self.whole.masked else ()),
+            *(rows_only.mask_inputs if self.whole.has_mask else ()),
             *([PARENTS] if self.scores else []),
             *self.lower.buffers("past"),
         )

@@ -49,31 +49,31 @@ class Selection:
 
     @property
     def first(self) -> int:
-        """The first rows of a text take much of the attention."""
+        """How many rows from the start of the buffer are read."""
         return self.rows // 16
 
     @property
     def recent(self) -> int:
-        """The rows just before the rows of the pass."""
+        """How many rows just before those of the pass are read."""
         return self.rows // 4
 
     @property
     def voted(self) -> int:
-        """The rows that a vote selects."""
+        """How many rows between these a vote selects."""
         return self.rows - self.first - self.recent
 
 
 TARGET_LENGTH = TensorSpec("target_length", "int32", (1,))
-"""The committed rows in the target's buffers."""
+"""The input with the number of committed rows in the target's buffers."""
 
 SELECTING = TensorSpec("selecting", "int32", (1,))
-"""Which rows the pass reads, a `Reading`."""
+"""The input that says which rows the pass reads, a `Reading`."""
 
 SOURCE_LENGTH = TensorSpec("source_length", "int32", (1,))
-"""The slots that a source fills; the others are hidden."""
+"""The input with the number of slots that a source fills; the others are hidden."""
 
 SOURCE = "source"
-"""The name of the axis of a source's tokens."""
+"""The name of the dynamic axis of a source's tokens."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class StepContract:
 
     @property
     def stands_alone(self) -> bool:
-        """Whether a drafter with this graph is a model of its own, which reads text."""
+        """Whether the drafter is a model of its own, which reads only text."""
         return not (self.feature_input or self.guesses or self.reads)
 
     @property
@@ -172,7 +172,7 @@ class StepContract:
 
     @property
     def slots(self) -> int:
-        """The rows of a KV buffer."""
+        """The number of rows of a KV buffer, spare slots included."""
         return self.capacity + self.spare_slots
 
     @property
@@ -182,12 +182,12 @@ class StepContract:
 
     @property
     def choices(self) -> int:
-        """Columns of the logits: the tokens that the graph chooses among."""
+        """The number of tokens that the graph chooses among: columns of the logits."""
         return self.draft_vocab or self.vocab_size
 
     @property
     def candidates(self) -> int:
-        """The number of candidates for each row."""
+        """The number of candidates that the graph returns for a row."""
         return min(CANDIDATES, self.choices)
 
     @property
@@ -199,31 +199,31 @@ class StepContract:
             TensorSpec("cursor", "int32", (1,)),
             TensorSpec("total_length", "int32", (1,)),
             TensorSpec("answer_rows", "int64", (ANSWERS,)),
-            *(self.mask if self.masked else ()),
-            *(self.probes if self.streams else []),
+            *(self.mask_inputs if self.has_mask else ()),
+            *(self.probe_inputs if self.streams else []),
             *([self.recent_ids] if self.recent else []),
-            *_optional("features", ROWS, self.feature_input * (self.ahead or 1)),
+            *_optional_tensor("features", ROWS, self.feature_input * (self.ahead or 1)),
             *([TensorSpec("block", "int64", (1, self.block))] if self.block else []),
             *([TARGET_LENGTH, *self.target_kv] if self.reads else []),
-            *((SOURCE_LENGTH, *self.cross) if self.source_slots else ()),
+            *((SOURCE_LENGTH, *self.cross_inputs) if self.source_slots else ()),
             *([SELECTING] if self.selection else []),
-            *self.selected("past"),
+            *self.selection_tensors("past"),
             *self.buffers("past"),
         )
 
     @property
     def recent_ids(self) -> TensorSpec:
-        """The input of the tokens before each row's; token 0 stands before a text."""
+        """The input with the tokens before each row; id 0 stands before a text."""
         return TensorSpec("recent_ids", "int64", (1, ROWS, self.recent))
 
     @property
     def target_kv(self) -> tuple[TensorSpec, ...]:
-        """The buffers of the target that the graph reads."""
+        """The inputs with the buffers of the target that the graph reads."""
         shapes = {layer: (1, heads, SLOTS, size) for layer, heads, size in self.reads}
         return _keys_and_values("target", self.dtype, shapes)
 
     @property
-    def cross(self) -> tuple[TensorSpec, ...]:
+    def cross_inputs(self) -> tuple[TensorSpec, ...]:
         """The keys and values of a source, zeros behind it: the encoder's outputs."""
         if not self.source_slots:
             return ()
@@ -243,28 +243,28 @@ class StepContract:
         return FRAMES_PER_SLOT * self.source_slots
 
     @property
-    def masked(self) -> bool:
+    def has_mask(self) -> bool:
         """Whether the graph has a `draft_mask`."""
         return self.tree or self.streams > 0
 
     @property
-    def biased(self) -> bool:
-        """Whether its attention has a bias of all slots."""
-        return self.masked or self.block > 0 or self.relative_positions
+    def has_bias(self) -> bool:
+        """Whether its attention has a bias over all slots."""
+        return self.has_mask or self.block > 0 or self.relative_positions
 
     @property
     def draft_slots(self) -> int:
-        """The most slots that a draft takes with its probes."""
+        """The most slots that a draft takes, with its probes and their prefix."""
         behind = self.prefix + self.max_width * self.streams * self.members
         return min(self.max_width + (behind if self.streams else 0), self.slots)
 
-    def behind(self, probes: int) -> int:
-        """The slots that probes and their prefix take behind the rows of a pass."""
+    def probe_slots(self, probes: int) -> int:
+        """Return how many slots probes and their prefix take behind the rows."""
         return self.prefix + probes * self.members if probes else 0
 
     @property
-    def mask(self) -> tuple[TensorSpec, ...]:
-        """The inputs that hide a draft's slots from its rows and probes."""
+    def mask_inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs that hide slots of a draft from its rows and probes."""
         rows = ALL if self.streams else ROWS
         return (
             TensorSpec("draft_mask", "uint8", (1 + self.draft_slots, rows)),
@@ -272,8 +272,8 @@ class StepContract:
         )
 
     @property
-    def probes(self) -> tuple[TensorSpec, ...]:
-        """The inputs that give each probe its row and its stream, and the prefix."""
+    def probe_inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs with row and stream of each probe, and with the prefix rows."""
         return (
             TensorSpec("probe_rows", "int64", (PROBES,)),
             TensorSpec("probe_ids", "int64", (PROBES,)),
@@ -284,14 +284,15 @@ class StepContract:
     def answers(self) -> tuple[TensorSpec, ...]:
         """The outputs that are not KV buffers, in graph order."""
         return (
-            *self._answers("", self.guesses or ANSWERS),
-            *_optional("hidden", ANSWERS, self.hidden_size),
-            *_optional("features", ROWS, self.feature_size),
-            *_optional("carried", ROWS, self.carried_size),
-            *(self._answers("probe_", PROBES) if self.streams else ()),
+            *self._answer_tensors("", self.guesses or ANSWERS),
+            *_optional_tensor("hidden", ANSWERS, self.hidden_size),
+            *_optional_tensor("features", ROWS, self.feature_size),
+            *_optional_tensor("carried", ROWS, self.carried_size),
+            *(self._answer_tensors("probe_", PROBES) if self.streams else ()),
         )
 
-    def _answers(self, prefix: str, axis: int | str) -> tuple[TensorSpec, ...]:
+    def _answer_tensors(self, prefix: str, axis: int | str) -> tuple[TensorSpec, ...]:
+        """Return the four outputs for the rows of an axis, named with a prefix."""
         k = self.candidates
         return (
             TensorSpec(f"{prefix}candidates", "int64", (1, axis, k)),
@@ -303,9 +304,13 @@ class StepContract:
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """All outputs, in graph order."""
-        return (*self.answers, *self.selected("present"), *self.buffers("present"))
+        return (
+            *self.answers,
+            *self.selection_tensors("present"),
+            *self.buffers("present"),
+        )
 
-    def selected(self, side: str) -> tuple[TensorSpec, ...]:
+    def selection_tensors(self, side: str) -> tuple[TensorSpec, ...]:
         """The selections `{side}_rows.{i}` and `{side}_query.{i}`, if there are any."""
         if self.selection is None:
             return ()
@@ -341,6 +346,6 @@ def _keys_and_values(
     )
 
 
-def _optional(name: str, axis: str, size: int) -> tuple[TensorSpec, ...]:
-    """A float tensor with a vector for each row of `axis`; no tensor if `size` is 0."""
+def _optional_tensor(name: str, axis: str, size: int) -> tuple[TensorSpec, ...]:
+    """Return a float32 output or input [1, axis, size]; () if `size` is 0."""
     return (TensorSpec(name, "float32", (1, axis, size)),) if size else ()

@@ -23,7 +23,7 @@ class TensorSpec:
     dtype: str
     shape: tuple[int | str, ...]
 
-    def sized(
+    def concrete_shape(
         self,
         rows: int = 0,
         answers: int = 0,
@@ -46,7 +46,7 @@ class TensorSpec:
         )
 
 
-_ONNX_TYPES = {
+_ONNX_TYPES = {  # onnxruntime's names of types, by numpy's
     "int64": "tensor(int64)",
     "int32": "tensor(int32)",
     "float32": "tensor(float)",
@@ -57,17 +57,16 @@ _ONNX_TYPES = {
 
 
 def check_tensors(declared: tuple[TensorSpec, ...], actual: list[Any], of: str) -> None:
-    """Compare a session's inputs or outputs with their declaration.
+    """Raise `ContractError` unless a session's inputs or outputs are as declared.
 
-    `actual` are onnxruntime `NodeArg`s; `of` names the graph and the side. Raises
-    `ContractError` on the first difference.
+    `actual` are onnxruntime `NodeArg`s; `of` names the graph and the side in messages.
     """
     unchecked = {arg.name: (arg.type, tuple(arg.shape)) for arg in actual}
     for spec in declared:
         if spec.name not in unchecked:
             raise ContractError(f"{of} lack {spec.name!r}; export the bundle again")
         dtype, shape = unchecked.pop(spec.name)
-        if dtype != _ONNX_TYPES[spec.dtype] or not _fits(spec.shape, shape):
+        if dtype != _ONNX_TYPES[spec.dtype] or not _matches(spec.shape, shape):
             raise ContractError(
                 f"{of}: {spec.name!r} is {dtype} {list(shape)}, declared "
                 f"{spec.dtype} {list(spec.shape)}; export the bundle again"
@@ -78,8 +77,8 @@ def check_tensors(declared: tuple[TensorSpec, ...], actual: list[Any], of: str) 
         )
 
 
-def _fits(declared: tuple[int | str, ...], actual: tuple[Any, ...]) -> bool:
-    """Whether a shape is as declared: a named axis fits any symbolic axis."""
+def _matches(declared: tuple[int | str, ...], actual: tuple[Any, ...]) -> bool:
+    """Whether a shape is as declared: a named axis matches any symbolic one."""
     return len(declared) == len(actual) and all(
         not isinstance(size, int) if isinstance(axis, str) else axis == size
         for axis, size in zip(declared, actual, strict=True)

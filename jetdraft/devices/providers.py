@@ -283,7 +283,7 @@ def engine_options(
 def _shapes(contract: StepContract, sizes: tuple[int, int, int]) -> str:
     """The shapes of all inputs, for example "input_ids:1x4,answer_rows:4"."""
     sized = (
-        (spec.name, spec.sized(*sizes, contract.members, contract.prefix))
+        (spec.name, spec.concrete_shape(*sizes, contract.members, contract.prefix))
         for spec in contract.inputs
         if any(isinstance(axis, str) for axis in spec.shape)
     )

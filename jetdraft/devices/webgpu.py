@@ -112,7 +112,9 @@ def check_buffers(file: Path, contract: StepContract) -> None:
     specs = (*contract.inputs, *contract.outputs)
     sizes |= {
         spec.name: math.prod(
-            spec.sized(WIDEST, WIDEST, WIDEST, contract.members, contract.prefix)
+            spec.concrete_shape(
+                WIDEST, WIDEST, WIDEST, contract.members, contract.prefix
+            )
         )
         * np.dtype(spec.dtype).itemsize
         for spec in specs

@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.quant.edits import Maker, substitute, value_of
+from jetdraft.quant.edits import Maker, new_value, replace_values
 
 _BIAS_INPUTS = {"GroupQueryAttention": 10, "Attention": 3}
 _LAST_ROW, _TOTAL_LENGTH, _POSITIONS = 5, 6, 9
@@ -18,7 +18,7 @@ _ATTENDED = "attended_rows"
 
 
 def attentions(graph: ir.Graph) -> list[ir.Node]:
-    """All GroupQueryAttention nodes: they read and write the KV buffers."""
+    """Return all GroupQueryAttention nodes: they read and write the KV buffers."""
     return [node for node in graph if node.op_type == "GroupQueryAttention"]
 
 
@@ -33,8 +33,8 @@ def has_windows(graph: ir.Graph) -> bool:
     )
 
 
-def bias_of(graph: ir.Graph) -> ir.Value | None:
-    """The bias of the attentions that have one."""
+def find_bias(graph: ir.Graph) -> ir.Value | None:
+    """Return the bias of the first attention that has one; None if none has."""
     for node in graph:
         place = _BIAS_INPUTS.get(node.op_type)
         if place is not None and len(node.inputs) > place and node.inputs[place]:
@@ -42,7 +42,7 @@ def bias_of(graph: ir.Graph) -> ir.Value | None:
     return None
 
 
-def widened(
+def add_mask_bias(
     graph: ir.Graph, contract: StepContract, name: str = "draft_mask"
 ) -> ir.Value:
     """The bias [1, 1, n, slots] that the mask of new inputs means.
@@ -50,7 +50,7 @@ def widened(
     The inputs are `name` and `draft_start`. CUDA clips no int32, so slots are bounded
     by Max and Min. The CPU gathers lines seven times as fast as columns.
     """
-    mask, start = (value_of(spec) for spec in contract.mask)
+    mask, start = (new_value(spec) for spec in contract.mask_inputs)
     mask.name = name
     graph.inputs.append(mask)
     start = next((v for v in graph.inputs if v.name == start.name), start)
@@ -74,7 +74,7 @@ def widened(
 
 def add_bias(graph: ir.Graph, bias: ir.Value) -> None:
     """Add `bias` to the scores of every attention that has no bias yet, in place."""
-    bias = _attended(graph, bias)
+    bias = _expand_bias(graph, bias)
     for node in graph:
         place = _BIAS_INPUTS.get(node.op_type)
         if place is None:
@@ -87,7 +87,7 @@ def add_bias(graph: ir.Graph, bias: ir.Value) -> None:
 
 def sum_bias(graph: ir.Graph, bias: ir.Value) -> None:
     """Add `bias`, without heads, to the bias by distance that all attentions have."""
-    own = bias_of(graph)
+    own = find_bias(graph)
     assert own is not None
     producer = own.producer()
     assert producer is not None
@@ -132,15 +132,15 @@ def attend_as_two(graph: ir.Graph) -> None:
         node.replace_input_with(_TOTAL_LENGTH, total)
         output = node.outputs[0]
         answer = ir.node("Slice", [output, start, own_rows, one])
-        substitute([output], answer.outputs)
+        replace_values([output], answer.outputs)
         answer.replace_input_with(0, output)
         if output.shape is not None:
             output.shape = ir.Shape([1, _ATTENDED, output.shape[2]])
         graph.insert_after(node, answer)
 
 
-def _attended(graph: ir.Graph, bias: ir.Value) -> ir.Value:
-    """The bias with a row for each row that attends, after `attend_as_two`."""
+def _expand_bias(graph: ir.Graph, bias: ir.Value) -> ir.Value:
+    """Return the bias with a row for each attending row, after `attend_as_two`."""
     node = next((node for node in graph if node.outputs[0].name == _ATTENDED), None)
     if node is None:
         return bias

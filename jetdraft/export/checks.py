@@ -46,10 +46,10 @@ def check_checkpoint(name: str, checkpoint: Checkpoint, options: ExportOptions) 
 
 
 def _check_source(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Refuse for encoder-decoders what was built for decoders alone."""
+    """Raise `OptionError` for options that an encoder-decoder does not support."""
     if not checkpoint.reads_source:
         return
-    if options.flavour_made != CONTRIB:
+    if options.effective_flavour != CONTRIB:
         raise OptionError(
             f"{checkpoint.source} is an encoder-decoder, which only contrib graphs "
             "hold; choose provider cpu or cuda"
@@ -70,7 +70,7 @@ def _check_source(name: str, checkpoint: Checkpoint, options: ExportOptions) -> 
 
 
 def _check_probes(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Refuse a drafter with streams, and an adapter scale without merged LoRA."""
+    """Raise `PairError` for a drafter with streams, `OptionError` for a vain scale."""
     if name != TARGET:
         if checkpoint.streams:
             raise PairError(
@@ -103,10 +103,10 @@ def _check_taps(name: str, checkpoint: Checkpoint, options: ExportOptions) -> No
 
 
 def _check_exit(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Refuse a layer that cuts nothing, and heads that read the layers left out.
+    """Raise `OptionError` for an exit layer that the model or its head does not fit.
 
-    Raises `OptionError`, and `CheckpointError` for a checkpoint without a hash, which
-    the heads of `jetdraft train sec` name.
+    Raises `CheckpointError` for a checkpoint without a hash, which the heads of
+    `jetdraft train sec` name.
     """
     layer = options.exit_layer
     if name != TARGET or layer is None:
@@ -135,14 +135,14 @@ def _check_exit(name: str, checkpoint: Checkpoint, options: ExportOptions) -> No
 
 
 def _check_select(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Refuse a selection of KV rows where other kernels or inputs would be needed."""
+    """Raise `OptionError` where a selection of KV rows is not supported."""
     if options.select_kv is None or name != TARGET:
         return
     recipe = options.recipe
     for is_wrong, fact in (
         (
             options.provider_of(name).name != "cpu"
-            or options.flavour_made != CONTRIB
+            or options.effective_flavour != CONTRIB
             or options.dtype_of(name) != "fp32",
             "runs on the CPU, in fp32; leave --provider, --dtype and --flavour out",
         ),
@@ -187,7 +187,7 @@ def check_draft_vocabulary(
 
 
 def check_raised(recipe: Recipe, contract: StepContract) -> None:
-    """Refuse a recipe that raises a layer which the model does not have."""
+    """Raise `OptionError` for a recipe that raises a layer which the model lacks."""
     layers = len(contract.kv_shapes)
     if recipe.raised and recipe.raised[-1] >= layers:
         raise OptionError(

@@ -16,10 +16,10 @@ from jetdraft.manifest import AcceptanceRecord
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.registry import methods
 
-DRAFTED, NEW_TOKENS = 4, 32
+DRAFT_TOKENS, NEW_TOKENS = 4, 32
 """Tokens of a draft, and of the text that the target writes after each prompt."""
 
-MOST_PROMPTS, LONGEST = 12, 64
+MOST_PROMPTS, MOST_PROMPT_TOKENS = 12, 64
 """The most prompts, and the most tokens of a prompt that are kept."""
 
 TOLERANCE = 0.1
@@ -27,8 +27,8 @@ TOLERANCE = 0.1
 drafts has a standard deviation of 0.05 or less."""
 
 
-def acceptance_of(model: Model, record: AcceptanceRecord) -> list[float]:
-    """The share of drafts whose token at each position the target accepted.
+def measure_acceptance(model: Model, record: AcceptanceRecord) -> list[float]:
+    """Measure the share of drafts whose token at each position was accepted.
 
     The drafts follow the prompts of the record, and the target's own greedy text.
     """
@@ -37,13 +37,13 @@ def acceptance_of(model: Model, record: AcceptanceRecord) -> list[float]:
         for method in methods().values()
         if method.alone is not None and not method.lacks(model.bundle)
     )
-    drafts, accepted = 0, [0] * DRAFTED
+    drafts, accepted = 0, [0] * DRAFT_TOKENS
     for prompt in record["prompts"]:
         stats = model.generate(
             token_ids=prompt,
             method=name,
             drafting=drafting,
-            num_draft_tokens=DRAFTED,
+            num_draft_tokens=DRAFT_TOKENS,
             max_new_tokens=record["new_tokens"],
             temperature=0.0,
             ignore_eos=True,
@@ -56,35 +56,35 @@ def acceptance_of(model: Model, record: AcceptanceRecord) -> list[float]:
 
 
 def stored_acceptance(bundle: Bundle) -> AcceptanceRecord | None:
-    """What the export measured; None where it measured nothing."""
+    """Return the record of the export; None if it measured nothing."""
     if bundle.drafter is None:
         return None
     record: AcceptanceRecord | None = bundle.drafter.quantization.get("acceptance")
     return record
 
 
-def measured_again(model: Model) -> tuple[list[float], list[float]] | None:
+def compare_acceptance(model: Model) -> tuple[list[float], list[float]] | None:
     """The acceptance at export and now; None where one of them is not known.
 
-    measured_again(model)    # ([0.81, 0.6, 0.44, 0.31], [0.8, 0.6, 0.44, 0.3])
+    compare_acceptance(model)    # ([0.81, 0.6, 0.44, 0.31], [0.8, 0.6, 0.44, 0.3])
     """
     record = stored_acceptance(model.bundle)
     if record is None or model.parts.draft_cache is None:
         return None
-    return list(record["by_position"]), acceptance_of(model, record)
+    return list(record["by_position"]), measure_acceptance(model, record)
 
 
 def with_acceptance(bundle: Bundle, prompts: Sequence[Sequence[int]]) -> Bundle:
     """The saved bundle with its acceptance after these prompts, not saved yet."""
     capacity = bundle.target.contract.capacity
-    longest = min(LONGEST, capacity // 2)
+    longest = min(MOST_PROMPT_TOKENS, capacity // 2)
     record = AcceptanceRecord(
         by_position=(),
         prompts=tuple(tuple(p[:longest]) for p in prompts[:MOST_PROMPTS]),
         new_tokens=min(NEW_TOKENS, capacity - longest),
     )
     with Model(bundle) as model:  # to open it would hash gigabytes again
-        record["by_position"] = tuple(acceptance_of(model, record))
+        record["by_position"] = tuple(measure_acceptance(model, record))
     shutil.rmtree(bundle.path / "profiles", ignore_errors=True)
     drafter = bundle.graphs[DRAFTER]
     fields: dict[str, Any] = {**drafter.quantization, "acceptance": record}
@@ -92,7 +92,7 @@ def with_acceptance(bundle: Bundle, prompts: Sequence[Sequence[int]]) -> Bundle:
     return replace(bundle, graphs=graphs)
 
 
-def fallen(stored: Sequence[float], measured: Sequence[float]) -> bool:
+def has_fallen(stored: Sequence[float], measured: Sequence[float]) -> bool:
     """Whether the acceptance fell at any position by more than `TOLERANCE`."""
     return any(
         new < old - TOLERANCE for old, new in zip(stored, measured, strict=False)

@@ -12,23 +12,32 @@ import torch
 from torch import Tensor
 
 from jetdraft.checkpoints.attention import IMPLEMENTATION, StepState, attending
-from jetdraft.checkpoints.heads.blocks import both_ways
-from jetdraft.checkpoints.heads.draft_module import DraftModule, Given
+from jetdraft.checkpoints.heads.blocks import block_attention
+from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import TARGET_LENGTH, StepContract
 from jetdraft.export.source_step import SourceStep
-from jetdraft.export.step import Step, count, dtype_of, one_row, presents, state_of
+from jetdraft.export.step import (
+    Step,
+    count_on_device,
+    dtype_of,
+    make_state,
+    present_buffers,
+    run_one_row,
+)
 from jetdraft.quant.edits import Maker
 
 
-def draft_step(drafter: DraftModule, target: StepContract, dtype: str) -> Step:
-    """The pass of a drafter beside its target, whose contract is `target`."""
+def make_draft_step(drafter: DraftModule, target: StepContract, dtype: str) -> Step:
+    """Return the step module of a drafter beside a target of the contract `target`."""
     step = SourceBlockStep if drafter.reads.source else DraftStep
-    return step(drafter, contract_of(drafter, target, dtype), ids=drafter.ids)
+    return step(drafter, drafter_contract(drafter, target, dtype), ids=drafter.ids)
 
 
-def contract_of(drafter: DraftModule, target: StepContract, dtype: str) -> StepContract:
-    """The contract of a drafter's graph, computed from what its rows read.
+def drafter_contract(
+    drafter: DraftModule, target: StepContract, dtype: str
+) -> StepContract:
+    """Return the contract of a drafter's graph, computed from what its rows read.
 
     Raises `UnsupportedModelError` for a drafter whose layers cannot be exported.
     """
@@ -60,13 +69,15 @@ def contract_of(drafter: DraftModule, target: StepContract, dtype: str) -> StepC
 def _measured_shapes(
     drafter: DraftModule, contract: StepContract
 ) -> tuple[tuple[int, int], ...]:
-    """(kv_heads, head_dim) of each layer, from a pass over one row."""
+    """Return (kv_heads, head_dim) of each layer, from a pass over one row."""
     drafter.attend_with(IMPLEMENTATION)
     row = torch.zeros(1, 1, dtype=torch.long)
     features = torch.zeros(1, 1, contract.feature_input, dtype=dtype_of(contract))
-    state = one_row(
+    state = run_one_row(
         drafter,
-        lambda cache: drafter.draft(Given(row, row, row[0], features, cache=cache)),
+        lambda cache: drafter.draft(
+            DraftInputs(row, row, row[0], features, cache=cache)
+        ),
     )
     return tuple((key.shape[1], key.shape[3]) for key, _ in state.past)
 
@@ -94,15 +105,15 @@ class DraftStep(Step):
         drafter, contract, dtype = self.model, self.contract, dtype_of(self.contract)
         names = (spec.name for spec in contract.inputs[5 : 5 + len(others)])
         read = dict(zip(names, others, strict=True))
-        given = Given(input_ids, position_ids, answer_rows)
+        given = DraftInputs(input_ids, position_ids, answer_rows)
         if not contract.kv_shapes:
             given.features = read["features"].to(dtype)
             logits, _ = drafter.draft(given)
             return self.answers(logits.float())
         if contract.block:
-            state = self._fill_block(given, read, cursor, total_length, past)
+            state = self._add_block(given, read, cursor, total_length, past)
         else:
-            state = state_of(position_ids, cursor, total_length, past)
+            state = make_state(position_ids, cursor, total_length, past)
             given.recent = read.get("recent_ids", given.recent)
             if "features" in read:
                 given.features = read["features"].to(dtype)
@@ -116,18 +127,18 @@ class DraftStep(Step):
         return [
             *rows,
             *([] if carried is None else [carried.float()]),
-            *presents(state),
+            *present_buffers(state),
         ]
 
-    def _fill_block(
+    def _add_block(
         self,
-        given: Given,
+        given: DraftInputs,
         read: dict[str, Tensor],
         cursor: Tensor,
         total_length: Tensor,
         past: list[Tensor],
     ) -> StepState:
-        """The state of a pass with a block, which `given` gets, behind its rows."""
+        """Put the block into `given`, behind the rows; return the state of the pass."""
         positions, size = given.positions, self.model.block_rows
         if "features" in read:
             given.features = read["features"].to(dtype_of(self.contract))
@@ -137,10 +148,10 @@ class DraftStep(Step):
             given.block = torch.cat([given.tokens[:, -1:], given.block], dim=1)
         given.positions = torch.cat([positions, first + torch.arange(size)], dim=1)
         pass_inputs = given.positions, cursor, total_length, past
-        return block_state(*pass_inputs, size, self.contract)
+        return make_block_state(*pass_inputs, size, self.contract)
 
 
-def block_state(
+def make_block_state(
     positions: Tensor,
     cursor: Tensor,
     total_length: Tensor,
@@ -148,12 +159,12 @@ def block_state(
     size: int,
     contract: StepContract,
 ) -> StepState:
-    """The state of a pass over rows at `positions` int64 [1, n + m], m the `size`.
+    """Return the state of a pass over rows and block, at `positions` int64 [1, n + m].
 
-    Attention has m rows more: the queries of the block, whose slots the bias hides; see
-    `checkpoints.heads.blocks`.
+    `size` is m. Attention has m rows more: the queries of the block, whose slots the
+    bias hides; see `checkpoints.heads.blocks`.
     """
-    filled = cursor + count(positions)
+    filled = cursor + count_on_device(positions)
     slots = torch.arange(contract.slots, dtype=torch.int32)
     hidden = (slots >= filled).to(dtype_of(contract)) * HIDDEN
     rows = torch.cat([positions, positions[:, -size:]], dim=1)
@@ -192,28 +203,33 @@ class SourceBlockStep(SourceStep):
         block = torch.where(block < self.model.config.vocab_size, block, block + slots)
         behind = position_ids[:, -1:] + 1 + slots
         positions = torch.cat([position_ids, behind], dim=1)
-        plain = block_state(positions, cursor, total_length, past, size, self.contract)
+        plain = make_block_state(
+            positions, cursor, total_length, past, size, self.contract
+        )
         # The queries of a block follow its keys in further rows.
         rows = torch.cat([positions, behind], dim=1)
-        bias, distances = plain.bias, self.distances(rows, positions, cursor, True)
+        bias, distances = (
+            plain.bias,
+            self.slot_distance_bias(rows, positions, cursor, True),
+        )
         assert bias is not None
         bias = bias if distances is None else bias + distances.to(bias.dtype)
-        state = self.reading(plain, source_length, bias)
-        state.own = both_ways(size, context_asks=True)
+        state = self.source_state(plain, source_length, bias)
+        state.own = block_attention(size, context_asks=True)
         with attending(state):
             logits = self.model(
                 torch.cat([input_ids, block], dim=1),
                 positions,
                 (slice(None), slice(-size, None)),
-                **self.encoded(list(zip(cross[::2], cross[1::2], strict=True))),
+                **self.model_inputs(list(zip(cross[::2], cross[1::2], strict=True))),
             )
-        return [*self.answers(logits), *presents(state)]
+        return [*self.answers(logits), *present_buffers(state)]
 
 
-def read_less(file: Path, contract: StepContract) -> None:
-    """Let a graph read the committed rows of the target's buffers only, not all slots.
+def slice_target_buffers(file: Path, contract: StepContract) -> None:
+    """Make a graph on disk read only committed rows of the target's buffers.
 
-    A slice costs as much as the text is long; a mask as much as the buffers.
+    A slice costs as much as the text is long, a mask alone as much as the buffers.
     """
     model = ir.load(file)
     graph = model.graph

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from jetdraft.bundle import DRAFTER, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.draft_vocabulary import MOST_PADDING
-from jetdraft.checkpoints.heads.draft_module import DraftModule, rows_of
-from jetdraft.checkpoints.parameters import run_in
+from jetdraft.checkpoints.heads.draft_module import DraftModule, lm_head_rows
+from jetdraft.checkpoints.parameters import convert_while_running
 from jetdraft.checkpoints.tokenizer_reader import read_tokenizer
 from jetdraft.errors import CheckpointError, PairError, printable
 from jetdraft.quant.blocks import Blocks
@@ -24,7 +24,7 @@ from jetdraft.quant.calibration import Windows, own_attention
 from jetdraft.quant.weights import Quantization
 
 ASKED_TOKENS = 512
-"""Tokens of the text after which the target is asked what else it expects, about."""
+"""About how many tokens of the text the expected counts are summed over."""
 
 
 def frequent_tokens(
@@ -35,15 +35,15 @@ def frequent_tokens(
     Of equally frequent tokens, for example all that the text lacks, those count that
     the model expects most in the text.
     """
-    expected = _expected(model, windows)
+    expected = _expected_counts(model, windows)
     # Below 1, so that it decides only among equal counts.
     share = expected / (1 + expected.sum())
     score = torch.bincount(windows.tokens, minlength=len(share)) + share
     return score[:known].argsort(descending=True, stable=True)[:count].sort().values
 
 
-def _expected(model: Any, windows: Windows) -> Tensor:
-    """How often the model expects each token in the text, float64 [vocabulary]."""
+def _expected_counts(model: Any, windows: Windows) -> Tensor:
+    """Return how often the model expects each token in the text, float64 [vocab]."""
     rows = windows.ids[: max(1, ASKED_TOKENS // windows.scored)]
     expected = torch.zeros(model.get_output_embeddings().weight.shape[0]).double()
     with own_attention(model), torch.no_grad():
@@ -73,27 +73,27 @@ class CutHead:
     @classmethod
     def of(cls, checkpoint: Checkpoint, ids: Tensor, dtype: torch.dtype) -> CutHead:
         """Cut the LM head of the checkpoint's model, in place; it runs in `dtype`."""
-        model, whole = checkpoint.model, checkpoint.head
+        model, whole = checkpoint.model, checkpoint.lm_head_name
         weight = model.get_output_embeddings().weight
         table = model.get_input_embeddings().weight
         packed = checkpoint.packed
         blocks = dict(packed.blocks) if packed else {}
-        lm_head = rows_of(model.get_output_embeddings(), ids)
-        run_in(lm_head, dtype)
+        lm_head = lm_head_rows(model.get_output_embeddings(), ids)
+        convert_while_running(lm_head, dtype)
         model.set_output_embeddings(lm_head)
         if packed is not None and whole in blocks:
-            kept = blocks[whole].columns(ids.numpy())
+            kept = blocks[whole].select_columns(ids.numpy())
             forms = packed.forms
             packed = replace(
                 packed,
-                blocks={**blocks, checkpoint.head: kept},
-                forms={**forms, checkpoint.head: forms[whole]},
+                blocks={**blocks, checkpoint.lm_head_name: kept},
+                forms={**forms, checkpoint.lm_head_name: forms[whole]},
             )
-        embedding = checkpoint.names()[id(table)] if table is weight else None
+        embedding = checkpoint.weight_names()[id(table)] if table is weight else None
         return cls(replace(checkpoint, packed=packed), ids, embedding, whole, blocks)
 
     def quantization(self, plain: Quantization) -> Quantization:
-        """How the cut checkpoint is quantized, from how it would be without a cut."""
+        """Return how the cut checkpoint is quantized; `plain` is that without a cut."""
         if self.embedding is None:
             return plain
         lender = replace(plain, head=self.whole, packed=self.blocks)
@@ -103,9 +103,9 @@ class CutHead:
 def cut_head(head: DraftModule, ids: Tensor, dtype: torch.dtype) -> None:
     """Let a head that reads states choose among these tokens, in place."""
     heads = getattr(head, "lm_heads", None)
-    cuts = [rows_of(lm_head, ids) for lm_head in heads or [head.lm_head]]
+    cuts = [lm_head_rows(lm_head, ids) for lm_head in heads or [head.lm_head]]
     for lm_head in cuts:
-        run_in(lm_head, dtype)
+        convert_while_running(lm_head, dtype)
     if heads is None:
         head.lm_head = cuts[0]
     else:
@@ -114,7 +114,7 @@ def cut_head(head: DraftModule, ids: Tensor, dtype: torch.dtype) -> None:
 
 
 def write_vocabulary(folder: Path, ids: Tensor | None) -> str | None:
-    """Write a draft vocabulary into a bundle; gives the file's name."""
+    """Write a draft vocabulary into a bundle; return the name of its file, or None."""
     if ids is None:
         return None
     name = f"{DRAFTER}-vocabulary.npy"
@@ -122,8 +122,8 @@ def write_vocabulary(folder: Path, ids: Tensor | None) -> str | None:
     return name
 
 
-def compare_tokenizers(sources: Mapping[str, str]) -> None:
-    """Refuse a pair with two tokenizers before any weight is read, which takes long."""
+def check_tokenizers(sources: Mapping[str, str]) -> None:
+    """Raise `PairError` for a pair with two tokenizers, before any weight is read."""
     if DRAFTER not in sources:
         return
     pair = sources[TARGET], sources[DRAFTER]
@@ -131,7 +131,7 @@ def compare_tokenizers(sources: Mapping[str, str]) -> None:
         texts = [read_tokenizer(source) for source in pair]
     except CheckpointError:
         return  # loading says it in better words
-    _compare(*pair, *texts)
+    _check_equal_tokens(*pair, *texts)
 
 
 def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
@@ -139,7 +139,9 @@ def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
 
     Without both tokenizers, matrices of about as many rows must do.
     """
-    _compare(target.source, drafter.source, target.tokenizer, drafter.tokenizer)
+    _check_equal_tokens(
+        target.source, drafter.source, target.tokenizer, drafter.tokenizer
+    )
     rows = target.vocab_size, drafter.vocab_size
     known = target.tokenizer is not None and drafter.tokenizer is not None
     if not known and abs(rows[0] - rows[1]) > MOST_PADDING:
@@ -150,7 +152,9 @@ def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
         )
 
 
-def _compare(target: str, drafter: str, ours: str | None, theirs: str | None) -> None:
+def _check_equal_tokens(
+    target: str, drafter: str, ours: str | None, theirs: str | None
+) -> None:
     """Raise `PairError` unless each id that both tokenizers have is one token."""
     if ours is None or theirs is None:
         return

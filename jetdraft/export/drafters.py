@@ -24,7 +24,7 @@ from jetdraft.checkpoints.layers import Taps
 from jetdraft.checkpoints.silence import silenced
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError, OptionError, PairError
-from jetdraft.export.draft_step import draft_step, read_less
+from jetdraft.export.draft_step import make_draft_step, slice_target_buffers
 from jetdraft.export.draft_vocab import CutHead, write_vocabulary
 from jetdraft.export.export_options import DTYPES, ExportOptions
 from jetdraft.export.graphs import (
@@ -36,14 +36,19 @@ from jetdraft.export.graphs import (
 )
 from jetdraft.export.step import Step, kv_shapes
 from jetdraft.manifest import GraphEntry
-from jetdraft.quant.calibration import MOST_WINDOWS, WINDOW, Windows, second_moments
+from jetdraft.quant.calibration import (
+    MOST_WINDOWS,
+    WINDOW_TOKENS,
+    Windows,
+    second_moments,
+)
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import Recipe
 
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-def head_of(
+def load_draft_head(
     files: HeadFiles, target: Checkpoint, options: ExportOptions
 ) -> DraftModule:
     """The head in a folder or hub repository; raises a `JetdraftError`."""
@@ -61,8 +66,8 @@ def head_of(
     return head
 
 
-def taps_of(head: DraftModule) -> Taps | None:
-    """What a head reads of its target's states; None for a drafter without them."""
+def head_taps(head: DraftModule) -> Taps | None:
+    """Return what a head reads of its target's states; None if it reads none."""
     config, reads = head.config, head.reads
     if not reads.features:
         return None
@@ -70,44 +75,44 @@ def taps_of(head: DraftModule) -> Taps | None:
         return Taps(config.taps, config.feature_size, cut=config.taps[0])
     if not config.taps:
         return Taps((), config.feature_size)
-    return Taps(config.taps, config.feature_size, head.fuse, head.fusion())
+    return Taps(config.taps, config.feature_size, head.fuse, head.fusion_modules())
 
 
-def write_head(
+def write_head_graphs(
     target: Job,
     entry: GraphEntry,
     source: str,
     head: DraftModule,
     overlaps: Mapping[str, float],
 ) -> GraphEntry:
-    """Write a head's graphs; matrices of the target stay in the target's file.
+    """Write a head's graphs and return their entry; shared matrices stay the target's.
 
-    `target` and `entry` belong to the target, whose graphs are written already.
-    `overlaps` are the measures of the head's recipe.
+    `target` and `entry` are those of the target, whose graphs are written already.
+    `overlaps` are what the manifest says of the recipe's acceptance.
     """
     lender = target.folder / entry.file
-    job, own, step = head_job(target, entry.contract, source, head)
+    job, own, step = make_head_job(target, entry.contract, source, head)
     own = replace(own, quantization={**own.quantization, **overlaps})
     if own.contract.source_slots:
         own = write_encoder(job, own, job.quantization)
-        share_weights(job.beside("encoder"), target.beside("encoder"))
+        share_weights(job.graph_file("encoder"), target.graph_file("encoder"))
     own = write_chain(job, own, step)
     file = job.folder / own.file
     if own.contract.reads and target.options.provider_of(DRAFTER).name == "cpu":
-        read_less(file, own.contract)
+        slice_target_buffers(file, own.contract)
     share_weights(file, lender)
     # All rows of a draft's depth share a guess of a block.
     return own if own.contract.block else write_tree(job, own)
 
 
-def head_job(
+def make_head_job(
     target: Job, contract: StepContract, source: str, head: DraftModule
 ) -> tuple[Job, GraphEntry, Step]:
     """The job of a head, its entry, and its pass beside a target of that contract."""
     options = target.options
-    step = draft_step(head, contract, DTYPES[options.dtype_of(DRAFTER)])
+    step = make_draft_step(head, contract, DTYPES[options.dtype_of(DRAFTER)])
     checkpoint = Checkpoint(source, head, None, None, ())
-    names, recipe = checkpoint.names(), options.recipe_of(DRAFTER)
+    names, recipe = checkpoint.weight_names(), options.recipe_of(DRAFTER)
     borrowed = {
         names[id(weight)]: target.names[id(weight)]
         for weight in head.parameters()
@@ -127,7 +132,7 @@ def head_job(
     quantization = Quantization(
         recipe,
         "" if lm_head is None else names[id(lm_head.weight)],
-        options.flavour_made != CONTRIB,
+        options.effective_flavour != CONTRIB,
         borrowed=borrowed,
         lender=target.quantization,
     )
@@ -168,14 +173,14 @@ def head_arrays(bundle: Bundle, target: Checkpoint, head: DraftModule) -> Arrays
     entry = bundle.graphs[DRAFTER]
 
     def write(folder: Path) -> None:
-        contract, job = bundle.target.contract, _target_job(folder, bundle, target)
-        write_chain(*head_job(job, contract, entry.source, head))
+        contract, job = bundle.target.contract, _make_target_job(folder, bundle, target)
+        write_chain(*make_head_job(job, contract, entry.source, head))
 
     return changed_arrays(bundle, write)
 
 
-def _target_job(folder: Path, bundle: Bundle, target: Checkpoint) -> Job:
-    """As much of the target's job as its head needs."""
+def _make_target_job(folder: Path, bundle: Bundle, target: Checkpoint) -> Job:
+    """Return the parts of the target's job that the job of its head reads."""
     entry, packed = bundle.target, target.packed
     dtype = bundle.graphs[DRAFTER].contract.dtype
     # The form of borrowed matrices counts, and how their integers were found does not.
@@ -195,19 +200,19 @@ def _target_job(folder: Path, bundle: Bundle, target: Checkpoint) -> Job:
             dtype=next(name for name, long in DTYPES.items() if long == dtype),
         ),
         quantization=Quantization(
-            recipe, target.head, packed=packed.blocks if packed else {}
+            recipe, target.lm_head_name, packed=packed.blocks if packed else {}
         ),
-        names=target.names(),
+        names=target.weight_names(),
     )
 
 
 def changed_arrays(bundle: Bundle, write: Callable[[Path], None]) -> Arrays:
-    """What differs from the bundle's in the drafter's graph that `write` writes."""
+    """Write the drafter's graph with `write`; return the arrays that differ."""
     entry = bundle.graphs[DRAFTER]
     with TemporaryDirectory() as folder, silenced(logging.INFO):
         write(Path(folder))
         new = ir.load(Path(folder, entry.file))
-        return _changed(ir.load(bundle.path / entry.file), new)
+        return _differing_arrays(ir.load(bundle.path / entry.file), new)
 
 
 def check_swappable(bundle: Bundle) -> GraphEntry:
@@ -238,7 +243,7 @@ def check_trainable(bundle: Bundle, checkpoint: Checkpoint) -> None:
         contract.vocab_size,
         contract.kv_shapes,
     ):
-        raise _another(checkpoint.source)
+        raise _pair_error(checkpoint.source)
 
 
 def _write(folder: Path, bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> None:
@@ -253,10 +258,10 @@ def _write(folder: Path, bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -
         checkpoint = cut.checkpoint
     moments = {}
     if recipe.needs_moments:
-        length = min(WINDOW, len(text))
+        length = min(WINDOW_TOKENS, len(text))
         windows = text[: len(text) // length * length].reshape(-1, length)
         moments = second_moments(checkpoint.model, Windows(windows[:MOST_WINDOWS]))
-    quantization = Quantization(recipe, checkpoint.head, moments=moments)
+    quantization = Quantization(recipe, checkpoint.lm_head_name, moments=moments)
     job = Job(
         folder=folder,
         name=DRAFTER,
@@ -269,13 +274,13 @@ def _write(folder: Path, bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -
             flavour=bundle.flavour,
         ),
         quantization=cut.quantization(quantization) if cut else quantization,
-        names=checkpoint.names(),
+        names=checkpoint.weight_names(),
     )
     step = Step(checkpoint.model, contract, ids=cut.ids if cut else None)
     write_chain(job, replace(entry, contract=contract), step)
 
 
-def _changed(old: ir.Model, new: ir.Model) -> Arrays:
+def _differing_arrays(old: ir.Model, new: ir.Model) -> Arrays:
     """The arrays of the graph `new` that `old` does not have, but for the target's.
 
     onnxruntime replaces arrays in a weights file only, so no other array may differ.
@@ -288,7 +293,7 @@ def _changed(old: ir.Model, new: ir.Model) -> Arrays:
             continue
         array = tensor.numpy()
         if own is None or (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
-            raise _another(f"the array {name}")
+            raise _pair_error(f"the array {name}")
         if np.array_equal(array, own.numpy()):
             continue
         if not isinstance(own, ir.ExternalTensor):
@@ -305,7 +310,8 @@ def _tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
     return {n: v.const_value for n, v in values if v.const_value is not None}
 
 
-def _another(what: str) -> PairError:
+def _pair_error(what: str) -> PairError:
+    """Return the error for an array or a checkpoint of another form."""
     return PairError(
         f"{what} does not have the form of the bundle's drafter; give the checkpoint "
         "that was exported, or export the bundle again with this version"

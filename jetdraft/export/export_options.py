@@ -93,11 +93,11 @@ class ExportOptions:
 
     def _check_graph(self, name: str) -> None:
         provider, recipe = self.provider_of(name), self.recipe_of(name)
-        refusal = provider.refusal(self.flavour_made, DTYPES[self.dtype_of(name)])
+        refusal = provider.refusal(self.effective_flavour, DTYPES[self.dtype_of(name)])
         if refusal:
             raise OptionError(f"{provider.name} cannot run it: {refusal}")
         self.check_kernel(recipe, name)
-        if self.flavour_made != CONTRIB:
+        if self.effective_flavour != CONTRIB:
             recipe.check_standard()
         if recipe.kv and provider.name != "cpu":
             raise OptionError(
@@ -121,8 +121,8 @@ class ExportOptions:
         return provider_named(beside or self.provider)
 
     @property
-    def flavour_made(self) -> str:
-        """The flavour of all graphs."""
+    def effective_flavour(self) -> str:
+        """The flavour of all graphs: the option, or else that of the provider."""
         return self.flavour or provider_named(self.provider).flavour
 
     def dtype_of(self, name: str) -> str:
@@ -130,7 +130,7 @@ class ExportOptions:
         return self.dtype or self.provider_of(name).dtype
 
     def recipe_of(self, name: str) -> Recipe:
-        """The recipe of the graph of that name; a default while it is open."""
+        """Return the recipe of the graph of that name, or a default."""
         target = self.recipe or Recipe()
         if name == TARGET:
             return target

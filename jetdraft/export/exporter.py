@@ -32,7 +32,7 @@ from jetdraft.checkpoints.heads.head_reader import check_head
 from jetdraft.checkpoints.model_reader import check_exportable
 from jetdraft.checkpoints.prompts import PromptSettings
 from jetdraft.checkpoints.silence import silenced
-from jetdraft.checkpoints.source_attention import relative_table
+from jetdraft.checkpoints.source_attention import relative_bias_module
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import printable
 from jetdraft.export.checks import (
@@ -44,21 +44,21 @@ from jetdraft.export.checks import (
 from jetdraft.export.draft_acceptance import with_acceptance
 from jetdraft.export.draft_vocab import (
     CutHead,
+    check_tokenizers,
     check_tokens,
-    compare_tokenizers,
     cut_head,
     write_vocabulary,
 )
-from jetdraft.export.drafters import head_of, taps_of, write_head
+from jetdraft.export.drafters import head_taps, load_draft_head, write_head_graphs
 from jetdraft.export.export_options import DTYPES, ExportOptions
 from jetdraft.export.graphs import Job, Progress, write_graphs
-from jetdraft.export.kv import cache_scales
+from jetdraft.export.kv import measure_cache_scales
 from jetdraft.export.measures import Measures
 from jetdraft.export.seams import (
     check_seams,
     check_source_seams,
-    settled_options,
-    source_shapes,
+    settle_source_options,
+    source_kv_shapes,
     warn_of_length,
 )
 from jetdraft.export.source_step import source_sizes
@@ -95,27 +95,29 @@ def export(
     files = None if head is None else HeadFiles.read(head)
     if files is not None:
         check_head(files, target)
-    checkpoints = _load(sources, options, report)
-    options = settled_options(checkpoints[TARGET], options)
-    reader = None if files is None else head_of(files, checkpoints[TARGET], options)
+    checkpoints = _load_checkpoints(sources, options, report)
+    options = settle_source_options(checkpoints[TARGET], options)
+    reader = (
+        None if files is None else load_draft_head(files, checkpoints[TARGET], options)
+    )
     check_draft_vocabulary(options, checkpoints, reader)
     if reader is not None:
-        checkpoints[TARGET] = replace(checkpoints[TARGET], taps=taps_of(reader))
-    contracts = _check(checkpoints, options)
+        checkpoints[TARGET] = replace(checkpoints[TARGET], taps=head_taps(reader))
+    contracts = _check_and_contract(checkpoints, options)
     for line in checkpoints[TARGET].passed_over:
         warnings.warn(f"passed over: {line}", stacklevel=3)
     learning = reader if reader is not None and reader.reads.learns else None
     measures = Measures(checkpoints, contracts, options, report, learning)
-    cut = _cut(measures, reader)
-    options = measures.settled()
+    cut = _cut_drafter(measures, reader)
+    options = measures.settle_recipes()
     with writing(output) as folder:
-        jobs = {n: _job(folder, n, measures, cut) for n in measures.checkpoints}
+        jobs = {n: _make_job(folder, n, measures, cut) for n in measures.checkpoints}
         graphs = {n: write_graphs(job, entry) for n, (job, entry) in jobs.items()}
         if head is not None and reader is not None:
-            graphs[DRAFTER] = write_head(
+            graphs[DRAFTER] = write_head_graphs(
                 jobs[TARGET][0], graphs[TARGET], head, reader, measures.overlaps
             )
-        bundle = _bundle(folder, graphs, checkpoints[TARGET], options)
+        bundle = _make_bundle(folder, graphs, checkpoints[TARGET], options)
         _write_texts(folder, checkpoints[TARGET])
         _write_similarity(folder, checkpoints[TARGET].model)
         bundle.save()
@@ -127,12 +129,13 @@ def export(
     return Bundle.open(output)
 
 
-def _bundle(
+def _make_bundle(
     folder: Path,
     graphs: dict[str, GraphEntry],
     target: Checkpoint,
     options: ExportOptions,
 ) -> Bundle:
+    """Return the bundle of the graphs in a folder; nothing is written."""
     tools = ("jetdraft", "torch", "transformers", "optimum", "onnx", "onnxruntime")
     versions = {}
     for tool in tools:
@@ -143,7 +146,7 @@ def _bundle(
         graphs=graphs,
         eos_token_ids=target.eos_token_ids,
         provider=options.provider,
-        flavour=options.flavour_made,
+        flavour=options.effective_flavour,
         drafter_provider=options.drafter_provider,
         generation=target.generation,
         passed_over=target.passed_over,
@@ -154,7 +157,7 @@ def _bundle(
     )
 
 
-def _cut(measures: Measures, reader: DraftModule | None) -> CutHead | None:
+def _cut_drafter(measures: Measures, reader: DraftModule | None) -> CutHead | None:
     """Cut the LM head of the drafter, if the options or its training say so.
 
     Gives the checkpoint that was cut; a head that reads states is cut in place.
@@ -176,13 +179,13 @@ def _cut(measures: Measures, reader: DraftModule | None) -> CutHead | None:
     return cut
 
 
-def _load(
+def _load_checkpoints(
     sources: Mapping[str, str], options: ExportOptions, report: Progress
 ) -> dict[str, Checkpoint]:
     """The checkpoints by their names in the bundle."""
     for source in sources.values():
         check_exportable(source)
-    compare_tokenizers(sources)
+    check_tokenizers(sources)
     checkpoints: dict[str, Checkpoint] = {}
     for number, (name, source) in enumerate(sources.items()):
         report("load", number, len(sources))
@@ -202,14 +205,14 @@ def _load(
     return checkpoints
 
 
-def _check(
+def _check_and_contract(
     checkpoints: Mapping[str, Checkpoint], options: ExportOptions
 ) -> dict[str, StepContract]:
-    """Check the checkpoints, alone and as a pair; gives their graphs' contracts."""
+    """Check the checkpoints, alone and as a pair; return their contracts."""
     for name, checkpoint in checkpoints.items():
         check_checkpoint(name, checkpoint, options)
     contracts = {
-        name: _contract(name, checkpoint, options)
+        name: _make_contract(name, checkpoint, options)
         for name, checkpoint in checkpoints.items()
     }
     for name, checkpoint in checkpoints.items():
@@ -221,11 +224,12 @@ def _check(
     return contracts
 
 
-def _contract(
+def _make_contract(
     name: str, checkpoint: Checkpoint, options: ExportOptions
 ) -> StepContract:
+    """Return the contract of a checkpoint's graph."""
     model, probes = checkpoint.model, checkpoint.streams
-    shapes = source_shapes if checkpoint.reads_source else kv_shapes
+    shapes = source_kv_shapes if checkpoint.reads_source else kv_shapes
     own_ids = checkpoint.draft_ids
     draft_vocab = (options.draft_vocab or 0) if own_ids is None else len(own_ids)
     contract = StepContract(
@@ -252,7 +256,7 @@ def _contract(
             contract,
             source_slots=slots or contract.capacity,
             source_bins=bins,
-            relative_positions=relative_table(model) is not None,
+            relative_positions=relative_bias_module(model) is not None,
             spare_slots=0,
         )
     return contract
@@ -267,18 +271,18 @@ def _attends_as_two(name: str, checkpoint: Checkpoint, options: ExportOptions) -
     return (
         name == TARGET
         and options.provider_of(name).name == "cpu"
-        and options.flavour_made == CONTRIB
+        and options.effective_flavour == CONTRIB
         and options.dtype_of(name) == "fp32"
         and checkpoint.streams is None
     )
 
 
-def _job(
+def _make_job(
     folder: Path, name: str, measures: Measures, cut: CutHead | None
 ) -> tuple[Job, GraphEntry]:
-    """The job of one model and its entry; measures what its recipe needs.
+    """Return the job of one model and its entry; measure what its recipe needs.
 
-    No graph is written yet, since its passes hook into the model's layers.
+    This comes before any graph is written, since tracing hooks into the layers.
     """
     checkpoint, options = measures.checkpoints[name], measures.options
     contract, recipe = measures.contracts[name], options.recipe_of(name)
@@ -289,7 +293,7 @@ def _job(
         file=f"{name}.onnx",
         contract=contract,
         quantization=recipe.to_json()
-        | _kept(checkpoint)
+        | _describe_packed(checkpoint)
         | ({"kl": kl} if kl is not None else {})
         | (measures.overlaps if name == DRAFTER else {}),
         source=printable(checkpoint.source, 1000),
@@ -298,15 +302,17 @@ def _job(
     )
     quantization = Quantization(
         recipe,
-        checkpoint.head,
-        options.flavour_made != CONTRIB,
+        checkpoint.lm_head_name,
+        options.effective_flavour != CONTRIB,
         measures.moments(name),
         packed.blocks if packed else {},
     )
     scales: list[Floats] = []
     if recipe.kv_bits:
         windows = measures.windows
-        scales = cache_scales(checkpoint.model, contract, windows, recipe.kv_bits)
+        scales = measure_cache_scales(
+            checkpoint.model, contract, windows, recipe.kv_bits
+        )
     job = Job(
         folder=folder,
         name=name,
@@ -315,7 +321,7 @@ def _job(
         quantization=quantization
         if cut is None or ids is None
         else cut.quantization(quantization),
-        names=checkpoint.names(),
+        names=checkpoint.weight_names(),
         report=measures.report,
         scales=scales,
         ids=ids,
@@ -323,7 +329,7 @@ def _job(
     return job, entry
 
 
-def _kept(checkpoint: Checkpoint) -> dict[str, Any]:
+def _describe_packed(checkpoint: Checkpoint) -> dict[str, Any]:
     """What a bundle says of a checkpoint's integers; empty for a checkpoint of floats.
 
     `kept` counts the matrices by their forms, `others` all other matrices.
@@ -331,13 +337,14 @@ def _kept(checkpoint: Checkpoint) -> dict[str, Any]:
     packed = checkpoint.packed
     if packed is None:
         return {}
-    matrices = checkpoint.matrices()
+    matrices = checkpoint.matrix_names()
     kept = Counter(packed.forms[name] for name in packed.blocks if name in matrices)
     others = len(matrices - packed.blocks.keys())
     return {"packed": packed.method, "kept": dict(kept), "others": others}
 
 
 def _write_texts(folder: Path, target: Checkpoint) -> None:
+    """Write the tokenizer and the chat template of the target into the folder."""
     texts = {TOKENIZER: target.tokenizer, CHAT_TEMPLATE: target.chat_template}
     for name, text in texts.items():
         if isinstance(text, str):
@@ -346,6 +353,7 @@ def _write_texts(folder: Path, target: Checkpoint) -> None:
 
 _SIMILARITY_SIZE = 64
 _SEED = 20_11_21
+"""The width of a projected embedding, and the seed of the projection."""
 
 
 def _write_similarity(folder: Path, model: Any) -> None:

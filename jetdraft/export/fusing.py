@@ -28,9 +28,9 @@ from jetdraft.quant.edits import (
     CONTRIB_DOMAIN,
     PARAMETER,
     Maker,
-    derived,
+    add_derived,
     producer,
-    substitute,
+    replace_values,
 )
 
 
@@ -67,7 +67,7 @@ def fuse(
 
 
 def split_gemms(graph: ir.Graph) -> None:
-    """Gemm with a constant matrix becomes MatMul and Add, which can be quantized."""
+    """Replace Gemm of a constant matrix by MatMul and Add, to be quantized."""
     for node in list(graph):
         is_product = (
             node.op_type == "Gemm"
@@ -84,12 +84,12 @@ def split_gemms(graph: ir.Graph) -> None:
             result.dtype = node.outputs[0].dtype or ir.DataType.FLOAT
             if len(node.inputs) == 3 and node.inputs[2] is not None:
                 result = make("Add", result, node.inputs[2])
-            substitute(node.outputs, [result])
+            replace_values(node.outputs, [result])
             graph.remove(node, safe=True)
 
 
 def merge_projections(graph: ir.Graph, forms: Mapping[str, object]) -> None:
-    """MatMuls of one input with constant matrices become one MatMul and a Split."""
+    """Merge MatMuls with constant matrices and one input into a MatMul and a Split."""
     groups: dict[tuple[ir.Value, object], list[ir.Node]] = {}
     for node in graph:
         if node.op_type == "MatMul" and _is_matrix(node.inputs[1]):
@@ -99,12 +99,13 @@ def merge_projections(graph: ir.Graph, forms: Mapping[str, object]) -> None:
             form = forms.get(matrix.metadata_props.get(PARAMETER, ""))
             groups.setdefault((source, form), []).append(node)
     for (source, _), nodes in groups.items():
-        biases = [_bias_after(node) for node in nodes]
+        biases = [_find_bias_add(node) for node in nodes]
         if len(nodes) > 1 and len({bias is None for bias in biases}) == 1:
-            _merge(graph, source, nodes, [bias for bias in biases if bias])
+            _merge_products(graph, source, nodes, [bias for bias in biases if bias])
 
 
 def _is_matrix(value: ir.Value | None) -> bool:
+    """Whether a value is a constant matrix."""
     return (
         value is not None
         and value.const_value is not None
@@ -112,7 +113,7 @@ def _is_matrix(value: ir.Value | None) -> bool:
     )
 
 
-def _bias_after(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
+def _find_bias_add(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
     """The Add of a constant vector, if nothing else reads the MatMul's output."""
     consumers = list(node.outputs[0].consumers())
     if len(consumers) != 1 or consumers[0].op_type != "Add":
@@ -125,7 +126,7 @@ def _bias_after(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
     return None
 
 
-def _merge(
+def _merge_products(
     graph: ir.Graph,
     source: ir.Value,
     nodes: list[ir.Node],
@@ -135,19 +136,25 @@ def _merge(
     weights = [node.inputs[1] for node in nodes]
     sizes = [weight.shape[1] for weight in weights if weight and weight.shape]
     name = f"{nodes[0].outputs[0].name}.merged"
-    matrix = _joined(graph, [w for w in weights if w], f"{name}.weight", axis=1)
+    matrix = _concatenate_constants(
+        graph, [w for w in weights if w], f"{name}.weight", axis=1
+    )
     make = Maker(graph, nodes[0])
     result = make("MatMul", source, matrix)
     if biases:
-        vector = _joined(graph, [value for _, value in biases], f"{name}.bias", axis=0)
+        vector = _concatenate_constants(
+            graph, [value for _, value in biases], f"{name}.bias", axis=0
+        )
         result = make("Add", result, vector)
     lengths = make.constant(f"{name}.sizes", sizes)
     parts = make.several("Split", len(nodes), result, lengths, axis=-1)
     last = [add for add, _ in biases] or nodes
-    substitute([node.outputs[0] for node in last], parts)
+    replace_values([node.outputs[0] for node in last], parts)
 
 
-def _joined(graph: ir.Graph, values: list[ir.Value], name: str, axis: int) -> ir.Value:
+def _concatenate_constants(
+    graph: ir.Graph, values: list[ir.Value], name: str, axis: int
+) -> ir.Value:
     """One constant that joins `values` along an axis; they stay in the graph."""
     sizes = [[int(n) for n in value.shape or ()] for value in values]  # type: ignore
     shape = [*sizes[0]]
@@ -156,11 +163,11 @@ def _joined(graph: ir.Graph, values: list[ir.Value], name: str, axis: int) -> ir
     def join(*arrays: np.ndarray) -> np.ndarray:
         return np.concatenate(arrays, axis=axis)
 
-    return derived(graph, name, values, join, shape)
+    return add_derived(graph, name, values, join, shape)
 
 
 def pack_projections(attention: ir.Node) -> None:
-    """Let attention read query, key and value packed, if one Split makes all three."""
+    """Make attention read packed query, key and value, if one Split makes all three."""
     splits = [producer(value, "Split") for value in attention.inputs[:3]]
     split = splits[0]
     if split is None or any(other is not split for other in splits):
@@ -193,17 +200,17 @@ def fuse_norms(graph: ir.Graph) -> None:
             zero = make.constant("no_skip", [0], dtype.numpy())
             fused = _skip_norm(norm, value, make("Mul", value, zero))
             make.add(fused)
-            substitute([norm.outputs[0]], [fused.outputs[0]])
+            replace_values([norm.outputs[0]], [fused.outputs[0]])
         elif add is not None and _same_shape(*add.inputs):
             fused = _skip_norm(norm, *add.inputs)
             graph.insert_before(norm, fused)
-            substitute(
+            replace_values(
                 [norm.outputs[0], add.outputs[0]], [fused.outputs[0], fused.outputs[3]]
             )
 
 
 def _skip_norm(norm: ir.Node, *added: ir.Value | None) -> ir.Node:
-    """A node that adds two values and norms the sum; its output 3 is the sum."""
+    """Return a node that adds two values and norms the sum; its output 3 is the sum."""
     fused = ir.node(
         "SkipSimplifiedLayerNormalization",
         [*added, norm.inputs[1]],
@@ -227,7 +234,7 @@ def _same_shape(one: ir.Value | None, other: ir.Value | None) -> bool:
 
 
 def drop_identity_reshapes(graph: ir.Graph) -> None:
-    """Merge each chain of Reshape into one; drop it if it does not change the shape."""
+    """Merge chains of Reshape, and drop those that keep the shape, in place."""
     for node in list(graph):
         if node.op_type != "Reshape":
             continue
@@ -258,19 +265,19 @@ def same_rows(shape: ir.Shape | None, other: ir.Shape | None) -> bool:
 # --- gathers --------------------------------------------------------------------------
 
 
-def plain_gathers(graph: ir.Graph) -> None:
+def replace_gather_nd(graph: ir.Graph) -> None:
     """Replace each GatherND whose indices have one number each, in place.
 
     CUDA's GatherND takes no int32, and copies a size from the host that a captured
     graph would read again later. Gather takes every type and copies nothing.
     """
     for node in list(graph):
-        chosen = _chosen(node)
+        chosen = _first_axis_indices(node)
         if chosen is None:
             continue
         axis, data, replaced = 0, node.inputs[0], node
         turned = producer(data, "Transpose")
-        back = _only_reader(node, "Transpose")
+        back = _single_reader(node, "Transpose")
         if turned is not None and back is not None and len(chosen.shape or ()) == 1:
             perm, inverse = (
                 [int(i) for i in each.attributes["perm"].as_ints()]
@@ -279,11 +286,11 @@ def plain_gathers(graph: ir.Graph) -> None:
             if np.argsort(perm).tolist() == inverse:
                 axis, data, replaced = perm[0], turned.inputs[0], back
         gathered = Maker(graph, replaced)("Gather", data, chosen, axis=axis)
-        substitute(replaced.outputs, [gathered])
+        replace_values(replaced.outputs, [gathered])
 
 
-def _chosen(node: ir.Node) -> ir.Value | None:
-    """The indices along the first axis, if a node is GatherND over that axis alone."""
+def _first_axis_indices(node: ir.Node) -> ir.Value | None:
+    """Return the indices of a GatherND over the first axis alone; None for others."""
     if node.op_type != "GatherND" or node.attributes.get_int("batch_dims", 0) != 0:
         return None
     column = producer(node.inputs[1], "Unsqueeze")
@@ -296,8 +303,8 @@ def _chosen(node: ir.Node) -> ir.Value | None:
     return chosen if last else None
 
 
-def _only_reader(node: ir.Node, op_type: str) -> ir.Node | None:
-    """The node that alone reads the first output of `node`, if it has that type."""
+def _single_reader(node: ir.Node, op_type: str) -> ir.Node | None:
+    """Return the one node that reads the first output of `node`, if of that type."""
     output = node.outputs[0]
     readers = [use.node for use in output.uses()]
     if output.is_graph_output() or len(readers) != 1 or readers[0].op_type != op_type:

@@ -19,23 +19,23 @@ from torch import Tensor
 
 from jetdraft.bundle import SCATTERED, STREAMS, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.parameters import keep_weights
-from jetdraft.checkpoints.streams import Streamed
+from jetdraft.checkpoints.parameters import make_inputs_constant
+from jetdraft.checkpoints.streams import StreamedModel
 from jetdraft.contracts.split_contract import SCORES, SplitContract
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import has_windows
 from jetdraft.export.export_options import ExportOptions
-from jetdraft.export.fusing import fuse, plain_gathers
-from jetdraft.export.halves import ExitStep, drop_extras, split
+from jetdraft.export.fusing import fuse, replace_gather_nd
+from jetdraft.export.halves import ExitStep, drop_extras, split_graph
 from jetdraft.export.kv import quantize_cache
-from jetdraft.export.probe_step import ProbeStep, StreamStep, write_task
-from jetdraft.export.select_graph import select_graph
+from jetdraft.export.probe_step import ProbeStep, StreamStep, write_probe_weights
+from jetdraft.export.select_graph import add_selection
 from jetdraft.export.source_step import EncoderStep, SourceStep
 from jetdraft.export.standard import standardize
 from jetdraft.export.step import CUT, Step
 from jetdraft.export.tracer import trace
-from jetdraft.export.tree import compaction_graph, tree_graph
+from jetdraft.export.tree import make_compaction_graph, make_tree_graph
 from jetdraft.manifest import GraphEntry, Halves
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.weights import Quantization
@@ -63,13 +63,13 @@ class Job:
     scales: list[Floats] = field(default_factory=list)
     ids: Tensor | None = None
 
-    def beside(self, kind: str) -> Path:
-        """The file of another graph of this model, for example kind "tree"."""
+    def graph_file(self, kind: str) -> Path:
+        """Return the file of another graph of this model, for example "tree"."""
         return self.folder / f"{self.name}-{kind}.onnx"
 
 
 def write_graphs(job: Job, entry: GraphEntry) -> GraphEntry:
-    """Write all graphs of one model; returns its entry in the manifest with them."""
+    """Write all graphs of one model; return its manifest entry with their files."""
     if job.checkpoint.reads_source:
         head = job.quantization.head
         # An embedding that is tied to the LM head has the head's integers.
@@ -78,17 +78,17 @@ def write_graphs(job: Job, entry: GraphEntry) -> GraphEntry:
         )
         entry = write_encoder(job, entry, tied)
     if job.checkpoint.streams is not None:
-        step, entry = _with_probes(job, entry)
+        step, entry = _add_probes(job, entry)
     else:
-        step = _plain_step(job, entry.contract)
+        step = _make_plain_step(job, entry.contract)
     entry = write_chain(job, entry, step)
     entry = _write_halves(job, entry, step)
     entry = write_tree(job, entry)
     return _write_selection(job, entry)
 
 
-def _plain_step(job: Job, contract: StepContract) -> Step:
-    """The pass of a model without probes."""
+def _make_plain_step(job: Job, contract: StepContract) -> Step:
+    """Return the step module of a model without probes."""
     model, taps = job.checkpoint.model, job.checkpoint.taps
     if job.checkpoint.reads_source:
         return SourceStep(model, contract)
@@ -98,14 +98,14 @@ def _plain_step(job: Job, contract: StepContract) -> Step:
     return Step(model, contract, cut=above, ids=job.ids, taps=taps)
 
 
-def _with_probes(job: Job, entry: GraphEntry) -> tuple[Step, GraphEntry]:
-    """The pass of a model with probes, whose weights are written too."""
+def _add_probes(job: Job, entry: GraphEntry) -> tuple[Step, GraphEntry]:
+    """Add the probes to the model and write their weights; return step and entry."""
     assert job.checkpoint.streams is not None
-    probed = job.checkpoint.with_streams(job.options.adapter_scale)
-    write_task(job.folder / STREAMS, probed, entry.contract.dtype)
+    probed = job.checkpoint.add_probes(job.options.adapter_scale)
+    write_probe_weights(job.folder / STREAMS, probed, entry.contract.dtype)
     settings = job.checkpoint.streams.to_json()
     entry = replace(entry, streams={**settings, "base": probed.base})
-    if isinstance(probed, Streamed):
+    if isinstance(probed, StreamedModel):
         return StreamStep(probed, entry.contract), entry
     return ProbeStep(probed, entry.contract), entry
 
@@ -118,9 +118,9 @@ def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
     stage = f"trace {job.name}"
     job.report(stage, 0, 1)
     model = trace(step, job.names)
-    plain_gathers(model.graph)
+    replace_gather_nd(model.graph)
     if job.quantization.standard:
-        standardize(model, job.options.flavour_made == SCATTERED)
+        standardize(model, job.options.effective_flavour == SCATTERED)
     else:
         forms = {name: kept.form for name, kept in job.quantization.packed.items()}
         beside = job.options.provider_of(job.name).name == "webgpu"
@@ -132,7 +132,7 @@ def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
         bits = job.quantization.recipe.kv_bits
         contract = quantize_cache(model, entry.contract, job.scales, bits)
         entry = replace(entry, contract=contract)
-    keep_weights(model, step.task, {})
+    make_inputs_constant(model, step.unquantized_weights, {})
     _save_with_weights(model, job.folder / entry.file)
     return entry
 
@@ -141,7 +141,7 @@ def write_encoder(
     job: Job, entry: GraphEntry, quantization: Quantization
 ) -> GraphEntry:
     """Write the graph of an encoder in that quantization."""
-    file = job.beside("encoder")
+    file = job.graph_file("encoder")
     stage = f"trace {job.name}'s encoder"
     job.report(stage, 0, 1)
     model = trace(EncoderStep(job.checkpoint.model, entry.contract), job.names)
@@ -152,6 +152,7 @@ def write_encoder(
 
 
 def _save_with_weights(model: ir.Model, file: Path) -> None:
+    """Save a graph with its weights in a file beside it, without stack traces."""
     for node in model.graph:
         node.metadata_props.clear()  # drops stack traces with this machine's paths
     ir.save(model, file, external_data=f"{file.name}.data")
@@ -164,7 +165,7 @@ def _write_halves(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
     """Write both halves, if a layer lies below the cut; the chain loses its extras."""
     chain = job.folder / entry.file
     if 0 < step.cut < len(entry.contract.kv_shapes):
-        halves = _write_exit(job, entry, _split(job, entry, step))
+        halves = _write_exit(job, entry, _write_split(job, entry, step))
         entry = replace(entry, halves=halves)
     if step.extra_outputs:
         model = ir.load(chain)
@@ -173,7 +174,7 @@ def _write_halves(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
     return entry
 
 
-def _split(job: Job, entry: GraphEntry, step: Step) -> Halves:
+def _write_split(job: Job, entry: GraphEntry, step: Step) -> Halves:
     """Write both halves and their compactions; gives their entry in the manifest."""
     model = ir.load(job.folder / entry.file)
     if has_windows(model.graph):
@@ -184,10 +185,10 @@ def _split(job: Job, entry: GraphEntry, step: Step) -> Halves:
     hidden = next(value for value in model.graph.outputs if value.name == CUT)
     assert hidden.shape is not None
     halves = Halves(
-        lower=job.beside("lower").name,
-        upper=job.beside("upper").name,
-        lower_compaction=job.beside("lower-compaction").name,
-        upper_compaction=job.beside("upper-compaction").name,
+        lower=job.graph_file("lower").name,
+        upper=job.graph_file("upper").name,
+        lower_compaction=job.graph_file("lower-compaction").name,
+        upper_compaction=job.graph_file("upper-compaction").name,
         layers=step.cut,
         hidden_size=int(hidden.shape[2]),  # type: ignore[arg-type]  # never symbolic
         scores=SCORES.name in step.extra_outputs,
@@ -198,12 +199,12 @@ def _split(job: Job, entry: GraphEntry, step: Step) -> Halves:
         halves.hidden_size,
         halves.scores,
     )
-    lower, upper = split(model, contract)
+    lower, upper = split_graph(model, contract)
     for graph, name in (
         (lower, halves.lower),
         (upper, halves.upper),
-        (compaction_graph(contract.lower), halves.lower_compaction),
-        (compaction_graph(contract.upper), halves.upper_compaction),
+        (make_compaction_graph(contract.lower), halves.lower_compaction),
+        (make_compaction_graph(contract.upper), halves.upper_compaction),
     ):
         ir.save(graph, job.folder / name)
     return halves
@@ -213,7 +214,7 @@ def _write_exit(job: Job, entry: GraphEntry, halves: Halves) -> Halves:
     """Write the graph that takes the place of the upper half; add it to `halves`."""
     if job.name != TARGET or job.options.exit_layer is None:
         return halves
-    file = job.beside("exit")
+    file = job.graph_file("exit")
     whole = replace(entry.contract, kv_bits=0, tree=True)
     cut = SplitContract.of(whole, halves.layers, halves.hidden_size)
     below, contract = len(cut.lower.kv_shapes), replace(cut.upper, tree=False)
@@ -232,13 +233,13 @@ def _write_exit(job: Job, entry: GraphEntry, halves: Halves) -> Halves:
 def write_tree(job: Job, entry: GraphEntry) -> GraphEntry:
     """Write the graph for branching drafts, where there is one, and its compaction."""
     chain = ir.load(job.folder / entry.file)
-    model = tree_graph(chain, entry.contract, job.checkpoint.source)
+    model = make_tree_graph(chain, entry.contract, job.checkpoint.source)
     if model is None:
         return entry
-    tree, compaction = job.beside("tree"), job.beside("compaction")
+    tree, compaction = job.graph_file("tree"), job.graph_file("compaction")
     ir.save(model, tree)
     scattered = job.options.provider_of(job.name).name == "webgpu"
-    ir.save(compaction_graph(entry.contract, scattered), compaction)
+    ir.save(make_compaction_graph(entry.contract, scattered), compaction)
     return replace(entry, tree_file=tree.name, compaction_file=compaction.name)
 
 
@@ -248,8 +249,8 @@ def _write_selection(job: Job, entry: GraphEntry) -> GraphEntry:
     if rows is None or job.name != TARGET:
         return entry
     model = ir.load(job.folder / (entry.tree_file or entry.file))
-    model, selection = select_graph(model, entry.contract, job.checkpoint, rows)
-    file = job.beside("select")
+    model, selection = add_selection(model, entry.contract, job.checkpoint, rows)
+    file = job.graph_file("select")
     ir.save(model, file)
     return replace(entry, select_file=file.name, selection=selection)
 
@@ -267,53 +268,55 @@ def share_weights(file: Path, other: Path) -> None:
     """
     model = onnx.load(file, load_external_data=False)
     theirs = {
-        _digest(other.parent, tensor): tensor
-        for tensor in _external(onnx.load(other, load_external_data=False))
+        _tensor_digest(other.parent, tensor): tensor
+        for tensor in _external_tensors(onnx.load(other, load_external_data=False))
     }
-    tensors = _external(model)
+    tensors = _external_tensors(model)
     if not tensors:
         return
-    weights = file.parent / _place(tensors[0])["location"]
+    weights = file.parent / _stored_place(tensors[0])["location"]
     kept = weights.with_suffix(".kept")
     with kept.open("wb") as written:
         for tensor in tensors:
-            twin = theirs.get(_digest(file.parent, tensor))
+            twin = theirs.get(_tensor_digest(file.parent, tensor))
             if twin is not None:
-                _set_place(tensor, _place(twin))
+                _set_stored_place(tensor, _stored_place(twin))
                 continue
-            place = _place(tensor)
+            place = _stored_place(tensor)
             step = _PAGE if int(place["length"]) >= _LARGE else 64
             written.write(bytes(-written.tell() % step))
             moved = {**place, "offset": str(written.tell())}
-            written.write(_bytes(file.parent, place))
-            _set_place(tensor, moved)
+            written.write(_read_bytes(file.parent, place))
+            _set_stored_place(tensor, moved)
     kept.replace(weights)
     onnx.save(model, file)
 
 
-def _external(model: onnx.ModelProto) -> list[onnx.TensorProto]:
-    """The tensors that lie in another file."""
+def _external_tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
+    """Return the tensors of a graph that are stored in another file."""
     return [t for t in model.graph.initializer if t.external_data]
 
 
-def _place(tensor: onnx.TensorProto) -> dict[str, str]:
+def _stored_place(tensor: onnx.TensorProto) -> dict[str, str]:
+    """Return where a tensor is stored: location, offset and length."""
     return {entry.key: entry.value for entry in tensor.external_data}
 
 
-def _set_place(tensor: onnx.TensorProto, place: dict[str, str]) -> None:
+def _set_stored_place(tensor: onnx.TensorProto, place: dict[str, str]) -> None:
+    """Set where a tensor is stored, in place."""
     del tensor.external_data[:]
     for key in ("location", "offset", "length"):
         tensor.external_data.add(key=key, value=place[key])
 
 
-def _digest(folder: Path, tensor: onnx.TensorProto) -> tuple[object, ...]:
-    """What is equal for tensors that can be one."""
-    digest = hashlib.sha256(_bytes(folder, _place(tensor)))
+def _tensor_digest(folder: Path, tensor: onnx.TensorProto) -> tuple[object, ...]:
+    """Return a value that is equal for tensors of equal type, shape and bytes."""
+    digest = hashlib.sha256(_read_bytes(folder, _stored_place(tensor)))
     return tensor.data_type, tuple(tensor.dims), digest.digest()
 
 
-def _bytes(folder: Path, place: dict[str, str]) -> bytes:
-    """The bytes of a tensor."""
+def _read_bytes(folder: Path, place: dict[str, str]) -> bytes:
+    """Read the bytes of a tensor from its file."""
     with (folder / place["location"]).open("rb") as weights:
         weights.seek(int(place["offset"]))
         return weights.read(int(place["length"]))

@@ -21,25 +21,27 @@ from jetdraft.checkpoints.attention import attending
 from jetdraft.checkpoints.layers import decoder_layers, final_norm
 from jetdraft.contracts.split_contract import PARENTS, SplitContract
 from jetdraft.contracts.tensors import TensorSpec
-from jetdraft.export.attentions import add_bias, widened
-from jetdraft.export.step import CUT, Specs, Step, presents, state_of, zeros
-from jetdraft.quant.edits import Maker, substitute
+from jetdraft.export.attentions import add_bias, add_mask_bias
+from jetdraft.export.step import CUT, Specs, Step, make_state, present_buffers, zeros
+from jetdraft.quant.edits import Maker, replace_values
 
 _ROWS_MASK = "rows_mask"
 
 
-def split(model: ir.Model, contract: SplitContract) -> tuple[ir.Model, ir.Model]:
-    """The lower and the upper half of a traced graph; both verify branching drafts."""
+def split_graph(model: ir.Model, contract: SplitContract) -> tuple[ir.Model, ir.Model]:
+    """Split a traced graph into both halves, which verify branching drafts too."""
     graph = model.graph
     # With probes, the layers above the cut have a bias for rows and probes already.
-    add_bias(graph, widened(graph, replace(contract.lower, streams=0), _ROWS_MASK))
+    add_bias(
+        graph, add_mask_bias(graph, replace(contract.lower, streams=0), _ROWS_MASK)
+    )
     traced = {"hidden": CUT, "draft_mask": _ROWS_MASK}
-    lower = _part(model, contract.lower_inputs, contract.lower_outputs, traced)
+    lower = _extract_part(model, contract.lower_inputs, contract.lower_outputs, traced)
     # The upper half does not get these inputs, so it counts its rows by positions.
     tokens, positions = graph.inputs[:2]
-    _count_by(graph, tokens, 1, positions)
+    _count_rows_by(graph, tokens, 1, positions)
     for parents in (value for value in graph.inputs if value.name == PARENTS.name):
-        _count_by(graph, parents, 0, positions)
+        _count_rows_by(graph, parents, 0, positions)
     if contract.whole.streams:
         del traced["draft_mask"]
     below = len(contract.lower.kv_shapes)
@@ -49,7 +51,9 @@ def split(model: ir.Model, contract: SplitContract) -> tuple[ir.Model, ir.Model]
         for spec in contract.upper.buffers(side)
         for kind, _, layer in [spec.name.partition(".")]
     }
-    return lower, _part(model, contract.upper_inputs, contract.upper.outputs, traced)
+    return lower, _extract_part(
+        model, contract.upper_inputs, contract.upper.outputs, traced
+    )
 
 
 def drop_extras(model: ir.Model, step: Step) -> None:
@@ -60,21 +64,23 @@ def drop_extras(model: ir.Model, step: Step) -> None:
     names = {spec.name for spec in step.extra_inputs}
     extras = [value for value in graph.inputs if value.name in names]
     for value in extras:
-        _count_by(graph, value, 0, graph.inputs[1])
+        _count_rows_by(graph, value, 0, graph.inputs[1])
     common.RemoveUnusedNodesPass()(model)
     for value in extras:
         graph.inputs.remove(value)
 
 
-def _count_by(graph: ir.Graph, value: ir.Value, axis: int, positions: ir.Value) -> None:
-    """Let nodes that read the size of `axis` of `value` read axis 1 of `positions`."""
+def _count_rows_by(
+    graph: ir.Graph, value: ir.Value, axis: int, positions: ir.Value
+) -> None:
+    """Make nodes read the size of axis 1 of `positions`, not that of `value`."""
     for node in [n for n in value.consumers() if n.op_type == "Shape"]:
         if node.attributes.get_int("start", 0) == axis:
             size = Maker(graph, node)("Shape", positions, start=1, end=2)
-            substitute(node.outputs, [size])
+            replace_values(node.outputs, [size])
 
 
-def _part(
+def _extract_part(
     whole: ir.Model,
     inputs: tuple[TensorSpec, ...],
     outputs: tuple[TensorSpec, ...],
@@ -109,7 +115,7 @@ class ExitStep(Step):
         self.split = split
 
     @property
-    def declared(self) -> tuple[Specs, Specs, Specs]:
+    def declared_tensors(self) -> tuple[Specs, Specs, Specs]:
         """The inputs of an exit, the buffers among them, and its outputs."""
         upper = self.split.upper
         return self.split.exit_inputs, upper.buffers("past"), upper.outputs
@@ -126,20 +132,20 @@ class ExitStep(Step):
     ) -> list[Tensor]:
         """The outputs of the upper half, in the order of the contract."""
         unused = [zeros(spec) for spec in self.split.lower.buffers("past")]
-        state = state_of(position_ids, cursor, total_length, [*unused, *past])
+        state = make_state(position_ids, cursor, total_length, [*unused, *past])
         ids = torch.zeros_like(position_ids)
         upper = decoder_layers(self.model)[len(self.split.lower.kv_shapes) :]
         with contextlib.ExitStack() as hooks:
             for layer in upper:
-                hooks.callback(_feed(layer, hidden).remove)
-            hooks.callback(_feed(final_norm(self.model), exit_hidden).remove)
+                hooks.callback(_replace_input(layer, hidden).remove)
+            hooks.callback(_replace_input(final_norm(self.model), exit_hidden).remove)
             hooks.enter_context(attending(state))
             logits = self.logits(state, ids, position_ids, answer_rows)
-        return [*self.answers(logits), *presents(state)[len(unused) :]]
+        return [*self.answers(logits), *present_buffers(state)[len(unused) :]]
 
 
-def _feed(module: nn.Module, states: Tensor) -> Any:
-    """Let `states` enter a module in place of its own; gives the handle of the hook."""
+def _replace_input(module: nn.Module, states: Tensor) -> Any:
+    """Make `states` the input of a module; return the hook's handle."""
 
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if args:

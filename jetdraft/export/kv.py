@@ -13,7 +13,7 @@ from jetdraft.export.attentions import attentions
 from jetdraft.export.step import Step, dtype_of
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows
-from jetdraft.quant.edits import initializer, value_of
+from jetdraft.quant.edits import initializer, new_value
 
 SCALE_INPUTS = 12, 13
 """GroupQueryAttention's inputs for the scales of keys and of values."""
@@ -22,7 +22,7 @@ PAST_KEY = 3
 """GroupQueryAttention's input for the past keys."""
 
 
-def cache_scales(
+def measure_cache_scales(
     model: Any, contract: StepContract, windows: Windows, bits: int
 ) -> list[Floats]:
     """Float32 [kv_heads * head_dim] for each buffer, in the contract's order.
@@ -41,7 +41,7 @@ def cache_scales(
                 torch.zeros(1, dtype=torch.int32),
                 torch.tensor([rows], dtype=torch.int32),
                 torch.tensor([rows - 1]),
-                [torch.zeros(spec.sized(), dtype=dtype) for spec in specs],
+                [torch.zeros(spec.concrete_shape(), dtype=dtype) for spec in specs],
             )
         peaks = [x.abs().amax(2)[0].flatten() for x in outputs[-len(specs) :]]
         pairs = zip(largest, peaks, strict=True) if largest else ()
@@ -53,15 +53,15 @@ def cache_scales(
 def quantize_cache(
     model: ir.Model, contract: StepContract, scales: list[Floats], bits: int
 ) -> StepContract:
-    """Let a traced graph's attentions use int8 buffers; returns the new contract.
+    """Make the attentions of a graph use int8 buffers, in place; return the contract.
 
-    `scales` are the result of `cache_scales`.
+    `scales` are the result of `measure_cache_scales`.
     """
     quantized, graph = replace(contract, kv_bits=bits), model.graph
     for side, values in (("past", graph.inputs), ("present", graph.outputs)):
         by_name = {value.name: value for value in values}
         for spec in quantized.buffers(side):
-            declared, value = value_of(spec), by_name[spec.name]
+            declared, value = new_value(spec), by_name[spec.name]
             value.type, value.shape = declared.type, declared.shape
     for node in attentions(graph):
         past = node.inputs[PAST_KEY]

@@ -25,11 +25,11 @@ from jetdraft.export.graphs import Progress
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows, own_attention, second_moments
 from jetdraft.quant.choice import (
-    TOP,
+    SAFE_RECIPE,
     DrafterChoice,
     Sensitivity,
-    choose,
-    choose_drafter,
+    choose_drafter_recipe,
+    choose_recipe,
 )
 from jetdraft.quant.divergence import Divergence
 from jetdraft.recipe import Recipe
@@ -51,13 +51,14 @@ QUESTIONS = (
 )
 """Asked of every model; a model without a chat template continues them."""
 
-NEW_TOKENS = 24
+REPLY_TOKENS = 24
 """Tokens of each reply: few, since a large checkpoint takes seconds for each."""
 
 TEMPERATURE = 0.8
+"""The temperature at which replies are sampled."""
 
 
-def own_text(
+def sample_text(
     checkpoint: Checkpoint,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Windows:
@@ -65,7 +66,7 @@ def own_text(
 
     `progress(done, total)` is called after each token of all replies.
     """
-    prompts = own_prompts(checkpoint)
+    prompts = question_prompts(checkpoint)
     longest, shortest = max(map(len, prompts)), min(map(len, prompts))
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -74,17 +75,17 @@ def own_text(
         mask[row, longest - len(prompt) :] = 1
     with own_attention(checkpoint.model), torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        ids = _replies(checkpoint.model, ids, mask, progress)
+        ids = _sample_replies(checkpoint.model, ids, mask, progress)
     # The model's answer to token i is row i, so the last token is not compared.
-    return Windows(ids[:, longest - shortest : -1], scored=NEW_TOKENS)
+    return Windows(ids[:, longest - shortest : -1], scored=REPLY_TOKENS)
 
 
-def own_prompts(checkpoint: Checkpoint) -> list[list[int]]:
-    """The questions as tokens; the numbers of tokens where there is no tokenizer."""
+def question_prompts(checkpoint: Checkpoint) -> list[list[int]]:
+    """Return the questions as token ids; arbitrary ids where there is no tokenizer."""
     if checkpoint.tokenizer is None:
         return [[row % checkpoint.vocab_size] for row in range(len(QUESTIONS))]
     encoder = Tokenizer.from_str(checkpoint.tokenizer)
-    texts = _chats(checkpoint)
+    texts = _chat_prompts(checkpoint)
     special = texts is None  # a template names them itself
     prompts = [
         encoder.encode(t, add_special_tokens=special) for t in texts or QUESTIONS
@@ -92,8 +93,8 @@ def own_prompts(checkpoint: Checkpoint) -> list[list[int]]:
     return [prompt.ids or [0] for prompt in prompts]
 
 
-def _chats(checkpoint: Checkpoint) -> list[str] | None:
-    """The questions in the chat template; None where it takes no lone message."""
+def _chat_prompts(checkpoint: Checkpoint) -> list[str] | None:
+    """Render the questions by the chat template; None if it takes no single message."""
     if checkpoint.chat_template is None:
         return None
     try:
@@ -103,7 +104,7 @@ def _chats(checkpoint: Checkpoint) -> list[str] | None:
         return None
 
 
-def _replies(
+def _sample_replies(
     model: Any,
     ids: torch.Tensor,
     mask: torch.Tensor,
@@ -111,7 +112,7 @@ def _replies(
 ) -> torch.Tensor:
     """Extend all rows by sampled tokens; end-of-text does not end a row."""
     past, rows = None, ids
-    for done in range(1, NEW_TOKENS + 1):
+    for done in range(1, REPLY_TOKENS + 1):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -rows.shape[1] :]
         output = model(
             input_ids=rows,
@@ -125,7 +126,7 @@ def _replies(
         rows = torch.multinomial(logits.softmax(-1), 1)
         ids = torch.cat([ids, rows], 1)
         mask = torch.cat([mask, torch.ones_like(rows)], 1)
-        progress(done, NEW_TOKENS)
+        progress(done, REPLY_TOKENS)
     return ids
 
 
@@ -149,29 +150,29 @@ class Measures:
 
     @cached_property
     def windows(self) -> Windows:
-        """The text; raises `DataError` if the file cannot be read."""
+        """The calibration text; raises `DataError` if the file cannot be read."""
         target, file = self.checkpoints[TARGET], self.options.calibration
         if file is not None:
             capacity = self.contracts[TARGET].capacity
             return Windows.of(file, target.tokenizer, capacity)
-        return own_text(target, lambda done, of: self.report("write text", done, of))
+        return sample_text(target, lambda done, of: self.report("write text", done, of))
 
     def moments(self, name: str) -> dict[str, Floats]:
-        """The second moments of a model's inputs, if its recipe needs them."""
+        """Return the second moments of a model's inputs; {} if it needs none."""
         if not self.options.recipe_of(name).needs_moments:
             return {}
         return second_moments(self.checkpoints[name].model, self.windows)
 
-    def settled(self) -> ExportOptions:
-        """The options with all recipes chosen."""
+    def settle_recipes(self) -> ExportOptions:
+        """Choose all open recipes, by measures, and return the options with them."""
         target = self.checkpoints[TARGET]
         if self.options.limit is not None:
-            self._settle(self._mixed(target))
+            self._set_recipe(self._find_mix(target))
         elif self.options.recipe is None:
-            self._settle(self._chosen(target))
-        if self._drafter_is_open:
+            self._set_recipe(self._choose_recipe(target))
+        if self._needs_drafter_recipe:
             with contextlib.suppress(OptionError):  # matrices that no unit contains
-                choice = self._choice(target)
+                choice = self._choose_drafter_recipe(target)
                 self.report("measure drafter", 1, 1)
                 self.options = replace(self.options, drafter_recipe=choice.recipe)
                 for name in ("overlap", "full_overlap"):
@@ -186,16 +187,17 @@ class Measures:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Beginnings of texts after which a bundle's acceptance is measured."""
+        """The token ids of the prompts after which the acceptance is measured."""
         if self.options.calibration is None:
-            return own_prompts(self.checkpoints[TARGET])
+            return question_prompts(self.checkpoints[TARGET])
         ids = self.windows.ids
         return ids[:, : max(1, ids.shape[1] // 2)].tolist()
 
-    def _settle(self, recipe: Recipe) -> None:
+    def _set_recipe(self, recipe: Recipe) -> None:
+        """Set the recipe of the target, which meets the limit."""
         self.options = replace(self.options, recipe=recipe, limit=None)
 
-    def _mixed(self, target: Checkpoint) -> Recipe:
+    def _find_mix(self, target: Checkpoint) -> Recipe:
         """The mix that meets the limit."""
         assert self.options.limit is not None
         if target.packed is not None:
@@ -203,28 +205,32 @@ class Measures:
                 f"{target.source} is quantized already, so its layers cannot get more "
                 "bits; leave the limit out"
             )
-        divergence, recipe = self._divergence(TARGET), self.options.recipe_of(TARGET)
+        divergence, recipe = (
+            self._make_divergence(TARGET),
+            self.options.recipe_of(TARGET),
+        )
         with own_attention(target.model):
-            mix, self.kl[TARGET] = Sensitivity(divergence, recipe).mixed(
+            mix, self.kl[TARGET] = Sensitivity(divergence, recipe).find_mix(
                 self.options.limit,
                 lambda done, of: self.report("measure layers", done, of),
             )
         return mix
 
-    def _chosen(self, target: Checkpoint) -> Recipe:
+    def _choose_recipe(self, target: Checkpoint) -> Recipe:
         """The cheapest recipe that keeps the target's text."""
         if target.packed is not None:
-            return Recipe.parse(TOP)  # for the matrices that are floats still
+            return Recipe.parse(SAFE_RECIPE)  # for the matrices that are floats still
         try:
-            divergence = self._divergence(TARGET)
+            divergence = self._make_divergence(TARGET)
         except OptionError:  # matrices that no unit contains
-            return Recipe.parse(TOP)
+            return Recipe.parse(SAFE_RECIPE)
         with own_attention(target.model):
-            recipe, self.kl[TARGET] = choose(divergence, self.report)
+            recipe, self.kl[TARGET] = choose_recipe(divergence, self.report)
         return recipe
 
     @property
-    def _drafter_is_open(self) -> bool:
+    def _needs_drafter_recipe(self) -> bool:
+        """Whether the recipe of a drafter is to be measured."""
         return (
             (DRAFTER in self.checkpoints or self.head is not None)
             and self.options.drafter_recipe is None
@@ -233,16 +239,16 @@ class Measures:
             and all(c.packed is None for c in self.checkpoints.values())
         )
 
-    def _choice(self, target: Checkpoint) -> DrafterChoice:
-        """The drafter's recipe by what the pair gains."""
+    def _choose_drafter_recipe(self, target: Checkpoint) -> DrafterChoice:
+        """Measure which recipe of the drafter makes the pair fastest."""
         recipe, windows = self.options.recipe_of(TARGET), self.windows
         if self.head is None:
-            models = self._divergence(TARGET), self._divergence(DRAFTER)
+            models = self._make_divergence(TARGET), self._make_divergence(DRAFTER)
             with (
                 own_attention(target.model),
                 own_attention(self.checkpoints[DRAFTER].model),
             ):
-                return choose_drafter(*models, recipe, self.ids)
+                return choose_drafter_recipe(*models, recipe, self.ids)
         # A head says nothing of the token after the first.
         windows = Windows(windows.ids, min(windows.scored, windows.ids.shape[1] - 1))
         assert target.taps is not None
@@ -251,9 +257,10 @@ class Measures:
         with own_attention(target.model):
             full = Divergence(target.model, windows, {})
             head = Divergence(reading, windows, {}, rounds_inputs=on_cpu)
-            return choose_drafter(full, head, recipe, self.head.ids)
+            return choose_drafter_recipe(full, head, recipe, self.head.ids)
 
-    def _divergence(self, name: str) -> Divergence:
+    def _make_divergence(self, name: str) -> Divergence:
+        """Run a model in floats, to measure recipes against."""
         model = self.checkpoints[name].model
         moments = {} if self.options.recipe is None else self.moments(name)
         on_cpu = self.options.provider_of(name).name == "cpu"
@@ -282,7 +289,7 @@ class ReadingHead(nn.Module):
         self.lm_head = None if head.lm_head is lends else head.lm_head
 
     def get_output_embeddings(self) -> Any:
-        """The LM head, as models of transformers give it."""
+        """Return the LM head, as models of transformers do."""
         return self._others[1].lm_head
 
     def forward(

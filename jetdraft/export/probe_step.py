@@ -11,14 +11,21 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from jetdraft.checkpoints.attention import HandThrough, attending
-from jetdraft.checkpoints.probes import Probed
-from jetdraft.checkpoints.prompts import Prompted
-from jetdraft.checkpoints.streams import Streamed
+from jetdraft.checkpoints.attention import PassThroughCache, attending
+from jetdraft.checkpoints.probes import ProbedModel
+from jetdraft.checkpoints.prompts import PromptedModel
+from jetdraft.checkpoints.streams import StreamedModel
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.split_contract import PARENTS, SCORES
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.export.step import CUT, Step, count, dtype_of, presents, state_of
+from jetdraft.export.step import (
+    CUT,
+    Step,
+    count_on_device,
+    dtype_of,
+    make_state,
+    present_buffers,
+)
 
 
 class ProbeStep(Step):
@@ -28,7 +35,7 @@ class ProbeStep(Step):
     attention is causal.
     """
 
-    model: Probed
+    model: ProbedModel
 
     @property
     def decoder(self) -> Any:
@@ -36,7 +43,7 @@ class ProbeStep(Step):
         return self.model.model
 
     @property
-    def task(self) -> dict[str, torch.Tensor]:
+    def unquantized_weights(self) -> dict[str, torch.Tensor]:
         """The weights of the probes."""
         return self.model.task
 
@@ -60,7 +67,7 @@ class ProbeStep(Step):
         """
         prefix = rest[0] if self.contract.prefix else None
         past, *extras = rest if prefix is None else rest[1:]
-        state = state_of(position_ids, cursor, total_length, past)
+        state = make_state(position_ids, cursor, total_length, past)
         state.rows = input_ids.shape[1]
 
         def entered() -> None:
@@ -69,21 +76,21 @@ class ProbeStep(Step):
             filled = self.model.current_pass.positions
             if prefix is not None:
                 filled = torch.cat([filled, prefix[None]], 1)
-            state.last_row = cursor + count(filled) - 1
-            state.bias = _widened(draft_mask, draft_start, self.contract)
+            state.last_row = cursor + count_on_device(filled) - 1
+            state.bias = _mask_bias(draft_mask, draft_start, self.contract)
             if prefix is not None:
-                prompts = cast(Prompted, self.model).prompts
+                prompts = cast(PromptedModel, self.model).prompts
                 state.prefix = [
                     (keys.index_select(2, prefix), values.index_select(2, prefix))
                     for keys, values in map(prompts.prefix, range(len(state.past)))
                 ]
 
-        self.model.entered = entered
+        self.model.on_slots_added = entered
         with attending(state):
-            logits, *extra_outputs = self.probed(
+            logits, *extra_outputs = self.run_model(
                 (input_ids, position_ids, probe_rows, probe_ids, answer_rows),
                 *extras,
-                past_key_values=HandThrough(),
+                past_key_values=PassThroughCache(),
                 use_cache=True,
             )
         # Split the results, not the logits: a pass may have no probes, and not every
@@ -91,15 +98,15 @@ class ProbeStep(Step):
         all_answers = self.answers(logits.float())
         rows = answer_rows.shape[0]
         row_answers, probe_answers = (
-            [_rows(x, start, end) for x in all_answers]
+            [_slice_rows(x, start, end) for x in all_answers]
             for start, end in ((0, rows), (rows, None))
         )
-        return [*row_answers, *probe_answers, *presents(state), *extra_outputs]
+        return [*row_answers, *probe_answers, *present_buffers(state), *extra_outputs]
 
-    def probed(
+    def run_model(
         self, rows_and_probes: tuple[torch.Tensor, ...], **options: Any
     ) -> list[torch.Tensor]:
-        """The logits of rows and probes, and then the extra outputs."""
+        """Run the model over rows and probes; return the logits and extra outputs."""
         return [self.model(*rows_and_probes, **options)]
 
 
@@ -113,11 +120,11 @@ class StreamStep(ProbeStep):
     extra_inputs = (PARENTS,)
     extra_outputs = (CUT, SCORES.name)
 
-    def __init__(self, streamed: Streamed, contract: StepContract) -> None:
+    def __init__(self, streamed: StreamedModel, contract: StepContract) -> None:
         super().__init__(streamed, contract)
         self.cut = streamed.settings.layers
 
-    def probed(  # type: ignore[override]  # its graph has one more input
+    def run_model(  # type: ignore[override]  # its graph has one more input
         self,
         rows_and_probes: tuple[torch.Tensor, ...],
         parents: torch.Tensor,
@@ -127,32 +134,36 @@ class StreamStep(ProbeStep):
         logits, early, hidden = self.model(
             *rows_and_probes, early=slice(None), **options
         )
-        return [logits, hidden, _scores(early.float(), rows_and_probes[0], parents)]
+        return [
+            logits,
+            hidden,
+            _early_exit_scores(early.float(), rows_and_probes[0], parents),
+        ]
 
 
-def _widened(
+def _mask_bias(
     mask: torch.Tensor, start: torch.Tensor, contract: StepContract
 ) -> torch.Tensor:
-    """The bias of all slots that a mask means, see `attentions.widened`."""
+    """Return the bias [1, 1, n, slots] of a mask, see `attentions.add_mask_bias`."""
     slots = torch.arange(1, contract.slots + 1)
     lines = (slots - start.to(torch.int64)).clamp(0, contract.draft_slots)
     return (mask.to(dtype_of(contract)) * HIDDEN)[lines].T[None, None]
 
 
-def _rows(answer: torch.Tensor, start: int, end: int | None) -> torch.Tensor:
+def _slice_rows(answer: torch.Tensor, start: int, end: int | None) -> torch.Tensor:
     """Some rows of an answer, cut as floats, since WebGPU cuts no integers."""
     return answer.to(torch.float32)[:, start:end].to(answer.dtype)
 
 
-def _scores(
+def _early_exit_scores(
     logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
 ) -> torch.Tensor:
-    """The log probability of each row's token after its parent, float32 [1, n]."""
+    """Return each row's log probability after its parent, float32 [1, n]."""
     chosen = logits[:, parents].gather(-1, tokens[..., None])[..., 0]
     return chosen - torch.logsumexp(logits, -1)[:, parents]
 
 
-def write_task(file: Path, probed: Probed, dtype: str) -> None:
+def write_probe_weights(file: Path, probed: ProbedModel, dtype: str) -> None:
     """Write the weights of the probes by their names in the graph, as an npz file.
 
     `base` is the hash of the weights that the probes belong to.

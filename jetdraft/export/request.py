@@ -27,6 +27,7 @@ from jetdraft.recipe import (
 from jetdraft.staging import check_output
 
 _DRAFTER_BLOCK_SIZE = 32
+"""The block size of a drafter's recipe that names none."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,7 @@ def export(request: ExportRequest) -> Bundle:
         else None,
         max_width=min(request.max_width, request.capacity),
         provider=provider,
-        **{name: getattr(request, name) for name in _SAME},
+        **{name: getattr(request, name) for name in _COPIED_FIELDS},
     )
     if request.fast:
         _check_fast(options)
@@ -265,7 +266,7 @@ def export(request: ExportRequest) -> Bundle:
     return bundle
 
 
-_SAME = (
+_COPIED_FIELDS = (
     *("dtype", "capacity", "flavour", "adapter_scale", "drafter_provider", "fast"),
     *("draft_vocab", "exit_layer", "select_kv"),
 )

@@ -29,6 +29,7 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
     def pattern(
         self, op: Any, x: Any, angles: Any, ends: Any, starts: Any, dtype: Any
     ) -> Any:
+        """The subgraph that is replaced."""
         both = op.Concat(angles, angles, axis=-1)
         cosine = op.Unsqueeze(op.Cast(op.Cos(both), to=dtype), [1])
         sine = op.Unsqueeze(op.Cast(op.Sin(both), to=dtype), [1])
@@ -40,6 +41,7 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
     def check(
         self, _: Any, x: ir.Value, ends: ir.Value, starts: ir.Value, **__: Any
     ) -> Any:
+        """Match only if x is split in its middle."""
         result = pattern.MatchResult()
         size = x.shape[3] if x.shape is not None and len(x.shape) == 4 else None
         halves = [
@@ -52,6 +54,7 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
     def rewrite(
         self, op: Any, x: ir.Value, angles: ir.Value, dtype: Any, **_: Any
     ) -> Any:
+        """Return the RotaryEmbedding that takes its place."""
         cosine, sine = (op.Cast(f(angles), to=dtype) for f in (op.Cos, op.Sin))
         heads = x.shape[1] if x.shape else 0
         return op.RotaryEmbedding(x, cosine, sine, interleaved=0, num_heads=heads)
@@ -73,7 +76,7 @@ class RotaryTables:
         self.capacity = capacity
         self.tables: dict[ir.Value, tuple[ir.Value, ir.Value] | None] = {}
 
-    def of(self, value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    def table_of(self, value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
         """The table of `value`, a constant [capacity, d/2], and the positions that
         `value` is computed from; None if it is computed from other inputs too.
         """
@@ -90,7 +93,7 @@ class RotaryTables:
         return self.tables[value]
 
     def _evaluate(self, part: ir.Graph, source: ir.Value, name: str) -> ir.Value:
-        """Run `part` of the graph for all positions; its result is a constant."""
+        """Run a part of the graph for all positions; add the result as a constant."""
         proto = ir.serde.serialize_model(ir.Model(part, ir_version=10))
         session = ort.InferenceSession(
             proto.SerializeToString(), providers=["CPUExecutionProvider"]
@@ -104,7 +107,7 @@ def fuse_rotation(
     graph: ir.Graph, attention: ir.Node, tables: RotaryTables, beside: bool
 ) -> None:
     """Let attention rotate query and key itself, if both match the pattern."""
-    query, key = (_rotation_before(attention.inputs[i]) for i in (0, 1))
+    query, key = (_find_rotation(attention.inputs[i]) for i in (0, 1))
     if query is None or key is None:
         return
     _, rotation, unrotated = query
@@ -117,14 +120,14 @@ def fuse_rotation(
         return
     if list(rotation.inputs[1:3]) != list(key[1].inputs[1:3]):
         return
-    cosines, sines = (tables.of(value) for value in rotation.inputs[1:3] if value)
+    cosines, sines = (tables.table_of(value) for value in rotation.inputs[1:3] if value)
     if cosines is None or sines is None:
         return
     if cosines[1] is not sines[1]:
         return
     for flatten, _, source in (query, key):
         flatten.replace_input_with(0, source)
-    rotate = _rotate_beside if beside else _rotate_inside
+    rotate = _rotate_by_nodes if beside else _rotate_in_attention
     rotate(graph, attention, (cosines[0], sines[0], cosines[1]), interleaved)
 
 
@@ -132,10 +135,10 @@ Tables = tuple[ir.Value, ir.Value, ir.Value]
 """Cosines and sines [capacity, d / 2], and the positions that choose their rows."""
 
 
-def _rotate_inside(
+def _rotate_in_attention(
     graph: ir.Graph, attention: ir.Node, tables: Tables, interleaved: int
 ) -> None:
-    """Let attention rotate query and key."""
+    """Make attention rotate query and key, in place."""
     for name, number in (("do_rotary", 1), ("rotary_interleaved", interleaved)):
         attention.attributes[name] = ir.AttrInt64(name, number)
     attention.resize_inputs(max(10, len(attention.inputs)))
@@ -143,10 +146,10 @@ def _rotate_inside(
         attention.replace_input_with(index, value)
 
 
-def _rotate_beside(
+def _rotate_by_nodes(
     graph: ir.Graph, attention: ir.Node, tables: Tables, interleaved: int
 ) -> None:
-    """Rotate query and key with a node for each."""
+    """Add a RotaryEmbedding for query and one for key before attention."""
     cosines, sines, positions = tables
     for place in (0, 1):
         rows = attention.inputs[place]
@@ -161,14 +164,12 @@ def _rotate_beside(
         attention.replace_input_with(place, rotated)
 
 
-def _rotation_before(
-    value: ir.Value | None,
-) -> tuple[ir.Node, ir.Node, ir.Value] | None:
+def _find_rotation(value: ir.Value | None) -> tuple[ir.Node, ir.Node, ir.Value] | None:
     """(flattening Reshape, RotaryEmbedding, its unrotated input [1, n, heads, d])."""
     flatten = producer(value, "Reshape")
-    outer = flatten and _swap_of_rows_and_heads(flatten.inputs[0])
+    outer = flatten and _find_swap(flatten.inputs[0])
     rotation = outer and producer(outer.inputs[0], "RotaryEmbedding")
-    inner = rotation and _swap_of_rows_and_heads(rotation.inputs[0])
+    inner = rotation and _find_swap(rotation.inputs[0])
     if flatten is None or rotation is None or inner is None or len(rotation.inputs) > 3:
         return None
     source = inner.inputs[0]
@@ -178,7 +179,7 @@ def _rotation_before(
     return flatten, rotation, source
 
 
-def _swap_of_rows_and_heads(value: ir.Value | None) -> ir.Node | None:
+def _find_swap(value: ir.Value | None) -> ir.Node | None:
     """The Transpose that makes `value` by swapping the axes of rows and heads."""
     node = producer(value, "Transpose")
     swaps = node is not None and node.attributes.get_ints("perm") == (0, 2, 1, 3)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jetdraft.checkpoints.attention import (
     IMPLEMENTATION,
-    HandThrough,
+    PassThroughCache,
     StepState,
     attending,
 )
@@ -26,18 +26,20 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.source_attention import (
     IMPLEMENTATION as SOURCE_IMPLEMENTATION,
 )
-from jetdraft.checkpoints.source_attention import implement
+from jetdraft.checkpoints.source_attention import set_attention
 from jetdraft.contracts.constants import FRAMES_PER_SLOT
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.source_step import EncoderStep, SourceStep, source_sizes
-from jetdraft.export.step import Step, dtype_of, refusal
-from jetdraft.quant.choice import TOP
+from jetdraft.export.step import Step, dtype_of, export_error
+from jetdraft.quant.choice import SAFE_RECIPE
 from jetdraft.recipe import Recipe
 
-_LEAST_TOKENS = 24
+_FEWEST_TOKENS = 24
 _MOST_TOKENS = 512
+"""The bounds of the number of tokens that are compared."""
+
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2}
 """The largest difference, relative to the largest logit; a lost mask makes a difference
 a thousand times as large."""
@@ -78,7 +80,7 @@ def check_seams(model: Any, contract: StepContract) -> None:
     names = ("sliding_window", "attention_chunk_size")
     sizes = [getattr(config, name, None) for name in names]
     window = min((size for size in sizes if size), default=0)
-    tokens = min(max(_LEAST_TOKENS, 2 * window), _MOST_TOKENS, contract.capacity)
+    tokens = min(max(_FEWEST_TOKENS, 2 * window), _MOST_TOKENS, contract.capacity)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(contract.vocab_size, (1, tokens), generator=generator)
     try:
@@ -87,7 +89,7 @@ def check_seams(model: Any, contract: StepContract) -> None:
             model.set_attn_implementation("eager")
             own_logits = model(input_ids=ids, use_cache=False).logits.float()
     except Exception as error:  # an unknown architecture may raise anything
-        raise refusal(model, error) from error
+        raise export_error(model, error) from error
     finally:
         model.set_attn_implementation(IMPLEMENTATION)
     gap = _gap_of(seam_logits, own_logits)
@@ -139,7 +141,7 @@ def _two_passes(
 
 
 def _check_last_position(model: Any, contract: StepContract) -> None:
-    """Refuse a learned table of positions that ends before the buffers."""
+    """Raise `UnsupportedModelError` if the table of positions is too short."""
     one = torch.ones(1, dtype=torch.int32)
     past = [
         (torch.zeros(1, heads, 1, size, dtype=dtype_of(contract)),) * 2
@@ -151,7 +153,7 @@ def _check_last_position(model: Any, contract: StepContract) -> None:
             model(
                 input_ids=torch.zeros(1, 1, dtype=torch.long),
                 position_ids=torch.full((1, 1), contract.capacity - 1),
-                past_key_values=HandThrough(),
+                past_key_values=PassThroughCache(),
                 use_cache=True,
             )
     except IndexError as error:
@@ -166,14 +168,15 @@ def _check_last_position(model: Any, contract: StepContract) -> None:
 
 
 _SOURCE_TOKENS = 24
+"""The most tokens of source and text that are compared."""
 
 
-def source_shapes(model: Any) -> tuple[tuple[int, int], ...]:
+def source_kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
     """(heads, head_dim) of each layer of the decoder, from the tensors of a pass."""
     row = torch.zeros(1, 1, dtype=torch.long)
     bins, slots = source_sizes(model)
     source = torch.zeros(1, bins, FRAMES_PER_SLOT * slots) if bins else row
-    implement(model, "eager")
+    set_attention(model, "eager")
     try:
         with torch.no_grad():
             output = model(source, decoder_input_ids=row, use_cache=True)
@@ -182,9 +185,9 @@ def source_shapes(model: Any) -> tuple[tuple[int, int], ...]:
         shapes = tuple((x.keys.shape[1], x.keys.shape[3]) for x in own.layers)
         across = tuple((x.keys.shape[1], x.keys.shape[3]) for x in cross.layers)
     except Exception as error:  # an unknown architecture may raise anything
-        raise refusal(model, error) from error
+        raise export_error(model, error) from error
     finally:
-        implement(model, SOURCE_IMPLEMENTATION)
+        set_attention(model, SOURCE_IMPLEMENTATION)
     if shapes != across:
         raise UnsupportedModelError(
             f"{type(model).__name__} attends to the source with other heads than to "
@@ -194,12 +197,14 @@ def source_shapes(model: Any) -> tuple[tuple[int, int], ...]:
 
 
 def check_source_seams(model: Any, contract: StepContract) -> None:
-    """Raise `UnsupportedModelError` unless both ways give the same logits."""
+    """Raise `UnsupportedModelError` unless the logits through both ways agree."""
     generator = torch.Generator().manual_seed(0)
     count = min(_SOURCE_TOKENS, contract.capacity, contract.source_slots)
     source, ids = torch.randint(contract.vocab_size, (2, 1, count), generator=generator)
     if contract.source_bins:
-        source = torch.randn(contract.encoder_input.sized(), generator=generator)
+        source = torch.randn(
+            contract.encoder_input.concrete_shape(), generator=generator
+        )
     try:
         with torch.no_grad():
             cross = EncoderStep(model, contract)(source, [])
@@ -207,13 +212,13 @@ def check_source_seams(model: Any, contract: StepContract) -> None:
             length = torch.tensor([filled], dtype=torch.int32)
             step, slots = SourceStep(model, contract), contract.slots
             seam_logits, _ = _two_passes(step, ids, slots, length, *cross)
-            implement(model, "eager")
+            set_attention(model, "eager")
             own_logits = model(source, decoder_input_ids=ids).logits.float()
             _check_tables(model, contract)
     except Exception as error:  # an unknown architecture may raise anything
-        raise refusal(model, error) from error
+        raise export_error(model, error) from error
     finally:
-        implement(model, SOURCE_IMPLEMENTATION)
+        set_attention(model, SOURCE_IMPLEMENTATION)
     gap = _gap_of(seam_logits, own_logits)
     if not gap <= TOLERANCE[dtype_of(contract)]:
         raise UnsupportedModelError(
@@ -222,7 +227,7 @@ def check_source_seams(model: Any, contract: StepContract) -> None:
         )
 
 
-def most_positions(model: Any) -> int | None:
+def position_limit(model: Any) -> int | None:
     """The rows of the smaller table of positions; None without such tables."""
     halves = [model.get_decoder()]
     if not source_sizes(model)[0]:  # an encoder that hears counts frames
@@ -234,7 +239,7 @@ def most_positions(model: Any) -> int | None:
 
 def _check_tables(model: Any, contract: StepContract) -> None:
     """Refuse tables of positions that end before the buffers."""
-    limit = most_positions(model)
+    limit = position_limit(model)
     if limit is not None and contract.capacity > limit:
         raise UnsupportedModelError(
             f"{type(model).__name__} has {limit} positions; export with --capacity "
@@ -242,7 +247,9 @@ def _check_tables(model: Any, contract: StepContract) -> None:
         )
 
 
-def settled_options(checkpoint: Checkpoint, options: ExportOptions) -> ExportOptions:
+def settle_source_options(
+    checkpoint: Checkpoint, options: ExportOptions
+) -> ExportOptions:
     """The options of an export; for an encoder-decoder, with the safe recipe.
 
     No text of an encoder-decoder is written to measure others on. A model that hears
@@ -250,9 +257,9 @@ def settled_options(checkpoint: Checkpoint, options: ExportOptions) -> ExportOpt
     """
     if not checkpoint.reads_source:
         return options
-    recipe, capacity = options.recipe or Recipe.parse(TOP), options.capacity
+    recipe, capacity = options.recipe or Recipe.parse(SAFE_RECIPE), options.capacity
     if checkpoint.speech is not None:
-        capacity = min(capacity, most_positions(checkpoint.model) or capacity)
+        capacity = min(capacity, position_limit(checkpoint.model) or capacity)
     width = min(options.max_width, capacity)
     return replace(
         options, recipe=recipe, fast=True, capacity=capacity, max_width=width

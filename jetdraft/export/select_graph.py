@@ -19,13 +19,13 @@ from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import attentions, has_windows
 from jetdraft.export.seams import trained_length
 from jetdraft.export.selected_attention import SelectedAttention
-from jetdraft.quant.edits import Maker, substitute, value_of
+from jetdraft.quant.edits import Maker, new_value, replace_values
 
 OPSET = 24
 """The first opset that has TensorScatter."""
 
 
-def select_graph(
+def add_selection(
     model: ir.Model, contract: StepContract, checkpoint: Checkpoint, rows: int
 ) -> tuple[ir.Model, Selection]:
     """The chain or tree graph with selections of that many rows, made in place.
@@ -47,14 +47,14 @@ def select_graph(
             "needs equal layers; leave it out"
         )
     selection = Selection(rows, heads.pop())
-    trained = _length_of_turns(checkpoint, contract, nodes, rows)
-    _let_select(graph, replace(contract, selection=selection), trained)
+    trained = _turning_length(checkpoint, contract, nodes, rows)
+    _replace_attentions(graph, replace(contract, selection=selection), trained)
     graph.opset_imports[""] = OPSET
     common.RemoveUnusedNodesPass()(model)
     return model, selection
 
 
-def _length_of_turns(
+def _turning_length(
     checkpoint: Checkpoint, contract: StepContract, nodes: list[ir.Node], rows: int
 ) -> int | None:
     """The trained length, beyond which keys turn; None where they never turn."""
@@ -63,7 +63,7 @@ def _length_of_turns(
         return None
     if rows + width > trained:
         reason = f"--select-kv and --max-width must be {trained} together at most"
-    elif not all(map(_turns, nodes)):
+    elif not all(map(_rotates_unscaled, nodes)):
         reason = "its attention does not rotate keys by plain cosines and sines"
     else:
         return trained
@@ -75,8 +75,8 @@ def _length_of_turns(
     return None
 
 
-def _turns(node: ir.Node) -> bool:
-    """Whether attention rotates keys itself, by cosines and sines that do not scale."""
+def _rotates_unscaled(node: ir.Node) -> bool:
+    """Whether attention rotates keys itself, by cosines and sines without a scale."""
     if not node.attributes.get_int("do_rotary", 0):
         return False
     tables = [value.const_value if value else None for value in node.inputs[7:9]]
@@ -84,20 +84,22 @@ def _turns(node: ir.Node) -> bool:
     return np.allclose(norms, 1, atol=1e-4)
 
 
-def _let_select(graph: ir.Graph, contract: StepContract, trained: int | None) -> None:
-    """Let every attention of a graph select rows, in place."""
+def _replace_attentions(
+    graph: ir.Graph, contract: StepContract, trained: int | None
+) -> None:
+    """Replace each attention of a graph by an `If` with both branches, in place."""
     selection = contract.selection
     assert selection is not None
-    inputs = {spec.name: value_of(spec) for spec in contract.selected("past")}
-    selecting = value_of(SELECTING)
+    inputs = {spec.name: new_value(spec) for spec in contract.selection_tensors("past")}
+    selecting = new_value(SELECTING)
     graph.inputs.extend([selecting, *inputs.values()])
     nodes = attentions(graph)
     make = Maker(graph, nodes[0])
-    is_selecting = _is_selecting(make, nodes[0], selecting, selection)
+    is_selecting = _add_is_selecting(make, nodes[0], selecting, selection)
     turns = None
     if trained is not None:  # keys may turn where the pass ends beyond it
         wanted = selecting, int(Reading.SELECTED)
-        turns = _both_above(make, wanted, (nodes[0].inputs[5], trained - 1))
+        turns = _add_both_above(make, wanted, (nodes[0].inputs[5], trained - 1))
     for node in nodes:
         past = node.inputs[3]
         assert past is not None
@@ -105,39 +107,43 @@ def _let_select(graph: ir.Graph, contract: StepContract, trained: int | None) ->
         state = tuple(inputs[f"past_{kind}.{layer}"] for kind in ("rows", "query"))
         attention = SelectedAttention(graph, node, state, selection, turns)
         branches = {
-            "then_branch": attention.selected(),
-            "else_branch": attention.whole(),
+            "then_branch": attention.selected_branch(),
+            "else_branch": attention.whole_branch(),
         }
         choice = ir.node("If", [is_selecting], branches, num_outputs=5)
         kept = len(node.outputs)
         for old, new in zip(node.outputs, choice.outputs, strict=False):
             new.type, new.shape = old.type, old.shape
         graph.insert_before(node, choice)
-        substitute(node.outputs, choice.outputs[:kept])
+        replace_values(node.outputs, choice.outputs[:kept])
         graph.remove(node)
         for spec, value in zip(
-            (s for s in contract.selected("present") if s.name.endswith(f".{layer}")),
+            (
+                s
+                for s in contract.selection_tensors("present")
+                if s.name.endswith(f".{layer}")
+            ),
             choice.outputs[kept:],
             strict=True,
         ):
-            declared = value_of(spec)
+            declared = new_value(spec)
             value.name, value.type = declared.name, declared.type
             value.shape = declared.shape
             graph.outputs.append(value)
 
 
-def _is_selecting(
+def _add_is_selecting(
     make: Maker, first: ir.Node, selecting: ir.Value, selection: Selection
 ) -> ir.Value:
-    """True if selection is on and the cache is longer than the selection."""
+    """Add a bool [1]: whether the pass selects, and the cache holds enough rows."""
     rows = make("Shape", first.inputs[0], start=1, end=2)
     count = make("Cast", rows, to=ir.DataType.INT32)
     newest = make("Sub", first.inputs[5], count)  # the last committed
     wanted = selecting, int(Reading.ALL)
-    return _both_above(make, wanted, (newest, selection.rows - 2))
+    return _add_both_above(make, wanted, (newest, selection.rows - 2))
 
 
-def _both_above(make: Maker, *pairs: tuple[ir.Value | None, int]) -> ir.Value:
+def _add_both_above(make: Maker, *pairs: tuple[ir.Value | None, int]) -> ir.Value:
     """Whether both values, int32 [1], are above their bounds."""
     above = [
         make("Greater", value, make.constant(f"above.{bound}", [bound], np.int32))

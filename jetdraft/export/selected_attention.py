@@ -29,33 +29,33 @@ class Branch(Maker):
         self.nodes: list[ir.Node] = []
 
     def add(self, node: ir.Node) -> list[ir.Value]:
-        """The outputs of a node, with names that no other branch has."""
+        """Add a node, name its outputs uniquely, and return them."""
         self.nodes.append(node)
         for place, value in enumerate(node.outputs):
             value.name = f"{self.name}.{len(self.nodes)}.{place}"
         return list(node.outputs)
 
-    def shaped(self, value: ir.Value, *sizes: int | ir.Value) -> ir.Value:
-        """A value in another shape; a size may be a value int64 [1]."""
+    def reshape(self, value: ir.Value, *sizes: int | ir.Value) -> ir.Value:
+        """Add a Reshape; a size may be a value int64 [1]."""
         parts = [s if isinstance(s, ir.Value) else self.vector(s) for s in sizes]
         if not any(isinstance(size, ir.Value) for size in sizes):
             return self("Reshape", value, self.vector(*sizes))  # type: ignore[arg-type]
         return self("Reshape", value, self("Concat", *parts, axis=0))
 
     def vector(self, *numbers: int) -> ir.Value:
-        """A constant int64 [n]."""
+        """Return a constant int64 [n]."""
         return self.constant(f"constant.{'_'.join(map(str, numbers))}", numbers)
 
-    def number(self, number: float, kind: type = np.float32) -> ir.Value:
-        """A constant without axes."""
+    def scalar(self, number: float, kind: type = np.float32) -> ir.Value:
+        """Return a constant without axes."""
         return self.constant(f"constant.{kind.__name__}.{number}", number, kind)
 
-    def done(self, outputs: list[ir.Value]) -> ir.Graph:
-        """The subgraph."""
+    def build(self, outputs: list[ir.Value]) -> ir.Graph:
+        """Return the subgraph with these outputs."""
         return ir.Graph([], outputs, nodes=self.nodes, name=self.name)
 
 
-SIMILARITY = 0.9
+MIN_SIMILARITY = 0.9
 """The cosine of two queries from which on a selection stays, as in the paper."""
 
 
@@ -88,8 +88,8 @@ class SelectedAttention:
         self.groups = self.heads // self.kv_heads
         self.scale = node.attributes.get_float("scale", self.size**-0.5)
 
-    def whole(self) -> ir.Graph:
-        """The attention as it was; the selection stays."""
+    def whole_branch(self) -> ir.Graph:
+        """Return the branch with the unchanged attention; the selection stays."""
         branch, node = Branch(self.graph, f"{self.name}.whole"), self.node
         copy = branch.add(
             ir.Node(
@@ -101,10 +101,10 @@ class SelectedAttention:
             )
         )
         state = [branch("Identity", value) for value in (self.rows, self.query)]
-        return branch.done(self._declared([*copy, *state]))
+        return branch.build(self._set_output_types([*copy, *state]))
 
-    def selected(self) -> ir.Graph:
-        """Attention over selected rows and the rows of the pass."""
+    def selected_branch(self) -> ir.Graph:
+        """Return the branch that attends to selected rows and those of the pass."""
         branch = Branch(self.graph, f"{self.name}.selected")
         query, key, value = self._projections(branch)
         count = branch("Shape", query, start=1, end=2)
@@ -115,29 +115,29 @@ class SelectedAttention:
             branch("TensorScatter", past, self._by_head(branch, rows), start, axis=2)
             for past, rows in zip(self.node.inputs[3:5], (key, value), strict=True)
         )
-        queries = branch.shaped(query, 1, -1, self.kv_heads, self.groups, self.size)
-        state = self._state(branch, queries, keys, start)
+        queries = branch.reshape(query, 1, -1, self.kv_heads, self.groups, self.size)
+        state = self._update_selection(branch, queries, keys, start)
         near = branch("Sub", start, branch.vector(self.selection.recent))
-        slots = branch("Range", *self._scalars(branch, near, end))
-        chosen = self._chosen(branch, state[0], slots)
+        slots = branch("Range", *self._range_inputs(branch, near, end))
+        chosen = self._read_slots(branch, state[0], slots)
         few_keys, few_values = (
             branch("GatherND", rows, chosen, batch_dims=2) for rows in (keys, values)
         )
         if self.turns is not None:
-            few_keys = self._turned(branch, few_keys, chosen, end, self.turns)
+            few_keys = self._turn_keys(branch, few_keys, chosen, end, self.turns)
         by_head = branch("Transpose", queries, perm=[0, 2, 3, 1, 4])
-        flat = branch.shaped(by_head, 1, self.kv_heads, -1, self.size)
+        flat = branch.reshape(by_head, 1, self.kv_heads, -1, self.size)
         scores = self._scores(branch, flat, few_keys)
-        by_row = branch.shaped(scores, 1, self.kv_heads, self.groups, count, -1)
-        hidden = self._hidden(branch, slots, (start, near, end), count)
+        by_row = branch.reshape(scores, 1, self.kv_heads, self.groups, count, -1)
+        hidden = self._hiding_bias(branch, slots, (start, near, end), count)
         weights = branch("Softmax", branch("Add", by_row, hidden), axis=-1)
         read = branch("Shape", chosen, start=2, end=3)
-        weights = branch.shaped(weights, 1, self.kv_heads, -1, read)
+        weights = branch.reshape(weights, 1, self.kv_heads, -1, read)
         answer = branch("MatMul", weights, few_values)
-        answer = branch.shaped(answer, 1, self.kv_heads, self.groups, -1, self.size)
+        answer = branch.reshape(answer, 1, self.kv_heads, self.groups, -1, self.size)
         answer = branch("Transpose", answer, perm=[0, 3, 1, 2, 4])
-        answer = branch.shaped(answer, 1, -1, self.heads * self.size)
-        return branch.done(self._declared([answer, keys, values, *state]))
+        answer = branch.reshape(answer, 1, -1, self.heads * self.size)
+        return branch.build(self._set_output_types([answer, keys, values, *state]))
 
     def _projections(self, branch: Branch) -> list[ir.Value]:
         """Query, key and value [1, n, heads * size], rotated as attention does."""
@@ -163,10 +163,11 @@ class SelectedAttention:
 
     def _by_head(self, branch: Branch, rows: ir.Value) -> ir.Value:
         """New keys or values as the buffers have them, [1, kv_heads, n, size]."""
-        split = branch.shaped(rows, 1, -1, self.kv_heads, self.size)
+        split = branch.reshape(rows, 1, -1, self.kv_heads, self.size)
         return branch("Transpose", split, perm=[0, 2, 1, 3])
 
     def _scores(self, branch: Branch, queries: ir.Value, keys: ir.Value) -> ir.Value:
+        """Return the scaled scores of queries and keys."""
         return branch(
             "FusedMatMul",
             *(queries, keys),
@@ -175,10 +176,10 @@ class SelectedAttention:
             alpha=float(self.scale),
         )
 
-    def _state(
+    def _update_selection(
         self, branch: Branch, queries: ir.Value, keys: ir.Value, start: ir.Value
     ) -> list[ir.Value]:
-        """The selected rows, and the query that selected them: old or new."""
+        """Return the selected rows and their query: the old ones, or a new vote."""
         mean = branch("ReduceMean", queries, branch.vector(1), keepdims=0)
         near = branch("Sub", start, branch.vector(self.selection.recent))
         product = branch("ReduceSum", branch("Mul", mean, self.query), keepdims=0)
@@ -186,25 +187,25 @@ class SelectedAttention:
             branch("ReduceSumSquare", value, keepdims=0) for value in (mean, self.query)
         ]
         length = branch("Sqrt", branch("Mul", *norms))
-        bound = branch("Mul", length, branch.number(SIMILARITY))
+        bound = branch("Mul", length, branch.scalar(MIN_SIMILARITY))
         is_like = branch("GreaterOrEqual", product, bound)
         # Without a query before, all of these are 0.
-        is_set = branch("Greater", norms[1], branch.number(0.0))
+        is_set = branch("Greater", norms[1], branch.scalar(0.0))
         newest = branch("ReduceMax", self.rows, keepdims=0)
         lies_before = branch("Less", newest, branch("Squeeze", near, branch.vector(0)))
         stays = branch("And", branch("And", is_like, is_set), lies_before)
         old = Branch(self.graph, f"{self.name}.old")
         new = Branch(self.graph, f"{self.name}.new")
         copies = [old("Identity", value) for value in (self.rows, self.query)]
-        voted = self._voted(new, mean, keys, near)
-        before = old.done(self._as_state(copies))
-        after = new.done(self._as_state([voted, new("Identity", mean)]))
+        voted = self._vote(new, mean, keys, near)
+        before = old.build(self._set_state_types(copies))
+        after = new.build(self._set_state_types([voted, new("Identity", mean)]))
         return branch.several("If", 2, stays, then_branch=before, else_branch=after)
 
-    def _voted(
+    def _vote(
         self, branch: Branch, mean: ir.Value, keys: ir.Value, near: ir.Value
     ) -> ir.Value:
-        """The rows that the query heads vote for, int64 [1, kv_heads, voted]."""
+        """Return the rows that the query heads vote for, int64 [1, kv_heads, voted]."""
         first = branch.vector(self.selection.first)
         between = branch("Slice", keys, first, near, branch.vector(2))
         scores = self._scores(branch, mean, between)
@@ -218,10 +219,10 @@ class SelectedAttention:
             )
         return branch("Add", places, first)
 
-    def _chosen(self, branch: Branch, voted: ir.Value, slots: ir.Value) -> ir.Value:
-        """The slots of all rows that are read, int64 [1, kv_heads, t, 1]."""
+    def _read_slots(self, branch: Branch, voted: ir.Value, slots: ir.Value) -> ir.Value:
+        """Return the slots of all rows that are read, int64 [1, kv_heads, t, 1]."""
         first = self.selection.first
-        bounds = (branch.number(bound, np.int64) for bound in (0, first, 1))
+        bounds = (branch.scalar(bound, np.int64) for bound in (0, first, 1))
         begin = branch("Range", *bounds)
         length = branch("Shape", slots, start=0, end=1)
         head = branch.vector(1, self.kv_heads)
@@ -232,7 +233,7 @@ class SelectedAttention:
         together = branch("Concat", parts[0], voted, parts[1], axis=2)
         return branch("Unsqueeze", together, branch.vector(3))
 
-    def _turned(
+    def _turn_keys(
         self,
         branch: Branch,
         keys: ir.Value,
@@ -248,21 +249,21 @@ class SelectedAttention:
         near = Branch(self.graph, f"{self.name}.near")
         count = far("Shape", chosen, start=2, end=3)
         begin = far("Sub", end, count)
-        wanted = far("Range", *self._scalars(far, begin, end))
-        own = far.shaped(chosen, self.kv_heads, -1)
+        wanted = far("Range", *self._range_inputs(far, begin, end))
+        own = far.reshape(chosen, self.kv_heads, -1)
         further = far("Sub", wanted, own)
-        rows = far.shaped(keys, self.kv_heads, 1, -1, self.size)
+        rows = far.reshape(keys, self.kv_heads, 1, -1, self.size)
         turned = far(
             "RotaryEmbedding",
             *(rows, further, *self.node.inputs[7:9]),
             domain=CONTRIB_DOMAIN,
             interleaved=self.node.attributes.get_int("rotary_interleaved", 0),
         )
-        beyond = far.done([far.shaped(turned, 1, self.kv_heads, -1, self.size)])
-        within = near.done([near("Identity", keys)])
+        beyond = far.build([far.reshape(turned, 1, self.kv_heads, -1, self.size)])
+        within = near.build([near("Identity", keys)])
         return branch("If", turns, then_branch=beyond, else_branch=within)
 
-    def _hidden(
+    def _hiding_bias(
         self,
         branch: Branch,
         slots: ir.Value,
@@ -275,12 +276,12 @@ class SelectedAttention:
         committed, and hidden from nobody.
         """
         start, near, end = bounds
-        rows = branch.shaped(
-            branch("Range", *self._scalars(branch, start, end)), count, 1
+        rows = branch.reshape(
+            branch("Range", *self._range_inputs(branch, start, end)), count, 1
         )
         later = branch("Greater", slots, rows)
         hidden = branch(
-            "Mul", branch("Cast", later, to=ir.DataType.FLOAT), branch.number(HIDDEN)
+            "Mul", branch("Cast", later, to=ir.DataType.FLOAT), branch.scalar(HIDDEN)
         )
         bias = self.node.inputs[10] if len(self.node.inputs) > 10 else None
         if bias is not None:
@@ -289,23 +290,23 @@ class SelectedAttention:
         seen = self.selection.first + self.selection.voted
         return branch("Pad", hidden, branch.vector(0, seen, 0, 0))
 
-    def _scalars(
+    def _range_inputs(
         self, branch: Branch, begin: ir.Value, end: ir.Value
     ) -> list[ir.Value]:
-        """The inputs of a Range."""
+        """Return the three inputs of a Range from `begin` to `end`."""
         axis = branch.vector(0)
         ends = [branch("Squeeze", value, axis) for value in (begin, end)]
-        return [*ends, branch.number(1, np.int64)]
+        return [*ends, branch.scalar(1, np.int64)]
 
-    def _declared(self, outputs: list[ir.Value]) -> list[ir.Value]:
+    def _set_output_types(self, outputs: list[ir.Value]) -> list[ir.Value]:
         """The outputs with their types; buffers of a known shape stay in place."""
         kept = len(self.node.outputs)
         for value, old in zip(outputs, self.node.outputs, strict=False):
             value.type, value.shape = old.type, old.shape
-        self._as_state(outputs[kept:])
+        self._set_state_types(outputs[kept:])
         return outputs
 
-    def _as_state(self, values: list[ir.Value]) -> list[ir.Value]:
+    def _set_state_types(self, values: list[ir.Value]) -> list[ir.Value]:
         """The values with the type and shape of the state."""
         for value, old in zip(values, (self.rows, self.query), strict=True):
             value.type, value.shape = old.type, old.shape

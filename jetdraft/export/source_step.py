@@ -17,15 +17,15 @@ from transformers.modeling_outputs import BaseModelOutput
 from jetdraft.checkpoints.attention import StepState
 from jetdraft.checkpoints.source_attention import (
     CrossCache,
-    Pairs,
+    KeysAndValues,
     SourceState,
-    answering,
+    answering_rows,
     distance_bias,
-    placed,
-    relative_table,
+    relative_bias_module,
+    using_positions,
 )
 from jetdraft.contracts.constants import HIDDEN
-from jetdraft.export.step import Specs, Step, dtype_of, state_of, zeros
+from jetdraft.export.step import Specs, Step, dtype_of, make_state, zeros
 
 _TRACED_SOURCE = 9
 """Tokens of the source that the tracer sees."""
@@ -42,13 +42,13 @@ def cross_attentions(model: Any) -> list[Any]:
 
 
 def source_sizes(model: Any) -> tuple[int, int]:
-    """The mel bins of a model that hears, and its slots; zeros for other models."""
+    """Return the mel bins of a speech model, and its slots; zeros for other models."""
     bins = int(getattr(model.config, "num_mel_bins", 0))
     table = getattr(model.get_encoder(), "embed_positions", None)
     return bins, table.weight.shape[0] if bins and table is not None else 0
 
 
-def projections(module: Any) -> tuple[Any, Any]:
+def kv_projections(module: Any) -> tuple[Any, Any]:
     """The linear layers that make a cross attention's keys and values."""
     if hasattr(module, "k_proj"):
         return module.k_proj, module.v_proj
@@ -57,7 +57,7 @@ def projections(module: Any) -> tuple[Any, Any]:
 
 def encoder_parameters(model: Any) -> set[int]:
     """The ids of the weights that only the encoder's graph reads."""
-    layers = [layer for m in cross_attentions(model) for layer in projections(m)]
+    layers = [layer for m in cross_attentions(model) for layer in kv_projections(m)]
     parts = [model.get_encoder(), *layers]
     own = {id(weight) for part in parts for weight in part.parameters()}
     shared = {id(weight) for weight in model.get_input_embeddings().parameters()}
@@ -86,10 +86,10 @@ class SourceStep(Step):
     ) -> list[Tensor]:
         """The outputs of the contract; `rest` is the cross buffers, then the past."""
         *cross, past = rest
-        plain = state_of(position_ids, cursor, total_length, past)
-        bias = self.distances(position_ids, position_ids, cursor)
-        state = self.reading(plain, source_length, bias)
-        self._cross: Pairs = list(zip(cross[::2], cross[1::2], strict=True))
+        plain = make_state(position_ids, cursor, total_length, past)
+        bias = self.slot_distance_bias(position_ids, position_ids, cursor)
+        state = self.source_state(plain, source_length, bias)
+        self._cross: KeysAndValues = list(zip(cross[::2], cross[1::2], strict=True))
         return self.outputs(state, input_ids, position_ids, answer_rows)
 
     def logits(
@@ -97,14 +97,17 @@ class SourceStep(Step):
     ) -> Tensor:
         """The logits of the rows to answer for, float32 [1, m, n]."""
         rows = slice(None), answer_rows
-        with placed(self.model, position_ids), answering(self.model, rows):
+        with (
+            using_positions(self.model, position_ids),
+            answering_rows(self.model, rows),
+        ):
             logits: Tensor = self.model(
-                decoder_input_ids=input_ids, **self.encoded(self._cross)
+                decoder_input_ids=input_ids, **self.model_inputs(self._cross)
             ).logits
         return logits.float()
 
-    def encoded(self, cross: Pairs) -> dict[str, Any]:
-        """What the model takes in place of a source: the cross buffers."""
+    def model_inputs(self, cross: KeysAndValues) -> dict[str, Any]:
+        """Return the arguments that stand for an encoded source: the cross buffers."""
         # Never read, since the cross buffers are written already.
         width = self.model.get_input_embeddings().weight.shape[1]
         states = torch.zeros(1, 1, width, dtype=dtype_of(self.contract))
@@ -114,10 +117,10 @@ class SourceStep(Step):
             "use_cache": True,
         }
 
-    def reading(
+    def source_state(
         self, plain: StepState, source_length: Tensor, bias: Tensor | None
     ) -> SourceState:
-        """The state of a pass that reads a source, with a bias of its own rows."""
+        """Return the state of a pass that reads a source, with a bias of its rows."""
         slots = torch.arange(self.contract.source_slots)
         beyond = (slots >= source_length).to(dtype_of(self.contract)) * HIDDEN
         return SourceState(
@@ -129,7 +132,7 @@ class SourceStep(Step):
             source_bias=beyond[None, None, None],
         )
 
-    def distances(
+    def slot_distance_bias(
         self, rows: Tensor, positions: Tensor, cursor: Tensor, both_ways: bool = False
     ) -> Tensor | None:
         """The bias [1, heads, n, slots] by the distance from rows [1, n]; None without.
@@ -137,7 +140,7 @@ class SourceStep(Step):
         A slot before the cursor is at the position of its number, the slots from there
         on are at `positions` int64 [1, m].
         """
-        if relative_table(self.model) is None:
+        if relative_bias_module(self.model) is None:
             return None
         slots = torch.arange(self.contract.slots)
         place = (slots - cursor).clamp(min=0)
@@ -152,9 +155,9 @@ class EncoderStep(Step):
     """The encoder, and the decoder's projections of what it gives."""
 
     @property
-    def declared(self) -> tuple[Specs, Specs, Specs]:
+    def declared_tensors(self) -> tuple[Specs, Specs, Specs]:
         """A source, no buffers, and the cross buffers."""
-        return (self.contract.encoder_input,), (), self.contract.cross
+        return (self.contract.encoder_input,), (), self.contract.cross_inputs
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Only the weights that the encoder reads."""
@@ -164,7 +167,7 @@ class EncoderStep(Step):
             if id(weight) in own:
                 yield name, weight
 
-    def example(self) -> list[Tensor]:
+    def example_inputs(self) -> list[Tensor]:
         """A source to trace with."""
         if self.contract.source_bins:
             return [zeros(self.contract.encoder_input)]
@@ -177,22 +180,24 @@ class EncoderStep(Step):
         if self.contract.source_bins:
             source = source.to(dtype_of(self.contract))
         states = self.model.get_encoder()(source).last_hidden_state
-        sides = [side for m in cross_attentions(self.model) for side in projections(m)]
-        place = _split if self.contract.source_bins else _padded
+        sides = [
+            side for m in cross_attentions(self.model) for side in kv_projections(m)
+        ]
+        place = _fill_buffer if self.contract.source_bins else _pad_to_buffer
         return [
             place(side(states), spec.shape)
-            for side, spec in zip(sides, self.contract.cross, strict=True)
+            for side, spec in zip(sides, self.contract.cross_inputs, strict=True)
         ]
 
 
-def _split(rows: Tensor, shape: tuple[Any, ...]) -> Tensor:
-    """Rows [1, slots, heads * d], which fill a buffer of that shape."""
+def _fill_buffer(rows: Tensor, shape: tuple[Any, ...]) -> Tensor:
+    """Reshape rows [1, slots, heads * d], which fill a buffer of that shape."""
     _, heads, slots, size = shape
     return rows.view(1, slots, heads, size).transpose(1, 2)
 
 
-def _padded(rows: Tensor, shape: tuple[Any, ...]) -> Tensor:
-    """Rows [1, source, heads * d] as a buffer of that shape, zeros behind them."""
+def _pad_to_buffer(rows: Tensor, shape: tuple[Any, ...]) -> Tensor:
+    """Reshape rows [1, source, heads * d] to a buffer of that shape, zeros behind."""
     _, heads, slots, size = shape
     split = rows.view(1, -1, heads, size).transpose(1, 2)
     # Computed, since zeros alone would be a constant as large as the buffer.

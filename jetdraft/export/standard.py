@@ -14,7 +14,7 @@ from onnx_ir.passes import common
 
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import attentions
-from jetdraft.quant.edits import Maker, substitute
+from jetdraft.quant.edits import Maker, replace_values
 
 OPSET = 24
 """The first that has TensorScatter and Attention over a part of a buffer."""
@@ -27,9 +27,9 @@ def standardize(model: ir.Model, scattered: bool) -> None:
     """
     graph = model.graph
     for node in attentions(graph):
-        _attention(graph, node, scattered)
+        _replace_attention(graph, node, scattered)
     for node in [node for node in graph if node.op_type == "RMSNormalization"]:
-        _norm(graph, node)
+        _replace_norm(graph, node)
     graph.opset_imports[""] = OPSET
     graph.opset_imports.pop("com.microsoft", None)
     common.CommonSubexpressionEliminationPass()(model)
@@ -37,7 +37,7 @@ def standardize(model: ir.Model, scattered: bool) -> None:
     graph.sort()
 
 
-def _attention(graph: ir.Graph, node: ir.Node, scattered: bool) -> None:
+def _replace_attention(graph: ir.Graph, node: ir.Node, scattered: bool) -> None:
     if node.attributes.get_int("local_window_size", -1) > 0:
         raise UnsupportedModelError(
             "a layer attends in a sliding window, which the standard flavour does not "
@@ -49,15 +49,15 @@ def _attention(graph: ir.Graph, node: ir.Node, scattered: bool) -> None:
     kv_heads = node.attributes.get_int("kv_num_heads", 0)
     cursor = next(value for value in graph.inputs if value.name == "cursor")
     start = make("Cast", cursor, to=ir.DataType.INT64)
-    write = _scatter_nd if scattered else _scatter
+    write = _write_rows_nd if scattered else _write_rows
     presents = [
-        write(make, past, _by_head(make, new, kv_heads), start)
+        write(make, past, _split_heads(make, new, kv_heads), start)
         for past, new in ((past_key, key), (past_value, value))
     ]
     bias = node.inputs[10] if len(node.inputs) > 10 else None
     one = make.constant("one", [1])
     filled = make("Add", make("Cast", last_row, to=ir.DataType.INT64), one)
-    rows = _by_head(make, query, heads)
+    rows = _split_heads(make, query, heads)
     attended = make(
         "Attention",
         *(rows, *presents, bias, None, None, filled),
@@ -67,34 +67,34 @@ def _attention(graph: ir.Graph, node: ir.Node, scattered: bool) -> None:
     )
     rows_first = make("Transpose", attended, perm=[0, 2, 1, 3])
     result = make("Reshape", rows_first, make.constant("flat", [0, 0, -1]))
-    substitute(node.outputs, [result, *presents])
+    replace_values(node.outputs, [result, *presents])
     graph.remove(node, safe=True)
 
 
-def _scatter(
+def _write_rows(
     make: Maker, past: ir.Value | None, rows: ir.Value, start: ir.Value
 ) -> ir.Value:
     """Write rows [1, heads, n, d] into a buffer from the slot `start` [1] on."""
     return make("TensorScatter", past, rows, start, axis=2)
 
 
-def _scatter_nd(
+def _write_rows_nd(
     make: Maker, past: ir.Value | None, rows: ir.Value, start: ir.Value
 ) -> ir.Value:
-    """The same with a place (0, head, slot) for every row: [1, heads, n, 3]."""
+    """Write rows [1, heads, n, d] with indices (0, head, slot), [1, heads, n, 3]."""
     shape = make("Shape", rows, start=0, end=3)
-    heads = make("Expand", _numbers(make, rows, 1, None), shape)
-    slots = make("Expand", _numbers(make, rows, 2, start), shape)
+    heads = make("Expand", _count_along(make, rows, 1, None), shape)
+    slots = make("Expand", _count_along(make, rows, 2, start), shape)
     batch = make("Sub", heads, heads)
     last = make.constant("axis_3", [3])
     columns = [make("Unsqueeze", place, last) for place in (batch, heads, slots)]
     return make("ScatterND", past, make("Concat", *columns, axis=3), rows)
 
 
-def _numbers(
+def _count_along(
     make: Maker, rows: ir.Value, axis: int, start: ir.Value | None
 ) -> ir.Value:
-    """Counts along an axis of [1, heads, n], from `start` or 0 on."""
+    """Count along an axis of [1, heads, n], from `start` or 0 on."""
     zero, one = (make.constant(f"number_{n}", n) for n in (0, 1))
     count = make("Squeeze", make("Shape", rows, start=axis, end=axis + 1))
     numbers = make("Range", zero, count, one)
@@ -104,14 +104,14 @@ def _numbers(
     return make("Unsqueeze", numbers, make.constant(f"beside_{axis}", others))
 
 
-def _by_head(make: Maker, rows: ir.Value | None, heads: int) -> ir.Value:
-    """[1, n, heads * d] as [1, heads, n, d]."""
+def _split_heads(make: Maker, rows: ir.Value | None, heads: int) -> ir.Value:
+    """Split rows [1, n, heads * d] into [1, heads, n, d]."""
     sizes = make.constant(f"by_{heads}_heads", [0, 0, heads, -1])
     return make("Transpose", make("Reshape", rows, sizes), perm=[0, 2, 1, 3])
 
 
-def _norm(graph: ir.Graph, node: ir.Node) -> None:
-    """x / sqrt(mean(x^2) + eps) * weight, in single precision."""
+def _replace_norm(graph: ir.Graph, node: ir.Node) -> None:
+    """Replace RMSNormalization by x / sqrt(mean(x^2) + eps) * weight, in float32."""
     make = Maker(graph, node)
     source, weight = node.inputs[:2]
     dtype = source.dtype if source is not None else None
@@ -124,5 +124,5 @@ def _norm(graph: ir.Graph, node: ir.Node) -> None:
     scaled = make("Div", x, make("Sqrt", make("Add", mean, small)))
     if half:
         scaled = make("Cast", scaled, to=dtype)
-    substitute(node.outputs[:1], [make("Mul", scaled, weight)])
+    replace_values(node.outputs[:1], [make("Mul", scaled, weight)])
     graph.remove(node, safe=True)

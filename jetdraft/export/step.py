@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from transformers.cache_utils import Cache
 
-from jetdraft.checkpoints.attention import HandThrough, StepState, attending
+from jetdraft.checkpoints.attention import PassThroughCache, StepState, attending
 from jetdraft.checkpoints.layers import Taps, decoder_layers
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import TensorSpec
@@ -23,7 +23,7 @@ CUT = "cut_hidden"
 """The extra output of a graph traced with a cut: the hidden states at the cut."""
 
 
-_PREFIX = "features"
+_FUSION_PREFIX = "features"
 """The names of a fusion's weights in the graph begin with it."""
 
 Specs = tuple[TensorSpec, ...]
@@ -52,7 +52,7 @@ class Step(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.contract, self.cut, self.ids = model, contract, cut, ids
-        self.taps = torch.nn.ModuleDict({} if taps is None else {_PREFIX: taps})
+        self.taps = torch.nn.ModuleDict({} if taps is None else {_FUSION_PREFIX: taps})
         self.windows: set[int] = set()
         if cut:
             self.extra_outputs = (CUT,)
@@ -63,13 +63,13 @@ class Step(torch.nn.Module):
         return self.model
 
     @property
-    def declared(self) -> tuple[Specs, Specs, Specs]:
-        """The inputs of the traced graph, the buffers among them, and its outputs."""
+    def declared_tensors(self) -> tuple[Specs, Specs, Specs]:
+        """The declared inputs, those of them that are buffers, and the outputs."""
         contract = self.contract
         return contract.inputs, contract.buffers("past"), contract.outputs
 
-    def example(self) -> list[torch.Tensor]:
-        """The contract's inputs up to the buffers, with values to trace with."""
+    def example_inputs(self) -> list[torch.Tensor]:
+        """Return values to trace with for the inputs before the buffers."""
         rows = torch.arange(TRACED_ROWS)
         rows_of_pass = TRACED_ROWS, TRACED_ANSWERS, TRACED_PROBES
         sizes = (*rows_of_pass, self.contract.members, self.contract.prefix)
@@ -79,7 +79,7 @@ class Step(torch.nn.Module):
             "answer_rows": rows[:TRACED_ANSWERS],
             "probe_rows": rows[:TRACED_PROBES],
         }
-        inputs, buffers, _ = self.declared
+        inputs, buffers, _ = self.declared_tensors
         return [
             values.get(spec.name, zeros(spec, *sizes))
             for spec in inputs[: len(inputs) - len(buffers)]
@@ -94,8 +94,8 @@ class Step(torch.nn.Module):
         answer_rows: torch.Tensor,
         past: list[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The outputs in the order of `StepContract.outputs`, then extra outputs."""
-        state = state_of(position_ids, cursor, total_length, past)
+        """Return the outputs of `StepContract.outputs`, then extra outputs."""
+        state = make_state(position_ids, cursor, total_length, past)
         return self.outputs(state, input_ids, position_ids, answer_rows)
 
     def outputs(
@@ -109,10 +109,12 @@ class Step(torch.nn.Module):
         head, cut, features = (list[torch.Tensor]() for _ in range(3))
         with contextlib.ExitStack() as hooks:
             hooks.enter_context(attending(state))
-            hooks.callback(_watch(self.model.get_output_embeddings(), head).remove)
+            hooks.callback(
+                _collect_inputs(self.model.get_output_embeddings(), head).remove
+            )
             if self.cut:
                 first = decoder_layers(self.model)[-self.cut]
-                hooks.callback(_watch(first, cut).remove)
+                hooks.callback(_collect_inputs(first, cut).remove)
             for taps in self.taps.values():
                 features = hooks.enter_context(cast(Taps, taps).watching(self.model))
             logits = self.logits(state, input_ids, position_ids, answer_rows)
@@ -129,7 +131,7 @@ class Step(torch.nn.Module):
             )
         hidden = [head[0].float()] if self.contract.hidden_size else []
         rows = [*self.answers(logits), *hidden, *features]
-        return [*rows, *presents(state), *cut]
+        return [*rows, *present_buffers(state), *cut]
 
     def logits(
         self,
@@ -138,18 +140,18 @@ class Step(torch.nn.Module):
         position_ids: torch.Tensor,
         answer_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """The logits of the rows to answer for, float32 [1, m, n]."""
+        """Run the model; return the logits of the answered rows, float32 [1, m, n]."""
         logits: torch.Tensor = self.model(
             input_ids=input_ids,
             position_ids=position_ids,
-            past_key_values=HandThrough(),
+            past_key_values=PassThroughCache(),
             use_cache=True,
             logits_to_keep=answer_rows,
         ).logits
         return logits.float()
 
     def answers(self, logits: torch.Tensor) -> list[torch.Tensor]:
-        """The four outputs for rows whose logits are float32 [1, m, n]."""
+        """Return the four answer outputs for logits float32 [1, m, n]."""
         values, places = torch.topk(logits, self.contract.candidates)
         sums = log_sum_exp(logits, values[..., :1])[..., 0]
         # WebGPU gathers integers of 32 bits only.
@@ -157,7 +159,7 @@ class Step(torch.nn.Module):
         return [ids, values, sums, logits]
 
     @property
-    def task(self) -> dict[str, torch.Tensor]:
+    def unquantized_weights(self) -> dict[str, torch.Tensor]:
         """The weights that must not be fused or quantized, by their names.
 
         A fusion of features reads the largest numbers of the model.
@@ -166,12 +168,12 @@ class Step(torch.nn.Module):
 
     def dtype_of(self, weight: str) -> torch.dtype:
         """The type that the graph has a weight in, by its name in the module."""
-        if weight.startswith(f"{_PREFIX}."):
+        if weight.startswith(f"{_FUSION_PREFIX}."):
             return torch.float32  # states overflow float16
         return dtype_of(self.contract)
 
 
-def _watch(module: torch.nn.Module, states: list[torch.Tensor]) -> Any:
+def _collect_inputs(module: torch.nn.Module, states: list[torch.Tensor]) -> Any:
     """Collect the hidden states that enter `module`; gives the handle of the hook."""
 
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -181,30 +183,30 @@ def _watch(module: torch.nn.Module, states: list[torch.Tensor]) -> Any:
 
 
 def zeros(spec: TensorSpec, *sizes: int) -> torch.Tensor:
-    """A tensor of zeros, its dynamic axes as `TensorSpec.sized` counts them."""
-    return torch.zeros(spec.sized(*sizes), dtype=getattr(torch, spec.dtype))
+    """Return zeros for a declaration; `sizes` as of `TensorSpec.concrete_shape`."""
+    return torch.zeros(spec.concrete_shape(*sizes), dtype=getattr(torch, spec.dtype))
 
 
-def count(numbers: torch.Tensor) -> torch.Tensor:
-    """The size n > 0 of `numbers` [1, n], which must not be negative, as int32 [1].
+def count_on_device(numbers: torch.Tensor) -> torch.Tensor:
+    """Count the columns of `numbers` [1, n], which are 0 or more, as int32 [1].
 
-    It counts, since a graph that copies a shape from the host cannot be captured as a
-    CUDA graph. CUDA sums no empty axis.
+    The sum is computed on the device: a graph that copies a shape from the host cannot
+    be captured as a CUDA graph. n is not 0, since CUDA sums no empty axis.
     """
     return (numbers >= 0).to(torch.int32).sum(1, dtype=torch.int32)
 
 
-def state_of(
+def make_state(
     position_ids: torch.Tensor,
     cursor: torch.Tensor,
     total_length: torch.Tensor,
     past: list[torch.Tensor],
 ) -> StepState:
-    """The state that the attention layers share in a pass over `past`."""
+    """Make the state that the attention layers share in a pass over `past`."""
     return StepState(
         cursor=cursor,
         # Counted, since total_length may be a fixed size beyond the last row.
-        last_row=cursor + count(position_ids) - 1,
+        last_row=cursor + count_on_device(position_ids) - 1,
         total_length=total_length,
         past=list(zip(past[::2], past[1::2], strict=True)),
     )
@@ -225,8 +227,8 @@ def log_sum_exp(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     return largest + (total * torch.ones(PACKET)).log()[..., :1]
 
 
-def presents(state: StepState) -> list[torch.Tensor]:
-    """The buffers after a pass, in the contract's order."""
+def present_buffers(state: StepState) -> list[torch.Tensor]:
+    """Return the buffers after a pass, in the order of the contract."""
     return [buffer for i in sorted(state.present) for buffer in state.present[i]]
 
 
@@ -243,7 +245,7 @@ def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
     def run(cache: Cache) -> None:
         model(input_ids=row, position_ids=row, past_key_values=cache, use_cache=True)
 
-    state = one_row(model, run)
+    state = run_one_row(model, run)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(state.past) != layers or sorted(state.present) != list(range(layers)):
         raise UnsupportedModelError(
@@ -253,19 +255,19 @@ def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
     return tuple((key.shape[1], key.shape[3]) for key, _ in state.past)
 
 
-def one_row(model: Any, run: Callable[[Cache], object]) -> StepState:
+def run_one_row(model: Any, run: Callable[[Cache], object]) -> StepState:
     """The state after a pass of one row, which makes the buffers of all layers."""
     one = torch.ones(1, dtype=torch.int32)
     state = StepState(cursor=one - 1, last_row=one - 1, total_length=one, past=[])
     try:
         with attending(state), torch.no_grad():
-            run(_MakeBuffers(state))
+            run(_BufferMaker(state))
     except Exception as error:  # an unknown architecture may raise anything
-        raise refusal(model, error) from error
+        raise export_error(model, error) from error
     return state
 
 
-class _MakeBuffers(HandThrough):
+class _BufferMaker(PassThroughCache):
     """Gives each layer a buffer of one row when the layer runs."""
 
     def __init__(self, state: StepState) -> None:
@@ -280,13 +282,14 @@ class _MakeBuffers(HandThrough):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the buffers of a layer to the state."""
         self.state.past.append(
             (torch.zeros_like(key_states), torch.zeros_like(value_states))
         )
         return super().update(key_states, value_states, layer_idx)
 
 
-def refusal(model: Any, error: BaseException) -> UnsupportedModelError:
+def export_error(model: Any, error: BaseException) -> UnsupportedModelError:
     """An error with the innermost reason; an `UnsupportedModelError` stays as it is."""
     cause: BaseException | None = error
     while cause is not None:

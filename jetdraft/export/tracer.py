@@ -17,17 +17,18 @@ import onnx
 import onnx_ir
 import torch
 
-from jetdraft.checkpoints.parameters import keep_weights, simplify
+from jetdraft.checkpoints.parameters import fold_graph, make_inputs_constant
 from jetdraft.checkpoints.silence import silenced
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import ANSWERS, PREFIX, PROBES, ROWS, TensorSpec
 from jetdraft.errors import JetdraftError, UnsupportedModelError
-from jetdraft.export.step import TRACED_ROWS, Step, refusal, zeros
+from jetdraft.export.step import TRACED_ROWS, Step, export_error, zeros
 
 OPSET = 23
+"""The ai.onnx opset of traced graphs."""
 
 MAX_TRACES = 4
-"""How many graphs are kept; they are without weights, and small."""
+"""The most graphs that are kept; without weights they are small."""
 
 
 class KeptTraces:
@@ -53,21 +54,21 @@ class KeptTraces:
         return model
 
     def read(self, key: str) -> bytes | None:
-        """The file with that key, or None."""
+        """Return the file of that key; None if it is not kept."""
         return self._files.get(key)
 
     def write(self, key: str, file: bytes) -> None:
-        """Keep a file; the oldest goes."""
+        """Keep a file, in place of the oldest if there are `MAX_TRACES`."""
         while len(self._files) >= MAX_TRACES:
             del self._files[next(iter(self._files))]
         self._files[key] = file
 
 
-KEPT = KeptTraces()
+KEPT_TRACES = KeptTraces()
 """The last traces of this process."""
 
 
-class _Open(torch.nn.Module):
+class _StepWithWeights(torch.nn.Module):
     """A step that takes its weights as the last input, since constants are folded."""
 
     step: torch.nn.Module
@@ -93,44 +94,44 @@ def trace(step: Step, names: Mapping[int, str]) -> onnx_ir.Model:
 
     The weights are read from the model when they are needed. A weight whose id is not
     in `names` must not be fused or quantized: it stays an input, after all other
-    inputs, until `keep_weights`.
+    inputs, until `make_inputs_constant`.
     """
     _pin_rotary_frequencies(step.decoder, step.contract.capacity)
     step.eval()
     # In a step, all names begin with the attribute that holds the model.
     weights = {n.partition(".")[2]: weight for n, weight in step.named_parameters()}
     try:
-        with _silent(), torch.no_grad():
-            model = KEPT.get_or_make(
-                fingerprint(step), lambda: _exported(step, weights)
+        with _silencing_exporter(), torch.no_grad():
+            model = KEPT_TRACES.get_or_make(
+                fingerprint(step), lambda: _export_step(step, weights)
             )
     except JetdraftError:
         raise
     except Exception as error:  # the exporter wraps every cause in its own types
-        raise refusal(step.decoder, error) from error
+        raise export_error(step.decoder, error) from error
     own_weights = {
         name: weight for name, weight in weights.items() if id(weight) in names
     }
-    keep_weights(model, own_weights, names)
-    simplify(model)
+    make_inputs_constant(model, own_weights, names)
+    fold_graph(model)
     return model
 
 
-def _exported(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Model:
-    """The graph as torch exports it, with the weights as its last inputs."""
-    contract, example = step.contract, step.example()
-    inputs, buffers, outputs = step.declared
+def _export_step(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Model:
+    """Export a step with torch; the weights are the last inputs of the graph."""
+    contract, example = step.contract, step.example_inputs()
+    inputs, buffers, outputs = step.declared_tensors
     past = [zeros(spec) for spec in buffers]
     extras = [zeros(spec, TRACED_ROWS) for spec in step.extra_inputs]
     # Memory that is allocated but never read or written.
     empty = [torch.empty(w.shape, dtype=step.dtype_of(n)) for n, w in weights.items()]
     shapes = _dynamic_shapes(contract, (*inputs[: len(example)], *step.extra_inputs))
     program = torch.onnx.export(
-        _Open(step, [name for name, _ in step.named_parameters()]),
+        _StepWithWeights(step, [name for name, _ in step.named_parameters()]),
         (*example, past, *extras, empty),
         dynamo=True,
         opset_version=OPSET,
-        # The one parameter of `_Open.forward`.
+        # The one parameter of `_StepWithWeights.forward`.
         dynamic_shapes=(
             (
                 *shapes[: len(example)],
@@ -157,9 +158,9 @@ def _exported(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Model:
 def _dynamic_shapes(
     contract: StepContract, specs: tuple[TensorSpec, ...]
 ) -> list[dict[int, Any] | None]:
-    """The axes of each input that vary, by index.
+    """Return for each input its dynamic axes by index; None if it has none.
 
-    An axis that is not rows, answers or probes follows from these.
+    An axis other than rows, answers, probes and prefix follows from these.
     """
     widest = max(TRACED_ROWS + 1, contract.max_width)
     dims = {axis: torch.export.Dim(axis, min=1, max=widest) for axis in (ROWS, ANSWERS)}
@@ -206,8 +207,8 @@ def _pin_rotary_frequencies(model: Any, capacity: int) -> None:
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Drop what the torch exporter prints and logs."""
+def _silencing_exporter() -> Iterator[None]:
+    """Drop what the torch exporter prints and logs inside the block."""
     with (
         silenced(logging.ERROR),
         warnings.catch_warnings(),
@@ -220,8 +221,8 @@ def _silent() -> Iterator[None]:
 # --- fingerprints ---------------------------------------------------------------------
 
 
-class UnknownError(Exception):
-    """An object whose state is not known."""
+class UnknownStateError(Exception):
+    """Raised for an object whose state cannot be read completely."""
 
 
 def fingerprint(step: torch.nn.Module) -> str | None:
@@ -231,15 +232,15 @@ def fingerprint(step: torch.nn.Module) -> str | None:
     that become constants. Parameters are inputs of the graph, so only their names,
     shapes and types count. None for a step with an object of C in it.
     """
-    writer = _Writer()
+    writer = _FingerprintWriter()
     try:
         writer.write(step)
-    except (UnknownError, RecursionError):
+    except (UnknownStateError, RecursionError):
         return None
     return writer.digest.hexdigest()
 
 
-class _Writer:
+class _FingerprintWriter:
     """Writes objects into a digest; an object that comes again is a number."""
 
     def __init__(self) -> None:
@@ -247,101 +248,104 @@ class _Writer:
         self.numbers: dict[int, int] = {}
         self.classes: set[type] = set()
         # What has a number must live, or another object could get its id.
-        self.kept: list[Any] = []
+        self.references: list[Any] = []
 
     def write(self, value: Any) -> None:
-        """Write one object with all that it holds; raise `UnknownError`."""
-        if isinstance(value, _PLAIN):
-            self._say(type(value).__name__, repr(value))
+        """Write one object with all that it holds; raise `UnknownStateError`."""
+        if isinstance(value, _PLAIN_TYPES):
+            self._add(type(value).__name__, repr(value))
         elif id(value) in self.numbers:
-            self._say("again", str(self.numbers[id(value)]))
+            self._add("again", str(self.numbers[id(value)]))
         else:
             self.numbers[id(value)] = len(self.numbers)
-            self.kept.append(value)
-            kinds = (write for kinds, write in _WRITERS if isinstance(value, kinds))
-            next(kinds, _Writer.write_object)(self, value)
+            self.references.append(value)
+            kinds = (
+                write for kinds, write in _WRITE_METHODS if isinstance(value, kinds)
+            )
+            next(kinds, _FingerprintWriter.write_object)(self, value)
 
     def write_all(self, kind: str, values: Iterable[Any]) -> None:
         """Write several objects in their order."""
-        self._say(kind, "")
+        self._add(kind, "")
         for value in values:
             self.write(value)
-        self._say("end", "")
+        self._add("end", "")
 
     def write_tensor(self, tensor: torch.Tensor) -> None:
-        """A tensor's type, and its bytes if the graph has it as a constant."""
-        self._say("tensor", f"{type(tensor)} {tuple(tensor.shape)} {tensor.dtype}")
+        """Write a tensor's type, and its bytes if the graph has it as a constant."""
+        self._add("tensor", f"{type(tensor)} {tuple(tensor.shape)} {tensor.dtype}")
         if tensor.device.type == "meta" or type(tensor) is not torch.Tensor:
             if not isinstance(tensor, torch.nn.Parameter):
-                raise UnknownError
+                raise UnknownStateError
             return
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         self.digest.update(flat.numpy().tobytes())
 
     def write_function(self, function: types.FunctionType) -> None:
-        """A function's code, what it closes over, and its defaults."""
+        """Write where a function's code is, what it closes over, and its defaults."""
         code = function.__code__
-        self._say("function", f"{function.__module__}.{function.__qualname__}")
-        self._say("code", f"{code.co_filename} {code.co_firstlineno}")
+        self._add("function", f"{function.__module__}.{function.__qualname__}")
+        self._add("code", f"{code.co_filename} {code.co_firstlineno}")
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         defaults = [function.__defaults__, function.__kwdefaults__]
         self.write_all("closure", [*cells, *defaults])
 
     def write_set(self, values: Any) -> None:
-        """A set of plain values, sorted: its order differs between processes."""
-        if not all(isinstance(value, _PLAIN) for value in values):
-            raise UnknownError
+        """Write a set of plain values sorted, since its order differs by process."""
+        if not all(isinstance(value, _PLAIN_TYPES) for value in values):
+            raise UnknownStateError
         self.write_all("set", sorted(values, key=repr))
 
     def write_object(self, value: Any) -> None:
         """An object whose whole state is its fields; another may hide some in C."""
         kind = type(value)
-        bases = [base for base in kind.__mro__ if not base.__flags__ & _HEAP]
+        bases = [base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE_FLAG]
         slots = any(vars(base).get("__slots__") for base in kind.__mro__)
         if bases != [object] or slots or not hasattr(value, "__dict__"):
-            raise UnknownError
-        self._say("object", f"{kind.__module__}.{kind.__qualname__}")
+            raise UnknownStateError
+        self._add("object", f"{kind.__module__}.{kind.__qualname__}")
         for base in kind.__mro__:
             if base not in self.classes:
                 self.classes.add(base)
                 self._write_methods(base)
-        fields = {n: v for n, v in vars(value).items() if n not in _PLACES}
+        fields = {n: v for n, v in vars(value).items() if n not in _PATH_FIELDS}
         self.write_all("fields", [part for item in fields.items() for part in item])
 
     def _write_methods(self, kind: type) -> None:
-        """Where the functions of a class were written; a program may replace some."""
+        """Write where the functions of a class are: a program may replace some."""
         for name, value in vars(kind).items():
             if isinstance(value, types.FunctionType):
                 code = value.__code__
                 place = f"{code.co_filename} {code.co_firstlineno}"
-                self._say("method", f"{name} {place}")
+                self._add("method", f"{name} {place}")
 
-    def _say(self, kind: str, text: str) -> None:
+    def _add(self, kind: str, text: str) -> None:
+        """Add a text and its kind to the digest."""
         self.digest.update(f"{kind}:{len(text)}:{text};".encode())
 
 
-_HEAP = 1 << 9
+_HEAP_TYPE_FLAG = 1 << 9
 """The flag of classes that are written in Python, Py_TPFLAGS_HEAPTYPE."""
 
-_PLACES = {"_name_or_path", "name_or_path"}
-"""Fields of transformers that say where a checkpoint lay."""
+_PATH_FIELDS = {"_name_or_path", "name_or_path"}
+"""Fields of transformers with the path of a checkpoint; they are left out."""
 
-_PLAIN = (str, int, float, bool, type(None), bytes, Enum)
-_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN_TYPES = (str, int, float, bool, type(None), bytes, Enum)
+_NAMED_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
-_WRITERS: list[tuple[Any, Callable[[_Writer, Any], None]]] = [
-    (torch.Tensor, _Writer.write_tensor),
-    (_NAMED, lambda writer, value: writer.write(repr(value))),
+_WRITE_METHODS: list[tuple[Any, Callable[[_FingerprintWriter, Any], None]]] = [
+    (torch.Tensor, _FingerprintWriter.write_tensor),
+    (_NAMED_TYPES, lambda writer, value: writer.write(repr(value))),
     (type, lambda writer, value: writer.write(f"{value.__module__}.{value}")),
     ((list, tuple), lambda writer, value: writer.write_all("list", value)),
-    ((set, frozenset), _Writer.write_set),
+    ((set, frozenset), _FingerprintWriter.write_set),
     (
         Mapping,
         lambda writer, value: writer.write_all(
             "mapping", [part for item in value.items() for part in item]
         ),
     ),
-    (types.FunctionType, _Writer.write_function),
+    (types.FunctionType, _FingerprintWriter.write_function),
     (
         types.MethodType,
         lambda writer, value: writer.write_all(

@@ -10,43 +10,51 @@ import onnx_ir as ir
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.attentions import add_bias, bias_of, has_windows, sum_bias, widened
-from jetdraft.quant.edits import Maker, initializer, value_of
+from jetdraft.export.attentions import (
+    add_bias,
+    add_mask_bias,
+    find_bias,
+    has_windows,
+    sum_bias,
+)
+from jetdraft.quant.edits import Maker, initializer, new_value
 
 _OPSET = 24
 """The first opset that has TensorScatter."""
 
 
-def tree_graph(chain: ir.Model, contract: StepContract, source: str) -> ir.Model | None:
-    """The chain graph with a mask, made in place.
+def make_tree_graph(
+    chain: ir.Model, contract: StepContract, source: str
+) -> ir.Model | None:
+    """Add a draft mask to the chain graph, in place, and return it.
 
     None for a model without layers, or with sliding windows. If the chain graph itself
     needs a mask, windows raise `UnsupportedModelError`.
     """
     graph = chain.graph
     if not contract.kv_shapes or has_windows(graph):
-        if contract.masked:
+        if contract.has_mask:
             raise UnsupportedModelError(
                 f"{source} attends in sliding windows; streams need plain attention"
             )
         return None
     if contract.relative_positions:
-        sum_bias(graph, widened(graph, replace(contract, tree=True)))
+        sum_bias(graph, add_mask_bias(graph, replace(contract, tree=True)))
     else:
-        add_bias(graph, _bias(graph, contract))
+        add_bias(graph, _row_bias(graph, contract))
         graph.sort()  # layers below the probes read the rows' part of the bias
     return chain
 
 
-def _bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
-    """The attention bias of the rows.
+def _row_bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
+    """Return the attention bias of the rows.
 
-    A mask is a new input of the graph. If the graph has a bias already, for rows and
-    probes, the part of the rows is taken.
+    It is made of a new mask input. If the graph has a bias for rows and probes, the
+    part of the rows is cut from it.
     """
-    full_bias = bias_of(graph)
+    full_bias = find_bias(graph)
     if full_bias is None:
-        return widened(graph, replace(contract, tree=True))
+        return add_mask_bias(graph, replace(contract, tree=True))
     rows = ir.node("Shape", [graph.inputs[0]], {"start": 1, "end": 2})
     start, axis = (
         initializer(graph, f"rows_of_bias.{name}", np.array([number], np.int64))
@@ -60,7 +68,7 @@ def _bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
     return cut.outputs[0]
 
 
-def compaction_graph(contract: StepContract, scattered: bool = False) -> ir.Model:
+def make_compaction_graph(contract: StepContract, scattered: bool = False) -> ir.Model:
     """The graph that moves accepted rows together, as `Cache.compact` runs it.
 
     It has no weights. In every buffer it gathers the rows `source` (int64 [m]) and
@@ -69,8 +77,8 @@ def compaction_graph(contract: StepContract, scattered: bool = False) -> ir.Mode
     memory. WebGPU has no TensorScatter: a `scattered` graph uses ScatterND, and its
     `target` is int64 [m], a place for each row.
     """
-    source = value_of(TensorSpec("source", "int64", ("m",)))
-    target = value_of(TensorSpec("target", "int64", ("m" if scattered else 1,)))
+    source = new_value(TensorSpec("source", "int64", ("m",)))
+    target = new_value(TensorSpec("target", "int64", ("m" if scattered else 1,)))
     graph = ir.Graph(
         [source, target], [], nodes=[], opset_imports={"": _OPSET}, name="compaction"
     )
@@ -78,12 +86,12 @@ def compaction_graph(contract: StepContract, scattered: bool = False) -> ir.Mode
     for past, present in zip(
         contract.buffers("past"), contract.buffers("present"), strict=True
     ):
-        buffer, present_buffer = value_of(past), value_of(present)
+        buffer, present_buffer = new_value(past), new_value(present)
         graph.inputs.append(buffer)
         graph.outputs.append(present_buffer)
         rows = make("Gather", buffer, source, axis=2)
         if scattered:
-            places = _places(make, target, int(past.shape[1]))
+            places = _scatter_indices(make, target, int(past.shape[1]))
             node = ir.node(
                 "ScatterND", [buffer, places, rows], outputs=[present_buffer]
             )
@@ -98,7 +106,7 @@ def compaction_graph(contract: StepContract, scattered: bool = False) -> ir.Mode
     return ir.Model(graph, ir_version=11)
 
 
-def _places(make: Maker, target: ir.Value, heads: int) -> ir.Value:
+def _scatter_indices(make: Maker, target: ir.Value, heads: int) -> ir.Value:
     """The place (0, head, slot) of each row in a buffer, int64 [1, heads, m, 3].
 
     A sum of slots (0, 0, slot) and heads (0, head, 0), since a shape would be computed

@@ -29,13 +29,13 @@ from onnxruntime.quantization.neural_compressor.weight_only import (
     quant_tensor_k_quant_cpu,
 )
 
-from jetdraft.quant.blocks import Blocks, Floats, in_blocks
+from jetdraft.quant.blocks import Blocks, Floats, split_into_blocks
 from jetdraft.recipe import WHOLE, Recipe
 
 DAMPING = 0.01
 """The share of the mean second moment that is added to all: the paper's value."""
 
-LARGEST = 63
+LARGEST_W8 = 63
 """The largest integer of a matrix with a scale for each column."""
 
 GPTQ_COLUMNS = 4096
@@ -51,14 +51,14 @@ def rtn(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> B
         block_size=block_size, is_symmetric=True, bits=bits
     )
     quantizer = DefaultWeightOnlyQuantizer(config)
-    packed, scales, _ = quantizer.qbits_block_quant(_by_rows(matrix))
+    packed, scales, _ = quantizer.qbits_block_quant(_c_order_copy(matrix))
     columns, rows = matrix.shape[1], matrix.shape[0]
     scales = scales.reshape(columns, -1)
     return Blocks(packed.reshape(*scales.shape, -1), scales, None, bits, rows)
 
 
-def _by_rows(matrix: Floats) -> Floats:
-    """A copy in C order; torch turns a matrix three times as fast as numpy."""
+def _c_order_copy(matrix: Floats) -> Floats:
+    """Return a copy in C order; torch transposes three times as fast as numpy."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the read-only array is not written to
         turned: Floats = torch.from_numpy(matrix).contiguous().numpy()
@@ -66,13 +66,13 @@ def _by_rows(matrix: Floats) -> Floats:
 
 
 def whole_columns(matrix: Floats) -> Blocks:
-    """Rounds to nearest; a column's largest magnitude becomes 63, or -63.
+    """Round to nearest with a scale per column, whose largest magnitude becomes 63.
 
     AVX2 adds two products in 16 bits. With inputs below 256 they fit only while weights
     have seven bits.
     """
-    columns = _by_rows(matrix.T)
-    scales = np.abs(columns).max(axis=1, keepdims=True) / LARGEST
+    columns = _c_order_copy(matrix.T)
+    scales = np.abs(columns).max(axis=1, keepdims=True) / LARGEST_W8
     integers = columns / np.where(scales == 0, 1, scales)
     np.rint(integers, out=integers)
     integers += 128
@@ -84,7 +84,7 @@ def k_quant(
     matrix: Floats, bits: int, block_size: int, moments: Floats | None
 ) -> Blocks:
     """With a zero per block; `moments` are not read."""
-    blocks = in_blocks(matrix.T, block_size, np.float32)
+    blocks = split_into_blocks(matrix.T, block_size, np.float32)
     columns, count, _ = blocks.shape
     with np.errstate(invalid="ignore", divide="ignore"):
         results = quant_tensor_k_quant_cpu(blocks, bits, block_size)
@@ -100,7 +100,7 @@ def k_quant(
 
 def hqq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> Blocks:
     """With a zero per block; `moments` are not read."""
-    blocks = in_blocks(matrix.T, block_size, np.float32)
+    blocks = split_into_blocks(matrix.T, block_size, np.float32)
     columns, count, _ = blocks.shape
     quantizer = HQQWeightOnlyQuantizer(HQQWeightOnlyQuantConfig(block_size=block_size))
     _, scales, zeros = quantizer.quantize_internal(
@@ -127,21 +127,21 @@ def gptq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> 
     """
     assert moments is not None
     filled = -(-len(matrix) // block_size) * block_size
-    inverse = _inverse(moments, filled)
+    inverse = _inverse_factor(moments, filled)
     starts = range(0, matrix.shape[1], GPTQ_COLUMNS)
     # The columns do not depend on each other.
     slices = [matrix[:, start : start + GPTQ_COLUMNS] for start in starts]
-    return Blocks.joined(
-        [_gptq_columns(columns, bits, block_size, inverse) for columns in slices]
+    return Blocks.concatenated(
+        [_quantize_columns(columns, bits, block_size, inverse) for columns in slices]
     )
 
 
-def _gptq_columns(
+def _quantize_columns(
     matrix: Floats, bits: int, block_size: int, inverse: torch.Tensor
 ) -> Blocks:
-    """Quantize some columns; `inverse` is the result of `_inverse`."""
+    """Quantize some columns with GPTQ; `inverse` is the result of `_inverse_factor`."""
     rows, middle = len(matrix), 1 << (bits - 1)
-    weights = torch.from_numpy(in_blocks(matrix.T, block_size, np.float64))
+    weights = torch.from_numpy(split_into_blocks(matrix.T, block_size, np.float64))
     columns, count, _ = weights.shape
     weights = weights.reshape(columns, -1)
     integers = torch.zeros(weights.shape, dtype=torch.uint8)
@@ -171,7 +171,7 @@ def _gptq_columns(
     )
 
 
-def _inverse(moments: Floats, size: int) -> torch.Tensor:
+def _inverse_factor(moments: Floats, size: int) -> torch.Tensor:
     """The upper Cholesky factor of the damped moments' inverse, [size, size]."""
     whole = torch.zeros(size, size, dtype=torch.double)
     rows = len(moments)
@@ -187,10 +187,12 @@ def _inverse(moments: Floats, size: int) -> torch.Tensor:
 
 
 Algorithm = Callable[[Floats, int, int, Floats | None], Blocks]
+"""Quantizes a matrix [rows, columns] by bits, block size and moments [rows, rows]."""
+
 ALGORITHMS: dict[str, Algorithm] = {
     algorithm.__name__: algorithm for algorithm in (rtn, k_quant, hqq, gptq)
 }
-"""By name; each takes a matrix [rows, columns], bits, block size and moments."""
+"""The algorithms by the names that recipes have for them."""
 
 
 def quantize(matrix: Floats, recipe: Recipe, moments: Floats | None) -> Blocks:

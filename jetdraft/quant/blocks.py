@@ -12,6 +12,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.floating]
 Bytes = npt.NDArray[np.uint8]
 Order = npt.NDArray[np.int64]
+"""The input that each row of a matrix belongs to."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,11 @@ class Blocks:
         cls, integers: Bytes, scales: Floats, zeros: Bytes | None, bits: int, rows: int
     ) -> Blocks:
         """Pack integers below 2^bits, uint8 [columns, blocks, block_size]."""
-        return cls(_pack(integers, bits), scales, zeros, bits, rows)
+        return cls(_pack_integers(integers, bits), scales, zeros, bits, rows)
 
     @classmethod
-    def joined(cls, parts: Sequence[Blocks]) -> Blocks:
-        """One matrix with the columns of several; all must have the same `form`."""
+    def concatenated(cls, parts: Sequence[Blocks]) -> Blocks:
+        """Return one matrix with the columns of several, which have the same `form`."""
         zeros = [part.zeros for part in parts if part.zeros is not None]
         return replace(
             parts[0],
@@ -51,8 +52,8 @@ class Blocks:
             zeros=np.concatenate(zeros) if zeros else None,
         )
 
-    def columns(self, which: npt.NDArray[np.int64]) -> Blocks:
-        """The matrix of some columns only."""
+    def select_columns(self, which: npt.NDArray[np.int64]) -> Blocks:
+        """Return the matrix of the columns with the numbers `which`, int64 [n]."""
         zeros = None if self.zeros is None else self.zeros[which]
         return replace(
             self, packed=self.packed[which], scales=self.scales[which], zeros=zeros
@@ -60,13 +61,13 @@ class Blocks:
 
     @property
     def form(self) -> object:
-        """A value that is equal for matrices which can be joined."""
+        """A value that is equal for matrices which can be concatenated."""
         order = None if self.order is None else self.order.tobytes()
         return self.bits, self.block_size, self.zeros is None, order, self.whole
 
     @property
     def integers(self) -> Bytes:
-        """uint8 [columns, blocks, block_size]."""
+        """The unpacked integers, uint8 [columns, blocks, block_size]."""
         return unpack(self.packed, self.bits)
 
     @property
@@ -76,15 +77,15 @@ class Blocks:
 
     @property
     def packed_zeros(self) -> Bytes | None:
-        """uint8 [columns, bytes], packed along the blocks; None without zeros."""
+        """The zeros packed along the blocks, uint8 [columns, bytes], or None."""
         if self.zeros is None:
             return None
         spare = -self.zeros.shape[1] % (8 // self.bits)
-        return _pack(np.pad(self.zeros, ((0, 0), (0, spare))), self.bits)
+        return _pack_integers(np.pad(self.zeros, ((0, 0), (0, spare))), self.bits)
 
     @property
     def floats(self) -> Floats:
-        """The matrix as floats [rows, columns], with its rows in the inputs' order."""
+        """The matrix as floats [rows, columns], its rows in the inputs' order."""
         # In place, since a head of 150,000 tokens takes a gigabyte.
         whole = self.integers.astype(self.scales.dtype)
         middle = 1 << (self.bits - 1)
@@ -94,10 +95,10 @@ class Blocks:
         return floats if self.order is None else floats[np.argsort(self.order)]
 
 
-def in_blocks(
+def split_into_blocks(
     columns: npt.NDArray[Any], block_size: int, dtype: npt.DTypeLike
 ) -> npt.NDArray[Any]:
-    """[columns, blocks, block_size] of [columns, rows]; 0 fills up the last block."""
+    """Split [columns, rows] into [columns, blocks, block_size]; zeros fill the last."""
     count, rows = columns.shape
     blocks = -(-rows // block_size)
     filled = np.zeros((count, blocks * block_size), dtype)
@@ -106,12 +107,13 @@ def in_blocks(
 
 
 def unpack(packed: Bytes, bits: int) -> Bytes:
-    """The integers of `bits` bits along the last axis, the lowest bits first."""
+    """Unpack integers of `bits` bits along the last axis, the lowest bits first."""
     parts = [(packed >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
     return np.stack(parts, axis=-1).reshape(*packed.shape[:-1], -1)
 
 
-def _pack(integers: Bytes, bits: int) -> Bytes:
+def _pack_integers(integers: Bytes, bits: int) -> Bytes:
+    """Pack integers of `bits` bits along the last axis, the first in the low bits."""
     if bits == 8:
         return integers
     per_byte = 8 // bits

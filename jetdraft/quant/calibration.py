@@ -14,18 +14,18 @@ from jetdraft.errors import DataError
 from jetdraft.files import read_text
 from jetdraft.quant.blocks import Floats
 
-WINDOW = 256
-"""Tokens that the model reads in one pass."""
+WINDOW_TOKENS = 256
+"""The most tokens of a window, which a model reads in one pass."""
 
 MOST_WINDOWS = 32
-"""The most windows of a text that are read."""
+"""The most windows that are taken of a text."""
 
 
 class Windows:
     """A text as token ids, int64 [windows, length].
 
-    A model is compared with itself on the last `scored` tokens of each window.
-    `tokens` int64 [n] are all tokens whose frequency counts.
+    A model is compared with itself on the last `scored` tokens of each window. `tokens`
+    int64 [n] are the tokens whose frequencies count: the scored ones, or a whole file.
     """
 
     def __init__(
@@ -39,7 +39,9 @@ class Windows:
         self.tokens = ids[:, -self.scored :].flatten() if tokens is None else tokens
 
     @classmethod
-    def of(cls, file: Path, tokenizer: str | None, longest: int = WINDOW) -> Windows:
+    def of(
+        cls, file: Path, tokenizer: str | None, longest: int = WINDOW_TOKENS
+    ) -> Windows:
         """Windows of equal length, at most `longest` tokens, spread evenly over a file.
 
         `tokenizer` is the JSON of a tokenizers.Tokenizer. Raises `DataError` without
@@ -58,7 +60,7 @@ class Windows:
                 f"{file} has {len(tokens)} tokens; give a text like those that the "
                 "model will write"
             )
-        length = min(WINDOW, longest, len(tokens))
+        length = min(WINDOW_TOKENS, longest, len(tokens))
         count = len(tokens) // length
         ids = torch.tensor(tokens[: count * length]).reshape(count, length)
         chosen = torch.linspace(0, count - 1, min(count, MOST_WINDOWS)).long()
@@ -104,7 +106,7 @@ def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
 
 @contextmanager
 def own_attention(model: Any) -> Iterator[None]:
-    """Let a model use transformers' own attention inside the block."""
+    """Let a model attend by transformers' own eager code inside the block."""
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:

@@ -13,75 +13,77 @@ from jetdraft.errors import OptionError
 from jetdraft.quant.divergence import Divergence
 from jetdraft.recipe import Recipe, Unit
 
-BOUND = 0.03
+KL_BOUND = 0.03
 """The largest mean KL divergence from the unquantized model, in nats per token."""
 
-RUNGS = ("int4-rtn-b128-head8", "int4-rtn-b64-head8", "int4-rtn-b32-head8")
-"""From the cheapest on: larger blocks are faster and move a model further."""
+FOUR_BIT_RUNGS = ("int4-rtn-b128-head8", "int4-rtn-b64-head8", "int4-rtn-b32-head8")
+"""Recipes of four bits, the cheapest first: larger blocks are faster, with more KL."""
 
-TOP = "int8-rtn-b32"
-"""The last rung, and what is taken without a measure; it kept every model so far."""
+SAFE_RECIPE = "int8-rtn-b32"
+"""The recipe that is taken without a measure; all models stayed within the bound."""
 
-EIGHT_BITS = ("int8-rtn-b64", TOP)
-"""What is taken where four bits are not enough: the first that is within the bound."""
+EIGHT_BIT_RUNGS = ("int8-rtn-b64", SAFE_RECIPE)
+"""Recipes where four bits are not enough: the first within the bound is taken."""
 
-WORTH = 0.9
-"""A mix must have fewer bytes than this share of eight bits, or those are taken."""
+MIX_SHARE = 0.9
+"""A mix is taken only if it has fewer bytes than this share of those of eight bits."""
 
 DRAFTER_CHOICES = ("int4-rtn-b32", "int8-rtn-b32")
+"""The recipes that a drafter can get, the smaller first."""
 
 PASS_BYTES = 4e6
-"""What else a pass costs, in bytes that the memory could have delivered: on two cores
-at 16 GB/s about 0.25 ms."""
+"""The fixed cost of a pass as bytes that memory delivers in that time: about 0.25 ms
+on two cores at 16 GB/s."""
 
 MAX_DRAFT_TOKENS = 8
+"""The longest draft for which the speed of a pair is computed."""
 
-MAX_FALL = 0.01
-"""The share of accepted tokens that integers of four bits may cost."""
+MAX_ACCEPTANCE_LOSS = 0.01
+"""The acceptance rate that a drafter may lose by four bits, as a difference."""
 
 
-def choose(
+def choose_recipe(
     divergence: Divergence,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
-    bound: float = BOUND,
+    bound: float = KL_BOUND,
 ) -> tuple[Recipe, float]:
-    """The cheapest recipe whose KL is at most `bound`, and its KL.
+    """Choose the cheapest recipe whose KL is at most `bound`; return it and its KL.
 
-    First the rungs from the last to the first, as long as they hold; if none holds, a
-    mix of four and eight bits, or eight bits. `progress(stage, done, total)` is called
-    after each step.
+    First the rungs of four bits, from the most exact down while they hold; if none
+    holds, a mix of four and eight bits, or eight bits. `progress(stage, done, total)`
+    is called after each step. The KL is the mean in nats per token.
     """
     chosen: tuple[Recipe, float] | None = None
-    for done, name in enumerate(reversed(RUNGS), start=1):
+    for done, name in enumerate(reversed(FOUR_BIT_RUNGS), start=1):
         recipe = Recipe.parse(name)
-        kl = divergence.of(recipe)
-        divergence.forget()
+        kl = divergence.mean_kl(recipe)
+        divergence.drop_blocks()
         if kl > bound:
             break
         chosen = recipe, kl
-        progress("measure recipes", done, len(RUNGS))
-    progress("measure recipes", len(RUNGS), len(RUNGS))
-    return chosen or _mix(divergence, progress, bound)
+        progress("measure recipes", done, len(FOUR_BIT_RUNGS))
+    progress("measure recipes", len(FOUR_BIT_RUNGS), len(FOUR_BIT_RUNGS))
+    return chosen or _choose_mix(divergence, progress, bound)
 
 
-def _mix(
+def _choose_mix(
     divergence: Divergence, progress: Callable[[str, int, int], None], bound: float
 ) -> tuple[Recipe, float]:
     """The mix with the fewest bytes that meets the bound, or eight bits."""
-    for done, top in enumerate(map(Recipe.parse, EIGHT_BITS), start=1):
-        top_kl = divergence.of(top)
-        divergence.forget()
-        progress("measure eight bits", done, len(EIGHT_BITS))
+    for done, top in enumerate(map(Recipe.parse, EIGHT_BIT_RUNGS), start=1):
+        top_kl = divergence.mean_kl(top)
+        divergence.drop_blocks()
+        progress("measure eight bits", done, len(EIGHT_BIT_RUNGS))
         if top_kl <= bound:
             break
     try:
-        mix, kl = Sensitivity(divergence, Recipe.parse(RUNGS[-1])).mixed(
+        mix, kl = Sensitivity(divergence, Recipe.parse(FOUR_BIT_RUNGS[-1])).find_mix(
             Limit(max_kl=bound),
             lambda done, total: progress("measure layers", done, total),
         )
     except OptionError:
         return top, top_kl
-    worth = divergence.bytes_of(mix) < WORTH * divergence.bytes_of(top)
+    worth = divergence.bytes_of(mix) < MIX_SHARE * divergence.bytes_of(top)
     return (mix, kl) if worth else (top, top_kl)
 
 
@@ -107,42 +109,40 @@ class Limit:
 
 
 class Sensitivity:
-    """Finds mixes of a recipe and its raised form.
-
-    Each decoder layer, and the head, is quantized alone. The units with the most KL
-    divergence from the unquantized model per further byte get twice the bits.
-    """
+    """Finds mixes of a recipe, whose most sensitive units have twice the bits."""
 
     def __init__(self, divergence: Divergence, recipe: Recipe) -> None:
         self.divergence = divergence
         self.recipe = recipe
 
-    def mixed(
+    def find_mix(
         self,
         limit: Limit,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> tuple[Recipe, float]:
-        """A recipe in which some units have twice the bits, and its KL.
+        """Return a recipe in which some units have twice the bits, and its KL.
 
-        With a limit of bytes, as many units as fit; with a limit of KL, as few units as
-        meet it. `progress(done, total)` is called after each unit. Raises `OptionError`
+        With a limit of bytes as many units as fit; with a limit of KL as few as are
+        enough. `progress(done, total)` is called after each unit. Raises `OptionError`
         if no mix meets the limit.
         """
         units = self.divergence.units
-        candidates = [unit for unit in units if unit and self._more_bytes(unit)]
+        candidates = [unit for unit in units if unit and self._added_bytes(unit)]
         kl_per_byte = {}
         for done, unit in enumerate(candidates, start=1):
             # One batch is enough to put the units in an order.
-            kl = self.divergence.of_units({unit: self.recipe.of_unit(unit)}, batches=1)
-            kl_per_byte[unit] = kl / self._more_bytes(unit)
+            kl = self.divergence.mean_kl_of_units(
+                {unit: self.recipe.of_unit(unit)}, batches=1
+            )
+            kl_per_byte[unit] = kl / self._added_bytes(unit)
             progress(done, len(candidates))
         order = sorted(candidates, key=lambda unit: kl_per_byte[unit], reverse=True)
         if limit.max_bytes is not None:
-            return self._within_bytes(order, limit.max_bytes)
+            return self._mix_within_bytes(order, limit.max_bytes)
         assert limit.max_kl is not None
-        return self._within_kl(order, limit.max_kl)
+        return self._mix_within_kl(order, limit.max_kl)
 
-    def _within_bytes(self, order: list[Unit], most: int) -> tuple[Recipe, float]:
+    def _mix_within_bytes(self, order: list[Unit], most: int) -> tuple[Recipe, float]:
         """Raise as many units as fit, in this order."""
         size = self.divergence.bytes_of(self.recipe)
         if size > most:
@@ -152,20 +152,20 @@ class Sensitivity:
             )
         raised_units: list[Unit] = []
         for unit in order:
-            more = self._more_bytes(unit)
+            more = self._added_bytes(unit)
             if size + more <= most:
                 raised_units.append(unit)
                 size += more
         recipe = self.recipe.raise_units(raised_units)
-        return recipe, self.divergence.of(recipe)
+        return recipe, self.divergence.mean_kl(recipe)
 
-    def _within_kl(self, order: list[Unit], most: float) -> tuple[Recipe, float]:
+    def _mix_within_kl(self, order: list[Unit], most: float) -> tuple[Recipe, float]:
         """Raise the fewest units that are enough, in this order, by bisection."""
         mixes: dict[int, tuple[Recipe, float]] = {}
 
         def enough(count: int) -> bool:
             recipe = self.recipe.raise_units(order[:count])
-            mixes[count] = recipe, self.divergence.of(recipe)
+            mixes[count] = recipe, self.divergence.mean_kl(recipe)
             return mixes[count][1] <= most
 
         if not enough(len(order)):
@@ -183,8 +183,8 @@ class Sensitivity:
                 low = middle + 1
         return mixes[high]
 
-    def _more_bytes(self, unit: Unit) -> int:
-        """How many bytes a unit takes more with twice the bits."""
+    def _added_bytes(self, unit: Unit) -> int:
+        """Return the bytes that a unit takes in addition with twice the bits."""
         less, more = (
             self.divergence.bytes_of_unit(unit, recipe.of_unit(unit))
             for recipe in (self.recipe, self.recipe.raise_units([unit]))
@@ -203,7 +203,7 @@ class DrafterChoice(NamedTuple):
     full_overlap: float
 
 
-def choose_drafter(
+def choose_drafter_recipe(
     target: Divergence,
     drafter: Divergence,
     target_recipe: Recipe,
@@ -214,15 +214,15 @@ def choose_drafter(
     A pass takes the time that its bytes take. With the acceptance a of a token, K
     drafted tokens give (1 - a^(K+1)) / (1 - a) tokens for one pass of the target and K
     passes of the drafter (Leviathan et al., 2211.17192, theorem 3.8). Four bits that
-    cost less acceptance than `MAX_FALL` are taken at once, for the whole drafter or for
-    its LM head. A drafter may choose among the tokens `ids` only.
+    cost less acceptance than `MAX_ACCEPTANCE_LOSS` are taken at once, for the whole
+    drafter or for its LM head. A drafter may choose among the tokens `ids` only.
     """
     pass_cost = PASS_BYTES + target.bytes_of(target_recipe)
 
     @cache
     def overlap(recipe: Recipe) -> float:
         share = drafter.overlap(recipe, target, ids)
-        drafter.forget()
+        drafter.drop_blocks()
         return min(share, 1.0)
 
     def speed(recipe: Recipe) -> float:
@@ -235,8 +235,8 @@ def choose_drafter(
 
     full = overlap(Recipe("none"))
     small, large = map(Recipe.parse, DRAFTER_CHOICES)
-    if full - overlap(small) < MAX_FALL or speed(small) >= speed(large):
+    if full - overlap(small) < MAX_ACCEPTANCE_LOSS or speed(small) >= speed(large):
         return DrafterChoice(small, overlap(small), full)
     mixed = replace(large, head=small.scheme)
-    recipe = mixed if overlap(large) - overlap(mixed) < MAX_FALL else large
+    recipe = mixed if overlap(large) - overlap(mixed) < MAX_ACCEPTANCE_LOSS else large
     return DrafterChoice(recipe, overlap(recipe), full)

@@ -19,11 +19,11 @@ from jetdraft.quant.blocks import Blocks, Floats
 from jetdraft.quant.calibration import Windows
 from jetdraft.recipe import HEAD, SYMMETRIC, WHOLE, Recipe, Unit, unit_of
 
-TOKENS = 512
-"""The most tokens of the text that are compared; their logits stay in memory."""
+MOST_COMPARED_TOKENS = 512
+"""The most tokens that are compared; their log probabilities stay in memory."""
 
-BATCH = 256
-"""Tokens that the model reads at once, about: weights may be converted each time."""
+BATCH_TOKENS = 256
+"""About how many tokens a pass reads; each pass may convert all weights."""
 
 
 class Divergence:
@@ -42,9 +42,11 @@ class Divergence:
     ) -> None:
         self.model, self.rounds_inputs = model, rounds_inputs
         self.moments = moments
-        length = min(TOKENS, windows.ids.shape[1])
-        ids = windows.ids[: TOKENS // min(windows.scored, length), :length]
-        self.batches = torch.split(ids, max(1, BATCH // length))
+        length = min(MOST_COMPARED_TOKENS, windows.ids.shape[1])
+        ids = windows.ids[
+            : MOST_COMPARED_TOKENS // min(windows.scored, length), :length
+        ]
+        self.batches = torch.split(ids, max(1, BATCH_TOKENS // length))
         self.scored = min(windows.scored, length)
         self.units: dict[Unit, dict[str, torch.nn.Linear]] = {}
         head = model.get_output_embeddings()
@@ -55,31 +57,37 @@ class Divergence:
             else:
                 _check_measurable(name, layer)
         # An embedding may share the head's matrix, and its integers.
-        self._users: dict[int, list[Any]] = {}
+        self._modules_of_weight: dict[int, list[Any]] = {}
         for module in model.modules():
             if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
-                self._users.setdefault(id(module.weight), []).append(module)
+                self._modules_of_weight.setdefault(id(module.weight), []).append(module)
         self._blocks: dict[tuple[str, Recipe], Blocks] = {}
         self.dtype = torch.float32
-        self._full = [self._logs(ids) for ids in self.batches]
+        self._full_log_probabilities = [
+            self._log_probabilities(ids) for ids in self.batches
+        ]
 
     @property
     def tokens(self) -> int:
-        """How many tokens are compared."""
+        """The number of tokens that are compared."""
         return self.scored * sum(len(ids) for ids in self.batches)
 
-    def of(self, recipe: Recipe) -> float:
-        """The mean KL of a whole recipe, in nats per token."""
-        return self.of_units({unit: recipe.of_unit(unit) for unit in self.units})
+    def mean_kl(self, recipe: Recipe) -> float:
+        """Return the mean KL of a whole recipe, in nats per token."""
+        return self.mean_kl_of_units(
+            {unit: recipe.of_unit(unit) for unit in self.units}
+        )
 
-    def of_units(
+    def mean_kl_of_units(
         self, recipes: Mapping[Unit, Recipe], batches: int | None = None
     ) -> float:
         """The mean KL when only these units are quantized; over the first `batches`."""
         total, rows = 0.0, 0
-        with self._quantized(recipes):
-            for full, ids in zip(self._full[:batches], self.batches, strict=False):
-                logs = self._logs(ids)
+        with self._quantizing(recipes):
+            for full, ids in zip(
+                self._full_log_probabilities[:batches], self.batches, strict=False
+            ):
+                logs = self._log_probabilities(ids)
                 total += float((full.exp() * (full - logs)).sum())
                 rows += len(full)
         return total / rows
@@ -94,9 +102,11 @@ class Divergence:
         logits, None for all.
         """
         total, rows = 0.0, 0
-        with self._quantized({unit: recipe.of_unit(unit) for unit in self.units}):
-            for whole, batch in zip(other._full, self.batches, strict=True):
-                own = self._logs(batch)
+        with self._quantizing({unit: recipe.of_unit(unit) for unit in self.units}):
+            for whole, batch in zip(
+                other._full_log_probabilities, self.batches, strict=True
+            ):
+                own = self._log_probabilities(batch)
                 full = whole if ids is None else whole[:, ids]
                 width = min(full.shape[1], own.shape[1])  # vocabularies may be padded
                 total += float(
@@ -106,20 +116,21 @@ class Divergence:
         return total / rows
 
     def bytes_of(self, recipe: Recipe) -> int:
-        """The bytes of all matrices and their scales."""
+        """Return the bytes of all matrices by a recipe, with scales and zeros."""
         return sum(
             self.bytes_of_unit(unit, recipe.of_unit(unit)) for unit in self.units
         )
 
     def bytes_of_unit(self, unit: Unit, recipe: Recipe) -> int:
-        """The bytes of one unit's matrices and their scales."""
-        return sum(_bytes(layer, recipe) for layer in self.units[unit].values())
+        """Return the bytes of the matrices of one unit, with scales and zeros."""
+        return sum(_matrix_bytes(layer, recipe) for layer in self.units[unit].values())
 
-    def forget(self) -> None:
-        """Let go of the integers of the recipes that were measured."""
+    def drop_blocks(self) -> None:
+        """Drop the integers of the recipes that were measured, to free memory."""
         self._blocks.clear()
 
     def _blocks_of(self, name: str, layer: torch.nn.Linear, recipe: Recipe) -> Blocks:
+        """Return the integers of a weight by a recipe; they are computed once."""
         key = name, recipe
         if key not in self._blocks:
             matrix = layer.weight.detach().float().numpy().T
@@ -127,22 +138,22 @@ class Divergence:
         return self._blocks[key]
 
     @contextmanager
-    def _quantized(self, recipes: Mapping[Unit, Recipe]) -> Iterator[None]:
-        """Round weights, and what their layers read."""
+    def _quantizing(self, recipes: Mapping[Unit, Recipe]) -> Iterator[None]:
+        """Quantize these units, and round their inputs, inside the block."""
         with ExitStack() as hooks:
             for unit, recipe in recipes.items():
                 for name, layer in self.units[unit].items():
                     if recipe.bits is None:
                         continue
                     blocks = self._blocks_of(name, layer, recipe)
-                    for module in self._users[id(layer.weight)]:
+                    for module in self._modules_of_weight[id(layer.weight)]:
                         rounds = self.rounds_inputs and module is layer
                         rounding = _rounding(module, blocks, self.dtype, rounds)
                         hooks.enter_context(rounding)
             yield
 
-    def _logs(self, ids: torch.Tensor) -> torch.Tensor:
-        """The log probabilities of a batch's compared tokens, float32 [n, vocab]."""
+    def _log_probabilities(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the log probabilities at the compared tokens, float32 [n, vocab]."""
         with torch.no_grad():
             answer = self.model(ids, use_cache=False, logits_to_keep=self.scored)
         self.dtype = answer.logits.dtype
@@ -165,7 +176,7 @@ def _rounding(
         if not inputs:
             return None
         first, *others = read
-        return (rounded(first, blocks.block_size).to(first.dtype), *others)
+        return (round_to_int8(first, blocks.block_size).to(first.dtype), *others)
 
     def after(module: Any, read: Any, output: Any) -> None:
         module.weight.data = original
@@ -182,11 +193,11 @@ def _rounding(
             hook.remove()
 
 
-def rounded(values: torch.Tensor, size: int) -> torch.Tensor:
-    """Values [..., n] as int8 with a scale for each block of `size`, float32 again.
+def round_to_int8(values: torch.Tensor, size: int) -> torch.Tensor:
+    """Round values [..., n] to int8 with a scale per block of `size`; return float32.
 
     MatMulNBits of onnxruntime's CPU provider reads its inputs so at accuracy level 4,
-    but for two bits in blocks of 16.
+    except for two bits in blocks of 16; w8a8 rounds a whole row with one scale.
     """
     count = values.shape[-1]
     whole = torch.nn.functional.pad(values.float(), (0, -count % size))
@@ -208,8 +219,8 @@ def _check_measurable(name: str, module: torch.nn.Module) -> None:
         )
 
 
-def _bytes(layer: torch.nn.Linear, recipe: Recipe) -> int:
-    """The bytes of a layer's integers, float32 scales and zeros, or of its floats."""
+def _matrix_bytes(layer: torch.nn.Linear, recipe: Recipe) -> int:
+    """Return the bytes of a layer's integers, scales and zeros, or its floats."""
     columns, rows = layer.weight.shape
     if recipe.bits is None:
         return columns * rows * torch.float32.itemsize

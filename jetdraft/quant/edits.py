@@ -20,8 +20,8 @@ PARAMETER = "parameter"
 Array = npt.NDArray[np.generic]
 
 
-def value_of(spec: TensorSpec) -> ir.Value:
-    """A new graph input or output with the declared name, type and shape."""
+def new_value(spec: TensorSpec) -> ir.Value:
+    """Make a graph input or output with the name, type and shape of a declaration."""
     dtype = ir.DataType.from_numpy(np.dtype(spec.dtype))
     return ir.Value(
         name=spec.name, shape=ir.Shape(spec.shape), type=ir.TensorType(dtype)
@@ -43,7 +43,7 @@ def initializer(graph: ir.Graph, name: str, array: npt.NDArray[np.generic]) -> i
     return value
 
 
-def derived(
+def add_derived(
     graph: ir.Graph,
     name: str,
     sources: Sequence[ir.Value],
@@ -119,7 +119,7 @@ class Maker:
         return initializer(self.graph, name, array)
 
 
-def substitute(old: Iterable[ir.Value], new: Iterable[ir.Value]) -> None:
+def replace_values(old: Iterable[ir.Value], new: Iterable[ir.Value]) -> None:
     """Replace values wherever they are read; a graph output keeps its name."""
     for before, after in zip(old, new, strict=True):
         after.shape = before.shape
@@ -131,6 +131,6 @@ def substitute(old: Iterable[ir.Value], new: Iterable[ir.Value]) -> None:
 
 
 def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The node that makes `value`, if it has that type."""
+    """Return the node that makes `value`, if it has that type; else None."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == op_type else None

@@ -26,11 +26,11 @@ from jetdraft.quant.edits import (
     Maker,
     initializer,
     producer,
-    substitute,
+    replace_values,
 )
 from jetdraft.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
 
-_MIDDLE = 128
+_ZERO_POINT = 128
 """The uint8 that stands for 0."""
 
 
@@ -69,22 +69,24 @@ class Quantization:
         the algorithm cannot quantize or the flavour cannot hold.
         """
         graph = model.graph
-        products = [node for node in graph if _matrix(node) is not None]
-        quantized: dict[ir.Value, Packed] = {}
+        products = [node for node in graph if _constant_matrix(node) is not None]
+        quantized: dict[ir.Value, PackedMatrix] = {}
         for done, node in enumerate(products, start=1):
-            matrix = _matrix(node)
+            matrix = _constant_matrix(node)
             assert matrix is not None
             source, transposed = matrix
-            blocks = self._blocks(source, transposed, _names(source))
+            blocks = self._quantize_matrix(
+                source, transposed, _checkpoint_names(source)
+            )
             make = Maker(graph, node)
             if blocks is not None and blocks.order is not None:
                 order = make.array(f"{node.outputs[0].name}.order", blocks.order)
                 inputs = make("Gather", node.inputs[0], order, axis=-1)
                 node.replace_input_with(0, inputs)
             if blocks is not None and self.standard:
-                _dequantize(make, node, source, blocks)
+                _insert_dequantize(make, node, source, blocks)
             elif blocks is not None:
-                quantized[source] = _quantize_product(make, node, source, blocks)
+                quantized[source] = _replace_product(make, node, source, blocks)
             progress(done, len(products))
         for node in [node for node in graph if node.op_type == "Gather"]:
             table = node.inputs[0]
@@ -92,18 +94,18 @@ class Quantization:
                 continue
             packed = quantized.get(table) or self._packed_table(graph, table)
             if packed is not None:
-                _quantize_gather(Maker(graph, node), node, packed)
+                _replace_gather(Maker(graph, node), node, packed)
         common.RemoveUnusedNodesPass()(model)
 
-    def _packed_table(self, graph: ir.Graph, table: ir.Value) -> Packed | None:
-        """An embedding that its owner has tied to a quantized LM head; else None."""
-        lender, name = self.lender, self.borrowed.get(_names(table)[0])
+    def _packed_table(self, graph: ir.Graph, table: ir.Value) -> PackedMatrix | None:
+        """Return the lender's packed LM head that an embedding is tied to, or None."""
+        lender, name = self.lender, self.borrowed.get(_checkpoint_names(table)[0])
         if self.standard or lender is None or name != lender.head:
             return None
-        blocks = lender._blocks(table, True, [name])
-        return None if blocks is None else _packed(graph, table, blocks)
+        blocks = lender._quantize_matrix(table, True, [name])
+        return None if blocks is None else _add_packed(graph, table, blocks)
 
-    def _blocks(
+    def _quantize_matrix(
         self, source: ir.Value, transposed: bool, names: list[str]
     ) -> Blocks | None:
         """A matrix as integers with scales; None if it stays a matrix of floats."""
@@ -111,9 +113,11 @@ class Quantization:
         # Merged weights read the same input and get the recipe of the first weight.
         name = names[0]
         if self.lender is not None and name in self.borrowed:
-            return self.lender._blocks(source, transposed, [self.borrowed[name]])
+            return self.lender._quantize_matrix(
+                source, transposed, [self.borrowed[name]]
+            )
         if name in self.packed:
-            return self._joined(names, source.const_value.dtype.numpy())
+            return self._concatenate_packed(names, source.const_value.dtype.numpy())
         recipe = self.recipe.of_unit(HEAD if name == self.head else unit_of(name))
         if recipe.bits is None:
             return None
@@ -131,10 +135,12 @@ class Quantization:
             )
         return quantize(matrix, recipe, self.moments.get(name))
 
-    def _joined(self, names: list[str], dtype: npt.DTypeLike) -> Blocks:
+    def _concatenate_packed(self, names: list[str], dtype: npt.DTypeLike) -> Blocks:
         """The checkpoint's integers of these weights, side by side."""
-        blocks = Blocks.joined([self.packed[name] for name in names])
-        if self.standard and (blocks.zeros is not None or blocks.bits not in _SIGNED):
+        blocks = Blocks.concatenated([self.packed[name] for name in names])
+        if self.standard and (
+            blocks.zeros is not None or blocks.bits not in _SIGNED_TYPES
+        ):
             raise OptionError(
                 f"the weight {names[0]} has zero points or {blocks.bits} bits, which "
                 "the standard flavour cannot hold; choose contrib"
@@ -142,29 +148,29 @@ class Quantization:
         return replace(blocks, scales=blocks.scales.astype(dtype))
 
 
-def _names(source: ir.Value) -> list[str]:
-    """The names of a matrix in its checkpoint; several if matrices were merged."""
+def _checkpoint_names(source: ir.Value) -> list[str]:
+    """Return a matrix's names in its checkpoint; several if matrices were merged."""
     name = source.name or "unnamed"
     return source.metadata_props.get(PARAMETER, name).splitlines()
 
 
 @dataclass(frozen=True)
-class Packed:
-    """The initializer of a quantized matrix, and its numbers."""
+class PackedMatrix:
+    """The initializer of a quantized matrix, and its integers and scales."""
 
     weight: ir.Value
     blocks: Blocks
 
 
-def _packed(graph: ir.Graph, source: ir.Value, blocks: Blocks) -> Packed:
-    """The initializer that holds the integers of a matrix."""
+def _add_packed(graph: ir.Graph, source: ir.Value, blocks: Blocks) -> PackedMatrix:
+    """Add the initializer with the integers of a matrix."""
     if blocks.whole:
-        return Packed(stored(graph, f"{source.name}", blocks), blocks)
+        return PackedMatrix(add_int8_columns(graph, f"{source.name}", blocks), blocks)
     name = f"{source.name}.int{blocks.bits}"
-    return Packed(initializer(graph, name, blocks.packed), blocks)
+    return PackedMatrix(initializer(graph, name, blocks.packed), blocks)
 
 
-def _matrix(node: ir.Node) -> tuple[ir.Value, bool] | None:
+def _constant_matrix(node: ir.Node) -> tuple[ir.Value, bool] | None:
     """The constant matrix of a MatMul, and whether a Transpose comes before it."""
     if node.op_type != "MatMul" or node.inputs[1] is None:
         return None
@@ -178,13 +184,13 @@ def _matrix(node: ir.Node) -> tuple[ir.Value, bool] | None:
     return value, transpose is not None
 
 
-def _quantize_product(
+def _replace_product(
     make: Maker, node: ir.Node, source: ir.Value, blocks: Blocks
-) -> Packed:
-    """Replace the MatMul by a product over packed integers."""
-    packed, read = _packed(make.graph, source, blocks), node.inputs[0]
+) -> PackedMatrix:
+    """Replace the MatMul by a product with packed integers."""
+    packed, read = _add_packed(make.graph, source, blocks), node.inputs[0]
     if blocks.whole:
-        _replace(make, node, integer_product(make, read, packed.weight, blocks))
+        _replace_node(make, node, integer_product(make, read, packed.weight, blocks))
         return packed
     inputs = [read, packed.weight, make.array(f"{source.name}.scales", blocks.scales)]
     if blocks.packed_zeros is not None:
@@ -199,13 +205,15 @@ def _quantize_product(
         block_size=blocks.block_size,
         accuracy_level=ACCURACY_LEVEL,
     )
-    _replace(make, node, product)
+    _replace_node(make, node, product)
     return packed
 
 
-def _dequantize(make: Maker, node: ir.Node, source: ir.Value, blocks: Blocks) -> None:
+def _insert_dequantize(
+    make: Maker, node: ir.Node, source: ir.Value, blocks: Blocks
+) -> None:
     """Insert a DequantizeLinear of integers [rows, columns] before the MatMul."""
-    middle, dtype = 1 << (blocks.bits - 1), _SIGNED[blocks.bits]
+    middle, dtype = 1 << (blocks.bits - 1), _SIGNED_TYPES[blocks.bits]
     signed = blocks.integers.astype(np.int16) - middle
     integers = signed.reshape(len(signed), -1)[:, : blocks.rows]
     parts = {f"int{blocks.bits}": integers.T.astype(dtype), "scales": blocks.scales.T}
@@ -224,11 +232,11 @@ def _dequantize(make: Maker, node: ir.Node, source: ir.Value, blocks: Blocks) ->
             consumer.replace_input_with(0, rows)
 
 
-_SIGNED: dict[int, npt.DTypeLike] = {4: ml_dtypes.int4, 8: np.int8}
-"""The types of integers that DequantizeLinear reads, by their bits."""
+_SIGNED_TYPES: dict[int, npt.DTypeLike] = {4: ml_dtypes.int4, 8: np.int8}
+"""The types of integers that DequantizeLinear reads, by the number of bits."""
 
 
-def _quantize_gather(make: Maker, node: ir.Node, packed: Packed) -> None:
+def _replace_gather(make: Maker, node: ir.Node, packed: PackedMatrix) -> None:
     """Read embeddings out of the LM head's quantized matrix.
 
     Each column of the matrix [columns, blocks, bytes] is the embedding of a token, in
@@ -237,7 +245,7 @@ def _quantize_gather(make: Maker, node: ir.Node, packed: Packed) -> None:
     """
     weight, blocks, ids = packed.weight, packed.blocks, node.inputs[1]
     if blocks.whole:
-        _replace(make, node, _column_lookup(make, ids, weight, blocks))
+        _replace_node(make, node, _column_lookup(make, ids, weight, blocks))
         return
     scales = blocks.scales[..., None]
     inputs = [weight, ids, make.array(f"{weight.name}.row_scales", scales)]
@@ -263,25 +271,25 @@ def _quantize_gather(make: Maker, node: ir.Node, packed: Packed) -> None:
             for name, number in (("start", 0), ("end", width), ("axis", 2))
         )
         rows = make("Slice", rows, *bounds)
-    _replace(make, node, rows)
+    _replace_node(make, node, rows)
 
 
-def _replace(make: Maker, old: ir.Node, result: ir.Value) -> None:
-    """Remove a node, whose readers read `result` in place of its output."""
-    substitute(old.outputs, [result])
+def _replace_node(make: Maker, old: ir.Node, result: ir.Value) -> None:
+    """Replace a node by others; the output of the last replaces its output."""
+    replace_values(old.outputs, [result])
     make.graph.remove(old, safe=True)
 
 
-def stored(graph: ir.Graph, name: str, blocks: Blocks) -> ir.Value:
-    """The integers of whole columns as an initializer int8 [rows, columns]."""
-    signed = (blocks.packed[:, 0] ^ _MIDDLE).view(np.int8)  # 128 less
+def add_int8_columns(graph: ir.Graph, name: str, blocks: Blocks) -> ir.Value:
+    """Add the integers of whole columns as an initializer int8 [rows, columns]."""
+    signed = (blocks.packed[:, 0] ^ _ZERO_POINT).view(np.int8)  # 128 less
     return initializer(graph, f"{name}.w8", np.ascontiguousarray(signed.T))
 
 
 def integer_product(
     make: Maker, read: ir.Value | None, weight: ir.Value, blocks: Blocks
 ) -> ir.Value:
-    """The product of float32 rows x with a matrix W; `weight` is what `stored` gives.
+    """The product of float32 rows x with W; `weight` is made by `add_int8_columns`.
 
         amax = max |x| of each row;  q = round(127 x / amax) + 128, uint8
         x W  = MatMulIntegerToFloat(q, W) * amax, with a scale for each column of W
@@ -290,7 +298,7 @@ def integer_product(
     any width. And a row more costs little; docs/log/quantization.md has the figures.
     """
     unit = make.constant("w8.unit", 1 / 127, np.float32)
-    middle = make.constant("w8.middle", _MIDDLE, np.uint8)
+    middle = make.constant("w8.middle", _ZERO_POINT, np.uint8)
     zero = make.constant("w8.zero", 0, np.int8)
     last = make.constant("w8.last", [-1])
     scales = make.array(f"{weight.name}.scales", blocks.scales[:, 0])

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from jetdraft.checkpoints.attention import unknown_arguments
-from jetdraft.checkpoints.source_attention import implement
-from jetdraft.checkpoints.streams import LAYOUT_OF, Layout
+from jetdraft.checkpoints.source_attention import set_attention
+from jetdraft.checkpoints.streams import LAYOUT_ATTRIBUTE, Layout
 from jetdraft.errors import UnsupportedModelError
 
 IMPLEMENTATION = "jetdraft-training"
@@ -50,7 +50,7 @@ class Masked:
         self.masks: Masks | None = None
         for module in model.modules():
             object.__setattr__(module, _MASKED_BY, self)
-        implement(model, IMPLEMENTATION)
+        set_attention(model, IMPLEMENTATION)
 
     @contextmanager
     def by(self, masks: Masks) -> Iterator[None]:
@@ -102,7 +102,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention [b, heads, n, d] to [b, n, heads, d]: masked, or causal with streams.
 
-    In a layer with streams the module's attribute `LAYOUT_OF` says which rows they are.
+    In a layer with streams the attribute `LAYOUT_ATTRIBUTE` says which rows they are.
     """
     masked: Masked | None = getattr(module, _MASKED_BY, None)
     if masked is not None:
@@ -116,7 +116,7 @@ def attend(
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
-    layout: Layout | None = getattr(module, LAYOUT_OF, None)
+    layout: Layout | None = getattr(module, LAYOUT_ATTRIBUTE, None)
     rows = query.shape[2] if layout is None else layout.rows
     parts = [
         F.scaled_dot_product_attention(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetdraft.checkpoints.heads.blocks import masked
+from jetdraft.checkpoints.heads.blocks import masked_attention
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.options import setting
 from jetdraft.train.data import IGNORED, Batch
@@ -260,10 +260,10 @@ class BlockTask(Task):
             ids if drafter.reads_text else drafter.fuse(lesson.taps),
             block.flatten(1),
             torch.cat([rows, own.flatten(1)], dim=1),
-            masked(block_mask(first, size, count, drafter.reads_text)),
+            masked_attention(block_mask(first, size, count, drafter.reads_text)),
         )
         states = states[:, -own[0].numel() :].unflatten(1, own.shape[1:])
-        logits: Tensor = drafter.lm_head(drafter.guessed(states)[learned])
+        logits: Tensor = drafter.lm_head(drafter.mask_states(states)[learned])
         return logits
 
     def total(self, sums: Sums, places: Tensor) -> Tensor:

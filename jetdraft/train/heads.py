@@ -60,7 +60,7 @@ def config_of(
         },
         max_positions=text.max_position_embeddings,
     )
-    return config.extended(kind, **changes)
+    return config.as_subclass(kind, **changes)
 
 
 def layer_fields(config: HeadConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.gguf import is_gguf
-from jetdraft.checkpoints.parameters import convert
+from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.checkpoints.streams import SHARED
 from jetdraft.errors import CheckpointError, DataError, OutputError
 from jetdraft.files import check_place, is_free, write_text
@@ -35,10 +35,13 @@ def load_target(source: str, learned: str = "heads") -> tuple[Checkpoint, str]:
     refuse_gguf(source, learned)
     target, tuned = Checkpoint.load(source, torch.float32), ""
     if target.streams is not None and target.streams.mode == SHARED:
-        streamed = target.with_streams(1.0)
-        target, tuned = Checkpoint.load(source, torch.float32), f" {streamed.tuned}"
+        streamed = target.add_probes(1.0)
+        target, tuned = (
+            Checkpoint.load(source, torch.float32),
+            f" {streamed.merged_lora}",
+        )
         target.model.load_state_dict(streamed.model.state_dict())
-    convert(target.model, torch.float32)
+    store_weights_in(target.model, torch.float32)
     target.model.set_attn_implementation("sdpa")
     return target, tuned
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.defaults import FILE, Generation
+from jetdraft.checkpoints.defaults import FILE, GenerationFields
 from jetdraft.errors import CheckpointError
 from tests.tiny import drafter_config, save_checkpoint
 
@@ -47,12 +47,12 @@ def written(folder, fields):
 )
 def test_defaults_are_those_that_would_be_used(tmp_path, fields, defaults):
     source = written(tmp_path / "checkpoint", fields)
-    assert Generation.read(source).defaults() == defaults
+    assert GenerationFields.read(source).defaults() == defaults
 
 
 def test_a_checkpoint_without_the_file_has_no_defaults(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    assert Generation.read(str(tmp_path)).defaults() == {}
+    assert GenerationFields.read(str(tmp_path)).defaults() == {}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_value_out_of_range_is_refused(tmp_path, name, value):
     with pytest.raises(
         CheckpointError, match=f"has {name} .*; correct or remove it|NaN is not"
     ):
-        Generation.read(source)
+        GenerationFields.read(source)
 
 
 @pytest.mark.parametrize("text", ["", "not json", "[1]", "5", "\x00"])
@@ -84,7 +84,7 @@ def test_a_damaged_file_is_refused(tmp_path, text):
     written(tmp_path / "checkpoint", {})
     (tmp_path / "checkpoint" / FILE).write_text(text)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        Generation.read(str(tmp_path / "checkpoint"))
+        GenerationFields.read(str(tmp_path / "checkpoint"))
 
 
 def test_a_bad_value_is_refused_before_the_model_is_loaded(tmp_path):

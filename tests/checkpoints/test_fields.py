@@ -21,19 +21,19 @@ from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.defaults import (
     FILE,
-    GENERATION,
-    HEARING,
+    GENERATION_FIELDS,
     REFUSED,
-    SAMPLED,
-    SOURCES,
+    SAMPLING_FIELDS,
+    SOURCE_FIELDS,
+    SPEECH_FIELDS,
     WARNED,
-    Generation,
-    by_name,
-    row_of,
+    GenerationFields,
+    find_rule,
+    rules_by_name,
 )
 from jetdraft.checkpoints.gguf import GgufFile
-from jetdraft.checkpoints.gguf_fields import FILE as GGUF_FILE
-from jetdraft.checkpoints.gguf_fields import MODEL as GGUF_MODEL
+from jetdraft.checkpoints.gguf_fields import FILE_FIELDS as GGUF_FILE
+from jetdraft.checkpoints.gguf_fields import MODEL_FIELDS as GGUF_MODEL
 from jetdraft.checkpoints.tokenizer_reader import load_tokenizer
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
@@ -50,10 +50,10 @@ from tests.tiny import drafter_config, llama_config, save_checkpoint, save_token
 
 PAGE = ROOT / "docs" / "checkpoints.md"
 TABLES = {
-    "generation_config.json": GENERATION,
-    "with `do_sample`": SAMPLED,
-    "of an encoder-decoder": SOURCES,
-    "of a model that hears": HEARING,
+    "generation_config.json": GENERATION_FIELDS,
+    "with `do_sample`": SAMPLING_FIELDS,
+    "of an encoder-decoder": SOURCE_FIELDS,
+    "of a model that hears": SPEECH_FIELDS,
     "GGUF, behind the name of the architecture": GGUF_MODEL,
     "GGUF": GGUF_FILE,
 }
@@ -79,7 +79,7 @@ def test_the_page_has_all_rows(head):
 
 
 def test_every_field_of_transformers_has_a_row():
-    rows, config = by_name(GENERATION), GenerationConfig()
+    rows, config = rules_by_name(GENERATION_FIELDS), GenerationConfig()
     documented = re.findall(r"^ +(\w+) ?\(`", inspect.getdoc(GenerationConfig), re.M)
     assert len(documented) > 50
     names = {*vars(config), *config.to_dict(), *documented}
@@ -90,7 +90,7 @@ def test_what_transformers_does_by_itself_is_no_reason_to_warn(tmp_path):
     fields = GenerationConfig._get_default_generation_params()
     for sampled in (False, True):
         source = written(tmp_path / "it", {**fields, "do_sample": sampled})
-        assert Generation.read(source).passed_over(True, False) == ()
+        assert GenerationFields.read(source).passed_over(True, False) == ()
 
 
 # fmt: off
@@ -111,25 +111,27 @@ WARNED_OF = {
 @pytest.mark.parametrize("name", [*WARNED_OF, "a_field_of_next_year"])
 def test_what_is_not_honoured_is_warned_of_by_name(tmp_path, name):
     fields = {"do_sample": True, name: WARNED_OF.get(name, 5)}
-    lines = Generation.read(written(tmp_path / "it", fields)).passed_over(False, False)
+    lines = GenerationFields.read(written(tmp_path / "it", fields)).passed_over(
+        False, False
+    )
     assert [line.startswith(f"{FILE}: {name} ") for line in lines] == [True]
 
 
 def test_all_names_are_tried_above():
-    rows = by_name(GENERATION, SAMPLED)
+    rows = rules_by_name(GENERATION_FIELDS, SAMPLING_FIELDS)
     assert WARNED_OF.keys() == {n for n, row in rows.items() if row.fate == WARNED}
 
 
 def test_filters_count_only_where_something_is_drawn(tmp_path):
     source = written(tmp_path / "it", {"typical_p": 0.9, "top_h": 0.4})
-    assert Generation.read(source).passed_over(False, False) == ()
+    assert GenerationFields.read(source).passed_over(False, False) == ()
 
 
 def test_config_json_is_read_where_generation_config_json_is_missing(tmp_path):
     """As transformers reads BART's; other fields of it are the model's."""
     fields = {"num_beams": 4, "hidden_size": 5, "bad_words_ids": [[6]], "min_p": 0.1}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    found = Generation.read(str(tmp_path))
+    found = GenerationFields.read(str(tmp_path))
     [line] = found.passed_over(True, False)
     assert line.startswith("config.json: num_beams 4: ")
     assert found.defaults(vocab_size=9) == {"logit_bias": {6: -1e30}}
@@ -149,7 +151,7 @@ def test_config_json_is_read_where_generation_config_json_is_missing(tmp_path):
 def test_a_malformed_list_is_refused(tmp_path, fields):
     source = written(tmp_path / "it", fields)
     with pytest.raises(CheckpointError, match=r"is malformed .*; correct or remove it"):
-        Generation.read(source)
+        GenerationFields.read(source)
 
 
 @pytest.fixture(scope="module")
@@ -381,12 +383,14 @@ def keys(group=Keys):
 
 
 def test_every_key_of_llama_cpp_has_a_row():
-    model, file = by_name(GGUF_MODEL), by_name(GGUF_FILE)
+    model, file = rules_by_name(GGUF_MODEL), rules_by_name(GGUF_FILE)
     found = list(keys())
     assert len(found) > 200
     for key in found:
         own = key.removeprefix("{arch}.")
-        assert row_of(own, file if own == key else model), f"name {key} in gguf_fields"
+        assert find_rule(own, file if own == key else model), (
+            f"name {key} in gguf_fields"
+        )
 
 
 def header(path, fields=(), family="llama"):

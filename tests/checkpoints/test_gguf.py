@@ -14,7 +14,7 @@ from onnx import numpy_helper
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.gguf_types import TYPES
+from jetdraft.checkpoints.gguf_types import GGUF_TYPES
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
@@ -77,7 +77,7 @@ def test_the_model_is_the_one_that_was_written(case):
     found = logits_of(Checkpoint.load(str(written.path), torch.float32).model)
     expected = logits_of(written.model)
     exact = all(
-        TYPES[kind.name].form.endswith("exact") for kind in written.types.values()
+        GGUF_TYPES[kind.name].form.endswith("exact") for kind in written.types.values()
     )
     assert (found - expected).std() < (0.002 if exact else 0.06) * expected.std()
 
@@ -96,7 +96,7 @@ def test_all_integers_are_in_the_bundle(case):
     written, bundle = case
     tied = written.model.config.tie_word_embeddings
     expected = {
-        name: TYPES[written.types[name].name].read(data).packed
+        name: GGUF_TYPES[written.types[name].name].read(data).packed
         for name, data in written.data.items()
         if tied or "embed_tokens" not in name
     }
@@ -115,7 +115,7 @@ def test_rows_of_llama_are_turned_back(tmp_path):
     written = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.Q4_0))
     packed = Checkpoint.load(str(written.path), torch.float32).packed
     np.testing.assert_array_equal(
-        packed.blocks[Q].packed, TYPES["Q4_0"].read(written.data[Q]).packed
+        packed.blocks[Q].packed, GGUF_TYPES["Q4_0"].read(written.data[Q]).packed
     )
 
 
@@ -137,10 +137,10 @@ def test_two_copies_of_a_tied_matrix_become_the_finer_one(tmp_path):
     write_gguf(file, SMALL, one(Type.Q4_0), change=copied(0.02))
     found = Checkpoint.load(str(file), torch.float32)
     assert found.model.config.tie_word_embeddings
-    assert found.packed.forms[found.head] == "Q8_0 exact"
+    assert found.packed.forms[found.lm_head_name] == "Q8_0 exact"
     embedding = found.model.get_input_embeddings().weight
     assert embedding is found.model.get_output_embeddings().weight
-    blocks = found.packed.blocks[found.head]
+    blocks = found.packed.blocks[found.lm_head_name]
     np.testing.assert_allclose(blocks.floats.T, embedding.float().numpy(), atol=1e-3)
 
 
@@ -275,15 +275,15 @@ def test_an_unknown_scaling_is_refused(tmp_path):
 # --- the types of matrices -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", GGUF_TYPES)
 def test_integers_stand_for_what_gguf_dequantizes(name):
     """Exactly, or within half a step of the finer grid."""
     kind = Type[name]
     data = random_bytes(kind, (6, 512), seed=1)
     expected = quants.dequantize(data, kind)
-    blocks = TYPES[name].read(data)
+    blocks = GGUF_TYPES[name].read(data)
     assert blocks.rows == 512
-    if TYPES[name].form.endswith("exact"):
+    if GGUF_TYPES[name].form.endswith("exact"):
         np.testing.assert_array_equal(blocks.floats.T, expected)
         return
     steps = np.abs(blocks.scales).repeat(blocks.block_size, 1)
@@ -298,7 +298,7 @@ def test_a_minimum_that_is_no_multiple_of_the_step(minimum):
     data = random_bytes(Type.Q4_1, (4, 32), seed=2)
     data[:, :4] = np.array([0.01, minimum], "<f2").view(np.uint8)
     expected = quants.dequantize(data, Type.Q4_1)
-    blocks = TYPES["Q4_1"].read(data)
+    blocks = GGUF_TYPES["Q4_1"].read(data)
     most = np.abs(expected).max() / 255 if minimum > 0 else 0.01 / 18
     assert np.abs(blocks.floats.T - expected).max() <= 0.501 * most
 
@@ -310,7 +310,7 @@ def test_each_block_has_the_best_of_all_grids():
     data[:, 0:2] = np.array([0.01], "<f2").view(np.uint8)
     data[:, 2:4] = minima[:, None].view(np.uint8)
     expected = quants.dequantize(data, Type.Q4_1)
-    errors = np.abs(TYPES["Q4_1"].read(data).floats.T - expected)
+    errors = np.abs(GGUF_TYPES["Q4_1"].read(data).floats.T - expected)
     assert np.median(errors) < 0.006 * 0.01
 
 
@@ -319,4 +319,4 @@ def test_a_block_of_one_value():
     data = np.zeros((1, 20), np.uint8)
     for minimum in (0.0, 0.25, -0.25):
         data[0, 2:4] = np.array([minimum], "<f2").view(np.uint8)
-        assert (TYPES["Q4_1"].read(data).floats == minimum).all()
+        assert (GGUF_TYPES["Q4_1"].read(data).floats == minimum).all()

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.gguf_tokenizer import ends_of_text, read_tokenizer
+from jetdraft.checkpoints.gguf_tokenizer import end_token_ids, make_tokenizer_json
 from tests.ggufs import adding, write_gguf
 from tests.tiny import END_OF_TEXT, llama_config, tokenizer
 
@@ -27,7 +27,7 @@ def fields_of(tokens, kind=NORMAL, merges=(), **more):
 
 
 def built(fields):
-    return Tokenizer.from_str(read_tokenizer("file", fields.get))
+    return Tokenizer.from_str(make_tokenizer_json("file", fields.get))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_templates_and_the_ends_of_a_turn(tmp_path):
 def test_an_end_by_its_name_is_one_whatever_its_type(end, kind):
     """As in llama.cpp, which calls such types a bug of the model."""
     field = fields_of(["<x>", end], kind, eos_token_id=0)
-    assert ends_of_text(field.get) == [0, 7]
+    assert end_token_ids(field.get) == [0, 7]
     made = built(field)
     assert made.encode(f"a{end}b").ids == [0, 7, 1]
     assert made.decode([0, 7, 1]) == "ab", "ends are not shown"
@@ -150,16 +150,16 @@ def test_marks_of_infilling_are_control_tokens():
     field = fields_of(tokens, USER_DEFINED)
     made = built(field)
     assert made.decode([6, 7, 8]) == "<PRE>"
-    assert ends_of_text(field.get) == [8]
+    assert end_token_ids(field.get) == [8]
     chosen = fields_of(tokens, USER_DEFINED, fim_sep_token_id=0, fim_pre_token_id=0)
-    assert ends_of_text(chosen.get) == [0]
+    assert end_token_ids(chosen.get) == [0]
 
 
 def test_a_token_that_merges_build_is_no_end():
     """Qwen's </s> is a tag of HTML."""
     merges = ["< /", "</ s", "</s >"]
     field = fields_of(["</", "</s", "</s>", "<|im_end|>"], merges=merges)
-    assert ends_of_text(field.get) == [9]
+    assert end_token_ids(field.get) == [9]
     made = built(field)
     assert made.decode([8]) == "</s>"
 
@@ -167,11 +167,11 @@ def test_a_token_that_merges_build_is_no_end():
 def test_an_end_inside_of_a_turn_is_shown():
     """OpenAI's harmony: <|end|> ends a message of several, <|return|> the turn."""
     field = fields_of(["<|end|>", "<|return|>", "<|call|>"], CONTROL)
-    assert ends_of_text(field.get) == [7, 8]
+    assert end_token_ids(field.get) == [7, 8]
     made = built(field)
     assert made.decode([6, 7]) == "<|end|>"
     alone = fields_of(["<|end|>", "<|return|>"], CONTROL)
-    assert ends_of_text(alone.get) == [6, 7]
+    assert end_token_ids(alone.get) == [6, 7]
 
 
 def test_a_file_may_ask_for_an_end_behind_each_text():
@@ -192,7 +192,7 @@ def test_sentencepiece_has_ids_where_the_file_has_none():
     field = named(model="llama", tokens=tokens, scores=[0.0] * 5)
     field |= named(token_type=[UNKNOWN, CONTROL, CONTROL, NORMAL, NORMAL])
     assert built(field).encode("a").ids[0] == 1
-    assert ends_of_text(field.get) == [2]
+    assert end_token_ids(field.get) == [2]
 
 
 def test_tokens_of_phi_3_take_the_spaces_behind_them():

@@ -70,7 +70,7 @@ def test_a_traced_graph_holds_no_copy_of_a_matrix(half):
     contract = StepContract(
         checkpoint.vocab_size, 64, 8, "float32", kv_shapes(checkpoint.model)
     )
-    graph = trace(Step(checkpoint.model, contract), checkpoint.names()).graph
+    graph = trace(Step(checkpoint.model, contract), checkpoint.weight_names()).graph
     matrices = [
         value.const_value
         for value in graph.initializers.values()

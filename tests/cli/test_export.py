@@ -14,7 +14,7 @@ import transformers
 
 from jetdraft.bundle import Bundle
 from jetdraft.export import measures
-from jetdraft.quant.choice import BOUND, TOP
+from jetdraft.quant.choice import KL_BOUND, SAFE_RECIPE
 from jetdraft.recipe import FAST_DEFAULT, Recipe
 from tests.cli.running import jetdraft
 from tests.tiny import (
@@ -90,7 +90,7 @@ def test_defaults_are_those_of_the_help(measured):
     assert entry.contract.dtype == "float32"
     assert entry.contract.max_width == 64
     recipe, kl = Recipe.from_json(entry.quantization), entry.quantization["kl"]
-    assert recipe.name == TOP or kl <= BOUND
+    assert recipe.name == SAFE_RECIPE or kl <= KL_BOUND
     said = result.stderr.splitlines()[-1]
     assert said == f"target: {recipe.name}, KL {kl:.2g}", "measured by default"
 
@@ -134,7 +134,7 @@ def test_no_library_writes_to_the_terminal(pair, tmp_path):
 
 @pytest.mark.parametrize("device", [(), ("--device", "orin-nano-4gb")])
 def test_fast_measures_nothing(pair, output, monkeypatch, device):
-    monkeypatch.delattr(measures, "own_text")
+    monkeypatch.delattr(measures, "sample_text")
     drafter = ("--drafter", pair.drafter, "--capacity=64", *device)
     result = jetdraft("export", pair.drafter, "-o", output, "--fast", *drafter)
     assert result.stderr.splitlines()[-2:] == [

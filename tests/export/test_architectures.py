@@ -144,7 +144,7 @@ def contract_of(checkpoint: Checkpoint, capacity: int = CAPACITY) -> StepContrac
 
 
 def traced(checkpoint: Checkpoint, contract: StepContract) -> ir.Model:
-    model = trace(Step(checkpoint.model, contract), checkpoint.names())
+    model = trace(Step(checkpoint.model, contract), checkpoint.weight_names())
     fuse(model, contract)
     return model
 
@@ -235,7 +235,7 @@ def test_eager_module_is_the_oracle_of_its_graph(case):
     graph, contract = case.graph, case.contract
     graph.cache.rewind(0)
     step = Step(case.checkpoint.model, contract)
-    buffers = [torch.zeros(spec.sized()) for spec in contract.buffers("past")]
+    buffers = [torch.zeros(spec.concrete_shape()) for spec in contract.buffers("past")]
     for start, end in ((0, PREFILL), (PREFILL, PREFILL + 3)):
         with torch.no_grad():
             _, _, logsumexp, logits, *buffers = step(
@@ -303,7 +303,7 @@ def _through_the_whole_path(folder, capacity):
     checkpoint = Checkpoint.load(str(folder), torch.float32)
     contract = contract_of(checkpoint, capacity)
     check_seams(checkpoint.model, contract)
-    trace(Step(checkpoint.model, contract), checkpoint.names())
+    trace(Step(checkpoint.model, contract), checkpoint.weight_names())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.blocks import masked
+from jetdraft.checkpoints.heads.blocks import masked_attention
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.cli.check import describe
 from jetdraft.errors import OptionError
@@ -36,8 +36,10 @@ def in_torch(drafter, features, count, known=()):
         block = [TOKENS[count], *block]
     positions = torch.arange(count + size)[None]
     with torch.no_grad():
-        states = drafter(context, torch.tensor([block]), positions, masked(mask))
-        return drafter.lm_head(drafter.guessed(states))[0].numpy()
+        states = drafter(
+            context, torch.tensor([block]), positions, masked_attention(mask)
+        )
+        return drafter.lm_head(drafter.mask_states(states))[0].numpy()
 
 
 def in_graph(graph, features, start, end, known=()):

@@ -31,7 +31,7 @@ def cut_bundle(folder, flavour) -> Bundle:
     """A bundle in `folder` of the checkpoint beside it, whose target is cut."""
     options = ExportOptions(Recipe("none"), capacity=16, max_width=8, flavour=flavour)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "_plain_step", cut_below_two)
+        patch.setattr(graphs, "_make_plain_step", cut_below_two)
         return export(str(folder.parent / "checkpoint"), folder, options=options)
 
 

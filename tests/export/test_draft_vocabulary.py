@@ -20,7 +20,7 @@ from jetdraft.errors import OptionError
 from jetdraft.export.draft_acceptance import with_acceptance
 from jetdraft.export.draft_vocab import frequent_tokens
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.export.measures import own_text
+from jetdraft.export.measures import sample_text
 from jetdraft.quant.calibration import Windows, own_attention
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener
@@ -94,7 +94,7 @@ def test_few_tokens_are_the_most_frequent_and_equal_ones_the_most_probable(pair)
 
 def test_what_the_target_writes_ranks_all_tokens(pair):
     target = Checkpoint.load(str(pair.target), torch.float32)
-    ids = frequent_tokens(target.model, own_text(target), VOCAB_SIZE)
+    ids = frequent_tokens(target.model, sample_text(target), VOCAB_SIZE)
     assert ids.tolist() == list(range(VOCAB_SIZE))
 
 

@@ -16,7 +16,7 @@ from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH
 from jetdraft.errors import DeviceError, OptionError
 from jetdraft.export.exporter import ExportOptions
 from jetdraft.export.request import export
-from jetdraft.quant.choice import BOUND
+from jetdraft.quant.choice import KL_BOUND
 from jetdraft.recipe import Recipe
 from tests.tiny import drafter_config, save_checkpoint
 
@@ -56,7 +56,7 @@ def test_the_default_recipe_is_measured_on_a_text(source, tmp_path):
     )
     measured = [bundle.target.quantization["kl"] for bundle in (given, own)]
     assert measured[0] != measured[1]
-    assert all(0 < kl <= BOUND for kl in measured)
+    assert all(0 < kl <= KL_BOUND for kl in measured)
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,14 @@ SIZES = {"capacity": 64, "max_width": 16}
 @pytest.fixture
 def traced(monkeypatch) -> list[str]:
     """The kinds of steps that were traced, from a store of no trace on."""
-    kinds, original = [], tracer._exported
+    kinds, original = [], tracer._export_step
 
     def exported(step, weights):
         kinds.append(type(step).__name__)
         return original(step, weights)
 
-    monkeypatch.setattr(tracer, "_exported", exported)
-    monkeypatch.setattr(tracer, "KEPT", KeptTraces())
+    monkeypatch.setattr(tracer, "_export_step", exported)
+    monkeypatch.setattr(tracer, "KEPT_TRACES", KeptTraces())
     return kinds
 
 
@@ -47,7 +47,7 @@ def test_one_trace_serves_other_weights_and_other_recipes(tmp_path, traced):
     exported(0, "none", "floats")
     kept = exported(1, "int8-rtn-b32", "kept")
     assert traced == ["Step"]
-    tracer.KEPT = KeptTraces()  # the fixture puts the old store back
+    tracer.KEPT_TRACES = KeptTraces()  # the fixture puts the old store back
     again = exported(1, "int8-rtn-b32", "again")
     assert traced == ["Step", "Step"]
     assert kept.files == again.files

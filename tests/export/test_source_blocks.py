@@ -15,10 +15,10 @@ from transformers import AutoModelForSeq2SeqLM
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.checkpoints.source_attention import implement
+from jetdraft.checkpoints.source_attention import set_attention
 from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.methods.block.module import words_sha256
+from jetdraft.methods.block.module import embedding_sha256
 from jetdraft.methods.block.task import SourceBlockTask, SourceLesson
 from jetdraft.recipe import Recipe
 from jetdraft.train.blocks import Blocks
@@ -95,7 +95,7 @@ def test_the_graph_does_what_transformers_does_with_a_mask(made):
         pytest.skip("its bias is compared with the bias of a training")
     checkpoint = Checkpoint.load(target, torch.float32)
     own = load_head(drafter, checkpoint, torch.float32).model
-    implement(own, "eager")
+    set_attention(own, "eager")
     count, known = 7, TOKENS[7:12]
     seen = torch.ones(count + SLOTS, count + SLOTS).tril().bool()
     seen[count:] = True
@@ -308,7 +308,7 @@ def test_a_drafter_knows_its_target_by_the_words(pair, tmp_path):
     said = "was trained for other weights; give the drafter that was trained for"
     refused(other, drafter, CheckpointError, said, tmp_path / "out")
     hashes = {
-        words_sha256(Checkpoint.load(target, dtype))
+        embedding_sha256(Checkpoint.load(target, dtype))
         for dtype in (torch.float32, torch.float16)
     }
     assert len(hashes) == 1
@@ -330,8 +330,8 @@ def test_a_drafter_knows_its_target_in_another_padding(pair, tmp_path):
     load_head(str(drafter), checkpoint, torch.float32)
     old = shutil.copytree(drafter, tmp_path / "old")
     fields = json.loads((old / "config.json").read_text())
-    fields["target_words"] = words_sha256(checkpoint, padded=True)
-    assert fields["target_words"] != words_sha256(checkpoint)
+    fields["target_words"] = embedding_sha256(checkpoint, padded=True)
+    assert fields["target_words"] != embedding_sha256(checkpoint)
     (old / "config.json").write_text(json.dumps(fields))
     load_head(str(old), checkpoint, torch.float32)
 

@@ -45,7 +45,7 @@ def model(checkpoint, tmp_path_factory):
 def whole_sequence(checkpoint, change=lambda streams: None):
     """Main [T, vocab] and stream [T, gamma, vocab] logits of the training layout."""
     loaded = Checkpoint.load(str(checkpoint), torch.float32)
-    streamed = loaded.with_streams(1.0)
+    streamed = loaded.add_probes(1.0)
     loaded.model.set_attn_implementation(IMPLEMENTATION)
     change(streamed.streams)
     ids, rows, gamma = torch.tensor([TOKENS]), len(TOKENS), SETTINGS.gamma

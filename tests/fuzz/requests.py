@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jetdraft.methods.trigram.task import count
+from jetdraft.methods.trigram.task import write_table
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.registry import AUTO, methods
 from jetdraft.runtime.proposers.draft_stops import THRESHOLDS
@@ -176,7 +176,7 @@ def table_of_texts(folder: Path, model: Model) -> Path:
     """A table of trigrams that knows some of the texts."""
     corpus, table = folder / "corpus.txt", folder / "table.npz"
     corpus.write_text("\n".join([*TEXTS] * 3), encoding="utf-8")
-    count([corpus], model.bundle, table)
+    write_table([corpus], model.bundle, table)
     return table
 
 

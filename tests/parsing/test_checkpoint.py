@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.refusals import LAYERS
+from jetdraft.checkpoints.refusals import LAYER_COUNT_FIELDS
 from jetdraft.errors import CheckpointError
 from tests.cli.running import jetdraft
 
@@ -137,7 +137,7 @@ def test_what_a_config_asks_for_beyond_its_files_is_not_built(folder, changes, s
         load(folder)
 
 
-@pytest.mark.parametrize("name", sorted(LAYERS))
+@pytest.mark.parametrize("name", sorted(LAYER_COUNT_FIELDS))
 def test_absurdly_many_layers_of_any_name_are_not_counted(folder, name):
     edit(folder, text_config={name: 10**9})
     with pytest.raises(CheckpointError, match=f"has {name} 1000000000, and at most"):

@@ -228,26 +228,26 @@ def test_listed_texts_cannot_steer_the_terminal(own_toy, tmp_path, toy_model):
 
 
 def test_recall_of_repeated_tokens_takes_no_seconds():
-    from jetdraft.methods.recall.method import adapted
+    from jetdraft.methods.recall.method import adapt_response
 
     start = time.monotonic()
     for kind in ([7], [7, 8], list(range(7))):
         one, other = (kind * 1900)[:1900], (kind * 1900)[:1800]
-        adapted([1, *one, 2], [7] * 1000, [3, *other, 4])
+        adapt_response([1, *one, 2], [7] * 1000, [3, *other, 4])
     one = [token for step in range(4000) for token in (step, 10_000 + step % 3)]
     other = [token for step in range(4000) for token in (step, 20_000 + step)]
-    adapted(one, one, other)
+    adapt_response(one, one, other)
     assert time.monotonic() - start < 1
 
 
 def test_an_adapted_response_does_not_grow_without_end():
-    from jetdraft.methods.recall.method import adapted
+    from jetdraft.methods.recall.method import adapt_response
 
     prompt, other = [], []
     for step in range(40):
         prompt += [1000 + step, step]
         other += [1000 + step, *[step + 1] * 32]
-    assert len(adapted(prompt, [0] * 8, other)) < 1_000_000
+    assert len(adapt_response(prompt, [0] * 8, other)) < 1_000_000
 
 
 def test_a_device_that_never_ends_is_no_data(monkeypatch):

@@ -10,11 +10,11 @@ import torch
 
 from jetdraft.errors import OptionError
 from jetdraft.export.export_options import ExportOptions
-from jetdraft.quant.algorithms import LARGEST, whole_columns
+from jetdraft.quant.algorithms import LARGEST_W8, whole_columns
 from jetdraft.quant.blocks import Blocks
-from jetdraft.quant.divergence import rounded
+from jetdraft.quant.divergence import round_to_int8
 from jetdraft.quant.edits import Maker
-from jetdraft.quant.weights import integer_product, stored
+from jetdraft.quant.weights import add_int8_columns, integer_product
 from jetdraft.recipe import HEAD, Recipe
 from tests.quant.test_weights import (
     VOCAB_SIZE,
@@ -45,7 +45,9 @@ def compute(matrix: np.ndarray, inputs: np.ndarray) -> np.ndarray:
         name="x", shape=ir.Shape(["n", ROWS]), type=ir.TensorType(ir.DataType.FLOAT)
     )
     graph = ir.Graph([read], [], nodes=[], opset_imports={"": 21, "com.microsoft": 1})
-    result = integer_product(Maker(graph), read, stored(graph, "w", blocks), blocks)
+    result = integer_product(
+        Maker(graph), read, add_int8_columns(graph, "w", blocks), blocks
+    )
     result.name, result.dtype = "y", ir.DataType.FLOAT
     graph.outputs.append(result)
     proto = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
@@ -58,9 +60,9 @@ def compute(matrix: np.ndarray, inputs: np.ndarray) -> np.ndarray:
 
 
 def test_the_kernel_computes_with_the_numbers_that_are_measured(matrix):
-    """KL is measured with inputs that `rounded` rounds."""
+    """KL is measured with inputs that `round_to_int8` rounds."""
     inputs = np.random.default_rng(6).standard_normal((7, ROWS)).astype(np.float32)
-    read = rounded(torch.from_numpy(inputs), ROWS).numpy()
+    read = round_to_int8(torch.from_numpy(inputs), ROWS).numpy()
     expected = read @ whole_columns(matrix).floats
     np.testing.assert_allclose(compute(matrix, inputs), expected, atol=1e-4)
 
@@ -96,9 +98,9 @@ def test_rows_and_columns_of_zeros_are_zeros(matrix):
 
 def test_a_weight_is_off_by_half_a_step(matrix):
     blocks = whole_columns(matrix)
-    steps = np.abs(matrix).max(0) / LARGEST
+    steps = np.abs(matrix).max(0) / LARGEST_W8
     assert (np.abs(blocks.floats - matrix) <= 0.501 * steps).all()
-    assert np.abs(blocks.integers.astype(int) - 128).max() == LARGEST
+    assert np.abs(blocks.integers.astype(int) - 128).max() == LARGEST_W8
 
 
 def test_every_product_becomes_one_of_integers(tied):
@@ -141,7 +143,7 @@ def test_layers_have_an_algorithm_and_the_head_none():
 
 def test_matrices_can_be_joined_and_cut(matrix):
     blocks = whole_columns(matrix)
-    joined = Blocks.joined([blocks.columns(np.arange(9)), blocks])
+    joined = Blocks.concatenated([blocks.select_columns(np.arange(9)), blocks])
     assert joined.whole
     assert joined.form == blocks.form
     assert joined.form != dataclasses.replace(blocks, whole=False).form

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.export.measures import NEW_TOKENS, QUESTIONS, own_text
+from jetdraft.export.measures import QUESTIONS, REPLY_TOKENS, sample_text
 from jetdraft.quant.calibration import own_attention
 from jetdraft.quant.choice import (
     DRAFTER_CHOICES,
-    EIGHT_BITS,
-    RUNGS,
-    TOP,
-    WORTH,
-    choose,
-    choose_drafter,
+    EIGHT_BIT_RUNGS,
+    FOUR_BIT_RUNGS,
+    MIX_SHARE,
+    SAFE_RECIPE,
+    choose_drafter_recipe,
+    choose_recipe,
 )
 from jetdraft.quant.divergence import Divergence
 from jetdraft.recipe import Recipe
@@ -24,17 +24,17 @@ class Known:
     """A divergence whose figures are given; the bytes follow from the bits."""
 
     units = {str(layer): {} for layer in range(10)} | {"head": {}}
-    forget = staticmethod(lambda: None)
+    drop_blocks = staticmethod(lambda: None)
 
     def __init__(self, kl, layer=0.0, eight_bits=((64, 0.002), (32, 0.001))):
         self.kl, self.layer, self.eight_bits = kl, layer, dict(eight_bits)
 
-    def of(self, recipe):
+    def mean_kl(self, recipe):
         if recipe.scheme == "int8":
             return self.eight_bits[recipe.block_size]
         return self.kl[recipe.block_size] - self.layer * len(recipe.raised)
 
-    def of_units(self, recipes, batches=None):
+    def mean_kl_of_units(self, recipes, batches=None):
         return self.layer * (int(*recipes) + 1) if "head" not in recipes else 0.0
 
     def bytes_of_unit(self, unit, recipe):
@@ -47,36 +47,36 @@ class Known:
 @pytest.mark.parametrize(
     ("kl", "expected"),
     [
-        ({32: 0.001, 64: 0.002, 128: 0.003}, RUNGS[0]),
-        ({32: 0.01, 64: 0.02, 128: 0.04}, RUNGS[1]),
-        ({32: 0.02, 64: 0.04, 128: 0.02}, RUNGS[2]),
+        ({32: 0.001, 64: 0.002, 128: 0.003}, FOUR_BIT_RUNGS[0]),
+        ({32: 0.01, 64: 0.02, 128: 0.04}, FOUR_BIT_RUNGS[1]),
+        ({32: 0.02, 64: 0.04, 128: 0.02}, FOUR_BIT_RUNGS[2]),
     ],
 )
 def test_the_largest_blocks_that_keep_the_text(kl, expected):
-    recipe, measured = choose(Known(kl), bound=0.03)
+    recipe, measured = choose_recipe(Known(kl), bound=0.03)
     assert recipe == Recipe.parse(expected)
     assert measured == kl[recipe.block_size]
 
 
 def test_a_mix_where_rounding_is_not_enough():
-    recipe, kl = choose(Known({32: 0.06}, layer=0.01), bound=0.03)
+    recipe, kl = choose_recipe(Known({32: 0.06}, layer=0.01), bound=0.03)
     assert recipe.name == "int4-rtn-b32-up7.8.9-head8", "the worst layers first"
     assert kl == pytest.approx(0.03)
 
 
 def test_eight_bits_where_a_mix_saves_nothing():
     known = Known({32: 0.09}, layer=0.0065)
-    eight_bits = Recipe.parse(EIGHT_BITS[0])
-    assert choose(known, bound=0.03) == (eight_bits, 0.002)
+    eight_bits = Recipe.parse(EIGHT_BIT_RUNGS[0])
+    assert choose_recipe(known, bound=0.03) == (eight_bits, 0.002)
     mix = Recipe.parse("int4-b32-up0.1.2.3.4.5.6.7.8.9-head8")
-    assert known.bytes_of(mix) > WORTH * known.bytes_of(eight_bits)
-    assert choose(Known({32: 9.0}, layer=0.0), bound=0.03)[0] == eight_bits
+    assert known.bytes_of(mix) > MIX_SHARE * known.bytes_of(eight_bits)
+    assert choose_recipe(Known({32: 9.0}, layer=0.0), bound=0.03)[0] == eight_bits
 
 
 @pytest.mark.parametrize("finest", [0.02, 0.05])
 def test_smaller_blocks_where_eight_bits_are_not_enough(finest):
     known = Known({32: 9.0}, eight_bits=((64, 0.04), (32, finest)))
-    assert choose(known, bound=0.03) == (Recipe.parse(TOP), finest)
+    assert choose_recipe(known, bound=0.03) == (Recipe.parse(SAFE_RECIPE), finest)
 
 
 @pytest.fixture(scope="module")
@@ -95,33 +95,33 @@ def test_a_model_writes_its_own_text(pair):
     """Rows of one length; the same text each time; sampled as the model would."""
     target, before = pair["target"], torch.random.get_rng_state()
     steps = []
-    text = own_text(target, lambda done, total: steps.append((done, total)))
-    assert steps[-1] == (NEW_TOKENS, NEW_TOKENS)
+    text = sample_text(target, lambda done, total: steps.append((done, total)))
+    assert steps[-1] == (REPLY_TOKENS, REPLY_TOKENS)
     assert text.ids.shape[0] == len(QUESTIONS)
-    assert text.scored == NEW_TOKENS < text.ids.shape[1]
-    assert torch.equal(text.ids, own_text(target).ids)
+    assert text.scored == REPLY_TOKENS < text.ids.shape[1]
+    assert torch.equal(text.ids, sample_text(target).ids)
     assert torch.equal(before, torch.random.get_rng_state())
     logits = target.model
     with own_attention(logits), torch.no_grad():
         rows = logits(text.ids, use_cache=False).logits.log_softmax(-1)
-    chosen = rows[:, :-1].gather(-1, text.ids[:, 1:, None])[:, -NEW_TOKENS + 1 :]
+    chosen = rows[:, :-1].gather(-1, text.ids[:, 1:, None])[:, -REPLY_TOKENS + 1 :]
     uniform = -torch.tensor(float(rows.shape[-1])).log()
     assert chosen.mean() > uniform + 0.1, "more likely than random tokens"
 
 
 def test_only_the_scored_tokens_are_compared(pair):
-    target, text = pair["target"].model, own_text(pair["target"])
+    target, text = pair["target"].model, sample_text(pair["target"])
     recipe = Recipe("int4", 16)
     with own_attention(target):
-        kl = Divergence(target, text, {}).of(recipe)
+        kl = Divergence(target, text, {}).mean_kl(recipe)
         text.scored = text.ids.shape[1]
         whole = Divergence(target, text, {})
-        assert whole.tokens > NEW_TOKENS * len(QUESTIONS)
-        assert whole.of(recipe) != kl > 0
+        assert whole.tokens > REPLY_TOKENS * len(QUESTIONS)
+        assert whole.mean_kl(recipe) != kl > 0
 
 
 def test_overlap_is_the_acceptance_of_sampled_drafts(pair):
-    text = own_text(pair["target"])
+    text = sample_text(pair["target"])
     models = {}
     for name, checkpoint in pair.items():
         with own_attention(checkpoint.model):
@@ -130,7 +130,7 @@ def test_overlap_is_the_acceptance_of_sampled_drafts(pair):
     floats = Recipe("none")
     with own_attention(target.model), own_attention(drafter.model):
         assert target.overlap(floats, target) == pytest.approx(1.0, abs=1e-5)
-        p, q = (torch.cat(m._full).exp() for m in (target, drafter))
+        p, q = (torch.cat(m._full_log_probabilities).exp() for m in (target, drafter))
         expected = float(torch.minimum(p, q).sum(-1).mean())
         assert drafter.overlap(floats, target) == pytest.approx(expected, abs=1e-5)
         ids = torch.tensor([3, 7, 9])
@@ -138,7 +138,7 @@ def test_overlap_is_the_acceptance_of_sampled_drafts(pair):
         # As though the drafter's head had all rows and theirs were the first.
         first = drafter.overlap(floats, target, torch.arange(p.shape[1]))
         assert 0 < part < first == pytest.approx(expected, abs=1e-5)
-        choice = choose_drafter(target, drafter, Recipe("int8", 32))
+        choice = choose_drafter_recipe(target, drafter, Recipe("int8", 32))
     assert choice.recipe.name in (*DRAFTER_CHOICES, "int8-rtn-b32-head4")
     assert choice.full_overlap == pytest.approx(expected, abs=1e-5)
 
@@ -164,10 +164,10 @@ def test_a_drafter_gets_the_bits_that_make_the_pair_fast(
         return 0.8 - (lost if recipe.bits == 4 else head)
 
     class Drafter:
-        forget = staticmethod(lambda: None)
+        drop_blocks = staticmethod(lambda: None)
         bytes_of = staticmethod(lambda recipe: size * recipe.bits / 8)
 
     Drafter.overlap = staticmethod(overlap)
-    choice = choose_drafter(Target(), Drafter(), Recipe())
+    choice = choose_drafter_recipe(Target(), Drafter(), Recipe())
     assert choice.recipe.name == expected
     assert choice.full_overlap == 0.8

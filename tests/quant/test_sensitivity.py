@@ -76,8 +76,10 @@ def test_kl_is_that_of_quantized_weights_and_inputs(sensitivity):
     for module, weight in stored.items():
         module.weight.data = weight
     kl = (expected.exp() * (expected - logs)).sum(-1).mean()
-    assert divergence.of_units({"1": INT8}) == pytest.approx(float(kl), rel=1e-3)
-    assert divergence.of_units({}) == 0.0, "and the weights are back"
+    assert divergence.mean_kl_of_units({"1": INT8}) == pytest.approx(
+        float(kl), rel=1e-3
+    )
+    assert divergence.mean_kl_of_units({}) == 0.0, "and the weights are back"
 
 
 @pytest.fixture(scope="module")
@@ -103,31 +105,31 @@ def test_kl_is_that_of_the_bundle_as_it_runs(sensitivity, unquantized, logits_of
     recipe = Recipe.parse(name)
     windows = torch.cat(sensitivity.divergence.batches).tolist()
     kl = compare(unquantized, logits_of(recipe), windows).kl_mean
-    assert sensitivity.divergence.of(recipe) == pytest.approx(kl, rel=0.1)
+    assert sensitivity.divergence.mean_kl(recipe) == pytest.approx(kl, rel=0.1)
 
 
 def everything(sensitivity, recipe):
-    return sensitivity.divergence.of(recipe)
+    return sensitivity.divergence.mean_kl(recipe)
 
 
 def test_as_few_units_as_keep_the_kl(sensitivity):
     low, high = (everything(sensitivity, Recipe(s, 16)) for s in ("int4", "int8"))
-    recipe, kl = sensitivity.mixed(Limit(max_kl=(low + high) / 2))
+    recipe, kl = sensitivity.find_mix(Limit(max_kl=(low + high) / 2))
     assert kl == pytest.approx(everything(sensitivity, recipe))
     assert high < kl <= (low + high) / 2
     raised = len(recipe.raised) + (recipe.head is not None)
     assert 1 <= raised <= 3
-    same, _ = sensitivity.mixed(Limit(max_kl=2 * low))
+    same, _ = sensitivity.find_mix(Limit(max_kl=2 * low))
     assert same == RECIPE
 
 
 def test_as_many_units_as_fit(sensitivity):
     least = sensitivity.divergence.bytes_of(RECIPE)
     most = sensitivity.divergence.bytes_of(RECIPE.raise_units(["0", "1", "2", HEAD]))
-    assert sensitivity.mixed(Limit(max_bytes=least))[0] == RECIPE
-    everywhere, kl = sensitivity.mixed(Limit(max_bytes=most))
+    assert sensitivity.find_mix(Limit(max_bytes=least))[0] == RECIPE
+    everywhere, kl = sensitivity.find_mix(Limit(max_bytes=most))
     assert everywhere.name == "int4-rtn-b16-up0.1.2-head8"
-    middle, more = sensitivity.mixed(Limit(max_bytes=(least + most) // 2))
+    middle, more = sensitivity.find_mix(Limit(max_bytes=(least + most) // 2))
     assert least < sensitivity.divergence.bytes_of(middle) <= (least + most) // 2
     assert kl < more < everything(sensitivity, RECIPE)
 
@@ -149,11 +151,11 @@ def test_the_bytes_are_those_of_the_graph(folder, sensitivity, name, tmp_path):
 
 def test_limits_that_nothing_meets_are_refused(sensitivity):
     with pytest.raises(OptionError, match="alone takes"):
-        sensitivity.mixed(Limit(max_bytes=1000))
+        sensitivity.find_mix(Limit(max_bytes=1000))
     with pytest.raises(
         OptionError, match="with twice the bits for all layers has a KL"
     ):
-        sensitivity.mixed(Limit(max_kl=1e-12))
+        sensitivity.find_mix(Limit(max_kl=1e-12))
     for wrong in ({}, {"max_bytes": 5, "max_kl": 1.0}, {"max_kl": -1.0}):
         with pytest.raises(OptionError):
             Limit(**wrong)

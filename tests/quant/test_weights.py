@@ -35,7 +35,7 @@ def float_graph(folder: Path, tied: bool) -> bytes:
     checkpoint = Checkpoint.load(str(folder), torch.float32)
     model = checkpoint.model
     contract = StepContract(VOCAB_SIZE, 32, 8, "float32", kv_shapes(model))
-    step = trace(Step(model, contract), checkpoint.names())
+    step = trace(Step(model, contract), checkpoint.weight_names())
     fuse(step, contract)
     return ir.to_proto(step).SerializeToString()
 

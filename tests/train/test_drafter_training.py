@@ -116,7 +116,7 @@ def test_streams_that_tune_the_target_are_the_teacher(text, tmp_path):
     ids = torch.tensor([[5, 7, 9]])
     with torch.no_grad():
         base = loaded.model(input_ids=ids).logits
-        tuned = loaded.with_streams(1.0).model.state_dict()
+        tuned = loaded.add_probes(1.0).model.state_dict()
         taught = run.target.model(input_ids=ids).logits
         plain.load_state_dict(tuned)
         wanted = plain(input_ids=ids).logits

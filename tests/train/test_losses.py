@@ -15,7 +15,7 @@ from jetdraft.methods.stream.task import (
     STREAM_WEIGHT,
     StreamTask,
     StreamTaskSettings,
-    losses,
+    compute_losses,
 )
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.data import IGNORED, Example, collate
@@ -34,7 +34,7 @@ SEQUENCES = (
 def streamed(tmp_path_factory):
     folder = save_checkpoint(tmp_path_factory.mktemp("loss") / "model", llama_config())
     loaded = Checkpoint.load(str(save_streams(folder, SETTINGS)), torch.float32)
-    found = loaded.with_streams(1.0)
+    found = loaded.add_probes(1.0)
     loaded.model.set_attn_implementation(IMPLEMENTATION)
     return found
 
@@ -68,7 +68,7 @@ def by_hand(streamed):
 def test_the_loss_is_the_formula(streamed):
     """Which sequences share a batch and how long their prompts are changes nothing."""
     with torch.no_grad():
-        found = losses(streamed, collate(SEQUENCES), GAMMA)
+        found = compute_losses(streamed, collate(SEQUENCES), GAMMA)
         wanted = by_hand(streamed)
     got = [found.main.item(), *found.streams.tolist(), found.early.item()]
     assert got == pytest.approx(wanted, abs=1e-5)
@@ -103,7 +103,7 @@ def test_gradients_are_those_of_streams_on_all_rows(streamed):
     gradients = []
     for loss in (
         lambda: masked(streamed, batch),
-        lambda: losses(streamed, batch, GAMMA).total(SHARED, ONES),
+        lambda: compute_losses(streamed, batch, GAMMA).total(SHARED, ONES),
     ):
         streamed.requires_grad_(True).zero_grad()
         loss().backward()
@@ -130,7 +130,7 @@ def test_only_rows_with_a_learned_successor_carry_streams(streamed):
     passes = []
     handle = streamed.register_forward_pre_hook(lambda _, args: passes.append(args))
     with torch.no_grad():
-        losses(streamed, collate(SEQUENCES), GAMMA)
+        compute_losses(streamed, collate(SEQUENCES), GAMMA)
     handle.remove()
     ((_, _, probe_rows, probe_ids, keep),) = passes
     assert probe_rows[:, ::GAMMA].tolist() == [[3, 4, 5, 6, 7], [2, 3, 4, 5, 0]]

@@ -22,12 +22,12 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import DataError, OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.methods.block.module import SourceDrafter, source_config, spread
+from jetdraft.methods.block.module import SourceDrafter, source_config, spread_layers
 from jetdraft.methods.block.task import (
     SourceBatch,
     SourceBlockSettings,
     SourceBlockTask,
-    source_lesson,
+    make_source_lesson,
 )
 from jetdraft.methods.dflash.task import DFlashTask
 from jetdraft.methods.diffusion.task import DiffusionTask
@@ -185,10 +185,10 @@ def test_it_begins_as_the_target(world, tmp_path):
 
 
 def test_its_layers_are_spread_over_those_of_the_target(tmp_path):
-    assert spread(1, 8) == [0]
-    assert spread(2, 8) == [0, 7]
-    assert spread(3, 8) == [0, 4, 7]
-    assert spread(4, 4) == [0, 1, 2, 3]
+    assert spread_layers(1, 8) == [0]
+    assert spread_layers(2, 8) == [0, 7]
+    assert spread_layers(3, 8) == [0, 4, 7]
+    assert spread_layers(4, 4) == [0, 1, 2, 3]
     deep = T5Config(**{**T5, "num_decoder_layers": 4})
     checkpoint = Checkpoint.load(str(save(tmp_path / "deep", deep)), torch.float32)
     drafter = SourceDrafter(source_config(checkpoint, 2, 3), checkpoint.model)
@@ -208,7 +208,7 @@ def test_a_share_of_the_wrong_guesses_is_told(world, tmp_path):
     run = prepare(world, tmp_path / "out", known_share=0.0)
     batch = SourceBatch.of(run.corpus.batch(0, 4), run.target.start_token_ids)
     task, drafter = run.task, run.module.drafter
-    lesson = task.encoded(drafter, source_lesson(run.target.model, batch, 0.0))
+    lesson = task.encoded(drafter, make_source_lesson(run.target.model, batch, 0.0))
     blocks = task.blocks(run, batch, learns=True)
     places = blocks.anchors[..., None] + 1 + torch.arange(SLOTS)
     whole = (places < batch.ids.shape[1]) & blocks.is_real[..., None]

@@ -16,26 +16,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jetdraft.checkpoints.attention import attend
-from jetdraft.checkpoints.heads.draft_module import LAYERS, DraftModule, Given
+from jetdraft.checkpoints.heads.draft_module import (
+    LAYER_RENAME,
+    DraftInputs,
+    DraftModule,
+)
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_layers import (
     HeadConfig,
-    by_head,
-    own_layers,
-    rotated,
+    make_layers,
+    project_heads,
+    rotate_rows,
 )
 from jetdraft.errors import CheckpointError
 
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-"""Of a layer's module and query [b, heads, q, d], key and value [b, kv_heads, k, d]:
-the mixed values [b, q, heads, d]."""
+"""Called with a layer's module, query [b, heads, q, d], key and value
+[b, kv_heads, k, d]; returns the mixed values [b, q, heads, d]."""
 
 MAX_BLOCK_TOKENS = 64
+"""The most tokens of a block that a drafter may fill."""
 
 
 @dataclass(frozen=True)
 class BlockConfig(HeadConfig):
-    """The sizes of a drafter of blocks, and the token that stands for a mask."""
+    """The sizes of a block drafter, and the token whose embedding stands for a mask."""
 
     mask_token: int = 0
 
@@ -44,24 +49,24 @@ class BlockDrafter(DraftModule):
     """Decoder layers whose rows attend in both directions inside a block.
 
         states = drafter(context, block, positions, masked(mask))
-        logits = drafter.lm_head(drafter.guessed(states))
+        logits = drafter.lm_head(drafter.mask_states(states))
 
     A subclass sets its embedding, its LM head, and `keys_of`.
     """
 
     config: BlockConfig
     reads_text = False
-    """Whether the context are tokens, not features."""
+    """Whether the context is made of tokens; otherwise it is made of features."""
 
     renames = (
         (r"(?:model\.)?verifier_.*", None),
-        (r"(?:model\.)?" + LAYERS[0], LAYERS[1]),
+        (r"(?:model\.)?" + LAYER_RENAME[0], LAYER_RENAME[1]),
         (r"model\.(.*)", r"\1"),
     )
 
     def __init__(self, config: BlockConfig, target: Any = None) -> None:
         super().__init__(config, target)
-        self.stack = own_layers(config)
+        self.stack = make_layers(config)
         self.norm = self.stack.norm(config.hidden_size)
 
     def forward(
@@ -74,35 +79,36 @@ class BlockDrafter(DraftModule):
         `positions` int64 [b, n + m] are of both.
         """
         if self.reads_text:
-            states = self.embedded(torch.cat([context, block], dim=1))
+            states = self.embed(torch.cat([context, block], dim=1))
             keys = None
         else:
-            states = self.embedded(block)
+            states = self.embed(block)
             keys = context.to(states.dtype)
         queries = positions[:, -states.shape[1] :]
         turns = [self.stack.rotations(states, rows) for rows in (queries, positions)]
         for layer in self.stack.layers:
-            states = _layer(layer, states, keys, turns, attention)
+            states = _run_layer(layer, states, keys, turns, attention)
         normed: Tensor = self.norm(states)
         return normed
 
-    def embedded(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         """The embeddings [b, n, h] of tokens, and of masks."""
         raise NotImplementedError
 
-    def guessed(self, states: Tensor) -> Tensor:
-        """The masks' states [..., slots, h], of a block's states [..., m, h]."""
+    def mask_states(self, states: Tensor) -> Tensor:
+        """Return the masks' states [..., slots, h] out of a block's [..., m, h]."""
         return states[..., -self.config.slots :, :]
 
-    def draft(self, given: Given) -> tuple[Tensor, None]:
+    def draft(self, given: DraftInputs) -> tuple[Tensor, None]:
+        """Return the logits [1, slots, choices] of the masks; no carried state."""
         context = given.tokens if self.reads_text else given.features
-        attention = both_ways(self.block_rows, self.reads_text)
+        attention = block_attention(self.block_rows, self.reads_text)
         states = self(context, given.block, given.positions, attention)
-        return self.lm_head(self.guessed(states)), None
+        return self.lm_head(self.mask_states(states)), None
 
 
-def masked(mask: Tensor | None) -> Attention:
-    """Attention in PyTorch over all rows, or those where `mask` [.., q, k] is true."""
+def masked_attention(mask: Tensor | None) -> Attention:
+    """Return attention in PyTorch, over the keys where `mask` [.., q, k] is true."""
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mixed = F.scaled_dot_product_attention(
@@ -113,7 +119,7 @@ def masked(mask: Tensor | None) -> Attention:
     return attention
 
 
-def both_ways(size: int, context_asks: bool) -> Attention:
+def block_attention(size: int, context_asks: bool) -> Attention:
     """Attention in both directions inside the last `size` rows, over the buffers.
 
     If the context has queries, its rows attend to the rows up to their own.
@@ -137,7 +143,7 @@ def both_ways(size: int, context_asks: bool) -> Attention:
     return attention
 
 
-def _layer(
+def _run_layer(
     layer: Any,
     states: Tensor,
     keys: Tensor | None,
@@ -152,17 +158,17 @@ def _layer(
     sources = normed if keys is None else torch.cat([keys, normed], dim=1)
     module = layer.self_attn
     query, key, value = (
-        by_head(module, name, rows)
+        project_heads(module, name, rows)
         for name, rows in (("q", normed), ("k", sources), ("v", sources))
     )
-    query, key = map(rotated, (query, key), turns)
+    query, key = map(rotate_rows, (query, key), turns)
     mixed = attention(module, query, key, value).flatten(2)
     states = states + module.o_proj(mixed)
     output: Tensor = states + layer.mlp(layer.post_attention_layernorm(states))
     return output
 
 
-def block_size(files: HeadFiles, least: int) -> int:
+def read_block_size(files: HeadFiles, least: int) -> int:
     """The `block_size` of a config; raises `CheckpointError` out of range."""
     size = files.number("block_size")
     if not least <= size <= MAX_BLOCK_TOKENS:

@@ -10,9 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from jetdraft.checkpoints.attention import HandThrough
+from jetdraft.checkpoints.attention import PassThroughCache
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.head_files import EMBEDDING, HEAD, LAYER_KEYS, HeadFiles
+from jetdraft.checkpoints.heads.head_files import (
+    EMBEDDING_WEIGHT,
+    LAYER_KEYS,
+    LM_HEAD_WEIGHT,
+    HeadFiles,
+)
 from jetdraft.checkpoints.heads.head_layers import HeadConfig, HeadLayers
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError
@@ -26,13 +31,14 @@ class Reads:
     features    states of the target, a row of them for each row
     windows     the features of the last `slots` rows, and as many tokens; row t answers
                 for token t + slots + 1
-    cut         the features are the states between two layers, where the target is cut
+    cut         whether the features are the states between the halves of a cut target
     target_kv   the keys and values of the target's last layer
     source      the source of an encoder-decoder, through an encoder of its own
-    carries     it gives a state that stands for the features of the next row
-    guesses     it answers for `slots` tokens at once: with buffers, a block of masks
-    anchored    the last token stands before the masks of a block
-    buffers     it keeps keys and values
+    carries     whether it returns a state that replaces the features of the next row
+    guesses     whether it answers for `slots` tokens at once: with buffers, for a block
+                of masks
+    anchored    whether the last token comes before the masks of a block
+    buffers     whether it has a KV cache of its own
     """
 
     tokens: int = 1
@@ -48,15 +54,15 @@ class Reads:
 
     @property
     def learns(self) -> bool:
-        """Whether it drafts token by token from features, and so can learn from use."""
+        """Whether it drafts token by token from features, so that use can train it."""
         return self.carries and self.tokens == 1 and not self.windows
 
 
-_NOTHING = torch.empty(0)
+_EMPTY = torch.empty(0)
 
 
 @dataclass
-class Given:
+class DraftInputs:
     """What the rows of a pass are given; what a drafter does not read is empty.
 
     `tokens` and `positions` are int64 [1, n], `features` [1, n, w], `recent` int64 [1,
@@ -67,21 +73,23 @@ class Given:
     tokens: Tensor
     positions: Tensor
     answer_rows: Tensor
-    features: Tensor = _NOTHING
-    recent: Tensor = _NOTHING
-    block: Tensor = _NOTHING
-    keys: Tensor = _NOTHING
-    values: Tensor = _NOTHING
-    bias: Tensor = _NOTHING
-    cache: Cache = field(default_factory=HandThrough)
+    features: Tensor = _EMPTY
+    recent: Tensor = _EMPTY
+    block: Tensor = _EMPTY
+    keys: Tensor = _EMPTY
+    values: Tensor = _EMPTY
+    bias: Tensor = _EMPTY
+    cache: Cache = field(default_factory=PassThroughCache)
 
 
 Renames = tuple[tuple[str, str | None], ...]
-"""Patterns of names in files, and the names in a module; None leaves a tensor out."""
+"""Pairs of a pattern of names in files and a name in a module; None drops a tensor."""
 
-LAYERS = (r"(layers\..*)", r"stack.\1")
-OF_TARGET: Renames = ((r"(lm_head|embed_tokens)\..*", None), LAYERS)
-"""For a drafter whose embedding and LM head are the target's."""
+LAYER_RENAME = (r"(layers\..*)", r"stack.\1")
+"""The renaming of the tensors of decoder layers."""
+
+TARGET_RENAMES: Renames = ((r"(lm_head|embed_tokens)\..*", None), LAYER_RENAME)
+"""Renames for a drafter whose embedding and LM head are the target's."""
 
 
 class DraftModule(nn.Module):
@@ -93,13 +101,13 @@ class DraftModule(nn.Module):
     """
 
     published: ClassVar[str] = ""
-    """What users call the heads that are read so, for example "EAGLE-1"."""
+    """The published heads that this class reads, as users call them: "EAGLE-1"."""
 
     speculators: ClassVar[str] = ""
-    """What the library speculators calls them."""
+    """The name of such heads in the library speculators; "" if it has none."""
 
-    by_form: ClassVar[bool] = False
-    """Whether its files have no mark of their own, so that other kinds come first."""
+    recognized_last: ClassVar[bool] = False
+    """Whether it is tried last, since its files have no mark of their own."""
 
     cuts_vocabulary: ClassVar[bool] = True
     """Whether an export can cut its LM head to a part of the vocabulary."""
@@ -108,18 +116,18 @@ class DraftModule(nn.Module):
     keys: ClassVar[Collection[str]] = LAYER_KEYS
     """The keys of its config that have an effect."""
 
-    renames: ClassVar[Renames] = OF_TARGET
-    brings_matrices: ClassVar[bool] = False
-    """Whether its files may have an embedding and an LM head."""
+    renames: ClassVar[Renames] = TARGET_RENAMES
+    has_own_matrices: ClassVar[bool] = False
+    """Whether its files may hold an embedding and an LM head of its own."""
 
-    fused: ClassVar[tuple[str, ...]] = ()
-    """The modules that fuse taps: they run in the target's graph, in float32."""
+    fusion_names: ClassVar[tuple[str, ...]] = ()
+    """The names of the modules that fuse taps, in the target's graph and in float32."""
 
     one_layer: ClassVar[bool] = False
     """Whether files with more decoder layers are refused."""
 
-    keeps_rows = False
-    """Whether its LM head has rows of the target's."""
+    has_target_head_rows = False
+    """Whether its LM head consists of some rows of the target's LM head."""
 
     config: HeadConfig
     ids: Tensor | None = None
@@ -141,12 +149,12 @@ class DraftModule(nn.Module):
 
     @classmethod
     def check(cls, files: HeadFiles) -> None:
-        """Raise `CheckpointError` for a config that no target could make right."""
+        """Raise `CheckpointError` for a config that fits no target."""
 
     @classmethod
-    def named(cls, files: HeadFiles) -> dict[str, Tensor]:
-        """The tensors by their names in this module."""
-        return files.renamed(cls.renames)
+    def rename_tensors(cls, files: HeadFiles) -> dict[str, Tensor]:
+        """Return the tensors of the files by their names in this module."""
+        return files.rename_tensors(cls.renames)
 
     @classmethod
     def configure(
@@ -165,25 +173,27 @@ class DraftModule(nn.Module):
             )
         return HeadConfig(draft_vocab_size=fields["vocab_size"], **fields), None
 
-    def adopt(self, source: str, tensors: Mapping[str, Tensor]) -> None:
+    def make_own_matrices(self, source: str, tensors: Mapping[str, Tensor]) -> None:
         """Make an embedding and an LM head of its own where the files bring them.
 
         Raises `CheckpointError` where they lack matrices of the drafter's width.
         """
-        if not self.brings_matrices:
+        if not self.has_own_matrices:
             return
         config, ids = self.config, self.ids
-        embedding, rows = tensors.get(EMBEDDING), tensors.get(HEAD)
-        if embedding is not None and not _equal(embedding, self.embed_tokens.weight):
+        embedding, rows = tensors.get(EMBEDDING_WEIGHT), tensors.get(LM_HEAD_WEIGHT)
+        if embedding is not None and not _same_values(
+            embedding, self.embed_tokens.weight
+        ):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if rows is not None and (
-            ids is not None or not _equal(rows, self.lm_head.weight)
+            ids is not None or not _same_values(rows, self.lm_head.weight)
         ):
             size = config.draft_vocab_size
             self.lm_head = nn.Linear(config.hidden_size, size, bias=False)
         elif ids is not None:
-            self.lm_head = rows_of(self.lm_head, ids)
-            self.keeps_rows = True
+            self.lm_head = lm_head_rows(self.lm_head, ids)
+            self.has_target_head_rows = True
         for name in ("embed_tokens", "lm_head"):
             width = getattr(self, name).weight.shape[1]
             if width != config.hidden_size:
@@ -192,10 +202,10 @@ class DraftModule(nn.Module):
                     f"where the head is {config.hidden_size}; fetch it again"
                 )
 
-    def filled(self) -> None:
-        """Called when the weights have been read."""
+    def after_loading(self) -> None:
+        """Hook that runs after the weights have been loaded."""
 
-    def borrowed(self, target: Checkpoint) -> tuple[str, ...]:
+    def target_weight_prefixes(self, target: Checkpoint) -> tuple[str, ...]:
         """The beginnings of the names of weights that no file brings."""
         theirs = {id(weight) for weight in target.model.parameters()}
         names = [
@@ -203,37 +213,37 @@ class DraftModule(nn.Module):
             for name, module in self.named_children()
             if any(id(weight) in theirs for weight in module.parameters())
         ]
-        return (*names, "lm_head.") if self.keeps_rows else tuple(names)
+        return (*names, "lm_head.") if self.has_target_head_rows else tuple(names)
 
     # --- the pass ---------------------------------------------------------------------
 
     def attend_with(self, implementation: str) -> None:
-        """Attend as "eager" or "sdpa", or over jetdraft's buffers ("jetdraft")."""
+        """Set the attention: "eager", "sdpa", or "jetdraft" over fixed KV buffers."""
         if isinstance(getattr(self, "stack", None), HeadLayers):
             self.stack.attend_with(implementation)
 
     @property
-    def layer(self) -> Any:
+    def first_layer(self) -> Any:
         """The first decoder layer."""
         return self.stack.layers[0]
 
     def fuse(self, taps: Sequence[Tensor]) -> Tensor:
-        """Features [b, n, w] of the target's states [b, n, h] at the taps."""
+        """Return features [b, n, w] of the target's states [b, n, h] at the taps."""
         (state,) = taps
         return state
 
-    def fusion(self) -> dict[str, nn.Module]:
-        """The modules of `fuse`; none without taps."""
-        names = [name for name in self.fused if hasattr(self, name)]
+    def fusion_modules(self) -> dict[str, nn.Module]:
+        """Return the modules of `fuse` by name; {} without taps."""
+        names = [name for name in self.fusion_names if hasattr(self, name)]
         return {name: getattr(self, name) for name in names if self.config.taps}
 
     @property
     def block_rows(self) -> int:
-        """The rows of a block: the masks, and maybe the last token before them."""
+        """The rows of a block: the masks, and with `anchored` the token before them."""
         return self.config.slots + self.reads.anchored
 
     def kv_shapes(self, target: StepContract) -> tuple[tuple[int, int], ...]:
-        """(kv_heads, head_dim) of each layer; (0, 0) where a pass must tell them."""
+        """Return (kv_heads, head_dim) of each layer; (0, 0) if only a pass can tell."""
         if not self.reads.buffers:
             return ()
         config = self.config
@@ -241,7 +251,7 @@ class DraftModule(nn.Module):
             return target.kv_shapes[: config.num_layers]
         return ((config.num_kv_heads, config.head_dim),) * config.num_layers
 
-    def draft(self, given: Given) -> tuple[Tensor, Tensor | None]:
+    def draft(self, given: DraftInputs) -> tuple[Tensor, Tensor | None]:
         """Logits [1, m, choices] of the answered rows, and the carried states."""
         raise NotImplementedError
 
@@ -256,7 +266,7 @@ class DraftModule(nn.Module):
         return self.lm_head
 
 
-def rows_of(lm_head: nn.Module, ids: Tensor) -> nn.Linear:
+def lm_head_rows(lm_head: nn.Module, ids: Tensor) -> nn.Linear:
     """The rows of these tokens of an LM head, in the type they are stored in."""
     weight, bias = lm_head.weight, lm_head.bias
     assert isinstance(weight, Tensor)
@@ -267,5 +277,6 @@ def rows_of(lm_head: nn.Module, ids: Tensor) -> nn.Linear:
     return cut
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have one shape and, as float32, the same values."""
     return one.shape == other.shape and torch.equal(one.float(), other.detach().float())

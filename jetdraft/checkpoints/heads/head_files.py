@@ -21,16 +21,17 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.draft_vocabulary import D2T, MOST_PADDING, T2D, ids_of
-from jetdraft.checkpoints.folder import check_entries, check_shards
+from jetdraft.checkpoints.draft_vocabulary import D2T, MOST_PADDING, T2D, ids_from_d2t
+from jetdraft.checkpoints.folder import check_file_types, check_shards
 from jetdraft.errors import CheckpointError, printable
 from jetdraft.parsing import read_json_file
 
-_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
+_WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
 """The last is Medusa's and Hydra's; other files of torch belong to a training."""
 
 FIRST_LAYER = "stack.layers.0."
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING_WEIGHT, LM_HEAD_WEIGHT = "embed_tokens.weight", "lm_head.weight"
+"""Names of tensors in a `DraftModule`."""
 
 LAYER_KEYS = {
     *("hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
@@ -38,14 +39,14 @@ LAYER_KEYS = {
     *("rope_scaling", "rope_parameters", "max_position_embeddings", "vocab_size"),
     *("attention_bias", "mlp_bias", "model_type"),
 }
-"""Keys of the config of a head with decoder layers."""
+"""The keys of its config that a head with decoder layers may have."""
 
 SPECULATORS_KEYS = {
     *("speculators_model_type", "speculators_version", "speculators_config"),
     *("transformer_layer_config", "embed_requires_grad"),
 }
 
-_WITHOUT_EFFECT = {
+_IGNORED_KEYS = {
     *("attention_dropout", "auto_map", "bos_token_id", "eos_token_id", "use_cache"),
     *("initializer_range", "pad_token_id", "pretraining_tp", "torch_dtype"),
     *("_name_or_path", "name_or_path"),
@@ -54,9 +55,10 @@ _WITHOUT_EFFECT = {
     "tie_word_embeddings",  # the tensors say it
     *PreTrainedConfig().to_dict(),
 }
+"""Keys without an effect on what a head computes."""
 
 _OFF = {"use_sliding_window": False, "sliding_window": None, "qkv_bias": False}
-"""Keys that jetdraft knows and cannot compute, with their values for off."""
+"""Features that jetdraft does not support, with the values that turn them off."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class HeadFiles:
     @classmethod
     def read(cls, source: str) -> HeadFiles:
         """Read a folder or a hub id, without code; raises `CheckpointError`."""
-        folder = _folder(source)
+        folder = _find_folder(source)
         try:
             config = read_json_file(folder / "config.json")
         except (OSError, ValueError) as error:
@@ -82,35 +84,37 @@ class HeadFiles:
             raise CheckpointError(
                 f"the config.json of {source} is no object; fetch it again"
             )
-        return cls(source, config, _tensors(source, folder))
+        return cls(source, config, _read_tensors(source, folder))
 
     @property
     def architecture(self) -> str:
-        """What the config calls the head; "" if it says nothing."""
+        """The first name in `architectures` of the config; "" without one."""
         return str((self.config.get("architectures") or [""])[0])
 
     @property
     def is_speculators(self) -> bool:
-        """Whether the library speculators wrote it, whose flags have own meanings."""
+        """Whether the library speculators wrote them; its flags mean other things."""
         return "speculators_model_type" in self.config
 
     @property
     def is_model(self) -> bool:
-        """Whether these are the layers of a whole model: no fc joins what they read."""
+        """Whether these are a whole model: layers without an fc that joins inputs."""
         names = {name.removeprefix("model.") for name in self.tensors}
         norms = (f"{layer}.hidden_norm.weight" for layer in ("layers.0", "midlayer"))
         first = "layers.0.input_layernorm.weight"  # EAGLE-1 has none
         return first in names and names.isdisjoint(("fc.weight", *norms))
 
-    def has(self, pattern: str) -> bool:
-        """Whether the name of a tensor matches a pattern, as a whole."""
+    def has_tensor(self, pattern: str) -> bool:
+        """Whether a pattern matches the whole name of some tensor."""
         return any(re.fullmatch(pattern, name) for name in self.tensors)
 
-    def renamed(self, table: Iterable[tuple[str, str | None]]) -> dict[str, Tensor]:
-        """The tensors by the names that a table gives them.
+    def rename_tensors(
+        self, table: Iterable[tuple[str, str | None]]
+    ) -> dict[str, Tensor]:
+        """Return the tensors, renamed by a table of (pattern, new name).
 
-        The first pattern that matches a whole name rules; without a new name it is left
-        out.
+        The first pattern that matches a whole name is used; a new name of None drops
+        the tensor. A name that no pattern matches stays.
         """
         patterns = [(re.compile(old), new) for old, new in table]
         tensors = {}
@@ -121,17 +125,17 @@ class HeadFiles:
                 tensors[match.expand(new) if match else name] = tensor
         return tensors
 
-    def name_of(self, name: str, renamed: Mapping[str, Tensor]) -> str:
-        """The name in the files of a tensor that a head's module calls `name`.
+    def stored_name(self, name: str, renamed: Mapping[str, Tensor]) -> str:
+        """Return the name in the files of the tensor that a head's module calls `name`.
 
-        `renamed` are the files' tensors by their names in the module. A tensor that the
-        files lack has the name that its neighbours' names suggest.
+        `renamed` are the files' tensors by their names in the module. For a missing
+        tensor the name is derived from those of its neighbours.
         """
         names = {id(tensor): own for own, tensor in self.tensors.items()}
         known = {new: names[id(t)] for new, t in renamed.items() if id(t) in names}
         if name in known:
             return known[name]
-        stems = [_stems(new, own) for new, own in known.items()]
+        stems = [_differing_prefixes(new, own) for new, own in known.items()]
         fitting = [stem for stem in stems if name.startswith(stem[0])]
         new, own = max(fitting, key=lambda stem: len(stem[0]), default=("", ""))
         return own + name.removeprefix(new)
@@ -146,7 +150,7 @@ class HeadFiles:
         """Raise `CheckpointError` for a key that is unknown, by its name."""
         config = self.config
         off = {name for name, value in _OFF.items() if config.get(name, value) == value}
-        unknown = config.keys() - set(known) - _WITHOUT_EFFECT - off - {"layer_types"}
+        unknown = config.keys() - set(known) - _IGNORED_KEYS - off - {"layer_types"}
         if set(config.get("layer_types") or ()) - {"full_attention"}:
             unknown.add("layer_types")
         if unknown:
@@ -285,14 +289,26 @@ class HeadFiles:
                 "names them; fetch it again"
             )
         if own != size:
-            _fit(tensors, EMBEDDING, own, target.model.get_input_embeddings().weight)
+            _fit_to_target(
+                tensors,
+                EMBEDDING_WEIGHT,
+                own,
+                target.model.get_input_embeddings().weight,
+            )
         if D2T in maps:
-            return _known(tensors, ids_of(self.source, maps, rows, own), size)
+            return _drop_unknown_ids(
+                tensors, ids_from_d2t(self.source, maps, rows, own), size
+            )
         if own != size:
-            _fit(tensors, HEAD, own, target.model.get_output_embeddings().weight)
-        if own >= size or HEAD not in tensors:
+            _fit_to_target(
+                tensors,
+                LM_HEAD_WEIGHT,
+                own,
+                target.model.get_output_embeddings().weight,
+            )
+        if own >= size or LM_HEAD_WEIGHT not in tensors:
             return None
-        return _known(tensors, torch.arange(size), own)
+        return _drop_unknown_ids(tensors, torch.arange(size), own)
 
     def fit_heads(self, tensors: dict[str, Tensor], target: Checkpoint) -> int:
         """The tokens that LM heads choose among; they lose the rows beyond."""
@@ -319,8 +335,8 @@ class HeadFiles:
             )
 
 
-def _stems(new: str, own: str) -> tuple[str, str]:
-    """What two names of a tensor have before the parts in which they agree."""
+def _differing_prefixes(new: str, own: str) -> tuple[str, str]:
+    """Return what precedes the common last parts of two dotted names."""
     parts = [name.split(".") for name in (new, own)]
     while parts[0] and parts[1] and parts[0][-1] == parts[1][-1]:
         parts = [names[:-1] for names in parts]
@@ -328,25 +344,27 @@ def _stems(new: str, own: str) -> tuple[str, str]:
     return first, second
 
 
-def _folder(source: str) -> Path:
+def _find_folder(source: str) -> Path:
     if os.path.isdir(source):
-        check_entries(Path(source))
+        check_file_types(Path(source))
         check_shards(Path(source))
         return Path(source)
     try:
-        return Path(snapshot_download(source, allow_patterns=["*.json", *_PATTERNS]))
+        return Path(
+            snapshot_download(source, allow_patterns=["*.json", *_WEIGHT_PATTERNS])
+        )
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"no head at {printable(source)}; give a folder, or a hub id like org/name"
         ) from error
 
 
-def _tensors(source: str, folder: Path) -> dict[str, Tensor]:
+def _read_tensors(source: str, folder: Path) -> dict[str, Tensor]:
     """All tensors of the first format of which there are files, sharded or not."""
-    for pattern in _PATTERNS:
+    for pattern in _WEIGHT_PATTERNS:
         tensors: dict[str, Tensor] = {}
         for file in sorted(folder.glob(pattern)):
-            tensors |= _read(file)
+            tensors |= _read_weight_file(file)
         if tensors:
             return tensors
     raise CheckpointError(
@@ -355,7 +373,8 @@ def _tensors(source: str, folder: Path) -> dict[str, Tensor]:
     )
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def _read_weight_file(file: Path) -> dict[str, Tensor]:
+    """Read the tensors of a file without running its code; raise `CheckpointError`."""
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
@@ -376,13 +395,15 @@ def _read(file: Path) -> dict[str, Tensor]:
     }
 
 
-def padded(table: Tensor, rows: int) -> Tensor:
-    """A table of that many rows: without its last, or with zeros behind them."""
+def resize_rows(table: Tensor, rows: int) -> Tensor:
+    """Return a table with `rows` rows: cut off, or filled up with rows of zeros."""
     known = table[:rows]
     return F.pad(known, (0, 0, 0, rows - len(known)))
 
 
-def _fit(tensors: dict[str, Tensor], name: str, own: int, theirs: Tensor) -> None:
+def _fit_to_target(
+    tensors: dict[str, Tensor], name: str, own: int, theirs: Tensor
+) -> None:
     """Give a table of `own` rows as many as the target's `theirs`."""
     table = tensors.get(name)
     if table is None or table.ndim != 2 or len(table) != own:
@@ -391,12 +412,12 @@ def _fit(tensors: dict[str, Tensor], name: str, own: int, theirs: Tensor) -> Non
     if torch.equal(table[: len(theirs)].float(), shared):
         del tensors[name]
     else:
-        tensors[name] = padded(table, len(theirs))
+        tensors[name] = resize_rows(table, len(theirs))
 
 
-def _known(tensors: dict[str, Tensor], ids: Tensor, size: int) -> Tensor:
+def _drop_unknown_ids(tensors: dict[str, Tensor], ids: Tensor, size: int) -> Tensor:
     """The ids below `size`; an LM head in `tensors` loses the rows of the others."""
     known = ids < size
-    if HEAD in tensors and len(tensors[HEAD]) == len(ids):
-        tensors[HEAD] = tensors[HEAD][known]
+    if LM_HEAD_WEIGHT in tensors and len(tensors[LM_HEAD_WEIGHT]) == len(ids):
+        tensors[LM_HEAD_WEIGHT] = tensors[LM_HEAD_WEIGHT][known]
     return ids[known]

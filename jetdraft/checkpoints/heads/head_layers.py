@@ -66,8 +66,8 @@ class HeadConfig:
     slots: int = 1
     """Tokens that one row drafts, or that a block has for tokens to be drafted."""
 
-    def extended(self, kind: type[ConfigT], **fields: Any) -> ConfigT:
-        """This config as a kind of drafter has it, with its own fields."""
+    def as_subclass(self, kind: type[ConfigT], **fields: Any) -> ConfigT:
+        """Return this config as the subclass `kind`, with its further fields."""
         return kind(**{**vars(self), **fields})
 
     @property
@@ -96,14 +96,14 @@ class HeadLayers(nn.Module):
 
     @property
     def window(self) -> int | None:
-        """The sliding window of the first layer; None if it sees all rows."""
+        """The sliding window of the first layer in rows; None without a window."""
         for module in self.layers[0].modules():
             if size := getattr(module, "sliding_window", None):
                 return int(size)
         return None
 
     def norm(self, width: int) -> nn.Module:
-        """A norm as these layers have them, over `width` numbers."""
+        """Return a new norm over `width` numbers, as these layers have them."""
         return self.norm_class(width, eps=self.config.rms_norm_eps)
 
     def forward(
@@ -136,21 +136,21 @@ class HeadLayers(nn.Module):
         return self.rotary(states, positions)
 
     def attend_with(self, implementation: str) -> None:
-        """Choose the attention by its name in transformers' `AttentionInterface`."""
+        """Set the attention of all layers, by its name in `AttentionInterface`."""
         for module in self.modules():
             config = getattr(module, "config", None)
             if config is not None:
                 config._attn_implementation = implementation
 
 
-def rotated(rows: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+def rotate_rows(rows: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
     """Rows [b, heads, n, d], turned by cosines and sines [b, n, d]."""
     cosines, sines = turns
     turned: Tensor = rows * cosines[:, None] + rotate_half(rows) * sines[:, None]
     return turned
 
 
-def by_head(module: Any, name: str, rows: Tensor) -> Tensor:
+def project_heads(module: Any, name: str, rows: Tensor) -> Tensor:
     """An attention's projection of rows [b, n, h], normed or not: [b, heads, n, d]."""
     projected = getattr(module, f"{name}_proj")(rows)
     heads: Tensor = projected.unflatten(-1, (-1, module.head_dim))
@@ -158,9 +158,8 @@ def by_head(module: Any, name: str, rows: Tensor) -> Tensor:
     return (heads if norm is None else norm(heads)).transpose(1, 2)
 
 
-def own_layers(config: HeadConfig) -> HeadLayers:
-    """The layers that a config describes: Llama's, or Qwen3's with norms of query and
-    key."""
+def make_layers(config: HeadConfig) -> HeadLayers:
+    """Return new layers of a config: Llama's, or with `qk_norm` Qwen3's."""
     layer_class = Qwen3DecoderLayer if config.qk_norm else LlamaDecoderLayer
     family_config = _family_config(config)
     layers = [layer_class(family_config, i) for i in range(config.num_layers)]
@@ -168,6 +167,7 @@ def own_layers(config: HeadConfig) -> HeadLayers:
 
 
 def _family_config(config: HeadConfig) -> Any:
+    """Return the config of Llama, or with `qk_norm` of Qwen3, that has these sizes."""
     config_class = Qwen3Config if config.qk_norm else LlamaConfig
     return config_class(
         vocab_size=config.vocab_size,
@@ -188,7 +188,7 @@ def _family_config(config: HeadConfig) -> Any:
     )
 
 
-def target_layers(model: Any, count: int) -> HeadLayers:
+def make_target_layers(model: Any, count: int) -> HeadLayers:
     """New layers of the target's kind; raises `UnsupportedModelError`."""
     config = copy.deepcopy(model.config.get_text_config(decoder=True))
     config.num_hidden_layers = count

@@ -13,15 +13,16 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.folder import as_checkpoint_error
 from jetdraft.checkpoints.heads.draft_module import DraftModule
 from jetdraft.checkpoints.heads.head_files import HeadFiles
-from jetdraft.checkpoints.parameters import run_in
+from jetdraft.checkpoints.parameters import convert_while_running
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 from jetdraft.runtime.planning.registry import load_object, methods
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+"""The types in which the weights of a head may be stored."""
 
 
-def kinds() -> list[type[DraftModule]]:
-    """The drafters of all methods."""
+def drafter_classes() -> list[type[DraftModule]]:
+    """Return the `DraftModule` classes of all registered methods."""
     names = [name for method in methods().values() for name in method.module]
     return [load_object(name) for name in names]
 
@@ -38,26 +39,26 @@ def load_head(
     """
     files = HeadFiles.read(source) if isinstance(source, str) else source
     with as_checkpoint_error(files.source), no_init_weights():
-        kind = kind_of(files, target.source)
+        kind = find_drafter_class(files, target.source)
         if target.reads_source and not kind.reads.source:
             raise UnsupportedModelError(
                 f"{target.source} is an encoder-decoder, and a head for it is a "
                 "drafter of `jetdraft train block`; give one, or a checkpoint with "
                 "--drafter"
             )
-        tensors = kind.named(files)
+        tensors = kind.rename_tensors(files)
         config, ids = kind.configure(files, target, tensors)
         head = kind(config, target.model)
         head.ids = ids
-        head.adopt(files.source, tensors)
-        _fill(files, head, tensors, head.borrowed(target))
-        head.filled()
-    fusion = [w for part in head.fusion().values() for w in part.parameters()]
+        head.make_own_matrices(files.source, tensors)
+        _load_tensors(files, head, tensors, head.target_weight_prefixes(target))
+        head.after_loading()
+    fusion = [w for part in head.fusion_modules().values() for w in part.parameters()]
     for weight in fusion:
         weight.data = weight.data.float()
     # The target's own modules run in their type already.
     others = {id(weight) for weight in (*fusion, *target.model.parameters())}
-    run_in(head, dtype, others)
+    convert_while_running(head, dtype, others)
     return head.requires_grad_(False).eval()
 
 
@@ -67,12 +68,12 @@ def check_head(files: HeadFiles, target: str) -> None:
     Only the name of the target is needed, so this comes before the target is loaded.
     """
     with as_checkpoint_error(files.source):
-        kind_of(files, target).check(files)
+        find_drafter_class(files, target).check(files)
 
 
-def kind_of(files: HeadFiles, target: str) -> type[DraftModule]:
+def find_drafter_class(files: HeadFiles, target: str) -> type[DraftModule]:
     """The kind of the head in the files; raises `CheckpointError`."""
-    name, known = files.config.get("speculators_model_type"), kinds()
+    name, known = files.config.get("speculators_model_type"), drafter_classes()
     speculators = [kind.speculators for kind in known if kind.speculators]
     if name not in (None, *speculators):
         raise CheckpointError(
@@ -81,13 +82,14 @@ def kind_of(files: HeadFiles, target: str) -> type[DraftModule]:
             "read from the folder of its target"
         )
     # Kinds without a mark of their own come last.
-    for kind in sorted(known, key=lambda kind: kind.by_form):
+    for kind in sorted(known, key=lambda kind: kind.recognized_last):
         if kind.recognizes(files):
             return kind
-    raise CheckpointError(_refusal(files, target))
+    raise CheckpointError(_no_head_message(files, target))
 
 
-def _refusal(files: HeadFiles, target: str) -> str:
+def _no_head_message(files: HeadFiles, target: str) -> str:
+    """Return the error message that says what the files hold in place of a head."""
     source = files.source
     if source == target or (
         os.path.exists(target)
@@ -100,14 +102,14 @@ def _refusal(files: HeadFiles, target: str) -> str:
         )
     if files.is_model:
         return f"{source} is a whole model, not a head; give it as --drafter"
-    published = [kind.published for kind in kinds() if kind.published]
+    published = [kind.published for kind in drafter_classes() if kind.published]
     return (
         f"{source} holds no head that jetdraft knows; it reads heads of "
         f"{', '.join(published)}"
     )
 
 
-def _fill(
+def _load_tensors(
     files: HeadFiles,
     head: DraftModule,
     tensors: Mapping[str, Tensor],
@@ -130,7 +132,7 @@ def _fill(
     ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            first = files.name_of(sorted(names)[0], tensors)
+            first = files.stored_name(sorted(names)[0], tensors)
             raise CheckpointError(
                 f"{source} {fact} weight {printable(repr(first), 100)}{more}; give a "
                 "head that is complete and of a known layout"
@@ -138,16 +140,17 @@ def _fill(
     for name, tensor in given.items():
         if tensor.shape != wanted[name].shape:
             raise CheckpointError(
-                f"{files.name_of(name, tensors)} of {source} is {list(tensor.shape)}, "
-                f"but its config and the target need {list(wanted[name].shape)}; give "
-                "the head of this target"
+                f"{files.stored_name(name, tensors)} of {source} is "
+                f"{list(tensor.shape)}, but its config and the target need "
+                f"{list(wanted[name].shape)}; give the head of this target"
             )
-        _check_numbers(source, files.name_of(name, tensors), tensor)
+        _check_finite_floats(source, files.stored_name(name, tensors), tensor)
     # A module that is filled must not lose what it shares with the target.
     head.load_state_dict(given, strict=False, assign=True)
 
 
-def _check_numbers(source: str, name: str, tensor: Tensor) -> None:
+def _check_finite_floats(source: str, name: str, tensor: Tensor) -> None:
+    """Raise `CheckpointError` for weights that are not floats, or not finite."""
     if tensor.dtype not in _FLOATS:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise CheckpointError(

@@ -20,9 +20,9 @@ from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.checkpoints.source_attention import (
     IMPLEMENTATION,
-    answering,
-    implement,
-    placed,
+    answering_rows,
+    set_attention,
+    using_positions,
 )
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
@@ -46,11 +46,13 @@ class SourceDrafter(DraftModule):
         ends = target.get_input_embeddings(), target.get_output_embeddings()
         shared = {id(weight): weight for end in ends for weight in end.parameters()}
         self.model = copy.deepcopy(target, shared)
-        name, layers = decoder_list(self.model)
-        kept = spread(config.num_layers, len(layers))
-        setattr(self.model.get_decoder(), name, _numbered([layers[i] for i in kept]))
+        name, layers = find_decoder_layers(self.model)
+        kept = spread_layers(config.num_layers, len(layers))
+        setattr(
+            self.model.get_decoder(), name, _renumber_layers([layers[i] for i in kept])
+        )
         self.masks = nn.Parameter(torch.zeros(config.slots, config.hidden_size))
-        implement(self.model, IMPLEMENTATION)
+        set_attention(self.model, IMPLEMENTATION)
 
     @property
     def lm_head(self) -> Any:
@@ -85,7 +87,7 @@ class SourceDrafter(DraftModule):
         if table is not None:  # a block may end behind the last position
             last = table.weight.shape[0] - getattr(table, "offset", 0) - 1
             positions = positions.clamp(max=last)
-        with placed(self.model, positions), answering(self.model, rows):
+        with using_positions(self.model, positions), answering_rows(self.model, rows):
             logits: Tensor = self.model(decoder_inputs_embeds=states, **source).logits
         return logits.float()
 
@@ -103,8 +105,8 @@ class SourceDrafter(DraftModule):
         layers = files.number("num_hidden_layers")
         config = source_config(target, layers, slots)
         own = target.model.config.model_type
-        words = [words_sha256(target, padded) for padded in (False, True)]
-        most, limit = len(decoder_list(target.model)[1]), MAX_BLOCK_TOKENS
+        words = [embedding_sha256(target, padded) for padded in (False, True)]
+        most, limit = len(find_decoder_layers(target.model)[1]), MAX_BLOCK_TOKENS
         has_words = fields.get("target_words", words[0]) in words
         for is_wrong, fact in (
             (fields.get("target_type") != own, f"is not for a {own}"),
@@ -119,7 +121,7 @@ class SourceDrafter(DraftModule):
                 )
         return config, None
 
-    def borrowed(self, target: Checkpoint) -> tuple[str, ...]:
+    def target_weight_prefixes(self, target: Checkpoint) -> tuple[str, ...]:
         """The target's weights, wherever they are, and all buffers of its copy."""
         shared = {id(weight) for weight in target.model.parameters()}
         named = self.named_parameters(remove_duplicate=False)
@@ -127,15 +129,15 @@ class SourceDrafter(DraftModule):
         return (*(name for name, weight in named if id(weight) in shared), *buffers)
 
 
-def spread(count: int, layers: int) -> list[int]:
+def spread_layers(count: int, layers: int) -> list[int]:
     """The numbers of `count` layers, lowest to highest: (3, 8) gives [0, 4, 7]."""
     if count == 1:
         return [0]
     return [round(i * (layers - 1) / (count - 1)) for i in range(count)]
 
 
-def _numbered(layers: list[nn.Module]) -> nn.ModuleList:
-    """Layers with numbers from 0 on, by which attention finds their buffers."""
+def _renumber_layers(layers: list[nn.Module]) -> nn.ModuleList:
+    """Number layers from 0 on, by which attention finds their buffers, in place."""
     for place, layer in enumerate(layers):
         for module in layer.modules():
             if getattr(module, "layer_idx", None) is not None:
@@ -143,7 +145,7 @@ def _numbered(layers: list[nn.Module]) -> nn.ModuleList:
     return nn.ModuleList(layers)
 
 
-def decoder_list(model: Any) -> tuple[str, nn.ModuleList]:
+def find_decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
     """The name and the list of the decoder's layers, bottom first."""
     for name, child in model.get_decoder().named_children():
         if isinstance(child, nn.ModuleList):
@@ -176,17 +178,17 @@ def source_config(target: Checkpoint, layers: int, slots: int) -> HeadConfig:
 
 
 def source_fields(target: Checkpoint, config: HeadConfig) -> dict[str, Any]:
-    """The config.json of a drafter of this target."""
+    """Return the config.json of a drafter of this target."""
     return {
         "model_type": MODEL_TYPE,
         "target_type": target.model.config.model_type,
-        "target_words": words_sha256(target),
+        "target_words": embedding_sha256(target),
         "num_hidden_layers": config.num_layers,
         "block_size": config.slots,
     }
 
 
-def words_sha256(target: Checkpoint, padded: bool = False) -> str:
+def embedding_sha256(target: Checkpoint, padded: bool = False) -> str:
     """A hash of the tokens' embeddings, the same in each type, which shows the target.
 
     A `padded` hash has all rows, as in the folders of older drafters.

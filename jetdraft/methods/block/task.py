@@ -15,15 +15,15 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.checkpoints.source_attention import (
     distance_bias,
-    implement,
-    relative_table,
+    relative_bias_module,
+    set_attention,
 )
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.errors import DataError, OptionError
-from jetdraft.export.seams import most_positions
+from jetdraft.export.seams import position_limit
 from jetdraft.methods.block.module import (
     SourceDrafter,
-    decoder_list,
+    find_decoder_layers,
     source_config,
     source_fields,
 )
@@ -93,8 +93,8 @@ class SourceLesson(Lesson):
 
 
 @torch.no_grad()
-def source_lesson(model: Any, batch: SourceBatch, glancing: float) -> SourceLesson:
-    """What the target says of each text, on the batch's device."""
+def make_source_lesson(model: Any, batch: SourceBatch, glancing: float) -> SourceLesson:
+    """Run the target over texts and sources; return the lesson, on their device."""
     with precision(batch.ids.device):
         logits = model(
             input_ids=batch.source,
@@ -135,10 +135,11 @@ class SourceBlockTask(BlockTask):
     def check_target(self, target: Checkpoint) -> None:
         """Raise `UnsupportedModelError` for a target that reads no source of text."""
         source_config(target, 1, 1)
-        implement(target.model, "sdpa")
+        set_attention(target.model, "sdpa")
 
     def positions(self, model: Any) -> int | None:
-        return most_positions(model)
+        """Return the most positions that a text may have; None without a limit."""
+        return position_limit(model)
 
     def check_texts(self, run: Run) -> None:
         """Raise `DataError` for a text without a source."""
@@ -155,7 +156,7 @@ class SourceBlockTask(BlockTask):
 
     def new_config(self, run: Run) -> HeadConfig:
         """The config that the settings ask for; two layers if they name none."""
-        depth = len(decoder_list(run.target.model)[1])
+        depth = len(find_decoder_layers(run.target.model)[1])
         layers = self.settings.layers or min(LAYERS, depth)
         if layers > depth:
             raise OptionError(
@@ -226,7 +227,7 @@ class SourceBlockTask(BlockTask):
         positions = torch.cat([rows, behind], dim=1)
         seen = block_mask(blocks.anchors, size, count, context_asks=True)
         own = (~seen).float() * HIDDEN
-        if relative_table(drafter) is not None:
+        if relative_bias_module(drafter) is not None:
             own = own + distance_bias(drafter, positions, positions, both_ways=True)
         answered = torch.cat([torch.zeros_like(rows).bool(), learned.flatten(1)], 1)
         with self._masked.by(Masks(lesson.mask, own)):
@@ -246,7 +247,7 @@ class SourceBlockTask(BlockTask):
         """
         share = self.settings.glancing * (1 - run.step / run.steps)
         own = SourceBatch.of(batch, run.target.start_token_ids)
-        lesson = source_lesson(run.teacher, own, share)
+        lesson = make_source_lesson(run.teacher, own, share)
         return lesson, self.blocks(run, own, learns)
 
     def advised_steps(self, run: Run) -> int:

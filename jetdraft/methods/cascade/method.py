@@ -61,15 +61,16 @@ class Trust:
         self.begin()
 
     def begin(self) -> None:
+        """Begin another sequence; the rates stay."""
         self._context, self._trials = list[int](), list[Trial]()
 
     def prefers(self, evidence: int) -> bool:
         """Whether guesses with this evidence are right more often than the drafter."""
-        own, guess = self._streaks(evidence)
+        own, guess = self._rates_of(evidence)
         return guess.rates(1)[0] > own.rates(1)[0]
 
-    def drafted(self, context: Sequence[int], trials: Sequence[Trial]) -> None:
-        """Keep the draft after a context until the target has spoken."""
+    def keep_draft(self, context: Sequence[int], trials: Sequence[Trial]) -> None:
+        """Keep a draft and its context until `learn` sees what the target chose."""
         self._context, self._trials = list(context), list(trials)
 
     def learn(self, context: Sequence[int]) -> None:
@@ -80,7 +81,7 @@ class Trust:
             return  # tokens were withdrawn, and the draft continued them
         for trial, token in zip(trials, context[start:], strict=False):
             if trial.guess is not None:
-                own, guess = self._streaks(trial.evidence)
+                own, guess = self._rates_of(trial.evidence)
                 guess.observe([trial.guess == token])
                 if trial.own:
                     own.observe([trial.token == token])
@@ -89,7 +90,7 @@ class Trust:
             if trial.token != token:
                 break
 
-    def _streaks(self, evidence: int) -> tuple[PositionRates, PositionRates]:
+    def _rates_of(self, evidence: int) -> tuple[PositionRates, PositionRates]:
         new = PositionRates(Acceptance.PRIOR), PositionRates(evidence_prior(evidence))
         return self._rates.setdefault(evidence, new)
 
@@ -134,19 +135,21 @@ class CascadeProposer(ModelProposer):
                 # Only what comes before the first trusted token is reviewed.
                 end = trusted.index(True) - 1 if any(trusted) else None
                 before, count = [*context, *drafted], reviewed - len(drafted)
-                tokens = self._own(before, guess.tokens[:end], count)
+                tokens = self._draft_own(before, guess.tokens[:end], count)
             else:
                 tokens = guess.tokens[: [*trusted, False].index(False)]
             if not tokens:
                 break
-            trials += _trials(tokens, guess, own)
+            trials += _make_trials(tokens, guess, own)
             drafted += tokens
-        self.trust.drafted(context, trials)
+        self.trust.keep_draft(context, trials)
         if drafted and len(drafted) < budget:
             drafted += self.below.guess_after(drafted, budget - len(drafted)).tokens
         return Rows.chain([context[-1], *drafted[:budget]], self.traits.kind)
 
-    def _own(self, context: list[int], guessed: list[int], count: int) -> list[int]:
+    def _draft_own(
+        self, context: list[int], guessed: list[int], count: int
+    ) -> list[int]:
         """What the drafter itself drafts: its choices up to the first that differs.
 
         A head drafts `count` tokens, and none if it is asked again in the round.
@@ -156,25 +159,26 @@ class CascadeProposer(ModelProposer):
         answer = self.cache.review(context, guessed)
         positions = range(len(context), len(context) + 1 + len(guessed))
         chosen = self.chooser.choose(answer, positions)
-        return chosen[: 1 + _agreement(chosen, guessed)]
+        return chosen[: 1 + _common_length(chosen, guessed)]
 
 
-def _trials(tokens: list[int], guess: Guess, own: bool) -> list[Trial]:
+def _make_trials(tokens: list[int], guess: Guess, own: bool) -> list[Trial]:
     """Drafted tokens beside a guess, which says nothing after its first difference."""
-    compared = min(len(tokens), 1 + _agreement(tokens, guess.tokens))
+    compared = min(len(tokens), 1 + _common_length(tokens, guess.tokens))
     pairs = enumerate(zip_longest(tokens, guess.tokens[:compared]))
     return [Trial(*pair, guess.evidence(place), own) for place, pair in pairs]
 
 
-def _agreement(tokens: list[int], others: list[int]) -> int:
-    """How many first tokens are equal; the lists are too short for numpy."""
+def _common_length(tokens: list[int], others: list[int]) -> int:
+    """Return how many first tokens are equal; the lists are too short for numpy."""
     pairs = zip(tokens, others, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _make(
+def _make_proposer(
     name: str, loaded: LoadedBundle, cache: DraftCache, options: MethodOptions
 ) -> Proposer:
+    """Make a cascade of the drafter in `cache` and a lookup."""
     store = loaded.store_of(options.user)
     below = LookupProposer(store=store, source=lambda: loaded.source)
     return CascadeProposer(cache, below, loaded.curve.drafter)
@@ -188,7 +192,7 @@ METHOD = drafter_method(
     lambda contract, target: (
         contract.stands_alone or (contract.carried_size and not contract.recent)
     ),
-    make=_make,
+    make=_make_proposer,
     options=MethodOptions,
     flag="--drafter",
     in_auto=False,  # it would compete with `draft`, which runs the same drafter

@@ -12,22 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.attention import over_the_buffers
+from jetdraft.checkpoints.attention import attend_over_buffers
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.draft_module import DraftModule, Given, Reads
+from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_layers import (
     HeadConfig,
-    by_head,
-    own_layers,
-    rotated,
+    make_layers,
+    project_heads,
+    rotate_rows,
 )
 from jetdraft.errors import CheckpointError
 
 ARCHITECTURE = "ChimeraDrafter"
 """What the config of a drafter calls it."""
 
-GRAM = 3
+TRIGRAM_SIZE = 3
 """The tokens that the trigram encoder reads."""
 
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
@@ -46,18 +46,20 @@ class Chimera(DraftModule):
 
     published = "Chimera"
     one_layer = True
-    reads = Reads(tokens=GRAM, features=True, carries=True)
+    reads = Reads(tokens=TRIGRAM_SIZE, features=True, carries=True)
 
     def __init__(self, config: HeadConfig, target: Any) -> None:
         super().__init__(config, target)
         self.embed_tokens = target.get_input_embeddings()
         self.lm_head = target.get_output_embeddings()
-        self.stack = own_layers(config)
+        self.stack = make_layers(config)
         width = config.hidden_size
         self.trigram = nn.ModuleDict(
             {
-                "block": nn.Linear(GRAM * width, GRAM * width, bias=False),
-                "down": nn.Linear(GRAM * width, width, bias=False),
+                "block": nn.Linear(
+                    TRIGRAM_SIZE * width, TRIGRAM_SIZE * width, bias=False
+                ),
+                "down": nn.Linear(TRIGRAM_SIZE * width, width, bias=False),
             }
         )
         self.norm = self.stack.norm(width)
@@ -75,16 +77,18 @@ class Chimera(DraftModule):
         `trigrams` are int64 [b, n, 3], the row's token last; `features` [b, n, h] and
         `positions` int64 [b, n] are of the row before.
         """
-        layer = self.layer
+        layer = self.first_layer
         # In a graph, a quantized embedding takes ids of two axes.
         rows = self.embed_tokens(trigrams.flatten(1))
-        embedded = rows.unflatten(1, (-1, GRAM)).flatten(2)
+        embedded = rows.unflatten(1, (-1, TRIGRAM_SIZE)).flatten(2)
         states = self.trigram["down"](
             embedded + F.silu(self.trigram["block"](embedded))
         )
         turns = self.stack.rotations(states, positions)
         attending = layer.self_attn
-        query = rotated(by_head(attending, "q", layer.input_layernorm(states)), turns)
+        query = rotate_rows(
+            project_heads(attending, "q", layer.input_layernorm(states)), turns
+        )
         key, value = self.keys_values(features, positions)
         mixed = attention(attending, query, key, value).flatten(2)
         states = states + attending.o_proj(mixed)
@@ -95,15 +99,18 @@ class Chimera(DraftModule):
 
     def keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, of features [b, n, h]: [b, kv_heads, n, d] both."""
-        normed = self.layer.input_layernorm(features)
+        normed = self.first_layer.input_layernorm(features)
         turns = self.stack.rotations(features, positions)
-        key, value = (by_head(self.layer.self_attn, name, normed) for name in "kv")
-        return rotated(key, turns), value
+        key, value = (
+            project_heads(self.first_layer.self_attn, name, normed) for name in "kv"
+        )
+        return rotate_rows(key, turns), value
 
-    def draft(self, given: Given) -> tuple[Tensor, Tensor]:
+    def draft(self, given: DraftInputs) -> tuple[Tensor, Tensor]:
+        """Return the logits of the answered rows, and the surrogates."""
         trigrams = torch.cat([given.recent, given.tokens[..., None]], dim=-1)
         hidden, surrogate = self(
-            trigrams, given.features, given.positions, over_the_buffers
+            trigrams, given.features, given.positions, attend_over_buffers
         )
         return self.lm_head(hidden[:, given.answer_rows]), surrogate
 

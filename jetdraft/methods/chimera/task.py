@@ -13,7 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.layers import final_norm
-from jetdraft.methods.chimera.module import ARCHITECTURE, GRAM, Attention, Chimera
+from jetdraft.methods.chimera.module import (
+    ARCHITECTURE,
+    TRIGRAM_SIZE,
+    Attention,
+    Chimera,
+)
 from jetdraft.train.heads import PLACES, LayerTask, take_norm
 from jetdraft.train.run import Run
 from jetdraft.train.teacher import Lesson
@@ -46,7 +51,7 @@ class ChimeraTask(LayerTask):
         count = features.shape[1]
         rows = torch.arange(count, device=features.device)
         firsts = rows[(rows > 0) & (rows == starts)]
-        trigrams = F.pad(lesson.ids, (GRAM - 1, 0)).unfold(1, GRAM, 1)
+        trigrams = F.pad(lesson.ids, (TRIGRAM_SIZE - 1, 0)).unfold(1, TRIGRAM_SIZE, 1)
         seen = SeenRows(
             *drafter.keys_values(features, rows[None]), known=rows < firsts[:, None]
         )
@@ -54,7 +59,7 @@ class ChimeraTask(LayerTask):
         for place in range(PLACES):
             at = (firsts + place).clamp(max=count - 1)
             hidden, state = drafter(
-                trigrams[:, at], state, (at - 1)[None], seen.step(place)
+                trigrams[:, at], state, (at - 1)[None], seen.attention_at(place)
             )
             parts.append(hidden)
         behind = torch.stack(parts, dim=2).flatten(1, 2)
@@ -73,8 +78,8 @@ class SeenRows:
         self.keys, self.values, self.known = keys, values, known
         self._own: list[tuple[Tensor, Tensor]] = []
 
-    def step(self, place: int) -> Attention:
-        """The attention of the rows at this place of all drafts, [b, d, heads, d]."""
+    def attention_at(self, place: int) -> Attention:
+        """Return the attention of the rows at this place of all drafts."""
 
         def attention(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if place:  # the first row's own feature is the last that is known

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.blocks import BlockConfig, BlockDrafter, block_size
+from jetdraft.checkpoints.heads.blocks import BlockConfig, BlockDrafter, read_block_size
 from jetdraft.checkpoints.heads.draft_module import Reads
 from jetdraft.checkpoints.heads.head_files import (
     LAYER_KEYS,
@@ -23,7 +23,7 @@ from jetdraft.checkpoints.heads.head_files import (
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import CheckpointError
 
-_NESTED = {"mask_token_id", "target_layer_ids"}
+_NESTED_KEYS = {"mask_token_id", "target_layer_ids"}
 """Keys that DFlash has in its `dflash_config`, or beside it."""
 
 _SPECULATORS_KEYS = SPECULATORS_KEYS | {
@@ -56,8 +56,8 @@ class Dflash(BlockDrafter):
         *("block_size", "num_target_layers", "dflash_config", "mask_token_id"),
         *("target_layer_ids", "target_hidden_size"),
     }
-    brings_matrices = True
-    fused = ("fc", "hidden_norm")
+    has_own_matrices = True
+    fusion_names = ("fc", "hidden_norm")
 
     def __init__(self, config: BlockConfig, target: Any) -> None:
         super().__init__(config, target)
@@ -73,7 +73,7 @@ class Dflash(BlockDrafter):
         features: Tensor = self.hidden_norm(self.fc(torch.cat(states, dim=-1)))
         return features
 
-    def embedded(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         is_mask = tokens >= self.config.vocab_size
         rows: Tensor = self.embed_tokens(
             torch.where(is_mask, self.config.mask_token, tokens)
@@ -95,15 +95,15 @@ class Dflash(BlockDrafter):
         _check_target(files, target)
         fields = files.fields_beside(tensors, target)
         layers = len(decoder_layers(target.model))
-        taps = _taps(files, fields["num_layers"], layers)
+        taps = _read_taps(files, fields["num_layers"], layers)
         joined = len(taps) * fields["target_hidden_size"]
         files.check_fusion(tensors, joined, "its taps")
         ids = files.mapped_ids(tensors, target)
         config_of_head = BlockConfig(
             draft_vocab_size=target.vocab_size if ids is None else len(ids),
             taps=taps,
-            slots=block_size(files, least=2) - 1,
-            mask_token=_mask_token(files, target),
+            slots=read_block_size(files, least=2) - 1,
+            mask_token=_read_mask_token(files, target),
             **fields,
         )
         return config_of_head, ids
@@ -113,10 +113,10 @@ class Dflash(BlockDrafter):
         """With a flat config of known keys, also of `dflash_config` and the layer."""
         config = files.config
         nested = config.get("dflash_config") or {}
-        if not isinstance(nested, dict) or nested.keys() - _NESTED:
+        if not isinstance(nested, dict) or nested.keys() - _NESTED_KEYS:
             raise CheckpointError(
                 f"the dflash_config of {files.source} is {nested!r}; jetdraft knows "
-                f"{' and '.join(sorted(_NESTED))} in it"
+                f"{' and '.join(sorted(_NESTED_KEYS))} in it"
             )
         if not files.is_speculators:
             files.check_keys(cls.keys)
@@ -128,7 +128,7 @@ class Dflash(BlockDrafter):
         return files.configured({**config, **layer})
 
 
-def default_outputs(count: int, layers: int) -> list[int]:
+def default_output_layers(count: int, layers: int) -> list[int]:
     """The layers whose outputs a head reads: (5, 36) is [1, 9, 17, 25, 33]."""
     if count == 1:
         return [layers // 2]
@@ -136,7 +136,7 @@ def default_outputs(count: int, layers: int) -> list[int]:
 
 
 def _check_target(files: HeadFiles, target: Checkpoint) -> None:
-    """Refuse a head of a target with other layers or with a scaled embedding."""
+    """Raise `CheckpointError` for another number of layers, or a scaled embedding."""
     layers = len(decoder_layers(target.model))
     meant = files.config.get("num_target_layers") or layers
     if meant != layers:
@@ -152,12 +152,12 @@ def _check_target(files: HeadFiles, target: Checkpoint) -> None:
         )
 
 
-def _taps(files: HeadFiles, own: int, layers: int) -> tuple[int, ...]:
+def _read_taps(files: HeadFiles, own: int, layers: int) -> tuple[int, ...]:
     """The taps as indices of the stream that enters a layer, as the list has them."""
     if files.is_speculators:
         ids = files.config.get("aux_hidden_state_layer_ids")
     else:
-        ids = files.config.get("target_layer_ids") or default_outputs(own, layers)
+        ids = files.config.get("target_layer_ids") or default_output_layers(own, layers)
     shift = 0 if files.is_speculators else 1
     known = isinstance(ids, list) and all(type(index) is int for index in ids)
     taps = tuple(index + shift for index in ids or ()) if known else ()
@@ -169,7 +169,8 @@ def _taps(files: HeadFiles, own: int, layers: int) -> tuple[int, ...]:
     return taps
 
 
-def _mask_token(files: HeadFiles, target: Checkpoint) -> int:
+def _read_mask_token(files: HeadFiles, target: Checkpoint) -> int:
+    """Return the token whose embedding stands for a mask; raise `CheckpointError`."""
     token = files.config.get("mask_token_id")
     if type(token) is not int or not 0 <= token < target.vocab_size:
         raise CheckpointError(

@@ -12,7 +12,7 @@ from jetdraft.checkpoints.heads.blocks import BlockConfig
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import OptionError
-from jetdraft.methods.dflash.module import Dflash, default_outputs
+from jetdraft.methods.dflash.module import Dflash, default_output_layers
 from jetdraft.options import setting
 from jetdraft.train.blocks import BlockSettings, BlockTask
 from jetdraft.train.heads import config_of, layer_fields, stored
@@ -46,7 +46,7 @@ class DFlashTask(BlockTask):
         """Layers of the target's sizes: as many as the settings say, or a seventh."""
         settings, depth = self.settings, len(decoder_layers(run.target.model))
         layers = settings.layers or min(MOST_LAYERS, max(1, round(depth / 7)))
-        spread = default_outputs(max(FEWEST_TAPS, layers), depth)
+        spread = default_output_layers(max(FEWEST_TAPS, layers), depth)
         outputs = sorted(set(settings.taps or spread))
         # Teachers give the last layer's output normed, which a head does not read.
         if any(not 0 <= output < depth - 1 for output in outputs):
@@ -65,7 +65,7 @@ class DFlashTask(BlockTask):
 
     def new_drafter(self, run: Run) -> Dflash:
         """A new head, whose mask is a token that the texts lack."""
-        self.config = replace(self.config, mask_token=_mask_token(run))
+        self.config = replace(self.config, mask_token=_choose_mask_token(run))
         return Dflash(self.config, run.target.model)
 
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
@@ -88,8 +88,8 @@ class DFlashTask(BlockTask):
         return fields, tensors
 
 
-def _mask_token(run: Run) -> int:
-    """A token that texts lack: the last id without a token, or the rarest id."""
+def _choose_mask_token(run: Run) -> int:
+    """Choose a token that texts lack: the last id without a token, or the rarest id."""
     ids = range(run.target.vocab_size)
     named = set(Tokenizer.from_str(run.target.tokenizer or "").get_vocab().values())
     if free := [token for token in ids if token not in named]:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.blocks import BlockConfig, BlockDrafter, block_size
-from jetdraft.checkpoints.heads.draft_module import Reads, rows_of
+from jetdraft.checkpoints.heads.blocks import BlockConfig, BlockDrafter, read_block_size
+from jetdraft.checkpoints.heads.draft_module import Reads, lm_head_rows
 from jetdraft.checkpoints.heads.head_files import (
-    EMBEDDING,
+    EMBEDDING_WEIGHT,
     LAYER_KEYS,
     HeadFiles,
-    padded,
+    resize_rows,
 )
 
 MODEL_TYPE = "jetdraft-diffusion"
@@ -37,7 +37,7 @@ class Diffusion(BlockDrafter):
         self.lm_head.weight = self.embed_tokens.weight
         self.mask = nn.Parameter(torch.zeros(width))
 
-    def embedded(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         is_mask = tokens >= self.config.vocab_size
         rows: Tensor = self.embed_tokens(
             torch.where(is_mask, self.config.mask_token, tokens)
@@ -55,25 +55,25 @@ class Diffusion(BlockDrafter):
         """The config, and the first ids if the target has more tokens."""
         files.check_keys(cls.keys)
         own, rows = files.number("vocab_size"), target.vocab_size
-        table = tensors.get(EMBEDDING)
+        table = tensors.get(EMBEDDING_WEIGHT)
         if table is not None and len(table) == own:
-            tensors[EMBEDDING] = padded(table, rows)
+            tensors[EMBEDDING_WEIGHT] = resize_rows(table, rows)
         ids = torch.arange(own) if own < rows else None
         config_of_drafter = BlockConfig(
             target_hidden_size=files.number("hidden_size"),
-            slots=block_size(files, least=1),
+            slots=read_block_size(files, least=1),
             vocab_size=files.vocabulary_size(target),
             draft_vocab_size=rows if ids is None else own,
             **files.layer_fields(tensors),
         )
         return config_of_drafter, ids
 
-    def borrowed(self, target: Checkpoint) -> tuple[str, ...]:
+    def target_weight_prefixes(self, target: Checkpoint) -> tuple[str, ...]:
         """The LM head has no weights of its own."""
         return ("lm_head.",)
 
-    def filled(self) -> None:
+    def after_loading(self) -> None:
         """Tie the LM head to the embedding, and cut it to the draft vocabulary."""
         self.lm_head.weight = self.embed_tokens.weight
         if self.ids is not None:
-            self.lm_head = rows_of(self.lm_head, self.ids)
+            self.lm_head = lm_head_rows(self.lm_head, self.ids)

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.draft_vocabulary import map_of
+from jetdraft.checkpoints.draft_vocabulary import vocabulary_tensors
 from jetdraft.checkpoints.layers import decoder_layers
-from jetdraft.checkpoints.parameters import convert
+from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.devices.planning.cost_model import Dimensions, Load
 from jetdraft.devices.planning.drafter_advice import SHARE, TOKENS_PER_WEIGHT
 from jetdraft.errors import CheckpointError, OptionError
@@ -192,21 +192,21 @@ class ModelTask(Task):
                 f"the target's {rows}; give 1 to {rows - 1}, or leave it out"
             )
         if settings.from_layers:
-            self.model = first_layers(run.target, settings.from_layers)
+            self.model = copy_with_layers(run.target, settings.from_layers)
         elif settings.start is not None:
-            self.model = self._started(run.target, settings.start)
+            self.model = self._load_start(run.target, settings.start)
         else:
             sizes = settings.layers, settings.hidden_size
             config = advised_config(run.target, *sizes, settings.draft_vocab)
             self.model = LlamaForCausalLM(config)
-        convert(self.model, torch.float32)
+        store_weights_in(self.model, torch.float32)
         self.model.set_attn_implementation("sdpa")
 
-    def _started(self, target: Checkpoint, source: str) -> Any:
-        """The checkpoint that the drafter starts from, with its draft vocabulary.
+    def _load_start(self, target: Checkpoint, source: str) -> Any:
+        """Load the checkpoint that the drafter starts from, and its draft vocabulary.
 
-        It gets as many rows as its target. Raises `PairError` for another tokenizer,
-        `OptionError` for two vocabularies.
+        It is resized to the rows of its target. Raises `PairError` for another
+        tokenizer, `OptionError` for two vocabularies.
         """
         rows, checkpoint = target.vocab_size, Checkpoint.load(source, torch.float32)
         check_tokens(target, checkpoint)
@@ -326,6 +326,7 @@ class ModelTask(Task):
         }
 
     def headline(self, run: Run) -> str:
+        """Return the line that describes the training before it starts."""
         config = self.model.config.get_text_config(decoder=True)
         size, count = run.options.batch_size, run.parameters
         tokens = run.steps * size * run.options.sequence_length
@@ -333,13 +334,13 @@ class ModelTask(Task):
         advice = "; give more texts or fewer --steps" if is_often else ""
         return (
             f"training a drafter of width {config.hidden_size}, layers: "
-            f"{config.num_hidden_layers}, {count} weights{self._cost(run)}, on up to "
-            f"{tokens} tokens ({tokens / count:.3g} a weight, advised "
+            f"{config.num_hidden_layers}, {count} weights{self._describe_cost(run)}, "
+            f"on up to {tokens} tokens ({tokens / count:.3g} a weight, advised "
             f"{TOKENS_PER_WEIGHT}), from {run.reading}{advice}"
         )
 
-    def _cost(self, run: Run) -> str:
-        """What a draft step costs, in words; nothing for what cannot be planned."""
+    def _describe_cost(self, run: Run) -> str:
+        """Return a phrase with the cost of a draft step; "" if it cannot be planned."""
         target, rows = run.target.model.config, self.ids
         size = None if rows is None else len(rows)
         try:
@@ -349,6 +350,7 @@ class ModelTask(Task):
         return f", a step at {share:.1%} of a pass (advised {SHARE:.0%})"
 
     def summary_line(self, figures: Mapping[str, Any]) -> str:
+        """Return the line that describes the figures of a validation."""
         sampled, greedy = (
             " ".join(f"{rate:.2f}" for rate in figures[name])
             for name in ("acceptance", "agreement")
@@ -361,11 +363,13 @@ class ModelTask(Task):
 
     def settings_of_run(self, run: Run) -> dict[str, Any]:
         # The folder may move, but labels that are cut to the best tokens are others.
+        """Return the settings that a resumed run must repeat."""
         is_cached = self.settings.cache is not None
         own = asdict(self.settings) | {"cache": is_cached, "target": run.base}
         return own | {"from_layers": list(self.settings.from_layers)}
 
     def begin(self, run: Run) -> None:
+        """Create the run folder, with the target's tokenizer and its settings."""
         run.folder.create()
         run.folder.write(TOKENIZER, run.target.tokenizer or "")
         settings = run.source / TOKENIZER_SETTINGS
@@ -377,7 +381,7 @@ class ModelTask(Task):
         fields = json.loads(self.model.config.to_json_string(use_diff=True))
         fields |= {"architectures": [type(self.model).__name__], "dtype": dtype}
         if self.ids is not None:
-            tensors |= map_of(self.ids, run.target.vocab_size)
+            tensors |= vocabulary_tensors(self.ids, run.target.vocab_size)
         return fields, tensors
 
 
@@ -393,8 +397,8 @@ def of_text(batch: Batch, scores: Tensor, ids: Tensor | None) -> Tensor:
 
 # --- drafters before they are trained -------------------------------------------------
 
-CONTEXT = 1024
-"""Tokens in both caches, for the cost of a step."""
+COST_CONTEXT = 1024
+"""The tokens in both caches for which the cost of a step is computed."""
 
 HEAD_SIZES = (64, 32, 16, 8)
 """Sizes of an attention head; the first that divides the width is taken."""
@@ -421,8 +425,8 @@ def cost_share(
         rows = max(draft_vocab, drafter["vocab_size"])
         small = replace(small, head=small.head * draft_vocab // rows)
     recipe = Recipe()
-    read = Load(small, Recipe.for_drafter(recipe)).pass_bytes(CONTEXT)
-    return read / Load(Dimensions.of(dict(target)), recipe).pass_bytes(CONTEXT)
+    read = Load(small, Recipe.for_drafter(recipe)).pass_bytes(COST_CONTEXT)
+    return read / Load(Dimensions.of(dict(target)), recipe).pass_bytes(COST_CONTEXT)
 
 
 def new_config(target: Checkpoint, layers: int, hidden_size: int) -> LlamaConfig:
@@ -478,7 +482,7 @@ def advised_config(
     return new_config(target, layers or 1, hidden_size or WIDTH_STEP)
 
 
-def first_layers(target: Checkpoint, layers: tuple[int, ...]) -> Any:
+def copy_with_layers(target: Checkpoint, layers: tuple[int, ...]) -> Any:
     """A copy of the target that has these of its layers, in this order.
 
     Embedding, final norm and LM head are the target's. Raises `OptionError`.

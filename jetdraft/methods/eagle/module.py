@@ -17,14 +17,14 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from jetdraft.checkpoints.attention import IMPLEMENTATION
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.draft_module import DraftModule, Given, Reads
+from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
 from jetdraft.checkpoints.heads.head_files import (
     FIRST_LAYER,
     LAYER_KEYS,
     SPECULATORS_KEYS,
     HeadFiles,
 )
-from jetdraft.checkpoints.heads.head_layers import HeadConfig, HeadLayers, own_layers
+from jetdraft.checkpoints.heads.head_layers import HeadConfig, HeadLayers, make_layers
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import CheckpointError
 
@@ -69,10 +69,10 @@ class Eagle(DraftModule):
 
     published = "EAGLE-1, EAGLE-2, EAGLE-3"
     speculators = "eagle3"
-    by_form = True
+    recognized_last = True
     reads = Reads(features=True, carries=True)
     keys = LAYER_KEYS | {"bias", "add_para_norm"}
-    keys3 = LAYER_KEYS | {
+    eagle3_keys = LAYER_KEYS | {
         *("draft_vocab_size", "target_hidden_size", "eagle_config", "fc_norm"),
         *("norm_output", "norm_before_residual", "norm_before_fc"),
         *("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"),
@@ -86,15 +86,15 @@ class Eagle(DraftModule):
         (r"(?:model\.)?hidden_states_layernorm\.(.*)", r"hidden_norm.\1"),
         (r"model\.(.*)", r"\1"),
     )
-    brings_matrices = True
-    fused = ("fc", "input_norm", "fc_norm")
+    has_own_matrices = True
+    fusion_names = ("fc", "input_norm", "fc_norm")
     config: EagleConfig
 
     def __init__(self, config: EagleConfig, target: Any) -> None:
         super().__init__(config, target)
         self.embed_tokens = target.get_input_embeddings()
         self.lm_head = target.get_output_embeddings()
-        self.stack = self._layers(target)
+        self.stack = self._make_stack(target)
         width, norm = config.hidden_size, self.stack.norm
         joined = width * 2
         if config.eagle3:
@@ -110,10 +110,10 @@ class Eagle(DraftModule):
             self.fc_norm = nn.ModuleList(norm(size) for _ in config.taps)
         self.attend_with("sdpa")
 
-    def _layers(self, target: Any) -> HeadLayers:
-        """The layers, of which the first has a form of its own."""
+    def _make_stack(self, target: Any) -> HeadLayers:
+        """Return the decoder layers, of which the first has a form of its own."""
         config = self.config
-        stack = own_layers(config)
+        stack = make_layers(config)
         if config.eagle3:
             stack.layers[0] = _FirstLayer(stack.layers[0], config)
         else:
@@ -160,15 +160,17 @@ class Eagle(DraftModule):
         embedded = self.embed_tokens(tokens)
         features = features.to(embedded.dtype)
         if mask is None and self.implementation != IMPLEMENTATION:
-            mask = _causal(features, cache, self.stack.window)
+            mask = _causal_mask(features, cache, self.stack.window)
         if self.config.eagle3:
             states = self.stack(features, positions, cache, mask, embedded=embedded)
         else:
-            states = self.stack(self._join(embedded, features), positions, cache, mask)
+            states = self.stack(
+                self._join_inputs(embedded, features), positions, cache, mask
+            )
         normed = self.norm(states)
         return normed, normed if self.config.carries_normed else states
 
-    def _join(self, embedded: Tensor, features: Tensor) -> Tensor:
+    def _join_inputs(self, embedded: Tensor, features: Tensor) -> Tensor:
         """fc over embedding and feature, [b, n, 2 * h] to [b, n, h]."""
         parts = [embedded, features]
         if self.config.join_norms:
@@ -178,7 +180,7 @@ class Eagle(DraftModule):
         joined: Tensor = self.fc(torch.cat(parts, dim=-1))
         return joined
 
-    def draft(self, given: Given) -> tuple[Tensor, Tensor]:
+    def draft(self, given: DraftInputs) -> tuple[Tensor, Tensor]:
         hidden, carried = self(
             given.tokens, given.features, given.positions, given.cache
         )
@@ -186,12 +188,12 @@ class Eagle(DraftModule):
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
-        tensors = cls.named(files)
+        tensors = cls.rename_tensors(files)
         return f"{FIRST_LAYER}self_attn.q_proj.weight" in tensors and not files.is_model
 
     @classmethod
     def check(cls, files: HeadFiles) -> None:
-        tensors = cls.named(files)
+        tensors = cls.rename_tensors(files)
         cls._flat(files, _is_eagle3(tensors)).layer_fields(tensors)
 
     @classmethod
@@ -209,7 +211,7 @@ class Eagle(DraftModule):
         }
         if eagle3:
             layers = len(decoder_layers(target.model))
-            flags = _eagle3_flags(files) | {"taps": _taps(files, layers)}
+            flags = _eagle3_flags(files) | {"taps": _read_taps(files, layers)}
         head = EagleConfig(
             draft_vocab_size=target.vocab_size if ids is None else len(ids),
             eagle3=eagle3,
@@ -229,7 +231,7 @@ class Eagle(DraftModule):
         outer = files.config
         if outer.get("model_type") == "eagle" and isinstance(outer.get("model"), dict):
             outer = outer["model"]  # as old versions of vLLM wrapped it
-        keys, flat = cls.keys3 if eagle3 else cls.keys, files.configured(outer)
+        keys, flat = cls.eagle3_keys if eagle3 else cls.keys, files.configured(outer)
         if not files.is_speculators:
             flat.check_keys(keys)
             return flat
@@ -272,7 +274,7 @@ class _FirstLayer(nn.Module):
         return output
 
 
-def _causal(rows: Tensor, cache: Cache | None, window: int | None) -> Tensor:
+def _causal_mask(rows: Tensor, cache: Cache | None, window: int | None) -> Tensor:
     """Hides, in [1, 1, n, past + n], rows behind a row and before its `window`."""
     count = rows.shape[1]
     past = int(cache.get_seq_length()) if cache is not None else 0
@@ -302,7 +304,7 @@ def _eagle3_flags(files: HeadFiles) -> dict[str, Any]:
     }
 
 
-def _taps(files: HeadFiles, layers: int) -> tuple[int, ...]:
+def _read_taps(files: HeadFiles, layers: int) -> tuple[int, ...]:
     """The taps as indices of the stream that enters a layer, as the list has them.
 
     Ids inside `eagle_config` name layers by their output, all others by their input.

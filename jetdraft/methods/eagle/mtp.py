@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_files import FIRST_LAYER, HeadFiles
-from jetdraft.checkpoints.heads.head_layers import HeadLayers, target_layers
+from jetdraft.checkpoints.heads.head_layers import HeadLayers, make_target_layers
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError
 from jetdraft.methods.eagle.module import Eagle, EagleConfig
@@ -48,8 +48,8 @@ _LAYOUTS = {
         },
     ),
 }
-_COPIES = ("shared_head.head.", "embed_tokens.")
-"""Copies of the target's matrices."""
+_COPIED_PREFIXES = ("shared_head.head.", "embed_tokens.")
+"""Prefixes of tensors that are copies of the target's matrices."""
 
 
 class Mtp(Eagle):
@@ -57,10 +57,11 @@ class Mtp(Eagle):
 
     published = "MTP"
     speculators = ""
-    by_form = False
+    recognized_last = False
 
-    def _layers(self, target: Any) -> HeadLayers:
-        return target_layers(target, self.config.num_layers)
+    def _make_stack(self, target: Any) -> HeadLayers:
+        """Return new layers of the target's own kind."""
+        return make_target_layers(target, self.config.num_layers)
 
     def kv_shapes(self, target: StepContract) -> tuple[tuple[int, int], ...]:
         """Not known, since each kind of layer has other names for its sizes."""
@@ -68,14 +69,14 @@ class Mtp(Eagle):
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
-        return _layout(files) is not None
+        return _find_layout(files) is not None
 
     @classmethod
     def check(cls, files: HeadFiles) -> None:
         pass  # the target's own config is checked when the target is loaded
 
     @classmethod
-    def named(cls, files: HeadFiles) -> dict[str, Tensor]:
+    def rename_tensors(cls, files: HeadFiles) -> dict[str, Tensor]:
         # `configure` picks the module's, which the target tells.
         return dict(files.tensors)
 
@@ -84,18 +85,18 @@ class Mtp(Eagle):
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[EagleConfig, None]:
         """The config; refuses several modules, each of which would need a cache."""
-        layout = _layout(files)
+        layout = _find_layout(files)
         assert layout is not None
         text = target.model.config.get_text_config(decoder=True)
-        own, shared = _of_module(files, layout, text.num_hidden_layers)
+        own, shared = _split_tensors(files, layout, text.num_hidden_layers)
         fc, *norms = (f"{name}weight" for name in _LAYOUTS[layout][1])
         for name in norms:
             if name not in shared | own:
-                prefix = files.name_of(fc, shared | own).removesuffix(fc)
+                prefix = files.stored_name(fc, shared | own).removesuffix(fc)
                 raise CheckpointError(
                     f"{files.source} lacks weight {prefix + name!r}; fetch it again"
                 )
-        named = _stacked_experts(_named(layout, own, shared))
+        named = _stack_experts(_rename_tensors(layout, own, shared))
         tensors.clear()
         tensors.update(named)
         if getattr(text, "mtp_use_dedicated_embeddings", False):
@@ -117,7 +118,8 @@ class Mtp(Eagle):
         return config, None
 
 
-def _layout(files: HeadFiles) -> str | None:
+def _find_layout(files: HeadFiles) -> str | None:
+    """Return the key in `_LAYOUTS` of the layout of an MTP module; None without one."""
     for layout, (pattern, names) in _LAYOUTS.items():
         fc = next(iter(names))
         for name in files.tensors:
@@ -127,7 +129,7 @@ def _layout(files: HeadFiles) -> str | None:
     return None
 
 
-def _of_module(
+def _split_tensors(
     files: HeadFiles, layout: str, layers: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The tensors of the one module's layer, and those beside it."""
@@ -150,7 +152,7 @@ def _of_module(
     return tensors, shared
 
 
-def _named(
+def _rename_tensors(
     layout: str, of_layer: dict[str, Tensor], shared: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     names = _LAYOUTS[layout][1]
@@ -161,12 +163,12 @@ def _named(
     ):
         for name, tensor in tensors.items():
             old = next((old for old in table if name.startswith(old)), "")
-            if not name.startswith(_COPIES):
+            if not name.startswith(_COPIED_PREFIXES):
                 named[table.get(old, others) + name.removeprefix(old)] = tensor
     return named
 
 
-def _stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts as transformers 5 keeps them: one tensor for all of a kind."""
     pattern = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
     experts: dict[str, dict[tuple[str, int], Tensor]] = {}

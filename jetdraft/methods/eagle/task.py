@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.draft_vocabulary import map_of
+from jetdraft.checkpoints.draft_vocabulary import vocabulary_tensors
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import OptionError
 from jetdraft.methods.eagle.module import Eagle, EagleConfig
@@ -140,7 +140,7 @@ class EagleTask(HeadTask):
             lambda name: name.replace("stack.layers.0.", layer),
         )
         if self.ids is not None:
-            tensors |= map_of(self.ids, config.vocab_size)
+            tensors |= vocabulary_tensors(self.ids, config.vocab_size)
         fields = {
             "architectures": [ARCHITECTURES[self.settings.kind]],
             "model_type": "llama",

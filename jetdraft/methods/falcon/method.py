@@ -71,9 +71,10 @@ class BlockLevels:
         return self.shape.finish(tree).depth_first()
 
 
-def _make(
+def _make_proposer(
     name: str, loaded: LoadedBundle, cache: DraftCache, options: DraftOptions
 ) -> Proposer:
+    """Make a proposer of chains, or of trees if the options branch."""
     assert isinstance(cache, AheadCache)
     check_trees(cache.graph)
     stop = make_draft_stop(options.stopping, options.stop_threshold, loaded)
@@ -86,7 +87,7 @@ METHOD = token_drafter(
     "a head that drafts several tokens in a pass",
     "a Falcon drafter",
     lambda contract, target: contract.ahead,
-    make=_make,
+    make=_make_proposer,
     module=("jetdraft.methods.falcon.module:Falcon",),
     task="jetdraft.methods.falcon.task:FalconTask",
 )

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.draft_module import DraftModule, Given, Reads
+from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
 from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles
-from jetdraft.checkpoints.heads.head_layers import HeadConfig, own_layers
+from jetdraft.checkpoints.heads.head_layers import HeadConfig, make_layers
 from jetdraft.errors import CheckpointError
 
 ARCHITECTURE = "FalconDrafter"
@@ -47,14 +47,14 @@ class Recurrence(nn.Module):
         steps = list(rows.unbind(-2))
         for enter, again in zip(self.inputs, self.states, strict=True):
             gates = [enter(row) for row in steps]
-            memory, steps[0] = _remembered(gates[0], None)
+            memory, steps[0] = _lstm_step(gates[0], None)
             for place in range(1, len(steps)):
                 own = gates[place] + again(steps[place - 1])
-                memory, steps[place] = _remembered(own, memory)
+                memory, steps[place] = _lstm_step(own, memory)
         return steps[-1]
 
 
-def _remembered(gates: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
+def _lstm_step(gates: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
     """An LSTM's memory and state, from its gates [..., 4 * h]; None is zeros."""
     admit, forget, new, show = gates.chunk(4, dim=-1)
     kept = admit.sigmoid() * new.tanh()
@@ -81,7 +81,7 @@ class Falcon(DraftModule):
         self.embed_tokens = target.get_input_embeddings()
         self.lm_head = target.get_output_embeddings()
         self.recurrence = Recurrence(config.hidden_size)
-        self.stack = own_layers(config)
+        self.stack = make_layers(config)
         self.attend_with("sdpa")
 
     def forward(
@@ -103,7 +103,7 @@ class Falcon(DraftModule):
         predicted: Tensor = self.stack(self.recurrence(joined), positions, cache, mask)
         return predicted
 
-    def draft(self, given: Given) -> tuple[Tensor, Tensor]:
+    def draft(self, given: DraftInputs) -> tuple[Tensor, Tensor]:
         tokens = torch.cat([given.recent, given.tokens[..., None]], dim=-1)
         size, width = self.config.slots, self.config.feature_size
         windows = given.features.reshape(1, -1, size, width)

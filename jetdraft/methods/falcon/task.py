@@ -66,6 +66,7 @@ class FalconTask(LayerTask):
     architecture = ARCHITECTURE
 
     def new_config(self, target: Checkpoint) -> HeadConfig:
+        """Return the config of a new drafter, with the rows of a block."""
         return replace(super().new_config(target), slots=self.settings.block_rows)
 
     def new_drafter(self, run: Run) -> Falcon:
@@ -93,7 +94,7 @@ class FalconTask(LayerTask):
         learned = shifted(lesson.labels, size + 1, IGNORED) != IGNORED
         if learns and lesson.share:
             with torch.no_grad():
-                guessed = predicted(drafter, features, ids, places)[learned]
+                guessed = predict_features(drafter, features, ids, places)[learned]
                 chosen = drafter.lm_head(guessed).argmax(-1)
             wrong = torch.zeros_like(learned)
             wrong[learned] = chosen != teacher[learned].argmax(-1)
@@ -101,7 +102,7 @@ class FalconTask(LayerTask):
             features = torch.where(shown[..., None], wanted, features)
             ids = torch.where(shown, shifted(lesson.ids, size + 1), ids)
             learned = learned & ~shown
-        states = predicted(drafter, features, ids, places)[learned]
+        states = predict_features(drafter, features, ids, places)[learned]
         scores = drafter.lm_head(states).float().log_softmax(-1)
         p = teacher[learned].float().log_softmax(-1)
         best = p.argmax(-1)
@@ -113,11 +114,14 @@ class FalconTask(LayerTask):
         return sums_of_drafts(lost, right, learned, int(places[0]), size)
 
     def own_fields(self) -> dict[str, Any]:
+        """Return the further fields of config.json: the rows of a block."""
         return {**super().own_fields(), "block_size": self.config.slots}
 
 
-def predicted(drafter: Falcon, features: Tensor, ids: Tensor, places: Tensor) -> Tensor:
-    """The predicted features [b, T, h].
+def predict_features(
+    drafter: Falcon, features: Tensor, ids: Tensor, places: Tensor
+) -> Tensor:
+    """Run the drafter over whole sequences; return the predicted features [b, T, h].
 
     `ids` int64 [b, T] are the tokens behind the rows, `places` int64 [T] the rows'
     places in their blocks.

@@ -40,7 +40,8 @@ class ForecastOptions(TreeOptions):
         return len(BRANCHES) if self.tree == AUTO else super().draft_size
 
 
-def _make(loaded: LoadedBundle, options: ForecastOptions) -> Proposer:
+def _make_proposer(loaded: LoadedBundle, options: ForecastOptions) -> Proposer:
+    """Make a proposer of chains, or of trees if the options branch."""
     streams = loaded.target.contract.streams
     probes = min(DEPTH, streams) if options.tree == AUTO else streams
     return of_probes(NAME, loaded, options, probes)
@@ -49,7 +50,7 @@ def _make(loaded: LoadedBundle, options: ForecastOptions) -> Proposer:
 METHOD = Method(
     NAME,
     "forecasts of the target, which see a learned prefix",
-    _make,
+    _make_proposer,
     ForecastOptions,
     lacks=lacks_probes(NAME, mode=NAME),
     # It always drafts; "auto" drafts with the same probes where they pay, as `stream`.

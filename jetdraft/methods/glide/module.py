@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.draft_module import DraftModule, Given, Reads
+from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_layers import (
     CACHE,
     HeadConfig,
-    own_layers,
-    rotated,
+    make_layers,
+    rotate_rows,
 )
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
@@ -45,7 +45,7 @@ class Glide(DraftModule):
         super().__init__(config, target)
         self.embed_tokens = target.get_input_embeddings()
         self.lm_head = target.get_output_embeddings()
-        self.stack = own_layers(config)
+        self.stack = make_layers(config)
         rotary = getattr(target.get_decoder(), "rotary_emb", None)
         if rotary is None:
             raise UnsupportedModelError(
@@ -77,7 +77,7 @@ class Glide(DraftModule):
         `tokens` and `positions` are int64 [b, n], `keys` and `values` [b, kv_heads,
         slots, d], rotated. The `bias` broadcasts to [b, 1, n, slots].
         """
-        layer = self.layer
+        layer = self.first_layer
         states = self.embed_tokens(tokens)
         turns = self.stack.rotations(states, positions)
         mixed = layer.self_attn(
@@ -87,12 +87,12 @@ class Glide(DraftModule):
             **{CACHE: cache},
         )[0]
         states = states + mixed
-        states = states + self._crossed(states, turns, keys, values, bias)
+        states = states + self._cross_attend(states, turns, keys, values, bias)
         states = states + layer.mlp(layer.post_attention_layernorm(states))
         normed: Tensor = self.norm(states)
         return normed
 
-    def _crossed(
+    def _cross_attend(
         self,
         states: Tensor,
         turns: tuple[Tensor, Tensor],
@@ -100,8 +100,9 @@ class Glide(DraftModule):
         values: Tensor,
         bias: Tensor,
     ) -> Tensor:
+        """Attend to the target's keys and values: states [b, n, h] to [b, n, h]."""
         query = self.cross["q_proj"](states).unflatten(-1, (-1, self.config.head_dim))
-        rows: Any = rotated(query.transpose(1, 2), turns)
+        rows: Any = rotate_rows(query.transpose(1, 2), turns)
         # The heads of a group lie beside each other: [b, kv_heads, group, n, d].
         query = rows.unflatten(1, (keys.shape[1], -1))
         scores = (query @ keys[:, :, None].transpose(3, 4)).float()
@@ -111,7 +112,7 @@ class Glide(DraftModule):
         read: Tensor = self.cross["o_proj"](mixed)
         return read
 
-    def draft(self, given: Given) -> tuple[Tensor, None]:
+    def draft(self, given: DraftInputs) -> tuple[Tensor, None]:
         reads = given.keys, given.values, given.bias
         hidden = self(given.tokens, given.positions, *reads, given.cache)
         return self.lm_head(hidden[:, given.answer_rows]), None

@@ -45,6 +45,7 @@ class ExitOptions(TreeOptions):
 
 
 def _fits(contract: StepContract, target: GraphEntry) -> bool:
+    """Whether a drafter's graph reads the states between the target's halves."""
     return (
         target.halves is not None
         and contract.feature_input == target.halves.hidden_size
@@ -52,7 +53,7 @@ def _fits(contract: StepContract, target: GraphEntry) -> bool:
     )
 
 
-def _make(
+def _make_proposer(
     name: str, loaded: LoadedBundle, cache: DraftCache, options: ExitOptions
 ) -> Proposer:
     if refusal := cpu_only(HALVES, loaded.provider, "choose --provider cpu"):
@@ -66,10 +67,10 @@ def _make(
     return chains_or_trees(name, loaded, cache, options, ms, rule)
 
 
-def _target(
+def _leading_target(
     loaded: LoadedBundle, options: ExitOptions, widths: Sequence[int]
 ) -> Target | None:
-    """The target whose lower half runs ahead, where there is an adapter to draft."""
+    """Return the target whose lower half also drafts; None without an adapter."""
     if not isinstance(loaded.draft_cache, LedCache) or loaded.provider != "cpu":
         return None
     loaded.leading.prepare(widths)
@@ -81,9 +82,9 @@ METHOD = drafter_method(
     "the target's lower layers and an adapter",
     "a Kangaroo adapter",
     _fits,
-    make=_make,
+    make=_make_proposer,
     options=ExitOptions,
-    target=_target,
+    target=_leading_target,
     alone={"confidence": 0.0},
     module=("jetdraft.methods.kangaroo.module:Kangaroo",),
     task="jetdraft.methods.kangaroo.task:KangarooTask",

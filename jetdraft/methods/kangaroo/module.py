@@ -12,9 +12,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.draft_module import LAYERS, DraftModule, Given, Reads
+from jetdraft.checkpoints.heads.draft_module import (
+    LAYER_RENAME,
+    DraftInputs,
+    DraftModule,
+    Reads,
+)
 from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles
-from jetdraft.checkpoints.heads.head_layers import CACHE, HeadConfig, own_layers
+from jetdraft.checkpoints.heads.head_layers import CACHE, HeadConfig, make_layers
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import CheckpointError
 
@@ -32,13 +37,13 @@ class Kangaroo(DraftModule):
     one_layer = True
     reads = Reads(features=True, cut=True)
     keys = LAYER_KEYS | {"exit_layer"}
-    renames = ((r".*\.rotary_emb\..*", None), (r"lm_head\..*", None), LAYERS)
+    renames = ((r".*\.rotary_emb\..*", None), (r"lm_head\..*", None), LAYER_RENAME)
 
     def __init__(self, config: HeadConfig, target: Any) -> None:
         super().__init__(config, target)
         self.lm_head = target.get_output_embeddings()
-        self.stack = own_layers(config)
-        del self.layer.mlp, self.layer.post_attention_layernorm
+        self.stack = make_layers(config)
+        del self.first_layer.mlp, self.first_layer.post_attention_layernorm
         self.norm = self.stack.norm(config.hidden_size)
         self.attend_with("sdpa")
 
@@ -51,8 +56,8 @@ class Kangaroo(DraftModule):
         self, states: Tensor, positions: Tensor, cache: Cache | None = None
     ) -> Tensor:
         """The states [b, n, h] for the LM head, of states at positions int64 [b, n]."""
-        mixed = self.layer.self_attn(
-            self.layer.input_layernorm(states),
+        mixed = self.first_layer.self_attn(
+            self.first_layer.input_layernorm(states),
             position_embeddings=self.stack.rotations(states, positions),
             attention_mask=None,
             **{CACHE: cache},
@@ -60,14 +65,14 @@ class Kangaroo(DraftModule):
         normed: Tensor = self.norm(states + mixed)
         return normed
 
-    def draft(self, given: Given) -> tuple[Tensor, None]:
+    def draft(self, given: DraftInputs) -> tuple[Tensor, None]:
         hidden = self(given.features, given.positions, given.cache)
         return self.lm_head(hidden[:, given.answer_rows]), None
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
-        has_layer = files.has(r"layers\.0\..*")
-        without_mlp = has_layer and not files.has(r"layers\.0\.(.*\.)?mlp\..*")
+        has_layer = files.has_tensor(r"layers\.0\..*")
+        without_mlp = has_layer and not files.has_tensor(r"layers\.0\.(.*\.)?mlp\..*")
         return files.architecture == ARCHITECTURE or without_mlp
 
     @classmethod

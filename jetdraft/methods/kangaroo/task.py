@@ -58,15 +58,17 @@ class KangarooTask(NextTokenTask):
         """
         model = run.target.model
         adapter = Kangaroo(self.config, model)
-        take_weights(adapter.layer, decoder_layers(model)[adapter.exit_layer])
+        take_weights(adapter.first_layer, decoder_layers(model)[adapter.exit_layer])
         take_norm(adapter.norm, final_norm(model), self.config.hidden_size)
         return adapter
 
     def hidden(self, drafter: Kangaroo, lesson: Lesson, starts: Tensor) -> Tensor:
+        """Return the states of all rows for the LM head, [b, T, h]."""
         (states,) = lesson.taps
         positions = torch.arange(states.shape[1], device=states.device)
         hidden: Tensor = drafter(states, positions[None])
         return hidden
 
     def own_fields(self) -> dict[str, Any]:
+        """Return the further fields of config.json: the exit layer."""
         return {**super().own_fields(), "exit_layer": self.config.taps[0]}

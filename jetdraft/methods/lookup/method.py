@@ -9,11 +9,15 @@ from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.proposer import Proposer
 
 
-def _make(loaded: LoadedBundle, options: MethodOptions) -> Proposer:
+def _make_proposer(loaded: LoadedBundle, options: MethodOptions) -> Proposer:
+    """Make a lookup over the text, the store and the source."""
     store = loaded.store_of(options.user)
     return LookupProposer(store=store, source=lambda: loaded.source)
 
 
 METHOD = Method(
-    "lookup", "what followed the last time the text ended like this", _make, cost="free"
+    "lookup",
+    "what followed the last time the text ended like this",
+    _make_proposer,
+    cost="free",
 )

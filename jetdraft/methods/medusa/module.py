@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.draft_module import DraftModule, Given, Reads
+from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.errors import CheckpointError, printable
@@ -22,7 +22,7 @@ class MedusaConfig(HeadConfig):
     blocks: int = 1
 
 
-class Guesses(DraftModule):
+class GuessingHeads(DraftModule):
     """Heads that read the features of row t, and guess tokens t + 2, t + 3, ..."""
 
     config: MedusaConfig
@@ -30,6 +30,7 @@ class Guesses(DraftModule):
     lm_heads: nn.ModuleList
 
     def _make_lm_heads(self) -> nn.ModuleList:
+        """Return a new LM head for each slot."""
         config = self.config
         return nn.ModuleList(
             nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -40,7 +41,8 @@ class Guesses(DraftModule):
         """Logits [b, n, slots, vocabulary] after features and `tokens` int64 [b, n]."""
         raise NotImplementedError
 
-    def draft(self, given: Given) -> tuple[Tensor, None]:
+    def draft(self, given: DraftInputs) -> tuple[Tensor, None]:
+        """Return the logits [1, slots, choices] of all heads at the last row."""
         last = given.features[:, given.answer_rows][:, -1:]
         tokens = given.tokens[:, given.answer_rows][:, -1:]
         return self.guesses(last, tokens)[:, 0], None
@@ -50,7 +52,7 @@ class Guesses(DraftModule):
         files.check_keys(cls.keys)
 
     @classmethod
-    def sized(
+    def config_of_tensors(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[MedusaConfig, Tensor | None]:
         """The config as the tensors tell it; the first ids if tokens are missing."""
@@ -69,7 +71,7 @@ class Guesses(DraftModule):
         return config, None if is_whole else torch.arange(drafted)
 
 
-class Medusa(Guesses):
+class Medusa(GuessingHeads):
     """Head i reads the features of row t and predicts token t + 2 + i, i from 0."""
 
     published = "Medusa"
@@ -120,13 +122,13 @@ class Medusa(Guesses):
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
-        named = files.has(r"medusa_heads\.lm_heads\..*")
+        named = files.has_tensor(r"medusa_heads\.lm_heads\..*")
         return named or "medusa_num_heads" in files.config
 
     @classmethod
-    def named(cls, files: HeadFiles) -> dict[str, Tensor]:
+    def rename_tensors(cls, files: HeadFiles) -> dict[str, Tensor]:
         """The tensors by their names here; each name is one of a head."""
-        tensors = super().named(files)
+        tensors = super().rename_tensors(files)
         kept = {id(tensor) for tensor in tensors.values()}
         for name, tensor in files.tensors.items():
             if name in tensors or id(tensor) not in kept:
@@ -149,7 +151,7 @@ class Medusa(Guesses):
                 "which must be numbered from 0 on; fetch it again"
             )
         first = tensors["lm_heads.0.weight"]
-        config, ids = cls.sized(files, target, tensors)
+        config, ids = cls.config_of_tensors(files, target, tensors)
         rows = files.config.get("truncated_vocab_size")
         if rows not in (None, target.vocab_size, len(first)):
             raise CheckpointError(
@@ -165,7 +167,7 @@ class Medusa(Guesses):
         return config, ids
 
 
-class Hydra(Guesses):
+class Hydra(GuessingHeads):
     """Head i reads the features of row t and the tokens t + 1 to t + 1 + i.
 
     It predicts token t + 2 + i, i from 0. The tokens' embedding is the target's.
@@ -187,7 +189,7 @@ class Hydra(Guesses):
         width = config.hidden_size
         self.mlps = nn.ModuleList(
             nn.ModuleList(
-                _Block(width * (slot + 2) if layer == 0 else width, width)
+                _ResidualBlock(width * (slot + 2) if layer == 0 else width, width)
                 for layer in range(config.blocks)
             )
             for slot in range(config.slots)
@@ -239,15 +241,17 @@ class Hydra(Guesses):
     ) -> tuple[MedusaConfig, Tensor | None]:
         cls.check(files)
         mlp = r"hydra_mlp\.\d+\.\d+\.(linear|res_connection)\.(weight|bias)"
-        if not files.has(mlp) or not files.has(r"hydra_lm_head\.\d+\.weight"):
+        if not files.has_tensor(mlp) or not files.has_tensor(
+            r"hydra_lm_head\.\d+\.weight"
+        ):
             raise CheckpointError(
                 f"{files.source} has no tensors like hydra_mlp.0.0.linear.weight and "
                 "hydra_lm_head.0.weight; fetch it again"
             )
-        return cls.sized(files, target, tensors)
+        return cls.config_of_tensors(files, target, tensors)
 
 
-class _Block(nn.Module):
+class _ResidualBlock(nn.Module):
     """A residual block, with a matrix in place of the identity where widths differ."""
 
     def __init__(self, inputs: int, outputs: int) -> None:

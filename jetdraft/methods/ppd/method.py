@@ -60,10 +60,10 @@ class PromptOptions(TreeOptions):
         return self.rows or WIDEST - 1 if self.tree == AUTO else super().draft_size
 
 
-FIRST_LOOK, LOOKS_APART = 24, 512
+FIRST_REPLAN, MOST_REPLAN_GAP = 24, 512
 """After how many compared guesses a plan is made again: the first time, and at most."""
 
-ALL_LESSONS, LESSONS_APART = 96, 8
+ALL_COMPARED, COMPARED_EVERY = 96, 8
 """The first guesses are compared in every round. Later only some places are, since the
 order of sampled siblings costs as much as a draft; after a rest all, until a look."""
 
@@ -102,7 +102,7 @@ class PromptProposer(ProbeProposer):
         self.costs.forget()
         self._plans: dict[int, SparsePlan] = {}
         self._budget = 0
-        self._next_look, self._all_until = FIRST_LOOK, ALL_LESSONS
+        self._next_look, self._all_until = FIRST_REPLAN, ALL_COMPARED
         self._resting, self._next_rest = 0, RESTS[0]
 
     def time(self, round_: Round) -> None:
@@ -113,11 +113,11 @@ class PromptProposer(ProbeProposer):
         tokens = [seen.rows.tokens[row] for row in seen.path]
         self.rates.compare(seen.length - 1 - len(tokens), tokens)
         all_count = self.rates.settled < self._all_until
-        is_lesson = all_count or not seen.length % LESSONS_APART
+        is_lesson = all_count or not seen.length % COMPARED_EVERY
         if self._last_guesses is not None and is_lesson:
-            self.rates.add_guesses(self._guessed(*self._last_guesses))
+            self.rates.add_guesses(self._sibling_tokens(*self._last_guesses))
 
-    def _guessed(self, first: int, guesses: Answer) -> dict[int, list[int]]:
+    def _sibling_tokens(self, first: int, guesses: Answer) -> dict[int, list[int]]:
         """The tokens for each place from `first` on, in the order of siblings."""
         kind, sampling = self.traits.kind, self.chooser.sampling
         tokens = {}
@@ -131,7 +131,7 @@ class PromptProposer(ProbeProposer):
         guesses = self.guesses(context)
         # Near the end there is less room, for which no new plan is made.
         self._budget = max(self._budget, budget)
-        if self._rests():
+        if self._count_rest():
             return replace(Rows.chain([context[-1]], self.traits.kind), probes=(0,))
         trees = self.plan(self._budget).trees
         if guesses is None:
@@ -147,7 +147,7 @@ class PromptProposer(ProbeProposer):
         It is made again after more and more guesses, with what is known then.
         """
         if self.rates.settled >= self._next_look:
-            self._next_look += min(self.rates.settled, LOOKS_APART)
+            self._next_look += min(self.rates.settled, MOST_REPLAN_GAP)
             self._plans.clear()
         if most not in self._plans:
             ranks, options = self.rates.ranks, self._options
@@ -157,23 +157,26 @@ class PromptProposer(ProbeProposer):
             is_free = not (rows or slots)
             if (
                 is_free
-                and plan.value(self.costs.round_ms) * self.costs.round_ms(1, 0) < 1.0
+                and plan.tokens_per_ms(self.costs.round_ms) * self.costs.round_ms(1, 0)
+                < 1.0
             ):
                 self._resting = self._next_rest
                 self._next_rest = min(2 * self._next_rest, RESTS[1])
         return self._plans[most]
 
-    def _rests(self) -> bool:
+    def _count_rest(self) -> bool:
+        """Count down a rest; whether this round belongs to one."""
         if not self._resting:
             return False
         self._resting -= 1
         if not self._resting:
-            self._next_look = self.rates.settled + FIRST_LOOK
+            self._next_look = self.rates.settled + FIRST_REPLAN
             self._all_until = max(self._all_until, self._next_look)
         return True
 
 
-def _make(loaded: LoadedBundle, options: PromptOptions) -> Proposer:
+def _make_proposer(loaded: LoadedBundle, options: PromptOptions) -> Proposer:
+    """Make a proposer of sparse trees, or of another shape that the options name."""
     contract = loaded.target.contract
     if options.tree != AUTO:
         return of_probes(NAME, loaded, options)
@@ -195,7 +198,7 @@ def _make(loaded: LoadedBundle, options: PromptOptions) -> Proposer:
 METHOD = Method(
     NAME,
     "prompt tokens that the target reads, in sparse trees",
-    _make,
+    _make_proposer,
     PromptOptions,
     lacks=lacks_probes(NAME, mode="prompts"),
     # It always drafts; "auto" drafts with the same probes where they pay, as `stream`.

@@ -32,7 +32,7 @@ from jetdraft.runtime.measured.cost_model import PassMs
 _LEAK = 1e-3
 """The chance that a round begins without guesses, as the first round of a text does."""
 
-_TURNS = 20
+_MOST_IMPROVEMENTS = 20
 """Most improvements of a plan; a few suffice."""
 
 
@@ -58,30 +58,33 @@ class SparseTree:
         return len(self.counts), sum(self.counts)
 
     @cached_property
-    def ends(self) -> list[float]:
+    def last_chances(self) -> list[float]:
         """The chance of each row to be accepted last."""
         ends = list(self.chances)
         for parent, chance in zip(self.parents, self.chances[1:], strict=True):
             ends[parent] -= chance
         return ends
 
-    def carrying(self, worth: Sequence[float], probes: int) -> SparseTree:
-        """The same rows with `probes` probes at most, removed with the least loss.
+    def with_probes(self, worth: Sequence[float], probes: int) -> SparseTree:
+        """Return the same rows with at most `probes` probes, the most useful.
 
         `worth[d]` are the expected tokens of a round in state d.
         """
         counts = [len(worth) - 1] * len(self.chances)
-        losses = [(self._loss(worth, row, counts), row) for row in range(len(counts))]
+        losses = [
+            (self._probe_loss(worth, row, counts), row) for row in range(len(counts))
+        ]
         heapq.heapify(losses)
         for _ in range(sum(counts) - probes):
             _, row = heapq.heappop(losses)
             counts[row] -= 1
             if counts[row]:
-                heapq.heappush(losses, (self._loss(worth, row, counts), row))
+                heapq.heappush(losses, (self._probe_loss(worth, row, counts), row))
         return replace(self, counts=tuple(counts))
 
-    def _loss(self, worth: Sequence[float], row: int, counts: list[int]) -> float:
-        return self.ends[row] * (worth[counts[row]] - worth[counts[row] - 1])
+    def _probe_loss(self, worth: Sequence[float], row: int, counts: list[int]) -> float:
+        """Return the expected tokens that are lost with one probe of a row."""
+        return self.last_chances[row] * (worth[counts[row]] - worth[counts[row] - 1])
 
 
 @dataclass(frozen=True)
@@ -94,26 +97,26 @@ class SparsePlan:
     trees: tuple[SparseTree, ...]
 
     @cached_property
-    def chain(self) -> np.ndarray:
-        """The chance of each state to follow a state, float [states, states]."""
+    def transitions(self) -> np.ndarray:
+        """The chance of each state to follow each state, float [states, states]."""
         chain = np.zeros((len(self.trees), len(self.trees)))
         for state, tree in enumerate(self.trees):
-            for end, count in zip(tree.ends, tree.counts, strict=True):
+            for end, count in zip(tree.last_chances, tree.counts, strict=True):
                 chain[state, count] += (1 - _LEAK) * end
         chain[:, 0] += _LEAK
         return chain
 
     @cached_property
-    def shares(self) -> list[float]:
-        """How often each state comes up: the steady state of the chain."""
+    def steady_state(self) -> list[float]:
+        """The share of rounds in each state: the steady state of the chain."""
         # One of the balance equations follows from the others.
-        system = (self.chain - np.eye(len(self.chain))).T
+        system = (self.transitions - np.eye(len(self.transitions))).T
         system[-1] = 1.0
         return np.linalg.solve(system, np.eye(len(system))[-1]).tolist()  # type: ignore[no-any-return]
 
-    def worth(self, pass_ms: PassMs) -> tuple[float, list[float]]:
-        """The tokens per ms, and the tokens that each state gains over state 0."""
-        system = np.eye(len(self.chain)) - self.chain
+    def state_values(self, pass_ms: PassMs) -> tuple[float, list[float]]:
+        """Return the tokens per ms, and each state's gain in tokens over state 0."""
+        system = np.eye(len(self.transitions)) - self.transitions
         system[:, 0] = [pass_ms(*tree.size) for tree in self.trees]
         rate, *others = np.linalg.solve(system, [tree.tokens for tree in self.trees])
         return float(rate), [0.0, *map(float, others)]
@@ -123,15 +126,15 @@ class SparsePlan:
         """tau: the expected tokens of a round."""
         return self._mean([tree.tokens for tree in self.trees])
 
-    def value(self, pass_ms: PassMs) -> float:
-        """The expected tokens of a millisecond."""
+    def tokens_per_ms(self, pass_ms: PassMs) -> float:
+        """Return the expected tokens per ms of pass time."""
         return self.tokens / self._mean([pass_ms(*t.size) for t in self.trees])
 
     def _mean(self, numbers: Sequence[float]) -> float:
-        return float(sum(map(mul, self.shares, numbers)))
+        return float(sum(map(mul, self.steady_state, numbers)))
 
 
-def likeliest(ranks: RankRates, rows: int) -> SparseTree:
+def likeliest_tree(ranks: RankRates, rows: int) -> SparseTree:
     """The `rows` likeliest rows below a root, as deep as there are ranks.
 
     Greedy insertion is optimal where a row's chance is the product along its path.
@@ -173,17 +176,17 @@ def _depth_first(found: Sequence[tuple[int, float]]) -> SparseTree:
     return SparseTree(tuple(parents), tuple(chances), (0,) * len(chances))
 
 
-def plan_of(ranks: RankRates, rows: Sequence[int], slots: int) -> SparsePlan:
+def make_plan(ranks: RankRates, rows: Sequence[int], slots: int) -> SparsePlan:
     """The plan whose tree of state d drafts `rows[d - 1]` rows, in `slots` slots each.
 
     Rows and probes take a slot each; probes fill what the rows leave.
     """
     states = range(len(ranks) + 1)
-    bare = [likeliest(ranks[:d], rows[d - 1] if d else 0) for d in states]
+    bare = [likeliest_tree(ranks[:d], rows[d - 1] if d else 0) for d in states]
     worth = [tree.tokens for tree in bare]
     left = (max(0, slots - tree.size[0]) for tree in bare)
     return SparsePlan(
-        tuple(t.carrying(worth, n) for t, n in zip(bare, left, strict=True))
+        tuple(t.with_probes(worth, n) for t, n in zip(bare, left, strict=True))
     )
 
 
@@ -199,37 +202,43 @@ def best_plan(
     counts = [min(rows, most)] if rows else range(1, most + 1)
     gamma = len(ranks)
     if slots:
-        plans = [plan_of(ranks, (count,) * gamma, slots) for count in counts]
-        return max(plans, key=lambda plan: plan.value(pass_ms))
-    trees = [[likeliest((), 0)]]
-    trees += [[likeliest(ranks[:d], n) for n in counts] for d in range(1, gamma + 1)]
+        plans = [make_plan(ranks, (count,) * gamma, slots) for count in counts]
+        return max(plans, key=lambda plan: plan.tokens_per_ms(pass_ms))
+    trees = [[likeliest_tree((), 0)]]
+    trees += [
+        [likeliest_tree(ranks[:d], n) for n in counts] for d in range(1, gamma + 1)
+    ]
     bare = [of_state[0] for of_state in trees]
     plan = SparsePlan(tuple(replace(t, counts=(1,) * t.size[0]) for t in bare))
-    for _ in range(_TURNS):
-        better = _improved(plan, trees, pass_ms)
+    for _ in range(_MOST_IMPROVEMENTS):
+        better = _improve_plan(plan, trees, pass_ms)
         if better == plan:
             break
         plan = better
     return plan
 
 
-def _improved(
+def _improve_plan(
     plan: SparsePlan, trees: Sequence[Sequence[SparseTree]], pass_ms: PassMs
 ) -> SparsePlan:
-    """For each state the best of its `trees`, by what the plan's states are worth."""
-    rate, worth = plan.worth(pass_ms)
+    """Return the plan with the best tree for each state, by the values of `plan`."""
+    rate, worth = plan.state_values(pass_ms)
 
     def carrying(tree: SparseTree, least: int) -> SparseTree:
         """Each row with the probes that it gains most by; they cost alike."""
         rows, _ = tree.size
         price = rate * (pass_ms(rows, 1) - pass_ms(rows, 0))
-        gains = [[e * h - n * price for n, h in enumerate(worth)] for e in tree.ends]
+        gains = [
+            [e * h - n * price for n, h in enumerate(worth)] for e in tree.last_chances
+        ]
         numbers = range(least, len(worth))
         best = tuple(max(numbers, key=of_row.__getitem__) for of_row in gains)
         return replace(tree, counts=best)
 
     def gain(tree: SparseTree) -> float:
-        later = sum(e * worth[n] for e, n in zip(tree.ends, tree.counts, strict=True))
+        later = sum(
+            e * worth[n] for e, n in zip(tree.last_chances, tree.counts, strict=True)
+        )
         return tree.tokens - rate * pass_ms(*tree.size) + later
 
     return SparsePlan(

@@ -23,10 +23,10 @@ from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
-ALIKE = 0.8
+MIN_SIMILARITY = 0.8
 """Requests count as similar if the cosine of their embeddings is at least this."""
 
-MOST_ALIKE = 4
+MOST_SCRIPTS = 4
 """The most entries whose responses are followed."""
 
 LONGEST_SLOT = 32
@@ -46,7 +46,7 @@ and ends aside."""
 LONGEST_ENDING = 3
 """The most last tokens of the output that are searched for in a response."""
 
-AHEAD = 64
+SEARCHED_TOKENS = 64
 """How many tokens ahead a response is searched."""
 
 
@@ -66,6 +66,7 @@ class RecallProposer(Proposer):
         self._scripts: list[Script] = []
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
+        """Find similar earlier requests, and adapt their responses to this prompt."""
         self._prompt_tokens, self._read = len(prompt), []
         vector = self.similarity.vector(prompt)
         # An entry that was kept without a similarity table has an empty vector.
@@ -74,9 +75,9 @@ class RecallProposer(Proposer):
         # Among entries of the same cosine the latest stays first, as in the store.
         scored_entries.sort(key=lambda pair: -pair[0])
         self._scripts = [
-            Script(adapted(entry.prompt, entry.response, prompt))
-            for cosine, entry in scored_entries[:MOST_ALIKE]
-            if cosine >= ALIKE
+            Script(adapt_response(entry.prompt, entry.response, prompt))
+            for cosine, entry in scored_entries[:MOST_SCRIPTS]
+            if cosine >= MIN_SIMILARITY
         ]
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
@@ -89,7 +90,7 @@ class RecallProposer(Proposer):
                 script.follow(output[max(0, end - LONGEST_ENDING) : end])
         self._read = output
         best = max(self._scripts, key=lambda script: script.agreed, default=None)
-        draft = [] if best is None else best.following(budget)
+        draft = [] if best is None else best.next_tokens(budget)
         return Rows.chain([context[-1], *draft])
 
 
@@ -106,8 +107,8 @@ class Script:
         self.agreed = 0
         self.lost = False
 
-    def following(self, count: int) -> list[int]:
-        """The tokens from the place on; no tokens while the place is lost."""
+    def next_tokens(self, count: int) -> list[int]:
+        """Return `count` tokens or fewer from the place on; [] while it is lost."""
         return [] if self.lost else self.tokens[self.place : self.place + count]
 
     def follow(self, output: Sequence[int]) -> None:
@@ -119,38 +120,42 @@ class Script:
             return
         self.agreed, self.lost = 0, True
         for size in range(LONGEST_ENDING, 0, -1):
-            place = self._next(list(output[-size:])) if len(output) >= size else None
+            place = (
+                self._find_after(list(output[-size:])) if len(output) >= size else None
+            )
             if place is not None:
                 self.place, self.agreed, self.lost = place, size, False
                 return
 
-    def _next(self, ending: list[int]) -> int | None:
-        """The place after the next occurrence of some tokens, at most `AHEAD` away."""
+    def _find_after(self, ending: list[int]) -> int | None:
+        """The place after the next `ending` in `SEARCHED_TOKENS` tokens, or None."""
         # The occurrence must end beyond the place, but may begin before it.
         first = max(0, self.place - len(ending) + 1)
-        for start in range(first, min(self.place + AHEAD, len(self.tokens))):
+        for start in range(first, min(self.place + SEARCHED_TOKENS, len(self.tokens))):
             if self.tokens[start : start + len(ending)] == ending:
                 return start + len(ending)
         return None
 
 
-def adapted(
+def adapt_response(
     prompt: list[int], response: list[int], new_prompt: Sequence[int]
 ) -> list[int]:
-    """The response to `prompt`, with the words in which `new_prompt` differs.
+    """Return the response, with the words in which `new_prompt` differs from `prompt`.
 
     adapted([1, 2, 9], [5, 2, 5], [1, 3, 9])    # [5, 3, 5]
     """
-    for old, new in _changes(prompt, list(new_prompt))[:MOST_CHANGES]:
+    for old, new in _replacements(prompt, list(new_prompt))[:MOST_CHANGES]:
         if max(len(old), len(new)) <= LONGEST_SLOT and len(response) <= MOST_TOKENS:
-            response = _replaced(response, old, new)
+            response = _replace_tokens(response, old, new)
     return response
 
 
-def _changes(one: list[int], other: list[int]) -> list[tuple[list[int], list[int]]]:
-    """What stands in one text and what in its place in the other.
+def _replacements(
+    one: list[int], other: list[int]
+) -> list[tuple[list[int], list[int]]]:
+    """Return pairs of tokens in one text and those in their place in the other.
 
-    Nothing, if the comparison would take seconds.
+    Empty if the comparison would take seconds.
     """
     start = common_length(one, other)
     one, other = one[start:], other[start:]
@@ -168,7 +173,7 @@ def _changes(one: list[int], other: list[int]) -> list[tuple[list[int], list[int
     ]
 
 
-def _replaced(tokens: list[int], old: list[int], new: list[int]) -> list[int]:
+def _replace_tokens(tokens: list[int], old: list[int], new: list[int]) -> list[int]:
     """The tokens, with `new` at every place where `old` was."""
     result, done = list[int](), 0
     for start in [i for i, token in enumerate(tokens) if token == old[0]]:
@@ -179,10 +184,11 @@ def _replaced(tokens: list[int], old: list[int], new: list[int]) -> list[int]:
 
 
 def _lacks(bundle: Bundle) -> str:
+    """Return what an export must add for this method; "" if the bundle has it."""
     return "" if bundle.similarity else "export the bundle again with this version"
 
 
-def _make(loaded: LoadedBundle, options: MethodOptions) -> Proposer:
+def _make_proposer(loaded: LoadedBundle, options: MethodOptions) -> Proposer:
     store = loaded.store_of(options.user)
     if store is None or loaded.similarity is None:
         raise OptionError(
@@ -196,7 +202,7 @@ def _make(loaded: LoadedBundle, options: MethodOptions) -> Proposer:
 METHOD = Method(
     "recall",
     "the responses to similar requests, with --store FILE",
-    _make,
+    _make_proposer,
     lacks=_lacks,
     needs_store=True,
 )

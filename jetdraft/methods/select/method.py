@@ -47,28 +47,30 @@ class SelectProposer(Proposer):
         cache, tokens = self.graph.cache, [context[-1]]
         committed = cache.length
         try:
-            answer = self._run(context[committed:])
+            answer = self._run_pass(context[committed:])
             while True:
                 position = len(context) + len(tokens) - 1
                 tokens.append(self._chooser.choose(answer, [position])[0])
                 if len(tokens) > budget or not cache.room:
                     break
-                answer = self._run(tokens[-1:])
+                answer = self._run_pass(tokens[-1:])
         finally:
             cache.rewind(committed)
         return Rows.chain(tokens, self.traits.kind)
 
-    def _run(self, tokens: Sequence[int]) -> Answer:
+    def _run_pass(self, tokens: Sequence[int]) -> Answer:
+        """Run one pass over the tokens, and move the cursor behind them."""
         answer = self.graph.run(tokens, last_only=True)
         self.graph.cache.advance(len(tokens))
         return answer
 
 
 def _lacks(bundle: Bundle) -> str:
+    """Return what an export must add for this method; "" if the bundle has it."""
     return "" if bundle.target.selection else "export with --select-kv"
 
 
-def _make(loaded: LoadedBundle, options: MethodOptions) -> Proposer:
+def _make_proposer(loaded: LoadedBundle, options: MethodOptions) -> Proposer:
     if refusal := cpu_only(SELECTION, loaded.provider, "choose --provider cpu"):
         raise OptionError(refusal, "method")
     return SelectProposer(loaded.target.make_selecting(), loaded.curve.pass_ms(1))
@@ -77,7 +79,7 @@ def _make(loaded: LoadedBundle, options: MethodOptions) -> Proposer:
 METHOD = Method(
     NAME,
     "the target itself, which reads selected KV rows only",
-    _make,
+    _make_proposer,
     lacks=_lacks,
     fills_target=True,
     # The curve is measured over few rows, where a draft costs as much as a plain pass.

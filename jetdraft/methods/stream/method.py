@@ -58,15 +58,16 @@ class StreamOptions(TreeOptions):
         return WIDEST - 1 if size is None and self.prune_threshold is not None else size
 
 
-def _make(loaded: LoadedBundle, options: StreamOptions) -> Proposer:
+def _make_proposer(loaded: LoadedBundle, options: StreamOptions) -> Proposer:
+    """Make a proposer of chains or trees, as options and graph allow."""
     may_branch = options.may_branch and options.prune_threshold is None
     return of_probes("stream", loaded, options, branches=may_branch)
 
 
-def _target(
+def _pruning_target(
     loaded: LoadedBundle, options: StreamOptions, widths: Sequence[int]
 ) -> Target | None:
-    """The target in halves, where rows are pruned between them."""
+    """Return the target in halves, to prune between them; None without pruning."""
     threshold = options.prune_threshold
     if threshold is None:
         return None
@@ -77,13 +78,13 @@ def _target(
 METHOD = Method(
     "stream",
     "the target itself, in the pass that verifies",
-    _make,
+    _make_proposer,
     StreamOptions,
     lacks=lacks_probes("stream"),
     trees=True,
     reads_probes=True,
     cost="probes",
-    target=_target,
+    target=_pruning_target,
     samples=(
         {"tree": "best"},
         {"tree": "heap"},

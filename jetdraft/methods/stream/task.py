@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.layers import decoder_layers
-from jetdraft.checkpoints.parameters import convert
+from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.checkpoints.streams import (
     SHARED,
-    Streamed,
+    StreamedModel,
     Streams,
     StreamSettings,
     add_adapters,
@@ -34,10 +34,10 @@ from jetdraft.train.task import Published, Task, Tensors
 from jetdraft.train.teacher import refuse_gguf
 
 MOST_LAYERS = 1 << 20
-"""What no model has; its own number is known later."""
+"""More layers than any model has; settings are checked before a target is read."""
 
 MAIN_WEIGHT, STREAM_WEIGHT = 1.0, 0.1
-"""alpha_0 and alpha_j."""
+"""The weights alpha_0 and alpha_j of the losses of main rows and of streams."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,18 @@ class StreamTask(Task):
         return self.streams.gamma + 2, f"{self.streams.gamma} streams"
 
     def folder(self, output: Path) -> RunFolder:
+        """Return the run folder; nothing is written yet."""
         return RunFolder(output)
 
     def load(self, source: str) -> tuple[Checkpoint, str]:
+        """Load the target, with float32 weights; refuse a GGUF file."""
         refuse_gguf(source, self.kind)
         target = Checkpoint.load(source, torch.float32)
-        convert(target.model, torch.float32)
+        store_weights_in(target.model, torch.float32)
         return target, ""
 
     def check_target(self, target: Checkpoint) -> None:
+        """Raise `CheckpointError` for a target with streams, or an untunable one."""
         super().check_target(target)
         if target.packed is not None and self.streams.mode == SHARED:
             raise CheckpointError(
@@ -100,7 +103,7 @@ class StreamTask(Task):
         self.streams = replace(self.streams, base=run.base)
         self.streams.check(len(decoder_layers(run.target.model)))
 
-    def new_drafter(self, run: Run) -> Streamed:
+    def new_drafter(self, run: Run) -> StreamedModel:
         """The target with streams, whose embeddings are as large as hidden states.
 
         With small embeddings LoRA can hardly tell a stream from its carrier, and what
@@ -110,7 +113,7 @@ class StreamTask(Task):
         add_adapters(model, self.streams)
         model.set_attn_implementation(IMPLEMENTATION)
         hidden = model.get_input_embeddings().embedding_dim
-        streamed = Streamed(model, Streams(self.streams, hidden))
+        streamed = StreamedModel(model, Streams(self.streams, hidden))
         ids = torch.tensor([run.corpus.training[0].ids])
         positions = torch.arange(ids.shape[1])[None]
         every = torch.arange(self.streams.gamma)
@@ -128,20 +131,22 @@ class StreamTask(Task):
         return module
 
     def weights(self, run: Run) -> dict[str, Tensor]:
+        """Return the trained weights, by name: streams and LoRA."""
         return dict(run.module.task)
 
     def begin(self, run: Run) -> None:
+        """Add the target's files to the run folder."""
         run.folder.add_target(run.source, run.base)
 
     def loss(self, run: Run, module: Any, batch: Batch) -> Tensor:
-        part = losses(module, batch, self.streams.gamma)
+        part = compute_losses(module, batch, self.streams.gamma)
         places = run.reduced(part.places).clamp(min=1)
         # Processes average their gradients, and each has a part of the places.
         return part.total(self.streams.mode, part.places * run.processes / places)
 
     def validate(self, run: Run, module: Any) -> dict[str, Any]:
         parts = [
-            losses(module, batch, self.streams.gamma)
+            compute_losses(module, batch, self.streams.gamma)
             for batch in run.held_out_batches()
         ]
         run.check_finite(torch.stack([part.main for part in parts]))
@@ -158,6 +163,7 @@ class StreamTask(Task):
         }
 
     def headline(self, run: Run) -> str:
+        """Return the line that describes the training before it starts."""
         counts = self.counts(run)
         return (
             f"training {counts['streams']} weights of the streams and "
@@ -169,6 +175,7 @@ class StreamTask(Task):
         return {"streams": own, "lora": run.parameters - own}
 
     def summary_line(self, figures: Mapping[str, Any]) -> str:
+        """Return the line that describes the figures of a validation."""
         rates = " ".join(f"{share:.2f}" for share in figures["acceptance"])
         stream_losses = " ".join(f"{loss:.2f}" for loss in figures["stream_losses"])
         return (
@@ -177,6 +184,7 @@ class StreamTask(Task):
         )
 
     def settings_of_run(self, run: Run) -> dict[str, Any]:
+        """Return the settings that a resumed run must repeat."""
         return asdict(self.streams)
 
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
@@ -214,7 +222,7 @@ class Losses:
         return total + MAIN_WEIGHT * weights[0] * self.main if mode == SHARED else total
 
 
-def losses(streamed: Any, batch: Batch, gamma: int) -> Losses:
+def compute_losses(streamed: Any, batch: Batch, gamma: int) -> Losses:
     """Run whole sequences, in which rows carry all `gamma` streams or none.
 
     A row carries streams if its next token is learned. So there are no streams, and no
@@ -222,8 +230,8 @@ def losses(streamed: Any, batch: Batch, gamma: int) -> Losses:
     """
     size, rows = batch.ids.shape
     at = torch.arange(rows, device=batch.ids.device)
-    learned = _following(batch.labels, 1)[..., 0] != IGNORED
-    carriers = _carriers(learned)
+    learned = _next_ids(batch.labels, 1)[..., 0] != IGNORED
+    carriers = _carrier_rows(learned)
     count = carriers.shape[1]
     keep = learned.any(0).nonzero()[:, 0]
     logits, early, _ = streamed(
@@ -240,10 +248,10 @@ def losses(streamed: Any, batch: Batch, gamma: int) -> Losses:
     best = torch.zeros_like(batch.ids)
     best[:, keep] = main.detach().argmax(-1)
     # Row t predicts token t + 1, and its stream j (from 1 on) token t + 1 + j.
-    wanted = _following(batch.labels, 1)[:, keep]
-    ahead = _of_carriers(_following(batch.labels, gamma + 1)[..., 1:], carriers)
-    ahead = ahead.where(_of_carriers(learned[..., None], carriers), IGNORED)
-    agreed = _of_carriers(_following(best, gamma), carriers)
+    wanted = _next_ids(batch.labels, 1)[:, keep]
+    ahead = _take_carriers(_next_ids(batch.labels, gamma + 1)[..., 1:], carriers)
+    ahead = ahead.where(_take_carriers(learned[..., None], carriers), IGNORED)
+    agreed = _take_carriers(_next_ids(best, gamma), carriers)
     compared = ahead != IGNORED
     right = (probes.detach().argmax(-1) == agreed) & compared
     return Losses(
@@ -255,23 +263,23 @@ def losses(streamed: Any, batch: Batch, gamma: int) -> Losses:
     )
 
 
-def _carriers(learned: Tensor) -> Tensor:
-    """The rows [b, C] that carry streams: where bool [b, T] is true, in this order.
+def _carrier_rows(learned: Tensor) -> Tensor:
+    """Return the rows [b, C] that carry streams: where bool [b, T] is true, in order.
 
-    C is the most of one sequence. The others have further rows, which are not learned.
+    C is the most of one sequence. The others get further rows, which are not learned.
     """
     count = max(1, int(learned.sum(1).max()))
     order = learned.int().argsort(dim=1, descending=True, stable=True)
     return order[:, :count]
 
 
-def _of_carriers(rows: Tensor, carriers: Tensor) -> Tensor:
-    """What [b, T, n] says of the rows [b, C] that carry streams: [b, C, n]."""
+def _take_carriers(rows: Tensor, carriers: Tensor) -> Tensor:
+    """Take the rows [b, C] that carry streams out of [b, T, n]: [b, C, n]."""
     return torch.take_along_dim(rows, carriers[..., None], 1)
 
 
-def _following(ids: Tensor, count: int) -> Tensor:
-    """The next `count` ids after each place: [b, T] to [b, T, count]."""
+def _next_ids(ids: Tensor, count: int) -> Tensor:
+    """Return the next `count` ids after each place: [b, T] to [b, T, count]."""
     padded = F.pad(ids[:, 1:], (0, count), value=IGNORED)
     return padded.unfold(1, count, 1)
 

@@ -63,7 +63,8 @@ class TrigramProposer(Proposer):
         self.trigrams.forget()
 
 
-def _make(loaded: LoadedBundle, options: TrigramOptions) -> Proposer:
+def _make_proposer(loaded: LoadedBundle, options: TrigramOptions) -> Proposer:
+    """Make a proposer over a new table, or over a corpus table that is loaded."""
     counts = None
     if options.table is not None:
         vocabulary = loaded.bundle.target.contract.vocab_size
@@ -74,7 +75,7 @@ def _make(loaded: LoadedBundle, options: TrigramOptions) -> Proposer:
 METHOD = Method(
     "trigram",
     "a table of the tokens that follow two tokens, learned on the way",
-    _make,
+    _make_proposer,
     TrigramOptions,
     # Without a corpus the table knows little.
     in_auto=lambda options: options.table is not None,

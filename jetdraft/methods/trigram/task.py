@@ -16,7 +16,7 @@ from jetdraft.runtime.history.trigrams import Counts
 from jetdraft.runtime.text.codec import TextCodec
 
 
-def count(corpus: Sequence[Path], bundle: Bundle, output: Path) -> Counts:
+def write_table(corpus: Sequence[Path], bundle: Bundle, output: Path) -> Counts:
     """Read text files with a bundle's tokenizer and write the table to `output`.
 
     Raises `DataError` or `OutputError`; the table appears whole or not at all.
@@ -44,7 +44,7 @@ def count(corpus: Sequence[Path], bundle: Bundle, output: Path) -> Counts:
 @output_option("Write the table to this file.")
 def command(corpus: tuple[Path, ...], bundle: Path, output: Path) -> None:
     """Count which tokens follow which two tokens in CORPUS, text files."""
-    table = count(corpus, Bundle.open(bundle), output)
+    table = write_table(corpus, Bundle.open(bundle), output)
     click.echo(
         f"{output}: {len(table.pairs)} pairs, {len(table.tokens)} successors", err=True
     )

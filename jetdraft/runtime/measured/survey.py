@@ -406,7 +406,7 @@ def randomized(graph: Graph) -> Iterator[list[int]]:
     is_lost = length < cache.length
     random, arrays = np.random.default_rng(1), dict[tuple[int, ...], np.ndarray]()
     for spec in graph.contract.buffers("past"):
-        shape, buffer = spec.sized(), cache.buffers[spec.name]
+        shape, buffer = spec.concrete_shape(), cache.buffers[spec.name]
         if shape not in arrays:
             numbers = random.standard_normal(shape, np.float32)
             integers = np.dtype(spec.dtype).kind in "iu"

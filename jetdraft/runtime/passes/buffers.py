@@ -106,7 +106,7 @@ class Cache:
         self.seconds = 0.0
         self.memory = memory
         tensors = {
-            spec.name: memory.tensor(spec.sized(), spec.dtype)
+            spec.name: memory.tensor(spec.concrete_shape(), spec.dtype)
             for spec in contract.buffers("past")
         }
         self.buffers = {name: tensor.value for name, tensor in tensors.items()}
@@ -219,22 +219,26 @@ class SourceBuffers:
     ) -> None:
         self._input = contract.encoder_input
         check_tensors((self._input,), session.get_inputs(), "the encoder's inputs")
-        check_tensors(contract.cross, session.get_outputs(), "the encoder's outputs")
+        check_tensors(
+            contract.cross_inputs, session.get_outputs(), "the encoder's outputs"
+        )
         self.slots = contract.source_slots
         self.tokens: list[int] = []
         self.seconds = 0.0
         self._material: npt.NDArray[Any] = np.zeros(0)
         self._session, self._memory = session, memory
         self._buffers = {
-            spec.name: memory.tensor(spec.sized(), spec.dtype)
-            for spec in contract.cross
+            spec.name: memory.tensor(spec.concrete_shape(), spec.dtype)
+            for spec in contract.cross_inputs
         }
         # Passes that are compared before any source is read must differ.
         for seed, tensor in enumerate(self._buffers.values()):
             random = np.random.default_rng(seed)
             tensor.array[:] = random.standard_normal(tensor.array.shape, np.float32)
             tensor.upload()
-        self._length = memory.tensor(SOURCE_LENGTH.sized(), SOURCE_LENGTH.dtype)
+        self._length = memory.tensor(
+            SOURCE_LENGTH.concrete_shape(), SOURCE_LENGTH.dtype
+        )
         self._set_length(self.slots)
 
     @property

@@ -59,8 +59,8 @@ class Graph:
         self.source: SourceBuffers | None = None
         # What selecting passes read and write in place, on the host.
         self.selected = {
-            spec.name: HOST.tensor(spec.sized(), spec.dtype)
-            for spec in self.contract.selected("past")
+            spec.name: HOST.tensor(spec.concrete_shape(), spec.dtype)
+            for spec in self.contract.selection_tensors("past")
         }
         self.prepare(exact=True)
         self.cache = cache or Cache(self.contract, compaction, memory)
@@ -227,7 +227,7 @@ class Graph:
     def _fitting_probes(self, probing: Probing, rows: int, room: int) -> Probes:
         """The probes of a pass; `NO_PROBES` if they do not fit into the buffers."""
         probes = probing.of(rows)
-        return probes if self.contract.behind(probes.total) <= room else NO_PROBES
+        return probes if self.contract.probe_slots(probes.total) <= room else NO_PROBES
 
     def _probe_slots(
         self, probes: Probes, ancestors: Sequence[Sequence[int]]
@@ -242,7 +242,7 @@ class Graph:
     ) -> ort.RunOptions | None:
         """Set the inputs that are one number; returns the options to run the pass."""
         size = binding.size
-        length = self._total_length(cursor + size.width, binding.biased)
+        length = self._total_length(cursor + size.width, binding.has_bias)
         binding.cursor[0] = cursor
         binding.total_length[0] = length
         if self.target_cache is not None:
@@ -302,7 +302,7 @@ class _GraphBinding(PassBinding):
             _borrowed(graph),
         )
         self.size = size
-        self.biased = contract.biased
+        self.has_bias = contract.has_bias
         self.unknown = contract.vocab_size
         self.input_ids = self.view("input_ids")
         self.position_ids = self.view("position_ids")

@@ -225,7 +225,7 @@ class Opener:
         """
         contract, file = entry.widest_contract, entry.tree_file or entry.file
         webgpu.check_buffers(self.bundle.path / file, contract)
-        can_capture = not contract.biased
+        can_capture = not contract.has_bias
         options = WEBGPU | {"enableGraphCapture": str(int(can_capture))}
         session = self.session(file, weights, options)
         memory = Memory("webgpu", True, () if can_capture else ("total_length",))

@@ -20,7 +20,7 @@ from jetdraft.bundle import DRAFTER, Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.layers import decoder_layers
-from jetdraft.checkpoints.parameters import convert
+from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.errors import CheckpointError
 from jetdraft.export.draft_vocab import cut_head
 from jetdraft.export.drafters import (
@@ -220,7 +220,7 @@ class ModelStudent(Student):
 
     def _with(self, weights: Mapping[str, Tensor]) -> Checkpoint:
         checkpoint = self._checkpoint()
-        convert(checkpoint.model, torch.float32)
+        store_weights_in(checkpoint.model, torch.float32)
         self.put(checkpoint.model, weights)
         return checkpoint
 
@@ -244,7 +244,7 @@ class HeadStudent(Student):
 
     def load(self, weights: Mapping[str, Tensor]) -> Any:
         head = self._head(self._target, torch.float32)
-        convert(head, torch.float32)
+        store_weights_in(head, torch.float32)
         self.put(head, weights)
         return head
 

@@ -235,7 +235,7 @@ MISTAKES = {
     ),
     "residual flag flipped": (
         eagle3,
-        lambda loop, _: setattr(loop.head.layer, "norm_before_residual", False),
+        lambda loop, _: setattr(loop.head.first_layer, "norm_before_residual", False),
     ),
     "recycled state not normed": (eagle3, flagged(carries_normed=False)),
     "embedding after the feature": (eagle3, embedding_after_the_feature),

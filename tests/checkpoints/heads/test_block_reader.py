@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from jetdraft.checkpoints.heads.blocks import masked
+from jetdraft.checkpoints.heads.blocks import masked_attention
 from jetdraft.checkpoints.heads.head_reader import load_head
 from tests.checkpoints.heads import layouts, reference
 from tests.checkpoints.heads.conftest import ROWS
@@ -29,8 +29,8 @@ def filled(drafter, states, known=(), taps=TAPS, mask=None, shift=0):
     positions[:, ROWS:] += shift
     with torch.no_grad():
         context = drafter.fuse([states.streams[tap][None] for tap in taps])
-        rows = drafter(context, block, positions, masked(mask))
-        return drafter.lm_head(drafter.guessed(rows))[0]
+        rows = drafter(context, block, positions, masked_attention(mask))
+        return drafter.lm_head(drafter.mask_states(rows))[0]
 
 
 DFLASH = {
@@ -116,8 +116,8 @@ def test_diffusion(target, tmp_path, known):
     mask[ROWS:] = True
     with torch.no_grad():
         positions = torch.arange(ROWS + BLOCK)[None]
-        states = drafter(tokens[None], block[None], positions, masked(mask))
-        logits = drafter.lm_head(drafter.guessed(states))[0]
+        states = drafter(tokens[None], block[None], positions, masked_attention(mask))
+        logits = drafter.lm_head(drafter.mask_states(states))[0]
     wanted = reference.diffusion(tensors, tokens, [*known, *[None] * unknown])
     wanted = F.linear(wanted, tensors["embed_tokens.weight"])
     torch.testing.assert_close(logits, wanted, **CLOSE)

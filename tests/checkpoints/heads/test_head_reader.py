@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from jetdraft.checkpoints.attention import HandThrough, StepState, attending
+from jetdraft.checkpoints.attention import PassThroughCache, StepState, attending
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import CheckpointError
 from tests.checkpoints.heads import layouts, reference
@@ -185,7 +185,7 @@ def test_over_fixed_buffers_a_head_computes_the_same(target, states, tmp_path):
             features = head.fuse([tap[None] for tap in taps])[:, start:end]
             tokens = states.tokens[None, start:end]
             hidden, _ = head(
-                tokens, features, states.positions[None, start:end], HandThrough()
+                tokens, features, states.positions[None, start:end], PassThroughCache()
             )
             rows.append(head.lm_head(hidden)[0])
         past = [state.present[layer] for layer in (0, 1)]

@@ -202,7 +202,7 @@ def test_probes_of_passes_are_those_of_training(models, kind):
     changes = {"members": 2} if kind == "ensemble" else {}
     model = models("ppd" if changes else kind, 0, **changes)
     checkpoint = Checkpoint.load(model.bundle.target.source, torch.float32)
-    prompts = checkpoint.with_streams(1.0).prompts
+    prompts = checkpoint.add_probes(1.0).prompts
     own = Checkpoint.load(checkpoint.source, torch.float32)
     own.model.set_attn_implementation("sdpa")
     anchors, expected = torch.tensor([[4, 11, 19]]), []
@@ -384,7 +384,7 @@ def test_scores_are_those_of_the_early_exit(models, tmp_path):
     """The log probability of each row's token after its parent."""
     floats = models("stream", 0, 5)
     folder = Path(floats.bundle.target.source)
-    streamed = Checkpoint.load(str(folder), torch.float32).with_streams(1.0)
+    streamed = Checkpoint.load(str(folder), torch.float32).add_probes(1.0)
     streamed.model.set_attn_implementation(IMPLEMENTATION)
     halves = filled(halves_of(floats, 0.0), PROMPT)
     rows = Rows([9, 8, 7, 6, 5], [-1, 0, 0, 2, 3])
@@ -591,7 +591,7 @@ def test_a_plan_learns_what_rounds_take(models):
     for drafted in (0, 15, 15):
         seconds = 1e-3 * (1.1 + 0.5 * drafted)
         proposer.time(Round("ppd", 16, drafted, [], 1e-3, 0.0, seconds=seconds))
-    proposer.rates.settled = ppd.FIRST_LOOK
+    proposer.rates.settled = ppd.FIRST_REPLAN
     assert len(proposer.plan(15).trees[3].parents) < 5
 
 

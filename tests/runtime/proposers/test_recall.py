@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jetdraft.methods.recall.method import RecallProposer, Script, adapted
+from jetdraft.methods.recall.method import RecallProposer, Script, adapt_response
 from jetdraft.runtime.history.store import Entry, ResponseStore, Similarity
 from jetdraft.runtime.proposers.lookup import LookupProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
@@ -80,7 +80,7 @@ def test_a_lost_place_is_found(script, output, following):
     script = Script(script)
     for end in range(1, len(output) + 1):
         script.follow(output[:end])
-    assert script.following(3) == following
+    assert script.next_tokens(3) == following
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_lost_place_is_found(script, output, following):
     ],
 )
 def test_words_of_another_request(prompt, response, now, expected):
-    assert adapted(prompt, response, now) == expected
+    assert adapt_response(prompt, response, now) == expected
 
 
 def test_a_withdrawn_token_is_forgotten(store, similarity):

@@ -12,7 +12,7 @@ def taught(own, guess, evidence=2, rounds=30):
     trust, context = Trust(), [1]
     for _ in range(rounds):
         token, guessed = (RIGHT if right else WRONG for right in (own, guess))
-        trust.drafted(context, [Trial(token, guessed, evidence, own=True)])
+        trust.keep_draft(context, [Trial(token, guessed, evidence, own=True)])
         context = [*context, RIGHT]
         trust.learn(context)
     return trust
@@ -45,7 +45,7 @@ def test_a_drafter_that_is_not_asked_gets_another_chance():
         own = not trust.prefers(2)
         asked += own
         guess = RIGHT if round_ % 5 else WRONG
-        trust.drafted([1], [Trial(WRONG if own else guess, guess, 2, own)])
+        trust.keep_draft([1], [Trial(WRONG if own else guess, guess, 2, own)])
         trust.learn([1, RIGHT])
     assert 1 <= asked <= 9
 
@@ -54,14 +54,14 @@ def test_nothing_is_learned_behind_a_wrong_token():
     """The guesses behind it were wrong, but nobody knows what came after it."""
     trust, behind = Trust(), Trial(WRONG, WRONG, 4, own=False)
     for _ in range(30):
-        trust.drafted([1], [Trial(WRONG, None, 0, own=True), behind])
+        trust.keep_draft([1], [Trial(WRONG, None, 0, own=True), behind])
         trust.learn([1, RIGHT, RIGHT])
     assert trust.prefers(4)
 
 
 def test_a_draft_counts_once():
     trust = Trust()
-    trust.drafted([1], [Trial(RIGHT, WRONG, 4, own=True)])
+    trust.keep_draft([1], [Trial(RIGHT, WRONG, 4, own=True)])
     trust.learn([1, RIGHT])
     once = list(trust._rates[4][1].trials)
     trust.learn([1, RIGHT])
@@ -72,7 +72,7 @@ def test_a_draft_counts_once():
 def test_another_text_is_not_compared(gone):
     trust = Trust()
     for _ in range(30):
-        trust.drafted([1, 2], [Trial(WRONG, WRONG, 4, own=False)])
+        trust.keep_draft([1, 2], [Trial(WRONG, WRONG, 4, own=False)])
         if gone == "another sequence":
             trust.begin()
         trust.learn([1, 3, RIGHT] if gone == "withdrawn tokens" else [1, 2, RIGHT])

@@ -11,25 +11,25 @@ from jetdraft.methods.ppd.sparse_trees import (
     SparsePlan,
     SparseTree,
     best_plan,
-    likeliest,
-    plan_of,
+    likeliest_tree,
+    make_plan,
 )
 
 RANKS = [[0.5, 0.15, 0.1, 0.02], [0.4, 0.1, 0.05, 0.02], [0.3, 0.1, 0.05, 0.02]]
 
 
 def test_the_likeliest_rows_come_depth_first():
-    tree = likeliest(RANKS, 4)
+    tree = likeliest_tree(RANKS, 4)
     assert tree.parents == (0, 1, 0, 0)
     assert tree.chances == pytest.approx([1.0, 0.5, 0.2, 0.15, 0.1])
     assert tree.tokens == pytest.approx(1.95)
-    assert tree.ends == pytest.approx([0.25, 0.3, 0.2, 0.15, 0.1])
-    assert likeliest(RANKS[:1], 9).parents == (0, 0, 0, 0)
+    assert tree.last_chances == pytest.approx([0.25, 0.3, 0.2, 0.15, 0.1])
+    assert likeliest_tree(RANKS[:1], 9).parents == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("slots", [6, 13, 20])
 def test_rows_and_probes_fill_the_slots(slots):
-    plan = plan_of(RANKS, (4, 5, 5), slots)
+    plan = make_plan(RANKS, (4, 5, 5), slots)
     assert [tree.size[0] for tree in plan.trees] == [1, 5, 6, 6]
     assert plan.trees[0].counts == (3,)
     for tree in plan.trees[1:]:
@@ -39,13 +39,13 @@ def test_rows_and_probes_fill_the_slots(slots):
 
 def test_the_probe_that_is_missed_least_goes_first():
     """Against every choice of one probe to remove, and of two."""
-    tree, worth = likeliest(RANKS, 3), [1.0, 1.7, 2.1, 2.3]
+    tree, worth = likeliest_tree(RANKS, 3), [1.0, 1.7, 2.1, 2.3]
 
     def kept(counts):
-        return sum(e * worth[c] for e, c in zip(tree.ends, counts, strict=True))
+        return sum(e * worth[c] for e, c in zip(tree.last_chances, counts, strict=True))
 
     for removed in (1, 2, 3):
-        got = tree.carrying(worth, 12 - removed)
+        got = tree.with_probes(worth, 12 - removed)
         best = max(kept(counts) for counts in _counts(4, 12 - removed))
         assert kept(got.counts) == pytest.approx(best)
 
@@ -57,17 +57,17 @@ def _counts(rows, total):
 
 
 def test_the_expected_tokens_are_those_of_a_simulation():
-    plan = plan_of(RANKS, (2, 4, 5), 14)
-    assert sum(plan.shares) == pytest.approx(1.0)
+    plan = make_plan(RANKS, (2, 4, 5), 14)
+    assert sum(plan.steady_state) == pytest.approx(1.0)
     draw, state, tokens, seen = random.Random(3), 3, 0, [0] * 4
     for _ in range(60_000):
         tree = plan.trees[state]
         seen[state] += 1
-        [row] = draw.choices(range(len(tree.ends)), tree.ends)
+        [row] = draw.choices(range(len(tree.last_chances)), tree.last_chances)
         tokens += 1 + _depth(tree.parents, row)
         state = tree.counts[row]
     assert tokens / 60_000 == pytest.approx(plan.tokens, abs=0.02)
-    assert [n / 60_000 for n in seen] == pytest.approx(plan.shares, abs=0.02)
+    assert [n / 60_000 for n in seen] == pytest.approx(plan.steady_state, abs=0.02)
 
 
 def _depth(parents, row):
@@ -79,8 +79,10 @@ def test_free_rows_are_taken_and_dear_ones_are_not():
     assert free.trees[3].size == (8, 24)
     dear = best_plan(RANKS, 7, lambda rows, probes: 1.0 + rows + probes)
     assert sum(dear.trees[1].size) < 6
-    assert dear.value(lambda rows, probes: 1.0 + rows + probes) >= max(
-        plan_of(RANKS, (n, n, n), slots).value(lambda rows, probes: 1.0 + rows + probes)
+    assert dear.tokens_per_ms(lambda rows, probes: 1.0 + rows + probes) >= max(
+        make_plan(RANKS, (n, n, n), slots).tokens_per_ms(
+            lambda rows, probes: 1.0 + rows + probes
+        )
         for n in (1, 2, 3)
         for slots in (n + 1, 2 * n + 2)
     )
@@ -106,14 +108,14 @@ def test_no_other_plan_promises_more(cost, best):
 
     def carriers(state):
         for rows in range(1, 3) if state else [0]:
-            tree = likeliest(ranks[:state], rows)
+            tree = likeliest_tree(ranks[:state], rows)
             for counts in itertools.product(range(3), repeat=rows + 1):
                 if state or counts[0]:
                     yield SparseTree(tree.parents, tree.chances, counts)
 
     plans = itertools.product(*(list(carriers(state)) for state in range(3)))
-    wanted = max(SparsePlan(trees).value(pass_ms) for trees in plans)
-    assert best_plan(ranks, 2, pass_ms).value(pass_ms) == pytest.approx(wanted)
+    wanted = max(SparsePlan(trees).tokens_per_ms(pass_ms) for trees in plans)
+    assert best_plan(ranks, 2, pass_ms).tokens_per_ms(pass_ms) == pytest.approx(wanted)
 
 
 def test_states_have_sizes_of_their_own():

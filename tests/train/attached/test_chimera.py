@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from jetdraft.methods.chimera.module import GRAM
+from jetdraft.methods.chimera.module import TRIGRAM_SIZE
 from jetdraft.methods.chimera.task import ChimeraTask, SeenRows
 from jetdraft.train.heads import PLACES
 from tests.train.attached.drafts import QUICK, AttachedDrafter, in_floats
@@ -40,7 +40,7 @@ def floats(target, folders, tmp_path_factory):
 
 def expected(module, features, kept, seen):
     """The logits of the rows of TEXT from `seen` on, as the training computes them."""
-    ids = torch.tensor([[0, 0, *TEXT]]).unfold(1, GRAM, 1)
+    ids = torch.tensor([[0, 0, *TEXT]]).unfold(1, TRIGRAM_SIZE, 1)
     rows, logits = torch.arange(len(TEXT)), []
     view = SeenRows(
         *module.keys_values(features, rows[None]), known=(rows < seen)[None]
@@ -48,7 +48,9 @@ def expected(module, features, kept, seen):
     state = features[:, seen - 1 : seen]
     for place, row in enumerate(range(seen, len(TEXT))):
         at = torch.tensor([[row - 1]])
-        hidden, state = module(ids[:, row : row + 1], state, at, view.step(place))
+        hidden, state = module(
+            ids[:, row : row + 1], state, at, view.attention_at(place)
+        )
         logits.append(module.lm_head(hidden)[0, 0, kept].numpy())
     return np.sort(logits)[:, ::-1]
 

@@ -14,7 +14,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.methods.falcon.task import (
     FalconSettings,
     FalconTask,
-    predicted,
+    predict_features,
     shown_rows,
 )
 from jetdraft.runtime.planning.registry import methods
@@ -223,10 +223,10 @@ def test_rows_see_their_block_and_no_further(target, text, tmp_path):
     features, ids = torch.randn(1, 11, 64), torch.arange(1, 12)[None]
     places = (torch.arange(11) - 3) % 2  # rows 1 and 2 are a block
     with torch.no_grad():
-        before = predicted(drafter, features, ids, places)
+        before = predict_features(drafter, features, ids, places)
         changed = features.clone()
         changed[:, 8] = 9.0  # the last row of a block
-        after = predicted(drafter, changed, ids, places)
+        after = predict_features(drafter, changed, ids, places)
     moved = (after - before).abs().amax(-1)[0] > 1e-4
     assert moved.tolist() == [False] * 7 + [True] * 4
 

@@ -37,7 +37,7 @@ class TestGlide(AttachedDrafter):
 def test_the_graph_is_the_module(target, folders, tmp_path, sliced, monkeypatch):
     """The rows of the target that are committed count, and no others."""
     if not sliced:  # as on a GPU, where a slice would ask the host for its size
-        monkeypatch.setattr("jetdraft.export.drafters.read_less", nothing_of)
+        monkeypatch.setattr("jetdraft.export.drafters.slice_target_buffers", nothing_of)
     options = ExportOptions(
         Recipe("none"), Recipe("none"), capacity=64, max_width=16, fast=True
     )

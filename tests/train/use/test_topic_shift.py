@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.parameters import convert
+from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.export.drafters import drafter_arrays
 from jetdraft.learning.weight_sets import VERDICT_TOKENS, WeightSets, base_of
 from jetdraft.train.use.learning import Pace, UseOptions, UseTraining, publish
@@ -62,7 +62,7 @@ def learn_first_topic(source, texts):
     """Matrices of a drafter that knows no other texts, by name."""
     checkpoint = Checkpoint.load(str(source), torch.float32)
     model = checkpoint.model
-    convert(model, torch.float32)
+    store_weights_in(model, torch.float32)
     model.set_attn_implementation("sdpa")
     torch.manual_seed(0)
     matrices = {n: w for n, w in model.named_parameters() if "proj" in n}
