@@ -28,8 +28,8 @@ from kernels import Bench, Shape, table
 
 import jetdraft
 from jetdraft.bench import benchmark
-from jetdraft.devices.detection import detect
-from jetdraft.devices.providers import PROVIDERS, presence
+from jetdraft.devices.detection import detect_machine
+from jetdraft.devices.providers import PROVIDERS, try_provider
 from jetdraft.ort import ort
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.graph import Graph
@@ -88,9 +88,9 @@ class Run:
 
 def machine(run: Run) -> dict[str, Any]:
     """The machine, versions and target of the figures."""
-    state = presence(run.provider)
+    state = try_provider(run.provider)
     return {
-        **asdict(replace(detect(), device=None, jetpack=None)),
+        **asdict(replace(detect_machine(), device=None, jetpack=None)),
         "onnxruntime": ort.__version__,
         "providers": ort.get_available_providers(),
         "provider": asdict(state),
@@ -271,7 +271,7 @@ def rates(
     temperature: float = 0.0,
 ) -> dict[str, float]:
     """The median tokens per second of every contender."""
-    rows = benchmark.contenders(model, methods, lengths)
+    rows = benchmark.make_contenders(model, methods, lengths)
     prompts = [model.prompt(prompt) for prompt in run.prompts]
     options: dict[str, Any] = {
         "max_new_tokens": run.max_new_tokens,
@@ -363,8 +363,8 @@ def main(
     names = parts.split(",")
     if unknown := set(names) - PARTS.keys():
         raise click.BadParameter(f"unknown parts {unknown}; choose {', '.join(PARTS)}")
-    if not run.prompts or not presence(provider).runs:
-        reason = presence(provider).reason or f"{prompts} has no prompts"
+    if not run.prompts or not try_provider(provider).runs:
+        reason = try_provider(provider).reason or f"{prompts} has no prompts"
         raise click.ClickException(reason)
     for name in names:
         start = time.perf_counter()

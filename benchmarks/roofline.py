@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jetdraft.devices.device import Device, PowerMode
-from jetdraft.devices.planning.cost_model import Dimensions, Efficiency, Load
+from jetdraft.devices.planning.cost_model import Dimensions, Efficiency, LoadedDecoder
 from jetdraft.recipe import Recipe
 
 FILE = Path(__file__).with_name("published.toml")
@@ -35,7 +35,7 @@ class Record:
     device: Device
     mode: PowerMode
     model: str
-    load: Load
+    load: LoadedDecoder
     prompt: int
     prefill_ms: float
     pass_ms: float
@@ -61,7 +61,7 @@ def _record(row: dict[str, Any], models: dict[str, dict[str, Any]]) -> Record:
         device,
         device.power_mode(row.get("power_mode")),
         row["model"],
-        Load(sizes, Recipe.parse("int4-headnone")),
+        LoadedDecoder(sizes, Recipe.parse("int4-headnone")),
         row["prompt"],
         row["prefill_ms"],
         1e3 / row["tokens_per_second"],

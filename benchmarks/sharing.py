@@ -20,7 +20,7 @@ import numpy as np
 import onnxruntime
 
 from jetdraft.bundle import Bundle
-from jetdraft.devices.providers import PROVIDERS, presence
+from jetdraft.devices.providers import PROVIDERS, try_provider
 from jetdraft.errors import ProviderError
 from jetdraft.runtime.passes.opener import shared_weights
 
@@ -93,7 +93,7 @@ def main(bundle: Path, provider: str, case: str | None, output: Path | None) -> 
     if case is not None:
         click.echo(json.dumps(measure(file, provider, case)))
         return
-    state = presence(provider)
+    state = try_provider(provider)
     if not state.runs:
         raise ProviderError(f"{provider} does not run here: {state.reason}")
     report = {}

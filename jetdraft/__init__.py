@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {
+_PUBLIC_NAMES = {
     "bundle": ("Bundle",),
     "errors": (
         *("BundleError", "CheckError", "CheckpointError", "ConstraintError"),
@@ -92,11 +92,11 @@ _MODULES = {
     "runtime.text.tools": ("ToolCall", "Tools"),
 }
 
-__all__ = sorted(name for names in _MODULES.values() for name in names)  # noqa: PLE0605
+__all__ = sorted(name for names in _PUBLIC_NAMES.values() for name in names)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    for place, names in _MODULES.items():
+    for place, names in _PUBLIC_NAMES.items():
         if name in names:
             module = import_module(f"jetdraft.{place}")
             value = module if name == place else getattr(module, name)

@@ -4,7 +4,7 @@ import sys
 
 
 def run() -> None:
-    """Run the command line; Ctrl-C is one line also while click is being imported."""
+    """Run the command line; Ctrl-C while click is imported prints one line too."""
     try:
         from jetdraft.cli import main
     except KeyboardInterrupt:

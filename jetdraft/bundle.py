@@ -44,8 +44,8 @@ from jetdraft.manifest import (
     FileName,
     GraphEntry,
     check_files,
+    manifest_sha256,
     read_manifest,
-    seal_of,
     sha256_of,
 )
 from jetdraft.parsing import Count, Rule, one_of, read_fields
@@ -57,15 +57,18 @@ TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 STREAMS = "streams.npz"
 MOST_WEIGHT = 1e4
-"""No trained stream has such weights. Products of larger numbers may overflow, and NaN
-would change the text, though it is multiplied by zero there."""
+"""The largest absolute weight of streams; trained ones are far below. Products of
+larger numbers may overflow, and NaN would change the text even where it is multiplied
+by zero."""
 SIMILARITY = "similarity.npy"
+"""Files of a bundle, see above."""
 SAMPLE_RATE = 16_000
-"""Samples a second of the sound that a model hears."""
+"""Samples per second of the sound that a speech model reads."""
 HOP, WINDOW = 160, 400
-"""Samples between two frames of the spectrum, and samples of a frame."""
+"""Samples from one frame of the spectrum to the next, and samples in a frame."""
 TARGET = "target"
 DRAFTER = "drafter"
+"""Names in `Bundle.graphs`."""
 
 Provider = Annotated[
     str, Rule("a provider's name", lambda n: bool(re.fullmatch("[a-z0-9-]{1,32}", n)))
@@ -73,12 +76,12 @@ Provider = Annotated[
 
 
 def is_token_name(name: str) -> bool:
-    """Whether a chat template may use a token by this name, such as bos_token."""
+    """Whether `name` is a special token's name in templates, such as bos_token."""
     return bool(re.fullmatch("[a-z_]{1,32}_token", name))
 
 
 class Defaults(TypedDict, total=False):
-    """Options of a generation for which a checkpoint may have defaults."""
+    """The options of a generation for which a checkpoint may have defaults."""
 
     temperature: float
     top_p: float
@@ -90,7 +93,7 @@ class Defaults(TypedDict, total=False):
 
 
 class FileRecord(TypedDict):
-    """What the manifest says of a file: its size and hash."""
+    """A file in the manifest: its size in bytes and its sha256 in hex digits."""
 
     bytes: Annotated[int, Rule("0 or more", lambda size: size >= 0)]
     sha256: str
@@ -116,16 +119,16 @@ class Speech:
 
     @property
     def no_speech(self) -> int:
-        """The id whose probability says that nobody speaks; it is never written."""
+        """The id whose probability says that nobody speaks; it is never generated."""
         return self.no_timestamps - 1
 
     @property
     def first_timestamp(self) -> int:
-        """The id of the timestamp 0.00; each next one is later by a slot."""
+        """The id of the timestamp 0.00; the next ids are later by one slot each."""
         return self.no_timestamps + 1
 
     def fits(self, vocab_size: int) -> bool:
-        """Whether all ids are in the vocabulary, and languages have tasks."""
+        """Whether all ids are below `vocab_size`, and languages come with tasks."""
         named = {*self.languages.values(), *self.tasks.values()}
         ids = {self.no_timestamps, *named, *self.suppressed, *self.suppressed_first}
         return max(ids) < vocab_size and bool(self.languages) == bool(self.tasks)
@@ -182,30 +185,30 @@ class Bundle:
 
     @property
     def tokenizer(self) -> Path | None:
-        """The tokenizer file; None if the checkpoint had no tokenizer."""
+        """The path of the tokenizer; None if the checkpoint had no tokenizer."""
         return self.path / TOKENIZER if TOKENIZER in self.files else None
 
     @property
     def chat_template(self) -> Path | None:
-        """The chat template; None if the checkpoint had none."""
+        """The path of the chat template; None if the checkpoint had none."""
         return self.path / CHAT_TEMPLATE if CHAT_TEMPLATE in self.files else None
 
     @property
     def similarity(self) -> Path | None:
-        """The small embeddings that find similar requests; None without them."""
+        """The path of the small embeddings that find similar requests, or None."""
         return self.path / SIMILARITY if SIMILARITY in self.files else None
 
     @property
     def tokenizer_sha256(self) -> str:
-        """The tokenizer's hash; without a tokenizer, the size of the vocabulary."""
+        """The tokenizer's hash; without one, a text with the vocabulary's size."""
         if self.tokenizer is None:
             return f"{self.target.contract.vocab_size} ids"
         return str(self.files[TOKENIZER]["sha256"])
 
     @property
     def sha256(self) -> str:
-        """One hash over the manifest, and so over all files' hashes."""
-        return seal_of(self.to_json())
+        """The manifest's hash, in hex digits; it covers the hashes of all files."""
+        return manifest_sha256(self.to_json())
 
     @classmethod
     def open(cls, path: str | Path, again: bool = False) -> Bundle:
@@ -248,19 +251,20 @@ class Bundle:
 
     @classmethod
     def _parse(cls, folder: Path, manifest: dict[str, Any]) -> Bundle:
+        """A bundle from its manifest; raises `BundleError` for malformed fields."""
         fields = {n: v for n, v in manifest.items() if n not in (VERSION, SEAL)}
         try:
             bundle = cls(path=folder, **read_fields(cls, fields, but="path"))
             for entry in bundle.graphs.values():
                 entry.check()
-            bundle._check()
+            bundle._check_fields()
         except ValueError as error:
             raise BundleError(
                 f"{folder / MANIFEST} is malformed ({error}); export the bundle again"
             ) from error
         return bundle
 
-    def _check(self) -> None:
+    def _check_fields(self) -> None:
         """Raise `ValueError` for fields that contradict each other."""
         listed = {file for entry in self.graphs.values() for file in entry.files}
         if TARGET not in self.graphs or not listed <= set(self.files):
@@ -277,13 +281,13 @@ class Bundle:
             raise ValueError("a model that hears has tokens of speech")
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest, with its own hash."""
+        """The manifest's fields, with their hash in the field `SEAL`."""
         fields = {VERSION: SCHEMA_VERSION, **asdict(self)}
         del fields["path"]
-        return {**fields, SEAL: seal_of(fields)}
+        return {**fields, SEAL: manifest_sha256(fields)}
 
     def save(self) -> None:
-        """Hash the files in `path`, then write the manifest."""
+        """Hash all files in `path` into `files`, and write the manifest there."""
         for file in sorted(self.path.iterdir()):
             self.files[file.name] = {
                 "bytes": file.stat().st_size,
@@ -292,7 +296,7 @@ class Bundle:
         self.save_manifest()
 
     def save_manifest(self) -> None:
-        """Write the manifest alone, where the files have their hashes already."""
+        """Write the manifest; `files` must have the hashes already."""
         text = json.dumps(self.to_json(), indent=2) + "\n"
         (self.path / MANIFEST).write_text(text, encoding="utf-8")
 
@@ -302,7 +306,7 @@ def check_pair(
 ) -> None:
     """Raise `PairError` unless the graph `name` can draft for the target.
 
-    It may lack some of the target's tokens.
+    `drafter` is the contract of that graph. It may have fewer tokens than the target.
     """
     if target.vocab_size < drafter.vocab_size:
         raise PairError(

@@ -109,7 +109,7 @@ class CheckError(JetdraftError):
 
 
 def printable(text: object, most: int = 200) -> str:
-    r"""Text of strangers as one line of at most `most` characters, safe to show.
+    r"""Untrusted text as one line of at most `most` characters, safe to show.
 
     Line ends, control and escape characters, lone surrogates, invisible characters and
     characters that turn the direction of writing are shown as Python writes them. A
@@ -118,11 +118,12 @@ def printable(text: object, most: int = 200) -> str:
     printable("a\x1b[2Jb\n")    # 'a\\x1b[2Jb\\n'
     """
     # No character becomes shorter, so what lies further behind is not shown anyway.
-    line = "".join(map(_shown, str(text)[: most + 1]))
+    line = "".join(map(_escape, str(text)[: most + 1]))
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
-def _shown(character: str) -> str:
+def _escape(character: str) -> str:
+    """The character itself if it is printable, else its escape in Python."""
     if character.isprintable():
         return character
     return character.encode("unicode_escape").decode("ascii")

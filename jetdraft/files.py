@@ -1,4 +1,4 @@
-"""Files that appear whole, arrays and texts in files, and locks on them."""
+"""Reads and writes files: texts, arrays, files that appear whole; and locks them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import numpy.typing as npt
 
 from jetdraft.errors import DataError, JetdraftError, OutputError
 
-PROBE_BYTES = 4096
-"""A full disk may still take an empty file."""
+TRIAL_FILE_BYTES = 4096
+"""The bytes that `check_writable` writes: a full disk may still take an empty file."""
 
 MOST_BYTES = 1 << 28
-"""Of a device or a pipe, which may never end."""
+"""The most bytes that are read from a device or a pipe, which may never end."""
 
 
 def check_name(file: Path) -> None:
-    """Raise `OSError` for a name that no file can have, with a NUL or a surrogate."""
+    """Raise `OSError` for a path that no file can have: with a NUL or a surrogate."""
     try:
         is_possible = b"\0" not in os.fsencode(file)
     except UnicodeError:
@@ -33,16 +33,16 @@ def check_name(file: Path) -> None:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether a path is an empty folder, or nothing is there. Raises `OSError`."""
+    """Whether `folder` is an empty folder, or does not exist. Raises `OSError`."""
     if folder.is_dir():
         return not any(folder.iterdir())
     return not folder.exists()
 
 
-def check_place(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Raise `OutputError` unless a file or folder can be written at `path`.
 
-    It writes a file without a name beside it, or above missing folders.
+    Writes a nameless temporary file in the nearest folder above it that exists.
     """
     try:
         check_name(path)
@@ -50,7 +50,7 @@ def check_place(path: Path) -> None:
         above = next(folder for folder in final.parents if folder.exists())
         (above / f".{final.name}.partial-12345678").exists()  # is it too long?
         with TemporaryFile(dir=above) as file:
-            file.write(bytes(PROBE_BYTES))
+            file.write(bytes(TRIAL_FILE_BYTES))
             file.flush()
     except OSError as error:
         raise OutputError(
@@ -81,7 +81,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _writing(file: Path) -> Iterator[BinaryIO]:
+def _open_replacement(file: Path) -> Iterator[BinaryIO]:
     try:
         with replacing(file) as partial, partial.open("wb") as handle:
             yield handle
@@ -92,14 +92,14 @@ def _writing(file: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a text file in UTF-8, which appears whole. Raises `OutputError`."""
-    with _writing(file) as handle:
+    """Write UTF-8 text to a file that appears whole. Raises `OutputError`."""
+    with _open_replacement(file) as handle:
         handle.write(text.encode())
 
 
 def write_arrays(file: Path, arrays: Mapping[str, Any]) -> None:
-    """Write an npz, which appears whole. Raises `OutputError`."""
-    with _writing(file) as handle:
+    """Write arrays to an npz that appears whole. Raises `OutputError`."""
+    with _open_replacement(file) as handle:
         np.savez(handle, **arrays)
 
 
@@ -130,7 +130,7 @@ def locked(path: Path, wait: bool = False, create: bool = False) -> Iterator[boo
 
 
 def read_arrays(file: Path, refusal: JetdraftError) -> dict[str, npt.NDArray[Any]]:
-    """All arrays of an npz by name; raises `refusal` for any other file."""
+    """All arrays of an uncompressed npz by name; raises `refusal` for other files."""
     try:
         # numpy leaves files open that it cannot read, unless it was given a handle.
         with file.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:
@@ -152,7 +152,7 @@ def read_array(file: Path, refusal: JetdraftError) -> npt.NDArray[Any]:
 
 
 def read_bytes(file: Path) -> bytes:
-    """The bytes of a file; raises `DataError`."""
+    """The bytes of a file; raises `DataError` if it cannot be read or does not end."""
     try:
         with file.open("rb") as handle:
             data = handle.read() if file.is_file() else handle.read(MOST_BYTES + 1)
@@ -168,7 +168,7 @@ def read_bytes(file: Path) -> bytes:
 
 
 def read_text(file: Path) -> str:
-    """The text of a UTF-8 file; raises `DataError`."""
+    """The text of a UTF-8 file; raises `DataError` for any other file."""
     try:
         return read_bytes(file).decode("utf-8")
     except UnicodeDecodeError as error:

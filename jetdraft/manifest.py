@@ -17,16 +17,21 @@ from jetdraft.parsing import Count, Rule, Size, in_range, read_json_file
 from jetdraft.recipe import Recipe
 
 MANIFEST = "bundle.json"
-STAMPS = Path("profiles", "checked.json")
-"""The hashes that were checked, with the sizes, inodes and times of the files."""
+"""The file of a bundle with its manifest."""
+
+CHECKED_FILES = Path("profiles", "checked.json")
+"""The file, in a bundle, of the hashes that were checked, and of the sizes, inodes and
+times of the files at that moment."""
 
 SCHEMA_VERSION = 6
+"""The version of manifests that this jetdraft reads and writes."""
+
 VERSION, SEAL = "schema_version", "sha256"
 """The fields of a manifest with its schema, and with the hash of all others."""
 
 
-def seal_of(manifest: dict[str, Any]) -> str:
-    """The hash of a manifest's other fields, which shows an edit."""
+def manifest_sha256(manifest: dict[str, Any]) -> str:
+    """The hash of a manifest's fields but `SEAL`, in hex digits; an edit changes it."""
     rest = {name: value for name, value in manifest.items() if name != SEAL}
     # Keys that are numbers are sorted as the text that they become in the file.
     text = json.dumps(json.loads(json.dumps(rest)), sort_keys=True)
@@ -62,7 +67,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} has bundle schema {printable(version, 20)}, this jetdraft reads "
             f"{SCHEMA_VERSION}; {advice}"
         )
-    if manifest.get(SEAL) != seal_of(manifest):
+    if manifest.get(SEAL) != manifest_sha256(manifest):
         raise BundleError(
             f"{folder / MANIFEST} was altered (its sha256 differs); export or copy the "
             "bundle again"
@@ -76,7 +81,7 @@ def check_files(folder: Path, files: dict[str, Any], again: bool = False) -> Non
     To hash gigabytes takes as long as to load them. So a file is hashed once, and
     `again` only if its size, inode or times have changed since, or if `again` is true.
     """
-    stamps, before, now = folder / STAMPS, dict[str, Any](), {}
+    stamps, before, now = folder / CHECKED_FILES, dict[str, Any](), {}
     with suppress(OSError, ValueError, TypeError):
         before = {} if again else dict(read_json_file(stamps))
     for name, expected in files.items():
@@ -150,7 +155,7 @@ class Quantization(TypedDict, total=False):
 
 
 class _ProbeRecord(TypedDict):
-    """What the manifest says of all probes."""
+    """The fields of a `StreamRecord` that every target with probes has."""
 
     gamma: Size
     mode: str
@@ -158,7 +163,7 @@ class _ProbeRecord(TypedDict):
 
 
 class StreamRecord(_ProbeRecord, total=False):
-    """What the manifest says of a target's streams or prompt tokens."""
+    """What the manifest says of a target's streams, or of its prompt tokens."""
 
     layers: Size
     lora_rank: Size
@@ -190,7 +195,7 @@ class Halves:
 
     @property
     def files(self) -> list[str]:
-        """All graph files."""
+        """The names of all its graph files."""
         compactions = [self.lower_compaction, self.upper_compaction]
         exits = [] if self.exit is None else [self.exit]
         return [self.lower, self.upper, *compactions, *exits]
@@ -236,7 +241,7 @@ class GraphEntry:
 
     @property
     def files(self) -> list[str]:
-        """All its files but the weights."""
+        """The names of all its files but the weights."""
         names = (
             self.file,
             self.tree_file,
@@ -272,12 +277,12 @@ class GraphEntry:
 
     @property
     def widest_file(self) -> str:
-        """The graph that can do most: select rows, or branch, or run chains only."""
+        """The graph that can do most: select rows, else branch, else run chains."""
         return self.select_file or self.tree_file or self.file
 
     @property
     def scheme(self) -> str:
-        """How its weights are quantized, in a few words."""
+        """How its weights are quantized, in a few words for people to read."""
         name = Recipe.from_json(self.quantization).name
         if "kept" not in self.quantization:
             return name

@@ -82,14 +82,14 @@ class Option:
 
     @property
     def help(self) -> str:
-        """The text of help."""
+        """The text of help; what names added packages is made when it is read."""
         return self.flag.help if isinstance(self.flag.help, str) else self.flag.help()
 
 
-def declared(record: type[Any]) -> Iterator[Option]:
-    """The fields of a dataclass or a `TypedDict` that have a `Flag`, in their order.
+def declared_options(record: type[Any]) -> Iterator[Option]:
+    """Yield the fields of a dataclass or `TypedDict` that have a `Flag`, in order.
 
-    It is in the annotation, or in the metadata of a dataclass's field.
+    The `Flag` is in the annotation, or in the metadata of a dataclass's field.
     """
     fields = dataclasses.fields(record) if dataclasses.is_dataclass(record) else ()
     named = {field.name: field for field in fields}
@@ -99,22 +99,22 @@ def declared(record: type[Any]) -> Iterator[Option]:
         if field is not None:
             extras.append(field.metadata.get("flag"))
         for flag in (extra for extra in extras if isinstance(extra, Flag)):
-            kind, multiple = _kind(base)
+            kind, multiple = _value_type(base)
             default = None if field is None else field.default
             several = multiple or flag.multiple
             yield Option(name, flag.kind or kind, several, default, flag)
 
 
-def _kind(hint: Any) -> tuple[type, bool]:
-    """The type of one value, and whether there may be several."""
+def _value_type(hint: Any) -> tuple[type, bool]:
+    """The type of one value of an annotated field, and whether it takes several."""
     origin, types = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        kinds = [_kind(part) for part in types if part is not NoneType]
+        kinds = [_value_type(part) for part in types if part is not NoneType]
         several = [kind for kind in kinds if kind[1]]
         paths = [kind for kind in kinds if kind[0] is Path]
         return (several or paths or kinds)[0]
     if origin in (tuple, list, Sequence):
-        return _kind(types[0])[0], True
+        return _value_type(types[0])[0], True
     return hint, False
 
 
@@ -149,7 +149,7 @@ def takes(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]
             "return": returned,
         }
         rows = "\n".join(
-            f"- `{o.name}`: {o.help}" for o in declared(cast(type, record))
+            f"- `{o.name}`: {o.help}" for o in declared_options(cast(type, record))
         )
         call.__doc__ = f"{inspect.getdoc(function)}\n\n{rows}"
         return call
@@ -157,8 +157,8 @@ def takes(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]
     return decorate
 
 
-def required(option: Option) -> bool:
-    """Whether an option has no default."""
+def is_required(option: Option) -> bool:
+    """Whether an option has no default, and so must be given."""
     return option.default is MISSING
 
 
@@ -171,14 +171,14 @@ class Range(NamedTuple):
     optional: bool = False
 
 
-def between(least: float, most: float, optional: bool = False) -> Range:
-    """The numbers from `least` to `most`, integers where both are integers."""
+def range_between(least: float, most: float, optional: bool = False) -> Range:
+    """The range from `least` to `most`, of integers where `least` is one."""
     words, integer = f"{least:g} to {most:g}", isinstance(least, int)
     return Range(lambda x: least <= x <= most, words, integer, optional)
 
 
 def check_flags(options: object, *fields: str) -> None:
-    """Raise `OptionError` for the first of these attributes that is not a bool."""
+    """Raise `OptionError` for the first attribute of `fields` that is not a bool."""
     for field in fields:
         value = getattr(options, field)
         if not isinstance(value, bool):
@@ -215,7 +215,7 @@ def check_bounds(options: object) -> None:
         least = -inf if flag.least is None else flag.least
         return Range(lambda x: least <= x <= most, f"{least:g} or more", integer)
 
-    bounded = [o for o in declared(type(options)) if o.kind in (int, float)]
+    bounded = [o for o in declared_options(type(options)) if o.kind in (int, float)]
     check_ranges(options, {option.name: allowed(option) for option in bounded})
 
 
@@ -232,8 +232,8 @@ def setting(
 ) -> Any:
     """A field of a `Checked` dataclass, which is an option of the command line too.
 
-    `allowed` are the least and the most of a number; `flag` are fields of `Flag`. A
-    default that is empty is not shown.
+    `allowed` are the least and the most of a number, `choices` all allowed values, and
+    `flag` further fields of `Flag`. An empty default is not shown.
 
         steps: int = setting(200, "Steps of training.", (1, 10**9))
     """
@@ -254,7 +254,7 @@ class Checked:
             name, value = field.name, getattr(self, field.name)
             if allowed := field.metadata.get("allowed"):
                 (least, most), optional = allowed, NoneType in get_args(hints[name])
-                check_ranges(self, {name: between(least, most, optional)})
+                check_ranges(self, {name: range_between(least, most, optional)})
             choices = field.metadata.get("choices")
             if choices and value not in choices:
                 words = f"{', '.join(choices[:-1])} or {choices[-1]}"

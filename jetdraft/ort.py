@@ -1,4 +1,4 @@
-"""Imports onnxruntime; if it is missing, any use of `ort` says how to install it."""
+"""Imports onnxruntime; if it is missing, any use of `ort` raises `ProviderError`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 from jetdraft.errors import ProviderError
 
 
-class _Missing:
+class _MissingPackage:
+    """Stands for onnxruntime where it is not installed; all attributes raise."""
+
     def __getattr__(self, name: str) -> Any:
         raise ProviderError(
             "onnxruntime is not installed; pip install 'jetdraft[cpu]', or "
@@ -16,18 +18,19 @@ class _Missing:
         )
 
 
-def _import() -> Any:
+def _import_onnxruntime() -> Any:
     # From 1.29 on its wheels tell Microsoft of each session, and warn on the terminal
     # where the home cannot be written. Who wants that sets the variable to 0.
+    """onnxruntime, its telemetry off; a `_MissingPackage` where it is not installed."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
     except ImportError:
-        return _Missing()
+        return _MissingPackage()
     return onnxruntime
 
 
-ort = _import()
+ort = _import_onnxruntime()
 
 
 def import_onnx() -> Any:

@@ -1,4 +1,4 @@
-"""JSON of strangers: read within limits, then as the types that a program declares."""
+"""Untrusted JSON: read within limits, then as the types that a program declares."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ from jetdraft.errors import printable
 _BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
 """A whole string, so that the brackets in it do not count, or one bracket."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""An escape of one half of a surrogate pair."""
 _MAX_DIGITS, _MAX_EXACT_DIGITS = 20, 4000
-"""No integer of 64 bits has more characters, and Python reads few more of them."""
+"""The most characters of an integer of 64 bits, and of an `exact` integer: Python
+itself refuses a few hundred more."""
 _MIN_INTEGER, _MAX_INTEGER = -(2**63), 2**64 - 1
 
 MOST_SIZE = 2**31 - 1
-"""The largest number of rows, tokens or bytes per row that graphs can address."""
+"""The largest number of rows, tokens or bytes of a row that graphs can address."""
 
 
 class JsonError(ValueError):
@@ -49,7 +51,7 @@ def read_json(
     most_depth: int = 64,
     exact: bool = False,
 ) -> Any:
-    r"""The value of a JSON text that may have been written to do harm.
+    """The value of an untrusted JSON text.
 
     Raises `JsonError` for more than `most_bytes` of UTF-8, for arrays and objects
     nested deeper than `most_depth`, and for what JSON or other programs cannot
@@ -60,15 +62,15 @@ def read_json(
     """
     if len(data) > most_bytes:
         raise JsonError(f"more than {most_bytes} bytes")
-    text = _utf8(data, most_bytes)
+    text = _decode_utf8(data, most_bytes)
     _check_depth(text, most_depth)
     try:
         value = json.loads(
             text,
-            parse_int=_exact_integer if exact else _integer,
-            parse_float=_number,
-            parse_constant=_constant,
-            object_pairs_hook=_without_repeats,
+            parse_int=_parse_exact_integer if exact else _parse_integer,
+            parse_float=_parse_float,
+            parse_constant=_refuse_constant,
+            object_pairs_hook=_unique_fields,
         )
     except json.JSONDecodeError as error:
         raise JsonError(
@@ -96,7 +98,8 @@ def read_json_file(file: Path, most_bytes: int = 1_000_000, exact: bool = False)
     return read_json(data, most_bytes=most_bytes, exact=exact)
 
 
-def _utf8(data: bytes | bytearray | str, most_bytes: int) -> str:
+def _decode_utf8(data: bytes | bytearray | str, most_bytes: int) -> str:
+    """A JSON text as str; raises `JsonError` if it is too long or no valid UTF-8."""
     try:
         if not isinstance(data, str):
             return data.decode("utf-8")
@@ -108,6 +111,7 @@ def _utf8(data: bytes | bytearray | str, most_bytes: int) -> str:
 
 
 def _check_depth(text: str, most_depth: int) -> None:
+    """Raise `JsonError` for arrays and objects nested deeper than `most_depth`."""
     if text.count("[") + text.count("{") <= most_depth:
         return
     depth = 0
@@ -120,31 +124,36 @@ def _check_depth(text: str, most_depth: int) -> None:
             raise JsonError(f"nested deeper than {most_depth} levels")
 
 
-def _integer(digits: str) -> int:
+def _parse_integer(digits: str) -> int:
     # Python refuses thousands of digits with an error of its own.
+    """The integer in `digits`; raises `JsonError` unless it fits in 64 bits."""
     if len(digits) <= _MAX_DIGITS and _MIN_INTEGER <= int(digits) <= _MAX_INTEGER:
         return int(digits)
     raise JsonError(f"an integer does not fit in 64 bits: {printable(digits, 40)}")
 
 
-def _exact_integer(digits: str) -> int:
+def _parse_exact_integer(digits: str) -> int:
+    """The integer in `digits`, of any size that Python reads; raises `JsonError`."""
     if len(digits) > _MAX_EXACT_DIGITS:
         raise JsonError(f"an integer has {len(digits)} digits")
     return int(digits)
 
 
-def _number(digits: str) -> float:
+def _parse_float(digits: str) -> float:
+    """The finite number in `digits`; raises `JsonError` for a larger one."""
     value = float(digits)
     if not math.isfinite(value):
         raise JsonError(f"a number is too large: {printable(digits, 40)}")
     return value
 
 
-def _constant(name: str) -> float:
+def _refuse_constant(name: str) -> float:
+    """Raise `JsonError`: Python reads NaN and Infinity, which JSON does not have."""
     raise JsonError(f"{name} is not a number in JSON")
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs of an object as a dict; raises `JsonError` for a repeated key."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         raise JsonError("an object has the same key twice")
@@ -153,19 +162,19 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rule:
-    """What values must be, beside their type; for `Annotated`."""
+    """A condition beside the type, for `Annotated`: `words` say it in an error."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
 def in_range(least: float, most: float) -> Rule:
-    """The numbers from `least` to `most`."""
+    """The rule that a number is from `least` to `most`."""
     return Rule(f"{least} to {most}", lambda value: least <= value <= most)
 
 
 def one_of(*choices: object) -> Rule:
-    """The values in `choices`."""
+    """The rule that a value is one of `choices`."""
     words = "one of " + ", ".join(map(str, choices))
     return Rule(words, lambda value: value in choices)
 
@@ -192,38 +201,39 @@ def read_record(hint: Any, value: Any, where: str = "") -> Any:
             if not isinstance(rule, Rule):
                 value = read_record(rule, value, where)
             elif not rule.holds(value):
-                raise _wrong(where, rule.words, value)
+                raise _record_error(where, rule.words, value)
         return value
     if origin in (Union, UnionType):
         [kind] = (kind for kind in types if kind is not NoneType)
         return None if value is None else read_record(kind, value, where)
     if origin in (tuple, list):
-        return _items(hint, value, where)
+        return _read_list(hint, value, where)
     if origin is dict:
-        return _entries(hint, value, where)
+        return _read_dict(hint, value, where)
     if is_dataclass(hint) or is_typeddict(hint):
         return hint(**read_fields(hint, value, where))
-    return _plain(hint, value, where)
+    return _read_scalar(hint, value, where)
 
 
 def read_fields(kind: Any, value: Any, where: str = "", but: str = "") -> Any:
     """The fields of a dataclass or `TypedDict` in a JSON object, but for `but`."""
-    hints = {name: hint for name, hint in _hints(kind).items() if name != but}
-    fields = _object(value, where)
-    for name in _required(kind) & hints.keys():
+    hints = {name: hint for name, hint in _field_hints(kind).items() if name != but}
+    fields = _check_object(value, where)
+    for name in _required_fields(kind) & hints.keys():
         if name not in fields:
-            raise RecordError(f"{_inside(where, name)} is missing")
+            raise RecordError(f"{_path_of_field(where, name)} is missing")
     for name in fields:
         if name not in hints:
-            raise RecordError(f"{_inside(where, name)} is unknown")
+            raise RecordError(f"{_path_of_field(where, name)} is unknown")
     return {
-        name: read_record(hints[name], field, _inside(where, name))
+        name: read_record(hints[name], field, _path_of_field(where, name))
         for name, field in fields.items()
     }
 
 
 @cache
-def _required(kind: Any) -> frozenset[str]:
+def _required_fields(kind: Any) -> frozenset[str]:
+    """The names of the fields that a dataclass or `TypedDict` has no default for."""
     if is_typeddict(kind):
         return frozenset(kind.__required_keys__)
     return frozenset(
@@ -234,65 +244,71 @@ def _required(kind: Any) -> frozenset[str]:
 
 
 @cache
-def _hints(kind: Any) -> Mapping[str, Any]:
+def _field_hints(kind: Any) -> Mapping[str, Any]:
+    """The annotations of a class by field, with the rules in them."""
     return get_type_hints(kind, include_extras=True)
 
 
-def _items(hint: Any, value: Any, where: str) -> Any:
+def _read_list(hint: Any, value: Any, where: str) -> Any:
+    """A JSON list as a list or tuple of the types in `hint`; raises `RecordError`."""
     if not isinstance(value, list):
-        raise _wrong(where, "a list", value)
+        raise _record_error(where, "a list", value)
     kind, types = get_origin(hint), get_args(hint)
     if kind is tuple and types[-1] is not Ellipsis:
         if len(value) != len(types):
-            raise _wrong(where, f"a list of {len(types)}", value)
+            raise _record_error(where, f"a list of {len(types)}", value)
     else:
         types = types[:1] * len(value)
     places = (f"{where}[{place}]" for place in range(len(value)))
     return kind(map(read_record, types, value, places))
 
 
-def _entries(hint: Any, value: Any, where: str) -> dict[Any, Any]:
+def _read_dict(hint: Any, value: Any, where: str) -> dict[Any, Any]:
+    """A JSON object as a dict of the types in `hint`; raises `RecordError`."""
     key_kind, kind = get_args(hint)
     entries: dict[Any, Any] = {}
-    for key, entry in _object(value, where).items():
-        place = _inside(where, key)
-        name = read_record(key_kind, _key(key_kind, key, place), place)
+    for key, entry in _check_object(value, where).items():
+        place = _path_of_field(where, key)
+        name = read_record(key_kind, _read_key(key_kind, key, place), place)
         entries[name] = read_record(kind, entry, place)
     return entries
 
 
-def _key(kind: Any, key: str, where: str) -> str | int:
+def _read_key(kind: Any, key: str, where: str) -> str | int:
     """A key as the type of keys; JSON turned numbers into text."""
     if kind is str or get_args(kind)[:1] == (str,):
         return key
     if key.isascii() and key.isdigit() and len(key) < 10:
         return int(key)
-    raise _wrong(where, "a number", key)
+    raise _record_error(where, "a number", key)
 
 
-def _object(value: Any, where: str) -> dict[str, Any]:
+def _check_object(value: Any, where: str) -> dict[str, Any]:
+    """`value` if it is a JSON object; raises `RecordError` otherwise."""
     if not isinstance(value, dict):
-        raise _wrong(where, "an object", value)
+        raise _record_error(where, "an object", value)
     return value
 
 
-def _plain(kind: Any, value: Any, where: str) -> Any:
+def _read_scalar(kind: Any, value: Any, where: str) -> Any:
     if kind is Any:
         return value
     # A bool is an int, and an int is a float, unless the exact type is compared.
     if type(value) is kind or (kind is float and type(value) is int):
         if kind is float and not math.isfinite(value):
-            raise _wrong(where, "a finite number", value)
+            raise _record_error(where, "a finite number", value)
         return value
     words = {str: "text", int: "an integer", float: "a number", bool: "true or false"}
-    raise _wrong(where, words[kind], value)
+    raise _record_error(where, words[kind], value)
 
 
-def _inside(where: str, name: str) -> str:
+def _path_of_field(where: str, name: str) -> str:
+    """Where a field is, for errors, such as graphs.target.file."""
     name = printable(name, 60)
     return f"{where}.{name}" if where else name
 
 
-def _wrong(where: str, words: str, value: Any) -> RecordError:
+def _record_error(where: str, words: str, value: Any) -> RecordError:
+    """The error for a value at `where` that must be what `words` say."""
     shown = printable(repr(value), 40)
     return RecordError(f"{where or 'it'} must be {words}, not {shown}")

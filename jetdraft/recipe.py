@@ -10,16 +10,20 @@ from typing import Any
 from jetdraft.errors import BundleError, OptionError
 
 WHOLE = "w8a8"
-"""Integers times integers: a scale for each column of a matrix and each row that it is
-multiplied with. The other schemes have a scale for each block of a column."""
+"""The scheme that multiplies integers by integers, with a scale for each whole column
+of a matrix and for each row of its input. The other schemes have a scale for each block
+of a column."""
 
 BITS = {"int2": 2, "int4": 4, "int8": 8, WHOLE: 8}
+"""Bits per weight of each scheme."""
 SCHEMES = (*BITS, "none")
 BLOCK_SIZES = (16, 32, 64, 128)
 KV_SCHEMES = ("int8",)
 ALGORITHMS = ("rtn", "k_quant", "hqq", "gptq")
+"""What a recipe may have; the first algorithm is the default."""
+
 CALIBRATED = ("gptq",)
-"""Algorithms that need to know what a model computes over a text."""
+"""Algorithms that need the second moments of what enters each matrix over a text."""
 
 SYMMETRIC = ("rtn", "gptq")
 """Algorithms that store no zeros; TensorRT reads only these."""
@@ -28,7 +32,7 @@ DEFAULT_BLOCK_SIZE = 128
 """The fastest block size on a CPU; docs/log/quantization.md has the figures."""
 
 CALIBRATED_DEFAULT = "int4-gptq-b128-head8"
-"""The default recipe below a limit of bytes or KL; see docs/quantization.md."""
+"""The default recipe with a limit of bytes or KL; see docs/quantization.md."""
 
 FAST_DEFAULT = "int4-rtn-b32-head8"
 """The recipe of an export that measures nothing; it ruins small models
@@ -42,13 +46,14 @@ RAISED = {"int2": "int4", "int4": "int8"}
 """The scheme with twice the bits."""
 
 Unit = str
-"""A part of a model with one scheme: the number of a decoder layer, or the head."""
+"""A part of a model with one scheme: the number of a decoder layer, or `HEAD`."""
 
 HEAD = "head"
+"""The unit of the LM head, and of an embedding tied to it."""
 
 
 def unit_of(weight: str) -> Unit:
-    """The unit that a weight belongs to; "" for a weight outside of all layers."""
+    """The unit of the weight `weight`: its layer's number; "" outside of layers."""
     numbers = [part for part in weight.split(".") if part.isdigit()]
     return numbers[0] if numbers else ""
 
@@ -133,7 +138,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """The full name; `parse` reads it."""
+        """The full name, which `parse` reads, such as int4-rtn-b128."""
         head = f"-head{self.head.removeprefix('int')}" if self.head else ""
         cache = f"-kv{self.kv.removeprefix('int')}" if self.kv else ""
         if self.bits is None:
@@ -167,7 +172,7 @@ class Recipe:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether an export with this recipe needs a text."""
+        """Whether an export with this recipe needs a calibration text."""
         return self.needs_moments or self.kv is not None
 
     @property
@@ -199,7 +204,7 @@ class Recipe:
             )
 
     def of_unit(self, unit: Unit) -> Recipe:
-        """The recipe of one layer's matrices, or of the head's."""
+        """The recipe for the matrices of one unit: a layer, the head or ""."""
         scheme = self.scheme
         if unit == HEAD:
             scheme = self.head or scheme
@@ -230,9 +235,9 @@ class Recipe:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Recipe:
-        """Read `to_json`'s object; other fields are ignored.
+        """Read the object that `to_json` writes; other fields are ignored.
 
-        Raises `BundleError` for a recipe of another version of jetdraft.
+        Raises `BundleError` for values that this version of jetdraft does not know.
         """
         own = {
             name: fields[name]

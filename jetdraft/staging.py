@@ -11,16 +11,16 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from jetdraft.errors import OutputError
-from jetdraft.files import check_place, locked
+from jetdraft.files import check_writable, locked
 from jetdraft.manifest import MANIFEST
 
 
 def check_output(output: Path) -> None:
-    """Raise `OutputError` unless a folder can be written at `output`.
+    """Raise `OutputError` unless a bundle can be written at `output`.
 
-    The place must be free, or hold a bundle to replace.
+    Nothing, or an earlier bundle, may be there.
     """
-    check_place(output)
+    check_writable(output)
     if output.exists() and not (output / MANIFEST).is_file():
         raise OutputError(
             f"{output} exists and is not a bundle; choose another output folder"
@@ -40,7 +40,7 @@ def writing(output: str | Path) -> Iterator[Path]:
     check_output(final)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(final)
+        _clean_up(final)
         staging = Path(mkdtemp(prefix=f".{final.name}.partial-", dir=final.parent))
     except OSError as error:
         raise OutputError(
@@ -55,14 +55,14 @@ def writing(output: str | Path) -> Iterator[Path]:
             for file in staging.iterdir():  # to the disk before the rename
                 with file.open("rb") as handle:
                     os.fsync(handle.fileno())
-            _swap_in(staging, final)
+            _move_into_place(staging, final)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _sweep(final: Path) -> None:
-    """Undo or remove the leftovers of killed exports to the same folder."""
-    aside = _aside(final)
+def _clean_up(final: Path) -> None:
+    """Undo or remove what killed exports to the folder `final` have left beside it."""
+    aside = _old_folder(final)
     if aside.exists() and not final.exists():
         aside.rename(final)
     shutil.rmtree(aside, ignore_errors=True)
@@ -72,25 +72,26 @@ def _sweep(final: Path) -> None:
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _aside(final: Path) -> Path:
+def _old_folder(final: Path) -> Path:
+    """Where an earlier bundle lies between two renames, hidden beside `final`."""
     return final.with_name(f".{final.name}.old")
 
 
-def _swap_in(staging: Path, final: Path) -> None:
+def _move_into_place(staging: Path, final: Path) -> None:
     """Rename into place; an earlier bundle moves to `staging` and is removed there."""
     if not final.exists():
         staging.rename(final)
-    elif not _exchange(staging, final):
+    elif not _exchange_folders(staging, final):
         # Only file systems without an atomic exchange come here. After a kill between
         # the two renames the next export to this place moves the old bundle back.
-        aside = _aside(final)
+        aside = _old_folder(final)
         final.rename(aside)
         staging.rename(final)
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one atomic step (Linux); False where it cannot be done."""
+def _exchange_folders(one: Path, other: Path) -> bool:
+    """Exchange two folders in one atomic step; False where the system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False

@@ -19,8 +19,8 @@ from jetdraft.errors import OutputError, printable
 from jetdraft.files import check_name
 from jetdraft.staging import writing
 
-PACKED = Path(__file__).with_name("toy.zip")
-"""The zip that tools/toy.py makes."""
+TOY_ZIP = Path(__file__).with_name("toy.zip")
+"""The zip with the toy bundle, which tools/toy.py makes."""
 
 
 def toy_bundle(folder: str | Path | None = None) -> Path:
@@ -36,15 +36,15 @@ def toy_bundle(folder: str | Path | None = None) -> Path:
         model = jetdraft.load(toy_bundle(), threads=1)
         model.generate("The robot sees", num_draft_tokens=4).text
     """
-    path = _temporary() if folder is None else Path(folder)
-    _check_free(path)
-    with writing(path) as staging, ZipFile(PACKED) as packed:
+    path = _temporary_path() if folder is None else Path(folder)
+    _remove_empty_folder(path)
+    with writing(path) as staging, ZipFile(TOY_ZIP) as packed:
         packed.extractall(staging)
     return path
 
 
-def _temporary() -> Path:
-    """A path for one bundle; it is removed when this process ends."""
+def _temporary_path() -> Path:
+    """A path for a bundle in a new folder, which is removed when this process ends."""
     folder, owner = mkdtemp(prefix="jetdraft-toy-"), os.getpid()
 
     def remove() -> None:
@@ -56,8 +56,8 @@ def _temporary() -> Path:
     return Path(folder) / "bundle"
 
 
-def _check_free(path: Path) -> None:
-    """Remove an empty folder; raise `OutputError` for anything else in its place."""
+def _remove_empty_folder(path: Path) -> None:
+    """Remove an empty folder at `path`; raise `OutputError` for anything else."""
     try:
         check_name(path)
         path.rmdir()  # refuses a folder that is not empty

@@ -32,7 +32,7 @@ def put(sets: WeightSets, value: float) -> str:
     """Publish weights that all have one value."""
     arrays = {"matrix": np.full((64, 64), value, np.float32)}
     weights = {"weight": torch.full((64, 64), value)}
-    name = publish(sets, arrays, weights, sets.choice().cleared)
+    name = publish(sets, arrays, weights, sets.read_choice().cleared)
     assert name is not None
     return name
 
@@ -44,12 +44,12 @@ def publish_new(sets: WeightSets) -> None:
 
 def keep_new(sets: WeightSets) -> None:
     """A trial went well."""
-    sets.settle(sets.choice().name, keep=True)
+    sets.settle(sets.read_choice().name, keep=True)
 
 
 def take_back(sets: WeightSets) -> None:
     """A trial went badly."""
-    sets.settle(sets.choice().name, keep=False)
+    sets.settle(sets.read_choice().name, keep=False)
 
 
 def clear(sets: WeightSets) -> None:
@@ -89,13 +89,13 @@ def prepared(place: Path, on_trial: bool) -> WeightSets:
 
 def check(sets: WeightSets) -> object:
     """What drafts after a kill; all sets are whole, and so is the next swap."""
-    choice = sets.choice()
+    choice = sets.read_choice()
     drafts = value(sets, choice.name)
     if choice.before is not None:
         value(sets, choice.before)
     judged_weights(sets)
     later = put(sets, LATER)
-    assert value(sets, sets.choice().name) == LATER
+    assert value(sets, sets.read_choice().name) == LATER
     sets.settle(later, keep=True)
     left = sorted(f.name for f in sets.folder.iterdir())
     assert left == sorted([later, "choice.json", "lock"]), left

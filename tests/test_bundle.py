@@ -319,7 +319,7 @@ def test_files_are_hashed_once_and_again_when_they_change(small, monkeypatch):
 @pytest.mark.parametrize("stamps", ["", "[1]", "5", '{"target.onnx": 7}'])
 def test_damaged_stamps_count_for_nothing(small, stamps):
     Bundle.open(small)
-    (small / manifest.STAMPS).write_text(stamps)
+    (small / manifest.CHECKED_FILES).write_text(stamps)
     file = small / "target.onnx"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

@@ -12,10 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 import jetdraft
-from jetdraft.cli.command import Command, given
+from jetdraft.cli.command import Command, record_flags
 from jetdraft.cli.export import command as export_command
 from jetdraft.export.request import ExportRequest, export
-from jetdraft.options import Flag, declared, takes
+from jetdraft.options import Flag, declared_options, takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ def run(record, *words, **more):
     got = []
 
     @click.command("c", cls=Command)
-    @given("record", record, **more)
+    @record_flags("record", record, **more)
     def command(record):
         got.append(record)
 
@@ -87,7 +87,7 @@ def test_keywords_become_the_record():
 
 
 def test_an_option_of_export_is_declared_once():
-    names = {option.name for option in declared(ExportRequest)}
+    names = {option.name for option in declared_options(ExportRequest)}
     flags = {param.name for param in export_command.params} - {"target", "output"}
     assert flags == names
     assert names < set(inspect.signature(jetdraft.export).parameters)

@@ -34,7 +34,7 @@ def test_writing_makes_the_folder_appear_whole(tmp_path):
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_writing_replaces_a_bundle(small, monkeypatch, can_exchange):
     if not can_exchange:  # two renames take the place of the atomic exchange
-        monkeypatch.setattr(staging, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(staging, "_exchange_folders", lambda one, other: False)
     with writing(small) as folder:
         fill(folder, "new")
         assert content(small) == "made"

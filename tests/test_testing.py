@@ -29,7 +29,7 @@ def test_it_is_the_same_each_time_and_small(tmp_path):
     assert sorted(contents(one)) == sorted(
         [*jetdraft.Bundle.open(one).files, "bundle.json"]
     )
-    assert testing.PACKED.stat().st_size < 400_000
+    assert testing.TOY_ZIP.stat().st_size < 400_000
 
 
 def test_an_empty_folder_is_filled(tmp_path):
@@ -48,10 +48,10 @@ def test_what_is_there_is_never_replaced(tmp_path, kept):
 
 
 def test_a_folder_that_cannot_be_filled_is_not_there(tmp_path, monkeypatch):
-    damaged = bytearray(testing.PACKED.read_bytes())
+    damaged = bytearray(testing.TOY_ZIP.read_bytes())
     damaged[len(damaged) // 2] ^= 0xFF
     (tmp_path / "damaged.zip").write_bytes(damaged)
-    monkeypatch.setattr(testing, "PACKED", tmp_path / "damaged.zip")
+    monkeypatch.setattr(testing, "TOY_ZIP", tmp_path / "damaged.zip")
     with pytest.raises((BadZipFile, zlib.error)):
         toy_bundle(tmp_path / "toy")
     assert [file.name for file in tmp_path.iterdir()] == ["damaged.zip"]

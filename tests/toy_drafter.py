@@ -13,7 +13,13 @@ import numpy as np
 import onnx_ir as ir
 
 from jetdraft.bundle import Bundle
-from jetdraft.learning.weight_sets import ARRAYS, CHOICE, PARTIAL, Choice, base_of
+from jetdraft.learning.weight_sets import (
+    ARRAYS,
+    CHOICE_FILE,
+    PARTIAL,
+    Choice,
+    drafter_sha256,
+)
 from jetdraft.manifest import sha256_of
 
 HEAD = 16
@@ -39,13 +45,13 @@ def put_on_trial(
     name = sha256_of(partial / ARRAYS)
     if not (folder / name).exists():  # a training that was killed wrote it already
         partial.rename(folder / name)
-    choose(folder, Choice(name, before, base_of(Bundle.open(bundle))))
+    choose(folder, Choice(name, before, drafter_sha256(Bundle.open(bundle))))
     return name
 
 
 def choose(folder: Path, choice: Choice) -> None:
     """Write the choice of a learning folder."""
-    (folder / CHOICE).write_text(json.dumps(asdict(choice)))
+    (folder / CHOICE_FILE).write_text(json.dumps(asdict(choice)))
 
 
 def random_arrays(bundle: Path, seed: int = 0) -> dict[str, np.ndarray]:

@@ -29,7 +29,7 @@ CURVE_WIDTHS = range(1, 9)
 
 @dataclass
 class Contender:
-    """One way to decode, and its results.
+    """A way to decode, and its results over all prompts and repeats.
 
     `runs[repeat][prompt]` are the stats. `same_text` counts the texts that plain
     decoding gives too. `joules` is the energy of all runs, None if it was not measured.
@@ -45,7 +45,7 @@ class Contender:
     characters: int = 0
 
     def speeds(self) -> list[float]:
-        """Tokens per second of each repeat, over all prompts."""
+        """Decoded tokens per second of each repeat, over all prompts."""
         return [
             sum(s.new_tokens - s.first_tokens for s in run)
             / max(sum(s.decode_seconds for s in run), 1e-9)
@@ -53,20 +53,20 @@ class Contender:
         ]
 
     def total(self) -> Stats:
-        """The sum of all runs, for the metrics that are ratios of counts."""
+        """The stats of all runs added up, for metrics that are ratios of counts."""
         total = Stats(self.method, self.exact, prompt_tokens=0)
         for stats in (s for run in self.runs for s in run):
             total.merge(stats)
         return total
 
 
-def contenders(
+def make_contenders(
     model: Model, methods: Sequence[str], lengths: Sequence[int]
 ) -> list[Contender]:
-    """Plain decoding twice, not exact and exact, then each method at each length.
+    """The rows of a comparison: plain decoding not exact and exact, then each method.
 
-    Each method also runs with a length of None, which adapts. Raises `OptionError` for
-    a method that the bundle lacks.
+    A method has a row for each draft length, and one for None, which adapts; auto has
+    only that row. Raises `OptionError` for a method that the bundle lacks.
     """
     choices = (AUTO, *model.methods)
     for method in methods:
@@ -124,6 +124,7 @@ def run(
 def _generate(
     model: Model, contender: Contender, prompt: Int64s, options: dict[str, Any]
 ) -> Result:
+    """Generate as a contender does; what the model kept of earlier texts is dropped."""
     model.forget()  # the contender before has decoded the same text
     return model.generate(
         token_ids=prompt,
@@ -135,7 +136,7 @@ def _generate(
     )
 
 
-def report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
+def make_report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
     """The rows with every metric, the pass times by width, the machine and versions."""
     plain = next(row for row in rows if row.method == NONE and not row.exact)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -155,21 +156,24 @@ def report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "bundle_sha256": model.bundle.sha256,
-        "rows": [_row(row, plain, model.parts.text.has_tokenizer) for row in rows],
+        "rows": [
+            _report_row(row, plain, model.parts.text.has_tokenizer) for row in rows
+        ],
         "pass_ms": pass_ms,
         "peak_memory_bytes": peak,
     }
 
 
 def _pass_ms(graph: Graph | None) -> dict[int, float]:
+    """The milliseconds of a pass by width, for `CURVE_WIDTHS`; {} for no graph."""
     if graph is None:
         return {}
     widths = [width for width in decoding_widths(graph) if width in CURVE_WIDTHS]
     return pass_times(graph, widths)
 
 
-def _row(row: Contender, plain: Contender, readable: bool) -> dict[str, Any]:
-    """All metrics; without a `readable` text there are no characters."""
+def _report_row(row: Contender, plain: Contender, readable: bool) -> dict[str, Any]:
+    """A contender's metrics by name; characters are None unless text is `readable`."""
     pairs = zip(row.speeds(), plain.speeds(), strict=True)
     ratios = [speed / plain_speed for speed, plain_speed in pairs if plain_speed]
     total = row.total()

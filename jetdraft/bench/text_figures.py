@@ -19,11 +19,11 @@ from tokenizers import Tokenizer
 from jetdraft.errors import DataError, printable
 from jetdraft.files import read_text
 
-ALL = "all"
-"""The row of a whole text."""
+WHOLE_TEXT = "all"
+"""The `script` of the row for a whole text."""
 
 SIGNS = "signs"
-"""Tokens without a letter: digits, punctuation, white space."""
+"""The `script` of tokens without a letter: digits, punctuation, white space."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,11 @@ class TextFigures:
 
     @property
     def characters_per_token(self) -> float:
+        """Characters of the text per token, on average."""
         return self.characters / self.tokens
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """The figures as a JSON object, rounded."""
         fields = asdict(self)
         coverage = fields.pop("coverage")
         return {
@@ -54,7 +55,7 @@ class TextFigures:
         }
 
     def line(self) -> str:
-        """One line for a terminal."""
+        """The figures as one line for a terminal."""
         share = self.coverage
         covered = "" if share is None else f"{share:7.1%} can be drafted"
         return (
@@ -69,14 +70,14 @@ def text_figures(
     draft_vocabulary: Collection[int] | None = None,
     most_frequent: int | None = None,
 ) -> list[TextFigures]:
-    """The figures of each file, the row `ALL` first, then its scripts by tokens.
+    """The figures of each file, the row `WHOLE_TEXT` first, then its scripts by tokens.
 
     `tokenizer` is a tokenizer.json. Give a file for each language: a script is not a
     language. The `most_frequent` tokens of the first halves of all files can stand in
     for a draft vocabulary; then `coverage` counts the second halves, since a choice
     looks too good on the text that it was made on. Raises `DataError`.
     """
-    texts = [_Tokens.read(file, _opened(tokenizer)) for file in files]
+    texts = [_TokenizedText.read(file, _open_tokenizer(tokenizer)) for file in files]
     parts = texts
     if most_frequent is not None:
         chosen = Counter(token for text in texts for token in text.halves()[0].ids)
@@ -89,7 +90,8 @@ def text_figures(
     ]
 
 
-def _opened(tokenizer: Path) -> Tokenizer:
+def _open_tokenizer(tokenizer: Path) -> Tokenizer:
+    """Open a tokenizer.json, without truncation and padding; raises `DataError`."""
     try:
         opened = Tokenizer.from_file(str(tokenizer))
         opened.no_truncation()  # which a training may have left in the file
@@ -102,8 +104,8 @@ def _opened(tokenizer: Path) -> Tokenizer:
 
 
 @dataclass(frozen=True)
-class _Tokens:
-    """A text's tokens: ids, and length and script of the piece that each stands for.
+class _TokenizedText:
+    """A text's tokens: ids, and the length and script of the piece of each.
 
     Characters that a tokenizer skips belong to the piece after them. Of the tokens of
     one character, as byte-level tokenizers have them, the first has all its length.
@@ -115,7 +117,8 @@ class _Tokens:
     scripts: list[str]
 
     @classmethod
-    def read(cls, file: Path, tokenizer: Tokenizer) -> _Tokens:
+    def read(cls, file: Path, tokenizer: Tokenizer) -> _TokenizedText:
+        """Read a file and tokenize it; raises `DataError` for less than two tokens."""
         text = read_text(file)
         encoding = tokenizer.encode(text, add_special_tokens=False)
         if len(encoding.ids) < 2:
@@ -128,10 +131,13 @@ class _Tokens:
             scripts=[_script(text[start:end]) for start, end in encoding.offsets],
         )
 
-    def halves(self) -> tuple[_Tokens, _Tokens]:
+    def halves(self) -> tuple[_TokenizedText, _TokenizedText]:
+        """The first and the second half of the tokens."""
         cut = len(self.ids) // 2
         first, second = (
-            _Tokens(self.name, self.ids[part], self.lengths[part], self.scripts[part])
+            _TokenizedText(
+                self.name, self.ids[part], self.lengths[part], self.scripts[part]
+            )
             for part in (slice(cut), slice(cut, None))
         )
         return first, second
@@ -142,17 +148,17 @@ class _Tokens:
             return {}
         known = Counter[str]()
         for token, script in zip(self.ids, self.scripts, strict=True):
-            known.update(dict.fromkeys((ALL, script), token in vocabulary))
-        counts = Counter(self.scripts) + Counter({ALL: len(self.ids)})
+            known.update(dict.fromkeys((WHOLE_TEXT, script), token in vocabulary))
+        counts = Counter(self.scripts) + Counter({WHOLE_TEXT: len(self.ids)})
         return {script: known[script] / count for script, count in counts.items()}
 
     def rows(self, coverage: Mapping[str, float]) -> Iterator[TextFigures]:
         """The whole text's row, then a row for each script."""
-        characters = Counter({ALL: sum(self.lengths)})
+        characters = Counter({WHOLE_TEXT: sum(self.lengths)})
         for length, script in zip(self.lengths, self.scripts, strict=True):
             characters[script] += length
         tokens = Counter(self.scripts)
-        for script, count in [(ALL, len(self.ids)), *tokens.most_common()]:
+        for script, count in [(WHOLE_TEXT, len(self.ids)), *tokens.most_common()]:
             share = coverage.get(script)
             yield TextFigures(self.name, script, characters[script], count, share)
 

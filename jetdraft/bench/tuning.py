@@ -25,15 +25,19 @@ from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 Tick = Callable[[], None]
 
 WIDEST_MEASURED = 32
+"""The largest width that is measured."""
+
 TURNS = 7
-DRAFTED = 4
+"""How often each width is measured; the shortest time counts."""
+
+DRAFT_TOKENS = 4
 """Tokens per draft when proposers are timed."""
 
 
 def tune(model: Model, tick: Tick = lambda: None) -> Curve:
     """Measure this machine with care, let the model plan with the curve, and keep it.
 
-    `tick` is called `steps(model)` times.
+    `tick` is called `count_steps(model)` times.
     """
     parts = model.parts
     with parts.held():
@@ -41,7 +45,7 @@ def tune(model: Model, tick: Tick = lambda: None) -> Curve:
             tick()
         parts.target.prepare(exact=True)
         drafter_threads = _best_drafter_threads(model)
-        curve = _measure(parts.target, model.planner.proposers(), tick)
+        curve = _measure_curve(parts.target, model.planner.proposers(), tick)
         model.forget()  # the measurement ran random tokens
         parts.profiles.keep(
             parts.profiles.tuning_file,
@@ -53,12 +57,14 @@ def tune(model: Model, tick: Tick = lambda: None) -> Curve:
     return curve
 
 
-def steps(model: Model) -> int:
+def count_steps(model: Model) -> int:
     """The number of calls of `tick` in `tune`."""
     return model.parts.survey.steps_left + TURNS + len(model.planner.proposers())
 
 
-def _measure(target: Graph, proposers: Mapping[str, Proposer], tick: Tick) -> Curve:
+def _measure_curve(
+    target: Graph, proposers: Mapping[str, Proposer], tick: Tick
+) -> Curve:
     """Widths take turns and the shortest time counts, since noise only adds."""
     contract, cache = target.contract, target.cache
     # Tokens that repeat themselves, so that every proposer has a guess.
@@ -95,9 +101,9 @@ def _measure(target: Graph, proposers: Mapping[str, Proposer], tick: Tick) -> Cu
 
 
 def _best_drafter_threads(model: Model) -> int:
-    """One thread or all for the drafter: what makes a round of this pair shorter.
+    """The number of the drafter's threads, one or all, with the shorter rounds.
 
-    Opens the pair a second time. A new number counts from the next load on.
+    Opens target and drafter a second time. The number counts from the next load on.
     """
     parts, bundle = model.parts, model.bundle
     own, entry = parts.drafter_threads, bundle.drafter
@@ -126,22 +132,23 @@ def _best_drafter_threads(model: Model) -> int:
 
 
 def _round_seconds(target: Graph, drafter: Graph) -> float:
-    """The seconds of a round with a draft of `DRAFTED` tokens."""
+    """The seconds of a round with a draft of `DRAFT_TOKENS` tokens, without commit."""
     start = time.perf_counter()
-    for _ in range(1 if drafter.contract.guesses else DRAFTED):
+    for _ in range(1 if drafter.contract.guesses else DRAFT_TOKENS):
         drafter.run([0])
-    target.run([0] * (1 + DRAFTED))
+    target.run([0] * (1 + DRAFT_TOKENS))
     return time.perf_counter() - start
 
 
 def _ms(run: Callable[[], Any], timed: Graph | Cache) -> float:
-    """The milliseconds inside sessions, which a controller learns from each round."""
+    """The milliseconds that `timed` spends inside its session while `run` runs."""
     seconds_before = timed.seconds
     run()
     return 1e3 * (timed.seconds - seconds_before)
 
 
 def _compaction_ms(cache: Cache) -> float:
+    """The shortest milliseconds of a compaction; the cache keeps its length."""
     length = cache.length
 
     def move() -> None:
@@ -151,7 +158,7 @@ def _compaction_ms(cache: Cache) -> float:
     return min(_ms(move, cache) for _ in range(TURNS))
 
 
-def _show(proposer: Proposer, context: Sequence[int], target: Graph) -> None:
+def _run_target(proposer: Proposer, context: Sequence[int], target: Graph) -> None:
     """Let a proposer observe the target's passes over a context, as a head must."""
     target.cache.rewind(0)
     while rest := context[target.cache.length :]:
@@ -163,15 +170,15 @@ def _show(proposer: Proposer, context: Sequence[int], target: Graph) -> None:
 
 
 def _draft_ms(proposer: Proposer, context: Sequence[int], target: Graph) -> float:
-    """The median milliseconds of a drafted token, in drafts token after token."""
+    """The median milliseconds of a drafted token; 0.0 if nothing was drafted."""
     middle = len(context) // 2
     proposer.begin(context[:middle], Chooser(Sampling()))
     if target.contract.feature_size:
-        _show(proposer, context, target)
+        _run_target(proposer, context, target)
     seconds, drafted = [], 0
-    for end in range(middle + 1, len(context) - DRAFTED):
+    for end in range(middle + 1, len(context) - DRAFT_TOKENS):
         start = time.perf_counter()
-        count = proposer.propose(context[:end], DRAFTED).drafted
+        count = proposer.propose(context[:end], DRAFT_TOKENS).drafted
         if count:
             seconds.append((time.perf_counter() - start) / count)
             drafted += count

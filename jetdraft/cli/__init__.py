@@ -25,16 +25,16 @@ from jetdraft.cli.command import Command, LazyGroup
 from jetdraft.errors import DraftingError, JetdraftError, ProviderError, printable
 
 MAX_MESSAGE_CHARS = 2000
-"""Of an error or a warning."""
+"""The most characters of an error or a warning."""
 
 FINALIZING_SECONDS = 0.01
-"""A signal that came while Python finalized an object comes again after this time."""
+"""The seconds until a signal that came during a finalizer is sent again."""
 
-REFUSALS = (
+FILE_ERRORS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.EISDIR, errno.ENOTDIR, errno.EINVAL),
 )
-"""Errors of the system about a file that it does not open, write or look at."""
+"""Errors of the system for a file that it does not open, write or examine."""
 
 VERBS = {
     "export": "Export checkpoints to a bundle.",
@@ -50,22 +50,24 @@ VERBS = {
     "train": "Train a model to draft.",
     "store": "List or clear what a store or a learning folder keeps.",
 }
+"""A line of help for each verb; the module `jetdraft.cli.NAME` has its command."""
 
 _SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")
-"""numpy's error of a write that found no room; it has no number."""
+"""numpy's error for a write on a full disk; it has no errno."""
 
-_PYTHON = re.compile(r" \((?:\w+=\w*|Model\.\w+)\)")
-"""What to write in Python instead of a flag, behind the flag."""
+_PYTHON_HINT = re.compile(r" \((?:\w+=\w*|Model\.\w+)\)")
+"""The keyword or function of Python that a message names behind a flag."""
 
 
 class OneLineErrors(click.Command):
     """Turns an error into one line and exit code 2, Ctrl-C into exit code 130."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
+        """Run the command and exit with the code that it returns, 0 for None."""
         extra["standalone_mode"] = False
         _prepare_streams()
         try:
-            with _own_warnings(), _ended_by_sigterm(), silenced(logging.WARNING):
+            with _one_line_warnings(), _exit_on_sigterm(), silenced(logging.WARNING):
                 result = super().main(*args, **extra)
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
@@ -73,11 +75,11 @@ class OneLineErrors(click.Command):
         except click.ClickException as error:
             _fail(error.format_message())
         except JetdraftError as error:
-            _fail(as_typed(error))
+            _fail(message_with_flags(error))
         except OSError as error:
             if _is_full_disk(error):
                 _fail("the disk is full; free some space")
-            if error.errno not in REFUSALS or error.filename is None:
+            if error.errno not in FILE_ERRORS or error.filename is None:
                 raise
             _fail(
                 f"the system refuses {error.filename} ({error.strerror}); check its "
@@ -95,19 +97,19 @@ class OneLineErrors(click.Command):
 
 
 class Verbs(OneLineErrors, LazyGroup):
-    """The verbs of jetdraft."""
+    """The group of jetdraft's verbs."""
 
     package = "jetdraft.cli"
     summaries = VERBS
 
 
-class Tool(OneLineErrors, Command):
+class StandaloneCommand(OneLineErrors, Command):
     """A command of its own, for the programs in tools/."""
 
 
-def as_typed(error: JetdraftError) -> str:
+def message_with_flags(error: JetdraftError) -> str:
     """The message of an error, with options as they are typed: with dashes."""
-    message = _PYTHON.sub("", str(error))
+    message = _PYTHON_HINT.sub("", str(error))
     if isinstance(error, DraftingError):
         # It loads the packages of methods, which an error of drafting has loaded.
         from jetdraft.runtime.planning.registry import methods
@@ -119,10 +121,10 @@ def as_typed(error: JetdraftError) -> str:
 
 
 def _prepare_streams() -> None:
-    """Give a closed standard stream the null device, and let outputs hold any text.
+    """Open closed standard streams on the null device; let outputs hold any text.
 
     Otherwise the next file that is opened, a store perhaps, gets the number of a closed
-    stream, and what libraries print.
+    stream, and with it what libraries print.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -135,12 +137,12 @@ def _prepare_streams() -> None:
 
 
 @contextmanager
-def _own_warnings() -> Iterator[None]:
-    """Print jetdraft's own warnings in one line; drop warnings of other packages."""
+def _one_line_warnings() -> Iterator[None]:
+    """In the block, print jetdraft's warnings in one line, and no others."""
 
     def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
         if category is UserWarning:
-            click.echo(f"warning: {_line(str(message))}", err=True)
+            click.echo(f"warning: {_one_line(str(message))}", err=True)
 
     before, warnings.showwarning = warnings.showwarning, show
     try:
@@ -150,7 +152,7 @@ def _own_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def _exit_on_sigterm() -> Iterator[None]:
     """Let SIGTERM clean up as Ctrl-C does; only the main thread can receive it."""
     if is_main := threading.current_thread() is threading.main_thread():
         before = signal.signal(signal.SIGTERM, _terminate)
@@ -174,32 +176,35 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _is_full_disk(error: OSError) -> bool:
-    """Whether a write found no room: on the disk, in a quota or below a limit."""
+    """Whether a write failed for want of room: on the disk, in a quota, by a limit."""
     if error.errno is None:
         return _SHORT_WRITE.fullmatch(str(error)) is not None
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _fail(message: str) -> NoReturn:
+    """Print an error in one line and exit with code 2."""
     with suppress(OSError):  # standard error may be a file on a full disk
-        click.echo(f"error: {_line(message)}", err=True)
+        click.echo(f"error: {_one_line(message)}", err=True)
     sys.exit(2)
 
 
-def _line(message: str) -> str:
+def _one_line(message: str) -> str:
+    """A message as one printable line of at most `MAX_MESSAGE_CHARS`."""
     return printable(" ".join(message.split()), MAX_MESSAGE_CHARS)
 
 
-def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    """Print the versions and the providers, and exit; click's callback."""
     if not value or ctx.resilient_parsing:
         return
     # onnxruntime takes a quarter of a second, which no other verb should pay.
-    from jetdraft.devices.providers import installed
+    from jetdraft.devices.providers import installed_providers
     from jetdraft.ort import ort
 
     click.echo(f"jetdraft {__version__}")
     try:
-        providers = ", ".join(installed())
+        providers = ", ".join(installed_providers())
         click.echo(f"onnxruntime {ort.__version__}\nproviders {providers}")
     except ProviderError:
         click.echo("onnxruntime is not installed")
@@ -212,7 +217,7 @@ def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> No
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=_show_version,
+    callback=_print_version,
     help="Print the versions of jetdraft and onnxruntime, and the providers.",
 )
 def main() -> None:

@@ -11,9 +11,9 @@ import click
 
 from jetdraft.bench import benchmark
 from jetdraft.cli import flags
-from jetdraft.cli.command import Command, integers, option
+from jetdraft.cli.command import Command, option, parse_integers
 from jetdraft.cli.console import ProgressBars, read_prompts
-from jetdraft.devices.detection import detect
+from jetdraft.devices.detection import detect_machine
 from jetdraft.devices.rails import Meter
 from jetdraft.runtime.model import load
 from jetdraft.runtime.passes.opener import LoadOptions
@@ -60,7 +60,7 @@ def command(
     options: GenerateOptions,
 ) -> None:
     """Compare the methods of BUNDLE, prompt by prompt in one process."""
-    draft_lengths = integers(lengths, "--lengths")
+    draft_lengths = parse_integers(lengths, "--lengths")
     started = time.perf_counter()
     model = load(bundle, **runtime)
     load_seconds = time.perf_counter() - started
@@ -68,7 +68,7 @@ def command(
     fields = GenerateOptions(temperature=0.0, seed=0) | options
     prompts = read_prompts(prompts_file, model)
     names = [*model.methods, "auto"] if methods is None else methods.split(",")
-    rows = benchmark.contenders(model, names, draft_lengths)
+    rows = benchmark.make_contenders(model, names, draft_lengths)
     Options.of(**fields)  # refuse bad options before measuring
     for row in rows:
         Drafting(row.method, row.num_draft_tokens)
@@ -77,23 +77,23 @@ def command(
         err=True,
     )
     with ProgressBars() as bars:
-        tick = bars.ticks("measure", repeats * len(prompts) * len(rows))
+        tick = bars.start_stage("measure", repeats * len(prompts) * len(rows))
         benchmark.run(model, rows, prompts, repeats, tick, Meter, **fields)
-    report = benchmark.report(model, rows)
+    report = benchmark.make_report(model, rows)
     report["load_seconds"] = load_seconds
-    report["machine"]["power_mode"] = detect().power_mode
+    report["machine"]["power_mode"] = detect_machine().power_mode
     report["options"] = {**options, **fields}
     report["options"] |= {"repeats": repeats, "prompts": len(prompts)}
     if as_json:
         click.echo(json.dumps(report))
     else:
-        _show(report)
+        _print_report(report)
     if output is not None:
         flags.write_json(output, report)
 
 
-def _show(report: dict[str, Any]) -> None:
-    """Print the report as a table; rows that lose to plain decoding stay."""
+def _print_report(report: dict[str, Any]) -> None:
+    """Print a report as a table; methods that lose to plain decoding stay in it."""
     click.echo(
         "method      K exact  tokens/s  chars/s  speedup tok/pass accepted  first s  "
         "host ms  same text"
@@ -125,5 +125,6 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _cell(value: float | None, digits: int, width: int = 8) -> str:
+    """A number with `digits` decimals, or a dash for None, right-aligned in `width`."""
     text = "-" if value is None else f"{value:.{digits}f}"
     return f"{text:>{width}}"

@@ -10,7 +10,7 @@ import click
 
 from jetdraft.cli import flags
 from jetdraft.cli.command import Command, option
-from jetdraft.cli.console import announce_first_run, read_line, summary
+from jetdraft.cli.console import announce_first_run, read_line, stats_line
 from jetdraft.errors import JetdraftError
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.model import load
@@ -18,11 +18,12 @@ from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.text.template import user_message
 
-HELP = """/stats       print the stats of the last reply
+HELP_TEXT = """/stats       print the stats of the last reply
 /reset       start again
 /save FILE   save the conversation
 /load FILE   continue a saved conversation
 /quit        end, like Ctrl-D; Ctrl-C only stops a reply"""
+"""What /help prints."""
 
 
 @click.command("chat", cls=Command)
@@ -60,7 +61,7 @@ def command(
         for line in iter(_read_line, None):
             if line.split()[:1] == ["/quit"]:
                 break
-            act = _obey if line.startswith("/") else _answer
+            act = _run_command if line.startswith("/") else _print_reply
             try:
                 if line.strip():
                     act(talk, line)
@@ -71,6 +72,7 @@ def command(
 
 
 def _read_line() -> str | None:
+    """Read a line; None at the end of input, "" after Ctrl-C or a bad line."""
     try:
         return input("> ") if sys.stdin.isatty() else read_line()
     except EOFError:
@@ -83,25 +85,26 @@ def _read_line() -> str | None:
         return ""
 
 
-def _answer(talk: Conversation, line: str) -> None:
+def _print_reply(talk: Conversation, line: str) -> None:
+    """Say a line to the model and print its reply; Ctrl-C ends the reply only."""
     with contextlib.suppress(KeyboardInterrupt):  # the reply so far is kept
         for piece in talk.say(line):
             click.echo(piece.text, nl=False)
     click.echo()
 
 
-def _obey(talk: Conversation, line: str) -> None:
-    """Carry out a line that begins with a slash."""
+def _run_command(talk: Conversation, line: str) -> None:
+    """Run a line that begins with a slash; prints the help for an unknown one."""
     order, *rest = line.split(maxsplit=1)
     if order == "/reset":
         talk.reset()
     elif order == "/stats" and talk.last is not None:
         stats = talk.last.stats
         kept = f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens kept"
-        click.echo(f"{summary(stats)}\n{kept}", err=True)
+        click.echo(f"{stats_line(stats)}\n{kept}", err=True)
     elif order == "/stats":
         click.echo("there is no reply yet", err=True)
     elif order in ("/save", "/load") and rest:
         (talk.save if order == "/save" else talk.load)(rest[0])
     else:
-        click.echo(HELP, err=True)
+        click.echo(HELP_TEXT, err=True)

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import numpy as np
 
-from jetdraft.bench.text_figures import ALL, TextFigures, text_figures
+from jetdraft.bench.text_figures import WHOLE_TEXT, TextFigures, text_figures
 from jetdraft.bundle import Bundle
 from jetdraft.cli import flags
 from jetdraft.cli.command import Command, option
@@ -39,7 +39,7 @@ _SETTINGS: tuple[dict[str, float | int], ...] = (
 )
 _DRAFT_LENGTHS = (1, 2, 4, None)
 _TOKENS = 96
-"""How and how much `compare_methods` generates."""
+"""How `compare_methods` generates: options, draft lengths, new tokens of a text."""
 
 
 @click.command("check", cls=Command)
@@ -63,13 +63,13 @@ def command(
 ) -> None:
     """Check BUNDLE's files and contracts, width classes, and every method's text."""
     checked = Bundle.open(bundle, again=True)
-    figures = _text_figures(checked, texts)
+    figures = _read_text_figures(checked, texts)
     if not run and as_json:
         rows = {"tokenizer": [row.to_json() for row in figures]} if figures else {}
         click.echo(json.dumps(checked.to_json() | rows, indent=2))
         return
     if not run:
-        click.echo("\n".join([describe(checked), *_figure_lines(figures, 0.0)]))
+        click.echo("\n".join([describe_bundle(checked), *_figure_lines(figures, 0.0)]))
         return
     model = load(bundle, **runtime)
     speed = 1e3 / pass_times(model.parts.target, [1])[1] if figures else 0.0
@@ -127,7 +127,7 @@ def _warn_of_lost_acceptance(acceptance: Sequence[list[float]] | None) -> None:
         )
 
 
-def _text_figures(bundle: Bundle, texts: Sequence[Path]) -> list[TextFigures]:
+def _read_text_figures(bundle: Bundle, texts: Sequence[Path]) -> list[TextFigures]:
     if not texts:
         return []
     if bundle.tokenizer is None:
@@ -142,7 +142,7 @@ def _figure_lines(figures: Sequence[TextFigures], speed: float) -> Iterator[str]
     for row in figures:
         yield f"tokenizer  {row.line()}"
     for row in figures:
-        if speed and row.script == ALL:
+        if speed and row.script == WHOLE_TEXT:
             yield (
                 f"plain      {row.text:16} {speed:.1f} tokens/s, "
                 f"{speed * row.characters_per_token:.1f} characters/s"
@@ -150,7 +150,7 @@ def _figure_lines(figures: Sequence[TextFigures], speed: float) -> Iterator[str]
 
 
 def _width_lines(widths: Widths) -> Iterator[str]:
-    """Describe the classes of widths, and their distance from the exact class."""
+    """Yield a line for each class of widths, and warnings about trees and probes."""
     for group in widths.classes:
         span = f"{group[0]}" if len(group) == 1 else f"{group[0]}..{group[-1]}"
         if group != list(range(group[0], group[-1] + 1)):
@@ -178,6 +178,7 @@ def _width_lines(widths: Widths) -> Iterator[str]:
 
 
 def _acceptance_line(exported: list[float], measured: list[float]) -> str:
+    """The acceptance rates by position in a draft, measured now and at the export."""
     now, before = (
         " ".join(f"{share:.2f}" for share in shares) for shares in (measured, exported)
     )
@@ -185,6 +186,7 @@ def _acceptance_line(exported: list[float], measured: list[float]) -> str:
 
 
 def _text_line(comparison: Comparison) -> str:
+    """The line of a comparison: method, options, and where its text differs."""
     name = comparison.method
     if comparison.num_draft_tokens:
         name += f" {comparison.num_draft_tokens}"
@@ -217,30 +219,30 @@ def compare_methods(model: Model) -> Iterator[Comparison]:
         options: dict[str, Any] = {"max_new_tokens": count, "ignore_eos": True}
         options |= settings
         plain = model.generate(token_ids=prompt, method=NONE, **options).token_ids
-        for name, length, way in _ways(model):
+        for name, length, way in _decoding_options(model):
             ids = model.generate(token_ids=prompt, **way, **options).token_ids
             pairs = enumerate(zip_longest(plain, ids))
             difference = next((i for i, (one, other) in pairs if one != other), None)
             yield Comparison(name, length, settings, len(plain), difference)
 
 
-def _ways(model: Model) -> Iterator[tuple[str, int | None, dict[str, Any]]]:
+def _decoding_options(model: Model) -> Iterator[tuple[str, int | None, dict[str, Any]]]:
     """A name, a draft length and the options of each way to decode."""
     for name in model.methods:
-        if name == NONE or not _runs(model, Drafting(name)):
+        if name == NONE or not _can_run(model, Drafting(name)):
             continue
         for length in _DRAFT_LENGTHS:
             yield name, length, {"method": name, "num_draft_tokens": length}
         for settings in methods()[name].samples:
-            if _runs(model, Drafting(name, settings=settings)):
+            if _can_run(model, Drafting(name, settings=settings)):
                 words = ",".join(f"{key}={value}" for key, value in settings.items())
                 way = {"method": name, "drafting": settings}
                 yield f"{name} {words}", None, way
     yield AUTO, None, {"method": AUTO}
 
 
-def _runs(model: Model, drafting: Drafting) -> bool:
-    """Whether the bundle has what it takes, and this machine keeps it exact."""
+def _can_run(model: Model, drafting: Drafting) -> bool:
+    """Whether the bundle has what `drafting` needs, and this machine keeps it exact."""
     try:
         model.planner.proposer_set(drafting)
         model.planner.prepare_target(drafting)
@@ -249,12 +251,13 @@ def _runs(model: Model, drafting: Drafting) -> bool:
     return True
 
 
-def describe(bundle: Bundle) -> str:
-    """The graphs, shapes, quantization and bytes of a bundle, line by line."""
-    return "\n".join(printable(line, MAX_LINE_CHARS) for line in _lines(bundle))
+def describe_bundle(bundle: Bundle) -> str:
+    """The graphs, shapes, quantization and bytes of a bundle, as lines of text."""
+    return "\n".join(printable(line, MAX_LINE_CHARS) for line in _bundle_lines(bundle))
 
 
-def _lines(bundle: Bundle) -> Iterator[str]:
+def _bundle_lines(bundle: Bundle) -> Iterator[str]:
+    """Yield the lines of `describe_bundle`."""
     contract = bundle.target.contract
     ends = ", ".join(map(str, bundle.eos_token_ids)) or "none"
     yield f"bundle      {bundle.path} (sha256 {bundle.sha256[:12]})"
@@ -284,6 +287,7 @@ def _lines(bundle: Bundle) -> Iterator[str]:
 
 
 def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
+    """Yield the lines about one graph of a bundle."""
     contract = entry.contract
     yield ""
     yield f"{name}  {entry.file} from {entry.source}"
@@ -308,7 +312,7 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
         else:
             members = f"{streams['gamma']} with {streams['members']} embeddings each"
             yield f"  {streams['mode']:13} {members}"
-    yield from _head(contract)
+    yield from _drafter_lines(contract)
     yield f"  parameters    {entry.parameters:,}"
     yield f"  quantization  {entry.scheme}; floats are {contract.dtype}"
     if contract.kv_shapes:
@@ -329,8 +333,8 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
                 yield f"    {spec.name:22} {spec.dtype:8} {axes}"
 
 
-def _head(contract: StepContract) -> Iterator[str]:
-    """The lines about what a drafter's graph reads and guesses."""
+def _drafter_lines(contract: StepContract) -> Iterator[str]:
+    """Yield the lines about what a drafter's graph reads and guesses."""
     if contract.feature_input:
         ids = f"{contract.choices:,} of {contract.vocab_size:,} tokens"
         yield f"  head          features of width {contract.feature_input}, {ids}"

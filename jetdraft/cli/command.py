@@ -13,7 +13,7 @@ import click
 
 from jetdraft.errors import JetdraftError
 from jetdraft.options import Option as Declared
-from jetdraft.options import declared, required
+from jetdraft.options import declared_options, is_required
 
 GROUPS = (
     "prompt",
@@ -37,7 +37,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Option(click.Option):
-    """An option of one of the `GROUPS`; write it with `option`."""
+    """An option in one of the `GROUPS` of help; make it with `option`."""
 
     def __init__(self, *names: Any, group: str, **settings: Any) -> None:
         super().__init__(*names, **settings)
@@ -74,11 +74,11 @@ class LazyGroup(click.Group):
     summaries: Mapping[str, str]
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names in the order of `summaries`."""
+        """The names of the commands, in the order of `summaries`."""
         return list(self.summaries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command, or None for an unknown name."""
+        """Import and return the command of that name, or None for an unknown name."""
         if cmd_name not in self.summaries:
             return None
         module = importlib.import_module(f"{self.package}.{cmd_name}")
@@ -88,7 +88,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does; the refusal of an unknown name lists the commands."""
+        """Find the command as click does; raises `UsageError` with all names."""
         name, names = args[0], ", ".join(self.summaries)
         is_word = not name.startswith("-") and not ctx.resilient_parsing
         if is_word and self.get_command(ctx, name) is None:
@@ -113,7 +113,7 @@ def option(group: str, *names: str, help: str, **settings: Any) -> Decorator:
     return click.option(*names, cls=Option, group=group, help=help, **settings)
 
 
-def together(*decorators: Decorator) -> Decorator:
+def join_decorators(*decorators: Decorator) -> Decorator:
     """Join decorators into one; help lists their options in this order."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,24 +124,27 @@ def together(*decorators: Decorator) -> Decorator:
     return decorate
 
 
-def keywords(
+def keyword_flags(
     record: type[Any], /, *, only: Collection[str] | None = None, **defaults: Any
 ) -> Decorator:
     """Decorate a command with a flag for each declared field of a record.
 
-    The command gets the fields as keywords, all or `only` some; `defaults` replace the
-    record's.
+    The command gets the fields as keywords: all, or the ones in `only`. `defaults`
+    replace the record's.
 
         @keywords(ExportRequest)
     """
-    return together(*(_as_click(o, defaults) for o in _chosen(record, only)))
+    return join_decorators(
+        *(_click_option(o, defaults) for o in _chosen_options(record, only))
+    )
 
 
-def _chosen(record: type[Any], only: Collection[str] | None) -> list[Declared]:
-    return [o for o in declared(record) if only is None or o.name in only]
+def _chosen_options(record: type[Any], only: Collection[str] | None) -> list[Declared]:
+    """The declared options of a record, or the ones whose names are in `only`."""
+    return [o for o in declared_options(record) if only is None or o.name in only]
 
 
-def given(
+def record_flags(
     name: str,
     record: type[Any],
     /,
@@ -149,13 +152,13 @@ def given(
     only: Collection[str] | None = None,
     **defaults: Any,
 ) -> Decorator:
-    """As `keywords`, but the command gets one `record` named `name`.
+    """As `keyword_flags`, but the command gets one `record` as the keyword `name`.
 
-    A `TypedDict` has the options that were given only.
+    A `TypedDict` has only the options that the user gave.
 
         @given("runtime", LoadOptions)
     """
-    names = [option.name for option in _chosen(record, only)]
+    names = [option.name for option in _chosen_options(record, only)]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -165,12 +168,13 @@ def given(
                 own = {n: value for n, value in own.items() if value not in (None, ())}
             return function(**{name: record(**own)}, **options)
 
-        return keywords(record, only=only, **defaults)(command)
+        return keyword_flags(record, only=only, **defaults)(command)
 
     return decorate
 
 
-def _as_click(declared_option: Declared, defaults: Mapping[str, Any]) -> Decorator:
+def _click_option(declared_option: Declared, defaults: Mapping[str, Any]) -> Decorator:
+    """The click option for a declared one; `defaults` replace its default by name."""
     flag, kind = declared_option.flag, declared_option.kind
     default, help_ = declared_option.default, declared_option.help
     default = defaults.get(declared_option.name, default)
@@ -180,7 +184,7 @@ def _as_click(declared_option: Declared, defaults: Mapping[str, Any]) -> Decorat
     settings: dict[str, Any] = {"metavar": flag.metavar}
     if flag.commas:
         names = flag.names or (long,)
-        settings |= {"callback": _comma_list, "default": None}
+        settings |= {"callback": _parse_comma_list, "default": None}
     elif kind is bool:
         names = flag.names or ((f"{long}/--no-{long[2:]}",) if default else (long,))
         settings |= {"is_flag": True, "default": bool(default)}
@@ -188,10 +192,10 @@ def _as_click(declared_option: Declared, defaults: Mapping[str, Any]) -> Decorat
     else:
         names = flag.names or (long,)
         settings |= {
-            "type": _type(declared_option),
+            "type": _click_type(declared_option),
             "multiple": declared_option.multiple,
         }
-        if required(declared_option) and declared_option.name not in defaults:
+        if is_required(declared_option) and declared_option.name not in defaults:
             settings["required"] = True
         elif default not in (None, (), ""):
             settings |= {"default": default, "show_default": flag.show_default}
@@ -200,12 +204,13 @@ def _as_click(declared_option: Declared, defaults: Mapping[str, Any]) -> Decorat
     return option(flag.group, *names, declared_option.name, help=help_, **settings)
 
 
-def _comma_list(context: Any, param: Any, value: str | None) -> tuple[int, ...]:
-    return tuple(integers(value, param.opts[0])) if value else ()
+def _parse_comma_list(context: Any, param: Any, value: str | None) -> tuple[int, ...]:
+    """Parse a comma list of integers; () without one. A callback of click."""
+    return tuple(parse_integers(value, param.opts[0])) if value else ()
 
 
-def integers(text: str, option: str) -> list[int]:
-    """Parse a comma list of integers."""
+def parse_integers(text: str, option: str) -> list[int]:
+    """Parse a comma list of integers; raises `BadParameter`, which names `option`."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
@@ -214,7 +219,8 @@ def integers(text: str, option: str) -> list[int]:
         ) from error
 
 
-def _type(declared_option: Declared) -> Any:
+def _click_type(declared_option: Declared) -> Any:
+    """The click type of an option's value, with its choices or bounds."""
     flag, kind = declared_option.flag, declared_option.kind
     if flag.choices:
         return _Choice(flag.choices, kind)
@@ -228,13 +234,14 @@ def _type(declared_option: Declared) -> Any:
 
 
 class _Choice(click.Choice):  # type: ignore[type-arg]
-    """One of several values, which may be numbers."""
+    """One of several values, converted to their type, which may be a number's."""
 
     def __init__(self, choices: Collection[Any], kind: type) -> None:
         super().__init__([str(choice) for choice in choices])
         self.kind = kind
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Convert a choice to the type of the values; raises `BadParameter`."""
         return self.kind(super().convert(str(value), param, ctx))
 
 

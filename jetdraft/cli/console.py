@@ -1,4 +1,4 @@
-"""What verbs read and show: prompts, the progress of long commands, texts and stats."""
+"""Reads prompts and lines for verbs; prints progress, texts and stats."""
 
 from __future__ import annotations
 
@@ -27,31 +27,32 @@ DEFAULT_PROMPTS = (
 )
 
 MAX_INPUT_CHARS = 64_000_000
-"""Of an input that is read at once; a device or a pipe may never end."""
+"""The most characters of an input; a device or a pipe may never end."""
 
 SECONDS_BETWEEN_LINES = 10.0
-"""Commands that take less time print no line."""
+"""The seconds between two lines of progress where there is no terminal."""
 
 
 def read_input(file: Path | None) -> str:
-    """The text of a file, or of standard input; raises `UsageError`."""
+    """Read a UTF-8 file, or standard input for None; raises `UsageError`."""
     if file is None:
-        return _read("standard input", sys.stdin.read)
+        return _read_limited("standard input", sys.stdin.read)
 
     def read(most: int) -> str:
         with file.open(encoding="utf-8") as handle:
             return handle.read(most)
 
-    return _read(f"{file}", read)
+    return _read_limited(f"{file}", read)
 
 
 def read_line() -> str | None:
-    """The next line of standard input, None at its end; as `read_input`."""
-    line = _read("a line of standard input", sys.stdin.readline)
+    """Read a line of standard input; None at its end. Raises `UsageError`."""
+    line = _read_limited("a line of standard input", sys.stdin.readline)
     return line.removesuffix("\n") if line else None
 
 
-def _read(name: str, read: Callable[[int], str]) -> str:
+def _read_limited(name: str, read: Callable[[int], str]) -> str:
+    """Call `read` with a limit of characters; raises `UsageError` that names `name`."""
     try:
         text = read(MAX_INPUT_CHARS + 1)
     except (OSError, UnicodeDecodeError) as error:
@@ -83,7 +84,7 @@ def read_prompts(file: Path | None, model: Model) -> list[Int64s]:
         lines = [line for line in read_input(file).split("\n") if line.strip()]
         if not lines:
             raise click.UsageError(f"there are no prompts in {file}; give at least one")
-        return [_parse(line, model) for line in lines]
+        return [_parse_prompt(line, model) for line in lines]
     if model.bundle.tokenizer is not None:
         return [model.prompt(text) for text in DEFAULT_PROMPTS]
     random = np.random.default_rng(0)
@@ -92,7 +93,8 @@ def read_prompts(file: Path | None, model: Model) -> list[Int64s]:
     return [random.integers(0, contract.vocab_size, size) for _ in DEFAULT_PROMPTS]
 
 
-def _parse(line: str, model: Model) -> Int64s:
+def _parse_prompt(line: str, model: Model) -> Int64s:
+    """The token ids of a line's prompt, int64 [tokens]; raises `UsageError`."""
     try:
         fields = json.loads(line)
         text, ids = fields.get("prompt"), fields.get("token_ids")
@@ -107,10 +109,10 @@ def _parse(line: str, model: Model) -> Int64s:
 
 
 class ProgressBars:
-    """The progress bars of a long command on standard error, one for each stage.
+    """The progress of a long command on standard error, a bar for each stage.
 
-    Where that is no terminal, a thread prints the state every `SECONDS_BETWEEN_LINES`,
-    also while a step takes long, and the end of a stage that has printed a line.
+    Where that is not a terminal, a thread prints a line every `SECONDS_BETWEEN_LINES`,
+    also during a long step, and a line at the end of a stage that has printed one.
     """
 
     def __init__(self) -> None:
@@ -125,7 +127,7 @@ class ProgressBars:
         self._printer = Thread(target=self._print_lines, daemon=True)
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show a stage: `done` of its `total` steps are done."""
+        """Show the progress of a stage: `done` of its `total` steps."""
         if not sys.stderr.isatty():
             # Of a single step, "0 of 1" would say nothing.
             state = "" if total == 1 else f", {done} of {total}"
@@ -145,23 +147,25 @@ class ProgressBars:
         self._done = done
 
     def _print_lines(self) -> None:
+        """Print the progress regularly until the command ends; runs in a thread."""
         while not self._ended.wait(SECONDS_BETWEEN_LINES):
             if self._line is not None:
                 self._printed = self._stage
                 self._print_line()
 
     def _print_line(self) -> None:
+        """Print the latest state with the seconds since the command began."""
         seconds = time.monotonic() - self._started
         click.echo(f"after {seconds:.0f} s: {self._line}", err=True)
 
-    def ticks(self, stage: str, total: int) -> Callable[[], None]:
-        """Begin a stage; call the function that it returns after each step."""
+    def start_stage(self, stage: str, total: int) -> Callable[[], None]:
+        """Start a stage; returns a function to call after each of its `total` steps."""
         self(stage, 0, total)
         done = itertools.count(1)
         return lambda: self(stage, next(done), total)
 
     def close(self) -> None:
-        """End the line of the current bar."""
+        """End the current bar and its line; the next call starts a new one."""
         if self._bar is not None:
             self._bar.render_finish()
             self._bar = None
@@ -177,7 +181,7 @@ class ProgressBars:
 
 
 def announce_first_run(model: Model) -> None:
-    """Print one line on standard error once a text must wait for measurements."""
+    """Let the model print a line on standard error before its first measurements."""
     model.parts.survey.announce = lambda: click.echo(
         "first run on this machine: a few passes are measured before the text; "
         "jetdraft tune measures all",
@@ -185,7 +189,7 @@ def announce_first_run(model: Model) -> None:
     )
 
 
-def write_out(
+def print_generation(
     source: Any,
     show: Callable[[Any], None],
     fields: Sequence[str],
@@ -213,14 +217,14 @@ def write_out(
         click.echo(json.dumps(values, default=vars))
     else:
         show(None)
-        click.echo(summary(result.stats), err=True)
+        click.echo(stats_line(result.stats), err=True)
     if explain:
-        click.echo(explanation(result.stats), err=True)
+        click.echo(explain_rounds(result.stats), err=True)
     return code
 
 
-def summary(stats: Stats) -> str:
-    """The line that ends a generation."""
+def stats_line(stats: Stats) -> str:
+    """The line of stats that ends a generation, in brackets."""
     parts = [f"{stats.new_tokens} tokens in {stats.target_passes} passes"]
     for value, form in (
         (stats.tokens_per_pass, "{:.2f} tokens/pass"),
@@ -241,8 +245,8 @@ def summary(stats: Stats) -> str:
     return f"[{', '.join(parts)}; {'; '.join(ends)}]"
 
 
-def explanation(stats: Stats) -> str:
-    """Return what each method did, and why rounds had no draft, line by line."""
+def explain_rounds(stats: Stats) -> str:
+    """What each method did, and why rounds had no draft, as lines of text."""
     # A method saves the time of its tokens in plain decoding, less its own time.
     lines = [f"one by one a token takes {stats.plain_ms:.1f} ms"]
     lines += ["method     rounds  drafted  accepted   tokens     saved"]

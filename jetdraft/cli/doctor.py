@@ -11,14 +11,17 @@ import click
 
 from jetdraft.cli.command import Command, option
 from jetdraft.cli.flags import PATH, json_option
-from jetdraft.devices.detection import Machine, detect
+from jetdraft.devices.detection import Machine, detect_machine
 from jetdraft.devices.device import Device
-from jetdraft.devices.providers import PROVIDERS, Presence, presence
+from jetdraft.devices.providers import PROVIDERS, Presence, try_provider
 from jetdraft.errors import CheckError
 from jetdraft.ort import ort
 
 LEAST_FREE_MB = 1000.0
+"""Below this much free memory, in 10^6 bytes, `examine` gives a fix."""
+
 OLDEST_ORT = (1, 29)
+"""The oldest version of onnxruntime that jetdraft runs with."""
 
 
 @click.command("doctor", cls=Command)
@@ -43,15 +46,15 @@ def command(devices: bool, device: str | None, root: Path, as_json: bool) -> Non
     if devices and device is not None:
         raise click.UsageError("give either --devices or --device")
     if devices:
-        _show_devices(detect(root), as_json)
+        _print_devices(detect_machine(root), as_json)
     elif device is not None:
-        _show_profile(Device.named(device), as_json)
+        _print_profile(Device.named(device), as_json)
     else:
-        _show_findings(root, as_json)
+        _print_findings(root, as_json)
 
 
-def _show_findings(root: Path, as_json: bool) -> None:
-    """Print what is there and how to mend it; raise `CheckError` for a fault."""
+def _print_findings(root: Path, as_json: bool) -> None:
+    """Print what is there and how to fix it; raise `CheckError` for a wrong finding."""
     findings = examine(root)
     if as_json:
         fields = [asdict(finding) for finding in findings]
@@ -66,8 +69,8 @@ def _show_findings(root: Path, as_json: bool) -> None:
         raise CheckError(f"{wrong[0].what}: {wrong[0].found}; {wrong[0].fix}")
 
 
-def _show_devices(machine: Machine, as_json: bool) -> None:
-    """Print a line for each device, the smallest memory first."""
+def _print_devices(machine: Machine, as_json: bool) -> None:
+    """Print a line for each known device, by memory, and the name of this machine."""
     devices = [Device.named(name) for name in Device.names()]
     name = None if machine.device is None else machine.device.name
     if as_json:
@@ -86,7 +89,8 @@ def _show_devices(machine: Machine, as_json: bool) -> None:
     click.echo(f"this machine: {board}" + (f", {name}" if name else ""))
 
 
-def _show_profile(device: Device, as_json: bool) -> None:
+def _print_profile(device: Device, as_json: bool) -> None:
+    """Print the profile of a device, as text or as JSON."""
     if as_json:
         click.echo(json.dumps(asdict(device)))
         return
@@ -126,22 +130,26 @@ class Finding:
 
 
 def examine(
-    root: Path = Path("/"), presence_of: Callable[[str], Presence] = presence
+    root: Path = Path("/"), presence_of: Callable[[str], Presence] = try_provider
 ) -> list[Finding]:
     """All findings in the order in which to fix them; the wrong ones come first."""
-    machine = detect(root)
-    findings = [*_onnxruntime(), *_system(machine), *_state(machine)]
-    findings += [_provider(presence_of(name), machine) for name in reversed(PROVIDERS)]
+    machine = detect_machine(root)
+    findings = [*_check_onnxruntime(), *_check_system(machine), *_check_state(machine)]
+    findings += [
+        _check_provider(presence_of(name), machine) for name in reversed(PROVIDERS)
+    ]
     return sorted(findings, key=lambda finding: (not finding.wrong, not finding.fix))
 
 
-def _onnxruntime() -> Iterator[Finding]:
+def _check_onnxruntime() -> Iterator[Finding]:
+    """Yield a finding about the version of onnxruntime."""
     parts = tuple(int(part) for part in ort.__version__.split(".")[:2])
     fix = "" if parts >= OLDEST_ORT else "pip install 'onnxruntime>=1.29'"
     yield Finding("onnxruntime", ort.__version__, fix, wrong=bool(fix))
 
 
-def _system(machine: Machine) -> Iterator[Finding]:
+def _check_system(machine: Machine) -> Iterator[Finding]:
+    """Yield findings about the board, its driver, CUDA and TensorRT."""
     if machine.board is None:
         yield Finding("board", "not a Jetson")
         yield Finding("gpu", machine.gpu or "no NVIDIA driver is loaded")
@@ -168,7 +176,8 @@ def _system(machine: Machine) -> Iterator[Finding]:
     yield Finding("tensorrt", machine.tensorrt or "not installed", tensorrt)
 
 
-def _state(machine: Machine) -> Iterator[Finding]:
+def _check_state(machine: Machine) -> Iterator[Finding]:
+    """Yield findings about memory, swap, the power mode and the GPU's clock."""
     if machine.available_mb is not None:
         is_little = machine.available_mb < LEAST_FREE_MB
         fix = "close other programs, or boot without a desktop" if is_little else ""
@@ -179,7 +188,7 @@ def _state(machine: Machine) -> Iterator[Finding]:
     if machine.swap_mb is not None:
         fix = "" if machine.swap_mb else "add a swap file; exports need swap"
         yield Finding("swap", f"{machine.swap_mb:.0f} MB", fix)
-    yield _power(machine)
+    yield _check_power_mode(machine)
     if machine.gpu_mhz is not None and machine.gpu_max_mhz is not None:
         is_slow = machine.gpu_mhz < machine.gpu_max_mhz
         fix = "for steady figures: sudo jetson_clocks" if is_slow else ""
@@ -187,8 +196,8 @@ def _state(machine: Machine) -> Iterator[Finding]:
         yield Finding("gpu clock", clocks, fix)
 
 
-def _power(machine: Machine) -> Finding:
-    """The power mode; the last mode of a profile is the fastest."""
+def _check_power_mode(machine: Machine) -> Finding:
+    """The finding about the power mode; the last mode of a profile is the fastest."""
     mode = machine.power_mode
     if mode is None or machine.device is None:
         return Finding("power mode", mode or "unknown")
@@ -197,7 +206,8 @@ def _power(machine: Machine) -> Finding:
     return Finding("power mode", mode, fix)
 
 
-def _provider(state: Presence, machine: Machine) -> Finding:
+def _check_provider(state: Presence, machine: Machine) -> Finding:
+    """The finding about a provider; a fix only if this machine may run it."""
     what = f"provider {state.name}"
     may_have_gpu = machine.has_gpu or machine.board is not None
     if state.software:
@@ -208,13 +218,13 @@ def _provider(state: Presence, machine: Machine) -> Finding:
         return Finding(what, "runs")
     if state.name == "cpu":
         return Finding(what, state.reason, "reinstall onnxruntime", wrong=True)
-    kind = next((kind for kind in _FIXES if kind in state.reason), "")
+    kind = next((kind for kind in _PROVIDER_FIXES if kind in state.reason), "")
     is_useless = kind in ("libvulkan", "Vulkan") and not may_have_gpu
     may_run = (machine.board is not None or state.compiled) and not is_useless
-    return Finding(what, state.reason, _FIXES.get(kind, "") if may_run else "")
+    return Finding(what, state.reason, _PROVIDER_FIXES.get(kind, "") if may_run else "")
 
 
-_FIXES = {
+_PROVIDER_FIXES = {
     "plug-in": "pip install --upgrade 'jetdraft[webgpu]'",
     "libvulkan": "apt install libvulkan1",
     "Vulkan": "install the GPU's driver: deploy/jetson",
@@ -223,4 +233,5 @@ _FIXES = {
     "driver": "install a newer driver, or an older build",
     "without": "install a build that has it: deploy/jetson",
 }
-"""By words in the reason why a provider cannot run; the first that fits counts."""
+"""What to do, by words in the reason why a provider cannot run; the first that
+occurs counts."""

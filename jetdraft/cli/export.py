@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from jetdraft.cli import Verbs
-from jetdraft.cli.command import Command, keywords
+from jetdraft.cli.command import Command, keyword_flags
 from jetdraft.cli.console import ProgressBars
 from jetdraft.cli.flags import output_option
 from jetdraft.export.request import ExportRequest, export
@@ -18,7 +18,7 @@ from jetdraft.runtime.planning.registry import methods_of
 
 @click.command("export", cls=Command)
 @click.argument("target")
-@keywords(ExportRequest)
+@keyword_flags(ExportRequest)
 @output_option("Write the bundle to this folder; a bundle there is replaced.")
 def command(target: str, output: Path, **options: Any) -> None:
     """Export TARGET, a checkpoint folder, GGUF file or hub id, to a bundle."""
@@ -37,7 +37,7 @@ class _OptimumExports(Verbs):
     """The group `optimum-cli export`, with jetdraft's command only."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        """Return `jetdraft export` with OUTPUT as its last argument, as in optimum."""
+        """The command `jetdraft export`, with OUTPUT as its last argument."""
         output = next(param for param in command.params if param.name == "output")
         others = [param for param in command.params if param is not output]
         return Command(
@@ -51,5 +51,5 @@ class _OptimumExports(Verbs):
 
 
 def run_for_optimum(arguments: Sequence[str]) -> None:
-    """Export with these arguments and exit; the exit code is 2 after bad input."""
+    """Run an export with these arguments and exit; the code is 2 after bad input."""
     _OptimumExports().main(["jetdraft", *arguments], prog_name="optimum-cli export")

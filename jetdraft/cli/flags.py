@@ -11,21 +11,22 @@ from typing import Any, cast
 
 import click
 
-from jetdraft.cli.command import Decorator, given, keywords, option
+from jetdraft.cli.command import Decorator, keyword_flags, option, record_flags
 from jetdraft.cli.console import read_input
-from jetdraft.files import check_place, write_text
+from jetdraft.files import check_writable, write_text
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.planning.registry import AUTO
 
 PATH = click.Path(path_type=Path)
+"""The type of arguments and options that are paths, whether or not they exist."""
 
 RUNTIME = ("threads", "provider", "drafter_provider", "streams")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 CONSTRAINTS = ("json_schema", "regex", "grammar")
 DRAFTING = ("method", "num_draft_tokens", "drafting", "exact")
-"""Fields of `LoadOptions` and `GenerateOptions` that several verbs have."""
+"""Fields that several verbs share: of `LoadOptions`, then of `GenerateOptions`."""
 
 bundle_argument = click.argument("bundle", type=PATH)
 
@@ -37,8 +38,8 @@ json_option = option(
     help="Print JSON, and nothing else, to standard output.",
 )
 
-threads_option = keywords(LoadOptions, only=("threads",))
-temperature_option = keywords(GenerateOptions, only=("temperature",))
+threads_option = keyword_flags(LoadOptions, only=("threads",))
+temperature_option = keyword_flags(GenerateOptions, only=("temperature",))
 
 prompts_option = option(
     "prompt",
@@ -67,16 +68,18 @@ explain_option = option(
 
 
 def runtime_options(*more: str) -> Decorator:
-    """Give the command `runtime`, the arguments of `jetdraft.load` from its flags.
+    """Give the command `runtime`: the arguments of `jetdraft.load`, from its flags.
 
     `more` are fields beside `RUNTIME`: store, learn.
     """
-    return given("runtime", LoadOptions, only=(*RUNTIME, *more))
+    return record_flags("runtime", LoadOptions, only=(*RUNTIME, *more))
 
 
 def new_tokens_option(default: int) -> Decorator:
-    """Return -n/--max-new-tokens with a verb's default."""
-    return keywords(GenerateOptions, only=("max_new_tokens",), max_new_tokens=default)
+    """The option -n/--max-new-tokens with a verb's default."""
+    return keyword_flags(
+        GenerateOptions, only=("max_new_tokens",), max_new_tokens=default
+    )
 
 
 def generate_options(*names: str, **defaults: Any) -> Decorator:
@@ -85,7 +88,7 @@ def generate_options(*names: str, **defaults: Any) -> Decorator:
         defaults["method"] = AUTO
     if "exact" in names:
         defaults["exact"] = True
-    as_options = given("options", GenerateOptions, only=names, **defaults)
+    as_options = record_flags("options", GenerateOptions, only=names, **defaults)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -93,7 +96,7 @@ def generate_options(*names: str, **defaults: Any) -> Decorator:
             for field in {"json_schema", "grammar"} & options.keys():
                 options[field] = read_input(options[field])
             if "drafting" in options:
-                options["drafting"] = _settings(options["drafting"])
+                options["drafting"] = _parse_drafting(options["drafting"])
             return function(options=options, **others)
 
         return as_options(command)
@@ -101,7 +104,8 @@ def generate_options(*names: str, **defaults: Any) -> Decorator:
     return decorate
 
 
-def _settings(values: Sequence[str]) -> dict[str, str]:
+def _parse_drafting(values: Sequence[str]) -> dict[str, str]:
+    """Parse values KEY=VALUE into a dict; raises `BadParameter`."""
     settings = {}
     for value in values:
         key, separator, text = value.partition("=")
@@ -114,17 +118,17 @@ def _settings(values: Sequence[str]) -> dict[str, str]:
 
 
 def with_defaults(options: Mapping[str, Any], model: Model) -> GenerateOptions:
-    """The options that were given, beside the defaults of a model's checkpoint."""
+    """The options of the command line over the defaults of a model's checkpoint."""
     return cast(GenerateOptions, {**model.defaults, **options})
 
 
 def output_option(what: str) -> Decorator:
-    """Return -o/--output of a command whose result is a file or folder."""
+    """The required option -o/--output, a path; `what` is its help."""
     return option("output", "-o", "--output", required=True, type=PATH, help=what)
 
 
-def _report_file(context: Any, param: Any, value: Path | None) -> Path | None:
-    """Refuse what `new_file` refuses, and a file with anything but a report."""
+def _check_report(context: Any, param: Any, value: Path | None) -> Path | None:
+    """Raise `BadParameter` unless the file is new, or holds a report."""
     if value is not None and value.is_file():
         is_report = False
         with suppress(OSError, ValueError, TypeError, RecursionError):
@@ -132,10 +136,10 @@ def _report_file(context: Any, param: Any, value: Path | None) -> Path | None:
             is_report = not text or "rows" in dict(json.loads(text))
         if not is_report:
             raise click.BadParameter(f"{value} holds no report; choose another file")
-    return new_file(value)
+    return check_new_file(value)
 
 
-def new_file(value: Path | None) -> Path | None:
+def check_new_file(value: Path | None) -> Path | None:
     """Refuse a folder, a device, a pipe, and a path in a missing folder."""
     if value is None:
         return None
@@ -145,7 +149,7 @@ def new_file(value: Path | None) -> Path | None:
         )
     if value.exists() and not value.is_file():
         raise click.BadParameter(f"{value} is a device or a pipe; name a file")
-    check_place(value)
+    check_writable(value)
     return value
 
 
@@ -154,13 +158,13 @@ report_option = option(
     "-o",
     "--output",
     type=PATH,
-    callback=_report_file,
+    callback=_check_report,
     help="Write the JSON report to this file.",
 )
 
 
 def write_json(file: Path, fields: Any) -> None:
-    """Write a report; the file appears whole. Raises `OutputError`."""
+    """Write a JSON report; the file appears whole. Raises `OutputError`."""
     write_text(file, json.dumps(fields, indent=2) + "\n")
 
 

@@ -8,7 +8,7 @@ import click
 
 from jetdraft.cli import flags
 from jetdraft.cli.command import Command, option
-from jetdraft.cli.console import announce_first_run, read_prompt, write_out
+from jetdraft.cli.console import announce_first_run, print_generation, read_prompt
 from jetdraft.errors import OptionError
 from jetdraft.runtime.model import load
 from jetdraft.runtime.passes.opener import LoadOptions
@@ -16,8 +16,10 @@ from jetdraft.runtime.piece import Piece
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.text.template import user_message
 
-FIELDS = ("text", "token_ids", "from_draft", "prompt_tokens", "finish_reason")
+RESULT_FIELDS = ("text", "token_ids", "from_draft", "prompt_tokens", "finish_reason")
+"""Fields of a `Result` that --json prints."""
 ENDING = ("max_new_tokens", "stop", "ignore_eos")
+"""Fields of `GenerateOptions` that end a text."""
 
 
 @click.command("generate", cls=Command)
@@ -78,8 +80,9 @@ def command(
     else:
         ids = model.chat_prompt([user_message(text)])
         stream = model.stream(token_ids=ids, **fields)
-    return write_out(stream, _show, FIELDS, as_json, explain)
+    return print_generation(stream, _print_piece, RESULT_FIELDS, as_json, explain)
 
 
-def _show(piece: Piece | None) -> None:
+def _print_piece(piece: Piece | None) -> None:
+    """Print a piece of the text, or the line end for None."""
     click.echo("" if piece is None else piece.text, nl=piece is None)

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from jetdraft.bench.text_figures import ALL, TextFigures, text_figures
+from jetdraft.bench.text_figures import WHOLE_TEXT, TextFigures, text_figures
 from jetdraft.bundle import TOKENIZER
-from jetdraft.cli.command import Command, keywords, option
+from jetdraft.cli.command import Command, keyword_flags, option
 from jetdraft.cli.flags import PATH, json_option, texts_option
 from jetdraft.devices.planning.drafter_advice import Advisor, Drafter
 from jetdraft.devices.planning.plan import (
@@ -21,29 +21,30 @@ from jetdraft.devices.planning.plan import (
     MethodCost,
     Plan,
     Question,
+    does_not_fit_error,
     plan,
-    refusal,
 )
 from jetdraft.runtime.planning.registry import methods
 
 OTHER_BUDGETS = (20, 2000)
-"""Tokens per weight that are compared with the advised number."""
+"""Training tokens per weight that are shown beside the advised number."""
 
-NOTES = {
+COST_NOTES = {
     PROBES: "for a target that jetdraft train stream has trained",
     FREE: "for a text that repeats itself that often; it drafts nothing else",
 }
 """What the assumed acceptance means for a method, by the cost of its drafts."""
 
-NO_METHODS = (
+NO_METHODS_LINE = (
     "methods    not predicted: what a further row costs on this CPU was never "
     "measured; on the board: jetdraft tune BUNDLE, jetdraft bench BUNDLE"
 )
+"""What is printed instead of methods and drafters for the CPU."""
 
 
 @click.command("plan", cls=Command)
 @click.argument("target", type=PATH)
-@keywords(Question)
+@keyword_flags(Question)
 @option(
     "drafting",
     "--draft-vocab",
@@ -63,8 +64,10 @@ def command(
     """Predict memory and speed of TARGET, a config.json or the folder with it."""
     question = Question(target, **options, methods=method_costs())
     prediction = plan(question)
-    figures = _text_figures(target, texts, draft_vocab)
-    drafters = [] if question.on_cpu else _advised(question, draft_vocab, figures)
+    figures = _read_text_figures(target, texts, draft_vocab)
+    drafters = (
+        [] if question.on_cpu else _advise_drafters(question, draft_vocab, figures)
+    )
     if as_json:
         fields = prediction.to_json() | {
             "advised_drafters": [drafter.to_json() for drafter in drafters],
@@ -72,42 +75,45 @@ def command(
         }
         click.echo(json.dumps(fields))
     if not prediction.fits:
-        raise refusal(question, prediction)
+        raise does_not_fit_error(question, prediction)
     if not as_json:
-        _show(prediction, question)
+        _print_plan(prediction, question)
         if question.on_cpu:
-            click.echo(NO_METHODS)
+            click.echo(NO_METHODS_LINE)
         else:
-            _show_methods(prediction)
-            _show_drafters(drafters)
-        _show_texts(prediction, figures)
+            _print_methods(prediction)
+            _print_drafters(drafters)
+        _print_texts(prediction, figures)
 
 
-def _text_figures(
+def _read_text_figures(
     target: Path, texts: Sequence[Path], draft_vocab: int | None
 ) -> list[TextFigures]:
+    """The figures of text files with the target's tokenizer; raises `DataError`."""
     if not texts:
         return []
     folder = target if target.is_dir() else target.parent
     return text_figures(folder / TOKENIZER, texts, most_frequent=draft_vocab)
 
 
-def _advised(
+def _advise_drafters(
     question: Question, draft_vocab: int | None, figures: Sequence[TextFigures]
 ) -> list[Drafter]:
-    """The advised drafter, and the same after other numbers of tokens."""
-    whole = [row for row in figures if row.script == ALL and row.coverage is not None]
+    """The advised drafter first, then its shape after `OTHER_BUDGETS` of tokens."""
+    whole = [
+        row for row in figures if row.script == WHOLE_TEXT and row.coverage is not None
+    ]
     tokens = sum(row.tokens for row in whole)
     covered = sum(row.tokens * (row.coverage or 0.0) for row in whole)
     coverage = covered / tokens if tokens else 1.0
     advisor = Advisor(question, draft_vocab, coverage)
     best = advisor.best()
     shape = best.layers, best.hidden_size
-    return [best, *(advisor.predicted(*shape, budget) for budget in OTHER_BUDGETS)]
+    return [best, *(advisor.predict(*shape, budget) for budget in OTHER_BUDGETS)]
 
 
 def method_costs() -> tuple[MethodCost, ...]:
-    """The registered methods whose cost on a device can be predicted."""
+    """The costs of the registered methods that can be predicted on a device."""
     return tuple(
         MethodCost(method.name, method.cost, method.trees)
         for method in methods().values()
@@ -115,7 +121,8 @@ def method_costs() -> tuple[MethodCost, ...]:
     )
 
 
-def _show(prediction: Plan, question: Question) -> None:
+def _print_plan(prediction: Plan, question: Question) -> None:
+    """Print what was predicted for, the memory, and the speed of plain decoding."""
     click.echo(f"predicted  {prediction.basis}")
     parts = " + ".join(f"{name} {mb:.0f}" for name, mb in prediction.memory_mb.items())
     click.echo(f"device     {prediction.device}, {prediction.power_mode}")
@@ -131,8 +138,8 @@ def _show(prediction: Plan, question: Question) -> None:
         click.echo(f"  (--power-mode {', '.join(others)}: other rates)")
 
 
-def _show_methods(prediction: Plan) -> None:
-    """What a pass costs by its rows, and what each method would make of it."""
+def _print_methods(prediction: Plan) -> None:
+    """Print the time of a pass by its rows, and the best width of each method."""
     click.echo("rows       " + "".join(f"{w:7}" for w in prediction.pass_ms_by_width))
     times = "".join(f"{ms:7.1f}" for ms in prediction.pass_ms_by_width.values())
     click.echo("ms         " + times)
@@ -140,16 +147,16 @@ def _show_methods(prediction: Plan) -> None:
     methods = dict.fromkeys((row.method, row.shape) for row in prediction.rows)
     for method, shape in methods:
         rows = [r for r in prediction.rows if (r.method, r.shape) == (method, shape)]
-        click.echo(_line(max(rows, key=lambda row: row.tokens_per_second)))
+        click.echo(_choice_line(max(rows, key=lambda row: row.tokens_per_second)))
     click.echo("best:")
-    click.echo(_line(prediction.best))
+    click.echo(_choice_line(prediction.best))
     for method, cost in dict.fromkeys((r.method, r.cost) for r in prediction.rows):
-        if cost in NOTES:
-            click.echo(f"  ({method}: {NOTES[cost]})")
+        if cost in COST_NOTES:
+            click.echo(f"  ({method}: {COST_NOTES[cost]})")
 
 
-def _show_drafters(drafters: Sequence[Drafter]) -> None:
-    """Say what drafter to train, and what fewer or more tokens would change."""
+def _print_drafters(drafters: Sequence[Drafter]) -> None:
+    """Print which drafter to train, and what fewer or more tokens would change."""
     best = drafters[0]
     if best.choice.speedup <= 1.0:
         click.echo("advice     no drafter: plain decoding is as fast")
@@ -167,19 +174,20 @@ def _show_drafters(drafters: Sequence[Drafter]) -> None:
         )
 
 
-def _show_texts(prediction: Plan, figures: Sequence[TextFigures]) -> None:
-    """What the tokenizer makes of each text, and the speeds in characters."""
+def _print_texts(prediction: Plan, figures: Sequence[TextFigures]) -> None:
+    """Print the tokenizer's figures of each text, and speeds in characters."""
     plain, best = prediction.rows[0].tokens_per_second, prediction.best
     for row in figures:
         click.echo(f"tokenizer  {row.line()}")
-    for row in (row for row in figures if row.script == ALL):
+    for row in (row for row in figures if row.script == WHOLE_TEXT):
         click.echo(
             f"characters {row.text:16} plain {plain * row.characters_per_token:.1f}/s, "
             f"best {best.tokens_per_second * row.characters_per_token:.1f}/s"
         )
 
 
-def _line(choice: Choice) -> str:
+def _choice_line(choice: Choice) -> str:
+    """The line of a way to decode: rows, tokens per pass and second, speedup."""
     return (
         f"  {choice.method:7} {choice.shape:5} {choice.width:3} rows "
         f"{choice.tokens_per_pass:6.2f} tokens/pass {choice.tokens_per_second:7.1f} "

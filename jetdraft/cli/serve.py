@@ -11,7 +11,7 @@ from typing import Annotated
 
 import click
 
-from jetdraft.cli.command import Command, given, importing
+from jetdraft.cli.command import Command, importing, record_flags
 from jetdraft.cli.flags import bundle_argument, generate_options, runtime_options
 from jetdraft.errors import OptionError
 from jetdraft.options import Flag
@@ -21,11 +21,12 @@ from jetdraft.runtime.pool import Pool
 from jetdraft.server.limits import Limits
 
 KEY_VARIABLE = "JETDRAFT_API_KEY"
+"""The environment variable with the API key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Where a server listens, and what it serves."""
+    """Where a server listens, and what it serves under which name."""
 
     host: Annotated[str, Flag("server", "The address to listen on.")] = "127.0.0.1"
     port: Annotated[
@@ -69,8 +70,8 @@ class ServeOptions:
 
 @click.command("serve", cls=Command)
 @bundle_argument
-@given("server", ServeOptions)
-@given("limits", Limits)
+@record_flags("server", ServeOptions)
+@record_flags("limits", Limits)
 @generate_options("method")
 @runtime_options("store", "learn")
 def command(
@@ -83,22 +84,27 @@ def command(
     """Answer requests for BUNDLE's model over HTTP until SIGTERM or Ctrl-C."""
     with importing("serving", "serve"):
         from jetdraft.server.app import Service
-        from jetdraft.server.connection import check_key, is_loopback
-        from jetdraft.server.http_server import listening, listening_at, run, url
+        from jetdraft.server.connection import check_api_key, is_loopback
+        from jetdraft.server.http_server import (
+            listener_url,
+            open_listener,
+            open_unix_listener,
+            run,
+        )
     # Who sets an empty variable means to have a key, which is then refused.
     key = os.environ.get(KEY_VARIABLE) if server.api_key is None else server.api_key
     if key is not None:
-        check_key(key)
+        check_api_key(key)
     elif not is_loopback(server.host):
         raise OptionError(
             f"anyone could use a server on {server.host}; give --api-key, or set "
             f"{KEY_VARIABLE}"
         )
     with ExitStack() as opened:
-        listeners = [opened.enter_context(listening(server.host, server.port))]
-        places = [url(listeners[0])]
+        listeners = [opened.enter_context(open_listener(server.host, server.port))]
+        places = [listener_url(listeners[0])]
         if server.uds is not None:
-            listeners.append(opened.enter_context(listening_at(server.uds)))
+            listeners.append(opened.enter_context(open_unix_listener(server.uds)))
             places.append(str(server.uds))
         # Requests, the drain and the news of learned weights go to standard error.
         logging.disable(logging.NOTSET)  # other verbs drop all logs below errors

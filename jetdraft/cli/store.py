@@ -13,7 +13,7 @@ from jetdraft.cli.command import Command
 from jetdraft.cli.flags import PATH, bundle_argument, json_option, user_option
 from jetdraft.errors import StoreError, printable
 from jetdraft.learning.lessons import Lessons
-from jetdraft.learning.weight_sets import WeightSets, base_of, is_learned, label
+from jetdraft.learning.weight_sets import WeightSets, drafter_sha256, has_learned, label
 from jetdraft.runtime.history.store import ResponseStore
 from jetdraft.runtime.text.codec import TextCodec
 
@@ -38,8 +38,8 @@ def list_entries(bundle: Path, file: Path, user: str, as_json: bool) -> None:
     """
     opened_bundle = Bundle.open(bundle)
     text = TextCodec(opened_bundle.tokenizer)
-    if is_learned(file):
-        _list_learned(opened_bundle, text, file, user, as_json)
+    if has_learned(file):
+        _print_folder(opened_bundle, text, file, user, as_json)
         return
     entries = [
         {
@@ -47,7 +47,7 @@ def list_entries(bundle: Path, file: Path, user: str, as_json: bool) -> None:
             "prompt": text.decode(entry.prompt),
             "response": text.decode(entry.response),
         }
-        for entry in _open(opened_bundle, file, user).entries
+        for entry in _open_store(opened_bundle, file, user).entries
     ]
     if as_json:
         click.echo(json.dumps({"entries": entries}))
@@ -67,28 +67,30 @@ def clear(bundle: Path, file: Path, user: str) -> None:
     The folder's learned weights are removed too, since they were learned from entries.
     """
     opened_bundle = Bundle.open(bundle)
-    if is_learned(file):
-        count = _lessons(opened_bundle, file).clear(user)
+    if has_learned(file):
+        count = _open_lessons(opened_bundle, file).clear(user)
         # Last, so that a training which has read the lessons publishes nothing.
-        WeightSets(file, base_of(opened_bundle)).clear()
+        WeightSets(file, drafter_sha256(opened_bundle)).clear()
     else:
-        count = _open(opened_bundle, file, user).clear()
+        count = _open_store(opened_bundle, file, user).clear()
     click.echo(f"{count} entries removed", err=True)
 
 
-def _list_learned(
+def _print_folder(
     bundle: Bundle, text: TextCodec, folder: Path, user: str, as_json: bool
 ) -> None:
     """Say which weights are chosen, and list a user's lessons, latest first."""
-    sets = WeightSets(folder, base_of(bundle))
+    sets = WeightSets(folder, drafter_sha256(bundle))
     sets.check()
-    choice = sets.choice()
-    kept = _lessons(bundle, folder)
+    choice = sets.read_choice()
+    kept = _open_lessons(bundle, folder)
     lessons = [
         (len(lesson.places), text.decode(lesson.tokens.tolist()))
         for lesson in kept.read(user)
     ]
-    others = {name: count for name, count in kept.users().items() if name != user}
+    others = {
+        name: count for name, count in kept.count_by_user().items() if name != user
+    }
     if as_json:
         weights = {"weights": choice.name, "on_trial_against": choice.before}
         rows = [{"wrong_places": count, "text": words} for count, words in lessons]
@@ -104,12 +106,14 @@ def _list_learned(
         click.echo(f"lessons of --user {printable(name)!r}: {count}")
 
 
-def _lessons(bundle: Bundle, folder: Path) -> Lessons:
+def _open_lessons(bundle: Bundle, folder: Path) -> Lessons:
+    """Open the lessons in a folder for the bundle's tokenizer; raises `StoreError`."""
     vocab_size = bundle.target.contract.vocab_size
     return Lessons(folder, bundle.tokenizer_sha256, vocab_size)
 
 
-def _open(bundle: Bundle, file: Path, user: str) -> ResponseStore:
+def _open_store(bundle: Bundle, file: Path, user: str) -> ResponseStore:
+    """Open a user's part of a store; raises `StoreError` if there is no such file."""
     if file.is_dir():
         raise StoreError(
             f"{file} is a folder without lessons and learned weights; give the folder "
@@ -124,4 +128,5 @@ def _open(bundle: Bundle, file: Path, user: str) -> ResponseStore:
 
 
 def _shorten(text: str, width: int = 36) -> str:
+    """A text as one printable line of at most `width` characters."""
     return printable(" ".join(text.split()), width)

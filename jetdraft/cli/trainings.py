@@ -1,4 +1,4 @@
-"""The commands of trainings; torch is imported with this module."""
+"""The commands that train; torch is imported with this module."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import click
 
 from jetdraft.bundle import Bundle
 from jetdraft.cli import flags
-from jetdraft.cli.command import Command, given, keywords, option
+from jetdraft.cli.command import Command, keyword_flags, option, record_flags
 from jetdraft.cli.console import ProgressBars, read_prompts
 from jetdraft.errors import StoreError
 from jetdraft.files import is_free
-from jetdraft.learning.weight_sets import is_learned, label
+from jetdraft.learning.weight_sets import has_learned, label
 from jetdraft.runtime.model import load
-from jetdraft.train.acceptance import fit, watch, write
+from jetdraft.train.acceptance import fit_head, record_verdicts, save_acceptance_head
 from jetdraft.train.machine import this_process
 from jetdraft.train.run import TrainingOptions
 from jetdraft.train.task import Task
@@ -31,14 +31,14 @@ from jetdraft.train.use.learning import (
     UseTraining,
     lower_priority,
 )
-from jetdraft.train.use.students import student_of
+from jetdraft.train.use.students import load_student
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C."""
 
 
-def command_of(name: str, task: type[Task]) -> click.Command:
-    """The command that trains a task; its options are the fields of its settings."""
+def make_command(name: str, task: type[Task]) -> click.Command:
+    """Make the command that trains a task, with flags for its settings."""
     alone = ", or prompts that the target completes" if task.completes_prompts else ""
 
     @click.command(name, cls=Command, help=task.help)
@@ -52,9 +52,9 @@ def command_of(name: str, task: type[Task]) -> click.Command:
         help="A text file, or .jsonl with prompt and completion, text or messages"
         f"{alone}; may be given several times.",
     )
-    @given("options", TrainingOptions, **asdict(task.options))
+    @record_flags("options", TrainingOptions, **asdict(task.options))
     @flags.output_option("Write to this folder, or resume the run in it.")
-    @given("settings", task.Settings)
+    @record_flags("settings", task.Settings)
     def command(
         target: str,
         data: tuple[Path, ...],
@@ -83,7 +83,7 @@ def run_training(
             bars.close()
             if this_process().is_main_process:
                 click.echo(task.headline(run), err=True)
-            run.run(partial(_show, bars, run))
+            run.run(partial(_print_progress, bars, run))
         except KeyboardInterrupt:
             bars.close()
             place = "" if run is None else f" after step {run.step}"
@@ -96,7 +96,8 @@ def run_training(
     return 0
 
 
-def _show(bars: ProgressBars, run: Training, progress: Progress) -> None:
+def _print_progress(bars: ProgressBars, run: Training, progress: Progress) -> None:
+    """Show a step, and print the figures of a validation."""
     if progress.validation is not None:
         bars.close()
         line = run.task.summary_line(progress.validation)
@@ -109,7 +110,7 @@ def _show(bars: ProgressBars, run: Training, progress: Progress) -> None:
 @flags.prompts_option
 @flags.new_tokens_option(128)
 @flags.temperature_option
-@keywords(TrainingOptions, only=("seed",))
+@keyword_flags(TrainingOptions, only=("seed",))
 @flags.threads_option
 def acceptance(
     bundle: Path,
@@ -123,13 +124,13 @@ def acceptance(
     model = load(bundle, threads=threads)
     prompts = read_prompts(prompts_file, model)
     with ProgressBars() as bars:
-        tick = bars.ticks("watch", len(prompts))
-        hidden, accepted = watch(
+        tick = bars.start_stage("watch", len(prompts))
+        hidden, accepted = record_verdicts(
             model, prompts, max_new_tokens, temperature or 0.0, tick, seed
         )
-    head, loss = fit(hidden, accepted, seed=seed)
+    head, loss = fit_head(hidden, accepted, seed=seed)
     file = model.parts.profiles.acceptance_file
-    write(head, file, model.bundle.sha256)
+    save_acceptance_head(head, file, model.bundle.sha256)
     click.echo(
         f"{file}: {len(accepted)} drafted tokens, {accepted.mean():.2f} of them "
         f"accepted, held-out loss {loss:.2f}",
@@ -156,7 +157,7 @@ def acceptance(
     help="The target's checkpoint, whose states a head reads; default: where the "
     "export read it.",
 )
-@given("settings", UseOptions)
+@record_flags("settings", UseOptions)
 @option(
     "training",
     "--seconds",
@@ -192,13 +193,13 @@ def use(
     them back if fewer of their tokens are accepted.
     """
     pace = Pace(seconds, watts)
-    if not is_learned(folder) and not (background and is_free(folder)):
+    if not has_learned(folder) and not (background and is_free(folder)):
         raise StoreError(
             f"no lessons are kept in {folder}; give the folder of serve --learn"
         )
     if background:
         lower_priority()
-    student = student_of(Bundle.open(bundle), source, target)
+    student = load_student(Bundle.open(bundle), source, target)
     training = UseTraining(student, folder, settings)
     if background:
 
@@ -207,7 +208,7 @@ def use(
 
         Background(training, pace, wait).run(_print_learned)
         return
-    choice = training.sets.choice()
+    choice = training.sets.read_choice()
     if choice.before is not None:
         trial = f"{label(choice.name)} is still on trial"
         click.echo(f"{trial}; what is learned now will replace it", err=True)
@@ -217,6 +218,7 @@ def use(
 
 
 def _print_learned(learned: Learned) -> None:
+    """Print what a training of use has done, and what became of its weights."""
     before, after = learned.before, learned.after
     if learned.name is not None:
         outcome = f"the weights {learned.name[:12]} are on trial"

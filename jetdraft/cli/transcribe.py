@@ -9,17 +9,18 @@ import click
 
 from jetdraft.cli import flags
 from jetdraft.cli.command import Command, option
-from jetdraft.cli.console import announce_first_run, write_out
+from jetdraft.cli.console import announce_first_run, print_generation
 from jetdraft.runtime.model import load
 from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.speech.segments import Segment, clock
 from jetdraft.runtime.speech.transcription import TRANSCRIBE, TranscribeOptions
 
-FIELDS = (
+RESULT_FIELDS = (
     *("text", "language", "seconds", "segments", "token_ids", "from_draft"),
     "finish_reason",
 )
+"""Fields of a `Transcript` that --json prints."""
 
 
 @click.command("transcribe", cls=Command)
@@ -70,11 +71,12 @@ def command(
     fields = flags.with_defaults(options, model)
     transcription = model.transcription(file, wanted, **fields)
     announce_first_run(model)
-    show = partial(_show, timestamps=timestamps)
-    return write_out(transcription, show, FIELDS, as_json, explain)
+    show = partial(_print_segment, timestamps=timestamps)
+    return print_generation(transcription, show, RESULT_FIELDS, as_json, explain)
 
 
-def _show(segment: Segment | None, timestamps: bool) -> None:
+def _print_segment(segment: Segment | None, timestamps: bool) -> None:
+    """Print a segment as a line, with its times if it has `timestamps`."""
     if segment is None:
         return
     times = f"[{clock(segment.start)} --> {clock(segment.end)}] " if timestamps else ""

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import click
 
-from jetdraft.bench.tuning import steps, tune
+from jetdraft.bench.tuning import count_steps, tune
 from jetdraft.cli.command import Command
 from jetdraft.cli.console import ProgressBars
 from jetdraft.cli.flags import bundle_argument, json_option, runtime_options
-from jetdraft.files import check_place
+from jetdraft.files import check_writable
 from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.passes.opener import LoadOptions
@@ -25,17 +25,18 @@ from jetdraft.runtime.passes.opener import LoadOptions
 def command(bundle: Path, as_json: bool, runtime: LoadOptions) -> None:
     """Measure pass times by width and every proposer, and keep them in BUNDLE."""
     model = load(bundle, **runtime)
-    check_place(model.parts.profiles.tuning_file)
+    check_writable(model.parts.profiles.tuning_file)
     with ProgressBars() as bars:
-        curve = tune(model, bars.ticks("tune", steps(model)))
+        curve = tune(model, bars.start_stage("tune", count_steps(model)))
     if as_json:
         machine = model.parts.profiles.machine
         click.echo(json.dumps({"machine": machine, "curve": asdict(curve)}))
     else:
-        _show(model, curve)
+        _print_curve(model, curve)
 
 
-def _show(model: Model, curve: Curve) -> None:
+def _print_curve(model: Model, curve: Curve) -> None:
+    """Print the times by width, of a drafted token by method, and of a compaction."""
     exact = model.parts.widths.exact
     click.echo("rows   chain ms   tree ms   ms per row")
     for width, ms in curve.passes.items():

@@ -15,7 +15,7 @@ from jetdraft.devices.device import Device, JetPack
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts in a machine's files; None for a fact that no file has.
+    """What a machine's files say of it; None for a fact that no file has.
 
     Memory is in MB of 10^6 bytes, clocks are in MHz. `device` is the profile of the
     board, `jetpack` the release that has the L4T version `l4t`. `has_gpu` says whether
@@ -38,42 +38,43 @@ class Machine:
     gpu_max_mhz: float | None
 
 
-def detect(root: Path = Path("/")) -> Machine:
-    """Read a machine's files, or a recorded tree of them."""
+def detect_machine(root: Path = Path("/")) -> Machine:
+    """Read the files of the machine below `root`, which may be a recorded tree."""
     # Part numbers such as "p3767-0000" name the board.
-    text = _text(root / "proc/device-tree/compatible") or ""
+    text = _read_text(root / "proc/device-tree/compatible") or ""
     parts = set(re.findall(r"p\d{4}-\d{4}", text))
     devices = map(Device.named, Device.names())
     device = next((one for one in devices if parts & set(one.boards)), None)
     # "36.4.3" from "# R36 (release), REVISION: 4.3"
-    text = _text(root / "etc/nv_tegra_release") or ""
+    text = _read_text(root / "etc/nv_tegra_release") or ""
     release = re.search(r"R(\d+) \(release\), REVISION: ([\d.]+)", text)
     l4t = f"{release[1]}.{release[2]}" if release else None
     # A patch of a release differs in the third number: 36.4.4 is one of 36.4.3.
-    packs, installed = (device.jetpacks if device else ()), _numbers(l4t or "")
+    packs, installed = (device.jetpacks if device else ()), _version_numbers(l4t or "")
     same = (
         pack
         for pack in packs
-        if _numbers(pack.l4t)[:2] == installed[:2] and installed >= _numbers(pack.l4t)
+        if _version_numbers(pack.l4t)[:2] == installed[:2]
+        and installed >= _version_numbers(pack.l4t)
     )
-    text = _text(root / "proc/meminfo") or ""
+    text = _read_text(root / "proc/meminfo") or ""
     sizes = re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)
     memory = {name: int(kb) * 1.024e-3 for name, kb in sizes}
     cuda = None
     with suppress(ValueError, KeyError, TypeError):
-        versions = json.loads(_text(root / "usr/local/cuda/version.json") or "{}")
+        versions = json.loads(_read_text(root / "usr/local/cuda/version.json") or "{}")
         cuda = str(versions["cuda"]["version"])
-    board = _text(root / "proc/device-tree/model")
+    board = _read_text(root / "proc/device-tree/model")
     return Machine(
         board=board,
         device=device,
         l4t=l4t,
         jetpack=next(same, None),
         cuda=cuda,
-        tensorrt=_tensorrt(root),
+        tensorrt=_tensorrt_version(root),
         power_mode=_power_mode(root),
-        gpu=_gpu(root, board),
-        has_gpu=any(next(root.glob(place), None) for place in _GPUS),
+        gpu=_gpu_name(root, board),
+        has_gpu=any(next(root.glob(place), None) for place in _GPU_FILES),
         memory_mb=memory.get("MemTotal"),
         available_mb=memory.get("MemAvailable"),
         swap_mb=memory.get("SwapTotal"),
@@ -82,8 +83,8 @@ def detect(root: Path = Path("/")) -> Machine:
     )
 
 
-def _text(file: Path) -> str | None:
-    """A file's text without the line end or NUL that device trees and sysfs add."""
+def _read_text(file: Path) -> str | None:
+    """The text of a file, without the line end or NUL of sysfs; None without text."""
     try:
         text = file.read_text(encoding="utf-8", errors="replace").strip("\0\n ")
     except OSError:
@@ -91,11 +92,12 @@ def _text(file: Path) -> str | None:
     return text or None
 
 
-def _numbers(version: str) -> list[int]:
+def _version_numbers(version: str) -> list[int]:
+    """The numbers of a version: [36, 4, 3] for 36.4.3."""
     return [int(part) for part in version.split(".") if part]
 
 
-def _tensorrt(root: Path) -> str | None:
+def _tensorrt_version(root: Path) -> str | None:
     """The TensorRT version, from the name of its library."""
     suffixes = [
         file.name.partition(".so.")[2]
@@ -103,49 +105,51 @@ def _tensorrt(root: Path) -> str | None:
         for file in (root / folder).glob("libnvinfer.so.*.*")
     ]
     versions = [name for name in suffixes if re.fullmatch(r"\d+(\.\d+)+", name)]
-    return max(versions, default=None, key=_numbers)
+    return max(versions, default=None, key=_version_numbers)
 
 
 def _power_mode(root: Path) -> str | None:
-    """The name of the power mode: nvpmodel's status has its number."""
-    status = re.search(r"pmode:(\d+)", _text(root / "var/lib/nvpmodel/status") or "")
+    """The name of the power mode, by its number in nvpmodel's status."""
+    status = re.search(
+        r"pmode:(\d+)", _read_text(root / "var/lib/nvpmodel/status") or ""
+    )
     if status is None:
         return None
-    config = _text(root / "etc/nvpmodel.conf") or ""
+    config = _read_text(root / "etc/nvpmodel.conf") or ""
     modes = re.findall(r"<\s*POWER_MODEL\s+ID=(\d+)\s+NAME=(\S+?)\s*>", config)
     return {int(number): name for number, name in modes}.get(int(status[1]))
 
 
-def _gpu(root: Path, board: str | None) -> str | None:
+def _gpu_name(root: Path, board: str | None) -> str | None:
     """The GPU's name and driver version; on a Jetson, the name of the board."""
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-    text = "".join(_text(file) or "" for file in files[:1])
+    text = "".join(_read_text(file) or "" for file in files[:1])
     name = re.search(r"Model:\s*(.+)", text)
     if name is None:
         return board
-    driver = _text(root / "proc/driver/nvidia/version") or ""
+    driver = _read_text(root / "proc/driver/nvidia/version") or ""
     version = re.search(r"\s(\d+\.\d+[.\d]*)\s", driver)
     return f"{name[1]}, driver {version[1]}" if version else name[1]
 
 
-_GPUS = (
+_GPU_FILES = (
     *("dev/dri/renderD*", "dev/nvidia[0-9]*", "dev/nvgpu", "dev/nvhost-gpu"),
     "dev/dxg",
 )
-"""Devices of GPUs: of most drivers, of NVIDIA's, of Jetsons, of Windows below Linux."""
+"""Device files of GPUs: most drivers, NVIDIA's, Jetsons, Windows below Linux."""
 
 
 def _gpu_mhz(root: Path, file: str) -> float | None:
-    """A clock in the GPU's devfreq folder, named "17000000.gpu" or "gpu-gpc-0"."""
+    """A clock of the GPU in MHz, from a file in its devfreq folder, or None."""
     for folder in sorted((root / "sys/class/devfreq").glob("*gpu*")):
-        text = _text(folder / file)
+        text = _read_text(folder / file)
         if text is not None and text.isdigit():
             return int(text) / 1e6
     return None
 
 
 def processor_name() -> str:
-    """The name of the processor; the architecture where the system hides it."""
+    """The name of the processor, or its architecture where the system hides it."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(("model name", "Model")):
@@ -155,8 +159,8 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def processor_features() -> str:
-    """A hash of the instruction sets, since they decide how kernels round."""
+def processor_digest() -> str:
+    """A short hash of the processor's features, which decide how kernels round."""
     used_names = ("flags", "Features", "cpu family", "model", "stepping", "CPU part")
     used_lines: set[str] = set()
     for file in ("/proc/cpuinfo", "/proc/device-tree/model"):

@@ -11,8 +11,11 @@ from typing import Any
 from jetdraft.errors import DeviceError, OptionError
 from jetdraft.recipe import Recipe
 
-FOLDER = Path(__file__).with_name("profiles")
+PROFILES_FOLDER = Path(__file__).with_name("profiles")
+"""The folder of the profiles."""
+
 QUANTIZATIONS = {"none", "int8", "int4", "fp8", "fp4"}
+"""The number formats that a profile may name."""
 
 
 @dataclass(frozen=True)
@@ -64,31 +67,31 @@ class Device:
 
     @classmethod
     def names(cls) -> list[str]:
-        """The names of all profiles."""
-        return sorted(file.stem for file in FOLDER.glob("*.toml"))
+        """The names of all profiles, sorted."""
+        return sorted(file.stem for file in PROFILES_FOLDER.glob("*.toml"))
 
     @classmethod
     def named(cls, name: str) -> Device:
-        """The profile of that name; raises `DeviceError` for an unknown name."""
+        """Read the profile of that name; raises `DeviceError` for an unknown name."""
         if name not in cls.names():
             raise DeviceError(
                 f"unknown device {name!r}; choose {', '.join(cls.names())}"
             )
-        return cls.read(FOLDER / f"{name}.toml")
+        return cls.read(PROFILES_FOLDER / f"{name}.toml")
 
     @classmethod
     def read(cls, file: Path) -> Device:
         """Read a profile; raises `DeviceError` if the file is not a profile."""
         try:
             table = tomllib.loads(file.read_text(encoding="utf-8"))
-            modes = tuple(_typed(PowerMode, mode) for mode in table.pop("power_modes"))
-            packs = tuple(_typed(JetPack, pack) for pack in table.pop("jetpacks"))
+            modes = tuple(_build(PowerMode, mode) for mode in table.pop("power_modes"))
+            packs = tuple(_build(JetPack, pack) for pack in table.pop("jetpacks"))
             lists = {name: tuple(table[name]) for name in ("boards", "quantizations")}
             if unknown := set(lists["quantizations"]) - QUANTIZATIONS:
                 raise ValueError(f"unknown quantization {unknown.pop()!r}")
             Recipe.parse(str(table["recipe"]))
             table |= {**lists, "power_modes": modes, "jetpacks": packs}
-            device: Device = _typed(cls, {"name": file.stem, **table})
+            device: Device = _build(cls, {"name": file.stem, **table})
             return device
         except OSError as error:
             raise DeviceError(f"cannot read {file} ({error.strerror})") from error
@@ -102,7 +105,7 @@ class Device:
             missing = " is missing" if isinstance(error, KeyError) else ""
             raise DeviceError(
                 f"{file} is not a device profile ({error}{missing}); compare it with "
-                f"the others in {FOLDER}"
+                f"the others in {PROFILES_FOLDER}"
             ) from error
 
     def power_mode(self, name: str | None = None) -> PowerMode:
@@ -116,7 +119,7 @@ class Device:
         raise DeviceError(f"{self.name} has no power mode {name!r}; choose {names}")
 
 
-def _typed(kind: Any, table: Mapping[str, Any]) -> Any:
+def _build(kind: Any, table: Mapping[str, Any]) -> Any:
     """Build the dataclass `kind` from a table that has exactly its fields."""
     types = {field.name: field.type for field in fields(kind)}
     if table.keys() != types.keys():

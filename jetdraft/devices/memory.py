@@ -14,14 +14,16 @@ _DONTNEED, _HUGE, _COLLAPSE = 4, 14, 25
 """Linux's numbers of MADV_DONTNEED, MADV_HUGEPAGE and MADV_COLLAPSE."""
 
 HUGE_PAGE = 1 << 21
-_STEP_BYTES = 16 * HUGE_PAGE
-"""Bytes that one call moves; meanwhile no other thread can map memory."""
+"""The bytes of a huge page."""
 
-_ENTRY = 8
-"""Bytes of a page's entry in /proc/self/pagemap; its highest bit says: in memory."""
+_STEP_BYTES = 16 * HUGE_PAGE
+"""The bytes that one call gathers; meanwhile no other thread can map memory."""
+
+_ENTRY_BYTES = 8
+"""The bytes of a page's entry in /proc/self/pagemap; its highest bit means resident."""
 
 _MIN_MAPPING_BYTES = 2 * HUGE_PAGE
-"""The bytes of the smallest mapping that is moved."""
+"""The bytes of the smallest mapping that is gathered."""
 
 _MAPPING = re.compile(
     r"^(?P<first>[0-9a-f]+)-(?P<end>[0-9a-f]+) \S+ \S+ \S+ (?P<file>\d+)"
@@ -50,15 +52,15 @@ class _Mapping(NamedTuple):
 
 
 def _mappings() -> Iterator[_Mapping]:
-    """All mapped ranges of this process."""
-    for found in _MAPPING.finditer(_text("/proc/self/smaps")):
+    """Yield all mapped ranges of this process, from /proc/self/smaps."""
+    for found in _MAPPING.finditer(_read_text("/proc/self/smaps")):
         sizes = (1024 * int(found[key]) for key in ("resident", "written", "huge"))
         path = found["path"] if int(found["file"]) else ""
         yield _Mapping(int(found["first"], 16), int(found["end"], 16), path, *sizes)
 
 
-def _text(file: str) -> str:
-    """A file of Linux; "" on other systems, and where a sandbox hides it."""
+def _read_text(file: str) -> str:
+    """The text of a file of Linux; "" on other systems, or where a sandbox hides it."""
     try:
         return Path(file).read_text("utf-8", "surrogateescape")
     except OSError:
@@ -66,17 +68,17 @@ def _text(file: str) -> str:
 
 
 def _advise(first: int, end: int, advice: int) -> bool:
-    """Advise Linux about a range of addresses; False if it refuses."""
+    """Call madvise for a range of addresses; False if Linux refuses."""
     size = ctypes.c_size_t(end - first)
     done = ctypes.CDLL(None).madvise(ctypes.c_void_p(first), size, advice)
     return int(done) == 0
 
 
-def release(folder: Path) -> int:
+def release_files(folder: Path) -> int:
     """Take the mapped files of a folder out of resident memory; returns the bytes."""
     released, place = 0, f"{folder.resolve()}/"
     # The sizes of all mappings take ten times as long to read, at each load.
-    if place not in _text("/proc/self/maps"):
+    if place not in _read_text("/proc/self/maps"):
         return 0
     for mapping in _mappings():
         first, end, path = mapping[:3]
@@ -85,13 +87,13 @@ def release(folder: Path) -> int:
             continue
         # Another thread may have closed a session since, and mapped other memory.
         line = f"^{first:08x}-{end:08x} .* {re.escape(path)}$"
-        is_there = re.search(line, _text("/proc/self/maps"), re.MULTILINE)
+        is_there = re.search(line, _read_text("/proc/self/maps"), re.MULTILINE)
         if is_there and _advise(first, end, _DONTNEED):
             released += mapping.resident
     return released
 
 
-def gather() -> int:
+def use_huge_pages() -> int:
     """Move large, filled memory of this process into huge pages; returns the bytes.
 
     A pass reads all weights, and each page costs the processor an address. Linux before
@@ -108,24 +110,24 @@ def gather() -> int:
             stop = min(start + _STEP_BYTES, end)
             # What was never touched must not grow. A mapping may have such parts:
             # Linux joins neighbours.
-            if _present(start, stop) >= 0.75:
+            if _resident_share(start, stop) >= 0.75:
                 _advise(start, stop, _HUGE)
                 gathered += (stop - start) * _advise(start, stop, _COLLAPSE)
     return gathered
 
 
-def _present(first: int, end: int) -> float:
-    """The share of a range's pages that are in memory; 0 where Linux does not say."""
+def _resident_share(first: int, end: int) -> float:
+    """The share of a range's pages that are in memory; 0.0 where Linux does not say."""
     try:
         with Path("/proc/self/pagemap").open("rb") as file:
-            file.seek(first // mmap.PAGESIZE * _ENTRY)
-            entries = file.read((end - first) // mmap.PAGESIZE * _ENTRY)
+            file.seek(first // mmap.PAGESIZE * _ENTRY_BYTES)
+            entries = file.read((end - first) // mmap.PAGESIZE * _ENTRY_BYTES)
     except OSError:
         return 0.0
     pages = memoryview(entries).cast("Q")
     return sum(page >> 63 for page in pages) / max(len(pages), 1)
 
 
-def gather_meanwhile() -> None:
-    """Call `gather` in a thread, since it takes seconds for a billion weights."""
-    Thread(target=gather, name="jetdraft-gather", daemon=True).start()
+def start_using_huge_pages() -> None:
+    """Start `use_huge_pages` in a thread; it takes seconds for a billion weights."""
+    Thread(target=use_huge_pages, name="jetdraft-gather", daemon=True).start()

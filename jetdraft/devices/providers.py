@@ -28,13 +28,13 @@ from jetdraft.errors import ProviderError
 from jetdraft.ort import ort
 
 AUTO = "auto"
-"""The fastest of `PROVIDERS` that runs a bundle on this machine."""
+"""Asks for the fastest of `PROVIDERS` that runs a bundle on this machine."""
 
-AT_HAND = "choose --provider cpu, or see jetdraft doctor"
+PROVIDER_FIX = "choose --provider cpu, or see jetdraft doctor"
 """The fix in messages about a provider that does not run."""
 
 TRIAL_SECONDS = 120.0
-"""The longest trial run: TensorRT builds an engine for the graph."""
+"""The most seconds of a trial run, in which TensorRT builds an engine."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Provider:
     dtype: str
 
     def refusal(self, flavour: str, dtype: str) -> str:
-        """Why it cannot run graphs of a flavour and a numpy dtype; empty if it can."""
+        """Why it cannot run graphs of a flavour and a numpy dtype; "" if it can."""
         if self.name == "tensorrt" and flavour == CONTRIB:
             return (
                 "TensorRT cannot read contrib operators; export with --flavour standard"
@@ -93,7 +93,7 @@ def cpu_only(work: str, provider: str, fix: str) -> str:
 ProviderOptions = dict[str, str]
 """A provider's options by onnxruntime's names; "1" is true."""
 
-CUDA: ProviderOptions = {
+CUDA_OPTIONS: ProviderOptions = {
     "device_id": "0",
     "enable_cuda_graph": "1",
     # An arena that grows by the requested sizes leaves a Jetson's shared memory to
@@ -101,15 +101,16 @@ CUDA: ProviderOptions = {
     "arena_extend_strategy": "kSameAsRequested",
     "use_tf32": "0",
 }
-WEBGPU: ProviderOptions = {"enableInt64": "1", "enableGraphCapture": "0"}
+WEBGPU_OPTIONS: ProviderOptions = {"enableInt64": "1", "enableGraphCapture": "0"}
+"""The options of the CUDA and the WebGPU provider in all sessions."""
 
 
-def request(
+def session_providers(
     name: str, session: Any, options: ProviderOptions
 ) -> list[tuple[str, ProviderOptions]] | None:
     """The `providers` of a new session; None if its options `session` name them."""
     if name == "webgpu":
-        webgpu.add_to(session, options)
+        webgpu.add_adapter(session, options)
         return None
     return [(PROVIDERS[name].full, options)]
 
@@ -121,11 +122,11 @@ def provider_named(name: str) -> Provider:
     return PROVIDERS[name]
 
 
-def choose(name: str, graphs: Iterable[tuple[str, str]]) -> Provider:
-    """The provider that will run graphs of these flavours and numpy dtypes.
+def choose_provider(name: str, graphs: Iterable[tuple[str, str]]) -> Provider:
+    """Choose the provider that runs graphs of these flavours and numpy dtypes.
 
-    "auto" takes the fastest provider that can. Raises `ProviderError` with the reason
-    if none can, or if the named provider cannot.
+    "auto" takes the fastest one that can; others are tried as named. Raises
+    `ProviderError` with the reason if none can.
     """
     graphs = list(graphs)
     if name not in (AUTO, *PROVIDERS):
@@ -138,43 +139,43 @@ def choose(name: str, graphs: Iterable[tuple[str, str]]) -> Provider:
     raise ProviderError(f"provider {name!r} cannot run this bundle here: {reason}")
 
 
-def fastest() -> str:
-    """The name of the fastest provider that runs on this machine."""
+def fastest_provider() -> str:
+    """The name of the fastest provider that runs on this machine; may run trials."""
     return next(
         name
         for name in PROVIDERS
-        if name == "cpu" or (presence(name).runs and not _is_software(name))
+        if name == "cpu" or (try_provider(name).runs and not _is_software(name))
     )
 
 
 def _is_software(name: str) -> bool:
     """Whether a provider computes on the CPU, more slowly than the CPU provider."""
-    return name != "cpu" and presence(name).software
+    return name != "cpu" and try_provider(name).software
 
 
 def _obstacle(provider: Provider, graphs: list[tuple[str, str]]) -> str:
-    """Why a provider cannot run the graphs here; empty if it can."""
+    """Why a provider cannot run the graphs here; "" if it can. May run a trial."""
     refusals = (provider.refusal(*graph) for graph in graphs)
     if reason := next(filter(None, refusals), ""):
         return reason
     # The CPU provider is always present, and a trial takes time at every load.
     if provider.name == "cpu":
         return ""
-    state = presence(provider.name)
+    state = try_provider(provider.name)
     if not state.half and any(dtype == "float16" for _, dtype in graphs):
         return "its adapter has no half precision; export with --dtype fp32"
-    return state.reason and f"{state.reason}; {AT_HAND}"
+    return state.reason and f"{state.reason}; {PROVIDER_FIX}"
 
 
-def installed() -> list[str]:
+def installed_providers() -> list[str]:
     """The installed providers, the fastest first; raises `ProviderError`."""
-    return [name for name in PROVIDERS if not _absence(name)]
+    return [name for name in PROVIDERS if not _why_absent(name)]
 
 
-def _absence(name: str) -> str:
-    """Why a provider is not installed; empty if it is."""
+def _why_absent(name: str) -> str:
+    """Why a provider is not installed; "" if it is."""
     if name == "webgpu":
-        return webgpu.MISSING if find_spec(webgpu.PLUGIN) is None else ""
+        return webgpu.MISSING_MESSAGE if find_spec(webgpu.PLUGIN) is None else ""
     full = PROVIDERS[name].full
     if full in ort.get_available_providers():
         return ""
@@ -183,9 +184,9 @@ def _absence(name: str) -> str:
 
 @dataclass(frozen=True)
 class Presence:
-    """Whether a provider is compiled in and runs, and the `reason` why not.
+    """Whether a provider is compiled in and runs, and the `reason` why it does not.
 
-    A `software` adapter computes on the CPU. Without `half` it has no halves.
+    A `software` adapter computes on the CPU. Without `half` it has no float16.
     """
 
     name: str
@@ -197,9 +198,9 @@ class Presence:
 
 
 @functools.cache
-def presence(name: str) -> Presence:
+def try_provider(name: str) -> Presence:
     """Run a trial of one of `PROVIDERS`, once per process."""
-    if reason := _absence(name):
+    if reason := _why_absent(name):
         return Presence(name, False, False, reason)
     full = PROVIDERS[name].full
     command = [sys.executable, "-m", "jetdraft.devices.trial", full]
@@ -214,10 +215,10 @@ def presence(name: str) -> Presence:
         return Presence(
             name, True, True, software=SOFTWARE in lines, half=NO_HALF not in lines
         )
-    return Presence(name, True, False, reason_of(done.returncode, done.stderr))
+    return Presence(name, True, False, failure_reason(done.returncode, done.stderr))
 
 
-_KNOWN = {
+_REASONS = {
     f"^{REASON}(.+)$": "{}",
     r"error: (\S+): cannot open shared object file": "it needs {}, which the loader "
     "does not find",
@@ -228,12 +229,12 @@ _KNOWN = {
     "(driver version is insufficient|CUDA failure 35)": "the GPU's driver is older "
     "than this build's CUDA",
 }
-"""Patterns in what a failed trial wrote, and what they say."""
+"""Patterns in the stderr of a failed trial, and the reasons that they stand for."""
 
 
-def reason_of(code: int, stderr: str) -> str:
-    """The reason of a failed trial, from its exit code and what it wrote to stderr."""
-    for pattern, fact in _KNOWN.items():
+def failure_reason(code: int, stderr: str) -> str:
+    """Why a trial failed, from its exit code and its stderr."""
+    for pattern, fact in _REASONS.items():
         if known := re.search(pattern, stderr, re.MULTILINE):
             return fact.format(known[1])
     if code < 0:
@@ -243,9 +244,10 @@ def reason_of(code: int, stderr: str) -> str:
 
 
 ENGINE_WIDTHS = (2, 4, 8)
-"""Widths with an engine of their own; each engine holds a copy of the weights."""
+"""Widths with a TensorRT engine of their own, which holds a copy of the weights."""
 
-_MADE_BY = "made-by.json"
+_MACHINE_FILE = "made-by.json"
+"""The file in a folder of engines that says on which machine they were built."""
 
 
 def engine_options(
@@ -281,7 +283,7 @@ def engine_options(
 
 
 def _shapes(contract: StepContract, sizes: tuple[int, int, int]) -> str:
-    """The shapes of all inputs, for example "input_ids:1x4,answer_rows:4"."""
+    """The shapes of all dynamic inputs, such as "input_ids:1x4,answer_rows:4"."""
     sized = (
         (spec.name, spec.concrete_shape(*sizes, contract.members, contract.prefix))
         for spec in contract.inputs
@@ -295,7 +297,7 @@ def engine_folder(folder: Path, machine: dict[str, str]) -> Path | None:
 
     Returns None, with a warning, if the folder cannot be written.
     """
-    stamp, made_by = folder / _MADE_BY, None
+    stamp, made_by = folder / _MACHINE_FILE, None
     with suppress(OSError, ValueError):
         made_by = json.loads(stamp.read_text(encoding="utf-8"))
     try:

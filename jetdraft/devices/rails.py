@@ -8,26 +8,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 INTERVAL_SECONDS = 0.05
+"""The seconds between two readings of a `Meter`."""
+
 MONITORS = "sys/bus/i2c/drivers/ina3221"
-TOTALS = ("VDD_IN", "VIN_SYS_5V0", "VIN")
+"""The folder of the power monitors."""
+
+MODULE_RAILS = ("VDD_IN", "VIN_SYS_5V0", "VIN")
 """Names of rails that feed the whole module; other rails feed parts of it."""
 
 
 @dataclass(frozen=True)
 class Rail:
-    """A measured rail: files with millivolts and milliamperes."""
+    """A measured rail; its files hold millivolts and milliamperes."""
 
     name: str
     volts: Path
     amperes: Path
 
     def watts(self) -> float:
-        """The power now; raises `OSError` or `ValueError` if it cannot be read."""
+        """The power now in watts; raises `OSError` or `ValueError`."""
         return int(self.volts.read_text()) * int(self.amperes.read_text()) * 1e-6
 
 
 def rails(root: Path = Path("/")) -> list[Rail]:
-    """All measured rails, if the machine has the monitors."""
+    """All measured rails of the machine; [] without monitors."""
     measured = []
     for label in sorted((root / MONITORS).glob("*/hwmon/hwmon*/in*_label")):
         number = label.name.removeprefix("in").removesuffix("_label")
@@ -38,10 +42,10 @@ def rails(root: Path = Path("/")) -> list[Rail]:
     return measured
 
 
-def totals(root: Path = Path("/")) -> list[Rail]:
+def module_rails(root: Path = Path("/")) -> list[Rail]:
     """The rails whose sum is the module's power: the rail that feeds it, or all."""
     measured = rails(root)
-    return [rail for rail in measured if rail.name in TOTALS][:1] or measured
+    return [rail for rail in measured if rail.name in MODULE_RAILS][:1] or measured
 
 
 class Meter:
@@ -51,14 +55,14 @@ class Meter:
         self, root: Path = Path("/"), interval: float = INTERVAL_SECONDS
     ) -> None:
         self.joules: float | None = None
-        self._rails = totals(root)
+        self._rails = module_rails(root)
         self._interval = interval
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Meter:
         if self._rails:
-            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread = threading.Thread(target=self._integrate, daemon=True)
             self._thread.start()
         return self
 
@@ -68,8 +72,8 @@ class Meter:
         if self._thread is not None:
             self._thread.join()
 
-    def _watch(self) -> None:
-        """Add trapezoids between readings; a vanished rail ends the measurement."""
+    def _integrate(self) -> None:
+        """Add the energy between readings; a vanished rail makes `joules` None."""
         joules, before, watts = 0.0, time.perf_counter(), self._watts()
         done = False
         while watts is not None and not done:
@@ -83,6 +87,7 @@ class Meter:
             self.joules = joules
 
     def _watts(self) -> float | None:
+        """The module's power now in watts; None if a rail cannot be read."""
         try:
             return sum(rail.watts() for rail in self._rails)
         except (OSError, ValueError):

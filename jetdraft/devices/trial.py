@@ -3,8 +3,8 @@
     python -m jetdraft.devices.trial CUDAExecutionProvider
 
 A broken driver may end the process, and onnxruntime names a missing library on stderr
-only, so `providers.presence` starts this module and reads what it writes. The last line
-on stdout says that the graph ran.
+only, so `providers.try_provider` starts this module and reads what it writes. The last
+line on stdout says that the graph ran.
 """
 
 from __future__ import annotations
@@ -19,40 +19,45 @@ from jetdraft.devices import webgpu
 from jetdraft.errors import ProviderError
 
 GRAPH = Path(__file__).with_name("trial.onnx")
+"""The graph of a small product, float32."""
 HALF_GRAPH = Path(__file__).with_name("trial-half.onnx")
 """The same product in half precision."""
 
 RAN = "ran"
+"""The last line on stdout after a trial that succeeded."""
+
 SOFTWARE = "on a software adapter"
 NO_HALF = "without half precision"
+"""Lines on stdout about the adapter."""
+
 REASON = "reason: "
 """Begins a line on stderr that says why the provider cannot run here."""
-CPU = "CPUExecutionProvider"
+CPU_PROVIDER = "CPUExecutionProvider"
 
 
 def main(provider: str) -> None:
     """Run one small product on `provider` alone and compare the numbers."""
-    _run(provider, GRAPH, np.float32)
-    if provider == webgpu.FULL:
-        if webgpu.adapter().software:
+    _check_product(provider, GRAPH, np.float32)
+    if provider == webgpu.PROVIDER_NAME:
+        if webgpu.find_adapter().software:
             print(SOFTWARE)
         try:
-            _run(provider, HALF_GRAPH, np.float16)
+            _check_product(provider, HALF_GRAPH, np.float16)
         except Exception:  # onnxruntime's exceptions have no common base
             print(NO_HALF)
     print(RAN)
 
 
-def _run(provider: str, graph: Path, dtype: type[np.floating[Any]]) -> None:
-    """Run one of the graphs; ends the process if its numbers are wrong."""
+def _check_product(provider: str, graph: Path, dtype: type[np.floating[Any]]) -> None:
+    """Run one of the graphs; exit the process if it fails or its numbers are wrong."""
     import onnxruntime  # the parent imports this module, even without onnxruntime
 
     options = onnxruntime.SessionOptions()
-    if provider != CPU:
+    if provider != CPU_PROVIDER:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     providers: list[str] | None = [provider]
-    if provider == webgpu.FULL:
-        webgpu.add_to(options, {})
+    if provider == webgpu.PROVIDER_NAME:
+        webgpu.add_adapter(options, {})
         providers = None
     session = onnxruntime.InferenceSession(str(graph), options, providers=providers)
     if session.get_providers()[0] != provider:

@@ -22,24 +22,27 @@ from jetdraft.ort import import_onnx, ort
 PLUGIN = "onnxruntime_ep_webgpu"
 """The package that holds the plug-in."""
 
-FULL = "WebGpuExecutionProvider"
+PROVIDER_NAME = "WebGpuExecutionProvider"
+"""onnxruntime's name of the provider."""
 
-MISSING = "the WebGPU plug-in is not installed; pip install 'jetdraft[webgpu]'"
+MISSING_MESSAGE = "the WebGPU plug-in is not installed; pip install 'jetdraft[webgpu]'"
+"""The message of a `ProviderError` without the plug-in."""
 
-OLDEST = (0, 4)
+OLDEST_PLUGIN = (0, 4)
 """The first version of the plug-in whose values can be bound without a session."""
 
-_SOFTWARE = "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER"
-"""With 1 the plug-in also offers drivers that compute on the CPU."""
+_SOFTWARE_VARIABLE = "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER"
+"""An environment variable: with 1 the plug-in also offers drivers on the CPU."""
 
 _ERRORS_ONLY = 3
+"""onnxruntime's level of logs with errors only."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What WebGPU runs on: onnxruntime's `device`, its name, and the plug-in's version.
+    """What WebGPU runs on: onnxruntime's `device`, a name, the plug-in's version.
 
-    A `software` adapter computes on the CPU: right, and slower than the CPU provider.
+    A `software` adapter computes on the CPU, more slowly than the CPU provider.
     `largest_buffer` is in bytes, 0 where it is unknown.
     """
 
@@ -51,18 +54,20 @@ class Adapter:
 
 
 @functools.cache
-def adapter() -> Adapter:
+def find_adapter() -> Adapter:
     """The first GPU of the plug-in, or a software adapter; raises `ProviderError`."""
     drivers = vulkan_devices() if sys.platform == "linux" else []
-    _register()
-    offered = [device for device in ort.get_ep_devices() if device.ep_name == FULL]
+    _load_plugin()
+    offered = [
+        device for device in ort.get_ep_devices() if device.ep_name == PROVIDER_NAME
+    ]
     if not offered:
         raise ProviderError(
             "the WebGPU plug-in finds no adapter; install the GPU's driver"
         )
     device = min(offered, key=_is_software)
     version = str(device.ep_metadata.get("version", "0"))
-    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+    if tuple(map(int, version.split(".")[:2])) < OLDEST_PLUGIN:
         raise ProviderError(
             f"the WebGPU plug-in {version} is too old; pip install --upgrade "
             "'jetdraft[webgpu]'"
@@ -74,16 +79,17 @@ def adapter() -> Adapter:
 
 
 def _is_software(device: Any) -> bool:
+    """Whether a device of onnxruntime computes on the CPU."""
     return bool(device.device.type == ort.OrtHardwareDeviceType.CPU)
 
 
-def _register() -> None:
-    """Load the plug-in into this process."""
+def _load_plugin() -> None:
+    """Load the plug-in into this process; raises `ProviderError`."""
     try:
         plugin = import_module(PLUGIN)
     except ImportError as error:
-        raise ProviderError(MISSING) from error
-    os.environ.setdefault(_SOFTWARE, "1")
+        raise ProviderError(MISSING_MESSAGE) from error
+    os.environ.setdefault(_SOFTWARE_VARIABLE, "1")
     ort.set_default_logger_severity(_ERRORS_ONLY)  # it warns of that variable
     try:
         ort.register_execution_provider_library("webgpu", plugin.get_library_path())
@@ -95,9 +101,9 @@ def _register() -> None:
         ) from error
 
 
-def add_to(options: Any, provider_options: dict[str, str]) -> None:
-    """Let a session with these options run on the adapter."""
-    options.add_provider_for_devices([adapter().device], provider_options)
+def add_adapter(options: Any, provider_options: dict[str, str]) -> None:
+    """Add the adapter to a session's `options`, with these options of the provider."""
+    options.add_provider_for_devices([find_adapter().device], provider_options)
 
 
 def check_buffers(file: Path, contract: StepContract) -> None:
@@ -120,28 +126,32 @@ def check_buffers(file: Path, contract: StepContract) -> None:
         for spec in specs
     }
     largest = max(sizes, key=lambda name: sizes[name])
-    limit = adapter().largest_buffer
+    limit = find_adapter().largest_buffer
     if 0 < limit < sizes[largest]:
         raise ProviderError(
             f"{largest} of {file} takes {sizes[largest] / 1e6:.0f} MB, and a buffer on "
-            f"{adapter().name} holds {limit / 1e6:.0f} MB; choose "
+            f"{find_adapter().name} holds {limit / 1e6:.0f} MB; choose "
             "--provider cpu, or export with a smaller --capacity"
         )
 
 
 _LOADER = "libvulkan.so.1"
+"""The library that loads Vulkan's drivers."""
+
 _INSTANCE, _CPU_TYPE = 1, 4
 """VK_STRUCTURE_TYPE_INSTANCE_CREATE_INFO and VK_PHYSICAL_DEVICE_TYPE_CPU."""
 
 _NAME, _STORAGE_RANGE = 20, 324
-"""Where VkPhysicalDeviceProperties has `deviceName`, `limits.maxStorageBufferRange`."""
+"""The bytes before `deviceName` and `limits.maxStorageBufferRange` in
+VkPhysicalDeviceProperties."""
 
 _MOST_DEVICES = 16
+"""The most devices that are listed."""
 
 
 @dataclass(frozen=True)
 class VulkanDevice:
-    """A device, its largest storage buffer in bytes, and whether it is software."""
+    """A Vulkan device: its name, largest storage buffer in bytes, if it is software."""
 
     name: str
     largest_buffer: int
@@ -160,7 +170,7 @@ class _InstanceInfo(ctypes.Structure):
 
 
 def vulkan_devices() -> list[VulkanDevice]:
-    """All devices; raises `ProviderError` if the loader or a driver is missing."""
+    """All Vulkan devices; raises `ProviderError` without loader or driver."""
     try:
         vulkan = ctypes.CDLL(_LOADER)
     except OSError as error:

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from jetdraft.bundle import DRAFTER, FLAVOURS, TARGET, Bundle
 from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH
 from jetdraft.devices.device import Device
-from jetdraft.devices.planning.plan import Question, plan, refusal
-from jetdraft.devices.providers import AUTO, PROVIDERS, fastest
+from jetdraft.devices.planning.plan import Question, does_not_fit_error, plan
+from jetdraft.devices.providers import AUTO, PROVIDERS, fastest_provider
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.options import Flag, takes
 from jetdraft.recipe import (
@@ -229,7 +229,7 @@ def export(request: ExportRequest) -> Bundle:
         jetdraft.export("target/", "bundle", "drafter/", quantize="int8-rtn-b32")
     """
     check_output(Path(request.output))
-    provider = fastest() if request.provider == AUTO else request.provider
+    provider = fastest_provider() if request.provider == AUTO else request.provider
     if request.device is not None:
         _check_fits(request, provider)
     try:
@@ -311,4 +311,4 @@ def _check_fits(request: ExportRequest, provider: str) -> None:
     )
     answer = plan(question)
     if not answer.fits:
-        raise refusal(question, answer)
+        raise does_not_fit_error(question, answer)

@@ -21,16 +21,20 @@ import numpy.typing as npt
 
 from jetdraft.errors import StoreError, printable
 from jetdraft.files import check_name
-from jetdraft.learning.store_file import DAMAGE, StoreFile, checked_user, possible_times
+from jetdraft.learning.store_file import DAMAGE, StoreFile, check_user, entry_times
 
 Int64s = npt.NDArray[np.int64]
 
-FILE = "lessons.sqlite"
+LESSONS_FILE = "lessons.sqlite"
+"""The file of lessons in a folder."""
+
 MOST_LESSONS = 256
 """The most lessons of one user."""
 
 MOST_IN_ALL = 4096
+"""The most lessons of all users."""
 MOST_DAYS = 30.0
+"""The days after which a lesson is deleted."""
 MOST_TOKENS = 1024
 """The most tokens of a lesson; of a longer text the end is kept."""
 
@@ -38,7 +42,7 @@ MOST_PLACES = 128
 """The most wrong places of a lesson; of more the last are kept."""
 
 CANDIDATES = 32
-"""The target's best tokens that are kept of each place."""
+"""How many of the target's best tokens are kept of each place."""
 
 _TABLES = """
 create table if not exists lessons (
@@ -64,7 +68,7 @@ class Lesson:
     logits: npt.NDArray[np.float32]
 
     def fits(self, vocab_size: int) -> bool:
-        """Whether a drafter of this vocabulary can learn from it."""
+        """Whether its parts fit together, and all token ids the vocabulary."""
         return bool(
             self.places.size
             and self.ids.size
@@ -93,30 +97,30 @@ class Lessons:
                 f"cannot make the folder {printable(folder)} ({error.strerror}); "
                 "choose another"
             ) from error
-        self._file = StoreFile(folder / FILE, tokenizer, _TABLES)
+        self._file = StoreFile(folder / LESSONS_FILE, tokenizer, _TABLES)
         self._file.open()
 
     def add(self, lesson: Lesson, user: str = "") -> None:
         """Keep a lesson of a user, and delete what is old or beyond the bounds.
 
-        If that fails, for example on a full disk, it only warns: decoding continues.
+        If that fails, for example on a full disk, it warns and raises nothing.
         """
         try:
             if self._file.is_missing():
                 self._file.create_or_check()
             with self._file.connect() as database:
-                _insert(database, lesson, checked_user(user))
+                _insert(database, lesson, check_user(user))
         except (*DAMAGE, OSError, StoreError) as error:
             warnings.warn(f"a lesson could not be kept ({error})", stacklevel=2)
 
     def read(self, user: str | None = None) -> list[Lesson]:
-        """The lessons of a user or of all, latest first, without malformed rows.
+        """The lessons of a user, or of all users for None, latest first.
 
-        Raises `StoreError`.
+        Malformed rows are left out. Raises `StoreError`.
         """
-        times = possible_times(MOST_DAYS)
-        wanted = None if user is None else checked_user(user)
-        with self._reading() as database:
+        times = entry_times(MOST_DAYS)
+        wanted = None if user is None else check_user(user)
+        with self._connect() as database:
             rows = database.execute(
                 "select tokens, places, ids, logits from lessons"
                 " where kept between ? and ? and length(tokens) <= ? and"
@@ -124,22 +128,22 @@ class Lessons:
                 " order by kept desc, id desc limit ?",
                 (*times, 4 * MOST_TOKENS, 4 * MOST_PLACES, wanted, MOST_IN_ALL),
             ).fetchall()
-        return [lesson for row in rows for lesson in _read(row, self._vocab_size)]
+        return [lesson for row in rows for lesson in _parse_row(row, self._vocab_size)]
 
-    def users(self) -> dict[str, int]:
-        """The number of lessons of each user. Raises `StoreError`."""
-        with self._reading() as database:
+    def count_by_user(self) -> dict[str, int]:
+        """The number of lessons by user. Raises `StoreError`."""
+        with self._connect() as database:
             rows = database.execute(
                 "select user, count(*) from lessons"
                 " where kept between ? and ? and typeof(user) = 'text'"
                 " group by user order by user",
-                possible_times(MOST_DAYS),
+                entry_times(MOST_DAYS),
             )
             return dict(rows.fetchall())
 
     @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        """A connection; raises `StoreError` for damage."""
+    def _connect(self) -> Iterator[sqlite3.Connection]:
+        """Yield a connection; damage in the block raises `StoreError`."""
         try:
             with self._file.connect() as database:
                 yield database
@@ -150,14 +154,15 @@ class Lessons:
             ) from error
 
     def clear(self, user: str = "") -> int:
-        """Delete a user's lessons, whose number it returns, and damaged files.
+        """Delete a user's lessons, and damaged files; returns the number of lessons.
 
         Raises `StoreError`.
         """
-        return self._file.clear("lessons", checked_user(user))
+        return self._file.clear("lessons", check_user(user))
 
 
 def _insert(database: sqlite3.Connection, lesson: Lesson, user: str) -> None:
+    """Insert a lesson, then delete what is old or beyond the bounds."""
     parts = lesson.tokens, lesson.places, lesson.ids
     database.execute(
         "insert into lessons (user, kept, tokens, places, ids, logits)"
@@ -169,7 +174,7 @@ def _insert(database: sqlite3.Connection, lesson: Lesson, user: str) -> None:
         ),
     )
     database.execute(
-        "delete from lessons where kept not between ? and ?", possible_times(MOST_DAYS)
+        "delete from lessons where kept not between ? and ?", entry_times(MOST_DAYS)
     )
     latest = "select id from lessons where user = ? order by kept desc, id desc limit ?"
     database.execute(
@@ -183,8 +188,8 @@ def _insert(database: sqlite3.Connection, lesson: Lesson, user: str) -> None:
     )
 
 
-def _read(row: tuple[bytes, ...], vocab_size: int) -> Iterator[Lesson]:
-    """The lesson in a row, unless the row is malformed."""
+def _parse_row(row: tuple[bytes, ...], vocab_size: int) -> Iterator[Lesson]:
+    """Yield the lesson in a row, or nothing for a malformed row."""
     try:
         tokens, places, ids = (
             np.frombuffer(blob, np.uint32).astype(np.int64) for blob in row[:3]

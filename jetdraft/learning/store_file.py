@@ -1,4 +1,4 @@
-"""The SQLite files of what users wrote: created, checked, replaced if damaged."""
+"""Creates, checks and, if damaged, replaces the SQLite files of users' texts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DAMAGE = (sqlite3.Error, UnicodeDecodeError)
 """The exceptions that reading a damaged file raises."""
 
 _APPLICATION_ID = 0x4A444654
-"""Written into the file's header, so that no other program's database is touched."""
+"""The id in the file's header, by which another program's database is told apart."""
 _ID_OFFSET = 68
-"""Where SQLite keeps the application id in the file's header."""
+"""The byte of the file's header where SQLite keeps the application id."""
 
-_ASIDE = ".damaged"
-"""What is put behind a damaged file's name; a number may follow."""
+_DAMAGED_SUFFIX = ".damaged"
+"""What a damaged file's name ends with; a number may follow."""
 
-_ABOUT = "create table if not exists about (tokenizer text not null);"
+_ABOUT_TABLE = "create table if not exists about (tokenizer text not null);"
 
 _SECONDS_PER_DAY = 86400.0
 _NEVER = 1e11
@@ -35,7 +35,7 @@ _NEVER = 1e11
 
 
 class StoreFile:
-    """A file of token ids of one tokenizer; only its owner can read it.
+    """A SQLite file of one tokenizer's token ids, which only its owner can read.
 
     `tables` is the SQL that makes its tables, if they are missing.
 
@@ -47,7 +47,7 @@ class StoreFile:
     def __init__(self, path: Path, tokenizer: str, tables: str) -> None:
         self.path = path
         self.tokenizer = tokenizer
-        self._tables = _ABOUT + tables
+        self._tables = _ABOUT_TABLE + tables
 
     def create_or_check(self) -> None:
         """Create the file, or check that it is whole and for this tokenizer.
@@ -75,17 +75,17 @@ class StoreFile:
 
     @contextmanager
     def connect(self) -> Iterator[sqlite3.Connection]:
-        """A connection; the block is one transaction."""
+        """Yield a connection; the block is one transaction. Raises `sqlite3.Error`."""
         with closing(sqlite3.connect(self.path, timeout=2.0)) as database, database:
             database.execute("pragma secure_delete = on")
             yield database
 
     def is_missing(self) -> bool:
-        """Whether the file was deleted or emptied by another process."""
+        """Whether the file does not exist or is empty."""
         return not self.path.exists() or not self.path.stat().st_size
 
     def move_damaged(self, error: Exception) -> None:
-        """Move the file aside with a warning.
+        """Move the file aside and warn that a new one is begun.
 
         Raises `StoreError` if `error` does not come from damage, or if another program
         wrote the file.
@@ -96,12 +96,12 @@ class StoreFile:
             ) from error
         warnings.warn(
             f"the store {self.path} is damaged; it was moved to "
-            f"{_moved_aside(self.path)} and a new store is begun",
+            f"{_move_aside(self.path)} and a new store is begun",
             stacklevel=4,
         )
 
     def clear(self, table: str, user: str) -> int:
-        """Delete a user's rows of a table, whose number it returns.
+        """Delete a user's rows of a table; returns their number.
 
         Deletes the files that were moved aside too, whoever's texts they hold. Raises
         `StoreError`.
@@ -111,7 +111,7 @@ class StoreFile:
                 deletion = f"delete from {table} where user = ?"
                 count = database.execute(deletion, (user,)).rowcount
             for numbers in ("", "-*"):
-                names = f"{escape(self.path.name)}{_ASIDE}{numbers}"
+                names = f"{escape(self.path.name)}{_DAMAGED_SUFFIX}{numbers}"
                 for file in self.path.parent.glob(names):
                     file.unlink(missing_ok=True)
         except (*DAMAGE, OSError) as error:
@@ -122,6 +122,7 @@ class StoreFile:
 
     def _check_tokenizer(self, database: sqlite3.Connection) -> None:
         # One statement, since another process may be creating the file too.
+        """Write the tokenizer into a new file; raise `StoreError` if it has another."""
         database.execute(
             "insert into about select ? where not exists (select 1 from about)",
             (self.tokenizer,),
@@ -134,13 +135,13 @@ class StoreFile:
             )
 
 
-def possible_times(most_days: float) -> tuple[float, float]:
-    """From when to when an entry can have been kept, in seconds since 1970."""
+def entry_times(most_days: float) -> tuple[float, float]:
+    """The earliest and the latest possible time of an entry, in seconds since 1970."""
     return time.time() - most_days * _SECONDS_PER_DAY, _NEVER
 
 
-def checked_user(user: str) -> str:
-    """The name of a user; raises `StoreError` for a name that cannot be shown."""
+def check_user(user: str) -> str:
+    """The name of a user; raises `StoreError` for a name that is not printable."""
     if not user.isprintable():
         raise StoreError(
             f"user {user!r} has unprintable characters; choose another name"
@@ -174,7 +175,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_inaccessible(error: Exception) -> bool:
-    """Whether the file is locked, read-only or on a broken disk, but not damaged."""
+    """Whether the file is locked, read-only, or on a full or broken disk."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return code in (
         sqlite3.SQLITE_BUSY,
@@ -187,13 +188,15 @@ def _is_inaccessible(error: Exception) -> bool:
     )
 
 
-def _moved_aside(path: Path) -> Path:
-    """Rename a file to a name that no file has, and give that name."""
+def _move_aside(path: Path) -> Path:
+    """Rename a file to a name that no file has; returns the new path."""
     suffixes = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
     aside = next(
         free
         for suffix in suffixes
-        if not (free := path.with_name(f"{path.name}{_ASIDE}{suffix}")).exists()
+        if not (
+            free := path.with_name(f"{path.name}{_DAMAGED_SUFFIX}{suffix}")
+        ).exists()
     )
     with suppress(FileNotFoundError):  # another process may have been faster
         path.chmod(0o600)

@@ -27,25 +27,27 @@ import numpy.typing as npt
 from jetdraft.bundle import DRAFTER, Bundle
 from jetdraft.errors import JetdraftError, StoreError
 from jetdraft.files import locked, read_arrays, write_text
-from jetdraft.learning.lessons import FILE
+from jetdraft.learning.lessons import LESSONS_FILE
 from jetdraft.manifest import sha256_of
 from jetdraft.parsing import Rule, read_json_file, read_record
 
 ARRAYS = "arrays.npz"
-"""The arrays of a set, by their names in the graph."""
+"""The file of a set with its arrays, by their names in the graph."""
 
-CHOICE = "choice.json"
+CHOICE_FILE = "choice.json"
+"""The file that says which set drafts."""
+
 OWN = ""
 """The name of the weights in the bundle."""
 
 LEARNED_TYPES = ("float32", "float16", "uint8")
-"""Floats and packed integers; the indexes of tokens in a graph are never replaced."""
+"""The types of learned arrays, floats and packed integers; indexes are not learned."""
 
 PARTIAL = ".partial-"
-"""How the name of a set begins while it is written."""
+"""The prefix of a set's folder while it is written."""
 
 VERDICT_TOKENS = 256
-"""Evaluated tokens of a verdict, before the new weights and with them."""
+"""The evaluated tokens that a verdict needs, with the old weights and with the new."""
 
 EARLY_TOKENS = 64
 """Evaluated tokens after which a clear loss ends a trial."""
@@ -82,23 +84,23 @@ class WeightSets:
 
     def check(self) -> None:
         """Raise `StoreError` if the folder's sets belong to another drafter."""
-        if self._stored().base != self.base:
+        if self._read_file().base != self.base:
             raise StoreError(
                 f"{self.folder} holds weights of another drafter; choose another "
                 "folder, or clear it with jetdraft store clear"
             )
 
-    def choice(self) -> Choice:
-        """What drafts: a set, or the bundle's own weights."""
-        choice = self._stored()
+    def read_choice(self) -> Choice:
+        """Read the choice; the bundle's own weights if it is for another drafter."""
+        choice = self._read_file()
         if choice.base == self.base:
             return choice
         return replace(choice, name=OWN, before=None, base=self.base)
 
-    def _stored(self) -> Choice:
-        """The choice in the file; a missing or malformed file chooses no set."""
+    def _read_file(self) -> Choice:
+        """Read the choice in the file; a missing or malformed file chooses no set."""
         try:
-            fields = read_json_file(self.folder / CHOICE)
+            fields = read_json_file(self.folder / CHOICE_FILE)
             choice: Choice = read_record(Choice, fields)
         except (OSError, ValueError):
             return Choice(OWN, None, self.base)
@@ -123,22 +125,22 @@ class WeightSets:
         return arrays
 
     def change(self, change: Callable[[Choice], Choice | None]) -> None:
-        """Choose the active weights under a file lock, and delete unused sets.
+        """Replace the choice under a file lock, and delete unused sets.
 
-        `change` may write sets too; if it gives None, all stays as it was. Raises
-        `OutputError` or `OSError`.
+        `change` gets the choice and returns the next one, or None to keep it; it may
+        write sets too. Raises `OutputError` or `OSError`.
         """
         with locked(self.folder / "lock", wait=True, create=True):
-            after = change(self.choice())
+            after = change(self.read_choice())
             if after is None:
                 return
-            write_text(self.folder / CHOICE, json.dumps(asdict(after)) + "\n")
-            self._sweep({after.name, after.before})
+            write_text(self.folder / CHOICE_FILE, json.dumps(asdict(after)) + "\n")
+            self._delete_unused({after.name, after.before})
 
     def settle(self, name: str, keep: bool) -> bool:
-        """End the trial of a set; False if another process was faster.
+        """End the trial of a set; without `keep` the set before it drafts again.
 
-        A failure only warns: decoding continues.
+        False if another process was faster. A failure only warns: decoding continues.
         """
         is_on_trial = False
 
@@ -160,37 +162,37 @@ class WeightSets:
         """Delete all sets; the bundle's own weights draft from now on."""
         self.change(lambda now: Choice(OWN, None, self.base, token_hex(16)))
 
-    def _sweep(self, used: set[str | None]) -> None:
-        """Delete sets that are not used, and what killed processes have left."""
+    def _delete_unused(self, used: set[str | None]) -> None:
+        """Delete sets that are not in `used`, and what killed processes have left."""
         for entry in self.folder.iterdir():
             is_set = entry.name.startswith(PARTIAL) or _HASH.fullmatch(entry.name)
             if is_set and entry.name not in used:
                 shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name.startswith(f"{CHOICE}."):
+            elif entry.name.startswith(f"{CHOICE_FILE}."):
                 entry.unlink(missing_ok=True)
 
 
 def label(name: str) -> str:
-    """A set's name in a message."""
+    """What a message calls a set."""
     return f"the learned set {name[:12]}" if name else "the bundle's own drafter"
 
 
-def is_learned(folder: Path) -> bool:
-    """Whether a model has learned into a folder: there are lessons or a choice."""
-    return (folder / FILE).is_file() or (folder / CHOICE).is_file()
+def has_learned(folder: Path) -> bool:
+    """Whether a folder has lessons or a choice, so that a model has learned into it."""
+    return (folder / LESSONS_FILE).is_file() or (folder / CHOICE_FILE).is_file()
 
 
-def base_of(bundle: Bundle) -> str:
-    """The hash of the drafter's graph and weights in a bundle."""
+def drafter_sha256(bundle: Bundle) -> str:
+    """A hash of the drafter's graphs and weights in a bundle, in hex digits."""
     files = sorted(n for n in bundle.files if n.startswith(f"{DRAFTER}.onnx"))
     hashes = " ".join(bundle.files[name]["sha256"] for name in files)
     return hashlib.sha256(hashes.encode()).hexdigest()
 
 
 class Tally:
-    """Accepted and evaluated drafted tokens of the latest generations.
+    """Counts accepted and evaluated drafted tokens of the latest generations.
 
-    Generations that are not needed for `VERDICT_TOKENS` evaluated tokens are forgotten.
+    Generations that are not needed for `VERDICT_TOKENS` evaluated tokens are dropped.
     """
 
     def __init__(self) -> None:
@@ -198,7 +200,7 @@ class Tally:
         self.accepted = self.evaluated = 0
 
     def add(self, accepted: int, evaluated: int) -> None:
-        """Count a generation."""
+        """Add the counts of a generation, and drop old generations."""
         self._counts.append((accepted, evaluated))
         self.accepted += accepted
         self.evaluated += evaluated
@@ -209,17 +211,17 @@ class Tally:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are enough tokens for a verdict."""
+        """Whether `VERDICT_TOKENS` were evaluated."""
         return self.evaluated >= VERDICT_TOKENS
 
     @property
     def rate(self) -> float:
-        """Accepted / evaluated tokens."""
+        """The acceptance rate: accepted per evaluated token, 0.0 without any."""
         return self.accepted / max(1, self.evaluated)
 
 
-def is_better(before: Tally, after: Tally) -> bool | None:
-    """Whether the weights of `after` are kept; None while that is open.
+def decide_trial(before: Tally, after: Tally) -> bool | None:
+    """Whether to keep the weights of `after`; None while that is open.
 
     They go if their rate is lower: at `EARLY_TOKENS` if it is lower by `CLEAR_LOSS`
     standard errors of the difference, at `VERDICT_TOKENS` in any case. At a rate of one

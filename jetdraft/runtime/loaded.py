@@ -14,11 +14,11 @@ import numpy as np
 
 from jetdraft.bundle import CONTRIB, Bundle, read_streams
 from jetdraft.contracts.split_contract import EARLY_EXIT
-from jetdraft.devices.memory import gather
-from jetdraft.devices.providers import HALVES, Provider, choose, cpu_only
+from jetdraft.devices.memory import use_huge_pages
+from jetdraft.devices.providers import HALVES, Provider, choose_provider, cpu_only
 from jetdraft.errors import DraftingError, OptionError, ProviderError
 from jetdraft.learning.lessons import Lessons
-from jetdraft.learning.weight_sets import WeightSets, base_of
+from jetdraft.learning.weight_sets import WeightSets, drafter_sha256
 from jetdraft.manifest import GraphEntry
 from jetdraft.runtime.claim import Claim, Idle
 from jetdraft.runtime.drafters.ahead_cache import AheadCache
@@ -106,7 +106,7 @@ class LoadedBundle:
         if like is None:
             self.survey = Survey(self.target, self.drafter, self.profiles)
             self._tuned = self.profiles.read_tuning()
-            self._idle = Idle(self.survey.step, gather)
+            self._idle = Idle(self.survey.step, use_huge_pages)
             self.claim = self._survey_claim = Claim(self._idle)
         else:
             self.survey, self._tuned = like.survey, like._tuned
@@ -280,7 +280,7 @@ class LoadedBundle:
 
     def _choose_provider(self, entry: GraphEntry, name: str) -> Provider:
         """The provider `name`; raises `ProviderError` if it cannot run the graph."""
-        return choose(name, [(self.bundle.flavour, entry.contract.dtype)])
+        return choose_provider(name, [(self.bundle.flavour, entry.contract.dtype)])
 
     def _make_openers(
         self, target: Provider, drafter: Provider | None
@@ -340,7 +340,7 @@ class LoadedBundle:
             )
         vocab_size = bundle.target.contract.vocab_size
         lessons = Lessons(Path(folder), bundle.tokenizer_sha256, vocab_size)
-        sets = WeightSets(Path(folder), base_of(bundle))
+        sets = WeightSets(Path(folder), drafter_sha256(bundle))
         sets.check()
         return Learning(lessons, LearnedWeights(sets, opener, entry))
 

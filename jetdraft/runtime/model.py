@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Unpack, cast
 
 from jetdraft.bundle import Bundle
-from jetdraft.devices.memory import gather_meanwhile
+from jetdraft.devices.memory import start_using_huge_pages
 from jetdraft.errors import ConstraintError, JetdraftError, OptionError
 from jetdraft.runtime.claim import CLOSED_MESSAGE
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
@@ -82,7 +82,7 @@ class Model:
         self._planner: Planner | None = Planner(self._parts)
         # On a new machine this waits: it would disturb the first measurements.
         if like is None and self._parts.profiles.read_survey() is not None:
-            gather_meanwhile()
+            start_using_huge_pages()
         self._template: ChatTemplate | None = None
         self.method = method or AUTO
         if method is not None:

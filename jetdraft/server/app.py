@@ -33,8 +33,8 @@ from jetdraft.server.connection import Admission
 from jetdraft.server.desk import AnyRequest, Desk, Job
 from jetdraft.server.generation_request import GenerationRequest
 from jetdraft.server.limits import Limits
-from jetdraft.server.refusal import RequestError, refusal
-from jetdraft.server.reply import Events, Reply, unless_gone
+from jetdraft.server.refusal import RequestError, refusal_response
+from jetdraft.server.reply import EventResponse, Reply, wait_unless_gone
 from jetdraft.server.transcription_request import TranscriptionRequest, read_form
 
 RECEIVE_SECONDS = 30.0
@@ -42,9 +42,13 @@ RECEIVE_SECONDS = 30.0
 
 DEFAULT_LIMITS = Limits()
 
-CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/transcriptions"
-COUNTED = ("/v1/completions", CHAT, SPEECH, "/v1/models", "/metrics")
-JSON, FORM = "application/json", "multipart/form-data"
+CHAT_PATH, SPEECH_PATH = "/v1/chat/completions", "/v1/audio/transcriptions"
+"""The paths of chats and of transcriptions."""
+
+COUNTED_PATHS = ("/v1/completions", CHAT_PATH, SPEECH_PATH, "/v1/models", "/metrics")
+"""Paths that are counted under their names; others are counted together."""
+JSON_TYPE, FORM_TYPE = "application/json", "multipart/form-data"
+"""The content types of requests."""
 
 COUNTERS = {
     "prompt_tokens": "Tokens of prompts.",
@@ -61,10 +65,14 @@ GAUGES = {
     "waiting": "Requests that wait for a model.",
     "generating": "Models in use.",
 }
+"""Metrics by name with their help: counters, and gauges of the stats or the desk."""
 
 
 class Service:
-    """The models of a pool behind HTTP; `name` is the model's name in requests."""
+    """Serves the models of a pool over HTTP; `name` is the model's name in requests.
+
+    Raises `JetdraftError` for a broken chat template or an API key that cannot be sent.
+    """
 
     def __init__(
         self, pool: Pool, name: str, limits: Limits = DEFAULT_LIMITS, api_key: str = ""
@@ -74,31 +82,31 @@ class Service:
         self.desk = Desk(pool.models, limits.max_waiting, limits.max_wait)
         self.metrics = Metrics(self.desk)
         parts = pool.models[0].parts
-        self._sounds = asyncio.Semaphore(limits.max_sounds)
-        self._keeps = parts.store is not None or parts.learning is not None
+        self._sound_slots = asyncio.Semaphore(limits.max_sounds)
+        self._keeps_responses = parts.store is not None or parts.learning is not None
         self._defaults = pool.models[0].defaults
         self._fingerprint = _fingerprint(parts.profiles.machine)
         if pool.models[0].bundle.chat_template:
             _ = pool.models[0].template  # refuses a broken one before the first request
 
     def app(self, host: str = "127.0.0.1") -> Starlette:
-        """The ASGI application for a server that listens on `host`."""
+        """Make the ASGI application for a server that listens on `host`."""
         self._admission = Admission(self._key, host)
         return Starlette(
             routes=[
-                Route("/", self._page),
-                Route("/health", self._health),
-                Route("/metrics", self._metrics),
-                Route("/v1/models", self._models),
-                Route("/v1/models/{name:path}", self._model),
-                Route("/v1/completions", self._answer, methods=["POST"]),
-                Route(CHAT, self._answer, methods=["POST"]),
-                Route(SPEECH, self._transcribe, methods=["POST"]),
+                Route("/", self._serve_page),
+                Route("/health", self._serve_health),
+                Route("/metrics", self._serve_metrics),
+                Route("/v1/models", self._list_models),
+                Route("/v1/models/{name:path}", self._serve_model),
+                Route("/v1/completions", self._serve_generation, methods=["POST"]),
+                Route(CHAT_PATH, self._serve_generation, methods=["POST"]),
+                Route(SPEECH_PATH, self._serve_transcription, methods=["POST"]),
             ],
             exception_handlers={
                 JetdraftError: self._refuse,
                 HTTPException: self._refuse_http,
-                Exception: self._fail,
+                Exception: self._answer_failure,
             },
             lifespan=self._lifespan,
         )
@@ -108,29 +116,30 @@ class Service:
         yield
         self.desk.threads.shutdown(wait=False)
 
-    async def _page(self, request: Request) -> Response:
+    async def _serve_page(self, request: Request) -> Response:
         self._admission.check(request, keyed=False)
         return HTMLResponse(files("jetdraft.server").joinpath("page.html").read_text())
 
-    async def _health(self, request: Request) -> Response:
+    async def _serve_health(self, request: Request) -> Response:
         self._admission.check(request, keyed=False)
         state = {"generating": self.desk.generating, "waiting": self.desk.waiting}
         return JSONResponse({"status": "ok", **state})
 
-    async def _metrics(self, request: Request) -> Response:
+    async def _serve_metrics(self, request: Request) -> Response:
         self._admission.check(request)
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def _models(self, request: Request) -> Response:
+    async def _list_models(self, request: Request) -> Response:
         self._admission.check(request)
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        return JSONResponse({"object": "list", "data": [self._model_entry()]})
 
-    async def _model(self, request: Request) -> Response:
+    async def _serve_model(self, request: Request) -> Response:
         self._admission.check(request)
-        self._check_name(request.path_params["name"])
-        return JSONResponse(self._card())
+        self._check_model_name(request.path_params["name"])
+        return JSONResponse(self._model_entry())
 
-    def _card(self) -> dict[str, Any]:
+    def _model_entry(self) -> dict[str, Any]:
+        """The model as OpenAI's API lists it, with its capacity and methods."""
         first = self.pool.models[0]
         return {
             "id": self.name,
@@ -141,33 +150,36 @@ class Service:
             "methods": list(first.methods),
         }
 
-    async def _answer(self, request: Request) -> ASGIApp:
+    async def _serve_generation(self, request: Request) -> ASGIApp:
         self._admission.check(request)
-        body = await self._body(request)
-        self._check_name(body.get("model", self.name))
+        body = await self._read_object(request)
+        self._check_model_name(body.get("model", self.name))
         limits, model = self.limits, self.pool.models[0]
-        chat = request.url.path == CHAT
+        chat = request.url.path == CHAT_PATH
         wanted = GenerationRequest.of(body, chat, limits.max_new_tokens, self._defaults)
         if chat and wanted.tools is not None:
             wanted = replace(wanted, tools=model.fitted(wanted.tools))
         seconds = wanted.options.get("max_seconds", limits.max_seconds)
         wanted.options["max_seconds"] = min(seconds, limits.max_seconds)
         reply = Reply(wanted, self.name, model.parts.text, self._fingerprint)
-        job = self._job(request, wanted)
+        job = self._start_job(request, wanted)
         if wanted.streamed:
-            first = await unless_gone(request.receive, job, job.next())
-            return Events(job, reply, first, partial(self._count, request))
-        result = await unless_gone(request.receive, job, job.result())
-        self._count(request, 200)
-        return JSONResponse(reply.whole(result))
+            first = await wait_unless_gone(request.receive, job, job.next())
+            return EventResponse(
+                job, reply, first, partial(self._count_request, request)
+            )
+        result = await wait_unless_gone(request.receive, job, job.result())
+        self._count_request(request, 200)
+        return JSONResponse(reply.complete(result))
 
-    def _job(self, request: Request, wanted: AnyRequest) -> Job:
+    def _start_job(self, request: Request, wanted: AnyRequest) -> Job:
+        """Start a job for the client; a client drafts from its own responses only."""
         client = request.client.host if request.client else ""
-        if self._keeps:
+        if self._keeps_responses:
             wanted.options["drafting"] = {"user": client}  # only its own responses
         return Job(self.desk, wanted, client)
 
-    async def _transcribe(self, request: Request) -> Response:
+    async def _serve_transcription(self, request: Request) -> Response:
         self._admission.check(request)
         origin = request.headers.get("origin")
         host = request.headers.get("host", "")
@@ -180,35 +192,35 @@ class Service:
         check_speech(self.pool.models[0].parts)
         try:
             async with asyncio.timeout(self.limits.max_wait):
-                await self._sounds.acquire()
+                await self._sound_slots.acquire()
         except TimeoutError:
             raise RequestError(
                 "too many sounds are being heard; try again later", status=503
             ) from None
         try:
-            return await self._heard(request)
+            return await self._transcribe_form(request)
         finally:
-            self._sounds.release()
+            self._sound_slots.release()
 
-    async def _heard(self, request: Request) -> Response:
-        data = await self._data(request, FORM, self.limits.max_sound_bytes)
+    async def _transcribe_form(self, request: Request) -> Response:
+        data = await self._read_body(request, FORM_TYPE, self.limits.max_sound_bytes)
         form = read_form(data, request.headers["content-type"])
         del data  # the request waits for a model with the sound alone
         wanted = TranscriptionRequest.of(form)
         del form
         if wanted.model is not None:
-            self._check_name(wanted.model)
+            self._check_model_name(wanted.model)
         wanted.options["max_seconds"] = self.limits.max_seconds
-        job = self._job(request, wanted)
-        result = await unless_gone(request.receive, job, job.result())
+        job = self._start_job(request, wanted)
+        result = await wait_unless_gone(request.receive, job, job.result())
         assert isinstance(result, Transcript)
-        self._count(request, 200)
+        self._count_request(request, 200)
         return wanted.response(result)
 
-    async def _body(self, request: Request) -> dict[str, Any]:
+    async def _read_object(self, request: Request) -> dict[str, Any]:
         """The JSON object in the body, without fields that are null."""
         # A foreign page cannot send JSON unasked.
-        data = await self._data(request, JSON, self.limits.max_body_bytes)
+        data = await self._read_body(request, JSON_TYPE, self.limits.max_body_bytes)
         try:
             body = read_json(data, most_bytes=self.limits.max_body_bytes)
         except JsonError as error:
@@ -217,7 +229,7 @@ class Service:
             raise RequestError("the body must be a JSON object")
         return {name: value for name, value in body.items() if value is not None}
 
-    async def _data(self, request: Request, kind: str, most: int) -> bytearray:
+    async def _read_body(self, request: Request, kind: str, most: int) -> bytearray:
         """The bytes of a body of that content type, at most `most`."""
         content = request.headers.get("content-type", "").partition(";")[0].strip()
         if content.lower() != kind:
@@ -238,7 +250,8 @@ class Service:
             raise RequestError("the client has gone", status=499) from None
         return data
 
-    def _check_name(self, name: object) -> None:
+    def _check_model_name(self, name: object) -> None:
+        """Raise `RequestError` with status 404 unless `name` is this model's."""
         if name != self.name:
             raise RequestError(
                 f"there is no model {name!r}; ask for {self.name!r}",
@@ -249,51 +262,54 @@ class Service:
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
         status = error.status if isinstance(error, RequestError) else 400
-        self._count(request, status)
-        return refusal(error, status, request.url.path == CHAT)
+        self._count_request(request, status)
+        return refusal_response(error, status, request.url.path == CHAT_PATH)
 
     async def _refuse_http(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        self._count(request, error.status_code)
-        return refusal(f"{request.url.path}: {error.detail}", error.status_code)
+        self._count_request(request, error.status_code)
+        return refusal_response(
+            f"{request.url.path}: {error.detail}", error.status_code
+        )
 
-    async def _fail(self, request: Request, error: Exception) -> Response:
-        self._count(request, 500)
-        return refusal("the server failed; its log says why", 500)
+    async def _answer_failure(self, request: Request, error: Exception) -> Response:
+        self._count_request(request, 500)
+        return refusal_response("the server failed; its log says why", 500)
 
-    def _count(self, request: Request, status: int) -> None:
+    def _count_request(self, request: Request, status: int) -> None:
+        """Count a request by its path and status, for the metrics."""
         path = request.url.path
-        label = path if path in COUNTED else "other"  # clients can invent paths
-        self.metrics.answered[label, status] += 1
+        label = path if path in COUNTED_PATHS else "other"  # clients can invent paths
+        self.metrics.request_counts[label, status] += 1
 
 
 def _fingerprint(machine: dict[str, Any]) -> str:
-    """A short name of this version, bundle and machine, as OpenAI has it."""
+    """OpenAI's system_fingerprint: a hash of this version, bundle and machine."""
     whole = json.dumps([__version__, machine], sort_keys=True)
     return f"fp_{hashlib.sha256(whole.encode()).hexdigest()[:12]}"
 
 
 class Metrics(Collector):
-    """Reads a desk; `answered` counts requests by path and status."""
+    """Reads a desk; `request_counts` counts requests by path and status."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self.answered: Counter[tuple[str, int]] = Counter()
+        self.request_counts: Counter[tuple[str, int]] = Counter()
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def text(self) -> bytes:
-        """The page that Prometheus reads."""
+        """The metrics in Prometheus' text format, as bytes."""
         return bytes(generate_latest(self._registry))
 
     def collect(self) -> Iterator[Metric]:
-        """The families of samples."""
+        """Yield the metrics with their values of now; prometheus_client calls it."""
         requests = CounterMetricFamily(
             "jetdraft_requests",
             "Requests by path and status.",
             labels=["path", "status"],
         )
-        for (path, status), count in sorted(self.answered.items()):
+        for (path, status), count in sorted(self.request_counts.items()):
             requests.add_metric([path, str(status)], count)
         yield requests
         totals = self._desk.total.to_json()

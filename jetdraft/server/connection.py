@@ -1,4 +1,4 @@
-"""Who may ask: connections within limits, a host name that is ours, the API key.
+"""Checks who may ask: limits of connections, the Host header, the API key.
 
 A board answers its clients without a proxy, and uvicorn has no limit for requests that
 come slowly, for answers that are not read, or for the connections of one peer.
@@ -24,26 +24,30 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jetdraft.errors import OptionError
-from jetdraft.server.refusal import RequestError, refusal, refusal_fields
+from jetdraft.server.refusal import RequestError, refusal_fields, refusal_response
 
 REQUEST_SECONDS = 10.0
-"""The most seconds until a connection has sent the head of its next request."""
+"""The most seconds that a connection may take to send the head of a request."""
 
 UNREAD_SECONDS = 60.0
-"""The most seconds in which a client reads nothing of an answer that is there."""
+"""The most seconds that a client may read nothing of an answer that was written."""
 
-PROBE_SECONDS = 0.25
-"""Between probes of a client that has closed its sending half."""
+CLIENT_CHECK_SECONDS = 0.25
+"""The seconds between two checks of a client that has closed its sending half."""
 
 CROWDED_CONNECTIONS = 16
 """Connections beyond the limits that may still ask for /health."""
 
 SPARE_FILES = 128
-"""File descriptors kept for connections that were not counted yet, and for work."""
+"""File descriptors left for connections that are not counted yet, and for files."""
 
-_USER = "uid "
-_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
-_KEY = re.compile(r"[!-~]+")
+_USER_PREFIX = "uid "
+_HOST_PATTERN = re.compile(
+    r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?"
+)
+_KEY_PATTERN = re.compile(r"[!-~]+")
+"""The name of a Unix user begins with the first; what a Host header and an API key may
+look like."""
 
 
 class Doorkeeper:
@@ -56,12 +60,12 @@ class Doorkeeper:
     """
 
     def __init__(self, per_peer: int, most: int) -> None:
-        self.most = min(most, _free_files() - SPARE_FILES - CROWDED_CONNECTIONS)
+        self.most = min(most, _count_free_files() - SPARE_FILES - CROWDED_CONNECTIONS)
         self.per_peer = min(per_peer, self.most)
         self._by_peer: dict[str, list[Connection]] = defaultdict(list)
         self._outside: list[Connection] = []
 
-    def enter(self, connection: Connection) -> bool:
+    def admit(self, connection: Connection) -> bool:
         """Count a new connection; False if it stays outside."""
         own = self._by_peer.get(connection.peer, [])
         full = None
@@ -80,8 +84,8 @@ class Doorkeeper:
         self._outside.append(connection)
         return False
 
-    def leave(self, connection: Connection) -> None:
-        """Forget a connection; twice does no harm."""
+    def discard(self, connection: Connection) -> None:
+        """Stop counting a connection; nothing happens if it is not counted."""
         own = self._by_peer.get(connection.peer, [])
         for connections in (own, self._outside):
             if connection in connections:
@@ -89,8 +93,8 @@ class Doorkeeper:
         if not own:
             self._by_peer.pop(connection.peer, None)
 
-    def sweep(self, now: float) -> None:
-        """Drop what asks or reads too slowly; `now` is the loop's time."""
+    def drop_slow(self, now: float) -> None:
+        """Drop connections that ask or read too slowly; `now` is the loop's time."""
         for connections in [*self._by_peer.values(), self._outside]:
             for connection in list(connections):
                 if connection.is_late(now):
@@ -125,6 +129,7 @@ class Connection(H11Protocol):
 
     @property
     def _is_between_requests(self) -> bool:
+        """Whether no request has begun, or the last answer is complete."""
         return self.cycle is None or self.cycle.response_complete
 
     def is_late(self, now: float) -> bool:
@@ -138,39 +143,42 @@ class Connection(H11Protocol):
         return self._is_between_requests and now - self.since > REQUEST_SECONDS
 
     def drop(self) -> None:
-        """End the connection at once."""
-        self._doorkeeper.leave(self)
+        """Close the connection at once, without an answer."""
+        self._doorkeeper.discard(self)
         self.transport.abort()
 
     def connection_made(  # type: ignore[override]
         self, transport: asyncio.Transport
     ) -> None:
+        """Find out the peer and count the connection; uvicorn calls it."""
         super().connection_made(transport)
-        self.peer = _peer(transport)
+        self.peer = _peer_name(transport)
         self.client = (self.peer, self.client[1] if self.client else 0)
-        if not self._doorkeeper.enter(self):
+        if not self._doorkeeper.admit(self):
             self.app = _health_only(self.app)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._doorkeeper.leave(self)
+        """Stop counting the connection; uvicorn calls it."""
+        self._doorkeeper.discard(self)
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
+        """Note that the connection waits for a request again; uvicorn calls it."""
         self.since = self.loop.time()
         super().on_response_complete()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the client can still get an answer."""
+        """Whether to stay open for the answer: the client has closed its half."""
         if self.is_idle:
             return False
         if not self._half_closed:
             self._half_closed = True
             self.cycle.keep_alive = False
-            self._probe()
+            self._check_client()
         return True
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP, in the form of all refusals."""
+        """Answer what is not HTTP with a JSON error as all others, and close."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()  # an answer is under way
             return
@@ -181,7 +189,7 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    def _probe(self) -> None:
+    def _check_client(self) -> None:
         """Write something that clients skip: if the client is gone, that fails."""
         cycle = self.cycle
         if cycle.response_started or self.transport.is_closing():
@@ -191,12 +199,14 @@ class Connection(H11Protocol):
                 status_code=100, headers=[], reason=b"Continue"
             )
             self.transport.write(self.conn.send(probe) or b"")
-        self.loop.call_later(PROBE_SECONDS, self._probe)
+        self.loop.call_later(CLIENT_CHECK_SECONDS, self._check_client)
 
 
 def _health_only(app: ASGIApp) -> ASGIApp:
-    """An application that refuses all but /health."""
-    refused = refusal("too many connections are open; close some, and try again", 503)
+    """Wrap an application so that it refuses all paths but /health, with status 503."""
+    refused = refusal_response(
+        "too many connections are open; close some, and try again", 503
+    )
     # On this connection a client would be refused for ever.
     refused.headers["Connection"] = "close"
 
@@ -207,11 +217,12 @@ def _health_only(app: ASGIApp) -> ASGIApp:
     return answer
 
 
-def _peer(transport: asyncio.Transport) -> str:
+def _peer_name(transport: asyncio.Transport) -> str:
+    """Who shares turns: a Unix user, an IPv4 address, or a network of 64 bits."""
     line = transport.get_extra_info("socket")
     if line.family == socket.AF_UNIX:
         data = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        return f"{_USER}{struct.unpack('3i', data)[1]}"
+        return f"{_USER_PREFIX}{struct.unpack('3i', data)[1]}"
     address = transport.get_extra_info("peername")[0]
     if line.family == socket.AF_INET:
         return str(address)
@@ -222,7 +233,8 @@ def _peer(transport: asyncio.Transport) -> str:
     return "::1" if six.is_loopback else str(network)
 
 
-def _free_files() -> int:
+def _count_free_files() -> int:
+    """How many files this process may still open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft - len(os.listdir("/proc/self/fd"))
 
@@ -235,11 +247,11 @@ class Admission:
 
     def __init__(self, key: str = "", host: str = "127.0.0.1") -> None:
         if key:
-            check_key(key)
+            check_api_key(key)
         self._key, self._local = key.encode(), is_loopback(host) and not key
 
     def check(self, request: Request, keyed: bool = True) -> None:
-        """Raise `RequestError` for a wrong host name or, where `keyed`, a wrong key."""
+        """Raise `RequestError` for a wrong Host header or, if `keyed`, a wrong key."""
         self._check_host(request)
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         right = hmac.compare_digest(key.strip().encode(), self._key)
@@ -251,6 +263,7 @@ class Admission:
             )
 
     def _check_host(self, request: Request) -> None:
+        """Raise `RequestError` for a malformed host, or a foreign one on localhost."""
         header = request.headers.get("host")
         name = None if header is None else host_name(header)
         if name is None and (header is not None or self._local):
@@ -260,29 +273,29 @@ class Admission:
         # A foreign page can point a host name of its own to this address, but no page
         # reaches a socket in the file system.
         client = request.scope["client"]
-        by_network = client is None or not client[0].startswith(_USER)
+        by_network = client is None or not client[0].startswith(_USER_PREFIX)
         if self._local and by_network and not is_loopback(name or ""):
             raise RequestError(f"{name!r} is not this server; ask for localhost")
 
 
 def host_name(header: str) -> str | None:
-    """The host of a Host header, or None if the header is malformed.
+    """The host in a Host header without its port; None for a malformed header.
 
     Stricter than the URL standard: it allows the characters of DNS names only.
     """
-    match = _HOST.fullmatch(header)
+    match = _HOST_PATTERN.fullmatch(header)
     if match is None or int(match[3] or 0) > 65535:
         return None
     return match[1] or match[2]
 
 
-def check_key(key: str) -> None:
-    """Raise `OptionError` for a key that no client could send."""
+def check_api_key(key: str) -> None:
+    """Raise `OptionError` for an empty key, or one that no header can hold."""
     if not key:
         raise OptionError(
             "the API key is empty; give a key, or unset JETDRAFT_API_KEY", "api_key"
         )
-    if not _KEY.fullmatch(key):
+    if not _KEY_PATTERN.fullmatch(key):
         raise OptionError(
             "the API key has a space, or a character that no header can hold; give "
             "letters, digits and punctuation of ASCII",
@@ -291,7 +304,7 @@ def check_key(key: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Whether `host` is an address that only this machine can reach, or localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""The desk gives models to clients in turn; a job generates with a model."""
+"""A desk lends models to clients in turn; a job generates one text with a model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from jetdraft.server.transcription_request import TranscriptionRequest
 
 AnyRequest = GenerationRequest | TranscriptionRequest
 
-WRITTEN: ContextVar[list[int] | None] = ContextVar("WRITTEN", default=None)
-"""Where the jobs of a request add how many tokens they have written."""
+WRITTEN_TOKENS: ContextVar[list[int] | None] = ContextVar(
+    "WRITTEN_TOKENS", default=None
+)
+"""A list of the current request: each of its jobs appends its number of new tokens."""
 
 
 class Desk:
-    """Gives models out: clients take turns, and each client's requests stay in order.
+    """Lends models: clients take turns, and each client's requests stay in order.
 
     At most `most` requests wait, each of them for at most `seconds`. `total` adds up
     the stats of all generations. A desk belongs to one event loop.
@@ -57,28 +59,28 @@ class Desk:
     def overdue(self) -> float:
         """Seconds by which the slowest request exceeds its deadline."""
         now = time.monotonic()
-        return max((now - job.due for job in self.jobs), default=0.0)
+        return max((now - job.deadline for job in self.jobs), default=0.0)
 
-    def end(self) -> None:
-        """End the running texts, and refuse the requests that wait."""
+    def end_jobs(self) -> None:
+        """Cut the running texts, and refuse the requests that wait."""
         for job in list(self.jobs):
             job.end()
 
     @asynccontextmanager
-    async def take(self, client: str) -> AsyncIterator[Model]:
+    async def lend_model(self, client: str) -> AsyncIterator[Model]:
         """Wait for this client's turn; the model is the client's inside the block.
 
         Raises `RequestError` if too many requests wait, or this one waits too long.
         """
-        model = self._free.pop() if self._free else await self._wait(client)
+        model = self._free.pop() if self._free else await self._wait_for_turn(client)
         try:
             yield model
         finally:
-            self._give(model)
+            self._pass_on(model)
 
-    async def _wait(self, client: str) -> Model:
+    async def _wait_for_turn(self, client: str) -> Model:
         if self.waiting >= self.most:
-            self._make_room(client)
+            self._refuse_last(client)
         turn: asyncio.Future[Model] = asyncio.get_running_loop().create_future()
         queue = self._waiting.setdefault(client, deque())
         queue.append(turn)
@@ -86,7 +88,7 @@ class Desk:
             async with asyncio.timeout(self.seconds):
                 return await turn
         except (TimeoutError, asyncio.CancelledError, RequestError) as error:
-            self._leave(client, turn)
+            self._leave_queue(client, turn)
             if isinstance(error, TimeoutError):
                 raise RequestError(
                     f"no model was free for {self.seconds:g} s; try again later",
@@ -94,7 +96,7 @@ class Desk:
                 ) from None
             raise
 
-    def _make_room(self, client: str) -> None:
+    def _refuse_last(self, client: str) -> None:
         """Refuse the last request in the longest queue, which may be this client's."""
         refusal = RequestError("too many requests wait; try again later", status=429)
         longest = max(self._waiting.values(), key=len, default=deque())
@@ -104,17 +106,17 @@ class Desk:
         if not turn.done():
             turn.set_exception(refusal)
 
-    def _leave(self, client: str, turn: asyncio.Future[Model]) -> None:
-        """Leave the queue; if a model has arrived all the same, give it to the next."""
+    def _leave_queue(self, client: str, turn: asyncio.Future[Model]) -> None:
+        """Remove `turn` from its queue; a model that it already got is passed on."""
         queue = self._waiting.get(client, deque())
         if turn in queue:
             queue.remove(turn)
         if not queue:
             self._waiting.pop(client, None)
         if turn.done() and not turn.cancelled() and turn.exception() is None:
-            self._give(turn.result())
+            self._pass_on(turn.result())
 
-    def _give(self, model: Model) -> None:
+    def _pass_on(self, model: Model) -> None:
         """Give a model to the client whose turn it is, which moves to the end."""
         while self._waiting:
             client = next(iter(self._waiting))
@@ -132,16 +134,17 @@ class Job:
     """The generation of one request, in a thread; it does not wait for its reader.
 
     `next` gives its pieces one by one and then its `Result`, or raises its error, also
-    where the text was cut. `due` is the end of its time, in `time.monotonic` seconds.
+    where the text was cut. `deadline` is in seconds of `time.monotonic`, infinite
+    while no text runs.
     """
 
-    due = inf
+    deadline = inf
 
     def __init__(self, desk: Desk, request: AnyRequest, client: str) -> None:
         self._desk, self._request, self._client = desk, request, client
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Piece | Result | Exception] = asyncio.Queue()
-        self._cancelled, self._written = False, WRITTEN.get()
+        self._cancelled, self._written = False, WRITTEN_TOKENS.get()
         self._model: Model | None = None
         self._stream: Stream | Transcription | None = None
         self._task = asyncio.create_task(self._run())
@@ -167,12 +170,12 @@ class Job:
         if self._model is None:
             self._task.cancel()
         else:
-            self.due = min(self.due, time.monotonic())
+            self.deadline = min(self.deadline, time.monotonic())
             # Without a stream, the model may compile a constraint.
             (self._stream or self._model).cancel()
 
     def end(self) -> None:
-        """End the text, which is then no whole answer; refuse a request that waits."""
+        """Refuse the request if it waits, else cut its text; readers get an error."""
         if self._model is None:
             self._events.put_nowait(RequestError("the server is ending", status=503))
         self.cancel()
@@ -180,17 +183,17 @@ class Job:
     async def _run(self) -> None:
         """Take a model and generate; an error becomes an event."""
         try:
-            async with self._desk.take(self._client) as model:
+            async with self._desk.lend_model(self._client) as model:
                 self._model = model
-                self.due = time.monotonic() + self._request.seconds
+                self.deadline = time.monotonic() + self._request.seconds
                 try:
-                    await self._in_thread(model)
+                    await self._generate_in_thread(model)
                 finally:
-                    self._model, self.due = None, inf
+                    self._model, self.deadline = None, inf
         except Exception as error:  # `next` raises it
             self._events.put_nowait(error)
 
-    async def _in_thread(self, model: Model) -> None:
+    async def _generate_in_thread(self, model: Model) -> None:
         """Generate in a thread of the desk, and wait for the thread in any case.
 
         An event loop that ends cancels its tasks, but the thread uses the model until
@@ -214,7 +217,7 @@ class Job:
                 stream.cancel()
             for piece in stream:
                 if isinstance(piece, Piece):
-                    self._post(piece)
+                    self._post_event(piece)
             result = stream.result()
         if self._written is not None:
             self._written.append(result.stats.new_tokens)
@@ -224,7 +227,8 @@ class Job:
             raise RequestError(
                 "the server is ending, and has cut this text; ask again", status=503
             )
-        self._post(result)
+        self._post_event(result)
 
-    def _post(self, event: Piece | Result) -> None:
+    def _post_event(self, event: Piece | Result) -> None:
+        """Hand an event from the thread to the event loop, for `next`."""
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)

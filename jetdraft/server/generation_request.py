@@ -19,20 +19,22 @@ from jetdraft.server.refusal import RequestError
 
 Body = Mapping[str, Any]
 
-OPTIONS = (
+OPTION_FIELDS = (
     *("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
     *("top_k", "min_p", "repetition_penalty", "method", "num_draft_tokens"),
     *("ignore_eos", "max_seconds", "json_schema", "regex", "grammar"),
 )
-"""Fields that are options of `Model.generate`; OpenAI has those before `top_k` only."""
+"""Fields that are options of `Model.generate`; from `top_k` on OpenAI has none."""
 
-READ = (
+READ_FIELDS = (
     *("model", "stream", "stream_options", "include_drafted", "logit_bias"),
     *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n"),
     *("prompt", "echo", "suffix", "best_of"),
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
 )
-IGNORED = (
+"""Other fields that are read."""
+
+IGNORED_FIELDS = (
     *("metadata", "store", "service_tier", "verbosity", "reasoning_effort"),
     *("safety_identifier", "prompt_cache_key", "user"),
 )
@@ -42,11 +44,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 """Who writes a message."""
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 1000
-"""Of stop strings: each token is compared with all."""
+"""The most stop strings and characters of one: each token is compared with all."""
 
 MAX_SOURCE_CHARS = 64_000
-"""Of a constraint, and of all tools. What is short but takes too much time or memory is
-refused while it is compiled, see `Matcher`."""
+"""The most characters of a constraint, and of all tools. A shorter one that takes too
+much time or memory is refused while it is compiled, see `Matcher`."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +72,19 @@ class GenerationRequest:
     def of(
         cls, body: Body, chat: bool, most: int, defaults: GenerateOptions | None = None
     ) -> Self:
-        """Read a JSON object; a text has at most `most` new tokens.
+        """Read a JSON object of a completion or a `chat`; at most `most` new tokens.
 
-        `defaults` are options that the body may change. Raises `JetdraftError`.
+        `defaults` are options that the body may replace. Raises `JetdraftError`.
         """
         for name, value in body.items():
-            if name not in (*OPTIONS, *READ, *IGNORED):
+            if name not in (*OPTION_FIELDS, *READ_FIELDS, *IGNORED_FIELDS):
                 raise RequestError(f"unknown field {name!r}; leave it out")
-            if problem := _problem(name, value, chat):
+            if problem := _field_problem(name, value, chat):
                 raise RequestError(problem, name)
-        options: dict[str, Any] = {**(defaults or {}), **_options(body, chat, most)}
+        options: dict[str, Any] = {
+            **(defaults or {}),
+            **_read_options(body, chat, most),
+        }
         own = (defaults or {}).get("logit_bias") or {}
         if own and "logit_bias" in body:  # tokens that are never written stay so
             options["logit_bias"] = {**options["logit_bias"], **own}
@@ -87,9 +92,9 @@ class GenerationRequest:
         Options.of(**options)  # refuses bad options
         chunks = body.get("stream_options", {})
         return cls(
-            prompt=None if chat else _prompt(body.get("prompt")),
-            messages=_messages(body.get("messages")) if chat else [],
-            tools=_tools(body, options),
+            prompt=None if chat else _read_prompt(body.get("prompt")),
+            messages=_read_messages(body.get("messages")) if chat else [],
+            tools=_read_tools(body, options),
             options=options,
             streamed=body.get("stream", False),
             usage=isinstance(chunks, dict) and bool(chunks.get("include_usage")),
@@ -98,13 +103,13 @@ class GenerationRequest:
 
     @property
     def seconds(self) -> float:
-        """The most seconds that the text may take."""
+        """The most seconds that the text may take, infinite without a limit."""
         return float(self.options.get("max_seconds", inf))
 
     def stream(self, model: Model) -> Stream:
         """Start the generation."""
         functions = [] if self.tools is None else self.tools.functions
-        count = _characters([self.prompt, self.messages, functions])
+        count = _count_characters([self.prompt, self.messages, functions])
         check_characters(count, model.parts.target.contract.capacity)
         if isinstance(self.prompt, str):
             return model.stream(self.prompt, **self.options)
@@ -117,8 +122,8 @@ class GenerationRequest:
         return model.stream_calls(self.tools, ids, **self.options)
 
 
-def _problem(name: str, value: object, chat: bool) -> str:
-    """What is wrong with one field, whatever the others say; "" for nothing."""
+def _field_problem(name: str, value: object, chat: bool) -> str:
+    """What is wrong with one field, whatever the others say; "" if nothing is."""
     match name:
         case "n" | "best_of" if value != 1:
             return f"{name} can only be 1; ask again with another seed"
@@ -144,15 +149,19 @@ def _problem(name: str, value: object, chat: bool) -> str:
     return ""
 
 
-def _characters(value: object) -> int:
+def _count_characters(value: object) -> int:
+    """The characters of all texts in a JSON value, keys included."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        return sum(_characters(key) + _characters(item) for key, item in value.items())
-    return sum(map(_characters, value)) if isinstance(value, list) else 0
+        return sum(
+            _count_characters(key) + _count_characters(item)
+            for key, item in value.items()
+        )
+    return sum(map(_count_characters, value)) if isinstance(value, list) else 0
 
 
-def _tools(body: Body, options: dict[str, Any]) -> Tools | None:
+def _read_tools(body: Body, options: dict[str, Any]) -> Tools | None:
     """Read the tools; takes the JSON schema out of the options, for their grammar."""
     tools = Tools.of(
         body.get("tools", []),
@@ -169,8 +178,8 @@ def _tools(body: Body, options: dict[str, Any]) -> Tools | None:
     return tools
 
 
-def _options(body: Body, chat: bool, most: int) -> dict[str, Any]:
-    options = {name: body[name] for name in OPTIONS if name in body}
+def _read_options(body: Body, chat: bool, most: int) -> dict[str, Any]:
+    options = {name: body[name] for name in OPTION_FIELDS if name in body}
     wanted = body.get("max_completion_tokens", body.get("max_tokens"))
     if wanted is None:
         wanted = most if chat else min(16, most)  # OpenAI's defaults
@@ -181,16 +190,17 @@ def _options(body: Body, chat: bool, most: int) -> dict[str, Any]:
         )
     options["max_new_tokens"] = wanted
     if "logit_bias" in body:
-        options["logit_bias"] = _biases(body["logit_bias"])
+        options["logit_bias"] = _read_biases(body["logit_bias"])
     if chat and body.get("logprobs", False):
         options["logprobs"] = body.get("top_logprobs", 0)
     elif not chat and "logprobs" in body:
         options["logprobs"] = body["logprobs"]
-    schema = _schema(body.get("response_format", {"type": "text"}))
+    schema = _read_schema(body.get("response_format", {"type": "text"}))
     return options if schema is None else options | {"json_schema": schema}
 
 
-def _biases(field: object) -> dict[int, Any]:
+def _read_biases(field: object) -> dict[int, Any]:
+    """Read logit_bias, by token id; raises `RequestError`."""
     try:
         if not isinstance(field, dict):
             raise TypeError(field)
@@ -201,7 +211,8 @@ def _biases(field: object) -> dict[int, Any]:
         ) from error
 
 
-def _schema(form: object) -> dict[str, Any] | None:
+def _read_schema(form: object) -> dict[str, Any] | None:
+    """The JSON schema of response_format; None for text. Raises `RequestError`."""
     match form:
         case {"type": "text"}:
             return None
@@ -216,7 +227,8 @@ def _schema(form: object) -> dict[str, Any] | None:
     )
 
 
-def _prompt(prompt: object) -> str | list[int]:
+def _read_prompt(prompt: object) -> str | list[int]:
+    """The prompt of a completion, text or token ids; raises `RequestError`."""
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if isinstance(prompt, str):
@@ -226,19 +238,19 @@ def _prompt(prompt: object) -> str | list[int]:
     raise RequestError("give one prompt, a text or a list of token ids", "prompt")
 
 
-def _messages(messages: object) -> list[Message]:
-    """The messages in the form that chat templates read."""
+def _read_messages(messages: object) -> list[Message]:
+    """Read messages in the form that chat templates take; raises `JetdraftError`."""
     return [
-        _message(message, f"messages[{place}]")
+        _read_message(message, f"messages[{place}]")
         for place, message in enumerate(check_messages(messages))
     ]
 
 
-def _message(message: Message, at: str) -> Message:
+def _read_message(message: Message, at: str) -> Message:
     """A message for chat templates; `at` is its place in the body."""
     role, content = message["role"], message.get("content")
     if role not in ROLES:
-        raise _wrong(f"{at}.role", f"one of {', '.join(ROLES)}, not {role!r}")
+        raise _request_error(f"{at}.role", f"one of {', '.join(ROLES)}, not {role!r}")
     for name, other in (("function_call", "tool_calls"), ("audio", "content")):
         if message.get(name) is not None:
             raise RequestError(
@@ -246,29 +258,31 @@ def _message(message: Message, at: str) -> Message:
             )
     for name in ("name", "refusal", "tool_call_id"):
         if not isinstance(message.get(name) or "", str):
-            raise _wrong(f"{at}.{name}", "a text")
+            raise _request_error(f"{at}.{name}", "a text")
     if role == "tool" and message.get("tool_call_id") is None:
-        raise _wrong(f"{at}.tool_call_id", "the id of the call that is answered")
+        raise _request_error(
+            f"{at}.tool_call_id", "the id of the call that is answered"
+        )
     if content is None and role == "assistant":
         content = ""
-    changed = {**message, "content": _text(content, f"{at}.content")}
+    changed = {**message, "content": _read_content(content, f"{at}.content")}
     if role == "developer":
         changed["role"] = "system"
     calls, place = message.get("tool_calls"), f"{at}.tool_calls"
     if calls is not None:
         if not isinstance(calls, list):
-            raise _wrong(place, "a list of calls")
+            raise _request_error(place, "a list of calls")
         changed["tool_calls"] = [
-            _call(call, f"{place}[{number}]") for number, call in enumerate(calls)
+            _read_call(call, f"{place}[{number}]") for number, call in enumerate(calls)
         ]
     return changed
 
 
-def _text(content: object, at: str) -> str:
+def _read_content(content: object, at: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(at, "a text or a list of parts of type text")
+        raise _request_error(at, "a text or a list of parts of type text")
     texts = []
     for number, part in enumerate(content):
         match part:
@@ -277,14 +291,14 @@ def _text(content: object, at: str) -> str:
             case {"type": "refusal", "refusal": str(text)}:
                 texts.append(text)
             case _:
-                raise _wrong(
+                raise _request_error(
                     f"{at}[{number}]",
                     'a part {"type": "text", "text": "..."}; the model reads no other',
                 )
     return "".join(texts)
 
 
-def _call(call: Any, at: str) -> Any:
+def _read_call(call: Any, at: str) -> Any:
     """Parse a call's arguments: OpenAI sends JSON text, templates read objects."""
     match call:
         case {"function": {"name": str(), "arguments": arguments} as function} if (
@@ -292,7 +306,7 @@ def _call(call: Any, at: str) -> Any:
         ):
             place = f"{at}.function.arguments"
         case _:
-            raise _wrong(
+            raise _request_error(
                 at,
                 '{"id": "...", "type": "function", "function": {"name": "...", '
                 '"arguments": "{...}"}}',
@@ -303,9 +317,10 @@ def _call(call: Any, at: str) -> Any:
     except JsonError as error:
         raise RequestError(f"{place} is not JSON ({error})", place) from error
     if not isinstance(arguments, dict):
-        raise _wrong(place, "the text of a JSON object")
+        raise _request_error(place, "the text of a JSON object")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _wrong(at: str, rule: str) -> RequestError:
+def _request_error(at: str, rule: str) -> RequestError:
+    """The error for a field at `at` that must be what `rule` says."""
     return RequestError(f"{at} must be {rule}", at)

@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jetdraft.errors import OptionError, printable
 from jetdraft.server.app import Service
 from jetdraft.server.connection import Connection, Doorkeeper
-from jetdraft.server.desk import WRITTEN
-from jetdraft.server.reply import STATUS
+from jetdraft.server.desk import WRITTEN_TOKENS
+from jetdraft.server.reply import STATUS_KEY
 
 SPARE_CONNECTIONS = 64
 """Connections of a client beside its waiting requests: idle ones, and /health."""
@@ -32,21 +32,22 @@ MAX_BUSY_CLIENTS = 4
 """How many clients may have all the connections that one may have."""
 
 END_SECONDS = 5
-"""The seconds after the drain for the answers of texts that were ended."""
+"""The seconds after the drain in which the answers of cut texts are sent."""
 
 SWEEP_SECONDS = 0.5
+"""The seconds between two runs of the checks in `HttpServer`."""
 
 ACCEPTED_AT_ONCE = 8
-"""Connections accepted at once. They are not counted yet, but have files."""
+"""Connections accepted at once; they use file descriptors before they are counted."""
 
 BACKLOG = 128
 """Connections that the kernel holds until they are accepted."""
 
-POLLED = ("/health", "/metrics")
-"""Paths that are asked all the time: their good answers are not logged."""
+POLLED_PATHS = ("/health", "/metrics")
+"""Paths that monitors ask all the time: answers with status 200 are not logged."""
 
 MAX_PATH_CHARS = 200
-"""Of a path in the log."""
+"""The most characters of a path in the log."""
 
 log = logging.getLogger("jetdraft.server")
 
@@ -54,7 +55,7 @@ log = logging.getLogger("jetdraft.server")
 class HttpServer(uvicorn.Server):
     """Serves until SIGTERM or Ctrl-C; then running texts have `drain` seconds to end.
 
-    `host` is the address that the server listens on. A second Ctrl-C ends the texts.
+    `host` is the address that the server listens on. A second Ctrl-C cuts the texts.
     """
 
     def __init__(self, service: Service, host: str, drain: int = 30) -> None:
@@ -62,10 +63,10 @@ class HttpServer(uvicorn.Server):
         self.doorkeeper = Doorkeeper(per_peer, MAX_BUSY_CLIENTS * per_peer)
         self._service, self._drain = service, drain
         self._systemd, self._alive_at = Systemd(os.environ), 0.0
-        self._is_cut = False
+        self._must_cut = False
         protocol: Any = partial(Connection, self.doorkeeper)
         config = uvicorn.Config(
-            logged(service.app(host)),
+            log_requests(service.app(host)),
             http=protocol,
             ws="none",
             log_level="error",
@@ -81,34 +82,34 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(BACKLOG)
-        asyncio.get_running_loop().set_exception_handler(_complaints())
-        self._sweeping = asyncio.create_task(self._sweep())
-        self._systemd.tell("READY=1")
+        asyncio.get_running_loop().set_exception_handler(_error_handler())
+        self._sweeping = asyncio.create_task(self._check_regularly())
+        self._systemd.notify("READY=1")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish the texts under way, and end them when their time is over."""
-        self._systemd.tell("STOPPING=1")
+        self._systemd.notify("STOPPING=1")
         loop, desk = asyncio.get_running_loop(), self._service.desk
         if texts := len(desk.jobs):
             said = f"finishing {texts} text{'s' * (texts > 1)}, at most {self._drain} s"
             log.info("%s; Ctrl-C cuts %s", said, "them" if texts > 1 else "it")
-        end = loop.call_later(self._drain, desk.end)
+        end = loop.call_later(self._drain, desk.end_jobs)
         await super().shutdown(sockets)
         end.cancel()
         self._sweeping.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Let the texts under way end in good order, after one more Ctrl-C at once."""
+        """Start the shutdown; a Ctrl-C after it cuts the running texts."""
         if self.should_exit and sig == signal.SIGINT:
-            self._is_cut = True
+            self._must_cut = True
         else:
             super().handle_exit(sig, frame)
 
-    async def _sweep(self) -> None:
+    async def _check_regularly(self) -> None:
         while True:
-            if self._is_cut:
-                self._service.desk.end()
-            self.doorkeeper.sweep(asyncio.get_running_loop().time())
+            if self._must_cut:
+                self._service.desk.end_jobs()
+            self.doorkeeper.drop_slow(asyncio.get_running_loop().time())
             # The watchdog must know that the loop runs and no text is past its end.
             seconds, now = self._systemd.watchdog_seconds, time.monotonic()
             if (
@@ -116,12 +117,12 @@ class HttpServer(uvicorn.Server):
                 and now >= self._alive_at + seconds / 3
                 and self._service.desk.overdue <= seconds
             ):
-                self._systemd.tell("WATCHDOG=1")
+                self._systemd.notify("WATCHDOG=1")
                 self._alive_at = now
             await asyncio.sleep(SWEEP_SECONDS)
 
 
-def logged(app: ASGIApp) -> ASGIApp:
+def log_requests(app: ASGIApp) -> ASGIApp:
     """An application that logs each request when it ends, but not its texts.
 
     POST /v1/chat/completions 200, 64 tokens, 812 ms
@@ -135,12 +136,12 @@ def logged(app: ASGIApp) -> ASGIApp:
             status = message.get("status", status)
             await send(message)
 
-        WRITTEN.set(written)
+        WRITTEN_TOKENS.set(written)
         try:
             await app(scope, receive, note)
         finally:
-            path, status = scope.get("path", ""), scope.get(STATUS, status)
-            if scope["type"] == "http" and (path not in POLLED or status != 200):
+            path, status = scope.get("path", ""), scope.get(STATUS_KEY, status)
+            if scope["type"] == "http" and (path not in POLLED_PATHS or status != 200):
                 tokens = f", {sum(written)} tokens" if written else ""
                 ms = 1e3 * (time.monotonic() - began)
                 request = printable(f"{scope['method']} {path}", MAX_PATH_CHARS)
@@ -149,7 +150,7 @@ def logged(app: ASGIApp) -> ASGIApp:
     return answer
 
 
-def _complaints() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+def _error_handler() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
     """Reports errors of the event loop, a lack of files once a minute."""
     silent_until = 0.0
 
@@ -170,7 +171,7 @@ def _complaints() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]
 def run(
     service: Service, listeners: Sequence[socket.socket], host: str, drain: int
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; then running texts have `drain` seconds to end."""
+    """Run an `HttpServer` on the listening sockets; returns when it has ended."""
     # asyncio logs a warning for each write to a client that has gone.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     # uvicorn raises the signal again after the last answer.
@@ -194,8 +195,8 @@ class Systemd:
         is_set = is_ours and microseconds.isdecimal()
         self.watchdog_seconds = int(microseconds) / 1e6 if is_set else None
 
-    def tell(self, state: str) -> None:
-        """Send one assignment; failures to notify are ignored."""
+    def notify(self, state: str) -> None:
+        """Send one assignment such as READY=1; errors of the socket are ignored."""
         if not self._address:
             return
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
@@ -204,7 +205,7 @@ class Systemd:
 
 
 @contextmanager
-def listening(host: str, port: int) -> Iterator[socket.socket]:
+def open_listener(host: str, port: int) -> Iterator[socket.socket]:
     """A listening socket, before models are loaded; port 0 picks a free port.
 
     Raises `OptionError` if the address is taken or not allowed.
@@ -225,22 +226,22 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def url(listener: socket.socket) -> str:
-    """The address to open in a browser."""
+def listener_url(listener: socket.socket) -> str:
+    """The URL of a listening socket, to open in a browser."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @contextmanager
-def listening_at(path: Path) -> Iterator[socket.socket]:
-    """A listening socket in the file system that only this user may open.
+def open_unix_listener(path: Path) -> Iterator[socket.socket]:
+    """Open a listening Unix socket at `path` that only this user may connect to.
 
-    A socket without a listener is replaced. Raises `OptionError` if
-    anything else is there, or nothing can be made there.
+    It is closed and removed after the block. A socket without a listener is replaced.
+    Raises `OptionError` if anything else is there, or nothing can be made there.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
-            _remove_stale(path)
+            _remove_stale_socket(path)
             mask = os.umask(0o177)  # never open to others, not even for a moment
             try:
                 listener.bind(str(path))
@@ -261,7 +262,7 @@ def listening_at(path: Path) -> Iterator[socket.socket]:
                     path.unlink()
 
 
-def _remove_stale(path: Path) -> None:
+def _remove_stale_socket(path: Path) -> None:
     """Remove the socket of a server that is gone; raise `OptionError` otherwise."""
     try:
         mode = os.lstat(path).st_mode

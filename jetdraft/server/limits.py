@@ -10,9 +10,10 @@ from jetdraft.options import Flag, check_bounds
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a request: bytes, new tokens, places in the queue, seconds.
+    """Limits of requests: bytes, new tokens, how many wait, seconds.
 
-    `max_sounds` is how many sounds are in memory at once.
+    `max_sounds` is how many sounds are in memory at once. Raises `OptionError` for a
+    value out of its range.
     """
 
     max_new_tokens: Annotated[

@@ -9,9 +9,15 @@ from starlette.responses import Response
 
 from jetdraft.errors import JetdraftError, LengthError, printable
 
-KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-CODES = {429: "rate_limit_exceeded"}
+ERROR_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+ERROR_CODES = {429: "rate_limit_exceeded"}
+"""OpenAI's types and codes of errors, by HTTP status."""
 MAX_MESSAGE_CHARS = 1000
+"""The most characters of an error's message."""
 
 
 class RequestError(JetdraftError):
@@ -27,8 +33,8 @@ class RequestError(JetdraftError):
         self.param, self.status, self.code = param, status, code
 
 
-def refusal(error: object, status: int, chat: bool = False) -> Response:
-    """The answer to a request that is refused; `chat` says it was a chat."""
+def refusal_response(error: object, status: int, chat: bool = False) -> Response:
+    """The HTTP response for an error; `chat` says that the request was a chat."""
     headers = {"Retry-After": "1"} if status in (429, 503) else {}
     # Escapes, since a message may quote what no encoding can hold.
     content = json.dumps(refusal_fields(error, status, chat))
@@ -37,13 +43,13 @@ def refusal(error: object, status: int, chat: bool = False) -> Response:
 
 def refusal_fields(error: object, status: int, chat: bool = False) -> dict[str, Any]:
     """An error as OpenAI's clients read it."""
-    kind = KINDS.get(
+    kind = ERROR_TYPES.get(
         status, "invalid_request_error" if status < 500 else "server_error"
     )
     param = getattr(error, "param", None) or getattr(error, "field", None) or None
     if chat and param == "prompt":
         param = "messages"
-    code = getattr(error, "code", None) or CODES.get(status)
+    code = getattr(error, "code", None) or ERROR_CODES.get(status)
     if isinstance(error, LengthError):
         code = "context_length_exceeded"
     # It may quote what a client has sent.

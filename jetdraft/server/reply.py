@@ -24,17 +24,17 @@ from jetdraft.server.refusal import RequestError, refusal_fields
 Json = dict[str, Any]
 T = TypeVar("T")
 
-STATUS = "jetdraft.status"
-"""Where the scope of a request has how its stream ended, which began with 200."""
+STATUS_KEY = "jetdraft.status"
+"""The key in an ASGI scope of how a stream ended, whose HTTP status was 200."""
 
 _REASONS = {STOP: "stop", LENGTH: "length", DEADLINE: "length"}
 """OpenAI's finish reasons of texts that are whole, or as long as they may be."""
 
 
 class Reply:
-    """Turns the pieces and the result of one request into JSON objects.
+    """Makes OpenAI's JSON objects of the pieces and the result of one request.
 
-    `name` is the model's name, `fingerprint` a name of all that its texts depend on.
+    `name` is the model's name, `fingerprint` identifies all that its texts depend on.
     """
 
     def __init__(
@@ -53,81 +53,82 @@ class Reply:
         }
         self._text, self._sent = "", 0
         self._extras: dict[str, list[Any]] = {}
-        self._place = 0
-        """Where the next token's text begins, in characters of the text."""
+        self._text_offset = 0
+        """The characters of the text before the next token, for text_offset."""
 
-    def whole(self, result: Result) -> Json:
-        """The reply in one object."""
-        calls = self._calls(result.text)
-        choice: Json = {"index": 0, "finish_reason": _reason(result, calls)}
+    def complete(self, result: Result) -> Json:
+        """The object of a reply that is not streamed."""
+        calls = self._read_calls(result.text)
+        choice: Json = {"index": 0, "finish_reason": _finish_reason(result, calls)}
         if self.chat:
             message: Json = {"role": "assistant", "refusal": None}
             message["content"] = result.text
             if calls:
-                before = result.text[: self._shown(result.text)].strip()
+                before = result.text[: self._sendable_length(result.text)].strip()
                 message |= {"content": before or None, "tool_calls": calls}
             choice["message"] = message
         else:
             choice["text"] = result.text
         entries = zip(result.logprobs or [], result.texts, strict=False)
-        choice["logprobs"] = self._logprobs(list(entries))
+        choice["logprobs"] = self._logprobs_field(list(entries))
         if self.request.drafted:
-            choice["tokens"] = _drafted(result.texts, result.from_draft)
+            choice["tokens"] = _draft_marks(result.texts, result.from_draft)
         kind = "chat.completion" if self.chat else "text_completion"
-        usage = _usage(result)
+        usage = _usage_field(result)
         return {**self._head, "object": kind, "choices": [choice], "usage": usage}
 
-    def first(self) -> list[Json]:
-        """The chunks before the text."""
+    def first_chunks(self) -> list[Json]:
+        """The chunks before the text: the role, in a chat."""
         begun = {"role": "assistant", "content": "", "refusal": None}
         return [self._chunk(begun)] if self.chat else []
 
-    def piece(self, piece: Piece) -> list[Json]:
-        """The chunks of a round's text, without text that may be a tool call."""
+    def piece_chunks(self, piece: Piece) -> list[Json]:
+        """The chunks of a round's piece; text that may be a tool call is held back."""
         self._text += piece.text
         if "logprobs" in self.request.options:
             entries = zip(piece.logprobs, piece.texts, strict=True)
             self._extras.setdefault("logprobs", []).extend(entries)
         if self.request.drafted:
             flags = [i < piece.from_draft for i in range(len(piece.token_ids))]
-            tokens = _drafted(piece.texts, flags)
+            tokens = _draft_marks(piece.texts, flags)
             self._extras.setdefault("tokens", []).extend(tokens)
-        return self._content(self._shown(self._text))
+        return self._text_chunks(self._sendable_length(self._text))
 
-    def last(self, result: Result) -> list[Json]:
+    def last_chunks(self, result: Result) -> list[Json]:
         """The chunks after the text."""
-        calls = self._calls(self._text)
-        chunks = [] if calls else self._content(len(self._text))
+        calls = self._read_calls(self._text)
+        chunks = [] if calls else self._text_chunks(len(self._text))
         for index, call in enumerate(calls):
             arguments = call["function"]["arguments"]
             call["function"] = {**call["function"], "arguments": ""}
             for part in (call, {"function": {"arguments": arguments}}):
                 delta = {"tool_calls": [{"index": index, **part}]}
-                chunks.append(self._chunk(delta, **self._taken()))
-        chunks.append(self._chunk({}, finish_reason=_reason(result, calls)))
+                chunks.append(self._chunk(delta, **self._take_extras()))
+        chunks.append(self._chunk({}, finish_reason=_finish_reason(result, calls)))
         if self.request.usage:
-            chunks.append({**chunks[-1], "choices": [], "usage": _usage(result)})
+            chunks.append({**chunks[-1], "choices": [], "usage": _usage_field(result)})
         return chunks
 
-    def _content(self, end: int) -> list[Json]:
-        """The unsent text before `end`, with the extras of its tokens."""
+    def _text_chunks(self, end: int) -> list[Json]:
+        """The chunk of the unsent text before `end`, if any; marks it as sent."""
         text, self._sent = self._text[self._sent : end], max(end, self._sent)
-        extras = self._taken() if text or end == len(self._text) else {}
+        extras = self._take_extras() if text or end == len(self._text) else {}
         return [self._chunk({"content": text}, **extras)] if text or extras else []
 
-    def _taken(self) -> Json:
-        """The extras that were not sent yet: log probabilities and draft marks."""
+    def _take_extras(self) -> Json:
+        """Remove and return the unsent extras: log probabilities and draft marks."""
         extras: Json = {name: items for name, items in self._extras.items() if items}
         self._extras = {}
         if "logprobs" in extras:
-            extras["logprobs"] = self._logprobs(extras["logprobs"])
+            extras["logprobs"] = self._logprobs_field(extras["logprobs"])
         return extras
 
-    def _shown(self, text: str) -> int:
-        """How many characters of a text cannot be part of a tool call."""
+    def _sendable_length(self, text: str) -> int:
+        """How many first characters of a text cannot be part of a tool call."""
         return len(text) if self._tools is None else self._tools.shown(text)
 
     def _chunk(self, delta: Json, **more: Any) -> Json:
+        """A chunk with a delta; `more` are further fields of its choice."""
         choice: Json = {"index": 0, "finish_reason": None, "logprobs": None, **more}
         if self.chat:
             choice["delta"] = delta
@@ -137,48 +138,56 @@ class Reply:
         usage = {"usage": None} if self.request.usage else {}
         return {**self._head, "object": kind, "choices": [choice], **usage}
 
-    def _calls(self, text: str) -> list[Json]:
+    def _read_calls(self, text: str) -> list[Json]:
+        """The tool calls in a text, as OpenAI's objects; none without tools."""
         calls = [] if self._tools is None else self._tools.calls(text)
         return [call.for_openai() for call in calls]
 
-    def _logprobs(self, entries: Sequence[tuple[Logprob, str]]) -> Json | None:
+    def _logprobs_field(self, entries: Sequence[tuple[Logprob, str]]) -> Json | None:
         """Log probabilities, from pairs with the text that a token completed."""
         if not entries or "logprobs" not in self.request.options:
             return None
         if self.chat:
             content = [
                 {
-                    **self._token(entry, entry.token, entry.logprob),
-                    "top_logprobs": [self._token(entry, *top) for top in entry.top],
+                    **self._token_entry(entry, entry.token, entry.logprob),
+                    "top_logprobs": [
+                        self._token_entry(entry, *top) for top in entry.top
+                    ],
                 }
                 for entry, _ in entries
             ]
             return {"content": content, "refusal": None}
         lengths = (len(text) for _, text in entries)
-        *places, self._place = accumulate(lengths, initial=self._place)
+        *places, self._text_offset = accumulate(lengths, initial=self._text_offset)
         return {
-            "tokens": [self._name(entry, entry.token) for entry, _ in entries],
+            "tokens": [self._token_name(entry, entry.token) for entry, _ in entries],
             "token_logprobs": [entry.logprob for entry, _ in entries],
-            "top_logprobs": [self._by_name(entry) for entry, _ in entries],
+            "top_logprobs": [self._logprobs_by_name(entry) for entry, _ in entries],
             "text_offset": places,
         }
 
-    def _by_name(self, entry: Logprob) -> dict[str, float]:
-        """The best tokens by name, and the chosen token if it is not the best."""
+    def _logprobs_by_name(self, entry: Logprob) -> dict[str, float]:
+        """The log probabilities of the best tokens by name, and of the chosen token."""
         tops: dict[str, float] = {}
         for token, value in dict([*entry.top, (entry.token, entry.logprob)]).items():
-            name = self._name(entry, token)
+            name = self._token_name(entry, token)
             # A better token may have the same name.
             tops[f"token_id:{token}" if name in tops else name] = value
         return tops
 
-    def _token(self, entry: Logprob, token: int, value: float) -> Json:
+    def _token_entry(self, entry: Logprob, token: int, value: float) -> Json:
+        """A token with its log probability and bytes, as chats have it."""
         data = entry.names[token]
         exact = None if data is None else list(data)
-        return {"token": self._name(entry, token), "logprob": value, "bytes": exact}
+        return {
+            "token": self._token_name(entry, token),
+            "logprob": value,
+            "bytes": exact,
+        }
 
-    def _name(self, entry: Logprob, token: int) -> str:
-        """A token's text at its place; OpenAI writes parts of characters so."""
+    def _token_name(self, entry: Logprob, token: int) -> str:
+        """A token's text at its place; "bytes:..." for a part of a character."""
         data = entry.names[token]
         if data is None:
             return self.codec.token(token)
@@ -188,21 +197,22 @@ class Reply:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _drafted(texts: Sequence[str], flags: Sequence[bool]) -> list[Json]:
+def _draft_marks(texts: Sequence[str], flags: Sequence[bool]) -> list[Json]:
+    """An object for each token: its text, and whether it was drafted."""
     return [
         {"text": text, "drafted": drafted}
         for text, drafted in zip(texts, flags, strict=True)
     ]
 
 
-def _reason(result: Result, calls: Sequence[Json]) -> str:
-    """OpenAI's finish reason; it has none for a text that was cancelled."""
+def _finish_reason(result: Result, calls: Sequence[Json]) -> str:
+    """OpenAI's finish reason; raises `KeyError` for a text that was cancelled."""
     reason = _REASONS[result.finish_reason]
     return "tool_calls" if calls and reason == "stop" else reason
 
 
-def _usage(result: Result) -> Json:
-    """The counts; drafted tokens have OpenAI's names for predicted outputs."""
+def _usage_field(result: Result) -> Json:
+    """The field usage: token counts, drafts under the names of predicted outputs."""
     stats = result.stats
     wrong = sum(stats.evaluated_by_position) - stats.accepted_tokens
     cached = {"cached_tokens": stats.reused_tokens, "audio_tokens": 0}
@@ -220,7 +230,7 @@ def _usage(result: Result) -> Json:
     }
 
 
-class Events:
+class EventResponse:
     """Server-sent events: a job's pieces as they come, until the client goes away.
 
     `first` is the job's first piece or its result; `done` gets the status at the end.
@@ -233,8 +243,8 @@ class Events:
         self._status = 499
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.create_task(self._send(send))
-        gone = asyncio.create_task(_gone(receive))
+        sending = asyncio.create_task(self._send_events(send))
+        gone = asyncio.create_task(_wait_for_disconnect(receive))
         try:
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -243,32 +253,32 @@ class Events:
             sending.cancel()
             sent, _ = await asyncio.gather(sending, gone, return_exceptions=True)
             status = 500 if isinstance(sent, Exception) else self._status
-            scope[STATUS] = status
+            scope[STATUS_KEY] = status
             self._done(status)
         if isinstance(sent, Exception):
             raise sent
 
-    async def _send(self, send: Send) -> None:
+    async def _send_events(self, send: Send) -> None:
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-store"),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for line in self._lines():
+        async for line in self._event_lines():
             data = f"data: {line}\n\n".encode()
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _lines(self) -> AsyncIterator[str]:
+    async def _event_lines(self) -> AsyncIterator[str]:
         reply, piece = self._reply, self._first
-        for chunk in reply.first():
+        for chunk in reply.first_chunks():
             yield json.dumps(chunk)
         try:
             while not isinstance(piece, Result):
-                for chunk in reply.piece(piece):
+                for chunk in reply.piece_chunks(piece):
                     yield json.dumps(chunk)
                 piece = await self._job.next()
-            for chunk in reply.last(piece):
+            for chunk in reply.last_chunks(piece):
                 yield json.dumps(chunk)
             self._status = 200
         except JetdraftError as error:
@@ -278,10 +288,10 @@ class Events:
         yield "[DONE]"
 
 
-async def unless_gone(receive: Receive, job: Job, wanted: Awaitable[T]) -> T:
+async def wait_unless_gone(receive: Receive, job: Job, wanted: Awaitable[T]) -> T:
     """Wait for `wanted` of a job; cancel the job if the client goes away."""
     waiting = asyncio.ensure_future(wanted)
-    gone = asyncio.create_task(_gone(receive))
+    gone = asyncio.create_task(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not waiting.done():
@@ -296,6 +306,6 @@ async def unless_gone(receive: Receive, job: Job, wanted: Awaitable[T]) -> T:
         waiting.cancel()
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -20,16 +20,24 @@ from jetdraft.runtime.text.stops import LENGTH, STOP
 from jetdraft.server.refusal import RequestError
 
 FORMATS = ("json", "text", "verbose_json", "srt", "vtt")
-READ = ("file", "model", "language", "response_format", "timestamp_granularities[]")
-NUMBERS = {"temperature": float, "seed": int, "num_draft_tokens": int}
-REFUSED = ("prompt", "include[]", "chunking_strategy")
+"""Values of response_format."""
+READ_FIELDS = (
+    "file",
+    "model",
+    "language",
+    "response_format",
+    "timestamp_granularities[]",
+)
+NUMBER_FIELDS = {"temperature": float, "seed": int, "num_draft_tokens": int}
+"""Fields of a form that are read: texts, and numbers with their types."""
+REFUSED_FIELDS = ("prompt", "include[]", "chunking_strategy")
 """Fields of OpenAI that would change the answer, and are not supported."""
 
 MAX_FIELD_CHARS = 1000
-"""Of a field that is not a file."""
+"""The most characters of a field that is not a file."""
 
 MAX_PARTS, MAX_HEAD_BYTES = 32, 4096
-"""Fields of a form, and bytes of a field's headers."""
+"""The most fields of a form, and the most bytes of a field's headers."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +52,15 @@ class TranscriptionRequest:
 
     @classmethod
     def of(cls, fields: Mapping[str, Sequence[bytes]]) -> Self:
-        """Read the fields of a form; raises `JetdraftError`."""
-        texts = {n: _text(n, v) for n, v in fields.items() if n != "file"}
-        known = (*READ, *NUMBERS, *REFUSED, "method", "stream")
+        """Read the fields of a form; raises `JetdraftError` for a bad field."""
+        texts = {n: _field_text(n, v) for n, v in fields.items() if n != "file"}
+        known = (*READ_FIELDS, *NUMBER_FIELDS, *REFUSED_FIELDS, "method", "stream")
         for name, text in texts.items():
             if name not in known:
                 raise RequestError(f"unknown field {name!r}; leave it out")
-            if text and (name in REFUSED or (name == "stream" and text != "false")):
+            if text and (
+                name in REFUSED_FIELDS or (name == "stream" and text != "false")
+            ):
                 raise RequestError(f"{name} is not supported; leave it out", name)
         if len(fields.get("file", [])) != 1:
             raise RequestError("give one file, a WAV file", "file")
@@ -66,8 +76,8 @@ class TranscriptionRequest:
                 "response_format",
             )
         options: dict[str, Any] = {
-            name: _number(name, texts[name], kind)
-            for name, kind in NUMBERS.items()
+            name: _field_number(name, texts[name], kind)
+            for name, kind in NUMBER_FIELDS.items()
             if texts.get(name)
         }
         if texts.get("method"):
@@ -85,15 +95,15 @@ class TranscriptionRequest:
 
     @property
     def seconds(self) -> float:
-        """The most seconds that the transcript may take."""
+        """The most seconds that the transcript may take, infinite without a limit."""
         return float(self.options.get("max_seconds", inf))
 
     def stream(self, model: Model) -> Transcription:
-        """Start the transcription."""
+        """Start the transcription with a model; returns its parts as they come."""
         return model.transcription(self.data, self.wanted, **self.options)
 
     def response(self, transcript: Transcript) -> Response:
-        """The answer in the form that was asked for."""
+        """The HTTP response with a transcript, in the form that was asked for."""
         if self.form == "srt":
             return PlainTextResponse(srt(transcript.segments))
         if self.form == "vtt":
@@ -120,7 +130,7 @@ class TranscriptionRequest:
                         "tokens": segment.token_ids,
                         "temperature": temperature,
                         "avg_logprob": segment.avg_logprob,
-                        "compression_ratio": _repetition(segment.text.encode()),
+                        "compression_ratio": _compression_ratio(segment.text.encode()),
                         "no_speech_prob": segment.no_speech_prob,
                     }
                     for number, segment in enumerate(transcript.segments)
@@ -129,11 +139,13 @@ class TranscriptionRequest:
         return JSONResponse(fields)
 
 
-def _repetition(text: bytes) -> float:
+def _compression_ratio(text: bytes) -> float:
+    """Bytes of a text per byte of its zlib form; high where it repeats itself."""
     return len(text) / len(zlib.compress(text))
 
 
-def _text(name: str, values: Sequence[bytes]) -> str:
+def _field_text(name: str, values: Sequence[bytes]) -> str:
+    """The one value of a field as text; raises `RequestError`."""
     try:
         [value] = values
         text = value.decode()
@@ -146,7 +158,8 @@ def _text(name: str, values: Sequence[bytes]) -> str:
     return text
 
 
-def _number(name: str, text: str, kind: type[float]) -> float:
+def _field_number(name: str, text: str, kind: type[float]) -> float:
+    """The number in a field's text; raises `RequestError`."""
     try:
         return kind(text)
     except ValueError as error:
@@ -157,9 +170,9 @@ def _number(name: str, text: str, kind: type[float]) -> float:
 
 def read_form(data: bytes | bytearray, content_type: str) -> dict[str, list[bytes]]:
     """The values of each field of a form, in their order; raises `RequestError`."""
-    boundary = _parameter(content_type, "boundary")
+    boundary = _header_parameter(content_type, "boundary")
     if not boundary or not boundary.isascii():
-        raise _refusal("its content type has no boundary")
+        raise _form_error("its content type has no boundary")
     delimiter = b"\r\n--" + boundary.encode()
     _, *parts = (b"\r\n" + data).split(delimiter, MAX_PARTS + 2)
     fields: dict[str, list[bytes]] = {}
@@ -168,16 +181,16 @@ def read_form(data: bytes | bytearray, content_type: str) -> dict[str, list[byte
             return fields
         head, separator, content = part.partition(b"\r\n\r\n")
         if not separator or len(head) > MAX_HEAD_BYTES:
-            raise _refusal("a field has no headers")
+            raise _form_error("a field has no headers")
         headers = BytesParser().parsebytes(head.lstrip(), headersonly=True)
-        name = _parameter(str(headers["content-disposition"]), "name")
+        name = _header_parameter(str(headers["content-disposition"]), "name")
         if name is None:
-            raise _refusal("a field has no name")
+            raise _form_error("a field has no name")
         fields.setdefault(name, []).append(content)
-    raise _refusal("it does not end, or has too many fields")
+    raise _form_error("it does not end, or has too many fields")
 
 
-def _parameter(header: str, name: str) -> str | None:
+def _header_parameter(header: str, name: str) -> str | None:
     """A parameter of a header; None if it is missing, or encoded as RFC 2231 says.
 
     No form encodes a parameter so (RFC 7578, section 4.2).
@@ -191,5 +204,6 @@ def _parameter(header: str, name: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _refusal(reason: str) -> RequestError:
+def _form_error(reason: str) -> RequestError:
+    """The error for a body that is not a multipart form."""
     return RequestError(f"the body is not a multipart form ({reason}); send a form")

@@ -33,21 +33,22 @@ LOOK_EVERY = 10
 REJECTED_WEIGHT = 6.0
 """The weight of rejected tokens in the loss; they are few."""
 
-LENGTH = 8
+DRAFT_LENGTH = 8
 """Drafted tokens of each round that is watched."""
 
-LEAST = 50
+LEAST_TOKENS = 50
 """The fewest compared tokens that a head can learn from."""
 
 
-class Watching(DraftStop):
-    """Never stops a draft; notes the hidden state that each token is drafted from."""
+class StateRecorder(DraftStop):
+    """A rule that never stops a draft, and keeps the hidden state of each token."""
 
     def __init__(self) -> None:
         super().__init__(lambda answer: 1.0, 0.0)
         self.states: list[Float32s] = []
 
     def begin(self) -> None:
+        """Drop the states of the draft before."""
         self.states = []
 
     def ends_draft(self, answer: Answer) -> bool:
@@ -56,7 +57,7 @@ class Watching(DraftStop):
         return False
 
 
-def watch(
+def record_verdicts(
     model: Model,
     prompts: Sequence[Int64s],
     max_new_tokens: int,
@@ -70,14 +71,14 @@ def watch(
     `DataError` if too few tokens were compared.
     """
     hidden, verdicts = list[Float32s](), list[bool]()
-    name, proposer = _drafting(model)
-    watching = proposer.stop = Watching()
+    name, proposer = _find_drafting(model)
+    watching = proposer.stop = StateRecorder()
     try:
         for prompt in prompts:
             stream = model.stream(
                 token_ids=prompt,
                 method=name,
-                num_draft_tokens=LENGTH,
+                num_draft_tokens=DRAFT_LENGTH,
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
                 seed=seed,
@@ -92,7 +93,7 @@ def watch(
             tick()
     finally:
         proposer.stop = None
-    if len(verdicts) < LEAST or len(set(verdicts)) < 2:
+    if len(verdicts) < LEAST_TOKENS or len(set(verdicts)) < 2:
         raise DataError(
             f"only {len(verdicts)} drafted tokens were compared, or all have the same "
             "verdict; give more prompts"
@@ -100,7 +101,7 @@ def watch(
     return np.array(hidden), np.array(verdicts, np.float32)
 
 
-def _drafting(model: Model) -> tuple[str, ModelProposer]:
+def _find_drafting(model: Model) -> tuple[str, ModelProposer]:
     """The method that drafts with a drafter alone, and its proposer in this model."""
     drafter = model.parts.drafter
     if drafter is None or not drafter.contract.stands_alone:
@@ -121,7 +122,7 @@ def _drafting(model: Model) -> tuple[str, ModelProposer]:
     raise AssertionError("no method drafts with a drafter")
 
 
-def fit(
+def fit_head(
     hidden: Float32s, accepted: Float32s, steps: int = 300, seed: int = 0
 ) -> tuple[AcceptanceHead, float]:
     """The head of the least loss on a held-out tenth of the tokens, and that loss."""
@@ -158,7 +159,7 @@ def fit(
     return AcceptanceHead(*(p.numpy().astype(np.float32) for p in weights)), least
 
 
-def write(head: AcceptanceHead, file: Path, bundle: str) -> None:
+def save_acceptance_head(head: AcceptanceHead, file: Path, bundle: str) -> None:
     """Write a head; the file appears whole. Raises `OutputError`."""
     try:
         file.parent.mkdir(exist_ok=True)

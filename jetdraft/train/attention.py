@@ -54,7 +54,7 @@ class Masked:
 
     @contextmanager
     def by(self, masks: Masks) -> Iterator[None]:
-        """Add these masks while the block runs."""
+        """Add these masks to the scores while the block runs."""
         before, self.masks = self.masks, masks
         try:
             yield
@@ -70,7 +70,7 @@ class Masked:
         scale: float | None,
         position_bias: Tensor | None,
     ) -> Tensor:
-        """The mixed values [b, n, heads, d].
+        """The mixed values [b, n, heads, d] of a module's attention.
 
         The `position_bias` that T5 gives counts in the encoder only: in the decoder it
         would count the rows of blocks as text, so there the masks have the bias.
@@ -128,12 +128,14 @@ def attend(
         )
     ]
     if layout is not None and rows < query.shape[2]:
-        parts.append(_of_streams(query * scale, key, value, layout))
+        parts.append(_attend_streams(query * scale, key, value, layout))
     return torch.cat(parts, 2).transpose(1, 2), None
 
 
-def _of_streams(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
-    """The attention of the streams [b, heads, C * gamma, d] over all rows."""
+def _attend_streams(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout
+) -> Tensor:
+    """Mix the values of all rows for the streams: [b, heads, C * gamma, d]."""
     rows, gamma = layout.rows, layout.gamma
     queries, stream_keys, stream_values = (
         x[:, :, rows:].reshape(*x.shape[:2], -1, gamma, x.shape[3])

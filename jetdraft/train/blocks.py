@@ -21,12 +21,13 @@ from jetdraft.options import setting
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.run import Run, TrainingOptions
 from jetdraft.train.task import DrafterSettings, Sums, Task
-from jetdraft.train.teacher import at, lesson_of
+from jetdraft.train.teacher import make_lesson, rows_at
 
 FORWARD_KL, TEXT = "forward-kl", "text"
+"""Values of the setting `loss`."""
 
 TOKENS_PER_WEIGHT = 20
-"""What a model of a given cost learns most from (2203.15556)."""
+"""Guesses to learn for each weight, the best at a given cost (2203.15556)."""
 
 VALIDATED_BLOCKS = 16
 """Blocks of a sequence that a validation fills."""
@@ -34,6 +35,8 @@ VALIDATED_BLOCKS = 16
 
 @dataclass(frozen=True)
 class BlockSettings(DrafterSettings):
+    """Settings of all drafters that fill blocks."""
+
     layers: int | None = setting(
         None, "Layers of a new drafter.", (1, 100), unset="what its kind advises"
     )
@@ -68,7 +71,7 @@ class Blocks:
     chances: Tensor | None = None
 
     @classmethod
-    def drawn(
+    def draw(
         cls,
         batch: Batch,
         count: int,
@@ -80,41 +83,41 @@ class Blocks:
         """Blocks at random places from `first` on, with a generator per sequence."""
         parts = []
         for labels, generator in zip(batch.labels.cpu(), generators, strict=True):
-            places = starts(labels, first)
+            places = block_starts(labels, first)
             order = torch.randperm(len(places), generator=generator)[:count]
             shares = torch.rand(count, 2, generator=generator)
             counts = 1 + (shares[:, 1] * (slots - 1)).long()
             shown = (shares[:, 0] < known_share) & (slots > 1)
             known = torch.where(shown, counts.clamp(max=slots - 1), 0)
-            anchors, is_real = _filled(places[order], count)
+            anchors, is_real = _pad_places(places[order], count)
             chances = torch.rand(count, slots, generator=generator)
             parts.append((anchors, known, is_real, chances))
-        return cls(*_stacked(parts, batch.ids.device))
+        return cls(*_stack_parts(parts, batch.ids.device))
 
     @classmethod
     def spread(cls, batch: Batch, count: int, first: int = 1) -> Blocks:
         """Blocks without known tokens, evenly over each sequence from `first` on."""
         parts = []
         for labels in batch.labels.cpu():
-            places = starts(labels, first)
+            places = block_starts(labels, first)
             ends = torch.linspace(0, max(0, len(places) - 1), count).long().tolist()
             chosen = torch.tensor(sorted(set(ends)))
-            parts.append(_filled(places[chosen] if len(places) else places, count))
-        anchors, is_real = _stacked(parts, batch.ids.device)
+            parts.append(_pad_places(places[chosen] if len(places) else places, count))
+        anchors, is_real = _stack_parts(parts, batch.ids.device)
         return cls(anchors, torch.zeros_like(anchors), is_real)
 
 
-def _filled(places: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """So many places, of which the first are real, and which these are."""
+def _pad_places(places: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Pad places to int64 [count]; returns them, and bool [count] which are real."""
     return F.pad(places, (0, count - len(places))), torch.arange(count) < len(places)
 
 
-def _stacked(rows: Sequence[Any], device: torch.device) -> list[Tensor]:
-    """Each part of all rows in a tensor of its own."""
+def _stack_parts(rows: Sequence[Any], device: torch.device) -> list[Tensor]:
+    """Stack the parts of all rows: a tensor on the device for each part."""
     return [torch.stack(part).to(device) for part in zip(*rows, strict=True)]
 
 
-def starts(labels: Tensor, first: int = 1) -> Tensor:
+def block_starts(labels: Tensor, first: int = 1) -> Tensor:
     """The places [k] of a sequence, from `first` on, that a learned token follows.
 
     A block that begins with a token needs a row of context before it.
@@ -161,58 +164,59 @@ class BlockTask(Task):
 
     @abstractmethod
     def new_config(self, run: Run) -> HeadConfig:
-        """The config of the drafter; raises `OptionError`."""
+        """Make the config of the drafter; raises `OptionError`."""
 
     def check(self, run: Run) -> None:
         """Make the config, before the target writes for hours."""
         self.config = self.new_config(run)
 
     def advised_steps(self, run: Run) -> int:
-        """The steps that learn twenty guesses for each weight."""
+        """The steps that learn `TOKENS_PER_WEIGHT` guesses for each trained weight."""
         return self.steps_for(run, run.parameters)
 
     def steps_for(self, run: Run, weights: int) -> int:
-        """The steps that learn twenty guesses for each of these weights."""
+        """The steps that learn `TOKENS_PER_WEIGHT` guesses for each of `weights`."""
         blocks = self.settings.anchors * run.options.batch_size
         guesses: int = blocks * self.config.slots
         return max(200, TOKENS_PER_WEIGHT * weights // guesses)
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
         """What the target says of a batch, and blocks: drawn, or evenly spread."""
-        lesson = lesson_of(run.teacher, batch, self.config.taps)
+        lesson = make_lesson(run.teacher, batch, self.config.taps)
         return lesson, self.blocks(run, batch, learns)
 
     def blocks(self, run: Run, batch: Batch, learns: bool) -> Blocks:
+        """The blocks of a batch: drawn if it `learns`, else evenly spread."""
         if not learns:
             return Blocks.spread(batch, VALIDATED_BLOCKS, self.first_anchor)
-        return Blocks.drawn(
+        return Blocks.draw(
             batch,
             self.settings.anchors,
             self.config.slots,
             self.settings.known_share,
-            run.draws(len(batch.ids)),
+            run.sequence_generators(len(batch.ids)),
             self.first_anchor,
         )
 
     def sums(self, drafter: Any, lesson: Any, blocks: Blocks, learns: bool) -> Sums:
         """The sums by the distance from the last known token.
 
-        They are of the text's cross entropy, or to the target's distribution.
+        The loss is the cross entropy to the text, or to the target's distribution.
         """
         slots, length = drafter.config.slots, lesson.ids.shape[1]
         distance = torch.arange(slots, device=lesson.ids.device)
         places = blocks.anchors[..., None] + 1 + distance  # [b, n, slots]
         inside = places < length
         places = places.clamp(max=length - 1)
-        open_places = inside & (at(lesson.labels, places) != IGNORED)
+        open_places = inside & (rows_at(lesson.labels, places) != IGNORED)
         open_places = open_places & blocks.is_real[..., None]
         is_known = self.known(drafter, lesson, blocks, places, open_places, learns)
         learned = open_places & ~is_known
         logits = self.logits(drafter, lesson, blocks, places, is_known, learned)
-        teacher = at(lesson.logits, places - 1)[learned].float()
+        teacher = rows_at(lesson.logits, places - 1)[learned].float()
         scores = logits.float().log_softmax(-1)
         if self.settings.loss == TEXT:
-            tokens = at(lesson.ids, places)[learned]
+            tokens = rows_at(lesson.ids, places)[learned]
             lost = -scores.gather(-1, tokens[:, None])[:, 0]
         else:
             lost = -(teacher.softmax(-1) * scores).sum(-1)
@@ -249,10 +253,10 @@ class BlockTask(Task):
         """The logits [k, vocabulary] of the learned guesses."""
         ids, size = lesson.ids, drafter.block_rows
         count = ids.shape[1]
-        block = at(ids, places).masked_fill(~is_known, drafter.config.vocab_size)
+        block = rows_at(ids, places).masked_fill(~is_known, drafter.config.vocab_size)
         first = blocks.anchors
         if not drafter.reads_text:
-            block = torch.cat([at(ids, blocks.anchors)[..., None], block], dim=-1)
+            block = torch.cat([rows_at(ids, blocks.anchors)[..., None], block], dim=-1)
             first = first - 1
         own = first[..., None] + 1 + torch.arange(size, device=ids.device)
         rows = torch.arange(count, device=ids.device).expand(len(ids), -1)
@@ -267,7 +271,7 @@ class BlockTask(Task):
         return logits
 
     def total(self, sums: Sums, places: Tensor) -> Tensor:
-        """The decayed sum of the means by distance.
+        """The sum of the mean losses by distance, less for a longer distance.
 
         The weight falls to a third at half of the block: a token counts only if all
         before it are right.
@@ -276,7 +280,8 @@ class BlockTask(Task):
         weights = torch.exp(-2 * slots / (len(places) + 1))
         return (weights * sums.lost / places.clamp(min=1)).sum()
 
-    def described(self, run: Run) -> str:
+    def description(self, run: Run) -> str:
+        """The product with its layers and the rows of a block."""
         size = f"layers: {self.config.num_layers}"
         return f"{self.product}, {size}, for blocks of {self.settings.block_rows},"
 

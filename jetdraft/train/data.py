@@ -33,12 +33,12 @@ class Example:
 
     @classmethod
     def completed(cls, ids: list[int], prompt_size: int) -> Example:
-        """An example of which all tokens after the prompt are learned."""
+        """Make an example of which all tokens after the prompt are learned."""
         return cls(ids, [place >= prompt_size for place in range(len(ids))])
 
     @property
     def is_written(self) -> bool:
-        """Whether anything can be learned from it."""
+        """Whether it has a learned token; false for a prompt alone."""
         return any(self.learned)
 
     @property
@@ -55,6 +55,7 @@ class Batch:
     labels: Tensor
 
     def to(self, device: torch.device) -> Batch:
+        """The batch on a device."""
         return Batch(self.ids.to(device), self.labels.to(device))
 
 
@@ -98,7 +99,7 @@ class Corpus:
         `prompts_alone` says whether prompts may lack their completions, and `template`
         reads messages. Raises `DataError`.
         """
-        reader = _Lines(
+        reader = _LineReader(
             tokenizer, list(end[:1]), length, least, prompts_alone, template
         )
         sequences: list[Example] = []
@@ -124,14 +125,15 @@ class Corpus:
         return cls(sequences, share, seed, digest.hexdigest())
 
     def batch(self, step: int, size: int, part: int = 0, parts: int = 1) -> Batch:
-        """The batch of a step, or its part number `part` of at most `size` parts.
+        """Make the batch of a step, or its part number `part` of at most `size` parts.
 
         It depends on the seed and the step alone, so training can resume at any step.
         """
         numbers = range(step * size, (step + 1) * size)[part::parts]
-        return collate([self._row(number) for number in numbers])
+        return collate([self._example_at(number) for number in numbers])
 
-    def _row(self, number: int) -> Example:
+    def _example_at(self, number: int) -> Example:
+        """The example of a number that counts on over epochs, each in its own order."""
         epoch, place = divmod(number, len(self.training))
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed + epoch + 1)
@@ -141,12 +143,13 @@ class Corpus:
         return example
 
     def validation_batches(self, size: int) -> Iterator[Batch]:
+        """Yield all validation sequences once, at most `size` in a batch."""
         for start in range(0, len(self.validation), size):
             yield collate(self.validation[start : start + size])
 
 
 def collate(rows: Sequence[Example]) -> Batch:
-    """Pad to the longest row; labels are the ids that are learned."""
+    """Make a batch of examples, padded to the longest of them."""
     ids = [torch.tensor(row.ids, dtype=torch.long) for row in rows]
     learned = [torch.tensor(row.learned, dtype=torch.bool) for row in rows]
     labels = [i.where(one, IGNORED) for i, one in zip(ids, learned, strict=True)]
@@ -156,8 +159,8 @@ def collate(rows: Sequence[Example]) -> Batch:
     )
 
 
-def examples_of(batch: Batch) -> list[Example]:
-    """The rows of a batch without their padding."""
+def split_batch(batch: Batch) -> list[Example]:
+    """The examples of a batch, without their padding."""
     examples = []
     for ids, labels in zip(batch.ids, batch.labels, strict=True):
         learned = labels != IGNORED
@@ -167,7 +170,7 @@ def examples_of(batch: Batch) -> list[Example]:
 
 
 @dataclass(frozen=True)
-class _Lines:
+class _LineReader:
     """Reads the lines of `.jsonl` files, see `Corpus`."""
 
     tokenizer: Tokenizer
@@ -178,6 +181,7 @@ class _Lines:
     template: ChatTemplate | None
 
     def examples(self, file: Path) -> list[Example]:
+        """Read the examples of a file; raises `DataError` for bad or long lines."""
         examples: dict[int, Example] = {}
         for number, line in enumerate(read_text(file).split("\n"), start=1):
             if line.strip():
@@ -195,7 +199,8 @@ class _Lines:
         return list(examples.values())
 
     def _example(self, line: str, where: str) -> Example:
-        head, tail = self._parts(line, where)
+        """Read a line; `where` names it in errors. Raises `DataError`."""
+        head, tail = self._encode_fields(line, where)
         if tail is None:
             self._check_length(head, where, least=1)
             return Example.completed(head, len(head))
@@ -208,14 +213,16 @@ class _Lines:
             )
         return Example.completed(ids, len(head))
 
-    def _parts(self, line: str, where: str) -> tuple[list[int], list[int] | None]:
+    def _encode_fields(
+        self, line: str, where: str
+    ) -> tuple[list[int], list[int] | None]:
         """The ids of prompt and completion; None for one that is to be written."""
         try:
             fields = json.loads(line)
             if "text" in fields:
                 return [], self.tokenizer.encode(fields["text"]).ids
             if "messages" in fields:
-                return self._chat(fields["messages"])
+                return self._encode_chat(fields["messages"])
             head: list[int] = self.tokenizer.encode(fields["prompt"]).ids
             if self.prompts_alone and "completion" not in fields:
                 return head, None
@@ -233,7 +240,9 @@ class _Lines:
                 "messages; correct it"
             ) from error
 
-    def _chat(self, messages: list[Message]) -> tuple[list[int], list[int] | None]:
+    def _encode_chat(
+        self, messages: list[Message]
+    ) -> tuple[list[int], list[int] | None]:
         """The ids of a chat, in which the template names the special tokens."""
         if self.template is None:
             raise OptionError(
@@ -251,6 +260,7 @@ class _Lines:
         return head, tail if is_answered else None
 
     def _check_length(self, ids: list[int], where: str, least: int) -> None:
+        """Raise `DataError` for less than `least` tokens."""
         if len(ids) < least:
             raise DataError(
                 f"{where} has {len(ids)} tokens, a sequence needs {least}; give longer "

@@ -25,18 +25,24 @@ from jetdraft.train.task import (
     Sums,
     Task,
     Tensors,
-    rounded,
-    summed,
+    round_figures,
+    sum_fields,
 )
-from jetdraft.train.teacher import Lesson, TensorCache, check_cache, lesson_of, shifted
+from jetdraft.train.teacher import (
+    Lesson,
+    TensorCache,
+    check_cache_folder,
+    make_lesson,
+    shift_rows,
+)
 
 # --- sizes and layouts ----------------------------------------------------------------
 
 
-def config_of(
+def make_config(
     target: Checkpoint, kind: type[ConfigT], inner: int = 0, **changes: Any
 ) -> ConfigT:
-    """A config with the sizes, vocabulary and positions of the target, and changes.
+    """Make a config of the class `kind` with the target's sizes, and `changes`.
 
     `inner` is the width inside its MLP; 0 is the target's.
     """
@@ -64,7 +70,7 @@ def config_of(
 
 
 def layer_fields(config: HeadConfig) -> dict[str, Any]:
-    """The fields of config.json that describe a head's layers."""
+    """The fields of a config.json that describe a head's layers."""
     return {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -82,7 +88,7 @@ def layer_fields(config: HeadConfig) -> dict[str, Any]:
     }
 
 
-def stored(
+def stored_tensors(
     weights: Mapping[str, Tensor],
     half: bool,
     name: Callable[[str], str] = lambda name: name.removeprefix("stack."),
@@ -93,8 +99,8 @@ def stored(
     return str(dtype).removeprefix("torch."), tensors
 
 
-def take_weights(module: nn.Module, other: nn.Module) -> None:
-    """Copy the weights that another module has under the same names and shapes."""
+def copy_weights(module: nn.Module, other: nn.Module) -> None:
+    """Copy into `module` the weights that `other` has under the same name and shape."""
     theirs = dict(other.named_parameters())
     with torch.no_grad():
         for name, weight in module.named_parameters():
@@ -102,11 +108,11 @@ def take_weights(module: nn.Module, other: nn.Module) -> None:
                 weight.copy_(theirs[name])
 
 
-def take_norm(norm: nn.Module, other: nn.Module, width: int) -> None:
+def copy_norm(norm: nn.Module, other: nn.Module, width: int) -> None:
     """Copy the weights of a norm over `width` numbers, if it is of the same kind."""
     # Some kinds add one to their weights.
     before = {name: weight.clone() for name, weight in norm.state_dict().items()}
-    take_weights(norm, other)
+    copy_weights(norm, other)
     probe = torch.randn(1, width)
     # A target that has written texts is on a GPU; the drafter is not yet.
     device = next((weight.device for weight in other.parameters()), probe.device)
@@ -124,6 +130,8 @@ DECAY = 0.8
 
 @dataclass(frozen=True)
 class HeadSettings(DrafterSettings):
+    """Settings of heads that are unrolled over the steps of a draft."""
+
     unrolled: int = setting(
         7, "Steps of a draft that are trained: the tokens it has.", (1, 32)
     )
@@ -134,19 +142,19 @@ class HeadSettings(DrafterSettings):
     )
 
 
-def unrolled(
+def unroll(
     head: Any, ids: Tensor, features: Tensor, steps: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """In each step the states for the LM head, and the carried states: [b, T, h].
+    """Run a head step after step; yields hidden and carried states [b, T, h] of each.
 
     `ids` int64 [b, T] is a text, `features` [b, T, w] are of its rows. In step i slot t
-    reads token t + 1 + i.
+    reads token t + 1 + i. The hidden states are for the LM head.
     """
     count, cache = ids.shape[1], DynamicCache()
     positions = torch.arange(count, device=features.device)
     for step in range(steps):
         hidden, features = head(
-            shifted(ids, 1 + step),
+            shift_rows(ids, 1 + step),
             features,
             (positions + step)[None],
             cache,
@@ -156,7 +164,7 @@ def unrolled(
 
 
 def unrolled_mask(count: int, step: int, like: Tensor) -> Tensor:
-    """The mask [1, 1, count, (step + 1) * count] of a step.
+    """The additive mask [1, 1, count, (step + 1) * count] of a step.
 
     A slot sees the rows with the target's features up to its own, then what it wrote
     itself: as a draft does that starts in its row.
@@ -168,8 +176,8 @@ def unrolled_mask(count: int, step: int, like: Tensor) -> Tensor:
     return mask.masked_fill(~visible, torch.finfo(like.dtype).min)[None, None]
 
 
-def decayed(sums: Sums, places: Tensor) -> Tensor:
-    """The means of the places, less for each place further: [places]."""
+def decayed_means(sums: Sums, places: Tensor) -> Tensor:
+    """The mean losses by place, times `DECAY` to the power of the place: [places]."""
     weights = DECAY ** torch.arange(len(sums.lost), device=sums.lost.device)
     return weights * sums.lost / places.clamp(min=1)
 
@@ -189,40 +197,43 @@ class HeadTask(Task):
     _cache: TensorCache | None = None
 
     def shortest(self) -> tuple[int, str]:
+        """The steps of a draft, the row before and the token after them."""
         return self.settings.unrolled + 2, f"{self.settings.unrolled} steps"
 
     def folder(self, output: Path) -> RunFolder:
-        check_cache(self.settings.cache)
+        """Prepare the output folder; raises `OutputError`, also for a wrong cache."""
+        check_cache_folder(self.settings.cache)
         return super().folder(output)
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
+        """The lesson of a batch, with states from the cache if there is one."""
         folder = self.settings.cache
         if self._cache is None and folder is not None:
             owner = f"{run.base} {list(self.taps)}"
             self._cache = TensorCache(folder, owner, run.accelerator.process_index)
-        return (lesson_of(run.teacher, batch, self.taps, self.ids, self._cache),)
+        return (make_lesson(run.teacher, batch, self.taps, self.ids, self._cache),)
 
     @abstractmethod
     def predictions(
         self, drafter: Any, lesson: Lesson, learns: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """In each step the carried states and the logits of all slots."""
+        """Yield carried states [b, T, h] and logits [b, T, n] of all slots by step."""
 
     def lost(
         self, step: int, carried: Tensor, scores: Tensor, lesson: Lesson
     ) -> Tensor:
         """The loss of all slots [b, T]: the cross entropy to the target."""
-        teacher = shifted(lesson.logits, 1 + step).float()
+        teacher = shift_rows(lesson.logits, 1 + step).float()
         return -(teacher.softmax(-1) * scores).sum(-1)
 
     def sums(self, drafter: Any, lesson: Lesson, learns: bool) -> Sums:
-        """The sums of a batch, in each step over the places that are learned."""
+        """The sums of a batch by the step, over the places that are learned."""
         parts = []
         predictions = self.predictions(drafter, lesson, learns)
         for step, (carried, logits) in enumerate(predictions):
-            best = shifted(lesson.logits, 1 + step).argmax(-1)
-            learned = shifted(lesson.labels, 2 + step, IGNORED) != IGNORED
-            learned = learned & shifted(lesson.known, 1 + step, False)
+            best = shift_rows(lesson.logits, 1 + step).argmax(-1)
+            learned = shift_rows(lesson.labels, 2 + step, IGNORED) != IGNORED
+            learned = learned & shift_rows(lesson.known, 1 + step, False)
             scores = logits.float().log_softmax(-1)
             lost = self.lost(step, carried, scores, lesson)
             lost = torch.where(learned, lost, 0.0).sum()
@@ -231,16 +242,20 @@ class HeadTask(Task):
         return Sums(*(torch.stack(sums) for sums in zip(*parts, strict=True)))
 
     def total(self, sums: Sums, places: Tensor) -> Tensor:
-        return decayed(sums, places).sum()
+        """The sum of the steps' mean losses, less for a later step."""
+        return decayed_means(sums, places).sum()
 
     def figures(self, run: Run, parts: Sequence[Any]) -> dict[str, Any]:
-        """Losses and the share of right tokens, by the place in a draft."""
+        """Losses and the share of right tokens, by the step; flushes the cache."""
         if self._cache is not None:
             self._cache.flush()
-        lost, right, places = summed(parts, "lost", "right", "places")
+        lost, right, places = sum_fields(parts, "lost", "right", "places")
         run.check_finite(lost)
         places = places.clamp(min=1)
-        return {"losses": rounded(lost / places), "acceptance": rounded(right / places)}
+        return {
+            "losses": round_figures(lost / places),
+            "acceptance": round_figures(right / places),
+        }
 
     def settings_of_run(self, run: Run) -> dict[str, Any]:
         own = super().settings_of_run(run) | {"taps": list(self.taps)}
@@ -250,12 +265,14 @@ class HeadTask(Task):
 
 # --- drafters of the next token -------------------------------------------------------
 
-PLACES = 5
+DRAFT_ROWS = 5
 """Rows of a draft, as in GliDe's training."""
 
 
 @dataclass(frozen=True)
 class LayerSettings(DrafterSettings):
+    """Settings of drafters with a layer of the target's kind."""
+
     inner: int = setting(
         0, "Width inside the MLP of the drafter.", (0, 10**6), unset="the target's"
     )
@@ -273,14 +290,14 @@ class NextTokenTask(Task):
     config: HeadConfig
 
     def shortest(self) -> tuple[int, str]:
-        return 2 * PLACES, f"drafts of {PLACES}"
+        return 2 * DRAFT_ROWS, f"drafts of {DRAFT_ROWS}"
 
     @abstractmethod
     def new_config(self, target: Checkpoint) -> HeadConfig:
         """The config of the drafter; raises `OptionError`."""
 
     def hidden(self, drafter: Any, lesson: Any, starts: Tensor) -> Tensor:
-        """The states for the LM head, [b, T, h].
+        """The states that the LM head reads, [b, T, h].
 
         Row t belongs to the draft that begins at row `starts[t]`, int64 [T].
         """
@@ -293,7 +310,7 @@ class NextTokenTask(Task):
         """
         count = lesson.ids.shape[1]
         rows = torch.arange(count, device=lesson.ids.device)
-        starts = rows - (rows - first) % PLACES
+        starts = rows - (rows - first) % DRAFT_ROWS
         hidden = self.hidden(drafter, lesson, starts)
         learned = torch.zeros_like(lesson.labels, dtype=torch.bool)
         learned[:, :-1] = lesson.labels[:, 1:] != IGNORED
@@ -302,7 +319,7 @@ class NextTokenTask(Task):
         teacher = lesson.logits[learned].float()
         lost = -(teacher.softmax(-1) * scores).sum(-1)
         right = scores.argmax(-1) == teacher.argmax(-1)
-        return sums_of_drafts(lost, right, learned, PLACES - first)
+        return sums_of_drafts(lost, right, learned, DRAFT_ROWS - first)
 
     def check(self, run: Run) -> None:
         self.config = self.new_config(run.target)
@@ -312,23 +329,23 @@ class NextTokenTask(Task):
         first = 1
         if learns:
             draw = torch.Generator().manual_seed(run.seed_of_step)
-            first = int(torch.randint(1, PLACES + 1, (1,), generator=draw))
-        return self.taught(run, batch), first
+            first = int(torch.randint(1, DRAFT_ROWS + 1, (1,), generator=draw))
+        return self.target_lesson(run, batch), first
 
-    def taught(self, run: Run, batch: Batch) -> Any:
-        """What the target says of a batch, and its states at the config's taps."""
-        return lesson_of(run.teacher, batch, self.config.taps)
+    def target_lesson(self, run: Run, batch: Batch) -> Any:
+        """The lesson of a batch, with the target's states at the config's taps."""
+        return make_lesson(run.teacher, batch, self.config.taps)
 
     def own_fields(self) -> dict[str, Any]:
-        """The fields of config.json that only this drafter has."""
+        """The fields of config.json that only this kind of drafter has."""
         return {"architectures": [self.architecture]}
 
     def settings_of_run(self, run: Run) -> dict[str, Any]:
         return asdict(self.settings) | self.own_fields() | {"target": run.base}
 
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
-        """A Llama layer under the names of transformers, and what else there is."""
-        dtype, tensors = stored(weights, self.settings.half)
+        """A config and weights of a Llama layer under the names of transformers."""
+        dtype, tensors = stored_tensors(weights, self.settings.half)
         fields = {
             "model_type": "llama",
             **layer_fields(self.config),
@@ -345,11 +362,11 @@ class LayerTask(NextTokenTask):
     Settings = LayerSettings
 
     def new_config(self, target: Checkpoint) -> HeadConfig:
-        return config_of(target, HeadConfig, self.settings.inner)
+        return make_config(target, HeadConfig, self.settings.inner)
 
 
 def sums_of_drafts(
-    lost: Tensor, right: Tensor, learned: Tensor, before: int, size: int = PLACES
+    lost: Tensor, right: Tensor, learned: Tensor, before: int, size: int = DRAFT_ROWS
 ) -> Sums:
     """Sums of the `learned` rows bool [b, T], by their places in drafts of `size`.
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.machine import precision
-from jetdraft.train.teacher import TensorCache, key_of, logits_at
+from jetdraft.train.teacher import TensorCache, cache_key, logits_at
 
 SMALLEST = 1e-6
-"""The least probability of the rest, so that its logarithm is a number."""
+"""The least probability of all other tokens, so that its logarithm is finite."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Labels:
     tokens: Tensor | None = None
 
     def binned(self, scores: Tensor) -> Tensor:
-        """The drafter's log probabilities [n, draft vocabulary] as in `wanted`."""
+        """Log probabilities [n, draft vocabulary] in the columns of `wanted`."""
         if self.tokens is None:
             return scores
-        return with_rest(scores.gather(-1, self.tokens))
+        return add_rest(scores.gather(-1, self.tokens))
 
     @property
     def best(self) -> Tensor:
-        """The most likely token at each place, by its row; int64 [n]."""
+        """The most likely token at each place, int64 [n], by its row in the LM head."""
         return self.wanted.argmax(-1) if self.tokens is None else self.tokens[:, 0]
 
     def accepted(self, scores: Tensor) -> Tensor:
@@ -57,23 +57,23 @@ class Labels:
         return (scores.argmax(-1) == self.best) & self.known
 
 
-def with_rest(scores: Tensor) -> Tensor:
-    """Log probabilities [n, k] with one more for all other tokens: [n, k + 1]."""
+def add_rest(scores: Tensor) -> Tensor:
+    """Add a column for all other tokens to log probabilities: [n, k] to [n, k + 1]."""
     rest = (1.0 - scores.exp().sum(-1, keepdim=True)).clamp(min=SMALLEST).log()
     return torch.cat([scores, rest], dim=-1)
 
 
-def learned(batch: Batch) -> Tensor:
-    """Where a token is learned, bool [b, T - 1]; row t says token t + 1."""
+def learned_mask(batch: Batch) -> Tensor:
+    """Which tokens are learned, bool [b, T - 1]; row t is for token t + 1."""
     return batch.labels[:, 1:] != IGNORED
 
 
 def log_probabilities(model: Any, batch: Batch, ids: Tensor | None) -> Tensor:
-    """What a model says at the n learned places, float32 [n, vocabulary].
+    """A model's log probabilities at the n learned places, float32 [n, vocabulary].
 
-    With `ids`, of these tokens only, which then sum to 1.
+    With `ids`, they are of these tokens only, normalized over them.
     """
-    rows, places = learned(batch).nonzero(as_tuple=True)
+    rows, places = learned_mask(batch).nonzero(as_tuple=True)
     with precision(batch.ids.device):
         logits = logits_at(model, batch.ids, rows, places)
     if ids is not None:
@@ -84,7 +84,7 @@ def log_probabilities(model: Any, batch: Batch, ids: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def exact_labels(model: Any, batch: Batch, ids: Tensor | None) -> Labels:
-    """What the target says of a batch, computed; `ids` are the draft vocabulary."""
+    """Compute the labels of a batch with the target; `ids` are the draft vocabulary."""
     scores = log_probabilities(model, batch, None)
     if ids is None:
         ones = torch.ones(len(scores), device=scores.device)
@@ -97,7 +97,7 @@ def exact_labels(model: Any, batch: Batch, ids: Tensor | None) -> Labels:
 
 # --- labels on a disk -----------------------------------------------------------------
 
-PARTS = ("wanted", "mass", "known", "tokens")
+LABEL_FIELDS = ("wanted", "mass", "known", "tokens")
 """The fields of labels, each a tensor of its own."""
 
 
@@ -113,9 +113,10 @@ class LabelCache:
         self._tensors = TensorCache(folder, f"labels of {kept}, {owner}", process)
 
     def read(self, batch: Batch) -> Labels | None:
-        """The labels of a batch; None if one of its texts is not there."""
+        """The labels of a batch, on its device; None if one of its texts is missing."""
         rows = [
-            [self._tensors.read(f"{key}.{n}") for n in PARTS] for key in _keys(batch)
+            [self._tensors.read(f"{key}.{n}") for n in LABEL_FIELDS]
+            for key in _cache_keys(batch)
         ]
         if any(part is None for row in rows for part in row):
             return None
@@ -130,34 +131,37 @@ class LabelCache:
         )
 
     def write(self, batch: Batch, labels: Labels) -> Labels:
-        """Keep the exact labels of a batch; gives what is kept of them."""
+        """Keep the best tokens of exact labels; returns labels of what is kept."""
         count = min(self.kept, labels.wanted.shape[-1] - 1)
         best = labels.wanted.topk(count, dim=-1)
-        half = with_rest(best.values).half()
+        half = add_rest(best.values).half()
         kept = Labels(half.float(), labels.mass, labels.known, best.indices)
-        sizes = learned(batch).sum(-1).tolist()
+        sizes = learned_mask(batch).sum(-1).tolist()
         parts = (half, kept.mass, kept.known, best.indices.int())
         of_texts = zip(*(torch.split(part, sizes) for part in parts), strict=True)
-        for key, text in zip(_keys(batch), of_texts, strict=True):
-            for name, part in zip(PARTS, text, strict=True):
+        for key, text in zip(_cache_keys(batch), of_texts, strict=True):
+            for name, part in zip(LABEL_FIELDS, text, strict=True):
                 # A part of a shard would keep the whole batch in memory.
                 self._tensors.write(f"{key}.{name}", part.clone())
         return kept
 
     def flush(self) -> None:
+        """Write the labels that are in no file yet; raises `OutputError`."""
         self._tensors.flush()
 
 
-def _keys(batch: Batch) -> list[str]:
-    """A key for each text: its ids, and which of them are learned."""
+def _cache_keys(batch: Batch) -> list[str]:
+    """The key of each text of a batch: a hash of its ids and its labels."""
     rows = torch.stack([batch.ids, batch.labels], dim=1)
-    return [key_of(row[:, : int((row[1] >= 0).nonzero()[-1]) + 1]) for row in rows]
+    return [cache_key(row[:, : int((row[1] >= 0).nonzero()[-1]) + 1]) for row in rows]
 
 
 # --- divergences ----------------------------------------------------------------------
 
 FORWARD_KL, REVERSE_KL = "forward-kl", "reverse-kl"
 JENSEN_SHANNON, TOTAL_VARIATION = "js", "tv"
+"""Names of divergences."""
+
 BETA = 0.5
 """The default weight of Jensen-Shannon."""
 
@@ -168,7 +172,7 @@ def forward_kl(wanted: Tensor, got: Tensor, beta: float = BETA) -> Tensor:
 
 
 def reverse_kl(wanted: Tensor, got: Tensor, beta: float = BETA) -> Tensor:
-    """KL(q || p)."""
+    """KL(q || p) in nats, as `forward_kl`; q is the drafter's."""
     return _kl(got, wanted)
 
 
@@ -185,6 +189,7 @@ def total_variation(wanted: Tensor, got: Tensor, beta: float = BETA) -> Tensor:
 
 
 def _kl(one: Tensor, other: Tensor) -> Tensor:
+    """KL(one || other) of log probabilities [..., n], in nats [...]."""
     return (one.exp() * (one - other)).sum(-1)
 
 
@@ -200,22 +205,22 @@ drafter."""
 
 # --- predicted acceptance -------------------------------------------------------------
 
-PLACES = 4
+PREDICTED_TOKENS = 4
 """Tokens of a draft whose acceptance is predicted."""
 
 
-def by_place(chances: Sequence[Tensor]) -> list[float]:
-    """The chance that each token of a draft is accepted, if all before it were.
+def acceptance_by_place(chances: Sequence[Tensor]) -> list[float]:
+    """The acceptance rate of each token of a draft, if all before it were accepted.
 
     `chances` has for each text the chances float [n] of its places in turn; a draft
     starts at each of them. Places after a text's end do not count.
 
-        by_place([torch.tensor([1.0, 0.5, 1.0])])  # [0.83, 0.67, 1.0, 0.0]
+        acceptance_by_place([torch.tensor([1.0, 0.5, 1.0])])  # [0.83, 0.67, 1.0, 0.0]
     """
-    accepted, reached = torch.zeros(PLACES), torch.zeros(PLACES)
+    accepted, reached = torch.zeros(PREDICTED_TOKENS), torch.zeros(PREDICTED_TOKENS)
     for text in chances:
         before = torch.ones(len(text))
-        for place in range(min(PLACES, len(text))):
+        for place in range(min(PREDICTED_TOKENS, len(text))):
             count = len(text) - place
             reached[place] += before[:count].sum()
             before = before[:count] * text[place:]

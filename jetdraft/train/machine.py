@@ -34,21 +34,23 @@ def this_process() -> PartialState:
     return state
 
 
-def is_fast(device: torch.device) -> bool:
-    """Whether bfloat16 is fast; on other CPUs it is a hundred times slower."""
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether a device computes fast in bfloat16; other CPUs take 100 times longer."""
     return device.type != "cpu" or torch.cpu.get_capabilities().get(
         "avx512_bf16", False
     )
 
 
 def precision(device: torch.device) -> Any:
-    """bfloat16 where it is fast; else float32, whatever surrounds the block."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=is_fast(device))
+    """An autocast to bfloat16 where that is fast, else one that leaves float32."""
+    return torch.autocast(
+        device.type, torch.bfloat16, enabled=has_fast_bfloat16(device)
+    )
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Raise the `KeyboardInterrupt` of the block at its end."""
+def defer_interrupts() -> Iterator[None]:
+    """Defer a `KeyboardInterrupt` of the block to its end."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python interrupts its main thread only
         return
@@ -83,6 +85,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        """Move the weights by one step, in place; returns the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -96,7 +99,7 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(weight.grad)
                 mean = state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
-                update = orthogonal(weight.grad.lerp(mean, momentum))
+                update = orthogonalize(weight.grad.lerp(mean, momentum))
                 weight.mul_(1 - rate * group["weight_decay"])
                 scale = 0.2 * math.sqrt(max(weight.shape))
                 weight.add_(update, alpha=-rate * scale)
@@ -105,12 +108,13 @@ class Muon(torch.optim.Optimizer):
 
 NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
+"""The coefficients and the number of the iterations."""
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
+def orthogonalize(matrix: Tensor) -> Tensor:
     """About the nearest orthogonal matrix, by five Newton-Schulz iterations."""
     a, b, c = NEWTON_SCHULZ
-    dtype = torch.bfloat16 if is_fast(matrix.device) else torch.float32
+    dtype = torch.bfloat16 if has_fast_bfloat16(matrix.device) else torch.float32
     x = matrix.to(dtype, copy=True)
     is_tall = x.shape[0] > x.shape[1]
     if is_tall:

@@ -21,19 +21,19 @@ from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.options import Checked, setting
 from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import IGNORED, Batch
-from jetdraft.train.heads import decayed
+from jetdraft.train.heads import decayed_means
 from jetdraft.train.run import Run, TrainingOptions
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.task import (
-    REGENERATE,
+    REGENERATE_HELP,
     Published,
     Sums,
     Task,
     Tensors,
-    rounded,
-    summed,
+    round_figures,
+    sum_fields,
 )
-from jetdraft.train.teacher import at
+from jetdraft.train.teacher import rows_at
 
 VALIDATED_PLACES = 64
 """Places of a validation sequence where prompt tokens guess, evenly spread."""
@@ -41,33 +41,35 @@ VALIDATED_PLACES = 64
 
 @dataclass(frozen=True)
 class InsertionSettings(Checked):
+    """Settings of prompt tokens that are inserted into texts."""
+
     insertions: int = setting(
         32,
         "Random places of a sequence where a step inserts what is trained.",
         (1, 4096),
     )
-    regenerate: bool = setting(False, REGENERATE)
+    regenerate: bool = setting(False, REGENERATE_HELP)
 
 
-def guessed(
+def prompt_logits(
     prompts: Prompts, model: Any, anchors: Tensor, rows: int, cache: Any
 ) -> Tensor:
-    """The logits [b, n, gamma, vocab] of the prompt tokens behind n places.
+    """Run the prompt tokens behind n places: logits [b, n, gamma, vocab].
 
-    `cache` is the target's, of the `rows` of the sequences.
+    `cache` has the target's `rows` rows of the sequences; it is changed.
     """
     settings, (size, count) = prompts.settings, anchors.shape
     if settings.prefix:
         for number, layer in enumerate(cache.layers):
             keys, values = prompts.prefix(number)
-            layer.keys = _behind(layer.keys, keys)
-            layer.values = _behind(layer.values, values)
+            layer.keys = _append_prefix(layer.keys, keys)
+            layer.values = _append_prefix(layer.values, values)
     distances = torch.arange(1, settings.gamma + 1, device=anchors.device)
     distances = distances.repeat_interleave(settings.members)
     outputs = model(
         inputs_embeds=prompts.embeddings.repeat(size, count, 1),
         position_ids=(anchors[..., None] + distances).flatten(1),
-        attention_mask=visible(anchors, rows, settings),
+        attention_mask=prompt_mask(anchors, rows, settings),
         past_key_values=cache,
         use_cache=True,
     )
@@ -76,13 +78,13 @@ def guessed(
     return logits.mean(3)
 
 
-def _behind(rows: Tensor, prefix: Tensor) -> Tensor:
-    """The prefix [1, kv_heads, p, d] behind the rows [b, kv_heads, T, d] of a layer."""
+def _append_prefix(rows: Tensor, prefix: Tensor) -> Tensor:
+    """Append the prefix [1, kv_heads, p, d] to a layer's rows [b, kv_heads, T, d]."""
     return torch.cat([rows, prefix.to(rows.dtype).expand(len(rows), -1, -1, -1)], 2)
 
 
-def visible(anchors: Tensor, rows: int, settings: PromptSettings) -> Tensor:
-    """What prompt tokens see: bool [b, 1, n * slots, rows + prefix + n * slots].
+def prompt_mask(anchors: Tensor, rows: int, settings: PromptSettings) -> Tensor:
+    """Which rows prompt tokens see: bool [b, 1, n * slots, rows + prefix + n * slots].
 
     `anchors` int64 [b, n] are the rows that carry them, each with gamma * members slots
     behind it.
@@ -112,6 +114,7 @@ class PromptTask(Task):
         self.prompts.check()
 
     def prompt_settings(self) -> PromptSettings:
+        """The settings of the prompt tokens; a subclass makes them of `settings`."""
         raise NotImplementedError
 
     def shortest(self) -> tuple[int, str]:
@@ -137,7 +140,7 @@ class PromptTask(Task):
             )
 
     def new_drafter(self, run: Run) -> Prompts:
-        """Prompt tokens that begin as frequent words, a prefix as the first text."""
+        """Make prompt tokens that begin as frequent words, and a prefix as a text."""
         self.prompts = replace(self.prompts, base=run.base)
         model, count = run.target.model, self.prompts.gamma * self.prompts.members
         words = run.frequent_tokens(count)
@@ -149,19 +152,21 @@ class PromptTask(Task):
         return Prompts(self.prompts, embeddings, *rows)
 
     def weights(self, run: Run) -> dict[str, Tensor]:
+        """The trained weights under the names of the checkpoint's file."""
         named = run.module.drafter.named_parameters()
         return {f"prompts.{name}": weight for name, weight in named}
 
     def begin(self, run: Run) -> None:
+        """Create the output folder with the target's files."""
         run.folder.add_target(run.source, run.base)
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
-        """A batch, and the rows that carry prompt tokens."""
+        """A batch, and the blocks whose anchors carry prompt tokens."""
         self._model = run.teacher
         if not learns:
             return batch, Blocks.spread(batch, VALIDATED_PLACES)
-        draws = run.draws(len(batch.ids))
-        return batch, Blocks.drawn(batch, self.settings.insertions, 1, 0.0, draws)
+        draws = run.sequence_generators(len(batch.ids))
+        return batch, Blocks.draw(batch, self.settings.insertions, 1, 0.0, draws)
 
     def sums(
         self, drafter: Prompts, batch: Batch, places: Blocks, learns: bool
@@ -179,15 +184,17 @@ class PromptTask(Task):
             batch.ids.shape[1],
             outputs.past_key_values,
         )
-        logits = guessed(drafter, self._model, places.anchors, length, cache).float()
+        logits = prompt_logits(
+            drafter, self._model, places.anchors, length, cache
+        ).float()
         gamma = logits.shape[2]
         # The token after the row is the root of the draft; token 1 guesses the next.
         ahead = torch.arange(1, gamma + 1, device=labels.device)
         rows = places.anchors[..., None] + ahead
         wanted = (rows + 1).clamp(max=length - 1)
-        learned = (at(labels, wanted) != IGNORED) & (rows + 1 < length)
+        learned = (rows_at(labels, wanted) != IGNORED) & (rows + 1 < length)
         learned = learned & places.is_real[..., None]
-        p = at(outputs.logits, rows.clamp(max=length - 1)).float().log_softmax(-1)
+        p = rows_at(outputs.logits, rows.clamp(max=length - 1)).float().log_softmax(-1)
         lost = (p.exp() * (p - logits.log_softmax(-1))).sum(-1)
         best = logits.detach().topk(min(MOST_RANKS, logits.shape[-1]), -1).indices
         right = (best == p.argmax(-1, keepdim=True)) & learned[..., None]
@@ -198,20 +205,21 @@ class PromptTask(Task):
         )
 
     def total(self, sums: Sums, places: Tensor) -> Tensor:
-        return decayed(sums, places).mean()
+        """The mean of the prompt tokens' mean losses, less for a later token."""
+        return decayed_means(sums, places).mean()
 
     def figures(self, run: Run, parts: Sequence[Any]) -> dict[str, Any]:
-        """Losses, and how often each rank of each prompt token is right."""
-        lost, places, right = summed(parts, "lost", "places", "right")
+        """Losses and acceptance rates by prompt token; keeps the rates of all ranks."""
+        lost, places, right = sum_fields(parts, "lost", "places", "right")
         run.check_finite(lost)
         places = places.clamp(min=1)
         ranks = (right / places[:, None])[:, :MOST_RANKS].tolist()
         by_rank = tuple(tuple(round(rate, 4) for rate in rates) for rates in ranks)
         self.prompts = replace(self.prompts, ranks=by_rank)
         acceptance = [rates[0] for rates in by_rank]
-        return {"losses": rounded(lost / places), "acceptance": acceptance}
+        return {"losses": round_figures(lost / places), "acceptance": acceptance}
 
-    def described(self, run: Run) -> str:
+    def description(self, run: Run) -> str:
         share = 100 * run.parameters / run.target.parameters
         return f"{self.prompts.gamma} {self.product}, {share:.2g}% of the target's,"
 
@@ -221,6 +229,7 @@ class PromptTask(Task):
         return own | {"insertions": insertions, "regenerate": regenerate}
 
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
+        """The fields of streams.json, and the weights as they are."""
         own = {"step": run.step, "parameters": run.parameters, "validation": figures}
         return self.prompts.to_json() | own, weights
 
@@ -242,7 +251,7 @@ def _prefix_rows(run: Run, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _has_windows(config: Any) -> bool:
-    """Whether a layer of a model attends to less than all rows before."""
+    """Whether a layer of a config attends to a window or in another special way."""
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return set(kinds) != {"full_attention"}

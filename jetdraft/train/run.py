@@ -16,15 +16,16 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.errors import TrainingError
 from jetdraft.options import Checked, setting
 from jetdraft.train.data import Batch, Corpus
-from jetdraft.train.machine import is_fast, this_process
+from jetdraft.train.machine import has_fast_bfloat16, this_process
 from jetdraft.train.run_folder import RunFolder
 
-SEED = "Seed of the random numbers; the same seed gives the same training."
+SEED_HELP = "Seed of the random numbers; the same seed gives the same training."
+"""The help of the option `seed`."""
 
 
 @dataclass(frozen=True)
 class TrainingOptions(Checked):
-    """How long and how fast to train; with `steps` of None the task says how long."""
+    """How long and how fast to train; the task advises the steps if they are None."""
 
     steps: int | None = setting(
         200,
@@ -43,7 +44,7 @@ class TrainingOptions(Checked):
     validate_every: int = setting(
         50, "Steps between validations; each saves what was learned.", (1, 10**9)
     )
-    seed: int = setting(0, SEED, group="sampling", show_default=True)
+    seed: int = setting(0, SEED_HELP, group="sampling", show_default=True)
 
 
 class Run:
@@ -66,7 +67,8 @@ class Run:
     steps: int
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
+        """Whether all steps are done."""
         return self.step == self.steps
 
     @property
@@ -76,7 +78,7 @@ class Run:
 
     @property
     def reading(self) -> str:
-        """How many texts are read, and how often, in words."""
+        """How many texts are read, and how often, for a line of the terminal."""
         count = len(self.corpus.training)
         read = self.steps * self.options.batch_size / max(1, count)
         times = f"{read:.0f}" if read >= 10 else f"{read:.2g}"
@@ -84,26 +86,28 @@ class Run:
 
     @cached_property
     def accelerator(self) -> Any:
-        """What shares the work among processes."""
-        halves = is_fast(this_process().device)
+        """accelerate's object for this training; it shares the work among processes."""
+        halves = has_fast_bfloat16(this_process().device)
         return Accelerator(mixed_precision="bf16" if halves else "no")
 
     @property
     def device(self) -> torch.device:
+        """The device of this process."""
         device: torch.device = self.accelerator.device
         return device
 
     @property
     def processes(self) -> int:
+        """The number of processes that train together."""
         return int(self.accelerator.num_processes)
 
     @cached_property
     def teacher(self) -> Any:
-        """The target's model, on the device of this process."""
+        """The target's model, moved to the device of this process."""
         return self.target.model.to(self.device)
 
-    def reduced(self, numbers: Tensor) -> Tensor:
-        """The sum of a tensor over the processes."""
+    def sum_over_processes(self, numbers: Tensor) -> Tensor:
+        """The sum of a tensor over all processes; every process must call it."""
         total: Tensor = self.accelerator.reduce(numbers, "sum")
         return total
 
@@ -112,26 +116,29 @@ class Run:
         """A seed of this step, the same in all processes."""
         return 1_000_003 * self.options.seed + self.step
 
-    def numbers(self, count: int) -> list[int]:
-        """The numbers of this process's `count` sequences of the step."""
+    def sequence_numbers(self, count: int) -> list[int]:
+        """The numbers, in the whole training, of this process's `count` sequences."""
         first, stride = self.accelerator.process_index, self.processes
         start = self.step * self.options.batch_size + first
         return [start + row * stride for row in range(count)]
 
-    def draws(self, count: int) -> list[torch.Generator]:
+    def sequence_generators(self, count: int) -> list[torch.Generator]:
         """Random numbers for each sequence, whichever process learns it."""
         seed = 1_000_003 * self.options.seed
-        return [torch.Generator().manual_seed(seed + n) for n in self.numbers(count)]
+        return [
+            torch.Generator().manual_seed(seed + n)
+            for n in self.sequence_numbers(count)
+        ]
 
     def held_out_batches(self) -> Iterator[Batch]:
-        """The validation texts, on the device."""
+        """Yield the batches of validation texts, on the device."""
         for batch in self.corpus.validation_batches(self.options.batch_size):
             yield batch.to(self.device)
 
     def frequent_tokens(self, count: int) -> Tensor | None:
-        """The `count` learned tokens that are most frequent, int64, ascending.
+        """The `count` most frequent learned token ids, int64 [count], ascending.
 
-        None if the vocabulary has no more.
+        None if the vocabulary has no more tokens.
         """
         rows = self.target.vocab_size
         if count >= rows:
@@ -146,7 +153,7 @@ class Run:
         return counts.argsort(descending=True, stable=True)[:count].sort().values
 
     def check_finite(self, lost: Tensor) -> None:
-        """Raise `TrainingError` for a loss that is not a number."""
+        """Raise `TrainingError` if `lost` has a number that is not finite."""
         if torch.isfinite(lost).all():
             return
         outcome = (

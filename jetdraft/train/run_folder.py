@@ -19,9 +19,10 @@ from torch import Tensor
 from jetdraft.checkpoints.folder import weights_sha256
 from jetdraft.checkpoints.streams import SETTINGS, UNFINISHED, WEIGHTS
 from jetdraft.errors import OutputError
-from jetdraft.files import check_place, replacing
+from jetdraft.files import check_writable, replacing
 
-STATE = "training.pt"
+STATE_FILE = "training.pt"
+"""The file with the state to resume from."""
 
 LINKED_BYTES = 1 << 20
 """Files of the target from this size on, its weights, are linked and not copied."""
@@ -53,10 +54,11 @@ class RunFolder:
                 else f"exists and has no {learned}"
             )
             raise OutputError(f"{path} {fact}; choose another folder")
-        check_place(path / weights)
+        check_writable(path / weights)
 
     @property
     def has_weights(self) -> bool:
+        """Whether a training has saved its weights."""
         return (self.path / self.settings).is_file()
 
     def add_target(self, source: Path, sha256: str) -> None:
@@ -68,20 +70,20 @@ class RunFolder:
                     "one; choose another folder"
                 )
             return
-        with self._writing():
+        with self._convert_errors():
             partial = self.path.with_name(f".{self.path.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(source, partial, copy_function=_linked)
+            shutil.copytree(source, partial, copy_function=_link_or_copy)
             mark = partial / UNFINISHED
             mark.write_text(self.learned, encoding="utf-8")
             partial.rename(self.path)
 
     def read_state(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The state that an earlier run saved; None before the first save.
+        """Read the state that an earlier run saved; None before the first save.
 
-        It must have the settings, options and data of `run`.
+        It must have the settings, options and data of `run`. Raises `OutputError`.
         """
-        file = self.path / STATE
+        file = self.path / STATE_FILE
         if not file.is_file():
             if self.has_weights:
                 raise OutputError(
@@ -97,7 +99,7 @@ class RunFolder:
             raise OutputError(
                 f"{file} is damaged; train again into another folder"
             ) from error
-        if changed := _differences(state["run"], run):
+        if changed := _changed_names(state["run"], run):
             raise OutputError(
                 f"{self.path} holds a training with other settings "
                 f"({', '.join(changed)}); choose another folder, or give the same "
@@ -114,18 +116,18 @@ class RunFolder:
     ) -> None:
         """Write weights and a description; a finished training keeps no state."""
         text = json.dumps(description, indent=2) + "\n"
-        self._replace(STATE, lambda file: torch.save(state, file))
+        self._replace_file(STATE_FILE, lambda file: torch.save(state, file))
         contents = self.serialize(weights)
-        self._replace(self.weights, lambda file: file.write_bytes(contents))
+        self._replace_file(self.weights, lambda file: file.write_bytes(contents))
         self.write(self.settings, text)
         if finished:
             # A kill in between leaves a state too many, not a run without its state.
             (self.path / UNFINISHED).unlink(missing_ok=True)
-            (self.path / STATE).unlink()
+            (self.path / STATE_FILE).unlink()
 
     def create(self) -> None:
         """Make a folder without files of the target, which appears with its mark."""
-        with self._writing():
+        with self._convert_errors():
             if self.path.exists():
                 return
             partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
@@ -139,15 +141,17 @@ class RunFolder:
                     raise
 
     def write(self, name: str, text: str) -> None:
-        self._replace(name, lambda file: file.write_text(text, encoding="utf-8"))
+        """Write a text file, which appears whole; raises `OutputError`."""
+        self._replace_file(name, lambda file: file.write_text(text, encoding="utf-8"))
 
-    def _replace(self, name: str, write: Callable[[Path], Any]) -> None:
-        with self._writing(), replacing(self.path / name) as partial:
+    def _replace_file(self, name: str, write: Callable[[Path], Any]) -> None:
+        """Replace the file of that name by what `write` writes to a path."""
+        with self._convert_errors(), replacing(self.path / name) as partial:
             write(partial)
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Raise `OutputError` if the block cannot write."""
+    def _convert_errors(self) -> Iterator[None]:
+        """In the block, errors of files and tensors become `OutputError`."""
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
@@ -157,7 +161,7 @@ class RunFolder:
             ) from error
 
 
-def _linked(source: str, copy: str) -> str:
+def _link_or_copy(source: str, copy: str) -> str:
     """Link a large file, which then takes no space again; copy any other file."""
     real = os.path.realpath(source)
     if os.path.getsize(real) >= LINKED_BYTES:
@@ -169,8 +173,8 @@ def _linked(source: str, copy: str) -> str:
     return shutil.copy2(real, copy)
 
 
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The names of the settings and options in which two runs differ."""
+def _changed_names(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The names of settings and options that differ between two runs, in words."""
     changed = [] if one["data"] == other["data"] else ["data"]
     for part in ("settings", "options"):
         names = one[part].keys() | other[part].keys()

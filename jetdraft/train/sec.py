@@ -36,8 +36,8 @@ from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.task import Published, Task, Tensors
 from jetdraft.train.teacher import states_at
 
-DESCRIPTION = "exit.json"
-"""What was trained, for how long, and how often it was right."""
+DESCRIPTION_FILE = "exit.json"
+"""The file that says what was trained, for how long, and how often it was right."""
 
 
 class LearnedRows(NamedTuple):
@@ -63,7 +63,7 @@ class ExitHeads(nn.Module):
         )
 
     def forward(self, rows: LearnedRows) -> tuple[Tensor, Tensor]:
-        """The loss, and counts [layers, 3 labels, 3 decisions] of the rows."""
+        """The scalar loss, and counts int64 [layers, 3 labels, 3 decisions]."""
         places = list(zip(self.layers, rows.states, strict=True))
         scores = [self._scores(layer, states) for layer, states in places]
         right = torch.stack([s.argmax(-1) == rows.tokens for s in scores])
@@ -97,7 +97,7 @@ class ExitHeads(nn.Module):
         return scores
 
     def _rates(self, layer: int, states: Tensor) -> Tensor:
-        """The logits of the decisions, as in `ExitHead.rates`, [n, 3]."""
+        """The logits [n, 3] of the decisions at a layer, as in `ExitHead.rates`."""
         unit = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + 1e-6)
         name = str(layer)
         rates: Tensor = unit @ self.classifier[name].T.float() + self.bias[name]
@@ -106,6 +106,8 @@ class ExitHeads(nn.Module):
 
 @dataclass(frozen=True)
 class SecSettings(Checked):
+    """Settings of the exits."""
+
     layers: tuple[int, ...] = setting(
         (),
         "Train exits behind these numbers of layers, for example 2,4.",
@@ -131,9 +133,10 @@ class SecTask(Task):
         return 2, "a prediction"
 
     def folder(self, output: Path) -> RunFolder:
-        return RunFolder(output, FILE, DESCRIPTION, "head", self._npz)
+        return RunFolder(output, FILE, DESCRIPTION_FILE, "head", self._serialize)
 
     def check(self, run: Run) -> None:
+        """Choose the layers; raises `OptionError` for a layer that the target lacks."""
         self._base, count = run.base, len(decoder_layers(run.target.model))
         quarters = {max(1, count * quarter // 4) for quarter in (1, 2, 3)} - {count}
         layers = sorted({*(self.settings.layers or quarters)})
@@ -149,6 +152,7 @@ class SecTask(Task):
         return ExitHeads(self.layers, run.target.model)
 
     def pupil(self, drafter: Any) -> nn.Module:
+        """The exits themselves, since their module computes its own loss."""
         module: nn.Module = drafter
         return module
 
@@ -157,17 +161,18 @@ class SecTask(Task):
         return {name: weight for name, weight in named if weight.requires_grad}
 
     def loss(self, run: Run, module: Any, batch: Batch) -> Tensor:
+        """The scalar loss of the exits and of their classifiers."""
         with precision(run.device):
             rows = self.rows(run, batch)
             loss: Tensor = module(rows)[0]
         count = torch.tensor(len(rows.tokens), device=loss.device)
         # Processes average their gradients, and each has a part of the rows.
-        share: Tensor = count * run.processes / run.reduced(count)
+        share: Tensor = count * run.processes / run.sum_over_processes(count)
         return loss * share
 
     @torch.no_grad()
     def rows(self, run: Run, batch: Batch) -> LearnedRows:
-        """The rows of a batch whose next token is learned."""
+        """The rows of a batch whose next token is learned; runs the target."""
         model = run.teacher
         taps = [*self.layers, -1]
         *states, final = (s.float() for s in states_at(model, batch.ids, taps))
@@ -178,18 +183,19 @@ class SecTask(Task):
         return LearnedRows([s[:, :-1][learned] for s in states], tokens, known)
 
     def validate(self, run: Run, module: Any) -> dict[str, Any]:
+        """The loss, and the shares of right decisions by layer."""
         losses, counts = [], torch.zeros(len(self.layers), 3, 3, dtype=torch.int64)
         for batch in run.held_out_batches():
             loss, more = module(self.rows(run, batch))
             losses.append(loss.item())
             counts += more.cpu()
         shares = {
-            str(layer): _shares(of_layer)
+            str(layer): _decision_shares(of_layer)
             for layer, of_layer in zip(self.layers, counts.float(), strict=True)
         }
         return {"loss": sum(losses) / len(losses), "layers": shares}
 
-    def described(self, run: Run) -> str:
+    def description(self, run: Run) -> str:
         return f"exits behind layers {', '.join(map(str, self.layers))}"
 
     def summary_line(self, figures: Mapping[str, Any]) -> str:
@@ -208,15 +214,15 @@ class SecTask(Task):
         own = {"step": run.step, "validation": figures}
         return self.settings_of_run(run) | own, weights
 
-    def _npz(self, weights: dict[str, Tensor]) -> bytes:
-        """The file that `ExitHead.load` reads, with the hash of the target."""
+    def _serialize(self, weights: dict[str, Tensor]) -> bytes:
+        """The bytes of the npz that `ExitHead.load` reads, with the target's hash."""
         arrays: dict[str, Any] = {n: w.float().numpy() for n, w in weights.items()}
         file = io.BytesIO()
         np.savez(file, base=np.array(self._base), **arrays)
         return file.getvalue()
 
 
-def _shares(counts: Tensor) -> dict[str, float]:
+def _decision_shares(counts: Tensor) -> dict[str, float]:
     """Shares by counts float [3 labels, 3 decisions] of a layer."""
     total, by_label, by_decision = counts.sum(), counts.sum(1), counts.sum(0)
     shares = {"right": by_label[Decision.EXIT] / total}

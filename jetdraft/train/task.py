@@ -26,16 +26,19 @@ Tensors = dict[str, Tensor]
 Published = tuple[dict[str, Any], Tensors]
 """The fields of a config, and the tensors, as the export reads them."""
 
-REGENERATE = "Let the target complete the texts itself, and train on what it writes."
+REGENERATE_HELP = (
+    "Let the target complete the texts itself, and train on what it writes."
+)
+"""The help of the setting `regenerate`."""
 
 # --- settings -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class DrafterSettings(Checked):
-    """What all drafters with a folder of their own can be asked for."""
+    """Settings of all drafters that are written to a folder of their own."""
 
-    regenerate: bool = setting(False, REGENERATE)
+    regenerate: bool = setting(False, REGENERATE_HELP)
     half: bool = setting(False, "Write the drafter in float16.")
 
 
@@ -44,11 +47,11 @@ class DrafterSettings(Checked):
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums by the place in a draft: [places] each.
+    """Sums by the place in a draft, float [places] each.
 
-    `right` counts the `places` where the best guess is the target's choice. `reached`
-    counts places before which all guesses are right, and `accepted` the places that
-    are right too.
+    `lost` are losses over `places` places. `right` counts the places where the best
+    guess is the target's choice, `reached` the places before which all guesses
+    are right, and `accepted` the reached places that are right.
     """
 
     lost: Tensor
@@ -78,15 +81,15 @@ class Sums:
         return cls(*map(by_distance, counted))
 
 
-def summed(parts: Sequence[Any], *names: str) -> list[Tensor]:
-    """Some fields of sums, summed over the parts, on the CPU."""
+def sum_fields(parts: Sequence[Any], *names: str) -> list[Tensor]:
+    """The named fields of some `Sums`, each added up over `parts`, on the CPU."""
     return [
         torch.stack([getattr(p, name) for p in parts]).sum(0).cpu() for name in names
     ]
 
 
-def rounded(numbers: Tensor) -> list[float]:
-    """Figures for a file."""
+def round_figures(numbers: Tensor) -> list[float]:
+    """The numbers of a tensor with four digits, for a file."""
     return [round(number, 4) for number in numbers.tolist()]
 
 
@@ -105,6 +108,7 @@ class Pupil(nn.Module):
         self.drafter, self._sums = drafter, sums
 
     def forward(self, *lesson: Any) -> Any:
+        """The sums of a lesson, in the precision of its device."""
         with precision(lesson[0].ids.device):
             return self._sums(self.drafter, *lesson, self.training)
 
@@ -137,15 +141,15 @@ class Task(ABC):
 
     @abstractmethod
     def shortest(self) -> tuple[int, str]:
-        """The tokens that a sequence needs, and what for."""
+        """The fewest tokens of a sequence, and what they are for, in words."""
 
     @property
     def least_tokens(self) -> int:
-        """The tokens that a text needs."""
+        """The fewest tokens of a text that is learned."""
         return self.shortest()[0]
 
     def folder(self, output: Path) -> RunFolder:
-        """The output folder; raises `OutputError` for a path that is taken."""
+        """Prepare the output folder; raises `OutputError` for a path that is taken."""
         return RunFolder(output, "model.safetensors", "config.json", self.folder_holds)
 
     def load(self, source: str) -> tuple[Checkpoint, str]:
@@ -153,7 +157,7 @@ class Task(ABC):
         return load_target(source, self.kind)
 
     def check_target(self, target: Checkpoint) -> None:
-        """Raise `UnsupportedModelError` or `CheckpointError`."""
+        """Raise `UnsupportedModelError` or `CheckpointError` for a wrong target."""
         if target.reads_source:
             raise UnsupportedModelError(
                 f"{target.source} is an encoder-decoder, for which only jetdraft train "
@@ -161,7 +165,7 @@ class Task(ABC):
             )
 
     def positions(self, model: Any) -> int | None:
-        """The most tokens that the target can read."""
+        """The most tokens that the target can read; None for no limit."""
         most: int = model.config.get_text_config(decoder=True).max_position_embeddings
         return most
 
@@ -169,38 +173,38 @@ class Task(ABC):
         """Decide what depends on the target; raises `OptionError`."""
 
     def writer(self, target: Checkpoint) -> Any:
-        """The function that writes the target's texts, like `continuations`."""
+        """The function that completes prompts, such as `continuations`."""
         return continuations
 
     def check_texts(self, run: Run) -> None:
-        """Raise `DataError` for texts that cannot be learned from."""
+        """Raise `DataError` for a corpus that cannot be learned from."""
 
     # --- the pupil and what it learns -------------------------------------------------
 
     @abstractmethod
     def new_drafter(self, run: Run) -> nn.Module:
-        """The drafter before its training."""
+        """Make the drafter as it is before its training."""
 
     def pupil(self, drafter: Any) -> nn.Module:
-        """A drafter and its loss as one module."""
+        """Join a drafter and its loss in one module, which processes can share."""
         return Pupil(drafter, self.sums)
 
     def weights(self, run: Run) -> dict[str, Tensor]:
-        """What is trained: all weights of the drafter that are not the target's."""
+        """The trained weights by name: the drafter's, without the target's own."""
         of_target = {id(weight) for weight in run.target.model.parameters()}
         named = run.module.drafter.named_parameters()
         return {name: weight for name, weight in named if id(weight) not in of_target}
 
     def advised_steps(self, run: Run) -> int:
-        """The steps of a training without a number of them."""
+        """The steps of a training whose options name no number."""
         return 200
 
     def tables(self, run: Run) -> set[str]:
-        """The names of matrices that are tables, which Muon is not for."""
+        """The names of matrices that AdamW moves: embedding and LM head."""
         return {n for n in run.weights if n.startswith(("embed_tokens", "lm_head"))}
 
     def optimizers(self, run: Run) -> list[torch.optim.Optimizer]:
-        """Muon for the matrices of the layers, AdamW for all other weights.
+        """Make Muon for the matrices of layers, and AdamW for all other weights.
 
         Few steps are made, and Muon makes more of each than AdamW (docs/heads.md).
         """
@@ -217,7 +221,7 @@ class Task(ABC):
         return optimizers
 
     def batch(self, run: Run, batch: Batch) -> Batch:
-        """The batch of a step, which a task may rewrite."""
+        """The batch of a step; a task may rewrite it."""
         return batch
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
@@ -229,21 +233,21 @@ class Task(ABC):
         raise NotImplementedError
 
     def total(self, sums: Any, places: Tensor) -> Tensor:
-        """The loss to minimise; `places` are of all processes."""
+        """The scalar loss to minimise; `places` are summed over all processes."""
         loss: Tensor = sums.lost.sum() / places.sum().clamp(min=1)
         return loss
 
     def loss(self, run: Run, module: Any, batch: Batch) -> Tensor:
-        """The loss of a batch, or of the part of it that this process has."""
+        """The scalar loss of this process's part of a batch."""
         sums = module(*self.lesson(run, batch, True))
-        places = run.reduced(sums.places)
+        places = run.sum_over_processes(sums.places)
         # Processes average their gradients, and each has a part of the sum.
         return self.total(sums, places) * run.processes
 
     # --- what a validation says -------------------------------------------------------
 
     def validate(self, run: Run, module: Any) -> dict[str, Any]:
-        """The figures of the validation texts; raises `TrainingError`."""
+        """Compute the figures of the validation texts; raises `TrainingError`."""
         parts = [
             module(*self.lesson(run, batch, False)) for batch in run.held_out_batches()
         ]
@@ -252,26 +256,26 @@ class Task(ABC):
     def figures(self, run: Run, parts: Sequence[Any]) -> dict[str, Any]:
         """Losses, and how often a place is accepted if all places before it are."""
         names = ("lost", "places", "reached", "accepted")
-        lost, places, reached, accepted = summed(parts, *names)
+        lost, places, reached, accepted = sum_fields(parts, *names)
         run.check_finite(lost)
         rates = accepted / reached.clamp(min=1)
         return {
-            "losses": rounded(lost / places.clamp(min=1)),
-            "acceptance": rounded(rates),
+            "losses": round_figures(lost / places.clamp(min=1)),
+            "acceptance": round_figures(rates),
             "tokens_per_pass": round(1 + rates.cumprod(0).sum().item(), 3),
         }
 
-    def described(self, run: Run) -> str:
-        """What is trained, in words."""
+    def description(self, run: Run) -> str:
+        """What is trained, for the headline."""
         return self.product
 
     def headline(self, run: Run) -> str:
-        """A line that says what will be trained on what."""
-        what = self.described(run)
+        """The line that is printed before a training: what is trained on what."""
+        what = self.description(run)
         return f"training {run.parameters} weights of {what} on {run.reading}"
 
     def summary_line(self, figures: Mapping[str, Any]) -> str:
-        """The figures of a validation in words."""
+        """The figures of a validation as a line for the terminal."""
         rates = " ".join(f"{rate:.2f}" for rate in figures["acceptance"])
         line = f"validation loss {figures['losses'][0]:.2f}"
         if "tokens_per_pass" not in figures:
@@ -286,12 +290,12 @@ class Task(ABC):
         return asdict(self.settings) | {"target": run.base}
 
     def begin(self, run: Run) -> None:
-        """Make the output folder."""
+        """Create the output folder, unless it is there."""
         run.folder.create()
 
     @abstractmethod
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
-        """What is written of trained weights."""
+        """The fields of the config and the tensors that are written for the export."""
 
     def save(
         self, run: Run, weights: dict[str, Tensor], state: Any, figures: Any
@@ -302,4 +306,4 @@ class Task(ABC):
             record = {**self.settings_of_run(run), "step": run.step}
             record["validation"] = figures
             run.folder.write(self.figures_file, json.dumps(record, indent=2) + "\n")
-        run.folder.save(tensors, config, state, run.finished)
+        run.folder.save(tensors, config, state, run.is_finished)

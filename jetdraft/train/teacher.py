@@ -21,16 +21,16 @@ from jetdraft.checkpoints.gguf import is_gguf
 from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.checkpoints.streams import SHARED
 from jetdraft.errors import CheckpointError, DataError, OutputError
-from jetdraft.files import check_place, is_free, write_text
+from jetdraft.files import check_writable, is_free, write_text
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.machine import precision
 
 
 def load_target(source: str, learned: str = "heads") -> tuple[Checkpoint, str]:
-    """A target in float32, and the hash of what tuned it, "" for nothing.
+    """Load a target in float32, with the hash of what tuned it, empty for nothing.
 
-    The text of streams of mode shared is the text of the weights that they tune.
-    `learned` says in a refusal what is trained. Raises `CheckpointError`.
+    For streams of mode shared, the model has the weights that they tune. `learned` says
+    in a message what is trained. Raises `CheckpointError`.
     """
     refuse_gguf(source, learned)
     target, tuned = Checkpoint.load(source, torch.float32), ""
@@ -47,6 +47,7 @@ def load_target(source: str, learned: str = "heads") -> tuple[Checkpoint, str]:
 
 
 def refuse_gguf(source: str, learned: str) -> None:
+    """Raise `CheckpointError` for a GGUF file; `learned` says what is trained."""
     if is_gguf(source):
         raise CheckpointError(
             f"{source} is a GGUF file, and {learned} are trained for a folder; give "
@@ -76,14 +77,14 @@ class Lesson:
 
 
 @torch.no_grad()
-def lesson_of(
+def make_lesson(
     model: Any,
     batch: Batch,
     taps: Sequence[int] = (),
     ids: Tensor | None = None,
     cache: TensorCache | None = None,
 ) -> Lesson:
-    """What a target says of a batch, on the batch's device.
+    """Make the lesson of a batch: what the target says of it, on the batch's device.
 
     `taps` are the residual streams that the head reads, `ids` int64 [draft vocabulary]
     the tokens that it can draft, None for all. With a `cache` each text runs through
@@ -92,7 +93,9 @@ def lesson_of(
     """
     with precision(batch.ids.device):
         every = (*taps, -1)
-        *states, final = _states(model, batch, every, cache).chunk(len(every), dim=-1)
+        *states, final = _tap_states(model, batch, every, cache).chunk(
+            len(every), dim=-1
+        )
         logits = model.get_output_embeddings()(final)
         known = torch.ones_like(batch.ids, dtype=torch.bool)
         if ids is not None:
@@ -103,30 +106,30 @@ def lesson_of(
     return Lesson(batch.ids, batch.labels, taken, final, logits, known)
 
 
-def _states(
+def _tap_states(
     model: Any, batch: Batch, taps: Sequence[int], cache: TensorCache | None
 ) -> Tensor:
     """The states at the taps, side by side [b, T, s], computed or read."""
     if cache is None:
-        return computed(model, batch.ids, taps)
+        return compute_states(model, batch.ids, taps)
     # The last token of a text is learned; what follows is padding.
     ends = [int(row.nonzero()[-1]) + 1 for row in batch.labels != IGNORED]
     texts = [ids[:end] for ids, end in zip(batch.ids, ends, strict=True)]
-    known = [cache.read(key_of(text)) for text in texts]
+    known = [cache.read(cache_key(text)) for text in texts]
     if all(row is not None for row in known):
         rows = [row.float() for row in known if row is not None]
         return pad_sequence(rows, batch_first=True).to(batch.ids.device)
-    states = computed(model, batch.ids, taps)
+    states = compute_states(model, batch.ids, taps)
     for text, row in zip(texts, states.cpu(), strict=True):
         own = row[: len(text)]
         half = own.half()
         fits = bool(torch.isfinite(half).all())
-        cache.write(key_of(text), half if fits else own)
+        cache.write(cache_key(text), half if fits else own)
     return states
 
 
-def computed(model: Any, ids: Tensor, taps: Sequence[int]) -> Tensor:
-    """The states of texts at the taps, side by side, out of the target."""
+def compute_states(model: Any, ids: Tensor, taps: Sequence[int]) -> Tensor:
+    """Run the target; returns its states at the taps, joined to float32 [b, T, s]."""
     return torch.cat(states_at(model, ids, taps), dim=-1).float()
 
 
@@ -139,8 +142,8 @@ def states_at(model: Any, ids: Tensor, taps: Sequence[int]) -> list[Tensor]:
     return [outputs.hidden_states[tap] for tap in taps]
 
 
-def key_of(numbers: Tensor) -> str:
-    """The key of a text in a cache."""
+def cache_key(numbers: Tensor) -> str:
+    """The key of a text in a cache: 32 hex digits of a hash of its numbers."""
     return hashlib.sha256(numbers.cpu().numpy().tobytes()).hexdigest()[:32]
 
 
@@ -151,7 +154,7 @@ def logits_at(model: Any, ids: Tensor, rows: Tensor, places: Tensor) -> Tensor:
     """A causal LM's logits [k, vocabulary] for what follows k places of a batch.
 
     `ids` int64 [b, T] are padded on the right; `rows` and `places` int64 [k] are the
-    indexes in it. The LM head reads no other rows, since it is the dear part.
+    indexes in it. The LM head, which costs most, reads these rows only.
     """
 
     def choose(head: Any, args: tuple[Tensor]) -> Tensor:
@@ -165,14 +168,14 @@ def logits_at(model: Any, ids: Tensor, rows: Tensor, places: Tensor) -> Tensor:
     return logits
 
 
-def at(rows: Tensor, places: Tensor) -> Tensor:
-    """The rows [b, T, ...] at places int64 [b, ...]."""
+def rows_at(rows: Tensor, places: Tensor) -> Tensor:
+    """The rows of each sequence at its places: [b, T, ...] at int64 [b, ...]."""
     sequences = torch.arange(len(rows), device=rows.device)
     return rows[sequences.view(-1, *[1] * (places.ndim - 1)), places]
 
 
-def shifted(rows: Tensor, places: int, fill: float = 0) -> Tensor:
-    """Row t + `places` becomes row t; the last rows are filled: [b, T, ...]."""
+def shift_rows(rows: Tensor, places: int, fill: float = 0) -> Tensor:
+    """Move row t + `places` to row t, and fill the last rows: [b, T, ...]."""
     moved = torch.full_like(rows, fill)
     moved[:, : max(0, rows.shape[1] - places)] = rows[:, places:]
     return moved
@@ -181,16 +184,18 @@ def shifted(rows: Tensor, places: int, fill: float = 0) -> Tensor:
 # --- tensors on a disk ----------------------------------------------------------------
 
 SHARD_TENSORS = 64
-OWNER = "owner.txt"
+"""Tensors in a file of the cache."""
+
+OWNER_FILE = "owner.txt"
 """The file that says what the tensors were computed with."""
 
 
-def check_cache(folder: Path | None) -> None:
-    """Raise `OutputError` if a path is neither free nor a cache."""
+def check_cache_folder(folder: Path | None) -> None:
+    """Raise `OutputError` if `folder` is neither free nor a cache; None is allowed."""
     if folder is None:
         return
     try:
-        is_cache = (folder / OWNER).is_file() or is_free(folder)
+        is_cache = (folder / OWNER_FILE).is_file() or is_free(folder)
     except OSError:
         is_cache = False
     if not is_cache:
@@ -198,7 +203,7 @@ def check_cache(folder: Path | None) -> None:
             f"{folder} is neither an empty folder nor the cache of a training; choose "
             "another folder"
         )
-    check_place(folder / OWNER)
+    check_writable(folder / OWNER_FILE)
 
 
 class TensorCache:
@@ -212,7 +217,7 @@ class TensorCache:
         self.folder, self.process = folder, process
         self._pending: dict[str, Tensor] = {}
         self._places: dict[str, Path] = {}
-        note = folder / OWNER
+        note = folder / OWNER_FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if note.exists() and note.read_text(encoding="utf-8") != owner:
@@ -228,17 +233,17 @@ class TensorCache:
                 f"cannot write {folder} ({error.strerror}); choose another folder"
             ) from error
         for file in sorted(folder.glob("states-*.safetensors")):
-            with _reading(file), safe_open(file, "pt") as opened:
+            with _convert_errors(file), safe_open(file, "pt") as opened:
                 self._places |= dict.fromkeys(opened.keys(), file)
 
     def read(self, key: str) -> Tensor | None:
-        """The tensor as it was written, or None."""
+        """The tensor of a key, on the CPU, or None. Raises `DataError`."""
         if key in self._pending:
             return self._pending[key]
         if key not in self._places:
             return None
         file = self._places[key]
-        with _reading(file), safe_open(file, "pt") as opened:
+        with _convert_errors(file), safe_open(file, "pt") as opened:
             tensor: Tensor = opened.get_tensor(key)
         return tensor
 
@@ -251,7 +256,7 @@ class TensorCache:
             self.flush()
 
     def flush(self) -> None:
-        """Write the tensors that are not in a file yet."""
+        """Write the tensors that are in no file yet; raises `OutputError`."""
         if not self._pending:
             return
         # Two trainings may share the folder, and each has a process 0.
@@ -273,8 +278,8 @@ class TensorCache:
 
 
 @contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    """Raise `DataError` if the block cannot read a shard."""
+def _convert_errors(file: Path) -> Iterator[None]:
+    """In the block, errors of reading a shard become `DataError`."""
     try:
         yield
     except (OSError, SafetensorError) as error:

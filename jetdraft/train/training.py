@@ -16,7 +16,7 @@ from jetdraft.checkpoints.folder import checkpoint_folder, weights_sha256
 from jetdraft.errors import DataError, OptionError
 from jetdraft.runtime.text.template import ChatTemplate
 from jetdraft.train.data import Corpus
-from jetdraft.train.machine import held_back, this_process
+from jetdraft.train.machine import defer_interrupts, this_process
 from jetdraft.train.run import Run, TrainingOptions
 from jetdraft.train.task import Task
 from jetdraft.train.written_texts import WrittenTexts
@@ -24,14 +24,14 @@ from jetdraft.train.written_texts import WrittenTexts
 WARM_UP_SHARE = 0.03
 """The share of the steps in which the learning rate rises."""
 
-WRITTEN_AT_ONCE, MOST_WRITTEN_AT_ONCE = 32, 256
-"""Texts that are written at a time; each step reads all weights once."""
+TEXTS_AT_ONCE, MOST_TEXTS_AT_ONCE = 32, 256
+"""Texts that the target writes at a time; each step reads all weights once."""
 
 GPU_BYTES = 16 << 30
-"""A GPU writes `WRITTEN_AT_ONCE` texts for every 16 GiB of its memory."""
+"""A GPU writes `TEXTS_AT_ONCE` texts for every 16 GiB of its memory."""
 
-Stages = Callable[[str, int, int], None]
-"""Gets a stage, and how much of it is done: (stage, done, total)."""
+ReportStage = Callable[[str, int, int], None]
+"""Called with a stage and its progress: (stage, done, total)."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Progress:
 
 
 Report = Callable[[Progress], None]
+"""Called after each step, and before the first one."""
 
 
 class Training(Run):
@@ -63,7 +64,7 @@ class Training(Run):
         output: Path,
         data: Sequence[Path],
         options: TrainingOptions | None = None,
-        progress: Stages = lambda *state: None,
+        progress: ReportStage = lambda *state: None,
     ) -> None:
         self.task, self.options = task, options or task.options
         self.step = 0
@@ -87,7 +88,7 @@ class Training(Run):
             )
         torch.manual_seed(self.options.seed)
         task.check(self)
-        self.corpus = self._read(data)
+        self.corpus = self._read_corpus(data)
         task.check_texts(self)
         self._complete_texts(progress)
         torch.manual_seed(self.options.seed)
@@ -99,7 +100,7 @@ class Training(Run):
 
     # --- the texts --------------------------------------------------------------------
 
-    def _read(self, data: Sequence[Path]) -> Corpus:
+    def _read_corpus(self, data: Sequence[Path]) -> Corpus:
         """The texts of the files; `messages` are read by the target's chat template."""
         target, options = self.target, self.options
         if target.tokenizer is None:
@@ -120,7 +121,7 @@ class Training(Run):
             ChatTemplate(chat, target.special_tokens) if chat else None,
         )
 
-    def _complete_texts(self, progress: Stages) -> None:
+    def _complete_texts(self, progress: ReportStage) -> None:
         """Let the target complete prompts alone, or with `regenerate` all prompts."""
         regenerate = getattr(self.task.settings, "regenerate", False)
         count = len(self.corpus.training)
@@ -142,26 +143,26 @@ class Training(Run):
             self.target.model.to(state.device),
             self.target.eos_token_ids,
             options.sequence_length,
-            max(options.batch_size, _written_at_once(state.device)),
+            max(options.batch_size, _texts_at_once(state.device)),
             options.seed,
             self.task.writer(self.target),
             state.process_index,
             state.num_processes,
         )
-        texts = self._written.completed(texts, chosen, partial(progress, "write"))
+        texts = self._written.complete(texts, chosen, partial(progress, "write"))
         self.corpus.training = texts[:count]
         self.corpus.validation = texts[count:] or texts
 
     # --- the loop ---------------------------------------------------------------------
 
     def run(self, report: Report = lambda progress: None) -> dict[str, Any]:
-        """Train to the end; gives the figures of the last validation.
+        """Train to the end; returns the figures of the last validation.
 
         Raises `TrainingError` if the loss is no longer a number. A `KeyboardInterrupt`
-        saves first.
+        saves first, and is raised.
         """
         accelerator = self.accelerator
-        check_share(self.options.batch_size, self.processes)
+        check_batch_size(self.options.batch_size, self.processes)
         optimizers = self.task.optimizers(self)
         if accelerator.is_main_process:
             self.task.begin(self)
@@ -170,14 +171,14 @@ class Training(Run):
         module, *optimizers = accelerator.prepare(self.module, *optimizers)
         figures: dict[str, Any] = {}
         try:
-            figures = self._validated(module)
+            figures = self._run_validation(module)
             self._report(report, math.nan, figures)
-            if self.finished:  # an earlier run was killed in its last save
+            if self.is_finished:  # an earlier run was killed in its last save
                 self._save(optimizers, figures)
-            while not self.finished:
-                loss, latest = self._advance(module, optimizers), None
-                if self.finished or self.step % self.options.validate_every == 0:
-                    figures = latest = self._validated(module)
+            while not self.is_finished:
+                loss, latest = self._train_step(module, optimizers), None
+                if self.is_finished or self.step % self.options.validate_every == 0:
+                    figures = latest = self._run_validation(module)
                     self._save(optimizers, figures)
                 self._report(report, loss, latest)
         except KeyboardInterrupt:
@@ -188,10 +189,11 @@ class Training(Run):
     def _report(
         self, report: Report, loss: float, figures: dict[str, Any] | None
     ) -> None:
+        """Report a step from the main process; `figures` are of a validation."""
         if self.accelerator.is_main_process:
             report(Progress(self.step, self.steps, loss, figures))
 
-    def _advance(self, module: Any, optimizers: Sequence[Any]) -> float:
+    def _train_step(self, module: Any, optimizers: Sequence[Any]) -> float:
         """Train one step; gives its loss. The rate rises in a warm-up, then falls."""
         accelerator = self.accelerator
         warm_up = (self.step + 1) / max(1.0, WARM_UP_SHARE * self.steps)
@@ -214,7 +216,7 @@ class Training(Run):
         # An infinite gradient would spoil the weights without a warning.
         self.check_finite(torch.stack([loss.detach(), norm]))
         # A run that resumes from half of a step would do the other half twice.
-        with held_back():
+        with defer_interrupts():
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
@@ -223,7 +225,8 @@ class Training(Run):
             self.step += 1
         return loss.item()
 
-    def _validated(self, module: Any) -> dict[str, Any]:
+    def _run_validation(self, module: Any) -> dict[str, Any]:
+        """Validate without gradients; returns the figures."""
         module.eval()
         with torch.no_grad(), self.accelerator.autocast():
             figures = self.task.validate(self, self.accelerator.unwrap_model(module))
@@ -245,7 +248,7 @@ class Training(Run):
         self.step = state["step"]
 
     def _identity(self) -> dict[str, Any]:
-        """What must not change between the runs of one training."""
+        """The settings, options and data that all runs of one training share."""
         return {
             "settings": self.task.settings_of_run(self),
             "options": asdict(self.options) | {"steps": self.steps},
@@ -253,7 +256,7 @@ class Training(Run):
         }
 
     def _save(self, optimizers: Sequence[Any], figures: dict[str, Any] | None) -> None:
-        """Save the checkpoint; `figures` are this step's validation, if it had one."""
+        """Save the checkpoint from the main process; `figures` may be None."""
         self.accelerator.wait_for_everyone()
         if not self.accelerator.is_main_process:
             return
@@ -265,12 +268,12 @@ class Training(Run):
             "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         }
         self.task.save(self, weights, state, figures)
-        if self.finished and self._written is not None:
-            self._written.forget()  # a finished training needs them no more
+        if self.is_finished and self._written is not None:
+            self._written.delete()  # a finished training needs them no more
 
 
-def check_share(batch_size: int, processes: int) -> None:
-    """Raise `OptionError` if a process had no part of a batch."""
+def check_batch_size(batch_size: int, processes: int) -> None:
+    """Raise `OptionError` if a batch has fewer sequences than there are processes."""
     if batch_size < processes:
         raise OptionError(
             f"batches of {batch_size} sequences cannot be shared by {processes} "
@@ -278,10 +281,9 @@ def check_share(batch_size: int, processes: int) -> None:
         )
 
 
-def _written_at_once(device: torch.device) -> int:
+def _texts_at_once(device: torch.device) -> int:
+    """How many texts the target writes at a time on a device."""
     if device.type != "cuda":
-        return WRITTEN_AT_ONCE
+        return TEXTS_AT_ONCE
     memory = torch.cuda.get_device_properties(device).total_memory
-    return min(
-        MOST_WRITTEN_AT_ONCE, WRITTEN_AT_ONCE * max(1, round(memory / GPU_BYTES))
-    )
+    return min(MOST_TEXTS_AT_ONCE, TEXTS_AT_ONCE * max(1, round(memory / GPU_BYTES)))

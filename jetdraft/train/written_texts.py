@@ -27,11 +27,13 @@ PROMPT_TOKENS = 16
 """Tokens that are kept of a text without a prompt."""
 
 SHARD_TEXTS = 64
+"""Texts in a shard."""
 
 WAIT_SECONDS = 3600.0
-"""The longest wait for a shard of another process."""
+"""The most seconds of a wait for a shard of another process."""
 
 LOOK_SECONDS = 1.0
+"""The seconds between two looks for such a shard."""
 
 # --- the sampler ----------------------------------------------------------------------
 
@@ -45,12 +47,12 @@ def continuations(
     seeds: Sequence[int],
     ids: Tensor | None = None,
 ) -> list[list[int]]:
-    """Each prompt with at most as many tokens more as its count.
+    """Continue each prompt by at most `counts` tokens; returns whole texts.
 
     A text ends after one of the tokens `ends`. `ids` int64 [n] are the tokens that can
-    be chosen, by default all.
+    be chosen, None for all.
     """
-    tokens, seen = _padded(prompts, model.device, "left")
+    tokens, seen = _pad(prompts, model.device, "left")
     positions = (seen.cumsum(-1) - 1).clamp(min=0)
 
     def logits(latest: Tensor, grows: list[bool], cache: Any) -> Any:
@@ -68,7 +70,7 @@ def continuations(
             logits_to_keep=1,
         )
 
-    return _sampled(logits, tokens, prompts, counts, ends, seeds, ids)
+    return _sample(logits, tokens, prompts, counts, ends, seeds, ids)
 
 
 @torch.no_grad()
@@ -80,11 +82,11 @@ def source_continuations(
     seeds: Sequence[int],
     start: Sequence[int],
 ) -> list[list[int]]:
-    """Each source, and behind it what an encoder-decoder writes about it.
+    """Let an encoder-decoder write about each source; returns source and text joined.
 
     A text begins with the tokens `start`, which are left out. See `continuations`.
     """
-    ids, seen = _padded(sources, model.device, "right")
+    ids, seen = _pad(sources, model.device, "right")
     encoded = model.get_encoder()(ids, attention_mask=seen)
     first = torch.tensor([list(start)] * len(sources), device=model.device)
 
@@ -97,10 +99,10 @@ def source_continuations(
             use_cache=True,
         )
 
-    return _sampled(logits, first, sources, counts, ends, seeds)
+    return _sample(logits, first, sources, counts, ends, seeds)
 
 
-def _sampled(
+def _sample(
     run: Callable[[Tensor, list[bool], Any], Any],
     latest: Tensor,
     prompts: Sequence[list[int]],
@@ -120,7 +122,7 @@ def _sampled(
     for number in range(longest):
         outputs = run(latest, grows, cache)
         cache = outputs.past_key_values
-        latest = _chosen(outputs.logits[:, -1], chances[:, number, None], ids)
+        latest = _choose_tokens(outputs.logits[:, -1], chances[:, number, None], ids)
         for row, token in enumerate(latest[:, 0].tolist()):
             if grows[row]:
                 texts[row].append(token)
@@ -131,10 +133,10 @@ def _sampled(
     return texts
 
 
-def _padded(
+def _pad(
     texts: Sequence[list[int]], device: torch.device, side: str
 ) -> tuple[Tensor, Tensor]:
-    """The texts int64 [b, longest], padded on a side, and 1 where they are."""
+    """The texts int64 [b, longest], padded on `side`, and a mask with 1 for text."""
     rows = [torch.tensor(text, dtype=torch.long) for text in texts]
     ids, seen = (
         pad_sequence(parts, batch_first=True, padding_side=side)
@@ -143,7 +145,7 @@ def _padded(
     return ids.to(device), seen.to(device)
 
 
-def _chosen(logits: Tensor, chances: Tensor, ids: Tensor | None) -> Tensor:
+def _choose_tokens(logits: Tensor, chances: Tensor, ids: Tensor | None) -> Tensor:
     """One token a row [b, 1]: where the cumulative probability passes its chance."""
     if ids is not None:
         logits = logits[:, ids]
@@ -179,7 +181,7 @@ class WrittenTexts:
     process: int = 0
     processes: int = 1
 
-    def completed(
+    def complete(
         self,
         examples: Sequence[Example],
         chosen: Sequence[int],
@@ -197,7 +199,7 @@ class WrittenTexts:
         shards = [order[i : i + SHARD_TEXTS] for i in range(0, len(order), SHARD_TEXTS)]
         own = range(self.process, len(shards), self.processes)
         total = sum(len(shards[number]) for number in own)
-        missing = [number for number in own if not self._file(number).exists()]
+        missing = [number for number in own if not self._shard_file(number).exists()]
         done = total - sum(len(shards[number]) for number in missing)
         tick(done, total)
         # One batch may fill several files.
@@ -206,31 +208,33 @@ class WrittenTexts:
             numbers = missing[start : start + together]
             members = [member for number in numbers for member in shards[number]]
             texts: list[list[int]] = []
-            for batch in self._batches(examples, members):
+            for batch in self._write_batches(examples, members):
                 texts += batch
                 tick(done + len(texts), total)
             done += len(texts)
             for number in numbers:
                 count = len(shards[number])
-                write_text(self._file(number), json.dumps(texts[:count]))
+                write_text(self._shard_file(number), json.dumps(texts[:count]))
                 texts = texts[count:]
         finished = list(examples)
         for number, members in enumerate(shards):
-            for member, ids in zip(members, self._read(number), strict=True):
+            for member, ids in zip(members, self._read_shard(number), strict=True):
                 size = prompt_size(examples[member])
                 finished[member] = Example.completed(ids, size)
         return finished
 
-    def forget(self) -> None:
+    def delete(self) -> None:
+        """Delete all shards."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _file(self, shard: int) -> Path:
+    def _shard_file(self, shard: int) -> Path:
+        """The path of a shard; its name depends on the identity."""
         digest = hashlib.sha256(self.identity.encode()).hexdigest()[:12]
         return self.folder / f"{digest}-{shard:06}.json"
 
-    def _read(self, shard: int) -> list[list[int]]:
+    def _read_shard(self, shard: int) -> list[list[int]]:
         """The texts of a shard, which another process may be writing still."""
-        file, began = self._file(shard), time.monotonic()
+        file, began = self._shard_file(shard), time.monotonic()
         while not file.exists():
             if self.processes == 1 or time.monotonic() - began > WAIT_SECONDS:
                 raise TrainingError(
@@ -244,7 +248,7 @@ class WrittenTexts:
             raise DataError(f"{file} is damaged ({error}); delete it") from error
         return texts
 
-    def _batches(
+    def _write_batches(
         self, examples: Sequence[Example], members: Sequence[int]
     ) -> Iterator[list[list[int]]]:
         """The texts of some examples; a batch too large for the memory is halved."""
@@ -255,7 +259,7 @@ class WrittenTexts:
             prompts = [example.ids[: prompt_size(example)] for example in chosen]
             lengths = [len(e.ids) if e.is_written else self.length for e in chosen]
             counts = [max(1, n - len(p)) for n, p in zip(lengths, prompts, strict=True)]
-            seeds = [seed_of(self.seed, member) for member in batch]
+            seeds = [text_seed(self.seed, member) for member in batch]
             try:
                 texts = self.write(self.model, prompts, counts, set(self.ends), seeds)
             except torch.OutOfMemoryError:
@@ -267,12 +271,12 @@ class WrittenTexts:
             start += len(batch)
 
 
-def seed_of(seed: int, number: int) -> int:
-    """A seed for one of many texts."""
+def text_seed(seed: int, number: int) -> int:
+    """The seed of text `number` in a training with this seed."""
     digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
     return int.from_bytes(digest[:7], "little")
 
 
 def prompt_size(example: Example) -> int:
-    """The number of tokens that stay when an example is completed again."""
+    """How many tokens stay when the target completes an example."""
     return example.prompt_size or min(PROMPT_TOKENS, len(example.ids) // 2)

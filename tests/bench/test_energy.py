@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from jetdraft.devices.rails import Meter, rails, totals
+from jetdraft.devices.rails import Meter, module_rails, rails
 from tests.devices.trees import POWER, RAILS, write
 
 
@@ -16,9 +16,9 @@ def test_rails_have_volts_and_amperes(tmp_path):
 
 def test_the_rail_that_feeds_the_module_is_its_power(tmp_path):
     root = write(tmp_path, POWER)
-    assert [rail.name for rail in totals(root)] == ["VDD_IN"]
+    assert [rail.name for rail in module_rails(root)] == ["VDD_IN"]
     (root / RAILS / "in1_label").write_text("VDD_GPU_SOC\n")
-    assert len(totals(root)) == 2
+    assert len(module_rails(root)) == 2
 
 
 def test_energy_is_power_times_time(tmp_path):

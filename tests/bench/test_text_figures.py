@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jetdraft.bench.text_figures import ALL, SIGNS, TextFigures, text_figures
+from jetdraft.bench.text_figures import SIGNS, WHOLE_TEXT, TextFigures, text_figures
 from jetdraft.errors import DataError
 from tests.tiny import tokenizer
 
@@ -36,7 +36,7 @@ def rows_of(file, *texts, **more) -> dict[tuple[str, str], TextFigures]:
 def test_every_character_and_token_counts_once(file, write):
     rows = rows_of(file, write("en", ENGLISH), write("ru", RUSSIAN))
     for name, text in (("en", ENGLISH), ("ru", RUSSIAN)):
-        whole = rows.pop((name, ALL))
+        whole = rows.pop((name, WHOLE_TEXT))
         ids = tokenizer().encode(text, add_special_tokens=False).ids
         assert (whole.characters, whole.tokens) == (len(text), len(ids))
         parts = [row for (of, _), row in rows.items() if of == name]
@@ -64,20 +64,20 @@ def test_a_script_without_merges_takes_a_token_for_each_byte(file, write):
 def test_a_draft_vocabulary_covers_the_tokens_that_are_in_it(file, write):
     the = tokenizer().encode(" the").ids
     text = write("en", " the the self")
-    row = rows_of(file, text, draft_vocabulary=the)["en", ALL]
+    row = rows_of(file, text, draft_vocabulary=the)["en", WHOLE_TEXT]
     assert row.coverage == 2 / row.tokens
-    assert rows_of(file, text)["en", ALL].coverage is None
+    assert rows_of(file, text)["en", WHOLE_TEXT].coverage is None
 
 
 def test_the_most_frequent_tokens_are_measured_on_other_text(file, write):
     """The first half repeats a token that the second half lacks."""
     row = rows_of(file, write("en", " the" * 8 + " self" * 8), most_frequent=1)
-    assert row["en", ALL].tokens == 16
-    assert row["en", ALL].coverage == 0.0
+    assert row["en", WHOLE_TEXT].tokens == 16
+    assert row["en", WHOLE_TEXT].coverage == 0.0
     mixed = rows_of(file, write("en", "д " + " the" * 40), most_frequent=1)
     assert mixed["en", "cyrillic"].coverage is None  # the second half has none
     both = rows_of(file, write("en", " the self" * 8), most_frequent=2)
-    assert both["en", ALL].coverage == 1.0
+    assert both["en", WHOLE_TEXT].coverage == 1.0
 
 
 @pytest.mark.parametrize("text", ["", "1", b"\xff\xfe"])

@@ -10,7 +10,7 @@ import pytest
 
 import jetdraft
 from jetdraft.bench import tuning
-from jetdraft.bench.tuning import steps, tune
+from jetdraft.bench.tuning import count_steps, tune
 from jetdraft.runtime import loaded
 
 TUNED = "profiles/cpu-1-tuning.json"
@@ -47,7 +47,7 @@ def test_everything_is_measured_and_kept(tuned):
     assert set(found.drafts) == set(model.planner.proposers())
     assert min(found.drafts.values()) > 0
     assert found.compaction > 0
-    assert len(tuned.ticks) == steps(model)
+    assert len(tuned.ticks) == count_steps(model)
     assert model.parts.target.cache.length == 0
     again = jetdraft.load(tuned.folder, threads=1).parts
     for curve in (model.parts.curve, again.curve):

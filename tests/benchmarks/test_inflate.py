@@ -21,7 +21,7 @@ from jetdraft.methods.glide.task import GlideTask
 from jetdraft.methods.kangaroo.task import KangarooTask
 from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import Batch
-from jetdraft.train.prompts import guessed
+from jetdraft.train.prompts import prompt_logits
 from jetdraft.train.run import TrainingOptions
 from jetdraft.train.teacher import load_target
 from tests.tiny import llama_config, save_checkpoint, save_prompts
@@ -49,7 +49,7 @@ def said_by_drafter(kind: str, folder: Path, target: Path, output: Path) -> Tens
     drafter = load_head(str(folder), run.target, torch.float32).eval()
     run.task.config = drafter.config
     ids, logits = torch.arange(1, 61)[None], []
-    lesson = run.task.taught(run, Batch(ids, ids))
+    lesson = run.task.target_lesson(run, Batch(ids, ids))
     drafter.lm_head.register_forward_hook(lambda *call: logits.append(call[-1]))
     run.task.sums(drafter, lesson, 1, learns=False)
     return torch.cat(logits)
@@ -64,7 +64,9 @@ def said_by_probes(folder: Path) -> Tensor:
     plain, _ = load_target(str(folder))
     cache = plain.model(input_ids=ids, use_cache=True).past_key_values
     places = Blocks.spread(Batch(ids, ids), 15)
-    return guessed(probed.prompts, plain.model, places.anchors, ids.shape[1], cache)
+    return prompt_logits(
+        probed.prompts, plain.model, places.anchors, ids.shape[1], cache
+    )
 
 
 def run(command, *arguments: object) -> None:

@@ -19,8 +19,8 @@ import jetdraft as package
 from jetdraft.cli import main
 from jetdraft.cli.command import GROUPS, Option, option
 from jetdraft.cli.generate import command as generate
-from jetdraft.devices.providers import installed
-from jetdraft.ort import _Missing
+from jetdraft.devices.providers import installed_providers
+from jetdraft.ort import _MissingPackage
 from jetdraft.runtime.planning.registry import methods
 from tests.cli.running import assert_refused, jetdraft
 
@@ -227,12 +227,12 @@ def test_version_names_onnxruntime_and_its_providers_too():
     assert first == f"jetdraft {package.__version__}"
     assert second == f"onnxruntime {onnxruntime.__version__}"
     kind, _, names = third.partition(" ")
-    assert (kind, names.split(", ")) == ("providers", installed())
+    assert (kind, names.split(", ")) == ("providers", installed_providers())
     assert names.endswith("cpu")
 
 
 def test_version_is_printed_without_onnxruntime(monkeypatch):
-    monkeypatch.setattr("jetdraft.devices.providers.ort", _Missing())
+    monkeypatch.setattr("jetdraft.devices.providers.ort", _MissingPackage())
     result = jetdraft("--version")
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [

@@ -7,8 +7,8 @@ import urllib.request
 
 import jetdraft as package
 from jetdraft.bundle import Bundle
-from jetdraft.learning.lessons import FILE, Lessons
-from jetdraft.learning.weight_sets import WeightSets, base_of
+from jetdraft.learning.lessons import LESSONS_FILE, Lessons
+from jetdraft.learning.weight_sets import WeightSets, drafter_sha256
 from tests.cli.running import assert_refused, jetdraft
 from tests.server.serving import started
 from tests.toy_drafter import arrays_of, put_on_trial, random_arrays
@@ -27,7 +27,7 @@ def test_clear_erases_lessons_and_weights(toy, tmp_path):
     name = put_on_trial(folder, toy, random_arrays(toy))
     done = jetdraft("store", "clear", toy, folder, "--user", "ann")
     assert "1 entries removed" in done.stderr
-    assert b"ann" not in (folder / FILE).read_bytes()
+    assert b"ann" not in (folder / LESSONS_FILE).read_bytes()
     assert not (folder / name).exists()
     assert "1 entries removed" in jetdraft("store", "clear", toy, folder).stderr
     learn(toy, folder)
@@ -90,7 +90,7 @@ def test_the_server_learns_for_each_client(toy, tmp_path):
     body = {"prompt": "The robot sees", "method": "draft", "num_draft_tokens": 4}
     own = {n: array for n, array in arrays_of(toy).items() if array.ndim == 2}
     name = put_on_trial(folder, toy, own)
-    WeightSets(folder, base_of(Bundle.open(toy))).settle(name, keep=True)
+    WeightSets(folder, drafter_sha256(Bundle.open(toy))).settle(name, keep=True)
     with started(toy, "--learn", folder) as (process, url):
         request = urllib.request.Request(
             f"{url}/v1/completions",

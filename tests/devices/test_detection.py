@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from jetdraft.devices.detection import detect
+from jetdraft.devices.detection import detect_machine
 from jetdraft.devices.device import Device
 from tests.devices.trees import ORIN_NANO, THOR, write
 
 
 def test_an_orin_nano(tmp_path):
     odd = {"usr/lib/aarch64-linux-gnu/libnvinfer.so.10.3.0.bak": ""}
-    machine = detect(write(tmp_path, ORIN_NANO | odd))
+    machine = detect_machine(write(tmp_path, ORIN_NANO | odd))
     board = "NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super"
     assert machine.board == machine.gpu == board
     assert machine.device == Device.named("orin-nano-8gb")
@@ -23,7 +23,7 @@ def test_an_orin_nano(tmp_path):
 
 
 def test_a_thor_with_fewer_files(tmp_path):
-    machine = detect(write(tmp_path, THOR))
+    machine = detect_machine(write(tmp_path, THOR))
     assert machine.device == Device.named("agx-thor")
     assert machine.jetpack.version == "7.2"
     assert machine.cuda is None
@@ -32,10 +32,10 @@ def test_a_thor_with_fewer_files(tmp_path):
 
 
 def test_no_files_at_all(tmp_path):
-    facts = vars(detect(tmp_path))
+    facts = vars(detect_machine(tmp_path))
     assert facts.pop("has_gpu") is False
     assert set(facts.values()) == {None}
-    assert detect().memory_mb > 100, "this machine has files"
+    assert detect_machine().memory_mb > 100, "this machine has files"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_no_files_at_all(tmp_path):
 )
 def test_files_that_say_something_else(tmp_path, name, text, field):
     root = write(tmp_path, {**ORIN_NANO, name: text})
-    assert getattr(detect(root), field) is None
+    assert getattr(detect_machine(root), field) is None
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,9 @@ def test_files_that_say_something_else(tmp_path, name, text, field):
 )
 def test_patches_belong_to_their_release(tmp_path, revision, jetpack):
     release = f"# R36 (release), REVISION: {revision}, GCID: 1"
-    machine = detect(write(tmp_path, {**ORIN_NANO, "etc/nv_tegra_release": release}))
+    machine = detect_machine(
+        write(tmp_path, {**ORIN_NANO, "etc/nv_tegra_release": release})
+    )
     assert machine.l4t == f"36.{revision}"
     assert (machine.jetpack.version if machine.jetpack else None) == jetpack
 
@@ -73,4 +75,4 @@ def test_a_gpu_is_named_with_its_driver(tmp_path):
         "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  "
         "580.65.06  Sun Jul 27\nGCC version: 13\n",
     }
-    assert detect(write(tmp_path, tree)).gpu == "NVIDIA H200, driver 580.65.06"
+    assert detect_machine(write(tmp_path, tree)).gpu == "NVIDIA H200, driver 580.65.06"

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from jetdraft.devices.device import FOLDER, Device
+from jetdraft.devices.device import PROFILES_FOLDER, Device
 from jetdraft.errors import DeviceError
 from jetdraft.recipe import Recipe
 
@@ -57,7 +57,7 @@ def test_unknown_names():
     ],
 )
 def test_a_corrupt_profile(tmp_path, old, new, match):
-    file = shutil.copy(FOLDER / "orin-nx-16gb.toml", tmp_path / "own.toml")
+    file = shutil.copy(PROFILES_FOLDER / "orin-nx-16gb.toml", tmp_path / "own.toml")
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new, 1))

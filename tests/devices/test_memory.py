@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jetdraft.devices import memory
-from jetdraft.devices.memory import HUGE_PAGE, gather, release
+from jetdraft.devices.memory import HUGE_PAGE, release_files, use_huge_pages
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -26,18 +26,18 @@ def test_mapped_files_leave_memory_and_come_back(tmp_path):
         arrays[folder] = np.memmap(file, np.uint8, mode)
         assert arrays[folder].sum() == size * 255 // 2
     arrays["written"][5] = 77
-    assert release(tmp_path / "own") >= size
-    assert release(tmp_path / "own") == 0
-    assert release(tmp_path / "written") == 0
+    assert release_files(tmp_path / "own") >= size
+    assert release_files(tmp_path / "own") == 0
+    assert release_files(tmp_path / "written") == 0
     assert arrays["written"][5] == 77
     assert arrays["own"].sum() == size * 255 // 2
-    assert release(tmp_path / "other") >= size
+    assert release_files(tmp_path / "other") >= size
 
 
 def test_without_proc_nothing_happens(tmp_path, monkeypatch):
     """A sandbox may hide the files; loading a bundle must not fail for it."""
-    monkeypatch.setattr(memory, "_text", lambda file: "")
-    assert release(tmp_path) == gather() == 0
+    monkeypatch.setattr(memory, "_read_text", lambda file: "")
+    assert release_files(tmp_path) == use_huge_pages() == 0
 
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -56,11 +56,11 @@ def test_filled_memory_goes_to_huge_pages_and_keeps_its_bytes():
     filled[:] = bytes(range(256)) * (size // 256)
     empty[:10] = b"0123456789"
     resident = _resident()
-    assert gather() >= size - 2 * HUGE_PAGE
+    assert use_huge_pages() >= size - 2 * HUGE_PAGE
     assert _resident() - resident < size // 2  # the empty one stays empty
     assert filled[:] == bytes(range(256)) * (size // 256)
     assert empty[:12] == b"0123456789\0\0"
-    assert gather() < size // 2
+    assert use_huge_pages() < size // 2
 
 
 def _resident() -> int:

@@ -10,7 +10,13 @@ from onnx import numpy_helper
 
 from jetdraft.cli.doctor import examine
 from jetdraft.devices import providers
-from jetdraft.devices.providers import PROVIDERS, Presence, choose, presence, reason_of
+from jetdraft.devices.providers import (
+    PROVIDERS,
+    Presence,
+    choose_provider,
+    failure_reason,
+    try_provider,
+)
 from jetdraft.devices.trial import GRAPH
 from jetdraft.errors import ProviderError
 from jetdraft.runtime.passes import session
@@ -33,16 +39,16 @@ def test_the_graph_of_a_trial_multiplies():
 
 def test_what_a_trial_finds(monkeypatch):
     """onnxruntime may list a provider whose trial does not end with "ran"."""
-    presence.cache_clear()
-    assert presence("cpu") == Presence("cpu", compiled=True, runs=True)
-    tensorrt = presence("tensorrt")
+    try_provider.cache_clear()
+    assert try_provider("cpu") == Presence("cpu", compiled=True, runs=True)
+    tensorrt = try_provider("tensorrt")
     assert (tensorrt.compiled, tensorrt.runs) == (False, False)
     assert "built without TensorrtExecutionProvider" in tensorrt.reason
     monkeypatch.setattr(
         providers.ort, "get_available_providers", lambda: ["CUDAExecutionProvider"]
     )
-    cuda = presence("cuda")
-    presence.cache_clear()
+    cuda = try_provider("cuda")
+    try_provider.cache_clear()
     assert (cuda.compiled, cuda.runs) == (True, False)
     assert cuda.reason
 
@@ -60,7 +66,7 @@ def test_what_a_trial_finds(monkeypatch):
     ],
 )
 def test_reasons(code, stderr, reason):
-    assert reason in reason_of(code, stderr)
+    assert reason in failure_reason(code, stderr)
 
 
 def presences(**reasons: str):
@@ -145,7 +151,7 @@ def test_a_silent_fall_back_is_an_error(monkeypatch):
     nodes += [(CPU_EP, "Attention"), (CPU_EP, "TopK")]
     with pytest.raises(ProviderError, match="no kernels for Attention, TopK of"):
         _check_provider(Session([CUDA_EP, CPU_EP], nodes), "cuda", Path("a.onnx"))
-    monkeypatch.setattr(session, "presence", lambda name: BROKEN)
+    monkeypatch.setattr(session, "try_provider", lambda name: BROKEN)
     with pytest.raises(ProviderError, match="cannot be used here: it needs libcublas"):
         _check_provider(Session([CPU_EP], []), "cuda", Path("a.onnx"))
 
@@ -154,20 +160,20 @@ BROKEN = Presence("cuda", compiled=True, runs=False, reason="it needs libcublas.
 
 
 def test_what_cannot_run_is_refused_with_the_reason(monkeypatch):
-    monkeypatch.setattr(providers, "presence", lambda name: BROKEN)
+    monkeypatch.setattr(providers, "try_provider", lambda name: BROKEN)
     with pytest.raises(ProviderError, match="it needs libcublas"):
-        choose("cuda", [("contrib", "float16")])
-    assert choose("auto", [("standard", "float16")]).name == "cpu"
+        choose_provider("cuda", [("contrib", "float16")])
+    assert choose_provider("auto", [("standard", "float16")]).name == "cpu"
 
 
 def test_auto_takes_the_fastest_that_can(monkeypatch):
     runs = Presence("", compiled=True, runs=True)
-    monkeypatch.setattr(providers, "presence", lambda name: runs)
+    monkeypatch.setattr(providers, "try_provider", lambda name: runs)
     for flavour, dtype, name in (
         ("standard", "float32", "tensorrt"),
         ("contrib", "float16", "cuda"),
         ("contrib", "float32", "webgpu"),
     ):
-        assert choose("auto", [(flavour, dtype)]).name == name
+        assert choose_provider("auto", [(flavour, dtype)]).name == name
     runs = replace(runs, software=True)
-    assert choose("auto", [("contrib", "float32")]).name == "cpu"
+    assert choose_provider("auto", [("contrib", "float32")]).name == "cpu"

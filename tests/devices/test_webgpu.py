@@ -18,8 +18,8 @@ from tests.devices.trees import write
 
 
 def forget():
-    webgpu.adapter.cache_clear()
-    providers.presence.cache_clear()
+    webgpu.find_adapter.cache_clear()
+    providers.try_provider.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def offered(monkeypatch, version="0.4.0", kinds=("CPU",)):
     kind = SimpleNamespace(CPU="CPU", GPU="GPU")
     devices = [
         SimpleNamespace(
-            ep_name=webgpu.FULL,
+            ep_name=webgpu.PROVIDER_NAME,
             ep_metadata={"version": version},
             device=SimpleNamespace(type=one, vendor=f"vendor of {one}"),
         )
@@ -62,31 +62,31 @@ def offered(monkeypatch, version="0.4.0", kinds=("CPU",)):
 
 def test_a_gpu_comes_before_a_software_adapter(monkeypatch):
     offered(monkeypatch, kinds=("CPU", "GPU"))
-    adapter = webgpu.adapter()
+    adapter = webgpu.find_adapter()
     assert (adapter.name, adapter.software) == ("Orin", False)
     assert adapter.largest_buffer == 4000
     forget()
     offered(monkeypatch)
-    adapter = webgpu.adapter()
+    adapter = webgpu.find_adapter()
     assert (adapter.name, adapter.software) == ("llvmpipe", True)
 
 
 def test_what_is_missing_is_said_with_its_fix(monkeypatch):
     ort = offered(monkeypatch, kinds=())
     with pytest.raises(ProviderError, match="no adapter; install the GPU's driver"):
-        webgpu.adapter()
+        webgpu.find_adapter()
     offered(monkeypatch, version="0.3.1")
     with pytest.raises(ProviderError, match=r"0\.3\.1 is too old; pip install"):
-        webgpu.adapter()
+        webgpu.find_adapter()
 
     ort = offered(monkeypatch)
     refused = RuntimeError("API version 25 is not available\nmore")
     ort.register_execution_provider_library = Mock(side_effect=refused)
     with pytest.raises(ProviderError, match=r"1\.32\.0 cannot load .*\(API version 25"):
-        webgpu.adapter()
+        webgpu.find_adapter()
     monkeypatch.setattr(webgpu, "import_module", Mock(side_effect=ImportError))
     with pytest.raises(ProviderError, match=r"pip install 'jetdraft\[webgpu\]'"):
-        webgpu.adapter()
+        webgpu.find_adapter()
 
 
 def test_a_missing_loader_and_a_missing_driver(monkeypatch):
@@ -101,19 +101,19 @@ def test_a_missing_loader_and_a_missing_driver(monkeypatch):
 
 def test_the_trial_says_why_webgpu_does_not_run(monkeypatch):
     monkeypatch.setattr(providers, "find_spec", lambda name: None)
-    state = providers.presence("webgpu")
+    state = providers.try_provider("webgpu")
     assert not state.compiled
-    assert state.reason == webgpu.MISSING
+    assert state.reason == webgpu.MISSING_MESSAGE
     failed = subprocess.CompletedProcess([], 1, "", "reason: no driver; install it\n")
     monkeypatch.setattr(providers, "find_spec", lambda name: name)
     monkeypatch.setattr(providers.subprocess, "run", lambda *a, **k: failed)
     forget()
-    assert providers.presence("webgpu").reason == "no driver; install it"
+    assert providers.try_provider("webgpu").reason == "no driver; install it"
     lines = "on a software adapter\nran\n"
     software = subprocess.CompletedProcess([], 0, lines, "")
     monkeypatch.setattr(providers.subprocess, "run", lambda *a, **k: software)
     forget()
-    assert providers.presence("webgpu").software
+    assert providers.try_provider("webgpu").software
 
 
 RUNS = Presence("webgpu", True, True)
@@ -128,7 +128,7 @@ def stopped(reason):
     [
         (RUNS, True, ""),
         (replace(RUNS, software=True), True, "Vulkan"),
-        (Presence("webgpu", False, False, webgpu.MISSING), True, ""),
+        (Presence("webgpu", False, False, webgpu.MISSING_MESSAGE), True, ""),
         (stopped("libvulkan.so.1 is missing; apt install"), True, "libvulkan1"),
         (stopped("Vulkan has no driver here (error -9)"), True, "install the GPU's"),
         (stopped("the WebGPU plug-in 0.3 is too old"), True, "pip install --upgrade"),

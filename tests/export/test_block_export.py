@@ -11,7 +11,7 @@ import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.blocks import masked_attention
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.cli.check import describe
+from jetdraft.cli.check import describe_bundle
 from jetdraft.errors import OptionError
 from tests.checkpoints.heads.layouts import BLOCK
 from tests.export.head_passes import TOKENS, graphs
@@ -147,7 +147,7 @@ def test_what_the_bundle_says(made, layout):
     assert entry.contract.block == entry.contract.guesses == MASKS[kind]
     assert entry.contract.kv_shapes == ((2, 16),) * 2
     assert entry.tree_file is entry.compaction_file is None
-    lines = describe(bundle).split("\ndrafter")[1]
+    lines = describe_bundle(bundle).split("\ndrafter")[1]
     assert f"guesses       {MASKS[kind]} tokens in a block behind the last row" in lines
     assert "sliding" not in lines
     assert ("features of width 64" in lines) == (kind == "dflash")

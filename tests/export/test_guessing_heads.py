@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.cli.check import describe
+from jetdraft.cli.check import describe_bundle
 from tests.checkpoints.heads import reference
 from tests.checkpoints.heads.layouts import H
 from tests.export.head_passes import TOKENS, graphs
@@ -48,7 +48,7 @@ def test_heads_keep_no_rows(made):
 
 
 def test_check_says_what_the_heads_are(made):
-    lines = describe(made("medusa").bundle).split("\ndrafter")[1]
+    lines = describe_bundle(made("medusa").bundle).split("\ndrafter")[1]
     assert "guesses       3 tokens from one row" in lines
     assert "features of width 64" in lines
     assert "KV" not in lines

@@ -22,8 +22,8 @@ import jetdraft
 from jetdraft.bundle import STREAMS, Bundle
 from jetdraft.cli import main
 from jetdraft.errors import JetdraftError
-from jetdraft.learning.lessons import FILE
-from jetdraft.learning.weight_sets import ARRAYS, CHOICE, Choice, base_of
+from jetdraft.learning.lessons import LESSONS_FILE
+from jetdraft.learning.weight_sets import ARRAYS, CHOICE_FILE, Choice, drafter_sha256
 from jetdraft.manifest import MANIFEST, sha256_of
 from jetdraft.runtime.piece import Result
 from jetdraft.testing import toy_bundle
@@ -247,21 +247,21 @@ class Bundles(Subject):
         if kind == "arrays":
             self._other_arrays(draw, folder, folder / name / ARRAYS)
         elif kind == "choice":
-            chosen = json.loads((folder / CHOICE).read_text())
+            chosen = json.loads((folder / CHOICE_FILE).read_text())
             if draw.random() < 0.5:
                 chosen["before"] = None
             text = damaged_json(draw, chosen, list(routes(chosen)))
             self.damage += f": {difference(chosen, text)}"
-            write_json(folder / CHOICE, text)
+            write_json(folder / CHOICE_FILE, text)
         elif kind == "lessons":
-            data = (folder / FILE).read_bytes()
-            (folder / FILE).write_bytes(damaged_bytes(draw, data))
+            data = (folder / LESSONS_FILE).read_bytes()
+            (folder / LESSONS_FILE).write_bytes(damaged_bytes(draw, data))
         elif kind == "rows":
             columns = ("user", "kept", "tokens", "places", "ids", "logits")
-            poison(draw, folder / FILE, "lessons", columns)
+            poison(draw, folder / LESSONS_FILE, "lessons", columns)
         else:
-            choose(folder, Choice(name, None, base_of(Bundle.open(self.intact))))
-            file = draw.choice((folder / name / ARRAYS, folder / CHOICE))
+            choose(folder, Choice(name, None, drafter_sha256(Bundle.open(self.intact))))
+            file = draw.choice((folder / name / ARRAYS, folder / CHOICE_FILE))
             replace_by_odd(draw, file)
 
         methods = "draft", draw.choice(self.toy.methods)
@@ -273,7 +273,7 @@ class Bundles(Subject):
         name = sha256_of(file)
         if draw.random() < 0.8:
             file.parent.rename(folder / name)
-        choose(folder, Choice(name, None, base_of(Bundle.open(self.intact))))
+        choose(folder, Choice(name, None, drafter_sha256(Bundle.open(self.intact))))
 
     def _store(self, draw: Random) -> str:
         """Damage a store: its bytes, its rows, or its owner."""

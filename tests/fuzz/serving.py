@@ -18,7 +18,11 @@ from typing import Any
 
 import psutil
 
-from jetdraft.server.generation_request import IGNORED, OPTIONS, READ
+from jetdraft.server.generation_request import (
+    IGNORED_FIELDS,
+    OPTION_FIELDS,
+    READ_FIELDS,
+)
 from jetdraft.testing import toy_bundle
 from tests.fuzz.mutations import DEEP, VALUES, routes
 from tests.fuzz.subject import Fault, Subject
@@ -40,7 +44,7 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     (CHAT, {"messages": SAY, "max_tokens": 8, "response_format": FORM}),
     (CHAT, {"messages": SAY, "max_tokens": 8, "method": "draft", "user": "ann"}),
 )
-PLACES = (*OPTIONS, *READ, *IGNORED, "unknown")
+PLACES = (*OPTION_FIELDS, *READ_FIELDS, *IGNORED_FIELDS, "unknown")
 MORE: tuple[Any, ...] = (
     *({"\ud800": "\ud800"}, {"maximum": 2**64}, [["Infinity", 1]], {"5": 10**400}),
     *({"5": 1e400}, {"type": "object", "properties": {"\ud800": {"type": "x"}}}),

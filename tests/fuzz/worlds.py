@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jetdraft
-from jetdraft.devices.providers import PROVIDERS, presence
+from jetdraft.devices.providers import PROVIDERS, try_provider
 from jetdraft.errors import JetdraftError
 from jetdraft.runtime.piece import Result
 from jetdraft.testing import toy_bundle
@@ -130,7 +130,7 @@ def _on_other_providers(world: World) -> Iterator[World]:
     for name in PROVIDERS:
         if name == jetdraft.Bundle.open(world.bundle).provider:
             continue
-        if presence(name).runs:
+        if try_provider(name).runs:
             other = World(f"{world.name}-{name}", world.bundle, provider=name, share=2)
             with suppress(JetdraftError):  # graphs of another flavour
                 other.model  # noqa: B018

@@ -9,7 +9,7 @@ import pytest
 
 from jetdraft.errors import StoreError
 from jetdraft.learning import lessons as module
-from jetdraft.learning.lessons import FILE, Lesson, Lessons
+from jetdraft.learning.lessons import LESSONS_FILE, Lesson, Lessons
 
 VOCABULARY = 100
 
@@ -60,11 +60,11 @@ def test_their_number_is_bounded(tmp_path, monkeypatch):
 def test_old_lessons_go(tmp_path):
     lessons = open_lessons(tmp_path)
     lessons.add(lesson(5, 6))
-    with closing(sqlite3.connect(tmp_path / FILE)) as database, database:
+    with closing(sqlite3.connect(tmp_path / LESSONS_FILE)) as database, database:
         database.execute("update lessons set kept = 1000")
     assert tokens(lessons) == []
     lessons.add(lesson(7, 6))
-    with closing(sqlite3.connect(tmp_path / FILE)) as database:
+    with closing(sqlite3.connect(tmp_path / LESSONS_FILE)) as database:
         [(count,)] = database.execute("select count(*) from lessons")
     assert count == 1
 
@@ -95,7 +95,7 @@ def test_a_poisoned_row_is_left_out(tmp_path, column, value):
     lessons = open_lessons(tmp_path)
     lessons.add(lesson(1, 2))
     lessons.add(lesson(5, 6))
-    with closing(sqlite3.connect(tmp_path / FILE)) as database, database:
+    with closing(sqlite3.connect(tmp_path / LESSONS_FILE)) as database, database:
         database.execute(f"update lessons set {column} = ? where id = 1", (value,))
     assert tokens(lessons) == [[5, 6]]
 
@@ -103,9 +103,9 @@ def test_a_poisoned_row_is_left_out(tmp_path, column, value):
 def test_a_file_that_is_damaged_meanwhile_is_said(tmp_path):
     lessons = open_lessons(tmp_path)
     lessons.add(lesson(5, 6))
-    content = bytearray((tmp_path / FILE).read_bytes())
+    content = bytearray((tmp_path / LESSONS_FILE).read_bytes())
     content[200:] = b"x" * (len(content) - 200)
-    (tmp_path / FILE).write_bytes(content)
+    (tmp_path / LESSONS_FILE).write_bytes(content)
     with pytest.warns(UserWarning, match="could not be kept"):
         lessons.add(lesson(5, 6))
     with pytest.raises(StoreError, match="cannot read"):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jetdraft.errors import StoreError
-from jetdraft.learning.lessons import FILE, Lesson, Lessons
+from jetdraft.learning.lessons import LESSONS_FILE, Lesson, Lessons
 from jetdraft.runtime.history.store import Entry, ResponseStore
 
 
@@ -39,7 +39,7 @@ class Responses:
 class Taught:
     """Lessons, which begin with a token."""
 
-    name = FILE
+    name = LESSONS_FILE
 
     def open(self, folder, tokenizer="tokens"):
         return Lessons(folder, tokenizer, 100)
@@ -157,7 +157,9 @@ def test_users_clear_only_what_is_theirs(kind, tmp_path):
     store = kind.open(tmp_path)
     kind.add(store, 5, "ann")
     kind.add(store, 77)
-    ann = (store.of("ann").clear,) if kind.name != FILE else (store.clear, "ann")
+    ann = (
+        (store.of("ann").clear,) if kind.name != LESSONS_FILE else (store.clear, "ann")
+    )
     assert ann[0](*ann[1:]) == 1
     assert kind.tokens(kind.open(tmp_path)) == [77]
     assert b"ann" not in (tmp_path / kind.name).read_bytes(), "erased, not unlinked"

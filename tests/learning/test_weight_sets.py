@@ -12,13 +12,13 @@ from jetdraft.bundle import Bundle
 from jetdraft.errors import StoreError
 from jetdraft.learning.weight_sets import (
     ARRAYS,
-    CHOICE,
+    CHOICE_FILE,
     EARLY_TOKENS,
     VERDICT_TOKENS,
     Tally,
     WeightSets,
-    base_of,
-    is_better,
+    decide_trial,
+    drafter_sha256,
 )
 from tests.programs import printed
 from tests.toy_drafter import put_on_trial
@@ -29,23 +29,23 @@ TWOS = {"matrix": np.full((4, 4), 2, np.float32)}
 
 @pytest.fixture
 def sets(toy, tmp_path):
-    return WeightSets(tmp_path, base_of(Bundle.open(toy)))
+    return WeightSets(tmp_path, drafter_sha256(Bundle.open(toy)))
 
 
 def test_a_trial_is_kept_or_taken_back(toy, sets):
     one = put_on_trial(sets.folder, toy, ONES)
-    assert (sets.choice().name, sets.choice().before) == (one, "")
+    assert (sets.read_choice().name, sets.read_choice().before) == (one, "")
     assert sets.arrays(one)["matrix"].tolist() == ONES["matrix"].tolist()
     sets.settle(one, keep=True)
     two = put_on_trial(sets.folder, toy, TWOS, before=one)
     sets.settle(one, keep=False)
-    assert sets.choice().name == two, "only the trial of the chosen set ends"
+    assert sets.read_choice().name == two, "only the trial of the chosen set ends"
     sets.settle(two, keep=False)
     sets.settle(two, keep=True)
-    assert (sets.choice().name, sets.choice().before) == (one, None)
+    assert (sets.read_choice().name, sets.read_choice().before) == (one, None)
     assert not (sets.folder / two).exists()
     sets.clear()
-    assert sets.choice().name == ""
+    assert sets.read_choice().name == ""
     assert not (sets.folder / one).exists()
 
 
@@ -55,7 +55,7 @@ def test_only_sets_are_swept(toy, sets):
     (sets.folder / ".partial-killed").mkdir()
     sets.clear()
     left = {entry.name for entry in sets.folder.iterdir()}
-    assert left == {"notes", "0" * 63, ".partial", "lock", CHOICE}
+    assert left == {"notes", "0" * 63, ".partial", "lock", CHOICE_FILE}
 
 
 def damaged(sets, name):
@@ -109,9 +109,9 @@ def test_arrays_that_are_no_weights_are_refused(toy, sets, array):
 )
 def test_a_malformed_choice_chooses_no_set(sets, fields):
     text = fields if isinstance(fields, str) else json.dumps(fields)
-    (sets.folder / CHOICE).write_text(text)
+    (sets.folder / CHOICE_FILE).write_text(text)
     sets.check()
-    assert (sets.choice().name, sets.choice().before) == ("", None)
+    assert (sets.read_choice().name, sets.read_choice().before) == ("", None)
 
 
 def test_sets_of_another_drafter_are_refused(toy, sets):
@@ -119,9 +119,9 @@ def test_sets_of_another_drafter_are_refused(toy, sets):
     other = WeightSets(sets.folder, "0" * 64)
     with pytest.raises(StoreError, match="another drafter"):
         other.check()
-    assert other.choice().name == ""
+    assert other.read_choice().name == ""
     other.settle(name, keep=True)
-    assert other.choice().name == ""
+    assert other.read_choice().name == ""
 
 
 def test_a_folder_that_cannot_be_written_only_warns(toy, sets):
@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_written_only_warns(toy, sets):
     (sets.folder / "lock").mkdir()
     with pytest.warns(UserWarning, match="no verdict"):
         sets.settle(name, keep=False)
-    assert sets.choice().name == name
+    assert sets.read_choice().name == name
 
 
 def test_a_kill_leaves_one_whole_set(tmp_path):
@@ -170,7 +170,7 @@ def test_only_the_latest_generations_count():
     ],
 )
 def test_verdicts(before, after, verdict):
-    assert is_better(tally(*before), tally(*after)) is verdict
+    assert decide_trial(tally(*before), tally(*after)) is verdict
 
 
 def trial(draw, old, new):
@@ -178,7 +178,7 @@ def trial(draw, old, new):
     before, after = Tally(), Tally()
     while not before.is_full:
         before.add(sum(draw.random() < old for _ in range(10)), 10)
-    while (verdict := is_better(before, after)) is None:
+    while (verdict := decide_trial(before, after)) is None:
         after.add(sum(draw.random() < new for _ in range(10)), 10)
     return verdict, after.evaluated
 

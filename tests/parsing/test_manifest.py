@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.cli import main
-from jetdraft.cli.check import describe
+from jetdraft.cli.check import describe_bundle
 from jetdraft.errors import BundleError
 from jetdraft.manifest import MANIFEST
 from tests import manifests
@@ -53,7 +53,7 @@ def test_any_wrong_field_is_refused_or_harmless(own_toy):
         for value in WRONG:
             manifests.write(own_toy, changed(manifest, path, value))
             try:
-                describe(Bundle.open(own_toy)).encode()
+                describe_bundle(Bundle.open(own_toy)).encode()
                 opened += 1
             except jetdraft.JetdraftError as error:
                 messages.append(str(error))

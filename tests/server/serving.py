@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from jetdraft.server.app import Service
-from jetdraft.server.http_server import HttpServer, listening, url
+from jetdraft.server.http_server import HttpServer, listener_url, open_listener
 
 # Slow enough to be interrupted, and with signals as a terminal would have them.
 SLOW = """
@@ -35,7 +35,7 @@ main(sys.argv[1:])
 @contextmanager
 def served(service: Service, *more: socket.socket) -> Iterator[str]:
     """The address of a service, which may listen on further sockets."""
-    with listening("127.0.0.1", 0) as listener:
+    with open_listener("127.0.0.1", 0) as listener:
         server = HttpServer(service, "127.0.0.1")
         thread = threading.Thread(
             target=server.run, kwargs={"sockets": [listener, *more]}
@@ -43,7 +43,7 @@ def served(service: Service, *more: socket.socket) -> Iterator[str]:
         thread.start()
         try:
             until(lambda: server.started)
-            yield url(listener)
+            yield listener_url(listener)
         finally:
             server.should_exit = True
             thread.join(60)

@@ -294,5 +294,5 @@ def test_two_best_tokens_with_one_text_stay_two():
     reply = Reply(request, "toy", TextCodec(None), "fp")
     stats = Stats("none", True, 1)
     result = Result("a", [1], 1, "stop", stats, [False], [entry], texts=["a"])
-    (tops,) = reply.whole(result)["choices"][0]["logprobs"]["top_logprobs"]
+    (tops,) = reply.complete(result)["choices"][0]["logprobs"]["top_logprobs"]
     assert tops == {"a": -0.1, "token_id:2": -3.0}

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from jetdraft.server import connection, http_server
-from jetdraft.server.connection import CROWDED_CONNECTIONS, Doorkeeper, _peer
-from jetdraft.server.http_server import listening_at
+from jetdraft.server.connection import CROWDED_CONNECTIONS, Doorkeeper, _peer_name
+from jetdraft.server.http_server import open_unix_listener
 from tests.server.serving import connect, read, request, served, started, until
 
 BODY = {"model": "toy", "prompt": "The robot sees", "max_tokens": 40, "seed": 1,
@@ -79,7 +79,7 @@ class Fake:
 
     def drop(self):
         self.dropped = True
-        self.keeper.leave(self)
+        self.keeper.discard(self)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def enter():
     def enter(keeper, *arguments, **options):
         fake = Fake(*arguments, **options)
         fake.keeper = keeper
-        return fake, keeper.enter(fake)
+        return fake, keeper.admit(fake)
 
     return enter
 
@@ -116,7 +116,7 @@ def test_where_all_work_newcomers_are_crowded_and_bounded(enter):
     assert not any(let_in for _, let_in in crowd)
     assert not any(line.dropped for line in busy)
     assert [line.dropped for line, _ in crowd] == [1] + [0] * CROWDED_CONNECTIONS
-    keeper.leave(busy[0])
+    keeper.discard(busy[0])
     assert enter(keeper, "a")[1]
 
 
@@ -221,11 +221,15 @@ def transport(address, family=socket.AF_INET6):
 
 
 def test_a_network_of_ipv6_is_one_client():
-    assert _peer(transport("2001:db8::1")) == _peer(transport("2001:db8::f:2"))
-    assert _peer(transport("2001:db8::1")) != _peer(transport("2001:db8:0:1::1"))
-    assert _peer(transport("::ffff:10.0.0.1")) == "10.0.0.1"
-    assert _peer(transport("fe80::1%eth0")) == "fe80::/64"
-    assert _peer(transport("10.0.0.1", socket.AF_INET)) == "10.0.0.1"
+    assert _peer_name(transport("2001:db8::1")) == _peer_name(
+        transport("2001:db8::f:2")
+    )
+    assert _peer_name(transport("2001:db8::1")) != _peer_name(
+        transport("2001:db8:0:1::1")
+    )
+    assert _peer_name(transport("::ffff:10.0.0.1")) == "10.0.0.1"
+    assert _peer_name(transport("fe80::1%eth0")) == "fe80::/64"
+    assert _peer_name(transport("10.0.0.1", socket.AF_INET)) == "10.0.0.1"
 
 
 def test_turns_go_by_the_connection(fresh, slow, tmp_path):
@@ -233,7 +237,7 @@ def test_turns_go_by_the_connection(fresh, slow, tmp_path):
     path = tmp_path / "s"
     headers = {"X-Forwarded-For": "10.0.0.9", "Forwarded": "for=10.0.0.9"}
     with ExitStack() as stack:
-        listener = stack.enter_context(listening_at(path))
+        listener = stack.enter_context(open_unix_listener(path))
         address = stack.enter_context(served(fresh, listener))
         for number in range(4):
             body = {**BODY, "user": f"user {number}"}

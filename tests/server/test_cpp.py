@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jetdraft.server.app import Service
-from jetdraft.server.http_server import listening_at
+from jetdraft.server.http_server import open_unix_listener
 from tests.server.conftest import LIMITS
 from tests.server.serving import served, until
 
@@ -50,7 +50,7 @@ def door(request, service, tmp_path_factory):
     """A service, and the arguments before and after the prompt that lead to it."""
     path = tmp_path_factory.mktemp("socket") / "s"
     own = Service(service.pool, "toy", LIMITS)
-    with listening_at(path) as listener, served(own, listener) as address:
+    with open_unix_listener(path) as listener, served(own, listener) as address:
         if request.param == "tcp":
             yield own, address, []
         else:

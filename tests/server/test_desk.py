@@ -30,7 +30,7 @@ def story(body):
 
 
 async def take(desk, client, log, name=None, hold=None):
-    async with desk.take(client) as model:
+    async with desk.lend_model(client) as model:
         log.append(name or client)
         await (hold.wait() if hold else asyncio.sleep(0))
         return model

@@ -22,7 +22,7 @@ from jetdraft.bundle import CHAT_TEMPLATE
 from jetdraft.cli import main
 from jetdraft.errors import OptionError
 from jetdraft.server.app import Service
-from jetdraft.server.http_server import listening, listening_at
+from jetdraft.server.http_server import open_listener, open_unix_listener
 from jetdraft.testing import toy_bundle
 from tests import manifests
 from tests.cli.running import assert_refused
@@ -212,7 +212,7 @@ def test_a_store_shows_nobody_what_others_asked(toy, tmp_path):
     door = httpx.HTTPTransport(uds=str(path))
     with (
         Pool(toy, 1, threads=1, store=tmp_path / "said.sqlite") as pool,
-        listening_at(path) as listener,
+        open_unix_listener(path) as listener,
         served(Service(pool, "toy"), listener) as address,
         httpx.Client(base_url=address, timeout=60) as one,
         httpx.Client(base_url="http://localhost", transport=door, timeout=60) as other,
@@ -250,7 +250,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(tmp_path):
 @pytest.mark.parametrize("host", ["a..b", "\u00e4" * 80, "x" * 300, "nope.invalid"])
 def test_a_host_that_is_none_is_refused(host):
     with pytest.raises(OptionError, match="choose another --port or --host") as refused:
-        listening(host, 0).__enter__()
+        open_listener(host, 0).__enter__()
     assert "\n" not in str(refused.value)
 
 

@@ -237,7 +237,7 @@ def test_a_text_that_was_cut_has_no_finish_reason(reason):
     stats = Stats("none", exact=True, prompt_tokens=1)
     stats.finish_reason = reason
     with pytest.raises(KeyError):
-        Reply(request, "toy", None, "fp").whole(Result.of([], stats, False))
+        Reply(request, "toy", None, "fp").complete(Result.of([], stats, False))
 
 
 def test_models(address):

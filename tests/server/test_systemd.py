@@ -49,7 +49,7 @@ def test_a_model_that_hangs_is_not_alive(service, address):
     assert service.desk.overdue <= 0
 
     class Hanging:
-        due = time.monotonic() - 5.0
+        deadline = time.monotonic() - 5.0
 
     service.desk.jobs.add(Hanging)
     try:
@@ -81,13 +81,13 @@ def test_an_abstract_address():
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
         own.bind(name)
         own.settimeout(60)
-        Systemd({"NOTIFY_SOCKET": "@" + name[1:]}).tell("READY=1")
+        Systemd({"NOTIFY_SOCKET": "@" + name[1:]}).notify("READY=1")
         assert heard(own) == "READY=1"
 
 
 def test_nobody_listens(tmp_path):
-    Systemd({}).tell("READY=1")
-    Systemd({"NOTIFY_SOCKET": str(tmp_path / "none")}).tell("READY=1")
+    Systemd({}).notify("READY=1")
+    Systemd({"NOTIFY_SOCKET": str(tmp_path / "none")}).notify("READY=1")
 
 
 def test_whose_watchdog_it_is():

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from jetdraft.errors import OptionError
-from jetdraft.server.http_server import listening_at
+from jetdraft.server.http_server import open_unix_listener
 from tests.server.serving import started
 
 GOOD = {"model": "toy", "prompt": "The robot", "max_tokens": 9, "seed": 1}
@@ -37,15 +37,15 @@ def test_the_socket_of_a_dead_server_is_replaced(toy, tmp_path):
         process.kill()
         process.wait()
     assert stat.S_ISSOCK(path.lstat().st_mode)
-    with listening_at(path), socket.socket(socket.AF_UNIX) as line:
+    with open_unix_listener(path), socket.socket(socket.AF_UNIX) as line:
         line.connect(str(path))
 
 
 def test_the_socket_of_a_server_that_lives_is_left(tmp_path):
     path = tmp_path / "s"
-    with listening_at(path):
+    with open_unix_listener(path):
         with pytest.raises(OptionError, match="another server listens"):
-            listening_at(path).__enter__()
+            open_unix_listener(path).__enter__()
         assert path.exists()
 
 
@@ -57,7 +57,7 @@ def test_nothing_but_a_socket_is_removed(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (file, link, folder, tmp_path / "fifo"):
         with pytest.raises(OptionError, match="no socket"):
-            listening_at(path).__enter__()
+            open_unix_listener(path).__enter__()
     assert file.read_text() == "kept"
     assert link.is_symlink()
     assert folder.is_dir()
@@ -65,7 +65,7 @@ def test_nothing_but_a_socket_is_removed(tmp_path):
 
 def test_what_replaced_the_socket_stays(tmp_path):
     path = tmp_path / "s"
-    with listening_at(path):
+    with open_unix_listener(path):
         path.unlink()
         path.write_text("kept")
     assert path.read_text() == "kept"
@@ -74,13 +74,13 @@ def test_what_replaced_the_socket_stays(tmp_path):
 @pytest.mark.parametrize("name", ["x" * 200, "none/s", "a\0b"])
 def test_impossible_paths(tmp_path, name):
     with pytest.raises(OptionError, match="choose another --uds"):
-        listening_at(tmp_path / name).__enter__()
+        open_unix_listener(tmp_path / name).__enter__()
 
 
 def test_the_mask_of_the_process_is_as_before(tmp_path):
     before = os.umask(0o022)
     try:
-        with listening_at(tmp_path / "s"):
+        with open_unix_listener(tmp_path / "s"):
             assert os.umask(0o022) == 0o022
     finally:
         os.umask(before)

@@ -10,7 +10,7 @@ import torch
 
 from jetdraft.methods.dflash.task import DFlashSettings, DFlashTask
 from jetdraft.methods.diffusion.task import DiffusionSettings, DiffusionTask
-from jetdraft.train.blocks import Blocks, block_mask, starts
+from jetdraft.train.blocks import Blocks, block_mask, block_starts
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.teacher import Lesson
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
@@ -85,10 +85,10 @@ def labelled(*learned):
 def test_blocks_begin_before_learned_tokens():
     """Not at the first row, which has no context, and not in a prompt or padding."""
     batch = labelled([0, 0, 0, 1, 1, 1, 0, 0], [1] * 8)
-    assert starts(batch.labels[0]).tolist() == [2, 3, 4]
-    assert starts(batch.labels[1]).tolist() == [1, 2, 3, 4, 5, 6]
+    assert block_starts(batch.labels[0]).tolist() == [2, 3, 4]
+    assert block_starts(batch.labels[1]).tolist() == [1, 2, 3, 4, 5, 6]
     generators = [torch.Generator().manual_seed(i) for i in range(2)]
-    blocks = Blocks.drawn(batch, 5, 4, 0.5, generators)
+    blocks = Blocks.draw(batch, 5, 4, 0.5, generators)
     assert blocks.is_real.tolist() == [[True] * 3 + [False] * 2, [True] * 5]
     assert sorted(blocks.anchors[0, :3].tolist()) == [2, 3, 4]
     assert len(set(blocks.anchors[1].tolist())) == 5
@@ -102,7 +102,7 @@ def test_a_share_of_the_blocks_has_known_tokens():
     batch = labelled([1] * 400)
     for share in (0.0, 0.25, 1.0):
         generator = torch.Generator().manual_seed(1)
-        blocks = Blocks.drawn(batch, 300, 4, share, [generator])
+        blocks = Blocks.draw(batch, 300, 4, share, [generator])
         shown = (blocks.known > 0).float().mean().item()
         assert shown == pytest.approx(share, abs=0.08)
     assert set(blocks.known.flatten().tolist()) == {1, 2, 3}

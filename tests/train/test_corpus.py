@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jetdraft.errors import DataError
 from jetdraft.runtime.text.template import ChatTemplate
-from jetdraft.train.data import IGNORED, Corpus, Example, collate, examples_of
+from jetdraft.train.data import IGNORED, Corpus, Example, collate, split_batch
 from tests.tiny import END_OF_TEXT, tokenizer
 from tests.train.periodic import write_periodic
 
@@ -158,7 +158,7 @@ def test_a_batch_gives_its_examples_back(tmp_path):
     rows = [{"prompt": "for " * n, "completion": "x" * n} for n in range(1, 6)]
     corpus = read(tmp_path, *rows, share=0.0)
     batch = corpus.batch(0, 4)
-    examples = examples_of(batch)
+    examples = split_batch(batch)
     assert all(example in corpus.training for example in examples)
     assert len(examples) == 4
 

@@ -10,11 +10,11 @@ import torch
 from jetdraft.train.labels import (
     DIVERGENCES,
     JENSEN_SHANNON,
-    PLACES,
+    PREDICTED_TOKENS,
     Labels,
-    by_place,
+    acceptance_by_place,
+    add_rest,
     tokens_per_pass,
-    with_rest,
 )
 
 
@@ -74,7 +74,7 @@ def test_the_likeliest_tokens_and_the_rest_are_a_bound(name):
     for kept in (1, 4, 8):
         best = wanted.topk(kept, dim=-1)
         labels = Labels(
-            with_rest(best.values), torch.ones(6), torch.ones(6).bool(), best.indices
+            add_rest(best.values), torch.ones(6), torch.ones(6).bool(), best.indices
         )
         bound = DIVERGENCES[name](labels.wanted, labels.binned(got), 0.5)
         assert (bound > before - 1e-9).all()
@@ -85,13 +85,18 @@ def test_the_likeliest_tokens_and_the_rest_are_a_bound(name):
 
 def test_drafts_by_place_are_counted_from_every_place():
     texts = [torch.tensor([1.0, 0.5, 1.0, 0.2, 0.9, 0.4]), torch.tensor([0.3])]
-    accepted, reached = [0.0] * PLACES, [0.0] * PLACES
-    for text, place in product(texts, range(PLACES)):
+    accepted, reached = [0.0] * PREDICTED_TOKENS, [0.0] * PREDICTED_TOKENS
+    for text, place in product(texts, range(PREDICTED_TOKENS)):
         for start in range(len(text) - place):
             before = text[start : start + place].prod().item()
             reached[place] += before
             accepted[place] += before * text[start + place].item()
     expected = [a / r for a, r in zip(accepted, reached, strict=True)]
-    assert by_place(texts) == pytest.approx(expected, abs=1e-4)
-    assert by_place([torch.tensor([1.0, 0.5, 1.0])]) == [0.8333, 0.6667, 1.0, 0.0]
+    assert acceptance_by_place(texts) == pytest.approx(expected, abs=1e-4)
+    assert acceptance_by_place([torch.tensor([1.0, 0.5, 1.0])]) == [
+        0.8333,
+        0.6667,
+        1.0,
+        0.0,
+    ]
     assert tokens_per_pass([0.5, 0.5]) == 1.75

@@ -18,14 +18,14 @@ from jetdraft.errors import CheckpointError, OptionError, OutputError, PairError
 from jetdraft.methods.draft import task as draft_task
 from jetdraft.methods.draft.task import (
     LOSSES,
-    SHARE,
+    MOST_READ_SHARE,
     ModelSettings,
     ModelTask,
     advised_config,
     cost_share,
     new_config,
 )
-from jetdraft.train.run_folder import STATE
+from jetdraft.train.run_folder import STATE_FILE
 from tests.tiny import (
     VOCAB_SIZE,
     llama_config,
@@ -59,7 +59,7 @@ def test_a_new_drafter_learns_with_every_loss(target, text, tmp_path, loss):
     before, after = seen[0].validation, seen[-1].validation
     assert np.mean(after["agreement"]) > np.mean(before["agreement"]) + 0.3
     assert after["acceptance"][0] > before["acceptance"][0] + 0.1
-    assert not (tmp_path / "out" / STATE).exists()
+    assert not (tmp_path / "out" / STATE_FILE).exists()
 
 
 @pytest.fixture(scope="module")
@@ -244,10 +244,10 @@ def test_the_advised_size_is_the_largest_that_is_cheap(tmp_path):
     for draft_vocab in (None, 256):
         advised = advised_config(checkpoint, None, None, draft_vocab)
         share = cost_share(advised.to_dict(), whole, draft_vocab)
-        assert share <= SHARE
+        assert share <= MOST_READ_SHARE
         sizes = advised.num_hidden_layers, advised.hidden_size + 64
         wider = new_config(checkpoint, *sizes).to_dict()
-        assert cost_share(wider, whole, draft_vocab) > SHARE
+        assert cost_share(wider, whole, draft_vocab) > MOST_READ_SHARE
         widths.append(advised.hidden_size * advised.num_hidden_layers)
     assert widths[1] > widths[0]
     fixed = advised_config(checkpoint, 3, None, None)

@@ -99,7 +99,7 @@ def test_states_from_the_disk_teach_the_same(target, text, tmp_path, monkeypatch
     assert trained("2", cached)["losses"] == pytest.approx(figures["losses"], rel=1e-2)
     assert list((tmp_path / "states").glob("states-0-*.safetensors"))
     assert not list((tmp_path / "states").glob(".*"))
-    monkeypatch.setattr(teacher, "computed", None)
+    monkeypatch.setattr(teacher, "compute_states", None)
     assert trained("3", cached)["losses"] == pytest.approx(figures["losses"], rel=1e-2)
     with pytest.raises(OutputError, match="other taps"):
         trained("4", replace(cached, taps=(1, 2, 3)))

@@ -117,8 +117,8 @@ def test_the_mean_over_parts_of_a_batch_is_that_of_the_batch(streamed):
     """Processes have a part each, with other numbers of learned places."""
     task = StreamTask(StreamTaskSettings(mode=SHARED, gamma=GAMMA))
     every = torch.tensor([5 + 4, 4 + 3, 3 + 2, 2 + 1])
-    two = SimpleNamespace(processes=2, reduced=lambda places: every)
-    one = SimpleNamespace(processes=1, reduced=lambda places: places)
+    two = SimpleNamespace(processes=2, sum_over_processes=lambda places: every)
+    one = SimpleNamespace(processes=1, sum_over_processes=lambda places: places)
     with torch.no_grad():
         whole = task.loss(one, streamed, collate(SEQUENCES))
         parts = [task.loss(two, streamed, collate([part])) for part in SEQUENCES]

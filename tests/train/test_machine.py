@@ -10,9 +10,9 @@ import torch
 
 from jetdraft.errors import OptionError
 from jetdraft.train import machine
-from jetdraft.train.machine import Muon, held_back, precision
+from jetdraft.train.machine import Muon, defer_interrupts, precision
 from jetdraft.train.run import Run
-from jetdraft.train.training import check_share
+from jetdraft.train.training import check_batch_size
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
@@ -32,7 +32,7 @@ def orthogonal(gradient: torch.Tensor) -> torch.Tensor:
 def test_steps_are_bfloat16_only_where_that_is_fast(
     monkeypatch: pytest.MonkeyPatch, fast: bool
 ) -> None:
-    monkeypatch.setattr(machine, "is_fast", lambda device: fast)
+    monkeypatch.setattr(machine, "has_fast_bfloat16", lambda device: fast)
     torch.manual_seed(3)
     matrix = torch.nn.Parameter(torch.zeros(16, 24))
     gradient = matrix.grad = torch.randn(16, 24)
@@ -48,7 +48,7 @@ def test_steps_are_bfloat16_only_where_that_is_fast(
 
 def test_only_its_own_products_are_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a closure computes, and what another thread does, stays bfloat16."""
-    monkeypatch.setattr(machine, "is_fast", lambda device: False)
+    monkeypatch.setattr(machine, "has_fast_bfloat16", lambda device: False)
     matrix, dtypes = torch.nn.Parameter(torch.zeros(4, 6)), []
 
     def closure() -> torch.Tensor:
@@ -64,7 +64,7 @@ def test_only_its_own_products_are_in_float32(monkeypatch: pytest.MonkeyPatch) -
 def test_steps_are_those_of_torch_where_bfloat16_is_fast(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(machine, "is_fast", lambda device: True)
+    monkeypatch.setattr(machine, "has_fast_bfloat16", lambda device: True)
     torch.manual_seed(5)
     one, other = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
     ours = Muon([one], lr=0.02)
@@ -92,7 +92,7 @@ def test_ctrl_c_waits_for_the_end_of_a_step():
     before = signal.getsignal(signal.SIGINT)
 
     def step():
-        with held_back():
+        with defer_interrupts():
             os.kill(os.getpid(), signal.SIGINT)
             steps.append(1)
 
@@ -100,14 +100,14 @@ def test_ctrl_c_waits_for_the_end_of_a_step():
         step()
     assert steps == [1]
     assert signal.getsignal(signal.SIGINT) is before
-    with held_back():
+    with defer_interrupts():
         steps.append(2)
-    with pytest.raises(ZeroDivisionError), held_back():
+    with pytest.raises(ZeroDivisionError), defer_interrupts():
         steps.append(1 / 0)
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_batch_has_a_part_for_each_process():
-    check_share(2, processes=2)
+    check_batch_size(2, processes=2)
     with pytest.raises(OptionError, match="--batch-size 3 or more"):
-        check_share(2, processes=3)
+        check_batch_size(2, processes=3)

@@ -12,7 +12,7 @@ from transformers import MistralConfig
 from jetdraft.checkpoints.prompts import PromptSettings
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.methods.ppd.task import PpdTask
-from jetdraft.train.prompts import visible
+from jetdraft.train.prompts import prompt_mask
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as run_jetdraft
 from tests.tiny import SIZES, llama_config, save_checkpoint
@@ -23,7 +23,11 @@ LAYERS = 4
 
 def test_members_see_their_own_kind_only():
     """Two places with two prompt tokens of two members each."""
-    seen = visible(torch.tensor([[1, 3]]), 4, PromptSettings(2, 2))[0, 0].int().tolist()
+    seen = (
+        prompt_mask(torch.tensor([[1, 3]]), 4, PromptSettings(2, 2))[0, 0]
+        .int()
+        .tolist()
+    )
     first, second = [1, 1, 0, 0], [1, 1, 1, 1]
     assert seen == [
         [*first, 1, 0, 0, 0, 0, 0, 0, 0],

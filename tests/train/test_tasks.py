@@ -43,7 +43,7 @@ from jetdraft.methods.stream.task import StreamTask, StreamTaskSettings
 from jetdraft.runtime.planning.registry import load_object, methods
 from jetdraft.train.heads import HeadSettings, LayerSettings
 from jetdraft.train.run import TrainingOptions
-from jetdraft.train.run_folder import STATE, RunFolder
+from jetdraft.train.run_folder import STATE_FILE, RunFolder
 from jetdraft.train.sec import SecSettings, SecTask
 from jetdraft.train.task import Task
 from tests.sources import CONFIGS, save
@@ -148,7 +148,7 @@ def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(targets, tmp_path, 
     with pytest.raises(KeyboardInterrupt):
         # No validation follows the third step.
         prepared(targets, name, tmp_path / "cut").run(interrupt(3))
-    assert (tmp_path / "cut" / STATE).is_file()
+    assert (tmp_path / "cut" / STATE_FILE).is_file()
     kind = KINDS[name]
     other = prepared(targets, name, tmp_path / "cut", kind.change)
     with pytest.raises(OutputError, match=rf"other settings.*{kind.changed}"):
@@ -193,7 +193,7 @@ def test_a_loss_that_is_no_number_keeps_what_was_learned(
     with pytest.raises(TrainingError, match=message):
         run.run(nothing)
     assert all(w.float().isfinite().all() for w in weights_of(run).values())
-    assert torch.load(tmp_path / "out" / STATE, weights_only=True)["step"] == 2
+    assert torch.load(tmp_path / "out" / STATE_FILE, weights_only=True)["step"] == 2
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -222,17 +222,17 @@ def test_a_kill_in_the_last_save_is_mended_by_the_next_run(
     targets, tmp_path, monkeypatch, last
 ):
     """`last` is the last file that was written; weights and state may differ then."""
-    write, options = RunFolder._replace, replace(OPTIONS, steps=2)
+    write, options = RunFolder._replace_file, replace(OPTIONS, steps=2)
 
     def killed(folder, name, contents):
         write(folder, name, contents)
-        state = torch.load(folder.path / STATE, weights_only=True)
+        state = torch.load(folder.path / STATE_FILE, weights_only=True)
         if name == last and state["step"] == 2:
             raise SystemExit
 
     whole = prepared(targets, "sec", tmp_path / "whole", options=options)
     whole.run(nothing)
-    monkeypatch.setattr(RunFolder, "_replace", killed)
+    monkeypatch.setattr(RunFolder, "_replace_file", killed)
     with pytest.raises(SystemExit):
         prepared(targets, "sec", tmp_path / "out", options=options).run(nothing)
     monkeypatch.undo()
@@ -270,9 +270,9 @@ def test_an_interrupt_of_the_first_validation_can_be_gone_on_from(targets, stopp
 
 @pytest.mark.parametrize("content", [b"", b"not a state", None])
 def test_a_damaged_state_is_refused(targets, stopped, content):
-    (stopped / STATE).unlink()
+    (stopped / STATE_FILE).unlink()
     if content is not None:
-        (stopped / STATE).write_bytes(content)
+        (stopped / STATE_FILE).write_bytes(content)
     before = (stopped / "streams.safetensors").read_bytes()
     with pytest.raises(OutputError, match="another folder"):
         prepared(targets, "stream", stopped).run(nothing)
@@ -284,7 +284,7 @@ def test_other_data_and_another_target_do_not_go_on(targets, stopped, tmp_path):
     other.write_text(PERIOD * 101)
     with pytest.raises(OutputError, match=r"other settings \(data\)"):
         prepared(targets, "stream", stopped, data=other).run(nothing)
-    for name in (STATE, "streams.json", "streams.safetensors"):
+    for name in (STATE_FILE, "streams.json", "streams.safetensors"):
         (stopped / name).unlink()
     with pytest.raises(CheckpointError, match="let it go on"):
         export(str(stopped), tmp_path / "bundle")

@@ -90,18 +90,18 @@ def texts(model, tmp_path):
 def whole(texts, tmp_path, monkeypatch):
     """Ten texts that were written at once, in shards of four."""
     monkeypatch.setattr(written_texts, "SHARD_TEXTS", 4)
-    return replace(texts, folder=tmp_path / "one").completed(examples(10), range(10))
+    return replace(texts, folder=tmp_path / "one").complete(examples(10), range(10))
 
 
 def test_prompts_stay_and_lengths_are_kept(texts):
     before = examples(6)
-    after = texts.completed(before, range(6))
+    after = texts.complete(before, range(6))
     for old, new, size in zip(before, after, [5, 16, 3] * 2, strict=True):
         assert new.ids[:size] == old.ids[:size]
         assert new.learned == [place >= size for place in range(len(new.ids))]
         assert len(new.ids) <= (len(old.ids) if old.is_written else 24)
         assert new.is_written
-    some = replace(texts, identity="others").completed(before, [2, 5])
+    some = replace(texts, identity="others").complete(before, [2, 5])
     same = [one == two for one, two in zip(some, before, strict=True)]
     assert same == [True, True, False] * 2
 
@@ -117,17 +117,17 @@ def test_a_stopped_writing_goes_on_after_its_last_shard(texts, whole):
 
     stopped, ticks = replace(texts, write=stopping), []
     with pytest.raises(KeyboardInterrupt):
-        stopped.completed(examples(10), range(10))
+        stopped.complete(examples(10), range(10))
     assert len(list(texts.folder.iterdir())) == 1
-    again = stopped.completed(
+    again = stopped.complete(
         examples(10), range(10), lambda *state: ticks.append(state)
     )
     assert again == whole
     assert len(calls) == 4  # the first shard was not written again
     assert ticks[-1] == (10, 10)
-    replace(texts, identity="another target").completed(examples(1), [0])
+    replace(texts, identity="another target").complete(examples(1), [0])
     assert len(list(texts.folder.iterdir())) == 4  # beside the three
-    texts.forget()
+    texts.delete()
     assert not texts.folder.exists()
 
 
@@ -141,13 +141,13 @@ def test_a_large_batch_fills_several_files(texts, whole):
 
     for size in (9, 2):  # in the second run nothing is written again
         own = replace(texts, batch_size=size, write=counting)
-        assert own.completed(examples(10), range(10)) == whole
+        assert own.complete(examples(10), range(10)) == whole
         assert sizes == [8, 2]
         assert len(list(texts.folder.iterdir())) == 3
 
 
 def test_batches_are_halved_where_memory_ends(texts, tmp_path):
-    whole = texts.completed(examples(10), range(10))
+    whole = texts.complete(examples(10), range(10))
     sizes, most = [], 3
 
     def small(*arguments):
@@ -157,11 +157,11 @@ def test_batches_are_halved_where_memory_ends(texts, tmp_path):
         return continuations(*arguments)
 
     limited = replace(texts, folder=tmp_path / "2", batch_size=10, write=small)
-    assert limited.completed(examples(10), range(10)) == whole
+    assert limited.complete(examples(10), range(10)) == whole
     assert sizes == [10, 5, 3, 3, 3, 1]
     most = 0
     with pytest.raises(torch.OutOfMemoryError):
-        replace(limited, folder=tmp_path / "3").completed(examples(2), range(2))
+        replace(limited, folder=tmp_path / "3").complete(examples(2), range(2))
 
 
 def test_processes_share_the_shards(texts, whole, monkeypatch):
@@ -171,7 +171,7 @@ def test_processes_share_the_shards(texts, whole, monkeypatch):
 
     def run(process):
         own = replace(texts, process=process, processes=2)
-        shares[process] = own.completed(
+        shares[process] = own.complete(
             examples(10), range(10), lambda *state: ticks[process].append(state)
         )
 
@@ -188,12 +188,12 @@ def test_processes_share_the_shards(texts, whole, monkeypatch):
 def test_a_process_that_is_gone_is_named_and_a_damaged_shard_too(texts, monkeypatch):
     monkeypatch.setattr(written_texts, "WAIT_SECONDS", 0.0)
     with pytest.raises(TrainingError, match="share the output folder"):
-        replace(texts, process=1, processes=2).completed(examples(2), range(2))
-    texts.completed(examples(2), range(2))
+        replace(texts, process=1, processes=2).complete(examples(2), range(2))
+    texts.complete(examples(2), range(2))
     [file] = texts.folder.iterdir()
     file.write_text(file.read_text()[:-9])
     with pytest.raises(DataError, match=r"is damaged.*delete it"):
-        texts.completed(examples(2), range(2))
+        texts.complete(examples(2), range(2))
 
 
 def test_a_short_text_beside_a_long_prompt_stays_inside_the_positions():

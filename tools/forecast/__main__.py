@@ -13,14 +13,14 @@ from pathlib import Path
 import click
 
 from jetdraft.bundle import Bundle
-from jetdraft.cli import Tool
+from jetdraft.cli import StandaloneCommand
 from jetdraft.cli.flags import bundle_argument, json_option
 from jetdraft.errors import CheckError
 from tools.forecast.forecast import forecasts
 from tools.forecast.kernel_table import TABLES
 
 
-@click.command("forecast", cls=Tool)
+@click.command("forecast", cls=StandaloneCommand)
 @bundle_argument
 @click.argument("provider", type=click.Choice(TABLES))
 @json_option

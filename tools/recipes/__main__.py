@@ -15,10 +15,16 @@ from typing import Any
 
 import click
 
-from jetdraft.cli import Tool
-from jetdraft.cli.command import keywords, option
+from jetdraft.cli import StandaloneCommand
+from jetdraft.cli.command import keyword_flags, option
 from jetdraft.cli.console import ProgressBars
-from jetdraft.cli.flags import PATH, json_option, new_file, report_option, write_json
+from jetdraft.cli.flags import (
+    PATH,
+    check_new_file,
+    json_option,
+    report_option,
+    write_json,
+)
 from jetdraft.errors import OptionError
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import LoadOptions
@@ -47,7 +53,7 @@ COMPARED_DRAFTERS = ("int8-rtn-b32", "int4-rtn-b32", "int4-gptq-b32")
 ALL = "all"
 
 
-@click.command("recipes", cls=Tool)
+@click.command("recipes", cls=StandaloneCommand)
 @click.argument("target")
 @option(
     "checkpoint",
@@ -82,7 +88,7 @@ ALL = "all"
     type=PATH,
     help="A text to measure on; default: a text of the unquantized target.",
 )
-@keywords(LoadOptions, only=("threads",))
+@keyword_flags(LoadOptions, only=("threads",))
 @json_option
 @report_option
 @option(
@@ -152,7 +158,7 @@ def _new_picture(value: Path | None) -> Path | None:
     """Refuse a bad place, or no matplotlib, before the work."""
     if value is not None and find_spec("matplotlib") is None:
         raise click.BadParameter("a picture needs matplotlib; pip install matplotlib")
-    value = new_file(value)
+    value = check_new_file(value)
     if value is not None and value.exists():
         with value.open("rb") as handle:
             if handle.read(8) not in (b"", b"\x89PNG\r\n\x1a\n"):

@@ -22,7 +22,11 @@ from jetdraft.recipe import HEAD, SYMMETRIC, Recipe
 
 CONFIG = "config.json"
 STATE_BYTES = 4
+"""Bytes of a number in the state of linear attention."""
+
 MAX_SIZE = 10_000_000
+"""The largest size that a config may have."""
+
 SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     "vocab_size",
@@ -31,18 +35,19 @@ LINEAR_SIZES = (
     *("linear_num_key_heads", "linear_num_value_heads"),
     *("linear_key_head_dim", "linear_value_head_dim"),
 )
+"""Sizes that a config must have, and further ones for layers of linear attention."""
 
-HALF, SINGLE = 2.0, 4.0
-"""Bytes of a float on a GPU and on a CPU: of a weight, a scale, or a number in the KV
+HALF_BYTES, SINGLE_BYTES = 2.0, 4.0
+"""Bytes of a float on a GPU, and on a CPU: of a weight, a scale, or a number in the KV
 buffers."""
 
 RUNTIME_MB = 846.0
-"""Memory of a session beside weights, KV and logits; fitted, see docs/devices.md."""
+"""MB of 10^6 bytes of a session beside weights and KV; fitted, see docs/devices.md."""
 
 
 @dataclass(frozen=True)
 class Dimensions:
-    """The numbers of a decoder's weights and of the values that its caches hold.
+    """How many weights a decoder has, and how many numbers its caches hold.
 
     `matrices` counts the weights of the layers' matrices, `head` the weights of the LM
     head; the embedding has as many, and where `tied` the two are one matrix.
@@ -60,7 +65,7 @@ class Dimensions:
 
     @classmethod
     def read(cls, path: Path) -> Dimensions:
-        """Read a config file or its folder; raises `CheckpointError`."""
+        """Read a config.json, or the folder with it; raises `CheckpointError`."""
         file = path / CONFIG if path.is_dir() else path
         if (path / MANIFEST).is_file():
             raise CheckpointError(
@@ -113,7 +118,7 @@ class Dimensions:
                 "cannot predict; give a dense model"
             )
         tied = config.get("tie_word_embeddings", False) if tied is None else tied
-        linear = _linear_layers(config)
+        linear = _count_linear_layers(config)
         _check_sizes(config, SIZES + (LINEAR_SIZES if linear else ()))
         hidden, layers = config["hidden_size"], config["num_hidden_layers"]
         heads = config["num_attention_heads"]
@@ -146,7 +151,7 @@ class Dimensions:
 
     @property
     def weights(self) -> int:
-        """The number of all weights, without the norms."""
+        """The number of all weights but the weights of norms."""
         return self.matrices + self.head * (1 if self.tied else 2)
 
 
@@ -163,7 +168,8 @@ def _check_sizes(config: dict[str, Any], needed: tuple[str, ...]) -> None:
             )
 
 
-def _linear_layers(config: dict[str, Any]) -> int:
+def _count_linear_layers(config: dict[str, Any]) -> int:
+    """The number of layers with linear attention; 0 where the config names none."""
     kinds = config.get("layer_types")
     if kinds:
         return sum(kind == "linear_attention" for kind in kinds)
@@ -175,7 +181,7 @@ def _linear_layers(config: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The shares of the peak rates that passes reach, the same for every model.
+    """Which shares of a device's peak rates passes reach; the same for every model.
 
     `bandwidth` is a share of the memory bandwidth; `compute` holds shares of the dense
     fp16 rate by compute capability. `pass_ms` is the time of launches and the host.
@@ -196,25 +202,29 @@ costs on a CPU is not known."""
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadedDecoder:
     """A decoder in memory, with the weights of a recipe and floats of `float_bytes`."""
 
     sizes: Dimensions
     recipe: Recipe
-    float_bytes: float = HALF
+    float_bytes: float = HALF_BYTES
 
     @property
     def weight_bytes(self) -> float:
         """Bytes per weight of the layers, on average."""
-        plain = self._bytes(replace(self.recipe, head=None, raised=()))
+        plain = self._bytes_per_weight(replace(self.recipe, head=None, raised=()))
         raised = self.recipe.raised
-        more = self._bytes(self.recipe.of_unit(str(raised[0]))) if raised else plain
+        more = (
+            self._bytes_per_weight(self.recipe.of_unit(str(raised[0])))
+            if raised
+            else plain
+        )
         return plain + len(raised) / self.sizes.layers * (more - plain)
 
     @property
     def head_bytes(self) -> float:
-        """Bytes per weight of the head, and of an embedding beside it."""
-        return self._bytes(self.recipe.of_unit(HEAD))
+        """Bytes per weight of the LM head, and of the embedding beside it."""
+        return self._bytes_per_weight(self.recipe.of_unit(HEAD))
 
     @property
     def kv_bytes(self) -> float:
@@ -222,14 +232,14 @@ class Load:
         return self.recipe.kv_bits / 8 or self.float_bytes
 
     def pass_bytes(self, context: int) -> float:
-        """The bytes that a pass of one row reads after `context` tokens."""
+        """The bytes that a pass of one row reads, after `context` tokens."""
         sizes = self.sizes
         weights = sizes.matrices * self.weight_bytes + sizes.head * self.head_bytes
         state = 2 * sizes.state_values * STATE_BYTES
         return weights + context * sizes.kv_values * self.kv_bytes + state
 
     def memory_mb(self, capacity: int) -> float:
-        """The size of weights, KV buffers and state, in 10^6 bytes."""
+        """The MB of 10^6 bytes of weights, KV buffers of `capacity` rows, and state."""
         sizes = self.sizes
         # A tied head and embedding of the same format are one tensor.
         embedding = 0.0 if sizes.tied else sizes.head * self.head_bytes
@@ -260,7 +270,7 @@ class Load:
         rate = mode.fp16_tflops * efficiency.compute[capability]
         return 2 * (self.sizes.matrices + self.sizes.head) / (rate * 1e9)
 
-    def _bytes(self, recipe: Recipe) -> float:
+    def _bytes_per_weight(self, recipe: Recipe) -> float:
         """Bytes per weight of a scheme: its bits, and a scale and a zero per block."""
         if recipe.bits is None:
             return self.float_bytes

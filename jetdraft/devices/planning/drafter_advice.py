@@ -22,27 +22,32 @@ from pathlib import Path
 from typing import Any
 
 from jetdraft.contracts.constants import WIDEST
-from jetdraft.devices.planning.cost_model import Dimensions, Load
+from jetdraft.devices.planning.cost_model import Dimensions, LoadedDecoder
 from jetdraft.devices.planning.plan import DRAFTER, Board, Choice, MethodCost, Question
 from jetdraft.recipe import Recipe
 
-SHARE = 0.05
-"""What a draft step should read at most, as a share of what a pass of the target
-reads; reading bounds the time of both (docs/devices.md)."""
+MOST_READ_SHARE = 0.05
+"""The most bytes that a draft step should read, as a share of the bytes that a pass of
+the target reads; reading bounds the time of both (docs/devices.md)."""
 
 TOKENS_PER_WEIGHT = 200
 """Tokens to train on for each weight: they leave half of what the usual 20 leave above
 the loss of endless training. Training costs once, a weight in every draft."""
 
 EXPONENT = 0.3
-USUAL = 20
+"""The exponent e of the law; an assumption."""
+
+USUAL_TOKENS_PER_WEIGHT = 20
 """Tokens per weight at which more weights and more tokens gain alike."""
 
 LAYERS = (1, 2, 3, 4)
-STEPS = 16
-"""Widths that are compared: parts of the target's width, in heads of 64."""
+WIDTH_STEPS = 16
+"""The layers and the number of widths that are compared; widths are sixteenths of the
+target's, in heads of 64."""
 
 HEAD_SIZE = 64
+"""The head size of compared drafters; their widths are multiples of it."""
+
 _CHAINS = (MethodCost("drafter", DRAFTER, trees=False),)
 
 
@@ -63,7 +68,7 @@ class Drafter:
     choice: Choice
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """The prediction as a JSON object, rounded."""
         return {
             "layers": self.layers,
             "hidden_size": self.hidden_size,
@@ -77,9 +82,9 @@ class Drafter:
         }
 
 
-def excess(weights: float, tokens: float) -> float:
-    """The part of the loss above E that is left, up to a factor."""
-    return float(weights**-EXPONENT + (tokens / USUAL) ** -EXPONENT)
+def excess_loss(weights: float, tokens: float) -> float:
+    """The loss above E, up to a factor, of a model with `weights` after `tokens`."""
+    return float(weights**-EXPONENT + (tokens / USUAL_TOKENS_PER_WEIGHT) ** -EXPONENT)
 
 
 @dataclass(frozen=True)
@@ -87,9 +92,9 @@ class Advisor:
     """Compares drafters for the target of a question, on its device.
 
     The question names the acceptance of its own drafter, or else of the largest drafter
-    whose step reads `SHARE` of a pass; it is taken to have seen `TOKENS_PER_WEIGHT`
-    tokens for each weight. A drafter can draft `draft_vocab` tokens, which make up the
-    share `coverage` of the text.
+    whose step reads `MOST_READ_SHARE` of a pass; it is taken to have seen
+    `TOKENS_PER_WEIGHT` tokens for each weight. A drafter can draft `draft_vocab`
+    tokens, which make up the share `coverage` of the text.
     """
 
     question: Question
@@ -98,21 +103,25 @@ class Advisor:
 
     def best(self) -> Drafter:
         """The fastest drafter after `TOKENS_PER_WEIGHT` tokens for each weight."""
-        drafters = (self.predicted(*shape) for shape in self.shapes())
+        drafters = (self.predict(*shape) for shape in self.shapes())
         return max(drafters, key=lambda one: one.choice.tokens_per_second)
 
     @cached_property
     def _target(self) -> Dimensions:
+        """The dimensions of the target."""
         return Dimensions.read(self.question.target)
 
     def shapes(self) -> list[tuple[int, int]]:
-        """The layers and the width of the drafters that are compared."""
+        """The number of layers and the width of each drafter that is compared."""
         heads = max(1, self._target.hidden_size // HEAD_SIZE)
-        widths = {HEAD_SIZE * max(1, heads * n // STEPS) for n in range(1, STEPS + 1)}
+        widths = {
+            HEAD_SIZE * max(1, heads * n // WIDTH_STEPS)
+            for n in range(1, WIDTH_STEPS + 1)
+        }
         return list(itertools.product(LAYERS, sorted(widths)))
 
-    def _sizes(self, layers: int, width: int) -> Dimensions:
-        """The sizes of a Llama, as `train draft` makes it."""
+    def _dimensions(self, layers: int, width: int) -> Dimensions:
+        """The dimensions of a Llama, as `jetdraft train draft` makes it."""
         target = self._target
         return Dimensions.of(
             {
@@ -126,33 +135,37 @@ class Advisor:
         )
 
     @cached_property
-    def _reference(self) -> int:
-        """The weights of the drafter that has the question's acceptance."""
+    def _reference_weights(self) -> int:
+        """The number of weights of the drafter that has the question's acceptance."""
         if self.question.drafter is not None:
             return Dimensions.read(Path(self.question.drafter)).weights
         context = self.question.context
-        most = SHARE * Load(self._target, self.question.recipe).pass_bytes(context)
-        shapes = [self._sizes(*shape) for shape in self.shapes()]
+        most = MOST_READ_SHARE * LoadedDecoder(
+            self._target, self.question.recipe
+        ).pass_bytes(context)
+        shapes = [self._dimensions(*shape) for shape in self.shapes()]
         recipe = Recipe.for_drafter(self.question.recipe)
-        cheap = [s for s in shapes if Load(s, recipe).pass_bytes(context) <= most]
+        cheap = [
+            s for s in shapes if LoadedDecoder(s, recipe).pass_bytes(context) <= most
+        ]
         return max((s.weights for s in cheap), default=min(s.weights for s in shapes))
 
-    def predicted(
+    def predict(
         self, layers: int, width: int, tokens_per_weight: int = TOKENS_PER_WEIGHT
     ) -> Drafter:
-        """A drafter of this shape after this number of tokens for each weight."""
-        question, sizes = self.question, self._sizes(layers, width)
+        """Predict a drafter of this shape, trained on this many tokens per weight."""
+        question, sizes = self.question, self._dimensions(layers, width)
         weights, cut = sizes.weights, sizes
         if self.draft_vocab is not None:  # its LM head is cut
             head = min(sizes.head, sizes.hidden_size * self.draft_vocab)
             cut = replace(sizes, head=head)
-        load = Load(cut, Recipe.for_drafter(question.recipe))
-        reference = self._reference
-        usual_excess = excess(reference, TOKENS_PER_WEIGHT * reference)
-        own_excess = excess(weights, tokens_per_weight * weights)
+        load = LoadedDecoder(cut, Recipe.for_drafter(question.recipe))
+        reference = self._reference_weights
+        usual_excess = excess_loss(reference, TOKENS_PER_WEIGHT * reference)
+        own_excess = excess_loss(weights, tokens_per_weight * weights)
         missed = (1.0 - question.acceptance) * own_excess / usual_excess
         acceptance = max(0.0, 1.0 - missed) * self.coverage
-        target = Load(self._target, question.recipe)
+        target = LoadedDecoder(self._target, question.recipe)
         mode = question.profile.power_mode(question.power_mode)
         board = Board(question.profile, mode, question.context, target, load)
         choices = (

@@ -19,30 +19,36 @@ from jetdraft.devices.device import Device, PowerMode
 from jetdraft.devices.planning.cost_model import (
     BOUND,
     FITTED,
-    HALF,
+    HALF_BYTES,
     RUNTIME_MB,
-    SINGLE,
+    SINGLE_BYTES,
     Dimensions,
     Efficiency,
-    Load,
+    LoadedDecoder,
 )
 from jetdraft.errors import DeviceError, OptionError
 from jetdraft.options import Flag
 from jetdraft.recipe import Recipe
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 60, 64)
+"""Rows of a pass that are compared."""
+
 SYSTEM_MB = 1500.0
-"""Memory that the system keeps for itself, without a desktop; an assumption."""
+"""MB of 10^6 bytes that the system keeps, without a desktop; an assumption."""
 
 NONE, CHAIN, TREE = "none", "chain", "tree"
+"""The method of plain decoding, and the shapes of drafts."""
+
 DRAFTER, PROBES, FREE = "drafter", "probes", "free"
-"""What drafts cost: passes of the drafter, probes in the target's pass, or nothing."""
+"""Costs of a draft: passes of the drafter, probes in the target's pass, nothing."""
 
 SCHEMES = ("none", "int8", "int4")
 """Quantizations that can be exported; a device may have arithmetic for others."""
 
 CPU = "cpu"
 PROVIDERS = (CPU, "cuda", "tensorrt")
+"""Providers that a plan may be for; all but the CPU are planned as the GPU."""
+
 ON_CPU = (
     "at most, for the CPU: the memory's bandwidth alone, and another engine's memory "
     "of the runtime; jetdraft has never run on a Jetson"
@@ -51,15 +57,15 @@ ON_GPU = (
     "for the GPU, by the constants of another engine, TensorRT Edge-LLM 0.10; jetdraft "
     "has never run on a Jetson"
 )
-"""What a prediction is for, and what it is made of."""
+"""The `basis` of a plan for the CPU and for the GPU."""
 
 STREAM_LAYERS = 2
-"""Top layers that probes pass through, by default in `jetdraft train stream`."""
+"""Top layers that probes run through, by default in `jetdraft train stream`."""
 
 
 @dataclass(frozen=True)
 class MethodCost:
-    """A method to compare, what its drafts cost, and whether it drafts trees too.
+    """A method to compare: what its drafts cost, and whether it drafts trees too.
 
     `cost` "drafter" is a pass of the drafter for each drafted level, "probes" are
     further rows through the target's top layers, and "free" is nothing.
@@ -109,7 +115,7 @@ class Plan:
 
     @property
     def needed_mb(self) -> float:
-        """The memory of all parts."""
+        """The memory of all parts, in MB of 10^6 bytes."""
         return sum(self.memory_mb.values())
 
     @property
@@ -121,7 +127,7 @@ class Plan:
     def best(self) -> Choice:
         """The fastest choice that this runtime can run, plain decoding included.
 
-        Free drafts, which have another acceptance than the drafter's, do not count.
+        Free drafts do not count beside a drafter's: their acceptance is another.
         """
         has_drafter = any(choice.cost == DRAFTER for choice in self.rows)
         choices = [
@@ -132,7 +138,7 @@ class Plan:
         return max(choices, key=lambda choice: choice.tokens_per_second)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """The plan as a JSON object, rounded."""
         parts = {name: round(mb, 1) for name, mb in self.memory_mb.items()}
         names = ("provider", "basis", "device", "power_mode", "quantization", "context")
         return {
@@ -146,8 +152,8 @@ class Plan:
             "pass_ms_by_width": {
                 str(width): round(ms, 3) for width, ms in self.pass_ms_by_width.items()
             },
-            "best": _rounded(self.best),
-            "rows": [_rounded(choice) for choice in self.rows],
+            "best": _choice_json(self.best),
+            "rows": [_choice_json(choice) for choice in self.rows],
         }
 
 
@@ -224,7 +230,7 @@ class Question:
 
     @property
     def profile(self) -> Device:
-        """The profile of the device."""
+        """The profile of the device; raises `DeviceError` for an unknown name."""
         return Device.named(self.device)
 
     @property
@@ -243,12 +249,12 @@ def plan(question: Question) -> Plan:
     device = question.profile
     mode = device.power_mode(question.power_mode)
     recipe, on_cpu = question.recipe, question.on_cpu
-    float_bytes = SINGLE if on_cpu else HALF
-    target = Load(Dimensions.read(question.target), recipe, float_bytes)
+    float_bytes = SINGLE_BYTES if on_cpu else HALF_BYTES
+    target = LoadedDecoder(Dimensions.read(question.target), recipe, float_bytes)
     drafter = None
     if question.drafter is not None:
         sizes = Dimensions.read(Path(question.drafter))
-        drafter = Load(sizes, Recipe.for_drafter(recipe), float_bytes)
+        drafter = LoadedDecoder(sizes, Recipe.for_drafter(recipe), float_bytes)
     efficiency = BOUND if on_cpu else FITTED
     board = Board(device, mode, question.context, target, drafter, efficiency)
     methods, widths = ((), (1,)) if on_cpu else (question.methods, WIDTHS)
@@ -277,23 +283,23 @@ class Board:
     device: Device
     mode: PowerMode
     context: int
-    target: Load
-    drafter: Load | None
+    target: LoadedDecoder
+    drafter: LoadedDecoder | None
     efficiency: Efficiency = FITTED
 
     def pass_ms(self, width: int) -> float:
-        """The time of a pass of the target."""
-        return self._ms(self.target, width)
+        """The predicted milliseconds of a pass of the target with `width` rows."""
+        return self._load_pass_ms(self.target, width)
 
     @property
     def draft_ms(self) -> float:
-        """The time of a draft step; 0 without a drafter."""
-        return 0.0 if self.drafter is None else self._ms(self.drafter, 1)
+        """The predicted milliseconds of a draft step; 0.0 without a drafter."""
+        return 0.0 if self.drafter is None else self._load_pass_ms(self.drafter, 1)
 
     def choices(
         self, methods: tuple[MethodCost, ...], acceptance: float
     ) -> Iterator[Choice]:
-        """Plain decoding first, then every method at every width.
+        """Yield plain decoding, then every method at every width and shape.
 
         `acceptance` is the drafter's if there is a drafter, otherwise the probes'.
         """
@@ -315,7 +321,7 @@ class Board:
     def _draft_ms(self, cost: str, levels: list[tuple[int, float]]) -> float:
         """The time of drafting these levels, beside the pass that verifies them."""
         if cost == DRAFTER and self.drafter is not None:
-            return sum(self._ms(self.drafter, rows) for rows, _ in levels)
+            return sum(self._load_pass_ms(self.drafter, rows) for rows, _ in levels)
         if cost != PROBES:
             return 0.0
         # Each row carries a probe for each level; they run through the top layers and
@@ -328,7 +334,8 @@ class Board:
         row_ms = self.target.row_ms(self.mode, capability, self.efficiency)
         return probes * part * row_ms
 
-    def _ms(self, load: Load, width: int) -> float:
+    def _load_pass_ms(self, load: LoadedDecoder, width: int) -> float:
+        """The milliseconds of a pass of the target or the drafter with `width` rows."""
         capability = self.device.compute_capability
         return load.pass_ms(width, self.context, self.mode, capability, self.efficiency)
 
@@ -349,7 +356,7 @@ def expected_levels(
     return levels
 
 
-def refusal(question: Question, prediction: Plan) -> DeviceError:
+def does_not_fit_error(question: Question, prediction: Plan) -> DeviceError:
     """The error for a plan that does not fit: what is too much, and what would fit."""
     needed, available = prediction.needed_mb / 1e3, prediction.available_mb / 1e3
     return DeviceError(
@@ -360,7 +367,7 @@ def refusal(question: Question, prediction: Plan) -> DeviceError:
 
 
 def _what_fits(question: Question) -> str:
-    """Fewer bits on this device, or else other devices."""
+    """What would fit, in words: fewer bits on this device, else other devices."""
     own = question.recipe.scheme
     for scheme in ("int8", "int4"):
         if scheme != own and plan(replace(question, quantization=scheme)).fits:
@@ -377,7 +384,8 @@ def _what_fits(question: Question) -> str:
     )
 
 
-def _rounded(choice: Choice) -> dict[str, Any]:
+def _choice_json(choice: Choice) -> dict[str, Any]:
+    """A choice as a JSON object, rounded."""
     return {
         name: round(value, 3) if isinstance(value, float) else value
         for name, value in asdict(choice).items()

@@ -30,12 +30,12 @@ from jetdraft.methods.block.module import (
 from jetdraft.options import setting
 from jetdraft.train.attention import Masked, Masks
 from jetdraft.train.blocks import Blocks, BlockSettings, BlockTask, block_mask
-from jetdraft.train.data import IGNORED, Batch, Example, collate, examples_of
-from jetdraft.train.heads import stored
+from jetdraft.train.data import IGNORED, Batch, Example, collate, split_batch
+from jetdraft.train.heads import stored_tensors
 from jetdraft.train.machine import precision
 from jetdraft.train.run import Run
 from jetdraft.train.task import Published, Pupil, Sums, Tensors
-from jetdraft.train.teacher import Lesson, at
+from jetdraft.train.teacher import Lesson, rows_at
 from jetdraft.train.written_texts import source_continuations
 
 LAYERS = 2
@@ -62,7 +62,7 @@ class SourceBatch(Batch):
     @classmethod
     def of(cls, batch: Batch, start: Sequence[int]) -> SourceBatch:
         """The learned part of each row, behind the tokens `start`, about the rest."""
-        examples = examples_of(batch)
+        examples = split_batch(batch)
         sources = [example.ids[: example.prompt_size] for example in examples]
         texts = [
             Example.completed([*start, *example.ids[len(source) :]], len(start))
@@ -203,7 +203,7 @@ class SourceBlockTask(BlockTask):
         with torch.no_grad():
             logits = self.logits(drafter, lesson, blocks, places, shown, guessed)
         wrong = torch.zeros_like(guessed)
-        wrong[guessed] = logits.argmax(-1) != at(lesson.ids, places)[guessed]
+        wrong[guessed] = logits.argmax(-1) != rows_at(lesson.ids, places)[guessed]
         count = (wrong.sum(-1, keepdim=True) * lesson.glancing).round()
         order = blocks.chances.masked_fill(~guessed, torch.inf).argsort(-1).argsort(-1)
         return shown | (guessed & (order < count))
@@ -221,7 +221,7 @@ class SourceBlockTask(BlockTask):
         count = ids.shape[1]
         slots = torch.arange(size, device=ids.device)
         masks = drafter.config.vocab_size + slots
-        block = torch.where(is_known, at(ids, places), masks)
+        block = torch.where(is_known, rows_at(ids, places), masks)
         behind = (blocks.anchors[..., None] + 1 + slots).flatten(1)
         rows = torch.arange(count, device=ids.device).expand(len(ids), -1)
         positions = torch.cat([rows, behind], dim=1)
@@ -257,4 +257,4 @@ class SourceBlockTask(BlockTask):
 
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         fields = source_fields(run.target, self.config)
-        return fields, stored(weights, self.settings.half, lambda name: name)[1]
+        return fields, stored_tensors(weights, self.settings.half, lambda name: name)[1]

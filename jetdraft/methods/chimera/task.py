@@ -19,7 +19,7 @@ from jetdraft.methods.chimera.module import (
     Attention,
     Chimera,
 )
-from jetdraft.train.heads import PLACES, LayerTask, take_norm
+from jetdraft.train.heads import DRAFT_ROWS, LayerTask, copy_norm
 from jetdraft.train.run import Run
 from jetdraft.train.teacher import Lesson
 
@@ -38,7 +38,7 @@ class ChimeraTask(LayerTask):
         """
         width, model = self.config.hidden_size, run.target.model
         drafter = Chimera(self.config, model)
-        take_norm(drafter.norm, final_norm(model), width)
+        copy_norm(drafter.norm, final_norm(model), width)
         for matrix in (drafter.trigram["down"].weight, drafter.out.weight):
             assert isinstance(matrix, Tensor)
             nn.init.zeros_(matrix)
@@ -56,7 +56,7 @@ class ChimeraTask(LayerTask):
             *drafter.keys_values(features, rows[None]), known=rows < firsts[:, None]
         )
         state, parts = features[:, firsts - 1], []
-        for place in range(PLACES):
+        for place in range(DRAFT_ROWS):
             at = (firsts + place).clamp(max=count - 1)
             hidden, state = drafter(
                 trigrams[:, at], state, (at - 1)[None], seen.attention_at(place)

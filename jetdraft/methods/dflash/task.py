@@ -15,7 +15,7 @@ from jetdraft.errors import OptionError
 from jetdraft.methods.dflash.module import Dflash, default_output_layers
 from jetdraft.options import setting
 from jetdraft.train.blocks import BlockSettings, BlockTask
-from jetdraft.train.heads import config_of, layer_fields, stored
+from jetdraft.train.heads import layer_fields, make_config, stored_tensors
 from jetdraft.train.run import Run
 from jetdraft.train.task import Published, Tensors
 
@@ -54,7 +54,7 @@ class DFlashTask(BlockTask):
                 f"the taps {list(outputs)} are not outputs of layers that a head can "
                 f"read; give --taps with numbers from 0 to {depth - 2}"
             )
-        return config_of(
+        return make_config(
             run.target,
             BlockConfig,
             num_layers=layers,
@@ -70,7 +70,7 @@ class DFlashTask(BlockTask):
 
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         config = self.config
-        dtype, tensors = stored(weights, self.settings.half)
+        dtype, tensors = stored_tensors(weights, self.settings.half)
         fields = layer_fields(config) | {
             "dtype": dtype,
             "architectures": ["DFlashDraftModel"],

@@ -13,7 +13,7 @@ from jetdraft.errors import OptionError
 from jetdraft.methods.diffusion.module import MODEL_TYPE, Diffusion
 from jetdraft.options import setting
 from jetdraft.train.blocks import BlockSettings, BlockTask
-from jetdraft.train.heads import config_of, layer_fields, stored
+from jetdraft.train.heads import layer_fields, make_config, stored_tensors
 from jetdraft.train.run import Run
 from jetdraft.train.task import Published, Tensors
 
@@ -46,11 +46,11 @@ class DiffusionTask(BlockTask):
 
     def new_config(self, run: Run) -> HeadConfig:
         """What the settings say, or two layers half as wide as the target."""
-        whole = config_of(run.target, HeadConfig)
+        whole = make_config(run.target, HeadConfig)
         half = max(16, whole.hidden_size // 2 // 16 * 16)
         width = self.settings.hidden_size or half
         head_dim = next(size for size in (64, 32, 16) if width % size == 0)
-        return config_of(
+        return make_config(
             run.target,
             BlockConfig,
             3 * width,
@@ -73,6 +73,6 @@ class DiffusionTask(BlockTask):
         return drafter
 
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
-        dtype, tensors = stored(weights, self.settings.half)
+        dtype, tensors = stored_tensors(weights, self.settings.half)
         own = {"model_type": MODEL_TYPE, "block_size": self.config.slots}
         return layer_fields(self.config) | {"dtype": dtype} | own, tensors

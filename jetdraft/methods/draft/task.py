@@ -22,14 +22,14 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.draft_vocabulary import vocabulary_tensors
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.checkpoints.parameters import store_weights_in
-from jetdraft.devices.planning.cost_model import Dimensions, Load
-from jetdraft.devices.planning.drafter_advice import SHARE, TOKENS_PER_WEIGHT
+from jetdraft.devices.planning.cost_model import Dimensions, LoadedDecoder
+from jetdraft.devices.planning.drafter_advice import MOST_READ_SHARE, TOKENS_PER_WEIGHT
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.draft_vocab import check_tokens
 from jetdraft.options import setting
 from jetdraft.recipe import Recipe
-from jetdraft.train.data import Batch, Example, collate, examples_of
-from jetdraft.train.heads import stored
+from jetdraft.train.data import Batch, Example, collate, split_batch
+from jetdraft.train.heads import stored_tensors
 from jetdraft.train.labels import (
     BETA,
     DIVERGENCES,
@@ -37,17 +37,17 @@ from jetdraft.train.labels import (
     JENSEN_SHANNON,
     LabelCache,
     Labels,
-    by_place,
+    acceptance_by_place,
     exact_labels,
-    learned,
+    learned_mask,
     log_probabilities,
     tokens_per_pass,
 )
 from jetdraft.train.run import Run, TrainingOptions
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.task import DrafterSettings, Published, Task, Tensors
-from jetdraft.train.teacher import check_cache
-from jetdraft.train.written_texts import continuations, prompt_size, seed_of
+from jetdraft.train.teacher import check_cache_folder
+from jetdraft.train.written_texts import continuations, prompt_size, text_seed
 
 MOST_READINGS = 50
 """The most readings of a text by default; the trainer warns of more."""
@@ -180,7 +180,7 @@ class ModelTask(Task):
         return 2, "a drafter"
 
     def folder(self, output: Path) -> RunFolder:
-        check_cache(self.settings.cache)
+        check_cache_folder(self.settings.cache)
         return super().folder(output)
 
     def check(self, run: Run) -> None:
@@ -244,12 +244,15 @@ class ModelTask(Task):
 
     def batch(self, run: Run, batch: Batch) -> Batch:
         """The batch, of which the drafter has completed a share of the rows."""
-        share, numbers = self.settings.on_policy_share, run.numbers(len(batch.ids))
+        share, numbers = (
+            self.settings.on_policy_share,
+            run.sequence_numbers(len(batch.ids)),
+        )
         chosen = [n for n in numbers if int((n + 1) * share) > int(n * share)]
         if not chosen:
             return batch
         rows = [numbers.index(number) for number in chosen]
-        texts = examples_of(batch)
+        texts = split_batch(batch)
         sizes = [prompt_size(texts[row]) for row in rows]
         model = self.model.to(run.device).eval()
         written = continuations(
@@ -257,7 +260,7 @@ class ModelTask(Task):
             [texts[row].ids[:size] for row, size in zip(rows, sizes, strict=True)],
             [len(texts[row].ids) - s for row, s in zip(rows, sizes, strict=True)],
             set(run.target.eos_token_ids),
-            [seed_of(run.options.seed, number) for number in chosen],
+            [text_seed(run.options.seed, number) for number in chosen],
             None if self.ids is None else self.ids.to(run.device),
         )
         model.train()
@@ -311,13 +314,13 @@ class ModelTask(Task):
             _, labels = self.lesson(run, batch, False)
             sums = module(batch, labels)
             lost, count = lost + sums.lost.cpu(), count + len(sums.scores)
-            sizes = learned(batch).sum(-1).tolist()
+            sizes = learned_mask(batch).sum(-1).tolist()
             sampled += torch.split(labels.accepted(sums.scores).cpu(), sizes)
             greedy += torch.split(labels.agreed(sums.scores).float().cpu(), sizes)
         if self._cache is not None:
             self._cache.flush()
         run.check_finite(lost)
-        rates = by_place(sampled), by_place(greedy)
+        rates = acceptance_by_place(sampled), acceptance_by_place(greedy)
         return {
             "loss": round(lost.item() / max(1, count), 4),
             "acceptance": rates[0],
@@ -347,7 +350,7 @@ class ModelTask(Task):
             share = cost_share(self.model.config.to_dict(), target.to_dict(), size)
         except CheckpointError:
             return ""
-        return f", a step at {share:.1%} of a pass (advised {SHARE:.0%})"
+        return f", a step at {share:.1%} of a pass (advised {MOST_READ_SHARE:.0%})"
 
     def summary_line(self, figures: Mapping[str, Any]) -> str:
         """Return the line that describes the figures of a validation."""
@@ -377,7 +380,7 @@ class ModelTask(Task):
             run.folder.write(settings.name, settings.read_text(encoding="utf-8"))
 
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
-        dtype, tensors = stored(weights, self.settings.half, lambda name: name)
+        dtype, tensors = stored_tensors(weights, self.settings.half, lambda name: name)
         fields = json.loads(self.model.config.to_json_string(use_diff=True))
         fields |= {"architectures": [type(self.model).__name__], "dtype": dtype}
         if self.ids is not None:
@@ -387,7 +390,7 @@ class ModelTask(Task):
 
 def of_text(batch: Batch, scores: Tensor, ids: Tensor | None) -> Tensor:
     """Log probabilities of the text's own tokens that can be drafted."""
-    tokens = batch.ids[:, 1:][learned(batch)]
+    tokens = batch.ids[:, 1:][learned_mask(batch)]
     if ids is not None:
         known = torch.isin(tokens, ids)
         tokens = torch.searchsorted(ids, tokens[known])
@@ -425,8 +428,10 @@ def cost_share(
         rows = max(draft_vocab, drafter["vocab_size"])
         small = replace(small, head=small.head * draft_vocab // rows)
     recipe = Recipe()
-    read = Load(small, Recipe.for_drafter(recipe)).pass_bytes(COST_CONTEXT)
-    return read / Load(Dimensions.of(dict(target)), recipe).pass_bytes(COST_CONTEXT)
+    read = LoadedDecoder(small, Recipe.for_drafter(recipe)).pass_bytes(COST_CONTEXT)
+    return read / LoadedDecoder(Dimensions.of(dict(target)), recipe).pass_bytes(
+        COST_CONTEXT
+    )
 
 
 def new_config(target: Checkpoint, layers: int, hidden_size: int) -> LlamaConfig:
@@ -465,7 +470,7 @@ def advised_config(
     hidden_size: int | None,
     draft_vocab: int | None,
 ) -> LlamaConfig:
-    """The config of the largest drafter whose step costs `SHARE` of a pass at most.
+    """The config of the largest drafter whose step costs at most `MOST_READ_SHARE`.
 
     A size that is given stays. The smallest, if none is that cheap. Raises
     `CheckpointError` for a target whose cost cannot be planned.
@@ -477,7 +482,7 @@ def advised_config(
         least = 0 if hidden_size or layers or depth == 1 else WIDTH_PER_LAYER * depth
         configs = [new_config(target, depth, w) for w in widths if w >= least]
         for config in reversed(configs):
-            if cost_share(config.to_dict(), whole, draft_vocab) <= SHARE:
+            if cost_share(config.to_dict(), whole, draft_vocab) <= MOST_READ_SHARE:
                 return config
     return new_config(target, layers or 1, hidden_size or WIDTH_STEP)
 

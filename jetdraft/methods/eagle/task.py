@@ -18,14 +18,14 @@ from jetdraft.options import setting
 from jetdraft.train.heads import (
     HeadSettings,
     HeadTask,
-    config_of,
     layer_fields,
-    stored,
-    unrolled,
+    make_config,
+    stored_tensors,
+    unroll,
 )
 from jetdraft.train.run import Run
 from jetdraft.train.task import Published, Tensors
-from jetdraft.train.teacher import Lesson, shifted
+from jetdraft.train.teacher import Lesson, shift_rows
 
 EAGLE1, EAGLE3 = "eagle1", "eagle3"
 ARCHITECTURES = {EAGLE1: "LlamaForCausalLMEagle", EAGLE3: "LlamaForCausalLMEagle3"}
@@ -87,7 +87,7 @@ class EagleTask(HeadTask):
         if is_third:
             self.ids = run.frequent_tokens(settings.draft_vocabulary)
         size = target.vocab_size if self.ids is None else len(self.ids)
-        self.config = config_of(
+        self.config = make_config(
             target,
             EagleConfig,
             settings.inner,
@@ -112,7 +112,7 @@ class EagleTask(HeadTask):
         if self.settings.kind == EAGLE1 and learns:
             features = features + (torch.rand_like(features) - 0.5) * NOISE_WIDTH
             steps = 1
-        for hidden, carried in unrolled(drafter, lesson.ids, features, steps):
+        for hidden, carried in unroll(drafter, lesson.ids, features, steps):
             yield carried, drafter.lm_head(hidden)
 
     def lost(
@@ -122,11 +122,11 @@ class EagleTask(HeadTask):
         lost = super().lost(step, carried, scores, lesson)
         if self.settings.kind == EAGLE3:
             return lost
-        wanted = shifted(lesson.final, 1 + step)
+        wanted = shift_rows(lesson.final, 1 + step)
         apart = F.smooth_l1_loss(carried, wanted, reduction="none").mean(-1)
         return apart + CROSS_ENTROPY * lost
 
-    def described(self, run: Run) -> str:
+    def description(self, run: Run) -> str:
         return (
             f"an {self.settings.kind} head over {self.config.draft_vocab_size} tokens"
         )
@@ -134,7 +134,7 @@ class EagleTask(HeadTask):
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         config, is_third = self.config, self.settings.kind == EAGLE3
         layer = "midlayer." if is_third else "layers.0."
-        dtype, tensors = stored(
+        dtype, tensors = stored_tensors(
             weights,
             self.settings.half,
             lambda name: name.replace("stack.layers.0.", layer),

@@ -27,7 +27,7 @@ from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.heads import LayerSettings, LayerTask, sums_of_drafts
 from jetdraft.train.run import Run
 from jetdraft.train.task import Sums
-from jetdraft.train.teacher import Lesson, shifted
+from jetdraft.train.teacher import Lesson, shift_rows
 
 GLANCED_SHARE = 0.4
 """The share of wrong tokens that is shown in the first step; it falls to zero."""
@@ -72,10 +72,10 @@ class FalconTask(LayerTask):
     def new_drafter(self, run: Run) -> Falcon:
         return Falcon(self.config, run.target.model)
 
-    def taught(self, run: Run, batch: Batch) -> FalconLesson:
+    def target_lesson(self, run: Run, batch: Batch) -> FalconLesson:
         """What the target says of a batch, and how much of it the drafter is shown."""
         share = GLANCED_SHARE * (1 - run.step / run.steps)
-        plain = vars(super().taught(run, batch))
+        plain = vars(super().target_lesson(run, batch))
         return FalconLesson(**plain, share=share, seed=run.seed_of_step)
 
     def sums(
@@ -85,13 +85,16 @@ class FalconTask(LayerTask):
         size, count = drafter.config.slots, lesson.ids.shape[1]
         rows = torch.arange(count, device=lesson.ids.device)
         places = (rows - first) % size
-        (features,), ids = lesson.taps, shifted(lesson.ids, 1)
+        (features,), ids = lesson.taps, shift_rows(lesson.ids, 1)
         if learns:
             draw = torch.Generator().manual_seed(lesson.seed)
             noise = torch.rand(features.shape, generator=draw).to(features)
             features = features + (noise - 0.5) * NOISE_WIDTH
-        wanted, teacher = shifted(lesson.final, size), shifted(lesson.logits, size)
-        learned = shifted(lesson.labels, size + 1, IGNORED) != IGNORED
+        wanted, teacher = (
+            shift_rows(lesson.final, size),
+            shift_rows(lesson.logits, size),
+        )
+        learned = shift_rows(lesson.labels, size + 1, IGNORED) != IGNORED
         if learns and lesson.share:
             with torch.no_grad():
                 guessed = predict_features(drafter, features, ids, places)[learned]
@@ -100,7 +103,7 @@ class FalconTask(LayerTask):
             wrong[learned] = chosen != teacher[learned].argmax(-1)
             shown = shown_rows(wrong, places, size, lesson.share, lesson.seed) & learned
             features = torch.where(shown[..., None], wanted, features)
-            ids = torch.where(shown, shifted(lesson.ids, size + 1), ids)
+            ids = torch.where(shown, shift_rows(lesson.ids, size + 1), ids)
             learned = learned & ~shown
         states = predict_features(drafter, features, ids, places)[learned]
         scores = drafter.lm_head(states).float().log_softmax(-1)

@@ -12,7 +12,7 @@ from jetdraft.contracts.constants import HIDDEN
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.methods.glide.module import ARCHITECTURE, Glide
 from jetdraft.train.data import Batch
-from jetdraft.train.heads import LayerTask, take_norm
+from jetdraft.train.heads import LayerTask, copy_norm
 from jetdraft.train.machine import precision
 from jetdraft.train.run import Run
 from jetdraft.train.teacher import Lesson
@@ -37,10 +37,10 @@ class GlideTask(LayerTask):
         """A new layer; its last norm begins as the target's."""
         model = run.target.model
         drafter = Glide(self.config, model)
-        take_norm(drafter.norm, final_norm(model), self.config.hidden_size)
+        copy_norm(drafter.norm, final_norm(model), self.config.hidden_size)
         return drafter
 
-    def taught(self, run: Run, batch: Batch) -> GlideLesson:
+    def target_lesson(self, run: Run, batch: Batch) -> GlideLesson:
         """The target's keys and values of its last layer, and what it says."""
         with torch.no_grad(), precision(batch.ids.device):
             outputs = run.teacher(input_ids=batch.ids, use_cache=True)

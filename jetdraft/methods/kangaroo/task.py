@@ -14,7 +14,7 @@ from jetdraft.checkpoints.layers import decoder_layers, final_norm
 from jetdraft.errors import OptionError
 from jetdraft.methods.kangaroo.module import ARCHITECTURE, Kangaroo
 from jetdraft.options import setting
-from jetdraft.train.heads import NextTokenTask, config_of, take_norm, take_weights
+from jetdraft.train.heads import NextTokenTask, copy_norm, copy_weights, make_config
 from jetdraft.train.run import Run
 from jetdraft.train.task import DrafterSettings
 from jetdraft.train.teacher import Lesson
@@ -49,7 +49,7 @@ class KangarooTask(NextTokenTask):
                 f"{layers - 1}",
                 "exit_layer",
             )
-        return config_of(target, HeadConfig, taps=(layer,))
+        return make_config(target, HeadConfig, taps=(layer,))
 
     def new_drafter(self, run: Run) -> Kangaroo:
         """An adapter that begins as the attention of the next layer, without its MLP.
@@ -58,8 +58,8 @@ class KangarooTask(NextTokenTask):
         """
         model = run.target.model
         adapter = Kangaroo(self.config, model)
-        take_weights(adapter.first_layer, decoder_layers(model)[adapter.exit_layer])
-        take_norm(adapter.norm, final_norm(model), self.config.hidden_size)
+        copy_weights(adapter.first_layer, decoder_layers(model)[adapter.exit_layer])
+        copy_norm(adapter.norm, final_norm(model), self.config.hidden_size)
         return adapter
 
     def hidden(self, drafter: Kangaroo, lesson: Lesson, starts: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from jetdraft.methods.medusa.module import Medusa, MedusaConfig
-from jetdraft.train.heads import HeadSettings, HeadTask, config_of, stored
+from jetdraft.train.heads import HeadSettings, HeadTask, make_config, stored_tensors
 from jetdraft.train.run import Run
 from jetdraft.train.task import Published, Tensors
-from jetdraft.train.teacher import Lesson, shifted
+from jetdraft.train.teacher import Lesson, shift_rows
 
 
 class MedusaTask(HeadTask):
@@ -27,7 +27,7 @@ class MedusaTask(HeadTask):
     def new_drafter(self, run: Run) -> Medusa:
         """New heads, which begin with the target's own next token (2.2.1)."""
         count, target = self.settings.unrolled, run.target
-        self.config = config_of(target, MedusaConfig, slots=count)
+        self.config = make_config(target, MedusaConfig, slots=count)
         rows = target.model.get_output_embeddings().weight.detach().float()
         medusa = Medusa(self.config)
         for weight in medusa.lm_heads.parameters():
@@ -48,10 +48,10 @@ class MedusaTask(HeadTask):
         self, step: int, carried: Tensor, scores: Tensor, lesson: Lesson
     ) -> Tensor:
         """The cross entropy to the text."""
-        labels = shifted(lesson.labels, 2 + step, 0).clamp(min=0)
+        labels = shift_rows(lesson.labels, 2 + step, 0).clamp(min=0)
         return -scores.gather(-1, labels[..., None])[..., 0]
 
-    def described(self, run: Run) -> str:
+    def description(self, run: Run) -> str:
         config = self.config
         return f"{config.slots} Medusa heads over {config.draft_vocab_size} tokens"
 
@@ -66,4 +66,4 @@ class MedusaTask(HeadTask):
             return f"{head}.{block}.linear.{part}"
 
         fields = {"medusa_num_heads": self.config.slots, "medusa_num_layers": blocks}
-        return fields, stored(weights, self.settings.half, name)[1]
+        return fields, stored_tensors(weights, self.settings.half, name)[1]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.methods.ppd.sparse_trees import SparsePlan, best_plan
-from jetdraft.options import between, check_ranges
+from jetdraft.options import check_ranges, range_between
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.acceptance_rates import GuessRates, RankRates
@@ -31,8 +31,8 @@ from jetdraft.runtime.trees.shapes import RANK_RATES, Static, draw_siblings
 
 NAME = "ppd"
 _RANGES = {
-    "rows": between(1, WIDEST - 1, optional=True),
-    "slots": between(2, 1024, optional=True),
+    "rows": range_between(1, WIDEST - 1, optional=True),
+    "slots": range_between(2, 1024, optional=True),
 }
 
 

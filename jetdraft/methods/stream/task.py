@@ -140,7 +140,7 @@ class StreamTask(Task):
 
     def loss(self, run: Run, module: Any, batch: Batch) -> Tensor:
         part = compute_losses(module, batch, self.streams.gamma)
-        places = run.reduced(part.places).clamp(min=1)
+        places = run.sum_over_processes(part.places).clamp(min=1)
         # Processes average their gradients, and each has a part of the places.
         return part.total(self.streams.mode, part.places * run.processes / places)
 

@@ -11,7 +11,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.cli.command import Command, option
 from jetdraft.cli.flags import PATH, output_option
 from jetdraft.errors import DataError, OutputError
-from jetdraft.files import check_place, read_text
+from jetdraft.files import check_writable, read_text
 from jetdraft.runtime.history.trigrams import Counts
 from jetdraft.runtime.text.codec import TextCodec
 
@@ -23,7 +23,7 @@ def write_table(corpus: Sequence[Path], bundle: Bundle, output: Path) -> Counts:
     """
     if output.exists():
         raise OutputError(f"{output} exists; choose another file")
-    check_place(output)
+    check_writable(output)
     codec = TextCodec(bundle.tokenizer)
     table = Counts.of([codec.encode(read_text(file)) for file in corpus])
     if not len(table.pairs):

@@ -12,7 +12,7 @@ from jetdraft.learning.weight_sets import (
     Choice,
     Tally,
     WeightSets,
-    is_better,
+    decide_trial,
     label,
 )
 from jetdraft.manifest import GraphEntry
@@ -26,7 +26,7 @@ class LearnedWeights:
     """Chooses the drafter's weights, for all twins of a model.
 
     A new set is on trial. The weights before it go on until `VERDICT_TOKENS` of their
-    drafts have been evaluated; then the set drafts, and `is_better` compares the two.
+    drafts have been evaluated; then the set drafts, and `decide_trial` compares both.
     `version` counts the changes: a twin whose graph is of another version takes `graph`
     between two of its generations.
     """
@@ -42,7 +42,7 @@ class LearnedWeights:
     def refresh(self) -> int:
         """Read which set should draft now; a change raises the returned `version`."""
         with self._lock:
-            choice = self._sets.choice()
+            choice = self._sets.read_choice()
             name = self._drafting_set(choice)
             is_trial = choice.before is not None and name == choice.name
             if name != self._name:
@@ -87,7 +87,7 @@ class LearnedWeights:
             self._tally.add(accepted, evaluated)
             if self._tally_before is None:
                 return
-            verdict = is_better(self._tally_before, self._tally)
+            verdict = decide_trial(self._tally_before, self._tally)
             if verdict is None:
                 return
             rates = self._tally.rate, self._tally_before.rate

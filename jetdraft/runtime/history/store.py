@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from jetdraft.errors import BundleError, StoreError
-from jetdraft.learning.store_file import DAMAGE, StoreFile, checked_user, possible_times
+from jetdraft.learning.store_file import DAMAGE, StoreFile, check_user, entry_times
 from jetdraft.runtime.drafts.arrays import Float32s
 
 MOST_ENTRIES = 256
@@ -79,7 +79,7 @@ class ResponseStore:
         self._most_token = vocab_size - 1
         self._store_file = StoreFile(file, tokenizer, _TABLES)
         self._by_user: dict[str, ResponseStore] = {user: self}
-        self.user = checked_user(user)
+        self.user = check_user(user)
         self.entries: list[Entry] = []
         """The user's entries, latest first."""
         self.entries = self._open_or_replace()
@@ -88,7 +88,7 @@ class ResponseStore:
         """The same file for another user, one object each; raises `StoreError`."""
         if user not in self._by_user:
             store = copy(self)
-            store.user, store.entries = checked_user(user), []
+            store.user, store.entries = check_user(user), []
             store.entries = store._open_or_replace()
             if len(self._by_user) == MOST_USERS:
                 del self._by_user[next(iter(self._by_user))]
@@ -120,7 +120,7 @@ class ResponseStore:
                 " order by used desc limit ?",
                 (
                     self.user,
-                    *possible_times(self.most_days),
+                    *entry_times(self.most_days),
                     _MOST_BYTES,
                     self.most_entries,
                 ),
@@ -144,7 +144,7 @@ class ResponseStore:
 
     def _delete_old_entries(self, database: sqlite3.Connection) -> None:
         """Delete the entries of all users that are of no possible time."""
-        times = possible_times(self.most_days)
+        times = entry_times(self.most_days)
         database.execute("delete from entries where used not between ? and ?", times)
 
     def add(self, entry: Entry) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from jetdraft.bundle import Bundle
-from jetdraft.devices.detection import detect, processor_features, processor_name
+from jetdraft.devices.detection import detect_machine, processor_digest, processor_name
 from jetdraft.files import replacing
-from jetdraft.manifest import SEAL, seal_of
+from jetdraft.manifest import SEAL, manifest_sha256
 from jetdraft.ort import ort
 from jetdraft.parsing import read_json_file
 from jetdraft.runtime.measured.cost_model import Curve
@@ -36,20 +36,22 @@ class Profiles:
         self.acceptance_file = folder / "acceptance.npz"
         self.machine: dict[str, Any] = {
             "processor": processor_name(),
-            "features": processor_features(),
+            "features": processor_digest(),
             "provider": provider,
             "threads": threads,
             "onnxruntime": ort.__version__,
             "bundle": bundle.sha256,
         }
         if provider != "cpu":
-            self.machine["gpu"] = detect().gpu
+            self.machine["gpu"] = detect_machine().gpu
 
     def read_survey(self) -> tuple[Widths, Curve] | None:
         """Read widths and curve; None if damaged, or of another machine."""
         try:
             fields = read_json_file(self.file)
-            if fields["machine"] != self.machine or fields[SEAL] != seal_of(fields):
+            if fields["machine"] != self.machine or fields[SEAL] != manifest_sha256(
+                fields
+            ):
                 return None
             return Widths.from_json(fields["widths"]), Curve.from_json(fields["curve"])
         except _READ_ERRORS:
@@ -60,7 +62,7 @@ class Profiles:
         fields = {"widths": asdict(widths), "curve": asdict(curve)}
         # As JSON has them: widths that are keys become text.
         whole = json.loads(json.dumps({"machine": self.machine, **fields}))
-        self.keep(self.file, **fields, **{SEAL: seal_of(whole)})
+        self.keep(self.file, **fields, **{SEAL: manifest_sha256(whole)})
 
     def read_tuning(self) -> Curve | None:
         """The curve that `jetdraft tune` measured; warns if it is of no use here."""

@@ -12,13 +12,13 @@ import numpy.typing as npt
 
 from jetdraft.bundle import CONTRIB, Bundle
 from jetdraft.devices import webgpu
-from jetdraft.devices.detection import detect
+from jetdraft.devices.detection import detect_machine
 from jetdraft.devices.providers import (
     AUTO,
-    CUDA,
+    CUDA_OPTIONS,
     ENGINE_WIDTHS,
     PROVIDERS,
-    WEBGPU,
+    WEBGPU_OPTIONS,
     Provider,
     ProviderOptions,
     engine_folder,
@@ -181,9 +181,9 @@ class Opener:
             return open_session(path, "cpu")
         # TensorRT and CUDA use the same device memory, and a TensorRT engine would not
         # copy rows any faster.
-        options = WEBGPU
+        options = WEBGPU_OPTIONS
         if self.provider.memory == "cuda":
-            options = CUDA | {"enable_cuda_graph": "0"}
+            options = CUDA_OPTIONS | {"enable_cuda_graph": "0"}
         return open_session(path, self.provider.memory, provider_options=options)
 
     def _open_on_cpu(self, entry: GraphEntry, weights: Weights) -> Graph:
@@ -201,7 +201,7 @@ class Opener:
         Standard graphs get one session, since they cannot share weights.
         """
         compaction = self.compaction(entry.compaction_file)
-        memory, options = self.provider.memory, CUDA
+        memory, options = self.provider.memory, CUDA_OPTIONS
         if entry.tree_file is None or self.bundle.flavour != CONTRIB:
             session = self.session(entry.tree_file or entry.file, weights, options)
             sessions = StepSessions(session, entry.widest_contract)
@@ -226,7 +226,7 @@ class Opener:
         contract, file = entry.widest_contract, entry.tree_file or entry.file
         webgpu.check_buffers(self.bundle.path / file, contract)
         can_capture = not contract.has_bias
-        options = WEBGPU | {"enableGraphCapture": str(int(can_capture))}
+        options = WEBGPU_OPTIONS | {"enableGraphCapture": str(int(can_capture))}
         session = self.session(file, weights, options)
         memory = Memory("webgpu", True, () if can_capture else ("total_length",))
         compaction = self.compaction(entry.compaction_file)
@@ -239,7 +239,7 @@ class Opener:
         widths = [width for width in ENGINE_WIDTHS if width <= contract.max_width]
         name = file.removesuffix(".onnx")
         folder = self.bundle.path / "profiles" / f"tensorrt-{name}"
-        machine = detect()
+        machine = detect_machine()
         depends_on = {
             "bundle": self.bundle.sha256,
             "gpu": machine.gpu or "unknown",

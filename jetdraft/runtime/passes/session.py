@@ -18,8 +18,13 @@ import numpy.typing as npt
 
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import check_tensors
-from jetdraft.devices.memory import release
-from jetdraft.devices.providers import AT_HAND, PROVIDERS, presence, request
+from jetdraft.devices.memory import release_files
+from jetdraft.devices.providers import (
+    PROVIDER_FIX,
+    PROVIDERS,
+    session_providers,
+    try_provider,
+)
 from jetdraft.errors import ContractError, OptionError, ProviderError
 from jetdraft.ort import ort
 
@@ -90,7 +95,7 @@ def open_session(
     """
     full = PROVIDERS[provider].full
     options = _session_options(provider, threads)
-    providers = request(provider, options, dict(provider_options or {}))
+    providers = session_providers(provider, options, dict(provider_options or {}))
     weights = weights or {}
     try:
         options.add_external_initializers(
@@ -107,7 +112,7 @@ def open_session(
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if provider != "cpu":
             raise ProviderError(
-                f"{full} cannot load {file} ({reason}); {AT_HAND}"
+                f"{full} cannot load {file} ({reason}); {PROVIDER_FIX}"
             ) from error
         raise ContractError(
             f"onnxruntime cannot load {file} ({reason}); export the bundle again with "
@@ -115,7 +120,7 @@ def open_session(
         ) from error
     _check_provider(session, provider, file)
     # The kernels have copies of most weights, packed in their own way.
-    release(file.parent)
+    release_files(file.parent)
     return session
 
 
@@ -149,8 +154,8 @@ def _check_provider(session: ort.InferenceSession, provider: str, file: Path) ->
     """Raise `ProviderError` if the CPU runs nodes that the provider should run."""
     full = PROVIDERS[provider].full
     if session.get_providers()[0] != full:
-        reason = presence(provider).reason or "onnxruntime left it out"
-        raise ProviderError(f"{full} cannot be used here: {reason}; {AT_HAND}")
+        reason = try_provider(provider).reason or "onnxruntime left it out"
+        raise ProviderError(f"{full} cannot be used here: {reason}; {PROVIDER_FIX}")
     elsewhere = {
         node.op_type
         for part in session.get_provider_graph_assignment_info()

@@ -9,7 +9,7 @@ from typing import Any
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.errors import DraftingError, OptionError
-from jetdraft.options import between, check_flags, check_ranges
+from jetdraft.options import check_flags, check_ranges, range_between
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import WALK, MethodOptions, unknown_key_error
 from jetdraft.runtime.sampling.verifiers import VERIFIERS, Verifier
@@ -17,7 +17,7 @@ from jetdraft.runtime.sampling.verifiers import VERIFIERS, Verifier
 MAX_DRAFT_TOKENS = WIDEST - 1
 """The longest draft: the widest decoding pass without the root."""
 
-_RANGES = {"num_draft_tokens": between(1, MAX_DRAFT_TOKENS, optional=True)}
+_RANGES = {"num_draft_tokens": range_between(1, MAX_DRAFT_TOKENS, optional=True)}
 
 
 @dataclass(frozen=True)

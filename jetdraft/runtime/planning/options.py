@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypedDict, Unpack
 from jetdraft.contracts.constants import CANDIDATES
 from jetdraft.devices.providers import HALVES, cpu_only
 from jetdraft.errors import OptionError
-from jetdraft.options import Flag, Range, between, check_ranges
+from jetdraft.options import Flag, Range, check_ranges, range_between
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.split.exit_head import FIELD, ExitHead, ExitRule
 from jetdraft.runtime.planning.drafting import Drafting
@@ -217,7 +217,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None
 
 
-_RANGES = {"logprobs": between(0, CANDIDATES, optional=True)}
+_RANGES = {"logprobs": range_between(0, CANDIDATES, optional=True)}
 _DRAFTING_FIELDS = ("method", "num_draft_tokens", "exact")
 _CONSTRAINT_FIELDS = ("json_schema", "regex", "grammar")
 

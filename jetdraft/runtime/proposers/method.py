@@ -28,14 +28,14 @@ from typing import (
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import CANDIDATES
 from jetdraft.errors import DraftingError, OptionError
-from jetdraft.options import Range, between, check_ranges
+from jetdraft.options import Range, check_ranges, range_between
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.target import Target
 from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.sampling.verifiers import TOLERANCE, TOP, VERIFIERS, Verifier
 
 _RANGES = {
-    "top": between(1, CANDIDATES),
+    "top": range_between(1, CANDIDATES),
     "tolerance": Range(lambda gap: gap >= 0.0, "0 or more"),
 }
 

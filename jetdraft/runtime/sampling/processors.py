@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jetdraft.errors import OptionError
-from jetdraft.options import Range, between, check_ranges
+from jetdraft.options import Range, check_ranges, range_between
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
@@ -183,8 +183,8 @@ _RANGES = {
     "repetition_penalty": Range(
         lambda penalty: 0.0 < penalty <= 100.0, "more than 0 (1: off), at most 100"
     ),
-    "presence_penalty": between(-100.0, 100.0),
-    "frequency_penalty": between(-100.0, 100.0),
+    "presence_penalty": range_between(-100.0, 100.0),
+    "frequency_penalty": range_between(-100.0, 100.0),
 }
 
 

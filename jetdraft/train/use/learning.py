@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from jetdraft.checkpoints.layers import add_lora, merge_lora
-from jetdraft.devices.rails import totals
+from jetdraft.devices.rails import module_rails
 from jetdraft.errors import (
     DataError,
     DeviceError,
@@ -33,23 +33,23 @@ from jetdraft.errors import (
     TrainingError,
 )
 from jetdraft.export.drafters import Arrays
-from jetdraft.files import check_place
+from jetdraft.files import check_writable
 from jetdraft.learning.lessons import Lesson, Lessons
 from jetdraft.learning.weight_sets import (
     ARRAYS,
-    CHOICE,
+    CHOICE_FILE,
     OWN,
     PARTIAL,
     Choice,
     WeightSets,
-    base_of,
+    drafter_sha256,
     label,
 )
 from jetdraft.manifest import sha256_of
 from jetdraft.options import Checked, setting
-from jetdraft.train.run import SEED
-from jetdraft.train.training import Stages
-from jetdraft.train.use.students import Missed, Student, together
+from jetdraft.train.run import SEED_HELP
+from jetdraft.train.training import ReportStage
+from jetdraft.train.use.students import Missed, Student, join_missed
 
 ADAPTER = "use"
 """The name of the LoRA."""
@@ -58,7 +58,7 @@ HELD_OUT, MOST_HELD_OUT = 8, 32
 """One lesson in `HELD_OUT` is held out, and at most `MOST_HELD_OUT` lessons are."""
 
 STEPS_BETWEEN_LOOKS = 10
-"""The lessons that are held out are looked at so often."""
+"""Steps between two measurements of the held-out loss."""
 
 WARM_UP_STEPS = 10
 """Steps in which the learning rate rises."""
@@ -87,7 +87,7 @@ class Pace:
         self.seconds, self.watts = seconds, watts
         self.spent = 0.0
         self._began: float | None = None
-        self._rails = [] if watts is None else totals(root)
+        self._rails = [] if watts is None else module_rails(root)
         if watts is not None and not self._rails:
             raise DeviceError(
                 "this machine has no power monitors (INA3221) to read watts from; "
@@ -96,23 +96,25 @@ class Pace:
 
     @property
     def has_time(self) -> bool:
+        """Whether the bound of seconds is not reached."""
         return self.seconds is None or self.spent < self.seconds
 
-    def goes_on(self) -> bool:
+    def wait_for_step(self) -> bool:
         """Whether there is time for a step; waits while the module draws too much."""
         self.rest()
-        while self._is_hot():
+        while self._exceeds_watts():
             time.sleep(REST_SECONDS)
         self._began = time.monotonic()
         return self.has_time
 
     def rest(self) -> None:
-        """The training pauses or has ended; what follows does not count."""
+        """Stop counting the time, since the training pauses or has ended."""
         if self._began is not None:
             self.spent += time.monotonic() - self._began
         self._began = None
 
-    def _is_hot(self) -> bool:
+    def _exceeds_watts(self) -> bool:
+        """Whether the module draws more than the bound; False if it cannot be read."""
         if self.watts is None:
             return False
         try:
@@ -123,6 +125,8 @@ class Pace:
 
 @dataclass(frozen=True)
 class UseOptions(Checked):
+    """Options of a training on the lessons of use."""
+
     steps: int = setting(200, "Steps of training.", (1, 10**9))
     batch_size: int = setting(8, "Texts per step.", (1, 10**6))
     learning_rate: float = setting(
@@ -130,15 +134,15 @@ class UseOptions(Checked):
     )
     lora_rank: int = setting(16, "Rank of the LoRA adapters.", (1, 1024))
     least: int = setting(64, "Fewest wrong places to learn from.", (1, 10**9))
-    seed: int = setting(0, SEED, group="sampling", show_default=True)
+    seed: int = setting(0, SEED_HELP, group="sampling", show_default=True)
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What a training did: held-out figures before and after, and the set's name.
+    """The result of a training of use: figures before and after, the set's name.
 
-    The name is None if nothing was published, since the loss did not fall, or since
-    the lessons were erased meanwhile.
+    The figures are of held-out lessons. The name is None if nothing was published: the
+    loss did not fall, or the lessons were erased meanwhile.
     """
 
     steps: int
@@ -151,7 +155,7 @@ class Learned:
 class UseTraining:
     """Trains the drafter of a bundle on the lessons in a folder.
 
-    Raises `OptionError` or `StoreError`.
+    Raises `OptionError`, or `StoreError` for the folder of another drafter.
     """
 
     def __init__(
@@ -161,19 +165,19 @@ class UseTraining:
         self.options = options or UseOptions()
         vocab_size = bundle.target.contract.vocab_size
         self.lessons = Lessons(folder, bundle.tokenizer_sha256, vocab_size)
-        self.sets = WeightSets(folder, base_of(bundle))
+        self.sets = WeightSets(folder, drafter_sha256(bundle))
         self.sets.check()
-        check_place(folder / CHOICE)
+        check_writable(folder / CHOICE_FILE)
 
     def run(
-        self, pace: Pace, report: Stages = lambda stage, done, total: None
+        self, pace: Pace, report: ReportStage = lambda stage, done, total: None
     ) -> Learned:
         """Train once, and put the weights on trial if the held-out loss has fallen.
 
         Raises `DataError` for too few wrong places, and `TrainingError` if the loss is
         not a number; then, and at a `KeyboardInterrupt`, nothing is published.
         """
-        cleared = self.sets.choice().cleared  # before the lessons are read
+        cleared = self.sets.read_choice().cleared  # before the lessons are read
         lessons = self.lessons.read()
         places = sum(len(lesson.places) for lesson in lessons)
         if places < self.options.least:
@@ -181,7 +185,9 @@ class UseTraining:
                 f"there are {places} wrong places to learn from, and "
                 f"{self.options.least} are needed; use the model for longer"
             )
-        run = _Run(self._student, judged_weights(self.sets), lessons, self.options)
+        run = _LoraTraining(
+            self._student, judged_weights(self.sets), lessons, self.options
+        )
         before = run.held_out()
         done = run.train(pace, report)
         after = run.held_out()
@@ -196,8 +202,8 @@ class UseTraining:
         return Learned(done, places, before, after, name)
 
 
-class _Run:
-    """One training of LoRA in a drafter, which begins with some weights."""
+class _LoraTraining:
+    """One training of LoRA in a drafter; `weights` replace some of its own before."""
 
     def __init__(
         self,
@@ -214,7 +220,7 @@ class _Run:
         self._lora = add_lora(self.model, layers, options.lora_rank, ADAPTER)
         for weight in self._lora:
             weight.requires_grad_(True)
-        self._least, self._best = math.inf, self._copy()
+        self._least, self._best = math.inf, self._copy_lora()
         self._draw = random.Random(options.seed)
         order = self._draw.sample(lessons, len(lessons))
         held_out = order[::HELD_OUT][:MOST_HELD_OUT]
@@ -222,37 +228,38 @@ class _Run:
         held = set(map(id, self._held))
         self._training = [o for o in order if id(o) not in held] or order
 
-    def train(self, pace: Pace, report: Stages) -> int:
-        """Train, and keep the LoRA of the least held-out loss; gives the steps."""
+    def train(self, pace: Pace, report: ReportStage) -> int:
+        """Train, and keep the LoRA of the least held-out loss; returns the steps."""
         optimizer = torch.optim.AdamW(self._lora, lr=0.0, weight_decay=0.0)
         step = 0
-        while step < self.options.steps and pace.goes_on():
+        while step < self.options.steps and pace.wait_for_step():
             warm, rest = (step + 1) / WARM_UP_STEPS, 1.0 - step / self.options.steps
             rate = self.options.learning_rate * min(1.0, warm, rest)
             optimizer.param_groups[0]["lr"] = rate
-            self._step(optimizer)
+            self._train_step(optimizer)
             step += 1
             report("train", step, self.options.steps)
             if step % STEPS_BETWEEN_LOOKS == 0:
-                self._look()
+                self._keep_if_best()
         pace.rest()
         if step % STEPS_BETWEEN_LOOKS:  # also where the time has ended before
-            self._look()
+            self._keep_if_best()
         with torch.no_grad():
             for weight, kept in zip(self._lora, self._best, strict=True):
                 weight.copy_(kept)
         return step
 
-    def _look(self) -> None:
-        """Keep the weights if their held-out loss is the least so far."""
+    def _keep_if_best(self) -> None:
+        """Copy the LoRA if its held-out loss is the least so far."""
         loss = self.held_out().loss.item()
         if loss < self._least:
-            self._least, self._best = loss, self._copy()
+            self._least, self._best = loss, self._copy_lora()
 
-    def _copy(self) -> list[Tensor]:
+    def _copy_lora(self) -> list[Tensor]:
         return [weight.detach().clone() for weight in self._lora]
 
-    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _train_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Train one step on random lessons; raises `TrainingError` for a bad loss."""
         size = min(self.options.batch_size, len(self._training))
         lessons = self._draw.sample(self._training, size)
         loss = self._student.missed(self.model, lessons).loss
@@ -268,10 +275,10 @@ class _Run:
 
     @torch.no_grad()
     def held_out(self) -> Missed:
-        """The figures of the lessons that are held out, in batches."""
+        """The figures of the held-out lessons."""
         size, held = self.options.batch_size, self._held
         parts = [held[start : start + size] for start in range(0, len(held), size)]
-        return together([self._student.missed(self.model, part) for part in parts])
+        return join_missed([self._student.missed(self.model, part) for part in parts])
 
 
 # --- beside a running model ----------------------------------------------------------
@@ -288,8 +295,8 @@ def lower_priority() -> None:
 class Background:
     """Trains beside a running model, again and again until the seconds are spent.
 
-    A training needs enough new wrong places, and no weights on trial. `say` gets the
-    reason of each wait once, and `wait` the seconds to sleep.
+    A training needs enough new wrong places, and no weights on trial. `say` is called
+    with the reason of each wait once, and `wait` with the seconds to sleep.
     """
 
     def __init__(
@@ -305,7 +312,7 @@ class Background:
         self._cleared = ""
 
     def run(self, tell: Callable[[Learned], None]) -> None:
-        """Train until the time is spent; `tell` gets the figures of each training."""
+        """Train until the time is spent; `tell` is called with each result."""
         said = ""
         while self._pace.has_time:
             lessons = self._training.lessons.read()
@@ -320,8 +327,8 @@ class Background:
             said = reason
 
     def _obstacle(self, lessons: list[Lesson]) -> str:
-        """Why no training can begin; empty if it can."""
-        choice = self._training.sets.choice()
+        """Why no training can begin now, or "". After a clear all lessons are new."""
+        choice = self._training.sets.read_choice()
         if choice.cleared != self._cleared:
             # All weights were deleted, so what is left is to be learned again.
             self._cleared, self._known = choice.cleared, set()
@@ -343,7 +350,7 @@ TRAINED = "trained.safetensors"
 def publish(
     sets: WeightSets, arrays: Arrays, trained: Mapping[str, Tensor], cleared: str
 ) -> str | None:
-    """Write a set, and put it on trial; gives its name. Raises `OutputError`.
+    """Write a set and put it on trial; returns its name. Raises `OutputError`.
 
     A set that was still on trial is replaced: the trial is against the weights that
     were judged last. If the folder was cleared since the lessons were read, when the
@@ -355,7 +362,7 @@ def publish(
         nonlocal name
         if now.cleared != cleared:
             return None
-        name = _write(sets.folder, arrays, trained)
+        name = _write_set(sets.folder, arrays, trained)
         judged = judged_name(now)
         return now if name == judged else replace(now, name=name, before=judged)
 
@@ -369,16 +376,16 @@ def publish(
 
 
 def judged_name(choice: Choice) -> str:
-    """The set that has passed its trial last; "" for the bundle's own weights."""
+    """The set that passed its trial last; "" for the bundle's own weights."""
     return choice.name if choice.before is None else choice.before
 
 
 def judged_weights(sets: WeightSets) -> dict[str, Tensor]:
-    """The merged weights that have passed their trial last; none for the bundle's own.
+    """Read the merged weights that passed their trial last; {} for the bundle's own.
 
     Raises `StoreError` for damaged weights.
     """
-    name = judged_name(sets.choice())
+    name = judged_name(sets.read_choice())
     if name == OWN:
         return {}
     file = sets.folder / name / TRAINED
@@ -390,8 +397,8 @@ def judged_weights(sets: WeightSets) -> dict[str, Tensor]:
         ) from error
 
 
-def _write(folder: Path, arrays: Arrays, trained: Mapping[str, Tensor]) -> str:
-    """Write the folder of a set, which appears whole; gives its name."""
+def _write_set(folder: Path, arrays: Arrays, trained: Mapping[str, Tensor]) -> str:
+    """Write the folder of a set, which appears whole; returns its name."""
     partial = Path(mkdtemp(prefix=PARTIAL, dir=folder))
     np.savez(partial / ARRAYS, **arrays)  # type: ignore[arg-type]
     save_file(dict(trained), partial / TRAINED)

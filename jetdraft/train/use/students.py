@@ -32,10 +32,10 @@ from jetdraft.export.drafters import (
 )
 from jetdraft.learning.lessons import Lesson
 from jetdraft.methods.eagle.module import Eagle
-from jetdraft.train.heads import unrolled
+from jetdraft.train.heads import unroll
 from jetdraft.train.teacher import load_target, logits_at, states_at
 
-UNROLLED = 4
+UNROLLED_STEPS = 4
 """Steps of a draft in which a wrong place may be reached; it counts once in each."""
 
 
@@ -60,6 +60,7 @@ class LessonBatch:
 
     @classmethod
     def of(cls, lessons: Sequence[Lesson]) -> LessonBatch:
+        """Join at least one lesson to a batch."""
         widest = max(lesson.ids.shape[1] for lesson in lessons)
 
         def widened(arrays: Iterable[Any], fill: float) -> Tensor:
@@ -77,8 +78,8 @@ class LessonBatch:
             widened((lesson.logits for lesson in lessons), -torch.inf),
         )
 
-    def at(self, chosen: Tensor) -> LessonBatch:
-        """The wrong places at which `chosen` bool [w] is true."""
+    def select(self, chosen: Tensor) -> LessonBatch:
+        """The batch with only the wrong places where `chosen` bool [w] is true."""
         parts = (self.rows, self.places, self.ids, self.logits)
         return LessonBatch(self.tokens, *(part[chosen] for part in parts))
 
@@ -96,7 +97,9 @@ class Missed:
     places: int
 
 
-def missed(logits: Tensor, batch: LessonBatch, can_draft: Tensor | None) -> Missed:
+def compare_missed(
+    logits: Tensor, batch: LessonBatch, can_draft: Tensor | None
+) -> Missed:
     """Compare a drafter's logits float [w, tokens] at wrong places with the target.
 
     `can_draft` bool [vocabulary] are the tokens that the drafter can draft, None for
@@ -120,8 +123,8 @@ def missed(logits: Tensor, batch: LessonBatch, can_draft: Tensor | None) -> Miss
     return Missed(lost, agreed.sum().item() / places, len(ids))
 
 
-def together(parts: Sequence[Missed]) -> Missed:
-    """The figures of all places of some batches."""
+def join_missed(parts: Sequence[Missed]) -> Missed:
+    """The figures over all places of some batches."""
     places = sum(part.places for part in parts)
     lost = sum((part.places * part.loss for part in parts), torch.zeros(()))
     right = sum(part.places * part.right for part in parts)
@@ -151,7 +154,7 @@ class Student(ABC):
 
     @abstractmethod
     def load(self, weights: Mapping[str, Tensor]) -> Any:
-        """The drafter in float32, with other weights in place of some.
+        """Load the drafter in float32; `weights` replace some of its own.
 
         Raises `CheckpointError`.
         """
@@ -162,17 +165,17 @@ class Student(ABC):
 
     @abstractmethod
     def missed(self, model: Any, lessons: Sequence[Lesson]) -> Missed:
-        """How the drafter does at the wrong places of lessons."""
+        """The figures of the drafter at the wrong places of lessons."""
 
     @abstractmethod
     def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> Arrays:
-        """The arrays of the bundle's graph that differ with these weights.
+        """The arrays of the bundle's graph that differ with these weights, by name.
 
         A recipe that needs a text reads `text`, token ids int64 [n].
         """
 
-    def put(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Replace some weights of a model; raises `CheckpointError`."""
+    def replace_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Replace weights of a model in place; raises `CheckpointError`."""
         own = dict(model.named_parameters())
         for name, weight in weights.items():
             if name not in own or own[name].shape != weight.shape:
@@ -194,22 +197,25 @@ class ModelStudent(Student):
         check_trainable(bundle, self._checkpoint())
 
     def load(self, weights: Mapping[str, Tensor]) -> Any:
-        model = self._with(weights).model
+        model = self._load_with(weights).model
         model.set_attn_implementation("sdpa")
         return model
 
     def layers(self, model: Any) -> Iterable[nn.Module]:
+        """The layers of the decoder."""
         return decoder_layers(model)
 
     def missed(self, model: Any, lessons: Sequence[Lesson]) -> Missed:
+        """The figures of the drafter; each wrong place counts once."""
         batch = LessonBatch.of(lessons)
         logits = logits_at(model, batch.tokens, batch.rows, batch.places - 1)
-        return missed(logits, batch, self.can_draft)
+        return compare_missed(logits, batch, self.can_draft)
 
     def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> Arrays:
-        return drafter_arrays(self.bundle, self._with(weights), text)
+        return drafter_arrays(self.bundle, self._load_with(weights), text)
 
     def _checkpoint(self) -> Checkpoint:
+        """Load the drafter's checkpoint in its type; raises `CheckpointError`."""
         try:
             checkpoint = Checkpoint.load(self.source, self.dtype)
         except CheckpointError as error:
@@ -218,10 +224,11 @@ class ModelStudent(Student):
             ) from error
         return checkpoint.beside(self.bundle.target.contract.vocab_size)
 
-    def _with(self, weights: Mapping[str, Tensor]) -> Checkpoint:
+    def _load_with(self, weights: Mapping[str, Tensor]) -> Checkpoint:
+        """Load the checkpoint in float32; `weights` replace some of its own."""
         checkpoint = self._checkpoint()
         store_weights_in(checkpoint.model, torch.float32)
-        self.put(checkpoint.model, weights)
+        self.replace_weights(checkpoint.model, weights)
         return checkpoint
 
 
@@ -243,12 +250,13 @@ class HeadStudent(Student):
         self.load({})
 
     def load(self, weights: Mapping[str, Tensor]) -> Any:
-        head = self._head(self._target, torch.float32)
+        head = self._load_head(self._target, torch.float32)
         store_weights_in(head, torch.float32)
-        self.put(head, weights)
+        self.replace_weights(head, weights)
         return head
 
     def layers(self, model: Any) -> Iterable[nn.Module]:
+        """The layers of the head itself."""
         layers: nn.ModuleList = model.stack.layers
         return layers
 
@@ -257,30 +265,32 @@ class HeadStudent(Student):
         batch = LessonBatch.of(lessons)
         taps = model.config.taps or (-1,)
         states = states_at(self._target.model, batch.tokens, taps)
-        steps = unrolled(model, batch.tokens, model.fuse(states), UNROLLED)
+        steps = unroll(model, batch.tokens, model.fuse(states), UNROLLED_STEPS)
         parts = []
         for step, (hidden, _) in enumerate(steps):
             rows = batch.places - 2 - step
-            chosen = batch.at(rows >= 0)
+            chosen = batch.select(rows >= 0)
             logits = model.lm_head(hidden[chosen.rows, rows[rows >= 0]])
-            parts.append(missed(self._wide(logits, model), chosen, self.can_draft))
-        return together(parts)
+            parts.append(
+                compare_missed(self._pad_logits(logits, model), chosen, self.can_draft)
+            )
+        return join_missed(parts)
 
     def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> Arrays:
         target = Checkpoint.load(self._target.source, self.dtype)
-        head = self._head(target, self.dtype)
-        self.put(head, weights)
+        head = self._load_head(target, self.dtype)
+        self.replace_weights(head, weights)
         return head_arrays(self.bundle, target, head)
 
-    def _wide(self, logits: Tensor, head: Eagle) -> Tensor:
-        """Logits of all tokens; minus infinity for those that cannot be drafted."""
+    def _pad_logits(self, logits: Tensor, head: Eagle) -> Tensor:
+        """Logits of all tokens; minus infinity for tokens that cannot be drafted."""
         if head.ids is None:
             return logits
         size = self.bundle.target.contract.vocab_size
         wide = logits.new_full((len(logits), size), -torch.inf)
         return wide.index_copy(1, head.ids, logits)
 
-    def _head(self, target: Checkpoint, dtype: torch.dtype) -> Eagle:
+    def _load_head(self, target: Checkpoint, dtype: torch.dtype) -> Eagle:
         try:
             head = load_head(self.source, target, dtype)
         except CheckpointError as error:
@@ -298,10 +308,10 @@ class HeadStudent(Student):
         return head
 
 
-def student_of(bundle: Bundle, source: str = "", target: str = "") -> Student:
-    """A bundle's drafter as it learns; a head reads the states of `target`.
+def load_student(bundle: Bundle, source: str = "", target: str = "") -> Student:
+    """Load a bundle's drafter to train it; a head reads the states of `target`.
 
-    Without the checkpoints those that the bundle was exported from are read. Raises
+    Without names, the checkpoints are read from which the bundle was exported. Raises
     `CheckpointError`, `PairError` or `OptionError`.
     """
     entry = check_swappable(bundle)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from jetdraft.devices.planning.drafter_advice import Advisor, excess
+from jetdraft.devices.planning.drafter_advice import Advisor, excess_loss
 from jetdraft.devices.planning.plan import Question
 from tests.cli.running import jetdraft
 from tests.devices.planning.test_plan import CONFIG, SMALL
@@ -22,12 +22,14 @@ def advisor(tmp_path):
 
 def test_at_20_tokens_a_weight_both_halves_of_the_loss_are_equal():
     endless = 1e30
-    assert excess(1e6, 20e6) == pytest.approx(2 * excess(1e6, endless), rel=1e-3)
+    assert excess_loss(1e6, 20e6) == pytest.approx(
+        2 * excess_loss(1e6, endless), rel=1e-3
+    )
 
 
 def test_the_advised_drafter_is_the_fastest_of_its_neighbours(advisor):
     best = advisor.best()
-    others = (advisor.predicted(*shape, 200) for shape in advisor.shapes())
+    others = (advisor.predict(*shape, 200) for shape in advisor.shapes())
     speeds = [one.choice.tokens_per_second for one in others]
     assert best.choice.tokens_per_second == max(speeds)
     assert best.choice.speedup > 1.0
@@ -37,7 +39,7 @@ def test_the_advised_drafter_is_the_fastest_of_its_neighbours(advisor):
 def test_more_tokens_raise_the_acceptance_and_never_the_cost(advisor):
     best = advisor.best()
     shape = best.layers, best.hidden_size
-    some, many = (advisor.predicted(*shape, n) for n in (20, 2000))
+    some, many = (advisor.predict(*shape, n) for n in (20, 2000))
     assert some.acceptance < best.acceptance < many.acceptance < 1.0
     assert some.draft_ms == best.draft_ms == many.draft_ms
     assert some.choice.tokens_per_second < many.choice.tokens_per_second

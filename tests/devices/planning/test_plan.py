@@ -9,9 +9,9 @@ import pytest
 from jetdraft.devices.planning.plan import (
     MethodCost,
     Question,
+    does_not_fit_error,
     expected_levels,
     plan,
-    refusal,
 )
 from jetdraft.errors import DeviceError, OptionError
 from tests.cli.running import assert_refused, jetdraft
@@ -198,7 +198,7 @@ def test_a_model_that_does_not_fit(config):
     question = ask(config(CONFIG), "orin-nano-4gb", quantization="none")
     prediction = plan(question)
     assert not prediction.fits
-    assert "--quantize int4 would fit" in str(refusal(question, prediction))
+    assert "--quantize int4 would fit" in str(does_not_fit_error(question, prediction))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from jetdraft.devices.planning.cost_model import Dimensions, Load
+from jetdraft.devices.planning.cost_model import Dimensions, LoadedDecoder
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.recipe import Recipe
 
@@ -64,7 +64,9 @@ def test_memory_counts_a_tied_head_once():
     sizes = Dimensions.of(LLAMA)
     tied = dataclasses.replace(sizes, tied=True)
     recipe = Recipe.parse("int4-b64-headnone")
-    apart = Load(sizes, recipe).memory_mb(10) - Load(tied, recipe).memory_mb(10)
+    apart = LoadedDecoder(sizes, recipe).memory_mb(10) - LoadedDecoder(
+        tied, recipe
+    ).memory_mb(10)
     assert apart == pytest.approx(sizes.head * 2 / 1e6)
 
 
@@ -81,11 +83,11 @@ def test_memory_counts_a_tied_head_once():
 )
 def test_bytes_of_a_recipe(name, layers, head):
     """The model has three layers; scales are halves."""
-    load = Load(Dimensions.of(LLAMA), Recipe.parse(name))
+    load = LoadedDecoder(Dimensions.of(LLAMA), Recipe.parse(name))
     assert load.weight_bytes == pytest.approx(layers)
     assert load.head_bytes == pytest.approx(head)
     assert load.kv_bytes == 2
-    assert Load(load.sizes, Recipe.parse(f"{name}-kv8")).kv_bytes == 1
+    assert LoadedDecoder(load.sizes, Recipe.parse(f"{name}-kv8")).kv_bytes == 1
 
 
 @pytest.mark.parametrize(

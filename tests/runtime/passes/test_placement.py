@@ -65,7 +65,7 @@ def pretend(monkeypatch, name):
     fake = Provider(name, CPU, "cpu", real.flavour, real.dtype)
     monkeypatch.setitem(PROVIDERS, name, fake)
     runs = Presence(name, compiled=True, runs=True)
-    monkeypatch.setattr(providers, "presence", lambda name: runs)
+    monkeypatch.setattr(providers, "try_provider", lambda name: runs)
     monkeypatch.setattr(opening, "ENGINE_WIDTHS", (4, 8))
 
 

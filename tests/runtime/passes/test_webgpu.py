@@ -17,7 +17,7 @@ import torch
 import jetdraft
 from jetdraft.checkpoints.streams import StreamSettings
 from jetdraft.devices import providers, webgpu
-from jetdraft.devices.providers import PROVIDERS, choose, presence
+from jetdraft.devices.providers import PROVIDERS, choose_provider, try_provider
 from jetdraft.errors import ProviderError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
@@ -49,12 +49,12 @@ def _few_widths():
 @pytest.fixture(scope="module", autouse=True)
 def adapter():
     """An adapter, or a reason to skip; CI must have one."""
-    state = presence("webgpu")
+    state = try_provider("webgpu")
     if not state.runs and os.environ.get("JETDRAFT_NEEDS_WEBGPU"):
         pytest.fail(f"WebGPU must run in CI: {state.reason}")
     if not state.runs:
         pytest.skip(f"{state.reason}; scripts/test fetches a driver")
-    return webgpu.adapter()
+    return webgpu.find_adapter()
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_no_operator_is_left_on_the_host(model):
     for graph in (model.parts.target, model.parts.drafter):
         for session in (graph.sessions.any.session, graph.cache._compaction):
             assert operators_on(session) == set()
-            assert operators_on(session, webgpu.FULL)
+            assert operators_on(session, webgpu.PROVIDER_NAME)
 
 
 def test_the_forecast_is_what_onnxruntime_does(bundle, model):
@@ -342,20 +342,20 @@ def test_auto_leaves_a_software_adapter_alone(adapter, bundle):
     if not adapter.software:
         pytest.skip("this machine has a GPU")
     graphs = [("contrib", "float32")]
-    assert choose("auto", graphs).name == "cpu"
-    assert providers.fastest() == "cpu"
-    assert choose("webgpu", graphs).name == "webgpu"
+    assert choose_provider("auto", graphs).name == "cpu"
+    assert providers.fastest_provider() == "cpu"
+    assert choose_provider("webgpu", graphs).name == "webgpu"
     assert jetdraft.load(bundle.path, provider="auto").parts.provider == "cpu"
 
 
 def test_what_does_not_fit_is_refused(bundle, model, monkeypatch):
     with pytest.raises(ProviderError, match="standard operators"):
-        choose("webgpu", [("standard", "float16")])
-    if not presence("webgpu").half:
+        choose_provider("webgpu", [("standard", "float16")])
+    if not try_provider("webgpu").half:
         with pytest.raises(ProviderError, match="no half precision; export"):
-            choose("webgpu", [("contrib", "float16")])
-    small = replace(webgpu.adapter(), largest_buffer=1000)
-    monkeypatch.setattr(webgpu, "adapter", lambda: small)
+            choose_provider("webgpu", [("contrib", "float16")])
+    small = replace(webgpu.find_adapter(), largest_buffer=1000)
+    monkeypatch.setattr(webgpu, "find_adapter", lambda: small)
     with pytest.raises(ProviderError, match="holds 0 MB; choose") as refusal:
         jetdraft.load(bundle.path, threads=1)
     assert "\n" not in str(refusal.value)

@@ -13,8 +13,13 @@ import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.errors import OptionError, StoreError
 from jetdraft.learning import lessons
-from jetdraft.learning.lessons import CANDIDATES, FILE, Lessons
-from jetdraft.learning.weight_sets import EARLY_TOKENS, VERDICT_TOKENS, Choice, base_of
+from jetdraft.learning.lessons import CANDIDATES, LESSONS_FILE, Lessons
+from jetdraft.learning.weight_sets import (
+    EARLY_TOKENS,
+    VERDICT_TOKENS,
+    Choice,
+    drafter_sha256,
+)
 from tests.toy_drafter import arrays_of, choose, put_on_trial, random_arrays
 
 PROMPTS = ("The robot sees", "A man likes", "Hello", "Sue finds a", "The cat", "Go")
@@ -122,7 +127,7 @@ def test_new_weights_wait_for_a_rate_before_them(toy, tmp_path, plain):
         assert model.parts.drafter.sessions.any.session is not before
         assert model.parts.target.sessions.any.session is target
         rounds(model, VERDICT_TOKENS - 1, plain)
-        choice = weights._sets.choice()
+        choice = weights._sets.read_choice()
         assert (choice.name, choice.before) in ((name, None), ("", None))
     with load(toy, tmp_path) as model:  # what was kept drafts from the beginning
         rounds(model, 1, plain)
@@ -137,7 +142,7 @@ def test_bad_weights_are_taken_back(toy, tmp_path, plain, caplog):
         name = put_on_trial(tmp_path, toy, random_arrays(toy))
         bad = rounds(model, EARLY_TOKENS, plain)
         assert bad < good / 2
-        assert sets.choice().name == "", "the verdict needs no more tokens"
+        assert sets.read_choice().name == "", "the verdict needs no more tokens"
         assert not (tmp_path / name).exists()
         assert rounds(model, VERDICT_TOKENS, plain) == pytest.approx(good, abs=0.1)
     learned, verdict, own = caplog.messages
@@ -150,7 +155,7 @@ def test_a_swap_computes_the_drafters_buffers_again(toy, tmp_path):
     """After a swap the drafter drafts as one that never had other weights."""
     arrays, prompt = random_arrays(toy, 3), "The robot sees"
     name = put_on_trial(tmp_path / "new", toy, arrays)
-    choice = Choice(name, None, base_of(Bundle.open(toy)))
+    choice = Choice(name, None, drafter_sha256(Bundle.open(toy)))
     choose(tmp_path / "new", choice)
     with load(toy, tmp_path / "new") as model:
         fresh = model.generate(prompt, **DRAFTED).stats.to_json()
@@ -179,7 +184,7 @@ def test_weights_that_do_not_fit_are_refused(toy, tmp_path, plain, arrays):
         with pytest.warns(UserWarning, match="no weights were swapped"):
             rounds(model, 1, plain)
         rounds(model, VERDICT_TOKENS, plain)
-        assert model.parts.learning.weights._sets.choice().name == ""
+        assert model.parts.learning.weights._sets.read_choice().name == ""
 
 
 def test_huge_weights_change_no_text(toy, tmp_path, plain):
@@ -196,7 +201,7 @@ def test_a_trial_against_itself_is_none(toy, tmp_path, plain):
     """Nobody writes such a choice, but it must not end a text."""
     with load(toy, tmp_path) as model:
         name = put_on_trial(tmp_path, toy, random_arrays(toy))
-        choose(tmp_path, Choice(name, name, base_of(Bundle.open(toy))))
+        choose(tmp_path, Choice(name, name, drafter_sha256(Bundle.open(toy))))
         rounds(model, EARLY_TOKENS, plain)
         assert model.parts.learning.weights._name == name
 
@@ -204,10 +209,10 @@ def test_a_trial_against_itself_is_none(toy, tmp_path, plain):
 def test_poisoned_lessons_change_no_text(toy, tmp_path, plain):
     with load(toy, tmp_path) as model:
         rounds(model, 20, plain)
-        with closing(sqlite3.connect(tmp_path / FILE)) as database, database:
+        with closing(sqlite3.connect(tmp_path / LESSONS_FILE)) as database, database:
             database.execute("update lessons set ids = ?, tokens = 'x'", (b"x" * 7,))
         rounds(model, 20, plain)
-        (tmp_path / FILE).write_bytes(b"\x00\xff" * 5000)
+        (tmp_path / LESSONS_FILE).write_bytes(b"\x00\xff" * 5000)
         with pytest.warns(UserWarning, match="could not be kept"):
             rounds(model, 20, plain)
 
@@ -220,7 +225,7 @@ def test_twins_take_the_same_weights(toy, tmp_path, plain):
         rounds(model, 1, plain)
         assert rounds(twin, 1, plain) < 0.4, "the twin swaps too"
         rounds(twin, EARLY_TOKENS, plain)
-        assert model.parts.learning.weights._sets.choice().name == ""
+        assert model.parts.learning.weights._sets.read_choice().name == ""
         rounds(model, 1, plain)
         rounds(twin, 1, plain)
         mine, its = (m.parts.drafter.sessions.any.session for m in (model, twin))
@@ -273,4 +278,4 @@ def test_another_drafters_weights_are_refused(toy, tmp_path):
         load(toy, tmp_path)
     shutil.rmtree(tmp_path)
     load(toy, tmp_path).close()
-    assert lessons.FILE in {file.name for file in tmp_path.iterdir()}
+    assert lessons.LESSONS_FILE in {file.name for file in tmp_path.iterdir()}

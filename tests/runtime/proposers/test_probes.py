@@ -31,7 +31,7 @@ from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.train.attention import IMPLEMENTATION
-from jetdraft.train.prompts import guessed
+from jetdraft.train.prompts import prompt_logits
 from tests.tiny import llama_config, save_checkpoint, save_prompts, save_streams
 
 TREE = {"tree": "k-ary", "branching": [2, 2, 2]}
@@ -210,7 +210,7 @@ def test_probes_of_passes_are_those_of_training(models, kind):
         with torch.no_grad():
             read = own.model(input_ids=torch.tensor([PROMPT]), use_cache=True)
             cache = read.past_key_values
-            said = guessed(prompts, own.model, anchors, len(PROMPT), cache)[0]
+            said = prompt_logits(prompts, own.model, anchors, len(PROMPT), cache)[0]
             expected.append(said.numpy().copy())
             if kind == "forecast":  # the second time without a prefix
                 prompts.keys.zero_()

@@ -11,7 +11,7 @@ import torch
 
 from jetdraft.methods.chimera.module import TRIGRAM_SIZE
 from jetdraft.methods.chimera.task import ChimeraTask, SeenRows
-from jetdraft.train.heads import PLACES
+from jetdraft.train.heads import DRAFT_ROWS
 from tests.train.attached.drafts import QUICK, AttachedDrafter, in_floats
 from tests.train.periodic import made
 
@@ -118,7 +118,7 @@ def test_no_draft_sees_rows_that_the_runtime_does_not_have(target, text, tmp_pat
     features = torch.randn(1, 15, 64)
     lesson = type("Lesson", (), {"ids": torch.arange(1, 16)[None], "taps": [features]})
     rows = torch.arange(15)
-    starts = rows - (rows - 2) % PLACES
+    starts = rows - (rows - 2) % DRAFT_ROWS
     assert starts.tolist()[2:] == [2] * 5 + [7] * 5 + [12] * 3
     with torch.no_grad():
         before = run.task.hidden(drafter, lesson, starts)

@@ -18,7 +18,7 @@ from jetdraft.errors import OptionError, PairError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.glide.task import GlideTask
 from jetdraft.recipe import Recipe
-from jetdraft.train.heads import PLACES
+from jetdraft.train.heads import DRAFT_ROWS
 from tests.train.attached.drafts import QUICK, AttachedDrafter
 from tests.train.periodic import made
 
@@ -88,7 +88,7 @@ def test_no_draft_sees_rows_that_the_runtime_does_not_have(target, text, tmp_pat
     lesson = type("Lesson", (), {"ids": ids, "keys": keys, "values": values})()
     rows = torch.arange(15)
     first = 2
-    starts = rows - (rows - first) % PLACES
+    starts = rows - (rows - first) % DRAFT_ROWS
     assert starts.tolist()[first:] == [2] * 5 + [7] * 5 + [12] * 3
     with torch.no_grad():
         before = run.task.hidden(drafter, lesson, starts)

@@ -20,7 +20,7 @@ from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.recipe import Recipe
 from jetdraft.train.run import TrainingOptions
 from jetdraft.train.use.learning import Pace, UseOptions, UseTraining
-from jetdraft.train.use.students import UNROLLED, student_of
+from jetdraft.train.use.students import UNROLLED_STEPS, load_student
 from tests.train.periodic import PERIOD, made, nothing, write_periodic
 
 QUICK = TrainingOptions(steps=12, batch_size=2, sequence_length=48, validate_every=12)
@@ -52,7 +52,7 @@ def load(target):
 
 def test_a_wrong_place_counts_in_each_step_that_reaches_it(world):
     """Row t of step i says what a draft from row t says of token t + 2 + i."""
-    student = student_of(Bundle.open(world / "bundle"))
+    student = load_student(Bundle.open(world / "bundle"))
     head = student.load({})
     tokens = np.arange(1, 20)
     _, first, *_ = student.bundle.draft_vocabulary()
@@ -61,7 +61,7 @@ def test_a_wrong_place_counts_in_each_step_that_reaches_it(world):
         student.missed(head, [Lesson(tokens, np.array([place]), ids, logits)]).places
         for place in (1, 2, 4, 12)
     ]
-    assert counts == [0, 1, 3, UNROLLED]
+    assert counts == [0, 1, 3, UNROLLED_STEPS]
 
 
 def test_it_learns_and_the_text_stays(world):
@@ -83,7 +83,7 @@ def test_it_learns_and_the_text_stays(world):
 
         before = rate()
         options = UseOptions(steps=60, learning_rate=1e-2)
-        figures = UseTraining(student_of(bundle), learned, options).run(Pace())
+        figures = UseTraining(load_student(bundle), learned, options).run(Pace())
         assert figures.after.right > figures.before.right
         assert figures.name is not None
         rates = [rate() for _ in range(3)]
@@ -94,11 +94,11 @@ def test_it_learns_and_the_text_stays(world):
 def test_what_it_needs(world, target):
     bundle = Bundle.open(world / "bundle")
     with pytest.raises(CheckpointError, match=r"name it with --target"):
-        student_of(bundle, target=str(world / "no"))
+        load_student(bundle, target=str(world / "no"))
     with pytest.raises(CheckpointError, match=r"name it with --from"):
-        student_of(bundle, str(world / "no"))
+        load_student(bundle, str(world / "no"))
     with pytest.raises(CheckpointError):
-        student_of(bundle, target)
+        load_student(bundle, target)
     graphs = {name: graph for name, graph in bundle.graphs.items() if name == "target"}
     with pytest.raises(OptionError, match="only a drafter model, or a head"):
-        student_of(replace(bundle, graphs=graphs))
+        load_student(replace(bundle, graphs=graphs))

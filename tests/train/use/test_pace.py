@@ -32,14 +32,14 @@ def clock(monkeypatch):
 
 def test_what_follows_a_rest_is_not_counted(clock):
     pace, steps = Pace(seconds=3.0), 0
-    while pace.goes_on():
+    while pace.wait_for_step():
         clock.now += 1.0
         pace.rest()
         clock.now += 100.0  # an export
         steps += 1
     assert steps == 3
     assert not pace.has_time
-    assert Pace().goes_on()
+    assert Pace().wait_for_step()
 
 
 def test_it_waits_while_the_board_is_hot(clock, tmp_path, monkeypatch):
@@ -47,7 +47,7 @@ def test_it_waits_while_the_board_is_hot(clock, tmp_path, monkeypatch):
     powers = iter([12.0, 11.0, 3.0])
     monkeypatch.setattr(Rail, "watts", lambda self: next(powers))
     pace = Pace(seconds=1.0, watts=10.0, root=root)
-    assert pace.goes_on()
+    assert pace.wait_for_step()
     assert clock.now == 2 * module.REST_SECONDS
     assert pace.spent == 0.0, "waiting is not training"
 

@@ -15,9 +15,9 @@ from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.export.drafters import drafter_arrays
-from jetdraft.learning.weight_sets import VERDICT_TOKENS, WeightSets, base_of
+from jetdraft.learning.weight_sets import VERDICT_TOKENS, WeightSets, drafter_sha256
 from jetdraft.train.use.learning import Pace, UseOptions, UseTraining, publish
-from jetdraft.train.use.students import student_of
+from jetdraft.train.use.students import load_student
 from tests.toy_drafter import save_drafter
 
 ROUNDS = 2500
@@ -99,14 +99,14 @@ def test_acceptance_comes_back_after_a_shift(toy, tmp_path):
         before = Traffic(model, first).rate(2 * VERDICT_TOKENS)
         traffic = Traffic(model, second)
         shifted = traffic.rate(6 * VERDICT_TOKENS)
-        student = student_of(bundle, str(source))
+        student = load_student(bundle, str(source))
         training = UseTraining(student, learned, UseOptions(steps=300))
         rates = [shifted]
         while rates[-1] <= before and traffic.rounds <= ROUNDS:
             figures = training.run(Pace())
             assert figures.after.right > figures.before.right
             traffic.rate(2 * VERDICT_TOKENS)  # the rate before the trial, and the trial
-            assert training.sets.choice().before is None, "judged"
+            assert training.sets.read_choice().before is None, "judged"
             rates.append(traffic.rate(2 * VERDICT_TOKENS))
         print(f"{before:.3f} before, {rates}, {traffic.rounds} rounds")
         assert shifted < before - 0.1
@@ -124,5 +124,5 @@ def put_first_topic(bundle, learned, source, texts):
         if name in matrices:
             weight.copy_(matrices[name])
     arrays = drafter_arrays(bundle, checkpoint, torch.tensor(texts[0]))
-    sets = WeightSets(learned, base_of(bundle))
+    sets = WeightSets(learned, drafter_sha256(bundle))
     sets.settle(publish(sets, arrays, matrices, ""), keep=True)

@@ -26,7 +26,7 @@ from jetdraft.train.use.learning import (
     UseOptions,
     UseTraining,
 )
-from jetdraft.train.use.students import Missed, student_of
+from jetdraft.train.use.students import Missed, load_student
 from tests.tiny import drafter_config, llama_config, save_checkpoint
 from tests.toy_drafter import save_drafter
 
@@ -51,7 +51,7 @@ def test_a_drafter_of_another_padding_learns(tmp_path, rows):
     drafter = save_checkpoint(tmp_path / "d", drafter_config(vocab_size=rows), seed=1)
     options = ExportOptions(Recipe("none"), capacity=64, max_width=32, fast=True)
     bundle = export(str(target), tmp_path / "bundle", str(drafter), options)
-    student = student_of(bundle)
+    student = load_student(bundle)
     assert student.arrays({}, TEXT) == {}
     lost = student.missed(student.load({}), [lesson(best=287), lesson(4, best=7)])
     assert (lost.places, lost.loss.isfinite().item()) == (2, True)
@@ -62,9 +62,9 @@ def test_a_drafter_of_another_padding_learns(tmp_path, rows):
 def test_another_checkpoint_is_refused(toy, tmp_path):
     other = save_checkpoint(tmp_path / "other", drafter_config())
     with pytest.raises(PairError, match="does not have the form"):
-        student_of(Bundle.open(toy), str(other))
+        load_student(Bundle.open(toy), str(other))
     with pytest.raises(CheckpointError, match="no checkpoint at"):
-        student_of(Bundle.open(toy), str(tmp_path / "no"))
+        load_student(Bundle.open(toy), str(tmp_path / "no"))
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def lesson(place=3, best=9, count=12):
 
 
 def test_too_little_to_learn_from(toy, drafter, tmp_path):
-    training = UseTraining(student_of(Bundle.open(toy), str(drafter)), tmp_path)
+    training = UseTraining(load_student(Bundle.open(toy), str(drafter)), tmp_path)
     training.lessons.add(lesson())
     with pytest.raises(DataError, match="there are 1 wrong places"):
         training.run(Pace())
@@ -140,14 +140,16 @@ def test_too_little_to_learn_from(toy, drafter, tmp_path):
 def test_a_loss_that_is_no_number_publishes_nothing(
     toy, drafter, tmp_path, monkeypatch
 ):
-    student = student_of(Bundle.open(toy), str(drafter))
+    student = load_student(Bundle.open(toy), str(drafter))
     training = UseTraining(student, tmp_path, UseOptions(least=1))
     training.lessons.add(lesson())
     nothing = Missed(torch.tensor(math.nan, requires_grad=True), 0.0, 1)
-    monkeypatch.setattr("jetdraft.train.use.students.missed", lambda *state: nothing)
+    monkeypatch.setattr(
+        "jetdraft.train.use.students.compare_missed", lambda *state: nothing
+    )
     with pytest.raises(TrainingError, match="nothing was published"):
         training.run(Pace())
-    assert training.sets.choice().name == ""
+    assert training.sets.read_choice().name == ""
 
 
 @pytest.mark.parametrize("steps", [0, 3, 13])
@@ -157,14 +159,14 @@ def test_what_a_cut_training_learned_last_is_judged_too(toy, drafter, tmp_path, 
     class Cut(Pace):
         left = 0
 
-        def goes_on(self):
+        def wait_for_step(self):
             self.left -= 1
             return self.left >= 0
 
     losses = {}
     for count in (steps // 10 * 10, steps):
         training = UseTraining(
-            student_of(Bundle.open(toy), str(drafter)),
+            load_student(Bundle.open(toy), str(drafter)),
             tmp_path / f"{steps}-{count}",
             UseOptions(steps=1000, least=1),
         )
@@ -179,7 +181,7 @@ def test_what_a_cut_training_learned_last_is_judged_too(toy, drafter, tmp_path, 
 
 def test_nothing_is_published_after_a_clear(toy, drafter, tmp_path):
     """Whose lessons were erased during a training must not meet them in weights."""
-    student = student_of(Bundle.open(toy), str(drafter))
+    student = load_student(Bundle.open(toy), str(drafter))
     training = UseTraining(student, tmp_path, UseOptions(steps=20, least=1))
     training.lessons.add(lesson())
 
@@ -195,10 +197,10 @@ def test_nothing_is_published_after_a_clear(toy, drafter, tmp_path):
     learned = training.run(Pace())
     assert learned.after.loss < learned.before.loss
     assert learned.name is None
-    assert training.sets.choice().name == ""
+    assert training.sets.read_choice().name == ""
     training.lessons.read = read
     training.lessons.add(lesson())
-    assert training.run(Pace()).name == training.sets.choice().name != ""
+    assert training.run(Pace()).name == training.sets.read_choice().name != ""
 
 
 def test_the_background_trains_when_there_is_enough(monkeypatch):
@@ -216,7 +218,7 @@ def test_the_background_trains_when_there_is_enough(monkeypatch):
             read = staticmethod(lambda: list(kept))
 
         class sets:
-            choice = staticmethod(lambda: Choice)
+            read_choice = staticmethod(lambda: Choice)
 
         def run(self, pace):
             pace.spent += 5.0

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from jetdraft.learning.lessons import Lesson
 from jetdraft.train.teacher import logits_at
-from jetdraft.train.use.students import LessonBatch, missed
+from jetdraft.train.use.students import LessonBatch, compare_missed
 from tests.tiny import llama_config
 
 
@@ -40,7 +40,7 @@ def test_the_mean_over_wrong_places():
     terms = [expected(*pair) for pair in zip(logits, targets, strict=True)]
     wanted = torch.stack(terms).mean()
     assert torch.allclose(
-        missed(logits, LessonBatch.of([ONE, OTHER]), None).loss, wanted
+        compare_missed(logits, LessonBatch.of([ONE, OTHER]), None).loss, wanted
     )
 
 
@@ -50,7 +50,7 @@ def test_a_cut_vocabulary_is_compared_within_itself():
     logits = torch.randn(3, 12, requires_grad=True)
     can_draft = torch.zeros(12).bool()
     can_draft[[2, 3, 4, 6]] = True
-    found = missed(logits, LessonBatch.of([ONE, OTHER]), can_draft)
+    found = compare_missed(logits, LessonBatch.of([ONE, OTHER]), can_draft)
     targets = {6: 2.0, 2: 1.0}, {3: 1.0, 4: 0.0}
     pairs = zip(logits[[0, 2]], targets, strict=True)
     terms = [expected(*pair, can_draft) for pair in pairs]
@@ -59,7 +59,7 @@ def test_a_cut_vocabulary_is_compared_within_itself():
     found.loss.backward()
     assert logits.grad[:, ~can_draft].abs().max() == 0
     assert logits.grad.isfinite().all()
-    none = missed(logits, LessonBatch.of([ONE, OTHER]), torch.zeros(12).bool())
+    none = compare_missed(logits, LessonBatch.of([ONE, OTHER]), torch.zeros(12).bool())
     assert (none.loss.item(), none.right, none.places) == (0.0, 0.0, 0)
 
 
@@ -80,4 +80,4 @@ def test_the_lm_head_reads_the_rows_before_wrong_places_only():
 def test_right_where_the_best_token_is_the_targets():
     logits = torch.zeros(2, 12)
     logits[0, 6] = logits[1, 9] = 1.0
-    assert missed(logits, LessonBatch.of([ONE]), None).right == 0.5
+    assert compare_missed(logits, LessonBatch.of([ONE]), None).right == 0.5
