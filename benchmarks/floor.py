@@ -128,7 +128,7 @@ def main(bundle: Path, threads: int, output: Path | None) -> None:
     """Measure the target of BUNDLE on the CPU."""
     contract = Bundle.open(bundle).target.contract
     weights = weight_bytes(bundle / Bundle.open(bundle).target.file)
-    buffers = [spec.concrete_shape() for spec in contract.buffers("past")]
+    buffers = [spec.shape_for() for spec in contract.buffers("past")]
     kv_bytes = sum(heads * FILLED * size * 4 for _, heads, _, size in buffers)
     speed = bandwidth(threads)
     floor_ms = (sum(weights.values()) + kv_bytes) / speed / 1e6

@@ -174,7 +174,7 @@ def memory(setup: Setup) -> dict[str, Any]:
         parts[f"{name} as stored"] = sum(sizes) / 1e6
         buffers = entry.contract.buffers("past")
         values = sum(
-            np.prod(b.concrete_shape()) * np.dtype(b.dtype).itemsize for b in buffers
+            np.prod(b.shape_for()) * np.dtype(b.dtype).itemsize for b in buffers
         )
         parts[f"{name} KV buffers"] = float(values) / 1e6
     bound = 1.25 * sum(mb for name, mb in parts.items() if name != "imports") + 250

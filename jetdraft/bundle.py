@@ -44,8 +44,8 @@ from jetdraft.manifest import (
     FileName,
     GraphEntry,
     check_files,
-    manifest_sha256,
     read_manifest,
+    seal_hash,
     sha256_of,
 )
 from jetdraft.parsing import Count, Rule, one_of, read_fields
@@ -208,7 +208,7 @@ class Bundle:
     @property
     def sha256(self) -> str:
         """The manifest's hash, in hex digits; it covers the hashes of all files."""
-        return manifest_sha256(self.to_json())
+        return seal_hash(self.to_json())
 
     @classmethod
     def open(cls, path: str | Path, again: bool = False) -> Bundle:
@@ -284,7 +284,7 @@ class Bundle:
         """The manifest's fields, with their hash in the field `SEAL`."""
         fields = {VERSION: SCHEMA_VERSION, **asdict(self)}
         del fields["path"]
-        return {**fields, SEAL: manifest_sha256(fields)}
+        return {**fields, SEAL: seal_hash(fields)}
 
     def save(self) -> None:
         """Hash all files in `path` into `files`, and write the manifest there."""

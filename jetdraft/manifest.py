@@ -30,7 +30,7 @@ VERSION, SEAL = "schema_version", "sha256"
 """The fields of a manifest with its schema, and with the hash of all others."""
 
 
-def manifest_sha256(manifest: dict[str, Any]) -> str:
+def seal_hash(manifest: dict[str, Any]) -> str:
     """The hash of a manifest's fields but `SEAL`, in hex digits; an edit changes it."""
     rest = {name: value for name, value in manifest.items() if name != SEAL}
     # Keys that are numbers are sorted as the text that they become in the file.
@@ -67,7 +67,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} has bundle schema {printable(version, 20)}, this jetdraft reads "
             f"{SCHEMA_VERSION}; {advice}"
         )
-    if manifest.get(SEAL) != manifest_sha256(manifest):
+    if manifest.get(SEAL) != seal_hash(manifest):
         raise BundleError(
             f"{folder / MANIFEST} was altered (its sha256 differs); export or copy the "
             "bundle again"

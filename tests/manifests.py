@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jetdraft.manifest import MANIFEST, SEAL, manifest_sha256
+from jetdraft.manifest import MANIFEST, SEAL, seal_hash
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def write(folder: Path, manifest: dict[str, Any]) -> None:
     """Write a manifest with the right hash of its own."""
-    sealed = {**manifest, SEAL: manifest_sha256(manifest)}
+    sealed = {**manifest, SEAL: seal_hash(manifest)}
     (folder / MANIFEST).write_text(json.dumps(sealed, indent=2))
 
 

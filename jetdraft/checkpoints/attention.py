@@ -126,7 +126,7 @@ def attend(
         window=sliding_window or 0,
         softcap=softcap or 0.0,
     )
-    compute = _make_node if torch.compiler.is_exporting() else _compute_eagerly
+    compute = _make_node if torch.compiler.is_exporting() else _run_eagerly
     output, *present = compute(call, state)
     state.present[layer] = (present[0], present[1])
     if prefix is not None:
@@ -214,9 +214,7 @@ def _make_node(call: _AttentionInputs, state: StepState) -> tuple[torch.Tensor, 
     return output.reshape(1, rows, heads, head_dim), *present
 
 
-def _compute_eagerly(
-    call: _AttentionInputs, state: StepState
-) -> tuple[torch.Tensor, ...]:
+def _run_eagerly(call: _AttentionInputs, state: StepState) -> tuple[torch.Tensor, ...]:
     """Compute the same in PyTorch, over copies of the buffers."""
     start, rows = int(state.cursor), call.query.shape[2]
     keys, values = call.past_key.clone(), call.past_value.clone()

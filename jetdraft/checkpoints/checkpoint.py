@@ -13,10 +13,7 @@ from torch import Tensor
 
 from jetdraft.bundle import Defaults, Speech
 from jetdraft.checkpoints.defaults import GenerationFields
-from jetdraft.checkpoints.draft_vocabulary import (
-    limit_vocabulary,
-    read_draft_vocabulary,
-)
+from jetdraft.checkpoints.draft_vocabulary import limit_vocab, read_draft_vocabulary
 from jetdraft.checkpoints.folder import check_folder, checkpoint_folder, weights_sha256
 from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
 from jetdraft.checkpoints.layers import Taps
@@ -197,8 +194,8 @@ class Checkpoint:
         return min(rows, self.target_rows or rows)
 
     def beside(self, target_rows: int) -> Checkpoint:
-        """This drafter for a target with `target_rows` rows; see `limit_vocabulary`."""
-        limit_vocabulary(self.model, self.vocab_size, target_rows)
+        """This drafter for a target with `target_rows` rows; see `limit_vocab`."""
+        limit_vocab(self.model, self.vocab_size, target_rows)
         ids = self.draft_ids
         known = None if ids is None else ids[ids < target_rows]
         return replace(self, target_rows=target_rows, draft_ids=known)

@@ -96,13 +96,13 @@ SAMPLING_FIELDS = (
     Row("top_h typical_p epsilon_cutoff eta_cutoff", WARNED,
         "sampling has no such filter", neutral(0, 1)),
 )
-"""Rules for files with `do_sample`; they override those of `GENERATION_FIELDS`."""
+"""Rules for files with `do_sample`; they override `GENERATION_FIELDS`."""
 
 SOURCE_FIELDS = (
     Row("decoder_start_token_id forced_bos_token_id", HONOURED,
         "a text begins with them"),
 )
-"""Rules for encoder-decoders; they override those of `GENERATION_FIELDS`."""
+"""Rules for encoder-decoders; they override `GENERATION_FIELDS`."""
 
 SPEECH_FIELDS = (
     Row("no_timestamps_token_id lang_to_id task_to_id suppress_tokens "

@@ -25,7 +25,7 @@ without a token. Where a tokenizer is missing, matrices that differ by more belo
 two vocabularies."""
 
 
-def limit_vocabulary(model: Any, own: int, rows: int) -> None:
+def limit_vocab(model: Any, own: int, rows: int) -> None:
     """Let a drafter of `own` tokens choose and read the ids below `rows` only."""
 
     def known(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -147,7 +147,7 @@ def _shard_names(index: Path) -> Iterator[str]:
             yield name
 
 
-WITHOUT_OWN_CODE = {"trust_remote_code": False}
+NO_OWN_CODE = {"trust_remote_code": False}
 """Arguments of transformers' loaders that never run a checkpoint's code.
 
 Without them they ask on the terminal whether to run it."""

@@ -44,12 +44,7 @@ from jetdraft.checkpoints.gguf_tokenizer import (
 )
 from jetdraft.checkpoints.gguf_types import GGUF_TYPES
 from jetdraft.checkpoints.packed import PackedWeights
-from jetdraft.checkpoints.refusals import (
-    SPARE_FACTOR,
-    Bounds,
-    build_skeleton,
-    check_kinds,
-)
+from jetdraft.checkpoints.refusals import SPARE, Bounds, build_skeleton, check_kinds
 from jetdraft.errors import (
     CheckpointError,
     JetdraftError,
@@ -74,7 +69,7 @@ _COMPARED_ROWS = 64
 _MALFORMED = (ValueError, IndexError, KeyError, TypeError, OverflowError, RuntimeError)
 """The exceptions that the reader raises for a file that is cut off."""
 
-_SAMPLING_DEFAULTS = {"temp": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+_DEFAULTS = {"temp": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 """llama.cpp's defaults of the missing fields where a file has some of these."""
 
 
@@ -178,13 +173,9 @@ class GgufFile:
     def generation(self) -> GenerationFields:
         """How the file says that its text is chosen, by transformers' names."""
         fields: dict[str, Any] = {}
-        given = {
-            name: self.field(f"general.sampling.{name}") for name in _SAMPLING_DEFAULTS
-        }
+        given = {name: self.field(f"general.sampling.{name}") for name in _DEFAULTS}
         if any(value is not None for value in given.values()):
-            given = _SAMPLING_DEFAULTS | {
-                n: v for n, v in given.items() if v is not None
-            }
+            given = _DEFAULTS | {n: v for n, v in given.items() if v is not None}
             given["top_k"] = max(given["top_k"], 0)  # takes all tokens from 0 down
             fields = {"do_sample": True, "temperature": given.pop("temp"), **given}
         fields["suppress_tokens"] = self.field("tokenizer.ggml.suppress_tokens")
@@ -278,7 +269,7 @@ class GgufFile:
         processor = TENSOR_PROCESSORS.get(self.family, TensorProcessor)(
             config=config.to_dict()
         )
-        bounds = Bounds(tensors=100 + SPARE_FACTOR * len(self.tensors))
+        bounds = Bounds(tensors=100 + SPARE * len(self.tensors))
         model = build_skeleton(
             self.source, transformers.AutoModelForCausalLM, config, bounds
         )

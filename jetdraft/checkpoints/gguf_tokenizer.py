@@ -42,7 +42,7 @@ _DIGIT_RULES = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exao
 _GPT2_RULES = ("gpt-2", "phi-2", "mpt", "olmo", "jais")
 """Rules that split as GPT-2 does."""
 
-_DEFAULT_EXPRESSIONS = (
+_EXPRESSIONS = (
     r"[\p{P}\$\+<=>\^~\|]+",
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
     r"\p{N}+",
@@ -110,7 +110,7 @@ def make_tokenizer_json(source: str, field: Field) -> str | None:
     ids = {t: i for i, t in enumerate(tokens) if types[i] != _UNUSED}
     is_twice = len(ids) < len(tokens) - sum(number == _UNUSED for number in types)
     if kind == "gpt2":
-        tokenizer = _byte_level_tokenizer(source, ids, field)
+        tokenizer = _make_byte_level(source, ids, field)
     elif kind == "llama":
         tokenizer = _sentencepiece_tokenizer(ids, types, field)
     else:
@@ -146,7 +146,7 @@ def _token_types(field: Field) -> list[int]:
     tokens = field("tokenizer.ggml.tokens")
     types = list(field("tokenizer.ggml.token_type") or [1] * len(tokens))
     for id in _infilling_ids(
-        field, tokens, (m for m in _INFILLING_TOKENS if _special_id(field, m) is None)
+        field, tokens, (m for m in _INFILLING_TOKENS if _id_of(field, m) is None)
     ):
         types[id : id + 1] = [_CONTROL]
     ends = {tokens[id] for id in end_token_ids(field) if 0 <= id < len(tokens)}
@@ -172,7 +172,7 @@ def _end_ids_by_name(field: Field, tokens: Sequence[str]) -> list[int]:
 def end_token_ids(field: Field) -> list[int]:
     """The ids of all ends of a text or a turn, by names too, the file's own first."""
     tokens = field("tokenizer.ggml.tokens") or []
-    ids = [_special_id(field, name) for name in ("eos", "eot", "eom")]
+    ids = [_id_of(field, name) for name in ("eos", "eot", "eom")]
     ids += _infilling_ids(field, tokens, _FILE_END_MARKS)
     ids += _end_ids_by_name(field, tokens)
     found = list(dict.fromkeys(int(id) for id in ids if id is not None))
@@ -188,7 +188,7 @@ def end_token_ids(field: Field) -> list[int]:
     return found
 
 
-def _special_id(field: Field, name: str) -> int | None:
+def _id_of(field: Field, name: str) -> int | None:
     """Return the id of a special token; None if the file does not name it."""
     id = field(f"tokenizer.ggml.{name}_token_id")
     if id is None and field("tokenizer.ggml.model") == "llama":
@@ -202,7 +202,7 @@ def _infilling_ids(
     """The ids of marks for infilling: as the file says, or the first by its name."""
     for mark in marks:
         names = _INFILLING_TOKENS[mark].split()
-        id = _special_id(field, mark)
+        id = _id_of(field, mark)
         if id is None:
             id = next((i for i, token in enumerate(tokens) if token in names), None)
         if id is not None:
@@ -212,7 +212,7 @@ def _infilling_ids(
 def special_tokens(field: Field) -> dict[str, str]:
     """Map transformers' names of the special tokens of a file to their texts."""
     tokens = field("tokenizer.ggml.tokens") or []
-    ids = {name: _special_id(field, own) for name, own in _SPECIAL_NAMES.items()}
+    ids = {name: _id_of(field, own) for name, own in _SPECIAL_NAMES.items()}
     return {
         name: tokens[i]
         for name, i in ids.items()
@@ -220,9 +220,7 @@ def special_tokens(field: Field) -> dict[str, str]:
     }
 
 
-def _byte_level_tokenizer(
-    source: str, ids: Mapping[str, int], field: Field
-) -> Tokenizer:
+def _make_byte_level(source: str, ids: Mapping[str, int], field: Field) -> Tokenizer:
     rule = field("tokenizer.ggml.pre") or "default"
     merges = [tuple(m.split(" ")) for m in field("tokenizer.ggml.merges") or ()]
     whole = rule in _WHOLE_WORDS or rule == "tekken"
@@ -262,9 +260,7 @@ def _pre_tokenizers(rule: str) -> Sequence[Any]:
     if rule in _DIGIT_RULES:
         return [pre_tokenizers.Digits(individual_digits=True), words]
     known = _split_expressions().get(rule)
-    expressions = (
-        _DEFAULT_EXPRESSIONS if rule == "default" else (known,) if known else ()
-    )
+    expressions = _EXPRESSIONS if rule == "default" else (known,) if known else ()
     splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in expressions]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return [*splits, letters] if splits else []
@@ -300,11 +296,7 @@ def _add_bos_and_eos(tokenizer: Tokenizer, tokens: Sequence[str], field: Field) 
         by_rule = rule in _WHOLE_WORDS or rule == "tekken"
         begins = by_rule or field("tokenizer.ggml.model") == "llama"
     wanted = {"bos": begins, "eos": field("tokenizer.ggml.add_eos_token")}
-    ids = {
-        name: _special_id(field, name)
-        for name, is_wanted in wanted.items()
-        if is_wanted
-    }
+    ids = {name: _id_of(field, name) for name, is_wanted in wanted.items() if is_wanted}
     first, last = (
         [] if (id := ids.get(name)) is None else [(tokens[id], id)] for name in wanted
     )

@@ -67,11 +67,9 @@ class GgufType:
     def _scales_and_minima(self, block: Bytes) -> tuple[Floats, Floats | None]:
         """Both [outputs, blocks] of the integers; minima are None without any."""
         if self.plain is _SCALED_K:
-            scales = _read_half(block, 208)[..., None] * block[..., 192:208].view(
-                np.int8
-            )
+            scales = _half_at(block, 208)[..., None] * block[..., 192:208].view(np.int8)
             return scales.reshape(len(block), -1), None
-        scales, minima = _read_half(block, 0), _read_half(block, 2)
+        scales, minima = _half_at(block, 0), _half_at(block, 2)
         if self.plain is _SHIFTED_K:
             factors = Q4_K.get_scale_min(block[..., 4:16].reshape(-1, 12))
             scales, minima = (
@@ -97,7 +95,7 @@ The largest integers are 15 * 17 and 31 * 8.
 """
 
 
-def _read_half(block: Bytes, start: int) -> Floats:
+def _half_at(block: Bytes, start: int) -> Floats:
     """Return the half at byte `start` of each block, as float32 [outputs, blocks]."""
     return block[..., start : start + 2].copy().view("<f2")[..., 0].astype(np.float32)
 

@@ -17,7 +17,7 @@ from jetdraft.bundle import HOP, SAMPLE_RATE, WINDOW, Speech
 from jetdraft.checkpoints.attention import IMPLEMENTATION
 from jetdraft.checkpoints.defaults import read_fields
 from jetdraft.checkpoints.folder import (
-    WITHOUT_OWN_CODE,
+    NO_OWN_CODE,
     as_checkpoint_error,
     check_folder,
     stored_dtype,
@@ -29,7 +29,7 @@ from jetdraft.checkpoints.refusals import (
     build_skeleton,
     check_kinds,
     check_layers,
-    check_unread_layers,
+    check_unread,
 )
 from jetdraft.checkpoints.silence import no_progress_bars, silenced
 from jetdraft.checkpoints.source_attention import (
@@ -54,7 +54,7 @@ def load_config(source: str) -> Any:
     with as_checkpoint_error(source):
         config = _config_of_known_type(
             source
-        ) or transformers.AutoConfig.from_pretrained(source, **WITHOUT_OWN_CODE)
+        ) or transformers.AutoConfig.from_pretrained(source, **NO_OWN_CODE)
         check_causal(source, config)
     return config
 
@@ -156,13 +156,13 @@ def load_model(
             output_loading_info=True,
             # Otherwise the reason goes to a log, which is silenced here.
             ignore_mismatched_sizes=True,
-            **WITHOUT_OWN_CODE,
+            **NO_OWN_CODE,
         )
     _check_loaded(source, model, info, packed.blocks if packed else ())
     if packed is not None and not is_gguf(source):
         with contextlib.suppress(OSError):  # the file is optional
             model.generation_config = transformers.GenerationConfig.from_pretrained(
-                source, **WITHOUT_OWN_CODE
+                source, **NO_OWN_CODE
             )
     if config.is_encoder_decoder:
         set_attention(model, SOURCE_IMPLEMENTATION)
@@ -192,7 +192,7 @@ def _check_loaded(
             f"{len(info['missing_keys']) - 1} more; fetch it again"
         )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    check_unread_layers(source, names, info["unexpected_keys"])
+    check_unread(source, names, info["unexpected_keys"])
     # What an encoder-decoder does beside the interface, `check_source_seams` sees.
     if not (model._supports_attention_backend or model.config.is_encoder_decoder):
         raise UnsupportedModelError(

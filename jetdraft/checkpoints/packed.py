@@ -25,14 +25,7 @@ from torch import Tensor
 
 from jetdraft.checkpoints.streams import WEIGHTS as STREAM_WEIGHTS
 from jetdraft.errors import CheckpointError, UnsupportedModelError
-from jetdraft.quant.blocks import (
-    Blocks,
-    Bytes,
-    Floats,
-    Order,
-    split_into_blocks,
-    unpack,
-)
+from jetdraft.quant.blocks import Blocks, Bytes, Floats, Order, into_blocks, unpack
 from jetdraft.recipe import BLOCK_SIZES
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -252,7 +245,7 @@ def _make_blocks(
         raise _UnsupportedFormError(f"has {group} weights to a scale")
     block = sizes[0]
     ordered = integers if order is None else integers[:, order]
-    blocked = split_into_blocks(ordered, block, np.uint8)
+    blocked = into_blocks(ordered, block, np.uint8)
     group_of_block = np.arange(blocked.shape[1]) * block // group
     if zeros is not None and (zeros == 1 << (bits - 1)).all():
         zeros = None

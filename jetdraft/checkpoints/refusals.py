@@ -32,7 +32,7 @@ MOST_LAYERS = 10_000
 MOST_TENSORS, MOST_WEIGHTS = 100_000, 10**13
 """The bounds of a model whose files do not tell how many tensors they hold."""
 
-SPARE_FACTOR = 4
+SPARE = 4
 """How many times more tensors a model may have than its files. It registers a tied
 matrix up to four times, and the parts of a fused matrix each."""
 
@@ -59,9 +59,7 @@ class Bounds:
                     names += len(opened.keys())
         except (OSError, SafetensorError):
             return cls()  # loading it says what is wrong
-        return (
-            cls(100 + SPARE_FACTOR * names, WEIGHTS_PER_BYTE * size) if names else cls()
-        )
+        return cls(100 + SPARE * names, WEIGHTS_PER_BYTE * size) if names else cls()
 
 
 def check_layers(source: str) -> None:
@@ -143,7 +141,7 @@ class UnsupportedKind:
                 yield from (f"{name} {t}" for t in self.types if t in types)
 
 
-UNSUPPORTED_KINDS = (
+REFUSED_KINDS = (
     UnsupportedKind(
         "is a mixture of experts",
         (*EXPERTS, "expert_count"),
@@ -172,9 +170,7 @@ UNSUPPORTED_KINDS = (
 
 def check_kinds(source: str, field: Callable[[str], Any]) -> None:
     """Raise `UnsupportedModelError` for these kinds; `field` gives a field's value."""
-    found = [
-        (kind.words, next(kind.find_signs(field), None)) for kind in UNSUPPORTED_KINDS
-    ]
+    found = [(kind.words, next(kind.find_signs(field), None)) for kind in REFUSED_KINDS]
     said = [f"{words} ({sign})" for words, sign in found if sign is not None]
     if said:
         raise UnsupportedModelError(
@@ -191,12 +187,10 @@ _MTP_WEIGHT = "eh_proj."
 weight of it tells; only --head reads the module."""
 
 
-def check_unread_layers(
-    source: str, read: Iterable[str], unread: Iterable[str]
-) -> None:
+def check_unread(source: str, read: Iterable[str], unread: Iterable[str]) -> None:
     """Raise `CheckpointError` for unread weights of layers behind a stack's last.
 
-    check_unread_layers(source, ["h.0.w"], ["h.1.w"])    # layer 1 is behind the last
+    check_unread(source, ["h.0.w"], ["h.1.w"])    # layer 1 is behind the last
     """
     last: dict[str, int] = {}
     for stack, number, _ in _numbered_weights(read):

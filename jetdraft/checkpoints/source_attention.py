@@ -152,7 +152,7 @@ def distance_bias(
 
 
 @contextlib.contextmanager
-def using_positions(model: Any, positions: Tensor) -> Iterator[None]:
+def at_positions(model: Any, positions: Tensor) -> Iterator[None]:
     """Let the decoder look up the positions int64 [b, n] of the rows of a pass."""
     table = getattr(model.get_decoder(), "embed_positions", None)
     if table is None:

@@ -102,7 +102,7 @@ class StreamedModel(ProbedModel):
 
         logits, _, _ = StreamedModel(model, streams)(ids, positions, rows, probes, keep)
 
-    `merged_lora` identifies the LoRA that was merged into the model; "" for none.
+    `lora_id` identifies the LoRA that was merged into the model; "" for none.
     """
 
     trained = _ADAPTER
@@ -112,20 +112,18 @@ class StreamedModel(ProbedModel):
 
         super().__init__(model, decoder_layers(model)[-streams.settings.layers :])
         self.streams, self.settings = streams, streams.settings
-        self.merged_lora = ""
+        self.lora_id = ""
         for module in model.modules() if self.settings.mode == LOSSLESS else ():
             if isinstance(module, LoraLayer):
                 # The first factor narrows the input to the rank.
-                module.lora_A[_ADAPTER].register_forward_hook(
-                    self._limit_lora_to_probes
-                )
+                module.lora_A[_ADAPTER].register_forward_hook(self._mask_lora)
 
     @property
     def base(self) -> str:
         """In the shared mode the merged LoRA is a part of these weights."""
         if self.settings.mode == LOSSLESS:
             return str(self.settings.base)
-        joined = f"{self.settings.base} {self.merged_lora}"
+        joined = f"{self.settings.base} {self.lora_id}"
         return hashlib.sha256(joined.encode()).hexdigest()
 
     def forward(
@@ -172,9 +170,7 @@ class StreamedModel(ProbedModel):
                 setattr(module, LAYOUT_ATTRIBUTE, layout)
         return super()._place_slots(layer, args, kwargs)
 
-    def _limit_lora_to_probes(
-        self, factor: nn.Module, args: Any, output: Tensor
-    ) -> Tensor:
+    def _mask_lora(self, factor: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Hook: set the LoRA output of the rows to 0, so that only probes change."""
         return output * self.current_pass.is_probe[:, None].to(output.dtype)
 
@@ -213,7 +209,7 @@ def load_streams(
     if settings.mode == SHARED:
         merge_lora(model, _ADAPTER, scale)
         file = (folder / WEIGHTS).read_bytes()
-        streamed.merged_lora = f"{hashlib.sha256(file).hexdigest()} {scale}"
+        streamed.lora_id = f"{hashlib.sha256(file).hexdigest()} {scale}"
     return streamed.requires_grad_(False).eval()
 
 

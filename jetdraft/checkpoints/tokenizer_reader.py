@@ -11,7 +11,7 @@ import transformers
 from tokenizers.models import BPE
 
 from jetdraft.bundle import is_token_name
-from jetdraft.checkpoints.folder import WITHOUT_OWN_CODE, check_folder, first_line
+from jetdraft.checkpoints.folder import NO_OWN_CODE, check_folder, first_line
 from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
 from jetdraft.checkpoints.silence import no_progress_bars, silenced
 from jetdraft.errors import CheckpointError, printable
@@ -27,9 +27,7 @@ def load_tokenizer(source: str) -> Any:
     if path.is_dir() and not any((path / name).is_file() for name in names):
         return None
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            source, **WITHOUT_OWN_CODE
-        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **NO_OWN_CODE)
     except Exception as error:  # tokenizers raises bare exceptions
         raise CheckpointError(
             f"the tokenizer of {source} cannot be read ({first_line(error)}); check "

@@ -245,7 +245,7 @@ def _can_run(model: Model, drafting: Drafting) -> bool:
     """Whether the bundle has what `drafting` needs, and this machine keeps it exact."""
     try:
         model.planner.proposer_set(drafting)
-        model.planner.prepare_target(drafting)
+        model.planner.target_for(drafting)
     except OptionError:
         return False
     return True
@@ -320,7 +320,7 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
         heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)
         yield f"  layers        {len(contract.kv_shapes)}, KV heads {heads}"
         size = sum(
-            int(np.prod(spec.concrete_shape())) * np.dtype(spec.dtype).itemsize
+            int(np.prod(spec.shape_for())) * np.dtype(spec.dtype).itemsize
             for spec in contract.buffers("past")
         )
         yield f"  KV buffers    {size / 1e6:.1f} MB"

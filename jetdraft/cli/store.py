@@ -88,9 +88,7 @@ def _print_folder(
         (len(lesson.places), text.decode(lesson.tokens.tolist()))
         for lesson in kept.read(user)
     ]
-    others = {
-        name: count for name, count in kept.count_by_user().items() if name != user
-    }
+    others = {name: count for name, count in kept.user_counts().items() if name != user}
     if as_json:
         weights = {"weights": choice.name, "on_trial_against": choice.before}
         rows = [{"wrong_places": count, "text": words} for count, words in lessons]

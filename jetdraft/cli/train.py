@@ -7,7 +7,7 @@ import click
 from jetdraft.cli.command import LazyGroup, importing
 from jetdraft.runtime.planning.registry import load_object, methods
 
-OTHER_TRAININGS = {
+TRAININGS = {
     "sec": ("a head that stops a text", "jetdraft.train.sec:SecTask"),
     "acceptance": (
         "when the drafter should stop, for stopping=learned",
@@ -26,19 +26,17 @@ class Trainers(LazyGroup):
 
     @property
     def summaries(self) -> dict[str, str]:  # type: ignore[override]
-        """A line of help for each method with a task, and for `OTHER_TRAININGS`."""
+        """A line of help for each method with a task, and for `TRAININGS`."""
         trained = {name: m.summary for name, m in methods().items() if m.task}
-        return trained | {
-            name: summary for name, (summary, _) in OTHER_TRAININGS.items()
-        }
+        return trained | {name: summary for name, (summary, _) in TRAININGS.items()}
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a task and make its command, or None for an unknown name."""
         if cmd_name not in self.summaries:
             return None
         name = (
-            OTHER_TRAININGS[cmd_name][1]
-            if cmd_name in OTHER_TRAININGS
+            TRAININGS[cmd_name][1]
+            if cmd_name in TRAININGS
             else methods()[cmd_name].task
         )
         with importing("training", "train"):

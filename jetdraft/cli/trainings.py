@@ -18,7 +18,7 @@ from jetdraft.errors import StoreError
 from jetdraft.files import is_free
 from jetdraft.learning.weight_sets import has_learned, label
 from jetdraft.runtime.model import load
-from jetdraft.train.acceptance import fit_head, record_verdicts, save_acceptance_head
+from jetdraft.train.acceptance import fit_head, record_verdicts, save_head
 from jetdraft.train.machine import this_process
 from jetdraft.train.run import TrainingOptions
 from jetdraft.train.task import Task
@@ -130,7 +130,7 @@ def acceptance(
         )
     head, loss = fit_head(hidden, accepted, seed=seed)
     file = model.parts.profiles.acceptance_file
-    save_acceptance_head(head, file, model.bundle.sha256)
+    save_head(head, file, model.bundle.sha256)
     click.echo(
         f"{file}: {len(accepted)} drafted tokens, {accepted.mean():.2f} of them "
         f"accepted, held-out loss {loss:.2f}",

@@ -54,7 +54,7 @@ class Selection:
 
     @property
     def recent(self) -> int:
-        """How many rows just before those of the pass are read."""
+        """How many rows just before the rows of the pass are read."""
         return self.rows // 4
 
     @property

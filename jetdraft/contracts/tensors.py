@@ -23,7 +23,7 @@ class TensorSpec:
     dtype: str
     shape: tuple[int | str, ...]
 
-    def concrete_shape(
+    def shape_for(
         self,
         rows: int = 0,
         answers: int = 0,

@@ -285,7 +285,7 @@ def engine_options(
 def _shapes(contract: StepContract, sizes: tuple[int, int, int]) -> str:
     """The shapes of all dynamic inputs, such as "input_ids:1x4,answer_rows:4"."""
     sized = (
-        (spec.name, spec.concrete_shape(*sizes, contract.members, contract.prefix))
+        (spec.name, spec.shape_for(*sizes, contract.members, contract.prefix))
         for spec in contract.inputs
         if any(isinstance(axis, str) for axis in spec.shape)
     )

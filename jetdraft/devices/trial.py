@@ -38,7 +38,7 @@ CPU_PROVIDER = "CPUExecutionProvider"
 def main(provider: str) -> None:
     """Run one small product on `provider` alone and compare the numbers."""
     _check_product(provider, GRAPH, np.float32)
-    if provider == webgpu.PROVIDER_NAME:
+    if provider == webgpu.EP_NAME:
         if webgpu.find_adapter().software:
             print(SOFTWARE)
         try:
@@ -56,7 +56,7 @@ def _check_product(provider: str, graph: Path, dtype: type[np.floating[Any]]) ->
     if provider != CPU_PROVIDER:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     providers: list[str] | None = [provider]
-    if provider == webgpu.PROVIDER_NAME:
+    if provider == webgpu.EP_NAME:
         webgpu.add_adapter(options, {})
         providers = None
     session = onnxruntime.InferenceSession(str(graph), options, providers=providers)

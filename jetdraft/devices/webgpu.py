@@ -22,7 +22,7 @@ from jetdraft.ort import import_onnx, ort
 PLUGIN = "onnxruntime_ep_webgpu"
 """The package that holds the plug-in."""
 
-PROVIDER_NAME = "WebGpuExecutionProvider"
+EP_NAME = "WebGpuExecutionProvider"
 """onnxruntime's name of the provider."""
 
 MISSING_MESSAGE = "the WebGPU plug-in is not installed; pip install 'jetdraft[webgpu]'"
@@ -58,9 +58,7 @@ def find_adapter() -> Adapter:
     """The first GPU of the plug-in, or a software adapter; raises `ProviderError`."""
     drivers = vulkan_devices() if sys.platform == "linux" else []
     _load_plugin()
-    offered = [
-        device for device in ort.get_ep_devices() if device.ep_name == PROVIDER_NAME
-    ]
+    offered = [device for device in ort.get_ep_devices() if device.ep_name == EP_NAME]
     if not offered:
         raise ProviderError(
             "the WebGPU plug-in finds no adapter; install the GPU's driver"
@@ -118,9 +116,7 @@ def check_buffers(file: Path, contract: StepContract) -> None:
     specs = (*contract.inputs, *contract.outputs)
     sizes |= {
         spec.name: math.prod(
-            spec.concrete_shape(
-                WIDEST, WIDEST, WIDEST, contract.members, contract.prefix
-            )
+            spec.shape_for(WIDEST, WIDEST, WIDEST, contract.members, contract.prefix)
         )
         * np.dtype(spec.dtype).itemsize
         for spec in specs

@@ -42,7 +42,7 @@ def find_bias(graph: ir.Graph) -> ir.Value | None:
     return None
 
 
-def add_mask_bias(
+def add_mask(
     graph: ir.Graph, contract: StepContract, name: str = "draft_mask"
 ) -> ir.Value:
     """The bias [1, 1, n, slots] that the mask of new inputs means.

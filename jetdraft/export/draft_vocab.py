@@ -131,7 +131,7 @@ def check_tokenizers(sources: Mapping[str, str]) -> None:
         texts = [read_tokenizer(source) for source in pair]
     except CheckpointError:
         return  # loading says it in better words
-    _check_equal_tokens(*pair, *texts)
+    _check_tokens(*pair, *texts)
 
 
 def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
@@ -139,9 +139,7 @@ def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
 
     Without both tokenizers, matrices of about as many rows must do.
     """
-    _check_equal_tokens(
-        target.source, drafter.source, target.tokenizer, drafter.tokenizer
-    )
+    _check_tokens(target.source, drafter.source, target.tokenizer, drafter.tokenizer)
     rows = target.vocab_size, drafter.vocab_size
     known = target.tokenizer is not None and drafter.tokenizer is not None
     if not known and abs(rows[0] - rows[1]) > MOST_PADDING:
@@ -152,7 +150,7 @@ def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
         )
 
 
-def _check_equal_tokens(
+def _check_tokens(
     target: str, drafter: str, ours: str | None, theirs: str | None
 ) -> None:
     """Raise `PairError` unless each id that both tokenizers have is one token."""

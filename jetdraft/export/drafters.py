@@ -36,12 +36,7 @@ from jetdraft.export.graphs import (
 )
 from jetdraft.export.step import Step, kv_shapes
 from jetdraft.manifest import GraphEntry
-from jetdraft.quant.calibration import (
-    MOST_WINDOWS,
-    WINDOW_TOKENS,
-    Windows,
-    second_moments,
-)
+from jetdraft.quant.calibration import MOST_WINDOWS, WINDOW, Windows, second_moments
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import Recipe
 
@@ -87,7 +82,7 @@ def write_head_graphs(
 ) -> GraphEntry:
     """Write a head's graphs and return their entry; shared matrices stay the target's.
 
-    `target` and `entry` are those of the target, whose graphs are written already.
+    `target` and `entry` belong to the target, whose graphs are written already.
     `overlaps` are what the manifest says of the recipe's acceptance.
     """
     lender = target.folder / entry.file
@@ -258,7 +253,7 @@ def _write(folder: Path, bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -
         checkpoint = cut.checkpoint
     moments = {}
     if recipe.needs_moments:
-        length = min(WINDOW_TOKENS, len(text))
+        length = min(WINDOW, len(text))
         windows = text[: len(text) // length * length].reshape(-1, length)
         moments = second_moments(checkpoint.model, Windows(windows[:MOST_WINDOWS]))
     quantization = Quantization(recipe, checkpoint.lm_head_name, moments=moments)

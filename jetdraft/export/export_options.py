@@ -122,7 +122,7 @@ class ExportOptions:
 
     @property
     def effective_flavour(self) -> str:
-        """The flavour of all graphs: the option, or else that of the provider."""
+        """The flavour of all graphs: the option, or else the provider's."""
         return self.flavour or provider_named(self.provider).flavour
 
     def dtype_of(self, name: str) -> str:

@@ -52,12 +52,12 @@ from jetdraft.export.draft_vocab import (
 from jetdraft.export.drafters import head_taps, load_draft_head, write_head_graphs
 from jetdraft.export.export_options import DTYPES, ExportOptions
 from jetdraft.export.graphs import Job, Progress, write_graphs
-from jetdraft.export.kv import measure_cache_scales
+from jetdraft.export.kv import measure_scales
 from jetdraft.export.measures import Measures
 from jetdraft.export.seams import (
     check_seams,
     check_source_seams,
-    settle_source_options,
+    settle_source,
     source_kv_shapes,
     warn_of_length,
 )
@@ -96,7 +96,7 @@ def export(
     if files is not None:
         check_head(files, target)
     checkpoints = _load_checkpoints(sources, options, report)
-    options = settle_source_options(checkpoints[TARGET], options)
+    options = settle_source(checkpoints[TARGET], options)
     reader = (
         None if files is None else load_draft_head(files, checkpoints[TARGET], options)
     )
@@ -310,9 +310,7 @@ def _make_job(
     scales: list[Floats] = []
     if recipe.kv_bits:
         windows = measures.windows
-        scales = measure_cache_scales(
-            checkpoint.model, contract, windows, recipe.kv_bits
-        )
+        scales = measure_scales(checkpoint.model, contract, windows, recipe.kv_bits)
     job = Job(
         folder=folder,
         name=name,

@@ -136,13 +136,11 @@ def _merge_products(
     weights = [node.inputs[1] for node in nodes]
     sizes = [weight.shape[1] for weight in weights if weight and weight.shape]
     name = f"{nodes[0].outputs[0].name}.merged"
-    matrix = _concatenate_constants(
-        graph, [w for w in weights if w], f"{name}.weight", axis=1
-    )
+    matrix = _join_constants(graph, [w for w in weights if w], f"{name}.weight", axis=1)
     make = Maker(graph, nodes[0])
     result = make("MatMul", source, matrix)
     if biases:
-        vector = _concatenate_constants(
+        vector = _join_constants(
             graph, [value for _, value in biases], f"{name}.bias", axis=0
         )
         result = make("Add", result, vector)
@@ -152,7 +150,7 @@ def _merge_products(
     replace_values([node.outputs[0] for node in last], parts)
 
 
-def _concatenate_constants(
+def _join_constants(
     graph: ir.Graph, values: list[ir.Value], name: str, axis: int
 ) -> ir.Value:
     """One constant that joins `values` along an axis; they stay in the graph."""

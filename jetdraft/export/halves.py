@@ -21,7 +21,7 @@ from jetdraft.checkpoints.attention import attending
 from jetdraft.checkpoints.layers import decoder_layers, final_norm
 from jetdraft.contracts.split_contract import PARENTS, SplitContract
 from jetdraft.contracts.tensors import TensorSpec
-from jetdraft.export.attentions import add_bias, add_mask_bias
+from jetdraft.export.attentions import add_bias, add_mask
 from jetdraft.export.step import CUT, Specs, Step, make_state, present_buffers, zeros
 from jetdraft.quant.edits import Maker, replace_values
 
@@ -32,16 +32,14 @@ def split_graph(model: ir.Model, contract: SplitContract) -> tuple[ir.Model, ir.
     """Split a traced graph into both halves, which verify branching drafts too."""
     graph = model.graph
     # With probes, the layers above the cut have a bias for rows and probes already.
-    add_bias(
-        graph, add_mask_bias(graph, replace(contract.lower, streams=0), _ROWS_MASK)
-    )
+    add_bias(graph, add_mask(graph, replace(contract.lower, streams=0), _ROWS_MASK))
     traced = {"hidden": CUT, "draft_mask": _ROWS_MASK}
-    lower = _extract_part(model, contract.lower_inputs, contract.lower_outputs, traced)
+    lower = _part_of(model, contract.lower_inputs, contract.lower_outputs, traced)
     # The upper half does not get these inputs, so it counts its rows by positions.
     tokens, positions = graph.inputs[:2]
-    _count_rows_by(graph, tokens, 1, positions)
+    _count_by(graph, tokens, 1, positions)
     for parents in (value for value in graph.inputs if value.name == PARENTS.name):
-        _count_rows_by(graph, parents, 0, positions)
+        _count_by(graph, parents, 0, positions)
     if contract.whole.streams:
         del traced["draft_mask"]
     below = len(contract.lower.kv_shapes)
@@ -51,9 +49,7 @@ def split_graph(model: ir.Model, contract: SplitContract) -> tuple[ir.Model, ir.
         for spec in contract.upper.buffers(side)
         for kind, _, layer in [spec.name.partition(".")]
     }
-    return lower, _extract_part(
-        model, contract.upper_inputs, contract.upper.outputs, traced
-    )
+    return lower, _part_of(model, contract.upper_inputs, contract.upper.outputs, traced)
 
 
 def drop_extras(model: ir.Model, step: Step) -> None:
@@ -64,23 +60,21 @@ def drop_extras(model: ir.Model, step: Step) -> None:
     names = {spec.name for spec in step.extra_inputs}
     extras = [value for value in graph.inputs if value.name in names]
     for value in extras:
-        _count_rows_by(graph, value, 0, graph.inputs[1])
+        _count_by(graph, value, 0, graph.inputs[1])
     common.RemoveUnusedNodesPass()(model)
     for value in extras:
         graph.inputs.remove(value)
 
 
-def _count_rows_by(
-    graph: ir.Graph, value: ir.Value, axis: int, positions: ir.Value
-) -> None:
-    """Make nodes read the size of axis 1 of `positions`, not that of `value`."""
+def _count_by(graph: ir.Graph, value: ir.Value, axis: int, positions: ir.Value) -> None:
+    """Make nodes read the size of axis 1 of `positions`, not a size of `value`."""
     for node in [n for n in value.consumers() if n.op_type == "Shape"]:
         if node.attributes.get_int("start", 0) == axis:
             size = Maker(graph, node)("Shape", positions, start=1, end=2)
             replace_values(node.outputs, [size])
 
 
-def _extract_part(
+def _part_of(
     whole: ir.Model,
     inputs: tuple[TensorSpec, ...],
     outputs: tuple[TensorSpec, ...],

@@ -22,7 +22,7 @@ PAST_KEY = 3
 """GroupQueryAttention's input for the past keys."""
 
 
-def measure_cache_scales(
+def measure_scales(
     model: Any, contract: StepContract, windows: Windows, bits: int
 ) -> list[Floats]:
     """Float32 [kv_heads * head_dim] for each buffer, in the contract's order.
@@ -41,7 +41,7 @@ def measure_cache_scales(
                 torch.zeros(1, dtype=torch.int32),
                 torch.tensor([rows], dtype=torch.int32),
                 torch.tensor([rows - 1]),
-                [torch.zeros(spec.concrete_shape(), dtype=dtype) for spec in specs],
+                [torch.zeros(spec.shape_for(), dtype=dtype) for spec in specs],
             )
         peaks = [x.abs().amax(2)[0].flatten() for x in outputs[-len(specs) :]]
         pairs = zip(largest, peaks, strict=True) if largest else ()
@@ -55,7 +55,7 @@ def quantize_cache(
 ) -> StepContract:
     """Make the attentions of a graph use int8 buffers, in place; return the contract.
 
-    `scales` are the result of `measure_cache_scales`.
+    `scales` are the result of `measure_scales`.
     """
     quantized, graph = replace(contract, kv_bits=bits), model.graph
     for side, values in (("past", graph.inputs), ("present", graph.outputs)):

@@ -205,10 +205,7 @@ class Measures:
                 f"{target.source} is quantized already, so its layers cannot get more "
                 "bits; leave the limit out"
             )
-        divergence, recipe = (
-            self._make_divergence(TARGET),
-            self.options.recipe_of(TARGET),
-        )
+        divergence, recipe = (self._divergence(TARGET), self.options.recipe_of(TARGET))
         with own_attention(target.model):
             mix, self.kl[TARGET] = Sensitivity(divergence, recipe).find_mix(
                 self.options.limit,
@@ -221,7 +218,7 @@ class Measures:
         if target.packed is not None:
             return Recipe.parse(SAFE_RECIPE)  # for the matrices that are floats still
         try:
-            divergence = self._make_divergence(TARGET)
+            divergence = self._divergence(TARGET)
         except OptionError:  # matrices that no unit contains
             return Recipe.parse(SAFE_RECIPE)
         with own_attention(target.model):
@@ -243,7 +240,7 @@ class Measures:
         """Measure which recipe of the drafter makes the pair fastest."""
         recipe, windows = self.options.recipe_of(TARGET), self.windows
         if self.head is None:
-            models = self._make_divergence(TARGET), self._make_divergence(DRAFTER)
+            models = self._divergence(TARGET), self._divergence(DRAFTER)
             with (
                 own_attention(target.model),
                 own_attention(self.checkpoints[DRAFTER].model),
@@ -259,7 +256,7 @@ class Measures:
             head = Divergence(reading, windows, {}, rounds_inputs=on_cpu)
             return choose_drafter_recipe(full, head, recipe, self.head.ids)
 
-    def _make_divergence(self, name: str) -> Divergence:
+    def _divergence(self, name: str) -> Divergence:
         """Run a model in floats, to measure recipes against."""
         model = self.checkpoints[name].model
         moments = {} if self.options.recipe is None else self.moments(name)

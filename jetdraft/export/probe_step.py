@@ -144,7 +144,7 @@ class StreamStep(ProbeStep):
 def _mask_bias(
     mask: torch.Tensor, start: torch.Tensor, contract: StepContract
 ) -> torch.Tensor:
-    """Return the bias [1, 1, n, slots] of a mask, see `attentions.add_mask_bias`."""
+    """Return the bias [1, 1, n, slots] of a mask, see `attentions.add_mask`."""
     slots = torch.arange(1, contract.slots + 1)
     lines = (slots - start.to(torch.int64)).clamp(0, contract.draft_slots)
     return (mask.to(dtype_of(contract)) * HIDDEN)[lines].T[None, None]

@@ -202,9 +202,7 @@ def check_source_seams(model: Any, contract: StepContract) -> None:
     count = min(_SOURCE_TOKENS, contract.capacity, contract.source_slots)
     source, ids = torch.randint(contract.vocab_size, (2, 1, count), generator=generator)
     if contract.source_bins:
-        source = torch.randn(
-            contract.encoder_input.concrete_shape(), generator=generator
-        )
+        source = torch.randn(contract.encoder_input.shape_for(), generator=generator)
     try:
         with torch.no_grad():
             cross = EncoderStep(model, contract)(source, [])
@@ -247,9 +245,7 @@ def _check_tables(model: Any, contract: StepContract) -> None:
         )
 
 
-def settle_source_options(
-    checkpoint: Checkpoint, options: ExportOptions
-) -> ExportOptions:
+def settle_source(checkpoint: Checkpoint, options: ExportOptions) -> ExportOptions:
     """The options of an export; for an encoder-decoder, with the safe recipe.
 
     No text of an encoder-decoder is written to measure others on. A model that hears

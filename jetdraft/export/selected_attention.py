@@ -104,7 +104,7 @@ class SelectedAttention:
         return branch.build(self._set_output_types([*copy, *state]))
 
     def selected_branch(self) -> ir.Graph:
-        """Return the branch that attends to selected rows and those of the pass."""
+        """Return the branch that attends to selected rows and the pass's own."""
         branch = Branch(self.graph, f"{self.name}.selected")
         query, key, value = self._projections(branch)
         count = branch("Shape", query, start=1, end=2)

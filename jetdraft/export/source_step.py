@@ -20,9 +20,9 @@ from jetdraft.checkpoints.source_attention import (
     KeysAndValues,
     SourceState,
     answering_rows,
+    at_positions,
     distance_bias,
     relative_bias_module,
-    using_positions,
 )
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.export.step import Specs, Step, dtype_of, make_state, zeros
@@ -48,7 +48,7 @@ def source_sizes(model: Any) -> tuple[int, int]:
     return bins, table.weight.shape[0] if bins and table is not None else 0
 
 
-def kv_projections(module: Any) -> tuple[Any, Any]:
+def kv_layers(module: Any) -> tuple[Any, Any]:
     """The linear layers that make a cross attention's keys and values."""
     if hasattr(module, "k_proj"):
         return module.k_proj, module.v_proj
@@ -57,7 +57,7 @@ def kv_projections(module: Any) -> tuple[Any, Any]:
 
 def encoder_parameters(model: Any) -> set[int]:
     """The ids of the weights that only the encoder's graph reads."""
-    layers = [layer for m in cross_attentions(model) for layer in kv_projections(m)]
+    layers = [layer for m in cross_attentions(model) for layer in kv_layers(m)]
     parts = [model.get_encoder(), *layers]
     own = {id(weight) for part in parts for weight in part.parameters()}
     shared = {id(weight) for weight in model.get_input_embeddings().parameters()}
@@ -97,10 +97,7 @@ class SourceStep(Step):
     ) -> Tensor:
         """The logits of the rows to answer for, float32 [1, m, n]."""
         rows = slice(None), answer_rows
-        with (
-            using_positions(self.model, position_ids),
-            answering_rows(self.model, rows),
-        ):
+        with at_positions(self.model, position_ids), answering_rows(self.model, rows):
             logits: Tensor = self.model(
                 decoder_input_ids=input_ids, **self.model_inputs(self._cross)
             ).logits
@@ -180,9 +177,7 @@ class EncoderStep(Step):
         if self.contract.source_bins:
             source = source.to(dtype_of(self.contract))
         states = self.model.get_encoder()(source).last_hidden_state
-        sides = [
-            side for m in cross_attentions(self.model) for side in kv_projections(m)
-        ]
+        sides = [side for m in cross_attentions(self.model) for side in kv_layers(m)]
         place = _fill_buffer if self.contract.source_bins else _pad_to_buffer
         return [
             place(side(states), spec.shape)

@@ -64,7 +64,7 @@ class Step(torch.nn.Module):
 
     @property
     def declared_tensors(self) -> tuple[Specs, Specs, Specs]:
-        """The declared inputs, those of them that are buffers, and the outputs."""
+        """The declared inputs, the inputs that are buffers, and the outputs."""
         contract = self.contract
         return contract.inputs, contract.buffers("past"), contract.outputs
 
@@ -183,8 +183,8 @@ def _collect_inputs(module: torch.nn.Module, states: list[torch.Tensor]) -> Any:
 
 
 def zeros(spec: TensorSpec, *sizes: int) -> torch.Tensor:
-    """Return zeros for a declaration; `sizes` as of `TensorSpec.concrete_shape`."""
-    return torch.zeros(spec.concrete_shape(*sizes), dtype=getattr(torch, spec.dtype))
+    """Return zeros for a declaration; `sizes` as of `TensorSpec.shape_for`."""
+    return torch.zeros(spec.shape_for(*sizes), dtype=getattr(torch, spec.dtype))
 
 
 def count_on_device(numbers: torch.Tensor) -> torch.Tensor:

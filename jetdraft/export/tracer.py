@@ -259,9 +259,7 @@ class _FingerprintWriter:
         else:
             self.numbers[id(value)] = len(self.numbers)
             self.references.append(value)
-            kinds = (
-                write for kinds, write in _WRITE_METHODS if isinstance(value, kinds)
-            )
+            kinds = (write for kinds, write in _WRITERS if isinstance(value, kinds))
             next(kinds, _FingerprintWriter.write_object)(self, value)
 
     def write_all(self, kind: str, values: Iterable[Any]) -> None:
@@ -333,7 +331,7 @@ _PATH_FIELDS = {"_name_or_path", "name_or_path"}
 _PLAIN_TYPES = (str, int, float, bool, type(None), bytes, Enum)
 _NAMED_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
-_WRITE_METHODS: list[tuple[Any, Callable[[_FingerprintWriter, Any], None]]] = [
+_WRITERS: list[tuple[Any, Callable[[_FingerprintWriter, Any], None]]] = [
     (torch.Tensor, _FingerprintWriter.write_tensor),
     (_NAMED_TYPES, lambda writer, value: writer.write(repr(value))),
     (type, lambda writer, value: writer.write(f"{value.__module__}.{value}")),

@@ -12,7 +12,7 @@ from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import (
     add_bias,
-    add_mask_bias,
+    add_mask,
     find_bias,
     has_windows,
     sum_bias,
@@ -39,7 +39,7 @@ def make_tree_graph(
             )
         return None
     if contract.relative_positions:
-        sum_bias(graph, add_mask_bias(graph, replace(contract, tree=True)))
+        sum_bias(graph, add_mask(graph, replace(contract, tree=True)))
     else:
         add_bias(graph, _row_bias(graph, contract))
         graph.sort()  # layers below the probes read the rows' part of the bias
@@ -54,7 +54,7 @@ def _row_bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
     """
     full_bias = find_bias(graph)
     if full_bias is None:
-        return add_mask_bias(graph, replace(contract, tree=True))
+        return add_mask(graph, replace(contract, tree=True))
     rows = ir.node("Shape", [graph.inputs[0]], {"start": 1, "end": 2})
     start, axis = (
         initializer(graph, f"rows_of_bias.{name}", np.array([number], np.int64))

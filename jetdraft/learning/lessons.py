@@ -130,7 +130,7 @@ class Lessons:
             ).fetchall()
         return [lesson for row in rows for lesson in _parse_row(row, self._vocab_size)]
 
-    def count_by_user(self) -> dict[str, int]:
+    def user_counts(self) -> dict[str, int]:
         """The number of lessons by user. Raises `StoreError`."""
         with self._connect() as database:
             rows = database.execute(

@@ -20,7 +20,7 @@ DAMAGE = (sqlite3.Error, UnicodeDecodeError)
 """The exceptions that reading a damaged file raises."""
 
 _APPLICATION_ID = 0x4A444654
-"""The id in the file's header, by which another program's database is told apart."""
+"""The id in the file's header, which a database of another program lacks."""
 _ID_OFFSET = 68
 """The byte of the file's header where SQLite keeps the application id."""
 

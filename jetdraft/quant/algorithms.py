@@ -29,7 +29,7 @@ from onnxruntime.quantization.neural_compressor.weight_only import (
     quant_tensor_k_quant_cpu,
 )
 
-from jetdraft.quant.blocks import Blocks, Floats, split_into_blocks
+from jetdraft.quant.blocks import Blocks, Floats, into_blocks
 from jetdraft.recipe import WHOLE, Recipe
 
 DAMPING = 0.01
@@ -84,7 +84,7 @@ def k_quant(
     matrix: Floats, bits: int, block_size: int, moments: Floats | None
 ) -> Blocks:
     """With a zero per block; `moments` are not read."""
-    blocks = split_into_blocks(matrix.T, block_size, np.float32)
+    blocks = into_blocks(matrix.T, block_size, np.float32)
     columns, count, _ = blocks.shape
     with np.errstate(invalid="ignore", divide="ignore"):
         results = quant_tensor_k_quant_cpu(blocks, bits, block_size)
@@ -100,7 +100,7 @@ def k_quant(
 
 def hqq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> Blocks:
     """With a zero per block; `moments` are not read."""
-    blocks = split_into_blocks(matrix.T, block_size, np.float32)
+    blocks = into_blocks(matrix.T, block_size, np.float32)
     columns, count, _ = blocks.shape
     quantizer = HQQWeightOnlyQuantizer(HQQWeightOnlyQuantConfig(block_size=block_size))
     _, scales, zeros = quantizer.quantize_internal(
@@ -141,7 +141,7 @@ def _quantize_columns(
 ) -> Blocks:
     """Quantize some columns with GPTQ; `inverse` is the result of `_inverse_factor`."""
     rows, middle = len(matrix), 1 << (bits - 1)
-    weights = torch.from_numpy(split_into_blocks(matrix.T, block_size, np.float64))
+    weights = torch.from_numpy(into_blocks(matrix.T, block_size, np.float64))
     columns, count, _ = weights.shape
     weights = weights.reshape(columns, -1)
     integers = torch.zeros(weights.shape, dtype=torch.uint8)

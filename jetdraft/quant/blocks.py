@@ -95,7 +95,7 @@ class Blocks:
         return floats if self.order is None else floats[np.argsort(self.order)]
 
 
-def split_into_blocks(
+def into_blocks(
     columns: npt.NDArray[Any], block_size: int, dtype: npt.DTypeLike
 ) -> npt.NDArray[Any]:
     """Split [columns, rows] into [columns, blocks, block_size]; zeros fill the last."""

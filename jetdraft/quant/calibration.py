@@ -14,7 +14,7 @@ from jetdraft.errors import DataError
 from jetdraft.files import read_text
 from jetdraft.quant.blocks import Floats
 
-WINDOW_TOKENS = 256
+WINDOW = 256
 """The most tokens of a window, which a model reads in one pass."""
 
 MOST_WINDOWS = 32
@@ -39,9 +39,7 @@ class Windows:
         self.tokens = ids[:, -self.scored :].flatten() if tokens is None else tokens
 
     @classmethod
-    def of(
-        cls, file: Path, tokenizer: str | None, longest: int = WINDOW_TOKENS
-    ) -> Windows:
+    def of(cls, file: Path, tokenizer: str | None, longest: int = WINDOW) -> Windows:
         """Windows of equal length, at most `longest` tokens, spread evenly over a file.
 
         `tokenizer` is the JSON of a tokenizers.Tokenizer. Raises `DataError` without
@@ -60,7 +58,7 @@ class Windows:
                 f"{file} has {len(tokens)} tokens; give a text like those that the "
                 "model will write"
             )
-        length = min(WINDOW_TOKENS, longest, len(tokens))
+        length = min(WINDOW, longest, len(tokens))
         count = len(tokens) // length
         ids = torch.tensor(tokens[: count * length]).reshape(count, length)
         chosen = torch.linspace(0, count - 1, min(count, MOST_WINDOWS)).long()

@@ -26,7 +26,7 @@ EIGHT_BIT_RUNGS = ("int8-rtn-b64", SAFE_RECIPE)
 """Recipes where four bits are not enough: the first within the bound is taken."""
 
 MIX_SHARE = 0.9
-"""A mix is taken only if it has fewer bytes than this share of those of eight bits."""
+"""A mix is taken only if it has less than this share of the bytes of eight bits."""
 
 DRAFTER_CHOICES = ("int4-rtn-b32", "int8-rtn-b32")
 """The recipes that a drafter can get, the smaller first."""
@@ -131,7 +131,7 @@ class Sensitivity:
         kl_per_byte = {}
         for done, unit in enumerate(candidates, start=1):
             # One batch is enough to put the units in an order.
-            kl = self.divergence.mean_kl_of_units(
+            kl = self.divergence.kl_of_units(
                 {unit: self.recipe.of_unit(unit)}, batches=1
             )
             kl_per_byte[unit] = kl / self._added_bytes(unit)

@@ -19,7 +19,7 @@ from jetdraft.quant.blocks import Blocks, Floats
 from jetdraft.quant.calibration import Windows
 from jetdraft.recipe import HEAD, SYMMETRIC, WHOLE, Recipe, Unit, unit_of
 
-MOST_COMPARED_TOKENS = 512
+MOST_TOKENS = 512
 """The most tokens that are compared; their log probabilities stay in memory."""
 
 BATCH_TOKENS = 256
@@ -42,10 +42,8 @@ class Divergence:
     ) -> None:
         self.model, self.rounds_inputs = model, rounds_inputs
         self.moments = moments
-        length = min(MOST_COMPARED_TOKENS, windows.ids.shape[1])
-        ids = windows.ids[
-            : MOST_COMPARED_TOKENS // min(windows.scored, length), :length
-        ]
+        length = min(MOST_TOKENS, windows.ids.shape[1])
+        ids = windows.ids[: MOST_TOKENS // min(windows.scored, length), :length]
         self.batches = torch.split(ids, max(1, BATCH_TOKENS // length))
         self.scored = min(windows.scored, length)
         self.units: dict[Unit, dict[str, torch.nn.Linear]] = {}
@@ -63,9 +61,7 @@ class Divergence:
                 self._modules_of_weight.setdefault(id(module.weight), []).append(module)
         self._blocks: dict[tuple[str, Recipe], Blocks] = {}
         self.dtype = torch.float32
-        self._full_log_probabilities = [
-            self._log_probabilities(ids) for ids in self.batches
-        ]
+        self._full_logprobs = [self._log_probabilities(ids) for ids in self.batches]
 
     @property
     def tokens(self) -> int:
@@ -74,18 +70,16 @@ class Divergence:
 
     def mean_kl(self, recipe: Recipe) -> float:
         """Return the mean KL of a whole recipe, in nats per token."""
-        return self.mean_kl_of_units(
-            {unit: recipe.of_unit(unit) for unit in self.units}
-        )
+        return self.kl_of_units({unit: recipe.of_unit(unit) for unit in self.units})
 
-    def mean_kl_of_units(
+    def kl_of_units(
         self, recipes: Mapping[Unit, Recipe], batches: int | None = None
     ) -> float:
         """The mean KL when only these units are quantized; over the first `batches`."""
         total, rows = 0.0, 0
         with self._quantizing(recipes):
             for full, ids in zip(
-                self._full_log_probabilities[:batches], self.batches, strict=False
+                self._full_logprobs[:batches], self.batches, strict=False
             ):
                 logs = self._log_probabilities(ids)
                 total += float((full.exp() * (full - logs)).sum())
@@ -103,9 +97,7 @@ class Divergence:
         """
         total, rows = 0.0, 0
         with self._quantizing({unit: recipe.of_unit(unit) for unit in self.units}):
-            for whole, batch in zip(
-                other._full_log_probabilities, self.batches, strict=True
-            ):
+            for whole, batch in zip(other._full_logprobs, self.batches, strict=True):
                 own = self._log_probabilities(batch)
                 full = whole if ids is None else whole[:, ids]
                 width = min(full.shape[1], own.shape[1])  # vocabularies may be padded

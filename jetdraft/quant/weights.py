@@ -75,9 +75,7 @@ class Quantization:
             matrix = _constant_matrix(node)
             assert matrix is not None
             source, transposed = matrix
-            blocks = self._quantize_matrix(
-                source, transposed, _checkpoint_names(source)
-            )
+            blocks = self._quantize(source, transposed, _checkpoint_names(source))
             make = Maker(graph, node)
             if blocks is not None and blocks.order is not None:
                 order = make.array(f"{node.outputs[0].name}.order", blocks.order)
@@ -102,10 +100,10 @@ class Quantization:
         lender, name = self.lender, self.borrowed.get(_checkpoint_names(table)[0])
         if self.standard or lender is None or name != lender.head:
             return None
-        blocks = lender._quantize_matrix(table, True, [name])
+        blocks = lender._quantize(table, True, [name])
         return None if blocks is None else _add_packed(graph, table, blocks)
 
-    def _quantize_matrix(
+    def _quantize(
         self, source: ir.Value, transposed: bool, names: list[str]
     ) -> Blocks | None:
         """A matrix as integers with scales; None if it stays a matrix of floats."""
@@ -113,9 +111,7 @@ class Quantization:
         # Merged weights read the same input and get the recipe of the first weight.
         name = names[0]
         if self.lender is not None and name in self.borrowed:
-            return self.lender._quantize_matrix(
-                source, transposed, [self.borrowed[name]]
-            )
+            return self.lender._quantize(source, transposed, [self.borrowed[name]])
         if name in self.packed:
             return self._concatenate_packed(names, source.const_value.dtype.numpy())
         recipe = self.recipe.of_unit(HEAD if name == self.head else unit_of(name))
@@ -138,9 +134,7 @@ class Quantization:
     def _concatenate_packed(self, names: list[str], dtype: npt.DTypeLike) -> Blocks:
         """The checkpoint's integers of these weights, side by side."""
         blocks = Blocks.concatenated([self.packed[name] for name in names])
-        if self.standard and (
-            blocks.zeros is not None or blocks.bits not in _SIGNED_TYPES
-        ):
+        if self.standard and (blocks.zeros is not None or blocks.bits not in _SIGNED):
             raise OptionError(
                 f"the weight {names[0]} has zero points or {blocks.bits} bits, which "
                 "the standard flavour cannot hold; choose contrib"
@@ -213,7 +207,7 @@ def _insert_dequantize(
     make: Maker, node: ir.Node, source: ir.Value, blocks: Blocks
 ) -> None:
     """Insert a DequantizeLinear of integers [rows, columns] before the MatMul."""
-    middle, dtype = 1 << (blocks.bits - 1), _SIGNED_TYPES[blocks.bits]
+    middle, dtype = 1 << (blocks.bits - 1), _SIGNED[blocks.bits]
     signed = blocks.integers.astype(np.int16) - middle
     integers = signed.reshape(len(signed), -1)[:, : blocks.rows]
     parts = {f"int{blocks.bits}": integers.T.astype(dtype), "scales": blocks.scales.T}
@@ -232,7 +226,7 @@ def _insert_dequantize(
             consumer.replace_input_with(0, rows)
 
 
-_SIGNED_TYPES: dict[int, npt.DTypeLike] = {4: ml_dtypes.int4, 8: np.int8}
+_SIGNED: dict[int, npt.DTypeLike] = {4: ml_dtypes.int4, 8: np.int8}
 """The types of integers that DequantizeLinear reads, by the number of bits."""
 
 

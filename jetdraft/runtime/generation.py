@@ -86,7 +86,7 @@ class Generation:
         text = parts.text.stream(prompt, ends, special)
         self.watcher = StopWatcher(text, ends, ending.stops, ending.max_seconds)
         # Reads the same tokens as the watcher's; gives the bytes of tokens to come.
-        self._token_names = parts.text.stream(prompt, ends, special)
+        self._namer = parts.text.stream(prompt, ends, special)
         self._matcher: Matcher | None = None
         if options.constraint is not None:
             must_end = self.watcher.must_end
@@ -174,7 +174,7 @@ class Generation:
         """Read source and prompt, then yield a piece per round and the held text."""
         self.prepare()
         parts, exact = self.parts, self.options.drafting.exact
-        self._target = self.planner.prepare_target(self.options.drafting, self._rule)
+        self._target = self.planner.target_for(self.options.drafting, self._rule)
         if self.verifier.name != WALK and parts.draft_cache is not None:
             # This verifier reads the drafter's probabilities. Their last bits must not
             # depend on what an earlier generation left in the drafter's cache.
@@ -350,10 +350,8 @@ class Generation:
 
     def _with_names(self, entry: Logprob) -> Logprob:
         """Read the next token; its entry with the bytes of all tokens in it."""
-        names = self._token_names.names(
-            [entry.token, *(token for token, _ in entry.top)]
-        )
-        self._token_names.push([entry.token])
+        names = self._namer.names([entry.token, *(token for token, _ in entry.top)])
+        self._namer.push([entry.token])
         return replace(entry, names=names)
 
     def _no_draft_reason(self, room: int, offer: Offer) -> str:

@@ -196,13 +196,11 @@ class Model:
         prepared: bool = False,
     ) -> Generation:
         """Make a generation; raises `OptionError`, also for a `prepared` constraint."""
-        options, parts = self._resolve_options(options, fields), self.parts
+        options, parts = self._as_options(options, fields), self.parts
         source, ids = parts.split_prompt(self.prompt(prompt, token_ids).tolist())
         return Generation(parts, self.planner, ids, options, prepared, source)
 
-    def _resolve_options(
-        self, options: Options | None, fields: GenerateOptions
-    ) -> Options:
+    def _as_options(self, options: Options | None, fields: GenerateOptions) -> Options:
         """The `options`, or new ones made of `fields`; raises `OptionError`."""
         if options is None:
             fields.setdefault("method", self.method)
@@ -250,7 +248,7 @@ class Model:
         if options is None:
             most = parts.target.contract.capacity // 2
             fields.setdefault("max_new_tokens", most)
-        chosen = self._resolve_options(options, fields)
+        chosen = self._as_options(options, fields)
         if isinstance(sound, (str, Path, bytes)):
             samples = read_sound(sound)
         else:

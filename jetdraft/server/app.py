@@ -34,7 +34,7 @@ from jetdraft.server.desk import AnyRequest, Desk, Job
 from jetdraft.server.generation_request import GenerationRequest
 from jetdraft.server.limits import Limits
 from jetdraft.server.refusal import RequestError, refusal_response
-from jetdraft.server.reply import EventResponse, Reply, wait_unless_gone
+from jetdraft.server.reply import EventStream, Reply, wait_unless_gone
 from jetdraft.server.transcription_request import TranscriptionRequest, read_form
 
 RECEIVE_SECONDS = 30.0
@@ -165,9 +165,7 @@ class Service:
         job = self._start_job(request, wanted)
         if wanted.streamed:
             first = await wait_unless_gone(request.receive, job, job.next())
-            return EventResponse(
-                job, reply, first, partial(self._count_request, request)
-            )
+            return EventStream(job, reply, first, partial(self._count_request, request))
         result = await wait_unless_gone(request.receive, job, job.result())
         self._count_request(request, 200)
         return JSONResponse(reply.complete(result))

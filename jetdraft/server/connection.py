@@ -42,9 +42,7 @@ SPARE_FILES = 128
 """File descriptors left for connections that are not counted yet, and for files."""
 
 _USER_PREFIX = "uid "
-_HOST_PATTERN = re.compile(
-    r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?"
-)
+_HOST_RE = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
 _KEY_PATTERN = re.compile(r"[!-~]+")
 """The name of a Unix user begins with the first; what a Host header and an API key may
 look like."""
@@ -152,7 +150,7 @@ class Connection(H11Protocol):
     ) -> None:
         """Find out the peer and count the connection; uvicorn calls it."""
         super().connection_made(transport)
-        self.peer = _peer_name(transport)
+        self.peer = _peer_id(transport)
         self.client = (self.peer, self.client[1] if self.client else 0)
         if not self._doorkeeper.admit(self):
             self.app = _health_only(self.app)
@@ -217,7 +215,7 @@ def _health_only(app: ASGIApp) -> ASGIApp:
     return answer
 
 
-def _peer_name(transport: asyncio.Transport) -> str:
+def _peer_id(transport: asyncio.Transport) -> str:
     """Who shares turns: a Unix user, an IPv4 address, or a network of 64 bits."""
     line = transport.get_extra_info("socket")
     if line.family == socket.AF_UNIX:
@@ -283,7 +281,7 @@ def host_name(header: str) -> str | None:
 
     Stricter than the URL standard: it allows the characters of DNS names only.
     """
-    match = _HOST_PATTERN.fullmatch(header)
+    match = _HOST_RE.fullmatch(header)
     if match is None or int(match[3] or 0) > 65535:
         return None
     return match[1] or match[2]

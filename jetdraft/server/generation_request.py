@@ -81,10 +81,7 @@ class GenerationRequest:
                 raise RequestError(f"unknown field {name!r}; leave it out")
             if problem := _field_problem(name, value, chat):
                 raise RequestError(problem, name)
-        options: dict[str, Any] = {
-            **(defaults or {}),
-            **_read_options(body, chat, most),
-        }
+        options: dict[str, Any] = {**(defaults or {}), **_get_options(body, chat, most)}
         own = (defaults or {}).get("logit_bias") or {}
         if own and "logit_bias" in body:  # tokens that are never written stay so
             options["logit_bias"] = {**options["logit_bias"], **own}
@@ -178,7 +175,7 @@ def _read_tools(body: Body, options: dict[str, Any]) -> Tools | None:
     return tools
 
 
-def _read_options(body: Body, chat: bool, most: int) -> dict[str, Any]:
+def _get_options(body: Body, chat: bool, most: int) -> dict[str, Any]:
     options = {name: body[name] for name in OPTION_FIELDS if name in body}
     wanted = body.get("max_completion_tokens", body.get("max_tokens"))
     if wanted is None:
@@ -250,7 +247,7 @@ def _read_message(message: Message, at: str) -> Message:
     """A message for chat templates; `at` is its place in the body."""
     role, content = message["role"], message.get("content")
     if role not in ROLES:
-        raise _request_error(f"{at}.role", f"one of {', '.join(ROLES)}, not {role!r}")
+        raise _field_error(f"{at}.role", f"one of {', '.join(ROLES)}, not {role!r}")
     for name, other in (("function_call", "tool_calls"), ("audio", "content")):
         if message.get(name) is not None:
             raise RequestError(
@@ -258,11 +255,9 @@ def _read_message(message: Message, at: str) -> Message:
             )
     for name in ("name", "refusal", "tool_call_id"):
         if not isinstance(message.get(name) or "", str):
-            raise _request_error(f"{at}.{name}", "a text")
+            raise _field_error(f"{at}.{name}", "a text")
     if role == "tool" and message.get("tool_call_id") is None:
-        raise _request_error(
-            f"{at}.tool_call_id", "the id of the call that is answered"
-        )
+        raise _field_error(f"{at}.tool_call_id", "the id of the call that is answered")
     if content is None and role == "assistant":
         content = ""
     changed = {**message, "content": _read_content(content, f"{at}.content")}
@@ -271,7 +266,7 @@ def _read_message(message: Message, at: str) -> Message:
     calls, place = message.get("tool_calls"), f"{at}.tool_calls"
     if calls is not None:
         if not isinstance(calls, list):
-            raise _request_error(place, "a list of calls")
+            raise _field_error(place, "a list of calls")
         changed["tool_calls"] = [
             _read_call(call, f"{place}[{number}]") for number, call in enumerate(calls)
         ]
@@ -282,7 +277,7 @@ def _read_content(content: object, at: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _request_error(at, "a text or a list of parts of type text")
+        raise _field_error(at, "a text or a list of parts of type text")
     texts = []
     for number, part in enumerate(content):
         match part:
@@ -291,7 +286,7 @@ def _read_content(content: object, at: str) -> str:
             case {"type": "refusal", "refusal": str(text)}:
                 texts.append(text)
             case _:
-                raise _request_error(
+                raise _field_error(
                     f"{at}[{number}]",
                     'a part {"type": "text", "text": "..."}; the model reads no other',
                 )
@@ -306,7 +301,7 @@ def _read_call(call: Any, at: str) -> Any:
         ):
             place = f"{at}.function.arguments"
         case _:
-            raise _request_error(
+            raise _field_error(
                 at,
                 '{"id": "...", "type": "function", "function": {"name": "...", '
                 '"arguments": "{...}"}}',
@@ -317,10 +312,10 @@ def _read_call(call: Any, at: str) -> Any:
     except JsonError as error:
         raise RequestError(f"{place} is not JSON ({error})", place) from error
     if not isinstance(arguments, dict):
-        raise _request_error(place, "the text of a JSON object")
+        raise _field_error(place, "the text of a JSON object")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _request_error(at: str, rule: str) -> RequestError:
+def _field_error(at: str, rule: str) -> RequestError:
     """The error for a field at `at` that must be what `rule` says."""
     return RequestError(f"{at} must be {rule}", at)

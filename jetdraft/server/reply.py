@@ -161,7 +161,7 @@ class Reply:
         lengths = (len(text) for _, text in entries)
         *places, self._text_offset = accumulate(lengths, initial=self._text_offset)
         return {
-            "tokens": [self._token_name(entry, entry.token) for entry, _ in entries],
+            "tokens": [self._name_of(entry, entry.token) for entry, _ in entries],
             "token_logprobs": [entry.logprob for entry, _ in entries],
             "top_logprobs": [self._logprobs_by_name(entry) for entry, _ in entries],
             "text_offset": places,
@@ -171,7 +171,7 @@ class Reply:
         """The log probabilities of the best tokens by name, and of the chosen token."""
         tops: dict[str, float] = {}
         for token, value in dict([*entry.top, (entry.token, entry.logprob)]).items():
-            name = self._token_name(entry, token)
+            name = self._name_of(entry, token)
             # A better token may have the same name.
             tops[f"token_id:{token}" if name in tops else name] = value
         return tops
@@ -180,13 +180,9 @@ class Reply:
         """A token with its log probability and bytes, as chats have it."""
         data = entry.names[token]
         exact = None if data is None else list(data)
-        return {
-            "token": self._token_name(entry, token),
-            "logprob": value,
-            "bytes": exact,
-        }
+        return {"token": self._name_of(entry, token), "logprob": value, "bytes": exact}
 
-    def _token_name(self, entry: Logprob, token: int) -> str:
+    def _name_of(self, entry: Logprob, token: int) -> str:
         """A token's text at its place; "bytes:..." for a part of a character."""
         data = entry.names[token]
         if data is None:
@@ -230,7 +226,7 @@ def _usage_field(result: Result) -> Json:
     }
 
 
-class EventResponse:
+class EventStream:
     """Server-sent events: a job's pieces as they come, until the client goes away.
 
     `first` is the job's first piece or its result; `done` gets the status at the end.

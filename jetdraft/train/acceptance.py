@@ -20,11 +20,7 @@ from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.planning.registry import methods
-from jetdraft.runtime.proposers.draft_stops import (
-    BLOCK_REPEATS,
-    AcceptanceHead,
-    DraftStop,
-)
+from jetdraft.runtime.proposers.draft_stops import REPEATS, AcceptanceHead, DraftStop
 from jetdraft.runtime.proposers.model_proposer import ModelProposer
 
 LOOK_EVERY = 10
@@ -138,7 +134,7 @@ def fit_head(
 
     def loss(rows: torch.Tensor) -> torch.Tensor:
         h = x[rows]
-        for _ in range(BLOCK_REPEATS):
+        for _ in range(REPEATS):
             h = h + F.silu(h @ block.T)
         weight = torch.where(y[rows] > 0, 1.0, REJECTED_WEIGHT)
         return F.binary_cross_entropy_with_logits(h @ out + bias, y[rows], weight)
@@ -159,7 +155,7 @@ def fit_head(
     return AcceptanceHead(*(p.numpy().astype(np.float32) for p in weights)), least
 
 
-def save_acceptance_head(head: AcceptanceHead, file: Path, bundle: str) -> None:
+def save_head(head: AcceptanceHead, file: Path, bundle: str) -> None:
     """Write a head; the file appears whole. Raises `OutputError`."""
     try:
         file.parent.mkdir(exist_ok=True)

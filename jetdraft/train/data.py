@@ -222,7 +222,7 @@ class _LineReader:
             if "text" in fields:
                 return [], self.tokenizer.encode(fields["text"]).ids
             if "messages" in fields:
-                return self._encode_chat(fields["messages"])
+                return self._chat_ids(fields["messages"])
             head: list[int] = self.tokenizer.encode(fields["prompt"]).ids
             if self.prompts_alone and "completion" not in fields:
                 return head, None
@@ -240,9 +240,7 @@ class _LineReader:
                 "messages; correct it"
             ) from error
 
-    def _encode_chat(
-        self, messages: list[Message]
-    ) -> tuple[list[int], list[int] | None]:
+    def _chat_ids(self, messages: list[Message]) -> tuple[list[int], list[int] | None]:
         """The ids of a chat, in which the template names the special tokens."""
         if self.template is None:
             raise OptionError(

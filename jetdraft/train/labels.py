@@ -209,13 +209,13 @@ PREDICTED_TOKENS = 4
 """Tokens of a draft whose acceptance is predicted."""
 
 
-def acceptance_by_place(chances: Sequence[Tensor]) -> list[float]:
+def rates_by_place(chances: Sequence[Tensor]) -> list[float]:
     """The acceptance rate of each token of a draft, if all before it were accepted.
 
     `chances` has for each text the chances float [n] of its places in turn; a draft
     starts at each of them. Places after a text's end do not count.
 
-        acceptance_by_place([torch.tensor([1.0, 0.5, 1.0])])  # [0.83, 0.67, 1.0, 0.0]
+        rates_by_place([torch.tensor([1.0, 0.5, 1.0])])  # [0.83, 0.67, 1.0, 0.0]
     """
     accepted, reached = torch.zeros(PREDICTED_TOKENS), torch.zeros(PREDICTED_TOKENS)
     for text in chances:

@@ -34,7 +34,7 @@ def this_process() -> PartialState:
     return state
 
 
-def has_fast_bfloat16(device: torch.device) -> bool:
+def has_fast_halves(device: torch.device) -> bool:
     """Whether a device computes fast in bfloat16; other CPUs take 100 times longer."""
     return device.type != "cpu" or torch.cpu.get_capabilities().get(
         "avx512_bf16", False
@@ -43,9 +43,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 
 def precision(device: torch.device) -> Any:
     """An autocast to bfloat16 where that is fast, else one that leaves float32."""
-    return torch.autocast(
-        device.type, torch.bfloat16, enabled=has_fast_bfloat16(device)
-    )
+    return torch.autocast(device.type, torch.bfloat16, enabled=has_fast_halves(device))
 
 
 @contextmanager
@@ -114,7 +112,7 @@ NEWTON_SCHULZ_STEPS = 5
 def orthogonalize(matrix: Tensor) -> Tensor:
     """About the nearest orthogonal matrix, by five Newton-Schulz iterations."""
     a, b, c = NEWTON_SCHULZ
-    dtype = torch.bfloat16 if has_fast_bfloat16(matrix.device) else torch.float32
+    dtype = torch.bfloat16 if has_fast_halves(matrix.device) else torch.float32
     x = matrix.to(dtype, copy=True)
     is_tall = x.shape[0] > x.shape[1]
     if is_tall:

@@ -25,7 +25,7 @@ from jetdraft.train.heads import decayed_means
 from jetdraft.train.run import Run, TrainingOptions
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.task import (
-    REGENERATE_HELP,
+    REGENERATE,
     Published,
     Sums,
     Task,
@@ -48,7 +48,7 @@ class InsertionSettings(Checked):
         "Random places of a sequence where a step inserts what is trained.",
         (1, 4096),
     )
-    regenerate: bool = setting(False, REGENERATE_HELP)
+    regenerate: bool = setting(False, REGENERATE)
 
 
 def prompt_logits(

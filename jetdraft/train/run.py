@@ -16,7 +16,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.errors import TrainingError
 from jetdraft.options import Checked, setting
 from jetdraft.train.data import Batch, Corpus
-from jetdraft.train.machine import has_fast_bfloat16, this_process
+from jetdraft.train.machine import has_fast_halves, this_process
 from jetdraft.train.run_folder import RunFolder
 
 SEED_HELP = "Seed of the random numbers; the same seed gives the same training."
@@ -87,7 +87,7 @@ class Run:
     @cached_property
     def accelerator(self) -> Any:
         """accelerate's object for this training; it shares the work among processes."""
-        halves = has_fast_bfloat16(this_process().device)
+        halves = has_fast_halves(this_process().device)
         return Accelerator(mixed_precision="bf16" if halves else "no")
 
     @property

@@ -26,9 +26,7 @@ Tensors = dict[str, Tensor]
 Published = tuple[dict[str, Any], Tensors]
 """The fields of a config, and the tensors, as the export reads them."""
 
-REGENERATE_HELP = (
-    "Let the target complete the texts itself, and train on what it writes."
-)
+REGENERATE = "Let the target complete the texts itself, and train on what it writes."
 """The help of the setting `regenerate`."""
 
 # --- settings -------------------------------------------------------------------------
@@ -38,7 +36,7 @@ REGENERATE_HELP = (
 class DrafterSettings(Checked):
     """Settings of all drafters that are written to a folder of their own."""
 
-    regenerate: bool = setting(False, REGENERATE_HELP)
+    regenerate: bool = setting(False, REGENERATE)
     half: bool = setting(False, "Write the drafter in float16.")
 
 

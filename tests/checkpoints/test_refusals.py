@@ -11,7 +11,7 @@ from transformers import Gemma3nTextConfig, Gemma4TextConfig, GraniteMoeHybridCo
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.model_reader import check_exportable
-from jetdraft.checkpoints.refusals import check_kinds, check_unread_layers
+from jetdraft.checkpoints.refusals import check_kinds, check_unread
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
@@ -39,19 +39,17 @@ def test_a_config_with_fewer_layers_than_its_weights(tmp_path):
 )
 def test_what_else_is_left_unread(read, unread):
     """MTP modules, which --head reads, and parts of layers that are read."""
-    check_unread_layers("folder", read, unread)
+    check_unread("folder", read, unread)
 
 
 def test_each_stack_has_its_own_layers(tmp_path):
     """A module of MTP excuses its own layer only."""
     read = ["encoder.block.3.w", "decoder.block.1.w"]
     with pytest.raises(CheckpointError, match=r"decoder\.block\.2\.w, .* 2 such"):
-        check_unread_layers(
-            "folder", read, ["decoder.block.2.w", "encoder.block.3.mask"]
-        )
+        check_unread("folder", read, ["decoder.block.2.w", "encoder.block.3.mask"])
     unread = ["layers.2.eh_proj.weight", "layers.2.w", "layers.3.w"]
     with pytest.raises(CheckpointError, match=r"layers\.3\.w"):
-        check_unread_layers("folder", ["layers.1.w"], unread)
+        check_unread("folder", ["layers.1.w"], unread)
 
 
 QUICK = ExportOptions(Recipe("none"), capacity=64, max_width=8, fast=True)

@@ -35,7 +35,7 @@ def offered(monkeypatch, version="0.4.0", kinds=("CPU",)):
     kind = SimpleNamespace(CPU="CPU", GPU="GPU")
     devices = [
         SimpleNamespace(
-            ep_name=webgpu.PROVIDER_NAME,
+            ep_name=webgpu.EP_NAME,
             ep_metadata={"version": version},
             device=SimpleNamespace(type=one, vendor=f"vendor of {one}"),
         )

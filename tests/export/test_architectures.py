@@ -235,7 +235,7 @@ def test_eager_module_is_the_oracle_of_its_graph(case):
     graph, contract = case.graph, case.contract
     graph.cache.rewind(0)
     step = Step(case.checkpoint.model, contract)
-    buffers = [torch.zeros(spec.concrete_shape()) for spec in contract.buffers("past")]
+    buffers = [torch.zeros(spec.shape_for()) for spec in contract.buffers("past")]
     for start, end in ((0, PREFILL), (PREFILL, PREFILL + 3)):
         with torch.no_grad():
             _, _, logsumexp, logits, *buffers = step(

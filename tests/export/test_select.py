@@ -303,7 +303,7 @@ def test_beyond_the_trained_length_keys_turn_to_adjoining_positions(
 def test_keys_turn_in_a_lossy_text_and_never_in_a_draft(brief, prompt):
     _, model = brief
     seen = []
-    run = Graph._set_scalars
+    run = Graph._set_inputs
 
     def recorded(graph, *arguments):
         seen.append((graph is model.parts.target, graph.reading))
@@ -312,7 +312,7 @@ def test_keys_turn_in_a_lossy_text_and_never_in_a_draft(brief, prompt):
     how = {"token_ids": prompt, "max_new_tokens": 4}
     how |= {"ignore_eos": True, "exact": False}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Graph, "_set_scalars", recorded)
+        patch.setattr(Graph, "_set_inputs", recorded)
         model.generate(method="none", drafting={"select_kv": True}, **how)
         assert set(seen) == {(True, Reading.TURNED)}
         seen.clear()

@@ -14,7 +14,7 @@ from typing import Any
 import onnx
 
 from jetdraft.bundle import TOKENIZER, Bundle
-from jetdraft.manifest import MANIFEST, SEAL, manifest_sha256, sha256_of
+from jetdraft.manifest import MANIFEST, SEAL, seal_hash, sha256_of
 from tests.fuzz.mutations import Route, damaged_bytes, damaged_json, routes, write_json
 
 
@@ -60,7 +60,7 @@ def seal_again(bundle: Path) -> bool:
     """Renew the manifest's hash of itself; False if that cannot be done."""
     try:
         manifest = json.loads((bundle / MANIFEST).read_bytes())
-        manifest[SEAL] = manifest_sha256(manifest)
+        manifest[SEAL] = seal_hash(manifest)
         (bundle / MANIFEST).write_text(json.dumps(manifest))
     except (ValueError, TypeError, RecursionError):
         return False

@@ -45,8 +45,8 @@ class SameText(Subject):
         self.table = table_of_texts(folder, self.worlds[0].reference)
         self._verbose = bool(os.environ.get("JETDRAFT_FUZZ_VERBOSE"))
         self._earlier: list[int] = []
-        self._set_scalars = Graph._set_scalars
-        Graph._set_scalars = _checked(Graph._set_scalars)  # type: ignore[method-assign]
+        self._set_inputs = Graph._set_inputs
+        Graph._set_inputs = _checked(Graph._set_inputs)  # type: ignore[method-assign]
 
     def run(self, draw: Random) -> str:
         """Disturb a model up to three times, then compare up to three ways to draft."""
@@ -137,13 +137,13 @@ class SameText(Subject):
 
     def close(self) -> None:
         """Close all models."""
-        Graph._set_scalars = self._set_scalars  # type: ignore[method-assign]
+        Graph._set_inputs = self._set_inputs  # type: ignore[method-assign]
         for world in self.worlds:
             world.close()
 
 
 def _checked(run: Any) -> Any:
-    """`Graph._set_scalars`, which refuses a pass that reaches past the buffers."""
+    """`Graph._set_inputs`, which refuses a pass that reaches past the buffers."""
 
     def checked(graph: Graph, binding: Any, cursor: int) -> Any:
         end = cursor + binding.size.width + binding.size.probes.total

@@ -24,7 +24,7 @@ from jetdraft.errors import (
     StoreError,
 )
 from jetdraft.files import read_arrays
-from jetdraft.manifest import SEAL, manifest_sha256
+from jetdraft.manifest import SEAL, seal_hash
 from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.passes.prefix import digest_of
 from jetdraft.testing import toy_bundle
@@ -61,7 +61,7 @@ def test_a_profile_that_cannot_be_used_is_measured_again(own_toy):
     )
     for name, change in wrong_profiles(good).items():
         fields = {**good, **change}
-        texts[name] = json.dumps({**fields, SEAL: manifest_sha256(fields)})
+        texts[name] = json.dumps({**fields, SEAL: seal_hash(fields)})
     for name, text in texts.items():
         file.write_text(text)
         with jetdraft.load(own_toy, threads=1) as again:

@@ -34,7 +34,7 @@ class Known:
             return self.eight_bits[recipe.block_size]
         return self.kl[recipe.block_size] - self.layer * len(recipe.raised)
 
-    def mean_kl_of_units(self, recipes, batches=None):
+    def kl_of_units(self, recipes, batches=None):
         return self.layer * (int(*recipes) + 1) if "head" not in recipes else 0.0
 
     def bytes_of_unit(self, unit, recipe):
@@ -130,7 +130,7 @@ def test_overlap_is_the_acceptance_of_sampled_drafts(pair):
     floats = Recipe("none")
     with own_attention(target.model), own_attention(drafter.model):
         assert target.overlap(floats, target) == pytest.approx(1.0, abs=1e-5)
-        p, q = (torch.cat(m._full_log_probabilities).exp() for m in (target, drafter))
+        p, q = (torch.cat(m._full_logprobs).exp() for m in (target, drafter))
         expected = float(torch.minimum(p, q).sum(-1).mean())
         assert drafter.overlap(floats, target) == pytest.approx(expected, abs=1e-5)
         ids = torch.tensor([3, 7, 9])

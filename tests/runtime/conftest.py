@@ -33,7 +33,7 @@ def steady_passes(monkeypatch):
     A graph that answers with features is a target, and every other graph takes a tenth
     of its time. Without a target with features all passes take the same time.
     """
-    clock, ready, run = Clock(), Graph._set_scalars, PassBinding.run
+    clock, ready, run = Clock(), Graph._set_inputs, PassBinding.run
 
     def steadily_ready(graph, binding, cursor):
         is_target = graph.contract.feature_size > 0
@@ -46,7 +46,7 @@ def steady_passes(monkeypatch):
         return clock.pass_seconds
 
     monkeypatch.setattr(time, "perf_counter", clock)
-    monkeypatch.setattr(Graph, "_set_scalars", steadily_ready)
+    monkeypatch.setattr(Graph, "_set_inputs", steadily_ready)
     monkeypatch.setattr(PassBinding, "run", steadily)
 
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from jetdraft.server import connection, http_server
-from jetdraft.server.connection import CROWDED_CONNECTIONS, Doorkeeper, _peer_name
+from jetdraft.server.connection import CROWDED_CONNECTIONS, Doorkeeper, _peer_id
 from jetdraft.server.http_server import open_unix_listener
 from tests.server.serving import connect, read, request, served, started, until
 
@@ -221,15 +221,11 @@ def transport(address, family=socket.AF_INET6):
 
 
 def test_a_network_of_ipv6_is_one_client():
-    assert _peer_name(transport("2001:db8::1")) == _peer_name(
-        transport("2001:db8::f:2")
-    )
-    assert _peer_name(transport("2001:db8::1")) != _peer_name(
-        transport("2001:db8:0:1::1")
-    )
-    assert _peer_name(transport("::ffff:10.0.0.1")) == "10.0.0.1"
-    assert _peer_name(transport("fe80::1%eth0")) == "fe80::/64"
-    assert _peer_name(transport("10.0.0.1", socket.AF_INET)) == "10.0.0.1"
+    assert _peer_id(transport("2001:db8::1")) == _peer_id(transport("2001:db8::f:2"))
+    assert _peer_id(transport("2001:db8::1")) != _peer_id(transport("2001:db8:0:1::1"))
+    assert _peer_id(transport("::ffff:10.0.0.1")) == "10.0.0.1"
+    assert _peer_id(transport("fe80::1%eth0")) == "fe80::/64"
+    assert _peer_id(transport("10.0.0.1", socket.AF_INET)) == "10.0.0.1"
 
 
 def test_turns_go_by_the_connection(fresh, slow, tmp_path):

@@ -10,12 +10,7 @@ import pytest
 import jetdraft
 from jetdraft.errors import DataError, OptionError
 from jetdraft.methods import methods
-from jetdraft.train.acceptance import (
-    DRAFT_LENGTH,
-    fit_head,
-    record_verdicts,
-    save_acceptance_head,
-)
+from jetdraft.train.acceptance import DRAFT_LENGTH, fit_head, record_verdicts, save_head
 
 PROMPTS = [np.random.default_rng(seed).integers(0, 288, 20) for seed in range(3)]
 
@@ -65,9 +60,7 @@ def test_a_learned_head_is_used(bundle, tmp_path):
     head, _ = fit_head(
         *record_verdicts(model, PROMPTS, max_new_tokens=40, temperature=0.0), steps=20
     )
-    save_acceptance_head(
-        head, model.parts.profiles.acceptance_file, model.bundle.sha256
-    )
+    save_head(head, model.parts.profiles.acceptance_file, model.bundle.sha256)
     how = {"token_ids": PROMPTS[0], "max_new_tokens": 40}
     found = model.generate(method="draft", drafting={"stopping": "learned"}, **how)
     assert found.token_ids == model.generate(method="none", **how).token_ids

@@ -12,8 +12,8 @@ from jetdraft.train.labels import (
     JENSEN_SHANNON,
     PREDICTED_TOKENS,
     Labels,
-    acceptance_by_place,
     add_rest,
+    rates_by_place,
     tokens_per_pass,
 )
 
@@ -92,11 +92,6 @@ def test_drafts_by_place_are_counted_from_every_place():
             reached[place] += before
             accepted[place] += before * text[start + place].item()
     expected = [a / r for a, r in zip(accepted, reached, strict=True)]
-    assert acceptance_by_place(texts) == pytest.approx(expected, abs=1e-4)
-    assert acceptance_by_place([torch.tensor([1.0, 0.5, 1.0])]) == [
-        0.8333,
-        0.6667,
-        1.0,
-        0.0,
-    ]
+    assert rates_by_place(texts) == pytest.approx(expected, abs=1e-4)
+    assert rates_by_place([torch.tensor([1.0, 0.5, 1.0])]) == [0.8333, 0.6667, 1.0, 0.0]
     assert tokens_per_pass([0.5, 0.5]) == 1.75

@@ -32,7 +32,7 @@ def orthogonal(gradient: torch.Tensor) -> torch.Tensor:
 def test_steps_are_bfloat16_only_where_that_is_fast(
     monkeypatch: pytest.MonkeyPatch, fast: bool
 ) -> None:
-    monkeypatch.setattr(machine, "has_fast_bfloat16", lambda device: fast)
+    monkeypatch.setattr(machine, "has_fast_halves", lambda device: fast)
     torch.manual_seed(3)
     matrix = torch.nn.Parameter(torch.zeros(16, 24))
     gradient = matrix.grad = torch.randn(16, 24)
@@ -48,7 +48,7 @@ def test_steps_are_bfloat16_only_where_that_is_fast(
 
 def test_only_its_own_products_are_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a closure computes, and what another thread does, stays bfloat16."""
-    monkeypatch.setattr(machine, "has_fast_bfloat16", lambda device: False)
+    monkeypatch.setattr(machine, "has_fast_halves", lambda device: False)
     matrix, dtypes = torch.nn.Parameter(torch.zeros(4, 6)), []
 
     def closure() -> torch.Tensor:
@@ -64,7 +64,7 @@ def test_only_its_own_products_are_in_float32(monkeypatch: pytest.MonkeyPatch) -
 def test_steps_are_those_of_torch_where_bfloat16_is_fast(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(machine, "has_fast_bfloat16", lambda device: True)
+    monkeypatch.setattr(machine, "has_fast_halves", lambda device: True)
     torch.manual_seed(5)
     one, other = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
     ours = Muon([one], lr=0.02)

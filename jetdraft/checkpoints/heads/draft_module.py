@@ -182,12 +182,10 @@ class DraftModule(nn.Module):
             return
         config, ids = self.config, self.ids
         embedding, rows = tensors.get(EMBEDDING_WEIGHT), tensors.get(LM_HEAD_WEIGHT)
-        if embedding is not None and not _same_values(
-            embedding, self.embed_tokens.weight
-        ):
+        if embedding is not None and not _equal(embedding, self.embed_tokens.weight):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if rows is not None and (
-            ids is not None or not _same_values(rows, self.lm_head.weight)
+            ids is not None or not _equal(rows, self.lm_head.weight)
         ):
             size = config.draft_vocab_size
             self.lm_head = nn.Linear(config.hidden_size, size, bias=False)
@@ -277,6 +275,6 @@ def lm_head_rows(lm_head: nn.Module, ids: Tensor) -> nn.Linear:
     return cut
 
 
-def _same_values(one: Tensor, other: Tensor) -> bool:
+def _equal(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have one shape and, as float32, the same values."""
     return one.shape == other.shape and torch.equal(one.float(), other.detach().float())

@@ -129,7 +129,7 @@ class HeadFiles:
         """Return the name in the files of the tensor that a head's module calls `name`.
 
         `renamed` are the files' tensors by their names in the module. For a missing
-        tensor the name is derived from those of its neighbours.
+        tensor the name is derived from its neighbours' names.
         """
         names = {id(tensor): own for own, tensor in self.tensors.items()}
         known = {new: names[id(t)] for new, t in renamed.items() if id(t) in names}
@@ -289,7 +289,7 @@ class HeadFiles:
                 "names them; fetch it again"
             )
         if own != size:
-            _fit_to_target(
+            _fit_rows(
                 tensors,
                 EMBEDDING_WEIGHT,
                 own,
@@ -300,7 +300,7 @@ class HeadFiles:
                 tensors, ids_from_d2t(self.source, maps, rows, own), size
             )
         if own != size:
-            _fit_to_target(
+            _fit_rows(
                 tensors,
                 LM_HEAD_WEIGHT,
                 own,
@@ -401,9 +401,7 @@ def resize_rows(table: Tensor, rows: int) -> Tensor:
     return F.pad(known, (0, 0, 0, rows - len(known)))
 
 
-def _fit_to_target(
-    tensors: dict[str, Tensor], name: str, own: int, theirs: Tensor
-) -> None:
+def _fit_rows(tensors: dict[str, Tensor], name: str, own: int, theirs: Tensor) -> None:
     """Give a table of `own` rows as many as the target's `theirs`."""
     table = tensors.get(name)
     if table is None or table.ndim != 2 or len(table) != own:

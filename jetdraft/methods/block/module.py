@@ -21,8 +21,8 @@ from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.checkpoints.source_attention import (
     IMPLEMENTATION,
     answering_rows,
+    at_positions,
     set_attention,
-    using_positions,
 )
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
@@ -87,7 +87,7 @@ class SourceDrafter(DraftModule):
         if table is not None:  # a block may end behind the last position
             last = table.weight.shape[0] - getattr(table, "offset", 0) - 1
             positions = positions.clamp(max=last)
-        with using_positions(self.model, positions), answering_rows(self.model, rows):
+        with at_positions(self.model, positions), answering_rows(self.model, rows):
             logits: Tensor = self.model(decoder_inputs_embeds=states, **source).logits
         return logits.float()
 

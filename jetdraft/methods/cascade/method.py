@@ -23,7 +23,7 @@ from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.acceptance_rates import (
     Acceptance,
     PositionRates,
-    evidence_prior,
+    prior_of,
 )
 from jetdraft.runtime.proposers.drafter_methods import drafter_method
 from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
@@ -91,7 +91,7 @@ class Trust:
                 break
 
     def _rates_of(self, evidence: int) -> tuple[PositionRates, PositionRates]:
-        new = PositionRates(Acceptance.PRIOR), PositionRates(evidence_prior(evidence))
+        new = PositionRates(Acceptance.PRIOR), PositionRates(prior_of(evidence))
         return self._rates.setdefault(evidence, new)
 
 
@@ -140,7 +140,7 @@ class CascadeProposer(ModelProposer):
                 tokens = guess.tokens[: [*trusted, False].index(False)]
             if not tokens:
                 break
-            trials += _make_trials(tokens, guess, own)
+            trials += _trials_of(tokens, guess, own)
             drafted += tokens
         self.trust.keep_draft(context, trials)
         if drafted and len(drafted) < budget:
@@ -162,7 +162,7 @@ class CascadeProposer(ModelProposer):
         return chosen[: 1 + _common_length(chosen, guessed)]
 
 
-def _make_trials(tokens: list[int], guess: Guess, own: bool) -> list[Trial]:
+def _trials_of(tokens: list[int], guess: Guess, own: bool) -> list[Trial]:
     """Drafted tokens beside a guess, which says nothing after its first difference."""
     compared = min(len(tokens), 1 + _common_length(tokens, guess.tokens))
     pairs = enumerate(zip_longest(tokens, guess.tokens[:compared]))

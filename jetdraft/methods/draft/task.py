@@ -37,10 +37,10 @@ from jetdraft.train.labels import (
     JENSEN_SHANNON,
     LabelCache,
     Labels,
-    acceptance_by_place,
     exact_labels,
     learned_mask,
     log_probabilities,
+    rates_by_place,
     tokens_per_pass,
 )
 from jetdraft.train.run import Run, TrainingOptions
@@ -320,7 +320,7 @@ class ModelTask(Task):
         if self._cache is not None:
             self._cache.flush()
         run.check_finite(lost)
-        rates = acceptance_by_place(sampled), acceptance_by_place(greedy)
+        rates = rates_by_place(sampled), rates_by_place(greedy)
         return {
             "loss": round(lost.item() / max(1, count), 4),
             "acceptance": rates[0],

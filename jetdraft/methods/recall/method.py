@@ -120,14 +120,12 @@ class Script:
             return
         self.agreed, self.lost = 0, True
         for size in range(LONGEST_ENDING, 0, -1):
-            place = (
-                self._find_after(list(output[-size:])) if len(output) >= size else None
-            )
+            place = self._find(list(output[-size:])) if len(output) >= size else None
             if place is not None:
                 self.place, self.agreed, self.lost = place, size, False
                 return
 
-    def _find_after(self, ending: list[int]) -> int | None:
+    def _find(self, ending: list[int]) -> int | None:
         """The place after the next `ending` in `SEARCHED_TOKENS` tokens, or None."""
         # The occurrence must end beyond the place, but may begin before it.
         first = max(0, self.place - len(ending) + 1)
@@ -144,15 +142,13 @@ def adapt_response(
 
     adapted([1, 2, 9], [5, 2, 5], [1, 3, 9])    # [5, 3, 5]
     """
-    for old, new in _replacements(prompt, list(new_prompt))[:MOST_CHANGES]:
+    for old, new in _edits(prompt, list(new_prompt))[:MOST_CHANGES]:
         if max(len(old), len(new)) <= LONGEST_SLOT and len(response) <= MOST_TOKENS:
             response = _replace_tokens(response, old, new)
     return response
 
 
-def _replacements(
-    one: list[int], other: list[int]
-) -> list[tuple[list[int], list[int]]]:
+def _edits(one: list[int], other: list[int]) -> list[tuple[list[int], list[int]]]:
     """Return pairs of tokens in one text and those in their place in the other.
 
     Empty if the comparison would take seconds.

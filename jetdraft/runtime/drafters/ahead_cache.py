@@ -87,9 +87,7 @@ class AheadCache(DraftCache):
     def catch_up(self, context: Sequence[int]) -> None:
         """Run rows of `context` until a single pass can run the others."""
         self._rewind(len(self.tokens))
-        self._run_rows(
-            context, min(len(self.seen), len(context) - 1), self._most_new_rows
-        )
+        self._run_rows(context, min(len(self.seen), len(context) - 1), self._most_rows)
 
     def follow(self, context: Sequence[int]) -> Answer | None:
         """The answer for the token after `context`; None without features for it.
@@ -102,7 +100,7 @@ class AheadCache(DraftCache):
         self.block, self.drafted = None, []
         if rows < self.size:
             return None
-        self._run_rows(context, rows, self._most_new_rows)
+        self._run_rows(context, rows, self._most_rows)
         first = len(self.tokens)
         tokens = context[first + 1 : rows + 1]
         features = self._known_features(first, len(tokens))
@@ -224,7 +222,7 @@ class AheadCache(DraftCache):
         return np.array(rows, np.float32)
 
     @property
-    def _most_new_rows(self) -> int:
+    def _most_rows(self) -> int:
         """The most new rows of a pass with the copies of a block."""
         return min(_MOST_NEW_ROWS, self.graph.contract.max_width + 1 - self.size)
 

@@ -202,7 +202,7 @@ class Probes:
         """The stream of each probe."""
         return [stream for count in self.counts for stream in range(count)]
 
-    def visible_slots(
+    def visible(
         self, ancestors: Sequence[Sequence[int]], members: int = 1, prefix: int = 0
     ) -> list[list[int]]:
         """The slots that each slot behind the rows attends to, itself left out.

@@ -133,9 +133,7 @@ class Acceptance:
 
     def _evidence_rates(self, evidence: int) -> PositionRates:
         """The rates of drafts with this evidence, made at the first call."""
-        return self.by_evidence.setdefault(
-            evidence, PositionRates(evidence_prior(evidence))
-        )
+        return self.by_evidence.setdefault(evidence, PositionRates(prior_of(evidence)))
 
     def sibling_shares(self, count: int) -> list[float]:
         """How often sibling 2, 3, ... is right where the first sibling is wrong."""
@@ -146,7 +144,7 @@ class Acceptance:
         return shares
 
 
-def evidence_prior(evidence: int) -> float:
+def prior_of(evidence: int) -> float:
     """The acceptance rate to expect of drafts with this evidence: 0.5, 0.75, ..."""
     return float(1.0 - 0.5**evidence)
 

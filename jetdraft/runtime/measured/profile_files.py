@@ -11,7 +11,7 @@ from typing import Any
 from jetdraft.bundle import Bundle
 from jetdraft.devices.detection import detect_machine, processor_digest, processor_name
 from jetdraft.files import replacing
-from jetdraft.manifest import SEAL, manifest_sha256
+from jetdraft.manifest import SEAL, seal_hash
 from jetdraft.ort import ort
 from jetdraft.parsing import read_json_file
 from jetdraft.runtime.measured.cost_model import Curve
@@ -49,9 +49,7 @@ class Profiles:
         """Read widths and curve; None if damaged, or of another machine."""
         try:
             fields = read_json_file(self.file)
-            if fields["machine"] != self.machine or fields[SEAL] != manifest_sha256(
-                fields
-            ):
+            if fields["machine"] != self.machine or fields[SEAL] != seal_hash(fields):
                 return None
             return Widths.from_json(fields["widths"]), Curve.from_json(fields["curve"])
         except _READ_ERRORS:
@@ -62,7 +60,7 @@ class Profiles:
         fields = {"widths": asdict(widths), "curve": asdict(curve)}
         # As JSON has them: widths that are keys become text.
         whole = json.loads(json.dumps({"machine": self.machine, **fields}))
-        self.keep(self.file, **fields, **{SEAL: manifest_sha256(whole)})
+        self.keep(self.file, **fields, **{SEAL: seal_hash(whole)})
 
     def read_tuning(self) -> Curve | None:
         """The curve that `jetdraft tune` measured; warns if it is of no use here."""

@@ -199,9 +199,7 @@ class Stats:
     def to_json(self) -> dict[str, Any]:
         """All metrics, under the names of the documentation."""
         shares = {name: vars(share) for name, share in self.by_method.items()}
-        return {name: getattr(self, name) for name in _METRIC_NAMES} | {
-            "by_method": shares
-        }
+        return {name: getattr(self, name) for name in _METRICS} | {"by_method": shares}
 
 
 _SUM_NAMES = (
@@ -209,7 +207,7 @@ _SUM_NAMES = (
     *("target_passes", "drafted_tokens", "decode_seconds", "session_seconds"),
     *("exited_tokens", "skipped_layers", "rounds_by_choice", "off"),
 )
-_METRIC_NAMES = (
+_METRICS = (
     *("method", "exact", "lossy", "exited_tokens", "skipped_layers", "select_kv"),
     *("seed", "finish_reason", "prompt_tokens", "reused_tokens"),
     *("new_tokens", "target_passes", "drafted_tokens", "accepted_tokens"),

@@ -54,7 +54,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 PassMode = tuple[Probing, bool]
 """How to run a chain: the probes of its rows, and whether the pass is one for trees."""
 
-PLAIN_CHAIN: PassMode = (NO_PROBING, False)
+PLAIN: PassMode = (NO_PROBING, False)
 
 
 def _never_stop() -> bool:
@@ -190,7 +190,7 @@ class Survey:
         widths = decoding_widths(self.target)
         order = sorted(widths, key=(*FIRST_WIDTHS, *NEXT_WIDTHS, *widths).index)
         known = Widths([], {}, untried=tuple(order))
-        self._logits_at_width(self._starts[0], order[0], order[0])  # to time it
+        self._width_logits(self._starts[0], order[0], order[0])  # to time it
         while known.untried and (not known.classes or len(known.exact) < 2):
             known = self._compare_next_width(known)
         known = replace(known, base=known.exact[0])
@@ -263,16 +263,14 @@ class Survey:
         rows = min(max(MIN_ROWS, one, other), MAX_ROWS, room)
         gap = 0.0
         for start in self._starts:
-            logits, others = (
-                self._logits_at_width(start, rows, w) for w in (one, other)
-            )
+            logits, others = (self._width_logits(start, rows, w) for w in (one, other))
             if not np.array_equal(logits, others):
                 # NaN and differences below the smallest number count too.
                 gap = max(gap, float(np.nanmax(np.abs(logits - others))), _SMALLEST)
                 gap = min(gap, _LARGEST)  # JSON has no infinity
         return gap
 
-    def _logits_at_width(self, start: int, rows: int, width: int) -> np.ndarray:
+    def _width_logits(self, start: int, rows: int, width: int) -> np.ndarray:
         """The logits float32 [rows, vocab] from a cursor, in passes of one width.
 
         The last pass may overlap the pass before, so that every pass has that width.
@@ -281,9 +279,7 @@ class Survey:
         logits = np.zeros((rows, self.target.contract.vocab_size), np.float32)
         for end in [*range(width, rows, width), rows]:
             first = end - width
-            logits[first:end] = self._run_pass(
-                start + first, tokens[first:end], PLAIN_CHAIN
-            )
+            logits[first:end] = self._run_pass(start + first, tokens[first:end], PLAIN)
         return logits
 
     def _run_pass(
@@ -313,7 +309,7 @@ class Survey:
         """Whether passes of all modes give the bits of a chain pass."""
         tokens = random_tokens(self.target, width)
         for start in self._starts if ways else []:
-            chain = self._run_pass(start, tokens, PLAIN_CHAIN).copy()
+            chain = self._run_pass(start, tokens, PLAIN).copy()
             for way in ways:
                 if not np.array_equal(chain, self._run_pass(start, tokens, way)):
                     return False
@@ -332,11 +328,9 @@ class Survey:
             for wide in prefill_widths(graph.contract):
                 if wide > graph.contract.capacity - start:
                     continue
-                self._run_pass(
-                    start, random_tokens(graph, wide), PLAIN_CHAIN, last_only=True
-                )
+                self._run_pass(start, random_tokens(graph, wide), PLAIN, last_only=True)
                 whole = _copy_rows(graph, start, wide)
-                self._logits_at_width(start, wide, step)
+                self._width_logits(start, wide, step)
                 yield all(map(np.array_equal, whole, _copy_rows(graph, start, wide)))
 
     def _measure_probe_ms(self) -> float:
@@ -406,7 +400,7 @@ def randomized(graph: Graph) -> Iterator[list[int]]:
     is_lost = length < cache.length
     random, arrays = np.random.default_rng(1), dict[tuple[int, ...], np.ndarray]()
     for spec in graph.contract.buffers("past"):
-        shape, buffer = spec.concrete_shape(), cache.buffers[spec.name]
+        shape, buffer = spec.shape_for(), cache.buffers[spec.name]
         if shape not in arrays:
             numbers = random.standard_normal(shape, np.float32)
             integers = np.dtype(spec.dtype).kind in "iu"

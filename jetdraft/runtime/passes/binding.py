@@ -66,7 +66,7 @@ class PassBinding:
                 if spec.name in buffer_names:
                     continue  # bound below
                 place = HOST if spec.name in memory.on_host else memory
-                shape = spec.concrete_shape(rows, answers, probes, members, prefix)
+                shape = spec.shape_for(rows, answers, probes, members, prefix)
                 tensor = place.tensor(shape, spec.dtype)
                 self.tensors[spec.name] = tensor
                 bind(spec.name, tensor.value)

@@ -106,7 +106,7 @@ class Cache:
         self.seconds = 0.0
         self.memory = memory
         tensors = {
-            spec.name: memory.tensor(spec.concrete_shape(), spec.dtype)
+            spec.name: memory.tensor(spec.shape_for(), spec.dtype)
             for spec in contract.buffers("past")
         }
         self.buffers = {name: tensor.value for name, tensor in tensors.items()}
@@ -228,7 +228,7 @@ class SourceBuffers:
         self._material: npt.NDArray[Any] = np.zeros(0)
         self._session, self._memory = session, memory
         self._buffers = {
-            spec.name: memory.tensor(spec.concrete_shape(), spec.dtype)
+            spec.name: memory.tensor(spec.shape_for(), spec.dtype)
             for spec in contract.cross_inputs
         }
         # Passes that are compared before any source is read must differ.
@@ -236,9 +236,7 @@ class SourceBuffers:
             random = np.random.default_rng(seed)
             tensor.array[:] = random.standard_normal(tensor.array.shape, np.float32)
             tensor.upload()
-        self._length = memory.tensor(
-            SOURCE_LENGTH.concrete_shape(), SOURCE_LENGTH.dtype
-        )
+        self._length = memory.tensor(SOURCE_LENGTH.shape_for(), SOURCE_LENGTH.dtype)
         self._set_length(self.slots)
 
     @property

@@ -59,7 +59,7 @@ class Graph:
         self.source: SourceBuffers | None = None
         # What selecting passes read and write in place, on the host.
         self.selected = {
-            spec.name: HOST.tensor(spec.concrete_shape(), spec.dtype)
+            spec.name: HOST.tensor(spec.shape_for(), spec.dtype)
             for spec in self.contract.selection_tensors("past")
         }
         self.prepare(exact=True)
@@ -119,7 +119,7 @@ class Graph:
             else self._fitting_probes(probing, rows, room - width)
         )
         size = _PassSize(width, 1 if last_only else width, probes, branching=False)
-        binding = self._get_binding(size, room)
+        binding = self._bind(size, room)
         binding.fill(tokens, range(cursor, cursor + width))
         binding.fill_rows("features", features)
         binding.fill_rows("recent_ids", recent)
@@ -131,7 +131,7 @@ class Graph:
         else:
             binding.show_all()
         # Here and not in a method: each frame above a pass costs time in every round.
-        self.seconds += binding.run(self._set_scalars(binding, cursor))
+        self.seconds += binding.run(self._set_inputs(binding, cursor))
         self.passes += 1
         if last_only or width == rows or self.contract.guesses:
             return binding.answer
@@ -192,20 +192,18 @@ class Graph:
         rows, cursor, room = len(tokens), self.cache.length, self.draft_room(filled)
         width = self.sessions.width(max(width, rows), room)
         probes = self._fitting_probes(probing, rows, room - width)
-        binding = self._get_binding(
-            _PassSize(width, width, probes, branching=True), room
-        )
+        binding = self._bind(_PassSize(width, width, probes, branching=True), room)
         padding = width - rows
         binding.fill(tokens, [cursor + depth for depth in (*depths, *[0] * padding)])
         binding.fill_rows("features", features)
         binding.fill_rows("recent_ids", recent)
         seen = [*ancestors, *[[]] * padding]
         binding.show_only([*seen, *self._probe_slots(probes, seen)], cursor, filled)
-        self.seconds += binding.run(self._set_scalars(binding, cursor + filled))
+        self.seconds += binding.run(self._set_inputs(binding, cursor + filled))
         self.passes += 1
         return binding.answer if width == rows else binding.answer.first(rows)
 
-    def _get_binding(self, size: _PassSize, room: int) -> _GraphBinding:
+    def _bind(self, size: _PassSize, room: int) -> _GraphBinding:
         """The binding for a size, made once; raises `ValueError` if it is too wide."""
         if not 1 <= size.width <= min(self.contract.max_width, room):
             raise ValueError(
@@ -233,13 +231,9 @@ class Graph:
         self, probes: Probes, ancestors: Sequence[Sequence[int]]
     ) -> VisibleSlots:
         """For each slot behind the rows of a pass, the slots that it attends to."""
-        return probes.visible_slots(
-            ancestors, self.contract.members, self.contract.prefix
-        )
+        return probes.visible(ancestors, self.contract.members, self.contract.prefix)
 
-    def _set_scalars(
-        self, binding: _GraphBinding, cursor: int
-    ) -> ort.RunOptions | None:
+    def _set_inputs(self, binding: _GraphBinding, cursor: int) -> ort.RunOptions | None:
         """Set the inputs that are one number; returns the options to run the pass."""
         size = binding.size
         length = self._total_length(cursor + size.width, binding.has_bias)

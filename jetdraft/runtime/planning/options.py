@@ -25,7 +25,7 @@ from jetdraft.runtime.text.stops import Ending
 _PROBABILITY = Range(lambda p: 0.0 <= p <= 1.0, "0 to 1 (never)", optional=True)
 _EXIT_RANGES = {"stop_threshold": _PROBABILITY, "exit_threshold": _PROBABILITY}
 
-DEFAULT_THRESHOLD = 0.7
+THRESHOLD = 0.7
 """Both thresholds where a generation gives no threshold."""
 
 
@@ -36,7 +36,7 @@ class Exiting:
     `stop_and_exit` is the folder of a head that `jetdraft train sec` wrote. It stops
     the text where it is surer than `stop_threshold` that the next token will be wrong,
     and leaves the upper layers out where it is surer than `exit_threshold` that the
-    lower layers know the token; without them it is `DEFAULT_THRESHOLD`.
+    lower layers know the token; without them it is `THRESHOLD`.
     """
 
     stop_and_exit: str | Path | None = None
@@ -81,9 +81,7 @@ class Exiting:
             Path(self.stop_and_exit), halves.base, layer, halves.hidden_size
         )
         thresholds = (self.stop_threshold, self.exit_threshold)
-        return ExitRule(
-            head, *(DEFAULT_THRESHOLD if t is None else t for t in thresholds)
-        )
+        return ExitRule(head, *(THRESHOLD if t is None else t for t in thresholds))
 
 
 def _method_help() -> str:

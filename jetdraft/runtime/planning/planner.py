@@ -269,9 +269,7 @@ class Planner:
     def widths(self, drafting: Drafting) -> list[int]:
         return self.parts.widths.allowed(drafting.exact)
 
-    def prepare_target(
-        self, drafting: Drafting, rule: ExitRule | None = None
-    ) -> Target:
+    def target_for(self, drafting: Drafting, rule: ExitRule | None = None) -> Target:
         """The target that verifies, made ready; a `rule` may end its passes early."""
         widths = self.widths(drafting)  # a first call measures, so it comes before
         # Any other target reads prompts with the bundle's own, so it comes first too.

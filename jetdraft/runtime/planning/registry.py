@@ -45,20 +45,18 @@ def _load_methods() -> dict[str, Method[Any]]:
             method = entry.load()
         except Exception as error:  # another package may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
-            _warn_left_out(entry.name, f"it cannot be loaded ({reason})")
+            _warn_of(entry.name, f"it cannot be loaded ({reason})")
             continue
         if not isinstance(method, Method):
-            _warn_left_out(
-                entry.name, f"{entry.value} is not a jetdraft.methods.Method"
-            )
+            _warn_of(entry.name, f"{entry.value} is not a jetdraft.methods.Method")
         elif method.name in registered:
-            _warn_left_out(entry.name, f"there is a method {method.name!r} already")
+            _warn_of(entry.name, f"there is a method {method.name!r} already")
         else:
             registered[method.name] = method
     return registered
 
 
-def _warn_left_out(name: str, reason: str) -> None:
+def _warn_of(name: str, reason: str) -> None:
     """Warn that an entry point is left out, with the reason."""
     warnings.warn(
         f"the entry point {name!r} of {GROUP} is left out: {reason}", stacklevel=4

@@ -18,7 +18,7 @@ from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Answer
 
-BLOCK_REPEATS = 3
+REPEATS = 3
 """How often an acceptance head applies its block (D in SpecDec++)."""
 
 THRESHOLDS = {"confidence": 0.6, "product": 0.3, "learned": 0.3}
@@ -90,7 +90,7 @@ def _sigmoid(x: Any) -> Any:
 class AcceptanceHead:
     """The chance that a drafted token is accepted, from the drafter's hidden state.
 
-    One residual block x + SiLU(W x), applied `BLOCK_REPEATS` times, and a linear layer:
+    One residual block x + SiLU(W x), applied `REPEATS` times, and a linear layer:
     `block` float32 [h, h], `out` [h], `bias` []. `scale` [] scales hidden states to
     unit size.
     """
@@ -103,7 +103,7 @@ class AcceptanceHead:
     def rate(self, hidden: Float32s) -> float:
         """The chance that the token drafted from a hidden state [h] is accepted."""
         x = hidden * self.scale
-        for _ in range(BLOCK_REPEATS):
+        for _ in range(REPEATS):
             z = self.block @ x
             x = x + z * _sigmoid(z)
         return float(_sigmoid(self.out @ x + self.bias))

@@ -117,7 +117,7 @@ class TokenBytes:
         if name is None:
             return None
         if self._is_byte_level:
-            own = [_BYTE_OF_LETTER.get(letter, -1) for letter in name]
+            own = [_BYTE_OF.get(letter, -1) for letter in name]
             return bytes(own) if -1 not in own else name.encode()
         byte = _BYTE_TOKEN.fullmatch(name) if self._has_byte_tokens else None
         if byte and (before or int(byte[1], 16) >= 0x80):
@@ -137,9 +137,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 _PRINTABLE = {letter: ord(letter) for letter in _LETTERS if ord(letter) < 256}
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE.values())
-_BYTE_OF_LETTER = _PRINTABLE | dict(
-    zip(_LETTERS[len(_PRINTABLE) :], _OTHERS, strict=True)
-)
+_BYTE_OF = _PRINTABLE | dict(zip(_LETTERS[len(_PRINTABLE) :], _OTHERS, strict=True))
 """The bytes by the letters that byte-level tokenizers write: printable bytes are their
 own letters, the others have the letters after 255, in order."""
 

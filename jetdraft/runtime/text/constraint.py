@@ -217,7 +217,7 @@ class Matcher:
 
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """The answer with forbidden tokens masked; `context` ends with the root."""
-        counts, bits = self._read_masks(rows, context)
+        counts, bits = self._get_masks(rows, context)
         self._masked_rows, size = len(counts), self._vocabulary.size
         masked = sum(n >= 0 for n in counts)
         masks = iter(np.frombuffer(bits, np.uint8).reshape(masked, -1))
@@ -254,9 +254,7 @@ class Matcher:
         self._ask_about_draft(rows, "allowed", path, rows.tokens, rows.parents)
         return rows.only(self._reply_about_draft() or [0])
 
-    def _read_masks(
-        self, rows: Rows, context: Sequence[int]
-    ) -> tuple[list[int], bytes]:
+    def _get_masks(self, rows: Rows, context: Sequence[int]) -> tuple[list[int], bytes]:
         """How many tokens may follow each of the first rows, and their masks."""
         try:
             if self._asked is not rows:

@@ -157,7 +157,7 @@ class Vocabulary:
 
     def start(self, must_end: MustEnd = never) -> None:
         """Read the vocabulary, once; raises `OptionError` or `EndedError`."""
-        with self._running_process(must_end):
+        with self._running(must_end):
             pass
 
     def start_worker(self, must_end: MustEnd = never) -> Pipe:
@@ -165,17 +165,12 @@ class Vocabulary:
         (own, other), (life, watched) = _socket_pair(), _socket_pair()
         pipe = Pipe(own, life)
         # If the process has just ended, the first request says so.
-        with (
-            other,
-            watched,
-            self._running_process(must_end) as control,
-            suppress(OSError),
-        ):
+        with other, watched, self._running(must_end) as control, suppress(OSError):
             control.request_worker(other, watched)
         return pipe
 
     @contextmanager
-    def _running_process(self, must_end: MustEnd) -> Iterator[Pipe]:
+    def _running(self, must_end: MustEnd) -> Iterator[Pipe]:
         """Hold the process that has read the vocabulary; raises as `start` does."""
         while not self._lock.acquire(timeout=SLICE_SECONDS):
             if must_end():

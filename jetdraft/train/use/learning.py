@@ -185,9 +185,7 @@ class UseTraining:
                 f"there are {places} wrong places to learn from, and "
                 f"{self.options.least} are needed; use the model for longer"
             )
-        run = _LoraTraining(
-            self._student, judged_weights(self.sets), lessons, self.options
-        )
+        run = _LoraRun(self._student, judged_weights(self.sets), lessons, self.options)
         before = run.held_out()
         done = run.train(pace, report)
         after = run.held_out()
@@ -202,7 +200,7 @@ class UseTraining:
         return Learned(done, places, before, after, name)
 
 
-class _LoraTraining:
+class _LoraRun:
     """One training of LoRA in a drafter; `weights` replace some of its own before."""
 
     def __init__(

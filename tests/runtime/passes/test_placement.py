@@ -119,7 +119,7 @@ def test_only_candidates_come_to_the_host(pretended):
 def test_pruning_is_refused(bundle, pretended):
     drafting = Drafting("stream", settings={"prune_threshold": 0.1})
     with pytest.raises(OptionError, match=f"not on {bundle.provider}") as refusal:
-        pretended.planner.prepare_target(drafting)
+        pretended.planner.target_for(drafting)
     assert refusal.value.field == "drafting"
 
 

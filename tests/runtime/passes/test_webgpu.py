@@ -113,7 +113,7 @@ def test_no_operator_is_left_on_the_host(model):
     for graph in (model.parts.target, model.parts.drafter):
         for session in (graph.sessions.any.session, graph.cache._compaction):
             assert operators_on(session) == set()
-            assert operators_on(session, webgpu.PROVIDER_NAME)
+            assert operators_on(session, webgpu.EP_NAME)
 
 
 def test_the_forecast_is_what_onnxruntime_does(bundle, model):

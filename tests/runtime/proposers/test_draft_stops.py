@@ -11,7 +11,7 @@ import jetdraft
 from jetdraft.errors import DraftingError, OptionError, StoreError
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.draft_stops import (
-    BLOCK_REPEATS,
+    REPEATS,
     AcceptanceHead,
     DraftStop,
     confidence,
@@ -59,7 +59,7 @@ def test_a_rate_is_that_of_the_written_formula():
     )
     head = AcceptanceHead(block, out, np.float32(0.3), np.float32(0.5))
     y = 0.5 * x.astype(float)
-    for _ in range(BLOCK_REPEATS):
+    for _ in range(REPEATS):
         z = block @ y
         y = y + z * (1 / (1 + np.exp(-z)))
     assert head.rate(x) == pytest.approx(1 / (1 + np.exp(-(out @ y + 0.3))), abs=1e-5)

@@ -231,12 +231,12 @@ def test_what_probes_see():
     """Two carriers with two probes each, after a row with two children."""
     probes = Probes((2, 0, 2))
     assert (probes.total, probes.rows, probes.ids) == (4, [0, 0, 2, 2], [0, 1, 0, 1])
-    assert probes.visible_slots([[], [0], [0]]) == [[0], [0, 3], [0, 2], [0, 2, 5]]
+    assert probes.visible([[], [0], [0]]) == [[0], [0, 3], [0, 2], [0, 2, 5]]
     # Member k of an ensemble sees the members k of the prompt tokens below.
-    seen = Probes((0, 2)).visible_slots([[], [0]], members=2)
+    seen = Probes((0, 2)).visible([[], [0]], members=2)
     assert seen == [[0, 1], [0, 1], [0, 1, 2], [0, 1, 3]]
     # Two slots of a prefix lie between the rows and the forecasts.
-    seen = Probes((2,)).visible_slots([[]], prefix=2)
+    seen = Probes((2,)).visible([[]], prefix=2)
     assert seen == [[], [], [0, 1, 2], [0, 1, 2, 3]]
 
 
@@ -357,9 +357,7 @@ def test_who_carries_streams():
 
 def halves_of(model, threshold, exact=True):
     settings = {"prune_threshold": threshold}
-    return model.planner.prepare_target(
-        Drafting("stream", exact=exact, settings=settings)
-    )
+    return model.planner.target_for(Drafting("stream", exact=exact, settings=settings))
 
 
 @every_way

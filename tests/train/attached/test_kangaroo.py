@@ -61,7 +61,7 @@ def test_the_export_measures_its_acceptance(bundles):
 
 def leading_of(model):
     """The target of a generation, and the follower of its adapter."""
-    leading = model.planner.prepare_target(Drafting("kangaroo"))
+    leading = model.planner.target_for(Drafting("kangaroo"))
     follower = model.parts.draft_cache
     follower.forget()
     leading.cache.rewind(0)

@@ -79,7 +79,7 @@ class Halves:
 
         An early exit needs the `parents` of all rows; the root is its own parent.
         """
-        bound, padding = self._get_binding(LOWER, width), width - len(rows.tokens)
+        bound, padding = self._bind(LOWER, width), width - len(rows.tokens)
         tokens = list(rows.tokens)
         bound.arrays["input_ids"][0] = tokens + tokens[-1:] * padding
         if self.contract.scores:
@@ -98,7 +98,7 @@ class Halves:
 
         The `size` is the width, the number of rows to answer for, and the probes.
         """
-        bound, probes = self._get_binding(UPPER, *size), size[2]
+        bound, probes = self._bind(UPPER, *size), size[2]
         bound.fill_rows("hidden", states)
         self._run_placed(bound, rows, size[0] - len(rows.tokens), probes, cursor)
         self.passes += 1
@@ -116,7 +116,7 @@ class Halves:
 
         The lower half has given the `states` [n, h]; the LM head reads `exit_states`.
         """
-        bound = self._get_binding(EXIT, width, width)
+        bound = self._bind(EXIT, width, width)
         bound.fill_rows("hidden", states)
         bound.fill_rows("exit_hidden", exit_states)
         depths = [*rows.depths, *[0] * (width - len(rows.tokens))]
@@ -126,7 +126,7 @@ class Halves:
         self.passes += 1
         return answer_of(bound.tensors, self.contract.upper, NO_PROBES)
 
-    def _get_binding(
+    def _bind(
         self, name: str, width: int, answers: int = 0, probes: Probes = NO_PROBES
     ) -> PassBinding:
         """The binding of a graph for passes of a size, made by the first call."""
@@ -159,7 +159,7 @@ class Halves:
         depths = [*rows.depths, *[0] * padding]
         bound.arrays["position_ids"][0] = [cursor + depth for depth in depths]
         seen: list[Sequence[int]] = [*rows.ancestors, *[[]] * padding]
-        bound.show_only([*seen, *probes.visible_slots(seen)], cursor, rows.filled)
+        bound.show_only([*seen, *probes.visible(seen)], cursor, rows.filled)
         bound.cursor[0] = cursor + rows.filled
         bound.total_length[0] = self.contract.whole.slots
         self.seconds += bound.run()

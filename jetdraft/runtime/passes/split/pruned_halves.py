@@ -212,9 +212,7 @@ class PrunedHalves:
         """Commit the rows of a path; a row's places in the two buffers differ."""
         lower = [self._kept[row] for row in path]
         if self.adaptive is not None:
-            self.adaptive.observe(
-                self.threshold, lambda t: self._predict_outcome(lower, t)
-            )
+            self.adaptive.observe(self.threshold, lambda t: self._outcome_at(lower, t))
         if not exact:
             self.cache.compact_both(lower, path)
             return len(path)
@@ -222,9 +220,7 @@ class PrunedHalves:
         self.cache.advance(proven)
         return proven
 
-    def _predict_outcome(
-        self, path: list[int], threshold: float
-    ) -> tuple[float, float]:
+    def _outcome_at(self, path: list[int], threshold: float) -> tuple[float, float]:
         """Tokens and milliseconds that the last round would have had with a threshold.
 
         `path` has the accepted rows, numbered as in the whole draft.
