@@ -11,15 +11,7 @@
     drafter-vocabulary.npy   the draft vocabulary of a head: its token ids
     streams.npz       the weights of the streams, for a target with streams
     similarity.npy    small embeddings of the target: they find similar requests
-    tokenizer.json    if the checkpoint has a tokenizer
-    chat_template.jinja
-
-`jetdraft.staging.writing` makes a bundle appear whole or not at all.
-
-Usage:
-
-    bundle = Bundle.open("bundle")
-    bundle.graphs["target"].contract.capacity
+    tokenizer.json, chat_template.jinja   if the checkpoint has them
 """
 
 from __future__ import annotations

@@ -20,13 +20,6 @@
 
 A message states the fact and the fix in one line. The command line prints it and
 ends with exit code 2.
-
-Usage:
-
-    try:
-        model = jetdraft.load("bundle")
-    except jetdraft.JetdraftError as error:
-        print(error)
 """
 
 

@@ -5,8 +5,7 @@
         context: Annotated[int, Flag("checkpoint", "Tokens in the buffers.")] = 2048
 
 The command line makes `--context` of it (`jetdraft.cli.command`), `takes` a Python
-function with the keyword `context`, and the function's reference lists its help. The
-fields of a `TypedDict` can be annotated in the same way; `setting` is shorter.
+function with the keyword `context`, and the function's reference lists its help.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""How a tokenizer divides texts: characters per token, by script (Qtok, 2410.12989).
-
-Models with different tokenizers are compared by characters per second, not by tokens. A
-draft vocabulary covers each script to another degree; beyond it nothing is drafted.
-"""
+"""How a tokenizer divides texts: characters per token, by script (Qtok, 2410.12989)."""
 
 from __future__ import annotations
 

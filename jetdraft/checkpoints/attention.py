@@ -1,8 +1,7 @@
 """Lets any transformers decoder attend over jetdraft's fixed KV buffers.
 
-Two hooks reach every decoder of transformers 5: a function registered with
-`AttentionInterface`, and a `Cache` that keeps nothing. In an export, attention becomes
-one `com.microsoft.GroupQueryAttention` node; otherwise it is computed in PyTorch.
+The seams are a function of `AttentionInterface` and a `Cache` that keeps nothing. An
+export gives one `com.microsoft.GroupQueryAttention` node; else PyTorch computes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How a checkpoint says that its text is chosen: the fields, and what becomes of them.
-
-A field without a row is warned of too. docs/checkpoints.md has the rows as tables.
-"""
+"""The fields by which a checkpoint chooses its text, and what becomes of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Reads GGUF files: the format of llama.cpp, one file with everything in it.
-
-transformers maps the names of configs and weights, and says how llama.cpp changed them.
-"""
+"""Reads GGUF files of llama.cpp; transformers maps the names of configs and weights."""
 
 from __future__ import annotations
 

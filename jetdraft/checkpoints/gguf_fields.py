@@ -1,7 +1,4 @@
-"""What becomes of the fields of a GGUF file, by llama.cpp's names for them.
-
-A number that transformers leaves out would keep another model's default.
-"""
+"""What becomes of the fields of a GGUF file, by llama.cpp's names for them."""
 
 from __future__ import annotations
 

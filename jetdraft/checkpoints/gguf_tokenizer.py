@@ -1,7 +1,4 @@
-"""Makes a tokenizer.json of the vocabulary in a GGUF file.
-
-A rule for splitting texts (`tokenizer.ggml.pre`) that is not known here is refused.
-"""
+"""Makes a tokenizer.json of the vocabulary in a GGUF file."""
 
 from __future__ import annotations
 

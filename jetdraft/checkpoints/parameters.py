@@ -1,7 +1,4 @@
-"""Keeps weights in the type they are stored in, until they are used or written.
-
-One matrix at a time exists in the type of the computation.
-"""
+"""Keeps weights in the type they are stored in, until they are used or written."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Attention of encoder-decoders: the decoder's own over the fixed KV buffers, plain
-attention in the encoder, and over the source.
+"""Attention of encoder-decoders: over the source, in the encoder, and in the decoder.
 
 The encoder's graph writes the cross keys and values once, in buffers of a fixed size
-whose unused slots a bias hides. A decoder looks positions up in `embed_positions`, or
-has T5's bias by distance; both count the rows of a pass as the whole text, which they
-are not.
+whose unused slots a bias hides. A decoder has positions of `embed_positions`, or T5's
+bias by distance; both count the rows of a pass as the whole text, which they are not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The execution providers: what they can run, and which of them run on this machine.
-
-onnxruntime lists the providers that were compiled in. Here, a provider is present only
-if a graph has run on it; if not, `Presence.reason` says why.
-"""
+"""The execution providers: what they can run, and which have run on this machine."""
 
 from __future__ import annotations
 

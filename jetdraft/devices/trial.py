@@ -3,8 +3,7 @@
     python -m jetdraft.devices.trial CUDAExecutionProvider
 
 A broken driver may end the process, and onnxruntime names a missing library on stderr
-only, so `providers.try_provider` starts this module and reads what it writes. The last
-line on stdout says that the graph ran.
+only. The last line on stdout says that the graph ran.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""Checkpoints become graphs here; the modules load torch, this package does not.
+"""The function `jetdraft.export(...)`, and the modules that make graphs of checkpoints.
 
-The package is also the function `jetdraft.export(...)`: importing a module of it, for
-example `jetdraft.export.exporter`, would otherwise put the package in the function's
-place.
-
-    jetdraft.export("target/", "bundle", drafter="drafter/")
+Importing a module of it would otherwise put the package in the function's place.
 """
 
 import inspect

@@ -1,7 +1,6 @@
 """How many drafted tokens a bundle's target accepts, by their position in a draft.
 
-The text of a pair is right whatever it drafts, so only this figure shows a drafter
-that went wrong. An export stores it, and `jetdraft check` measures it again.
+A pair's text is right whatever it drafts: only this shows a drafter that went wrong.
 """
 
 from __future__ import annotations

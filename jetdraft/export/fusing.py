@@ -2,10 +2,9 @@
 
 Each is optional: where its pattern does not match, the graph stays as it was traced.
 
-- rotary: GroupQueryAttention rotates query and key itself, with cosine and sine tables
-  of `capacity` rows; this replaces Transpose, RotaryEmbedding, Transpose before it.
-  With `beside` one contrib RotaryEmbedding does it for each of them, since attention
-  on WebGPU counts positions from the cursor on, which is wrong for branches
+- rotary: GroupQueryAttention rotates query and key itself; with `beside` one contrib
+  RotaryEmbedding does it for each of them, since attention on WebGPU counts positions
+  from the cursor on, which is wrong for branches
 - projections: MatMuls that share their input become one MatMul; query, key and value
   then enter attention packed
 - norms: residual Add and RMSNormalization become SkipSimplifiedLayerNormalization

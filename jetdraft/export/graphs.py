@@ -1,9 +1,8 @@
 """The graphs of one model, in the order in which they are written.
 
-The chain graph, whose rows each follow the row before, is traced, rewritten for its
-flavour and quantized. The other graphs are made of it and read its weights file: the
-halves first, which remove the extra outputs of the chain graph, then the tree graph,
-and of that the graph that selects rows.
+The chain graph is traced, rewritten for its flavour and quantized. The others are made
+of it and read its weights file: the halves first, which remove the extra outputs of the
+chain graph, then the tree graph, and of that the graph that selects rows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """A target in two halves, and the pass that leaves its upper layers out.
 
-A graph that was traced with a cut is split below the cut. In the place of the upper
-half can run a graph without the upper layers (SEC, 2401.09964). The layers that a row
-skips get its keys and values from the state that left the lower layers, since later
-rows attend to them: the paper's state copying.
+In the place of the upper half can run a graph without its layers (SEC, 2401.09964): a
+row that skips them gets their keys and values from the state of the lower layers.
 """
 
 from __future__ import annotations

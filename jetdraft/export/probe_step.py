@@ -1,7 +1,4 @@
-"""The pass of a target whose rows can carry probes.
-
-They are speculative streams (2402.11131) or prompt tokens (2405.18628).
-"""
+"""The pass of a target whose rows carry streams (2402.11131) or prompt tokens."""
 
 from __future__ import annotations
 

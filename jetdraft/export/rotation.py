@@ -1,8 +1,4 @@
-"""Attention rotates query and key itself, with tables of cosines and sines.
-
-This replaces Transpose, RotaryEmbedding, Transpose before it; the tables have a row for
-each slot of the buffers.
-"""
+"""Attention rotates query and key itself, with tables of cosines and sines by slot."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Checks that a model computes the same through jetdraft's two seams as on its own.
+"""Checks that a model computes the same through jetdraft's attention and cache.
 
-The seams are the attention and the cache, see `checkpoints.attention`. transformers
-builds no mask for an attention that it does not know, so what a model expresses through
-masks alone (chunks, windows, both directions) would be lost without an error. To run
-the model both ways finds that, and all else that a new architecture does elsewhere.
+transformers builds no mask for an attention that it does not know, so what a model
+expresses through masks alone (chunks, windows) would be lost without an error.
 """
 
 from __future__ import annotations

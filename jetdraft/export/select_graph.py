@@ -1,7 +1,7 @@
 """The graph whose passes may read selected rows of the buffers only (TokenSelect).
 
-Each attention becomes an `If`: a pass that is not selecting runs the operator as it
-was, bit for bit, so one session verifies with all rows and drafts with some of them.
+Each attention becomes an `If`, so one session verifies with all rows, bit for bit as
+before, and drafts with some of them.
 """
 
 from __future__ import annotations

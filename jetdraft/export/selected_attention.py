@@ -3,8 +3,7 @@
 TokenSelect (2411.02886): the query heads of a KV head vote on the rows between the
 first and the recent rows, by the softmax of their mean query over the pass. A selection
 stays while the mean query is like the query that made it. Beyond the trained length the
-keys of selected rows turn to positions just before the pass, so that the target has
-seen every distance.
+keys of selected rows turn to positions just before the pass.
 """
 
 from __future__ import annotations

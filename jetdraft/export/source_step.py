@@ -1,9 +1,4 @@
-"""The two passes of an encoder-decoder as torch modules: encoder, and decoder step.
-
-The seams of any family of transformers are: the attention, the cache with the source's
-keys and values, a module `embed_positions` that looks positions up in a table, and T5's
-bias by the distance of rows.
-"""
+"""The two passes of an encoder-decoder as torch modules: encoder, and decoder step."""
 
 from __future__ import annotations
 

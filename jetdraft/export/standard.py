@@ -1,9 +1,8 @@
 """The `standard` flavour: a step graph of ai.onnx operators alone.
 
-TensorRT imports neither contrib operators nor norms. So each attention becomes
-TensorScatter, which writes the new rows into the buffers in place, and Attention-24;
-RMSNormalization becomes its primitives. The contract stays the same. For an importer
-that does not know TensorScatter there is ScatterND, which copies the buffer.
+TensorRT imports neither contrib operators nor norms: attention becomes TensorScatter
+and Attention-24, and norms their primitives. ScatterND, which copies the buffer, is for
+an importer that does not know TensorScatter.
 """
 
 from __future__ import annotations

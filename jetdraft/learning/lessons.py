@@ -1,9 +1,7 @@
 """What the target chose where drafts were wrong, kept on this machine to learn from.
 
-The lessons lie in one SQLite file that only its owner can read, since it holds what
-users wrote. Each lesson belongs to a user; their number, size and age are bounded. A
-drafter learns from them: a poisoned lesson costs time, but never changes a text.
-Source: Online Speculative Decoding (2310.07177), which keeps wrong places only.
+The lessons lie in one SQLite file that only its owner can read; their number, size and
+age are bounded. Source: Online Speculative Decoding (2310.07177).
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A set is a folder with the arrays of a graph; its name is the hash of their file.
 `choice.json` names the set that drafts. Sets and choice each appear in one step, so a
-kill at any point leaves one whole set; several processes may share the folder. New
-weights are on trial: what the target accepts of their drafts decides whether they stay.
+kill at any point leaves one whole set; several processes may share the folder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """How far quantized matrices move a model from itself: KL divergence over a text.
 
-The weights are replaced by the floats that their integers stand for, and the inputs of
-their layers are rounded as the CPU's kernels read them. The result is within a
-tenth of the bundle's (docs/log/quantization.md).
+Weights are what their integers stand for, inputs are rounded as the CPU's kernels read
+them: the result is within a tenth of the bundle's (docs/log/quantization.md).
 """
 
 from __future__ import annotations

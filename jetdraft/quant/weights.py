@@ -1,9 +1,8 @@
 """Quantization of a step graph's matrices.
 
-`MatMul` with a constant matrix becomes `MatMulNBits`, the LM head included, or a
-product of integers. Where head and embedding are tied, `GatherBlockQuantized`, or a
-`Gather` of columns, reads embeddings from the head's quantized matrix, so the two stay
-one tensor.
+`MatMul` with a constant matrix becomes `MatMulNBits` or a product of integers. Where
+head and embedding are tied, `GatherBlockQuantized`, or a `Gather` of columns, reads
+embeddings from the head's quantized matrix, so the two stay one tensor.
 """
 
 from __future__ import annotations

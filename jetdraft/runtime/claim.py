@@ -1,8 +1,4 @@
-"""Who may use the buffers of a model: a generation, a measurement, or idle work.
-
-A generation, a measurement and a prefix hold them one at a time; a second is refused at
-once. Idle work runs in a thread between them and waits as soon as they are held.
-"""
+"""Who may use the buffers of a model: a generation, a measurement, or idle work."""
 
 from __future__ import annotations
 

@@ -3,12 +3,6 @@
 The public sequence, prompt and committed tokens, is the source of truth. Before each
 round the target's cache holds all of it but the last token, the root.
 
-    propose   the controller assigns a draft to a proposer, which gives rows below the
-              root
-    verify    one target pass runs root and draft; every row gets one chosen token
-    commit    walk from the root to the child that carries the chosen token, as far as
-              there is such a child; commit that path and the last chosen token
-
 An exact generation commits the path only up to its first gap in the buffer: a row
 beyond a gap adds up its attention in another order than plain decoding does. The token
 chosen there is a good guess but not proven, so it begins the next draft. An inexact

@@ -1,7 +1,7 @@
 """Checks who may ask: limits of connections, the Host header, the API key.
 
-A board answers its clients without a proxy, and uvicorn has no limit for requests that
-come slowly, for answers that are not read, or for the connections of one peer.
+A board answers without a proxy, and uvicorn has no limit for requests that come slowly,
+for answers that are not read, or for the connections of one peer.
 """
 
 from __future__ import annotations

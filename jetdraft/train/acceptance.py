@@ -1,8 +1,4 @@
-"""The training of an acceptance head (SpecDec++, 2405.19715, 3.3).
-
-The paper mixes drafted tokens into a text of the target. Here the training watches real
-rounds, so the head learns the chance that a token is accepted if all before it were.
-"""
+"""The training of an acceptance head (SpecDec++, 2405.19715, 3.3), on real rounds."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The rows of a layer with streams are the T rows of the sequence, and then gamma streams
 for each of its C carriers, carrier by carrier. A stream attends only to the sequence
-and to the streams of its own carrier. So there are C * gamma * (T + gamma) scores of
-streams, instead of the square of the number of all rows.
+and to its carrier's streams, so there are C * gamma * (T + gamma) scores of streams.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Drafters that fill a block: many blocks of a sequence are learned in one pass.
 
-Behind the rows of a sequence come the rows of its blocks. A block sees itself and the
-context before it, as in a draft that starts there, and no other block.
+A block sees itself and the context before it, and no other block.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Prompt tokens of a target that stays as it is, inserted at many places of a sequence.
 
-The target reads a sequence once. Behind its rows come the prompt tokens of all places;
-they see the context of their place, and no other place. With a learned prefix they are
-called forecasts.
+They come behind the target's rows, and see the context of their place alone.
 """
 
 from __future__ import annotations

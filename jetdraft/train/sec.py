@@ -1,7 +1,6 @@
 """The training of a head for Stop and Exit (SEC, 2401.09964, 3.1 and 3.2).
 
-For each layer i it learns a matrix that makes of the layer's state the state that the
-final norm reads, and a classifier. A token of the text has one label for each layer:
+A matrix makes of layer i's state what the final norm reads; a classifier has the labels
 
     stop      neither an exit nor the target itself predicts the token
     exit      exit i predicts it

@@ -1,8 +1,4 @@
-"""Texts that the target writes itself: a drafter learns what it will have to guess.
-
-Texts are sampled at T = 1, without a filter or penalty of the checkpoint. What follows
-a prompt depends on the model, the prompt and the text's own seed alone.
-"""
+"""Texts that the target writes itself: a drafter learns what it will have to guess."""
 
 from __future__ import annotations
 

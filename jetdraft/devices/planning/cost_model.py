@@ -2,9 +2,7 @@
 
     ms(width) = fixed + bytes read / bandwidth + (width - 1) * operations per row / rate
 
-Reading every weight once bounds a pass of one row; each further row adds its
-arithmetic. In the published figures the two times add up (docs/devices.md has the fit),
-so no row is free. A plan needs no weights.
+In published figures the two times add up (docs/devices.md has the fit).
 """
 
 from __future__ import annotations

@@ -4,13 +4,10 @@ The law of over-training (2403.08540) for a model of N weights that saw D tokens
 
     loss(N, D) = E + A N^-e + B D^-e
 
-The paper writes it with the compute C = 6 N D, the ratio M = D / N and an exponent
-e / 2. At the usual M = 20 more weights and more tokens gain alike, so B = 20^e A. A
-draft's time depends on N alone, so a drafter has a small N and a large M; how large,
-the device's pass times say.
-
-Two things are assumed and not taken from the paper: the exponent, and that the chance
-of a wrong draft is proportional to loss - E.
+The paper writes it with C = 6 N D, M = D / N and an exponent e / 2. At the usual M = 20
+more weights and more tokens gain alike, so B = 20^e A. Two things are assumed and not
+taken from the paper: the exponent, and that the chance of a wrong draft is proportional
+to loss - E.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Predicts memory and speed of a model on another device.
 
-Everything follows from config files, a device's rates and an assumed acceptance p. The
-assumption is that the n-th child of a row is right with probability p (1 - p)^(n - 1);
-a chain is a tree of first children.
+With an assumed acceptance p the n-th child of a row is right with probability
+p (1 - p)^(n - 1); a chain is a tree of first children.
 """
 
 from __future__ import annotations

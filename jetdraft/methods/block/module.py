@@ -1,7 +1,4 @@
-"""Spec-Drafter (SpecDec, 2203.16487): a block drafter for an encoder-decoder.
-
-Few decoder layers over an encoder of its own fill a block of masks behind the text.
-"""
+"""Spec-Drafter (SpecDec, 2203.16487): a block drafter for an encoder-decoder."""
 
 from __future__ import annotations
 

@@ -1,14 +1,12 @@
 """A drafter with a cheaper drafter of its own (Cascade Drafting, 2312.11462).
 
 Vertical cascade: the drafter reviews the tokens of a cheaper proposer, many in one
-pass. Horizontal cascade: the drafter works on the first tokens, which matter most; the
-tokens behind them come from the cheaper proposer alone.
+pass. Horizontal cascade: the tokens behind its own come from the cheaper proposer.
 
-The paper lets a drafter be lenient with the tokens that it reviews. Here a token is
-taken without a review where tokens like it have been right more often than the
-drafter's own: a copied name after a long match, which a small drafter cannot know. A
-head cannot review several tokens in a pass, since each of its rows reads what the row
-before carries. So it drafts what follows the trusted tokens, in one go.
+The paper lets a drafter be lenient with what it reviews. Here a token is taken without
+a review where tokens like it have been right more often than the drafter's own: a
+copied name after a long match. A head, whose rows read what the row before carries,
+cannot review several tokens in a pass: it drafts what follows the trusted tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""How a Chimera drafter is trained: `jetdraft train chimera`.
-
-A draft that begins in row s reads the target's features of the rows before s, and of
-its own rows what the layer made of them: in training as when it drafts.
-"""
+"""How a Chimera drafter is trained: `jetdraft train chimera`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How a drafter model is trained: new, from a checkpoint, or from the target's layers.
-
-It is `jetdraft train draft`; DistillSpec (2310.08461) has the losses.
-"""
+"""`jetdraft train draft`: a drafter model; DistillSpec (2310.08461) has the losses."""
 
 from __future__ import annotations
 

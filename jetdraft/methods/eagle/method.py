@@ -1,8 +1,4 @@
-"""Drafting with a head of EAGLE (2401.15077) or MTP (2412.19437).
-
-It reads the features of the target's last row and the next token, and hands features of
-its own from one drafted token to the next.
-"""
+"""Drafting with a head of EAGLE (2401.15077) or MTP (2412.19437)."""
 
 from jetdraft.runtime.proposers.drafter_methods import token_drafter
 

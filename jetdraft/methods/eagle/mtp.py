@@ -1,7 +1,4 @@
-"""MTP modules (2412.19437): tensors in a target's own files that transformers drops.
-
-DeepSeek-V3 and GLM-4.5 number the module as a layer after the last.
-"""
+"""MTP modules (2412.19437), the layers behind a target's last; transformers drops them."""
 
 from __future__ import annotations
 

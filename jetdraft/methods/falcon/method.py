@@ -1,8 +1,7 @@
 """Drafting with a head that drafts k tokens in a pass (Falcon, 2412.12639).
 
-A pass over a block of k rows answers for the k tokens behind it, and predicts their
-features. So a chain of n tokens takes n / k passes, and a tree a pass for k levels: its
-rows of a level share a guess with all rows that have the same block before them.
+A chain of n tokens takes n / k passes, and a tree a pass for k levels: its rows of a
+level share a guess with all rows that have the same block before them.
 """
 
 from __future__ import annotations

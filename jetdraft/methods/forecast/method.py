@@ -1,8 +1,4 @@
-"""Drafting with forecasts: prompt tokens that see a learned prefix.
-
-The form that Qualcomm's self-speculative decoding ships: in each pass ten rows are
-verified, 1 + 3 + 6, and each of them carries two forecasts.
-"""
+"""Drafting with forecasts, prompt tokens that see a learned prefix (Qualcomm)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Drafting with a layer over the target's own KV buffers (GliDe, 2402.02082).
-
-The buffers are bound once, and only read.
-"""
+"""Drafting with a layer over the target's own KV buffers (GliDe, 2402.02082)."""
 
 from jetdraft.runtime.proposers.drafter_methods import token_drafter
 

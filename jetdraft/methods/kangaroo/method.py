@@ -1,9 +1,7 @@
 """Drafting with the target's own lower layers (Kangaroo, 2404.18911).
 
-The lower half of the target runs a drafted token, an adapter of one attention layer
-makes of its state what the LM head reads, and the head drafts the next token. A draft
-ends where the adapter is not sure. What the lower half computed is kept for the pass
-that verifies.
+An adapter of one attention layer makes of the lower half's state what the LM head
+reads. What the lower half computed is kept for the pass that verifies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Drafting with what followed the last time the text ended like this.
-
-Prompt lookup, and suffix decoding (2411.04975); see `LookupProposer`.
-"""
+"""Prompt lookup, and suffix decoding (2411.04975); see `LookupProposer`."""
 
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.proposers.lookup import LookupProposer

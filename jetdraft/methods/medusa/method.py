@@ -1,6 +1,5 @@
 """Drafting with heads that each guess one token further (Medusa, 2401.10774).
 
-All heads read the features of the target's last row, in one pass without a cache.
 Hydra's (2402.05109) also read the likeliest guesses before their own.
 """
 

@@ -1,9 +1,4 @@
-"""Drafting with prompt tokens in sparse trees (Parallel Prompt Decoding, 2405.18628).
-
-Prompt tokens are probes that enter the target at the bottom. The number that each row
-of a draft carries, and the shape of the draft, are planned from how often the guesses
-were right on held-out text and from the pass times of this machine.
-"""
+"""Drafting with prompt tokens in sparse trees (2405.18628)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Drafting from the responses to similar requests; agents often repeat their requests.
 
-Two requests are similar if their mean embeddings point the same way (as in AdaPLD and
-in semantic caches). Where they have different words, the new request's words replace
-the earlier request's in its response. The proposer follows the response as the output
-grows, and where the output differs, searches the response for its last tokens.
+Two requests are similar if their mean embeddings point the same way. Where they have
+different words, the new request's words replace the earlier request's in its response.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Drafting with the target itself over selected KV rows (TokenSelect, 2411.02886).
 
-A draft reads a part of the rows, the pass that verifies reads all. Weights and buffers
-are the target's own. It gains where reading the rows takes longer than the weights.
+It gains where reading the rows takes longer than reading the weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Drafting by the target itself, in the pass that verifies.
-
-Speculative Streaming (Bhendawade et al., 2402.11131): rows of the target carry probes.
-A row predicts the next token, and its probes guess the tokens after that.
-"""
+"""Drafting by the target itself, in the pass that verifies (2402.11131)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How streams are trained: `jetdraft train stream`.
-
-The loss is over the next n-gram (Speculative Streaming, 2402.11131, 3.1.4).
-"""
+"""How streams are trained, on the next n-gram (2402.11131): `jetdraft train stream`."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ Drafters differ in three things, which their contract says:
     shift   row t reads token t + `shift`: a drafter reads the token itself, a head the
             features of the target's row t and the token behind them
     window  how many tokens before its own a row reads
-    carry   what a drafted row reads in place of features, which the target has not
-            computed yet: what the row before it carries
+    carry   what the row before hands to a drafted row in place of unknown features
 
 A drafter's rows of drafted tokens stay until a sequence differs from them. Rows of a
 head are drafted from what it carries, so they leave when the target has spoken.

@@ -2,10 +2,6 @@
 
 Plain lists, not arrays: a round handles a few rows, and between two passes that stream
 all the weights through the caches every numpy call costs ten microseconds.
-
-Probes are rows that draft further tokens while other rows are verified. A graph trained
-for it has several learned *streams* (Speculative Streaming, 2402.11131; prompt tokens,
-2405.18628). Each stream of a row is one probe, which predicts one more token ahead.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Earlier requests and their responses, kept on this machine to draft from.
 
-They lie in one SQLite file that only its owner can read. Each entry belongs to a user;
-their number and age are bounded. Entries are only used as drafts: a wrong or poisoned
-entry costs time, but never changes a text. The target's own token embeddings decide
-which requests are similar.
+They lie in one SQLite file that only its owner can read; their number and age are
+bounded. A wrong or poisoned entry costs time, but never changes a text.
 """
 
 from __future__ import annotations

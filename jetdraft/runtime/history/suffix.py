@@ -1,9 +1,7 @@
 """Finds where the end of a token sequence occurred before, and what followed it.
 
-A suffix automaton (Blumer et al., 1985), which grows token by token in constant time on
-average. All texts that end at the same places of the sequences share one state. The
-`link` of a state is the state of the longest ending of these texts that also occurs at
-other places.
+A suffix automaton (Blumer et al., 1985). All texts that end at the same places share a
+state; its `link` is the state of the longest of their endings that occurs elsewhere.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Counts which tokens follow a pair of tokens, and searches for trees of them.
 
-The table of ADED (2407.12021) has the successors of each pair and their weights. Every
-round adds the trigrams in the last tokens. The corpus lies in sorted arrays with a
-binary search, since dictionaries would take ten times the memory.
+The table of ADED (2407.12021), and the trigrams of each round. The corpus lies in
+sorted arrays with a binary search; dictionaries would take ten times the memory.
 """
 
 from __future__ import annotations

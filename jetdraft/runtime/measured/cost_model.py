@@ -1,8 +1,4 @@
-"""What passes, drafts and probes cost on this machine: measured, then learned.
-
-The first generation measures a few passes, `jetdraft tune` measures with care, and
-every round corrects the estimates.
-"""
+"""What passes, drafts and probes cost on this machine: measured, then learned."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Proves widths of a target one by one, and times their passes on the way.
 
-The first generation on a machine waits only for `begin`, which compares a few widths.
-The others are compared between generations, or by `finish`. An exact generation uses
-a width only after its rows had the bits of the exact class at all places in the
-buffers: kernels split a long context and add up its parts.
+The first generation on a machine waits only for `begin`; `finish`, or the time between
+generations, compares the rest. An exact generation uses a width only after its rows had
+the bits of the exact class at all places in the buffers: kernels split a long context.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Which widths of a target agree bit by bit on this machine.
 
-Kernels differ by width, and so may the last bit of a row's logits. Widths whose rows
-are identical form a *class*; an exact generation stays inside one, so that its text
-cannot depend on how rows were grouped into passes.
+Widths whose rows are identical form a *class*; an exact generation stays inside one, so
+that its text cannot depend on how rows were grouped into passes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The rows of an earlier text that a target's buffers still hold.
 
-The part of a prompt that is equal to the beginning of that text is not read again.
 Prompts are read in passes whose rows have the bits of decoding
-(`Widths.prefills_agree`), so a kept row has the bits that a new pass would compute, and
-the text cannot depend on earlier texts. An exact generation does not use rows that an
-inexact generation left.
+(`Widths.prefills_agree`), so a kept row has the bits that a new pass would compute. An
+exact generation does not use rows that an inexact generation left.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Opens onnxruntime sessions, and chooses the session of a step graph for a pass.
-
-A session is refused where its graph would run on another provider than it should.
-"""
+"""Opens onnxruntime sessions, and chooses the session of a step graph for a pass."""
 
 from __future__ import annotations
 

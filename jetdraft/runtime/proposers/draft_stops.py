@@ -1,7 +1,4 @@
-"""Rules that end a drafter's draft early, by how sure the drafter is.
-
-A doubtful token is still verified, but nothing is drafted behind it.
-"""
+"""Rules that end a drafter's draft early, by how sure the drafter is."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Prompt lookup and suffix decoding: the text continues as it did the last time.
+"""Prompt lookup and suffix decoding (SuffixDecoding, 2411.04975).
 
-The proposer looks up the longest ending of prompt and output that occurred before, and
-drafts the tokens that followed it (PLD; SuffixDecoding, 2411.04975). It does so in the
-responses to earlier requests too; the likelier draft wins.
+The proposer drafts what followed the longest ending of the text that occurred before,
+in it or in the responses to earlier requests; the likelier draft wins.
 """
 
 from __future__ import annotations

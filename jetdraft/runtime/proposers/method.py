@@ -1,8 +1,4 @@
-"""A method of drafting: one record, registered once.
-
-`--method`, `check`, `auto`, `bench` and the documents are made of these records. A
-package brings its own with an entry point of the group `jetdraft.methods`.
-"""
+"""A method of drafting: one record, registered once."""
 
 from __future__ import annotations
 

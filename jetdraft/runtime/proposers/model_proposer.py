@@ -1,9 +1,4 @@
-"""Drafting with a graph: token by token, level by level, or what it guesses at once.
-
-A draft begins with the graph's answer after the context. A chain takes a pass for each
-further token. A `Grow` makes a tree of the answer (`Levels`), or a draft of the several
-tokens that it guesses (`Guesses`, `Shared`).
-"""
+"""Drafting with a graph: token by token, level by level, or what it guesses at once."""
 
 from __future__ import annotations
 

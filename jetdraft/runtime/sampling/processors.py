@@ -1,12 +1,9 @@
 """What changes a model's logits before a token is chosen from them.
 
-A processor must depend on a row's prefix alone: the committed text and the path down to
-the row. So each row is changed as plain decoding would change it, and the same seed
-gives the same text with every draft.
-
-The changes are made on the candidates first: a token that is neither a candidate nor
-changed is no better than the last candidate. The changed logits of all tokens are
-computed when they are first read.
+A processor must depend on a row's prefix alone, so each row is changed as plain
+decoding would change it. The changes are made on the candidates first: a token that is
+neither a candidate nor changed is no better than the last candidate. The changed logits
+of all tokens are computed when they are first read.
 """
 
 from __future__ import annotations

@@ -7,11 +7,10 @@ verifiers draw each row's token from pi(. | its children), which a rule gives:
     q   the drafter's distribution, from which the row's children x_1 .. x_k were drawn
     pi  the distribution to draw the chosen token y from, given the children
 
-Every rule keeps the target's distribution unless it is lossy, which the tests compute:
+Every rule that is not lossy keeps the target's distribution, which the tests compute:
 
     sum_x P(x_1 .. x_k) pi(y | x_1 .. x_k) = p(y)
 
-But with the same seed the text is another text, since the draws depend on the draft.
 Rules take p and q as float64 [m] over the same tokens, and the children as indices into
 them in the order they were drawn. They return pi, float64 [m].
 """

@@ -1,6 +1,4 @@
-"""Cuts the tokens of a window at its timestamps (2212.04356, section 3.8), and writes
-the segments as subtitles, or as a transcript.
-"""
+"""Cuts a window's tokens at its timestamps (2212.04356, 3.8), and writes transcripts."""
 
 from __future__ import annotations
 

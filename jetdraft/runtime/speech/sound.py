@@ -1,7 +1,4 @@
-"""From a WAV file to the log-mel spectrum that Whisper's encoder reads.
-
-Sounds have one channel and 16,000 samples a second.
-"""
+"""From a WAV file to the log-mel spectrum that Whisper's encoder reads."""
 
 from __future__ import annotations
 

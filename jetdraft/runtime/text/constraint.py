@@ -1,8 +1,7 @@
 """Constraints on a text: a JSON schema, a regular expression or a grammar.
 
-The library llguidance, an optional dependency, does the work in a process apart; see
-worker_process.py. Each row is masked by its own prefix, as plain decoding would mask
-it, so the same seed gives the same text with every draft.
+The library llguidance does the work in a process apart, see worker_process.py. Each row
+is masked by its own prefix, as plain decoding would mask it.
 """
 
 from __future__ import annotations

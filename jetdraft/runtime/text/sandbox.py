@@ -1,9 +1,8 @@
 """Where chat templates run: they can change nothing, and their work is bounded.
 
-A template is code of strangers. It has what transformers gives to templates, and each
-step is counted: what a loop, a call, an operator or a filter makes, and the time of the
-thread. A step that may make too much at once is refused before it starts. Steps inside
-C code cannot be stopped, but work on `MOST_SIZE` characters at most.
+A template is code of strangers. Each step is counted: what a loop, a call, an operator
+or a filter makes, and the time of the thread. A step that may make too much at once is
+refused before it starts. Steps inside C code work on `MOST_SIZE` characters at most.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A grammar of 600 characters can take all memory and never end, and nothing but the end
 of its process stops the library. So this program reads the vocabulary once and forks a
-process for each text. That process ends by itself when its memory or the time of a
-request is used up, or when the other end of its second socket is closed.
+process for each text, which ends by itself when its memory or the time of a request is
+used up, or when the other end of its second socket is closed.
 
 It runs as a script and imports nothing of jetdraft; `worker_process.py` starts it.
 """

@@ -1,8 +1,4 @@
-"""The process that follows constraints, from the runtime's side; see worker_main.py.
-
-A `Vocabulary` owns the process, which forks a worker for each text; a `Pipe` sends
-requests to a worker.
-"""
+"""The process that follows constraints, from the runtime's side; see worker_main.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Shapes of draft trees, a tree while it grows, and its siblings.
 
-`Static`, `Best` and `Kary` do not depend on what the drafter says. `Rerank`, `Comb` and
-`Merged` drop rows by their probability. To drop rows of a sampled draft would bias the
-text, so siblings must be picked by rank or be coupled, and the walk must verify.
+`Rerank`, `Comb` and `Merged` drop rows by their probability. To drop rows of a sampled
+draft would bias the text, so siblings must be picked by rank or be coupled, and the
+walk must verify.
 
 `Heap` and `ReachThreshold` grow where acceptance is likely (DySpec, 2410.11744). The
 reach of a row is the chance, by the drafter's probabilities q, that the verifier comes

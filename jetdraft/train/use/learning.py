@@ -1,8 +1,7 @@
 """Trains a bundle's drafter on the places where its drafts were wrong.
 
-Online Speculative Decoding (2310.07177) trains all weights while the model serves. Here
-LoRA (2106.09685) is trained beside it and merged, and the running model, which takes
-the weights itself, judges the result.
+Online Speculative Decoding (2310.07177) trains all weights while the model serves; here
+LoRA (2106.09685) is trained and merged, and the running model judges the result.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A bundle's drafter as it learns from use: its weights in floats, and its loss.
-
-The loss is taken at the places where drafts were wrong (Online Speculative Decoding,
-2310.07177).
-"""
+"""A bundle's drafter as it learns from use: its weights in floats, and its loss."""
 
 from __future__ import annotations
 

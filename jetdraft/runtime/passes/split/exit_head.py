@@ -1,7 +1,6 @@
 """A head that stops a text or lets it leave the target early (SEC, 2401.09964).
 
-It reads the states that leave the lower layers. Both decisions are lossy: a text that
-is stopped lacks its end, and a token after an exit is the guess of fewer layers.
+Both are lossy: a stopped text lacks its end, fewer layers guess the token of an exit.
 """
 
 from __future__ import annotations

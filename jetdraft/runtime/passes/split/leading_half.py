@@ -1,16 +1,14 @@
 """A target whose lower half runs ahead of its upper half (Kangaroo, 2404.18911).
 
-The lower half runs drafted rows one after the other, and something is drafted from the
-states that leave it. Its keys and values lie in the target's own buffers, and the upper
-half takes up the states when the rows are verified:
+Something is drafted from the states that leave the lower half. Its keys and values lie
+in the target's own buffers; the upper half takes up the states when rows are verified:
 
     the upper half's cursor   the committed rows, as in any target
     the lower half's cursor   the committed rows, and the rows that it ran ahead
 
-With a head that decides after the lower half (SEC, 2401.09964), rows may leave the
-target there, or end the text. Each row gets the decision of its own state, so a text
-does not depend on what was drafted. All widths of passes agree bit by bit, so a row has
-the same bits alone and among others.
+With a head that decides after the lower half (SEC, 2401.09964), each row gets the
+decision of its own state, so a text does not depend on what was drafted. All widths of
+passes agree bit by bit, so a row has the same bits alone and among others.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """A target in two halves; rows that look wrong are dropped between them.
 
-Speculative Streaming's early exit (2402.11131, 3.1.3): after the lower half the pruning
-adapter, the norm and the head say how likely each drafted token is after its parent. An
-unlikely row never enters the upper half, nor do the rows below it, and carries no
-probes.
+Speculative Streaming's early exit (2402.11131, 3.1.3): an unlikely row, and the rows
+below it, never enter the upper half.
 
     keep the root; keep c if its parent is kept and p_early(c | parent) >= threshold
 
 With the walk, a dropped row can shorten the accepted path, but never change it. A
-verifier that reads draft probabilities would be biased by it. The threshold is fixed,
-or `Threshold` adapts it to the rounds so far and to the times of the upper half.
+verifier that reads draft probabilities would be biased by it.
 """
 
 from __future__ import annotations
