@@ -1,17 +1,17 @@
 """The bundle: one folder that holds everything a runtime needs, checked on opening.
 
-    bundle.json       the manifest, with a sha256 per file
-    target.onnx       step graph of the target, weights in target.onnx.data
-    target-tree.onnx  step graph for branching drafts, with the same weights file
-    target-compaction.onnx   moves an accepted branch together in the KV buffers
-    target-lower.onnx, target-upper.onnx, ...   the target in two halves
-    target-exit.onnx  what stands for the upper half where its layers are left out
-    drafter.onnx, drafter-tree.onnx, ...   the same graphs of a drafter
-    target-encoder.onnx, ...   the encoder of a target that reads a source
-    drafter-vocabulary.npy   the draft vocabulary of a head: its token ids
-    streams.npz       the weights of the streams, for a target with streams
-    similarity.npy    small embeddings of the target: they find similar requests
-    tokenizer.json, chat_template.jinja   if the checkpoint has them
+bundle.json       the manifest, with a sha256 per file
+target.onnx       step graph of the target, weights in target.onnx.data
+target-tree.onnx  step graph for branching drafts, with the same weights file
+target-compaction.onnx   moves an accepted branch together in the KV buffers
+target-lower.onnx, target-upper.onnx, ...   the target in two halves
+target-exit.onnx  what stands for the upper half where its layers are left out
+drafter.onnx, drafter-tree.onnx, ...   the same graphs of a drafter
+target-encoder.onnx, ...   the encoder of a target that reads a source
+drafter-vocabulary.npy   the draft vocabulary of a head: its token ids
+streams.npz       the weights of the streams, for a target with streams
+similarity.npy    small embeddings of the target: they find similar requests
+tokenizer.json, chat_template.jinja   if the checkpoint has them
 """
 
 from __future__ import annotations
@@ -221,9 +221,9 @@ class Bundle:
         return bundle
 
     def draft_vocabulary(self, name: str = DRAFTER) -> npt.NDArray[np.int64] | None:
-        """The token ids that a head's logits stand for, int64 [draft_vocab].
+        """The ids that a head's logits stand for, int64 [draft_vocab]; None for all.
 
-        None for a graph that chooses among the whole vocabulary. Raises `BundleError`.
+        Raises `BundleError`.
         """
         entry = self.graphs[name]
         if entry.vocabulary_file is None:
@@ -296,10 +296,7 @@ class Bundle:
 def check_pair(
     target: StepContract, drafter: StepContract, name: str = DRAFTER
 ) -> None:
-    """Raise `PairError` unless the graph `name` can draft for the target.
-
-    `drafter` is the contract of that graph. It may have fewer tokens than the target.
-    """
+    """Raise `PairError` unless the graph `name` can draft for the target."""
     if target.vocab_size < drafter.vocab_size:
         raise PairError(
             f"the {name} chooses among {drafter.vocab_size} tokens, the target has "

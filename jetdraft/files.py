@@ -40,10 +40,7 @@ def is_free(folder: Path) -> bool:
 
 
 def check_writable(path: Path) -> None:
-    """Raise `OutputError` unless a file or folder can be written at `path`.
-
-    Writes a nameless temporary file in the nearest folder above it that exists.
-    """
+    """Raise `OutputError` unless a file or folder can be written at `path`."""
     try:
         check_name(path)
         final = Path(os.path.realpath(path))
@@ -61,10 +58,7 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """A path to write to; it becomes `file` when the block succeeds.
-
-    Raises `OSError`, for a pipe or a device in that place too.
-    """
+    """A path that becomes `file` when the block succeeds; raises `OSError`."""
     check_name(file)
     file = Path(os.path.realpath(file))  # a link stays a link
     if file.is_symlink():

@@ -122,10 +122,7 @@ Share = Annotated[float, in_range(0.0, 1.0)]
 
 
 class AcceptanceRecord(TypedDict):
-    """How often a target accepted a drafter's tokens, by their position in a draft.
-
-    Each of `prompts`, token ids, was followed by `new_tokens` tokens of greedy text.
-    """
+    """How often drafts were accepted in the greedy text that followed `prompts`."""
 
     by_position: tuple[Share, ...]
     prompts: tuple[tuple[Count, ...], ...]
@@ -135,8 +132,7 @@ class AcceptanceRecord(TypedDict):
 class Quantization(TypedDict, total=False):
     """What the manifest says of a graph's weights: a recipe and what became of it.
 
-    `overlap` is the share of a drafter's tokens that its target accepts, as the export
-    estimated it on its text, and `full_overlap` the share for the drafter in floats.
+    `overlap` is the estimated acceptance of a drafter, `full_overlap` of one in floats.
     """
 
     scheme: str

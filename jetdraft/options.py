@@ -86,10 +86,7 @@ class Option:
 
 
 def declared_options(record: type[Any]) -> Iterator[Option]:
-    """Yield the fields of a dataclass or `TypedDict` that have a `Flag`, in order.
-
-    The `Flag` is in the annotation, or in the metadata of a dataclass's field.
-    """
+    """Yield the fields of a dataclass or `TypedDict` that have a `Flag`, in order."""
     fields = dataclasses.fields(record) if dataclasses.is_dataclass(record) else ()
     named = {field.name: field for field in fields}
     for name, hint in get_type_hints(record, include_extras=True).items():
@@ -242,10 +239,7 @@ def setting(
 
 
 class Checked:
-    """The base of dataclasses that refuse what their settings do not allow.
-
-    The command line leaves the check to them, so it says what Python says.
-    """
+    """The base of dataclasses that refuse what their settings do not allow."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))

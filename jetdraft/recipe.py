@@ -110,10 +110,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str, block_size: int = DEFAULT_BLOCK_SIZE) -> Recipe:
-        """Read a name: a scheme, then everything that differs from the defaults.
-
-        Recipe.parse("int4-gptq-b64-head8")
-        """
+        """Read a name such as int4-gptq-b64-head8: a scheme, and what is no default."""
         scheme, *parts = text.split("-")
         recipe = cls(scheme, block_size)
         for part in parts:
@@ -214,10 +211,7 @@ class Recipe:
         return replace(self, scheme=scheme, algorithm=algorithm, head=None, raised=())
 
     def raise_units(self, units: Collection[Unit]) -> Recipe:
-        """This recipe, with twice the bits for these units as well.
-
-        Raises `OptionError` if the scheme has no form with twice the bits.
-        """
+        """This recipe, with twice the bits for these units; raises `OptionError`."""
         layers = {int(unit) for unit in units if unit != HEAD}
         recipe = replace(self, raised=tuple(sorted({*self.raised, *layers})))
         if HEAD in units and self.head is None:
@@ -235,10 +229,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Recipe:
-        """Read the object that `to_json` writes; other fields are ignored.
-
-        Raises `BundleError` for values that this version of jetdraft does not know.
-        """
+        """Read the object that `to_json` writes; raises `BundleError`."""
         own = {
             name: fields[name]
             for name in cls.__dataclass_fields__.keys() & fields.keys()

@@ -16,10 +16,7 @@ from jetdraft.manifest import MANIFEST
 
 
 def check_output(output: Path) -> None:
-    """Raise `OutputError` unless a bundle can be written at `output`.
-
-    Nothing, or an earlier bundle, may be there.
-    """
+    """Raise `OutputError` unless nothing, or an earlier bundle, is at `output`."""
     check_writable(output)
     if output.exists() and not (output / MANIFEST).is_file():
         raise OutputError(

@@ -29,11 +29,10 @@ CURVE_WIDTHS = range(1, 9)
 
 @dataclass
 class Contender:
-    """A way to decode, and its results over all prompts and repeats.
+    """A way to decode, and its results: `runs[repeat][prompt]` are the stats.
 
-    `runs[repeat][prompt]` are the stats. `same_text` counts the texts that plain
-    decoding gives too. `joules` is the energy of all runs, None if it was not measured.
-    `characters` is the length of all texts.
+    `same_text` counts the texts that plain decoding gives too, `characters` is the
+    length of all texts. `joules` is the energy of all runs, None if not measured.
     """
 
     method: str

@@ -24,10 +24,7 @@ SIGNS = "signs"
 
 @dataclass(frozen=True)
 class TextFigures:
-    """What one script takes in one text: counts, and the share that can be drafted.
-
-    `coverage` is None where the drafter has the whole vocabulary, or is not known.
-    """
+    """What a script takes in a text; `coverage` is the share that can be drafted."""
 
     text: str
     script: str

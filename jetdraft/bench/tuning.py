@@ -35,10 +35,7 @@ DRAFT_TOKENS = 4
 
 
 def tune(model: Model, tick: Tick = lambda: None) -> Curve:
-    """Measure this machine with care, let the model plan with the curve, and keep it.
-
-    `tick` is called `count_steps(model)` times.
-    """
+    """Measure this machine with care, plan with the curve from now on, and keep it."""
     parts = model.parts
     with parts.held():
         while parts.survey.step():
@@ -99,10 +96,7 @@ def _time_curve(target: Graph, proposers: Mapping[str, Proposer], tick: Tick) ->
 
 
 def _best_drafter_threads(model: Model) -> int:
-    """The number of the drafter's threads, one or all, with the shorter rounds.
-
-    Opens target and drafter a second time. The number counts from the next load on.
-    """
+    """The drafter's threads, one or all, with the shorter rounds; for later loads."""
     parts, bundle = model.parts, model.bundle
     own, entry = parts.drafter_threads, bundle.drafter
     both_on_cpu = parts.profiles.machine["provider"] == "cpu"

@@ -175,10 +175,7 @@ def read_fields(source: str, name: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class GenerationFields:
-    """The fields by which a checkpoint configures generation, and the file they are in.
-
-    Generation.read("target/").defaults()    # {"temperature": 0.6, "top_p": 0.95, ...}
-    """
+    """The fields by which a checkpoint configures generation, and their file."""
 
     source: str
     file: str = FILE

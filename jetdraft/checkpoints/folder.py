@@ -113,10 +113,7 @@ _MOST_INDEX_BYTES = 1 << 28
 
 
 def check_shards(folder: Path) -> None:
-    """Raise `CheckpointError` for a shard outside the folder, or a missing one.
-
-    An index without any of its shards belongs to a format that was not fetched.
-    """
+    """Raise `CheckpointError` for a shard outside the folder, or a missing one."""
     for index in sorted(folder.glob("*.index.json")):
         shards = sorted(set(_shard_names(index)))
         for name in shards:

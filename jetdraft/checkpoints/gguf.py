@@ -93,10 +93,7 @@ def opened_gguf(source: str) -> Iterator[GgufFile]:
 
 
 class GgufFile:
-    """An open GGUF file, mapped into memory.
-
-    GgufFile("model.gguf").field("general.architecture")    # "llama"
-    """
+    """An open GGUF file, mapped into memory."""
 
     def __init__(self, source: str) -> None:
         self.source, self.path = source, Path(source)

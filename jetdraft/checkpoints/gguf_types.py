@@ -37,12 +37,7 @@ _SCALED_K = MappingProxyType({192: bytes([1] * 16), 208: _ONE})
 
 @dataclass(frozen=True)
 class GgufType:
-    """How to read a type of matrix; `form` is the form that the manifest reports.
-
-    `read` takes the bytes uint8 [outputs, bytes] and returns their `Blocks`.
-
-        TYPES["Q6_K"].read(tensor.data).bits  # 8
-    """
+    """How to read uint8 [outputs, bytes] of a type; the manifest reports its `form`."""
 
     form: str
     plain: Mapping[int, bytes]
@@ -103,10 +98,7 @@ def _half_at(block: Bytes, start: int) -> Floats:
 def _blocks_with_minimum(
     integers: Bytes, steps: Floats, minima: Floats, finest: int
 ) -> Blocks:
-    """Blocks of 8 bits for `steps * integers + minima`.
-
-    A block whose zero fits into no byte has weights of one sign, and is rounded again.
-    """
+    """Blocks of 8 bits for `steps * integers + minima`."""
     finer, zeros = _choose_grid(steps, minima, finest)
     again = finer == 0
     values = steps[again, None] * integers[again] + minima[again, None]

@@ -60,8 +60,7 @@ class Taps(nn.Module):
 
         taps = Taps((2, 14, 25), 1024, head.fuse, {"fc": head.fc})
         with taps.watching(model) as features:
-            model(input_ids=ids)
-        features[0]    # [1, n, 1024]
+            model(input_ids=ids)    # features[0] is [1, n, 1024]
     """
 
     def __init__(

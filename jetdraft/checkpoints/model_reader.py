@@ -117,10 +117,7 @@ def load_model(
     packed: PackedWeights | None,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """The model that optimum finds, with jetdraft's attention and stored weights.
-
-    They are kept in `dtype`, by default the type in a folder's files.
-    """
+    """The model that optimum finds, with jetdraft's attention and stored weights."""
     kind = config.model_type
     task = _SOURCE_TASK if config.is_encoder_decoder else _DECODER_TASK
     try:
@@ -175,10 +172,7 @@ def load_model(
 def _check_loaded(
     source: str, model: Any, info: dict[str, Any], integers: Iterable[str]
 ) -> None:
-    """Raise `CheckpointError` for weights or an architecture that cannot be used.
-
-    `integers` are the names of quantized weights.
-    """
+    """Raise `CheckpointError` for weights or an architecture that cannot be used."""
     if info["mismatched_keys"]:
         name, stored, expected = sorted(info["mismatched_keys"])[0]
         raise CheckpointError(

@@ -34,10 +34,9 @@ _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """The tensors of a quantized checkpoint.
+    """A quantized checkpoint's integers (`blocks`) by name, and their `forms`.
 
-    `blocks` are its integers by the weight's name, `forms` how they were kept. `floats`
-    are the other tensors, and the values of the integers in half, to compute with.
+    `floats` are the other tensors, and the values of the integers in half.
     """
 
     method: str
@@ -231,8 +230,7 @@ def _make_blocks(
 ) -> Blocks:
     """The blocks of integers [out, in], of which `group` inputs share a scale.
 
-    A `group` of -1 has all inputs. `scales` and `zeros` are [out, groups]. `order`
-    lists the inputs group by group.
+    `scales` and `zeros` are [out, groups]; `order` lists the inputs group by group.
     """
     columns, rows = integers.shape
     group = rows if group == -1 else group

@@ -31,10 +31,7 @@ class Pass:
 
 
 class ProbedModel(nn.Module, ABC):
-    """A causal LM of transformers whose rows can carry probes in its `top` layers.
-
-    A subclass says how they start; `on_slots_added` runs when they have joined rows.
-    """
+    """A causal LM of transformers whose rows can carry probes in its `top` layers."""
 
     trained: ClassVar[str]
     """A part of the name of each weight that is trained."""

@@ -117,8 +117,7 @@ def build_skeleton(source: str, model_class: Any, config: Any, bounds: Bounds) -
 class UnsupportedKind:
     """What a user calls a kind, the fields that count its parts, and its layers' types.
 
-    A model has `least` parts or more, unless the field `unless` is false. Fields have
-    the names of transformers, or of GGUF without the family.
+    A model has `least` parts or more, unless the field `unless` is false.
     """
 
     words: str
@@ -188,10 +187,7 @@ weight of it tells; only --head reads the module."""
 
 
 def check_unread(source: str, read: Iterable[str], unread: Iterable[str]) -> None:
-    """Raise `CheckpointError` for unread weights of layers behind a stack's last.
-
-    check_unread(source, ["h.0.w"], ["h.1.w"])    # layer 1 is behind the last
-    """
+    """Raise `CheckpointError` for unread weights of layers behind a stack's last."""
     last: dict[str, int] = {}
     for stack, number, _ in _numbered_weights(read):
         last[stack] = max(number, last.get(stack, 0))

@@ -40,10 +40,7 @@ KeysAndValues = list[tuple[Tensor, Tensor]]
 
 @dataclass
 class SourceState(StepState):
-    """A pass of a decoder that reads a source, behind which `source_bias` hides slots.
-
-    `own` is how the decoder attends to its own text; None for `attend`.
-    """
+    """A pass with a source; `own` is how the decoder attends to its text."""
 
     source_bias: Tensor = field(default_factory=lambda: torch.zeros(1))
     own: Attention | None = None
@@ -83,10 +80,7 @@ def attend_to_source(
     position_bias: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in all parts: [1, heads, n, d] to [1, n, heads, d].
-
-    T5's `position_bias` [1, heads, n, n] counts in the encoder only.
-    """
+    """Attention in all parts: [1, heads, n, d] to [1, n, heads, d]."""
     if getattr(module, "is_causal", False):
         own = getattr(active_state(), "own", None)
         if own is not None:
@@ -133,10 +127,7 @@ def relative_bias_module(model: Any) -> Any:
 def distance_bias(
     model: Any, rows: Tensor, slots: Tensor, both_ways: bool = False
 ) -> Tensor:
-    """The bias [b, heads, n, k] of slots at positions int64 [b, k] for rows [b, n].
-
-    With `both_ways` a slot behind a row counts as far as one before it.
-    """
+    """The bias [b, heads, n, k] of slots at positions int64 [b, k] for rows [b, n]."""
     module = relative_bias_module(model)
     distance = slots[:, None, :] - rows[:, :, None]
     buckets = module._relative_position_bucket(

@@ -52,10 +52,7 @@ _ADAPTER = "streams"
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """`gamma` streams in the top `layers`; ranks of LoRA and of the pruning adapter.
-
-    `base` is the hash of their target's weights, see `weights_sha256`.
-    """
+    """`gamma` streams in the top `layers`; `base` is a hash of the target's weights."""
 
     gamma: int = 4
     layers: int = 2
@@ -99,8 +96,6 @@ class Streams(nn.Module):
 
 class StreamedModel(ProbedModel):
     """A causal LM of transformers whose rows can carry streams.
-
-        logits, _, _ = StreamedModel(model, streams)(ids, positions, rows, probes, keep)
 
     `lora_id` identifies the LoRA that was merged into the model; "" for none.
     """

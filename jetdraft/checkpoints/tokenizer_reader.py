@@ -18,10 +18,7 @@ from jetdraft.errors import CheckpointError, printable
 
 
 def load_tokenizer(source: str) -> Any:
-    """The fast tokenizer; None for a checkpoint without a tokenizer.
-
-    As in transformers, truncation and padding in the file do not count.
-    """
+    """The fast tokenizer, without truncation and padding; None without a tokenizer."""
     path = Path(source)
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if path.is_dir() and not any((path / name).is_file() for name in names):

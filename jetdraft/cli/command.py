@@ -66,8 +66,7 @@ class Command(click.Command):
 class LazyGroup(click.Group):
     """A group that imports the module of a command when the command is used.
 
-    `summaries` has a line for each command, so that help imports no command. The
-    command NAME is the variable `command` of the module `package.NAME`.
+    The command NAME is the variable `command` of the module `package.NAME`.
     """
 
     package: str
@@ -104,10 +103,7 @@ class LazyGroup(click.Group):
 
 
 def option(group: str, *names: str, help: str, **settings: Any) -> Decorator:
-    """Decorate a command with an option of a group; `settings` are click's.
-
-    @option("runtime", "-t", "--threads", type=int, help="Threads of the target.")
-    """
+    """Decorate a command with an option of a group; `settings` are click's."""
     if group not in GROUPS:
         raise ValueError(f"unknown group {group!r}")
     return click.option(*names, cls=Option, group=group, help=help, **settings)
@@ -127,12 +123,9 @@ def join_decorators(*decorators: Decorator) -> Decorator:
 def keyword_flags(
     record: type[Any], /, *, only: Collection[str] | None = None, **defaults: Any
 ) -> Decorator:
-    """Decorate a command with a flag for each declared field of a record.
+    """Decorate a command with a flag for each declared field of a record, or of `only`.
 
-    The command gets the fields as keywords: all, or the ones in `only`. `defaults`
-    replace the record's.
-
-        @keywords(ExportRequest)
+    The command gets the fields as keywords; `defaults` replace the record's.
     """
     return join_decorators(
         *(_click_option(o, defaults) for o in _chosen_options(record, only))
@@ -155,8 +148,6 @@ def record_flags(
     """As `keyword_flags`, but the command gets one `record` as the keyword `name`.
 
     A `TypedDict` has only the options that the user gave.
-
-        @given("runtime", LoadOptions)
     """
     names = [option.name for option in _chosen_options(record, only)]
 
@@ -250,8 +241,6 @@ def importing(doing: str, extra: str) -> Iterator[None]:
     """Import what needs the packages of an extra; `doing` says what for.
 
     Raises `JetdraftError`, with the command that installs them, if one is missing.
-
-        with importing("serving", "serve"): ...
     """
     try:
         yield

@@ -109,10 +109,9 @@ def _parse_prompt(line: str, model: Model) -> Int64s:
 
 
 class ProgressBars:
-    """The progress of a long command on standard error, a bar for each stage.
+    """A bar on standard error for each stage of a long command.
 
-    Where that is not a terminal, a thread prints a line every `SECONDS_BETWEEN_LINES`,
-    also during a long step, and a line at the end of a stage that has printed one.
+    Where that is no terminal, a thread prints a line every `SECONDS_BETWEEN_LINES`.
     """
 
     def __init__(self) -> None:

@@ -68,10 +68,7 @@ explain_option = option(
 
 
 def runtime_options(*more: str) -> Decorator:
-    """Give the command `runtime`: the arguments of `jetdraft.load`, from its flags.
-
-    `more` are fields beside `RUNTIME`: store, learn.
-    """
+    """Give the command `runtime`: arguments of `jetdraft.load`, and `more` fields."""
     return record_flags("runtime", LoadOptions, only=(*RUNTIME, *more))
 
 

@@ -23,9 +23,7 @@ class SplitContract:
     """Two graphs that together do what a whole graph does.
 
     The lower half gives the hidden states of a draft's rows, and with `scores` the log
-    probability of each row's token too. The upper half takes the states of the rows
-    that the host keeps. `lower` and `upper` have the KV buffers of the halves; in both,
-    layers are numbered from 0.
+    probability of each row's token. Both number layers from 0.
     """
 
     whole: StepContract
@@ -38,10 +36,7 @@ class SplitContract:
     def of(
         cls, whole: StepContract, layers: int, hidden_size: int, scores: bool = False
     ) -> SplitContract:
-        """The upper half has the top `layers`, and `hidden_size` is its input's width.
-
-        Raises `ContractError` if a half would have no layer.
-        """
+        """The upper half has the top `layers`; raises `ContractError`."""
         below = len(whole.kv_shapes) - layers
         if layers < 1 or below < 1:
             raise ContractError(
@@ -86,11 +81,7 @@ class SplitContract:
 
     @property
     def exit_inputs(self) -> tuple[TensorSpec, ...]:
-        """All inputs of a graph without the upper layers, in place of the upper half.
-
-        `hidden` becomes the keys and values of the layers left out, and the LM head
-        reads `exit_hidden`.
-        """
+        """The inputs of a graph that runs in place of the upper half."""
         exit_hidden = replace(self.hidden, name="exit_hidden")
         buffers = self.upper.buffers("past")
         return (self.hidden, *self.whole.inputs[1:5], exit_hidden, *buffers)

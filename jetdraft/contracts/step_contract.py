@@ -22,11 +22,7 @@ from jetdraft.parsing import MOST_SIZE, Count, Size, in_range, one_of
 
 
 class Reading(IntEnum):
-    """Which committed rows a pass reads.
-
-    The keys of `TURNED` rows turn to adjoining positions, for texts beyond the trained
-    length; the keys of `SELECTED` rows stay as they are, for drafts.
-    """
+    """Which committed rows a pass reads; the keys of `TURNED` rows turn to adjoin."""
 
     ALL = 0
     SELECTED = 1
@@ -40,8 +36,6 @@ class Selection:
     For each KV head it reads `rows` rows: the `first` of the buffer, the most `recent`,
     and between them the rows that the head's query heads `voted` for. A layer has
     `query_heads` in all.
-
-        Selection(rows=1024, query_heads=14).voted    # 704
     """
 
     rows: Annotated[int, in_range(MIN_SELECTED, MOST_SIZE)]

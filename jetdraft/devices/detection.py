@@ -17,9 +17,8 @@ from jetdraft.devices.device import Device, JetPack
 class Machine:
     """What a machine's files say of it; None for a fact that no file has.
 
-    Memory is in MB of 10^6 bytes, clocks are in MHz. `device` is the profile of the
-    board, `jetpack` the release that has the L4T version `l4t`. `has_gpu` says whether
-    the kernel shows a GPU of any maker.
+    Memory is in MB of 10^6 bytes, clocks are in MHz. `jetpack` is the release that has
+    the L4T version `l4t`. `has_gpu` says whether the kernel shows a GPU of any maker.
     """
 
     board: str | None

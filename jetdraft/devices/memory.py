@@ -37,11 +37,7 @@ _MAPPING = re.compile(
 
 
 class _Mapping(NamedTuple):
-    """A range of addresses, and its sizes in bytes.
-
-    `path` is the mapped file, "" for memory without a file. `written` bytes differ
-    from the file, and `huge` bytes lie in huge pages.
-    """
+    """A range of addresses and its bytes; those `written` differ from the file."""
 
     first: int
     end: int

@@ -35,11 +35,7 @@ TRIAL_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Provider:
-    """An execution provider of onnxruntime.
-
-    `full` is onnxruntime's name; `memory` is the device that holds its tensors.
-    `flavour` and `dtype` are the defaults of an export for this provider.
-    """
+    """An execution provider, its name in onnxruntime, and the defaults of an export."""
 
     name: str
     full: str
@@ -180,7 +176,7 @@ def _why_absent(name: str) -> str:
 
 @dataclass(frozen=True)
 class Presence:
-    """Whether a provider is compiled in and runs, and the `reason` why it does not.
+    """Whether a provider runs, and the `reason` why it does not.
 
     A `software` adapter computes on the CPU. Without `half` it has no float16.
     """
@@ -249,10 +245,7 @@ _MACHINE_FILE = "made-by.json"
 def engine_options(
     contract: StepContract, width: int | None, folder: Path | None
 ) -> ProviderOptions:
-    """Of an engine for passes of one `width` with all answers, or of any width (None).
-
-    Without a `folder`, every load builds it again.
-    """
+    """Options for passes of one `width`, or any (None); `folder` keeps engines."""
     streams, most = contract.streams, contract.max_width
     if width is not None:
         sizes = [(width, width, count * width) for count in (0, streams, streams)]
@@ -289,10 +282,7 @@ def _shapes(contract: StepContract, sizes: tuple[int, int, int]) -> str:
 
 
 def engine_folder(folder: Path, machine: dict[str, str]) -> Path | None:
-    """The folder of this machine's engines, emptied if another `machine` built them.
-
-    Returns None, with a warning, if the folder cannot be written.
-    """
+    """The folder of this machine's engines; None, with a warning, if it fails."""
     stamp, made_by = folder / _MACHINE_FILE, None
     with suppress(OSError, ValueError):
         made_by = json.loads(stamp.read_text(encoding="utf-8"))

@@ -42,8 +42,7 @@ _ERRORS_ONLY = 3
 class Adapter:
     """What WebGPU runs on: onnxruntime's `device`, a name, the plug-in's version.
 
-    A `software` adapter computes on the CPU, more slowly than the CPU provider.
-    `largest_buffer` is in bytes, 0 where it is unknown.
+    A `software` adapter computes on the CPU. `largest_buffer` is in bytes, or 0.
     """
 
     device: Any

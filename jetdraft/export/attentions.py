@@ -23,10 +23,7 @@ def attentions(graph: ir.Graph) -> list[ir.Node]:
 
 
 def has_windows(graph: ir.Graph) -> bool:
-    """Whether a layer attends in a sliding window.
-
-    Windows count slots of a buffer, which are not the positions of a branching draft.
-    """
+    """Whether a layer attends in a sliding window, which counts slots."""
     return any(
         node.attributes.get_int("local_window_size", -1) > 0
         for node in attentions(graph)

@@ -27,10 +27,7 @@ drafts has a standard deviation of 0.05 or less."""
 
 
 def measure_acceptance(model: Model, record: AcceptanceRecord) -> list[float]:
-    """Measure the share of drafts whose token at each position was accepted.
-
-    The drafts follow the prompts of the record, and the target's own greedy text.
-    """
+    """Measure the share of drafts whose token at each position was accepted."""
     name, drafting = next(
         (method.name, dict(method.alone))
         for method in methods().values()
@@ -63,10 +60,7 @@ def stored_acceptance(bundle: Bundle) -> AcceptanceRecord | None:
 
 
 def compare_acceptance(model: Model) -> tuple[list[float], list[float]] | None:
-    """The acceptance at export and now; None where one of them is not known.
-
-    compare_acceptance(model)    # ([0.81, 0.6, 0.44, 0.31], [0.8, 0.6, 0.44, 0.3])
-    """
+    """The acceptance at export and now; None where one of them is not known."""
     record = stored_acceptance(model.bundle)
     if record is None or model.parts.draft_cache is None:
         return None

@@ -37,10 +37,7 @@ def make_draft_step(drafter: DraftModule, target: StepContract, dtype: str) -> S
 def drafter_contract(
     drafter: DraftModule, target: StepContract, dtype: str
 ) -> StepContract:
-    """Return the contract of a drafter's graph, computed from what its rows read.
-
-    Raises `UnsupportedModelError` for a drafter whose layers cannot be exported.
-    """
+    """The contract of what a drafter's rows read; raises `UnsupportedModelError`."""
     reads, config = drafter.reads, drafter.config
     width = config.feature_size
     last = len(target.kv_shapes) - 1
@@ -227,10 +224,7 @@ class SourceBlockStep(SourceStep):
 
 
 def slice_target_buffers(file: Path, contract: StepContract) -> None:
-    """Make a graph on disk read only committed rows of the target's buffers.
-
-    A slice costs as much as the text is long, a mask alone as much as the buffers.
-    """
+    """Make a graph on disk read only committed rows of the target's buffers."""
     model = ir.load(file)
     graph = model.graph
     inputs, make = {value.name: value for value in graph.inputs}, Maker(graph, graph[0])

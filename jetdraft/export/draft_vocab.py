@@ -32,8 +32,7 @@ def frequent_tokens(
 ) -> Tensor:
     """The `count` most frequent tokens of a text below `known`, int64, ascending.
 
-    Of equally frequent tokens, for example all that the text lacks, those count that
-    the model expects most in the text.
+    Of equally frequent tokens those count that the model expects most in the text.
     """
     expected = _expected_counts(model, windows)
     # Below 1, so that it decides only among equal counts.
@@ -59,9 +58,8 @@ def _expected_counts(model: Any, windows: Windows) -> Tensor:
 class CutHead:
     """A drafter's checkpoint whose LM head has the rows of the tokens `ids` [n] only.
 
-    An embedding that was tied to the whole LM head keeps its rows, quantized as the
-    head was: `embedding` is its name now, `whole` the head's before, and `blocks` are
-    the integers of the checkpoint before.
+    An embedding that was tied to the whole LM head keeps its rows as `embedding`,
+    quantized as `blocks` had them under the name `whole`.
     """
 
     checkpoint: Checkpoint
@@ -135,10 +133,7 @@ def check_tokenizers(sources: Mapping[str, str]) -> None:
 
 
 def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
-    """Raise `PairError` for a drafter whose ids are other tokens than the target's.
-
-    Without both tokenizers, matrices of about as many rows must do.
-    """
+    """Raise `PairError` for a drafter whose ids are other tokens than the target's."""
     _check_tokens(target.source, drafter.source, target.tokenizer, drafter.tokenizer)
     rows = target.vocab_size, drafter.vocab_size
     known = target.tokenizer is not None and drafter.tokenizer is not None

@@ -82,8 +82,7 @@ def write_head_graphs(
 ) -> GraphEntry:
     """Write a head's graphs and return their entry; shared matrices stay the target's.
 
-    `target` and `entry` belong to the target, whose graphs are written already.
-    `overlaps` are what the manifest says of the recipe's acceptance.
+    `target` and its `entry` are written already; `overlaps` go into the manifest.
     """
     lender = target.folder / entry.file
     job, own, step = make_head_job(target, entry.contract, source, head)
@@ -276,10 +275,7 @@ def _write(folder: Path, bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -
 
 
 def _differing_arrays(old: ir.Model, new: ir.Model) -> Arrays:
-    """The arrays of the graph `new` that `old` does not have, but for the target's.
-
-    onnxruntime replaces arrays in a weights file only, so no other array may differ.
-    """
+    """The arrays of the graph `new` that `old` does not have, but for the target's."""
     before, after = _tensors(old), _tensors(new)
     arrays: Arrays = {}
     for name, tensor in after.items():

@@ -158,10 +158,7 @@ def _make_bundle(
 
 
 def _cut_drafter(measures: Measures, reader: DraftModule | None) -> CutHead | None:
-    """Cut the LM head of the drafter, if the options or its training say so.
-
-    Gives the checkpoint that was cut; a head that reads states is cut in place.
-    """
+    """Cut the LM head of the drafter, if the options or its training say so."""
     options, checkpoints = measures.options, measures.checkpoints
     drafter = checkpoints.get(DRAFTER)
     if drafter is not None and drafter.draft_ids is not None:
@@ -280,10 +277,7 @@ def _attends_as_two(name: str, checkpoint: Checkpoint, options: ExportOptions) -
 def _make_job(
     folder: Path, name: str, measures: Measures, cut: CutHead | None
 ) -> tuple[Job, GraphEntry]:
-    """Return the job of one model and its entry; measure what its recipe needs.
-
-    This comes before any graph is written, since tracing hooks into the layers.
-    """
+    """The job and the entry of a model, made before tracing hooks into its layers."""
     checkpoint, options = measures.checkpoints[name], measures.options
     contract, recipe = measures.contracts[name], options.recipe_of(name)
     check_raised(recipe, contract)
@@ -328,10 +322,7 @@ def _make_job(
 
 
 def _describe_packed(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a bundle says of a checkpoint's integers; empty for a checkpoint of floats.
-
-    `kept` counts the matrices by their forms, `others` all other matrices.
-    """
+    """What a bundle says of a checkpoint's integers: the matrices of each form."""
     packed = checkpoint.packed
     if packed is None:
         return {}
@@ -355,10 +346,7 @@ _SEED = 20_11_21
 
 
 def _write_similarity(folder: Path, model: Any) -> None:
-    """Write int8 [vocab, 64]: token embeddings, centred, projected, of unit length.
-
-    A random projection keeps angles (Johnson and Lindenstrauss, 1984).
-    """
+    """Write int8 [vocab, 64], a random projection of embeddings, which keeps angles."""
     table = model.get_input_embeddings().weight.detach().float()
     random = torch.Generator().manual_seed(_SEED)
     projection = torch.randn(table.shape[1], _SIMILARITY_SIZE, generator=random)

@@ -248,10 +248,7 @@ def drop_identity_reshapes(graph: ir.Graph) -> None:
 
 
 def same_rows(shape: ir.Shape | None, other: ir.Shape | None) -> bool:
-    """Whether the shapes of one value, before and after Reshape, are equal.
-
-    Both must be [1, n, c] with the same c, so n is the same too.
-    """
+    """Whether the shapes of a value before and after Reshape are both [1, n, c]."""
     if shape is None or other is None or len(shape) != 3 or len(other) != 3:
         return False
     return (

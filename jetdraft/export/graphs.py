@@ -47,9 +47,8 @@ Progress = Callable[[str, int, int], None]
 class Job:
     """One model on its way into the bundle `folder`.
 
-    `names` maps the ids of the weights to their names in the checkpoint. `scales` are
-    for integer KV buffers, empty for float buffers. `ids` are the tokens of an LM head
-    that was cut.
+    `names` maps the ids of the weights to their names in the checkpoint, `scales` are
+    for integer KV buffers, and `ids` are the tokens of an LM head that was cut.
     """
 
     folder: Path
@@ -261,10 +260,7 @@ _PAGE, _LARGE = 4096, 1 << 16
 
 
 def share_weights(file: Path, other: Path) -> None:
-    """Let the graph `file` read the tensors that `other` has too from its weights file.
-
-    Tensors with equal bytes are one. The weights file of `file` becomes smaller.
-    """
+    """Let the graph `file` read the tensors that `other` has too from its file."""
     model = onnx.load(file, load_external_data=False)
     theirs = {
         _tensor_digest(other.parent, tensor): tensor

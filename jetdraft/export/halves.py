@@ -78,10 +78,7 @@ def _part_of(
     outputs: tuple[TensorSpec, ...],
     traced: dict[str, str],
 ) -> ir.Model:
-    """A part of a graph with the contract's names and shapes.
-
-    `traced` maps names of the contract to other names in the whole graph.
-    """
+    """A part of a graph by the contract's names, which `traced` maps to the graph's."""
     names = [[traced.get(s.name, s.name) for s in specs] for specs in (inputs, outputs)]
     graph = ir.convenience.extract(whole.graph, *names)
     for name in [n for n in whole.graph.initializers if n in graph.initializers]:
@@ -97,10 +94,7 @@ def _part_of(
 
 
 class ExitStep(Step):
-    """One pass in place of the upper half, as `SplitContract.exit_inputs` declares it.
-
-    Of an upper layer only keys and values are computed: no output reads the rest.
-    """
+    """A pass in place of the upper half: keys, values, and the head's answers."""
 
     def __init__(self, model: Any, split: SplitContract) -> None:
         super().__init__(model, replace(split.upper, tree=False))

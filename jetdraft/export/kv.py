@@ -25,10 +25,7 @@ PAST_KEY = 3
 def measure_scales(
     model: Any, contract: StepContract, windows: Windows, bits: int
 ) -> list[Floats]:
-    """Float32 [kv_heads * head_dim] for each buffer, in the contract's order.
-
-    A channel's largest magnitude over the text becomes the largest integer of `bits`.
-    """
+    """Float32 [kv_heads * head_dim] for each buffer: a channel's largest as `bits`."""
     step, dtype = Step(model, contract), dtype_of(contract)
     specs = contract.buffers("past")
     largest: list[torch.Tensor] = []
@@ -53,10 +50,7 @@ def measure_scales(
 def quantize_cache(
     model: ir.Model, contract: StepContract, scales: list[Floats], bits: int
 ) -> StepContract:
-    """Make the attentions of a graph use int8 buffers, in place; return the contract.
-
-    `scales` are the result of `measure_scales`.
-    """
+    """Let attentions use int8 buffers with `scales`, in place; return the contract."""
     quantized, graph = replace(contract, kv_bits=bits), model.graph
     for side, values in (("past", graph.inputs), ("present", graph.outputs)):
         by_name = {value.name: value for value in values}

@@ -62,10 +62,7 @@ def sample_text(
     checkpoint: Checkpoint,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Windows:
-    """What the model replies to `QUESTIONS`, sampled with a fixed seed.
-
-    `progress(done, total)` is called after each token of all replies.
-    """
+    """What the model replies to `QUESTIONS`, sampled with a fixed seed."""
     prompts = question_prompts(checkpoint)
     longest, shortest = max(map(len, prompts)), min(map(len, prompts))
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -272,8 +269,7 @@ class Measures:
 class ReadingHead(nn.Module):
     """Runs the target, then the head over its features, so that text gives logits.
 
-    Its modules are the matrices that are quantized with the head's graph: no matrix of
-    the target, nor of the fusion, which is in the target's graph.
+    Its modules are the matrices that are quantized with the head's graph.
     """
 
     def __init__(self, target: Any, head: DraftModule, taps: Taps) -> None:

@@ -26,11 +26,7 @@ from jetdraft.export.step import (
 
 
 class ProbeStep(Step):
-    """One pass of a model whose rows can carry probes; see `Step`.
-
-    A learned prefix lies between the rows and the probes, which alone see it, since
-    attention is causal.
-    """
+    """One pass of a model whose rows can carry probes, behind a learned prefix."""
 
     model: ProbedModel
 
@@ -57,11 +53,7 @@ class ProbeStep(Step):
         probe_ids: torch.Tensor,
         *rest: Any,
     ) -> list[torch.Tensor]:
-        """The outputs of the contract, then extra outputs.
-
-        `rest` is `prefix_rows` int64 [p], if the contract has a prefix, the buffers,
-        and extra inputs.
-        """
+        """The contract's outputs, then others; `rest`: prefix, buffers, extras."""
         prefix = rest[0] if self.contract.prefix else None
         past, *extras = rest if prefix is None else rest[1:]
         state = make_state(position_ids, cursor, total_length, past)
@@ -108,11 +100,7 @@ class ProbeStep(Step):
 
 
 class StreamStep(ProbeStep):
-    """One pass of a model whose rows can carry streams.
-
-    It also gives the hidden states where the streams enter, and the scores of an early
-    exit there.
-    """
+    """One pass with streams; also gives the states and the scores of an early exit."""
 
     extra_inputs = (PARENTS,)
     extra_outputs = (CUT, SCORES.name)
@@ -161,10 +149,7 @@ def _early_exit_scores(
 
 
 def write_probe_weights(file: Path, probed: ProbedModel, dtype: str) -> None:
-    """Write the weights of the probes by their names in the graph, as an npz file.
-
-    `base` is the hash of the weights that the probes belong to.
-    """
+    """Write the probes of the weights `base` by their names in the graph, as npz."""
     arrays: dict[str, Any] = {
         name: weight.detach().numpy().astype(dtype)
         for name, weight in probed.task.items()

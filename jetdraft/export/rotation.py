@@ -13,10 +13,7 @@ from jetdraft.quant.edits import CONTRIB_DOMAIN, Maker, initializer, producer
 
 
 class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
-    """x cos + rotate_half(x) sin becomes RotaryEmbedding, in half precision too.
-
-    The exporter's own rule ends at the Casts of cosine and sine to the dtype of x.
-    """
+    """x cos + rotate_half(x) sin becomes RotaryEmbedding, in half precision too."""
 
     def __init__(self) -> None:
         # Cosine and sine are shared by all layers, so they stay.
@@ -59,9 +56,8 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
 class RotaryTables:
     """Tables of cosines and sines by position, computed by the traced graph itself.
 
-    What an architecture computes from the positions to their cosine (for example
-    scaling) is run once for the positions 0..capacity-1. The positions are the input
-    `position_ids`, or a Concat of it and the positions of the probes.
+    What an architecture computes of the positions is run once for 0..capacity-1. They
+    are the input `position_ids`, or a Concat of it and the positions of the probes.
     """
 
     def __init__(self, model: ir.Model, capacity: int) -> None:
@@ -73,9 +69,7 @@ class RotaryTables:
         self.tables: dict[ir.Value, tuple[ir.Value, ir.Value] | None] = {}
 
     def table_of(self, value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
-        """The table of `value`, a constant [capacity, d/2], and the positions that
-        `value` is computed from; None if it is computed from other inputs too.
-        """
+        """The table of `value` [capacity, d/2], and its positions; or None."""
         if value not in self.tables:
             self.tables[value] = None
             for positions in self.positions:

@@ -44,10 +44,7 @@ a thousand times as large."""
 
 
 def trained_length(model: Any) -> int | None:
-    """The tokens of the texts that a model was trained on; None if they set no limit.
-
-    Neither a model without positions nor a model of scaled frequencies has a limit.
-    """
+    """The tokens of the texts that a model was trained on; None without a limit."""
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None)
     if not rope:
@@ -111,10 +108,7 @@ def _gap_of(seam_logits: Tensor, own_logits: Tensor) -> float:
 def _two_passes(
     step: Step, ids: Tensor, slots: int, *others: Tensor
 ) -> tuple[Tensor, set[int]]:
-    """Logits of two passes over buffers of `slots`, and the windows of the layers.
-
-    `others` are the inputs before the buffers. The first pass reads two thirds.
-    """
+    """Logits of two passes, two thirds first, over `slots`, and the layers' windows."""
     dtype, count = dtype_of(step.contract), ids.shape[1]
     past = [
         torch.zeros(1, heads, slots, size, dtype=dtype)

@@ -17,10 +17,7 @@ from jetdraft.quant.edits import CONTRIB_DOMAIN, Maker
 
 
 class Branch(Maker):
-    """Nodes of a subgraph; its constants belong to the graph around it.
-
-    No other branch has its `name`, by which values are named.
-    """
+    """Nodes of a subgraph with its own `name`; constants belong to the outer graph."""
 
     def __init__(self, graph: ir.Graph, name: str) -> None:
         super().__init__(graph)
@@ -240,10 +237,7 @@ class SelectedAttention:
         end: ir.Value,
         turns: ir.Value,
     ) -> ir.Value:
-        """The keys, turned to adjoining positions where `turns` is true.
-
-        A key at position p that is turned by d more is the key at p + d.
-        """
+        """The keys, turned to adjoining positions where `turns` is true."""
         far = Branch(self.graph, f"{self.name}.far")
         near = Branch(self.graph, f"{self.name}.near")
         count = far("Shape", chosen, start=2, end=3)

@@ -127,11 +127,7 @@ class SourceStep(Step):
     def slot_distance_bias(
         self, rows: Tensor, positions: Tensor, cursor: Tensor, both_ways: bool = False
     ) -> Tensor | None:
-        """The bias [1, heads, n, slots] by the distance from rows [1, n]; None without.
-
-        A slot before the cursor is at the position of its number, the slots from there
-        on are at `positions` int64 [1, m].
-        """
+        """The bias [1, heads, n, slots] by the distance from rows [1, n], if any."""
         if relative_bias_module(self.model) is None:
             return None
         slots = torch.arange(self.contract.slots)

@@ -20,9 +20,9 @@ OPSET = 24
 
 
 def standardize(model: ir.Model, scattered: bool) -> None:
-    """Rewrite a traced graph in place; raises `UnsupportedModelError`.
+    """Rewrite a traced graph in place, with ScatterND if `scattered`.
 
-    A `scattered` graph writes new rows with ScatterND instead of TensorScatter.
+    Raises `UnsupportedModelError`.
     """
     graph = model.graph
     for node in attentions(graph):

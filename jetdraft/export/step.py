@@ -160,10 +160,7 @@ class Step(torch.nn.Module):
 
     @property
     def unquantized_weights(self) -> dict[str, torch.Tensor]:
-        """The weights that must not be fused or quantized, by their names.
-
-        A fusion of features reads the largest numbers of the model.
-        """
+        """The weights not to quantize: a fusion reads the model's largest numbers."""
         return {name: weight.data for name, weight in self.taps.named_parameters()}
 
     def dtype_of(self, weight: str) -> torch.dtype:
@@ -217,10 +214,7 @@ PACKET = 16
 
 
 def log_sum_exp(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """log(sum(exp)) of each row, [..., 1]; `largest` is the row's largest logit.
-
-    ReduceLogSumExp takes three times as long on the CPU.
-    """
+    """log(sum(exp)) of each row [..., 1]; ReduceLogSumExp is slow on the CPU."""
     total = (logits - largest).exp().sum(-1, keepdim=True)
     # The CPU takes logarithms in packets, and those left over with another function:
     # copies fill a packet, so that no row's last bit depends on the number of rows.

@@ -32,10 +32,7 @@ MAX_TRACES = 4
 
 
 class KeptTraces:
-    """The last graphs by their fingerprints, each as the bytes of an ONNX file.
-
-    A trace takes most of the time of an export, and does not depend on the recipe.
-    """
+    """The last graphs by their fingerprints, each as the bytes of an ONNX file."""
 
     def __init__(self) -> None:
         self._files: dict[str, bytes] = {}
@@ -158,10 +155,7 @@ def _export_step(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Mod
 def _dynamic_shapes(
     contract: StepContract, specs: tuple[TensorSpec, ...]
 ) -> list[dict[int, Any] | None]:
-    """Return for each input its dynamic axes by index; None if it has none.
-
-    An axis other than rows, answers, probes and prefix follows from these.
-    """
+    """For each input its dynamic axes by index; None if it has none."""
     widest = max(TRACED_ROWS + 1, contract.max_width)
     dims = {axis: torch.export.Dim(axis, min=1, max=widest) for axis in (ROWS, ANSWERS)}
     dims[PROBES] = torch.export.Dim(PROBES, min=0, max=16 * widest)

@@ -47,11 +47,7 @@ def make_tree_graph(
 
 
 def _row_bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
-    """Return the attention bias of the rows.
-
-    It is made of a new mask input. If the graph has a bias for rows and probes, the
-    part of the rows is cut from it.
-    """
+    """The attention bias of the rows, of a new mask, cut from a bias for probes too."""
     full_bias = find_bias(graph)
     if full_bias is None:
         return add_mask(graph, replace(contract, tree=True))
@@ -107,11 +103,7 @@ def make_compaction_graph(contract: StepContract, scattered: bool = False) -> ir
 
 
 def _scatter_indices(make: Maker, target: ir.Value, heads: int) -> ir.Value:
-    """The place (0, head, slot) of each row in a buffer, int64 [1, heads, m, 3].
-
-    A sum of slots (0, 0, slot) and heads (0, head, 0), since a shape would be computed
-    on the host.
-    """
+    """The place (0, head, slot) of each row in a buffer, int64 [1, heads, m, 3]."""
     by_head = np.zeros((1, heads, 1, 3), np.int64)
     by_head[0, :, 0, 1] = range(heads)
     column = make.constant("column", [1, 1, -1, 1])

@@ -99,10 +99,7 @@ class Lessons:
         self._file.open()
 
     def add(self, lesson: Lesson, user: str = "") -> None:
-        """Keep a lesson of a user, and delete what is old or beyond the bounds.
-
-        If that fails, for example on a full disk, it warns and raises nothing.
-        """
+        """Keep a lesson of a user, delete what is old, and warn if that fails."""
         try:
             if self._file.is_missing():
                 self._file.create_or_check()
@@ -112,7 +109,7 @@ class Lessons:
             warnings.warn(f"a lesson could not be kept ({error})", stacklevel=2)
 
     def read(self, user: str | None = None) -> list[Lesson]:
-        """The lessons of a user, or of all users for None, latest first.
+        """The lessons of a user, or of all for None, latest first.
 
         Malformed rows are left out. Raises `StoreError`.
         """
@@ -152,10 +149,7 @@ class Lessons:
             ) from error
 
     def clear(self, user: str = "") -> int:
-        """Delete a user's lessons, and damaged files; returns the number of lessons.
-
-        Raises `StoreError`.
-        """
+        """Delete a user's lessons; returns their number. Raises `StoreError`."""
         return self._file.clear("lessons", check_user(user))
 
 

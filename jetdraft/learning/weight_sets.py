@@ -63,10 +63,9 @@ Name = Annotated[
 
 @dataclass(frozen=True)
 class Choice:
-    """The set that drafts for the drafter `base`.
+    """The set that drafts for the drafter `base`, on trial if there is a set `before`.
 
-    It is on trial while there is a set `before`, to which a bad trial goes back. Each
-    clear draws a new `cleared`: a training that began before it publishes nothing.
+    Each clear draws a new `cleared`: a training that began before it publishes nothing.
     """
 
     name: Name
@@ -189,10 +188,7 @@ def drafter_sha256(bundle: Bundle) -> str:
 
 
 class Tally:
-    """Counts accepted and evaluated drafted tokens of the latest generations.
-
-    Generations that are not needed for `VERDICT_TOKENS` evaluated tokens are dropped.
-    """
+    """Accepted and evaluated drafted tokens of the latest `VERDICT_TOKENS` or so."""
 
     def __init__(self) -> None:
         self._counts: deque[tuple[int, int]] = deque()

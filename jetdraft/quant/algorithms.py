@@ -43,10 +43,7 @@ GPTQ_COLUMNS = 4096
 
 
 def rtn(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> Blocks:
-    """Symmetric; a block's largest magnitude becomes the most negative integer.
-
-    `matrix` is float [rows, columns]; `moments` are not read.
-    """
+    """Symmetric; a block's largest magnitude becomes the most negative integer."""
     config = DefaultWeightOnlyQuantConfig(
         block_size=block_size, is_symmetric=True, bits=bits
     )

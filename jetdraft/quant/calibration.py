@@ -24,8 +24,7 @@ MOST_WINDOWS = 32
 class Windows:
     """A text as token ids, int64 [windows, length].
 
-    A model is compared with itself on the last `scored` tokens of each window. `tokens`
-    int64 [n] are the tokens whose frequencies count: the scored ones, or a whole file.
+    The last `scored` of each window are compared; `tokens` int64 [n] are counted.
     """
 
     def __init__(
@@ -66,10 +65,7 @@ class Windows:
 
 
 def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
-    """The sums of x x^T over the inputs x of each linear layer, by weight name.
-
-    Each is float32 [inputs, inputs]. The model runs with transformers' own attention.
-    """
+    """The sums of x x^T over the inputs x of each linear layer, by weight name."""
     sums: dict[str, Floats] = {}
     # Layers that read the same tensor, for example q, k and v, share one sum.
     owners: dict[str, str] = {}

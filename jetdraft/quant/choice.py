@@ -89,9 +89,9 @@ def _choose_mix(
 
 @dataclass(frozen=True)
 class Limit:
-    """What a mix must not exceed: bytes of matrices, or mean KL in nats per token.
+    """Bytes of matrices, or a mean KL in nats per token, that a mix must not exceed.
 
-    Exactly one must be given, above 0; raises `OptionError` otherwise.
+    Raises `OptionError` unless exactly one of the two is given.
     """
 
     max_bytes: int | None = None
@@ -193,10 +193,7 @@ class Sensitivity:
 
 
 class DrafterChoice(NamedTuple):
-    """A drafter's recipe, and the shares of its tokens that the target accepts.
-
-    `full_overlap` is the share of the drafter in floats.
-    """
+    """A drafter's recipe, and its acceptance: with the recipe, and in floats."""
 
     recipe: Recipe
     overlap: float

@@ -73,11 +73,7 @@ def add_derived(
 
 
 class Maker:
-    """Adds nodes to a graph, before a node of it or at the end.
-
-    make = Maker(graph, node)
-    total = make("Add", value, make.constant("one", [1]))
-    """
+    """Adds nodes to a graph, before a node of it or at the end."""
 
     def __init__(self, graph: ir.Graph, before: ir.Node | None = None) -> None:
         self.graph, self.before = graph, before

@@ -55,10 +55,7 @@ class Idle:
 
     @contextmanager
     def paused(self, until_ended: bool = False) -> Iterator[None]:
-        """Keep the thread from the buffers in the block; several blocks may overlap.
-
-        With `until_ended` the block also waits for the end of `before`.
-        """
+        """Keep the thread from the buffers in the block; several may overlap."""
         self._count_users(1)
         try:
             with self._buffers:
@@ -105,13 +102,7 @@ class Idle:
 
 
 class Claim:
-    """Lets one thread at a time use the buffers, and `idle` work in between.
-
-    with claim.held_by(watcher):    # a generation
-        ...
-    with claim.held():              # anything else; this thread may generate in it
-        ...
-    """
+    """Lets one thread at a time use the buffers, and `idle` work in between."""
 
     BUSY = (
         "this model is already generating; finish or close the other stream, or take "
@@ -127,10 +118,7 @@ class Claim:
 
     @contextmanager
     def held_by(self, watcher: StopWatcher) -> Iterator[None]:
-        """Hold the buffers for a generation, which `cancel` reaches.
-
-        Raises `JetdraftError` while they are held elsewhere, and after `close`.
-        """
+        """Hold the buffers for a generation; raises `JetdraftError` while held."""
         if self._owner == get_ident():
             with self.register_watcher(watcher):
                 yield
@@ -145,10 +133,9 @@ class Claim:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the buffers in the block; raises what `held_by` raises.
+        """Hold the buffers in the block, in which this thread may generate.
 
-        Idle work ends, and continues after the next generation. In the block this
-        thread may generate.
+        Raises what `held_by` raises.
         """
         if self._owner == get_ident():
             yield

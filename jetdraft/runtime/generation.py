@@ -114,10 +114,7 @@ class Generation:
         self._target: Target = parts.target
 
     def prepare(self) -> None:
-        """Compile the constraint, if nobody did it before; `run` begins with this.
-
-        Raises `OptionError`, but not if the generation must end meanwhile.
-        """
+        """Compile the constraint, unless that is done; raises `OptionError`."""
         if self._matcher is None or self.watcher.must_end():
             return
         with self.parts.claim.register_watcher(self.watcher):

@@ -60,9 +60,8 @@ class Learning(NamedTuple):
 class LoadedBundle:
     """Graphs, text, store and measurements of a loaded bundle.
 
-    `draft_cache` runs the drafter's graph, `prefix` records the rows in the target's
-    buffers, `survey` measures this machine. A bundle that is loaded `like` another
-    shares its survey, and on the CPU its sessions, and has buffers of its own.
+    A bundle that is loaded `like` another shares its survey, and on the CPU its
+    sessions, and has buffers of its own.
     """
 
     def __init__(
@@ -120,10 +119,7 @@ class LoadedBundle:
 
     @property
     def curve(self) -> Curve:
-        """What passes and drafts cost; the first call may measure.
-
-        The times that `jetdraft tune` measured on this machine count for more.
-        """
+        """What passes and drafts cost, measured now or by `jetdraft tune`."""
         if self._curve is None:
             curve, own = self.survey.curve, self.survey.target is self.target
             # Each round corrects the curve, and twins may generate at the same time.
@@ -177,10 +173,7 @@ class LoadedBundle:
         return (prompt, start) if start else ([], prompt)
 
     def encode_source(self, source: SourceInput, drafting: bool = True) -> None:
-        """Encode the source of the next text, in the graphs that read a source.
-
-        Without `drafting` the drafter stays as it is, since its encoder takes time too.
-        """
+        """Encode the source of the next text; also for the drafter if `drafting`."""
         for graph in (self.target, self.drafter if drafting else None):
             if graph and graph.source and graph.source.encode(source):
                 self.forget()
@@ -206,11 +199,7 @@ class LoadedBundle:
         return LeadingHalf(self.target, self._open_halves("choose another method"))
 
     def _open_halves(self, advice: str) -> SplitSessions:
-        """Open sessions of the target's halves, which hold the weights a second time.
-
-        Raises `OptionError`, with `advice` as its last words, if the bundle has no
-        halves, and on other providers than the CPU.
-        """
+        """Open the target's halves; raises `OptionError`, which ends with `advice`."""
         if refusal := cpu_only(HALVES, self.provider, advice):
             raise DraftingError(refusal)
         opener, halves = self._opener, self.bundle.target.halves

@@ -114,10 +114,7 @@ class Model:
 
     @property
     def defaults(self) -> GenerateOptions:
-        """The checkpoint's own sampling options, from its generation_config.json.
-
-        model.generate(prompt, **model.defaults)
-        """
+        """The checkpoint's own sampling options, from its generation_config.json."""
         return cast(GenerateOptions, dict(self.bundle.generation))
 
     @property
@@ -395,19 +392,13 @@ class Model:
         self.planner.forget()
 
     def cancel(self) -> None:
-        """End the running generation at its next round, or a constraint's compilation.
-
-        Any thread may call this.
-        """
+        """End the running generation at its next round, from any thread."""
         parts = self._parts  # another thread may close the model meanwhile
         if parts is not None:
             parts.claim.cancel()
 
     def twin(self) -> Model:
-        """Another model of the same bundle, with buffers of its own.
-
-        On the CPU it shares the sessions, and so the weights.
-        """
+        """Another model with its own buffers; on the CPU it has the same weights."""
         return Model(self.bundle, self.parts.options, self.method, like=self)
 
     def close(self) -> None:

@@ -238,10 +238,7 @@ def _count_free_files() -> int:
 
 
 class Admission:
-    """Admits requests with the right key, or, without a key, for local names only.
-
-    `key` is "" for a server without a key; `host` is the address that it listens on.
-    """
+    """Admits requests with the `key`, or, with "", for local names and `host` only."""
 
     def __init__(self, key: str = "", host: str = "127.0.0.1") -> None:
         if key:
@@ -277,10 +274,7 @@ class Admission:
 
 
 def host_name(header: str) -> str | None:
-    """The host in a Host header without its port; None for a malformed header.
-
-    Stricter than the URL standard: it allows the characters of DNS names only.
-    """
+    """The host in a Host header without its port; None for a malformed header."""
     match = _HOST_RE.fullmatch(header)
     if match is None or int(match[3] or 0) > 65535:
         return None

@@ -72,10 +72,7 @@ class GenerationRequest:
     def of(
         cls, body: Body, chat: bool, most: int, defaults: GenerateOptions | None = None
     ) -> Self:
-        """Read a JSON object of a completion or a `chat`; at most `most` new tokens.
-
-        `defaults` are options that the body may replace. Raises `JetdraftError`.
-        """
+        """Read a JSON object of a completion or a `chat`; raises `JetdraftError`."""
         for name, value in body.items():
             if name not in (*OPTION_FIELDS, *READ_FIELDS, *IGNORED_FIELDS):
                 raise RequestError(f"unknown field {name!r}; leave it out")

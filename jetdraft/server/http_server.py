@@ -53,10 +53,7 @@ log = logging.getLogger("jetdraft.server")
 
 
 class HttpServer(uvicorn.Server):
-    """Serves until SIGTERM or Ctrl-C; then running texts have `drain` seconds to end.
-
-    `host` is the address that the server listens on. A second Ctrl-C cuts the texts.
-    """
+    """Serves until SIGTERM or Ctrl-C; then running texts have `drain` seconds left."""
 
     def __init__(self, service: Service, host: str, drain: int = 30) -> None:
         per_peer = service.limits.max_waiting + SPARE_CONNECTIONS
@@ -123,10 +120,7 @@ class HttpServer(uvicorn.Server):
 
 
 def log_requests(app: ASGIApp) -> ASGIApp:
-    """An application that logs each request when it ends, but not its texts.
-
-    POST /v1/chat/completions 200, 64 tokens, 812 ms
-    """
+    """An application that logs each request when it ends, but not its texts."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         began, status, written = time.monotonic(), 500, list[int]()
@@ -180,10 +174,7 @@ def run(
 
 
 class Systemd:
-    """The service manager of this process, if there is one, as sd_notify(3) has it.
-
-    `watchdog_seconds` is None without a watchdog.
-    """
+    """The service manager of this process, if there is one, as sd_notify(3) has it."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         address = environment.get("NOTIFY_SOCKET", "")
@@ -206,10 +197,7 @@ class Systemd:
 
 @contextmanager
 def open_listener(host: str, port: int) -> Iterator[socket.socket]:
-    """A listening socket, before models are loaded; port 0 picks a free port.
-
-    Raises `OptionError` if the address is taken or not allowed.
-    """
+    """A listening socket, before models are loaded; raises `OptionError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         try:

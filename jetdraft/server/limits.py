@@ -10,11 +10,7 @@ from jetdraft.options import Flag, check_bounds
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests: bytes, new tokens, how many wait, seconds.
-
-    `max_sounds` is how many sounds are in memory at once. Raises `OptionError` for a
-    value out of its range.
-    """
+    """Limits of requests and of sounds in memory at once; raises `OptionError`."""
 
     max_new_tokens: Annotated[
         int,

@@ -21,10 +21,7 @@ MAX_MESSAGE_CHARS = 1000
 
 
 class RequestError(JetdraftError):
-    """A bad request; `status` is the HTTP status, `param` the field at fault.
-
-    `code` is OpenAI's name for the error, if it has one.
-    """
+    """A bad request: an HTTP `status`, the field `param` at fault, OpenAI's `code`."""
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str = ""

@@ -32,10 +32,7 @@ _REASONS = {STOP: "stop", LENGTH: "length", DEADLINE: "length"}
 
 
 class Reply:
-    """Makes OpenAI's JSON objects of the pieces and the result of one request.
-
-    `name` is the model's name, `fingerprint` identifies all that its texts depend on.
-    """
+    """Makes OpenAI's JSON objects of the pieces and the result of one request."""
 
     def __init__(
         self, request: GenerationRequest, name: str, codec: TextCodec, fingerprint: str
@@ -227,10 +224,7 @@ def _usage_field(result: Result) -> Json:
 
 
 class EventStream:
-    """Server-sent events: a job's pieces as they come, until the client goes away.
-
-    `first` is the job's first piece or its result; `done` gets the status at the end.
-    """
+    """Server-sent events of a job, from its `first` piece; `done` gets the status."""
 
     def __init__(
         self, job: Job, reply: Reply, first: Any, done: Callable[[int], None]

@@ -191,10 +191,7 @@ def read_form(data: bytes | bytearray, content_type: str) -> dict[str, list[byte
 
 
 def _header_parameter(header: str, name: str) -> str | None:
-    """A parameter of a header; None if it is missing, or encoded as RFC 2231 says.
-
-    No form encodes a parameter so (RFC 7578, section 4.2).
-    """
+    """A parameter of a header; None if it is missing, or encoded (RFC 7578, 4.2)."""
     message = Message()
     message["content-type"] = header
     try:

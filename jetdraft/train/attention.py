@@ -39,11 +39,7 @@ class Masks:
 
 
 class Masked:
-    """Lets all attention of an encoder-decoder add the masks of the pass under way.
-
-    with Masked(model).by(Masks(source)):
-        model(...)
-    """
+    """Lets all attention of an encoder-decoder add the masks of the pass under way."""
 
     def __init__(self, model: Any) -> None:
         self.masks: Masks | None = None

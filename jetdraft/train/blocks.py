@@ -117,10 +117,7 @@ def _stack_parts(rows: Sequence[Any], device: torch.device) -> list[Tensor]:
 
 
 def block_starts(labels: Tensor, first: int = 1) -> Tensor:
-    """The places [k] of a sequence, from `first` on, that a learned token follows.
-
-    A block that begins with a token needs a row of context before it.
-    """
+    """The places [k], from `first` on, before a learned token and behind context."""
     learned = labels[1:] != IGNORED
     learned[:first] = False
     return learned.nonzero()[:, 0]

@@ -23,10 +23,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Example:
-    """The token ids of a sequence, and for each token whether it is learned.
-
-    A prompt whose completion has yet to be written has no learned token.
-    """
+    """The tokens of a sequence, and for each whether it is learned; no prompt is."""
 
     ids: list[int]
     learned: list[bool]

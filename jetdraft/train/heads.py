@@ -42,10 +42,7 @@ from jetdraft.train.teacher import (
 def make_config(
     target: Checkpoint, kind: type[ConfigT], inner: int = 0, **changes: Any
 ) -> ConfigT:
-    """Make a config of the class `kind` with the target's sizes, and `changes`.
-
-    `inner` is the width inside its MLP; 0 is the target's.
-    """
+    """A config of the class `kind` with the target's sizes; `inner` 0 is its MLP's."""
     text = target.model.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     head_dim = getattr(text, "head_dim", None)
@@ -185,8 +182,7 @@ def decayed_means(sums: Sums, places: Tensor) -> Tensor:
 class HeadTask(Task):
     """A head of EAGLE or Medusa; a subclass makes `config` and the drafter.
 
-    Slot t starts from the features of row t. In step i it predicts token t + 2 + i; the
-    target's row t + 1 + i is its teacher.
+    Step i in slot t predicts token t + 2 + i; the target's row t + 1 + i teaches it.
     """
 
     config: Any

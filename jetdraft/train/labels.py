@@ -69,10 +69,7 @@ def learned_mask(batch: Batch) -> Tensor:
 
 
 def log_probabilities(model: Any, batch: Batch, ids: Tensor | None) -> Tensor:
-    """A model's log probabilities at the n learned places, float32 [n, vocabulary].
-
-    With `ids`, they are of these tokens only, normalized over them.
-    """
+    """Log probabilities at n places, float32 [n, vocabulary], or of `ids` only."""
     rows, places = learned_mask(batch).nonzero(as_tuple=True)
     with precision(batch.ids.device):
         logits = logits_at(model, batch.ids, rows, places)
@@ -102,10 +99,9 @@ LABEL_FIELDS = ("wanted", "mass", "known", "tokens")
 
 
 class LabelCache:
-    """The `kept` most likely tokens of each place of a text, in the shards of a folder.
+    """The `kept` likeliest tokens of each place of a text, in the shards of a folder.
 
-    They have log probabilities in float16; all other tokens count as one. `owner` says
-    what the labels were computed with.
+    Their log probabilities are float16. `owner` says what the labels were made with.
     """
 
     def __init__(self, folder: Path, owner: str, kept: int, process: int = 0) -> None:

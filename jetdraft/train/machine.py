@@ -19,10 +19,7 @@ from jetdraft.errors import OptionError
 
 
 def this_process() -> PartialState:
-    """This process's `process_index` of `num_processes`, and its `device`.
-
-    Raises `OptionError` for processes that would each train alone, into one folder.
-    """
+    """This process's number, of how many, and its `device`; raises `OptionError`."""
     # Without its argument, accelerate lets each process on a CPU be alone.
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -67,8 +64,7 @@ def defer_interrupts() -> Iterator[None]:
 class Muon(torch.optim.Optimizer):
     """`torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"` (2502.16982).
 
-    A learning rate of AdamW fits. torch computes the Newton-Schulz iterations in
-    bfloat16 on each device; where that is slow, they are in float32 here.
+    Its Newton-Schulz iterations are in float32 where torch's bfloat16 is slow.
     """
 
     def __init__(

@@ -136,10 +136,7 @@ class Run:
             yield batch.to(self.device)
 
     def frequent_tokens(self, count: int) -> Tensor | None:
-        """The `count` most frequent learned token ids, int64 [count], ascending.
-
-        None if the vocabulary has no more tokens.
-        """
+        """The `count` most frequent learned ids int64 [count], ascending, or None."""
         rows = self.target.vocab_size
         if count >= rows:
             return None

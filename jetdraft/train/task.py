@@ -95,11 +95,7 @@ def round_figures(numbers: Tensor) -> list[float]:
 
 
 class Pupil(nn.Module):
-    """A drafter and its loss as one module, which processes can share.
-
-    `sums` is the method of a task; it gets the drafter, a lesson, and whether the
-    drafter learns from it.
-    """
+    """A drafter and its loss, the `sums` of a task, which processes can share."""
 
     def __init__(self, drafter: Any, sums: Callable[..., Any]) -> None:
         super().__init__()
@@ -202,10 +198,7 @@ class Task(ABC):
         return {n for n in run.weights if n.startswith(("embed_tokens", "lm_head"))}
 
     def optimizers(self, run: Run) -> list[torch.optim.Optimizer]:
-        """Make Muon for the matrices of layers, and AdamW for all other weights.
-
-        Few steps are made, and Muon makes more of each than AdamW (docs/heads.md).
-        """
+        """Make Muon for the matrices of layers, and AdamW for all other weights."""
         tables = self.tables(run) if self.has_muon else run.weights
         inner = {
             n: w for n, w in run.weights.items() if w.ndim == 2 and n not in tables

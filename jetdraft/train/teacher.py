@@ -204,10 +204,9 @@ def check_cache_folder(folder: Path | None) -> None:
 
 
 class TensorCache:
-    """Tensors by key in the shards of a folder, which belongs to one target.
+    """Tensors by key in the shards of a folder, computed with `owner`.
 
-    `owner` says what the tensors were computed with. Raises `OutputError` for a folder
-    of another owner, and if it cannot be written.
+    Raises `OutputError` for another owner's folder, and if it cannot be written.
     """
 
     def __init__(self, folder: Path, owner: str, process: int = 0) -> None:

@@ -96,8 +96,7 @@ class DraftModule(nn.Module):
     """A drafter: what it reads, how it is recognized and read, and its forward pass.
 
     Embedding and LM head are modules of the target unless the drafter has its own.
-    `ids` int64 [draft vocabulary] has the target's id of each row of the LM head, None
-    for all.
+    `ids` int64 [draft vocabulary] are the target's ids of its rows, None for all.
     """
 
     published: ClassVar[str] = ""
@@ -160,10 +159,7 @@ class DraftModule(nn.Module):
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[HeadConfig, Tensor | None]:
-        """The config, and the draft vocabulary; may change the `tensors` by name.
-
-        Raises `CheckpointError` for a drafter that does not fit.
-        """
+        """The config, and the draft vocabulary; raises `CheckpointError`."""
         files.check_keys(cls.keys)
         fields = files.fields_beside(tensors, target)
         if cls.one_layer and fields["num_layers"] != 1:
@@ -174,10 +170,7 @@ class DraftModule(nn.Module):
         return HeadConfig(draft_vocab_size=fields["vocab_size"], **fields), None
 
     def make_own_matrices(self, source: str, tensors: Mapping[str, Tensor]) -> None:
-        """Make an embedding and an LM head of its own where the files bring them.
-
-        Raises `CheckpointError` where they lack matrices of the drafter's width.
-        """
+        """Make the matrices that the files bring; raises `CheckpointError`."""
         if not self.has_own_matrices:
             return
         config, ids = self.config, self.ids

@@ -216,11 +216,7 @@ class HeadFiles:
         return rope
 
     def layer_fields(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The fields that say what the layers are.
-
-        The tensors tell head_dim and the number of layers, which published configs have
-        wrong.
-        """
+        """What the layers are; the tensors correct head_dim and their number."""
         hidden, heads = map(self.number, ("hidden_size", "num_attention_heads"))
         query = tensors.get(f"{FIRST_LAYER}self_attn.q_proj.weight")
         if query is None or query.shape[0] % heads:
@@ -277,8 +273,7 @@ class HeadFiles:
     ) -> Tensor | None:
         """The target's id of each row of the LM head; None if it has the same rows.
 
-        Takes the map out of `tensors`, pads embedding and LM head as the target's are,
-        and leaves copies of the target's own matrices out.
+        Takes the map and the target's own matrices out of `tensors`, and pads the rest.
         """
         own, size = self.number("vocab_size"), target.vocab_size
         rows = self.config.get("draft_vocab_size") or own

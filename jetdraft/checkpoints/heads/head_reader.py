@@ -63,10 +63,7 @@ def load_head(
 
 
 def check_head(files: HeadFiles, target: str) -> None:
-    """Raise `CheckpointError` for files without a head, or with a wrong config.
-
-    Only the name of the target is needed, so this comes before the target is loaded.
-    """
+    """Raise `CheckpointError` for files without a head, before the target is loaded."""
     with as_checkpoint_error(files.source):
         find_drafter_class(files, target).check(files)
 
@@ -115,10 +112,7 @@ def _load_tensors(
     tensors: Mapping[str, Tensor],
     taken: tuple[str, ...],
 ) -> None:
-    """Give the head its tensors, but the target's where modules are `taken` from it.
-
-    Raises `CheckpointError` unless tensors and weights agree in names and shapes.
-    """
+    """Give the head its tensors, but the target's where modules are `taken` from it."""
     source = files.source
     wanted = {
         name: weight

@@ -181,8 +181,7 @@ def _count_linear_layers(config: dict[str, Any]) -> int:
 class Efficiency:
     """Which shares of a device's peak rates passes reach; the same for every model.
 
-    `bandwidth` is a share of the memory bandwidth; `compute` holds shares of the dense
-    fp16 rate by compute capability. `pass_ms` is the time of launches and the host.
+    `compute` is by compute capability. `pass_ms` is the time of launches and the host.
     """
 
     bandwidth: float

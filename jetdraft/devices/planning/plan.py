@@ -64,7 +64,7 @@ STREAM_LAYERS = 2
 
 @dataclass(frozen=True)
 class MethodCost:
-    """A method to compare: what its drafts cost, and whether it drafts trees too.
+    """What a method's drafts cost, and whether it drafts trees too.
 
     `cost` "drafter" is a pass of the drafter for each drafted level, "probes" are
     further rows through the target's top layers, and "free" is nothing.
@@ -77,10 +77,7 @@ class MethodCost:
 
 @dataclass(frozen=True)
 class Choice:
-    """A way to decode: a pass has `width` rows and gives `tokens_per_pass` on average.
-
-    `cost` is the method's cost, "" for plain decoding; `shape` is "chain" or "tree".
-    """
+    """A way to decode; `cost` is "" for plain decoding, `shape` "chain" or "tree"."""
 
     method: str
     cost: str
@@ -298,10 +295,7 @@ class Board:
     def choices(
         self, methods: tuple[MethodCost, ...], acceptance: float
     ) -> Iterator[Choice]:
-        """Yield plain decoding, then every method at every width and shape.
-
-        `acceptance` is the drafter's if there is a drafter, otherwise the probes'.
-        """
+        """Yield plain decoding, then every method at every width and shape."""
         plain = 1e3 / self.pass_ms(1)
         yield Choice(NONE, "", CHAIN, 1, 1.0, plain, 1.0)
         costs = (FREE, PROBES if self.drafter is None else DRAFTER)

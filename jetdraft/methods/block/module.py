@@ -28,11 +28,7 @@ MODEL_TYPE = "jetdraft-block"
 
 
 class SourceDrafter(DraftModule):
-    """The encoder and some decoder layers of a target, as copies that learn to fill.
-
-    Each place of a block has a mask with an embedding of its own; the vocabulary's size
-    is the token of the first.
-    """
+    """The encoder and some decoder layers of a target, with a mask for each place."""
 
     reads = Reads(source=True, guesses=True)
     keys = frozenset({"model_type", "target_type", "target_words", "block_size"})

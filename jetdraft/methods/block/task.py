@@ -76,10 +76,7 @@ class SourceBatch(Batch):
 
 @dataclass(frozen=True)
 class SourceLesson(Lesson):
-    """A lesson about sources, in which a drafter is shown a share of its wrong guesses.
-
-    `encoded` [b, s, h] is what the drafter makes of the sources.
-    """
+    """A lesson that shows a share of the wrong guesses; `encoded` is [b, s, h]."""
 
     source: Tensor
     filled: Tensor
@@ -241,10 +238,7 @@ class SourceBlockTask(BlockTask):
         return logits
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
-        """What the target says of texts about sources, and the blocks.
-
-        The share of shown tokens falls to 0.
-        """
+        """What the target says of texts about sources, and the blocks."""
         share = self.settings.glancing * (1 - run.step / run.steps)
         own = SourceBatch.of(batch, run.target.start_token_ids)
         lesson = make_source_lesson(run.teacher, own, share)

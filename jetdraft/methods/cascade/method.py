@@ -35,7 +35,7 @@ class Trial(NamedTuple):
     """A drafted token, and what was guessed in its place.
 
     token     the token that was drafted
-    guess     the token that was guessed there, taken or not; None without a guess
+    guess     the token that was guessed there, taken or not
     evidence  what the guess rests on, see `Proposer.evidence`
     own       whether the drafter chose the drafted token
     """
@@ -47,11 +47,10 @@ class Trial(NamedTuple):
 
 
 class Trust:
-    """How often guesses are right, and the drafter's own tokens in the same places.
+    """How often guesses, and the drafter's own tokens in their places, are right.
 
-    Both have a rate for each evidence. A guess that was not taken counts too. The
-    drafter's token is not known where a guess was taken, so its rate fades to a hopeful
-    prior, and it is asked again.
+    Both have a rate for each evidence. Where guesses are taken the drafter's rate fades
+    to a hopeful prior, so that it is asked again.
     """
 
     def __init__(self) -> None:
@@ -98,10 +97,7 @@ REVIEWED = 5
 
 
 class CascadeProposer(ModelProposer):
-    """Drafts the tokens of `below` where it trusts them, else a drafter's.
-
-    The drafter reviews what `below` proposes, and drafts what it would without it.
-    """
+    """Drafts the tokens of `below` where it trusts them, else a drafter's."""
 
     def __init__(
         self, cache: DraftCache, below: LookupProposer, ms_per_token: float = 0.0
@@ -148,10 +144,7 @@ class CascadeProposer(ModelProposer):
     def _draft_own(
         self, context: list[int], guessed: list[int], count: int
     ) -> list[int]:
-        """What the drafter itself drafts: its choices up to the first that differs.
-
-        A head drafts `count` tokens, and none if it is asked again in the round.
-        """
+        """What the drafter itself drafts: its choices up to the first that differs."""
         if self.cache.carry:
             return super().propose(context, count).tokens[1:]
         answer = self.cache.review(context, guessed)

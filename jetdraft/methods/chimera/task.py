@@ -28,10 +28,7 @@ class ChimeraTask(LayerTask):
     architecture = ARCHITECTURE
 
     def new_drafter(self, run: Run) -> Chimera:
-        """A new drafter, which begins with the last token and the surrogate alone.
-
-        Its last norm begins as the target's, since the LM head reads its output.
-        """
+        """A drafter that begins with the last token and the surrogate alone."""
         width, model = self.config.hidden_size, run.target.model
         drafter = Chimera(self.config, model)
         copy_norm(drafter.norm, final_norm(model), width)
@@ -66,8 +63,7 @@ class ChimeraTask(LayerTask):
 class SeenRows:
     """What the rows of d drafts attend to: features of the target, and their own.
 
-    `keys` and `values` [b, kv_heads, T, head_dim] are of the features, of which each
-    draft sees the `known`, bool [d, T].
+    `keys` and `values` are [b, kv_heads, T, head_dim], `known` is bool [d, T].
     """
 
     def __init__(self, keys: Tensor, values: Tensor, known: Tensor) -> None:

@@ -43,11 +43,7 @@ _OFF = {
 
 
 class Dflash(BlockDrafter):
-    """A head with the target's embedding, and its LM head unless it has its own.
-
-    context = head.fuse(taps)               # in the target's graph
-    states = head(context, block, positions, masked(mask))
-    """
+    """A head with the target's embedding, and its LM head unless it has its own."""
 
     published = "DFlash"
     speculators = "dflash"

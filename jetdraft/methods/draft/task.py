@@ -231,10 +231,7 @@ class ModelTask(Task):
         return {name for name, w in run.weights.items() if id(w) in of_ends}
 
     def advised_steps(self, run: Run) -> int:
-        """The steps that see as many tokens as the law of over-training advises.
-
-        They read no text more than `MOST_READINGS` times.
-        """
+        """The steps that over-training advises, in at most `MOST_READINGS` readings."""
         size, length = run.options.batch_size, run.options.sequence_length
         steps = TOKENS_PER_WEIGHT * run.parameters // (size * length)
         return max(1, min(steps, MOST_READINGS * len(run.corpus.training) // size))
@@ -432,10 +429,7 @@ def cost_share(
 
 
 def new_config(target: Checkpoint, layers: int, hidden_size: int) -> LlamaConfig:
-    """A Llama of this size with the target's vocabulary and positions.
-
-    Raises `OptionError` for a width that no head divides.
-    """
+    """A Llama of this size with the target's vocabulary; raises `OptionError`."""
     text = target.model.config.get_text_config(decoder=True)
     sizes = [size for size in HEAD_SIZES if hidden_size % size == 0]
     if not sizes:
@@ -485,10 +479,7 @@ def advised_config(
 
 
 def copy_with_layers(target: Checkpoint, layers: tuple[int, ...]) -> Any:
-    """A copy of the target that has these of its layers, in this order.
-
-    Embedding, final norm and LM head are the target's. Raises `OptionError`.
-    """
+    """A copy of the target that has these of its layers; raises `OptionError`."""
     own = decoder_layers(target.model)
     if any(not 0 <= layer < len(own) for layer in layers):
         raise OptionError(

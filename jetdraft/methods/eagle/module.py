@@ -125,11 +125,7 @@ class Eagle(DraftModule):
         super().attend_with(implementation)
 
     def fuse(self, taps: Sequence[Tensor]) -> Tensor:
-        """Features [b, n, w] of the target's states [b, n, target hidden] at the taps.
-
-        They have the type of fc's weight, since residual streams may overflow in
-        float16.
-        """
+        """Features [b, n, w] of states [b, n, target hidden]; float16 may overflow."""
         config = self.config
         if not config.taps:
             return super().fuse(taps)
@@ -305,10 +301,7 @@ def _eagle3_flags(files: HeadFiles) -> dict[str, Any]:
 
 
 def _read_taps(files: HeadFiles, layers: int) -> tuple[int, ...]:
-    """The taps as indices of the stream that enters a layer, as the list has them.
-
-    Ids inside `eagle_config` name layers by their output, all others by their input.
-    """
+    """The taps as indices of the stream that enters a layer, as the list has them."""
     config = files.config
     nested = config.get("eagle_config") or {}
     name = "eagle_aux_hidden_state_layer_ids"

@@ -1,4 +1,4 @@
-"""MTP modules (2412.19437), the layers behind a target's last; transformers drops them."""
+"""MTP modules (2412.19437): layers behind a target's last, which transformers drops."""
 
 from __future__ import annotations
 

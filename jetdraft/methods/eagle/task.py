@@ -60,10 +60,7 @@ class EagleSettings(HeadSettings):
 
 
 class EagleTask(HeadTask):
-    """A head that reads the target's states, and its own, in its authors' layout.
-
-    EAGLE-1 learns the features too.
-    """
+    """EAGLE-3, or EAGLE-1, which learns the features too, in its authors' layout."""
 
     Settings = EagleSettings
     help = "Train a head that drafts for TARGET, a checkpoint folder or hub id."

@@ -28,10 +28,7 @@ MOST_ROWS = 8
 
 
 class Recurrence(nn.Module):
-    """An LSTM of two layers over the rows of short windows, from a state of zeros.
-
-    The paper's LSTM runs over all rows; here keys and values depend on a window only.
-    """
+    """An LSTM of two layers over a short window; the paper's runs over all rows."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -48,10 +48,7 @@ class FalconSettings(LayerSettings):
 
 @dataclass(frozen=True)
 class FalconLesson(Lesson):
-    """A lesson in which a `share` of the wrong tokens is shown.
-
-    What is shown, and the noise on the features, are drawn with a `seed`.
-    """
+    """A lesson that shows a `share` of the wrong tokens, drawn with a `seed`."""
 
     share: float
     seed: int

@@ -29,11 +29,7 @@ from jetdraft.runtime.proposers.tree_options import TreeOptions
 
 @dataclass(frozen=True)
 class ExitOptions(TreeOptions):
-    """The shape of drafts, and where chains end.
-
-    confidence  a chain ends behind a token whose probability at the adapter is below
-                this; the token itself is still verified
-    """
+    """The shape of drafts; chains end behind a probability below `confidence`."""
 
     confidence: float = THRESHOLDS["confidence"]
 

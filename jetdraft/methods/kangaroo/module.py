@@ -28,10 +28,7 @@ ARCHITECTURE = "KangarooAdapter"
 
 
 class Kangaroo(DraftModule):
-    """A norm, attention over its own rows, a residual and a norm; no MLP.
-
-    Its tap is the layer below which the target is cut.
-    """
+    """A norm, attention over its own rows, a residual and a norm; no MLP."""
 
     published = "Kangaroo"
     one_layer = True

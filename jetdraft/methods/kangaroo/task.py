@@ -52,10 +52,7 @@ class KangarooTask(NextTokenTask):
         return make_config(target, HeadConfig, taps=(layer,))
 
     def new_drafter(self, run: Run) -> Kangaroo:
-        """An adapter that begins as the attention of the next layer, without its MLP.
-
-        Its last norm begins as the target's, where it is of the same kind.
-        """
+        """An adapter that begins as the attention of the target's next layer."""
         model = run.target.model
         adapter = Kangaroo(self.config, model)
         copy_weights(adapter.first_layer, decoder_layers(model)[adapter.exit_layer])

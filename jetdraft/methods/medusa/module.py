@@ -168,10 +168,7 @@ class Medusa(GuessingHeads):
 
 
 class Hydra(GuessingHeads):
-    """Head i reads the features of row t and the tokens t + 1 to t + 1 + i.
-
-    It predicts token t + 2 + i, i from 0. The tokens' embedding is the target's.
-    """
+    """Head i reads features of row t, tokens t + 1 to t + 1 + i; guesses t + 2 + i."""
 
     published = "Hydra"
     keys = (

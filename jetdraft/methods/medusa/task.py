@@ -15,10 +15,7 @@ from jetdraft.train.teacher import Lesson, shift_rows
 
 
 class MedusaTask(HeadTask):
-    """Heads that learn the text (Medusa, 2.2.1), in the layout of their authors.
-
-    Step i is of head i.
-    """
+    """Heads that learn the text (Medusa, 2.2.1), one in a step."""
 
     Settings = HeadSettings
     help = "Train heads that guess the next tokens of TARGET from its last state."

@@ -36,7 +36,7 @@ class PromptOptions(TreeOptions):
     """The drafts of prompt tokens; tree "auto" is the sparse tree of the paper.
 
     rows   drafted rows of a sparse tree; None lets the pass times decide
-    slots  rows and prompt tokens of a pass with a sparse tree; None lets them decide
+    slots  the same for the rows and prompt tokens of a pass
     """
 
     rows: int | None = None
@@ -69,9 +69,8 @@ RESTS = (64, 512)
 class PromptProposer(ProbeProposer):
     """Drafts the sparse tree of the number of guesses that the last round left.
 
-    `ranks` say how often guesses were right on held-out text, and `pass_ms` what a pass
-    takes; rounds correct both. Where rounds without drafts promise more than the best
-    plan it rests, and looks again later.
+    `ranks` say how often guesses were right on held-out text, `pass_ms` what a pass
+    takes; rounds correct both. It rests where rounds without drafts promise more.
     """
 
     def __init__(
@@ -137,10 +136,7 @@ class PromptProposer(ProbeProposer):
         return replace(rows, probes=planned.counts[: len(rows)])
 
     def plan(self, most: int) -> SparsePlan:
-        """The plan of trees with at most `most` drafted rows.
-
-        It is made again after more and more guesses, with what is known then.
-        """
+        """The plan of trees with at most `most` rows, made again as guesses come in."""
         if self.rates.settled >= self._next_look:
             self._next_look += min(self.rates.settled, MOST_REPLAN_GAP)
             self._plans.clear()

@@ -89,10 +89,7 @@ class SparseTree:
 
 @dataclass(frozen=True)
 class SparsePlan:
-    """A tree for each number of probes that the last accepted row carried.
-
-    best_plan(ranks, 15, lambda rows, probes: 10.0).trees[3].parents
-    """
+    """A tree for each number of probes that the last accepted row carried."""
 
     trees: tuple[SparseTree, ...]
 
@@ -135,10 +132,7 @@ class SparsePlan:
 
 
 def likeliest_tree(ranks: RankRates, rows: int) -> SparseTree:
-    """The `rows` likeliest rows below a root, as deep as there are ranks.
-
-    Greedy insertion is optimal where a row's chance is the product along its path.
-    """
+    """The `rows` likeliest rows below a root, as deep as there are ranks."""
     found: list[tuple[int, float]] = []  # parent and chance
     depths, chances = [0], [1.0]
     waiting: list[tuple[float, int, int]] = []
@@ -177,10 +171,7 @@ def _depth_first(found: Sequence[tuple[int, float]]) -> SparseTree:
 
 
 def make_plan(ranks: RankRates, rows: Sequence[int], slots: int) -> SparsePlan:
-    """The plan whose tree of state d drafts `rows[d - 1]` rows, in `slots` slots each.
-
-    Rows and probes take a slot each; probes fill what the rows leave.
-    """
+    """The plan whose tree of state d has `rows[d - 1]` rows; probes fill up."""
     states = range(len(ranks) + 1)
     bare = [likeliest_tree(ranks[:d], rows[d - 1] if d else 0) for d in states]
     worth = [tree.tokens for tree in bare]

@@ -49,10 +49,7 @@ SEARCHED_TOKENS = 64
 
 
 class RecallProposer(Proposer):
-    """Follows the responses to those requests of a `store` that are most similar.
-
-    RecallProposer(store, similarity).propose(context, budget=8)
-    """
+    """Follows the responses to those requests of a `store` that are most similar."""
 
     traits = Traits("recall", max_draft_tokens=WIDEST - 1)
 
@@ -95,8 +92,7 @@ class RecallProposer(Proposer):
 class Script:
     """A response that the output is expected to follow, and the place reached in it.
 
-    `agreed` counts the last tokens of the output that the response has too. The place
-    is `lost` while the last token was not found in it.
+    `agreed` counts its last tokens that the output has too; it is `lost` without any.
     """
 
     def __init__(self, tokens: list[int]) -> None:
@@ -136,10 +132,7 @@ class Script:
 def adapt_response(
     prompt: list[int], response: list[int], new_prompt: Sequence[int]
 ) -> list[int]:
-    """Return the response, with the words in which `new_prompt` differs from `prompt`.
-
-    adapted([1, 2, 9], [5, 2, 5], [1, 3, 9])    # [5, 3, 5]
-    """
+    """The response, with the words in which `new_prompt` differs from `prompt`."""
     for old, new in _edits(prompt, list(new_prompt))[:MOST_CHANGES]:
         if max(len(old), len(new)) <= LONGEST_SLOT and len(response) <= MOST_TOKENS:
             response = _replace_tokens(response, old, new)
@@ -147,10 +140,7 @@ def adapt_response(
 
 
 def _edits(one: list[int], other: list[int]) -> list[tuple[list[int], list[int]]]:
-    """Return pairs of tokens in one text and those in their place in the other.
-
-    Empty if the comparison would take seconds.
-    """
+    """Pairs of tokens in a text and in its changed copy; none if that takes seconds."""
     start = common_length(one, other)
     one, other = one[start:], other[start:]
     end = common_length(one[::-1], other[::-1])

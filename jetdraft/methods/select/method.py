@@ -23,11 +23,7 @@ NAME = "select"
 
 
 class SelectProposer(Proposer):
-    """Drafts chains over the target's own buffers, with the target's noise.
-
-    It writes drafted rows past the committed rows, and the pass that verifies a draft
-    overwrites them. So it never lags behind the target.
-    """
+    """Drafts chains in the target's buffers, which the verifying pass overwrites."""
 
     def __init__(self, graph: Graph, ms_per_token: float = 0.0) -> None:
         self.graph, widest = graph, graph.contract.max_width - 1

@@ -22,8 +22,7 @@ class StreamOptions(TreeOptions):
     """The drafts of a target that drafts for itself, and how they are pruned.
 
     prune_threshold  drop drafted rows whose probability at the early exit is below
-                     this; "auto" finds the threshold that pays most, None keeps all
-                     rows
+                     this; "auto" finds the threshold that pays most
     """
 
     prune_threshold: float | str | None = None
@@ -46,10 +45,7 @@ class StreamOptions(TreeOptions):
 
     @property
     def draft_size(self) -> int | None:
-        """The rows of a tree; with pruning a draft is always as long as possible.
-
-        A controller cannot plan it without the pass times of halves.
-        """
+        """The rows of a tree; with pruning a draft is always as long as possible."""
         size = super().draft_size
         return WIDEST - 1 if size is None and self.prune_threshold is not None else size
 

@@ -220,11 +220,7 @@ class Losses:
 
 
 def compute_losses(streamed: Any, batch: Batch, gamma: int) -> Losses:
-    """Run whole sequences, in which rows carry all `gamma` streams or none.
-
-    A row carries streams if its next token is learned. So there are no streams, and no
-    logits, of the rows of a prompt.
-    """
+    """Run whole sequences; rows before a learned token carry all `gamma` streams."""
     size, rows = batch.ids.shape
     at = torch.arange(rows, device=batch.ids.device)
     learned = _next_ids(batch.labels, 1)[..., 0] != IGNORED
@@ -261,10 +257,7 @@ def compute_losses(streamed: Any, batch: Batch, gamma: int) -> Losses:
 
 
 def _carrier_rows(learned: Tensor) -> Tensor:
-    """Return the rows [b, C] that carry streams: where bool [b, T] is true, in order.
-
-    C is the most of one sequence. The others get further rows, which are not learned.
-    """
+    """The rows [b, C] where bool [b, T] is true, filled up with rows not learned."""
     count = max(1, int(learned.sum(1).max()))
     order = learned.int().argsort(dim=1, descending=True, stable=True)
     return order[:, :count]

@@ -23,10 +23,7 @@ class TrigramOptions(MethodOptions):
 
 
 class TrigramProposer(Proposer):
-    """Drafts a chain of the likeliest tokens, or a tree if it is asked for one.
-
-    The table learns from each generation, and later generations draft from it too.
-    """
+    """Drafts a chain or tree of the likeliest tokens; learns from each generation."""
 
     traits = Traits("trigram", max_draft_tokens=WIDEST - 1, branches=True)
 
@@ -39,10 +36,7 @@ class TrigramProposer(Proposer):
             self.trigrams.learn(prompt[max(0, end - WINDOW) : end])
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """The tokens that the table has after the last two; a tree if `parents`.
-
-        A search decides the shape of the tree, `budget` its size.
-        """
+        """The tokens that the table has after the last two; a tree if `parents`."""
         root = context[-1]
         if len(context) < 2:
             return Rows.chain([root])

@@ -17,9 +17,9 @@ from jetdraft.runtime.text.codec import TextCodec
 
 
 def write_table(corpus: Sequence[Path], bundle: Bundle, output: Path) -> Counts:
-    """Read text files with a bundle's tokenizer and write the table to `output`.
+    """Read texts with a bundle's tokenizer and write the table `output` as a whole.
 
-    Raises `DataError` or `OutputError`; the table appears whole or not at all.
+    Raises `DataError` or `OutputError`.
     """
     if output.exists():
         raise OutputError(f"{output} exists; choose another file")

@@ -39,10 +39,9 @@ class AheadCache(DraftCache):
     """Keeps a graph that drafts k tokens in a pass in step with its target's features.
 
     Row t reads, of the last k rows, the features of each and the token behind each, and
-    answers for token t + k + 1. It must see the rows behind it in its block: so a pass
-    has copies of all rows of a block but the last, behind that block, which see the
-    block in the place of themselves. Only rows whose block is whole are kept: the last
-    k - 1 are run again with the next block (2412.12639).
+    answers for token t + k + 1. A pass has copies of all rows of a block but the last,
+    which see the block in the place of themselves. Only rows whose block is whole are
+    kept: the last k - 1 are run again with the next block (2412.12639).
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -90,10 +89,7 @@ class AheadCache(DraftCache):
         self._run_rows(context, min(len(self.seen), len(context) - 1), self._most_rows)
 
     def follow(self, context: Sequence[int]) -> Answer | None:
-        """The answer for the token after `context`; None without features for it.
-
-        Tokens that the target has not run yet are fed like drafted tokens.
-        """
+        """The answer for the token after `context`; None without features for it."""
         rows = min(len(self.seen), len(context) - 1)
         # The rows of the last block, and of the last draft, are run again.
         self._rewind(max(0, min(len(self.tokens), rows - self.size)))
@@ -130,10 +126,7 @@ class AheadCache(DraftCache):
     def branch_blocks(
         self, blocks: Sequence[tuple[Block, Sequence[int]]], filled: int
     ) -> list[Block]:
-        """Run known blocks of a draft in a pass; returns the blocks behind them.
-
-        The draft has `filled` slots; each block takes `rows` more.
-        """
+        """Run blocks behind `filled` slots, of `rows` each; returns the next blocks."""
         size, all_slots = self.size, list[range]()
         tokens, depths, ancestors = list[int](), list[int](), list[list[int]]()
         features, recent = list[Float32s](), list[Sequence[int]]()
@@ -209,10 +202,7 @@ class AheadCache(DraftCache):
         return (*[0] * (self.size - 1 - len(last)), *last)
 
     def _known_features(self, row: int, count: int) -> Float32s:
-        """The features [k - 1 + count, w] of `count` rows from `row` on, k - 1 before.
-
-        Zeros stand for rows before the text.
-        """
+        """Features [k - 1 + count, w] from `row` on, and k - 1 rows before."""
         start = len(self.seen) - len(self._features)
         width = self.graph.contract.feature_input
         rows = [

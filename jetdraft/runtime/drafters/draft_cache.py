@@ -75,10 +75,7 @@ class DraftCache:
         return np.stack(self._features[:1]) if is_next and self._features else None
 
     def restore(self, tokens: Sequence[int], waiting: Float32s | None = None) -> None:
-        """Adopt rows of these tokens, which a file has put into the buffers.
-
-        The last row of a head has no token yet, and `waiting` features at most.
-        """
+        """Adopt rows of these tokens, which a file has put into the buffers."""
         self.tokens = list(tokens[self.shift :])
         self.graph.cache.rewind(len(self.tokens))
         self._passes = self.graph.passes
@@ -92,10 +89,7 @@ class DraftCache:
     def observe(
         self, first: int, tokens: Sequence[int], features: Float32s | None
     ) -> None:
-        """Take the features of tokens, which replace all from position `first` on.
-
-        They wait until the drafter drafts, which may be never.
-        """
+        """Take the features of tokens, which replace all from position `first` on."""
         if not self.reads or features is None or first > len(self.seen):
             return  # what it missed is read again with the next prompt
         self._truncate(self._count_kept_rows(first, tokens), first)
@@ -109,10 +103,7 @@ class DraftCache:
             self._feed(context, min(missing - 1, self.graph.contract.max_width))
 
     def follow(self, context: Sequence[int]) -> Answer | None:
-        """Run all rows of `context`; the answer after it, None without its features.
-
-        A graph that guesses several tokens answers for each of them.
-        """
+        """Run all rows of `context`; the answer after it, None without its features."""
         self._drop_differing(context)
         answer, widest = None, self.graph.contract.max_width
         while (missing := self._count_missing(context)) > 0:
@@ -187,10 +178,7 @@ class DraftCache:
         return answer.rows(slice(len(block), None))
 
     def review(self, context: Sequence[int], guess: Sequence[int]) -> Answer:
-        """Run a chain of guesses behind `context`; answers for its root and each guess.
-
-        The rows of the guesses stay in the cache until a context differs from them.
-        """
+        """Run guesses behind `context`; answers for its root and each guess."""
         self._drop_differing(context)
         # A prompt is read without the logits of all its rows.
         widest = min(WIDEST, self.graph.contract.max_width)
@@ -274,10 +262,7 @@ class DraftCache:
 
 
 class GuessCache(DraftCache):
-    """Keeps the features of the last row that the target has run, and has no buffers.
-
-    Guess i of an answer is for the token 1 + i places after the context.
-    """
+    """Keeps the features of the target's last row; guess i is 1 + i places further."""
 
     _length = 0
     """The tokens up to that row; 0 if it is not known."""
@@ -318,9 +303,8 @@ class GuessCache(DraftCache):
 class LedCache(DraftCache):
     """Keeps an adapter in step with the states that leave its target's lower half.
 
-    Row t reads the state of row t. For tokens that the target has not run the lower
-    half, which `leading` opens on demand, runs ahead. So a drafted row has the state
-    with which the target continues, and stays if its token was right.
+    The lower half runs ahead for tokens that the target has not run. So a drafted row
+    has the state with which the target continues, and stays if its token was right.
     """
 
     def __init__(self, graph: Graph, leading: Callable[[], LeadingHalf]) -> None:

@@ -150,10 +150,7 @@ class Rows:
         return depths
 
     def ranks(self, path: Sequence[int]) -> list[tuple[int, int]]:
-        """For each row of a path, which child comes next, and how many children it has.
-
-        Rows([5, 8, 9], [-1, 0, 0]).ranks([0, 2])    # [(1, 2)], no child of row 0
-        """
+        """For each row of a path: which child comes next, and of how many."""
         below = [self.children(row) for row in path]
         ranks = [
             (siblings.index(row), len(siblings))

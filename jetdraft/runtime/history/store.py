@@ -43,10 +43,7 @@ create index if not exists entries_of_user on entries (user, used);
 
 @dataclass(frozen=True)
 class Entry:
-    """A request and its `response` as token ids, `used` seconds after 1970.
-
-    `vector`, of the request, is float32 [d] of unit length, or empty.
-    """
+    """A request, its `response`, and its `vector` float32 [d] of unit length."""
 
     prompt: list[int]
     response: list[int]

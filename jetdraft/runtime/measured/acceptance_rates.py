@@ -13,10 +13,9 @@ RankRates = Sequence[Sequence[float]]
 class PositionRates:
     """Running estimates of the success rate at each position of a series of events.
 
-    Each rate is an exponentially weighted share of successes with a weak prior: the
-    rate of the position before it, and at the first position `prior`. The counts fade
-    in rounds without such events. `RUN` failures in a row erase the earlier successes:
-    at a success rate of a third, such a run happens once in a hundred rounds.
+    Each rate is an exponentially weighted share of successes; the prior is the rate of
+    the position before. `RUN` failures in a row erase the earlier successes: at a rate
+    of a third, such a run happens once in a hundred rounds.
     """
 
     WEIGHT = 1.0
@@ -83,10 +82,8 @@ class PositionRates:
 class Acceptance:
     """Running acceptance of one proposer's drafts, by position and by sibling.
 
-    Drafts with different evidence have rates of their own, see `Proposer.evidence`: 1
-    starts at a rate of 0.5, 2 at 0.75. Where a draft branches, the second sibling may
-    be right where the first is wrong. Both priors are hopeful, so that every proposer
-    and branch is tried, and is tried again later.
+    Each evidence has rates of its own, see `Proposer.evidence`: 1 starts at 0.5, 2 at
+    0.75. The priors are hopeful, so that every proposer and branch is tried.
     """
 
     PRIOR = 0.9
@@ -152,9 +149,7 @@ def prior_of(evidence: int) -> float:
 class GuessRates:
     """Rates that begin at `priors` and follow what the text turned out to be.
 
-    Held-out text says little of a text that repeats itself, or of another topic. A
-    guess is compared with the text whether it was drafted or not: so ranks that no
-    draft has are learned too.
+    A guess is compared with the text whether it was drafted or not.
     """
 
     WEIGHT = 40.0

@@ -171,10 +171,9 @@ def _blend_estimate(estimate: float, ms: float) -> float:
 
 
 class LinearFit:
-    """The line a + b * x of least squares through points, of which the last count most.
+    """The line a + b * x of least squares, 0 <= a, b, in which later points count more.
 
-    Neither a nor b is negative. Points of one x leave the line open: then it is the
-    shortest pair (a, b) that fits them.
+    Points of one x leave the line open: then it is the shortest pair (a, b).
     """
 
     def __init__(self, memory: float) -> None:
@@ -261,14 +260,12 @@ class RoundCosts:
 class Profit:
     """The milliseconds that a planned round gains on average, negative if it loses.
 
-    To look for a draft takes time in every round, also where none is found or pays.
     With p the time of a round without a draft, which commits one token:
 
         gain = tokens * p - the time of the round
         rest = -average / (SHARE * p) rounds, if the average is negative
 
-    So planning that gains nothing takes `SHARE` of the time, and planning that gains is
-    done in every round.
+    So planning that gains nothing takes `SHARE` of the time.
     """
 
     WEIGHT = 0.1

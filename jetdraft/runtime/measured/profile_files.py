@@ -24,10 +24,7 @@ _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 class Profiles:
-    """Reads and writes the measurements of a bundle with a provider and thread count.
-
-    If the drafter runs on another provider, `provider` names both: "cuda+cpu".
-    """
+    """Reads and writes measurements; the `provider` of a pair can be "cuda+cpu"."""
 
     def __init__(self, bundle: Bundle, provider: str, threads: int) -> None:
         folder, name = bundle.path / "profiles", f"{provider}-{threads}"

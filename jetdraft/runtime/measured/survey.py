@@ -61,10 +61,7 @@ def _never_stop() -> bool:
 
 
 class Survey:
-    """What is known of a target's widths and pass times; `step` finds out more.
-
-    `profiles` keeps the results; `announce` is called before the first are measured.
-    """
+    """What is known of a target's widths and pass times; `step` finds out more."""
 
     def __init__(
         self, target: Graph, drafter: Graph | None, profiles: Profiles | None = None
@@ -270,10 +267,7 @@ class Survey:
         return gap
 
     def _width_logits(self, start: int, rows: int, width: int) -> np.ndarray:
-        """The logits float32 [rows, vocab] from a cursor, in passes of one width.
-
-        The last pass may overlap the pass before, so that every pass has that width.
-        """
+        """Logits float32 [rows, vocab] in passes of one width; the last may overlap."""
         tokens = random_tokens(self.target, rows)
         logits = np.zeros((rows, self.target.contract.vocab_size), np.float32)
         for end in [*range(width, rows, width), rows]:

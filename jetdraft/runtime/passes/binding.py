@@ -32,9 +32,8 @@ ON_REQUEST = ("logits", "probe_logits")
 class PassBinding:
     """The inputs and outputs of passes with fixed numbers of rows, answers and probes.
 
-    `tensors` holds them by name, `arrays` their arrays on the host. `buffers` are the
-    KV buffers, by name of the input; the `borrowed` buffers belong to another graph,
-    and are only read. The contract has `members` and `prefix`.
+    `tensors` holds them by name, `arrays` their arrays on the host. `buffers` are KV
+    buffers, by name of the input; `borrowed` buffers of another graph are only read.
     """
 
     def __init__(
@@ -126,10 +125,7 @@ class PassBinding:
             self._write_draft_mask(None)
 
     def show_only(self, visible: VisibleSlots, cursor: int, filled: int = 0) -> None:
-        """Hide the slots from the cursor on, except the `visible` slots of each row.
-
-        Slots are numbered from the cursor; earlier passes wrote the first `filled`.
-        """
+        """Hide the slots from the cursor on, except the `visible` slots of each row."""
         self.arrays["draft_start"][0] = cursor
         shown = (tuple(map(tuple, visible)), filled)
         if shown != self._mask_shows:

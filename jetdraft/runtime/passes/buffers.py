@@ -55,10 +55,9 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory that tensors are allocated in: a `device`, "cpu", "cuda" or "webgpu".
+    """The `device` that tensors are allocated on, "cpu", "cuda" or "webgpu".
 
     `copies` says that host and session do not share it; tests set it without a GPU.
-    Kernels read the inputs `on_host` there.
     """
 
     device: str = "cpu"
@@ -89,10 +88,9 @@ HOST = Memory()
 
 
 class Cache:
-    """Fixed buffers, allocated once, and a cursor; a rewind copies nothing.
+    """Fixed buffers, allocated once, and a cursor; rows beyond `length` are stale.
 
-    Rows beyond `length` are stale and get overwritten. A `compaction` session moves the
-    rows of an accepted branch together, and `seconds` is the total time spent in it.
+    A `compaction` session moves the rows of an accepted branch together, in `seconds`.
     """
 
     def __init__(
@@ -147,10 +145,7 @@ class Cache:
         self.length = rows
 
     def compact(self, path: Sequence[int]) -> None:
-        """Commit only the rows `path` of the last pass, ascending from 0.
-
-        Rows after the first gap are moved, on the device and in place.
-        """
+        """Commit the rows `path` of the last pass, and close its gaps in place."""
         kept = gapless_length(path)
         if kept < len(path):
             self._move_rows(
@@ -205,11 +200,7 @@ def source_tokens(material: SourceInput) -> list[int]:
 
 
 class SourceBuffers:
-    """The cross buffers of one decoder, allocated once; a decoder only reads them.
-
-    The encoder's session runs once for each source, and writes them in place. `seconds`
-    adds up its time.
-    """
+    """The cross buffers of a decoder; an encoder writes them in place, in `seconds`."""
 
     def __init__(
         self,

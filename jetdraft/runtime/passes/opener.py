@@ -122,8 +122,7 @@ Weights = Mapping[str, npt.NDArray[np.generic]]
 class Opener:
     """Opens graphs of one bundle on one provider.
 
-    On the CPU all graphs of one file share a session, also between models with the same
-    opener: a CPU session holds no state of a pass.
+    On the CPU all graphs of one file share a session, as do models with this opener.
     """
 
     bundle: Bundle
@@ -196,10 +195,7 @@ class Opener:
         return Graph(sessions, self.compaction(entry.compaction_file), HOST)
 
     def _open_on_cuda(self, entry: GraphEntry, weights: Weights) -> Graph:
-        """Open two sessions over shared weights: chains are faster without a bias.
-
-        Standard graphs get one session, since they cannot share weights.
-        """
+        """Open two sessions over shared weights: chains are faster without a bias."""
         compaction = self.compaction(entry.compaction_file)
         memory, options = self.provider.memory, CUDA_OPTIONS
         if entry.tree_file is None or self.bundle.flavour != CONTRIB:

@@ -37,11 +37,7 @@ MOST_THREADS_PER_CORE = 8
 
 
 class Spinning(Enum):
-    """When the threads of a session keep their cores busy while they wait.
-
-    ALWAYS starts a pass fastest, and slows every other session on these cores.
-    IN_PASSES leaves the cores as soon as a pass ends.
-    """
+    """When the threads of a session keep their cores busy while they wait."""
 
     ALWAYS = "always"
     IN_PASSES = "in passes"

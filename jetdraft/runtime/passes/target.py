@@ -16,11 +16,7 @@ class EarlyStop(Exception):  # noqa: N818  # nothing went wrong
 
 
 class Target(Protocol):
-    """Runs passes over its cache and commits the rows that were right.
-
-    `contract` has the shapes of the whole model; `seconds` adds up the time inside
-    `session.run`.
-    """
+    """Runs passes over its cache and commits the rows that were right."""
 
     contract: StepContract
 

@@ -17,10 +17,9 @@ from jetdraft.runtime.proposers.proposer import Proposer
 
 @dataclass(frozen=True)
 class Assignment:
-    """Ask `proposer` for `budget` rows; without a proposer the round has no draft.
+    """Ask `proposer` for `budget` rows, as a tree of the shape `parents` if given.
 
-    `parents` asks for a tree of that shape. The rows of the pass carry probes as
-    `probing` says, whose answers become the draft of the next round.
+    The rows of the pass carry probes as `probing` says, for the next round's draft.
     """
 
     proposer: Proposer | None

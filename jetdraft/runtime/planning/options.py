@@ -289,10 +289,7 @@ class Options:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the target answers without some of its layers or KV rows.
-
-        Such answers must not train a drafter or enter the store.
-        """
+        """Whether answers lack layers or KV rows, so that nothing may learn of them."""
         return self.exiting.stop_and_exit is not None or self.drafting.select_kv
 
     @classmethod

@@ -45,10 +45,7 @@ from jetdraft.runtime.text.constraint import Matcher
 
 
 class Learner(Observer):
-    """Keeps a lesson of each generation, and the drafter's weights up to date.
-
-    New weights make the `acceptance` of the `methods` that draft with it unknown.
-    """
+    """Keeps a lesson of each generation, and the drafter's weights up to date."""
 
     def __init__(
         self,
@@ -123,10 +120,7 @@ MOST_PROPOSERS = 64
 
 @dataclass
 class Offer:
-    """What the proposers offered in one round, and the draft that was taken.
-
-    `asked` has the number of rows and the seconds of each that was asked.
-    """
+    """The draft of a round; `asked` has the rows and the seconds of each proposer."""
 
     rows: Rows
     method: str = NONE
@@ -200,10 +194,7 @@ def _proposed(
 
 
 class Planner:
-    """Makes the proposers of a loaded bundle, and picks some for each generation.
-
-    Proposers and their acceptance live on from one generation to the next.
-    """
+    """Makes a bundle's proposers, which live on, and picks some for each generation."""
 
     def __init__(self, parts: LoadedBundle) -> None:
         self.parts = parts

@@ -76,11 +76,7 @@ def methods_of(bundle: Bundle) -> tuple[str, ...]:
 
 @contextmanager
 def registered(method: Method[Any]) -> Iterator[None]:
-    """Register a method inside the block, for example in a test or a benchmark.
-
-    with registered(Method("repeat", "the last token", make)):
-        model.generate(prompt, method="repeat")
-    """
+    """Register a method inside the block, for example in a test or a benchmark."""
     table = _load_methods()
     before = dict(table)
     table[method.name] = method

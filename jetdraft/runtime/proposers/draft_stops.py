@@ -29,11 +29,7 @@ learned     the product of the rates of an acceptance head (SpecDec++, 2405.1971
 
 @dataclass
 class DraftStop:
-    """Ends a draft behind a token whose `rate` is below the threshold.
-
-    `rate` reads the one-row answer that the token was drafted from. With `product` the
-    rates of a draft are multiplied.
-    """
+    """Ends a draft behind a token whose `rate` or `product` is below the threshold."""
 
     rate: Callable[[Answer], float]
     threshold: float
@@ -88,8 +84,7 @@ class AcceptanceHead:
     """The chance that a drafted token is accepted, from the drafter's hidden state.
 
     One residual block x + SiLU(W x), applied `REPEATS` times, and a linear layer:
-    `block` float32 [h, h], `out` [h], `bias` []. `scale` [] scales hidden states to
-    unit size.
+    `block` float32 [h, h], `out` [h], `bias` []; `scale` [] scales to unit size.
     """
 
     block: Float32s
@@ -117,10 +112,7 @@ class AcceptanceHead:
 
     @classmethod
     def load(cls, file: Path, bundle: str, size: int) -> AcceptanceHead:
-        """Read the file that `save` wrote, for hidden states of that size.
-
-        Raises `StoreError`.
-        """
+        """Read the file that `save` wrote; raises `StoreError`."""
         if not file.exists():
             raise StoreError(
                 "the bundle has no acceptance head; make one with jetdraft train "

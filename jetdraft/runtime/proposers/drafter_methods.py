@@ -174,10 +174,7 @@ def drafter_method(
     module: tuple[str, ...] = (),
     task: str = "",
 ) -> Method[OptionsT]:
-    """The record of a method that `needs` a drafter which `fits`; see `Method`.
-
-    An export adds the drafter with `flag`.
-    """
+    """The record of a method that `needs` a drafter; an export adds it with `flag`."""
 
     def lacks(bundle: Bundle) -> str:
         entry = bundle.drafter
@@ -234,11 +231,7 @@ def of_probes(
     probes: int = 0,
     branches: bool = False,
 ) -> Proposer:
-    """Drafts what `probes` of the target guessed, as many as it has if 0.
-
-    A chain or a tree of the options' shape; a controller may ask one that `branches`
-    for other trees.
-    """
+    """Drafts what `probes` of the target guessed, as many as it has if 0."""
     contract = loaded.target.contract
     shape = options.shape if options.branched else None
     branches = branches and contract.tree and shape is None

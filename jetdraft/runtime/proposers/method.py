@@ -69,10 +69,7 @@ class MethodOptions:
             raise DraftingError(refusal)
 
     def refusals(self) -> Iterator[str]:
-        """What contradicts itself in these options, and the fix; a subclass adds to it.
-
-        Only the first text is read.
-        """
+        """What contradicts itself, and the fix; only the first text is read."""
         check_choice("verifier", self.verifier, VERIFIERS)
         check_ranges(self, _RANGES)
         for name in sorted({name for v in VERIFIERS.values() for name in v.settings}):

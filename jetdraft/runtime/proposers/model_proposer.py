@@ -94,11 +94,7 @@ class ModelProposer(Proposer):
 
 
 class Levels:
-    """Grows a tree of a shape; the graph answers for the rows of a level in a pass.
-
-    They are never committed in the graph's buffers: the accepted tokens are fed again
-    with the next context.
-    """
+    """Grows a tree; the graph answers for a level in a pass, and keeps none of it."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -129,8 +125,7 @@ class Levels:
 class Guesses:
     """Takes a chain of the tokens that an answer guesses, up to what `stop` doubts.
 
-    With 2 `steps` the second half of a block is guessed again when the first half is
-    known.
+    With 2 `steps` the second half of a block is guessed again behind the first.
     """
 
     def __init__(self, stop: DraftStop | None = None, steps: int = 1) -> None:
@@ -182,9 +177,8 @@ class Shared:
 class ProbeProposer(Proposer):
     """Drafts what the probes of the target's last accepted row guessed, at no cost.
 
-    The last token of the context is the choice of that row; probe j guesses the token j
-    places after it. Without a `shape` drafts are chains, or trees if a controller asks
-    a proposer that `branches`.
+    Probe j guesses the token j places after the last. Without a `shape` drafts are
+    chains, or trees if a controller asks a proposer that `branches`.
     """
 
     def __init__(self, traits: Traits, shape: Shape | None = None) -> None:

@@ -58,14 +58,7 @@ class Seen:
 
 
 class Observer:
-    """Watches generations, whoever proposes in them.
-
-    class Passes(Observer):
-        count = 0
-
-        def observe(self, seen):
-            self.count += 1
-    """
+    """Watches generations, whoever proposes in them."""
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         """Start a new generation, whose tokens `chooser` picks; forget the last."""
@@ -83,14 +76,7 @@ class Observer:
 
 
 class Proposer(Observer, ABC):
-    """Guesses how a sequence continues. A wrong guess costs time, never text.
-
-    class Repeat(Proposer):
-        traits = Traits("repeat", max_draft_tokens=1)
-
-        def propose(self, context, budget, parents=None):
-            return Rows.chain([context[-1], context[-1]])
-    """
+    """Guesses how a sequence continues. A wrong guess costs time, never text."""
 
     traits: Traits
 
@@ -136,10 +122,7 @@ class Proposer(Observer, ABC):
 
 
 class ForcedProposer(Proposer):
-    """Drafts the tokens that a constraint forces.
-
-    ForcedProposer(matcher).propose(context, budget=8)   # after {"na: me":
-    """
+    """Drafts the tokens that a constraint forces."""
 
     traits = Traits("forced", max_draft_tokens=WIDEST - 1)
 
@@ -154,8 +137,7 @@ class ForcedProposer(Proposer):
 class ConstrainedProposer(Proposer):
     """Drafts forced tokens first, then the rows of `inner` that the constraint allows.
 
-    Only the walk can verify such drafts: they are no longer draws of the drafter's
-    distribution. `inner` itself observes the generation.
+    They are no draws of the drafter's distribution, so only the walk can verify them.
     """
 
     def __init__(self, inner: Proposer, matcher: Matcher) -> None:

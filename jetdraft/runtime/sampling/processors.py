@@ -112,10 +112,7 @@ class _LazyLogits:
 
 @dataclass(frozen=True)
 class Mask:
-    """The tokens that may come, a `Change` of one row: `count` of `size` tokens.
-
-    `bits` is uint8 [size / 8 or more]; the lowest bit of a byte is the first token.
-    """
+    """The `count` tokens of `size` that may come: uint8 `bits`, lowest bit first."""
 
     bits: npt.NDArray[np.uint8]
     size: int

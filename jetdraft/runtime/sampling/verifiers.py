@@ -231,10 +231,7 @@ def _tolerant(
     top: int = TOP,
     tolerance: float = TOLERANCE,
 ) -> list[int]:
-    """Spec-Verification (SpecDec, 2203.16487): accepts what is nearly the best token.
-
-    Among the `top` best, with log probabilities `tolerance` below the best at most.
-    """
+    """Spec-Verification (2203.16487) accepts the `top` best within `tolerance`."""
     chosen = chooser.choose(answer, positions)
     # A greedy text has probabilities too, at temperature 1.
     reader = chooser if chooser.sampling.temperature else Chooser(Sampling(1.0))

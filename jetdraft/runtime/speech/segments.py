@@ -1,4 +1,4 @@
-"""Cuts a window's tokens at its timestamps (2212.04356, 3.8), and writes transcripts."""
+"""Cuts a window's tokens at its timestamps (2212.04356, 3.8); writes transcripts."""
 
 from __future__ import annotations
 
@@ -31,20 +31,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Window:
-    """The cut text of one window, and the slot where the next window begins.
-
-    `spans` has the first and the last slot of each segment, and its words' tokens.
-    """
+    """A window's text, the `spans` of its segments, and the slot of the next window."""
 
     spans: list[tuple[int, int, list[int]]]
     slots: int
 
     @classmethod
     def of(cls, tokens: Sequence[int], first_timestamp: int, slots: int) -> Window:
-        """Cut the tokens of a window of `slots` slots at pairs of timestamps.
-
-        The next window begins with a segment that this one cut off, unless it is alone.
-        """
+        """Cut the tokens of a window of `slots` slots at pairs of timestamps."""
         times = [token - first_timestamp for token in tokens]
         ends = [i for i in range(1, len(times)) if times[i - 1] >= 0 <= times[i]]
         closed = len(times) > 1 and times[-1] >= 0 > times[-2]

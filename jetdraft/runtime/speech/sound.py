@@ -228,10 +228,7 @@ def _sound_error(problem: str) -> OptionError:
 
 
 def log_mel(samples: Float32s, bins: int, frames: int) -> Float32s:
-    """Samples as Whisper's spectrum (2212.04356, 2.2), float32 [bins, frames].
-
-    A frame takes 10 ms. The sound is cut off, or filled up with silence.
-    """
+    """Whisper's spectrum (2212.04356, 2.2), float32 [bins, frames of 10 ms]."""
     size = frames * HOP
     padded = np.zeros(size, np.float32)
     padded[: min(size, len(samples))] = samples[:size]

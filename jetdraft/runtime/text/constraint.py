@@ -49,10 +49,7 @@ _DATA = ("default", "examples")
 
 @dataclass(frozen=True)
 class Constraint:
-    """A `kind` ("JSON schema", "regex", or "grammar" in Lark's syntax) and its source.
-
-    Constraint("regex", "[0-9]+ km")
-    """
+    """A `kind` ("JSON schema", "regex", "grammar" in Lark's syntax) and its source."""
 
     kind: str
     source: str

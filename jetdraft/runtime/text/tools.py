@@ -219,11 +219,7 @@ def _call_schema(function: dict[str, Any]) -> Schema:
 
 
 def _as_document(schema: Schema) -> Schema:
-    """A schema whose references mean the same inside of another schema.
-
-    With an id it stays a document, whose root is "#". Older drafts overlook an id
-    beside a reference.
-    """
+    """A schema whose references mean the same inside of another schema."""
     key = "id" if "draft-04" in str(schema.get("$schema")) else "$id"
     own = str(schema.get(key) or "").partition("#")[0]
     document = {**schema, key: own or "json-schema:///arguments/"}

@@ -98,8 +98,7 @@ _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(\W))")
 class Reader:
     """Reads tokens of one text, and goes back when tokens are withdrawn.
 
-    A path starts after the tokens that `masks` has committed. Raises `RefusalError` if
-    no text can follow or the library's limits are reached.
+    `RefusalError` says that no text can follow, or the library's limits are reached.
     """
 
     def __init__(self, inner: LLMatcher, words: LibraryVocabulary, source: str) -> None:

@@ -43,10 +43,7 @@ class EndedError(Exception):
 
 
 class Pipe:
-    """Asks a worker and waits for its replies, never longer than it should.
-
-    To close `life`, a socket that carries nothing, ends the worker.
-    """
+    """Asks a worker and waits for its replies; the end of `life` ends the worker."""
 
     def __init__(self, end: socket.socket, *life: socket.socket) -> None:
         self._socket, self._data = end, b""

@@ -138,10 +138,7 @@ def draw_siblings(
 
 
 class Static(Shape):
-    """A fixed list: the `parents` of rows 1, 2, ..., where 0 is the root; best first.
-
-    Raises `OptionError` if a parent does not come before its row.
-    """
+    """The `parents` of rows 1, 2, ..., where 0 is the root; raises `OptionError`."""
 
     name = "static"
     kinds = frozenset(Kind) - {Kind.TOP_AND_ONE}
@@ -276,11 +273,9 @@ class Comb(Shape):
 class Merged(Shape):
     """Branches that end in the same tokens share what follows (GSD, 2407.16207).
 
-    If the last `repeat` + 1 tokens of two branches are equal, only the earlier branch
-    is drafted further. In the end the later branch gets copies of its rows.
-
-    A child is added if its probability is at least `sibling_threshold` times the
-    best child's, and continues if its probability is at least `threshold`.
+    Of two branches with equal last `repeat` + 1 tokens the earlier is drafted further;
+    in the end the later gets copies of its rows. A child needs `sibling_threshold`
+    times the best child's probability, and continues at `threshold`.
     """
 
     name = "merged"

@@ -70,11 +70,9 @@ LOOK_SECONDS = 5.0
 
 
 class Pace:
-    """When a training may take its next step.
+    """When a training may take its next step; None of `seconds` or `watts`: no bound.
 
-    `seconds` bound the time of training, and `watts` the power of the module while a
-    step begins; None is no bound. sysfs is in `root`. Raises `DeviceError` for watts on
-    a machine that does not tell its power.
+    Raises `DeviceError` for watts on a machine that does not tell its power.
     """
 
     def __init__(
@@ -138,11 +136,7 @@ class UseOptions(Checked):
 
 @dataclass(frozen=True)
 class Learned:
-    """The result of a training of use: figures before and after, the set's name.
-
-    The figures are of held-out lessons. The name is None if nothing was published: the
-    loss did not fall, or the lessons were erased meanwhile.
-    """
+    """Figures of held-out lessons, before and after; a name if it was published."""
 
     steps: int
     places: int
@@ -152,10 +146,7 @@ class Learned:
 
 
 class UseTraining:
-    """Trains the drafter of a bundle on the lessons in a folder.
-
-    Raises `OptionError`, or `StoreError` for the folder of another drafter.
-    """
+    """Trains the drafter of a bundle on the lessons in a folder."""
 
     def __init__(
         self, student: Student, folder: Path, options: UseOptions | None = None
@@ -292,8 +283,7 @@ def lower_priority() -> None:
 class Background:
     """Trains beside a running model, again and again until the seconds are spent.
 
-    A training needs enough new wrong places, and no weights on trial. `say` is called
-    with the reason of each wait once, and `wait` with the seconds to sleep.
+    `say` is called with the reason of each wait once, `wait` with the seconds to sleep.
     """
 
     def __init__(
@@ -378,10 +368,7 @@ def judged_name(choice: Choice) -> str:
 
 
 def judged_weights(sets: WeightSets) -> dict[str, Tensor]:
-    """Read the merged weights that passed their trial last; {} for the bundle's own.
-
-    Raises `StoreError` for damaged weights.
-    """
+    """The merged weights that passed their trial last, or {}; raises `StoreError`."""
     name = judged_name(sets.read_choice())
     if name == OWN:
         return {}

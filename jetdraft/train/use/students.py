@@ -82,11 +82,7 @@ class LessonBatch:
 
 @dataclass(frozen=True)
 class Missed:
-    """How a drafter does at `places` wrong places.
-
-    `loss` is the mean cross entropy with the target's candidates, and `right` the share
-    of places at which the drafter's best token is the target's.
-    """
+    """Mean cross entropy, and the share of `right` tokens, at `places` wrong places."""
 
     loss: Tensor
     right: float
@@ -131,10 +127,7 @@ def join_missed(parts: Sequence[Missed]) -> Missed:
 
 
 class Student(ABC):
-    """A kind of drafter that a bundle has.
-
-    `source` is its checkpoint in floats, which the bundle was exported from.
-    """
+    """A kind of drafter; `source` is its checkpoint in floats."""
 
     def __init__(self, bundle: Bundle, source: str) -> None:
         self.bundle, self.source = bundle, source
@@ -150,10 +143,7 @@ class Student(ABC):
 
     @abstractmethod
     def load(self, weights: Mapping[str, Tensor]) -> Any:
-        """Load the drafter in float32; `weights` replace some of its own.
-
-        Raises `CheckpointError`.
-        """
+        """Load the drafter with its new `weights`; raises `CheckpointError`."""
 
     @abstractmethod
     def layers(self, model: Any) -> Iterable[nn.Module]:
@@ -183,10 +173,7 @@ class Student(ABC):
 
 
 class ModelStudent(Student):
-    """A drafter that is a model of its own.
-
-    Raises `CheckpointError`, `PairError` or `OptionError`.
-    """
+    """A drafter that is a model of its own."""
 
     def __init__(self, bundle: Bundle, source: str) -> None:
         super().__init__(bundle, source)
@@ -229,10 +216,7 @@ class ModelStudent(Student):
 
 
 class HeadStudent(Student):
-    """A head of EAGLE or MTP; what fuses the taps is in the target's graph and stays.
-
-    `target` is the target's checkpoint. Raises `CheckpointError` or `OptionError`.
-    """
+    """A head of EAGLE or MTP; the fusion of its taps is in the target's graph."""
 
     def __init__(self, bundle: Bundle, source: str, target: str) -> None:
         super().__init__(bundle, source)

@@ -107,10 +107,7 @@ def _read_head(
 
 @dataclass(frozen=True)
 class ExitRule:
-    """Decides by a head and two thresholds, probabilities; 1 is never.
-
-    ExitRule(head, stop=0.9, exit=0.9).decide(states)    # one Decision for each row
-    """
+    """Decides by a head and two thresholds, probabilities; 1 is never."""
 
     head: ExitHead
     stop: float

@@ -33,11 +33,6 @@ class LeadingHalf:
     """A `Target` over the buffers of a `whole` one, which reads prompts for it.
 
     `ahead` has the tokens of the rows that only the lower half has run.
-
-        target = LeadingHalf(whole, sessions)
-        target.prepare([2, 4, 6, 8])
-        target.lead([*committed, 5, 8])    # the lower half's states, [2, h]
-        target.verify(Rows.chain([5, 8, 9]), width=4)    # runs the lower half for 9
     """
 
     def __init__(self, whole: Graph, sessions: SplitSessions) -> None:
@@ -74,10 +69,7 @@ class LeadingHalf:
         return self.whole.passes + self.halves.passes
 
     def prepare(self, widths: Sequence[int], rule: ExitRule | None = None) -> None:
-        """Begin a generation, whose passes may have these widths.
-
-        A `rule` may stop it, or leave the upper half out, from the second token on.
-        """
+        """Begin a generation with these widths; a `rule` may skip the upper half."""
         self.widths, self.rule, self._is_first = sorted(widths), rule, True
         self._keep_ahead(0)
 
@@ -88,20 +80,14 @@ class LeadingHalf:
         return self.whole.run(tokens, last_only, width)
 
     def lead(self, text: Sequence[int]) -> Float32s | None:
-        """The states [n, h] that leave the lower half, of the rows not committed yet.
-
-        The text begins with the committed tokens. None if the rows do not fit.
-        """
+        """The states [n, h] of the lower half, of the rows not committed yet."""
         rows = Rows.chain(list(text[self.cache.length :]))
         self._keep_ahead(common_length(self.ahead, rows.tokens))
         self._base = len(rows)
         return self._run_ahead(rows)
 
     def branch(self, rows: PlacedRows) -> Float32s:
-        """The states [n, h] of rows of a draft behind the text that was led last.
-
-        A row that continues the rows ahead stays; others run again when verified.
-        """
+        """The states [n, h] of rows of a draft behind the text that was led last."""
         cursor, count = self.cache.length + self._base, len(rows.tokens)
         chain = list(range(rows.filled))
         goes_on = count == 1 and list(rows.ancestors[0]) == chain

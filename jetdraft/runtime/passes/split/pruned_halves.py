@@ -37,8 +37,7 @@ THRESHOLD_CHOICES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 class Threshold:
     """Picks from `THRESHOLD_CHOICES` what would have committed most tokens per second.
 
-    A round shows what any higher threshold would have kept, committed and cost. Every
-    `REFRESH` rounds a round keeps all rows, to show this for lower thresholds too.
+    A round shows it for any higher threshold; every `REFRESH` rounds keeps all rows.
     """
 
     MEMORY = 0.97
@@ -62,10 +61,7 @@ class Threshold:
     def observe(
         self, used: float, outcome: Callable[[float], tuple[float, float]]
     ) -> None:
-        """Learn from a round that pruned at `used`.
-
-        `outcome` gives its tokens and milliseconds at the same or a higher threshold.
-        """
+        """Learn from a round at `used`, and its `outcome` at higher thresholds."""
         for index, threshold in enumerate(THRESHOLD_CHOICES):
             if threshold >= used:
                 tokens, ms = outcome(threshold)
@@ -107,15 +103,7 @@ class _PairedCache(Cache):
 
 
 class PrunedHalves:
-    """A `Target` that runs drafts through both halves and prunes between them.
-
-    A row stays if its probability is at least the `threshold`: at 0 all rows stay,
-    above 1 only the root.
-
-        target = PrunedHalves(sessions, lower_moves, upper_moves)
-        target.prepare(0.1, [2, 4, 6, 8])
-        rows, answer = target.verify(rows, width=8)
-    """
+    """A `Target` that drops rows below the `threshold` between its halves."""
 
     def __init__(
         self,
@@ -218,10 +206,7 @@ class PrunedHalves:
         return proven
 
     def _outcome_at(self, path: list[int], threshold: float) -> tuple[float, float]:
-        """Tokens and milliseconds that the last round would have had with a threshold.
-
-        `path` has the accepted rows, numbered as in the whole draft.
-        """
+        """Tokens and milliseconds that a threshold gives to the last round."""
         rows, scores, lower_ms, probing = self._draft
         kept = self._prune(rows, scores, threshold)
         width = self.widths[bisect_left(self.widths, len(kept))]
