@@ -91,7 +91,7 @@ class TextCodec:
     def stream(
         self, prompt: Sequence[int], ends: Iterable[int] = (), special: bool = False
     ) -> TextStream:
-        """The text after `prompt`, without `ends` or (unless `special`) special tokens."""
+        """The text after `prompt`, without `ends`, and special tokens if `special`."""
         return TextStream(self._bytes, prompt, ends, special)
 
 
