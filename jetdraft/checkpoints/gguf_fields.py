@@ -273,12 +273,10 @@ class FamilyFields:
         )
 
 
-def field_error(
-    source: str, name: str, value: object, why: str
-) -> UnsupportedModelError:
+def field_error(file: str, name: str, value: object, why: str) -> UnsupportedModelError:
     """Return the error for a field whose value no exported model supports."""
     return UnsupportedModelError(
-        f"{source} has {name} {printable(value, 40)}, and {why}; export its Hugging "
+        f"{file} has {name} {printable(value, 40)}, and {why}; export its Hugging "
         "Face folder"
     )
 

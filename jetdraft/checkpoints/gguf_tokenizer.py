@@ -160,9 +160,7 @@ def _end_ids_by_name(field: Field, tokens: Sequence[str]) -> list[int]:
     """
     ids = [id for id, token in enumerate(tokens) if token in _END_TOKENS]
     merges = field("tokenizer.ggml.merges") or ()
-    built = {
-        text for merge in merges if (text := merge.replace(" ", "", 1)) in _END_TOKENS
-    }
+    built = {t for merge in merges if (t := merge.replace(" ", "", 1)) in _END_TOKENS}
     return [id for id in ids if tokens[id] not in built]
 
 

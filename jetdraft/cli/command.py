@@ -47,9 +47,7 @@ class Option(click.Option):
 class Command(click.Command):
     """A command whose help lists its options in groups."""
 
-    def format_options(
-        self, ctx: click.Context, formatter: click.HelpFormatter
-    ) -> None:
+    def format_options(self, ctx: click.Context, writer: click.HelpFormatter) -> None:
         """Write a section for each group that has options."""
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in GROUPS}
         for param in self.get_params(ctx):
@@ -59,8 +57,8 @@ class Command(click.Command):
                 groups[getattr(param, "group", "output")].append(record)
         for name, records in groups.items():
             if records:
-                with formatter.section(name.capitalize()):
-                    formatter.write_dl(records)
+                with writer.section(name.capitalize()):
+                    writer.write_dl(records)
 
 
 class LazyGroup(click.Group):
@@ -94,12 +92,10 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"No such command {name!r}; choose {names}")
         return super().resolve_command(ctx, args)
 
-    def format_commands(
-        self, ctx: click.Context, formatter: click.HelpFormatter
-    ) -> None:
+    def format_commands(self, ctx: click.Context, writer: click.HelpFormatter) -> None:
         """Write the summary of each command, without importing it."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(self.summaries.items()))
+        with writer.section("Commands"):
+            writer.write_dl(list(self.summaries.items()))
 
 
 def option(group: str, *names: str, help: str, **settings: Any) -> Decorator:

@@ -72,11 +72,9 @@ def runtime_options(*more: str) -> Decorator:
     return record_flags("runtime", LoadOptions, only=(*RUNTIME, *more))
 
 
-def new_tokens_option(default: int) -> Decorator:
+def new_tokens_option(most: int) -> Decorator:
     """The option -n/--max-new-tokens with a verb's default."""
-    return keyword_flags(
-        GenerateOptions, only=("max_new_tokens",), max_new_tokens=default
-    )
+    return keyword_flags(GenerateOptions, only=("max_new_tokens",), max_new_tokens=most)
 
 
 def generate_options(*names: str, **defaults: Any) -> Decorator:

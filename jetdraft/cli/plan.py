@@ -65,12 +65,10 @@ def command(
     question = Question(target, **options, methods=method_costs())
     prediction = plan(question)
     figures = _read_text_figures(target, texts, draft_vocab)
-    drafters = (
-        [] if question.on_cpu else _advise_drafters(question, draft_vocab, figures)
-    )
+    advice = [] if question.on_cpu else _advise_drafters(question, draft_vocab, figures)
     if as_json:
         fields = prediction.to_json() | {
-            "advised_drafters": [drafter.to_json() for drafter in drafters],
+            "advised_drafters": [drafter.to_json() for drafter in advice],
             "tokenizer": [row.to_json() for row in figures],
         }
         click.echo(json.dumps(fields))
@@ -82,7 +80,7 @@ def command(
             click.echo(NO_METHODS_LINE)
         else:
             _print_methods(prediction)
-            _print_drafters(drafters)
+            _print_drafters(advice)
         _print_texts(prediction, figures)
 
 
@@ -100,11 +98,9 @@ def _advise_drafters(
     question: Question, draft_vocab: int | None, figures: Sequence[TextFigures]
 ) -> list[Drafter]:
     """The advised drafter first, then its shape after `OTHER_BUDGETS` of tokens."""
-    whole = [
-        row for row in figures if row.script == WHOLE_TEXT and row.coverage is not None
-    ]
-    tokens = sum(row.tokens for row in whole)
-    covered = sum(row.tokens * (row.coverage or 0.0) for row in whole)
+    whole = [r for r in figures if r.script == WHOLE_TEXT and r.coverage is not None]
+    tokens = sum(r.tokens for r in whole)
+    covered = sum(r.tokens * (r.coverage or 0.0) for r in whole)
     coverage = covered / tokens if tokens else 1.0
     advisor = Advisor(question, draft_vocab, coverage)
     best = advisor.best()

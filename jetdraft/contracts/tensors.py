@@ -41,9 +41,7 @@ class TensorSpec:
             ALL: rows + prefix + probes * members,
             SLOTS: rows + 1,  # of the example buffers of a trace
         }
-        return tuple(
-            sizes[axis] if isinstance(axis, str) else axis for axis in self.shape
-        )
+        return tuple(sizes[a] if isinstance(a, str) else a for a in self.shape)
 
 
 _ONNX_TYPES = {  # onnxruntime's names of types, by numpy's

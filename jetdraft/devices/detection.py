@@ -109,14 +109,12 @@ def _tensorrt_version(root: Path) -> str | None:
 
 def _power_mode(root: Path) -> str | None:
     """The name of the power mode, by its number in nvpmodel's status."""
-    status = re.search(
-        r"pmode:(\d+)", _read_text(root / "var/lib/nvpmodel/status") or ""
-    )
-    if status is None:
+    mode = re.search(r"pmode:(\d+)", _read_text(root / "var/lib/nvpmodel/status") or "")
+    if mode is None:
         return None
     config = _read_text(root / "etc/nvpmodel.conf") or ""
     modes = re.findall(r"<\s*POWER_MODEL\s+ID=(\d+)\s+NAME=(\S+?)\s*>", config)
-    return {int(number): name for number, name in modes}.get(int(status[1]))
+    return {int(number): name for number, name in modes}.get(int(mode[1]))
 
 
 def _gpu_name(root: Path, board: str | None) -> str | None:

@@ -35,14 +35,8 @@ def check_drafter(
 
 def check_checkpoint(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
     """Raise a `JetdraftError` if a checkpoint, `name` in the bundle, has no graphs."""
-    for check in (
-        _check_source,
-        _check_probes,
-        _check_taps,
-        _check_exit,
-        _check_select,
-    ):
-        check(name, checkpoint, options)
+    for rule in (_check_source, _check_probes, _check_taps, _check_exit, _check_select):
+        rule(name, checkpoint, options)
 
 
 def _check_source(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:

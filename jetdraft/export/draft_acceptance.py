@@ -85,8 +85,6 @@ def with_acceptance(bundle: Bundle, prompts: Sequence[Sequence[int]]) -> Bundle:
     return replace(bundle, graphs=graphs)
 
 
-def has_fallen(stored: Sequence[float], measured: Sequence[float]) -> bool:
+def has_fallen(stored: Sequence[float], now: Sequence[float]) -> bool:
     """Whether the acceptance fell at any position by more than `TOLERANCE`."""
-    return any(
-        new < old - TOLERANCE for old, new in zip(stored, measured, strict=False)
-    )
+    return any(new < old - TOLERANCE for old, new in zip(stored, now, strict=False))

@@ -153,9 +153,7 @@ def drafter_arrays(bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> Arra
     integers that cannot be trained.
     """
     check_trainable(bundle, checkpoint)
-    return changed_arrays(
-        bundle, lambda folder: _write(folder, bundle, checkpoint, text)
-    )
+    return changed_arrays(bundle, lambda to: _write(to, bundle, checkpoint, text))
 
 
 def head_arrays(bundle: Bundle, target: Checkpoint, head: DraftModule) -> Arrays:

@@ -95,19 +95,17 @@ def export(
     files = None if head is None else HeadFiles.read(head)
     if files is not None:
         check_head(files, target)
-    checkpoints = _load_checkpoints(sources, options, report)
-    options = settle_source(checkpoints[TARGET], options)
-    reader = (
-        None if files is None else load_draft_head(files, checkpoints[TARGET], options)
-    )
-    check_draft_vocabulary(options, checkpoints, reader)
+    models = _load_checkpoints(sources, options, report)
+    options = settle_source(models[TARGET], options)
+    reader = None if files is None else load_draft_head(files, models[TARGET], options)
+    check_draft_vocabulary(options, models, reader)
     if reader is not None:
-        checkpoints[TARGET] = replace(checkpoints[TARGET], taps=head_taps(reader))
-    contracts = _check_and_contract(checkpoints, options)
-    for line in checkpoints[TARGET].passed_over:
+        models[TARGET] = replace(models[TARGET], taps=head_taps(reader))
+    contracts = _check_and_contract(models, options)
+    for line in models[TARGET].passed_over:
         warnings.warn(f"passed over: {line}", stacklevel=3)
     learning = reader if reader is not None and reader.reads.learns else None
-    measures = Measures(checkpoints, contracts, options, report, learning)
+    measures = Measures(models, contracts, options, report, learning)
     cut = _cut_drafter(measures, reader)
     options = measures.settle_recipes()
     with writing(output) as folder:
@@ -117,9 +115,9 @@ def export(
             graphs[DRAFTER] = write_head_graphs(
                 jobs[TARGET][0], graphs[TARGET], head, reader, measures.overlaps
             )
-        bundle = _make_bundle(folder, graphs, checkpoints[TARGET], options)
-        _write_texts(folder, checkpoints[TARGET])
-        _write_similarity(folder, checkpoints[TARGET].model)
+        bundle = _make_bundle(folder, graphs, models[TARGET], options)
+        _write_texts(folder, models[TARGET])
+        _write_similarity(folder, models[TARGET].model)
         bundle.save()
         on_cpu = all(options.provider_of(name).name == "cpu" for name in graphs)
         if DRAFTER in graphs and on_cpu and not options.fast:

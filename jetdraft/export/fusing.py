@@ -139,9 +139,7 @@ def _merge_products(
     make = Maker(graph, nodes[0])
     result = make("MatMul", source, matrix)
     if biases:
-        vector = _join_constants(
-            graph, [value for _, value in biases], f"{name}.bias", axis=0
-        )
+        vector = _join_constants(graph, [v for _, v in biases], f"{name}.bias", axis=0)
         result = make("Add", result, vector)
     lengths = make.constant(f"{name}.sizes", sizes)
     parts = make.several("Split", len(nodes), result, lengths, axis=-1)
@@ -247,13 +245,11 @@ def drop_identity_reshapes(graph: ir.Graph) -> None:
             ir.convenience.replace_all_uses_with(after, before)
 
 
-def same_rows(shape: ir.Shape | None, other: ir.Shape | None) -> bool:
+def same_rows(shape: ir.Shape | None, to: ir.Shape | None) -> bool:
     """Whether the shapes of a value before and after Reshape are both [1, n, c]."""
-    if shape is None or other is None or len(shape) != 3 or len(other) != 3:
+    if shape is None or to is None or len(shape) != 3 or len(to) != 3:
         return False
-    return (
-        shape[0] == other[0] == 1 and isinstance(shape[2], int) and shape[2] == other[2]
-    )
+    return shape[0] == to[0] == 1 and isinstance(shape[2], int) and shape[2] == to[2]
 
 
 # --- gathers --------------------------------------------------------------------------

@@ -135,15 +135,13 @@ def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
     return entry
 
 
-def write_encoder(
-    job: Job, entry: GraphEntry, quantization: Quantization
-) -> GraphEntry:
+def write_encoder(job: Job, entry: GraphEntry, quantizer: Quantization) -> GraphEntry:
     """Write the graph of an encoder in that quantization."""
     file = job.graph_file("encoder")
     stage = f"trace {job.name}'s encoder"
     job.report(stage, 0, 1)
     model = trace(EncoderStep(job.checkpoint.model, entry.contract), job.names)
-    quantization.apply(model)
+    quantizer.apply(model)
     _save_with_weights(model, file)
     job.report(stage, 1, 1)
     return replace(entry, encoder_file=file.name)

@@ -83,10 +83,8 @@ def question_prompts(checkpoint: Checkpoint) -> list[list[int]]:
         return [[row % checkpoint.vocab_size] for row in range(len(QUESTIONS))]
     encoder = Tokenizer.from_str(checkpoint.tokenizer)
     texts = _chat_prompts(checkpoint)
-    special = texts is None  # a template names them itself
-    prompts = [
-        encoder.encode(t, add_special_tokens=special) for t in texts or QUESTIONS
-    ]
+    bare = texts is None  # a template names special tokens itself
+    prompts = [encoder.encode(t, add_special_tokens=bare) for t in texts or QUESTIONS]
     return [prompt.ids or [0] for prompt in prompts]
 
 

@@ -113,12 +113,10 @@ class StreamStep(ProbeStep):
         self,
         rows_and_probes: tuple[torch.Tensor, ...],
         parents: torch.Tensor,
-        **options: Any,
+        **extra: Any,
     ) -> list[torch.Tensor]:
         """Logits, states at the cut, and scores; `parents` int64 [n] as `PARENTS`."""
-        logits, early, hidden = self.model(
-            *rows_and_probes, early=slice(None), **options
-        )
+        logits, early, hidden = self.model(*rows_and_probes, early=slice(None), **extra)
         return [
             logits,
             hidden,

@@ -245,10 +245,8 @@ def settle_source(checkpoint: Checkpoint, options: ExportOptions) -> ExportOptio
     """
     if not checkpoint.reads_source:
         return options
-    recipe, capacity = options.recipe or Recipe.parse(SAFE_RECIPE), options.capacity
+    recipe, slots = options.recipe or Recipe.parse(SAFE_RECIPE), options.capacity
     if checkpoint.speech is not None:
-        capacity = min(capacity, position_limit(checkpoint.model) or capacity)
-    width = min(options.max_width, capacity)
-    return replace(
-        options, recipe=recipe, fast=True, capacity=capacity, max_width=width
-    )
+        slots = min(slots, position_limit(checkpoint.model) or slots)
+    width = min(options.max_width, slots)
+    return replace(options, recipe=recipe, fast=True, capacity=slots, max_width=width)

@@ -179,9 +179,7 @@ class SelectedAttention:
         mean = branch("ReduceMean", queries, branch.vector(1), keepdims=0)
         near = branch("Sub", start, branch.vector(self.selection.recent))
         product = branch("ReduceSum", branch("Mul", mean, self.query), keepdims=0)
-        norms = [
-            branch("ReduceSumSquare", value, keepdims=0) for value in (mean, self.query)
-        ]
+        norms = [branch("ReduceSumSquare", v, keepdims=0) for v in (mean, self.query)]
         length = branch("Sqrt", branch("Mul", *norms))
         bound = branch("Mul", length, branch.scalar(MIN_SIMILARITY))
         is_like = branch("GreaterOrEqual", product, bound)
@@ -192,7 +190,7 @@ class SelectedAttention:
         stays = branch("And", branch("And", is_like, is_set), lies_before)
         old = Branch(self.graph, f"{self.name}.old")
         new = Branch(self.graph, f"{self.name}.new")
-        copies = [old("Identity", value) for value in (self.rows, self.query)]
+        copies = [old("Identity", v) for v in (self.rows, self.query)]
         voted = self._vote(new, mean, keys, near)
         before = old.build(self._set_state_types(copies))
         after = new.build(self._set_state_types([voted, new("Identity", mean)]))

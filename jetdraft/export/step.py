@@ -270,17 +270,15 @@ class _BufferMaker(PassThroughCache):
 
     def update(
         self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
         layer_idx: int,
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the buffers of a layer to the state."""
-        self.state.past.append(
-            (torch.zeros_like(key_states), torch.zeros_like(value_states))
-        )
-        return super().update(key_states, value_states, layer_idx)
+        self.state.past.append((torch.zeros_like(keys), torch.zeros_like(values)))
+        return super().update(keys, values, layer_idx)
 
 
 def export_error(model: Any, error: BaseException) -> UnsupportedModelError:

@@ -106,10 +106,8 @@ def trace(step: Step, names: Mapping[int, str]) -> onnx_ir.Model:
         raise
     except Exception as error:  # the exporter wraps every cause in its own types
         raise export_error(step.decoder, error) from error
-    own_weights = {
-        name: weight for name, weight in weights.items() if id(weight) in names
-    }
-    make_inputs_constant(model, own_weights, names)
+    own = {name: weight for name, weight in weights.items() if id(weight) in names}
+    make_inputs_constant(model, own, names)
     fold_graph(model)
     return model
 

@@ -99,18 +99,14 @@ class Divergence:
             for whole, batch in zip(other._full_logprobs, self.batches, strict=True):
                 own = self._log_probabilities(batch)
                 full = whole if ids is None else whole[:, ids]
-                width = min(full.shape[1], own.shape[1])  # vocabularies may be padded
-                total += float(
-                    torch.minimum(full[:, :width], own[:, :width]).exp().sum()
-                )
+                size = min(full.shape[1], own.shape[1])  # vocabularies may be padded
+                total += float(torch.minimum(full[:, :size], own[:, :size]).exp().sum())
                 rows += len(full)
         return total / rows
 
     def bytes_of(self, recipe: Recipe) -> int:
         """Return the bytes of all matrices by a recipe, with scales and zeros."""
-        return sum(
-            self.bytes_of_unit(unit, recipe.of_unit(unit)) for unit in self.units
-        )
+        return sum(self.bytes_of_unit(u, recipe.of_unit(u)) for u in self.units)
 
     def bytes_of_unit(self, unit: Unit, recipe: Recipe) -> int:
         """Return the bytes of the matrices of one unit, with scales and zeros."""

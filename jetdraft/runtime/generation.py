@@ -270,16 +270,14 @@ class Generation:
         carried = self._carried[: max(room, 0)]
         known = array("I", [*context, *carried]) if carried else context
         offer = self.proposer_set.offer(known, room - len(carried))
-        draft_seconds, drafted = time.perf_counter() - started, offer.rows
+        draft_seconds, draft = time.perf_counter() - started, offer.rows
         if carried:
-            drafted = drafted.under([context[-1], *carried[:-1]])
+            draft = draft.under([context[-1], *carried[:-1]])
 
         # Verify: one pass of the target, and for every row one chosen token.
         if matcher is not None:
-            matcher.request_masks(drafted, context)
-        rows, answer = target.verify(
-            drafted, self._pass_width(len(drafted)), offer.probing
-        )
+            matcher.request_masks(draft, context)
+        rows, answer = target.verify(draft, self._pass_width(len(draft)), offer.probing)
         positions = [len(context) + depth for depth in rows.depths]
         processed = self.chooser.process(answer, rows, context)
         chosen = self.verifier.choose(rows, processed, positions, self.chooser)

@@ -24,6 +24,7 @@ from jetdraft.runtime.claim import Claim, Idle
 from jetdraft.runtime.drafters.ahead_cache import AheadCache
 from jetdraft.runtime.drafters.draft_cache import DraftCache, GuessCache, LedCache
 from jetdraft.runtime.drafters.learned_weights import LearnedWeights
+from jetdraft.runtime.drafts.rows import Tokens
 from jetdraft.runtime.history.store import Entry, ResponseStore, Similarity
 from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.measured.profile_files import Profiles
@@ -227,9 +228,7 @@ class LoadedBundle:
             )
         return None
 
-    def remember(
-        self, prompt: Sequence[int], response: Sequence[int], user: str = ""
-    ) -> None:
+    def remember(self, prompt: Tokens, response: Tokens, user: str = "") -> None:
         """Add a request and its response to the user's store, if there is a store."""
         if self.store is None:
             return

@@ -199,15 +199,13 @@ class Job:
         An event loop that ends cancels its tasks, but the thread uses the model until
         the end of its round.
         """
-        generation = self._loop.run_in_executor(
-            self._desk.threads, self._generate, model
-        )
+        future = self._loop.run_in_executor(self._desk.threads, self._generate, model)
         try:
-            await asyncio.shield(generation)
+            await asyncio.shield(future)
         except asyncio.CancelledError:
             self.cancel()
-            await asyncio.wait([generation])
-            generation.exception()  # otherwise asyncio logs it
+            await asyncio.wait([future])
+            future.exception()  # otherwise asyncio logs it
             raise
 
     def _generate(self, model: Model) -> None:

@@ -215,9 +215,7 @@ class HeadTask(Task):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield carried states [b, T, h] and logits [b, T, n] of all slots by step."""
 
-    def lost(
-        self, step: int, carried: Tensor, scores: Tensor, lesson: Lesson
-    ) -> Tensor:
+    def lost(self, step: int, state: Tensor, scores: Tensor, lesson: Lesson) -> Tensor:
         """The loss of all slots [b, T]: the cross entropy to the target."""
         teacher = shift_rows(lesson.logits, 1 + step).float()
         return -(teacher.softmax(-1) * scores).sum(-1)

@@ -50,9 +50,7 @@ def defer_interrupts() -> Iterator[None]:
         yield  # Python interrupts its main thread only
         return
     interrupts: list[int] = []
-    before = signal.signal(
-        signal.SIGINT, lambda number, frame: interrupts.append(number)
-    )
+    before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     try:
         yield
     finally:

@@ -81,9 +81,7 @@ class Sums:
 
 def sum_fields(parts: Sequence[Any], *names: str) -> list[Tensor]:
     """The named fields of some `Sums`, each added up over `parts`, on the CPU."""
-    return [
-        torch.stack([getattr(p, name) for p in parts]).sum(0).cpu() for name in names
-    ]
+    return [torch.stack([getattr(p, n) for p in parts]).sum(0).cpu() for n in names]
 
 
 def round_figures(numbers: Tensor) -> list[float]:
@@ -239,9 +237,7 @@ class Task(ABC):
 
     def validate(self, run: Run, module: Any) -> dict[str, Any]:
         """Compute the figures of the validation texts; raises `TrainingError`."""
-        parts = [
-            module(*self.lesson(run, batch, False)) for batch in run.held_out_batches()
-        ]
+        parts = [module(*self.lesson(run, b, False)) for b in run.held_out_batches()]
         return self.figures(run, parts)
 
     def figures(self, run: Run, parts: Sequence[Any]) -> dict[str, Any]:

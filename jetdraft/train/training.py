@@ -128,9 +128,7 @@ class Training(Run):
         # A corpus of one text validates with it too.
         apart = self.corpus.validation[0] is not self.corpus.training[0]
         texts = self.corpus.training + (self.corpus.validation if apart else [])
-        chosen = [
-            n for n, text in enumerate(texts) if regenerate or not text.is_written
-        ]
+        chosen = [n for n, t in enumerate(texts) if regenerate or not t.is_written]
         if not chosen:
             return
         options, state = self.options, this_process()
@@ -196,10 +194,8 @@ class Training(Run):
     def _train_step(self, module: Any, optimizers: Sequence[Any]) -> float:
         """Train one step; gives its loss. The rate rises in a warm-up, then falls."""
         accelerator = self.accelerator
-        warm_up = (self.step + 1) / max(1.0, WARM_UP_SHARE * self.steps)
-        rate = self.options.learning_rate * min(
-            1.0, warm_up, 1.0 - self.step / self.steps
-        )
+        rise = (self.step + 1) / max(1.0, WARM_UP_SHARE * self.steps)
+        rate = self.options.learning_rate * min(1.0, rise, 1.0 - self.step / self.steps)
         batch = self.corpus.batch(
             self.step,
             self.options.batch_size,

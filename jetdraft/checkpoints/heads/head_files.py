@@ -316,16 +316,14 @@ class HeadFiles:
                 tensors[name] = rows_of_head[:rows]
         return min(len(first), rows)
 
-    def check_fusion(
-        self, tensors: Mapping[str, Tensor], joined: int, what: str
-    ) -> None:
+    def check_fusion(self, tensors: Mapping[str, Tensor], joined: int, of: str) -> None:
         """Raise `CheckpointError` for an fc of another width than all that it joins."""
         if "fc.weight" not in tensors:
             raise CheckpointError(f"{self.source} has no fc.weight; fetch it again")
         width = tensors["fc.weight"].shape[1]
         if width != joined:
             raise CheckpointError(
-                f"the fc of {self.source} reads {width} numbers, but {what} of this "
+                f"the fc of {self.source} reads {width} numbers, but {of} of this "
                 f"target have {joined}; give the head of this target"
             )
 
@@ -385,9 +383,7 @@ def _read_weight_file(file: Path) -> dict[str, Tensor]:
         ) from error
     if not isinstance(contents, dict):
         raise CheckpointError(f"{file} holds no table of tensors; fetch it again")
-    return {
-        str(name): value for name, value in contents.items() if torch.is_tensor(value)
-    }
+    return {str(name): t for name, t in contents.items() if torch.is_tensor(t)}
 
 
 def resize_rows(table: Tensor, rows: int) -> Tensor:

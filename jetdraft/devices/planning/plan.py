@@ -333,13 +333,11 @@ class Board:
         return load.pass_ms(width, self.context, self.mode, capability, self.efficiency)
 
 
-def expected_levels(
-    rows: int, acceptance: float, branching: bool
-) -> list[tuple[int, float]]:
+def expected_levels(rows: int, rate: float, branching: bool) -> list[tuple[int, float]]:
     """The likeliest tree: its rows and the accepted rows of each level."""
     siblings = range(rows - 1 if branching else 0)
-    others = [acceptance * (1.0 - acceptance) ** rank for rank in siblings]
-    parents, chances = best_tree(rows, [acceptance] * rows, others)
+    others = [rate * (1.0 - rate) ** rank for rank in siblings]
+    parents, chances = best_tree(rows, [rate] * rows, others)
     depths, levels = [0], list[tuple[int, float]]()
     for parent, chance in zip(parents, chances, strict=True):
         depth = depths[parent]

@@ -16,7 +16,7 @@ from itertools import takewhile, zip_longest
 from typing import NamedTuple
 
 from jetdraft.runtime.drafters.draft_cache import DraftCache
-from jetdraft.runtime.drafts.rows import Kind, Rows
+from jetdraft.runtime.drafts.rows import Kind, Rows, Tokens
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.acceptance_rates import (
     Acceptance,
@@ -27,7 +27,7 @@ from jetdraft.runtime.proposers.drafter_methods import drafter_method
 from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
 from jetdraft.runtime.proposers.method import MethodOptions
 from jetdraft.runtime.proposers.model_proposer import ModelProposer
-from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
 
@@ -141,16 +141,14 @@ class CascadeProposer(ModelProposer):
             drafted += self.below.guess_after(drafted, budget - len(drafted)).tokens
         return Rows.chain([context[-1], *drafted[:budget]], self.traits.kind)
 
-    def _draft_own(
-        self, context: list[int], guessed: list[int], count: int
-    ) -> list[int]:
+    def _draft_own(self, context: list[int], taken: list[int], count: int) -> list[int]:
         """What the drafter itself drafts: its choices up to the first that differs."""
         if self.cache.carry:
             return super().propose(context, count).tokens[1:]
-        answer = self.cache.review(context, guessed)
-        positions = range(len(context), len(context) + 1 + len(guessed))
+        answer = self.cache.review(context, taken)
+        positions = range(len(context), len(context) + 1 + len(taken))
         chosen = self.chooser.choose(answer, positions)
-        return chosen[: 1 + _common_length(chosen, guessed)]
+        return chosen[: 1 + _common_length(chosen, taken)]
 
 
 def _trials_of(tokens: list[int], guess: Guess, own: bool) -> list[Trial]:

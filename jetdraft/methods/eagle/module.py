@@ -177,10 +177,8 @@ class Eagle(DraftModule):
         return joined
 
     def draft(self, given: DraftInputs) -> tuple[Tensor, Tensor]:
-        hidden, carried = self(
-            given.tokens, given.features, given.positions, given.cache
-        )
-        return self.lm_head(hidden[:, given.answer_rows]), carried
+        hidden, state = self(given.tokens, given.features, given.positions, given.cache)
+        return self.lm_head(hidden[:, given.answer_rows]), state
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:

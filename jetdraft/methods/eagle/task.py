@@ -112,15 +112,13 @@ class EagleTask(HeadTask):
         for hidden, carried in unroll(drafter, lesson.ids, features, steps):
             yield carried, drafter.lm_head(hidden)
 
-    def lost(
-        self, step: int, carried: Tensor, scores: Tensor, lesson: Lesson
-    ) -> Tensor:
+    def lost(self, step: int, state: Tensor, scores: Tensor, lesson: Lesson) -> Tensor:
         """The cross entropy to the target, or also the distance of the features."""
-        lost = super().lost(step, carried, scores, lesson)
+        lost = super().lost(step, state, scores, lesson)
         if self.settings.kind == EAGLE3:
             return lost
         wanted = shift_rows(lesson.final, 1 + step)
-        apart = F.smooth_l1_loss(carried, wanted, reduction="none").mean(-1)
+        apart = F.smooth_l1_loss(state, wanted, reduction="none").mean(-1)
         return apart + CROSS_ENTROPY * lost
 
     def description(self, run: Run) -> str:

@@ -32,9 +32,7 @@ class Recurrence(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.inputs = nn.ModuleList(
-            nn.Linear(size, 4 * width) for size in (2 * width, width)
-        )
+        self.inputs = nn.ModuleList(nn.Linear(n, 4 * width) for n in (2 * width, width))
         self.states = nn.ModuleList(
             nn.Linear(width, 4 * width, bias=False) for _ in self.inputs
         )

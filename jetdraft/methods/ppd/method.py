@@ -10,7 +10,7 @@ from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.methods.ppd.sparse_trees import SparsePlan, best_plan
 from jetdraft.options import check_ranges, range_between
-from jetdraft.runtime.drafts.rows import Kind, Rows
+from jetdraft.runtime.drafts.rows import Kind, Rows, Tokens
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.acceptance_rates import GuessRates, RankRates
 from jetdraft.runtime.measured.cost_model import PassMs, RoundCosts
@@ -19,7 +19,7 @@ from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.drafter_methods import lacks_probes, of_probes
 from jetdraft.runtime.proposers.method import Method
 from jetdraft.runtime.proposers.model_proposer import ProbeProposer
-from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Traits
 from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.trees.shapes import RANK_RATES, Static, draw_siblings

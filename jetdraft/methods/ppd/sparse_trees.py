@@ -71,15 +71,13 @@ class SparseTree:
         `worth[d]` are the expected tokens of a round in state d.
         """
         counts = [len(worth) - 1] * len(self.chances)
-        losses = [
-            (self._probe_loss(worth, row, counts), row) for row in range(len(counts))
-        ]
+        losses = [(self._probe_loss(worth, r, counts), r) for r in range(len(counts))]
         heapq.heapify(losses)
         for _ in range(sum(counts) - probes):
-            _, row = heapq.heappop(losses)
-            counts[row] -= 1
-            if counts[row]:
-                heapq.heappush(losses, (self._probe_loss(worth, row, counts), row))
+            _, r = heapq.heappop(losses)
+            counts[r] -= 1
+            if counts[r]:
+                heapq.heappush(losses, (self._probe_loss(worth, r, counts), r))
         return replace(self, counts=tuple(counts))
 
     def _probe_loss(self, worth: Sequence[float], row: int, counts: list[int]) -> float:

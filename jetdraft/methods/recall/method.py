@@ -13,12 +13,12 @@ from difflib import SequenceMatcher
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.errors import OptionError
-from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.drafts.rows import Rows, Tokens
 from jetdraft.runtime.history.store import MOST_TOKENS, ResponseStore, Similarity
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.prefix import common_length
 from jetdraft.runtime.proposers.method import Method, MethodOptions
-from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
 MIN_SIMILARITY = 0.8

@@ -11,12 +11,12 @@ from jetdraft.bundle import Bundle
 from jetdraft.contracts.step_contract import Reading
 from jetdraft.devices.providers import SELECTION, cpu_only
 from jetdraft.errors import OptionError
-from jetdraft.runtime.drafts.rows import Kind, Rows
+from jetdraft.runtime.drafts.rows import Kind, Rows, Tokens
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.proposers.method import Method, MethodOptions
-from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Traits
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
 NAME = "select"

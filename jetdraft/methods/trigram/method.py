@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jetdraft.contracts.constants import WIDEST
-from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.drafts.rows import Rows, Tokens
 from jetdraft.runtime.history.trigrams import WINDOW, Counts, TreeSearch, Trigrams
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.proposers.method import Method, MethodOptions
-from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
 

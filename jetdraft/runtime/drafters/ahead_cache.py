@@ -10,6 +10,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.arrays import Float32s
+from jetdraft.runtime.drafts.rows import Tokens
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
@@ -57,22 +58,20 @@ class AheadCache(DraftCache):
         """The rows of a pass for each block, copies included."""
         return 2 * self.size - 1
 
-    def begin(self, prompt: Sequence[int]) -> None:
+    def begin(self, prompt: Tokens) -> None:
         super().begin(prompt)
         if len(self.seen) - len(self._features) > self._first_needed:
             self._forget_needed()
 
-    def waiting(self, tokens: Sequence[int]) -> Float32s | None:
+    def waiting(self, tokens: Tokens) -> Float32s | None:
         """None: the target runs the rows again whose features are needed."""
         return None  # the target runs the rows again whose features are needed
 
-    def restore(self, tokens: Sequence[int], waiting: Float32s | None = None) -> None:
+    def restore(self, tokens: Tokens, waiting: Float32s | None = None) -> None:
         super().restore(tokens)
         self._forget_needed()
 
-    def observe(
-        self, first: int, tokens: Sequence[int], features: Float32s | None
-    ) -> None:
+    def observe(self, first: int, tokens: Tokens, features: Float32s | None) -> None:
         """Replace the features from position `first` on, and run most of the rows."""
         if features is None or first > len(self.seen):
             return  # what it missed is read again with the next prompt
@@ -83,12 +82,12 @@ class AheadCache(DraftCache):
         start = len(self.seen) - len(self._features)
         del self._features[: max(self._first_needed - start, 0)]
 
-    def catch_up(self, context: Sequence[int]) -> None:
+    def catch_up(self, context: Tokens) -> None:
         """Run rows of `context` until a single pass can run the others."""
         self._rewind(len(self.tokens))
         self._run_rows(context, min(len(self.seen), len(context) - 1), self._most_rows)
 
-    def follow(self, context: Sequence[int]) -> Answer | None:
+    def follow(self, context: Tokens) -> Answer | None:
         """The answer for the token after `context`; None without features for it."""
         rows = min(len(self.seen), len(context) - 1)
         # The rows of the last block, and of the last draft, are run again.
@@ -169,7 +168,7 @@ class AheadCache(DraftCache):
             )
         return behind
 
-    def _run_block(self, start: Block, tokens: Sequence[int]) -> Block | None:
+    def _run_block(self, start: Block, tokens: Tokens) -> Block | None:
         """Run `tokens` behind `start`; the block behind them, None without room."""
         rows = len(tokens) + self.size - 1
         if rows > min(self.graph.draft_room(0), self.graph.contract.max_width):
@@ -177,7 +176,7 @@ class AheadCache(DraftCache):
         [block] = self.branch_blocks([(start, tokens)], 0)
         return replace(block, slots=(), depth=0)
 
-    def _run_rows(self, text: Sequence[int], rows: int, left: int) -> None:
+    def _run_rows(self, text: Tokens, rows: int, left: int) -> None:
         """Run a text's rows in wide passes until at most `left` of `rows` are left."""
         widest = self.graph.contract.max_width
         while (waiting := rows - len(self.tokens)) > left:
@@ -196,7 +195,7 @@ class AheadCache(DraftCache):
             )
             self._append_rows(tokens)
 
-    def _tokens_before(self, text: Sequence[int], row: int) -> tuple[int, ...]:
+    def _tokens_before(self, text: Tokens, row: int) -> tuple[int, ...]:
         """The tokens that the k - 1 rows before a row read; 0 stands before row 0."""
         last = text[max(row + 2 - self.size, 1) : row + 1]
         return (*[0] * (self.size - 1 - len(last)), *last)
@@ -226,7 +225,7 @@ class AheadCache(DraftCache):
         del self.seen[self._first_needed :]
         self._features = []
 
-    def _count_kept_rows(self, first: int, tokens: Sequence[int]) -> int:
+    def _count_kept_rows(self, first: int, tokens: Tokens) -> int:
         """How many rows stay, since they read these tokens from `first` on or none."""
         start, fed = max(first - 1, 0), self.tokens
         read = tokens[start + 1 - first :]

@@ -20,6 +20,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
+from jetdraft.runtime.drafts.rows import Tokens
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
@@ -56,7 +57,7 @@ class DraftCache:
         self._branches: dict[int, tuple[Float32s, Sequence[int]]] = {}
         self._ahead: Sequence[int] = ()  # tokens of a block that the target has not run
 
-    def begin(self, prompt: Sequence[int]) -> None:
+    def begin(self, prompt: Tokens) -> None:
         """Start a new sequence; keep the rows that it shares with the last."""
         seen = common_length(self.seen, prompt)
         own = self.graph.passes == self._passes  # else another caller has run the graph
@@ -69,12 +70,12 @@ class DraftCache:
         """How many of the first `kept` tokens need not be observed again."""
         return min(kept, len(self.seen)) if self.reads else kept
 
-    def waiting(self, tokens: Sequence[int]) -> Float32s | None:
+    def waiting(self, tokens: Tokens) -> Float32s | None:
         """The features [1, w] that wait for the last row, if no other is missing."""
         is_next = self.shift and len(self.tokens) == len(tokens) - 1
         return np.stack(self._features[:1]) if is_next and self._features else None
 
-    def restore(self, tokens: Sequence[int], waiting: Float32s | None = None) -> None:
+    def restore(self, tokens: Tokens, waiting: Float32s | None = None) -> None:
         """Adopt rows of these tokens, which a file has put into the buffers."""
         self.tokens = list(tokens[self.shift :])
         self.graph.cache.rewind(len(self.tokens))
@@ -86,9 +87,7 @@ class DraftCache:
         """Drop all rows and all features."""
         self._truncate(0, 0)
 
-    def observe(
-        self, first: int, tokens: Sequence[int], features: Float32s | None
-    ) -> None:
+    def observe(self, first: int, tokens: Tokens, features: Float32s | None) -> None:
         """Take the features of tokens, which replace all from position `first` on."""
         if not self.reads or features is None or first > len(self.seen):
             return  # what it missed is read again with the next prompt
@@ -96,13 +95,13 @@ class DraftCache:
         self.seen += tokens
         self._features += list(features[max(len(self.tokens) - first, 0) :])
 
-    def catch_up(self, context: Sequence[int]) -> None:
+    def catch_up(self, context: Tokens) -> None:
         """Run what is missing in wide passes, until `WIDEST` rows at most are left."""
         self._drop_differing(context)
         while (missing := self._count_missing(context)) > WIDEST:
             self._feed(context, min(missing - 1, self.graph.contract.max_width))
 
-    def follow(self, context: Sequence[int]) -> Answer | None:
+    def follow(self, context: Tokens) -> Answer | None:
         """Run all rows of `context`; the answer after it, None without its features."""
         self._drop_differing(context)
         answer, widest = None, self.graph.contract.max_width
@@ -110,18 +109,16 @@ class DraftCache:
             answer = self._feed(context, min(missing, widest))
         return self._feed_unseen(context, answer) if self.shift else answer
 
-    def _feed_unseen(
-        self, context: Sequence[int], answer: Answer | None
-    ) -> Answer | None:
+    def _feed_unseen(self, text: Tokens, answer: Answer | None) -> Answer | None:
         """The answer after tokens that the target has not run yet."""
         known = len(self.seen) + 1
         if not self.graph.contract.block:
             self._branches.clear()
-            self._next_window = self._window_at(context, known)
-            for token in context[known:] if answer is not None else ():
+            self._next_window = self._window_at(text, known)
+            for token in text[known:] if answer is not None else ():
                 answer = self.step(token)
             return answer
-        self._ahead = context[known:]
+        self._ahead = text[known:]
         if answer is None or not self._ahead:
             return answer
         return self.refine(()) if len(self._ahead) < self.graph.contract.block else None
@@ -143,7 +140,7 @@ class DraftCache:
 
     def branch(
         self,
-        tokens: Sequence[int],
+        tokens: Tokens,
         depths: Sequence[int],
         ancestors: Sequence[Sequence[int]],
         filled: int,
@@ -177,7 +174,7 @@ class DraftCache:
         self._passes = self.graph.passes
         return answer.rows(slice(len(block), None))
 
-    def review(self, context: Sequence[int], guess: Sequence[int]) -> Answer:
+    def review(self, context: Tokens, guess: Sequence[int]) -> Answer:
         """Run guesses behind `context`; answers for its root and each guess."""
         self._drop_differing(context)
         # A prompt is read without the logits of all its rows.
@@ -189,11 +186,11 @@ class DraftCache:
         self._append_rows([*rest, *guess])
         return answer.rows(slice(len(rest) - 1, None))
 
-    def _count_missing(self, context: Sequence[int]) -> int:
+    def _count_missing(self, context: Tokens) -> int:
         missing = len(context) - self.shift - len(self.tokens)
         return min(missing, len(self._features)) if self.reads else missing
 
-    def _feed(self, context: Sequence[int], count: int) -> Answer:
+    def _feed(self, context: Tokens, count: int) -> Answer:
         """Run the next `count` rows of a context; the answer for the last of them."""
         first = len(self.tokens) + self.shift
         tokens, features, recent = context[first : first + count], None, None
@@ -210,25 +207,25 @@ class DraftCache:
             self._carried = features[-1:]
         return answer
 
-    def _append_rows(self, tokens: Sequence[int]) -> None:
+    def _append_rows(self, tokens: Tokens) -> None:
         """Advance the cursor over the rows of the last pass, which read `tokens`."""
         self.graph.cache.advance(len(tokens))
         self.tokens += tokens
         self._passes = self.graph.passes
 
-    def _window_at(self, text: Sequence[int], end: int) -> Sequence[int]:
+    def _window_at(self, text: Tokens, end: int) -> Sequence[int]:
         """The window behind the first `end` tokens; token 0 stands before a text."""
         last = text[max(end - self.window, 0) : end]
         return (*[0] * (self.window - len(last)), *last)
 
-    def _windows(self, text: Sequence[int], first: int, count: int) -> Int64s | None:
+    def _windows(self, text: Tokens, first: int, count: int) -> Int64s | None:
         if not self.window:
             return None
         before = self._window_at(text, first)
         behind = text[first : first + count - 1]
         return sliding_window_view(np.array([*before, *behind]), self.window)
 
-    def _drop_differing(self, context: Sequence[int]) -> None:
+    def _drop_differing(self, context: Tokens) -> None:
         """Drop the rows that differ from a context, and the last row of the context.
 
         Only tokens of the last two passes can differ. Rows with features of the target
@@ -244,7 +241,7 @@ class DraftCache:
                     break
         self._rewind(end)
 
-    def _count_kept_rows(self, first: int, tokens: Sequence[int]) -> int:
+    def _count_kept_rows(self, first: int, tokens: Tokens) -> int:
         """How many rows stay where `tokens` replace all tokens from `first` on."""
         return first
 
@@ -270,30 +267,28 @@ class GuessCache(DraftCache):
     def forget(self) -> None:
         self._length = 0
 
-    def begin(self, prompt: Sequence[int]) -> None:
+    def begin(self, prompt: Tokens) -> None:
         self.forget()
 
-    def restore(self, tokens: Sequence[int], waiting: Float32s | None = None) -> None:
+    def restore(self, tokens: Tokens, waiting: Float32s | None = None) -> None:
         self.forget()  # a file does not hold its features
 
-    def waiting(self, tokens: Sequence[int]) -> Float32s | None:
+    def waiting(self, tokens: Tokens) -> Float32s | None:
         return None
 
     def keep(self, kept: int) -> int:
         """All `kept` tokens: no row needs to be observed again."""
         return kept
 
-    def observe(
-        self, first: int, tokens: Sequence[int], features: Float32s | None
-    ) -> None:
+    def observe(self, first: int, tokens: Tokens, features: Float32s | None) -> None:
         """Copy the features of the last of these tokens; None changes nothing."""
         if features is not None:
             self._length, self._carried = first + len(tokens), features[-1:].copy()
 
-    def catch_up(self, context: Sequence[int]) -> None:
+    def catch_up(self, context: Tokens) -> None:
         """Do nothing: only the last row is ever missing."""
 
-    def follow(self, context: Sequence[int]) -> Answer | None:
+    def follow(self, context: Tokens) -> Answer | None:
         """The guesses after `context`; None if only a part of it was observed."""
         if not self._length or self._length + 1 != len(context):
             return None
@@ -311,12 +306,12 @@ class LedCache(DraftCache):
         super().__init__(graph)
         self.shift, self._leading = 0, leading
 
-    def begin(self, prompt: Sequence[int]) -> None:
+    def begin(self, prompt: Tokens) -> None:
         super().begin(prompt)
         if len(self.seen) < len(self.tokens):
             self.seen = list(self.tokens)
 
-    def follow(self, context: Sequence[int]) -> Answer | None:
+    def follow(self, context: Tokens) -> Answer | None:
         """The answer for the last row of `context`; None without the rows before it."""
         answer = super().follow(context)
         if len(self.tokens) == len(context):
@@ -331,7 +326,7 @@ class LedCache(DraftCache):
 
     def branch(
         self,
-        tokens: Sequence[int],
+        tokens: Tokens,
         depths: Sequence[int],
         ancestors: Sequence[Sequence[int]],
         filled: int,
@@ -343,7 +338,7 @@ class LedCache(DraftCache):
         self._passes = self.graph.passes
         return answer
 
-    def _lead(self, text: Sequence[int]) -> Answer | None:
+    def _lead(self, text: Tokens) -> Answer | None:
         """Run the rows of a text that were not fed; the last answer, or None."""
         states = self._leading().lead(text)
         if states is None:
@@ -354,6 +349,6 @@ class LedCache(DraftCache):
         self._append_rows(tokens)
         return answer
 
-    def _count_kept_rows(self, first: int, tokens: Sequence[int]) -> int:
+    def _count_kept_rows(self, first: int, tokens: Tokens) -> int:
         """Rows that were led stay as far as their tokens are the target's."""
         return first + common_length(self.tokens[first:], tokens)

@@ -13,6 +13,9 @@ from enum import Enum
 from jetdraft.errors import DraftingError
 from jetdraft.runtime.drafts.noise import Distribution
 
+Tokens = Sequence[int]
+"""Token ids: the prompt and what follows it."""
+
 
 def gapless_length(path: Sequence[int]) -> int:
     """How many rows at the start of a path lie side by side in the buffer."""

@@ -19,7 +19,7 @@ import numpy as np
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.runtime.claim import StoppedError
-from jetdraft.runtime.drafts.rows import NO_PROBING, Probing
+from jetdraft.runtime.drafts.rows import NO_PROBING, Probing, Tokens
 from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.measured.profile_files import Profiles
 from jetdraft.runtime.measured.widths import Widths, prefill_widths
@@ -338,9 +338,7 @@ class Survey:
         return 1e3 * max(shortest[1] - shortest[0], 0.0) / (2 * streams)
 
 
-def _time_pass(
-    graph: Graph, tokens: Sequence[int], probing: Probing = NO_PROBING
-) -> float:
+def _time_pass(graph: Graph, tokens: Tokens, probing: Probing = NO_PROBING) -> float:
     """Run a chain pass; returns the seconds inside `session.run`."""
     before = graph.seconds
     graph.run(tokens, probing=probing)

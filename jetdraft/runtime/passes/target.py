@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.runtime.drafts.rows import NO_PROBING, Probing, Rows
+from jetdraft.runtime.drafts.rows import NO_PROBING, Probing, Rows, Tokens
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.buffers import Cache
 
@@ -29,9 +29,7 @@ class Target(Protocol):
     @property
     def cache(self) -> Cache: ...
 
-    def run(
-        self, tokens: Sequence[int], last_only: bool = False, width: int = 0
-    ) -> Answer:
+    def run(self, tokens: Tokens, last_only: bool = False, width: int = 0) -> Answer:
         """Run one pass over a chain of tokens at the cursor, which does not move.
 
         With `last_only` it answers for the last row alone; padding up to the `width`

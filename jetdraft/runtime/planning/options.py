@@ -66,8 +66,8 @@ class Exiting:
         """
         if self.stop_and_exit is None:
             return None
-        halves = parts.bundle.target.halves
-        if halves is None or halves.exit is None:
+        cut = parts.bundle.target.halves
+        if cut is None or cut.exit is None:
             raise OptionError(
                 "the bundle has no exit; export with --exit-after, or leave stop and "
                 "exit out",
@@ -76,10 +76,8 @@ class Exiting:
         fix = "choose --provider cpu, or leave stop and exit out"
         if refusal := cpu_only(HALVES, parts.provider, fix):
             raise OptionError(refusal, FIELD)
-        layer = len(parts.bundle.target.contract.kv_shapes) - halves.layers
-        head = ExitHead.load(
-            Path(self.stop_and_exit), halves.base, layer, halves.hidden_size
-        )
+        layer = len(parts.bundle.target.contract.kv_shapes) - cut.layers
+        head = ExitHead.load(Path(self.stop_and_exit), cut.base, layer, cut.hidden_size)
         thresholds = (self.stop_threshold, self.exit_threshold)
         return ExitRule(head, *(THRESHOLD if t is None else t for t in thresholds))
 

@@ -17,7 +17,7 @@ from jetdraft.errors import DraftingError, JetdraftError, OptionError
 from jetdraft.learning.lessons import CANDIDATES, MOST_PLACES, MOST_TOKENS, Lesson
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
-from jetdraft.runtime.drafts.rows import NO_PROBING, Probing, Rows
+from jetdraft.runtime.drafts.rows import NO_PROBING, Probing, Rows, Tokens
 from jetdraft.runtime.loaded import Learning, LoadedBundle
 from jetdraft.runtime.measured.acceptance_rates import Acceptance
 from jetdraft.runtime.measured.cost_model import Profit
@@ -61,7 +61,7 @@ class Learner(Observer):
         self._notes: dict[int, tuple[Int64s, Float32s]] = {}
         """The target's candidates by the index of the token that a draft missed."""
 
-    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
+    def begin(self, prompt: Tokens, chooser: Chooser) -> None:
         """Swap the drafter's weights, if another set should draft now."""
         self._notes = {}
         version = self._weights.refresh()
@@ -90,9 +90,7 @@ class Learner(Observer):
         if len(self._notes) > MOST_PLACES:
             del self._notes[next(iter(self._notes))]
 
-    def end(
-        self, prompt: Sequence[int], response: Sequence[int], user: str, stats: Stats
-    ) -> None:
+    def end(self, prompt: Tokens, response: Tokens, user: str, stats: Stats) -> None:
         """Add the generation's lesson, and its accepted tokens to the tally."""
         shares = [s for name, s in stats.by_method.items() if name in self._methods]
         self._weights.record_acceptance(
@@ -138,7 +136,7 @@ class ProposerSet:
     verifier: Verifier
     observers: list[Observer]
 
-    def offer(self, context: Sequence[int], room: int) -> Offer:
+    def offer(self, context: Tokens, room: int) -> Offer:
         """Ask proposers until the controller assigns an offered draft, or no draft.
 
         It has at most `room` rows below the root, the last token of the context.
@@ -171,7 +169,7 @@ class ProposerSet:
 
 
 def _proposed(
-    proposer: Proposer, context: Sequence[int], budget: int, parents: Parents
+    proposer: Proposer, context: Tokens, budget: int, parents: Parents
 ) -> Rows:
     """Ask a proposer for rows; refuses another package's errors and wrong roots."""
     name, root = proposer.traits.name, context[-1]

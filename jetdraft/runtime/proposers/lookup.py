@@ -11,10 +11,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from jetdraft.contracts.constants import WIDEST
-from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.drafts.rows import Rows, Tokens
 from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.history.suffix import ROOT, SuffixAutomaton
-from jetdraft.runtime.proposers.proposer import Parents, Proposer, Tokens, Traits
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
 MOST_INDEXED = 32768

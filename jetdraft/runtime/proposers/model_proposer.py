@@ -7,10 +7,10 @@ from typing import Protocol
 
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.noise import Distribution
-from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.drafts.rows import Rows, Tokens
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.draft_stops import DraftStop
-from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Tokens, Traits
+from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Traits
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.trees.shapes import Shape, Static, Tree
 

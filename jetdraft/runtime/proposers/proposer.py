@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jetdraft.contracts.constants import WIDEST
-from jetdraft.runtime.drafts.rows import Kind, Rows
+from jetdraft.runtime.drafts.rows import Kind, Rows, Tokens
 from jetdraft.runtime.measured.stats import Round, Stats
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.text.constraint import Matcher
-
-Tokens = Sequence[int]
-"""Token ids: the prompt and what follows it."""
 
 Parents = Sequence[int] | None
 """The parents of rows 1, 2, ...; row 0 is the root."""
@@ -60,7 +57,7 @@ class Seen:
 class Observer:
     """Watches generations, whoever proposes in them."""
 
-    def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
+    def begin(self, prompt: Tokens, chooser: Chooser) -> None:
         """Start a new generation, whose tokens `chooser` picks; forget the last."""
 
     def observe(self, seen: Seen) -> None:
@@ -69,9 +66,7 @@ class Observer:
     def time(self, round_: Round) -> None:
         """Learn from the times of a round, after `observe` has seen its pass."""
 
-    def end(
-        self, prompt: Sequence[int], response: Sequence[int], user: str, stats: Stats
-    ) -> None:
+    def end(self, prompt: Tokens, response: Tokens, user: str, stats: Stats) -> None:
         """End a generation that was neither closed early nor failed."""
 
 

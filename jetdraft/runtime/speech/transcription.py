@@ -221,14 +221,12 @@ class Transcription:
         """Write the text of one window, and add its stats to `stats`."""
         ending = replace(self._options.ending, max_seconds=self._seconds_left)
         start, wanted = self._parts.bundle.start_token_ids, self._wanted
-        prompt = self._speech.prompt(
-            start, self.language, wanted.task, wanted.timestamps
-        )
+        ids = self._speech.prompt(start, self.language, wanted.task, wanted.timestamps)
         # The words come before the ends of text.
         end = min(self._ends, default=self._speech.no_timestamps)
-        rules = SpeechRules(self._speech, len(prompt), end, wanted.timestamps)
+        rules = SpeechRules(self._speech, len(ids), end, wanted.timestamps)
         options = replace(self._options, ending=ending)
-        result = self._generate(features, prompt, options, rules)
+        result = self._generate(features, ids, options, rules)
         self.stats.merge(result.stats)
         if not self._pieces:
             self.stats.time_to_first_token = result.stats.time_to_first_token

@@ -101,9 +101,7 @@ class TokenBytes:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self.special = {
-            id: token.content for id, token in added.items() if token.special
-        }
+        self.special = {id: t.content for id, t in added.items() if t.special}
         decode = tokenizer.decoder.decode if tokenizer.decoder else " ".join
         self._is_byte_level = decode(["a\u0120"]) == "a "
         self._has_byte_tokens = decode(["<0x41>"]) == "A"

@@ -147,11 +147,9 @@ def _find_rounded(part: Any, keyword: str = "", is_named: bool = False) -> float
     return None
 
 
-def _json_error(problem: object) -> OptionError:
+def _json_error(reason: object) -> OptionError:
     """The error for a JSON schema that is not JSON."""
-    return OptionError(
-        f"the JSON schema is not JSON ({problem}); fix it", "json_schema"
-    )
+    return OptionError(f"the JSON schema is not JSON ({reason}); fix it", "json_schema")
 
 
 class Matcher:

@@ -70,10 +70,8 @@ class ExitHead:
 
 
 @lru_cache(maxsize=4)
-def _read_head(
-    folder: Path, modified: int, base: str, layer: int, size: int
-) -> ExitHead:
-    """As `ExitHead.load`; read again only if `modified`, the file's time, changes."""
+def _read_head(folder: Path, time: int, base: str, layer: int, size: int) -> ExitHead:
+    """As `ExitHead.load`; read again only if `time`, the file's time, changes."""
     fact = f"{folder / FILE} is missing or damaged, or its training still runs"
     if not os.path.isdir(folder):  # of any name
         fact = f"there is no folder {folder}"

@@ -19,7 +19,7 @@ from dataclasses import replace
 import numpy as np
 
 from jetdraft.runtime.drafts.arrays import Float32s
-from jetdraft.runtime.drafts.rows import NO_PROBES, NO_PROBING, Probing, Rows
+from jetdraft.runtime.drafts.rows import NO_PROBES, NO_PROBING, Probing, Rows, Tokens
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.buffers import Cache
 from jetdraft.runtime.passes.graph import Graph
@@ -73,13 +73,11 @@ class LeadingHalf:
         self.widths, self.rule, self._is_first = sorted(widths), rule, True
         self._keep_ahead(0)
 
-    def run(
-        self, tokens: Sequence[int], last_only: bool = False, width: int = 0
-    ) -> Answer:
+    def run(self, tokens: Tokens, last_only: bool = False, width: int = 0) -> Answer:
         self._keep_ahead(0)
         return self.whole.run(tokens, last_only, width)
 
-    def lead(self, text: Sequence[int]) -> Float32s | None:
+    def lead(self, text: Tokens) -> Float32s | None:
         """The states [n, h] of the lower half, of the rows not committed yet."""
         rows = Rows.chain(list(text[self.cache.length :]))
         self._keep_ahead(common_length(self.ahead, rows.tokens))
@@ -156,7 +154,7 @@ class LeadingHalf:
         del self.ahead[count:]
         self._states = self._states[:count]
 
-    def _append_ahead(self, tokens: Sequence[int], states: Float32s) -> None:
+    def _append_ahead(self, tokens: Tokens, states: Float32s) -> None:
         """Add rows that ran ahead, and their states [n, h]."""
         self.ahead += tokens
         self._states = np.concatenate([self._states, states])

@@ -23,6 +23,7 @@ from jetdraft.runtime.drafts.rows import (
     Probes,
     Probing,
     Rows,
+    Tokens,
     gapless_length,
 )
 from jetdraft.runtime.passes.answer import Answer
@@ -163,9 +164,7 @@ class PrunedHalves:
             times.append(self.seconds - seconds_before)
         return 1e3 * min(times)
 
-    def run(
-        self, tokens: Sequence[int], last_only: bool = False, width: int = 0
-    ) -> Answer:
+    def run(self, tokens: Tokens, last_only: bool = False, width: int = 0) -> Answer:
         """Run one pass over a chain of tokens, without pruning and without probes."""
         rows, width = Rows.chain(list(tokens)), max(width, len(tokens))
         below = self._run_lower(rows, width)
