@@ -32,9 +32,7 @@ from jetdraft.checkpoints.refusals import (
     check_unread,
 )
 from jetdraft.checkpoints.silence import no_progress_bars, silenced
-from jetdraft.checkpoints.source_attention import (
-    IMPLEMENTATION as SOURCE_IMPLEMENTATION,
-)
+from jetdraft.checkpoints.source_attention import IMPLEMENTATION as SOURCE_ATTENTION
 from jetdraft.checkpoints.source_attention import set_attention
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 from jetdraft.parsing import RecordError, read_record
@@ -162,7 +160,7 @@ def load_model(
                 source, **NO_OWN_CODE
             )
     if config.is_encoder_decoder:
-        set_attention(model, SOURCE_IMPLEMENTATION)
+        set_attention(model, SOURCE_ATTENTION)
     else:
         model.set_attn_implementation(IMPLEMENTATION)
     model.requires_grad_(False)

@@ -27,7 +27,7 @@ from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods, methods_of
-from jetdraft.runtime.speech.segments import SECONDS_PER_SLOT
+from jetdraft.runtime.speech.segments import SLOT_SECONDS
 
 MAX_LINE_CHARS = 1000
 """The most characters of a line, which may hold a long path."""
@@ -298,7 +298,7 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
     if entry.encoder_file is not None:
         most = f"sources of up to {contract.source_slots} tokens"
         if contract.source_bins:
-            seconds = contract.source_slots * SECONDS_PER_SLOT
+            seconds = contract.source_slots * SLOT_SECONDS
             most = f"{contract.source_bins} mel bins, windows of {seconds:g} s"
         yield f"  encoder       {entry.encoder_file}, {most}"
     if entry.selection is not None:

@@ -201,7 +201,7 @@ class StepContract:
             *([TARGET_LENGTH, *self.target_kv] if self.reads else []),
             *((SOURCE_LENGTH, *self.cross_inputs) if self.source_slots else ()),
             *([SELECTING] if self.selection else []),
-            *self.selection_tensors("past"),
+            *self.selections("past"),
             *self.buffers("past"),
         )
 
@@ -298,13 +298,9 @@ class StepContract:
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """All outputs, in graph order."""
-        return (
-            *self.answers,
-            *self.selection_tensors("present"),
-            *self.buffers("present"),
-        )
+        return (*self.answers, *self.selections("present"), *self.buffers("present"))
 
-    def selection_tensors(self, side: str) -> tuple[TensorSpec, ...]:
+    def selections(self, side: str) -> tuple[TensorSpec, ...]:
         """The selections `{side}_rows.{i}` and `{side}_query.{i}`, if there are any."""
         if self.selection is None:
             return ()

@@ -22,7 +22,7 @@ def attentions(graph: ir.Graph) -> list[ir.Node]:
     return [node for node in graph if node.op_type == "GroupQueryAttention"]
 
 
-def has_windows(graph: ir.Graph) -> bool:
+def windowed(graph: ir.Graph) -> bool:
     """Whether a layer attends in a sliding window, which counts slots."""
     return any(
         node.attributes.get_int("local_window_size", -1) > 0

@@ -23,7 +23,7 @@ from jetdraft.checkpoints.streams import StreamedModel
 from jetdraft.contracts.split_contract import SCORES, SplitContract
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.attentions import has_windows
+from jetdraft.export.attentions import windowed
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.fusing import fuse, replace_gather_nd
 from jetdraft.export.halves import ExitStep, drop_extras, split_graph
@@ -173,7 +173,7 @@ def _write_halves(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
 def _write_split(job: Job, entry: GraphEntry, step: Step) -> Halves:
     """Write both halves and their compactions; gives their entry in the manifest."""
     model = ir.load(job.folder / entry.file)
-    if has_windows(model.graph):
+    if windowed(model.graph):
         raise UnsupportedModelError(
             f"{job.checkpoint.source} attends in sliding windows, and the halves of a "
             "target need plain attention; choose another head"

@@ -21,9 +21,7 @@ from jetdraft.checkpoints.attention import (
     attending,
 )
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.source_attention import (
-    IMPLEMENTATION as SOURCE_IMPLEMENTATION,
-)
+from jetdraft.checkpoints.source_attention import IMPLEMENTATION as SOURCE_ATTENTION
 from jetdraft.checkpoints.source_attention import set_attention
 from jetdraft.contracts.constants import FRAMES_PER_SLOT
 from jetdraft.contracts.step_contract import StepContract
@@ -179,7 +177,7 @@ def source_kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
     except Exception as error:  # an unknown architecture may raise anything
         raise export_error(model, error) from error
     finally:
-        set_attention(model, SOURCE_IMPLEMENTATION)
+        set_attention(model, SOURCE_ATTENTION)
     if shapes != across:
         raise UnsupportedModelError(
             f"{type(model).__name__} attends to the source with other heads than to "
@@ -208,7 +206,7 @@ def check_source_seams(model: Any, contract: StepContract) -> None:
     except Exception as error:  # an unknown architecture may raise anything
         raise export_error(model, error) from error
     finally:
-        set_attention(model, SOURCE_IMPLEMENTATION)
+        set_attention(model, SOURCE_ATTENTION)
     gap = _gap_of(seam_logits, own_logits)
     if not gap <= TOLERANCE[dtype_of(contract)]:
         raise UnsupportedModelError(

@@ -16,7 +16,7 @@ from onnx_ir.passes import common
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.step_contract import SELECTING, Reading, Selection, StepContract
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.attentions import attentions, has_windows
+from jetdraft.export.attentions import attentions, windowed
 from jetdraft.export.seams import trained_length
 from jetdraft.export.selected_attention import SelectedAttention
 from jetdraft.quant.edits import Maker, new_value, replace_values
@@ -35,7 +35,7 @@ def add_selection(
     graph = model.graph
     nodes = attentions(graph)
     softcaps = (node.attributes.get_float("softcap", 0.0) for node in nodes)
-    if has_windows(graph) or any(softcaps):
+    if windowed(graph) or any(softcaps):
         raise UnsupportedModelError(
             f"{checkpoint.source} attends in sliding windows or with a softcap, and "
             "--select-kv needs plain attention; leave it out"
@@ -90,7 +90,7 @@ def _replace_attentions(
     """Replace each attention of a graph by an `If` with both branches, in place."""
     selection = contract.selection
     assert selection is not None
-    inputs = {spec.name: new_value(spec) for spec in contract.selection_tensors("past")}
+    inputs = {spec.name: new_value(spec) for spec in contract.selections("past")}
     selecting = new_value(SELECTING)
     graph.inputs.extend([selecting, *inputs.values()])
     nodes = attentions(graph)
@@ -118,11 +118,7 @@ def _replace_attentions(
         replace_values(node.outputs, choice.outputs[:kept])
         graph.remove(node)
         for spec, value in zip(
-            (
-                s
-                for s in contract.selection_tensors("present")
-                if s.name.endswith(f".{layer}")
-            ),
+            (s for s in contract.selections("present") if s.name.endswith(f".{layer}")),
             choice.outputs[kept:],
             strict=True,
         ):

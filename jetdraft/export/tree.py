@@ -10,13 +10,7 @@ import onnx_ir as ir
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.attentions import (
-    add_bias,
-    add_mask,
-    find_bias,
-    has_windows,
-    sum_bias,
-)
+from jetdraft.export.attentions import add_bias, add_mask, find_bias, sum_bias, windowed
 from jetdraft.quant.edits import Maker, initializer, new_value
 
 _OPSET = 24
@@ -32,7 +26,7 @@ def make_tree_graph(
     needs a mask, windows raise `UnsupportedModelError`.
     """
     graph = chain.graph
-    if not contract.kv_shapes or has_windows(graph):
+    if not contract.kv_shapes or windowed(graph):
         if contract.has_mask:
             raise UnsupportedModelError(
                 f"{source} attends in sliding windows; streams need plain attention"
@@ -82,21 +76,16 @@ def make_compaction_graph(contract: StepContract, scattered: bool = False) -> ir
     for past, present in zip(
         contract.buffers("past"), contract.buffers("present"), strict=True
     ):
-        buffer, present_buffer = new_value(past), new_value(present)
+        buffer, after = new_value(past), new_value(present)
         graph.inputs.append(buffer)
-        graph.outputs.append(present_buffer)
+        graph.outputs.append(after)
         rows = make("Gather", buffer, source, axis=2)
         if scattered:
             places = _scatter_indices(make, target, int(past.shape[1]))
-            node = ir.node(
-                "ScatterND", [buffer, places, rows], outputs=[present_buffer]
-            )
+            node = ir.node("ScatterND", [buffer, places, rows], outputs=[after])
         else:
             node = ir.node(
-                "TensorScatter",
-                [buffer, rows, target],
-                {"axis": 2},
-                outputs=[present_buffer],
+                "TensorScatter", [buffer, rows, target], {"axis": 2}, outputs=[after]
             )
         graph.append(node)
     return ir.Model(graph, ir_version=11)

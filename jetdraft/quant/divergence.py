@@ -60,7 +60,7 @@ class Divergence:
                 self._modules_of_weight.setdefault(id(module.weight), []).append(module)
         self._blocks: dict[tuple[str, Recipe], Blocks] = {}
         self.dtype = torch.float32
-        self._full_logprobs = [self._log_probabilities(ids) for ids in self.batches]
+        self._logprobs = [self._log_probabilities(ids) for ids in self.batches]
 
     @property
     def tokens(self) -> int:
@@ -77,9 +77,7 @@ class Divergence:
         """The mean KL when only these units are quantized; over the first `batches`."""
         total, rows = 0.0, 0
         with self._quantizing(recipes):
-            for full, ids in zip(
-                self._full_logprobs[:batches], self.batches, strict=False
-            ):
+            for full, ids in zip(self._logprobs[:batches], self.batches, strict=False):
                 logs = self._log_probabilities(ids)
                 total += float((full.exp() * (full - logs)).sum())
                 rows += len(full)
@@ -96,7 +94,7 @@ class Divergence:
         """
         total, rows = 0.0, 0
         with self._quantizing({unit: recipe.of_unit(unit) for unit in self.units}):
-            for whole, batch in zip(other._full_logprobs, self.batches, strict=True):
+            for whole, batch in zip(other._logprobs, self.batches, strict=True):
                 own = self._log_probabilities(batch)
                 full = whole if ids is None else whole[:, ids]
                 size = min(full.shape[1], own.shape[1])  # vocabularies may be padded

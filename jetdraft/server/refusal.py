@@ -9,11 +9,7 @@ from starlette.responses import Response
 
 from jetdraft.errors import JetdraftError, LengthError, printable
 
-ERROR_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
+ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {429: "rate_limit_exceeded"}
 """OpenAI's types and codes of errors, by HTTP status."""
 MAX_MESSAGE_CHARS = 1000
@@ -40,7 +36,7 @@ def refusal_response(error: object, status: int, chat: bool = False) -> Response
 
 def refusal_fields(error: object, status: int, chat: bool = False) -> dict[str, Any]:
     """An error as OpenAI's clients read it."""
-    kind = ERROR_TYPES.get(
+    kind = ERRORS.get(
         status, "invalid_request_error" if status < 500 else "server_error"
     )
     param = getattr(error, "param", None) or getattr(error, "field", None) or None

@@ -21,13 +21,7 @@ from jetdraft.server.refusal import RequestError
 
 FORMATS = ("json", "text", "verbose_json", "srt", "vtt")
 """Values of response_format."""
-READ_FIELDS = (
-    "file",
-    "model",
-    "language",
-    "response_format",
-    "timestamp_granularities[]",
-)
+FIELDS = ("file", "model", "language", "response_format", "timestamp_granularities[]")
 NUMBER_FIELDS = {"temperature": float, "seed": int, "num_draft_tokens": int}
 """Fields of a form that are read: texts, and numbers with their types."""
 REFUSED_FIELDS = ("prompt", "include[]", "chunking_strategy")
@@ -54,7 +48,7 @@ class TranscriptionRequest:
     def of(cls, fields: Mapping[str, Sequence[bytes]]) -> Self:
         """Read the fields of a form; raises `JetdraftError` for a bad field."""
         texts = {n: _field_text(n, v) for n, v in fields.items() if n != "file"}
-        known = (*READ_FIELDS, *NUMBER_FIELDS, *REFUSED_FIELDS, "method", "stream")
+        known = (*FIELDS, *NUMBER_FIELDS, *REFUSED_FIELDS, "method", "stream")
         for name, text in texts.items():
             if name not in known:
                 raise RequestError(f"unknown field {name!r}; leave it out")

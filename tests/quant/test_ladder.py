@@ -130,7 +130,7 @@ def test_overlap_is_the_acceptance_of_sampled_drafts(pair):
     floats = Recipe("none")
     with own_attention(target.model), own_attention(drafter.model):
         assert target.overlap(floats, target) == pytest.approx(1.0, abs=1e-5)
-        p, q = (torch.cat(m._full_logprobs).exp() for m in (target, drafter))
+        p, q = (torch.cat(m._logprobs).exp() for m in (target, drafter))
         expected = float(torch.minimum(p, q).sum(-1).mean())
         assert drafter.overlap(floats, target) == pytest.approx(expected, abs=1e-5)
         ids = torch.tensor([3, 7, 9])

@@ -26,7 +26,7 @@ from jetdraft.checkpoints.folder import check_file_types, check_shards
 from jetdraft.errors import CheckpointError, printable
 from jetdraft.parsing import read_json_file
 
-_WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
 """The last is Medusa's and Hydra's; other files of torch belong to a training."""
 
 FIRST_LAYER = "stack.layers.0."
@@ -41,7 +41,7 @@ LAYER_KEYS = {
 }
 """The keys of its config that a head with decoder layers may have."""
 
-SPECULATORS_KEYS = {
+SPECULATOR_KEYS = {
     *("speculators_model_type", "speculators_version", "speculators_config"),
     *("transformer_layer_config", "embed_requires_grad"),
 }
@@ -343,9 +343,7 @@ def _find_folder(source: str) -> Path:
         check_shards(Path(source))
         return Path(source)
     try:
-        return Path(
-            snapshot_download(source, allow_patterns=["*.json", *_WEIGHT_PATTERNS])
-        )
+        return Path(snapshot_download(source, allow_patterns=["*.json", *_WEIGHTS]))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"no head at {printable(source)}; give a folder, or a hub id like org/name"
@@ -354,7 +352,7 @@ def _find_folder(source: str) -> Path:
 
 def _read_tensors(source: str, folder: Path) -> dict[str, Tensor]:
     """All tensors of the first format of which there are files, sharded or not."""
-    for pattern in _WEIGHT_PATTERNS:
+    for pattern in _WEIGHTS:
         tensors: dict[str, Tensor] = {}
         for file in sorted(folder.glob(pattern)):
             tensors |= _read_weight_file(file)

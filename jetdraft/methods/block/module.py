@@ -41,9 +41,7 @@ class SourceDrafter(DraftModule):
         self.model = copy.deepcopy(target, shared)
         name, layers = find_decoder_layers(self.model)
         kept = spread_layers(config.num_layers, len(layers))
-        setattr(
-            self.model.get_decoder(), name, _renumber_layers([layers[i] for i in kept])
-        )
+        setattr(self.model.get_decoder(), name, _renumber([layers[i] for i in kept]))
         self.masks = nn.Parameter(torch.zeros(config.slots, config.hidden_size))
         set_attention(self.model, IMPLEMENTATION)
 
@@ -129,7 +127,7 @@ def spread_layers(count: int, layers: int) -> list[int]:
     return [round(i * (layers - 1) / (count - 1)) for i in range(count)]
 
 
-def _renumber_layers(layers: list[nn.Module]) -> nn.ModuleList:
+def _renumber(layers: list[nn.Module]) -> nn.ModuleList:
     """Number layers from 0 on, by which attention finds their buffers, in place."""
     for place, layer in enumerate(layers):
         for module in layer.modules():

@@ -27,7 +27,7 @@ from jetdraft.errors import CheckpointError
 ARCHITECTURE = "ChimeraDrafter"
 """What the config of a drafter calls it."""
 
-TRIGRAM_SIZE = 3
+ROW_TOKENS = 3
 """The tokens that the trigram encoder reads."""
 
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
@@ -46,7 +46,7 @@ class Chimera(DraftModule):
 
     published = "Chimera"
     one_layer = True
-    reads = Reads(tokens=TRIGRAM_SIZE, features=True, carries=True)
+    reads = Reads(tokens=ROW_TOKENS, features=True, carries=True)
 
     def __init__(self, config: HeadConfig, target: Any) -> None:
         super().__init__(config, target)
@@ -56,10 +56,8 @@ class Chimera(DraftModule):
         width = config.hidden_size
         self.trigram = nn.ModuleDict(
             {
-                "block": nn.Linear(
-                    TRIGRAM_SIZE * width, TRIGRAM_SIZE * width, bias=False
-                ),
-                "down": nn.Linear(TRIGRAM_SIZE * width, width, bias=False),
+                "block": nn.Linear(ROW_TOKENS * width, ROW_TOKENS * width, bias=False),
+                "down": nn.Linear(ROW_TOKENS * width, width, bias=False),
             }
         )
         self.norm = self.stack.norm(width)
@@ -80,7 +78,7 @@ class Chimera(DraftModule):
         layer = self.first_layer
         # In a graph, a quantized embedding takes ids of two axes.
         rows = self.embed_tokens(trigrams.flatten(1))
-        embedded = rows.unflatten(1, (-1, TRIGRAM_SIZE)).flatten(2)
+        embedded = rows.unflatten(1, (-1, ROW_TOKENS)).flatten(2)
         states = self.trigram["down"](
             embedded + F.silu(self.trigram["block"](embedded))
         )

@@ -9,12 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.layers import final_norm
-from jetdraft.methods.chimera.module import (
-    ARCHITECTURE,
-    TRIGRAM_SIZE,
-    Attention,
-    Chimera,
-)
+from jetdraft.methods.chimera.module import ARCHITECTURE, ROW_TOKENS, Attention, Chimera
 from jetdraft.train.heads import DRAFT_ROWS, LayerTask, copy_norm
 from jetdraft.train.run import Run
 from jetdraft.train.teacher import Lesson
@@ -44,7 +39,7 @@ class ChimeraTask(LayerTask):
         count = features.shape[1]
         rows = torch.arange(count, device=features.device)
         firsts = rows[(rows > 0) & (rows == starts)]
-        trigrams = F.pad(lesson.ids, (TRIGRAM_SIZE - 1, 0)).unfold(1, TRIGRAM_SIZE, 1)
+        trigrams = F.pad(lesson.ids, (ROW_TOKENS - 1, 0)).unfold(1, ROW_TOKENS, 1)
         seen = SeenRows(
             *drafter.keys_values(features, rows[None]), known=rows < firsts[:, None]
         )

@@ -15,18 +15,14 @@ from torch import Tensor, nn
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.blocks import BlockConfig, BlockDrafter, read_block_size
 from jetdraft.checkpoints.heads.draft_module import Reads
-from jetdraft.checkpoints.heads.head_files import (
-    LAYER_KEYS,
-    SPECULATORS_KEYS,
-    HeadFiles,
-)
+from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, SPECULATOR_KEYS, HeadFiles
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import CheckpointError
 
 _NESTED_KEYS = {"mask_token_id", "target_layer_ids"}
 """Keys that DFlash has in its `dflash_config`, or beside it."""
 
-_SPECULATORS_KEYS = SPECULATORS_KEYS | {
+_SPECULATOR_KEYS = SPECULATOR_KEYS | {
     *("draft_vocab_size", "block_size", "target_hidden_size", "mask_token_id"),
     "aux_hidden_state_layer_ids",
     # Only Domino and the training read these.
@@ -118,7 +114,7 @@ class Dflash(BlockDrafter):
             files.check_keys(cls.keys)
             return files.configured({**config, **nested})
         on = {n: v for n, v in config.items() if n not in _OFF or v != _OFF[n]}
-        files.configured(on).check_keys(_SPECULATORS_KEYS)
+        files.configured(on).check_keys(_SPECULATOR_KEYS)
         layer = config.get("transformer_layer_config") or {}
         files.configured(layer).check_keys(cls.keys)
         return files.configured({**config, **layer})

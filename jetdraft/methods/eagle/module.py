@@ -21,7 +21,7 @@ from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Re
 from jetdraft.checkpoints.heads.head_files import (
     FIRST_LAYER,
     LAYER_KEYS,
-    SPECULATORS_KEYS,
+    SPECULATOR_KEYS,
     HeadFiles,
 )
 from jetdraft.checkpoints.heads.head_layers import HeadConfig, HeadLayers, make_layers
@@ -234,7 +234,7 @@ class Eagle(DraftModule):
                 f"{files.source} is no EAGLE-3 head, though speculators says so; fetch "
                 "it again"
             )
-        flat.check_keys(keys | SPECULATORS_KEYS)
+        flat.check_keys(keys | SPECULATOR_KEYS)
         layer = outer.get("transformer_layer_config") or {}
         flat.configured(layer).check_keys(keys)
         return flat.configured({**outer, **layer})

@@ -60,7 +60,7 @@ class Graph:
         # What selecting passes read and write in place, on the host.
         self.selected = {
             spec.name: HOST.tensor(spec.shape_for(), spec.dtype)
-            for spec in self.contract.selection_tensors("past")
+            for spec in self.contract.selections("past")
         }
         self.prepare(exact=True)
         self.cache = cache or Cache(self.contract, compaction, memory)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from jetdraft.runtime.piece import Result
 
-SECONDS_PER_SLOT = 0.02
+SLOT_SECONDS = 0.02
 """The seconds of a slot of the encoder, and of a step between timestamps."""
 
 

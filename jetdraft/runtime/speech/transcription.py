@@ -24,12 +24,7 @@ from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.planning.planner import Planner
 from jetdraft.runtime.planning.registry import NONE
 from jetdraft.runtime.sampling.processors import LogitsProcessor, Mask, apply_changes
-from jetdraft.runtime.speech.segments import (
-    SECONDS_PER_SLOT,
-    Segment,
-    Transcript,
-    Window,
-)
+from jetdraft.runtime.speech.segments import SLOT_SECONDS, Segment, Transcript, Window
 from jetdraft.runtime.speech.sound import MIN_SECONDS, log_mel
 from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.stops import CANCELLED, LENGTH, STOP
@@ -40,7 +35,7 @@ TRANSCRIBE = "transcribe"
 Scores = tuple[float | None, float | None]
 """The mean log probability of a window's tokens, and the probability of no speech."""
 
-_SAMPLES_PER_SLOT = round(SECONDS_PER_SLOT * SAMPLE_RATE)
+_SAMPLES_PER_SLOT = round(SLOT_SECONDS * SAMPLE_RATE)
 
 
 @dataclass(frozen=True)
@@ -256,7 +251,7 @@ class Transcription:
         offset, seconds = begin / SAMPLE_RATE, len(self._samples) / SAMPLE_RATE
         for first, last, tokens in window.spans:
             start, end = (
-                round(min(offset + slot * SECONDS_PER_SLOT, seconds), 2)
+                round(min(offset + slot * SLOT_SECONDS, seconds), 2)
                 for slot in (first, last)
             )
             text = self._parts.text.stream([])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from jetdraft.methods.chimera.module import TRIGRAM_SIZE
+from jetdraft.methods.chimera.module import ROW_TOKENS
 from jetdraft.methods.chimera.task import ChimeraTask, SeenRows
 from jetdraft.train.heads import DRAFT_ROWS
 from tests.train.attached.drafts import QUICK, AttachedDrafter, in_floats
@@ -40,7 +40,7 @@ def floats(target, folders, tmp_path_factory):
 
 def expected(module, features, kept, seen):
     """The logits of the rows of TEXT from `seen` on, as the training computes them."""
-    ids = torch.tensor([[0, 0, *TEXT]]).unfold(1, TRIGRAM_SIZE, 1)
+    ids = torch.tensor([[0, 0, *TEXT]]).unfold(1, ROW_TOKENS, 1)
     rows, logits = torch.arange(len(TEXT)), []
     view = SeenRows(
         *module.keys_values(features, rows[None]), known=(rows < seen)[None]
