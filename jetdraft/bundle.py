@@ -281,10 +281,8 @@ class Bundle:
     def save(self) -> None:
         """Hash all files in `path` into `files`, and write the manifest there."""
         for file in sorted(self.path.iterdir()):
-            self.files[file.name] = {
-                "bytes": file.stat().st_size,
-                "sha256": sha256_of(file),
-            }
+            size = file.stat().st_size
+            self.files[file.name] = {"bytes": size, "sha256": sha256_of(file)}
         self.save_manifest()
 
     def save_manifest(self) -> None:

@@ -230,10 +230,8 @@ class Recipe:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Recipe:
         """Read the object that `to_json` writes; raises `BundleError`."""
-        own = {
-            name: fields[name]
-            for name in cls.__dataclass_fields__.keys() & fields.keys()
-        }
+        known = cls.__dataclass_fields__.keys() & fields.keys()
+        own = {name: fields[name] for name in known}
         try:
             return cls(**{**own, "raised": tuple(fields.get("raised", ()))})
         except OptionError as error:

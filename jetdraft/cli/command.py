@@ -178,10 +178,8 @@ def _click_option(declared_option: Declared, defaults: Mapping[str, Any]) -> Dec
         settings["show_default"] = any("/" in name for name in names)
     else:
         names = flag.names or (long,)
-        settings |= {
-            "type": _click_type(declared_option),
-            "multiple": declared_option.multiple,
-        }
+        settings["type"] = _click_type(declared_option)
+        settings["multiple"] = declared_option.multiple
         if is_required(declared_option) and declared_option.name not in defaults:
             settings["required"] = True
         elif default not in (None, (), ""):

@@ -34,11 +34,8 @@ class Trainers(LazyGroup):
         """Import a task and make its command, or None for an unknown name."""
         if cmd_name not in self.summaries:
             return None
-        name = (
-            TRAININGS[cmd_name][1]
-            if cmd_name in TRAININGS
-            else methods()[cmd_name].task
-        )
+        own = cmd_name in TRAININGS
+        name = TRAININGS[cmd_name][1] if own else methods()[cmd_name].task
         with importing("training", "train"):
             loaded = load_object(name)
             if isinstance(loaded, click.Command):

@@ -121,11 +121,8 @@ class DraftStep(Step):
         with attending(state):
             logits, carried = drafter.draft(given)
         rows = self.answers(logits.float())
-        return [
-            *rows,
-            *([] if carried is None else [carried.float()]),
-            *present_buffers(state),
-        ]
+        own = [] if carried is None else [carried.float()]
+        return [*rows, *own, *present_buffers(state)]
 
     def _add_block(
         self,
@@ -205,10 +202,8 @@ class SourceBlockStep(SourceStep):
         )
         # The queries of a block follow its keys in further rows.
         rows = torch.cat([positions, behind], dim=1)
-        bias, distances = (
-            plain.bias,
-            self.slot_distance_bias(rows, positions, cursor, True),
-        )
+        distances = self.slot_distance_bias(rows, positions, cursor, True)
+        bias = plain.bias
         assert bias is not None
         bias = bias if distances is None else bias + distances.to(bias.dtype)
         state = self.source_state(plain, source_length, bias)

@@ -117,11 +117,8 @@ class StreamStep(ProbeStep):
     ) -> list[torch.Tensor]:
         """Logits, states at the cut, and scores; `parents` int64 [n] as `PARENTS`."""
         logits, early, hidden = self.model(*rows_and_probes, early=slice(None), **extra)
-        return [
-            logits,
-            hidden,
-            _early_exit_scores(early.float(), rows_and_probes[0], parents),
-        ]
+        scores = _early_exit_scores(early.float(), rows_and_probes[0], parents)
+        return [logits, hidden, scores]
 
 
 def _mask_bias(

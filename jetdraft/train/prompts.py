@@ -179,9 +179,8 @@ class PromptTask(Task):
             batch.ids.shape[1],
             outputs.past_key_values,
         )
-        logits = prompt_logits(
-            drafter, self._model, places.anchors, length, cache
-        ).float()
+        probes = prompt_logits(drafter, self._model, places.anchors, length, cache)
+        logits = probes.float()
         gamma = logits.shape[2]
         # The token after the row is the root of the draft; token 1 guesses the next.
         ahead = torch.arange(1, gamma + 1, device=labels.device)

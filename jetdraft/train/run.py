@@ -124,11 +124,8 @@ class Run:
 
     def sequence_generators(self, count: int) -> list[torch.Generator]:
         """Random numbers for each sequence, whichever process learns it."""
-        seed = 1_000_003 * self.options.seed
-        return [
-            torch.Generator().manual_seed(seed + n)
-            for n in self.sequence_numbers(count)
-        ]
+        seed, numbers = 1_000_003 * self.options.seed, self.sequence_numbers(count)
+        return [torch.Generator().manual_seed(seed + n) for n in numbers]
 
     def held_out_batches(self) -> Iterator[Batch]:
         """Yield the batches of validation texts, on the device."""

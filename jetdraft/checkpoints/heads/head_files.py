@@ -284,23 +284,14 @@ class HeadFiles:
                 "names them; fetch it again"
             )
         if own != size:
-            _fit_rows(
-                tensors,
-                EMBEDDING_WEIGHT,
-                own,
-                target.model.get_input_embeddings().weight,
-            )
+            embedding = target.model.get_input_embeddings()
+            _fit_rows(tensors, EMBEDDING_WEIGHT, own, embedding.weight)
         if D2T in maps:
-            return _drop_unknown_ids(
-                tensors, ids_from_d2t(self.source, maps, rows, own), size
-            )
+            ids = ids_from_d2t(self.source, maps, rows, own)
+            return _drop_unknown_ids(tensors, ids, size)
         if own != size:
-            _fit_rows(
-                tensors,
-                LM_HEAD_WEIGHT,
-                own,
-                target.model.get_output_embeddings().weight,
-            )
+            head = target.model.get_output_embeddings()
+            _fit_rows(tensors, LM_HEAD_WEIGHT, own, head.weight)
         if own >= size or LM_HEAD_WEIGHT not in tensors:
             return None
         return _drop_unknown_ids(tensors, torch.arange(size), own)

@@ -211,11 +211,9 @@ class LoadedDecoder:
         """Bytes per weight of the layers, on average."""
         plain = self._bytes_per_weight(replace(self.recipe, head=None, raised=()))
         raised = self.recipe.raised
-        more = (
-            self._bytes_per_weight(self.recipe.of_unit(str(raised[0])))
-            if raised
-            else plain
-        )
+        if not raised:
+            return plain
+        more = self._bytes_per_weight(self.recipe.of_unit(str(raised[0])))
         return plain + len(raised) / self.sizes.layers * (more - plain)
 
     @property

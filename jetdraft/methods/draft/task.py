@@ -238,10 +238,8 @@ class ModelTask(Task):
 
     def batch(self, run: Run, batch: Batch) -> Batch:
         """The batch, of which the drafter has completed a share of the rows."""
-        share, numbers = (
-            self.settings.on_policy_share,
-            run.sequence_numbers(len(batch.ids)),
-        )
+        share = self.settings.on_policy_share
+        numbers = run.sequence_numbers(len(batch.ids))
         chosen = [n for n in numbers if int((n + 1) * share) > int(n * share)]
         if not chosen:
             return batch

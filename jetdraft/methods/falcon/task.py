@@ -87,10 +87,8 @@ class FalconTask(LayerTask):
             draw = torch.Generator().manual_seed(lesson.seed)
             noise = torch.rand(features.shape, generator=draw).to(features)
             features = features + (noise - 0.5) * NOISE_WIDTH
-        wanted, teacher = (
-            shift_rows(lesson.final, size),
-            shift_rows(lesson.logits, size),
-        )
+        wanted = shift_rows(lesson.final, size)
+        teacher = shift_rows(lesson.logits, size)
         learned = shift_rows(lesson.labels, size + 1, IGNORED) != IGNORED
         if learns and lesson.share:
             with torch.no_grad():

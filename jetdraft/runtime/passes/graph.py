@@ -113,11 +113,9 @@ class Graph:
         last_only = last_only and rows > 1
         if not last_only and not self.contract.block:  # a block follows the last row
             width = self.sessions.width(width, room)
-        probes = (
-            NO_PROBES
-            if last_only
-            else self._fitting_probes(probing, rows, room - width)
-        )
+        probes = NO_PROBES
+        if not last_only:
+            probes = self._fitting_probes(probing, rows, room - width)
         size = _PassSize(width, 1 if last_only else width, probes, branching=False)
         binding = self._bind(size, room)
         binding.fill(tokens, range(cursor, cursor + width))

@@ -238,5 +238,4 @@ def _is_function(tool: object) -> bool:
     match tool:
         case {"type": "function", "function": {"name": str()}}:
             return True
-        case _:
-            return False
+    return False
