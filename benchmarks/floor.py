@@ -2,9 +2,9 @@
 
     python benchmarks/floor.py BUNDLE --json floor.json
 
-Measures how fast two threads read memory, runs passes of the target at several widths,
-and adds up onnxruntime's profile by operator. The floor is the bytes of the weights and
-of the filled KV rows over the measured bandwidth. Run nothing beside it.
+It measures how fast two threads read memory, runs passes at several widths, and adds up
+onnxruntime's profile by operator. The floor is the bytes of the weights and of the
+filled KV rows over the measured bandwidth. Run nothing beside it.
 """
 
 from __future__ import annotations
@@ -69,10 +69,7 @@ def bandwidth(threads: int, mb: int = 1024) -> float:
 
 
 def weight_bytes(file: Path) -> dict[str, int]:
-    """The bytes of the constants by the operator that reads them.
-
-    A gather reads a few rows of the embedding only, so it is left out.
-    """
+    """The bytes of constants by the operator that reads them; a gather reads a few rows."""
     graph = onnx.load(file, load_external_data=False).graph
     sizes = {
         constant.name: int(np.prod(constant.dims))

@@ -47,10 +47,7 @@ class Pair(NamedTuple):
 
 
 class SharedTraces(KeptTraces):
-    """Keeps every trace of a run in a folder, each as a file named by its fingerprint.
-
-    Most tests export one of a few tiny models, and the trace is most of the work.
-    """
+    """Keeps every trace of a run in a folder, as a file named by its fingerprint."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -107,10 +104,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 
 @pytest.fixture(scope="session", autouse=True)
 def widths_at_once() -> Iterator[None]:
-    """Compare all widths before the first token, also where others have the cores.
-
-    Otherwise a thread compares the rest while a test reads the buffers by itself.
-    """
+    """Compare all widths before the first token, not in a thread beside the test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(survey, "FIRST_MS", 60_000.0)
         yield
@@ -118,10 +112,7 @@ def widths_at_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def forecasts_of_all_exports() -> Iterator[None]:
-    """Forecast every graph that a test exports, for every provider with a table.
-
-    Graphs that differ in their weights only get one forecast.
-    """
+    """Forecast every graph that a test exports, for every provider with a table."""
     write, seen = exporter.write_graphs, set[tuple[bytes, ...]]()
 
     def write_and_forecast(job: Job, entry: GraphEntry) -> GraphEntry:
@@ -190,10 +181,7 @@ def model(bundle: Path) -> jetdraft.Model:
 
 @pytest.fixture(scope="session")
 def whisper(once: Once) -> Path:
-    """A folder with the checkpoint of a tiny Whisper, and a bundle of it.
-
-    The bundle's drafter is the target itself.
-    """
+    """The checkpoint of a tiny Whisper, and a bundle in which it is the drafter too."""
 
     def make(folder: Path) -> None:
         checkpoint = str(whispers.save(folder / "checkpoint"))

@@ -121,10 +121,7 @@ def save_tokenizer(
 def tokenizer(
     words: tuple[str, ...] = WORDS, added: Sequence[AddedToken] = ()
 ) -> Tokenizer:
-    """End-of-text is 0, the bytes follow, then merges that build up the words.
-
-    The last tokens are those in `added`.
-    """
+    """End-of-text is 0, then bytes, then merges, and last the tokens in `added`."""
     vocab = [END_OF_TEXT, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     merges: list[tuple[str, str]] = []
     for word in words:

@@ -208,8 +208,11 @@ def special_tokens(field: Field) -> dict[str, str]:
     """Map transformers' names of the special tokens of a file to their texts."""
     tokens = field("tokenizer.ggml.tokens") or []
     ids = {name: _id_of(field, own) for name, own in _SPECIAL_NAMES.items()}
-    known = range(len(tokens))
-    return {name: tokens[i] for name, i in ids.items() if i in known}
+    return {
+        name: tokens[i]
+        for name, i in ids.items()
+        if i is not None and 0 <= i < len(tokens)
+    }
 
 
 def _make_byte_level(source: str, ids: Mapping[str, int], field: Field) -> Tokenizer:

@@ -174,11 +174,8 @@ class PromptTask(Task):
         """
         with torch.no_grad():
             outputs = self._model(input_ids=batch.ids, use_cache=True)
-        labels, length, cache = (
-            batch.labels,
-            batch.ids.shape[1],
-            outputs.past_key_values,
-        )
+        labels, length = batch.labels, batch.ids.shape[1]
+        cache = outputs.past_key_values
         probes = prompt_logits(drafter, self._model, places.anchors, length, cache)
         logits = probes.float()
         gamma = logits.shape[2]

@@ -1,8 +1,7 @@
 """Graphs that a CUDA graph can be captured of: no size of a pass is copied to the GPU.
 
-onnxruntime computes shapes on the host. A host value that a kernel wants on the device
-becomes a Memcpy node, and with one in it a session refuses to capture.
-tests/export/test_standard.py looks at the other flavours and at streams.
+A host value that a kernel wants on the device becomes a Memcpy node, and with one in it
+a session refuses to capture.
 """
 
 from __future__ import annotations

@@ -220,10 +220,7 @@ def trained_briefly(folder, **options):
 
 
 def answers_by_hand(folder, tokens, count, read, turns):
-    """Logits of the last `count` tokens if each KV head has only some rows to read.
-
-    If it turns, a head's rows have the positions just before the new tokens'.
-    """
+    """Logits of the last `count` tokens if each KV head has only some rows to read."""
     model = AutoModelForCausalLM.from_pretrained(folder / "target").float()
     layer, start = model.model.layers[0], len(tokens) - count
     attention = layer.self_attn

@@ -86,10 +86,7 @@ class Whole:
 
 
 class Bundles(Subject):
-    """Damages one thing, then uses it, in this process or on the command line.
-
-    A `light` subject has no bundle with streams, which takes an export.
-    """
+    """Damages one thing, then uses it, in this process or on the command line."""
 
     name = "bundles"
     things = "mutations"

@@ -16,10 +16,7 @@ from tests.toy_drafter import put_on_trial, random_arrays
 
 
 class Disturbances:
-    """Leaves a model in some state; prefixes are kept in `folder`.
-
-    Disturbances(folder).one(draw, model, prompt)    # "cancelled"
-    """
+    """Leaves a model in some state; prefixes are kept in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

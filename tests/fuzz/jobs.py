@@ -26,8 +26,6 @@ NOTHING, OLD, NEW = "nothing", "old", "new"
 class Job:
     """Writes the file or folder `result` into a place; `toy` is a toy bundle to read.
 
-    job.prepare(place, old=True); job.run(place); job.state(place)    # "new"
-
     `run` takes about `seconds`. If it `replaces`, it takes the place of what an earlier
     run has finished; if it is `stepwise`, it writes one thing after another.
     """

@@ -69,10 +69,7 @@ def routes(value: Any, before: Route = ()) -> Iterator[Route]:
 
 
 def manifest_routes(manifest: dict[str, Any]) -> list[Route]:
-    """The routes to all fields of a manifest, also those that it leaves out.
-
-    They come from the dataclasses that read it, so a new field is attacked too.
-    """
+    """The routes to all fields of a manifest's dataclasses, also to missing fields."""
     known = set(routes(manifest))
     for name in manifest["graphs"]:
         graph: Route = ("graphs", name)

@@ -19,12 +19,7 @@ SLOTS, LAST = "draft_mask.slots", "draft_mask.last"
 
 
 def resized(bundle: Path, output: Path, capacity: int, max_width: int) -> Path:
-    """Copy a bundle to `output` with other sizes of its buffers and passes.
-
-    The weights stay, so its texts are the texts of `bundle` as far as they fit.
-
-        resized(toy_bundle(), Path("small"), capacity=17, max_width=3)
-    """
+    """Copy a bundle to `output` with other sizes of its buffers and passes."""
     shutil.copytree(bundle, output, ignore=shutil.ignore_patterns("profiles"))
     (output / "bundle.json").unlink()
     opened, graphs = Bundle.open(bundle), {}
@@ -48,12 +43,7 @@ def respelled(bundle: Path, output: Path, tokenizer: Tokenizer) -> Path:
 
 
 def streamed_bundle(folder: Path) -> Path:
-    """Export a tiny checkpoint with random streams to `folder`, in a few seconds.
-
-    It needs torch, which is imported here, so that other subjects do not wait for it.
-
-        jetdraft.load(streamed_bundle(Path("streamed"))).methods
-    """
+    """Export a tiny checkpoint with random streams to `folder`, in a few seconds."""
     from jetdraft.checkpoints.streams import StreamSettings
     from jetdraft.export.exporter import ExportOptions, export
     from jetdraft.recipe import Recipe

@@ -109,10 +109,7 @@ def _penalties(draw: Random, vocab_size: int) -> dict[str, Any]:
 def draw_drafting(
     draw: Random, model: Model, table: Path | None = None
 ) -> dict[str, Any]:
-    """A method or several, a draft length, and options of the methods.
-
-    One method of ten is drawn from all methods there are, so that some are refused.
-    """
+    """A method or several, some of them refused, a draft length, and options."""
     names = list(methods() if draw.random() < 0.1 else model.methods[1:])
     if draw.random() < 0.15:
         method = ",".join(draw.sample(names, draw.randint(2, min(3, len(names)))))

@@ -58,10 +58,7 @@ class Subject(ABC):
 
 
 def case(subject: type[Subject] | Subject, number: int) -> Random:
-    """What decides the case of that number.
-
-    SameText(folder).run(case(SameText, 12345))
-    """
+    """What decides the case of that number."""
     return Random(f"{subject.name}:{number}")
 
 

@@ -38,10 +38,7 @@ MOST_KEPT = 4000
 
 @dataclass
 class World:
-    """A bundle with two models: one is attacked, the other only decodes plainly.
-
-    `plain` gives the text to compare with; an equal request is decoded once.
-    """
+    """A bundle with two models: one is attacked, the other only decodes plainly."""
 
     name: str
     bundle: Path
@@ -92,10 +89,7 @@ class World:
 
 
 def toy_worlds(folder: Path) -> Iterator[World]:
-    """The toy bundle and its siblings; only the toy has a store, and learns.
-
-    Some have a tokenizer of another family, which lacks some of the ids.
-    """
+    """The toy bundle, which has a store and learns, and its siblings."""
     toy = toy_bundle(folder / "toy")
     yield World("toy", toy, folder / "store.sqlite", folder / LEARNED, share=40)
     for capacity, width in SIZES:

@@ -22,11 +22,9 @@ def pieces_of(
     widths=None,
     verifier=None,
 ):
-    """All pieces of a generation, and its stats.
+    """All pieces of a generation of a whole prompt, and its stats.
 
-    `eos` are its end-of-text tokens. `widths` and `verifier` replace the plan's;
-    without a proposer it decodes plainly. It reads the whole prompt, and leaves no rows
-    for others.
+    `eos` are its end-of-text tokens; without a proposer it decodes plainly.
     """
     method = Method(NAME, "what a test proposes", lambda parts, options: proposer)
     with registered(method):

@@ -1,7 +1,4 @@
-"""Tools of a model whose vocabulary has the tags of a call as tokens, as Qwen2.5 has.
-
-The model is random: it writes what the constraint leaves open by chance.
-"""
+"""Tools of a random model whose tags of a call are tokens, as Qwen2.5 has them."""
 
 from __future__ import annotations
 

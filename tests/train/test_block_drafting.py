@@ -1,8 +1,4 @@
-"""Trained drafters of blocks draft better than untrained ones, and mistakes cost it.
-
-The text repeats a line of words, each of which occurs with several successors, so that
-a drafter must read its context.
-"""
+"""Trained drafters of blocks draft better than untrained ones, and mistakes cost it."""
 
 from __future__ import annotations
 

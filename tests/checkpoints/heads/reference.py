@@ -1,8 +1,4 @@
-"""What heads compute, written from the papers and the code of their authors.
-
-It reads nothing of jetdraft: weights are a table of tensors, positions start at 0, and
-every row is computed from all rows before it.
-"""
+"""What heads compute, written from the papers and their authors' code, row by row."""
 
 from __future__ import annotations
 

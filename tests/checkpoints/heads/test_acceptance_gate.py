@@ -147,11 +147,7 @@ def taps_of(head: Eagle, taught) -> list[Tensor]:
 
 @dataclass
 class Loop:
-    """Draft, verify, catch up, round after round (section 2 of EAGLE).
-
-    Drafted rows sit `shift` places too far; with `keeps` the rows of accepted tokens
-    stay as the head drafted them.
-    """
+    """Draft, verify, catch up; `shift` and `keeps` are mistakes (EAGLE, section 2)."""
 
     head: Eagle
     taps: list[Tensor]

@@ -295,10 +295,7 @@ CPU, FLAT = 0.235, 0.05
 
 
 def simulate(rate_at, rounds, seed, slope=CPU, widths=range(1, 17), draft_ms=0.04):
-    """Draft lengths and tokens per ms, were a token of round n right at rate_at(n).
-
-    The speed is relative to rounds without a draft.
-    """
+    """Draft lengths and relative speed, were a token of round n right at rate_at(n)."""
     chance, controller = random.Random(seed), adaptive(slope, draft_ms, widths)
     passes = dict(controller.curve.passes)
     lengths, tokens, spent = [], 0, 0.0

@@ -583,10 +583,7 @@ def test_a_head_goes_on_after_trusted_tokens(model, monkeypatch):
 def test_auto_does_not_choose_a_random_drafter_for_long(
     tmp_path, steady_passes, method, learned
 ):
-    """Where a learned drafter has nearly all rounds, a random one soon loses them.
-
-    It costs what a learned drafter costs.
-    """
+    """Where a learned drafter has nearly all rounds, a random one soon loses them."""
     handmade(tmp_path / "bundle", method, GUESSES if learned else NOISE)
     with jetdraft.load(tmp_path / "bundle", threads=1) as model:
         how, shares = {"tokens": 100, "prompt": PROMPT[:20]}, []

@@ -1,7 +1,4 @@
-"""A target that drafts with probes: streams, prompt tokens and forecasts.
-
-They change no weight, no text, and no bit of the rows that carry them.
-"""
+"""A target that drafts with probes: streams, prompt tokens and forecasts."""
 
 from __future__ import annotations
 

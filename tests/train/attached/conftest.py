@@ -1,7 +1,4 @@
-"""The trained drafter of a test file, loaded, and what plain decoding writes.
-
-A file says what is trained, as `TASK` and `LEARNING`, for a target of `LAYERS` layers.
-"""
+"""The trained drafter of a test file, loaded, and what plain decoding writes."""
 
 from __future__ import annotations
 

@@ -42,10 +42,7 @@ def exported(target: str, folder: Path, drafters: dict[str, Path]) -> dict[str, 
 def in_floats(
     target: str, drafter: Path, folder: Path, text: list[int]
 ) -> Iterator[tuple[jetdraft.Model, Any, Tensor]]:
-    """A bundle without quantization, with the drafter's module and the text's features.
-
-    The drafter chooses among 40 tokens.
-    """
+    """A bundle of floats for 40 tokens, the drafter's module, the text's features."""
     options = ExportOptions(
         Recipe("none"), Recipe("none"), capacity=64, max_width=16, fast=True,
         draft_vocab=40,

@@ -100,11 +100,7 @@ def test_a_head_that_always_stops_ends_after_the_first_token(model, head):
 
 
 def reference(target: str, prompt: list[int], weight: np.ndarray, count: int):
-    """The greedy text of lower layers alone, over all layers' keys and values.
-
-    The first token is the whole target's. What the layers left out keep of a later
-    token is computed from the state that left the lower layers.
-    """
+    """The greedy text of lower layers alone, over all layers' keys and values."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     inner, move = model.model, torch.tensor(weight)
     with torch.no_grad():

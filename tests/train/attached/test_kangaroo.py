@@ -187,10 +187,7 @@ def test_a_saved_prefix_holds_the_adapters_rows(bundles, tmp_path):
 
 
 def test_the_adapter_in_the_graph_is_the_module(target, folders, tmp_path):
-    """The graph answers what the module says of the states at the exit.
-
-    It does so for its part of the vocabulary, and writes the target's text.
-    """
+    """The graph answers what the module says, for its part of the vocabulary."""
     options = ExportOptions(
         Recipe("none"), Recipe("none"), capacity=128, max_width=16, fast=True,
         draft_vocab=40,
