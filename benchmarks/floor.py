@@ -69,7 +69,7 @@ def bandwidth(threads: int, mb: int = 1024) -> float:
 
 
 def weight_bytes(file: Path) -> dict[str, int]:
-    """The bytes of constants by the operator that reads them; a gather reads a few rows."""
+    """The bytes of constants by operator, but for a gather, which reads a few rows."""
     graph = onnx.load(file, load_external_data=False).graph
     sizes = {
         constant.name: int(np.prod(constant.dims))
