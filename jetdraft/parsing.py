@@ -87,7 +87,10 @@ def read_json(
 
 
 def read_json_file(file: Path, most_bytes: int = 1_000_000, exact: bool = False) -> Any:
-    """The value in a JSON file, see `read_json`; raises `OSError` or `JsonError`."""
+    """The value in a JSON file, see `read_json`; raises `OSError` or `JsonError`.
+
+    Reads no more than `most_bytes`, and no device or pipe, which might never end.
+    """
     if file.exists() and not file.is_file():
         raise JsonError("no regular file")
     with file.open("rb") as handle:

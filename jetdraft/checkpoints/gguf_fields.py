@@ -1,4 +1,7 @@
-"""What becomes of the fields of a GGUF file, by llama.cpp's names for them."""
+"""What becomes of the fields of a GGUF file, by llama.cpp's names for them.
+
+A number that transformers leaves out would keep another model's default.
+"""
 
 from __future__ import annotations
 

@@ -80,7 +80,10 @@ def attend_to_source(
     position_bias: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in all parts: [1, heads, n, d] to [1, n, heads, d]."""
+    """Attention in all parts: [1, heads, n, d] to [1, n, heads, d].
+
+    T5's `position_bias` [1, heads, n, n] counts in the encoder only.
+    """
     if getattr(module, "is_causal", False):
         own = getattr(active_state(), "own", None)
         if own is not None:
@@ -127,7 +130,10 @@ def relative_bias_module(model: Any) -> Any:
 def distance_bias(
     model: Any, rows: Tensor, slots: Tensor, both_ways: bool = False
 ) -> Tensor:
-    """The bias [b, heads, n, k] of slots at positions int64 [b, k] for rows [b, n]."""
+    """The bias [b, heads, n, k] of slots at positions int64 [b, k] for rows [b, n].
+
+    With `both_ways` a slot behind a row counts as far as one before it.
+    """
     module = relative_bias_module(model)
     distance = slots[:, None, :] - rows[:, :, None]
     buckets = module._relative_position_bucket(

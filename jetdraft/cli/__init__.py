@@ -164,7 +164,10 @@ def _exit_on_sigterm() -> Iterator[None]:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """Exit by an exception; send the signal again where a finalizer would drop it."""
+    """Exit by an exception; send the signal again where a finalizer would drop it.
+
+    The import of transformers leaves many objects to finalize.
+    """
     if all(caller.f_code.co_name != "__del__" for caller, _ in walk_stack(frame)):
         sys.exit(128 + number)
     again = threading.Timer(FINALIZING_SECONDS, os.kill, (os.getpid(), number))

@@ -27,7 +27,10 @@ drafts has a standard deviation of 0.05 or less."""
 
 
 def measure_acceptance(model: Model, record: AcceptanceRecord) -> list[float]:
-    """Measure the share of drafts whose token at each position was accepted."""
+    """Measure the share of drafts whose token at each position was accepted.
+
+    The drafts follow the prompts of the record, and the target's own greedy text.
+    """
     name, drafting = next(
         (method.name, dict(method.alone))
         for method in methods().values()

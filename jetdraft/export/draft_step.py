@@ -219,7 +219,10 @@ class SourceBlockStep(SourceStep):
 
 
 def slice_target_buffers(file: Path, contract: StepContract) -> None:
-    """Make a graph on disk read only committed rows of the target's buffers."""
+    """Make a graph on disk read only committed rows of the target's buffers.
+
+    A slice costs as much as the text is long, a mask alone as much as the buffers.
+    """
     model = ir.load(file)
     graph = model.graph
     inputs, make = {value.name: value for value in graph.inputs}, Maker(graph, graph[0])

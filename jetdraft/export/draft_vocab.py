@@ -133,7 +133,10 @@ def check_tokenizers(sources: Mapping[str, str]) -> None:
 
 
 def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
-    """Raise `PairError` for a drafter whose ids are other tokens than the target's."""
+    """Raise `PairError` for a drafter whose ids are other tokens than the target's.
+
+    Without both tokenizers, matrices of about as many rows must do.
+    """
     _check_tokens(target.source, drafter.source, target.tokenizer, drafter.tokenizer)
     rows = target.vocab_size, drafter.vocab_size
     known = target.tokenizer is not None and drafter.tokenizer is not None

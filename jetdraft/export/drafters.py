@@ -273,7 +273,10 @@ def _write(folder: Path, bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -
 
 
 def _differing_arrays(old: ir.Model, new: ir.Model) -> Arrays:
-    """The arrays of the graph `new` that `old` does not have, but for the target's."""
+    """The arrays of the graph `new` that `old` does not have, but for the target's.
+
+    onnxruntime replaces arrays in a weights file only, so no other array may differ.
+    """
     before, after = _tensors(old), _tensors(new)
     arrays: Arrays = {}
     for name, tensor in after.items():

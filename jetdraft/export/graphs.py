@@ -258,7 +258,10 @@ _PAGE, _LARGE = 4096, 1 << 16
 
 
 def share_weights(file: Path, other: Path) -> None:
-    """Let the graph `file` read the tensors that `other` has too from its file."""
+    """Let the graph `file` read the tensors that `other` has too from its weights file.
+
+    Tensors with equal bytes are one. The weights file of `file` becomes smaller.
+    """
     model = onnx.load(file, load_external_data=False)
     theirs = {
         _tensor_digest(other.parent, tensor): tensor

@@ -25,7 +25,10 @@ PAST_KEY = 3
 def measure_scales(
     model: Any, contract: StepContract, windows: Windows, bits: int
 ) -> list[Floats]:
-    """Float32 [kv_heads * head_dim] for each buffer: a channel's largest as `bits`."""
+    """Float32 [kv_heads * head_dim] for each buffer, in the contract's order.
+
+    A channel's largest magnitude over the text becomes the largest integer of `bits`.
+    """
     step, dtype = Step(model, contract), dtype_of(contract)
     specs = contract.buffers("past")
     largest: list[torch.Tensor] = []

@@ -92,7 +92,11 @@ def make_compaction_graph(contract: StepContract, scattered: bool = False) -> ir
 
 
 def _scatter_indices(make: Maker, target: ir.Value, heads: int) -> ir.Value:
-    """The place (0, head, slot) of each row in a buffer, int64 [1, heads, m, 3]."""
+    """The place (0, head, slot) of each row in a buffer, int64 [1, heads, m, 3].
+
+    A sum of slots (0, 0, slot) and heads (0, head, 0), since a shape would be computed
+    on the host.
+    """
     by_head = np.zeros((1, heads, 1, 3), np.int64)
     by_head[0, :, 0, 1] = range(heads)
     column = make.constant("column", [1, 1, -1, 1])

@@ -43,7 +43,10 @@ GPTQ_COLUMNS = 4096
 
 
 def rtn(matrix: Floats, bits: int, size: int, moments: Floats | None) -> Blocks:
-    """Symmetric; a block's largest magnitude becomes the most negative integer."""
+    """Symmetric; a block's largest magnitude becomes the most negative integer.
+
+    `matrix` is float [rows, columns]; `moments` are not read.
+    """
     config = DefaultWeightOnlyQuantConfig(block_size=size, is_symmetric=True, bits=bits)
     quantizer = DefaultWeightOnlyQuantizer(config)
     packed, scales, _ = quantizer.qbits_block_quant(_c_order_copy(matrix))

@@ -69,7 +69,10 @@ GAUGES = {
 
 
 class Service:
-    """Serves the models of a pool over HTTP; `name` is the model's name in requests."""
+    """Serves the models of a pool over HTTP; `name` is the model's name in requests.
+
+    Raises `JetdraftError` for a broken chat template or an API key that cannot be sent.
+    """
 
     def __init__(
         self, pool: Pool, name: str, limits: Limits = DEFAULT_LIMITS, api_key: str = ""

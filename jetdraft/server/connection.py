@@ -274,7 +274,10 @@ class Admission:
 
 
 def host_name(header: str) -> str | None:
-    """The host in a Host header without its port; None for a malformed header."""
+    """The host in a Host header without its port; None for a malformed header.
+
+    Stricter than the URL standard: it allows the characters of DNS names only.
+    """
     match = _HOST_RE.fullmatch(header)
     if match is None or int(match[3] or 0) > 65535:
         return None

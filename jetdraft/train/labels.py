@@ -69,7 +69,7 @@ def learned_mask(batch: Batch) -> Tensor:
 
 
 def log_probabilities(model: Any, batch: Batch, ids: Tensor | None) -> Tensor:
-    """Log probabilities at n places, float32 [n, vocabulary], or of `ids` only."""
+    """Log probabilities at n places, float32 [n, vocabulary], or among `ids`."""
     rows, places = learned_mask(batch).nonzero(as_tuple=True)
     with precision(batch.ids.device):
         logits = logits_at(model, batch.ids, rows, places)

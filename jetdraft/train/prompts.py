@@ -52,7 +52,10 @@ class InsertionSettings(Checked):
 def prompt_logits(
     prompts: Prompts, model: Any, anchors: Tensor, rows: int, cache: Any
 ) -> Tensor:
-    """Run the prompt tokens behind n places: logits [b, n, gamma, vocab]."""
+    """Run the prompt tokens behind n places: logits [b, n, gamma, vocab].
+
+    `cache` has the target's `rows` rows of the sequences; it is changed.
+    """
     settings, (size, count) = prompts.settings, anchors.shape
     if settings.prefix:
         for number, layer in enumerate(cache.layers):

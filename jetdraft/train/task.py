@@ -196,7 +196,10 @@ class Task(ABC):
         return {n for n in run.weights if n.startswith(("embed_tokens", "lm_head"))}
 
     def optimizers(self, run: Run) -> list[torch.optim.Optimizer]:
-        """Make Muon for the matrices of layers, and AdamW for all other weights."""
+        """Make Muon for the matrices of layers, and AdamW for all other weights.
+
+        Few steps are made, and Muon makes more of each than AdamW (docs/heads.md).
+        """
         tables = self.tables(run) if self.has_muon else run.weights
         inner = {
             n: w for n, w in run.weights.items() if w.ndim == 2 and n not in tables

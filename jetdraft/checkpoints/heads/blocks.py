@@ -117,7 +117,10 @@ def masked_attention(mask: Tensor | None) -> Attention:
 
 
 def block_attention(size: int, context_asks: bool) -> Attention:
-    """Attention in both directions inside the last `size` rows, over the buffers."""
+    """Attention in both directions inside the last `size` rows, over the buffers.
+
+    If the context has queries, its rows attend to the rows up to their own.
+    """
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         groups = query.shape[1] // key.shape[1]
@@ -144,7 +147,10 @@ def _run_layer(
     turns: Sequence[tuple[Tensor, Tensor]],
     attention: Attention,
 ) -> Tensor:
-    """One decoder layer [b, q, h]; the first keys are `keys`, `turns` rotates both."""
+    """One decoder layer [b, q, h], whose keys and values have rows of `keys` first.
+
+    `turns` are the rotations of the queries and of all keys.
+    """
     normed = layer.input_layernorm(states)
     sources = normed if keys is None else torch.cat([keys, normed], dim=1)
     module = layer.self_attn

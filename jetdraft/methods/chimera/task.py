@@ -23,7 +23,10 @@ class ChimeraTask(LayerTask):
     architecture = ARCHITECTURE
 
     def new_drafter(self, run: Run) -> Chimera:
-        """A drafter that begins with the last token and the surrogate alone."""
+        """A new drafter, which begins with the last token and the surrogate alone.
+
+        Its last norm begins as the target's, since the LM head reads its output.
+        """
         width, model = self.config.hidden_size, run.target.model
         drafter = Chimera(self.config, model)
         copy_norm(drafter.norm, final_norm(model), width)

@@ -45,7 +45,10 @@ class StreamOptions(TreeOptions):
 
     @property
     def draft_size(self) -> int | None:
-        """The rows of a tree; with pruning a draft is always as long as possible."""
+        """The rows of a tree; with pruning a draft is always as long as possible.
+
+        A controller cannot plan it without the pass times of halves.
+        """
         size = super().draft_size
         return WIDEST - 1 if size is None and self.prune_threshold is not None else size
 

@@ -257,7 +257,10 @@ def compute_losses(streamed: Any, batch: Batch, gamma: int) -> Losses:
 
 
 def _carrier_rows(learned: Tensor) -> Tensor:
-    """The rows [b, C] where bool [b, T] is true, filled up with rows not learned."""
+    """Return the rows [b, C] that carry streams: where bool [b, T] is true, in order.
+
+    C is the most of one sequence. The others get further rows, which are not learned.
+    """
     count = max(1, int(learned.sum(1).max()))
     order = learned.int().argsort(dim=1, descending=True, stable=True)
     return order[:, :count]

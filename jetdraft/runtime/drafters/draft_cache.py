@@ -76,7 +76,10 @@ class DraftCache:
         return np.stack(self._features[:1]) if is_next and self._features else None
 
     def restore(self, tokens: Tokens, waiting: Float32s | None = None) -> None:
-        """Adopt rows of these tokens, which a file has put into the buffers."""
+        """Adopt rows of these tokens, which a file has put into the buffers.
+
+        The last row of a head has no token yet, and `waiting` features at most.
+        """
         self.tokens = list(tokens[self.shift :])
         self.graph.cache.rewind(len(self.tokens))
         self._passes = self.graph.passes
@@ -175,7 +178,10 @@ class DraftCache:
         return answer.rows(slice(len(block), None))
 
     def review(self, context: Tokens, guess: Sequence[int]) -> Answer:
-        """Run guesses behind `context`; answers for its root and each guess."""
+        """Run a chain of guesses behind `context`; answers for its root and each guess.
+
+        The rows of the guesses stay in the cache until a context differs from them.
+        """
         self._drop_differing(context)
         # A prompt is read without the logits of all its rows.
         widest = min(WIDEST, self.graph.contract.max_width)

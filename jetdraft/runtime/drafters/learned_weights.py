@@ -25,8 +25,10 @@ log = logging.getLogger("jetdraft.learning")
 class LearnedWeights:
     """Chooses the drafter's weights, for all twins of a model.
 
-    A set is on trial after `VERDICT_TOKENS` tokens with the weights before it. A twin
-    whose graph is of another `version` takes `graph` between two of its generations.
+    A new set is on trial. The weights before it go on until `VERDICT_TOKENS` of their
+    drafts have been evaluated; then the set drafts, and `decide_trial` compares both.
+    `version` counts the changes: a twin whose graph is of another version takes `graph`
+    between two of its generations.
     """
 
     def __init__(self, sets: WeightSets, opener: Opener, entry: GraphEntry) -> None:

@@ -125,7 +125,10 @@ class PassBinding:
             self._write_draft_mask(None)
 
     def show_only(self, visible: VisibleSlots, cursor: int, filled: int = 0) -> None:
-        """Hide the slots from the cursor on, except the `visible` slots of each row."""
+        """Hide the slots from the cursor on, except the `visible` slots of each row.
+
+        Slots are numbered from the cursor; earlier passes wrote the first `filled`.
+        """
         self.arrays["draft_start"][0] = cursor
         shown = (tuple(map(tuple, visible)), filled)
         if shown != self._mask_shows:

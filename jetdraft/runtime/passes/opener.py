@@ -195,7 +195,10 @@ class Opener:
         return Graph(sessions, self.compaction(entry.compaction_file), HOST)
 
     def _open_on_cuda(self, entry: GraphEntry, weights: Weights) -> Graph:
-        """Open two sessions over shared weights: chains are faster without a bias."""
+        """Open two sessions over shared weights: chains are faster without a bias.
+
+        Standard graphs get one session, since they cannot share weights.
+        """
         compaction = self.compaction(entry.compaction_file)
         memory, options = self.provider.memory, CUDA_OPTIONS
         if entry.tree_file is None or self.bundle.flavour != CONTRIB:

@@ -42,7 +42,10 @@ class Prefix:
         self._passes = -1
 
     def reusable_rows(self, prompt: Sequence[int], exact: bool) -> int:
-        """How many rows of a prompt may stay in the buffers, never its last."""
+        """How many rows of a prompt may stay in the buffers, never its last row.
+
+        0 if something else has run the target since.
+        """
         if self.target.passes != self._passes or (exact and not self._exact):
             return 0
         return min(common_length(self._tokens, prompt), len(prompt) - 1)

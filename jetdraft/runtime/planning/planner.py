@@ -45,7 +45,10 @@ from jetdraft.runtime.text.constraint import Matcher
 
 
 class Learner(Observer):
-    """Keeps a lesson of each generation, and the drafter's weights up to date."""
+    """Keeps a lesson of each generation, and the drafter's weights up to date.
+
+    New weights make the `acceptance` of the `methods` that draft with it unknown.
+    """
 
     def __init__(
         self,

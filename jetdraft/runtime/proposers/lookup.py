@@ -30,7 +30,8 @@ class LookupProposer(Proposer):
     Its evidence is the length of the match, in doublings: after one token a draft was
     right in 0.15 of the places, after two or three in 0.4 to 0.8, after eight and more
     in 0.95 (docs/log/controller.md). So a draft is no longer than its match, or
-    `max_match`. At the end of the sequence it continues with its own beginning.
+    `max_match`. At the end of the sequence it continues with its own beginning. A
+    `source` is looked up too, since summaries and corrections copy it.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ Every rule that is not lossy keeps the target's distribution, which the tests co
 
     sum_x P(x_1 .. x_k) pi(y | x_1 .. x_k) = p(y)
 
+But with the same seed the text is another text, since the draws depend on the draft.
 Rules take p and q as float64 [m] over the same tokens, and the children as indices into
 them in the order they were drawn. They return pi, float64 [m].
 """

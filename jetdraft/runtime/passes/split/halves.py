@@ -48,7 +48,8 @@ class PlacedRows(NamedTuple):
 class Halves:
     """The lower and the upper half of a target, bound once for each size of a pass.
 
-    `seconds` adds up the time in `session.run`, `passes` counts passes with answers.
+    `seconds` adds up the time inside `session.run`, `passes` counts the passes that
+    gave an answer. Raises `ContractError` for graphs that are not these halves.
     """
 
     def __init__(
@@ -73,7 +74,10 @@ class Halves:
     def run_lower(
         self, rows: PlacedRows, width: int, cursor: int, parents: Sequence[int] = ()
     ) -> PassBinding:
-        """Run rows of a draft that begins at the cursor; gives inputs and outputs."""
+        """Run rows of a draft that begins at the cursor; gives inputs and outputs.
+
+        An early exit needs the `parents` of all rows; the root is its own parent.
+        """
         bound, padding = self._bind(LOWER, width), width - len(rows.tokens)
         tokens = list(rows.tokens)
         bound.arrays["input_ids"][0] = tokens + tokens[-1:] * padding
@@ -89,7 +93,10 @@ class Halves:
         size: tuple[int, int, Probes],
         cursor: int,
     ) -> Answer:
-        """Run rows whose `states` [n, h] the lower half has given, as `size` says."""
+        """Run rows whose `states` [n, h] the lower half has given.
+
+        The `size` is the width, the number of rows to answer for, and the probes.
+        """
         bound, probes = self._bind(UPPER, *size), size[2]
         bound.fill_rows("hidden", states)
         self._run_placed(bound, rows, size[0] - len(rows.tokens), probes, cursor)

@@ -78,14 +78,20 @@ class LeadingHalf:
         return self.whole.run(tokens, last_only, width)
 
     def lead(self, text: Tokens) -> Float32s | None:
-        """The states [n, h] of the lower half, of the rows not committed yet."""
+        """The states [n, h] that leave the lower half, of the rows not committed yet.
+
+        The text begins with the committed tokens. None if the rows do not fit.
+        """
         rows = Rows.chain(list(text[self.cache.length :]))
         self._keep_ahead(common_length(self.ahead, rows.tokens))
         self._base = len(rows)
         return self._run_ahead(rows)
 
     def branch(self, rows: PlacedRows) -> Float32s:
-        """The states [n, h] of rows of a draft behind the text that was led last."""
+        """The states [n, h] of rows of a draft behind the text that was led last.
+
+        A row that continues the rows ahead stays; others run again when verified.
+        """
         cursor, count = self.cache.length + self._base, len(rows.tokens)
         chain = list(range(rows.filled))
         goes_on = count == 1 and list(rows.ancestors[0]) == chain

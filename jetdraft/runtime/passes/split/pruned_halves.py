@@ -205,7 +205,10 @@ class PrunedHalves:
         return proven
 
     def _outcome_at(self, path: list[int], threshold: float) -> tuple[float, float]:
-        """Tokens and milliseconds that a threshold gives to the last round."""
+        """Tokens and milliseconds that the last round would have had with a threshold.
+
+        `path` has the accepted rows, numbered as in the whole draft.
+        """
         rows, scores, lower_ms, probing = self._draft
         kept = self._prune(rows, scores, threshold)
         width = self.widths[bisect_left(self.widths, len(kept))]
