@@ -132,9 +132,7 @@ def examine(
     """All findings in the order in which to fix them; the wrong ones come first."""
     machine = detect_machine(root)
     findings = [*_check_onnxruntime(), *_check_system(machine), *_check_state(machine)]
-    findings += [
-        _check_provider(presence_of(name), machine) for name in reversed(PROVIDERS)
-    ]
+    findings += [_check_provider(presence_of(n), machine) for n in reversed(PROVIDERS)]
     return sorted(findings, key=lambda finding: (not finding.wrong, not finding.fix))
 
 

@@ -94,10 +94,8 @@ def _print_folder(
         rows = [{"wrong_places": count, "text": words} for count, words in lessons]
         click.echo(json.dumps({**weights, "lessons": rows, "others": others}))
         return
-    trial = (
-        "" if choice.before is None else f", on trial against {label(choice.before)}"
-    )
-    click.echo(f"weights: {label(choice.name)}{trial}")
+    note = "" if choice.before is None else f", on trial against {label(choice.before)}"
+    click.echo(f"weights: {label(choice.name)}{note}")
     for count, words in lessons:
         click.echo(f"{count:4} wrong  {_shorten(words, 64)}")
     for name, count in others.items():

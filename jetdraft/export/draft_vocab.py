@@ -129,7 +129,7 @@ def check_tokenizers(sources: Mapping[str, str]) -> None:
         texts = [read_tokenizer(source) for source in pair]
     except CheckpointError:
         return  # loading says it in better words
-    _check_tokens(*pair, *texts)
+    _check_ids(*pair, *texts)
 
 
 def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
@@ -137,7 +137,7 @@ def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
 
     Without both tokenizers, matrices of about as many rows must do.
     """
-    _check_tokens(target.source, drafter.source, target.tokenizer, drafter.tokenizer)
+    _check_ids(target.source, drafter.source, target.tokenizer, drafter.tokenizer)
     rows = target.vocab_size, drafter.vocab_size
     known = target.tokenizer is not None and drafter.tokenizer is not None
     if not known and abs(rows[0] - rows[1]) > MOST_PADDING:
@@ -148,9 +148,7 @@ def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
         )
 
 
-def _check_tokens(
-    target: str, drafter: str, ours: str | None, theirs: str | None
-) -> None:
+def _check_ids(target: str, drafter: str, ours: str | None, theirs: str | None) -> None:
     """Raise `PairError` unless each id that both tokenizers have is one token."""
     if ours is None or theirs is None:
         return

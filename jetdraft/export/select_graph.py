@@ -48,7 +48,7 @@ def add_selection(
         )
     selection = Selection(rows, heads.pop())
     trained = _turning_length(checkpoint, contract, nodes, rows)
-    _replace_attentions(graph, replace(contract, selection=selection), trained)
+    _add_branches(graph, replace(contract, selection=selection), trained)
     graph.opset_imports[""] = OPSET
     common.RemoveUnusedNodesPass()(model)
     return model, selection
@@ -84,9 +84,7 @@ def _rotates_unscaled(node: ir.Node) -> bool:
     return np.allclose(norms, 1, atol=1e-4)
 
 
-def _replace_attentions(
-    graph: ir.Graph, contract: StepContract, trained: int | None
-) -> None:
+def _add_branches(graph: ir.Graph, contract: StepContract, trained: int | None) -> None:
     """Replace each attention of a graph by an `If` with both branches, in place."""
     selection = contract.selection
     assert selection is not None

@@ -81,7 +81,7 @@ class Quantization:
                 inputs = make("Gather", node.inputs[0], order, axis=-1)
                 node.replace_input_with(0, inputs)
             if blocks is not None and self.standard:
-                _insert_dequantize(make, node, source, blocks)
+                _dequantize(make, node, source, blocks)
             elif blocks is not None:
                 quantized[source] = _replace_product(make, node, source, blocks)
             progress(done, len(products))
@@ -202,9 +202,7 @@ def _replace_product(
     return packed
 
 
-def _insert_dequantize(
-    make: Maker, node: ir.Node, source: ir.Value, blocks: Blocks
-) -> None:
+def _dequantize(make: Maker, node: ir.Node, source: ir.Value, blocks: Blocks) -> None:
     """Insert a DequantizeLinear of integers [rows, columns] before the MatMul."""
     middle, dtype = 1 << (blocks.bits - 1), _SIGNED[blocks.bits]
     signed = blocks.integers.astype(np.int16) - middle

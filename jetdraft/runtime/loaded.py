@@ -278,10 +278,8 @@ class LoadedBundle:
         if drafter is None or entry is None:
             return Opener(bundle, target, threads_of_pair(self.threads, 1)[0]), None
         by_size = 1 if entry.parameters < LARGE_DRAFTER_PARAMETERS else self.threads
-        threads = threads_of_pair(
-            self.threads, self.profiles.drafter_threads() or by_size
-        )
-        return Opener(bundle, target, threads[0]), Opener(bundle, drafter, threads[1])
+        pair = threads_of_pair(self.threads, self.profiles.drafter_threads() or by_size)
+        return Opener(bundle, target, pair[0]), Opener(bundle, drafter, pair[1])
 
     def _open_drafter(self) -> Graph | None:
         """Open the drafter's graph; None if it is off. Raises `ProviderError`."""

@@ -392,7 +392,7 @@ class Model:
         self.planner.forget()
 
     def cancel(self) -> None:
-        """End the running generation, or a constraint's compilation, from any thread."""
+        """End the running generation, or a constraint's compilation; for any thread."""
         parts = self._parts  # another thread may close the model meanwhile
         if parts is not None:
             parts.claim.cancel()

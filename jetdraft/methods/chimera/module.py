@@ -78,10 +78,8 @@ class Chimera(DraftModule):
         layer = self.first_layer
         # In a graph, a quantized embedding takes ids of two axes.
         rows = self.embed_tokens(trigrams.flatten(1))
-        embedded = rows.unflatten(1, (-1, ROW_TOKENS)).flatten(2)
-        states = self.trigram["down"](
-            embedded + F.silu(self.trigram["block"](embedded))
-        )
+        joined = rows.unflatten(1, (-1, ROW_TOKENS)).flatten(2)
+        states = self.trigram["down"](joined + F.silu(self.trigram["block"](joined)))
         turns = self.stack.rotations(states, positions)
         attending = layer.self_attn
         query = rotate_rows(
@@ -97,11 +95,9 @@ class Chimera(DraftModule):
 
     def keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, of features [b, n, h]: [b, kv_heads, n, d] both."""
-        normed = self.first_layer.input_layernorm(features)
+        rows = self.first_layer.input_layernorm(features)
         turns = self.stack.rotations(features, positions)
-        key, value = (
-            project_heads(self.first_layer.self_attn, name, normed) for name in "kv"
-        )
+        key, value = (project_heads(self.first_layer.self_attn, n, rows) for n in "kv")
         return rotate_rows(key, turns), value
 
     def draft(self, given: DraftInputs) -> tuple[Tensor, Tensor]:

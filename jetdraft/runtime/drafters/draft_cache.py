@@ -334,13 +334,11 @@ class LedCache(DraftCache):
         self,
         tokens: Tokens,
         depths: Sequence[int],
-        ancestors: Sequence[Sequence[int]],
+        seen: Sequence[Sequence[int]],
         filled: int,
     ) -> Answer:
-        states = self._leading().branch(PlacedRows(tokens, depths, ancestors, filled))
-        answer = self.graph.run_branches(
-            tokens, depths, ancestors, filled, features=states
-        )
+        states = self._leading().branch(PlacedRows(tokens, depths, seen, filled))
+        answer = self.graph.run_branches(tokens, depths, seen, filled, features=states)
         self._passes = self.graph.passes
         return answer
 

@@ -163,18 +163,16 @@ class ResponseStore:
             np.asarray(tokens, np.uint32).tobytes()
             for tokens in (entry.prompt, entry.response)
         )
-        request = self.user, prompt
+        key = self.user, prompt
         vector = entry.vector.astype(np.float32).tobytes()
         with self._store_file.connect() as database:
             earlier = database.execute(
-                "select response from entries where user = ? and prompt = ?", request
+                "select response from entries where user = ? and prompt = ?", key
             ).fetchone()
             # Of the same response that was cut earlier, keep the longer text.
             if earlier and isinstance(earlier[0], bytes):
                 response = earlier[0] if earlier[0].startswith(response) else response
-            database.execute(
-                "delete from entries where user = ? and prompt = ?", request
-            )
+            database.execute("delete from entries where user = ? and prompt = ?", key)
             self._delete_old_entries(database)
             database.execute(
                 "insert into entries (user, used, prompt, response, vector)"

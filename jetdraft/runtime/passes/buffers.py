@@ -148,9 +148,7 @@ class Cache:
         """Commit the rows `path` of the last pass, and close its gaps in place."""
         kept = gapless_length(path)
         if kept < len(path):
-            self._move_rows(
-                [self.length + row for row in path[kept:]], self.length + kept
-            )
+            self._move_rows([self.length + r for r in path[kept:]], self.length + kept)
         self.advance(len(path))
 
     def _move_rows(self, source: list[int], target: int) -> None:

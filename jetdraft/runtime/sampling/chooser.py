@@ -146,12 +146,10 @@ class Chooser:
         candidates = scaled.shape[1]
         mass = np.cumsum(np.exp(scaled - scaled[:, :1]), axis=1)
         counted = np.minimum(most, candidates)
-        counted_mass = mass[np.arange(len(counted)), counted - 1]
+        total = mass[np.arange(len(counted)), counted - 1]
         tail = np.where(most > candidates, self._tail_bound(scaled, answer), 0.0)
-        least = np.minimum(
-            _count_to_mass(mass, self.sampling.top_p * counted_mass), counted
-        )
-        longest = _count_to_mass(mass, self.sampling.top_p * (counted_mass + tail))
+        least = np.minimum(_count_to_mass(mass, self.sampling.top_p * total), counted)
+        longest = _count_to_mass(mass, self.sampling.top_p * (total + tail))
         return least, np.where(longest > counted, most, longest)
 
     def _tail_bound(self, scaled: Float64s, answer: Answer) -> Float64s:
