@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
@@ -37,14 +38,14 @@ class StepState:
     added to the scores. Rows behind the first `rows` see each layer's `prefix` too.
     """
 
-    cursor: torch.Tensor
-    last_row: torch.Tensor
-    total_length: torch.Tensor
-    past: list[tuple[torch.Tensor, torch.Tensor]]
-    present: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    cursor: Tensor
+    last_row: Tensor
+    total_length: Tensor
+    past: list[tuple[Tensor, Tensor]]
+    present: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     windows: set[int] = field(default_factory=set)
-    bias: torch.Tensor | None = None
-    prefix: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    bias: Tensor | None = None
+    prefix: list[tuple[Tensor, Tensor]] | None = None
     rows: int = 0
 
 
@@ -73,8 +74,8 @@ class PassThroughCache(Cache):  # type: ignore[misc]  # transformers is untyped
         super().__init__(layers=[])
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """Return the new keys and values unchanged."""
         return key_states, value_states
 
@@ -85,15 +86,15 @@ class PassThroughCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
 def attend(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **extra: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention over the active `StepState`: [1, heads, n, d] to [1, n, heads, d]."""
     unknown = unknown_arguments(extra)
     if attention_mask is not None or unknown or key.shape[-1] != value.shape[-1]:
@@ -135,17 +136,15 @@ def attend(
 
 
 def attend_over_buffers(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> torch.Tensor:
+    module: Any, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
     """Attention of a module's rotated query, over the buffers of the pass."""
     return attend(module, query, key, value, None, module.scaling)[0]
 
 
 def _insert_prefix(
-    rows: tuple[torch.Tensor, ...],
-    prefix: tuple[torch.Tensor, torch.Tensor],
-    count: int,
-) -> list[torch.Tensor]:
+    rows: tuple[Tensor, ...], prefix: tuple[Tensor, Tensor], count: int
+) -> list[Tensor]:
     """Query, key and value with a layer's prefix behind the first `count` rows."""
     keys, values = (part.to(rows[0].dtype) for part in prefix)
     groups = rows[0].shape[1] // keys.shape[1]
@@ -170,17 +169,17 @@ def unknown_arguments(extra: dict[str, Any]) -> list[str]:
 class _AttentionInputs:
     """The inputs of attention in one layer; a `window` or `softcap` of 0 is off."""
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    past_key: torch.Tensor
-    past_value: torch.Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    past_key: Tensor
+    past_value: Tensor
     scale: float
     window: int
     softcap: float
 
 
-def _make_node(call: _AttentionInputs, state: StepState) -> tuple[torch.Tensor, ...]:
+def _make_node(call: _AttentionInputs, state: StepState) -> tuple[Tensor, ...]:
     """Make one GroupQueryAttention node; return its output and both new buffers."""
     _, heads, rows, head_dim = call.query.shape
     attributes: dict[str, Any] = {
@@ -197,7 +196,7 @@ def _make_node(call: _AttentionInputs, state: StepState) -> tuple[torch.Tensor, 
         for tensor in (call.query, call.key, call.value)
     )
     buffers = [call.past_key, call.past_value]
-    inputs: list[torch.Tensor | None] = [*rows_first, *buffers]
+    inputs: list[Tensor | None] = [*rows_first, *buffers]
     inputs += [state.last_row, state.total_length]
     if state.bias is not None:
         # The inputs left out are cosines, sines and positions, which fusion may add.
@@ -213,7 +212,7 @@ def _make_node(call: _AttentionInputs, state: StepState) -> tuple[torch.Tensor, 
     return output.reshape(1, rows, heads, head_dim), *present
 
 
-def _run_eagerly(call: _AttentionInputs, state: StepState) -> tuple[torch.Tensor, ...]:
+def _run_eagerly(call: _AttentionInputs, state: StepState) -> tuple[Tensor, ...]:
     """Compute the same in PyTorch, over copies of the buffers."""
     start, rows = int(state.cursor), call.query.shape[2]
     keys, values = call.past_key.clone(), call.past_value.clone()

@@ -100,11 +100,8 @@ def _chat_prompts(checkpoint: Checkpoint) -> list[str] | None:
 
 
 def _sample_replies(
-    model: Any,
-    ids: torch.Tensor,
-    mask: torch.Tensor,
-    progress: Callable[[int, int], None],
-) -> torch.Tensor:
+    model: Any, ids: Tensor, mask: Tensor, progress: Callable[[int, int], None]
+) -> Tensor:
     """Extend all rows by sampled tokens; end-of-text does not end a row."""
     past, rows = None, ids
     for done in range(1, REPLY_TOKENS + 1):

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from jetdraft.checkpoints.attention import PassThroughCache, attending
 from jetdraft.checkpoints.probes import ProbedModel
@@ -36,23 +37,23 @@ class ProbeStep(Step):
         return self.model.model
 
     @property
-    def unquantized_weights(self) -> dict[str, torch.Tensor]:
+    def unquantized_weights(self) -> dict[str, Tensor]:
         """The weights of the probes."""
         return self.model.task
 
     def forward(  # type: ignore[override]  # the contract of probes has more inputs
         self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        cursor: torch.Tensor,
-        total_length: torch.Tensor,
-        answer_rows: torch.Tensor,
-        draft_mask: torch.Tensor,
-        draft_start: torch.Tensor,
-        probe_rows: torch.Tensor,
-        probe_ids: torch.Tensor,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cursor: Tensor,
+        total_length: Tensor,
+        answer_rows: Tensor,
+        draft_mask: Tensor,
+        draft_start: Tensor,
+        probe_rows: Tensor,
+        probe_ids: Tensor,
         *rest: Any,
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         """The contract's outputs, then others; `rest`: prefix, buffers, extras."""
         prefix = rest[0] if self.contract.prefix else None
         past, *extras = rest if prefix is None else rest[1:]
@@ -93,8 +94,8 @@ class ProbeStep(Step):
         return [*row_answers, *probe_answers, *present_buffers(state), *extra_outputs]
 
     def run_model(
-        self, rows_and_probes: tuple[torch.Tensor, ...], **options: Any
-    ) -> list[torch.Tensor]:
+        self, rows_and_probes: tuple[Tensor, ...], **options: Any
+    ) -> list[Tensor]:
         """Run the model over rows and probes; return the logits and extra outputs."""
         return [self.model(*rows_and_probes, **options)]
 
@@ -110,34 +111,27 @@ class StreamStep(ProbeStep):
         self.cut = streamed.settings.layers
 
     def run_model(  # type: ignore[override]  # its graph has one more input
-        self,
-        rows_and_probes: tuple[torch.Tensor, ...],
-        parents: torch.Tensor,
-        **extra: Any,
-    ) -> list[torch.Tensor]:
+        self, rows_and_probes: tuple[Tensor, ...], parents: Tensor, **extra: Any
+    ) -> list[Tensor]:
         """Logits, states at the cut, and scores; `parents` int64 [n] as `PARENTS`."""
         logits, early, hidden = self.model(*rows_and_probes, early=slice(None), **extra)
         scores = _early_exit_scores(early.float(), rows_and_probes[0], parents)
         return [logits, hidden, scores]
 
 
-def _mask_bias(
-    mask: torch.Tensor, start: torch.Tensor, contract: StepContract
-) -> torch.Tensor:
+def _mask_bias(mask: Tensor, start: Tensor, contract: StepContract) -> Tensor:
     """Return the bias [1, 1, n, slots] of a mask, see `attentions.add_mask`."""
     slots = torch.arange(1, contract.slots + 1)
     lines = (slots - start.to(torch.int64)).clamp(0, contract.draft_slots)
     return (mask.to(dtype_of(contract)) * HIDDEN)[lines].T[None, None]
 
 
-def _slice_rows(answer: torch.Tensor, start: int, end: int | None) -> torch.Tensor:
+def _slice_rows(answer: Tensor, start: int, end: int | None) -> Tensor:
     """Some rows of an answer, cut as floats, since WebGPU cuts no integers."""
     return answer.to(torch.float32)[:, start:end].to(answer.dtype)
 
 
-def _early_exit_scores(
-    logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
-) -> torch.Tensor:
+def _early_exit_scores(logits: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
     """Return each row's log probability after its parent, float32 [1, n]."""
     chosen = logits[:, parents].gather(-1, tokens[..., None])[..., 0]
     return chosen - torch.logsumexp(logits, -1)[:, parents]

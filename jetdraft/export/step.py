@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.attention import PassThroughCache, StepState, attending
@@ -47,7 +48,7 @@ class Step(torch.nn.Module):
         model: Any,
         contract: StepContract,
         cut: int = 0,
-        ids: torch.Tensor | None = None,
+        ids: Tensor | None = None,
         taps: Taps | None = None,
     ) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class Step(torch.nn.Module):
         contract = self.contract
         return contract.inputs, contract.buffers("past"), contract.outputs
 
-    def example_inputs(self) -> list[torch.Tensor]:
+    def example_inputs(self) -> list[Tensor]:
         """Return values to trace with for the inputs before the buffers."""
         rows = torch.arange(TRACED_ROWS)
         rows_of_pass = TRACED_ROWS, TRACED_ANSWERS, TRACED_PROBES
@@ -87,13 +88,13 @@ class Step(torch.nn.Module):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        cursor: torch.Tensor,
-        total_length: torch.Tensor,
-        answer_rows: torch.Tensor,
-        past: list[torch.Tensor],
-    ) -> list[torch.Tensor]:
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cursor: Tensor,
+        total_length: Tensor,
+        answer_rows: Tensor,
+        past: list[Tensor],
+    ) -> list[Tensor]:
         """Return the outputs of `StepContract.outputs`, then extra outputs."""
         state = make_state(position_ids, cursor, total_length, past)
         return self.outputs(state, input_ids, position_ids, answer_rows)
@@ -101,12 +102,12 @@ class Step(torch.nn.Module):
     def outputs(
         self,
         state: StepState,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        answer_rows: torch.Tensor,
-    ) -> list[torch.Tensor]:
+        input_ids: Tensor,
+        position_ids: Tensor,
+        answer_rows: Tensor,
+    ) -> list[Tensor]:
         """The outputs of a pass with that state, as `forward` gives them."""
-        head, cut, features = (list[torch.Tensor]() for _ in range(3))
+        head, cut, features = (list[Tensor]() for _ in range(3))
         with contextlib.ExitStack() as hooks:
             hooks.enter_context(attending(state))
             hooks.callback(
@@ -136,12 +137,12 @@ class Step(torch.nn.Module):
     def logits(
         self,
         state: StepState,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        answer_rows: torch.Tensor,
-    ) -> torch.Tensor:
+        input_ids: Tensor,
+        position_ids: Tensor,
+        answer_rows: Tensor,
+    ) -> Tensor:
         """Run the model; return the logits of the answered rows, float32 [1, m, n]."""
-        logits: torch.Tensor = self.model(
+        logits: Tensor = self.model(
             input_ids=input_ids,
             position_ids=position_ids,
             past_key_values=PassThroughCache(),
@@ -150,7 +151,7 @@ class Step(torch.nn.Module):
         ).logits
         return logits.float()
 
-    def answers(self, logits: torch.Tensor) -> list[torch.Tensor]:
+    def answers(self, logits: Tensor) -> list[Tensor]:
         """Return the four answer outputs for logits float32 [1, m, n]."""
         values, places = torch.topk(logits, self.contract.candidates)
         sums = log_sum_exp(logits, values[..., :1])[..., 0]
@@ -159,7 +160,7 @@ class Step(torch.nn.Module):
         return [ids, values, sums, logits]
 
     @property
-    def unquantized_weights(self) -> dict[str, torch.Tensor]:
+    def unquantized_weights(self) -> dict[str, Tensor]:
         """The weights not to quantize: a fusion reads the model's largest numbers."""
         return {name: weight.data for name, weight in self.taps.named_parameters()}
 
@@ -170,7 +171,7 @@ class Step(torch.nn.Module):
         return dtype_of(self.contract)
 
 
-def _collect_inputs(module: torch.nn.Module, states: list[torch.Tensor]) -> Any:
+def _collect_inputs(module: torch.nn.Module, states: list[Tensor]) -> Any:
     """Collect the hidden states that enter `module`; gives the handle of the hook."""
 
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -179,12 +180,12 @@ def _collect_inputs(module: torch.nn.Module, states: list[torch.Tensor]) -> Any:
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def zeros(spec: TensorSpec, *sizes: int) -> torch.Tensor:
+def zeros(spec: TensorSpec, *sizes: int) -> Tensor:
     """Return zeros for a declaration; `sizes` as of `TensorSpec.shape_for`."""
     return torch.zeros(spec.shape_for(*sizes), dtype=getattr(torch, spec.dtype))
 
 
-def count_on_device(numbers: torch.Tensor) -> torch.Tensor:
+def count_on_device(numbers: Tensor) -> Tensor:
     """Count the columns of `numbers` [1, n], which are 0 or more, as int32 [1].
 
     The sum is computed on the device: a graph that copies a shape from the host cannot
@@ -194,10 +195,7 @@ def count_on_device(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def make_state(
-    position_ids: torch.Tensor,
-    cursor: torch.Tensor,
-    total_length: torch.Tensor,
-    past: list[torch.Tensor],
+    position_ids: Tensor, cursor: Tensor, total_length: Tensor, past: list[Tensor]
 ) -> StepState:
     """Make the state that the attention layers share in a pass over `past`."""
     return StepState(
@@ -213,7 +211,7 @@ PACKET = 16
 """The most numbers that a processor takes a logarithm of at once."""
 
 
-def log_sum_exp(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+def log_sum_exp(logits: Tensor, largest: Tensor) -> Tensor:
     """log(sum(exp)) of each row [..., 1]; ReduceLogSumExp is slow on the CPU."""
     total = (logits - largest).exp().sum(-1, keepdim=True)
     # The CPU takes logarithms in packets, and those left over with another function:
@@ -221,7 +219,7 @@ def log_sum_exp(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     return largest + (total * torch.ones(PACKET)).log()[..., :1]
 
 
-def present_buffers(state: StepState) -> list[torch.Tensor]:
+def present_buffers(state: StepState) -> list[Tensor]:
     """Return the buffers after a pass, in the order of the contract."""
     return [buffer for i in sorted(state.present) for buffer in state.present[i]]
 
@@ -269,13 +267,8 @@ class _BufferMaker(PassThroughCache):
         self.state = state
 
     def update(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Add the buffers of a layer to the state."""
         self.state.past.append((torch.zeros_like(keys), torch.zeros_like(values)))
         return super().update(keys, values, layer_idx)

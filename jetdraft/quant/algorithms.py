@@ -28,6 +28,7 @@ from onnxruntime.quantization.matmul_nbits_quantizer import (
 from onnxruntime.quantization.neural_compressor.weight_only import (
     quant_tensor_k_quant_cpu,
 )
+from torch import Tensor
 
 from jetdraft.quant.blocks import Blocks, Floats, into_blocks
 from jetdraft.recipe import WHOLE, Recipe
@@ -135,7 +136,7 @@ def gptq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> 
 
 
 def _quantize_columns(
-    matrix: Floats, bits: int, block_size: int, inverse: torch.Tensor
+    matrix: Floats, bits: int, block_size: int, inverse: Tensor
 ) -> Blocks:
     """Quantize some columns with GPTQ; `inverse` is the result of `_inverse_factor`."""
     rows, middle = len(matrix), 1 << (bits - 1)
@@ -169,7 +170,7 @@ def _quantize_columns(
     )
 
 
-def _inverse_factor(moments: Floats, size: int) -> torch.Tensor:
+def _inverse_factor(moments: Floats, size: int) -> Tensor:
     """The upper Cholesky factor of the damped moments' inverse, [size, size]."""
     whole = torch.zeros(size, size, dtype=torch.double)
     rows = len(moments)
@@ -178,9 +179,7 @@ def _inverse_factor(moments: Floats, size: int) -> torch.Tensor:
     # Inputs that are always 0, and the filling of the last block, correct no errors.
     diagonal += DAMPING * diagonal[:rows].mean() + (diagonal == 0).double()
     lower = torch.linalg.cholesky(whole)
-    upper: torch.Tensor = torch.linalg.cholesky(
-        torch.cholesky_inverse(lower), upper=True
-    )
+    upper: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
     return upper
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from jetdraft.errors import DataError
 from jetdraft.files import read_text
@@ -28,10 +29,7 @@ class Windows:
     """
 
     def __init__(
-        self,
-        ids: torch.Tensor,
-        scored: int | None = None,
-        tokens: torch.Tensor | None = None,
+        self, ids: Tensor, scored: int | None = None, tokens: Tensor | None = None
     ) -> None:
         self.ids = ids
         self.scored = scored or ids.shape[1]
@@ -71,7 +69,7 @@ def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
     owners: dict[str, str] = {}
     last, owner = torch.empty(0), ""
 
-    def add(name: str, inputs: torch.Tensor) -> None:
+    def add(name: str, inputs: Tensor) -> None:
         nonlocal last, owner
         if inputs is not last:
             last, owner = inputs, name
