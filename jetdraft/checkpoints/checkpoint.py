@@ -160,11 +160,6 @@ class Checkpoint:
                 names[id(layer.weight)] = f"{name}.weight"
         return names
 
-    def matrix_names(self) -> set[str]:
-        """Return the names of the weights of all linear layers, each matrix once."""
-        names, layers = self.weight_names(), self.model.modules()
-        return {names[id(m.weight)] for m in layers if isinstance(m, torch.nn.Linear)}
-
     def add_probes(self, scale: float) -> ProbedModel:
         """The model with its probes; LoRA of the shared mode is added `scale` times."""
         assert self.streams is not None

@@ -291,13 +291,8 @@ class GgufFile:
         """Return the tensors to read; of two tied copies, the one with more bits."""
         spare = {ROPE_TENSOR}
         if config.tie_word_embeddings and HEAD_TENSOR in self.tensors:
-            # Bytes of both matrices, which have one shape.
-            spare.add(
-                min(
-                    (EMBEDDING_TENSOR, HEAD_TENSOR),
-                    key=lambda n: self.tensors[n].n_bytes,
-                )
-            )
+            copies = (EMBEDDING_TENSOR, HEAD_TENSOR)  # they have one shape
+            spare.add(min(copies, key=lambda name: self.tensors[name].n_bytes))
         return (t for name, t in self.tensors.items() if name not in spare)
 
     def _add_tensor(
@@ -359,11 +354,8 @@ class GgufFile:
 
     def dtype(self) -> torch.dtype:
         """Return the type of the matrices that are floats; float16 without any."""
-        types = {
-            tensor.tensor_type.name
-            for tensor in self.tensors.values()
-            if len(tensor.shape) == 2
-        }
+        matrices = [t for t in self.tensors.values() if len(t.shape) == 2]
+        types = {matrix.tensor_type.name for matrix in matrices}
         if "F32" in types or {"F16", "BF16"} <= types:
             return torch.float32
         return torch.bfloat16 if "BF16" in types else torch.float16

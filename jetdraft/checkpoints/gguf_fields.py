@@ -229,13 +229,10 @@ class FamilyFields:
 
     def _rope_scaling(self, config: Any) -> dict[str, Any]:
         """The scaling of rotations by transformers' names; empty for none."""
-        kind = self.family_field("rope.scaling.type") or "linear"
-        factor = (
-            self.family_field("rope.scaling.factor")
-            or self.family_field("rope.scale_linear")
-            or 1
-        )
-        strength = self.family_field("rope.scaling.attn_factor") or 1.0
+        field = self.family_field
+        kind = field("rope.scaling.type") or "linear"
+        factor = field("rope.scaling.factor") or field("rope.scale_linear") or 1
+        strength = field("rope.scaling.attn_factor") or 1.0
         if kind not in ("none", "linear", "yarn"):
             raise UnsupportedModelError(
                 f"{self.source} scales its rotations by {kind!r}, which is not known; "

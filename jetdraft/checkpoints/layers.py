@@ -131,12 +131,8 @@ def add_lora(
         raise JetdraftError(
             f"LoRA needs {error.name}; pip install 'jetdraft[cpu,train]'"
         ) from error
-    inner = {
-        id(module)
-        for layer in layers
-        for module in layer.modules()
-        if isinstance(module, nn.Linear)
-    }
+    parts = [part for layer in layers for part in layer.modules()]
+    inner = {id(part) for part in parts if isinstance(part, nn.Linear)}
     names = [name for name, module in model.named_modules() if id(module) in inner]
     if not names:
         raise UnsupportedModelError(

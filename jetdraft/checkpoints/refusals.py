@@ -191,11 +191,8 @@ def check_unread(source: str, read: Iterable[str], unread: Iterable[str]) -> Non
     last: dict[str, int] = {}
     for stack, number, _ in _numbered_weights(read):
         last[stack] = max(number, last.get(stack, 0))
-    behind = [
-        layer
-        for layer in _numbered_weights(unread)
-        if layer[1] > last.get(layer[0], layer[1])
-    ]
+    layers = _numbered_weights(unread)
+    behind = [layer for layer in layers if layer[1] > last.get(layer[0], layer[1])]
     modules = {layer[:2] for layer in behind if layer[2].startswith(_MTP_WEIGHT)}
     for stack, number, weight in sorted(behind):
         if (stack, number) not in modules:

@@ -324,7 +324,8 @@ def _describe_packed(checkpoint: Checkpoint) -> dict[str, Any]:
     packed = checkpoint.packed
     if packed is None:
         return {}
-    matrices = checkpoint.matrix_names()
+    names, layers = checkpoint.weight_names(), checkpoint.model.modules()
+    matrices = {names[id(m.weight)] for m in layers if isinstance(m, torch.nn.Linear)}
     kept = Counter(packed.forms[name] for name in packed.blocks if name in matrices)
     others = len(matrices - packed.blocks.keys())
     return {"packed": packed.method, "kept": dict(kept), "others": others}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir import Value
 
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import Selection
@@ -24,29 +25,29 @@ class Branch(Maker):
         self.name = name
         self.nodes: list[ir.Node] = []
 
-    def add(self, node: ir.Node) -> list[ir.Value]:
+    def add(self, node: ir.Node) -> list[Value]:
         """Add a node, name its outputs uniquely, and return them."""
         self.nodes.append(node)
         for place, value in enumerate(node.outputs):
             value.name = f"{self.name}.{len(self.nodes)}.{place}"
         return list(node.outputs)
 
-    def reshape(self, value: ir.Value, *sizes: int | ir.Value) -> ir.Value:
+    def reshape(self, value: Value, *sizes: int | Value) -> Value:
         """Add a Reshape; a size may be a value int64 [1]."""
-        parts = [s if isinstance(s, ir.Value) else self.vector(s) for s in sizes]
-        if not any(isinstance(size, ir.Value) for size in sizes):
+        parts = [s if isinstance(s, Value) else self.vector(s) for s in sizes]
+        if not any(isinstance(size, Value) for size in sizes):
             return self("Reshape", value, self.vector(*sizes))  # type: ignore[arg-type]
         return self("Reshape", value, self("Concat", *parts, axis=0))
 
-    def vector(self, *numbers: int) -> ir.Value:
+    def vector(self, *numbers: int) -> Value:
         """Return a constant int64 [n]."""
         return self.constant(f"constant.{'_'.join(map(str, numbers))}", numbers)
 
-    def scalar(self, number: float, kind: type = np.float32) -> ir.Value:
+    def scalar(self, number: float, kind: type = np.float32) -> Value:
         """Return a constant without axes."""
         return self.constant(f"constant.{kind.__name__}.{number}", number, kind)
 
-    def build(self, outputs: list[ir.Value]) -> ir.Graph:
+    def build(self, outputs: list[Value]) -> ir.Graph:
         """Return the subgraph with these outputs."""
         return ir.Graph([], outputs, nodes=self.nodes, name=self.name)
 
@@ -67,9 +68,9 @@ class SelectedAttention:
         self,
         graph: ir.Graph,
         node: ir.Node,
-        state: tuple[ir.Value, ...],
+        state: tuple[Value, ...],
         selection: Selection,
-        turns: ir.Value | None,
+        turns: Value | None,
     ) -> None:
         self.graph, self.node, self.turns = graph, node, turns
         self.rows, self.query = state
@@ -135,7 +136,7 @@ class SelectedAttention:
         answer = branch.reshape(answer, 1, -1, self.heads * self.size)
         return branch.build(self._set_output_types([answer, keys, values, *state]))
 
-    def _projections(self, branch: Branch) -> list[ir.Value]:
+    def _projections(self, branch: Branch) -> list[Value]:
         """Query, key and value [1, n, heads * size], rotated as attention does."""
         node, size = self.node, self.size
         widths = [heads * size for heads in (self.heads, *[self.kv_heads] * 2)]
@@ -157,12 +158,12 @@ class SelectedAttention:
                 )
         return rows
 
-    def _by_head(self, branch: Branch, rows: ir.Value) -> ir.Value:
+    def _by_head(self, branch: Branch, rows: Value) -> Value:
         """New keys or values as the buffers have them, [1, kv_heads, n, size]."""
         split = branch.reshape(rows, 1, -1, self.kv_heads, self.size)
         return branch("Transpose", split, perm=[0, 2, 1, 3])
 
-    def _scores(self, branch: Branch, queries: ir.Value, keys: ir.Value) -> ir.Value:
+    def _scores(self, branch: Branch, queries: Value, keys: Value) -> Value:
         """Return the scaled scores of queries and keys."""
         return branch(
             "FusedMatMul",
@@ -173,8 +174,8 @@ class SelectedAttention:
         )
 
     def _update_selection(
-        self, branch: Branch, queries: ir.Value, keys: ir.Value, start: ir.Value
-    ) -> list[ir.Value]:
+        self, branch: Branch, queries: Value, keys: Value, start: Value
+    ) -> list[Value]:
         """Return the selected rows and their query: the old ones, or a new vote."""
         mean = branch("ReduceMean", queries, branch.vector(1), keepdims=0)
         near = branch("Sub", start, branch.vector(self.selection.recent))
@@ -196,9 +197,7 @@ class SelectedAttention:
         after = new.build(self._set_state_types([voted, new("Identity", mean)]))
         return branch.several("If", 2, stays, then_branch=before, else_branch=after)
 
-    def _vote(
-        self, branch: Branch, mean: ir.Value, keys: ir.Value, near: ir.Value
-    ) -> ir.Value:
+    def _vote(self, branch: Branch, mean: Value, keys: Value, near: Value) -> Value:
         """Return the rows that the query heads vote for, int64 [1, kv_heads, voted]."""
         first = branch.vector(self.selection.first)
         between = branch("Slice", keys, first, near, branch.vector(2))
@@ -213,7 +212,7 @@ class SelectedAttention:
             )
         return branch("Add", places, first)
 
-    def _read_slots(self, branch: Branch, voted: ir.Value, slots: ir.Value) -> ir.Value:
+    def _read_slots(self, branch: Branch, voted: Value, slots: Value) -> Value:
         """Return the slots of all rows that are read, int64 [1, kv_heads, t, 1]."""
         first = self.selection.first
         bounds = (branch.scalar(bound, np.int64) for bound in (0, first, 1))
@@ -228,13 +227,8 @@ class SelectedAttention:
         return branch("Unsqueeze", together, branch.vector(3))
 
     def _turn_keys(
-        self,
-        branch: Branch,
-        keys: ir.Value,
-        chosen: ir.Value,
-        end: ir.Value,
-        turns: ir.Value,
-    ) -> ir.Value:
+        self, branch: Branch, keys: Value, chosen: Value, end: Value, turns: Value
+    ) -> Value:
         """The keys, turned to adjoining positions where `turns` is true."""
         far = Branch(self.graph, f"{self.name}.far")
         near = Branch(self.graph, f"{self.name}.near")
@@ -257,10 +251,10 @@ class SelectedAttention:
     def _hiding_bias(
         self,
         branch: Branch,
-        slots: ir.Value,
-        bounds: tuple[ir.Value, ir.Value, ir.Value],
-        count: ir.Value,
-    ) -> ir.Value:
+        slots: Value,
+        bounds: tuple[Value, Value, Value],
+        count: Value,
+    ) -> Value:
         """What is added to the scores: rows do not see the rows after them [n, t].
 
         A bias of the attention hides slots too; those before the recent rows are
@@ -281,15 +275,13 @@ class SelectedAttention:
         seen = self.selection.first + self.selection.voted
         return branch("Pad", hidden, branch.vector(0, seen, 0, 0))
 
-    def _range_inputs(
-        self, branch: Branch, begin: ir.Value, end: ir.Value
-    ) -> list[ir.Value]:
+    def _range_inputs(self, branch: Branch, begin: Value, end: Value) -> list[Value]:
         """Return the three inputs of a Range from `begin` to `end`."""
         axis = branch.vector(0)
         ends = [branch("Squeeze", value, axis) for value in (begin, end)]
         return [*ends, branch.scalar(1, np.int64)]
 
-    def _set_output_types(self, outputs: list[ir.Value]) -> list[ir.Value]:
+    def _set_output_types(self, outputs: list[Value]) -> list[Value]:
         """The outputs with their types; buffers of a known shape stay in place."""
         kept = len(self.node.outputs)
         for value, old in zip(outputs, self.node.outputs, strict=False):
@@ -297,7 +289,7 @@ class SelectedAttention:
         self._set_state_types(outputs[kept:])
         return outputs
 
-    def _set_state_types(self, values: list[ir.Value]) -> list[ir.Value]:
+    def _set_state_types(self, values: list[Value]) -> list[Value]:
         """The values with the type and shape of the state."""
         for value, old in zip(values, (self.rows, self.query), strict=True):
             value.type, value.shape = old.type, old.shape

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir import Value
 from onnx_ir.passes import common
 
 from jetdraft.errors import UnsupportedModelError
@@ -70,16 +71,12 @@ def _replace_attention(graph: ir.Graph, node: ir.Node, scattered: bool) -> None:
     graph.remove(node, safe=True)
 
 
-def _write_rows(
-    make: Maker, past: ir.Value | None, rows: ir.Value, start: ir.Value
-) -> ir.Value:
+def _write_rows(make: Maker, past: Value | None, rows: Value, start: Value) -> Value:
     """Write rows [1, heads, n, d] into a buffer from the slot `start` [1] on."""
     return make("TensorScatter", past, rows, start, axis=2)
 
 
-def _write_rows_nd(
-    make: Maker, past: ir.Value | None, rows: ir.Value, start: ir.Value
-) -> ir.Value:
+def _write_rows_nd(make: Maker, past: Value | None, rows: Value, start: Value) -> Value:
     """Write rows [1, heads, n, d] with indices (0, head, slot), [1, heads, n, 3]."""
     shape = make("Shape", rows, start=0, end=3)
     heads = make("Expand", _count_along(make, rows, 1, None), shape)
@@ -90,9 +87,7 @@ def _write_rows_nd(
     return make("ScatterND", past, make("Concat", *columns, axis=3), rows)
 
 
-def _count_along(
-    make: Maker, rows: ir.Value, axis: int, start: ir.Value | None
-) -> ir.Value:
+def _count_along(make: Maker, rows: Value, axis: int, start: Value | None) -> Value:
     """Count along an axis of [1, heads, n], from `start` or 0 on."""
     zero, one = (make.constant(f"number_{n}", n) for n in (0, 1))
     count = make("Squeeze", make("Shape", rows, start=axis, end=axis + 1))
@@ -103,7 +98,7 @@ def _count_along(
     return make("Unsqueeze", numbers, make.constant(f"beside_{axis}", others))
 
 
-def _split_heads(make: Maker, rows: ir.Value | None, heads: int) -> ir.Value:
+def _split_heads(make: Maker, rows: Value | None, heads: int) -> Value:
     """Split rows [1, n, heads * d] into [1, heads, n, d]."""
     sizes = make.constant(f"by_{heads}_heads", [0, 0, heads, -1])
     return make("Transpose", make("Reshape", rows, sizes), perm=[0, 2, 1, 3])

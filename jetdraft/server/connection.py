@@ -58,7 +58,9 @@ class Doorkeeper:
     """
 
     def __init__(self, per_peer: int, most: int) -> None:
-        self.most = min(most, _count_free_files() - SPARE_FILES - CROWDED_CONNECTIONS)
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = soft - len(os.listdir("/proc/self/fd"))  # files that it may still open
+        self.most = min(most, free - SPARE_FILES - CROWDED_CONNECTIONS)
         self.per_peer = min(per_peer, self.most)
         self._by_peer: dict[str, list[Connection]] = defaultdict(list)
         self._outside: list[Connection] = []
@@ -229,12 +231,6 @@ def _peer_id(transport: asyncio.Transport) -> str:
         return str(six.ipv4_mapped)
     network = ipaddress.ip_network((six, 64), strict=False)
     return "::1" if six.is_loopback else str(network)
-
-
-def _count_free_files() -> int:
-    """How many files this process may still open."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft - len(os.listdir("/proc/self/fd"))
 
 
 class Admission:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.head_layers import ConfigT, HeadConfig
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.options import setting
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.run import Run
@@ -36,15 +36,18 @@ from jetdraft.train.teacher import (
     shift_rows,
 )
 
+ConfigT = TypeVar("ConfigT", bound=HeadConfig)
+
 # --- sizes and layouts ----------------------------------------------------------------
 
 
 def make_config(
     target: Checkpoint, kind: type[ConfigT], inner: int = 0, **changes: Any
 ) -> ConfigT:
-    """A config of the class `kind` with the target's sizes; `inner` 0 is its MLP's."""
+    """A config of the class `kind` with the target's sizes; `inner` 0 is the MLP's."""
     text = target.model.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
+    theta = float(rope.get("rope_theta", 10000.0))
     head_dim = getattr(text, "head_dim", None)
     config = HeadConfig(
         hidden_size=text.hidden_size,
@@ -57,13 +60,10 @@ def make_config(
         intermediate_size=inner or text.intermediate_size,
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         # Without the target's scaling: a head reads few rows back.
-        rope={
-            "rope_type": "default",
-            "rope_theta": float(rope.get("rope_theta", 10000.0)),
-        },
+        rope={"rope_type": "default", "rope_theta": theta},
         max_positions=text.max_position_embeddings,
     )
-    return config.as_subclass(kind, **changes)
+    return kind(**{**vars(config), **changes})
 
 
 def layer_fields(config: HeadConfig) -> dict[str, Any]:

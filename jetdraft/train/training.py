@@ -196,12 +196,8 @@ class Training(Run):
         accelerator = self.accelerator
         rise = (self.step + 1) / max(1.0, WARM_UP_SHARE * self.steps)
         rate = self.options.learning_rate * min(1.0, rise, 1.0 - self.step / self.steps)
-        batch = self.corpus.batch(
-            self.step,
-            self.options.batch_size,
-            accelerator.process_index,
-            self.processes,
-        )
+        size, part = self.options.batch_size, accelerator.process_index
+        batch = self.corpus.batch(self.step, size, part, self.processes)
         batch = self.task.batch(self, batch).to(self.device)
         with accelerator.autocast():
             loss = self.task.loss(self, module, batch)

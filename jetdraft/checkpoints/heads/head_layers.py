@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
@@ -21,15 +21,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import UnsupportedModelError
 
-CACHE = (
-    "cache"
-    if "cache" in inspect.signature(LlamaDecoderLayer.forward).parameters
-    else "past_key_values"
-)
+_PARAMETERS = inspect.signature(LlamaDecoderLayer.forward).parameters
+CACHE = "cache" if "cache" in _PARAMETERS else "past_key_values"
 """The name of the cache in the layers of this transformers."""
-
-
-ConfigT = TypeVar("ConfigT", bound="HeadConfig")
 
 
 @dataclass(frozen=True)
@@ -65,10 +59,6 @@ class HeadConfig:
     qk_norm: bool = False
     slots: int = 1
     """Tokens that one row drafts, or that a block has for tokens to be drafted."""
-
-    def as_subclass(self, kind: type[ConfigT], **fields: Any) -> ConfigT:
-        """Return this config as the subclass `kind`, with its further fields."""
-        return kind(**{**vars(self), **fields})
 
     @property
     def feature_size(self) -> int:

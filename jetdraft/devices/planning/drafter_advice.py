@@ -165,11 +165,8 @@ class Advisor:
         target = LoadedDecoder(self._target, question.recipe)
         mode = question.profile.power_mode(question.power_mode)
         board = Board(question.profile, mode, question.context, target, load)
-        choices = (
-            choice
-            for choice in board.choices(_CHAINS, acceptance)
-            if choice.width <= WIDEST
-        )
+        chains = board.choices(_CHAINS, acceptance)
+        choices = (choice for choice in chains if choice.width <= WIDEST)
         return Drafter(
             layers=layers,
             hidden_size=width,

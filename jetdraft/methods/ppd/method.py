@@ -143,14 +143,11 @@ class PromptProposer(ProbeProposer):
         if most not in self._plans:
             ranks, options = self.rates.ranks, self._options
             rows, slots = options.rows or 0, options.slots or 0
-            plan = best_plan(ranks, most, self.costs.round_ms, rows, slots)
+            round_ms = self.costs.round_ms
+            plan = best_plan(ranks, most, round_ms, rows, slots)
             self._plans[most] = plan
             is_free = not (rows or slots)
-            if (
-                is_free
-                and plan.tokens_per_ms(self.costs.round_ms) * self.costs.round_ms(1, 0)
-                < 1.0
-            ):
+            if is_free and plan.tokens_per_ms(round_ms) * round_ms(1, 0) < 1.0:
                 self._resting = self._next_rest
                 self._next_rest = min(2 * self._next_rest, RESTS[1])
         return self._plans[most]
