@@ -118,7 +118,10 @@ def _print_profile(device: Device, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found, and how to `fix` it; a `wrong` one keeps it from running."""
+    """What was examined and found; `fix` is what to do, "" where all is well.
+
+    A `wrong` finding keeps jetdraft from running; others with a fix cost speed.
+    """
 
     what: str
     found: str

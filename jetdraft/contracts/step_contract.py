@@ -22,7 +22,11 @@ from jetdraft.parsing import MOST_SIZE, Count, Size, in_range, one_of
 
 
 class Reading(IntEnum):
-    """Which committed rows a pass reads; the keys of `TURNED` rows turn to adjoin."""
+    """Which committed rows a pass reads.
+
+    The keys of `TURNED` rows turn to adjoining positions, for texts beyond the trained
+    length; the keys of `SELECTED` rows stay as they are, for drafts.
+    """
 
     ALL = 0
     SELECTED = 1

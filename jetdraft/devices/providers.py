@@ -245,7 +245,10 @@ _MACHINE_FILE = "made-by.json"
 def engine_options(
     contract: StepContract, width: int | None, folder: Path | None
 ) -> ProviderOptions:
-    """Options for passes of one `width`, or any (None); `folder` keeps engines."""
+    """Of an engine for passes of one `width` with all answers, or of any width (None).
+
+    Without a `folder`, every load builds it again.
+    """
     streams, most = contract.streams, contract.max_width
     if width is not None:
         sizes = [(width, width, count * width) for count in (0, streams, streams)]
@@ -282,7 +285,10 @@ def _shapes(contract: StepContract, sizes: tuple[int, int, int]) -> str:
 
 
 def engine_folder(folder: Path, machine: dict[str, str]) -> Path | None:
-    """The folder of this machine's engines; None, with a warning, if it fails."""
+    """The folder of this machine's engines, emptied if another `machine` built them.
+
+    Returns None, with a warning, if the folder cannot be written.
+    """
     stamp, made_by = folder / _MACHINE_FILE, None
     with suppress(OSError, ValueError):
         made_by = json.loads(stamp.read_text(encoding="utf-8"))

@@ -54,7 +54,11 @@ class ProbeStep(Step):
         probe_ids: Tensor,
         *rest: Any,
     ) -> list[Tensor]:
-        """The contract's outputs, then others; `rest`: prefix, buffers, extras."""
+        """The contract's outputs, then extra outputs.
+
+        `rest` is `prefix_rows` int64 [p], if the contract has a prefix, the buffers,
+        and extra inputs.
+        """
         prefix = rest[0] if self.contract.prefix else None
         past, *extras = rest if prefix is None else rest[1:]
         state = make_state(position_ids, cursor, total_length, past)

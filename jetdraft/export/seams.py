@@ -106,7 +106,10 @@ def _gap_of(seam_logits: Tensor, own_logits: Tensor) -> float:
 def _two_passes(
     step: Step, ids: Tensor, slots: int, *others: Tensor
 ) -> tuple[Tensor, set[int]]:
-    """Logits of two passes, two thirds first, over `slots`, and the layers' windows."""
+    """Logits of two passes over buffers of `slots`, and the windows of the layers.
+
+    `others` are the inputs before the buffers. The first pass reads two thirds.
+    """
     dtype, count = dtype_of(step.contract), ids.shape[1]
     past = [
         torch.zeros(1, heads, slots, size, dtype=dtype)

@@ -41,7 +41,11 @@ def make_tree_graph(
 
 
 def _row_bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
-    """The attention bias of the rows, of a new mask, cut from a bias for probes too."""
+    """Return the attention bias of the rows.
+
+    It is made of a new mask input. If the graph has a bias for rows and probes, the
+    part of the rows is cut from it.
+    """
     full_bias = find_bias(graph)
     if full_bias is None:
         return add_mask(graph, replace(contract, tree=True))

@@ -188,7 +188,10 @@ def drafter_sha256(bundle: Bundle) -> str:
 
 
 class Tally:
-    """Accepted and evaluated drafted tokens of the latest `VERDICT_TOKENS` or so."""
+    """Counts accepted and evaluated drafted tokens of the latest generations.
+
+    Generations that are not needed for `VERDICT_TOKENS` evaluated tokens are dropped.
+    """
 
     def __init__(self) -> None:
         self._counts: deque[tuple[int, int]] = deque()

@@ -150,7 +150,10 @@ class Divergence:
 def _rounding(
     module: torch.nn.Module, blocks: Blocks, dtype: torch.dtype, inputs: bool
 ) -> Iterator[None]:
-    """Quantize a module (with `inputs`, what it reads too) while it runs, by matrix."""
+    """Quantize a module while it runs: one matrix at a time is in floats of `dtype`.
+
+    With `inputs` what it reads is rounded too.
+    """
     original = module.weight.data
 
     def before(module: Any, read: tuple[torch.Tensor, ...]) -> Any:

@@ -44,7 +44,10 @@ ConfigT = TypeVar("ConfigT", bound=HeadConfig)
 def make_config(
     target: Checkpoint, kind: type[ConfigT], inner: int = 0, **changes: Any
 ) -> ConfigT:
-    """A config of the class `kind` with the target's sizes; `inner` 0 is the MLP's."""
+    """Make a config of the class `kind` with the target's sizes, and `changes`.
+
+    `inner` is the width inside its MLP; 0 is the target's.
+    """
     text = target.model.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     theta = float(rope.get("rope_theta", 10000.0))

@@ -133,7 +133,10 @@ class Run:
             yield batch.to(self.device)
 
     def frequent_tokens(self, count: int) -> Tensor | None:
-        """The `count` most frequent learned ids int64 [count], ascending, or None."""
+        """The `count` most frequent learned token ids, int64 [count], ascending.
+
+        None if the vocabulary has no more tokens.
+        """
         rows = self.target.vocab_size
         if count >= rows:
             return None

@@ -216,7 +216,11 @@ class HeadFiles:
         return rope
 
     def layer_fields(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What the layers are; the tensors correct head_dim and their number."""
+        """The fields that say what the layers are.
+
+        The tensors tell head_dim and the number of layers, which published configs have
+        wrong.
+        """
         hidden, heads = map(self.number, ("hidden_size", "num_attention_heads"))
         query = tensors.get(f"{FIRST_LAYER}self_attn.q_proj.weight")
         if query is None or query.shape[0] % heads:

@@ -142,7 +142,10 @@ class CascadeProposer(ModelProposer):
         return Rows.chain([context[-1], *drafted[:budget]], self.traits.kind)
 
     def _draft_own(self, context: list[int], taken: list[int], count: int) -> list[int]:
-        """What the drafter itself drafts: its choices up to the first that differs."""
+        """What the drafter itself drafts: its choices up to the first that differs.
+
+        A head drafts `count` tokens, and none if it is asked again in the round.
+        """
         if self.cache.carry:
             return super().propose(context, count).tokens[1:]
         answer = self.cache.review(context, taken)

@@ -15,7 +15,7 @@ from jetdraft.train.teacher import Lesson, shift_rows
 
 
 class MedusaTask(HeadTask):
-    """Heads that learn the text (Medusa, 2.2.1), one in a step."""
+    """Heads that learn the text (Medusa, 2.2.1); step i is of head i."""
 
     Settings = HeadSettings
     help = "Train heads that guess the next tokens of TARGET from its last state."

@@ -169,7 +169,10 @@ def _depth_first(found: Sequence[tuple[int, float]]) -> SparseTree:
 
 
 def make_plan(ranks: RankRates, rows: Sequence[int], slots: int) -> SparsePlan:
-    """The plan whose tree of state d has `rows[d - 1]` rows; probes fill up."""
+    """The plan whose tree of state d drafts `rows[d - 1]` rows, in `slots` slots each.
+
+    Rows and probes take a slot each; probes fill what the rows leave.
+    """
     states = range(len(ranks) + 1)
     bare = [likeliest_tree(ranks[:d], rows[d - 1] if d else 0) for d in states]
     worth = [tree.tokens for tree in bare]

@@ -201,7 +201,10 @@ class AheadCache(DraftCache):
         return (*[0] * (self.size - 1 - len(last)), *last)
 
     def _known_features(self, row: int, count: int) -> Float32s:
-        """Features [k - 1 + count, w] from `row` on, and k - 1 rows before."""
+        """The features [k - 1 + count, w] of `count` rows from `row` on, k - 1 before.
+
+        Zeros stand for rows before the text.
+        """
         start = len(self.seen) - len(self._features)
         width = self.graph.contract.feature_input
         rows = [

@@ -54,7 +54,10 @@ def _add(one: object, other: object, names: Iterable[str]) -> None:
 
 @dataclass
 class Share:
-    """What one method, or "none", did; `saved_ms` is the time saved over one by one."""
+    """What one method did in a generation; "none" stands for rounds without a draft.
+
+    `saved_ms` is the time of its tokens one by one, less the time of its rounds.
+    """
 
     rounds: int = 0
     drafted_tokens: int = 0

@@ -40,7 +40,10 @@ class Widths:
 
     @property
     def exact(self) -> list[int]:
-        """The class of `base`, or else the largest (and narrowest), ascending."""
+        """The class of `base`, ascending; without a base the largest class.
+
+        Of equal classes it is the class with the narrowest width.
+        """
         if self.base is not None:
             return next(sorted(w) for w in self.classes if self.base in w)
         by_size = {(len(members), -min(members)): members for members in self.classes}

@@ -208,7 +208,10 @@ class Chooser:
         scores: Float64s,
         chosen: Int64s,
     ) -> None:
-        """Let tokens win whose scaled logits are at most `last`, by their noise."""
+        """Let tokens outside the candidates win; updates `scores` and `chosen`.
+
+        Their scaled logits are at most `last`, so the noise must make up for it.
+        """
         seed, temperature = self.sampling.seed, self.sampling.temperature
         most = np.exp(last - scores)
         rows, ids, values = exponentials_below(seed, positions, answer.vocab_size, most)

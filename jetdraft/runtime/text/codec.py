@@ -91,7 +91,10 @@ class TextCodec:
     def stream(
         self, prompt: Sequence[int], ends: Iterable[int] = (), special: bool = False
     ) -> TextStream:
-        """The text after `prompt`, without `ends`, and special tokens if `special`."""
+        """The text after `prompt`, with the character that the prompt ends in.
+
+        It hides the tokens in `ends`, and special tokens unless `special`.
+        """
         return TextStream(self._bytes, prompt, ends, special)
 
 
