@@ -58,11 +58,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder / MANIFEST} is damaged; export the bundle again"
         ) from error
     if version != SCHEMA_VERSION:
-        advice = (
-            "update jetdraft"
-            if isinstance(version, int) and version > SCHEMA_VERSION
-            else "export the bundle again"
-        )
+        is_newer = isinstance(version, int) and version > SCHEMA_VERSION
+        advice = "update jetdraft" if is_newer else "export the bundle again"
         raise BundleError(
             f"{folder} has bundle schema {printable(version, 20)}, this jetdraft reads "
             f"{SCHEMA_VERSION}; {advice}"
@@ -252,13 +249,9 @@ class GraphEntry:
     @property
     def split_contract(self) -> SplitContract:
         """The contract of the halves; the entry must have halves."""
-        assert self.halves is not None
-        return SplitContract.of(
-            self.tree_contract,
-            self.halves.layers,
-            self.halves.hidden_size,
-            self.halves.scores,
-        )
+        cut, whole = self.halves, self.tree_contract
+        assert cut is not None
+        return SplitContract.of(whole, cut.layers, cut.hidden_size, cut.scores)
 
     @property
     def tree_contract(self) -> StepContract:

@@ -236,11 +236,9 @@ def _required_fields(kind: Any) -> frozenset[str]:
     """The names of the fields that a dataclass or `TypedDict` has no default for."""
     if is_typeddict(kind):
         return frozenset(kind.__required_keys__)
-    return frozenset(
-        field.name
-        for field in dataclasses.fields(kind)
-        if field.default is field.default_factory is MISSING
-    )
+    fields = dataclasses.fields(kind)
+    required = [f for f in fields if f.default is f.default_factory is MISSING]
+    return frozenset(field.name for field in required)
 
 
 @cache

@@ -45,11 +45,9 @@ class Contender:
 
     def speeds(self) -> list[float]:
         """Decoded tokens per second of each repeat, over all prompts."""
-        return [
-            sum(s.new_tokens - s.first_tokens for s in run)
-            / max(sum(s.decode_seconds for s in run), 1e-9)
-            for run in self.runs
-        ]
+        tokens = [sum(s.new_tokens - s.first_tokens for s in run) for run in self.runs]
+        seconds = [sum(s.decode_seconds for s in run) for run in self.runs]
+        return [n / max(time, 1e-9) for n, time in zip(tokens, seconds, strict=True)]
 
     def total(self) -> Stats:
         """The stats of all runs added up, for metrics that are ratios of counts."""

@@ -107,11 +107,8 @@ def make_head_job(
     step = make_draft_step(head, contract, DTYPES[options.dtype_of(DRAFTER)])
     checkpoint = Checkpoint(source, head, None, None, ())
     names, recipe = checkpoint.weight_names(), options.recipe_of(DRAFTER)
-    borrowed = {
-        names[id(weight)]: target.names[id(weight)]
-        for weight in head.parameters()
-        if id(weight) in target.names
-    }
+    shared = [id(w) for w in head.parameters() if id(w) in target.names]
+    borrowed = {names[weight]: target.names[weight] for weight in shared}
     entry = GraphEntry(
         file=f"{DRAFTER}.onnx",
         contract=step.contract,

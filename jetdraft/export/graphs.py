@@ -189,12 +189,7 @@ def _write_split(job: Job, entry: GraphEntry, step: Step) -> Halves:
         hidden_size=int(hidden.shape[2]),  # type: ignore[arg-type]  # never symbolic
         scores=SCORES.name in step.extra_outputs,
     )
-    contract = SplitContract.of(
-        replace(entry.contract, tree=True),
-        halves.layers,
-        halves.hidden_size,
-        halves.scores,
-    )
+    contract = replace(entry, halves=halves).split_contract
     lower, upper = split_graph(model, contract)
     for graph, name in (
         (lower, halves.lower),

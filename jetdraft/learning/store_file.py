@@ -191,13 +191,9 @@ def _is_inaccessible(error: Exception) -> bool:
 def _move_aside(path: Path) -> Path:
     """Rename a file to a name that no file has; returns the new path."""
     suffixes = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
-    aside = next(
-        free
-        for suffix in suffixes
-        if not (
-            free := path.with_name(f"{path.name}{_DAMAGED_SUFFIX}{suffix}")
-        ).exists()
-    )
+    name = f"{path.name}{_DAMAGED_SUFFIX}"
+    places = (path.with_name(f"{name}{suffix}") for suffix in suffixes)
+    aside = next(place for place in places if not place.exists())
     with suppress(FileNotFoundError):  # another process may have been faster
         path.chmod(0o600)
         path.rename(aside)

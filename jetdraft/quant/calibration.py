@@ -81,11 +81,9 @@ def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
     def hook(name: str) -> Any:
         return lambda layer, inputs: add(name, inputs[0])
 
-    handles = [
-        layer.register_forward_pre_hook(hook(f"{name}.weight"))
-        for name, layer in model.named_modules()
-        if isinstance(layer, torch.nn.Linear)
-    ]
+    modules = model.named_modules()
+    linear = [(n, m) for n, m in modules if isinstance(m, torch.nn.Linear)]
+    handles = [m.register_forward_pre_hook(hook(f"{n}.weight")) for n, m in linear]
     try:
         with own_attention(model), torch.no_grad():
             for ids in windows.ids:

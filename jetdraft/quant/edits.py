@@ -32,13 +32,9 @@ def initializer(graph: ir.Graph, name: str, array: npt.NDArray[np.generic]) -> i
     """A constant of the graph by name; an existing constant is not replaced."""
     if name in graph.initializers:
         return graph.initializers[name]
-    tensor = ir.tensor(array, name=name)
-    value = ir.Value(
-        name=name,
-        const_value=tensor,
-        shape=ir.Shape(array.shape),
-        type=ir.TensorType(tensor.dtype),
-    )
+    tensor, shape = ir.tensor(array, name=name), ir.Shape(array.shape)
+    kind = ir.TensorType(tensor.dtype)
+    value = ir.Value(name=name, const_value=tensor, shape=shape, type=kind)
     graph.register_initializer(value)
     return value
 
@@ -58,13 +54,9 @@ def add_derived(
         arrays = [constant.numpy() for constant in constants]
         return ir.tensor(function(*arrays), dtype=dtype)
 
-    fixed = ir.Shape(shape)
-    value = ir.Value(
-        name=name,
-        const_value=ir.LazyTensor(read, dtype, fixed, name=name),
-        shape=fixed,
-        type=ir.TensorType(dtype),
-    )
+    fixed, kind = ir.Shape(shape), ir.TensorType(dtype)
+    tensor = ir.LazyTensor(read, dtype, fixed, name=name)
+    value = ir.Value(name=name, const_value=tensor, shape=fixed, type=kind)
     names = [source.metadata_props.get(PARAMETER) for source in sources]
     if all(names):
         value.metadata_props[PARAMETER] = "\n".join(name for name in names if name)

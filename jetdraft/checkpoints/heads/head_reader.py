@@ -113,12 +113,8 @@ def _load_tensors(
     taken: tuple[str, ...],
 ) -> None:
     """Give the head its tensors, but the target's where modules are `taken` from it."""
-    source = files.source
-    wanted = {
-        name: weight
-        for name, weight in head.state_dict().items()
-        if not name.startswith(taken or ("\0",))
-    }
+    source, state = files.source, head.state_dict()
+    wanted = {n: w for n, w in state.items() if not n.startswith(taken or ("\0",))}
     given = {n: t for n, t in tensors.items() if not n.startswith(taken or ("\0",))}
     for fact, names in (
         ("lacks", wanted.keys() - given.keys()),

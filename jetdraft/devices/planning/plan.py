@@ -126,11 +126,8 @@ class Plan:
         Free drafts do not count beside a drafter's: their acceptance is another.
         """
         has_drafter = any(choice.cost == DRAFTER for choice in self.rows)
-        choices = [
-            choice
-            for choice in self.rows
-            if choice.width <= WIDEST and not (has_drafter and choice.cost == FREE)
-        ]
+        left_out = FREE if has_drafter else None
+        choices = [c for c in self.rows if c.width <= WIDEST and c.cost != left_out]
         return max(choices, key=lambda choice: choice.tokens_per_second)
 
     def to_json(self) -> dict[str, Any]:

@@ -69,11 +69,10 @@ class RecallProposer(Proposer):
         scored_entries = [(float(e.vector @ vector), e) for e in entries]
         # Among entries of the same cosine the latest stays first, as in the store.
         scored_entries.sort(key=lambda pair: -pair[0])
-        self._scripts = [
-            Script(adapt_response(entry.prompt, entry.response, prompt))
-            for cosine, entry in scored_entries[:MOST_SCRIPTS]
-            if cosine >= MIN_SIMILARITY
-        ]
+        best = scored_entries[:MOST_SCRIPTS]
+        similar = [entry for cosine, entry in best if cosine >= MIN_SIMILARITY]
+        texts = [adapt_response(e.prompt, e.response, prompt) for e in similar]
+        self._scripts = [Script(text) for text in texts]
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         output = list(context[self._prompt_tokens :])

@@ -96,11 +96,9 @@ class Learner(Observer):
     def end(self, prompt: Tokens, response: Tokens, user: str, stats: Stats) -> None:
         """Add the generation's lesson, and its accepted tokens to the tally."""
         shares = [s for name, s in stats.by_method.items() if name in self._methods]
-        self._weights.record_acceptance(
-            self._version,
-            sum(share.accepted_tokens for share in shares),
-            sum(share.evaluated_tokens for share in shares),
-        )
+        accepted = sum(share.accepted_tokens for share in shares)
+        evaluated = sum(share.evaluated_tokens for share in shares)
+        self._weights.record_acceptance(self._version, accepted, evaluated)
         tokens = [*prompt, *response]
         cut = max(0, len(tokens) - MOST_TOKENS)
         places = [p for p in sorted(self._notes) if cut < p < len(tokens)]
@@ -404,8 +402,5 @@ class Planner:
 
 def _conflicts(chosen: Iterable[Method[Any]]) -> list[tuple[Method[Any], Method[Any]]]:
     """The pairs of a method that fills the target's buffers, and one with a target."""
-    return [
-        (one, other)
-        for one, other in permutations(chosen, 2)
-        if one.fills_target and other.target is not None
-    ]
+    pairs = permutations(chosen, 2)
+    return [(a, b) for a, b in pairs if a.fills_target and b.target is not None]
