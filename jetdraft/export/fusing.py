@@ -245,11 +245,12 @@ def drop_identity_reshapes(graph: ir.Graph) -> None:
             ir.convenience.replace_all_uses_with(after, before)
 
 
-def same_rows(shape: ir.Shape | None, to: ir.Shape | None) -> bool:
+def same_rows(shape: ir.Shape | None, other: ir.Shape | None) -> bool:
     """Whether the shapes of a value before and after Reshape are both [1, n, c]."""
-    if shape is None or to is None or len(shape) != 3 or len(to) != 3:
+    if shape is None or other is None or len(shape) != 3 or len(other) != 3:
         return False
-    return shape[0] == to[0] == 1 and isinstance(shape[2], int) and shape[2] == to[2]
+    width = shape[2]
+    return shape[0] == other[0] == 1 and isinstance(width, int) and width == other[2]
 
 
 # --- gathers --------------------------------------------------------------------------

@@ -267,11 +267,17 @@ class _BufferMaker(PassThroughCache):
         self.state = state
 
     def update(
-        self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Add the buffers of a layer to the state."""
-        self.state.past.append((torch.zeros_like(keys), torch.zeros_like(values)))
-        return super().update(keys, values, layer_idx)
+        buffers = torch.zeros_like(key_states), torch.zeros_like(value_states)
+        self.state.past.append(buffers)
+        return super().update(key_states, value_states, layer_idx)
 
 
 def export_error(model: Any, error: BaseException) -> UnsupportedModelError:

@@ -43,12 +43,14 @@ GPTQ_COLUMNS = 4096
 """Columns that are quantized at once, in double precision."""
 
 
-def rtn(matrix: Floats, bits: int, size: int, moments: Floats | None) -> Blocks:
+def rtn(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> Blocks:
     """Symmetric; a block's largest magnitude becomes the most negative integer.
 
     `matrix` is float [rows, columns]; `moments` are not read.
     """
-    config = DefaultWeightOnlyQuantConfig(block_size=size, is_symmetric=True, bits=bits)
+    config = DefaultWeightOnlyQuantConfig(
+        block_size=block_size, is_symmetric=True, bits=bits
+    )
     quantizer = DefaultWeightOnlyQuantizer(config)
     packed, scales, _ = quantizer.qbits_block_quant(_c_order_copy(matrix))
     columns, rows = matrix.shape[1], matrix.shape[0]
