@@ -108,7 +108,7 @@ def stored_dtype(source: str) -> torch.dtype:
     )
 
 
-_MOST_INDEX_BYTES = 1 << 28
+_MAX_INDEX_BYTES = 1 << 28
 """The most bytes of an index of shards; the largest published have some 20 MB."""
 
 
@@ -136,7 +136,7 @@ def check_shards(folder: Path) -> None:
 
 def _shard_names(index: Path) -> Iterator[str]:
     try:
-        contents = read_json_file(index, _MOST_INDEX_BYTES)
+        contents = read_json_file(index, _MAX_INDEX_BYTES)
     except (OSError, JsonError) as error:
         raise CheckpointError(
             f"{printable(index)} cannot be read ({error}); fetch it again"

@@ -16,7 +16,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.history.store import MOST_TOKENS, ResponseStore, Similarity
+from jetdraft.runtime.history.store import MAX_TOKENS, ResponseStore, Similarity
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.prefix import common_length
 from jetdraft.runtime.proposers.method import Method, MethodOptions
@@ -26,20 +26,20 @@ from jetdraft.runtime.sampling.chooser import Chooser
 MIN_SIMILARITY = 0.8
 """Requests count as similar if the cosine of their embeddings is at least this."""
 
-MOST_SCRIPTS = 4
+MAX_SCRIPTS = 4
 """The most entries whose responses are followed."""
 
 LONGEST_SLOT = 32
 """The most tokens that a replacement takes out or puts in."""
 
-MOST_CHANGES = 64
+MAX_CHANGES = 64
 """The most places at which a response is adapted."""
 
-MOST_COMPARED = 1024
+MAX_COMPARED = 1024
 """The most tokens from the first to the last difference of two requests; the time to
 compare them grows with the square."""
 
-MOST_PAIRS = 1 << 16
+MAX_PAIRS = 1 << 16
 """The most pairs of equal tokens in two requests that are compared; equal beginnings
 and ends aside."""
 
@@ -76,7 +76,7 @@ class RecallProposer(Proposer):
         scored_entries.sort(key=lambda pair: -pair[0])
         self._scripts = [
             Script(adapt_response(entry.prompt, entry.response, prompt))
-            for cosine, entry in scored_entries[:MOST_SCRIPTS]
+            for cosine, entry in scored_entries[:MAX_SCRIPTS]
             if cosine >= MIN_SIMILARITY
         ]
 
@@ -142,8 +142,8 @@ def adapt_response(
 
     adapted([1, 2, 9], [5, 2, 5], [1, 3, 9])    # [5, 3, 5]
     """
-    for old, new in _edits(prompt, list(new_prompt))[:MOST_CHANGES]:
-        if max(len(old), len(new)) <= LONGEST_SLOT and len(response) <= MOST_TOKENS:
+    for old, new in _edits(prompt, list(new_prompt))[:MAX_CHANGES]:
+        if max(len(old), len(new)) <= LONGEST_SLOT and len(response) <= MAX_TOKENS:
             response = _replace_tokens(response, old, new)
     return response
 
@@ -159,7 +159,7 @@ def _edits(one: list[int], other: list[int]) -> list[tuple[list[int], list[int]]
     one, other = one[: len(one) - end], other[: len(other) - end]
     counts = Counter(other)
     pairs = sum(counts[token] for token in one)
-    if pairs > MOST_PAIRS or len(one) > MOST_COMPARED:
+    if pairs > MAX_PAIRS or len(one) > MAX_COMPARED:
         return []
     matcher = SequenceMatcher(None, one, other, autojunk=False)
     return [

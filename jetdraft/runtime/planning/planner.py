@@ -14,7 +14,7 @@ import numpy as np
 from jetdraft.contracts.step_contract import Reading
 from jetdraft.devices.providers import SELECTION, cpu_only
 from jetdraft.errors import DraftingError, JetdraftError, OptionError
-from jetdraft.learning.lessons import CANDIDATES, MOST_PLACES, MOST_TOKENS, Lesson
+from jetdraft.learning.lessons import CANDIDATES, MAX_PLACES, MAX_TOKENS, Lesson
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.rows import NO_PROBING, Probing, Rows
@@ -90,7 +90,7 @@ class Learner(Observer):
         answer = seen.answer
         ids, logits = answer.candidates[last], answer.candidate_logits[last]
         self._notes[place] = ids[:CANDIDATES].copy(), logits[:CANDIDATES].copy()
-        if len(self._notes) > MOST_PLACES:
+        if len(self._notes) > MAX_PLACES:
             del self._notes[next(iter(self._notes))]
 
     def end(
@@ -104,7 +104,7 @@ class Learner(Observer):
             sum(share.evaluated_tokens for share in shares),
         )
         tokens = [*prompt, *response]
-        cut = max(0, len(tokens) - MOST_TOKENS)
+        cut = max(0, len(tokens) - MAX_TOKENS)
         places = [p for p in sorted(self._notes) if cut < p < len(tokens)]
         if places:
             lesson = Lesson(
@@ -117,7 +117,7 @@ class Learner(Observer):
         self._notes = {}
 
 
-MOST_PROPOSERS = 64
+MAX_PROPOSERS = 64
 """The most proposers that are kept: requests can bring ever new options."""
 
 
@@ -236,7 +236,7 @@ class Planner:
         key = method, options
         if key not in self._proposers:
             proposer = self._make_proposer(method, options)
-            if len(self._proposers) == MOST_PROPOSERS:
+            if len(self._proposers) == MAX_PROPOSERS:
                 del self._proposers[next(iter(self._proposers))]
             self._proposers[key] = proposer
             traits = proposer.traits
