@@ -16,6 +16,7 @@ from jetdraft.checkpoints.gguf import is_gguf
 from jetdraft.checkpoints.streams import SETTINGS
 from jetdraft.checkpoints.streams import WEIGHTS as STREAM_WEIGHTS
 from jetdraft.errors import CheckpointError, JetdraftError, printable
+from jetdraft.manifest import MANIFEST
 from jetdraft.parsing import JsonError, read_json_file
 
 _DTYPES_BY_NAME = {"F16": torch.float16, "BF16": torch.bfloat16}
@@ -41,12 +42,14 @@ def check_folder(source: str) -> None:
             f"no checkpoint at {printable(source)}; give a folder, a GGUF file, or a "
             "hub id like org/name"
         )
-    if not (path / "config.json").is_file():
-        for file in sorted(path.glob("*.gguf")):
-            raise CheckpointError(f"{source} has no config.json; give the file {file}")
+    if (path / MANIFEST).is_file():
         raise CheckpointError(
-            f"{source} has no config.json; give a folder that save_pretrained wrote"
+            f"{source} is a bundle already; give the checkpoint that it was made of"
         )
+    if not (path / "config.json").is_file():
+        files = (f"the file {file}" for file in sorted(path.glob("*.gguf")))
+        fix = next(files, "a folder that save_pretrained wrote")
+        raise CheckpointError(f"{source} has no config.json; give {fix}")
     check_file_types(path)
     check_shards(path)
 
