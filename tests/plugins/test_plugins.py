@@ -16,7 +16,15 @@ from click.testing import CliRunner
 import jetdraft
 from jetdraft.cli import main
 from jetdraft.errors import OptionError
-from jetdraft.methods import OWN, Method, Proposer, Rows, Traits, registered
+from jetdraft.methods import (
+    OWN,
+    Method,
+    MethodOptions,
+    Proposer,
+    Rows,
+    Traits,
+    registered,
+)
 
 HERE = Path(__file__).parent
 OF_TOY = ["none", "lookup", "draft", "trigram", "cascade"]
@@ -171,7 +179,7 @@ class Rootless(Proposer):
         self.rows = rows
 
     def propose(self, context, budget, parents=None):
-        return self.rows
+        return self.rows(context[-1]) if callable(self.rows) else self.rows
 
 
 @pytest.mark.parametrize("rows", [Rows.chain([5, 6]), Rows([], []), None, [5, 6]])
@@ -180,6 +188,32 @@ def test_a_draft_without_the_root_is_refused(toy_model, rows):
     method = Method("rootless", "no root", lambda parts, options: Rootless(rows))
     with registered(method), pytest.raises(OptionError, match="method 'rootless'"):
         toy_model.generate("The robot", method="rootless", num_draft_tokens=2)
+
+
+@pytest.mark.parametrize("token", [-1, 384])
+def test_a_token_outside_the_vocabulary_is_refused(toy_model, token):
+    rooted = Rootless(lambda root: Rows.chain([root, 6, token]))
+    method = Method("rootless", "no token", lambda parts, options: rooted)
+    line = f"method 'rootless' proposes token {token}, .*; ids are 0 to 383$"
+    with registered(method), pytest.raises(OptionError, match=line):
+        toy_model.generate("The robot", method="rootless", num_draft_tokens=2)
+
+
+class Undeclared(MethodOptions):
+    memory: int = 64
+
+
+class Foreign:
+    memory: int = 64
+
+
+@pytest.mark.parametrize("options", [Undeclared, Foreign])
+def test_options_that_are_not_a_dataclass_are_refused(options):
+    """Their fields would be no options."""
+    name = options.__name__
+    line = rf"^{name}, .* 'again', must be .*\) above class {name}\(MethodOptions\)$"
+    with pytest.raises(OptionError, match=line):
+        Method("again", "the last tokens", lambda parts, options: None, options)
 
 
 # --- packages that do not -------------------------------------------------------------

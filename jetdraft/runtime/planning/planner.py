@@ -143,6 +143,7 @@ class ProposerSet:
     controller: Controller
     verifier: Verifier
     observers: list[Observer]
+    vocab_size: int
 
     def offer(self, context: Sequence[int], room: int) -> Offer:
         """Ask proposers until the controller assigns an offered draft, or no draft.
@@ -163,7 +164,8 @@ class ProposerSet:
             if proposer not in drafts:
                 proposer.catch_up(context)
                 start = time.perf_counter()
-                rows = _proposed(proposer, context, budget, assignment.parents)
+                parents = assignment.parents
+                rows = _proposed(proposer, context, budget, parents, self.vocab_size)
                 offer.asked[proposer] = rows.drafted, time.perf_counter() - start
                 drafts[proposer] = rows
                 if not rows.drafted and rows.probes is not None:
@@ -177,13 +179,18 @@ class ProposerSet:
 
 
 def _proposed(
-    proposer: Proposer, context: Sequence[int], budget: int, parents: Parents
+    proposer: Proposer, context: Sequence[int], budget: int, parents: Parents, size: int
 ) -> Rows:
-    """Ask a proposer for rows; refuses another package's errors and wrong roots."""
+    """Ask a proposer for rows; refuses another package's errors and wrong tokens.
+
+    `size` is the number of tokens in the vocabulary.
+    """
     name, root = proposer.traits.name, context[-1]
     try:
         rows = proposer.propose(context, budget, parents)
-        given: object = rows.tokens[:1] if isinstance(rows, Rows) else rows
+        tokens = rows.tokens if isinstance(rows, Rows) else []
+        given: object = tokens[:1] if isinstance(rows, Rows) else rows
+        wrong = [t for t in tokens if not 0 <= t < size]
     except JetdraftError:
         raise
     except Exception as error:
@@ -194,6 +201,12 @@ def _proposed(
         raise OptionError(
             f"method {name!r} must give Rows whose row 0 is the root, token {root}, "
             f"not {given}; give context[-1] first, also without a guess",
+            "method",
+        )
+    if wrong:
+        raise OptionError(
+            f"method {name!r} proposes token {wrong[0]}, which is outside the "
+            f"vocabulary; ids are 0 to {size - 1}",
             "method",
         )
     return rows
@@ -304,7 +317,8 @@ class Planner:
         if matcher is not None and verifier.name == WALK:
             chosen = constrain(chosen, matcher)
         controller = self._make_controller(drafting, chosen)
-        return ProposerSet(chosen, controller, verifier, observers)
+        size = self.parts.target.contract.vocab_size
+        return ProposerSet(chosen, controller, verifier, observers, size)
 
     def _choose_proposers(self, drafting: Drafting) -> list[Proposer]:
         """The proposers asked for, or for "auto" all that fit; raises `OptionError`."""
