@@ -104,11 +104,8 @@ def stored_dtype(source: str) -> torch.dtype:
             names = opened.keys() if file.name != STREAM_WEIGHTS else ()
             types |= {opened.get_slice(name).get_dtype() for name in names}
     floats = {name for name in types if name.startswith(("F", "BF"))}
-    return (
-        _DTYPES_BY_NAME.get(floats.pop(), torch.float32)
-        if len(floats) == 1
-        else torch.float32
-    )
+    only = floats.pop() if len(floats) == 1 else ""
+    return _DTYPES_BY_NAME.get(only, torch.float32)
 
 
 _MAX_INDEX_BYTES = 1 << 28

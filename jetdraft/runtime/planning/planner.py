@@ -348,10 +348,8 @@ class Planner:
         if not proposers:
             return FixedController(None, 0)
         if sized is not None:
-            size, widest = (
-                sized.draft_size or MAX_DRAFT_TOKENS,
-                self.widths(drafting)[-1],
-            )
+            size = sized.draft_size or MAX_DRAFT_TOKENS
+            widest = self.widths(drafting)[-1]
             if sized.size_is_fixed and size > widest - 1:
                 raise DraftingError(
                     f"the tree has {size} rows, a pass of this bundle holds "
