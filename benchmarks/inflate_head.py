@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
 NOISE = 1e-6
-MOST_PARTS = 4
+MAX_PARTS = 4
 """EAGLE-3 joins three taps, Chimera three tokens; Falcon's LSTM has four gates."""
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -39,7 +39,7 @@ def widths(small: LlamaConfig, large: LlamaConfig, inner: int) -> dict[int, int]
     """From each width of the small head to the large head's; `inner` is its MLP's."""
     wide = {
         parts * small.hidden_size: parts * large.hidden_size
-        for parts in range(1, MOST_PARTS + 1)
+        for parts in range(1, MAX_PARTS + 1)
     }
     others = [(inner, large.intermediate_size)] + [
         (getattr(small, name) * small.head_dim, getattr(large, name) * large.head_dim)

@@ -48,7 +48,7 @@ such graphs without TensorScatter, for a TensorRT that cannot read it."""
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 STREAMS = "streams.npz"
-MOST_WEIGHT = 1e4
+MAX_WEIGHT = 1e4
 """The largest absolute weight of streams; trained ones are far below. Products of
 larger numbers may overflow, and NaN would change the text even where it is multiplied
 by zero."""
@@ -360,9 +360,9 @@ def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
                 f"{name} in {file} has another shape or type than in the bundle; train "
                 "with the same gamma, layers and ranks"
             )
-        if not np.abs(weights[name]).max(initial=0) <= MOST_WEIGHT:  # refuses NaN too
+        if not np.abs(weights[name]).max(initial=0) <= MAX_WEIGHT:  # refuses NaN too
             raise BundleError(
-                f"{name} in {file} has numbers beyond {MOST_WEIGHT:g}, or NaN; train "
+                f"{name} in {file} has numbers beyond {MAX_WEIGHT:g}, or NaN; train "
                 "the streams again"
             )
     return weights

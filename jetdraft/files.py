@@ -18,7 +18,7 @@ from jetdraft.errors import DataError, JetdraftError, OutputError
 TRIAL_FILE_BYTES = 4096
 """The bytes that `check_writable` writes: a full disk may still take an empty file."""
 
-MOST_BYTES = 1 << 28
+MAX_BYTES = 1 << 28
 """The most bytes that are read from a device or a pipe, which may never end."""
 
 
@@ -149,14 +149,14 @@ def read_bytes(file: Path) -> bytes:
     """The bytes of a file; raises `DataError` if it cannot be read or does not end."""
     try:
         with file.open("rb") as handle:
-            data = handle.read() if file.is_file() else handle.read(MOST_BYTES + 1)
+            data = handle.read() if file.is_file() else handle.read(MAX_BYTES + 1)
     except FileNotFoundError as error:
         raise DataError(f"no data file {file}; give an existing file") from error
     except OSError as error:
         raise DataError(
             f"cannot read {file} ({error.strerror}); give a text file"
         ) from error
-    if len(data) > MOST_BYTES and not file.is_file():
+    if len(data) > MAX_BYTES and not file.is_file():
         raise DataError(f"{file} does not end; give a file")
     return data
 

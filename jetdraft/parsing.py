@@ -32,7 +32,7 @@ _MAX_DIGITS, _MAX_EXACT_DIGITS = 20, 4000
 itself refuses a few hundred more."""
 _MIN_INTEGER, _MAX_INTEGER = -(2**63), 2**64 - 1
 
-MOST_SIZE = 2**31 - 1
+MAX_SIZE = 2**31 - 1
 """The largest number of rows, tokens or bytes of a row that graphs can address."""
 
 
@@ -179,8 +179,8 @@ def one_of(*choices: object) -> Rule:
     return Rule(words, lambda value: value in choices)
 
 
-Count = Annotated[int, in_range(0, MOST_SIZE)]
-Size = Annotated[int, in_range(1, MOST_SIZE)]
+Count = Annotated[int, in_range(0, MAX_SIZE)]
+Size = Annotated[int, in_range(1, MAX_SIZE)]
 
 
 def read_record(hint: Any, value: Any, where: str = "") -> Any:

@@ -17,7 +17,7 @@ HONOURED, NO_TEXT = "honoured", "changes no text"
 WARNED, REFUSED = "warned of", "refused"
 """The fates of a field in an export."""
 
-MOST_VALUE_LETTERS = 60
+MAX_VALUE_LETTERS = 60
 """The most characters of a value that a warning shows."""
 
 
@@ -134,7 +134,7 @@ def passed_over_fields(
     for name, value in fields.items():
         row = find_rule(name, rows) or _UNKNOWN_FIELD
         if row.fate == WARNED and not row.neutral(value):
-            yield f"{file}: {name} {printable(value, MOST_VALUE_LETTERS)}: {row.why}"
+            yield f"{file}: {name} {printable(value, MAX_VALUE_LETTERS)}: {row.why}"
 
 
 _UNKNOWN_FIELD = Row("", WARNED, "this version does not know it")

@@ -16,6 +16,7 @@ from jetdraft.checkpoints.gguf import is_gguf
 from jetdraft.checkpoints.streams import SETTINGS
 from jetdraft.checkpoints.streams import WEIGHTS as STREAM_WEIGHTS
 from jetdraft.errors import CheckpointError, JetdraftError, printable
+from jetdraft.manifest import MANIFEST
 from jetdraft.parsing import JsonError, read_json_file
 
 _DTYPES_BY_NAME = {"F16": torch.float16, "BF16": torch.bfloat16}
@@ -41,12 +42,14 @@ def check_folder(source: str) -> None:
             f"no checkpoint at {printable(source)}; give a folder, a GGUF file, or a "
             "hub id like org/name"
         )
-    if not (path / "config.json").is_file():
-        for file in sorted(path.glob("*.gguf")):
-            raise CheckpointError(f"{source} has no config.json; give the file {file}")
+    if (path / MANIFEST).is_file():
         raise CheckpointError(
-            f"{source} has no config.json; give a folder that save_pretrained wrote"
+            f"{source} is a bundle already; give the checkpoint that it was made of"
         )
+    if not (path / "config.json").is_file():
+        files = (f"the file {file}" for file in sorted(path.glob("*.gguf")))
+        fix = next(files, "a folder that save_pretrained wrote")
+        raise CheckpointError(f"{source} has no config.json; give {fix}")
     check_file_types(path)
     check_shards(path)
 
@@ -105,7 +108,7 @@ def stored_dtype(source: str) -> torch.dtype:
     return _DTYPES_BY_NAME.get(only, torch.float32)
 
 
-_MOST_INDEX_BYTES = 1 << 28
+_MAX_INDEX_BYTES = 1 << 28
 """The most bytes of an index of shards; the largest published have some 20 MB."""
 
 
@@ -130,7 +133,7 @@ def check_shards(folder: Path) -> None:
 
 def _shard_names(index: Path) -> Iterator[str]:
     try:
-        contents = read_json_file(index, _MOST_INDEX_BYTES)
+        contents = read_json_file(index, _MAX_INDEX_BYTES)
     except (OSError, JsonError) as error:
         raise CheckpointError(
             f"{printable(index)} cannot be read ({error}); fetch it again"

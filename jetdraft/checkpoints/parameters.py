@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 
 from jetdraft.quant.edits import PARAMETER, add_derived
 
-_MOST_FOLDED_BYTES = 1 << 16
+_MAX_FOLDED_BYTES = 1 << 16
 """The largest constant that is folded, in bytes; a norm's weights are smaller."""
 
 
@@ -102,8 +102,8 @@ def fold_graph(model: ir.Model) -> None:
     _store_transposed(model.graph)
     fold_constants(
         model,
-        input_size_limit=_MOST_FOLDED_BYTES,
-        output_size_limit=_MOST_FOLDED_BYTES,
+        input_size_limit=_MAX_FOLDED_BYTES,
+        output_size_limit=_MAX_FOLDED_BYTES,
         # A transposed head could no longer be the embedding too.
         should_fold=lambda node: False if node.op_type == "Transpose" else None,
     )

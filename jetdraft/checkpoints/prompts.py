@@ -25,7 +25,7 @@ PROMPTS, FORECAST = "prompts", "forecast"
 MODES = (PROMPTS, FORECAST)
 """The values of `mode` in the settings of prompt tokens."""
 
-MOST_RANKS = 8
+MAX_RANKS = 8
 """The most guesses of a prompt token whose acceptance rates are stored."""
 
 

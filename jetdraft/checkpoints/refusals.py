@@ -26,10 +26,10 @@ LAYER_COUNT_FIELDS = {
 }
 """The fields in which configs of transformers count layers."""
 
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 """The most layers of a config; the deepest published models have some hundreds."""
 
-MOST_TENSORS, MOST_WEIGHTS = 100_000, 10**13
+MAX_TENSORS, MAX_WEIGHTS = 100_000, 10**13
 """The bounds of a model whose files do not tell how many tensors they hold."""
 
 SPARE = 4
@@ -44,8 +44,8 @@ WEIGHTS_PER_BYTE = 8
 class Bounds:
     """The most tensors, and weights in them, that a checkpoint's model may have."""
 
-    tensors: int = MOST_TENSORS
-    weights: int = MOST_WEIGHTS
+    tensors: int = MAX_TENSORS
+    weights: int = MAX_WEIGHTS
 
     @classmethod
     def of(cls, source: str) -> Bounds:
@@ -72,10 +72,10 @@ def check_layers(source: str) -> None:
     except (OSError, JsonError):
         return  # transformers says what is wrong
     for name, value in _named_numbers(config):
-        if name in LAYER_COUNT_FIELDS and value > MOST_LAYERS:
+        if name in LAYER_COUNT_FIELDS and value > MAX_LAYERS:
             raise CheckpointError(
                 f"{printable(file)} has {printable(name, 60)} {value}, and at most "
-                f"{MOST_LAYERS} layers are built; fetch it again"
+                f"{MAX_LAYERS} layers are built; fetch it again"
             )
 
 

@@ -18,7 +18,7 @@ from jetdraft.contracts.tensors import (
     TensorSpec,
 )
 from jetdraft.errors import ContractError
-from jetdraft.parsing import MOST_SIZE, Count, Size, in_range, one_of
+from jetdraft.parsing import MAX_SIZE, Count, Size, in_range, one_of
 
 
 class Reading(IntEnum):
@@ -42,7 +42,7 @@ class Selection:
     `query_heads` in all.
     """
 
-    rows: Annotated[int, in_range(MIN_SELECTED, MOST_SIZE)]
+    rows: Annotated[int, in_range(MIN_SELECTED, MAX_SIZE)]
     query_heads: Size
 
     @property

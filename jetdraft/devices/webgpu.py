@@ -140,7 +140,7 @@ _NAME, _STORAGE_RANGE = 20, 324
 """The bytes before `deviceName` and `limits.maxStorageBufferRange` in
 VkPhysicalDeviceProperties."""
 
-_MOST_DEVICES = 16
+_MAX_DEVICES = 16
 """The most devices that are listed."""
 
 
@@ -178,7 +178,7 @@ def vulkan_devices() -> list[VulkanDevice]:
         raise ProviderError(
             f"Vulkan has no driver here (error {failed}); install the GPU's driver"
         )
-    count, handles = ctypes.c_uint32(_MOST_DEVICES), (ctypes.c_void_p * _MOST_DEVICES)()
+    count, handles = ctypes.c_uint32(_MAX_DEVICES), (ctypes.c_void_p * _MAX_DEVICES)()
     devices = []
     try:
         vulkan.vkEnumeratePhysicalDevices(instance, ctypes.byref(count), handles)

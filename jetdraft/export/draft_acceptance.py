@@ -18,7 +18,7 @@ from jetdraft.runtime.planning.registry import methods
 DRAFT_TOKENS, NEW_TOKENS = 4, 32
 """Tokens of a draft, and of the text that the target writes after each prompt."""
 
-MOST_PROMPTS, MOST_PROMPT_TOKENS = 12, 64
+MAX_PROMPTS, MAX_PROMPT_TOKENS = 12, 64
 """The most prompts, and the most tokens of a prompt that are kept."""
 
 TOLERANCE = 0.1
@@ -73,10 +73,10 @@ def compare_acceptance(model: Model) -> tuple[list[float], list[float]] | None:
 def with_acceptance(bundle: Bundle, prompts: Sequence[Sequence[int]]) -> Bundle:
     """The saved bundle with its acceptance after these prompts, not saved yet."""
     capacity = bundle.target.contract.capacity
-    longest = min(MOST_PROMPT_TOKENS, capacity // 2)
+    longest = min(MAX_PROMPT_TOKENS, capacity // 2)
     record = AcceptanceRecord(
         by_position=(),
-        prompts=tuple(tuple(p[:longest]) for p in prompts[:MOST_PROMPTS]),
+        prompts=tuple(tuple(p[:longest]) for p in prompts[:MAX_PROMPTS]),
         new_tokens=min(NEW_TOKENS, capacity - longest),
     )
     with Model(bundle) as model:  # to open it would hash gigabytes again

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from jetdraft.bundle import DRAFTER, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.draft_vocabulary import MOST_PADDING
+from jetdraft.checkpoints.draft_vocabulary import MAX_PADDING
 from jetdraft.checkpoints.heads.draft_module import DraftModule, lm_head_rows
 from jetdraft.checkpoints.parameters import convert_while_running
 from jetdraft.checkpoints.tokenizer_reader import read_tokenizer
@@ -140,7 +140,7 @@ def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
     _check_ids(target.source, drafter.source, target.tokenizer, drafter.tokenizer)
     rows = target.vocab_size, drafter.vocab_size
     known = target.tokenizer is not None and drafter.tokenizer is not None
-    if not known and abs(rows[0] - rows[1]) > MOST_PADDING:
+    if not known and abs(rows[0] - rows[1]) > MAX_PADDING:
         raise PairError(
             f"{drafter.source} has {rows[1]} tokens, {target.source} has {rows[0]}, "
             "and without both tokenizers the tokens cannot be compared; add them, or "

@@ -36,7 +36,7 @@ from jetdraft.export.graphs import (
 )
 from jetdraft.export.step import Step, kv_shapes
 from jetdraft.manifest import GraphEntry
-from jetdraft.quant.calibration import MOST_WINDOWS, WINDOW, Windows, second_moments
+from jetdraft.quant.calibration import MAX_WINDOWS, WINDOW, Windows, second_moments
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import Recipe
 
@@ -249,7 +249,7 @@ def _write(folder: Path, bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -
     if recipe.needs_moments:
         length = min(WINDOW, len(text))
         windows = text[: len(text) // length * length].reshape(-1, length)
-        moments = second_moments(checkpoint.model, Windows(windows[:MOST_WINDOWS]))
+        moments = second_moments(checkpoint.model, Windows(windows[:MAX_WINDOWS]))
     quantization = Quantization(recipe, checkpoint.lm_head_name, moments=moments)
     job = Job(
         folder=folder,

@@ -33,7 +33,7 @@ from jetdraft.quant.choice import SAFE_RECIPE
 from jetdraft.recipe import Recipe
 
 _FEWEST_TOKENS = 24
-_MOST_TOKENS = 512
+_MAX_TOKENS = 512
 """The bounds of the number of tokens that are compared."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2}
@@ -73,7 +73,7 @@ def check_seams(model: Any, contract: StepContract) -> None:
     names = ("sliding_window", "attention_chunk_size")
     sizes = [getattr(config, name, None) for name in names]
     window = min((size for size in sizes if size), default=0)
-    tokens = min(max(_FEWEST_TOKENS, 2 * window), _MOST_TOKENS, contract.capacity)
+    tokens = min(max(_FEWEST_TOKENS, 2 * window), _MAX_TOKENS, contract.capacity)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(contract.vocab_size, (1, tokens), generator=generator)
     try:

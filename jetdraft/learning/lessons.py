@@ -26,17 +26,17 @@ Int64s = npt.NDArray[np.int64]
 LESSONS_FILE = "lessons.sqlite"
 """The file of lessons in a folder."""
 
-MOST_LESSONS = 256
+MAX_LESSONS = 256
 """The most lessons of one user."""
 
-MOST_IN_ALL = 4096
+MAX_IN_ALL = 4096
 """The most lessons of all users."""
-MOST_DAYS = 30.0
+MAX_DAYS = 30.0
 """The days after which a lesson is deleted."""
-MOST_TOKENS = 1024
+MAX_TOKENS = 1024
 """The most tokens of a lesson; of a longer text the end is kept."""
 
-MOST_PLACES = 128
+MAX_PLACES = 128
 """The most wrong places of a lesson; of more the last are kept."""
 
 CANDIDATES = 32
@@ -113,7 +113,7 @@ class Lessons:
 
         Malformed rows are left out. Raises `StoreError`.
         """
-        times = entry_times(MOST_DAYS)
+        times = entry_times(MAX_DAYS)
         wanted = None if user is None else check_user(user)
         with self._connect() as database:
             rows = database.execute(
@@ -121,7 +121,7 @@ class Lessons:
                 " where kept between ? and ? and length(tokens) <= ? and"
                 " length(places) <= ? and user = coalesce(?, user)"
                 " order by kept desc, id desc limit ?",
-                (*times, 4 * MOST_TOKENS, 4 * MOST_PLACES, wanted, MOST_IN_ALL),
+                (*times, 4 * MAX_TOKENS, 4 * MAX_PLACES, wanted, MAX_IN_ALL),
             ).fetchall()
         return [lesson for row in rows for lesson in _parse_row(row, self._vocab_size)]
 
@@ -132,7 +132,7 @@ class Lessons:
                 "select user, count(*) from lessons"
                 " where kept between ? and ? and typeof(user) = 'text'"
                 " group by user order by user",
-                entry_times(MOST_DAYS),
+                entry_times(MAX_DAYS),
             )
             return dict(rows.fetchall())
 
@@ -166,17 +166,17 @@ def _insert(database: sqlite3.Connection, lesson: Lesson, user: str) -> None:
         ),
     )
     database.execute(
-        "delete from lessons where kept not between ? and ?", entry_times(MOST_DAYS)
+        "delete from lessons where kept not between ? and ?", entry_times(MAX_DAYS)
     )
     latest = "select id from lessons where user = ? order by kept desc, id desc limit ?"
     database.execute(
         f"delete from lessons where user = ? and id not in ({latest})",
-        (user, user, MOST_LESSONS),
+        (user, user, MAX_LESSONS),
     )
     database.execute(
         "delete from lessons where id not in"
         " (select id from lessons order by kept desc, id desc limit ?)",
-        (MOST_IN_ALL,),
+        (MAX_IN_ALL,),
     )
 
 

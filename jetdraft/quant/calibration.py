@@ -18,7 +18,7 @@ from jetdraft.quant.blocks import Floats
 WINDOW = 256
 """The most tokens of a window, which a model reads in one pass."""
 
-MOST_WINDOWS = 32
+MAX_WINDOWS = 32
 """The most windows that are taken of a text."""
 
 
@@ -58,7 +58,7 @@ class Windows:
         length = min(WINDOW, longest, len(tokens))
         count = len(tokens) // length
         ids = torch.tensor(tokens[: count * length]).reshape(count, length)
-        chosen = torch.linspace(0, count - 1, min(count, MOST_WINDOWS)).long()
+        chosen = torch.linspace(0, count - 1, min(count, MAX_WINDOWS)).long()
         return cls(ids[chosen], tokens=torch.tensor(tokens))
 
 

@@ -18,7 +18,7 @@ from jetdraft.quant.blocks import Blocks, Floats
 from jetdraft.quant.calibration import Windows
 from jetdraft.recipe import HEAD, SYMMETRIC, WHOLE, Recipe, Unit, unit_of
 
-MOST_TOKENS = 512
+MAX_TOKENS = 512
 """The most tokens that are compared; their log probabilities stay in memory."""
 
 BATCH_TOKENS = 256
@@ -41,8 +41,8 @@ class Divergence:
     ) -> None:
         self.model, self.rounds_inputs = model, rounds_inputs
         self.moments = moments
-        length = min(MOST_TOKENS, windows.ids.shape[1])
-        ids = windows.ids[: MOST_TOKENS // min(windows.scored, length), :length]
+        length = min(MAX_TOKENS, windows.ids.shape[1])
+        ids = windows.ids[: MAX_TOKENS // min(windows.scored, length), :length]
         self.batches = torch.split(ids, max(1, BATCH_TOKENS // length))
         self.scored = min(windows.scored, length)
         self.units: dict[Unit, dict[str, torch.nn.Linear]] = {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.prompts import MOST_RANKS, Prompts, PromptSettings
+from jetdraft.checkpoints.prompts import MAX_RANKS, Prompts, PromptSettings
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.options import Checked, setting
 from jetdraft.train.blocks import Blocks
@@ -190,7 +190,7 @@ class PromptTask(Task):
         learned = learned & places.is_real[..., None]
         p = rows_at(outputs.logits, rows.clamp(max=length - 1)).float().log_softmax(-1)
         lost = (p.exp() * (p - logits.log_softmax(-1))).sum(-1)
-        best = logits.detach().topk(min(MOST_RANKS, logits.shape[-1]), -1).indices
+        best = logits.detach().topk(min(MAX_RANKS, logits.shape[-1]), -1).indices
         right = (best == p.argmax(-1, keepdim=True)) & learned[..., None]
         return Sums(
             torch.where(learned, lost, 0.0).sum((0, 1)),
@@ -207,7 +207,7 @@ class PromptTask(Task):
         lost, places, right = sum_fields(parts, "lost", "places", "right")
         run.check_finite(lost)
         places = places.clamp(min=1)
-        ranks = (right / places[:, None])[:, :MOST_RANKS].tolist()
+        ranks = (right / places[:, None])[:, :MAX_RANKS].tolist()
         by_rank = tuple(tuple(round(rate, 4) for rate in rates) for rates in ranks)
         self.prompts = replace(self.prompts, ranks=by_rank)
         acceptance = [rates[0] for rates in by_rank]

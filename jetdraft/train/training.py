@@ -24,7 +24,7 @@ from jetdraft.train.written_texts import WrittenTexts
 WARM_UP_SHARE = 0.03
 """The share of the steps in which the learning rate rises."""
 
-TEXTS_AT_ONCE, MOST_TEXTS_AT_ONCE = 32, 256
+TEXTS_AT_ONCE, MAX_TEXTS_AT_ONCE = 32, 256
 """Texts that the target writes at a time; each step reads all weights once."""
 
 GPU_BYTES = 16 << 30
@@ -278,4 +278,4 @@ def _texts_at_once(device: torch.device) -> int:
     if device.type != "cuda":
         return TEXTS_AT_ONCE
     memory = torch.cuda.get_device_properties(device).total_memory
-    return min(MOST_TEXTS_AT_ONCE, TEXTS_AT_ONCE * max(1, round(memory / GPU_BYTES)))
+    return min(MAX_TEXTS_AT_ONCE, TEXTS_AT_ONCE * max(1, round(memory / GPU_BYTES)))

@@ -16,6 +16,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.export import measures
 from jetdraft.quant.choice import KL_BOUND, SAFE_RECIPE
 from jetdraft.recipe import FAST_DEFAULT, Recipe
+from jetdraft.testing import toy_bundle
 from tests.cli.running import jetdraft
 from tests.tiny import (
     VOCAB_SIZE,
@@ -155,6 +156,7 @@ def others(pair, tmp_path_factory) -> dict[str, Path]:
     """Checkpoints that no export takes, by the names that a command line has."""
     folder = tmp_path_factory.mktemp("others")
     (folder / "empty").mkdir()
+    toy_bundle(folder / "bundle")
     (folder / "file").write_text("")
     words = shutil.copytree(pair.drafter, folder / "words")
     save_tokenizer(words, WORDS[::-1])
@@ -169,6 +171,7 @@ def others(pair, tmp_path_factory) -> dict[str, Path]:
     [
         ("{tmp}/nothing", ["no checkpoint at"]),
         ("{tmp}/empty", ["has no config.json"]),
+        ("{tmp}/bundle", ["{tmp}/bundle is a bundle already; give the checkpoint"]),
         ("{tmp}/mamba", ["has recurrent layers", "see docs/models.md"]),
         ("{target} --drafter {tmp}/nothing", ["no checkpoint at", "nothing"]),
         ("{target} --drafter {tmp}/mamba", ["{tmp}/mamba has recurrent layers"]),

@@ -6,9 +6,11 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+import jetdraft
 from jetdraft.devices.providers import PROVIDERS
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
+from jetdraft.runtime.planning.registry import methods
 
 TOKENS = np.random.default_rng(6).integers(1, 288, 15).tolist()
 READ, ACCEPTED, STEPS = 8, 3, 3
@@ -19,6 +21,28 @@ def graphs(bundle):
     """The graphs of the target and of its head."""
     opener = Opener(bundle, PROVIDERS["cpu"], ONE_THREAD)
     return opener.graph(bundle.target), opener.graph(bundle.drafter)
+
+
+def drafts_of(bundle, method, **drafting):
+    """Each context of a greedy text with its draft of 3 tokens, and the statistics."""
+    drafts = []
+    with jetdraft.load(bundle.path, threads=1) as model:
+        record = methods()[method]
+        proposer = model.planner.proposer(record, record.options(**drafting))
+        propose = proposer.propose
+
+        def spy(context, budget, parents=None):
+            rows = propose(context, budget, parents)
+            drafts.append(([*context], rows.tokens[1:]))
+            return rows
+
+        proposer.propose = spy
+        result = model.generate(
+            token_ids=TOKENS[:READ], method=method, max_new_tokens=8, ignore_eos=True,
+            num_draft_tokens=3, drafting=drafting,
+        )  # fmt: skip
+    assert [*TOKENS[:READ], *result.token_ids][: len(drafts[-1][0])] == drafts[-1][0]
+    return drafts, result.stats
 
 
 def in_torch(head, features):

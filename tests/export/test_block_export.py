@@ -14,7 +14,7 @@ from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.cli.check import describe_bundle
 from jetdraft.errors import OptionError
 from tests.checkpoints.heads.layouts import BLOCK
-from tests.export.head_passes import TOKENS, graphs
+from tests.export.head_passes import TOKENS, drafts_of, graphs
 from tests.tiny import VOCAB_SIZE
 
 PROMPT = " the self"
@@ -22,18 +22,18 @@ MASKS = {"dflash": BLOCK - 1, "diffusion": BLOCK}
 LAYOUTS = ["dflash", "diffusion", "speculators-dflash"]
 
 
-def in_torch(drafter, features, count, known=()):
+def in_torch(drafter, features, count, known=(), tokens=TOKENS):
     """The logits of the block behind `count` rows, from all rows at once."""
     slots = drafter.config.slots
     block = [*known, *[VOCAB_SIZE] * (slots - len(known))]
     size = drafter.block_rows
     if drafter.reads_text:
-        context = torch.tensor([TOKENS[:count]])
+        context = torch.tensor([tokens[:count]])
         mask = torch.ones(count + size, count + size, dtype=torch.bool).tril()
         mask[count:] = True
     else:
         context, mask = torch.tensor(features)[None, :count], None
-        block = [TOKENS[count], *block]
+        block = [tokens[count], *block]
     positions = torch.arange(count + size)[None]
     with torch.no_grad():
         states = drafter(
@@ -82,6 +82,23 @@ def test_the_graph_does_what_the_module_does(made, layout):
             compared += 1
         graph.cache.advance(end - start)
     assert compared == 8
+
+
+@pytest.mark.parametrize("layout", ["dflash", "diffusion"])
+def test_untrained_drafters_draft_what_the_module_guesses(made, layout):
+    """And are seldom right."""
+    bundle, source, folder, _ = made(layout)
+    checkpoint = Checkpoint.load(source, torch.float32)
+    drafter = load_head(folder, checkpoint, torch.float32)
+    target, _ = graphs(bundle)
+    drafts, stats = drafts_of(bundle, layout, confidence=0.0)
+    for context, drafted in drafts:
+        features = target.run(context[:-1]).features
+        count = len(context) - (not drafter.reads_text)
+        wanted = in_torch(drafter, features, count, tokens=context)
+        assert drafted == wanted[: len(drafted)].argmax(-1).tolist()
+    assert stats.drafted_tokens > 12
+    assert stats.tokens_per_pass < 1.5
 
 
 @pytest.mark.parametrize("layout", ["dflash", "diffusion"])

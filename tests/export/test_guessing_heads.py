@@ -13,7 +13,7 @@ from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.cli.check import describe_bundle
 from tests.checkpoints.heads import reference
 from tests.checkpoints.heads.layouts import H
-from tests.export.head_passes import TOKENS, graphs
+from tests.export.head_passes import TOKENS, drafts_of, graphs
 from tests.tiny import VOCAB_SIZE
 
 HEADS = 3
@@ -36,6 +36,20 @@ def test_the_graph_does_what_the_module_does(made):
         best = np.argsort(-logits[row], axis=1)[:, :5]
         assert np.array_equal(answer.candidates[:, :5], best)
     assert np.ptp(logits) > 1, "too flat to prove anything"
+
+
+def test_random_heads_draft_what_the_module_guesses(made):
+    """And are seldom right."""
+    bundle, source, folder, _ = made("medusa")
+    module = load_head(folder, Checkpoint.load(source, torch.float32), torch.float32)
+    (target, _), (drafts, stats) = graphs(bundle), drafts_of(bundle, "medusa")
+    for context, drafted in drafts:
+        features = target.run(context[:-1]).features[-1:]
+        with torch.no_grad():
+            logits = module.logits(module(torch.tensor(features)[None]))
+        assert drafted == logits[0, 0, : len(drafted)].argmax(-1).tolist()
+    assert stats.drafted_tokens > 12
+    assert stats.tokens_per_pass < 1.5
 
 
 def test_heads_keep_no_rows(made):

@@ -18,7 +18,7 @@ from tests import sources
 from tests.ggufs import write_gguf
 from tests.tiny import VOCAB_SIZE, WORDS, llama_config, save_checkpoint, save_tokenizer
 
-MOST = VOCAB_SIZE + 64
+MAX_VOCAB_SIZE = VOCAB_SIZE + 64
 PAIRS = [(320, 288), (320, 320), (320, 352), (288, 352), (320, 280)]
 """Rows of the target and of the drafter; the tokenizer has 288 tokens."""
 
@@ -35,7 +35,7 @@ def padded(tmp_path_factory):
     """Makes one model with that many rows: cut, or with random rows behind them."""
     folder = tmp_path_factory.mktemp("padded")
     config = llama_config(
-        tie_word_embeddings=False, vocab_size=MOST, num_hidden_layers=1
+        tie_word_embeddings=False, vocab_size=MAX_VOCAB_SIZE, num_hidden_layers=1
     )
     whole = save_checkpoint(folder / "whole", config)
 

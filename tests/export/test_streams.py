@@ -21,7 +21,7 @@ from tests.tiny import llama_config, save_checkpoint, save_streams
 SETTINGS = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
 COUNT = 16
 TOKENS = np.random.default_rng(4).integers(0, 288, COUNT).tolist()
-FLOATS = ExportOptions(Recipe("none"), capacity=128, max_width=16)
+FLOATS = ExportOptions(Recipe("none"), capacity=64, max_width=16)
 # Its LoRA is in all layers, also in the layer below the streams.
 CONFIG = llama_config(num_hidden_layers=2)
 SHARING = replace(SETTINGS, mode=SHARED)
@@ -74,7 +74,7 @@ def passes(model, parts, probing):
     return np.concatenate(main), streams
 
 
-@pytest.mark.parametrize("parts", [[COUNT], [4, 1, 2, 6, 3], [1] * COUNT])
+@pytest.mark.parametrize("parts", [[15, 1], [4, 1, 2, 6, 3], [1] * COUNT])
 def test_rows_of_passes_are_those_of_training(checkpoint, model, parts):
     """The best export test: committed prefixes match, so the logits must."""
     expected_main, expected = whole_sequence(checkpoint)
@@ -83,6 +83,13 @@ def test_rows_of_passes_are_those_of_training(checkpoint, model, parts):
     assert sorted(streams) == list(range(COUNT))
     for row, found in streams.items():
         np.testing.assert_allclose(found, expected[row], atol=1e-4)
+
+
+def test_a_pass_that_would_fill_the_buffers_carries_no_streams(checkpoint, model):
+    """Attention would count the places of its streams: 16 rows with 3 streams each."""
+    main, streams = passes(model, [COUNT], Probing(SETTINGS.gamma))
+    assert not streams
+    np.testing.assert_allclose(main, whole_sequence(checkpoint)[0], atol=1e-4)
 
 
 def test_fewer_streams_say_what_all_of_them_say(model):

@@ -27,7 +27,7 @@ from typing import Any
 from tests.fuzz import SUBJECTS, subject_named
 from tests.fuzz.subject import BLOCK, Subject, case, place_of
 
-MOST_BYTES = 6_000_000_000
+MAX_BYTES = 6_000_000_000
 """A process with more memory counts as a fault."""
 
 SHOWN = 3
@@ -217,7 +217,7 @@ def _messages(
         if time.monotonic() - last > (limit if begun else STARTING):
             yield {"kind": "hang"}
             return
-        if _bytes_of(process.pid) > MOST_BYTES:
+        if _bytes_of(process.pid) > MAX_BYTES:
             yield {"kind": "memory"}
             return
 

@@ -71,7 +71,7 @@ FREE = 10.0
 HEALTHY = 2.5
 """Seconds in which /health must answer whatever else is asked."""
 
-MOST_BYTES_MORE = 80_000_000
+MAX_BYTES_MORE = 80_000_000
 """Growth of the server's memory after the first hundred cases."""
 
 
@@ -344,7 +344,7 @@ class Serving(Subject):
         self.facts["MB of the server at last"] = sizes[0] // 10**6
         for what, before, after, most in zip(
             ("bytes", "threads", "file handles"),
-            *(self._at_start, sizes, (MOST_BYTES_MORE, 8, 8)),
+            *(self._at_start, sizes, (MAX_BYTES_MORE, 8, 8)),
             strict=True,
         ):
             if after - before > most:

@@ -23,7 +23,7 @@ from tests.fuzz.subject import Fault, Subject
 WARM, LIGHTLY_WARM = 60, 8
 """Cases until about all widths, methods and lengths were seen; of a light subject."""
 
-MOST_BYTES_MORE = 24_000_000
+MAX_BYTES_MORE = 24_000_000
 """Growth of the memory after the warm cases."""
 
 HEAVY = ("Graph", "TextCodec", "Vocabulary")
@@ -122,7 +122,7 @@ class Soak(Subject):
             self.facts[f"MB of the {who} at first"] = before[0] // 10**6
             self.facts[f"MB of the {who} at last"] = after[0] // 10**6
             grown = after[0] - before[0], after[1] - before[1], after[2] - before[2]
-            if grown[0] > MOST_BYTES_MORE or max(grown[1:]) > 4:
+            if grown[0] > MAX_BYTES_MORE or max(grown[1:]) > 4:
                 raise Fault(f"the {who} grew from {before} to {after}")
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from tests.fuzz.subject import BLOCK, case
 def test_an_attack_finds_nothing(tmp_path, name, count, facts):
     """Templates may compute for 0.3 s here, not 5: some never end."""
     with (
-        mock.patch("jetdraft.runtime.text.sandbox.MOST_SECONDS", 0.3),
+        mock.patch("jetdraft.runtime.text.sandbox.MAX_SECONDS", 0.3),
         subject_named(name)(tmp_path, light=True) as subject,
     ):
         for number in range(count):

@@ -32,7 +32,7 @@ EXPORTED = Path(__file__).parents[2] / "bundles"
 LEARNED = "learned"
 """The folder of what the toy has learned from use."""
 
-MOST_KEPT = 4000
+MAX_KEPT = 4000
 """Plain texts that are kept."""
 
 
@@ -75,7 +75,7 @@ class World:
         if key not in self._kept:
             self.reference.forget()
             result = self.reference.generate(token_ids=ids, method="none", **options)
-            if len(self._kept) >= MOST_KEPT:
+            if len(self._kept) >= MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
             self._kept[key] = result
         return self._kept[key]

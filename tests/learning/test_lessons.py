@@ -46,8 +46,8 @@ def test_only_its_owner_can_list_the_folder(tmp_path):
 
 
 def test_their_number_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "MOST_LESSONS", 2)
-    monkeypatch.setattr(module, "MOST_IN_ALL", 3)
+    monkeypatch.setattr(module, "MAX_LESSONS", 2)
+    monkeypatch.setattr(module, "MAX_IN_ALL", 3)
     lessons = open_lessons(tmp_path)
     for token in range(4):
         lessons.add(lesson(token, 6), "ann")
@@ -75,11 +75,11 @@ POISON = [
     ("tokens", b"123"),
     ("tokens", "text"),
     ("tokens", 7),
-    ("tokens", b"\0" * (4 * module.MOST_TOKENS + 4)),
+    ("tokens", b"\0" * (4 * module.MAX_TOKENS + 4)),
     ("places", np.array([0], np.uint32).tobytes()),
     ("places", np.array([2], np.uint32).tobytes()),
     ("places", b""),
-    ("places", np.ones(module.MOST_PLACES + 1, np.uint32).tobytes()),
+    ("places", np.ones(module.MAX_PLACES + 1, np.uint32).tobytes()),
     ("ids", np.array([1, VOCABULARY], np.uint32).tobytes()),
     ("ids", b""),
     ("logits", np.array([1, np.nan], np.float32).tobytes()),

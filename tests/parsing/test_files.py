@@ -251,6 +251,6 @@ def test_an_adapted_response_does_not_grow_without_end():
 
 
 def test_a_device_that_never_ends_is_no_data(monkeypatch):
-    monkeypatch.setattr(files, "MOST_BYTES", 1000)
+    monkeypatch.setattr(files, "MAX_BYTES", 1000)
     with pytest.raises(DataError, match="/dev/zero does not end; give a file"):
         files.read_text(Path("/dev/zero"))

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,15 @@ from click.testing import CliRunner
 import jetdraft
 from jetdraft.cli import main
 from jetdraft.errors import OptionError
-from jetdraft.methods import OWN, Method, Proposer, Rows, Traits, registered
+from jetdraft.methods import (
+    OWN,
+    Method,
+    MethodOptions,
+    Proposer,
+    Rows,
+    Traits,
+    registered,
+)
 
 HERE = Path(__file__).parent
 OF_TOY = ["none", "lookup", "draft", "trigram", "cascade"]
@@ -94,6 +103,10 @@ REFUSED = {
     "memory=many": "drafting option memory cannot be 'many'; give an integer",
     "memory=0": "memory 0 is too small; give 1 or more",
 }
+SAMPLINGS = [
+    (), *(("--temperature", t, "--seed", seed) for t, seed in ((0.8, 1), (1.2, 2)))
+]  # fmt: skip
+LENGTHS = [1, 2, 4, None]
 
 
 @pytest.fixture(scope="module")
@@ -101,17 +114,18 @@ def lines(toy, installed):
     """What the command line answers in one process with the package, by a name."""
     prompts = installed / "prompts.jsonl"
     prompts.write_text('{"prompt": "The robot sees"}\n')
-    sampled = ("--temperature", 0.8, "--seed", 1)
-    how = (*("-n", 32, "--ignore-eos", "--threads", 1), *sampled)
-    write = ("generate", toy, "-p", "The robot sees", "--raw", *how, "--method")
+    how = ("--raw", "-n", 32, "--ignore-eos", "--threads", 1, "--json", "--method")
+    write = ("generate", toy, "-p", "The robot sees", *how)
+    again = (*write, "again", "--drafting")
+    lengths = {n: () if n is None else ("--num-draft-tokens", n) for n in LENGTHS}
     commands = {
         "help": ("generate", "--help"),
-        "plain": (*write, "none", "--json"),
-        "again": (
-            *(*write, "again", "--drafting", "memory=60"),
-            *("--num-draft-tokens", 2, "--json"),
-        ),
-        **{option: (*write, "again", "--drafting", option) for option in REFUSED},
+        **{way: (*write, "none", *way) for way in SAMPLINGS},
+        **{
+            (way, n): (*again, "memory=60", *way, *lengths[n])
+            for way, n in product(SAMPLINGS, LENGTHS)
+        },
+        **{option: (*again, option) for option in REFUSED},
         "bench": (
             *("bench", toy, "--methods", "again", "--lengths", "2,4", "--repeats", 1),
             *("-n", 16, "--threads", 1, "--prompts", prompts, "--json"),
@@ -128,12 +142,17 @@ def test_the_command_line_names_it(lines):
     assert "again" not in CliRunner().invoke(main, ["generate", "--help"]).stdout
 
 
-def test_the_command_line_generates_with_it_and_its_own_options(lines):
-    assert lines["again"]["exit_code"] == 0, lines["again"]["stderr"]
-    plain, drafted = (json.loads(lines[name]["stdout"]) for name in ("plain", "again"))
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_command_line_generates_with_it(lines, sampling, length):
+    """With its own options too."""
+    answers = lines[sampling], lines[sampling, length]
+    assert [answer["exit_code"] for answer in answers] == [0, 0], answers
+    plain, drafted = (json.loads(answer["stdout"]) for answer in answers)
     assert drafted["token_ids"] == plain["token_ids"]
     assert drafted["stats"]["method"] == "again"
-    assert drafted["stats"]["by_method"]["again"]["drafted_tokens"] > 0
+    if length is not None:
+        assert drafted["stats"]["by_method"]["again"]["drafted_tokens"] > 0
 
 
 @pytest.mark.parametrize("drafting", REFUSED)
@@ -160,7 +179,7 @@ class Rootless(Proposer):
         self.rows = rows
 
     def propose(self, context, budget, parents=None):
-        return self.rows
+        return self.rows(context[-1]) if callable(self.rows) else self.rows
 
 
 @pytest.mark.parametrize("rows", [Rows.chain([5, 6]), Rows([], []), None, [5, 6]])
@@ -169,6 +188,32 @@ def test_a_draft_without_the_root_is_refused(toy_model, rows):
     method = Method("rootless", "no root", lambda parts, options: Rootless(rows))
     with registered(method), pytest.raises(OptionError, match="method 'rootless'"):
         toy_model.generate("The robot", method="rootless", num_draft_tokens=2)
+
+
+@pytest.mark.parametrize("token", [-1, 384])
+def test_a_token_outside_the_vocabulary_is_refused(toy_model, token):
+    rooted = Rootless(lambda root: Rows.chain([root, 6, token]))
+    method = Method("rootless", "no token", lambda parts, options: rooted)
+    line = f"method 'rootless' proposes token {token}, .*; ids are 0 to 383$"
+    with registered(method), pytest.raises(OptionError, match=line):
+        toy_model.generate("The robot", method="rootless", num_draft_tokens=2)
+
+
+class Undeclared(MethodOptions):
+    memory: int = 64
+
+
+class Foreign:
+    memory: int = 64
+
+
+@pytest.mark.parametrize("options", [Undeclared, Foreign])
+def test_options_that_are_not_a_dataclass_are_refused(options):
+    """Their fields would be no options."""
+    name = options.__name__
+    line = rf"^{name}, .* 'again', must be .*\) above class {name}\(MethodOptions\)$"
+    with pytest.raises(OptionError, match=line):
+        Method("again", "the last tokens", lambda parts, options: None, options)
 
 
 # --- packages that do not -------------------------------------------------------------

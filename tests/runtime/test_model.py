@@ -192,12 +192,15 @@ def test_a_seed_is_drawn_where_none_is_given(model):
         assert again.stats.to_json()["seed"] == result.stats.seed
 
 
-def test_greedy_decoding_needs_no_seed(model):
-    """The stats have the seed of a sampled text alone."""
+@pytest.mark.parametrize(("temperature", "texts"), [(0.0, 1), (1.0, 2)])
+def test_a_seed_chooses_a_sampled_text_alone(model, temperature, texts):
+    """And the stats have it only then."""
     options = {"token_ids": IDS, "max_new_tokens": 30, "ignore_eos": True}
-    results = [model.generate(**options, seed=seed) for seed in (None, 0, 7)]
-    assert [result.stats.seed for result in results] == [None, None, None]
-    assert len({tuple(result.token_ids) for result in results}) == 1
+    options["temperature"] = temperature
+    results = [model.generate(**options, seed=seed) for seed in (0, 7, 7)]
+    seeds = [0, 7, 7] if temperature else [None, None, None]
+    assert [result.stats.seed for result in results] == seeds
+    assert len({tuple(result.token_ids) for result in results}) == texts
 
 
 def test_a_closed_model_says_so(bundle, tmp_path):

@@ -18,7 +18,7 @@ from jetdraft.errors import CheckpointError, OptionError, OutputError, PairError
 from jetdraft.methods.draft import task as draft_task
 from jetdraft.methods.draft.task import (
     LOSSES,
-    MOST_READ_SHARE,
+    MAX_READ_SHARE,
     ModelSettings,
     ModelTask,
     advised_config,
@@ -244,10 +244,10 @@ def test_the_advised_size_is_the_largest_that_is_cheap(tmp_path):
     for draft_vocab in (None, 256):
         advised = advised_config(checkpoint, None, None, draft_vocab)
         share = cost_share(advised.to_dict(), whole, draft_vocab)
-        assert share <= MOST_READ_SHARE
+        assert share <= MAX_READ_SHARE
         sizes = advised.num_hidden_layers, advised.hidden_size + 64
         wider = new_config(checkpoint, *sizes).to_dict()
-        assert cost_share(wider, whole, draft_vocab) > MOST_READ_SHARE
+        assert cost_share(wider, whole, draft_vocab) > MAX_READ_SHARE
         widths.append(advised.hidden_size * advised.num_hidden_layers)
     assert widths[1] > widths[0]
     fixed = advised_config(checkpoint, 3, None, None)

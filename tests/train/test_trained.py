@@ -20,7 +20,7 @@ import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.checkpoints.prompts import MOST_RANKS
+from jetdraft.checkpoints.prompts import MAX_RANKS
 from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.draft.task import ModelSettings, ModelTask
@@ -155,7 +155,7 @@ def test_its_folder_reads_back_as_it_was(trained, target):
         if "ranks" in described:
             assert described["parameters"] == run.parameters
             assert [ranks[0] for ranks in described["ranks"]] == figures["acceptance"]
-            assert {len(ranks) for ranks in described["ranks"]} == {MOST_RANKS}
+            assert {len(ranks) for ranks in described["ranks"]} == {MAX_RANKS}
         for file in Path(target).iterdir():
             assert (folder / file.name).read_bytes() == file.read_bytes()
         return

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.draft_vocabulary import D2T, MOST_PADDING, T2D, ids_from_d2t
+from jetdraft.checkpoints.draft_vocabulary import D2T, MAX_PADDING, T2D, ids_from_d2t
 from jetdraft.checkpoints.folder import check_file_types, check_shards
 from jetdraft.errors import CheckpointError, printable
 from jetdraft.parsing import read_json_file
@@ -265,7 +265,7 @@ class HeadFiles:
     def vocabulary_size(self, target: Checkpoint, own: int | None = None) -> int:
         """The target's tokens, but for padding as many as the head's `own`."""
         own = self.number("vocab_size") if own is None else own
-        if abs(own - target.vocab_size) > MOST_PADDING:
+        if abs(own - target.vocab_size) > MAX_PADDING:
             raise CheckpointError(
                 f"{self.source} is for a vocabulary of {own} tokens, but "
                 f"{target.source} has {target.vocab_size}; give the head of this target"

@@ -23,7 +23,7 @@ from jetdraft.devices.planning.cost_model import Dimensions, LoadedDecoder
 from jetdraft.devices.planning.plan import DRAFTER, Board, Choice, MethodCost, Question
 from jetdraft.recipe import Recipe
 
-MOST_READ_SHARE = 0.05
+MAX_READ_SHARE = 0.05
 """The most bytes that a draft step should read, as a share of the bytes that a pass of
 the target reads; reading bounds the time of both (docs/devices.md)."""
 
@@ -89,7 +89,7 @@ class Advisor:
     """Compares drafters for the target of a question, on its device.
 
     The question names the acceptance of its own drafter, or else of the largest drafter
-    whose step reads `MOST_READ_SHARE` of a pass; it is taken to have seen
+    whose step reads `MAX_READ_SHARE` of a pass; it is taken to have seen
     `TOKENS_PER_WEIGHT` tokens for each weight. A drafter can draft `draft_vocab`
     tokens, which make up the share `coverage` of the text.
     """
@@ -137,7 +137,7 @@ class Advisor:
         if self.question.drafter is not None:
             return Dimensions.read(Path(self.question.drafter)).weights
         context = self.question.context
-        most = MOST_READ_SHARE * LoadedDecoder(
+        most = MAX_READ_SHARE * LoadedDecoder(
             self._target, self.question.recipe
         ).pass_bytes(context)
         shapes = [self._dimensions(*shape) for shape in self.shapes()]

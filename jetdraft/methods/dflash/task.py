@@ -19,7 +19,7 @@ from jetdraft.train.heads import layer_fields, make_config, stored_tensors
 from jetdraft.train.run import Run
 from jetdraft.train.task import Published, Tensors
 
-MOST_LAYERS, FEWEST_TAPS = 5, 3
+MAX_LAYERS, FEWEST_TAPS = 5, 3
 """The layers of the published heads, and the taps of a head with one layer or two."""
 
 
@@ -45,7 +45,7 @@ class DFlashTask(BlockTask):
     def new_config(self, run: Run) -> HeadConfig:
         """Layers of the target's sizes: as many as the settings say, or a seventh."""
         settings, depth = self.settings, len(decoder_layers(run.target.model))
-        layers = settings.layers or min(MOST_LAYERS, max(1, round(depth / 7)))
+        layers = settings.layers or min(MAX_LAYERS, max(1, round(depth / 7)))
         spread = default_output_layers(max(FEWEST_TAPS, layers), depth)
         outputs = sorted(set(settings.taps or spread))
         # Teachers give the last layer's output normed, which a head does not read.

@@ -20,7 +20,7 @@ from jetdraft.checkpoints.draft_vocabulary import vocabulary_tensors
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.devices.planning.cost_model import Dimensions, LoadedDecoder
-from jetdraft.devices.planning.drafter_advice import MOST_READ_SHARE, TOKENS_PER_WEIGHT
+from jetdraft.devices.planning.drafter_advice import MAX_READ_SHARE, TOKENS_PER_WEIGHT
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.draft_vocab import check_tokens
 from jetdraft.options import setting
@@ -46,7 +46,7 @@ from jetdraft.train.task import DrafterSettings, Published, Task, Tensors
 from jetdraft.train.teacher import check_cache_folder
 from jetdraft.train.written_texts import continuations, prompt_size, text_seed
 
-MOST_READINGS = 50
+MAX_READINGS = 50
 """The most readings of a text by default; the trainer warns of more."""
 
 VALIDATED_TEXTS = 64
@@ -231,10 +231,10 @@ class ModelTask(Task):
         return {name for name, w in run.weights.items() if id(w) in of_ends}
 
     def advised_steps(self, run: Run) -> int:
-        """The steps that over-training advises, in at most `MOST_READINGS` readings."""
+        """The steps that over-training advises, in at most `MAX_READINGS` readings."""
         size, length = run.options.batch_size, run.options.sequence_length
         steps = TOKENS_PER_WEIGHT * run.parameters // (size * length)
-        return max(1, min(steps, MOST_READINGS * len(run.corpus.training) // size))
+        return max(1, min(steps, MAX_READINGS * len(run.corpus.training) // size))
 
     def batch(self, run: Run, batch: Batch) -> Batch:
         """The batch, of which the drafter has completed a share of the rows."""
@@ -325,7 +325,7 @@ class ModelTask(Task):
         config = self.model.config.get_text_config(decoder=True)
         size, count = run.options.batch_size, run.parameters
         tokens = run.steps * size * run.options.sequence_length
-        is_often = run.steps * size > len(run.corpus.training) * MOST_READINGS
+        is_often = run.steps * size > len(run.corpus.training) * MAX_READINGS
         advice = "; give more texts or fewer --steps" if is_often else ""
         return (
             f"training a drafter of width {config.hidden_size}, layers: "
@@ -342,7 +342,7 @@ class ModelTask(Task):
             share = cost_share(self.model.config.to_dict(), target.to_dict(), size)
         except CheckpointError:
             return ""
-        return f", a step at {share:.1%} of a pass (advised {MOST_READ_SHARE:.0%})"
+        return f", a step at {share:.1%} of a pass (advised {MAX_READ_SHARE:.0%})"
 
     def summary_line(self, figures: Mapping[str, Any]) -> str:
         """Return the line that describes the figures of a validation."""
@@ -401,7 +401,7 @@ HEAD_SIZES = (64, 32, 16, 8)
 WIDTH_STEP = 64
 """New widths are multiples of it."""
 
-MOST_LAYERS = 4
+MAX_LAYERS = 4
 WIDTH_PER_LAYER = 96
 """A drafter is wide rather than deep, since each layer launches its kernels."""
 
@@ -459,7 +459,7 @@ def advised_config(
     hidden_size: int | None,
     draft_vocab: int | None,
 ) -> LlamaConfig:
-    """The config of the largest drafter whose step costs at most `MOST_READ_SHARE`.
+    """The config of the largest drafter whose step costs at most `MAX_READ_SHARE`.
 
     A size that is given stays. The smallest, if none is that cheap. Raises
     `CheckpointError` for a target whose cost cannot be planned.
@@ -467,11 +467,11 @@ def advised_config(
     whole = target.model.config.to_dict()
     most = int(target.model.get_output_embeddings().weight.shape[1])
     widths = [hidden_size] if hidden_size else range(WIDTH_STEP, most + 1, WIDTH_STEP)
-    for depth in [layers] if layers else range(MOST_LAYERS, 0, -1):
+    for depth in [layers] if layers else range(MAX_LAYERS, 0, -1):
         least = 0 if hidden_size or layers or depth == 1 else WIDTH_PER_LAYER * depth
         configs = [new_config(target, depth, w) for w in widths if w >= least]
         for config in reversed(configs):
-            if cost_share(config.to_dict(), whole, draft_vocab) <= MOST_READ_SHARE:
+            if cost_share(config.to_dict(), whole, draft_vocab) <= MAX_READ_SHARE:
                 return config
     return new_config(target, layers or 1, hidden_size or WIDTH_STEP)
 

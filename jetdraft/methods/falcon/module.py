@@ -23,7 +23,7 @@ from jetdraft.errors import CheckpointError
 ARCHITECTURE = "FalconDrafter"
 """What the config of a drafter calls it."""
 
-MOST_ROWS = 8
+MAX_ROWS = 8
 """The most rows of a block; the paper has 2 to 4."""
 
 
@@ -115,9 +115,9 @@ class Falcon(DraftModule):
     ) -> tuple[HeadConfig, Tensor | None]:
         config, ids = super().configure(files, target, tensors)
         slots = files.number("block_size")
-        if not 2 <= slots <= MOST_ROWS:
+        if not 2 <= slots <= MAX_ROWS:
             raise CheckpointError(
                 f"{files.source} is not a Falcon drafter of one layer for blocks of 2 "
-                f"to {MOST_ROWS}; give such a drafter"
+                f"to {MAX_ROWS}; give such a drafter"
             )
         return replace(config, slots=slots), ids

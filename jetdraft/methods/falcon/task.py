@@ -21,7 +21,7 @@ from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
-from jetdraft.methods.falcon.module import ARCHITECTURE, MOST_ROWS, Falcon
+from jetdraft.methods.falcon.module import ARCHITECTURE, MAX_ROWS, Falcon
 from jetdraft.options import setting
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.heads import LayerSettings, LayerTask, sums_of_drafts
@@ -42,7 +42,7 @@ CHOICE_SHARE = 0.1
 @dataclass(frozen=True)
 class FalconSettings(LayerSettings):
     block_rows: int = setting(
-        2, "Tokens that the drafter drafts in a pass.", (2, MOST_ROWS)
+        2, "Tokens that the drafter drafts in a pass.", (2, MAX_ROWS)
     )
 
 

@@ -55,7 +55,7 @@ class PromptOptions(TreeOptions):
         return self.rows or WIDEST - 1 if self.tree == AUTO else super().draft_size
 
 
-FIRST_REPLAN, MOST_REPLAN_GAP = 24, 512
+FIRST_REPLAN, MAX_REPLAN_GAP = 24, 512
 """After how many compared guesses a plan is made again: the first time, and at most."""
 
 ALL_COMPARED, COMPARED_EVERY = 96, 8
@@ -138,7 +138,7 @@ class PromptProposer(ProbeProposer):
     def plan(self, most: int) -> SparsePlan:
         """The plan of trees with at most `most` rows, made again as guesses come in."""
         if self.rates.settled >= self._next_look:
-            self._next_look += min(self.rates.settled, MOST_REPLAN_GAP)
+            self._next_look += min(self.rates.settled, MAX_REPLAN_GAP)
             self._plans.clear()
         if most not in self._plans:
             ranks, options = self.rates.ranks, self._options

@@ -32,7 +32,7 @@ from jetdraft.runtime.measured.cost_model import PassMs
 _LEAK = 1e-3
 """The chance that a round begins without guesses, as the first round of a text does."""
 
-_MOST_IMPROVEMENTS = 20
+_MAX_IMPROVEMENTS = 20
 """Most improvements of a plan; a few suffice."""
 
 
@@ -202,7 +202,7 @@ def best_plan(
     ]
     bare = [of_state[0] for of_state in trees]
     plan = SparsePlan(tuple(replace(t, counts=(1,) * t.size[0]) for t in bare))
-    for _ in range(_MOST_IMPROVEMENTS):
+    for _ in range(_MAX_IMPROVEMENTS):
         better = _improve_plan(plan, trees, pass_ms)
         if better == plan:
             break

@@ -14,7 +14,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows, Tokens
-from jetdraft.runtime.history.store import MOST_TOKENS, ResponseStore, Similarity
+from jetdraft.runtime.history.store import MAX_TOKENS, ResponseStore, Similarity
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.prefix import common_length
 from jetdraft.runtime.proposers.method import Method, MethodOptions
@@ -24,20 +24,20 @@ from jetdraft.runtime.sampling.chooser import Chooser
 MIN_SIMILARITY = 0.8
 """Requests count as similar if the cosine of their embeddings is at least this."""
 
-MOST_SCRIPTS = 4
+MAX_SCRIPTS = 4
 """The most entries whose responses are followed."""
 
 LONGEST_SLOT = 32
 """The most tokens that a replacement takes out or puts in."""
 
-MOST_CHANGES = 64
+MAX_CHANGES = 64
 """The most places at which a response is adapted."""
 
-MOST_COMPARED = 1024
+MAX_COMPARED = 1024
 """The most tokens from the first to the last difference of two requests; the time to
 compare them grows with the square."""
 
-MOST_PAIRS = 1 << 16
+MAX_PAIRS = 1 << 16
 """The most pairs of equal tokens in two requests that are compared; equal beginnings
 and ends aside."""
 
@@ -69,7 +69,7 @@ class RecallProposer(Proposer):
         scored_entries = [(float(e.vector @ vector), e) for e in entries]
         # Among entries of the same cosine the latest stays first, as in the store.
         scored_entries.sort(key=lambda pair: -pair[0])
-        best = scored_entries[:MOST_SCRIPTS]
+        best = scored_entries[:MAX_SCRIPTS]
         similar = [entry for cosine, entry in best if cosine >= MIN_SIMILARITY]
         texts = [adapt_response(e.prompt, e.response, prompt) for e in similar]
         self._scripts = [Script(text) for text in texts]
@@ -132,8 +132,8 @@ def adapt_response(
     prompt: list[int], response: list[int], new_prompt: Sequence[int]
 ) -> list[int]:
     """The response, with the words in which `new_prompt` differs from `prompt`."""
-    for old, new in _edits(prompt, list(new_prompt))[:MOST_CHANGES]:
-        if max(len(old), len(new)) <= LONGEST_SLOT and len(response) <= MOST_TOKENS:
+    for old, new in _edits(prompt, list(new_prompt))[:MAX_CHANGES]:
+        if max(len(old), len(new)) <= LONGEST_SLOT and len(response) <= MAX_TOKENS:
             response = _replace_tokens(response, old, new)
     return response
 
@@ -146,7 +146,7 @@ def _edits(one: list[int], other: list[int]) -> list[tuple[list[int], list[int]]
     one, other = one[: len(one) - end], other[: len(other) - end]
     counts = Counter(other)
     pairs = sum(counts[token] for token in one)
-    if pairs > MOST_PAIRS or len(one) > MOST_COMPARED:
+    if pairs > MAX_PAIRS or len(one) > MAX_COMPARED:
         return []
     matcher = SequenceMatcher(None, one, other, autojunk=False)
     return [

@@ -30,7 +30,7 @@ from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.task import Published, Task, Tensors
 from jetdraft.train.teacher import refuse_gguf
 
-MOST_LAYERS = 1 << 20
+MAX_LAYERS = 1 << 20
 """More layers than any model has; settings are checked before a target is read."""
 
 MAIN_WEIGHT, STREAM_WEIGHT = 1.0, 0.1
@@ -66,7 +66,7 @@ class StreamTask(Task):
     def __init__(self, settings: Any = None) -> None:
         super().__init__(settings)
         self.streams = StreamSettings(**asdict(self.settings))
-        self.streams.check(MOST_LAYERS)
+        self.streams.check(MAX_LAYERS)
 
     def shortest(self) -> tuple[int, str]:
         return self.streams.gamma + 2, f"{self.streams.gamma} streams"

@@ -15,7 +15,7 @@ from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
 
-_MOST_NEW_ROWS = 16
+_MAX_NEW_ROWS = 16
 """The most new rows of a pass with the copies of a block; more are run before it."""
 
 
@@ -216,7 +216,7 @@ class AheadCache(DraftCache):
     @property
     def _most_rows(self) -> int:
         """The most new rows of a pass with the copies of a block."""
-        return min(_MOST_NEW_ROWS, self.graph.contract.max_width + 1 - self.size)
+        return min(_MAX_NEW_ROWS, self.graph.contract.max_width + 1 - self.size)
 
     @property
     def _first_needed(self) -> int:

@@ -20,17 +20,17 @@ from jetdraft.errors import BundleError, StoreError
 from jetdraft.learning.store_file import DAMAGE, StoreFile, check_user, entry_times
 from jetdraft.runtime.drafts.arrays import Float32s
 
-MOST_ENTRIES = 256
-MOST_DAYS = 30.0
+MAX_ENTRIES = 256
+MAX_DAYS = 30.0
 """The most entries of a user, and the most days that an entry is kept."""
 
-MOST_TOKENS = 8192
+MAX_TOKENS = 8192
 """The most tokens of a request and its response together; longer ones are not kept."""
 
-MOST_USERS = 64
+MAX_USERS = 64
 """The most users whose entries are kept in memory."""
 
-_MOST_BYTES = 4 * MOST_TOKENS
+_MAX_BYTES = 4 * MAX_TOKENS
 
 _TABLES = """
 create table if not exists entries (
@@ -65,8 +65,8 @@ class ResponseStore:
         tokenizer: str,
         user: str = "",
         vocab_size: int = 1 << 32,
-        most_entries: int = MOST_ENTRIES,
-        most_days: float = MOST_DAYS,
+        most_entries: int = MAX_ENTRIES,
+        most_days: float = MAX_DAYS,
     ) -> None:
         self.file = file
         self.most_entries = most_entries
@@ -85,7 +85,7 @@ class ResponseStore:
             store = copy(self)
             store.user, store.entries = check_user(user), []
             store.entries = store._open_or_replace()
-            if len(self._by_user) == MOST_USERS:
+            if len(self._by_user) == MAX_USERS:
                 del self._by_user[next(iter(self._by_user))]
             self._by_user[user] = store
         self._by_user[user] = self._by_user.pop(user)  # the last to be dropped
@@ -116,7 +116,7 @@ class ResponseStore:
                 (
                     self.user,
                     *entry_times(self.most_days),
-                    _MOST_BYTES,
+                    _MAX_BYTES,
                     self.most_entries,
                 ),
             ).fetchall()
@@ -145,7 +145,7 @@ class ResponseStore:
     def add(self, entry: Entry) -> None:
         """Keep an entry in place of the same request's; only warns if that fails."""
         length = len(entry.prompt) + len(entry.response)
-        if not entry.response or length > MOST_TOKENS:
+        if not entry.response or length > MAX_TOKENS:
             return
         try:
             self._write_entry(entry)

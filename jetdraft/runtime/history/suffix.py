@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 ROOT = 0
-MOST_LINKS = 64
+MAX_LINKS = 64
 """Links that are followed to count occurrences: repetitions form long chains."""
 
 
@@ -31,7 +31,7 @@ class SuffixAutomaton:
             self._last = self._append_token(token)
             self._size += 1
             ending = self._last
-            for _ in range(MOST_LINKS):
+            for _ in range(MAX_LINKS):
                 if ending <= ROOT:
                     break
                 self._count[ending] += 1

@@ -18,16 +18,16 @@ import numpy.typing as npt
 from jetdraft.errors import StoreError
 from jetdraft.files import read_arrays, write_arrays
 
-MOST_SUCCESSORS = 12
+MAX_SUCCESSORS = 12
 """Successors kept per pair, the most frequent first."""
 
 WINDOW = 16
 """How many last tokens of the context a round learns from."""
 
-WEIGHT_STEP, MOST_WEIGHT = 0.04, 3.0
+WEIGHT_STEP, MAX_WEIGHT = 0.04, 3.0
 """The weight that a round adds to a successor, and the largest weight."""
 
-MOST_LEARNED = 8192
+MAX_LEARNED = 8192
 """The most pairs that decoding learns, half a kilobyte each, for each model and user;
 beyond that the oldest pairs are forgotten."""
 
@@ -61,7 +61,7 @@ class Counts:
         shares = times / np.add.reduceat(times, first)[pair] if len(times) else times
         order = np.lexsort((-times, pair))  # by pair, the most frequent first
         rank = np.arange(len(order)) - first[pair]
-        kept_places = order[rank < MOST_SUCCESSORS]
+        kept_places = order[rank < MAX_SUCCESSORS]
         sizes = np.bincount(pair[kept_places], minlength=len(first))
         return cls(
             pairs=pairs[first] if len(times) else pairs,
@@ -154,13 +154,13 @@ class Trigrams:
         last = context[-WINDOW:]
         for one, two, three in zip(last, last[1:], last[2:], strict=False):
             weights = self.successors(one, two)
-            weights[three] = min(weights.get(three, 0.0) + WEIGHT_STEP, MOST_WEIGHT)
-            if len(weights) > MOST_SUCCESSORS:
+            weights[three] = min(weights.get(three, 0.0) + WEIGHT_STEP, MAX_WEIGHT)
+            if len(weights) > MAX_SUCCESSORS:
                 others = (token for token in weights if token != three)
                 del weights[min(others, key=weights.__getitem__)]
             self._learned.pop((one, two), None)  # the pair becomes the youngest
             self._learned[one, two] = weights
-        while len(self._learned) > MOST_LEARNED:
+        while len(self._learned) > MAX_LEARNED:
             del self._learned[next(iter(self._learned))]
 
     def forget(self) -> None:

@@ -17,7 +17,7 @@ from jetdraft.parsing import read_json_file
 from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.measured.widths import Widths
 
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 """The most threads of a drafter that a tuning file may give."""
 
 _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
@@ -90,7 +90,7 @@ class Profiles:
             chosen, machine = fields["drafter_threads"], fields["machine"]
         except _READ_ERRORS:
             return None
-        is_usable = type(chosen) is int and 1 <= chosen <= MOST_THREADS
+        is_usable = type(chosen) is int and 1 <= chosen <= MAX_THREADS
         return chosen if is_usable and machine == self.machine else None
 
     def keep(self, file: Path, **fields: Any) -> None:

@@ -32,7 +32,7 @@ SIZE_OPERATORS |= {"Range", "Add", "Expand"}
 EAGER = "-1"
 """onnxruntime's id of a run that neither captures nor replays."""
 
-MOST_THREADS_PER_CORE = 8
+MAX_THREADS_PER_CORE = 8
 """The most threads: with more they wait for each other, some for minutes."""
 
 
@@ -120,7 +120,7 @@ def open_session(
 def _session_options(provider: str, threads: Threads) -> ort.SessionOptions:
     """The options of a session; raises `OptionError` for wrong `threads`."""
     count, spinning = threads
-    most = MOST_THREADS_PER_CORE * (os.cpu_count() or 1)
+    most = MAX_THREADS_PER_CORE * (os.cpu_count() or 1)
     if type(count) is not int or not 1 <= count <= most:
         raise OptionError(
             f"threads {count!r} is out of range; give 1 to {most} on this machine",

@@ -37,7 +37,7 @@ rates rest on less evidence."""
 NEGLIGIBLE = 0.01
 """Drafted tokens with a smaller probability of being accepted are not planned."""
 
-MOST_SIBLINGS = 3
+MAX_SIBLINGS = 3
 """A row of a planned tree has at most this many children beside its first child."""
 
 
@@ -262,7 +262,7 @@ class AdaptiveController:
         plain_ms, widest_ms = self.curve.pass_ms(1), self.curve.pass_ms(WIDEST)
         row_tokens = (widest_ms - plain_ms) / (WIDEST - 1) / plain_ms
         worth = 1.0 - row_tokens if self.exact else 1.0
-        others = self.acceptance[proposer.traits.name].sibling_shares(MOST_SIBLINGS)
+        others = self.acceptance[proposer.traits.name].sibling_shares(MAX_SIBLINGS)
         if worth * (1.0 - min(rates)) * others[0] < row_tokens:
             return  # not even the best branch pays for its row
         parents, chances = best_tree(limit, rates, others)

@@ -14,7 +14,7 @@ import numpy as np
 from jetdraft.contracts.step_contract import Reading
 from jetdraft.devices.providers import SELECTION, cpu_only
 from jetdraft.errors import DraftingError, JetdraftError, OptionError
-from jetdraft.learning.lessons import CANDIDATES, MOST_PLACES, MOST_TOKENS, Lesson
+from jetdraft.learning.lessons import CANDIDATES, MAX_PLACES, MAX_TOKENS, Lesson
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.rows import NO_PROBING, Probing, Rows, Tokens
@@ -90,7 +90,7 @@ class Learner(Observer):
         answer = seen.answer
         ids, logits = answer.candidates[last], answer.candidate_logits[last]
         self._notes[place] = ids[:CANDIDATES].copy(), logits[:CANDIDATES].copy()
-        if len(self._notes) > MOST_PLACES:
+        if len(self._notes) > MAX_PLACES:
             del self._notes[next(iter(self._notes))]
 
     def end(self, prompt: Tokens, response: Tokens, user: str, stats: Stats) -> None:
@@ -100,7 +100,7 @@ class Learner(Observer):
         evaluated = sum(share.evaluated_tokens for share in shares)
         self._weights.record_acceptance(self._version, accepted, evaluated)
         tokens = [*prompt, *response]
-        cut = max(0, len(tokens) - MOST_TOKENS)
+        cut = max(0, len(tokens) - MAX_TOKENS)
         places = [p for p in sorted(self._notes) if cut < p < len(tokens)]
         if places:
             lesson = Lesson(
@@ -113,7 +113,7 @@ class Learner(Observer):
         self._notes = {}
 
 
-MOST_PROPOSERS = 64
+MAX_PROPOSERS = 64
 """The most proposers that are kept: requests can bring ever new options."""
 
 
@@ -136,6 +136,7 @@ class ProposerSet:
     controller: Controller
     verifier: Verifier
     observers: list[Observer]
+    vocab_size: int
 
     def offer(self, context: Tokens, room: int) -> Offer:
         """Ask proposers until the controller assigns an offered draft, or no draft.
@@ -156,7 +157,8 @@ class ProposerSet:
             if proposer not in drafts:
                 proposer.catch_up(context)
                 start = time.perf_counter()
-                rows = _proposed(proposer, context, budget, assignment.parents)
+                parents = assignment.parents
+                rows = _proposed(proposer, context, budget, parents, self.vocab_size)
                 offer.asked[proposer] = rows.drafted, time.perf_counter() - start
                 drafts[proposer] = rows
                 if not rows.drafted and rows.probes is not None:
@@ -170,13 +172,18 @@ class ProposerSet:
 
 
 def _proposed(
-    proposer: Proposer, context: Tokens, budget: int, parents: Parents
+    proposer: Proposer, context: Tokens, budget: int, parents: Parents, size: int
 ) -> Rows:
-    """Ask a proposer for rows; refuses another package's errors and wrong roots."""
+    """Ask a proposer for rows; refuses another package's errors and wrong tokens.
+
+    `size` is the number of tokens in the vocabulary.
+    """
     name, root = proposer.traits.name, context[-1]
     try:
         rows = proposer.propose(context, budget, parents)
-        given: object = rows.tokens[:1] if isinstance(rows, Rows) else rows
+        tokens = rows.tokens if isinstance(rows, Rows) else []
+        given: object = tokens[:1] if isinstance(rows, Rows) else rows
+        wrong = [t for t in tokens if not 0 <= t < size]
     except JetdraftError:
         raise
     except Exception as error:
@@ -187,6 +194,12 @@ def _proposed(
         raise OptionError(
             f"method {name!r} must give Rows whose row 0 is the root, token {root}, "
             f"not {given}; give context[-1] first, also without a guess",
+            "method",
+        )
+    if wrong:
+        raise OptionError(
+            f"method {name!r} proposes token {wrong[0]}, which is outside the "
+            f"vocabulary; ids are 0 to {size - 1}",
             "method",
         )
     return rows
@@ -226,7 +239,7 @@ class Planner:
         key = method, options
         if key not in self._proposers:
             proposer = self._make_proposer(method, options)
-            if len(self._proposers) == MOST_PROPOSERS:
+            if len(self._proposers) == MAX_PROPOSERS:
                 del self._proposers[next(iter(self._proposers))]
             self._proposers[key] = proposer
             traits = proposer.traits
@@ -294,7 +307,8 @@ class Planner:
         if matcher is not None and verifier.name == WALK:
             chosen = constrain(chosen, matcher)
         controller = self._make_controller(drafting, chosen)
-        return ProposerSet(chosen, controller, verifier, observers)
+        size = self.parts.target.contract.vocab_size
+        return ProposerSet(chosen, controller, verifier, observers, size)
 
     def _choose_proposers(self, drafting: Drafting) -> list[Proposer]:
         """The proposers asked for, or for "auto" all that fit; raises `OptionError`."""

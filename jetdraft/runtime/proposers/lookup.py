@@ -17,10 +17,10 @@ from jetdraft.runtime.history.suffix import ROOT, SuffixAutomaton
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
-MOST_INDEXED = 32768
+MAX_INDEXED = 32768
 """The most tokens of earlier responses that are indexed, half a kilobyte each."""
 
-MOST_EVIDENCE = 5
+MAX_EVIDENCE = 5
 """Matches of 16 tokens and more are alike."""
 
 
@@ -83,7 +83,7 @@ class Guess(NamedTuple):
 
         The guessed tokens before it belong to the match.
         """
-        return min((self.match + place).bit_length(), MOST_EVIDENCE)
+        return min((self.match + place).bit_length(), MAX_EVIDENCE)
 
 
 class _SequenceLookup:
@@ -153,7 +153,7 @@ class _ResponseLookup(_SequenceLookup):
     def _latest_entries(self) -> list[Entry]:
         """The latest entries, as many as the automaton should hold."""
         sizes = accumulate(len(entry.response) for entry in self._store.entries)
-        within = sum(size <= MOST_INDEXED for size in sizes)
+        within = sum(size <= MAX_INDEXED for size in sizes)
         return self._store.entries[:within]
 
     def _learn(self, fresh: Sequence[int]) -> None:

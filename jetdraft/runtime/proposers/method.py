@@ -196,7 +196,16 @@ class Method(Generic[OptionsT]):
     task: str = ""
 
     def __post_init__(self) -> None:
-        self.options()  # refuses options whose defaults are refused
+        options = self.options
+        hints = {*_field_types(options)}  # type: ignore[arg-type]
+        if not issubclass(options, MethodOptions) or hints - {*options.option_names()}:
+            raise OptionError(
+                f"{options.__name__}, the options of method {self.name!r}, must be a "
+                "dataclass; write @dataclass(frozen=True) above "
+                f"class {options.__name__}(MethodOptions)",
+                "method",
+            )
+        options()  # refuses options whose defaults are refused
         if not self.name.replace("-", "").isalnum() or self.name in ("auto", "none"):
             raise OptionError(
                 f"{self.name!r} cannot name a method; use letters, digits and dashes",

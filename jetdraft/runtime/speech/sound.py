@@ -23,7 +23,7 @@ MIN_SECONDS, MAX_SECONDS = 0.1, 2 * 3600.0
 _UNKNOWN_SIZE = 2**62
 """In place of the bytes of sound that a header does not know, as from a pipe."""
 
-_MOST_CHUNKS = 1000
+_MAX_CHUNKS = 1000
 """The most chunks of a file before its sound."""
 
 _PCM, _FLOATS, _EXTENSIBLE = 1, 3, 0xFFFE
@@ -39,7 +39,7 @@ _ADVICE = "convert it with ffmpeg -i IN -ac 1 -ar 16000 -c:a pcm_s16le OUT.wav"
 _ZERO_CROSSINGS = 16
 """Zero crossings of the resampling filter on each side."""
 
-_MOST_WEIGHTS = 100_000
+_MAX_WEIGHTS = 100_000
 """The most weights of all filters of a rate; 44,100 samples/s need 14,400."""
 
 _LINEAR_HERTZ, _LINEAR_MELS = 1000.0, 15.0
@@ -98,7 +98,7 @@ def _read_wav(name: str, opened: IO[bytes]) -> Float32s:
             f"{name} is not a WAV file of PCM or floats ({reason}); {_ADVICE}"
         ) from error
     places, _, reach = _filter_sizes(rate)
-    if rate not in _RATES or places * 2 * reach > _MOST_WEIGHTS:
+    if rate not in _RATES or places * 2 * reach > _MAX_WEIGHTS:
         raise _sound_error(
             f"{name} has {rate} samples a second, which cannot be resampled to "
             f"{SAMPLE_RATE} in few steps; {_ADVICE}"
@@ -116,7 +116,7 @@ def _seek_data(opened: IO[bytes]) -> tuple[bytes, int]:
     if kind not in (b"RIFF", b"RF64", b"BW64") or form != b"WAVE":
         raise ValueError("it begins otherwise")
     header, long_size = b"", 0
-    for _ in range(_MOST_CHUNKS):
+    for _ in range(_MAX_CHUNKS):
         part, size = struct.unpack("<4sI", opened.read(8))
         if part == b"data":
             is_known = size < 2**32 - 1 and size >> 16 != 2**15 - 1  # as sox says
@@ -129,7 +129,7 @@ def _seek_data(opened: IO[bytes]) -> tuple[bytes, int]:
         elif part == b"ds64":
             [long_size] = struct.unpack("<8xQ", opened.read(16))
         opened.seek(end)
-    raise ValueError(f"no sound after {_MOST_CHUNKS} parts")
+    raise ValueError(f"no sound after {_MAX_CHUNKS} parts")
 
 
 def _read_data(

@@ -32,7 +32,7 @@ COMPILE_SECONDS, STEP_SECONDS = 5.0, 2.0
 """How long the compilation of a constraint may compute, and then each look at a text.
 Useful constraints take milliseconds, or 200 for 1000 optional properties."""
 
-MOST_ITEMS, MOST_STATES = 500, 50_000
+MAX_ITEMS, MAX_STATES = 500, 50_000
 """Limits of the library's parser and lexer; a state takes up to 2 kB."""
 
 TOO_MUCH = "it takes too much time or memory"
@@ -187,7 +187,7 @@ class Matcher:
             return self._pipe
         kind, field = self._constraint.kind, self._constraint.field
         costly = f"the {kind} takes too much time or memory; make it simpler"
-        limits = {"max_items_in_row": MOST_ITEMS, "max_lexer_states": MOST_STATES}
+        limits = {"max_items_in_row": MAX_ITEMS, "max_lexer_states": MAX_STATES}
         request = ("compile", limits, kind, self._constraint.source)
         try:
             pipe = self._vocabulary.start_worker(self._must_end)

@@ -2,7 +2,7 @@
 
 A template is code of strangers. Each step is counted: what a loop, a call, an operator
 or a filter makes, and the time of the thread. A step that may make too much at once is
-refused before it starts. Steps inside C code work on `MOST_SIZE` characters at most.
+refused before it starts. Steps inside C code work on `MAX_SIZE` characters at most.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-MOST_SIZE = 2**21
+MAX_SIZE = 2**21
 """Characters and items of a value that a template makes, and of the whole prompt."""
 
-MOST_TOTAL_SIZE = 2**26
+MAX_TOTAL_SIZE = 2**26
 """Characters and items of all values together."""
 
-MOST_BITS = 2**14
+MAX_BITS = 2**14
 """Bits of an integer."""
 
-MOST_SECONDS = 5.0
+MAX_SECONDS = 5.0
 """Time of the thread for one prompt."""
 
 _STEP, _WEIGH, _JOIN = "(step)", "(weigh)", "(join)"
@@ -77,7 +77,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     @contextmanager
     def bounded(self) -> Iterator[None]:
         """Bound what this thread renders in the block; raises `TemplateError` there."""
-        self._used.size, self._used.until = 0, time.thread_time() + MOST_SECONDS
+        self._used.size, self._used.until = 0, time.thread_time() + MAX_SECONDS
         try:
             yield
         finally:
@@ -89,17 +89,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if until is None:
             return ""  # the compiler folds constants
         self._used.size += size
-        if self._used.size > MOST_TOTAL_SIZE:
-            raise TemplateError(f"it makes more than {MOST_TOTAL_SIZE} characters")
+        if self._used.size > MAX_TOTAL_SIZE:
+            raise TemplateError(f"it makes more than {MAX_TOTAL_SIZE} characters")
         if time.thread_time() > until:
-            raise TemplateError(f"it takes more than {MOST_SECONDS:g} s")
+            raise TemplateError(f"it takes more than {MAX_SECONDS:g} s")
         return ""
 
     def _count_value(self, value: Any) -> Any:
         """Count a value and return it; raises `TemplateError` if it is too large."""
         self._count_step(len(value) if isinstance(value, _SIZED) else 1)
-        if weight(value) > MOST_SIZE:
-            raise TemplateError(f"a value has more than {MOST_SIZE} characters")
+        if weight(value) > MAX_SIZE:
+            raise TemplateError(f"a value has more than {MAX_SIZE} characters")
         return value
 
     def _parse(
@@ -114,8 +114,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "*" and isinstance(left, _SIZED) | isinstance(right, _SIZED):
             _check_product(left, right)
         is_power = operator == "**" and isinstance(left, int) and isinstance(right, int)
-        if is_power and left.bit_length() * right > MOST_BITS:
-            raise TemplateError(f"a number has more than {MOST_BITS} bits")
+        if is_power and left.bit_length() * right > MAX_BITS:
+            raise TemplateError(f"a number has more than {MAX_BITS} bits")
         if operator == "%" and isinstance(left, str):
             _check_format(left)
             _check_product(left, right)
@@ -197,9 +197,9 @@ _SIZED = (str, bytes, list, tuple, dict, set, frozenset)
 
 
 def weight(value: Any) -> int:
-    """The characters and items of a value with all it holds, up to `MOST_SIZE`."""
+    """The characters and items of a value with all it holds, up to `MAX_SIZE`."""
     total, rest = 0, [value]
-    while rest and total <= MOST_SIZE:
+    while rest and total <= MAX_SIZE:
         item = rest.pop()
         total += len(item) if isinstance(item, _SIZED) else 1
         if isinstance(item, Namespace):
@@ -208,8 +208,8 @@ def weight(value: Any) -> int:
             rest += [*item.keys(), *item.values()]
         elif isinstance(item, (list, tuple, set, frozenset)):
             rest += item
-        elif isinstance(item, int) and item.bit_length() > MOST_BITS:
-            total = MOST_SIZE + 1
+        elif isinstance(item, int) and item.bit_length() > MAX_BITS:
+            total = MAX_SIZE + 1
     return total
 
 
@@ -223,8 +223,8 @@ def _check_product(*factors: Any) -> None:
     # An integer may be a width or a count.
     sizes = [abs(f) if isinstance(f, int) else weight(f) for f in factors]
     *_, second, largest = sorted([1, 1, *sizes])
-    if len(factors) > 1 and second * largest > MOST_TOTAL_SIZE:
-        raise TemplateError(f"a value may get more than {MOST_TOTAL_SIZE} characters")
+    if len(factors) > 1 and second * largest > MAX_TOTAL_SIZE:
+        raise TemplateError(f"a value may get more than {MAX_TOTAL_SIZE} characters")
 
 
 def _check_format(form: str) -> None:
@@ -251,6 +251,6 @@ def _to_json(
     for chunk in encoder.iterencode(value):
         chunks.append(chunk)
         size += len(chunk)
-        if size > MOST_SIZE:
-            raise TemplateError(f"JSON has more than {MOST_SIZE} characters")
+        if size > MAX_SIZE:
+            raise TemplateError(f"JSON has more than {MAX_SIZE} characters")
     return "".join(chunks)

@@ -44,7 +44,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], **more: Any) -> str:
         """The prompt for the assistant's next message; `more` are variables."""
-        from jetdraft.runtime.text.sandbox import MOST_SIZE
+        from jetdraft.runtime.text.sandbox import MAX_SIZE
 
         variables: dict[str, Any] = {"tools": None, "documents": None}
         variables["add_generation_prompt"] = True
@@ -53,8 +53,8 @@ class ChatTemplate:
             variables["messages"] = list(map(_normalize_message, _json_copy(messages)))
             with self._sandbox.bounded():
                 text = self._template.render(variables)
-            if len(text) > MOST_SIZE:
-                raise ValueError(f"the prompt has more than {MOST_SIZE} characters")
+            if len(text) > MAX_SIZE:
+                raise ValueError(f"the prompt has more than {MAX_SIZE} characters")
         except Exception as error:  # a template may raise anything
             roles = printable(", ".join(message["role"] for message in messages))
             raise OptionError(

@@ -28,7 +28,7 @@ programs have the cores, it is given up after `PATIENCE` times its limit."""
 MIN_READ_BYTES = 4096
 """Bytes read at once, so that a short reply is read by one call."""
 
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 """Memory that one constraint may take beside the vocabulary's."""
 
 START_SECONDS = 60.0
@@ -80,7 +80,7 @@ class Pipe:
 
     def request_worker(self, *ends: socket.socket) -> None:
         """Send the other ends of two sockets to a new worker of `most_bytes` memory."""
-        size = MOST_BYTES.to_bytes(8, "little")
+        size = MAX_BYTES.to_bytes(8, "little")
         socket.send_fds(self._socket, [size], [end.fileno() for end in ends])
 
     def _receive_bytes(self, size: int, until: float, must_end: MustEnd) -> bytes:

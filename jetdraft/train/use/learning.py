@@ -53,8 +53,8 @@ from jetdraft.train.use.students import Missed, Student, join_missed
 ADAPTER = "use"
 """The name of the LoRA."""
 
-HELD_OUT, MOST_HELD_OUT = 8, 32
-"""One lesson in `HELD_OUT` is held out, and at most `MOST_HELD_OUT` lessons are."""
+HELD_OUT, MAX_HELD_OUT = 8, 32
+"""One lesson in `HELD_OUT` is held out, and at most `MAX_HELD_OUT` lessons are."""
 
 STEPS_BETWEEN_LOOKS = 10
 """Steps between two measurements of the held-out loss."""
@@ -211,7 +211,7 @@ class _LoraRun:
         self._least, self._best = math.inf, self._copy_lora()
         self._draw = random.Random(options.seed)
         order = self._draw.sample(lessons, len(lessons))
-        held_out = order[::HELD_OUT][:MOST_HELD_OUT]
+        held_out = order[::HELD_OUT][:MAX_HELD_OUT]
         self._held = held_out if len(order) >= HELD_OUT else order
         held = set(map(id, self._held))
         self._training = [o for o in order if id(o) not in held] or order

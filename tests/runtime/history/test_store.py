@@ -10,7 +10,7 @@ import pytest
 
 from jetdraft.errors import StoreError
 from jetdraft.runtime.history import store as stores
-from jetdraft.runtime.history.store import MOST_TOKENS, MOST_USERS, Entry, ResponseStore
+from jetdraft.runtime.history.store import MAX_TOKENS, MAX_USERS, Entry, ResponseStore
 
 NOWHERE = np.zeros(0, np.float32)
 
@@ -66,7 +66,7 @@ def test_one_file_serves_several_users(tmp_path):
     assert prompts(ann) == [[2], [1]]
     with pytest.raises(StoreError, match="unprintable"):
         store.of("\udcff")
-    for number in range(MOST_USERS):
+    for number in range(MAX_USERS):
         store.of(f"user {number}")
     assert store.of("ann") is not ann, "memory is bounded"
     assert prompts(store.of("ann")) == [[2], [1]]
@@ -122,7 +122,7 @@ def test_what_is_too_old_goes(tmp_path, monkeypatch):
     assert changed(store, "select count(*) from entries") == [(1,)], "bob's too"
 
 
-@pytest.mark.parametrize("response", [range(MOST_TOKENS), []])
+@pytest.mark.parametrize("response", [range(MAX_TOKENS), []])
 def test_very_long_and_empty_responses_are_not_kept(tmp_path, response):
     store = open_store(tmp_path)
     store.add(entry(5, response=response))

@@ -12,8 +12,8 @@ from jetdraft.errors import StoreError
 from jetdraft.methods.trigram.method import TrigramProposer
 from jetdraft.runtime.history import trigrams as trigram
 from jetdraft.runtime.history.trigrams import (
-    MOST_SUCCESSORS,
-    MOST_WEIGHT,
+    MAX_SUCCESSORS,
+    MAX_WEIGHT,
     Counts,
     TreeSearch,
     Trigrams,
@@ -46,7 +46,7 @@ def test_shares_are_those_of_the_corpus():
 def test_only_the_most_frequent_successors_are_kept():
     text = [t for c in range(30) for _ in range(1 + c % 20) for t in (900, 901, c)]
     kept = Counts.of([text]).successors(900, 901)
-    assert len(kept) == MOST_SUCCESSORS
+    assert len(kept) == MAX_SUCCESSORS
     assert {18, 19} <= set(kept)
     assert 0 not in kept
 
@@ -109,8 +109,8 @@ def test_decoding_adds_to_the_table(monkeypatch):
     assert trigrams.successors(1, 2) == pytest.approx({3: 0.5, 4: 0.54})
     for _ in range(100):
         trigrams.learn([1, 2, 4])
-    assert trigrams.successors(1, 2)[4] == MOST_WEIGHT
-    monkeypatch.setattr(trigram, "MOST_LEARNED", 2)
+    assert trigrams.successors(1, 2)[4] == MAX_WEIGHT
+    monkeypatch.setattr(trigram, "MAX_LEARNED", 2)
     trigrams.learn([7, 8, 9])
     trigrams.learn([8, 8, 9])
     assert trigrams.successors(1, 2) == pytest.approx({3: 0.5, 4: 0.5})

@@ -9,7 +9,7 @@ import jetdraft
 from jetdraft.errors import OptionError
 from jetdraft.methods.stream.method import StreamOptions
 from jetdraft.runtime.planning.drafting import Drafting
-from jetdraft.runtime.planning.planner import MOST_PROPOSERS, Planner
+from jetdraft.runtime.planning.planner import MAX_PROPOSERS, Planner
 from jetdraft.runtime.proposers.drafter_methods import DraftOptions
 from jetdraft.runtime.proposers.method import MethodOptions
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
@@ -145,11 +145,11 @@ def test_a_chain_keeps_every_method_from_branching(model, method):
 
 def test_only_the_last_proposers_live_on(model):
     planner = Planner(model.parts)
-    for number in range(MOST_PROPOSERS + 5):
+    for number in range(MAX_PROPOSERS + 5):
         threshold = number / 100
         settings = {"stopping": "confidence", "stop_threshold": threshold}
         planner.proposer_set(Drafting("draft", settings=settings))
-    assert len(planner._proposers) == MOST_PROPOSERS
+    assert len(planner._proposers) == MAX_PROPOSERS
 
 
 def test_a_tree_of_models_that_only_chain_is_refused(model, monkeypatch):

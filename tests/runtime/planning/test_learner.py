@@ -94,8 +94,8 @@ def test_wrong_places_are_where_the_target_spoke(toy, tmp_path, tree, exact):
 
 
 def test_long_texts_keep_their_end(toy, tmp_path, monkeypatch):
-    monkeypatch.setattr("jetdraft.runtime.planning.planner.MOST_TOKENS", 24)
-    monkeypatch.setattr("jetdraft.runtime.planning.planner.MOST_PLACES", 3)
+    monkeypatch.setattr("jetdraft.runtime.planning.planner.MAX_TOKENS", 24)
+    monkeypatch.setattr("jetdraft.runtime.planning.planner.MAX_PLACES", 3)
     with load(toy, tmp_path) as model:
         result = model.generate("The robot sees", **DRAFTED)
         [lesson] = read(tmp_path, model)

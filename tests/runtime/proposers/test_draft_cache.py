@@ -570,7 +570,8 @@ def test_a_head_goes_on_after_trusted_tokens(model, monkeypatch):
     guesses, none = {0: Guess(trusted, 0.0, 4)}, Guess([], 0.0, 0)
     monkeypatch.setattr(cascade.trust, "prefers", lambda evidence: True)
     monkeypatch.setattr(
-        cascade.below, "after", lambda drafted, count: guesses.get(len(drafted), none)
+        *(cascade.below, "guess_after"),
+        lambda drafted, count: guesses.get(len(drafted), none),
     )
     drafted = begun(model, cascade).propose(PROMPT, REVIEWED)
     assert drafted.tokens[1:] == [*trusted, *behind]

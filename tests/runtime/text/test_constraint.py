@@ -301,7 +301,7 @@ def test_limits_of_the_library_are_said_in_our_words():
 
 @pytest.mark.parametrize("method", ["none", "lookup", "draft"])
 def test_the_library_s_limits_end_in_an_error_and_no_text(model, monkeypatch, method):
-    monkeypatch.setattr("jetdraft.runtime.text.constraint.MOST_STATES", 60)
+    monkeypatch.setattr("jetdraft.runtime.text.constraint.MAX_STATES", 60)
     with pytest.raises(OptionError, match=r"cannot be followed|refused"):
         model.generate("a", regex="[ -~]*a[ -~]{40}!", method=method)
     assert model.generate("a", max_new_tokens=3).token_ids
@@ -327,7 +327,7 @@ class Trapped(Proposer):
 def test_a_limit_below_a_rejected_draft_does_not_end_the_text(
     model, monkeypatch, states
 ):
-    monkeypatch.setattr("jetdraft.runtime.text.constraint.MOST_STATES", states)
+    monkeypatch.setattr("jetdraft.runtime.text.constraint.MAX_STATES", states)
     [x] = model.parts.text.encode("x")
     trap = model.parts.text.encode("y" + "a" * 9)
     options = {"regex": TRAP, "logit_bias": {x: 50.0}, "max_new_tokens": 30}

@@ -197,7 +197,7 @@ ENDLESS = [
 
 @pytest.mark.parametrize("source", ENDLESS, ids=range(len(ENDLESS)))
 def test_what_cannot_be_computed_is_one_line(source, monkeypatch):
-    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.2)
     with pytest.raises(OptionError, match="refuses these messages") as caught:
         ChatTemplate(source, {}).render([user_message("a")])
     assert str(caught.value).count("\n") == 0
@@ -215,7 +215,7 @@ def test_what_cannot_be_compiled_is_one_line(source):
 
 
 def test_a_bound_is_for_one_prompt(monkeypatch):
-    monkeypatch.setattr(sandbox, "MOST_TOTAL_SIZE", 20_000)
+    monkeypatch.setattr(sandbox, "MAX_TOTAL_SIZE", 20_000)
     template = ChatTemplate("{% for i in range(1000) %}abc{% endfor %}", {})
     assert {template.render([user_message("a")]) for _ in range(9)} == {"abc" * 1000}
 

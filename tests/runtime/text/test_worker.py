@@ -149,7 +149,7 @@ def test_what_takes_too_much_is_refused_in_time(model, monkeypatch, name):
 
 def test_memory_has_a_limit(model, monkeypatch):
     model.vocabulary.start()
-    monkeypatch.setattr(worker_process, "MOST_BYTES", 16 << 20)
+    monkeypatch.setattr(worker_process, "MAX_BYTES", 16 << 20)
     monkeypatch.setattr(constraint, "COMPILE_SECONDS", 60.0)
     refused = pytest.raises(ConstraintError, match="too much time or memory")
     with at_most(30), refused:
