@@ -55,7 +55,7 @@ class Idle:
 
     @contextmanager
     def paused(self, until_ended: bool = False) -> Iterator[None]:
-        """Keep the thread from the buffers in the block; several may overlap."""
+        """Keep the thread off the buffers in the block; `until_ended` joins it too."""
         self._count_users(1)
         try:
             with self._buffers:
@@ -73,8 +73,8 @@ class Idle:
             (self._must_wait.set if self._users else self._must_wait.clear)()
 
     def _must_stop(self) -> bool:
-        # The interpreter waits for threads before it ends.
         """Whether the thread must stop: in a `paused` block, or at exit."""
+        # The interpreter waits for threads before it ends.
         return self._must_wait.is_set() or not main_thread().is_alive()
 
     def _run_steps(self) -> None:
@@ -118,7 +118,11 @@ class Claim:
 
     @contextmanager
     def held_by(self, watcher: StopWatcher) -> Iterator[None]:
-        """Hold the buffers for a generation; raises `JetdraftError` while held."""
+        """Hold the buffers for a generation, which `cancel` can end by its `watcher`.
+
+        Raises `JetdraftError` if another holds them, or after `close`. A thread that is
+        in `held` has them already.
+        """
         if self._owner == get_ident():
             with self.register_watcher(watcher):
                 yield
@@ -161,7 +165,7 @@ class Claim:
 
     @contextmanager
     def register_watcher(self, watcher: StopWatcher) -> Iterator[None]:
-        """Let `cancel` end the watcher's generation in the block; holds no buffers."""
+        """In the block, let `cancel` end this watcher's generation; hold no buffers."""
         self._watchers.append(watcher)
         try:
             yield

@@ -54,7 +54,10 @@ class Conversation:
         self._stream: Stream | None = None
 
     def say(self, text: str, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
-        """Give the model's reply piece by piece, and add what came of it."""
+        """Start the model's reply to `text`; returns its pieces.
+
+        When they end or are left early, `messages` gets the text and the reply.
+        """
         if not isinstance(text, str):
             raise OptionError(
                 f"{text!r} is not a text; give what the user says", "prompt"
@@ -100,7 +103,7 @@ class Conversation:
         return self._yield_reply(messages, self._stream)
 
     def _yield_reply(self, messages: list[Message], stream: Stream) -> Iterator[Piece]:
-        """Yield the pieces of a reply, then keep what there is of it."""
+        """Yield the pieces of a reply, then add it to the messages, even if cut off."""
         try:
             yield from stream
         except JetdraftError:
@@ -151,7 +154,7 @@ class Conversation:
     def _fit_messages(
         self, messages: list[Message], options: GenerateOptions
     ) -> tuple[list[Message], list[int]]:
-        """The messages that fit into the buffers with their reply, and the prompt."""
+        """Drop old turns until a reply fits; returns the messages and their ids."""
         capacity = self.model.bundle.target.contract.capacity
         reply_tokens = Options.of(**options).ending.max_new_tokens
         first = len(self._opening)

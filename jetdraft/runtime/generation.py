@@ -50,10 +50,10 @@ from jetdraft.runtime.text.stops import (
 class Generation:
     """One sequence over the parts of a loaded bundle.
 
-    All options are checked at once. A `prepared` generation compiles its constraint at
-    once too; else `run` does. An encoder-decoder writes about a `source`. The `rules`
-    are the model's own: they change the logits before a constraint does. Raises
-    `OptionError`.
+    The constructor checks all options, and compiles the constraint if `prepared`; else
+    `run` does. `source` is what the encoder of an encoder-decoder reads. `rules` are
+    processors that the model needs: they change logits before the constraint does.
+    Raises `OptionError`.
 
         generation = Generation(parts, planner, [5, 8, 9], Options())
         for piece in generation.run():
@@ -134,7 +134,7 @@ class Generation:
         return [*changes, *rules, *constraint]
 
     def run(self) -> Generator[Piece, None, None]:
-        """Give piece after piece, alone on the buffers; `stats` fills up on the way."""
+        """Hold the buffers and yield a piece per round; then store the response."""
         with self.parts.claim.held_by(self.watcher):
             try:
                 for piece in self._generate_pieces():
@@ -162,7 +162,7 @@ class Generation:
                 observer.end(self._prompt, response, user, self.stats)
 
     def _generate_pieces(self) -> Iterator[Piece]:
-        """Read source and prompt, then yield a piece per round and the held text."""
+        """Read source and prompt, yield a piece per round, then the text held back."""
         self.prepare()
         parts, exact = self.parts, self.options.drafting.exact
         self._target = self.planner.target_for(self.options.drafting, self._rule)
@@ -190,10 +190,10 @@ class Generation:
             yield Piece(rest, [], 0)
 
     def _reusable_prefix(self, exact: bool) -> Prefix:
-        """The record of the earlier rows that this generation may keep in the buffers.
+        """Return the record of the rows in the buffers that may be kept.
 
-        A new, empty record where this generation has buffers of its own, or is exact
-        and prompts are read in passes whose bits differ from decoding.
+        The record is new and empty if this generation has buffers of its own, selects
+        KV rows, or is exact where the passes of a prompt differ in bits from decoding.
         """
         agree = not exact or self.parts.widths.prefills_agree
         shares = self._target.cache is self.parts.target.cache
@@ -216,7 +216,7 @@ class Generation:
             self._notify_observers(Seen(cache.length + 1, rows, path, answer))
 
     def _prefill_width(self, rest: int, prefills: Sequence[int]) -> int:
-        """The width of the next pass over the last `rest` tokens of a prompt."""
+        """The width of the next pass, with `rest` tokens of the prompt unread."""
         if fitting := [width for width in prefills if width <= rest]:
             return fitting[0]
         width = self._pass_width(min(rest, self.widths[-1]))
@@ -261,7 +261,7 @@ class Generation:
             )
 
     def _run_round(self, context: Sequence[int], limit: int) -> tuple[Round, Piece]:
-        """Run a round after `context`; the piece's tokens may exceed `limit`."""
+        """Run a round after `context`; the piece has no text and may exceed `limit`."""
         target, matcher, started = self._target, self._matcher, time.perf_counter()
         target_before = target.seconds
 
@@ -315,7 +315,7 @@ class Generation:
         return round_, Piece("", committed, len(path) - 1, logprobs)
 
     def _most_draft_rows(self, length: int, limit: int) -> int:
-        """How many rows the next pass may have below its root."""
+        """How many rows a pass after `length` tokens may have below its root."""
         widest = self.widths[bisect_right(self.widths, self._target.cache.room) - 1]
         # The root needs a row of the pass, the new token a place in the text.
         return min(limit - length, widest) - 1
@@ -338,7 +338,7 @@ class Generation:
         return [Logprob.of(answer, row, token, count or 0) for row, token in pairs]
 
     def _with_names(self, entry: Logprob) -> Logprob:
-        """Read the next token; its entry with the bytes of all tokens in it."""
+        """Return `entry` with its tokens' bytes; call it in the order of the text."""
         names = self._namer.names([entry.token, *(token for token, _ in entry.top)])
         self._namer.push([entry.token])
         return replace(entry, names=names)
@@ -364,7 +364,7 @@ class Generation:
 
 
 def _check_options(options: Options, parts: LoadedBundle) -> None:
-    """Raise `OptionError` for a user, a bias or a stop string that cannot be used."""
+    """Raise `OptionError` for an unusable option; warn if the text is not stored."""
     if parts.store_of(options.drafting.user) is not None and options.is_truncated:
         warnings.warn(
             "with stop and exit or selected KV rows the store keeps nothing of the "

@@ -131,7 +131,7 @@ class LoadedBundle:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold these buffers and the survey's; see `Claim.held`."""
+        """Hold the buffers of this bundle and of the survey, see `Claim.held`."""
         with self.claim.held(), self._survey_claim.held():
             yield
 
@@ -159,9 +159,9 @@ class LoadedBundle:
         return {name: graph.cache for name, graph in graphs.items() if graph}
 
     def split_prompt(self, prompt: list[int]) -> tuple[list[int], list[int]]:
-        """The ids that the encoder reads, and the ids that the text begins with.
+        """Split a prompt into ids for the encoder and ids that the decoder starts with.
 
-        Without an encoder the source is empty, and the text begins with the prompt.
+        Without an encoder the first list is empty, and the second is the prompt.
         Raises `OptionError` for a speech model.
         """
         if self.bundle.speech is not None:
@@ -174,7 +174,10 @@ class LoadedBundle:
         return (prompt, start) if start else ([], prompt)
 
     def encode_source(self, source: SourceInput, drafting: bool = True) -> None:
-        """Encode the source of the next text; also for the drafter if `drafting`."""
+        """Run the encoder of the target, and of the drafter if `drafting`.
+
+        The decoders' buffers are forgotten if the source is another than before.
+        """
         for graph in (self.target, self.drafter if drafting else None):
             if graph and graph.source and graph.source.encode(source):
                 self.forget()
@@ -219,7 +222,10 @@ class LoadedBundle:
         )
 
     def store_of(self, user: str) -> ResponseStore | None:
-        """The store of a user, or None; raises `OptionError` for a user without it."""
+        """Return the user's store; None if the bundle was loaded without `store`.
+
+        Raises `OptionError` for a named user of whom nothing is kept, also no lesson.
+        """
         if self.store is not None:
             return self.store.of(user)
         if user and self.learning is None:
@@ -244,7 +250,7 @@ class LoadedBundle:
             self.draft_cache.forget()
 
     def _choose_providers(self) -> tuple[Provider, Provider | None, str]:
-        """The providers of target and drafter, and a name for both: "cuda+cpu"."""
+        """Choose the providers of target and drafter; "cuda+cpu" is a name for both."""
         bundle, own = self.bundle, self.options.get("provider")
         target = self._choose_provider(
             bundle.target, bundle.provider if own is None else own
@@ -331,7 +337,7 @@ class LoadedBundle:
         return Learning(lessons, LearnedWeights(sets, opener, entry))
 
     def _read_stream_weights(self) -> tuple[Weights, Weights]:
-        """The option `streams`: weights for the lower half, and for other graphs."""
+        """Read the file `streams`: weights of the lower half, and of other graphs."""
         file = self.options.get("streams")
         if file is None:
             return {}, {}

@@ -50,9 +50,9 @@ def load(
 ) -> Model:
     """Open a bundle, check it and get it ready to generate.
 
-    `method` is the default of calls that name no method; `Options` always name one. The
-    others are `LoadOptions`. Raises `BundleError`, `ProviderError`, `StoreError` or
-    `OptionError`.
+    `method` is for calls that give options by name, but no `method`. The other keywords
+    are the fields of `LoadOptions`. Raises `BundleError`, `ProviderError`, `StoreError`
+    or `OptionError`.
 
         with jetdraft.load("bundle", threads=2) as model:
             print(model.generate("def fib(n):").text)
@@ -90,14 +90,14 @@ class Model:
 
     @property
     def parts(self) -> LoadedBundle:
-        """The parts of the bundle; raises `JetdraftError` if the model is closed."""
+        """The bundle's graphs, text and measurements, or `JetdraftError` if closed."""
         if self._parts is None:
             raise JetdraftError(CLOSED_MESSAGE)
         return self._parts
 
     @property
     def planner(self) -> Planner:
-        """The maker of proposers; raises `JetdraftError` if the model is closed."""
+        """The planner, which makes proposers; raises `JetdraftError` if closed."""
         if self._planner is None:
             raise JetdraftError(CLOSED_MESSAGE)
         return self._planner
@@ -109,7 +109,7 @@ class Model:
 
     @property
     def provider(self) -> str:
-        """The provider that runs the target."""
+        """The name of the execution provider that runs the target, such as "cuda"."""
         return self.parts.provider
 
     @property
@@ -156,7 +156,9 @@ class Model:
         token_ids: Sequence[int] | Int64s | None = None,
         **fields: Unpack[GenerateOptions],
     ) -> Stream:
-        """Generate round by round; the prompt and options are checked at once.
+        """Start a generation; returns the iterator of its pieces, a piece per round.
+
+        Raises `OptionError` for the prompt or the options now, not in the first round.
 
         stream = model.stream("def fib(n):")
         for piece in stream:
@@ -192,7 +194,7 @@ class Model:
         fields: GenerateOptions,
         prepared: bool = False,
     ) -> Generation:
-        """Make a generation; raises `OptionError`, also for a `prepared` constraint."""
+        """Make a generation, with its constraint compiled if `prepared`."""
         options, parts = self._as_options(options, fields), self.parts
         source, ids = parts.split_prompt(self.prompt(prompt, token_ids).tolist())
         return Generation(parts, self.planner, ids, options, prepared, source)
@@ -235,7 +237,7 @@ class Model:
         options: Options | None = None,
         **fields: Unpack[GenerateOptions],
     ) -> Transcription:
-        """`transcribe` window by window; sound and options are checked at once.
+        """`transcribe` window by window; this call already checks sound and options.
 
         for segment in model.transcription("talk.wav"):
             print(segment.start, segment.text)
@@ -260,9 +262,9 @@ class Model:
         tools: Tools | None = None,
         **fields: Unpack[GenerateOptions],
     ) -> Result:
-        """The assistant's next message; see `Conversation` for several turns.
+        """Generate the assistant's next message; see `Conversation` for several turns.
 
-        It may call `tools`; the result's `calls` are its calls.
+        The message may call `tools`: the result has the calls in `calls`.
 
         model.chat([{"role": "user", "content": "Hello"}], max_new_tokens=32).text
         """
@@ -275,7 +277,7 @@ class Model:
         return replace(result, calls=tools.calls(result.text))
 
     def fitted(self, tools: Tools) -> Tools:
-        """The tools, with the tags that the chat template puts around calls, if any."""
+        """Return `tools` with the tags that the chat template puts around calls."""
         tags = (BEGIN_TAG, END_TAG) if BEGIN_TAG in self.template.source else ()
         return replace(tools, tags=tuple(map(self.parts.text.to_lark, tags)))
 
@@ -286,7 +288,7 @@ class Model:
         options: Options | None = None,
         **fields: Unpack[GenerateOptions],
     ) -> Stream:
-        """`stream` of a text that may call tools, which must be `fitted`.
+        """Start a `stream` whose text may call `tools`, which `fitted` returned.
 
         ids = model.chat_prompt(messages, tools=tools.functions)
         model.stream_calls(model.fitted(tools), ids)
@@ -309,10 +311,10 @@ class Model:
             raise
 
     def chat_prompt(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """The ids of messages in the checkpoint's template, which reads `variables`.
+        """Return the token ids of messages in the checkpoint's chat template.
 
-        Raises `LengthError` for more characters than can fit, and `OptionError` for a
-        model that hears.
+        The template reads `variables` too, such as `tools`. Raises `LengthError` for
+        more characters than can fit, and `OptionError` for a speech model.
 
             model.stream(token_ids=model.chat_prompt(messages))
         """
@@ -324,7 +326,7 @@ class Model:
     def prompt(
         self, prompt: str | None = None, token_ids: Sequence[int] | Int64s | None = None
     ) -> Int64s:
-        """The ids of a prompt, int64 [length]; raises `OptionError` if invalid."""
+        """Return a prompt's token ids, int64 [length]; raises `OptionError`."""
         if (prompt is None) == (token_ids is None):
             raise OptionError("give either a prompt text or token_ids", "prompt")
         if prompt is not None and not isinstance(prompt, str):
@@ -355,7 +357,7 @@ class Model:
             save_prefix(Path(file), rows, parts.caches, parts.profiles.machine, waiting)
 
     def load_prefix(self, file: str | Path) -> None:
-        """Put a saved prefix into the buffers; raises `BundleError`.
+        """Replace the rows in the buffers by the file's; raises `BundleError`.
 
         Exact generations do not use rows that another machine computed.
         """
@@ -402,7 +404,7 @@ class Model:
         return Model(self.bundle, self.parts.options, self.method, like=self)
 
     def close(self) -> None:
-        """Free all memory; later calls raise `JetdraftError`, but a second `close`."""
+        """Free all memory; later calls, except for `close`, raise `JetdraftError`."""
         parts = self._parts  # another thread may close the model too
         if parts is not None:
             parts.claim.close()

@@ -51,7 +51,7 @@ class Result:
 
     @classmethod
     def of(cls, pieces: list[Piece], stats: Stats, with_logprobs: bool) -> Self:
-        """The joined pieces; `with_logprobs` if log probabilities were asked for."""
+        """Join pieces; `logprobs` is None unless `with_logprobs`."""
         logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
         return cls(
             text="".join(piece.text for piece in pieces),

@@ -42,7 +42,10 @@ class Pool:
 
     @contextmanager
     def take(self, seconds: float | None = None) -> Iterator[Model]:
-        """Wait for a free model and take it; raises `JetdraftError` after `seconds`."""
+        """Take a free model for the block; wait for it for at most `seconds`.
+
+        None waits without a limit. Raises `JetdraftError` if no model becomes free.
+        """
         try:
             model = self._free.get(timeout=seconds)
         except Empty:
@@ -56,7 +59,7 @@ class Pool:
             self._free.put(model)
 
     def close(self) -> None:
-        """Free all memory."""
+        """Close all models; raises `JetdraftError` during a generation."""
         for model in self.models:
             model.close()
 

@@ -59,7 +59,7 @@ class Stream:
             self.stats.finish_reason = self._watcher.reason  # even if nothing ran
 
     def result(self) -> Result:
-        """Run the generation to its end, and give all of its text."""
+        """Run the generation to its end; returns all pieces, joined to a result."""
         for _ in self._pieces:
             pass
         return Result.of(self._past_pieces, self.stats, self._with_logprobs)
@@ -107,7 +107,7 @@ class AsyncStream:
         return piece
 
     async def result(self) -> Result:
-        """Run the generation to its end, and give all of its text."""
+        """Run the generation to its end; returns all pieces, joined to a result."""
         if self._has_ended:
             return self._stream.result()  # nothing is left to run
         result = await self._run_in_thread(self._stream.result)

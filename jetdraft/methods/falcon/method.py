@@ -67,7 +67,7 @@ class BlockLevels:
                     of = [distributions(level, chooser)[0] for level in block.levels]
                     guesses[row] = block, of
             answers = {row: guesses[owner][1][n] for row, (owner, n) in places.items()}
-        return self.shape.finish(tree).depth_first()
+        return self.shape.rows_to_verify(tree).depth_first()
 
 
 def _make_proposer(

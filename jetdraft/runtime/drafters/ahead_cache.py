@@ -21,12 +21,12 @@ _MAX_NEW_ROWS = 16
 
 @dataclass(frozen=True)
 class Block:
-    """The k tokens behind a text, as a pass guesses them.
+    """The guesses of one pass for the k tokens after a text.
 
     `levels` are their answers, views that the next pass overwrites. `features` [k - 1 +
-    k, w] belong to the k - 1 rows before the block, and to its own rows, as the graph
-    predicts them; `tail` are the k - 1 tokens before its tokens. Its rows are `depth`
-    places past the cursor, and see the draft's `slots`.
+    k, w] belong to the k - 1 rows before the block, and to the block's rows, as the
+    graph predicts them; `tail` are the k - 1 tokens before the block. Its rows begin
+    `depth` positions past the cursor, and see the draft's `slots`.
     """
 
     levels: Sequence[Answer]
@@ -39,10 +39,10 @@ class Block:
 class AheadCache(DraftCache):
     """Keeps a graph that drafts k tokens in a pass in step with its target's features.
 
-    Row t reads, of the last k rows, the features of each and the token behind each, and
-    answers for token t + k + 1. A pass has copies of all rows of a block but the last,
-    which see the block in the place of themselves. Only rows whose block is whole are
-    kept: the last k - 1 are run again with the next block (2412.12639).
+    Row t reads, of the last k rows, the features of each and the token after each, and
+    answers for token t + k + 1. A pass has a copy of each row of a block but the last;
+    a copy sees all other rows of the block. Only rows whose block is whole are kept:
+    the last k - 1 are run again with the next block (2412.12639).
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -110,7 +110,7 @@ class AheadCache(DraftCache):
         return answer
 
     def step(self, token: int) -> Answer | None:
-        """Draft behind `token`: the answer for the next token; None without room."""
+        """Append a drafted token; the answer for the next token, None without room."""
         if self.block is None:
             return None
         self.drafted.append(token)
@@ -125,7 +125,10 @@ class AheadCache(DraftCache):
     def branch_blocks(
         self, blocks: Sequence[tuple[Block, Sequence[int]]], filled: int
     ) -> list[Block]:
-        """Run blocks behind `filled` slots, of `rows` each; returns the next blocks."""
+        """Run pairs of a block and tokens that follow it; returns the block after each.
+
+        The draft has filled `filled` slots already.
+        """
         size, all_slots = self.size, list[range]()
         tokens, depths, ancestors = list[int](), list[int](), list[list[int]]()
         features, recent = list[Float32s](), list[Sequence[int]]()
@@ -169,7 +172,7 @@ class AheadCache(DraftCache):
         return behind
 
     def _run_block(self, start: Block, tokens: Tokens) -> Block | None:
-        """Run `tokens` behind `start`; the block behind them, None without room."""
+        """Run `tokens` after `start`; the block after them, or None without room."""
         rows = len(tokens) + self.size - 1
         if rows > min(self.graph.draft_room(0), self.graph.contract.max_width):
             return None
@@ -229,7 +232,7 @@ class AheadCache(DraftCache):
         self._features = []
 
     def _count_kept_rows(self, first: int, tokens: Tokens) -> int:
-        """How many rows stay, since they read these tokens from `first` on or none."""
+        """How many rows come before the first row that read another token."""
         start, fed = max(first - 1, 0), self.tokens
         read = tokens[start + 1 - first :]
         agreed = common_length(fed[start:], read)

@@ -3,12 +3,12 @@
 Drafters differ in three things, which their contract says:
 
     shift   row t reads token t + `shift`: a drafter reads the token itself, a head the
-            features of the target's row t and the token behind them
+            features of the target's row t and the token after them
     window  how many tokens before its own a row reads
     carry   what the row before hands to a drafted row in place of unknown features
 
-A drafter's rows of drafted tokens stay until a sequence differs from them. Rows of a
-head are drafted from what it carries, so they leave when the target has spoken.
+A drafter's rows of drafted tokens stay until a sequence differs from them. Rows that a
+head drafted from what it carries are dropped once the target's features are known.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class DraftCache:
         return min(kept, len(self.seen)) if self.reads else kept
 
     def waiting(self, tokens: Tokens) -> Float32s | None:
-        """The features [1, w] that wait for the last row, if no other is missing."""
+        """The features [1, w] of the last token if only its row was not run, or None."""
         is_next = self.shift and len(self.tokens) == len(tokens) - 1
         return np.stack(self._features[:1]) if is_next and self._features else None
 
@@ -91,7 +91,7 @@ class DraftCache:
         self._truncate(0, 0)
 
     def observe(self, first: int, tokens: Tokens, features: Float32s | None) -> None:
-        """Take the features of tokens, which replace all from position `first` on."""
+        """Store the features of `tokens`, which replace all tokens from `first` on."""
         if not self.reads or features is None or first > len(self.seen):
             return  # what it missed is read again with the next prompt
         self._truncate(self._count_kept_rows(first, tokens), first)
@@ -105,7 +105,7 @@ class DraftCache:
             self._feed(context, min(missing - 1, self.graph.contract.max_width))
 
     def follow(self, context: Tokens) -> Answer | None:
-        """Run all rows of `context`; the answer after it, None without its features."""
+        """Run all rows of `context`; the answer after it, or None without features."""
         self._drop_differing(context)
         answer, widest = None, self.graph.contract.max_width
         while (missing := self._count_missing(context)) > 0:
@@ -113,7 +113,7 @@ class DraftCache:
         return self._feed_unseen(context, answer) if self.shift else answer
 
     def _feed_unseen(self, text: Tokens, answer: Answer | None) -> Answer | None:
-        """The answer after tokens that the target has not run yet."""
+        """Draft over tokens that the target has not run; the answer after them."""
         known = len(self.seen) + 1
         if not self.graph.contract.block:
             self._branches.clear()
@@ -169,7 +169,7 @@ class DraftCache:
         return answer
 
     def refine(self, known: Sequence[int]) -> Answer:
-        """The guesses after the first tokens of a block, which are `known` now."""
+        """Run a block again with its first tokens `known`; the guesses after them."""
         block = [*self._ahead, *known]
         self.graph.cache.rewind(len(self.tokens) - 1)
         answer = self.graph.run(self.tokens[-1:], features=self._carried, block=block)
@@ -178,7 +178,7 @@ class DraftCache:
         return answer.rows(slice(len(block), None))
 
     def review(self, context: Tokens, guess: Sequence[int]) -> Answer:
-        """Run a chain of guesses behind `context`; answers for its root and each guess.
+        """Run a chain of guesses after `context`; answers for its root and each guess.
 
         The rows of the guesses stay in the cache until a context differs from them.
         """
@@ -248,7 +248,7 @@ class DraftCache:
         self._rewind(end)
 
     def _count_kept_rows(self, first: int, tokens: Tokens) -> int:
-        """How many rows stay where `tokens` replace all tokens from `first` on."""
+        """How many rows stay if `tokens` replace all from `first` on: here, `first`."""
         return first
 
     def _truncate(self, fed: int, seen: int) -> None:
@@ -343,7 +343,7 @@ class LedCache(DraftCache):
         return answer
 
     def _lead(self, text: Tokens) -> Answer | None:
-        """Run the rows of a text that were not fed; the last answer, or None."""
+        """Run a text's missing rows; the last answer, None if `lead` gives no states."""
         states = self._leading().lead(text)
         if states is None:
             return None
@@ -354,5 +354,5 @@ class LedCache(DraftCache):
         return answer
 
     def _count_kept_rows(self, first: int, tokens: Tokens) -> int:
-        """Rows that were led stay as far as their tokens are the target's."""
+        """How many rows stay: `first`, and the rows that the `tokens` confirm."""
         return first + common_length(self.tokens[first:], tokens)

@@ -25,7 +25,7 @@ log = logging.getLogger("jetdraft.learning")
 class LearnedWeights:
     """Chooses the drafter's weights, for all twins of a model.
 
-    A new set is on trial. The weights before it go on until `VERDICT_TOKENS` of their
+    A new set is on trial. The earlier weights draft until `VERDICT_TOKENS` of their
     drafts have been evaluated; then the set drafts, and `decide_trial` compares both.
     `version` counts the changes: a twin whose graph is of another version takes `graph`
     between two of its generations.
@@ -40,7 +40,7 @@ class LearnedWeights:
         self._lock = Lock()
 
     def refresh(self) -> int:
-        """Read which set should draft now; a change raises the returned `version`."""
+        """Read which set should draft now; returns `version`, larger if it changed."""
         with self._lock:
             choice = self._sets.read_choice()
             name = self._drafting_set(choice)
@@ -55,7 +55,7 @@ class LearnedWeights:
             return self.version
 
     def _drafting_set(self, choice: Choice) -> str:
-        """The name of the set to draft with; on trial only after a rate without it."""
+        """The set to draft with; a set on trial waits for the earlier set's rate."""
         if choice.before is None:
             return choice.name
         goes_on = self._name == choice.name and self._tally_before is not None
@@ -63,9 +63,10 @@ class LearnedWeights:
         return choice.name if goes_on or begins else choice.before
 
     def graph(self) -> Graph | None:
-        """The drafter's graph, with empty buffers, and weights that should draft now.
+        """Open the drafter's graph with the weights that should draft now.
 
-        None, with a warning, if the weights do not fit; a set on trial goes back then.
+        Its buffers are empty. If the weights do not fit, this warns, takes back a set
+        on trial, and returns None.
         """
         with self._lock:
             try:

@@ -43,7 +43,10 @@ create index if not exists entries_of_user on entries (user, used);
 
 @dataclass(frozen=True)
 class Entry:
-    """A request, its `response`, and its `vector` float32 [d] of unit length."""
+    """A request, its response, and its `vector` float32 [d], of unit length or empty.
+
+    `used` is the time of writing in seconds, `id` the key in the file.
+    """
 
     prompt: list[int]
     response: list[int]
@@ -80,7 +83,7 @@ class ResponseStore:
         self.entries = self._open_or_replace()
 
     def of(self, user: str) -> ResponseStore:
-        """The same file for another user, one object each; raises `StoreError`."""
+        """Return another user's store in the same file; raises `StoreError`."""
         if user not in self._by_user:
             store = copy(self)
             store.user, store.entries = check_user(user), []
@@ -92,7 +95,7 @@ class ResponseStore:
         return self._by_user[user]
 
     def _open_or_replace(self, is_again: bool = False) -> list[Entry]:
-        """The user's entries; a damaged file is replaced by an empty one."""
+        """Read the user's entries; a damaged file is replaced by an empty file."""
         try:
             self._store_file.create_or_check()
             with self._store_file.connect() as database:
@@ -105,7 +108,7 @@ class ResponseStore:
         return self._open_or_replace(is_again=True)
 
     def _read_entries(self) -> list[Entry]:
-        """The user's entries, latest first; what is known is not read again."""
+        """Read the user's entries, latest first; reuses the entries in memory."""
         known = {(entry.id, entry.used): entry for entry in self.entries}
         entries = []
         with self._store_file.connect() as database:
@@ -138,12 +141,15 @@ class ResponseStore:
         return entries
 
     def _delete_old_entries(self, database: sqlite3.Connection) -> None:
-        """Delete the entries of all users that are of no possible time."""
+        """Delete all users' entries that are too old, or from the future."""
         times = entry_times(self.most_days)
         database.execute("delete from entries where used not between ? and ?", times)
 
     def add(self, entry: Entry) -> None:
-        """Keep an entry in place of the same request's; only warns if that fails."""
+        """Write an entry, in place of the request's earlier entry; warns on failure.
+
+        An empty response is not kept, nor more than `MAX_TOKENS` tokens.
+        """
         length = len(entry.prompt) + len(entry.response)
         if not entry.response or length > MAX_TOKENS:
             return
@@ -156,7 +162,7 @@ class ResponseStore:
             )
 
     def _write_entry(self, entry: Entry) -> None:
-        """Write an entry in place of the same request's; raises `sqlite3.Error`."""
+        """Replace the request's earlier entry; raises `sqlite3.Error`."""
         if self._store_file.is_missing():
             self._store_file.create_or_check()
         prompt, response = (
@@ -186,7 +192,7 @@ class ResponseStore:
             )
 
     def clear(self) -> int:
-        """Delete the user's entries, returns their number; raises `StoreError`."""
+        """Delete the user's entries and return their number; raises `StoreError`."""
         count = self._store_file.clear("entries", self.user)
         self.entries = []
         return count
@@ -226,7 +232,7 @@ class Similarity:
             raise refusal
 
     def vector(self, tokens: Sequence[int]) -> Float32s:
-        """Float32 [d] of unit length: the direction of the mean embedding."""
+        """Embed tokens as float32 [d]: the direction of their mean, of unit length."""
         mean = self._table[np.asarray(tokens)].astype(np.float32).mean(0)
         vector: Float32s = mean / max(float(np.linalg.norm(mean)), 1e-9)
         return vector

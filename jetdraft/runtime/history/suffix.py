@@ -14,7 +14,7 @@ MAX_LINKS = 64
 
 
 class SuffixAutomaton:
-    """How often and how lately each part of some sequences occurred, by int states."""
+    """Counts the parts of token sequences, and where they came last, by int states."""
 
     def __init__(self) -> None:
         self._next: list[dict[int, int]] = [{}]
@@ -53,7 +53,7 @@ class SuffixAutomaton:
         return self._length[state]
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """The state and length of another text's longest known ending, with `token`."""
+        """Advance a match of another text by `token`; returns its state and length."""
         while state != ROOT and token not in self._next[state]:
             state = self._link[state]
             length = self._length[state]
@@ -62,11 +62,11 @@ class SuffixAutomaton:
         return self._next[state][token], length + 1
 
     def follow(self, state: int, count: int) -> tuple[list[int], float]:
-        """At most `count` tokens that came most often, then latest, after a state.
+        """Return at most `count` tokens that likely follow a state, and their score.
 
-        The score with them is the expected number of right tokens, by how often each
-        came next. At the end of a sequence, the tokens after the longest ending that
-        also occurs elsewhere follow.
+        Each is the most frequent next token, of equals the latest. The score is the
+        expected number of right tokens, by these frequencies. At the end of a sequence,
+        the tokens after its longest ending that also occurs elsewhere follow.
         """
         tokens, chance, score = list[int](), 1.0, 0.0
         while len(tokens) < count:
@@ -103,7 +103,7 @@ class SuffixAutomaton:
         return new
 
     def _exact_state(self, state: int, before: int, token: int) -> int:
-        """The state of the longest text of `before` and `token`, perhaps a new one."""
+        """The state for `before`'s longest text plus `token`; may split `state`."""
         length = self._length[before] + 1
         if self._length[state] == length:
             return state

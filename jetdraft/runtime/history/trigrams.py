@@ -168,7 +168,7 @@ class Trigrams:
         self._learned.clear()
 
     def successors(self, one: int, two: int) -> dict[int, float]:
-        """The successors of a pair and their weights."""
+        """A pair's successors and weights, as decoding learned them or the corpus."""
         learned = self._learned.get((one, two))
         return self.counts.successors(one, two) if learned is None else learned
 
@@ -187,7 +187,7 @@ class Node:
 
 
 def puct(score: float, visits: int, parent_visits: int, share: float) -> float:
-    """How much a child deserves a visit; a child without visits comes first."""
+    """The priority of a child's visit, infinite for the first; see `TreeSearch`."""
     if not visits:
         return math.inf
     explore = C1 + math.log((parent_visits + C2 + 1) / C2)
@@ -216,7 +216,10 @@ class TreeSearch:
         self.depth = depth
 
     def run(self, one: int, two: int, budget: int) -> tuple[list[int], list[int]]:
-        """The tokens of at most `budget` rows, and their parents; always the same."""
+        """Return tokens and parents of at most `budget` rows; `two` is row 0.
+
+        The same arguments give the same tree.
+        """
         self._nodes = [Node(two, -1, 1.0)]
         self._before = one
         self._random = random.Random(one << 32 | two)
@@ -273,7 +276,7 @@ class TreeSearch:
         return {token: weights[token] / total for token in order}
 
     def _rollout(self, path: list[int]) -> float:
-        """Draw tokens below a path to the full depth; the sum of their shares."""
+        """Draw tokens below a path to the full depth; the result sums their shares."""
         (one, two), score = self._last_two(path), 0.0
         for _ in range(self.depth + 1 - len(path)):
             shares = self._shares((one, two))

@@ -19,7 +19,8 @@ from jetdraft.runtime.proposers.proposer import Proposer
 class Assignment:
     """Ask `proposer` for `budget` rows, as a tree of the shape `parents` if given.
 
-    The rows of the pass carry probes as `probing` says, for the next round's draft.
+    Without a proposer there is no draft. The rows of the pass carry probes as `probing`
+    says, for the next round's draft.
     """
 
     proposer: Proposer | None
@@ -49,7 +50,7 @@ class FixedController:
         self.num_draft_tokens = num_draft_tokens
 
     def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
-        """A draft of the fixed length, or the part of it that fits `room`.
+        """Assign a draft of the fixed length, or the part of it that fits `room`.
 
         `offers` counts the rows that proposers offered in this round already.
         """
@@ -65,7 +66,7 @@ class FixedController:
 
 
 def _most_tokens(proposer: Proposer, room: int, offers: Mapping[Proposer, int]) -> int:
-    """The longest draft that this round can get from a proposer."""
+    """The most rows that this round can get from a proposer."""
     return min(room, offers.get(proposer, proposer.traits.max_draft_tokens))
 
 
@@ -85,14 +86,14 @@ class _Promise(NamedTuple):
 
 
 def _assign_to(proposer: Proposer, promise: _Promise, probing: Probing) -> Assignment:
-    """The assignment that asks the proposer for that draft."""
+    """The assignment that asks the proposer for the promised draft."""
     return Assignment(proposer, promise.length, probing, promise.parents)
 
 
 class _SteadyPlan(NamedTuple):
-    """A way to go on round after round with the same probes.
+    """A plan for many rounds, each with the same probes.
 
-    value     its expected tokens per millisecond
+    value     the expected tokens per millisecond
     prepared  how many tokens more a round is worth if probes have drafted for it
     """
 
@@ -111,9 +112,9 @@ class AdaptiveController:
 
     With `branching`, proposers that branch are asked for trees where trees promise
     more: the rows that are most likely right, as many as a pass holds. Probes cost time
-    one pass before their draft is used, so the controller compares ways to go on round
-    after round: without probes, or with the probes that pay in the long run. Where all
-    of this gains nothing by the clock, most rounds go without it, see `Profit`.
+    one pass before their draft is used, so the controller compares plans for many
+    rounds: without probes, or with the probes that pay in the long run. Where drafts
+    have gained nothing by the clock, most rounds have no draft, see `Profit`.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class AdaptiveController:
         self._is_planning = True
 
     def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
-        """The draft that promises most by the current estimates."""
+        """Assign the draft that promises most; no draft in rounds without a plan."""
         self._is_planning = self._rest_rounds == 0
         if not self._is_planning:
             self._rest_rounds -= 1
@@ -207,7 +208,7 @@ class AdaptiveController:
                 yield proposer, promise, ms
 
     def _steady_plans(self, proposer: Proposer) -> Iterator[_SteadyPlan]:
-        """The ways to go on with a proposer's probes.
+        """The plans for many rounds with a proposer's probes.
 
         If every row carries probes, each round has a draft. If only the last row
         carries them, a wrong token leaves the next round without a draft:

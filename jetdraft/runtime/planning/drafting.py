@@ -113,7 +113,7 @@ class Drafting:
 
     @cached_property
     def _shared(self) -> MethodOptions:
-        """The options that have a meaning with any method or none."""
+        """The options `user` and `select_kv`, which work with any method or none."""
         names = self._given_options.keys() & {"user", "select_kv"}
         return MethodOptions.of({name: self._given_options[name] for name in names})
 
@@ -134,7 +134,7 @@ class Drafting:
 
     @property
     def sized_options(self) -> MethodOptions | None:
-        """The options that fix the size of every draft, so no controller chooses it."""
+        """The options of a method that fixes the size of every draft, or None."""
         options = (o for o in self.options.values() if o.draft_size is not None)
         return next(options, None)
 

@@ -287,12 +287,12 @@ class Options:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether answers lack layers or KV rows, so that nothing may learn of them."""
+        """Whether answers lack layers or KV rows, so that nothing learns from them."""
         return self.exiting.stop_and_exit is not None or self.drafting.select_kv
 
     @classmethod
     def of(cls, **options: Unpack[GenerateOptions]) -> Options:
-        """Make options of their names; raises `OptionError`.
+        """Make options from the keywords of `GenerateOptions`; raises `OptionError`.
 
         Without a `seed`, or with None, a random seed is drawn for a sampled text.
         """

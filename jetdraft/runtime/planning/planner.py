@@ -45,9 +45,10 @@ from jetdraft.runtime.text.constraint import Matcher
 
 
 class Learner(Observer):
-    """Keeps a lesson of each generation, and the drafter's weights up to date.
+    """Records the drafter's errors in each generation, and swaps its weights.
 
-    New weights make the `acceptance` of the `methods` that draft with it unknown.
+    A generation's errors are a `Lesson`, which is written to the folder at its end. New
+    weights delete the `acceptance` of the `methods` that draft with the drafter.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Learner(Observer):
             self._acceptance.pop(name, None)
 
     def observe(self, seen: Seen) -> None:
-        """Keep the target's candidates where all children of a row were wrong."""
+        """Note the target's candidates where all children of a row were wrong."""
         last, place = seen.path[-1], seen.length - 1
         # An inexact guess may be withdrawn: this pass says again what follows its root.
         for index in range(seen.length - len(seen.path), place + 1):
@@ -94,7 +95,7 @@ class Learner(Observer):
             del self._notes[next(iter(self._notes))]
 
     def end(self, prompt: Tokens, response: Tokens, user: str, stats: Stats) -> None:
-        """Add the generation's lesson, and its accepted tokens to the tally."""
+        """Write the generation's lesson, and count its accepted tokens."""
         shares = [s for name, s in stats.by_method.items() if name in self._methods]
         accepted = sum(share.accepted_tokens for share in shares)
         evaluated = sum(share.evaluated_tokens for share in shares)
@@ -141,7 +142,7 @@ class ProposerSet:
     def offer(self, context: Tokens, room: int) -> Offer:
         """Ask proposers until the controller assigns an offered draft, or no draft.
 
-        It has at most `room` rows below the root, the last token of the context.
+        The draft has at most `room` rows below the root, the last token of `context`.
         """
         offer = Offer(Rows.chain([context[-1]]))
         drafts: dict[Proposer, Rows] = {}
@@ -158,7 +159,7 @@ class ProposerSet:
                 proposer.catch_up(context)
                 start = time.perf_counter()
                 parents = assignment.parents
-                rows = _proposed(proposer, context, budget, parents, self.vocab_size)
+                rows = _ask_proposer(proposer, context, budget, parents, self.vocab_size)
                 offer.asked[proposer] = rows.drafted, time.perf_counter() - start
                 drafts[proposer] = rows
                 if not rows.drafted and rows.probes is not None:
@@ -171,10 +172,10 @@ class ProposerSet:
         return offer
 
 
-def _proposed(
+def _ask_proposer(
     proposer: Proposer, context: Tokens, budget: int, parents: Parents, size: int
 ) -> Rows:
-    """Ask a proposer for rows; refuses another package's errors and wrong tokens.
+    """Ask a proposer for rows; raises `OptionError` if it fails or they are wrong.
 
     `size` is the number of tokens in the vocabulary.
     """
@@ -206,7 +207,7 @@ def _proposed(
 
 
 class Planner:
-    """Makes a bundle's proposers, which live on, and picks some for each generation."""
+    """Makes and keeps a bundle's proposers, and picks some for each generation."""
 
     def __init__(self, parts: LoadedBundle) -> None:
         self.parts = parts
@@ -273,7 +274,7 @@ class Planner:
         return self.parts.widths.allowed(drafting.exact)
 
     def target_for(self, drafting: Drafting, rule: ExitRule | None = None) -> Target:
-        """The target that verifies, made ready; a `rule` may end its passes early."""
+        """Prepare and return the target that verifies; `rule` may end passes early."""
         widths = self.widths(drafting)  # a first call measures, so it comes before
         # Any other target reads prompts with the bundle's own, so it comes first too.
         reading = Reading.TURNED if drafting.select_kv else Reading.ALL
@@ -415,6 +416,6 @@ class Planner:
 
 
 def _conflicts(chosen: Iterable[Method[Any]]) -> list[tuple[Method[Any], Method[Any]]]:
-    """The pairs of a method that fills the target's buffers, and one with a target."""
+    """Pairs (a, b) where a fills the target's buffers and b has its own target."""
     pairs = permutations(chosen, 2)
     return [(a, b) for a, b in pairs if a.fills_target and b.target is not None]

@@ -119,7 +119,7 @@ class Levels:
             answer = cache.branch(tokens, depths, above, filled)
             slots.update(zip(rows, range(filled, filled + len(rows)), strict=True))
             answers = dict(zip(rows, distributions(answer, chooser), strict=True))
-        return self.shape.finish(tree).depth_first()
+        return self.shape.rows_to_verify(tree).depth_first()
 
 
 class Guesses:
@@ -171,7 +171,7 @@ class Shared:
             deep = ((row, tree.depths[row]) for row in rows)
             answers = {row: levels[depth] for row, depth in deep if depth < len(levels)}
             rows = self.shape.grow(tree, answers) if answers else []
-        return self.shape.finish(tree).depth_first()
+        return self.shape.rows_to_verify(tree).depth_first()
 
 
 class ProbeProposer(Proposer):

@@ -63,12 +63,12 @@ class TextCodec:
         return name or ""
 
     def to_lark(self, text: str) -> str:
-        """A text in the notation of grammars: its token, or the quoted text."""
+        """Return a text in Lark's notation: <[id]> if it is a token, else quoted."""
         id = self._tokenizer.token_to_id(text) if self._tokenizer else None
         return json.dumps(text) if id is None else f"<[{id}]>"
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids; `special` adds beginning-of-text; raises `OptionError`."""
+        """Return a text's ids; `special` adds beginning-of-text. Or `OptionError`."""
         if self._tokenizer is None:
             raise OptionError(
                 "the bundle has no tokenizer; give the prompt as token_ids", "prompt"
@@ -91,7 +91,7 @@ class TextCodec:
     def stream(
         self, prompt: Sequence[int], ends: Iterable[int] = (), special: bool = False
     ) -> TextStream:
-        """The text after `prompt`, with the character that the prompt ends in.
+        """Make a stream of text after `prompt`, which may end inside a character.
 
         It hides the tokens in `ends`, and special tokens unless `special`.
         """
@@ -110,7 +110,7 @@ class TokenBytes:
         self._has_byte_tokens = decode(["<0x41>"]) == "A"
 
     def of(self, before: Sequence[int], id: int) -> bytes | None:
-        """The bytes of a token after others; None for an unknown id."""
+        """The bytes of token `id` after the tokens `before`; None for an unknown id."""
         name = self._tokenizer.id_to_token(id)
         if name is None:
             return None
@@ -171,11 +171,11 @@ class TextStream:
             self._special, self._hidden = {}, {*ends}
 
     def push(self, ids: Sequence[int]) -> str:
-        """Read tokens; the text that they complete, "" without a tokenizer."""
+        """Read tokens; returns the text that they complete, "" without a tokenizer."""
         return "".join(self._decode_bytes(self._take_bytes(id)) for id in ids)
 
     def rest(self) -> str:
-        """The text of the bytes that are left, when no more tokens come."""
+        """Return the text of the bytes held back, when no more tokens come."""
         text = self._utf8.decode(b"", final=True)
         return "" if self._began_in_prompt else text
 
@@ -194,7 +194,7 @@ class TextStream:
         return self._tokens.of(self._before, id)
 
     def _take_bytes(self, id: int) -> bytes:
-        """Read a token; its bytes, b"" if it is hidden."""
+        """Read a token; returns its bytes, b"" if it is hidden."""
         data = self._bytes_of(id)
         if data is not None:
             self._before = [*self._before[1 - _CONTEXT_TOKENS :], id]
@@ -220,7 +220,7 @@ def check_characters(count: int, capacity: int) -> None:
 
 
 def check_ids(token_ids: Any, contract: StepContract) -> Int64s:
-    """The ids as int64 [length]; raises `OptionError` or `LengthError` if invalid."""
+    """Return ids as int64 [length]; raises `OptionError` or `LengthError`."""
     try:
         array = np.asarray(token_ids)
     except ValueError:

@@ -96,7 +96,7 @@ class Constraint:
         regex: str | None = None,
         grammar: str | None = None,
     ) -> Constraint | None:
-        """The constraint of the one option that is set; raises `OptionError`."""
+        """The constraint of the option that is set, or None; raises `OptionError`."""
         if isinstance(json_schema, Mapping):
             try:
                 json_schema = json.dumps(json_schema)
@@ -182,7 +182,10 @@ class Matcher:
         """How many rows the last masks are for."""
 
     def prepare(self) -> Pipe:
-        """Compile in the process, once; raises `OptionError` or `ConstraintError`."""
+        """Start the worker and compile, once; returns the pipe to the worker.
+
+        Raises `OptionError` or `ConstraintError`.
+        """
         if self._pipe is not None:
             return self._pipe
         kind, field = self._constraint.kind, self._constraint.field
@@ -205,7 +208,7 @@ class Matcher:
         return pipe
 
     def close(self) -> None:
-        """End the process."""
+        """End the worker process."""
         if self._pipe is not None:
             self._pipe.close()
 
@@ -220,28 +223,28 @@ class Matcher:
         return apply_changes(answer, changes + [None] * (len(rows) - self._masked_rows))
 
     def rows_with_masks(self, path: list[int]) -> list[int]:
-        """The rows of a path that have a mask."""
+        """The rows of a path that had a mask in the last `process`."""
         return [row for row in path if row < self._masked_rows]
 
     def request_masks(self, rows: Rows, context: Sequence[int]) -> None:
-        """Let the process make the masks of `process` while a pass runs."""
+        """Ask the worker for the masks of `process`, to compute while a pass runs."""
         with suppress(ConstraintError):  # `process` meets it too
             self._send_masks_request(rows, context)
 
     def forced(self, context: Sequence[int], count: int) -> list[int]:
-        """The next tokens while only one token is allowed; at most `count`."""
+        """Return at most `count` tokens that the constraint forces after `context`."""
         if self._asked != list(context[self._committed :]):
             self.request_forced(context, [])
         tokens: list[int] = self._reply_about_draft() or []
         return tokens[:count]
 
     def request_forced(self, context: Sequence[int], tokens: Sequence[int]) -> None:
-        """Let the process find the tokens of `forced` after `context` and `tokens`."""
+        """Ask the worker ahead for the tokens forced after `context` and `tokens`."""
         path = [*context[self._committed :], *tokens]
         self._ask_about_draft(path, "forced", path)
 
     def allowed(self, rows: Rows, context: Sequence[int]) -> Rows:
-        """The rows that the constraint allows, in a tree below the end of `context`."""
+        """Return the rows of a draft after `context` that the constraint allows."""
         if not rows.drafted:
             return rows
         path = list(context[self._committed :])
@@ -249,7 +252,7 @@ class Matcher:
         return rows.only(self._reply_about_draft() or [0])
 
     def _get_masks(self, rows: Rows, context: Sequence[int]) -> tuple[list[int], bytes]:
-        """How many tokens may follow each of the first rows, and their masks."""
+        """Return how many tokens may follow each of the first rows, and the masks."""
         try:
             if self._asked is not rows:
                 self._send_masks_request(rows, context)

@@ -135,7 +135,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return wrapped
 
     def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Any:
-        """A filter whose arguments and value are checked like a call's."""
+        """Wrap a filter, so that its arguments and value are checked like a call's."""
         first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @wraps(function)
@@ -155,7 +155,7 @@ class GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012 (as jinja2 wants it)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The text inside the tags."""
+        """Parse the tags; returns the node of the text inside them."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
@@ -165,7 +165,7 @@ class _StepCounter(NodeTransformer):
     """Counts what the sandbox has no hook for: loops, `~`, slices, and literals."""
 
     def visit(self, node: nodes.Node, *args: Any, **more: Any) -> Any:
-        """The node, inside a filter where it must be counted."""
+        """Return the node, wrapped in a counting filter where no hook counts it."""
         node = self.generic_visit(node)
         match node:
             case nodes.For():  # each round, with the template's own text in it

@@ -112,7 +112,7 @@ class StopWatcher:
         return tokens
 
     def take(self) -> str:
-        """The text that became certain since the last call."""
+        """Return the text that may be shown and was not taken yet."""
         shown, self._shown = self._shown, ""
         return shown
 
@@ -151,6 +151,6 @@ class StopWatcher:
 
 
 def overlap(text: str, stop: str) -> int:
-    """The length of the longest ending of a text that a stop string begins with."""
+    """The length of the longest ending of `text` with which `stop` begins."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

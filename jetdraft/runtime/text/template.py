@@ -43,7 +43,7 @@ class ChatTemplate:
             ) from error
 
     def render(self, messages: Sequence[Message], **more: Any) -> str:
-        """The prompt for the assistant's next message; `more` are variables."""
+        """Write the prompt for the assistant's next message; `more` are variables."""
         from jetdraft.runtime.text.sandbox import MAX_SIZE
 
         variables: dict[str, Any] = {"tools": None, "documents": None}
@@ -66,7 +66,7 @@ class ChatTemplate:
 
 
 def _json_copy(value: Any) -> Any:
-    """A copy by way of JSON; raises `TypeError` or `ValueError` for other values."""
+    """Copy a value through JSON; raises `TypeError` or `ValueError` if not JSON."""
     return json.loads(json.dumps(value))
 
 

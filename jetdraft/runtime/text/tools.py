@@ -76,10 +76,10 @@ class Tools:
     """Functions that a model may call, for `Conversation`, `Model.chat` and the server.
 
     `functions` are in OpenAI's form; `choice` is "auto", "required" (it must call) or
-    the name of the function that it must call, once. Where a chat template marks calls,
-    other texts may have several unless `parallel` is false. `Model` sets `tags`, the
-    marks in Lark's notation. `schema` is the JSON schema of an answer without a call.
-    Raises `OptionError`.
+    the name of the function that it must call, once. With `parallel` a text may have
+    several calls, if the chat template marks calls. `Model` sets `tags`, the marks in
+    Lark's notation. `schema` is the JSON schema of an answer without a call. Raises
+    `OptionError`.
 
         tools = Tools([{"type": "function", "function": {"name": "stop"}}])
         model.chat(messages, tools=tools).calls
@@ -114,7 +114,7 @@ class Tools:
 
     @classmethod
     def of(cls, functions: object, choice: object, **more: Any) -> Tools | None:
-        """A request's `tools` and `tool_choice`; None without; raises `OptionError`."""
+        """Read `tools` and `tool_choice` of a request; None without tools to call."""
         match choice:
             case {"type": "function", "function": {"name": str(name)}}:
                 choice = name
@@ -158,7 +158,7 @@ class Tools:
         return "\n".join([start, answer, rules, one, *documents])
 
     def check(self, vocabulary: Vocabulary) -> None:
-        """Raise `OptionError` for the first refused schema, in `COMPILE_SECONDS`."""
+        """Compile each schema; raises `OptionError` that names a refused function."""
         end = time.monotonic() + COMPILE_SECONDS
 
         def is_late() -> bool:

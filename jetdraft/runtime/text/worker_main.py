@@ -47,9 +47,9 @@ class LibraryVocabulary:
     """The tokens of a vocabulary as the library reads them.
 
     For the library an added token that is special or in <> is a name, `<name>` in a
-    grammar. So that it may write its text too, it has an alias: a second id behind the
+    grammar. So that it may write its text too, it has an alias: a second id past the
     vocabulary, from `first` on, with the bytes of the text. Tokens that end a text have
-    none. `hidden` has the texts of special tokens.
+    no alias. `hidden` has the texts of special tokens.
     """
 
     is_tokenizer_wrapper, bos_token_id = True, None
@@ -107,9 +107,9 @@ class Reader:
         self._path: list[int] = []
 
     def masks(self, fresh: list[int], tokens: list[int], parents: list[int]) -> Reply:
-        """Commit `fresh`; how many tokens may follow each row below it, and which.
+        """Commit `fresh`; returns how many tokens may follow each row below, and masks.
 
-        A mask has a bit for each token. A row that may not come has none and a -1.
+        A mask has a bit for each token. A forbidden row has no mask, and the count -1.
         """
         if not self._read_path(fresh):
             raise RefusalError("no token of the vocabulary fits")
@@ -118,11 +118,11 @@ class Reader:
         return [_count_allowed(mask) for mask in masks], b"".join(masks)
 
     def forced(self, path: list[int]) -> Reply:
-        """The tokens that must follow a path; none after a path that may not come."""
+        """The tokens that must follow a path; empty if the path is forbidden."""
         return self._inner.compute_ff_tokens() if self._read_path(path) else [], b""
 
     def allowed(self, path: list[int], tokens: list[int], parents: list[int]) -> Reply:
-        """The rows below a path that may come, the root first."""
+        """The numbers of the allowed rows below a path, the root's 0 first."""
         paths, kept_rows = _row_paths(tokens, parents), [0]
         for row in range(1, len(tokens)):
             parent = parents[row]
@@ -131,7 +131,7 @@ class Reader:
         return kept_rows, b""
 
     def _row_mask(self, path: list[int]) -> bytes:
-        """The mask behind a path of tokens; `FORBIDDEN` if the path may not come."""
+        """The mask after a path of tokens; `FORBIDDEN` if the path may not come."""
         if not self._read_path(path):
             return FORBIDDEN
         mask = bytearray(self._inner.compute_bitmask())
@@ -181,7 +181,7 @@ class Reader:
 def compiled(
     words: LibraryVocabulary, limits: dict[str, Any], kind: str, source: str
 ) -> Reader:
-    """The reader of a constraint; raises `RefusalError` with the place of a problem."""
+    """Compile a constraint; raises `RefusalError` with the place of a problem."""
     matcher = partial(_matcher, words, limits, kind)
     inner = matcher(source)
     if not (problem := inner.get_error()):

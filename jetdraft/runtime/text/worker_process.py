@@ -43,7 +43,7 @@ class EndedError(Exception):
 
 
 class Pipe:
-    """Asks a worker and waits for its replies; the end of `life` ends the worker."""
+    """Sends a worker requests and waits for replies; closing `life` ends the worker."""
 
     def __init__(self, end: socket.socket, *life: socket.socket) -> None:
         self._socket, self._data = end, b""
@@ -64,7 +64,7 @@ class Pipe:
                 raise self._close_with_error() from error
 
     def receive_reply(self, seconds: float, must_end: MustEnd) -> tuple[Any, bytes]:
-        """A value and masks, in `PATIENCE` times `seconds`; raises `EndedError`."""
+        """Wait for a value and masks; raises `EndedError`, see `PATIENCE`."""
         until = time.monotonic() + PATIENCE * seconds
         sizes = struct.unpack("<II", self._receive_bytes(8, until, must_end))
         text, masks = (self._receive_bytes(size, until, must_end) for size in sizes)
@@ -79,7 +79,7 @@ class Pipe:
         return True
 
     def request_worker(self, *ends: socket.socket) -> None:
-        """Send the other ends of two sockets to a new worker of `most_bytes` memory."""
+        """Ask for a worker with `MAX_BYTES` of memory, which gets these socket ends."""
         size = MAX_BYTES.to_bytes(8, "little")
         socket.send_fds(self._socket, [size], [end.fileno() for end in ends])
 

@@ -37,7 +37,11 @@ RANK_RATES = (0.63, 0.13, 0.06, 0.036, 0.024, 0.016, 0.013, 0.01)
 
 @dataclass
 class Tree:
-    """The rows drafted so far; children of the root, row 0, are at `position`."""
+    """The rows drafted so far; children of the root, row 0, are at `position`.
+
+    At most `budget` rows are drafted. `drawn_from` has the distribution of the children
+    of a row, by the row's number.
+    """
 
     kind: Kind
     sampling: Sampling
@@ -54,14 +58,14 @@ class Tree:
         return self.budget + 1 - len(self.tokens)
 
     def children_of(self, row: int, q: Distribution, count: int) -> list[int]:
-        """The tokens of the first `count` children of a row, drawn from `q`."""
+        """Choose the tokens of at most `count` children of a row; adds no rows."""
         position = self.position + self.depths[row]
         # Unique in a generation, since the root's position grows with every round.
         family = (self.position << 8) + row
         return draw_siblings(self.kind, q, count, self.sampling, position, family)
 
     def add(self, row: int, q: Distribution, tokens: Sequence[int]) -> list[int]:
-        """Add children below a row; returns their rows."""
+        """Add children, chosen from `q`, below a row; returns their row numbers."""
         self.drawn_from[row] = q
         first = len(self.tokens)
         self.tokens += tokens
@@ -82,20 +86,24 @@ class Tree:
 
 
 class Shape(ABC):
-    """Decides which rows a draft has, of siblings of one of the `kinds`."""
+    """Decides which rows a draft tree has; siblings may be of any of the `kinds`."""
 
     name: ClassVar[str]
     kinds: ClassVar[frozenset[Kind]]
 
     @abstractmethod
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
-        """Add rows below rows with the drafter's `answers`, the root's at first.
+        """Add children to the rows in `answers`: the drafter's distributions by row.
 
-        Returns the rows to ask the drafter about next; an empty list ends the draft.
+        The first call of a draft has the root's only. Returns the rows that the next
+        call needs distributions of; an empty list ends the draft.
         """
 
-    def finish(self, tree: Tree) -> Rows:
-        """The rows to verify, at most `tree.budget` below the root."""
+    def rows_to_verify(self, tree: Tree) -> Rows:
+        """Return the rows of the grown tree to verify: here, all of them.
+
+        A shape that grows more than `tree.budget` rows below the root selects here.
+        """
         return tree.rows()
 
 
@@ -111,14 +119,14 @@ def draw_siblings(
     position: int,
     family: int = 0,
 ) -> list[int]:
-    """At most `count` tokens from `q`, for `position`, in the order to try them.
+    """Return at most `count` tokens from `q`, for `position`, in the order to try.
 
     `q` lists its tokens best first. The k best tokens by log q + noise are k draws
     without replacement (Gumbel-top-k, Kool et al. 1903.06059). With the target's noise
     they are the coupled siblings; in greedy decoding these are the k best of q.
 
-    Families of other numbers draw independently: what one family draws may decide
-    whether another family grows, without a bias.
+    Two `family` numbers draw independently: the draws of one family may decide whether
+    another family grows, without a bias.
     """
     salt = sampling.seed + _SALT + (family << 8)
     if kind is Kind.REPLACED:
@@ -138,7 +146,7 @@ def draw_siblings(
 
 
 class Static(Shape):
-    """The `parents` of rows 1, 2, ..., where 0 is the root; raises `OptionError`."""
+    """A fixed tree of the `parents` of rows 1, 2, ...; raises `OptionError`."""
 
     name = "static"
     kinds = frozenset(Kind) - {Kind.TOP_AND_ONE}
@@ -243,7 +251,7 @@ class Rerank(Shape):
         level.sort(key=lambda row: -self._scores[row])
         return sorted(level[: self.breadth])
 
-    def finish(self, tree: Tree) -> Rows:
+    def rows_to_verify(self, tree: Tree) -> Rows:
         # A row scores no better than its parent, so the ancestors of a row stay too.
         order = sorted(range(len(tree.tokens)), key=lambda r: (-self._scores[r], r))
         best = sorted(order[: tree.budget + 1])
@@ -256,7 +264,7 @@ class Comb(Shape):
     name = "comb"
     kinds = _RANK_KINDS
     EXTRA = ((0.3, 7), (0.6, 5), (0.8, 3), (1.0, 1))
-    """The most probability of the drafter's best token, and the further siblings."""
+    """Pairs: the best token's probability up to which to add this many siblings."""
 
     def __init__(self, depth: int = 4) -> None:
         self.depth = depth
@@ -326,7 +334,7 @@ class Merged(Shape):
                 return other
         return None
 
-    def finish(self, tree: Tree) -> Rows:
+    def rows_to_verify(self, tree: Tree) -> Rows:
         # All drafted rows, then the copies below repeated rows, as far as they fit.
         children: dict[int, list[int]] = {}
         for row, parent in enumerate(tree.parents[1:], start=1):
@@ -350,7 +358,7 @@ _DISTINCT_KINDS = frozenset({Kind.DISTINCT, Kind.COUPLED, Kind.DETERMINISTIC})
 
 
 def _family(tree: Tree, row: int, q: Distribution) -> list[tuple[int, float]]:
-    """Siblings in the order they are tried, and the share of each of the mass left."""
+    """Choose a row's children: tokens in the order of trial, each with its share."""
     mass = dict(zip(q.ids.tolist(), q.probabilities.tolist(), strict=True))
     left, family = 1.0, []
     for token in tree.children_of(row, q, tree.budget):

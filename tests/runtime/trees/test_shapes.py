@@ -56,7 +56,7 @@ def grow(shape, kind, budget=10, sampling=None):
         assert len(set(rows)) == len(rows)
         asked += rows
         answers = {row: after(tree.tokens[row]) for row in rows}
-    return tree, asked, shape.finish(tree)
+    return tree, asked, shape.rows_to_verify(tree)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 5, 15])
@@ -180,7 +180,7 @@ def test_a_shape_that_looks_at_draws_does_not_bias_them(shape, second):
         while rows := shape.grow(tree, answers):
             answers = {row: drafters[1] for row in rows if tree.depths[row] == 1}
         joint = np.zeros((2, 3))
-        rows = shape.finish(tree)
+        rows = shape.rows_to_verify(tree)
         first = conditional(p[0], q[0], rows, 0)
         for token in (0, 1):
             below = [r for r in rows.children(0) if rows.tokens[r] == token]
