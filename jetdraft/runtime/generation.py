@@ -321,7 +321,6 @@ class Generation:
         return min(limit - length, widest) - 1
 
     def _notify_observers(self, seen: Seen) -> None:
-        """Call `observe` of all observers with a pass."""
         for observer in self.observers:
             observer.observe(seen)
 

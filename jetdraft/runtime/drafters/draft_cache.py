@@ -71,7 +71,7 @@ class DraftCache:
         return min(kept, len(self.seen)) if self.reads else kept
 
     def waiting(self, tokens: Tokens) -> Float32s | None:
-        """The features [1, w] of the last token if only its row was not run, or None."""
+        """The features [1, w] of the last token if only its row is missing, or None."""
         is_next = self.shift and len(self.tokens) == len(tokens) - 1
         return np.stack(self._features[:1]) if is_next and self._features else None
 
@@ -343,7 +343,7 @@ class LedCache(DraftCache):
         return answer
 
     def _lead(self, text: Tokens) -> Answer | None:
-        """Run a text's missing rows; the last answer, None if `lead` gives no states."""
+        """Run a text's missing rows; the last answer, or None if they do not fit."""
         states = self._leading().lead(text)
         if states is None:
             return None

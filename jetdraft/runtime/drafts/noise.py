@@ -112,10 +112,10 @@ def _draw_strip(seed: int, number: int, blocks: int) -> _Strip:
 def exponentials_below(
     seed: int, positions: Int64s, vocab_size: int, most: Float64s
 ) -> tuple[Int64s, Int64s, Float64s]:
-    """The pairs of row and token id whose exponential is below `most`, with it.
+    """Find the pairs of row and token id whose exponential is below the row's `most`.
 
-    They are int64, int64 and float64 [k]. `positions` int64 [n] and `most` float64 [n]
-    have an entry per row. A pair at `most` itself may come too.
+    Returns rows int64, ids int64 and exponentials float64, [k] each. `positions` int64
+    [n] and `most` float64 [n] are by row. A pair at `most` itself may come too.
     """
     blocks = -(-vocab_size // BLOCK)
     places = [
@@ -148,7 +148,7 @@ _NO_IDS = np.zeros(0, np.int64)
 
 
 def exponentials(seed: int, positions: Int64s, ids: Int64s) -> Float64s:
-    """Standard exponential variates, float64, one per pair of position and token id."""
+    """Standard exponential variates, float64, of the broadcast shape of both arrays."""
     # The bits of a pair's block and of its token go through the same calls.
     bits = np.empty((2, *np.broadcast(positions, ids).shape), np.uint64)
     bits[0], bits[1] = ids // BLOCK, ids
@@ -175,7 +175,7 @@ class Distribution:
     probabilities: Float64s
 
     def draw(self, seed: int, position: int) -> int:
-        """One token by the Gumbel-max trick; the same seed and position repeat it."""
+        """Draw a token by the Gumbel-max trick; seed and position decide it."""
         return int(self.ids[np.argmax(self.scores(seed, position))])
 
     def scores(self, seed: int, position: int) -> Float64s:
@@ -185,7 +185,7 @@ class Distribution:
         return np.asarray(logs + gumbel(seed, np.array([position]), self.ids))
 
     def over(self, ids: Int64s) -> Float64s:
-        """The probabilities of `ids`, ascending ids that include all of its own."""
+        """The probabilities of ascending `ids`, which include all of `self.ids`."""
         probabilities = np.zeros(len(ids))
         probabilities[np.searchsorted(ids, self.ids)] = self.probabilities
         return probabilities

@@ -88,7 +88,7 @@ class Rows:
         )
 
     def under(self, path: list[int]) -> Rows:
-        """The same rows at the end of a chain of `path` tokens."""
+        """Put the rows below a chain of `path` tokens, the first of them the root."""
         if not path:
             return self
         shift = len(path)
@@ -153,7 +153,10 @@ class Rows:
         return depths
 
     def ranks(self, path: Sequence[int]) -> list[tuple[int, int]]:
-        """For each row of a path: which child comes next, and of how many."""
+        """For each step of a path: the rank of the next row, and its siblings' number.
+
+        The last pair is (n, n) if the path ends above n wrong children.
+        """
         below = [self.children(row) for row in path]
         ranks = [
             (siblings.index(row), len(siblings))
@@ -201,9 +204,9 @@ class Probes:
     def visible(
         self, ancestors: Sequence[Sequence[int]], members: int = 1, prefix: int = 0
     ) -> list[list[int]]:
-        """The slots that each slot behind the rows attends to, itself left out.
+        """The slots that each slot after the rows attends to, itself left out.
 
-        Behind the rows lie the `prefix` slots of the graph, which attend to nothing,
+        After the rows lie the `prefix` slots of the graph, which attend to nothing,
         and then the probes: each takes `members` slots. A member attends to the prefix,
         its carrier, the carrier's `ancestors`, and the same member of the carrier's
         lower streams (2405.18628, figure 4).
@@ -227,7 +230,7 @@ NO_PROBES = Probes()
 
 @dataclass(frozen=True)
 class Probing:
-    """Which rows of the coming passes carry probes: all, the last, or by `counts`."""
+    """Which rows of a pass carry `streams` probes: all, or the last; or by `counts`."""
 
     streams: int = 0
     last_only: bool = False

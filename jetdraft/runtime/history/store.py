@@ -141,7 +141,7 @@ class ResponseStore:
         return entries
 
     def _delete_old_entries(self, database: sqlite3.Connection) -> None:
-        """Delete all users' entries that are too old, or from the future."""
+        """Delete all users' entries that are too old, or have an impossible time."""
         times = entry_times(self.most_days)
         database.execute("delete from entries where used not between ? and ?", times)
 

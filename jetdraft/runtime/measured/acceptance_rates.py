@@ -147,13 +147,13 @@ def prior_of(evidence: int) -> float:
 
 
 class GuessRates:
-    """Rates that begin at `priors` and follow what the text turned out to be.
+    """How often guesses are right, by depth and rank; the rates begin at `priors`.
 
     A guess is compared with the text whether it was drafted or not.
     """
 
     WEIGHT = 40.0
-    """The places that the priors count for."""
+    """How many guesses the priors count for."""
 
     MEMORY = 0.995
 
@@ -163,7 +163,7 @@ class GuessRates:
 
     def forget(self) -> None:
         self.settled = 0
-        """The places of the text that were compared with a guess."""
+        """How many guesses were compared with the text."""
         self._trials = [self.WEIGHT] * len(self._priors)
         self._hits = [[self.WEIGHT * r for r in rates] for rates in self._priors]
         self._waiting: dict[int, list[tuple[int, list[int]]]] = {}
@@ -173,12 +173,12 @@ class GuessRates:
         self._waiting = {}
 
     def add_guesses(self, guesses: Mapping[int, Sequence[int]]) -> None:
-        """Add the guesses for places, best first; depth 0 is the first place."""
+        """Add guesses by position in the text, best first; the first has depth 0."""
         for depth, (place, tokens) in enumerate(guesses.items()):
             self._waiting.setdefault(place, []).append((depth, list(tokens)))
 
     def compare(self, first: int, tokens: Sequence[int]) -> None:
-        """Compare the guesses with tokens of the text, the first at place `first`."""
+        """Compare guesses with the text's `tokens`, from position `first` on."""
         for place, token in enumerate(tokens, first):
             for depth, guessed in self._waiting.pop(place, []):
                 rank = guessed.index(token) if token in guessed else -1

@@ -173,7 +173,7 @@ def _blend_estimate(estimate: float, ms: float) -> float:
 class LinearFit:
     """The line a + b * x of least squares, 0 <= a, b, in which later points count more.
 
-    Points of one x leave the line open: then it is the shortest pair (a, b).
+    If all points have the same x, it is the line with the shortest vector (a, b).
     """
 
     def __init__(self, memory: float) -> None:
@@ -207,7 +207,7 @@ class LinearFit:
 
 
 class RoundCosts:
-    """Predicts the milliseconds of a round of one way to draft.
+    """Predicts the milliseconds of a round with one method and its options.
 
     Passes in a round take longer than passes that a survey runs one after another, and
     a round takes time outside them too, more with each drafted row:
@@ -286,12 +286,12 @@ class Profit:
         self._plain_ms.clear()
 
     def add_plain(self, round_: Round) -> None:
-        """Take the time of a round without a plan, or the rest of a vain round."""
+        """Add the time of a round without a draft, less its `draft_seconds`."""
         if round_.seconds:
             self._plain_ms.append(1e3 * (round_.seconds - round_.draft_seconds))
 
     def add_planned(self, round_: Round) -> int:
-        """Learn from a planned round; how many rounds to go without a plan."""
+        """Learn from a planned round; returns for how many rounds not to plan."""
         is_vain = not round_.drafted and not round_.probes
         if is_vain:
             self.add_plain(round_)

@@ -163,7 +163,7 @@ class Stats:
 
     @property
     def accepted_tokens(self) -> int:
-        """Drafted tokens that were committed or would have been but for a limit."""
+        """Drafted tokens that were right, also past a limit that ended the text."""
         return sum(self.accepted_counts)
 
     @property

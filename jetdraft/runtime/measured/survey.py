@@ -193,7 +193,7 @@ class Survey:
         return self._with_modes(replace(known, gaps=self._gaps_to_exact(known)))
 
     def _with_modes(self, known: Widths) -> Widths:
-        """`known` with whether probes and trees keep the bits of the exact class."""
+        """Return `known`, with `probes_agree` and `trees_agree` measured."""
         contract, exact = self.target.contract, known.exact
         return replace(
             known,
@@ -215,7 +215,7 @@ class Survey:
                 )
 
     def _compare_next_width(self, known: Widths) -> Widths:
-        """`known` with the next width, in the class whose bits it gives or its own."""
+        """Return `known` with the next width in the class with its bits, or a new."""
         width, *untried = known.untried
         exact = known.exact if known.classes else []
         for members in sorted(known.classes, key=lambda m: sorted(m) != exact):
@@ -230,7 +230,7 @@ class Survey:
         return replace(known, classes=joined, gaps=gaps, untried=tuple(untried))
 
     def _may_join(self, known: Widths, members: list[int], width: int) -> bool:
-        """Whether a width with a class's bits may join it, with probes and trees."""
+        """Whether a width with a class's bits may join: probes and trees count too."""
         # In half precision a pass over one row often gives the bits of wider passes,
         # but not always: 6 rows of 318 differed (docs/log/exactness.md).
         alone = width == 1 or members == [1]
@@ -267,7 +267,7 @@ class Survey:
         return gap
 
     def _width_logits(self, start: int, rows: int, width: int) -> np.ndarray:
-        """Logits float32 [rows, vocab] in passes of one width; the last may overlap."""
+        """Run `rows` rows in passes of one width; logits float32 [rows, vocab]."""
         tokens = random_tokens(self.target, rows)
         logits = np.zeros((rows, self.target.contract.vocab_size), np.float32)
         for end in [*range(width, rows, width), rows]:
@@ -278,7 +278,7 @@ class Survey:
     def _run_pass(
         self, start: int, tokens: list[int], way: PassMode, last_only: bool = False
     ) -> np.ndarray:
-        """Run and time a pass at `start`; its logits. Raises `StoppedError`."""
+        """Run and time a pass at `start`; returns logits. Raises `StoppedError`."""
         if self._must_stop():
             raise StoppedError
         graph, (probing, branching) = self.target, way
@@ -315,7 +315,7 @@ class Survey:
         return [] if sessions.chain is sessions.any else [(NO_PROBING, True)]
 
     def _compare_prefills(self) -> Iterator[bool]:
-        """Whether each wide pass leaves the KV rows that decoding leaves."""
+        """Yield for each wide pass whether it leaves the KV rows of decoding."""
         graph, step = self.target, self.widths.exact[-1]
         for start in self._starts:
             for wide in prefill_widths(graph.contract):
@@ -352,7 +352,7 @@ def _copy_rows(graph: Graph, start: int, rows: int) -> list[np.ndarray]:
 
 
 def probe_modes(contract: StepContract) -> list[PassMode]:
-    """Probes of all rows or of the last, in passes for chains and for trees."""
+    """The modes with probes: of all rows or the last, in chain and tree passes."""
     if not contract.streams:
         return []
     return [

@@ -116,6 +116,7 @@ class Cache:
 
     @property
     def room(self) -> int:
+        """How many rows the next pass may have."""
         return min(self.capacity - self.length, self._widest)
 
     def advance(self, rows: int) -> None:
@@ -155,7 +156,7 @@ class Cache:
         self.advance(len(path))
 
     def _move_rows(self, source: list[int], target: int) -> None:
-        """Move the rows `source` to `target` and the rows behind it, in place."""
+        """Move the rows `source` to the rows from `target` on, in place."""
         if self._compaction is None:
             raise ValueError("this cache has no compaction graph; give it one")
         move = self._moves.get(len(source))

@@ -164,7 +164,7 @@ class Graph:
         self._bindings, self._wide_bindings = {}, {}
 
     def draft_room(self, filled: int) -> int:
-        """How many more rows a draft may have whose first `filled` slots are taken."""
+        """How many more rows a draft with `filled` slots may have."""
         return min(self.cache.room, self.contract.draft_slots) - filled
 
     def run_branches(
@@ -181,7 +181,7 @@ class Graph:
         """Run rows of a branching draft in a tree graph, which answers for all rows.
 
         The draft takes slots from the cursor on; earlier passes have written the first
-        `filled`. Row i sits `depths[i]` places past the cursor and sees the committed
+        `filled`. Row i is `depths[i]` positions past the cursor and sees the committed
         rows, the draft's slots `ancestors[i]` and itself. `features` and `recent` as in
         `run`.
         """
@@ -228,7 +228,7 @@ class Graph:
     def _probe_slots(
         self, probes: Probes, ancestors: Sequence[Sequence[int]]
     ) -> VisibleSlots:
-        """For each slot behind the rows of a pass, the slots that it attends to."""
+        """For each slot after the rows of a pass, the slots that it attends to."""
         return probes.visible(ancestors, self.contract.members, self.contract.prefix)
 
     def _set_inputs(self, binding: _GraphBinding, cursor: int) -> ort.RunOptions | None:

@@ -131,7 +131,7 @@ class Opener:
     _opened: dict[str, ort.InferenceSession] = field(default_factory=dict, repr=False)
 
     def graph(self, entry: GraphEntry, weights: Weights | None = None) -> Graph:
-        """Open a graph with new KV buffers; `weights` replace its own, by name."""
+        """Open a graph with new KV buffers; `weights` replace initializers, by name."""
         open_on = {
             "cpu": self._open_on_cpu,
             "cuda": self._open_on_cuda,
@@ -152,7 +152,7 @@ class Opener:
         shared: Mapping[str, ort.OrtValue] | None = None,
         threads: Threads | None = None,
     ) -> ort.InferenceSession:
-        """The session of one of the bundle's files, see `open_session`."""
+        """Open a session of a bundle's file, once on the CPU; see `open_session`."""
         if file in self._opened:
             return self._opened[file]
         session = open_session(
@@ -263,7 +263,7 @@ Values = dict[str, ort.OrtValue]
 def shared_weights(file: Path, device: str) -> tuple[Values, Values]:
     """The external weights of the contrib graph `file`, copied to `device`.
 
-    Gives views for the sessions (`SessionOptions.add_initializer`), which refuse a
+    Returns views for the sessions (`SessionOptions.add_initializer`), which refuse a
     value that owns its memory, and the owners, which must outlive the sessions.
     Standard graphs cannot be read, since their packed integers have no numpy type. On
     the CPU sharing saves nothing, since each session packs its weights again. Raises

@@ -93,7 +93,7 @@ def save_prefix(
 
 
 def digest_of(arrays: Mapping[str, npt.NDArray[Any]]) -> str:
-    """The SHA-256 of the names, types, shapes and numbers of all arrays but itself."""
+    """The SHA-256 of all arrays but `DIGEST`: their names, types, shapes and bytes."""
     digest = hashlib.sha256()
     for name in sorted(arrays.keys() - {DIGEST}):
         array = np.ascontiguousarray(arrays[name])
@@ -105,11 +105,11 @@ def digest_of(arrays: Mapping[str, npt.NDArray[Any]]) -> str:
 def load_prefix(
     file: Path, caches: dict[str, Cache], identity: dict[str, Any], size: int = 0
 ) -> tuple[list[int], bool, Float32s | None]:
-    """Put saved rows into all caches.
+    """Put saved rows into all caches, in place of their rows.
 
-    Gives their tokens, whether this machine computed them, and the features that wait
-    for a head, float32 [1, `size`], if any. Raises `BundleError` for rows of another
-    bundle, and for a file that was altered or does not fit the buffers.
+    Returns the tokens, whether this machine computed the rows, and the features that a
+    head has not read, float32 [1, `size`], or None. Raises `BundleError` for rows of
+    another bundle, and for a file that was altered or does not fit the buffers.
     """
     refusal = BundleError(f"{file} is not a saved prefix; save it again")
     arrays = read_arrays(file, refusal)

@@ -79,7 +79,7 @@ def open_session(
     shared: Mapping[str, ort.OrtValue] | None = None,
     provider_options: Mapping[str, str] | None = None,
 ) -> ort.InferenceSession:
-    """A session of the graph in `file` on one provider ("cpu", "cuda", "tensorrt").
+    """Open a session of the graph in `file` on a `provider`, such as "cuda".
 
     `weights` replace the graph's own, by name, and so do the `shared` weights, which
     lie in the provider's memory and must outlive the session. Raises `ProviderError` if
@@ -163,12 +163,13 @@ def _check_provider(session: ort.InferenceSession, provider: str, file: Path) ->
 
 
 class Captures:
-    """One graph id per key, since onnxruntime replays whatever id it gets.
+    """Run options by key: passes with the same key are captured once, then replayed.
 
-    A replay reads no shape and no value on the host: passes that differ in these need
-    different keys. The first run of a key is eager, so that kernels are chosen and
-    memory is allocated outside of a capture. The second run captures, and runs the pass
-    three times, which is harmless: the rows go to the same slots.
+    Each key has its own graph id. A replay reads no shape and no value on the host:
+    passes that differ in these need different keys. The first run of a key is eager, so
+    that kernels are chosen and memory is allocated outside of a capture. The second run
+    captures, and runs the pass three times, which is harmless: the rows go to the same
+    slots.
     """
 
     def __init__(self) -> None:

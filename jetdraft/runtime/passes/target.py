@@ -42,7 +42,7 @@ class Target(Protocol):
     ) -> tuple[Rows, Answer]:
         """Run a draft in a pass of that width, and probes beside it.
 
-        Gives the rows that were run, maybe a part of the draft, and their answer.
+        Returns the rows that were run, maybe a part of the draft, and their answer.
         Raises `EarlyStop` to end the text.
         """
         ...
@@ -51,6 +51,6 @@ class Target(Protocol):
         """Commit the rows of a path of the last pass; returns how many.
 
         An `exact` commit ends where the path leaves a gap in the buffer; an inexact
-        commit closes the gaps by moving the rows behind them.
+        commit closes the gaps by moving the rows after them.
         """
         ...

@@ -86,7 +86,6 @@ class _Promise(NamedTuple):
 
 
 def _assign_to(proposer: Proposer, promise: _Promise, probing: Probing) -> Assignment:
-    """The assignment that asks the proposer for the promised draft."""
     return Assignment(proposer, promise.length, probing, promise.parents)
 
 

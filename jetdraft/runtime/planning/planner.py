@@ -159,7 +159,8 @@ class ProposerSet:
                 proposer.catch_up(context)
                 start = time.perf_counter()
                 parents = assignment.parents
-                rows = _ask_proposer(proposer, context, budget, parents, self.vocab_size)
+                size = self.vocab_size
+                rows = _ask_proposer(proposer, context, budget, parents, size)
                 offer.asked[proposer] = rows.drafted, time.perf_counter() - start
                 drafts[proposer] = rows
                 if not rows.drafted and rows.probes is not None:

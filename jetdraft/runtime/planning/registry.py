@@ -57,7 +57,6 @@ def _load_methods() -> dict[str, Method[Any]]:
 
 
 def _warn_of(name: str, reason: str) -> None:
-    """Warn that an entry point is left out, with the reason."""
     warnings.warn(
         f"the entry point {name!r} of {GROUP} is left out: {reason}", stacklevel=4
     )

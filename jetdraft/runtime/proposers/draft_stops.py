@@ -29,7 +29,7 @@ learned     the product of the rates of an acceptance head (SpecDec++, 2405.1971
 
 @dataclass
 class DraftStop:
-    """Ends a draft behind a token whose `rate` or `product` is below the threshold."""
+    """Ends a draft after a token whose `rate` or `product` is below the threshold."""
 
     rate: Callable[[Answer], float]
     threshold: float
@@ -40,7 +40,7 @@ class DraftStop:
         self._rate = 1.0
 
     def ends_draft(self, answer: Answer) -> bool:
-        """Take the rate of the token after `answer`; whether the draft ends there."""
+        """Add the rate of the token after `answer`; whether the draft ends with it."""
         rate = self.rate(answer)
         self._rate = self._rate * rate if self.product else rate
         return self._rate < self.threshold

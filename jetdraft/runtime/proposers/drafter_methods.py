@@ -76,7 +76,7 @@ class BlockOptions(TreeOptions):
     """How a block is filled, and how much of it is verified.
 
     steps       2: the second half of a chain is guessed again when the first is known
-    confidence  a chain ends behind the token at which the product of the drafter's
+    confidence  a chain ends after the token at which the product of the drafter's
                 highest probabilities falls below this
     """
 
@@ -115,7 +115,7 @@ def chains_or_trees(
     stop: DraftStop | None,
     grow: Callable[[Shape], Grow] = Levels,
 ) -> Proposer:
-    """Chains that end with the rule `stop`, or what `grow` makes of a tree's shape."""
+    """Make a proposer of chains that `stop` ends, or of trees that `grow` drafts."""
     widest = cache.graph.contract.max_width - 1
     traits = Traits(name, widest, options.kind, ms_per_token=ms_per_token)
     if not options.branched:
@@ -174,7 +174,7 @@ def drafter_method(
     module: tuple[str, ...] = (),
     task: str = "",
 ) -> Method[OptionsT]:
-    """The record of a method that `needs` a drafter; an export adds it with `flag`."""
+    """Make the record of a method whose drafter an export adds with `flag`."""
 
     def lacks(bundle: Bundle) -> str:
         entry = bundle.drafter
@@ -231,7 +231,7 @@ def of_probes(
     probes: int = 0,
     branches: bool = False,
 ) -> Proposer:
-    """Drafts what `probes` of the target guessed, as many as it has if 0."""
+    """Make a proposer of what `probes` of the target guessed; 0 for all its probes."""
     contract = loaded.target.contract
     shape = options.shape if options.branched else None
     branches = branches and contract.tree and shape is None
@@ -242,7 +242,7 @@ def of_probes(
 
 
 def lacks_probes(verb: str, mode: str = "") -> Callable[[Bundle], str]:
-    """What a bundle lacks whose target has no probes, or none of that mode."""
+    """Make a `Method.lacks` that asks for a target with probes, of a `mode` or any."""
 
     def lacks(bundle: Bundle) -> str:
         own_mode = (bundle.target.streams or {}).get("mode")
@@ -253,7 +253,7 @@ def lacks_probes(verb: str, mode: str = "") -> Callable[[Bundle], str]:
 
 
 def check_trees(*graphs: Graph) -> None:
-    """Refuse trees unless all of these graphs can branch."""
+    """Raise `OptionError` unless all of these graphs can run trees."""
     if not all(graph.contract.tree for graph in graphs):
         raise DraftingError(
             "the bundle verifies chains only, since one of its models attends in "

@@ -117,7 +117,7 @@ class _SequenceLookup:
         self._place = match, self._automaton.length(match)
 
     def guess_after(self, drafted: Sequence[int], count: int) -> Guess:
-        """What follows, no more than the match is long."""
+        """The tokens after the match, at most as many as matched."""
         place = self._place
         for token in drafted:
             place = self._automaton.step(*place, token)

@@ -69,7 +69,10 @@ class MethodOptions:
             raise DraftingError(refusal)
 
     def refusals(self) -> Iterator[str]:
-        """What contradicts itself, and the fix; only the first text is read."""
+        """Yield each contradiction with its fix; the first one raises `OptionError`.
+
+        A subclass yields from `super().refusals()` before its own.
+        """
         check_choice("verifier", self.verifier, VERIFIERS)
         check_ranges(self, _RANGES)
         for name in sorted({name for v in VERIFIERS.values() for name in v.settings}):
@@ -90,17 +93,17 @@ class MethodOptions:
 
     @property
     def draft_size(self) -> int | None:
-        """The rows of every draft; None lets a controller choose in each round."""
+        """The rows of every draft; here None: a controller chooses in each round."""
         return None
 
     @property
     def size_is_fixed(self) -> bool:
-        """Whether the options fix `draft_size`, so that no caller can change it."""
+        """Whether `draft_size` is fixed, so that no caller can change it; here not."""
         return False
 
     @property
     def branched(self) -> bool:
-        """Whether every draft branches."""
+        """Whether every draft branches; here not."""
         return False
 
     @property
@@ -115,7 +118,7 @@ class MethodOptions:
 
     @classmethod
     def of(cls, settings: Mapping[str, object]) -> Self:
-        """The options that `settings` name; raises `OptionError` for an unknown key."""
+        """Make options from `settings`; raises `OptionError` for an unknown key."""
         keys = cls.option_names()
         for key in settings:
             if key not in keys:
@@ -240,7 +243,7 @@ value of them and a text are read, and the words for the type."""
 
 
 def _read_value(key: str, value: object, hint: Any) -> Any:
-    """A value as its field's type, from text or from Python; raises `DraftingError`."""
+    """Read a text or a Python value as its field's type; raises `DraftingError`."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if unreadable := {*kinds} - {*_READERS, NoneType}:
         raise DraftingError(

@@ -53,7 +53,6 @@ class ModelProposer(Proposer):
         self.chooser = chooser
 
     def keep(self, kept: int) -> int:
-        """See `DraftCache.keep`."""
         return self.cache.keep(kept)
 
     def observe(self, seen: Seen) -> None:
@@ -94,7 +93,7 @@ class ModelProposer(Proposer):
 
 
 class Levels:
-    """Grows a tree; the graph answers for a level in a pass, and keeps none of it."""
+    """Grows a tree with a pass of the graph per level; the graph keeps no row."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -125,7 +124,7 @@ class Levels:
 class Guesses:
     """Takes a chain of the tokens that an answer guesses, up to what `stop` doubts.
 
-    With 2 `steps` the second half of a block is guessed again behind the first.
+    With 2 `steps` the second half of a block is guessed again once the first is chosen.
     """
 
     def __init__(self, stop: DraftStop | None = None, steps: int = 1) -> None:
@@ -177,7 +176,7 @@ class Shared:
 class ProbeProposer(Proposer):
     """Drafts what the probes of the target's last accepted row guessed, at no cost.
 
-    Probe j guesses the token j places after the last. Without a `shape` drafts are
+    Probe j guesses the token j positions after the last. Without a `shape` drafts are
     chains, or trees if a controller asks a proposer that `branches`.
     """
 

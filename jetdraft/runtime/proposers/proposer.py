@@ -55,7 +55,7 @@ class Seen:
 
 
 class Observer:
-    """Watches generations, whoever proposes in them."""
+    """Watches generations, whoever proposes in them; here all methods do nothing."""
 
     def begin(self, prompt: Tokens, chooser: Chooser) -> None:
         """Start a new generation, whose tokens `chooser` picks; forget the last."""
@@ -82,21 +82,21 @@ class Proposer(Observer, ABC):
 
     @property
     def session_seconds(self) -> float:
-        """The time that it spent inside `session.run` so far."""
+        """The seconds that it spent inside `session.run` so far; here 0."""
         return 0.0
 
     def keep(self, kept: int) -> int:
-        """How many of the first `kept` rows of the prompt it need not observe.
+        """How many of the first `kept` rows of a prompt it need not observe; here all.
 
         The target's buffers hold these rows, so it does not run them again.
         """
         return kept
 
     def catch_up(self, context: Tokens) -> None:
-        """Do what was left undone while others proposed.
+        """Run what is missing of `context` before `propose`; here nothing.
 
-        It comes before the time of a draft is taken, which tells what the next draft
-        costs, and says nothing of a prompt that had to be read first.
+        Only `propose` is timed, to tell what the next draft costs: without the work
+        that is left from a long prompt, or from rounds of other proposers.
         """
 
     @abstractmethod
@@ -110,7 +110,7 @@ class Proposer(Observer, ABC):
         """
 
     def forget(self) -> None:
-        """Reset what was learned of earlier generations; see `Model.forget`."""
+        """Reset what was learned, see `Model.forget`; here nothing."""
 
 
 # --- where the text is constrained: some tokens must come, others may not ------------
@@ -143,7 +143,6 @@ class ConstrainedProposer(Proposer):
         return self._inner.session_seconds
 
     def keep(self, kept: int) -> int:
-        """See the inner proposer's `keep`."""
         return self._inner.keep(kept)
 
     def catch_up(self, context: Tokens) -> None:

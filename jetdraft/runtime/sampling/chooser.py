@@ -77,7 +77,7 @@ class Chooser:
         return answer
 
     def choose(self, answer: Answer, positions: Sequence[int]) -> list[int]:
-        """The chosen token of each row, for the absolute positions of these tokens."""
+        """Choose the token after each row; `positions` are where these tokens stand."""
         chosen = answer.candidates[:, 0]
         if self.sampling.temperature:
             chosen = self._sample(answer, np.array(positions))
@@ -193,7 +193,7 @@ class Chooser:
         return _softmax(answer, scaled, scaled.shape[1] if kept == _OPEN else kept)
 
     def _widen(self, answer: Answer, rows: Int64s) -> Answer:
-        """`rows` with `_WIDER` times the candidates, or `top_k`; reads all logits."""
+        """Return the answer of `rows` with more candidates; reads all their logits."""
         logits, known = answer.logits[rows], answer.candidates.shape[1]
         count = min(max(_WIDER * known, self.sampling.top_k), answer.vocab_size)
         ids = np.stack([best_ids(row, count) for row in logits])
@@ -260,7 +260,7 @@ class Logprob:
 
     @classmethod
     def of(cls, answer: Answer, row: int, token: int, top: int) -> Logprob:
-        """Of the token chosen after a row, and of the `top` best candidates."""
+        """Compute it for the token after a row, and for the `top` best candidates."""
         # A kernel may sum the graph's own logsumexp in another order in another row.
         whole = answer.logits[row]
         peak = whole.max()

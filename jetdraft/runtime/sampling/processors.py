@@ -59,7 +59,7 @@ class Change(Protocol):
 
 
 def apply_changes(answer: Answer, changes: Sequence[Change | None]) -> Answer:
-    """The answer after one change for each of its rows; logits follow when read."""
+    """Apply a change, or None, to each row; all logits are computed when read."""
     later, width = _LazyLogits(answer, changes), answer.candidates.shape[1]
     best = []
     for row, change in enumerate(changes):
@@ -143,7 +143,7 @@ class Mask:
         return np.where(self._holds(ids), np.maximum(values, NEVER / 2), NEVER)
 
     def best(self, answer: Answer, row: int) -> tuple[Int64s, Float32s] | None:
-        """All allowed tokens if they are few, or else the candidates among them."""
+        """All allowed tokens if they are few, else the allowed candidates, or None."""
         ids, values = answer.candidates[row], answer.candidate_logits[row]
         kept = self._holds(ids)
         if self.count > FEW_TOKENS and np.count_nonzero(kept) >= MIN_CANDIDATES:
@@ -296,7 +296,6 @@ class _Penalized:
     values: Float32s
 
     def apply(self, logits: Float32s) -> None:
-        """Set the tokens' logits."""
         logits[self.ids] = self.values
 
     def at(self, ids: Int64s, values: Float32s) -> Float32s:
@@ -309,7 +308,7 @@ class _Penalized:
         return np.where(self.ids[places] == ids, self.values[places], values)
 
     def best(self, answer: Answer, row: int) -> tuple[Int64s, Float32s]:
-        """The tokens that are better than any token that is not known here."""
+        """The candidates and changed tokens that no other token can be better than."""
         ids, values = answer.candidates[row], answer.candidate_logits[row]
         floor = values[-1] if len(ids) < answer.vocab_size else -np.inf
         kept = ~np.isin(ids, self.ids)

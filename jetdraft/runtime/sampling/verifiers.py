@@ -39,7 +39,7 @@ Choose = Callable[[Rows, Answer, Sequence[int], Chooser], list[int]]
 """A token per row, for these absolute positions; -1 where the walk cannot come."""
 
 EPSILON, DELTA = 0.09, 0.3
-"""Of typical acceptance."""
+"""The parameters of typical acceptance."""
 
 TOP, TOLERANCE = 3, 1.0
 """The tolerant verifier's defaults."""
@@ -90,7 +90,7 @@ def _rule_verifier(
     lossy: bool = False,
     single_child: bool = False,
 ) -> Verifier:
-    """A verifier that draws each row's token from pi(. | its children)."""
+    """Make a verifier that draws each row's token from pi(. | its children)."""
 
     def choose(
         rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser

@@ -31,7 +31,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Window:
-    """A window's text, the `spans` of its segments, and the slot of the next window."""
+    """A window's segments, (start slot, end slot, ids), and the next window's slot."""
 
     spans: list[tuple[int, int, list[int]]]
     slots: int
@@ -70,8 +70,8 @@ def vtt(segments: Sequence[Segment]) -> str:
 
 
 def _cue(segment: Segment, mark: str) -> str:
-    # An arrow would be read as the line of times, and an empty line as the end.
     """The times and the text of a subtitle; `mark` is before the thousandths."""
+    # An arrow would be read as the line of times, and an empty line as the end.
     text = " ".join(segment.text.split()).replace("-->", "->")
     return f"{clock(segment.start, mark)} --> {clock(segment.end, mark)}\n{text}\n"
 

@@ -111,7 +111,7 @@ def _read_wav(name: str, opened: IO[bytes]) -> Float32s:
 
 
 def _seek_data(opened: IO[bytes]) -> tuple[bytes, int]:
-    """Seek to the sound; the format chunk, and stated bytes. Raises `ValueError`."""
+    """Seek to the sound; returns its format chunk and stated bytes, or `ValueError`."""
     kind, whole, form = struct.unpack("<4sI4s", opened.read(12))
     if kind not in (b"RIFF", b"RF64", b"BW64") or form != b"WAVE":
         raise ValueError("it begins otherwise")
@@ -153,7 +153,7 @@ def _read_data(
 
 
 def check_sound(samples: object) -> Float32s:
-    """Samples as `read_sound` gives them; raises `OptionError` for other arrays."""
+    """Return float32 samples as `read_sound` does; raises `OptionError` for others."""
     array = np.asarray(samples)
     if array.ndim != 1 or array.dtype.kind not in "f" or not np.isfinite(array).all():
         raise _sound_error(
@@ -223,7 +223,6 @@ def resample(samples: Float32s, rate: int) -> Float32s:
 
 
 def _sound_error(problem: str) -> OptionError:
-    """The error for a sound that cannot be used."""
     return OptionError(problem, "file")
 
 

@@ -65,7 +65,7 @@ DEFAULT_TRANSCRIPT = TranscribeOptions()
 
 
 def check_speech(parts: LoadedBundle) -> Speech:
-    """The tokens of speech; raises `OptionError` for a model without speech."""
+    """Return the bundle's `Speech`; raises `OptionError` for a model without it."""
     if parts.bundle.speech is None:
         raise OptionError(
             "the bundle's model reads text and hears nothing; export a checkpoint of "
@@ -135,7 +135,7 @@ class Transcription:
         self._set_finish_reason(reason)
 
     def result(self) -> Transcript:
-        """Run the transcription to its end, and give all of it."""
+        """Run the transcription to its end; returns all segments as a transcript."""
         for _ in self._segments:
             pass
         return replace(
@@ -182,7 +182,7 @@ class Transcription:
         self._set_finish_reason(ending)
 
     def _detect_language(self, features: Float32s) -> str:
-        """Find the language whose token comes first; gives the finish reason."""
+        """Set `language` by the likeliest token of one; returns the finish reason."""
         codes = {id: code for code, id in self._speech.languages.items()}
         result = self._write_first_token(features, list(codes))
         self.language = codes[result.token_ids[0]] if result.token_ids else ""
@@ -206,7 +206,7 @@ class Transcription:
 
     @property
     def _seconds_left(self) -> float | None:
-        """The seconds that are left, None without a limit; a limit is above 0."""
+        """The seconds left until the limit, above 0; None without a limit."""
         seconds = self._options.ending.max_seconds
         if seconds is None:
             return None
@@ -266,10 +266,10 @@ class SpeechRules:
     """Bans tokens by what was written before; a `LogitsProcessor`.
 
     Some tokens are never written, some not as the first. With `timestamps` a text
-    begins with one, they stand in pairs and never go back; where all together are
-    likelier than the likeliest word, one is written (2212.04356, appendix; the rules
-    of OpenAI's decoder). `start` is the length of the prompt; no word has an id of
-    `end` or more.
+    begins with a timestamp; they stand in pairs and never go back, and a timestamp must
+    come where all together are likelier than the likeliest word (2212.04356, appendix;
+    the rules of OpenAI's decoder). `start` is the length of the prompt; no word has an
+    id of `end` or more.
     """
 
     def __init__(self, speech: Speech, start: int, end: int, timestamps: bool) -> None:
@@ -292,7 +292,7 @@ class SpeechRules:
         return apply_changes(answer, [Mask.of(~banned) for banned in masks])
 
     def _banned(self, written: Sequence[int]) -> Banned:
-        """The tokens that must not follow what was written."""
+        """Whether each token must not follow the tokens `written`, bool [vocab]."""
         banned, first = self._never.copy(), self._speech.first_timestamp
         if not written:
             banned[list(self._speech.suppressed_first)] = True
@@ -318,7 +318,7 @@ class SpeechRules:
         return banned
 
     def _prefer_timestamps(self, logits: Float32s, masks: list[Banned]) -> None:
-        """Ban all else where a timestamp is likelier than each other token."""
+        """Ban all else in a row's mask where timestamps together are likelier."""
         first = self._speech.first_timestamp
         for row, mask in zip(logits, masks, strict=True):
             times = row[first:][~mask[first:]].astype(np.float64)
@@ -337,7 +337,7 @@ class OneOf:
         self._ids = list(ids)
 
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
-        """The answer with these tokens alone."""
+        """The answer with all tokens but these masked."""
         allowed = np.zeros(answer.vocab_size, bool)
         allowed[self._ids] = True
         return apply_changes(answer, [Mask.of(allowed)] * len(rows))

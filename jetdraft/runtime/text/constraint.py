@@ -148,7 +148,6 @@ def _find_rounded(part: Any, keyword: str = "", is_named: bool = False) -> float
 
 
 def _json_error(reason: object) -> OptionError:
-    """The error for a JSON schema that is not JSON."""
     return OptionError(f"the JSON schema is not JSON ({reason}); fix it", "json_schema")
 
 

@@ -189,7 +189,6 @@ class _Dict:
         return dict(*args, **more)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """A dict with these keys."""
         return dict.fromkeys(*args)
 
 
@@ -214,7 +213,6 @@ def weight(value: Any) -> int:
 
 
 def _apply_filter(node: nodes.Node, name: str, line: int) -> nodes.Filter:
-    """The node of a filter applied to an expression."""
     return nodes.Filter(node, name, [], [], None, None, lineno=line)
 
 

@@ -239,7 +239,6 @@ def _run_program(end: int, setting: str) -> subprocess.Popen[bytes]:
 
 
 def _start_error(problem: object) -> OptionError:
-    """The error for a process that could not be started."""
     return OptionError(
         f"the process that follows constraints could not be started ({problem}); make "
         "room for it, or leave the constraint out",

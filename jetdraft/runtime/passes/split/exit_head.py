@@ -34,7 +34,7 @@ class Decision(IntEnum):
 
 @dataclass(frozen=True)
 class ExitHead:
-    """The head behind one layer of a target, for states float32 [n, h].
+    """The head after one layer of a target, for states float32 [n, h].
 
     `weight` [h, h] makes of a state what the target's final norm reads, h + W h.
     `classifier` [3, h] and `bias` [3] rate the decisions by the state at unit size.
@@ -58,7 +58,7 @@ class ExitHead:
 
     @classmethod
     def load(cls, folder: Path, base: str, layer: int, size: int) -> ExitHead:
-        """Read the head behind `layer` layers, for a target with the hash `base`.
+        """Read the head after `layer` layers, for a target with the hash `base`.
 
         Raises `OptionError` where it is missing, `PairError` for another target's head.
         """

@@ -28,9 +28,9 @@ class SplitSessions(NamedTuple):
 
 
 class PlacedRows(NamedTuple):
-    """Rows of a pass, in the slots of a draft behind the first `filled` slots.
+    """Rows of a pass, in the slots of a draft after the first `filled` slots.
 
-    Row i is `depths[i]` places past the cursor, and sees the slots `ancestors[i]` too.
+    Row i is `depths[i]` positions past the cursor, and sees the slots `ancestors[i]`.
     """
 
     tokens: Sequence[int]
@@ -74,7 +74,7 @@ class Halves:
     def run_lower(
         self, rows: PlacedRows, width: int, cursor: int, parents: Sequence[int] = ()
     ) -> PassBinding:
-        """Run rows of a draft that begins at the cursor; gives inputs and outputs.
+        """Run rows of a draft that begins at the cursor; returns their binding.
 
         An early exit needs the `parents` of all rows; the root is its own parent.
         """
@@ -111,7 +111,7 @@ class Halves:
         width: int,
         cursor: int,
     ) -> Answer:
-        """Fill the upper layers' buffers for rows that leave them out; gives answers.
+        """Answer for rows without the upper layers, but fill these layers' buffers.
 
         The lower half has given the `states` [n, h]; the LM head reads `exit_states`.
         """

@@ -30,7 +30,7 @@ from jetdraft.runtime.passes.target import EarlyStop
 
 
 class LeadingHalf:
-    """A `Target` over the buffers of a `whole` one, which reads prompts for it.
+    """A `Target` over the buffers of the target `whole`, which reads prompts for it.
 
     `ahead` has the tokens of the rows that only the lower half has run.
     """
@@ -78,9 +78,10 @@ class LeadingHalf:
         return self.whole.run(tokens, last_only, width)
 
     def lead(self, text: Tokens) -> Float32s | None:
-        """The states [n, h] that leave the lower half, of the rows not committed yet.
+        """Run the lower half over the rows of `text` that are not committed yet.
 
-        The text begins with the committed tokens. None if the rows do not fit.
+        Returns the states [n, h] that leave it, or None if the rows do not fit. The
+        text begins with the committed tokens.
         """
         rows = Rows.chain(list(text[self.cache.length :]))
         self._keep_ahead(common_length(self.ahead, rows.tokens))
@@ -88,7 +89,7 @@ class LeadingHalf:
         return self._run_ahead(rows)
 
     def branch(self, rows: PlacedRows) -> Float32s:
-        """The states [n, h] of rows of a draft behind the text that was led last.
+        """Run the lower half over a draft after the last `lead`; states [n, h].
 
         A row that continues the rows ahead stays; others run again when verified.
         """
@@ -119,7 +120,7 @@ class LeadingHalf:
     def _verify_by_rule(
         self, rows: Rows, states: Float32s, rule: ExitRule
     ) -> tuple[Rows, Answer]:
-        """The first rows with the root's decision, and answer; raises `EarlyStop`."""
+        """Run the first rows with the root's decision; or raise `EarlyStop`."""
         decisions = rule.decide(states)
         if self._is_first:
             decisions[0] = Decision.CONTINUE
@@ -171,7 +172,7 @@ class LeadingHalf:
         return next((w for w in self.widths if rows <= w <= room), None)
 
     def _run_ahead(self, rows: Rows) -> Float32s | None:
-        """The states of all rows, which are ahead then until they are committed."""
+        """Run the lower half over all rows; states [n, h], or None without room."""
         while (first := len(self.ahead)) < len(rows):
             end = min(len(rows), first + self.widths[-1])
             width = self._fitting_width(end - first, first)

@@ -62,7 +62,7 @@ class Threshold:
     def observe(
         self, used: float, outcome: Callable[[float], tuple[float, float]]
     ) -> None:
-        """Learn from a round at `used`, and its `outcome` at higher thresholds."""
+        """Learn from a round at `used`; `outcome(threshold)` is (tokens, ms)."""
         for index, threshold in enumerate(THRESHOLD_CHOICES):
             if threshold >= used:
                 tokens, ms = outcome(threshold)
