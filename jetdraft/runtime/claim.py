@@ -55,7 +55,7 @@ class Idle:
 
     @contextmanager
     def paused(self, until_ended: bool = False) -> Iterator[None]:
-        """Keep the thread off the buffers in the block; `until_ended` joins it too."""
+        """Keep the thread off the buffers in a block; `until_ended` joins it first."""
         self._count_users(1)
         try:
             with self._buffers:

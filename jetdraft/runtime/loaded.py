@@ -199,7 +199,7 @@ class LoadedBundle:
 
     @cached_property
     def leading(self) -> LeadingHalf:
-        """The target whose lower half runs ahead, over its own buffers."""
+        """The target in two halves over the same buffers; the lower half runs ahead."""
         return LeadingHalf(self.target, self._open_halves("choose another method"))
 
     def _open_halves(self, advice: str) -> SplitSessions:
@@ -224,7 +224,7 @@ class LoadedBundle:
     def store_of(self, user: str) -> ResponseStore | None:
         """Return the user's store; None if the bundle was loaded without `store`.
 
-        Raises `OptionError` for a named user of whom nothing is kept, also no lesson.
+        Raises `OptionError` for a named user if neither texts nor lessons are kept.
         """
         if self.store is not None:
             return self.store.of(user)

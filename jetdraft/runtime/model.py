@@ -90,7 +90,7 @@ class Model:
 
     @property
     def parts(self) -> LoadedBundle:
-        """The bundle's graphs, text and measurements, or `JetdraftError` if closed."""
+        """The bundle's graphs, text and timings; raises `JetdraftError` if closed."""
         if self._parts is None:
             raise JetdraftError(CLOSED_MESSAGE)
         return self._parts

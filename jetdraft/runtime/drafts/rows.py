@@ -153,7 +153,7 @@ class Rows:
         return depths
 
     def ranks(self, path: Sequence[int]) -> list[tuple[int, int]]:
-        """For each step of a path: the rank of the next row, and its siblings' number.
+        """For each step of a path: (rank of the next row, number of children).
 
         The last pair is (n, n) if the path ends above n wrong children.
         """

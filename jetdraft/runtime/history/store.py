@@ -162,7 +162,7 @@ class ResponseStore:
             )
 
     def _write_entry(self, entry: Entry) -> None:
-        """Replace the request's earlier entry; raises `sqlite3.Error`."""
+        """Write an entry, drop the request's earlier entry; raises `sqlite3.Error`."""
         if self._store_file.is_missing():
             self._store_file.create_or_check()
         prompt, response = (

@@ -14,7 +14,7 @@ MAX_LINKS = 64
 
 
 class SuffixAutomaton:
-    """Counts the parts of token sequences, and where they came last, by int states."""
+    """Counts parts of token sequences, and keeps their last places; states are ints."""
 
     def __init__(self) -> None:
         self._next: list[dict[int, int]] = [{}]

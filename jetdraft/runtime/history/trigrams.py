@@ -168,7 +168,7 @@ class Trigrams:
         self._learned.clear()
 
     def successors(self, one: int, two: int) -> dict[int, float]:
-        """A pair's successors and weights, as decoding learned them or the corpus."""
+        """A pair's successors and weights, learned in decoding or from the corpus."""
         learned = self._learned.get((one, two))
         return self.counts.successors(one, two) if learned is None else learned
 

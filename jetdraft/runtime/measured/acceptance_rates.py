@@ -119,7 +119,7 @@ class Acceptance:
     def rates(self, length: int, evidence: int | None = 0) -> list[float]:
         """The rates of first siblings at depths 1..length, given right ancestors.
 
-        They hold for drafts with this evidence; None is for a draft that is not there
+        They hold for drafts with this evidence; None is for a draft that is not made
         yet: where evidence differs, it may be the best.
         """
         if evidence:

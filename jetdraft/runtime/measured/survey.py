@@ -215,7 +215,7 @@ class Survey:
                 )
 
     def _compare_next_width(self, known: Widths) -> Widths:
-        """Return `known` with the next width in the class with its bits, or a new."""
+        """Compare the next width; returns `known` with the width in its class."""
         width, *untried = known.untried
         exact = known.exact if known.classes else []
         for members in sorted(known.classes, key=lambda m: sorted(m) != exact):

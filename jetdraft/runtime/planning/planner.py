@@ -159,8 +159,7 @@ class ProposerSet:
                 proposer.catch_up(context)
                 start = time.perf_counter()
                 parents = assignment.parents
-                size = self.vocab_size
-                rows = _ask_proposer(proposer, context, budget, parents, size)
+                rows = _propose(proposer, context, budget, parents, self.vocab_size)
                 offer.asked[proposer] = rows.drafted, time.perf_counter() - start
                 drafts[proposer] = rows
                 if not rows.drafted and rows.probes is not None:
@@ -173,7 +172,7 @@ class ProposerSet:
         return offer
 
 
-def _ask_proposer(
+def _propose(
     proposer: Proposer, context: Tokens, budget: int, parents: Parents, size: int
 ) -> Rows:
     """Ask a proposer for rows; raises `OptionError` if it fails or they are wrong.

@@ -69,7 +69,7 @@ class MethodOptions:
             raise DraftingError(refusal)
 
     def refusals(self) -> Iterator[str]:
-        """Yield each contradiction with its fix; the first one raises `OptionError`.
+        """Yield each contradiction with its fix; the first is raised as `OptionError`.
 
         A subclass yields from `super().refusals()` before its own.
         """

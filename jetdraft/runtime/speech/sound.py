@@ -111,7 +111,7 @@ def _read_wav(name: str, opened: IO[bytes]) -> Float32s:
 
 
 def _seek_data(opened: IO[bytes]) -> tuple[bytes, int]:
-    """Seek to the sound; returns its format chunk and stated bytes, or `ValueError`."""
+    """Seek to the sound; returns format chunk and stated size; raises `ValueError`."""
     kind, whole, form = struct.unpack("<4sI4s", opened.read(12))
     if kind not in (b"RIFF", b"RF64", b"BW64") or form != b"WAVE":
         raise ValueError("it begins otherwise")
@@ -153,7 +153,7 @@ def _read_data(
 
 
 def check_sound(samples: object) -> Float32s:
-    """Return float32 samples as `read_sound` does; raises `OptionError` for others."""
+    """Return samples as `read_sound` does; raises `OptionError` for other arrays."""
     array = np.asarray(samples)
     if array.ndim != 1 or array.dtype.kind not in "f" or not np.isfinite(array).all():
         raise _sound_error(

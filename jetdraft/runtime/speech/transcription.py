@@ -182,7 +182,7 @@ class Transcription:
         self._set_finish_reason(ending)
 
     def _detect_language(self, features: Float32s) -> str:
-        """Set `language` by the likeliest token of one; returns the finish reason."""
+        """Set `language` to the likeliest, if any; returns the finish reason."""
         codes = {id: code for code, id in self._speech.languages.items()}
         result = self._write_first_token(features, list(codes))
         self.language = codes[result.token_ids[0]] if result.token_ids else ""

@@ -68,7 +68,7 @@ class TextCodec:
         return json.dumps(text) if id is None else f"<[{id}]>"
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Return a text's ids; `special` adds beginning-of-text. Or `OptionError`."""
+        """Encode a text; `special` adds beginning-of-text; raises `OptionError`."""
         if self._tokenizer is None:
             raise OptionError(
                 "the bundle has no tokenizer; give the prompt as token_ids", "prompt"

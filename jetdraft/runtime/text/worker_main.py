@@ -74,7 +74,7 @@ class LibraryVocabulary:
         self.tokens.clear()  # the library has a copy
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens that the library writes where only this text may come."""
+        """Tokenize a text that a constraint forces; the library calls this."""
         tokens, inner = self._inner.tokenize_str(text), self._inner
         if self.ends.isdisjoint(tokens) and inner.decode_bytes(tokens) == text.encode():
             return tokens
@@ -169,7 +169,7 @@ class Reader:
         return not fresh
 
     def _alias(self, token: int) -> list[int]:
-        """The token as the library reads it where it writes its text."""
+        """A list of the token's alias, or of the token if it has no alias."""
         return [self._aliases.get(token, token)]
 
     def _check_limits(self) -> None:

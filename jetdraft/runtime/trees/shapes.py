@@ -264,7 +264,7 @@ class Comb(Shape):
     name = "comb"
     kinds = _RANK_KINDS
     EXTRA = ((0.3, 7), (0.6, 5), (0.8, 3), (1.0, 1))
-    """Pairs: the best token's probability up to which to add this many siblings."""
+    """Pairs (p, n): add n siblings if the best token's probability is at most p."""
 
     def __init__(self, depth: int = 4) -> None:
         self.depth = depth

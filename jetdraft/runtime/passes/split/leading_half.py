@@ -89,7 +89,7 @@ class LeadingHalf:
         return self._run_ahead(rows)
 
     def branch(self, rows: PlacedRows) -> Float32s:
-        """Run the lower half over a draft after the last `lead`; states [n, h].
+        """Run a draft's rows after the last `lead`; the lower half's states [n, h].
 
         A row that continues the rows ahead stays; others run again when verified.
         """
