@@ -357,8 +357,8 @@ class ModelTask(Task):
         )
 
     def settings_of_run(self, run: Run) -> dict[str, Any]:
-        # The folder may move, but labels that are cut to the best tokens are others.
         """Return the settings that a resumed run must repeat."""
+        # The folder may move, but labels that are cut to the best tokens are others.
         is_cached = self.settings.cache is not None
         own = asdict(self.settings) | {"cache": is_cached, "target": run.base}
         return own | {"from_layers": list(self.settings.from_layers)}

@@ -24,7 +24,7 @@ from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.methods.falcon.module import ARCHITECTURE, MAX_ROWS, Falcon
 from jetdraft.options import setting
 from jetdraft.train.data import IGNORED, Batch
-from jetdraft.train.heads import LayerSettings, LayerTask, sums_of_drafts
+from jetdraft.train.heads import LayerSettings, LayerTask, sums_by_place
 from jetdraft.train.run import Run
 from jetdraft.train.task import Sums
 from jetdraft.train.teacher import Lesson, shift_rows
@@ -109,7 +109,7 @@ class FalconTask(LayerTask):
         apart = F.smooth_l1_loss(states, wanted[learned], reduction="none").mean(-1)
         tokens = (1 - CHOICE_SHARE) * soft + CHOICE_SHARE * hard
         lost, right = apart + CROSS_ENTROPY * tokens, scores.argmax(-1) == best
-        return sums_of_drafts(lost, right, learned, int(places[0]), size)
+        return sums_by_place(lost, right, learned, int(places[0]), size)
 
     def own_fields(self) -> dict[str, Any]:
         """Return the further fields of config.json: the rows of a block."""
