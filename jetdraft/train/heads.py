@@ -207,7 +207,7 @@ class HeadTask(Task):
         return super().folder(output)
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
-        """Return the `Lesson` of a batch alone; its states are kept in `cache`."""
+        """Return the `Lesson` of a batch, with states from `cache` if that is set."""
         folder = self.settings.cache
         if self._cache is None and folder is not None:
             owner = f"{run.base} {list(self.taps)}"

@@ -107,7 +107,7 @@ def _sample(
     seeds: Sequence[int],
     ids: Tensor | None = None,
 ) -> list[list[int]]:
-    """Sample token by token; `run` gets the latest tokens [b, n], and runs the model."""
+    """Sample token by token; `run` computes outputs for the latest tokens [b, n]."""
     longest = max(counts)
     draws = [torch.Generator().manual_seed(seed) for seed in seeds]
     chances = torch.stack(

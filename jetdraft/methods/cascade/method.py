@@ -88,6 +88,7 @@ class Trust:
                 break
 
     def _rates_of(self, evidence: int) -> tuple[PositionRates, PositionRates]:
+        """Return the rates of the drafter and of guesses at this evidence."""
         new = PositionRates(Acceptance.PRIOR), PositionRates(prior_of(evidence))
         return self._rates.setdefault(evidence, new)
 
@@ -97,7 +98,7 @@ REVIEWED = 5
 
 
 class CascadeProposer(ModelProposer):
-    """Drafts the tokens of `below` where it trusts them, else a drafter's."""
+    """Drafts the tokens of `below` where it trusts them, else its drafter's."""
 
     def __init__(
         self, cache: DraftCache, below: LookupProposer, ms_per_token: float = 0.0
@@ -142,9 +143,10 @@ class CascadeProposer(ModelProposer):
         return Rows.chain([context[-1], *drafted[:budget]], self.traits.kind)
 
     def _draft_own(self, context: list[int], taken: list[int], count: int) -> list[int]:
-        """What the drafter itself drafts: its choices up to the first that differs.
+        """Let the drafter review `taken`; returns its tokens up to the first other.
 
-        A head drafts `count` tokens, and none if it is asked again in the round.
+        A head cannot review: it drafts `count` tokens, and none if asked again in the
+        round.
         """
         if self.cache.carry:
             return super().propose(context, count).tokens[1:]
@@ -155,7 +157,7 @@ class CascadeProposer(ModelProposer):
 
 
 def _trials_of(tokens: list[int], guess: Guess, own: bool) -> list[Trial]:
-    """Drafted tokens beside a guess, which says nothing after its first difference."""
+    """Pair drafted tokens with guessed tokens, which are None after a difference."""
     compared = min(len(tokens), 1 + _common_length(tokens, guess.tokens))
     pairs = enumerate(zip_longest(tokens, guess.tokens[:compared]))
     return [Trial(*pair, guess.evidence(place), own) for place, pair in pairs]

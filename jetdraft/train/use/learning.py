@@ -136,7 +136,7 @@ class UseOptions(Checked):
 
 @dataclass(frozen=True)
 class Learned:
-    """Figures of held-out lessons, before and after; `name` is the published set or None."""
+    """Figures of held-out lessons, before and after, and the published set or None."""
 
     steps: int
     places: int
