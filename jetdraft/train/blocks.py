@@ -150,7 +150,7 @@ class BlockTask(Task):
     kind, folder_holds, least_tokens = "drafters", "drafter", 3
     largest_norm = 1.0
     first_anchor = 1
-    """The first row of a text behind which a block may begin."""
+    """The first row of a text after which a block may begin."""
 
     config: Any
 
@@ -207,7 +207,7 @@ class BlockTask(Task):
         places = places.clamp(max=length - 1)
         open_places = inside & (rows_at(lesson.labels, places) != IGNORED)
         open_places = open_places & blocks.is_real[..., None]
-        is_known = self.known(drafter, lesson, blocks, places, open_places, learns)
+        is_known = self.shown(drafter, lesson, blocks, places, open_places, learns)
         learned = open_places & ~is_known
         logits = self.logits(drafter, lesson, blocks, places, is_known, learned)
         teacher = rows_at(lesson.logits, places - 1)[learned].float()
@@ -221,7 +221,7 @@ class BlockTask(Task):
         far = (distance - blocks.known[..., None])[learned]
         return Sums.of(lost, right, far, learned)
 
-    def known(
+    def shown(
         self,
         drafter: Any,
         lesson: Any,

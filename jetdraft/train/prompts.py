@@ -247,7 +247,7 @@ def _prefix_rows(run: Run, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _has_windows(config: Any) -> bool:
-    """Whether a layer of a config attends to a window or in another special way."""
+    """Whether a layer of a config does not attend to all rows before, as in windows."""
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return set(kinds) != {"full_attention"}

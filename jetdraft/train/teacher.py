@@ -1,4 +1,4 @@
-"""The target as a teacher: what it says of texts, computed or read from a disk."""
+"""The target as a teacher: its states and logits for texts, computed or from a disk."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class SourceDrafter(DraftModule):
         masks = self.masks[(tokens - size).clamp(min=0)].to(states.dtype)
         states = torch.where((tokens >= size)[..., None], masks, states)
         table = getattr(self.get_decoder(), "embed_positions", None)
-        if table is not None:  # a block may end behind the last position
+        if table is not None:  # a block may end after the last position
             last = table.weight.shape[0] - getattr(table, "offset", 0) - 1
             positions = positions.clamp(max=last)
         with at_positions(self.model, positions), answering_rows(self.model, rows):

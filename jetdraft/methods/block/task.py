@@ -179,7 +179,7 @@ class SourceBlockTask(BlockTask):
         self._masked = Masked(drafter.model)
         return SourcePupil(drafter, self.sums)
 
-    def encoded(self, drafter: Any, lesson: SourceLesson) -> SourceLesson:
+    def encode(self, drafter: Any, lesson: SourceLesson) -> SourceLesson:
         """Run the drafter's encoder; returns the lesson with its states."""
         with self._masked.by(Masks(lesson.mask)):
             states = drafter.get_encoder()(lesson.source).last_hidden_state
@@ -188,9 +188,9 @@ class SourceBlockTask(BlockTask):
     def sums(
         self, drafter: Any, lesson: SourceLesson, blocks: Blocks, learns: bool
     ) -> Sums:
-        return super().sums(drafter, self.encoded(drafter, lesson), blocks, learns)
+        return super().sums(drafter, self.encode(drafter, lesson), blocks, learns)
 
-    def known(
+    def shown(
         self,
         drafter: Any,
         lesson: SourceLesson,
@@ -200,7 +200,7 @@ class SourceBlockTask(BlockTask):
         learns: bool,
     ) -> Tensor:
         """Show what the parent shows, and `glancing` tokens for each wrong guess."""
-        shown = super().known(drafter, lesson, blocks, places, open_places, learns)
+        shown = super().shown(drafter, lesson, blocks, places, open_places, learns)
         if not (learns and lesson.glancing) or blocks.chances is None:
             return shown
         guessed = open_places & ~shown

@@ -1,7 +1,7 @@
 """A drafter with a cheaper drafter of its own (Cascade Drafting, 2312.11462).
 
 Vertical cascade: the drafter reviews the tokens of a cheaper proposer, many in one
-pass. Horizontal cascade: the tokens behind its own come from the cheaper proposer.
+pass. Horizontal cascade: the tokens after its own come from the cheaper proposer.
 
 The paper lets a drafter be lenient with what it reviews. Here a token is taken without
 a review where tokens like it have been right more often than the drafter's own: a
@@ -94,7 +94,7 @@ class Trust:
 
 
 REVIEWED = 5
-"""Behind this many tokens, the drafter's own or trusted, lookup drafts alone."""
+"""After this many tokens, the drafter's own or trusted, lookup drafts alone."""
 
 
 class CascadeProposer(ModelProposer):
@@ -135,7 +135,7 @@ class CascadeProposer(ModelProposer):
                 tokens = guess.tokens[: [*trusted, False].index(False)]
             if not tokens:
                 break
-            trials += _trials_of(tokens, guess, own)
+            trials += _as_trials(tokens, guess, own)
             drafted += tokens
         self.trust.keep_draft(context, trials)
         if drafted and len(drafted) < budget:
@@ -156,7 +156,7 @@ class CascadeProposer(ModelProposer):
         return chosen[: 1 + _common_length(chosen, taken)]
 
 
-def _trials_of(tokens: list[int], guess: Guess, own: bool) -> list[Trial]:
+def _as_trials(tokens: list[int], guess: Guess, own: bool) -> list[Trial]:
     """Pair drafted tokens with guessed tokens, which are None after a difference."""
     compared = min(len(tokens), 1 + _common_length(tokens, guess.tokens))
     pairs = enumerate(zip_longest(tokens, guess.tokens[:compared]))

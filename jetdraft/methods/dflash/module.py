@@ -83,7 +83,7 @@ class Dflash(BlockDrafter):
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[BlockConfig, Tensor | None]:
-        files = cls._flat(files)
+        files = cls._flatten_config(files)
         _check_target(files, target)
         fields = files.fields_beside(tensors, target)
         layers = len(decoder_layers(target.model))
@@ -101,7 +101,7 @@ class Dflash(BlockDrafter):
         return config_of_head, ids
 
     @classmethod
-    def _flat(cls, files: HeadFiles) -> HeadFiles:
+    def _flatten_config(cls, files: HeadFiles) -> HeadFiles:
         """Return the files with one flat config; refuses unknown keys."""
         config = files.config
         nested = config.get("dflash_config") or {}

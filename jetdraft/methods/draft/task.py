@@ -272,7 +272,7 @@ class ModelTask(Task):
         ids = None if self.ids is None else self.ids.to(batch.ids.device)
         scores = log_probabilities(drafter, batch, ids)
         if self.settings.loss == TEXT or labels is None:
-            lost = -of_text(batch, scores, ids).sum()
+            lost = -text_scores(batch, scores, ids).sum()
         else:
             # Places whose tokens cannot be drafted count less.
             compared, beta = DIVERGENCES[self.settings.loss], self.settings.beta or BETA
@@ -380,7 +380,7 @@ class ModelTask(Task):
         return fields, tensors
 
 
-def of_text(batch: Batch, scores: Tensor, ids: Tensor | None) -> Tensor:
+def text_scores(batch: Batch, scores: Tensor, ids: Tensor | None) -> Tensor:
     """Return the log probabilities [k, 1] of text tokens that can be drafted."""
     tokens = batch.ids[:, 1:][learned_mask(batch)]
     if ids is not None:

@@ -191,14 +191,14 @@ class Eagle(DraftModule):
     @classmethod
     def check(cls, files: HeadFiles) -> None:
         tensors = cls.rename_tensors(files)
-        cls._flat(files, _is_eagle3(tensors)).layer_fields(tensors)
+        cls._flatten_config(files, _is_eagle3(tensors)).layer_fields(tensors)
 
     @classmethod
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[EagleConfig, Tensor | None]:
         eagle3 = _is_eagle3(tensors)
-        files = cls._flat(files, eagle3)
+        files = cls._flatten_config(files, eagle3)
         fields, config = files.fields_beside(tensors, target), files.config
         ids = files.mapped_ids(tensors, target)
         flags: dict[str, Any] = {
@@ -223,7 +223,7 @@ class Eagle(DraftModule):
         return head, ids
 
     @classmethod
-    def _flat(cls, files: HeadFiles, eagle3: bool) -> HeadFiles:
+    def _flatten_config(cls, files: HeadFiles, eagle3: bool) -> HeadFiles:
         """Return the files with one flat config; refuses unknown keys."""
         outer = files.config
         if outer.get("model_type") == "eagle" and isinstance(outer.get("model"), dict):

@@ -1,4 +1,4 @@
-"""MTP modules (2412.19437): layers behind a target's last, which transformers drops."""
+"""MTP modules (2412.19437): layers after a target's last, which transformers drops."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _find_layout(files: HeadFiles) -> str | None:
 def _split_tensors(
     files: HeadFiles, layout: str, layers: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Split the tensors into the one module's layer and its others; refuses more modules."""
+    """Return tensors of the module's layer, and its others; refuses several modules."""
     pattern, _ = _LAYOUTS[layout]
     modules: dict[int, dict[str, Tensor]] = {}
     shared: dict[str, Tensor] = {}

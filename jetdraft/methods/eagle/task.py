@@ -60,7 +60,7 @@ class EagleSettings(HeadSettings):
 
 
 class EagleTask(HeadTask):
-    """Trains EAGLE-3, or EAGLE-1, which learns features too, as its authors lay it out."""
+    """Trains EAGLE-3, or EAGLE-1, which learns features too, in its authors' layout."""
 
     Settings = EagleSettings
     help = "Train a head that drafts for TARGET, a checkpoint folder or hub id."
@@ -78,7 +78,7 @@ class EagleTask(HeadTask):
             )
 
     def new_drafter(self, run: Run) -> Eagle:
-        """Set `ids` and `config`; returns a head with the target's LM head or a copy."""
+        """Set `ids` and `config`, and make a head; EAGLE-3's LM head is a copy."""
         settings, target = self.settings, run.target
         is_third = settings.kind == EAGLE3
         if is_third:

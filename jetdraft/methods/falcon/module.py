@@ -2,7 +2,7 @@
 
 Row t reads features and next tokens of the last k rows, and predicts token t + k + 1.
 Every row of a block of k sees the whole block. A graph's attention is causal: there the
-runtime has a copy of each row behind the block, and the mask of a tree.
+runtime has a copy of each row after the block, and the mask of a tree.
 """
 
 from __future__ import annotations

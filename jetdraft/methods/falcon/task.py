@@ -55,7 +55,7 @@ class FalconLesson(Lesson):
 
 
 class FalconTask(LayerTask):
-    """Trains a head that drafts several tokens in a pass; blocks begin at row `first`."""
+    """Trains a head that drafts several tokens in a pass; `first` begins a block."""
 
     Settings = FalconSettings
     help = "Train a head that drafts several tokens for TARGET in a pass."

@@ -40,7 +40,7 @@ _MAX_IMPROVEMENTS = 20
 class SparseTree:
     """The rows of a draft, depth first, and how many probes each of them carries.
 
-    `parents` belong to rows 1, 2, ...; `chances` and `counts` begin with the root.
+    `parents` are of rows 1, 2, ...; `counts`, and acceptance `chances`, of all rows.
     """
 
     parents: tuple[int, ...]

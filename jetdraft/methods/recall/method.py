@@ -132,13 +132,13 @@ def adapt_response(
     prompt: list[int], response: list[int], new_prompt: Sequence[int]
 ) -> list[int]:
     """Return the response with the words of `prompt` changed as in `new_prompt`."""
-    for old, new in _edits(prompt, list(new_prompt))[:MAX_CHANGES]:
+    for old, new in _differences(prompt, list(new_prompt))[:MAX_CHANGES]:
         if max(len(old), len(new)) <= LONGEST_SLOT and len(response) <= MAX_TOKENS:
             response = _replace_tokens(response, old, new)
     return response
 
 
-def _edits(one: list[int], other: list[int]) -> list[tuple[list[int], list[int]]]:
+def _differences(one: list[int], other: list[int]) -> list[tuple[list[int], list[int]]]:
     """Return pairs of old and new tokens where texts differ; [] if that takes long."""
     start = common_length(one, other)
     one, other = one[start:], other[start:]

@@ -98,13 +98,13 @@ class Pace:
 
     def wait_for_step(self) -> bool:
         """Wait while the module draws too much; returns whether time is left."""
-        self.rest()
+        self.pause()
         while self._exceeds_watts():
             time.sleep(REST_SECONDS)
         self._began = time.monotonic()
         return self.has_time
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Add the time since the last wait to `spent`, and stop the clock."""
         if self._began is not None:
             self.spent += time.monotonic() - self._began
@@ -229,7 +229,7 @@ class _LoraRun:
             report("train", step, self.options.steps)
             if step % STEPS_BETWEEN_LOOKS == 0:
                 self._keep_if_best()
-        pace.rest()
+        pace.pause()
         if step % STEPS_BETWEEN_LOOKS:  # also where the time has ended before
             self._keep_if_best()
         with torch.no_grad():
