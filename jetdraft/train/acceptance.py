@@ -95,7 +95,7 @@ def record_verdicts(
 
 
 def _find_drafting(model: Model) -> tuple[str, ModelProposer]:
-    """Return the name and proposer of the method with the drafter, or `OptionError`."""
+    """Find the method that drafts with the drafter; returns its name and proposer."""
     drafter = model.parts.drafter
     if drafter is None or not drafter.contract.stands_alone:
         raise OptionError(
@@ -118,7 +118,7 @@ def _find_drafting(model: Model) -> tuple[str, ModelProposer]:
 def fit_head(
     hidden: Float32s, accepted: Float32s, steps: int = 300, seed: int = 0
 ) -> tuple[AcceptanceHead, float]:
-    """Return the head with the least loss on a held-out tenth of the tokens, and it."""
+    """Train a head; returns it at its least loss on a held-out tenth, and that loss."""
     torch.manual_seed(seed)
     size = hidden.shape[1]
     scale = 1.0 / max(float(np.sqrt((hidden**2).mean())), 1e-9)

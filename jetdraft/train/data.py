@@ -93,8 +93,8 @@ class Corpus:
     ) -> Corpus:
         """Read files; sequences have at most `length` and at least `least` tokens.
 
-        The first token of `end` ends each text, and a `share` of them validates. With
-        `prompts_alone` prompts may lack their completions; `template` renders messages.
+        The first token of `end` ends each text; a `share` of the sequences validates.
+        With `prompts_alone` prompts may lack completions; `template` renders messages.
         Raises `DataError`.
         """
         reader = _LineReader(

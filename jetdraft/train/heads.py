@@ -149,7 +149,8 @@ def unroll(
 
     `ids` int64 [b, T] are texts, `features` [b, T, w] the target's. Yields for each
     step the hidden states, for the LM head, and the carried states, [b, T, h] both. In
-    step i row t reads token t + 1 + i, and after step 0 its last carried state.
+    step i row t reads token t + 1 + i; after step 0, its features are the states that
+    the step before carried.
     """
     count, cache = ids.shape[1], DynamicCache()
     positions = torch.arange(count, device=features.device)
@@ -324,7 +325,7 @@ class NextTokenTask(Task):
         self.config = self.new_config(run.target)
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
-        """Return the target's lesson, and the first draft's row: drawn if it learns."""
+        """Return the target's lesson, and the first draft's row, random in training."""
         first = 1
         if learns:
             draw = torch.Generator().manual_seed(run.seed_of_step)

@@ -37,7 +37,7 @@ class Labels:
     tokens: Tensor | None = None
 
     def binned(self, scores: Tensor) -> Tensor:
-        """Map the drafter's log probabilities [n, draft vocabulary] to [n, k]."""
+        """Map the drafter's log probabilities of all tokens to columns of `wanted`."""
         if self.tokens is None:
             return scores
         return add_rest(scores.gather(-1, self.tokens))
@@ -99,7 +99,7 @@ LABEL_FIELDS = ("wanted", "mass", "known", "tokens")
 
 
 class LabelCache:
-    """Labels of texts in files of a folder, with the `kept` likeliest tokens each.
+    """Labels of texts in files of a folder: the `kept` likeliest tokens of a place.
 
     Log probabilities are float16. `owner` says what the labels were made with.
     """

@@ -19,7 +19,7 @@ from jetdraft.errors import OptionError
 
 
 def this_process() -> PartialState:
-    """Return this process's index, their number, its device; raises `OptionError`."""
+    """Return accelerate's state of this process; raises `OptionError`."""
     # Without its argument, accelerate lets each process on a CPU be alone.
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -45,7 +45,7 @@ def precision(device: torch.device) -> Any:
 
 @contextmanager
 def defer_interrupts() -> Iterator[None]:
-    """Run the block to its end before a `KeyboardInterrupt` that comes in it."""
+    """Delay a `KeyboardInterrupt` that comes in the block to its end."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python interrupts its main thread only
         return

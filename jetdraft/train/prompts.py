@@ -205,7 +205,7 @@ class PromptTask(Task):
         return decayed_means(sums, places).mean()
 
     def figures(self, run: Run, parts: Sequence[Any]) -> dict[str, Any]:
-        """Return losses and acceptance by prompt token; `prompts` keep all ranks'."""
+        """Return losses and acceptance by prompt token; sets `prompts.ranks`."""
         lost, places, right = sum_fields(parts, "lost", "places", "right")
         run.check_finite(lost)
         places = places.clamp(min=1)
@@ -247,7 +247,7 @@ def _prefix_rows(run: Run, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _has_windows(config: Any) -> bool:
-    """Whether a layer of a config does not attend to all rows before, as in windows."""
+    """Whether a layer of the config attends to less than all earlier rows."""
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return set(kinds) != {"full_attention"}

@@ -117,7 +117,7 @@ class Run:
         return 1_000_003 * self.options.seed + self.step
 
     def sequence_numbers(self, count: int) -> list[int]:
-        """Number this process's `count` sequences of the step within the training."""
+        """Return the numbers of this process's `count` sequences in the training."""
         first, stride = self.accelerator.process_index, self.processes
         start = self.step * self.options.batch_size + first
         return [start + row * stride for row in range(count)]

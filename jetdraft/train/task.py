@@ -146,11 +146,11 @@ class Task(ABC):
         return RunFolder(output, "model.safetensors", "config.json", self.folder_holds)
 
     def load(self, source: str) -> tuple[Checkpoint, str]:
-        """Load the target in float32; see `load_target` for the text beside it."""
+        """Load the target in float32, with a text as `load_target` returns it."""
         return load_target(source, self.kind)
 
     def check_target(self, target: Checkpoint) -> None:
-        """Raise a `JetdraftError` for a wrong target, here an encoder-decoder."""
+        """Raise `CheckpointError` for a wrong target; here an encoder-decoder."""
         if target.reads_source:
             raise UnsupportedModelError(
                 f"{target.source} is an encoder-decoder, for which only jetdraft train "
@@ -163,14 +163,14 @@ class Task(ABC):
         return most
 
     def check(self, run: Run) -> None:
-        """Make what depends on the target, if anything; raises `OptionError`."""
+        """Prepare for the target, by default nothing; raises `OptionError`."""
 
     def writer(self, target: Checkpoint) -> Any:
         """Return the function that completes prompts, by default `continuations`."""
         return continuations
 
     def check_texts(self, run: Run) -> None:
-        """Raise `DataError` for an unfit corpus; by default every corpus is fit."""
+        """Raise `DataError` for an unfit corpus; the default accepts every corpus."""
 
     # --- the pupil and what it learns -------------------------------------------------
 
@@ -226,7 +226,7 @@ class Task(ABC):
         raise NotImplementedError
 
     def total(self, sums: Any, places: Tensor) -> Tensor:
-        """Return the scalar loss, by default the mean; `places` of all processes."""
+        """Return the scalar loss, here the mean; `places` are of all processes."""
         loss: Tensor = sums.lost.sum() / places.sum().clamp(min=1)
         return loss
 
@@ -245,7 +245,7 @@ class Task(ABC):
         return self.figures(run, parts)
 
     def figures(self, run: Run, parts: Sequence[Any]) -> dict[str, Any]:
-        """Return losses, and acceptance rates at reached places, from `Sums`."""
+        """Return losses, and acceptance rates of reached places, from `Sums`."""
         names = ("lost", "places", "reached", "accepted")
         lost, places, reached, accepted = sum_fields(parts, *names)
         run.check_finite(lost)
@@ -291,7 +291,7 @@ class Task(ABC):
     def save(
         self, run: Run, weights: dict[str, Tensor], state: Any, figures: Any
     ) -> None:
-        """Write config, tensors, and `figures`, which may be None, and the state."""
+        """Write config, tensors, state, and `figures`, which may be None."""
         config, tensors = self.published(run, weights, figures)
         if self.figures_file:
             record = {**self.settings_of_run(run), "step": run.step}

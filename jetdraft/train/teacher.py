@@ -134,9 +134,9 @@ def compute_states(model: Any, ids: Tensor, taps: Sequence[int]) -> Tensor:
 
 @torch.no_grad()
 def states_at(model: Any, ids: Tensor, taps: Sequence[int]) -> list[Tensor]:
-    """Run the target; returns its states [b, T, h] after `tap` layers, each tap.
+    """Run the target; returns its states [b, T, h] at each tap.
 
-    Tap -1 is after the final norm.
+    Tap i is after i layers, tap -1 after the final norm.
     """
     outputs = model(
         input_ids=ids, output_hidden_states=True, use_cache=False, logits_to_keep=1
@@ -250,7 +250,7 @@ class TensorCache:
         return tensor
 
     def write(self, key: str, tensor: Tensor) -> None:
-        """Add a tensor, unless the key has one; every `SHARD_TENSORS` make a file."""
+        """Add a tensor, unless the key has one; writes a file per `SHARD_TENSORS`."""
         if key in self._pending or key in self._places:
             return
         self._pending[key] = tensor.cpu().contiguous()

@@ -79,7 +79,7 @@ class SourceBatch(Batch):
 
 @dataclass(frozen=True)
 class SourceLesson(Lesson):
-    """A lesson with sources, which the drafter's encoder has `encoded` to [b, s, h].
+    """A lesson with sources; `encode` adds the states `encoded` [b, s, h] of them.
 
     `glancing` tokens are shown for each wrong guess.
     """

@@ -117,6 +117,7 @@ class CascadeProposer(ModelProposer):
         self.trust = Trust()
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
+        """Draft trusted guesses or the drafter's tokens, then lookup's alone."""
         self.trust.learn(context)
         self.below.read(context)
         trials, reviewed = list[Trial](), min(budget, REVIEWED)

@@ -381,7 +381,7 @@ class ModelTask(Task):
 
 
 def text_scores(batch: Batch, scores: Tensor, ids: Tensor | None) -> Tensor:
-    """Return the log probabilities [k, 1] of text tokens that can be drafted."""
+    """Return the log probabilities [k, 1] of the text's tokens that can be drafted."""
     tokens = batch.ids[:, 1:][learned_mask(batch)]
     if ids is not None:
         known = torch.isin(tokens, ids)

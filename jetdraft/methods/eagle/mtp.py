@@ -61,7 +61,7 @@ class Mtp(Eagle):
         return make_target_layers(target, self.config.num_layers)
 
     def kv_shapes(self, target: StepContract) -> tuple[tuple[int, int], ...]:
-        """Return (0, 0), not known: each kind of layer has other names for sizes."""
+        """Return (0, 0) for unknown: each kind of layer has other names for sizes."""
         return ((0, 0),)
 
     @classmethod

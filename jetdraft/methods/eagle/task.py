@@ -113,7 +113,7 @@ class EagleTask(HeadTask):
             yield carried, drafter.lm_head(hidden)
 
     def lost(self, step: int, state: Tensor, scores: Tensor, lesson: Lesson) -> Tensor:
-        """Return the cross entropy; EAGLE-1 adds the loss of features to its tenth."""
+        """Return the cross entropy; for EAGLE-1 a tenth, plus the features' loss."""
         lost = super().lost(step, state, scores, lesson)
         if self.settings.kind == EAGLE3:
             return lost

@@ -60,7 +60,7 @@ class KangarooTask(NextTokenTask):
         return adapter
 
     def hidden(self, drafter: Kangaroo, lesson: Lesson, starts: Tensor) -> Tensor:
-        """Return the states of all rows for the LM head, [b, T, h], in any draft."""
+        """Return all rows' states for the LM head, [b, T, h]; ignores `starts`."""
         (states,) = lesson.taps
         positions = torch.arange(states.shape[1], device=states.device)
         hidden: Tensor = drafter(states, positions[None])

@@ -314,7 +314,7 @@ class Background:
             said = reason
 
     def _obstacle(self, lessons: list[Lesson]) -> str:
-        """Return why no training can begin now, or "". A clear makes lessons new."""
+        """Return why no training can begin now, or "". A clear renews all lessons."""
         choice = self._training.sets.read_choice()
         if choice.cleared != self._cleared:
             # All weights were deleted, so what is left is to be learned again.
@@ -369,7 +369,7 @@ def judged_name(choice: Choice) -> str:
 
 
 def judged_weights(sets: WeightSets) -> dict[str, Tensor]:
-    """Load the merged weights that passed their trial last, or {}; `StoreError`."""
+    """Load the weights that passed their trial last, or {}; raises `StoreError`."""
     name = judged_name(sets.read_choice())
     if name == OWN:
         return {}

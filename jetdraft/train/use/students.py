@@ -241,7 +241,7 @@ class HeadStudent(Student):
         return layers
 
     def missed(self, model: Any, lessons: Sequence[Lesson]) -> Missed:
-        """Return the figures over draft steps; row t of step i says token t + 2 + i."""
+        """Return the figures over draft steps; row t predicts token t + 2 + step."""
         batch = LessonBatch.of(lessons)
         taps = model.config.taps or (-1,)
         states = states_at(self._target.model, batch.tokens, taps)
