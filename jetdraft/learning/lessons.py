@@ -66,7 +66,7 @@ class Lesson:
     logits: npt.NDArray[np.float32]
 
     def fits(self, vocab_size: int) -> bool:
-        """Whether its parts fit together, and all token ids the vocabulary."""
+        """Whether the parts have matching shapes, and all ids are in the vocabulary."""
         return bool(
             self.places.size
             and self.ids.size
@@ -99,7 +99,7 @@ class Lessons:
         self._file.open()
 
     def add(self, lesson: Lesson, user: str = "") -> None:
-        """Keep a lesson of a user, delete what is old, and warn if that fails."""
+        """Store a lesson of a user and delete old lessons; a failure only warns."""
         try:
             if self._file.is_missing():
                 self._file.create_or_check()
@@ -109,7 +109,7 @@ class Lessons:
             warnings.warn(f"a lesson could not be kept ({error})", stacklevel=2)
 
     def read(self, user: str | None = None) -> list[Lesson]:
-        """The lessons of a user, or of all for None, latest first.
+        """Return the lessons of a user, or of all users for None, latest first.
 
         Malformed rows are left out. Raises `StoreError`.
         """
@@ -126,7 +126,7 @@ class Lessons:
         return [lesson for row in rows for lesson in _parse_row(row, self._vocab_size)]
 
     def user_counts(self) -> dict[str, int]:
-        """The number of lessons by user. Raises `StoreError`."""
+        """Return the number of lessons by user. Raises `StoreError`."""
         with self._connect() as database:
             rows = database.execute(
                 "select user, count(*) from lessons"

@@ -66,7 +66,7 @@ class StoreFile:
         self.path.chmod(0o600)
 
     def open(self) -> None:
-        """`create_or_check`, which replaces a damaged file by an empty one."""
+        """Create or check the file; a damaged file is replaced by an empty one."""
         try:
             self.create_or_check()
         except DAMAGE as error:
@@ -85,7 +85,7 @@ class StoreFile:
         return not self.path.exists() or not self.path.stat().st_size
 
     def move_damaged(self, error: Exception) -> None:
-        """Move the file aside and warn that a new one is begun.
+        """Move the file aside and warn that a new file is begun.
 
         Raises `StoreError` if `error` does not come from damage, or if another program
         wrote the file.
@@ -121,8 +121,8 @@ class StoreFile:
         return count
 
     def _check_tokenizer(self, database: sqlite3.Connection) -> None:
-        # One statement, since another process may be creating the file too.
         """Write the tokenizer into a new file; raise `StoreError` if it has another."""
+        # One statement, since another process may be creating the file too.
         database.execute(
             "insert into about select ? where not exists (select 1 from about)",
             (self.tokenizer,),
@@ -136,12 +136,12 @@ class StoreFile:
 
 
 def entry_times(most_days: float) -> tuple[float, float]:
-    """The earliest and the latest possible time of an entry, in seconds since 1970."""
+    """Return the earliest and latest time of a valid entry, in seconds since 1970."""
     return time.time() - most_days * _SECONDS_PER_DAY, _NEVER
 
 
 def check_user(user: str) -> str:
-    """The name of a user; raises `StoreError` for a name that is not printable."""
+    """Return the name of a user; raises `StoreError` if it is not printable."""
     if not user.isprintable():
         raise StoreError(
             f"user {user!r} has unprintable characters; choose another name"
@@ -150,7 +150,7 @@ def check_user(user: str) -> str:
 
 
 def _create_or_check_owner(path: Path) -> None:
-    """Create an empty file for its owner only; refuse another program's file."""
+    """Create an empty file that its owner alone can read, or check that it is ours."""
     try:
         check_name(path)
         if not path.exists():
@@ -175,7 +175,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_inaccessible(error: Exception) -> bool:
-    """Whether the file is locked, read-only, or on a full or broken disk."""
+    """Whether the error means a file locked, read-only, or on a full or broken disk."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return code in (
         sqlite3.SQLITE_BUSY,

@@ -63,9 +63,10 @@ Name = Annotated[
 
 @dataclass(frozen=True)
 class Choice:
-    """The set that drafts for the drafter `base`, on trial if there is a set `before`.
+    """The set `name` that drafts for the drafter `base`; "" is the bundle's weights.
 
-    Each clear draws a new `cleared`: a training that began before it publishes nothing.
+    It is on trial if there is a set `before`, which a lost trial restores. Each clear
+    draws a new `cleared`: a training that began before it publishes nothing.
     """
 
     name: Name
@@ -89,7 +90,7 @@ class WeightSets:
             )
 
     def read_choice(self) -> Choice:
-        """Read the choice; the bundle's own weights if it is for another drafter."""
+        """Read the choice; another drafter's choice reads as the bundle's weights."""
         choice = self._read_file()
         if choice.base == self.base:
             return choice
@@ -106,7 +107,7 @@ class WeightSets:
         return replace(choice, before=None) if choice.name == choice.before else choice
 
     def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
-        """The arrays of a set; raises `StoreError` unless they are whole numbers."""
+        """Read the arrays of a set, {} for the bundle's own; raises `StoreError`."""
         if name == OWN:
             return {}
         file = self.folder / name / ARRAYS
@@ -138,7 +139,8 @@ class WeightSets:
     def settle(self, name: str, keep: bool) -> bool:
         """End the trial of a set; without `keep` the set before it drafts again.
 
-        False if another process was faster. A failure only warns: decoding continues.
+        Returns False if it is not on trial, as when another process was faster. A
+        failure only warns: decoding continues.
         """
         is_on_trial = False
 
@@ -171,12 +173,12 @@ class WeightSets:
 
 
 def label(name: str) -> str:
-    """What a message calls a set."""
+    """Return what a message calls a set."""
     return f"the learned set {name[:12]}" if name else "the bundle's own drafter"
 
 
 def has_learned(folder: Path) -> bool:
-    """Whether a folder has lessons or a choice, so that a model has learned into it."""
+    """Whether a folder has lessons or a choice, as after learning from use."""
     return (folder / LESSONS_FILE).is_file() or (folder / CHOICE_FILE).is_file()
 
 

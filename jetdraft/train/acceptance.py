@@ -40,7 +40,7 @@ class StateRecorder(DraftStop):
         self.states: list[Float32s] = []
 
     def begin(self) -> None:
-        """Drop the states of the draft before."""
+        """Forget the states of the previous draft."""
         self.states = []
 
     def ends_draft(self, answer: Answer) -> bool:
@@ -57,10 +57,11 @@ def record_verdicts(
     tick: Callable[[], None] = lambda: None,
     seed: int = 0,
 ) -> tuple[Float32s, Float32s]:
-    """The hidden states float32 [n, h] of compared tokens, and their verdicts [n].
+    """Generate texts; returns the drafter's states [n, h] and verdicts [n], float32.
 
-    A verdict is 1 for an accepted token. Raises `OptionError` without a drafter,
-    `DataError` if too few tokens were compared.
+    They are for the n drafted tokens that the target compared: a verdict is 1 for an
+    accepted token, else 0. `tick` is called after each prompt. Raises `OptionError`
+    without a drafter, `DataError` if too few tokens were compared.
     """
     hidden, verdicts = list[Float32s](), list[bool]()
     name, proposer = _find_drafting(model)
@@ -94,7 +95,7 @@ def record_verdicts(
 
 
 def _find_drafting(model: Model) -> tuple[str, ModelProposer]:
-    """The method that drafts with a drafter alone, and its proposer in this model."""
+    """Find the method that drafts with the drafter; returns its name and proposer."""
     drafter = model.parts.drafter
     if drafter is None or not drafter.contract.stands_alone:
         raise OptionError(
@@ -117,7 +118,7 @@ def _find_drafting(model: Model) -> tuple[str, ModelProposer]:
 def fit_head(
     hidden: Float32s, accepted: Float32s, steps: int = 300, seed: int = 0
 ) -> tuple[AcceptanceHead, float]:
-    """The head of the least loss on a held-out tenth of the tokens, and that loss."""
+    """Train a head; returns it at its least loss on a held-out tenth, and that loss."""
     torch.manual_seed(seed)
     size = hidden.shape[1]
     scale = 1.0 / max(float(np.sqrt((hidden**2).mean())), 1e-9)

@@ -31,15 +31,18 @@ _MASKED_BY = "masked_by_training"
 
 @dataclass(frozen=True)
 class Masks:
-    """What is added to scores: `source` [b, 1, 1, s] over a source, in encoder and
-    decoder, and `own` [b, 1 or heads, m, m] over the decoder's own rows."""
+    """What is added to attention scores, 0 or a large negative number.
+
+    `source` [b, 1, 1, s] is over a source, in encoder and decoder, and `own` [b, 1 or
+    heads, m, m] over the decoder's own rows.
+    """
 
     source: Tensor
     own: Tensor | None = None
 
 
 class Masked:
-    """Lets all attention of an encoder-decoder add the masks of the pass under way."""
+    """Makes all attention of an encoder-decoder add the masks that `by` sets."""
 
     def __init__(self, model: Any) -> None:
         self.masks: Masks | None = None
@@ -49,7 +52,7 @@ class Masked:
 
     @contextmanager
     def by(self, masks: Masks) -> Iterator[None]:
-        """Add these masks to the scores while the block runs."""
+        """Add these masks to the scores of the passes in the block."""
         before, self.masks = self.masks, masks
         try:
             yield
@@ -65,10 +68,10 @@ class Masked:
         scale: float | None,
         position_bias: Tensor | None,
     ) -> Tensor:
-        """The mixed values [b, n, heads, d] of a module's attention.
+        """Return a module's attention under the masks, mixed values [b, n, heads, d].
 
-        The `position_bias` that T5 gives counts in the encoder only: in the decoder it
-        would count the rows of blocks as text, so there the masks have the bias.
+        T5's `position_bias` counts in the encoder only: in the decoder it would count
+        the rows of blocks as text, so there `masks.own` has the bias.
         """
         assert self.masks is not None
         bias = self.masks.source
@@ -95,9 +98,10 @@ def attend(
     position_bias: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Attention [b, heads, n, d] to [b, n, heads, d]: masked, or causal with streams.
+    """Attend as transformers asks for it: [b, heads, n, d] to [b, n, heads, d].
 
-    In a layer with streams the attribute `LAYOUT_ATTRIBUTE` says which rows they are.
+    A module of a `Masked` model adds the masks. Any other is causal; in a layer with
+    streams the attribute `LAYOUT_ATTRIBUTE` says which rows they are.
     """
     masked: Masked | None = getattr(module, _MASKED_BY, None)
     if masked is not None:
@@ -130,7 +134,7 @@ def attend(
 def _attend_streams(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout
 ) -> Tensor:
-    """Mix the values of all rows for the streams: [b, heads, C * gamma, d]."""
+    """Return the streams' mixed values [b, heads, C * gamma, d]; `query` is scaled."""
     rows, gamma = layout.rows, layout.gamma
     queries, stream_keys, stream_values = (
         x[:, :, rows:].reshape(*x.shape[:2], -1, gamma, x.shape[3])

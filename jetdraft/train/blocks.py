@@ -56,12 +56,12 @@ class BlockSettings(DrafterSettings):
 
 @dataclass(frozen=True)
 class Blocks:
-    """n blocks in each of b sequences.
+    """n blocks in each of b sequences, which guess tokens after their anchors.
 
-    `anchors` int64 [b, n] are the places of the last tokens before the masks, `known`
-    int64 [b, n] count the known tokens behind them, and `is_real` bool [b, n] is false
-    for blocks that only fill the tensor up. `chances` float [b, n, slots] decide what
-    is shown of a block beside them; without a choice it is None.
+    `anchors` int64 [b, n] are indexes of tokens, `known` int64 [b, n] says how many of
+    the tokens after them are shown, and `is_real` bool [b, n] is false for blocks that
+    only fill the tensor up. `chances` float [b, n, slots] are random numbers, by which
+    a task may show more tokens; None if it must not.
     """
 
     anchors: Tensor
@@ -79,7 +79,7 @@ class Blocks:
         generators: list[torch.Generator],
         first: int = 1,
     ) -> Blocks:
-        """Blocks at random places from `first` on, with a generator per sequence."""
+        """Draw `count` anchors from `first` on in each sequence, with its generator."""
         parts = []
         for labels, generator in zip(batch.labels.cpu(), generators, strict=True):
             places = block_starts(labels, first)
@@ -95,7 +95,7 @@ class Blocks:
 
     @classmethod
     def spread(cls, batch: Batch, count: int, first: int = 1) -> Blocks:
-        """Blocks without known tokens, evenly over each sequence from `first` on."""
+        """Spread `count` anchors evenly from `first` on; no token is shown."""
         parts = []
         for labels in batch.labels.cpu():
             places = block_starts(labels, first)
@@ -107,27 +107,28 @@ class Blocks:
 
 
 def _pad_places(places: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Pad places to int64 [count]; returns them, and bool [count] which are real."""
+    """Pad places to int64 [count]; returns them, and bool [count], which are real."""
     return F.pad(places, (0, count - len(places))), torch.arange(count) < len(places)
 
 
 def _stack_parts(rows: Sequence[Any], device: torch.device) -> list[Tensor]:
-    """Stack the parts of all rows: a tensor on the device for each part."""
+    """Stack each part over all sequences; returns a tensor on the device per part."""
     return [torch.stack(part).to(device) for part in zip(*rows, strict=True)]
 
 
 def block_starts(labels: Tensor, first: int = 1) -> Tensor:
-    """The places [k], from `first` on, before a learned token and behind context."""
+    """Return the indexes [k] from `first` on whose next token is learned."""
     learned = labels[1:] != IGNORED
     learned[:first] = False
     return learned.nonzero()[:, 0]
 
 
 def block_mask(last: Tensor, size: int, count: int, context_asks: bool) -> Tensor:
-    """What rows see: bool [b, 1, q, count + n * size], for `count` rows of context.
+    """What rows see: bool [b, 1, q, count + n * size], for n blocks of `size` rows.
 
-    `last` int64 [b, n] is the last row of the context of each block. The rows with
-    queries are the blocks', and before them the context's if it asks.
+    The rows of a block see its own rows, and the `count` rows of context up to `last`
+    int64 [b, n]. With `context_asks` the context's rows come before them, and see each
+    other causally; else q has the blocks' rows alone.
     """
     rows = torch.arange(count, device=last.device)
     seen = (rows <= last[..., None]).repeat_interleave(size, dim=1)
@@ -143,18 +144,18 @@ def block_mask(last: Tensor, size: int, count: int, context_asks: bool) -> Tenso
 
 
 class BlockTask(Task):
-    """A drafter of blocks; a subclass gives its config, a new drafter and its files."""
+    """Trains a drafter of blocks; a subclass makes config, drafter and files."""
 
     options = TrainingOptions(steps=None)
     kind, folder_holds, least_tokens = "drafters", "drafter", 3
     largest_norm = 1.0
     first_anchor = 1
-    """The first row of a text behind which a block may begin."""
+    """The first row of a text after which a block may begin."""
 
     config: Any
 
     def shortest(self) -> tuple[int, str]:
-        """A block, and a row of context before and behind it."""
+        """Return the rows of a block, and a row of context before and after it."""
         rows = self.settings.block_rows
         return rows + 2, f"blocks of {rows}"
 
@@ -163,26 +164,26 @@ class BlockTask(Task):
         """Make the config of the drafter; raises `OptionError`."""
 
     def check(self, run: Run) -> None:
-        """Make the config, before the target writes for hours."""
+        """Set `config`, before the target writes for hours."""
         self.config = self.new_config(run)
 
     def advised_steps(self, run: Run) -> int:
-        """The steps that learn `TOKENS_PER_WEIGHT` guesses for each trained weight."""
+        """Return the steps to learn `TOKENS_PER_WEIGHT` guesses per trained weight."""
         return self.steps_for(run, run.parameters)
 
     def steps_for(self, run: Run, weights: int) -> int:
-        """The steps that learn `TOKENS_PER_WEIGHT` guesses for each of `weights`."""
+        """Return the steps to learn `TOKENS_PER_WEIGHT` guesses per weight, or 200."""
         blocks = self.settings.anchors * run.options.batch_size
         guesses: int = blocks * self.config.slots
         return max(200, TOKENS_PER_WEIGHT * weights // guesses)
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
-        """What the target says of a batch, and blocks: drawn, or evenly spread."""
+        """Return the target's lesson of a batch, and its blocks."""
         lesson = make_lesson(run.teacher, batch, self.config.taps)
         return lesson, self.blocks(run, batch, learns)
 
     def blocks(self, run: Run, batch: Batch, learns: bool) -> Blocks:
-        """The blocks of a batch: drawn if it `learns`, else evenly spread."""
+        """Return the blocks of a batch: drawn if it `learns`, else evenly spread."""
         if not learns:
             return Blocks.spread(batch, VALIDATED_BLOCKS, self.first_anchor)
         return Blocks.draw(
@@ -195,7 +196,7 @@ class BlockTask(Task):
         )
 
     def sums(self, drafter: Any, lesson: Any, blocks: Blocks, learns: bool) -> Sums:
-        """The sums by the distance from the last known token.
+        """Return the sums by the distance from the last known token.
 
         The loss is the cross entropy to the text, or to the target's distribution.
         """
@@ -206,7 +207,7 @@ class BlockTask(Task):
         places = places.clamp(max=length - 1)
         open_places = inside & (rows_at(lesson.labels, places) != IGNORED)
         open_places = open_places & blocks.is_real[..., None]
-        is_known = self.known(drafter, lesson, blocks, places, open_places, learns)
+        is_known = self.shown(drafter, lesson, blocks, places, open_places, learns)
         learned = open_places & ~is_known
         logits = self.logits(drafter, lesson, blocks, places, is_known, learned)
         teacher = rows_at(lesson.logits, places - 1)[learned].float()
@@ -220,7 +221,7 @@ class BlockTask(Task):
         far = (distance - blocks.known[..., None])[learned]
         return Sums.of(lost, right, far, learned)
 
-    def known(
+    def shown(
         self,
         drafter: Any,
         lesson: Any,
@@ -229,10 +230,10 @@ class BlockTask(Task):
         open_places: Tensor,
         learns: bool,
     ) -> Tensor:
-        """Whether the token of a place in a block is shown, bool [b, n, slots].
+        """Return which tokens of blocks are shown, by default the first: [b, n, slots].
 
-        `places` int64 [b, n, slots] are the places of the guesses; those in
-        `open_places` can be learned.
+        `places` int64 [b, n, slots] are the indexes of a block's tokens in the text,
+        and `open_places` bool [b, n, slots] says which of them can be learned.
         """
         slots = torch.arange(drafter.config.slots, device=places.device)
         return slots < blocks.known[..., None]
@@ -246,7 +247,7 @@ class BlockTask(Task):
         is_known: Tensor,
         learned: Tensor,
     ) -> Tensor:
-        """The logits [k, vocabulary] of the learned guesses."""
+        """Run the drafter; returns logits [k, vocabulary] where `learned` is true."""
         ids, size = lesson.ids, drafter.block_rows
         count = ids.shape[1]
         block = rows_at(ids, places).masked_fill(~is_known, drafter.config.vocab_size)
@@ -267,7 +268,7 @@ class BlockTask(Task):
         return logits
 
     def total(self, sums: Sums, places: Tensor) -> Tensor:
-        """The sum of the mean losses by distance, less for a longer distance.
+        """Return the sum of mean losses by distance; longer distances weigh less.
 
         The weight falls to a third at half of the block: a token counts only if all
         before it are right.
@@ -277,7 +278,7 @@ class BlockTask(Task):
         return (weights * sums.lost / places.clamp(min=1)).sum()
 
     def description(self, run: Run) -> str:
-        """The product with its layers and the rows of a block."""
+        """Return the product with its layers and the rows of a block."""
         size = f"layers: {self.config.num_layers}"
         return f"{self.product}, {size}, for blocks of {self.settings.block_rows},"
 

@@ -23,14 +23,14 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Example:
-    """The tokens of a sequence, and for each whether it is learned; no prompt is."""
+    """Token ids of a sequence, and for each whether it is learned; prompts are not."""
 
     ids: list[int]
     learned: list[bool]
 
     @classmethod
     def completed(cls, ids: list[int], prompt_size: int) -> Example:
-        """Make an example of which all tokens after the prompt are learned."""
+        """Make an example whose tokens from index `prompt_size` on are learned."""
         return cls(ids, [place >= prompt_size for place in range(len(ids))])
 
     @property
@@ -46,7 +46,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """`ids` int64 [b, T], padded on the right, and `labels` of the same shape."""
+    """`ids` int64 [b, T], padded on the right, and `labels`: the ids, or `IGNORED`."""
 
     ids: Tensor
     labels: Tensor
@@ -93,8 +93,9 @@ class Corpus:
     ) -> Corpus:
         """Read files; sequences have at most `length` and at least `least` tokens.
 
-        `prompts_alone` says whether prompts may lack their completions, and `template`
-        reads messages. Raises `DataError`.
+        The first token of `end` ends each text; a `share` of the sequences validates.
+        With `prompts_alone` prompts may lack completions; `template` renders messages.
+        Raises `DataError`.
         """
         reader = _LineReader(
             tokenizer, list(end[:1]), length, least, prompts_alone, template
@@ -122,7 +123,7 @@ class Corpus:
         return cls(sequences, share, seed, digest.hexdigest())
 
     def batch(self, step: int, size: int, part: int = 0, parts: int = 1) -> Batch:
-        """Make the batch of a step, or its part number `part` of at most `size` parts.
+        """Make the batch of a step: all sequences, or each `parts`-th from `part` on.
 
         It depends on the seed and the step alone, so training can resume at any step.
         """
@@ -130,7 +131,7 @@ class Corpus:
         return collate([self._example_at(number) for number in numbers])
 
     def _example_at(self, number: int) -> Example:
-        """The example of a number that counts on over epochs, each in its own order."""
+        """Return example `number`, counted over epochs, each in its own order."""
         epoch, place = divmod(number, len(self.training))
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed + epoch + 1)
@@ -146,7 +147,7 @@ class Corpus:
 
 
 def collate(rows: Sequence[Example]) -> Batch:
-    """Make a batch of examples, padded to the longest of them."""
+    """Make a batch of examples, padded on the right to the longest of them."""
     ids = [torch.tensor(row.ids, dtype=torch.long) for row in rows]
     learned = [torch.tensor(row.learned, dtype=torch.bool) for row in rows]
     labels = [i.where(one, IGNORED) for i, one in zip(ids, learned, strict=True)]
@@ -157,7 +158,7 @@ def collate(rows: Sequence[Example]) -> Batch:
 
 
 def split_batch(batch: Batch) -> list[Example]:
-    """The examples of a batch, without their padding."""
+    """Return the examples of a batch, each up to its last learned token."""
     examples = []
     for ids, labels in zip(batch.ids, batch.labels, strict=True):
         learned = labels != IGNORED
@@ -213,7 +214,7 @@ class _LineReader:
     def _encode_fields(
         self, line: str, where: str
     ) -> tuple[list[int], list[int] | None]:
-        """The ids of prompt and completion; None for one that is to be written."""
+        """Return the ids of prompt and completion, which may be None."""
         try:
             fields = json.loads(line)
             if "text" in fields:
@@ -238,7 +239,7 @@ class _LineReader:
             ) from error
 
     def _chat_ids(self, messages: list[Message]) -> tuple[list[int], list[int] | None]:
-        """The ids of a chat, in which the template names the special tokens."""
+        """Render a chat; returns the ids of its prompt, and of its answer or None."""
         if self.template is None:
             raise OptionError(
                 "messages need a chat template, which the target lacks; give prompt "
@@ -255,7 +256,7 @@ class _LineReader:
         return head, tail if is_answered else None
 
     def _check_length(self, ids: list[int], where: str, least: int) -> None:
-        """Raise `DataError` for less than `least` tokens."""
+        """Raise `DataError` for fewer than `least` tokens."""
         if len(ids) < least:
             raise DataError(
                 f"{where} has {len(ids)} tokens, a sequence needs {least}; give longer "

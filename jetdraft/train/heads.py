@@ -44,9 +44,9 @@ ConfigT = TypeVar("ConfigT", bound=HeadConfig)
 def make_config(
     target: Checkpoint, kind: type[ConfigT], inner: int = 0, **changes: Any
 ) -> ConfigT:
-    """Make a config of the class `kind` with the target's sizes, and `changes`.
+    """Make a config of the class `kind` with the target's sizes.
 
-    `inner` is the width inside its MLP; 0 is the target's.
+    `inner` is the width inside the MLP, 0 for the target's; `changes` replace fields.
     """
     text = target.model.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
@@ -70,7 +70,7 @@ def make_config(
 
 
 def layer_fields(config: HeadConfig) -> dict[str, Any]:
-    """The fields of a config.json that describe a head's layers."""
+    """Return the fields of a config.json that describe a head's layers."""
     return {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -93,7 +93,7 @@ def stored_tensors(
     half: bool,
     name: Callable[[str], str] = lambda name: name.removeprefix("stack."),
 ) -> tuple[str, dict[str, Tensor]]:
-    """The name of the type that is written, and the tensors in it by their `name`."""
+    """Return the name of the type to write, and weights in it, renamed by `name`."""
     dtype = torch.float16 if half else torch.float32
     tensors = {name(n): weight.to(dtype).contiguous() for n, weight in weights.items()}
     return str(dtype).removeprefix("torch."), tensors
@@ -109,7 +109,7 @@ def copy_weights(module: nn.Module, other: nn.Module) -> None:
 
 
 def copy_norm(norm: nn.Module, other: nn.Module, width: int) -> None:
-    """Copy the weights of a norm over `width` numbers, if it is of the same kind."""
+    """Copy the weights of `other`, unless `norm` would then compute something else."""
     # Some kinds add one to their weights.
     before = {name: weight.clone() for name, weight in norm.state_dict().items()}
     copy_weights(norm, other)
@@ -145,10 +145,12 @@ class HeadSettings(DrafterSettings):
 def unroll(
     head: Any, ids: Tensor, features: Tensor, steps: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Run a head step after step; yields hidden and carried states [b, T, h] of each.
+    """Run a head for some steps of a draft, which begins in every row of a text.
 
-    `ids` int64 [b, T] is a text, `features` [b, T, w] are of its rows. In step i slot t
-    reads token t + 1 + i. The hidden states are for the LM head.
+    `ids` int64 [b, T] are texts, `features` [b, T, w] the target's. Yields for each
+    step the hidden states, for the LM head, and the carried states, [b, T, h] both. In
+    step i row t reads token t + 1 + i; after step 0, its features are the states that
+    the step before carried.
     """
     count, cache = ids.shape[1], DynamicCache()
     positions = torch.arange(count, device=features.device)
@@ -164,10 +166,11 @@ def unroll(
 
 
 def unrolled_mask(count: int, step: int, like: Tensor) -> Tensor:
-    """The additive mask [1, 1, count, (step + 1) * count] of a step.
+    """The additive mask [1, 1, count, (step + 1) * count] of draft step `step`.
 
-    A slot sees the rows with the target's features up to its own, then what it wrote
-    itself: as a draft does that starts in its row.
+    The first `count` columns are the rows with the target's features: row t sees rows
+    0..t. Each later step adds `count` columns, and row t sees column t of each: its
+    own draft so far, and no other row's. Type and device are from `like`.
     """
     own = torch.eye(count, dtype=torch.bool, device=like.device)
     rows = torch.ones_like(own).tril()
@@ -177,7 +180,7 @@ def unrolled_mask(count: int, step: int, like: Tensor) -> Tensor:
 
 
 def decayed_means(sums: Sums, places: Tensor) -> Tensor:
-    """The mean losses by place, times `DECAY` to the power of the place: [places]."""
+    """Return the mean loss of each place i, times `DECAY` to the power i: [places]."""
     weights = DECAY ** torch.arange(len(sums.lost), device=sums.lost.device)
     return weights * sums.lost / places.clamp(min=1)
 
@@ -185,7 +188,7 @@ def decayed_means(sums: Sums, places: Tensor) -> Tensor:
 class HeadTask(Task):
     """A head of EAGLE or Medusa; a subclass makes `config` and the drafter.
 
-    Step i in slot t predicts token t + 2 + i; the target's row t + 1 + i teaches it.
+    Step i in row t predicts token t + 2 + i; the target's row t + 1 + i teaches it.
     """
 
     config: Any
@@ -196,16 +199,16 @@ class HeadTask(Task):
     _cache: TensorCache | None = None
 
     def shortest(self) -> tuple[int, str]:
-        """The steps of a draft, the row before and the token after them."""
+        """Return the steps of a draft, and two more: a row before, a token after."""
         return self.settings.unrolled + 2, f"{self.settings.unrolled} steps"
 
     def folder(self, output: Path) -> RunFolder:
-        """Prepare the output folder; raises `OutputError`, also for a wrong cache."""
+        """Return the output folder; raises `OutputError` for it or for `cache`."""
         check_cache_folder(self.settings.cache)
         return super().folder(output)
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
-        """The lesson of a batch, with states from the cache if there is one."""
+        """Return the `Lesson` of a batch, with states from `cache` if that is set."""
         folder = self.settings.cache
         if self._cache is None and folder is not None:
             owner = f"{run.base} {list(self.taps)}"
@@ -216,15 +219,15 @@ class HeadTask(Task):
     def predictions(
         self, drafter: Any, lesson: Lesson, learns: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield carried states [b, T, h] and logits [b, T, n] of all slots by step."""
+        """Yield for each step carried states [b, T, h] and logits [b, T, n]."""
 
     def lost(self, step: int, state: Tensor, scores: Tensor, lesson: Lesson) -> Tensor:
-        """The loss of all slots [b, T]: the cross entropy to the target."""
+        """Return the cross entropy [b, T] to the target; `scores` are log softmax."""
         teacher = shift_rows(lesson.logits, 1 + step).float()
         return -(teacher.softmax(-1) * scores).sum(-1)
 
     def sums(self, drafter: Any, lesson: Lesson, learns: bool) -> Sums:
-        """The sums of a batch by the step, over the places that are learned."""
+        """Return the sums by step, over the tokens of a batch that are learned."""
         parts = []
         predictions = self.predictions(drafter, lesson, learns)
         for step, (carried, logits) in enumerate(predictions):
@@ -239,11 +242,11 @@ class HeadTask(Task):
         return Sums(*(torch.stack(sums) for sums in zip(*parts, strict=True)))
 
     def total(self, sums: Sums, places: Tensor) -> Tensor:
-        """The sum of the steps' mean losses, less for a later step."""
+        """Return the sum of the steps' mean losses; later steps weigh less."""
         return decayed_means(sums, places).sum()
 
     def figures(self, run: Run, parts: Sequence[Any]) -> dict[str, Any]:
-        """Losses and the share of right tokens, by the step; flushes the cache."""
+        """Return losses and shares of right tokens by step; writes the cache."""
         if self._cache is not None:
             self._cache.flush()
         lost, right, places = sum_fields(parts, "lost", "right", "places")
@@ -278,9 +281,9 @@ class LayerSettings(DrafterSettings):
 class NextTokenTask(Task):
     """A drafter whose row t predicts token t + 1, as the target does.
 
-    A draft that begins at row s has rows s, s + 1, ... Each sequence is cut in such
-    drafts, so that a drafter that knows less of the later rows of a draft learns from
-    all of them. A subclass gives its config, a new drafter, and `hidden`.
+    Each sequence is cut into drafts of `DRAFT_ROWS` rows, since a drafter may know less
+    in the later rows of a draft than in its first. A subclass has `new_config`,
+    `new_drafter` and `hidden`.
     """
 
     architecture = ""
@@ -291,19 +294,19 @@ class NextTokenTask(Task):
 
     @abstractmethod
     def new_config(self, target: Checkpoint) -> HeadConfig:
-        """The config of the drafter; raises `OptionError`."""
+        """Make the config of the drafter; raises `OptionError`."""
 
     def hidden(self, drafter: Any, lesson: Any, starts: Tensor) -> Tensor:
-        """The states that the LM head reads, [b, T, h].
+        """Return the states that the LM head reads, [b, T, h].
 
         Row t belongs to the draft that begins at row `starts[t]`, int64 [T].
         """
         raise NotImplementedError
 
     def sums(self, drafter: Any, lesson: Any, first: int, learns: bool) -> Sums:
-        """The cross entropy of a row to the target's distribution in the same row.
+        """Return the sums by the row's place in its draft; drafts begin at row `first`.
 
-        The first draft begins at row `first`.
+        The loss is the cross entropy to the target's distribution in the same row.
         """
         count = lesson.ids.shape[1]
         rows = torch.arange(count, device=lesson.ids.device)
@@ -316,13 +319,13 @@ class NextTokenTask(Task):
         teacher = lesson.logits[learned].float()
         lost = -(teacher.softmax(-1) * scores).sum(-1)
         right = scores.argmax(-1) == teacher.argmax(-1)
-        return sums_of_drafts(lost, right, learned, DRAFT_ROWS - first)
+        return sums_by_place(lost, right, learned, DRAFT_ROWS - first)
 
     def check(self, run: Run) -> None:
         self.config = self.new_config(run.target)
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
-        """What the target says of a batch, and where the first draft begins."""
+        """Return the target's lesson, and the first draft's row, random in training."""
         first = 1
         if learns:
             draw = torch.Generator().manual_seed(run.seed_of_step)
@@ -330,18 +333,18 @@ class NextTokenTask(Task):
         return self.target_lesson(run, batch), first
 
     def target_lesson(self, run: Run, batch: Batch) -> Any:
-        """The lesson of a batch, with the target's states at the config's taps."""
+        """Make the lesson of a batch, with the target's states at the config's taps."""
         return make_lesson(run.teacher, batch, self.config.taps)
 
     def own_fields(self) -> dict[str, Any]:
-        """The fields of config.json that only this kind of drafter has."""
+        """Return the fields of config.json that only this kind of drafter has."""
         return {"architectures": [self.architecture]}
 
     def settings_of_run(self, run: Run) -> dict[str, Any]:
         return asdict(self.settings) | self.own_fields() | {"target": run.base}
 
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
-        """A config and weights of a Llama layer under the names of transformers."""
+        """Return a Llama config and weights, under the names of transformers."""
         dtype, tensors = stored_tensors(weights, self.settings.half)
         fields = {
             "model_type": "llama",
@@ -362,12 +365,13 @@ class LayerTask(NextTokenTask):
         return make_config(target, HeadConfig, self.settings.inner)
 
 
-def sums_of_drafts(
+def sums_by_place(
     lost: Tensor, right: Tensor, learned: Tensor, before: int, size: int = DRAFT_ROWS
 ) -> Sums:
-    """Sums of the `learned` rows bool [b, T], by their places in drafts of `size`.
+    """Sum losses and right guesses by a row's place in its draft of `size` rows.
 
-    The first row is `before` rows behind the begin of a draft.
+    `learned` bool [b, T] says which rows count; `lost` and `right` have one value for
+    each of them, in order. Row 0 of a text has place `before`, modulo `size`.
     """
     behind = -(before + learned.shape[1]) % size
     drafts = F.pad(learned, (before, behind)).view(len(learned), -1, size)

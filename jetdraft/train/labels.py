@@ -1,4 +1,4 @@
-"""What a small model learns of a target: labels, divergences, predicted acceptance."""
+"""What a small model learns from a target: labels, divergences, expected acceptance."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SMALLEST = 1e-6
 
 @dataclass(frozen=True)
 class Labels:
-    """What the target says at the n learned places of a batch.
+    """The target's distributions for the n learned tokens of a batch.
 
     `wanted` float32 [n, k] are log probabilities that sum to 1, `mass` [n] is the
     probability of all tokens that can be drafted, and `known` bool [n] says whether the
     likeliest of all tokens is among them. Without `tokens`, k is the size of the draft
     vocabulary; else `tokens` int64 [n, k - 1] are its most likely tokens, by their rows
-    in the drafter's LM head, and the last column is the rest.
+    in the drafter's LM head, and the last column is for all others together.
     """
 
     wanted: Tensor
@@ -37,7 +37,7 @@ class Labels:
     tokens: Tensor | None = None
 
     def binned(self, scores: Tensor) -> Tensor:
-        """Log probabilities [n, draft vocabulary] in the columns of `wanted`."""
+        """Map the drafter's log probabilities of all tokens to columns of `wanted`."""
         if self.tokens is None:
             return scores
         return add_rest(scores.gather(-1, self.tokens))
@@ -48,28 +48,28 @@ class Labels:
         return self.wanted.argmax(-1) if self.tokens is None else self.tokens[:, 0]
 
     def accepted(self, scores: Tensor) -> Tensor:
-        """The chance that a sampled draft is accepted, 1 - total variation: [n]."""
+        """The chance [n] that a sampled draft is accepted, 1 - total variation."""
         wanted = self.mass[:, None] * self.wanted.exp()
         return torch.minimum(wanted, self.binned(scores).exp()).sum(-1)
 
     def agreed(self, scores: Tensor) -> Tensor:
-        """Whether the drafter's best token is the target's, bool [n]."""
+        """Return bool [n], whether the best token in `scores` is the target's best."""
         return (scores.argmax(-1) == self.best) & self.known
 
 
 def add_rest(scores: Tensor) -> Tensor:
-    """Add a column for all other tokens to log probabilities: [n, k] to [n, k + 1]."""
+    """Append a column for all other tokens to log probabilities [n, k]: [n, k + 1]."""
     rest = (1.0 - scores.exp().sum(-1, keepdim=True)).clamp(min=SMALLEST).log()
     return torch.cat([scores, rest], dim=-1)
 
 
 def learned_mask(batch: Batch) -> Tensor:
-    """Which tokens are learned, bool [b, T - 1]; row t is for token t + 1."""
+    """Return which tokens are learned, bool [b, T - 1]; column t is for token t + 1."""
     return batch.labels[:, 1:] != IGNORED
 
 
 def log_probabilities(model: Any, batch: Batch, ids: Tensor | None) -> Tensor:
-    """Log probabilities at n places, float32 [n, vocabulary], or among `ids`."""
+    """Return log probabilities for n learned tokens, float32 [n, vocabulary or ids]."""
     rows, places = learned_mask(batch).nonzero(as_tuple=True)
     with precision(batch.ids.device):
         logits = logits_at(model, batch.ids, rows, places)
@@ -81,7 +81,7 @@ def log_probabilities(model: Any, batch: Batch, ids: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def exact_labels(model: Any, batch: Batch, ids: Tensor | None) -> Labels:
-    """Compute the labels of a batch with the target; `ids` are the draft vocabulary."""
+    """Run the target to label a batch; `ids` are the draft vocabulary, None for all."""
     scores = log_probabilities(model, batch, None)
     if ids is None:
         ones = torch.ones(len(scores), device=scores.device)
@@ -99,9 +99,9 @@ LABEL_FIELDS = ("wanted", "mass", "known", "tokens")
 
 
 class LabelCache:
-    """The `kept` likeliest tokens of each place of a text, in the shards of a folder.
+    """Labels of texts in files of a folder: the `kept` likeliest tokens of a place.
 
-    Their log probabilities are float16. `owner` says what the labels were made with.
+    Log probabilities are float16. `owner` says what the labels were made with.
     """
 
     def __init__(self, folder: Path, owner: str, kept: int, process: int = 0) -> None:
@@ -109,7 +109,7 @@ class LabelCache:
         self._tensors = TensorCache(folder, f"labels of {kept}, {owner}", process)
 
     def read(self, batch: Batch) -> Labels | None:
-        """The labels of a batch, on its device; None if one of its texts is missing."""
+        """Return the labels of a batch, on its device; None if one text is missing."""
         rows = [
             [self._tensors.read(f"{key}.{n}") for n in LABEL_FIELDS]
             for key in _cache_keys(batch)
@@ -127,7 +127,7 @@ class LabelCache:
         )
 
     def write(self, batch: Batch, labels: Labels) -> Labels:
-        """Keep the best tokens of exact labels; returns labels of what is kept."""
+        """Add the exact labels of a batch; returns them cut to the `kept` tokens."""
         count = min(self.kept, labels.wanted.shape[-1] - 1)
         best = labels.wanted.topk(count, dim=-1)
         half = add_rest(best.values).half()
@@ -147,7 +147,7 @@ class LabelCache:
 
 
 def _cache_keys(batch: Batch) -> list[str]:
-    """The key of each text of a batch: a hash of its ids and its labels."""
+    """Return the key of each text in a batch: a hash of its ids and its labels."""
     rows = torch.stack([batch.ids, batch.labels], dim=1)
     return [cache_key(row[:, : int((row[1] >= 0).nonzero()[-1]) + 1]) for row in rows]
 
@@ -180,7 +180,7 @@ def jensen_shannon(wanted: Tensor, got: Tensor, beta: float = BETA) -> Tensor:
 
 
 def total_variation(wanted: Tensor, got: Tensor, beta: float = BETA) -> Tensor:
-    """Half the sum of |p - q|: one less the chance that a draft is accepted."""
+    """Half the sum of |p - q|: 1 minus the chance that a draft is accepted."""
     return 0.5 * (wanted.exp() - got.exp()).abs().sum(-1)
 
 
@@ -206,10 +206,10 @@ PREDICTED_TOKENS = 4
 
 
 def rates_by_place(chances: Sequence[Tensor]) -> list[float]:
-    """The acceptance rate of each token of a draft, if all before it were accepted.
+    """Return the acceptance rate of each token of a draft after all before it.
 
-    `chances` has for each text the chances float [n] of its places in turn; a draft
-    starts at each of them. Places after a text's end do not count.
+    `chances` has a vector for each text: the chance that its token i is accepted. A
+    draft starts at each token; what it has after the text's end does not count.
 
         rates_by_place([torch.tensor([1.0, 0.5, 1.0])])  # [0.83, 0.67, 1.0, 0.0]
     """
@@ -225,5 +225,5 @@ def rates_by_place(chances: Sequence[Tensor]) -> list[float]:
 
 
 def tokens_per_pass(rates: Sequence[float]) -> float:
-    """The tokens of a round: the accepted ones, and the target's own after them."""
+    """Return the tokens of a round: the accepted ones, and the target's after them."""
     return sum(accumulate(rates, operator.mul, initial=1.0))

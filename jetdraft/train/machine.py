@@ -19,7 +19,7 @@ from jetdraft.errors import OptionError
 
 
 def this_process() -> PartialState:
-    """This process's number, of how many, and its `device`; raises `OptionError`."""
+    """Return accelerate's state of this process; raises `OptionError`."""
     # Without its argument, accelerate lets each process on a CPU be alone.
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -32,20 +32,20 @@ def this_process() -> PartialState:
 
 
 def has_fast_halves(device: torch.device) -> bool:
-    """Whether a device computes fast in bfloat16; other CPUs take 100 times longer."""
+    """Whether a device is fast in bfloat16; a CPU without it takes 100 times longer."""
     return device.type != "cpu" or torch.cpu.get_capabilities().get(
         "avx512_bf16", False
     )
 
 
 def precision(device: torch.device) -> Any:
-    """An autocast to bfloat16 where that is fast, else one that leaves float32."""
+    """Return an autocast to bfloat16 where that is fast, else one that does nothing."""
     return torch.autocast(device.type, torch.bfloat16, enabled=has_fast_halves(device))
 
 
 @contextmanager
 def defer_interrupts() -> Iterator[None]:
-    """Defer a `KeyboardInterrupt` of the block to its end."""
+    """Delay a `KeyboardInterrupt` that comes in the block to its end."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python interrupts its main thread only
         return
@@ -104,7 +104,7 @@ NEWTON_SCHULZ_STEPS = 5
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """About the nearest orthogonal matrix, by five Newton-Schulz iterations."""
+    """Approximate the nearest orthogonal matrix, by five Newton-Schulz iterations."""
     a, b, c = NEWTON_SCHULZ
     dtype = torch.bfloat16 if has_fast_halves(matrix.device) else torch.float32
     x = matrix.to(dtype, copy=True)

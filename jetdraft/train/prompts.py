@@ -1,6 +1,6 @@
 """Prompt tokens of a target that stays as it is, inserted at many places of a sequence.
 
-They come behind the target's rows, and see the context of their place alone.
+They follow the target's rows in the cache; each sees the rows up to its place alone.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class InsertionSettings(Checked):
 def prompt_logits(
     prompts: Prompts, model: Any, anchors: Tensor, rows: int, cache: Any
 ) -> Tensor:
-    """Run the prompt tokens behind n places: logits [b, n, gamma, vocab].
+    """Run prompt tokens after n rows of each text: logits [b, n, gamma, vocab].
 
-    `cache` has the target's `rows` rows of the sequences; it is changed.
+    `anchors` int64 [b, n] are these rows. `cache` has the `rows` rows of the texts; the
+    prefix and the prompt tokens are added to it.
     """
     settings, (size, count) = prompts.settings, anchors.shape
     if settings.prefix:
@@ -82,10 +83,11 @@ def _append_prefix(rows: Tensor, prefix: Tensor) -> Tensor:
 
 
 def prompt_mask(anchors: Tensor, rows: int, settings: PromptSettings) -> Tensor:
-    """Which rows prompt tokens see: bool [b, 1, n * slots, rows + prefix + n * slots].
+    """Which rows prompt tokens see: bool [b, 1, n * m, rows + prefix + n * m].
 
-    `anchors` int64 [b, n] are the rows that carry them, each with gamma * members slots
-    behind it.
+    Each of the rows `anchors` int64 [b, n] has m = gamma * members prompt tokens. They
+    see the rows up to their anchor, the prefix, and the anchor's prompt tokens of the
+    same member up to their own.
     """
     members = settings.members
     slot = torch.arange(settings.gamma * members, device=anchors.device)
@@ -99,7 +101,7 @@ def prompt_mask(anchors: Tensor, rows: int, settings: PromptSettings) -> Tensor:
 
 
 class PromptTask(Task):
-    """Prompt tokens, beside the target's files in a checkpoint."""
+    """Trains prompt tokens; the checkpoint has the target's files too."""
 
     options = TrainingOptions(learning_rate=1e-2)
     figures_file, largest_norm = "", 1.0
@@ -112,11 +114,11 @@ class PromptTask(Task):
         self.prompts.check()
 
     def prompt_settings(self) -> PromptSettings:
-        """The settings of the prompt tokens; a subclass makes them of `settings`."""
+        """Make the settings of the prompt tokens from `settings`, in a subclass."""
         raise NotImplementedError
 
     def shortest(self) -> tuple[int, str]:
-        """A row, the token after it, and what the prompt tokens guess."""
+        """Return the fewest tokens: two rows, the next token, and gamma guesses."""
         gamma = self.prompts.gamma
         return gamma + 3, f"{gamma} {self.product}"
 
@@ -124,7 +126,7 @@ class PromptTask(Task):
         return RunFolder(output, learned=self.product)
 
     def check_target(self, target: Checkpoint) -> None:
-        """Refuse a target that drafts already, or attends in windows."""
+        """Refuse a target with streams or prompt tokens, or with sliding windows."""
         super().check_target(target)
         if target.streams is not None:
             raise CheckpointError(
@@ -138,7 +140,7 @@ class PromptTask(Task):
             )
 
     def new_drafter(self, run: Run) -> Prompts:
-        """Make prompt tokens that begin as frequent words, and a prefix as a text."""
+        """Make prompt tokens from frequent tokens' embeddings, a prefix from text."""
         self.prompts = replace(self.prompts, base=run.base)
         model, count = run.target.model, self.prompts.gamma * self.prompts.members
         words = run.frequent_tokens(count)
@@ -150,7 +152,7 @@ class PromptTask(Task):
         return Prompts(self.prompts, embeddings, *rows)
 
     def weights(self, run: Run) -> dict[str, Tensor]:
-        """The trained weights under the names of the checkpoint's file."""
+        """Return the trained weights, by their names in the checkpoint's file."""
         named = run.module.drafter.named_parameters()
         return {f"prompts.{name}": weight for name, weight in named}
 
@@ -159,7 +161,7 @@ class PromptTask(Task):
         run.folder.add_target(run.source, run.base)
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
-        """A batch, and the blocks whose anchors carry prompt tokens."""
+        """Return a batch, and blocks whose anchors are rows before prompt tokens."""
         self._model = run.teacher
         if not learns:
             return batch, Blocks.spread(batch, VALIDATED_PLACES)
@@ -169,7 +171,7 @@ class PromptTask(Task):
     def sums(
         self, drafter: Prompts, batch: Batch, places: Blocks, learns: bool
     ) -> Sums:
-        """The sums over the places `places.anchors` that prompt tokens follow.
+        """Return the sums by prompt token; they follow the rows `places.anchors`.
 
         The loss is KL(p || q), p the target's distribution after the true tokens and q
         the distribution of a prompt token (2405.18628, section 3.3). `right` [gamma,
@@ -199,11 +201,11 @@ class PromptTask(Task):
         )
 
     def total(self, sums: Sums, places: Tensor) -> Tensor:
-        """The mean of the prompt tokens' mean losses, less for a later token."""
+        """Return the mean of the tokens' mean losses; later tokens weigh less."""
         return decayed_means(sums, places).mean()
 
     def figures(self, run: Run, parts: Sequence[Any]) -> dict[str, Any]:
-        """Losses and acceptance rates by prompt token; keeps the rates of all ranks."""
+        """Return losses and acceptance by prompt token; sets `prompts.ranks`."""
         lost, places, right = sum_fields(parts, "lost", "places", "right")
         run.check_finite(lost)
         places = places.clamp(min=1)
@@ -223,14 +225,14 @@ class PromptTask(Task):
         return own | {"insertions": insertions, "regenerate": regenerate}
 
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
-        """The fields of streams.json, and the weights as they are."""
+        """Return the fields of streams.json, and the weights as they are."""
         own = {"step": run.step, "parameters": run.parameters, "validation": figures}
         return self.prompts.to_json() | own, weights
 
 
 @torch.no_grad()
 def _prefix_rows(run: Run, count: int) -> tuple[Tensor, Tensor]:
-    """The keys and values of the first rows of a text, [layers, kv_heads, count, d]."""
+    """Return keys and values of a text's start, [layers, kv_heads, count, d] both."""
     model = run.target.model
     ids = torch.tensor([run.corpus.training[0].ids], device=model.device)
     ids = ids.repeat(1, -(-count // ids.shape[1]))[:, :count]
@@ -245,7 +247,7 @@ def _prefix_rows(run: Run, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _has_windows(config: Any) -> bool:
-    """Whether a layer of a config attends to a window or in another special way."""
+    """Whether a layer of the config attends to less than all earlier rows."""
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return set(kinds) != {"full_attention"}

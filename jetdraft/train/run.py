@@ -1,4 +1,4 @@
-"""What a training has, and may be asked by its task."""
+"""A training as its task sees it: options, target, texts, devices and seeds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEED_HELP = "Seed of the random numbers; the same seed gives the same training."
 
 @dataclass(frozen=True)
 class TrainingOptions(Checked):
-    """How long and how fast to train; the task advises the steps if they are None."""
+    """How long and how fast to train; `steps` None is `Task.advised_steps`."""
 
     steps: int | None = setting(
         200,
@@ -48,11 +48,11 @@ class TrainingOptions(Checked):
 
 
 class Run:
-    """What a training has, and what its task may ask it.
+    """A training as its task sees it; `Training` sets the attributes.
 
     `target` is the loaded checkpoint, `source` its folder, and `base` the hash of its
-    weights; `module` is what learns, and `weights` are its weights that do. Of its
-    `steps`, `step` are done.
+    weights. `module` is the task's pupil, and `weights` are the trained weights in it,
+    by name. `step` of `steps` steps are done.
     """
 
     options: TrainingOptions
@@ -78,7 +78,7 @@ class Run:
 
     @property
     def reading(self) -> str:
-        """How many texts are read, and how often, for a line of the terminal."""
+        """The number of sequences and how often each is read, for the headline."""
         count = len(self.corpus.training)
         read = self.steps * self.options.batch_size / max(1, count)
         times = f"{read:.0f}" if read >= 10 else f"{read:.2g}"
@@ -86,7 +86,7 @@ class Run:
 
     @cached_property
     def accelerator(self) -> Any:
-        """accelerate's object for this training; it shares the work among processes."""
+        """The `Accelerator` of all processes, with bfloat16 where that is fast."""
         halves = has_fast_halves(this_process().device)
         return Accelerator(mixed_precision="bf16" if halves else "no")
 
@@ -107,7 +107,7 @@ class Run:
         return self.target.model.to(self.device)
 
     def sum_over_processes(self, numbers: Tensor) -> Tensor:
-        """The sum of a tensor over all processes; every process must call it."""
+        """Add a tensor up over all processes, each of which must call this."""
         total: Tensor = self.accelerator.reduce(numbers, "sum")
         return total
 
@@ -117,25 +117,25 @@ class Run:
         return 1_000_003 * self.options.seed + self.step
 
     def sequence_numbers(self, count: int) -> list[int]:
-        """The numbers, in the whole training, of this process's `count` sequences."""
+        """Return the numbers of this process's `count` sequences in the training."""
         first, stride = self.accelerator.process_index, self.processes
         start = self.step * self.options.batch_size + first
         return [start + row * stride for row in range(count)]
 
     def sequence_generators(self, count: int) -> list[torch.Generator]:
-        """Random numbers for each sequence, whichever process learns it."""
+        """Make a generator for each sequence of this step, seeded by its number."""
         seed, numbers = 1_000_003 * self.options.seed, self.sequence_numbers(count)
         return [torch.Generator().manual_seed(seed + n) for n in numbers]
 
     def held_out_batches(self) -> Iterator[Batch]:
-        """Yield the batches of validation texts, on the device."""
+        """Yield the batches of validation texts, on the device of this process."""
         for batch in self.corpus.validation_batches(self.options.batch_size):
             yield batch.to(self.device)
 
     def frequent_tokens(self, count: int) -> Tensor | None:
         """The `count` most frequent learned token ids, int64 [count], ascending.
 
-        None if the vocabulary has no more tokens.
+        None if the vocabulary has no more than `count` tokens.
         """
         rows = self.target.vocab_size
         if count >= rows:
@@ -150,7 +150,7 @@ class Run:
         return counts.argsort(descending=True, stable=True)[:count].sort().values
 
     def check_finite(self, lost: Tensor) -> None:
-        """Raise `TrainingError` if `lost` has a number that is not finite."""
+        """Raise `TrainingError` if a number in `lost` is infinite or NaN."""
         if torch.isfinite(lost).all():
             return
         outcome = (

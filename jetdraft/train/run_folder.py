@@ -31,10 +31,10 @@ LINKED_BYTES = 1 << 20
 class RunFolder:
     """A folder that one training writes, and from which it resumes after a stop.
 
-    Beside the target's files it holds the trained weights; a head's folder has no file
-    of the target, and other names for `weights` and `settings`. Each file appears whole
-    or not at all. Raises `OutputError` for any other folder, and for the folder of a
-    training that has ended.
+    `weights` and `settings` are the names of its files, and `learned` names what is
+    trained, for messages. With `add_target` it holds the target's files too. Each file
+    appears whole or not at all. Raises `OutputError` if `path` exists, and does not
+    belong to an unfinished training.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class RunFolder:
 
     @property
     def has_weights(self) -> bool:
-        """Whether a training has saved its weights."""
+        """Whether a training has saved weights in the folder."""
         return (self.path / self.settings).is_file()
 
     def add_target(self, source: Path, sha256: str) -> None:
-        """Put the target's files, whose weights have this hash, into the folder."""
+        """Create the folder with the target's files, or check that it has them."""
         if self.path.exists():
             if weights_sha256(self.path) != sha256:
                 raise OutputError(
@@ -81,7 +81,7 @@ class RunFolder:
     def read_state(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
         """Read the state that an earlier run saved; None before the first save.
 
-        It must have the settings, options and data of `run`. Raises `OutputError`.
+        Raises `OutputError` if its settings, options or data are not as in `run`.
         """
         file = self.path / STATE_FILE
         if not file.is_file():
@@ -114,7 +114,7 @@ class RunFolder:
         state: Mapping[str, Any],
         finished: bool,
     ) -> None:
-        """Write weights and a description; a finished training keeps no state."""
+        """Write state, weights and description; if `finished`, delete the state."""
         text = json.dumps(description, indent=2) + "\n"
         self._replace_file(STATE_FILE, lambda file: torch.save(state, file))
         contents = self.serialize(weights)
@@ -126,7 +126,7 @@ class RunFolder:
             (self.path / STATE_FILE).unlink()
 
     def create(self) -> None:
-        """Make a folder without files of the target, which appears with its mark."""
+        """Create the folder, marked as unfinished, unless it exists."""
         with self._convert_errors():
             if self.path.exists():
                 return
@@ -141,17 +141,17 @@ class RunFolder:
                     raise
 
     def write(self, name: str, text: str) -> None:
-        """Write a text file, which appears whole; raises `OutputError`."""
+        """Write the text file `name`, whole or not at all; raises `OutputError`."""
         self._replace_file(name, lambda file: file.write_text(text, encoding="utf-8"))
 
     def _replace_file(self, name: str, write: Callable[[Path], Any]) -> None:
-        """Replace the file of that name by what `write` writes to a path."""
+        """Let `write` fill a temporary path, then rename it to the file `name`."""
         with self._convert_errors(), replacing(self.path / name) as partial:
             write(partial)
 
     @contextmanager
     def _convert_errors(self) -> Iterator[None]:
-        """In the block, errors of files and tensors become `OutputError`."""
+        """Raise `OutputError` for errors of files and tensors in the block."""
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
@@ -162,7 +162,7 @@ class RunFolder:
 
 
 def _link_or_copy(source: str, copy: str) -> str:
-    """Link a large file, which then takes no space again; copy any other file."""
+    """Hard-link a large file, to save space, or copy it; returns `copy`."""
     real = os.path.realpath(source)
     if os.path.getsize(real) >= LINKED_BYTES:
         try:
@@ -174,7 +174,7 @@ def _link_or_copy(source: str, copy: str) -> str:
 
 
 def _changed_names(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The names of settings and options that differ between two runs, in words."""
+    """Return the names of settings and options that differ between two runs."""
     changed = [] if one["data"] == other["data"] else ["data"]
     for part in ("settings", "options"):
         names = one[part].keys() | other[part].keys()

@@ -1,6 +1,7 @@
 """The training of a head for Stop and Exit (SEC, 2401.09964, 3.1 and 3.2).
 
-A matrix makes of layer i's state what the final norm reads; a classifier has the labels
+A matrix maps the state after layer i to an input of the final norm, which makes an exit
+there. A classifier at each exit learns one of three labels:
 
     stop      neither an exit nor the target itself predicts the token
     exit      exit i predicts it
@@ -40,7 +41,7 @@ DESCRIPTION_FILE = "exit.json"
 
 
 class LearnedRows(NamedTuple):
-    """States [n, h] at each layer, the next tokens, and which the target predicts."""
+    """States [n, h] at each exit, next tokens, and whether the target predicts them."""
 
     states: list[Tensor]
     tokens: Tensor
@@ -48,7 +49,7 @@ class LearnedRows(NamedTuple):
 
 
 class ExitHeads(nn.Module):
-    """The exits behind some layers of a target; weights are named as in `ExitHead`."""
+    """Exits after some layers of a target; its weights have the names in `ExitHead`."""
 
     def __init__(self, layers: Sequence[int], model: Any) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class ExitHeads(nn.Module):
         )
 
     def forward(self, rows: LearnedRows) -> tuple[Tensor, Tensor]:
-        """The scalar loss, and counts int64 [layers, 3 labels, 3 decisions]."""
+        """Return the scalar loss, and counts int64 [layers, 3 labels, 3 decisions]."""
         places = list(zip(self.layers, rows.states, strict=True))
         scores = [self._scores(layer, states) for layer, states in places]
         right = torch.stack([s.argmax(-1) == rows.tokens for s in scores])
@@ -82,7 +83,7 @@ class ExitHeads(nn.Module):
 
     @staticmethod
     def labels(right: Tensor, known: Tensor) -> Tensor:
-        """The label of each row at each layer, int64 [layers, n]."""
+        """Return labels int64 [layers, n]; `right` is bool [layers, n], `known` [n]."""
         reached = known | right.any(0)
         labels = torch.full(right.shape, int(Decision.CONTINUE), device=right.device)
         labels[right] = int(Decision.EXIT)
@@ -90,13 +91,13 @@ class ExitHeads(nn.Module):
         return labels
 
     def _scores(self, layer: int, states: Tensor) -> Tensor:
-        """The logits of an exit, float32 [n, vocabulary]."""
+        """Return the logits of the exit after `layer`, float32 [n, vocabulary]."""
         moved = states + states @ self.weight[str(layer)].T
         scores: Tensor = self.lm_head(self.norm(moved)).float()
         return scores
 
     def _rates(self, layer: int, states: Tensor) -> Tensor:
-        """The logits [n, 3] of the decisions at a layer, as in `ExitHead.rates`."""
+        """Return the classifier's logits [n, 3] at a layer, as in `ExitHead.rates`."""
         unit = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + 1e-6)
         name = str(layer)
         rates: Tensor = unit @ self.classifier[name].T.float() + self.bias[name]
@@ -117,7 +118,7 @@ class SecSettings(Checked):
 
 
 class SecTask(Task):
-    """A head whose output is a folder, for `generate --stop-and-exit`."""
+    """Trains exits and their classifiers, for `generate --stop-and-exit`."""
 
     Settings = SecSettings
     options = TrainingOptions(learning_rate=2e-3)
@@ -135,7 +136,7 @@ class SecTask(Task):
         return RunFolder(output, FILE, DESCRIPTION_FILE, "head", self._serialize)
 
     def check(self, run: Run) -> None:
-        """Choose the layers; raises `OptionError` for a layer that the target lacks."""
+        """Set `layers`; raises `OptionError` if no exit can be after one of them."""
         self._base, count = run.base, len(decoder_layers(run.target.model))
         quarters = {max(1, count * quarter // 4) for quarter in (1, 2, 3)} - {count}
         layers = sorted({*(self.settings.layers or quarters)})
@@ -151,7 +152,7 @@ class SecTask(Task):
         return ExitHeads(self.layers, run.target.model)
 
     def pupil(self, drafter: Any) -> nn.Module:
-        """The exits themselves, since their module computes its own loss."""
+        """Return the exits as they are, since their `forward` computes the loss."""
         module: nn.Module = drafter
         return module
 
@@ -160,7 +161,7 @@ class SecTask(Task):
         return {name: weight for name, weight in named if weight.requires_grad}
 
     def loss(self, run: Run, module: Any, batch: Batch) -> Tensor:
-        """The scalar loss of the exits and of their classifiers."""
+        """Return the scalar loss of the exits and of their classifiers."""
         with precision(run.device):
             rows = self.rows(run, batch)
             loss: Tensor = module(rows)[0]
@@ -171,7 +172,7 @@ class SecTask(Task):
 
     @torch.no_grad()
     def rows(self, run: Run, batch: Batch) -> LearnedRows:
-        """The rows of a batch whose next token is learned; runs the target."""
+        """Run the target; returns the rows of a batch whose next token is learned."""
         model = run.teacher
         taps = [*self.layers, -1]
         *states, final = (s.float() for s in states_at(model, batch.ids, taps))
@@ -182,7 +183,7 @@ class SecTask(Task):
         return LearnedRows([s[:, :-1][learned] for s in states], tokens, known)
 
     def validate(self, run: Run, module: Any) -> dict[str, Any]:
-        """The loss, and the shares of right decisions by layer."""
+        """Return the validation loss, and by layer the shares of `_decision_shares`."""
         losses, counts = [], torch.zeros(len(self.layers), 3, 3, dtype=torch.int64)
         for batch in run.held_out_batches():
             loss, more = module(self.rows(run, batch))
@@ -214,7 +215,7 @@ class SecTask(Task):
         return self.settings_of_run(run) | own, weights
 
     def _serialize(self, weights: dict[str, Tensor]) -> bytes:
-        """The bytes of the npz that `ExitHead.load` reads, with the target's hash."""
+        """Return the npz that `ExitHead.load` reads, with the target's hash."""
         arrays: dict[str, Any] = {n: w.float().numpy() for n, w in weights.items()}
         file = io.BytesIO()
         np.savez(file, base=np.array(self._base), **arrays)
@@ -222,7 +223,11 @@ class SecTask(Task):
 
 
 def _decision_shares(counts: Tensor) -> dict[str, float]:
-    """Shares by counts float [3 labels, 3 decisions] of a layer."""
+    """Return a layer's shares of rows, from its counts float [3 labels, 3 decisions].
+
+    `right` is the share that the exit predicts, `stops` the share where it decides to
+    stop, and `stops_right` the part of these with the label stop; so for `exits`.
+    """
     total, by_label, by_decision = counts.sum(), counts.sum(1), counts.sum(0)
     shares = {"right": by_label[Decision.EXIT] / total}
     for name, decision in (("stops", Decision.STOP), ("exits", Decision.EXIT)):

@@ -45,11 +45,11 @@ class DrafterSettings(Checked):
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums by the place in a draft, float [places] each.
+    """Totals over a batch by the place of a token in its draft, float [places] each.
 
-    `lost` are losses over `places` places. `right` counts the places where the best
-    guess is the target's choice, `reached` the places before which all guesses
-    are right, and `accepted` the reached places that are right.
+    `lost` adds up the losses of the guesses, and `places` counts the guesses. `right`
+    counts those that are the target's choice, `reached` those whose earlier guesses in
+    the draft are all right, and `accepted` the reached guesses that are right.
     """
 
     lost: Tensor
@@ -60,9 +60,10 @@ class Sums:
 
     @classmethod
     def of(cls, lost: Tensor, right: Tensor, far: Tensor, learned: Tensor) -> Sums:
-        """Sums of k learned places by their distance `far` int64 [k].
+        """Add up the losses `lost` [k] and the hits `right` bool [k] of k guesses.
 
-        `learned` bool [..., places] is true at k places, in the order of the others.
+        Guess i counts at index `far[i]`, int64 [k]. `learned` bool [..., places] has a
+        draft in each line, and is true at the k guesses, in order.
         """
 
         def by_distance(numbers: Tensor) -> Tensor:
@@ -80,12 +81,12 @@ class Sums:
 
 
 def sum_fields(parts: Sequence[Any], *names: str) -> list[Tensor]:
-    """The named fields of some `Sums`, each added up over `parts`, on the CPU."""
+    """Add up each field in `names` over the `Sums` in `parts`; totals on the CPU."""
     return [torch.stack([getattr(p, n) for p in parts]).sum(0).cpu() for n in names]
 
 
 def round_figures(numbers: Tensor) -> list[float]:
-    """The numbers of a tensor with four digits, for a file."""
+    """Round the numbers of a vector to four decimals, for a JSON file."""
     return [round(number, 4) for number in numbers.tolist()]
 
 
@@ -93,14 +94,14 @@ def round_figures(numbers: Tensor) -> list[float]:
 
 
 class Pupil(nn.Module):
-    """A drafter and its loss, the `sums` of a task, which processes can share."""
+    """A drafter and the `sums` of its task in one module, for several processes."""
 
     def __init__(self, drafter: Any, sums: Callable[..., Any]) -> None:
         super().__init__()
         self.drafter, self._sums = drafter, sums
 
     def forward(self, *lesson: Any) -> Any:
-        """The sums of a lesson, in the precision of its device."""
+        """Return the task's sums for a lesson, of which the first part has `ids`."""
         with precision(lesson[0].ids.device):
             return self._sums(self.drafter, *lesson, self.training)
 
@@ -108,10 +109,10 @@ class Pupil(nn.Module):
 class Task(ABC):
     """How one kind of drafter is trained for a target.
 
-    A training calls `check` before it reads texts, which may take hours, and
-    `new_drafter` after it. In each step `lesson` says what is learned, `sums` compares
-    the drafter with it, and `total` makes the loss of the sums. A validation makes
-    `figures` of the sums of all its batches. `folder`, `begin` and `save` write.
+    A training calls `check` before the target writes texts, which may take hours, and
+    then `new_drafter`. In each step `lesson` asks the target about a batch, `sums`
+    compares the drafter with it, and `total` makes the loss of the sums. A validation
+    makes `figures` of the sums of all its batches. `folder`, `begin` and `save` write.
 
     `help` says what the command does with TARGET, `product` what is trained, with its
     article, and `kind` the same in the plural. Muon moves the matrices of layers if
@@ -133,23 +134,23 @@ class Task(ABC):
 
     @abstractmethod
     def shortest(self) -> tuple[int, str]:
-        """The fewest tokens of a sequence, and what they are for, in words."""
+        """Return the least sequence length, and what needs it, for a message."""
 
     @property
     def least_tokens(self) -> int:
-        """The fewest tokens of a text that is learned."""
+        """The fewest tokens of a text that is learned; by default as in `shortest`."""
         return self.shortest()[0]
 
     def folder(self, output: Path) -> RunFolder:
-        """Prepare the output folder; raises `OutputError` for a path that is taken."""
+        """Return the output folder, not yet made; raises `OutputError`."""
         return RunFolder(output, "model.safetensors", "config.json", self.folder_holds)
 
     def load(self, source: str) -> tuple[Checkpoint, str]:
-        """The target in float32, and the hash of what tuned it, or ""."""
+        """Load the target in float32, with a text as `load_target` returns it."""
         return load_target(source, self.kind)
 
     def check_target(self, target: Checkpoint) -> None:
-        """Raise `UnsupportedModelError` or `CheckpointError` for a wrong target."""
+        """Raise `CheckpointError` for a wrong target; here an encoder-decoder."""
         if target.reads_source:
             raise UnsupportedModelError(
                 f"{target.source} is an encoder-decoder, for which only jetdraft train "
@@ -157,48 +158,48 @@ class Task(ABC):
             )
 
     def positions(self, model: Any) -> int | None:
-        """The most tokens that the target can read; None for no limit."""
+        """Return the most tokens that the target can read; None for no limit."""
         most: int = model.config.get_text_config(decoder=True).max_position_embeddings
         return most
 
     def check(self, run: Run) -> None:
-        """Decide what depends on the target; raises `OptionError`."""
+        """Prepare for the target, by default nothing; raises `OptionError`."""
 
     def writer(self, target: Checkpoint) -> Any:
-        """The function that completes prompts, such as `continuations`."""
+        """Return the function that completes prompts, by default `continuations`."""
         return continuations
 
     def check_texts(self, run: Run) -> None:
-        """Raise `DataError` for a corpus that cannot be learned from."""
+        """Raise `DataError` for an unfit corpus; the default accepts every corpus."""
 
     # --- the pupil and what it learns -------------------------------------------------
 
     @abstractmethod
     def new_drafter(self, run: Run) -> nn.Module:
-        """Make the drafter as it is before its training."""
+        """Make the untrained drafter."""
 
     def pupil(self, drafter: Any) -> nn.Module:
-        """Join a drafter and its loss in one module, which processes can share."""
+        """Make the module that is trained: a drafter, and its loss as `forward`."""
         return Pupil(drafter, self.sums)
 
     def weights(self, run: Run) -> dict[str, Tensor]:
-        """The trained weights by name: the drafter's, without the target's own."""
+        """Return the weights to train by name: the drafter's, but not the target's."""
         of_target = {id(weight) for weight in run.target.model.parameters()}
         named = run.module.drafter.named_parameters()
         return {name: weight for name, weight in named if id(weight) not in of_target}
 
     def advised_steps(self, run: Run) -> int:
-        """The steps of a training whose options name no number."""
+        """Return the number of steps if the option `steps` is None."""
         return 200
 
     def tables(self, run: Run) -> set[str]:
-        """The names of matrices that AdamW moves: embedding and LM head."""
+        """Return the names of the matrices that Muon leaves to AdamW."""
         return {n for n in run.weights if n.startswith(("embed_tokens", "lm_head"))}
 
     def optimizers(self, run: Run) -> list[torch.optim.Optimizer]:
         """Make Muon for the matrices of layers, and AdamW for all other weights.
 
-        Few steps are made, and Muon makes more of each than AdamW (docs/heads.md).
+        Trainings are short, and a step of Muon learns more (docs/heads.md).
         """
         tables = self.tables(run) if self.has_muon else run.weights
         inner = {
@@ -213,24 +214,24 @@ class Task(ABC):
         return optimizers
 
     def batch(self, run: Run, batch: Batch) -> Batch:
-        """The batch of a step; a task may rewrite it."""
+        """Return the batch to train on in this step, by default `batch` as it is."""
         return batch
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
-        """What `sums` gets of a batch of a step or of a validation."""
+        """Return the arguments of `sums` for a batch, without drafter and `learns`."""
         raise NotImplementedError
 
     def sums(self, drafter: Any, *lesson: Any) -> Any:
-        """Compare a drafter with a lesson; its last part says whether it learns."""
+        """Compare the drafter with a lesson and `learns`; most tasks give `Sums`."""
         raise NotImplementedError
 
     def total(self, sums: Any, places: Tensor) -> Tensor:
-        """The scalar loss to minimise; `places` are summed over all processes."""
+        """Return the scalar loss, here the mean; `places` are of all processes."""
         loss: Tensor = sums.lost.sum() / places.sum().clamp(min=1)
         return loss
 
     def loss(self, run: Run, module: Any, batch: Batch) -> Tensor:
-        """The scalar loss of this process's part of a batch."""
+        """Return the scalar loss of this process's part of a batch."""
         sums = module(*self.lesson(run, batch, True))
         places = run.sum_over_processes(sums.places)
         # Processes average their gradients, and each has a part of the sum.
@@ -244,7 +245,7 @@ class Task(ABC):
         return self.figures(run, parts)
 
     def figures(self, run: Run, parts: Sequence[Any]) -> dict[str, Any]:
-        """Losses, and how often a place is accepted if all places before it are."""
+        """Return losses, and acceptance rates of reached places, from `Sums`."""
         names = ("lost", "places", "reached", "accepted")
         lost, places, reached, accepted = sum_fields(parts, *names)
         run.check_finite(lost)
@@ -256,16 +257,16 @@ class Task(ABC):
         }
 
     def description(self, run: Run) -> str:
-        """What is trained, for the headline."""
+        """Return what is trained, for the headline; by default `product`."""
         return self.product
 
     def headline(self, run: Run) -> str:
-        """The line that is printed before a training: what is trained on what."""
+        """Return the line that is printed before a training: what learns from what."""
         what = self.description(run)
         return f"training {run.parameters} weights of {what} on {run.reading}"
 
     def summary_line(self, figures: Mapping[str, Any]) -> str:
-        """The figures of a validation as a line for the terminal."""
+        """Format the figures of a validation as a line for the terminal."""
         rates = " ".join(f"{rate:.2f}" for rate in figures["acceptance"])
         line = f"validation loss {figures['losses'][0]:.2f}"
         if "tokens_per_pass" not in figures:
@@ -276,21 +277,21 @@ class Task(ABC):
     # --- what is written --------------------------------------------------------------
 
     def settings_of_run(self, run: Run) -> dict[str, Any]:
-        """The settings that a resumed run must repeat, beside options and data."""
+        """Return the settings that a resumed run must repeat, besides its options."""
         return asdict(self.settings) | {"target": run.base}
 
     def begin(self, run: Run) -> None:
-        """Create the output folder, unless it is there."""
+        """Create the output folder, unless it exists."""
         run.folder.create()
 
     @abstractmethod
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
-        """The fields of the config and the tensors that are written for the export."""
+        """Return the config's fields and the tensors that the export will read."""
 
     def save(
         self, run: Run, weights: dict[str, Tensor], state: Any, figures: Any
     ) -> None:
-        """Write the weights, in the type of the training, and the state."""
+        """Write config, tensors, state, and `figures`, which may be None."""
         config, tensors = self.published(run, weights, figures)
         if self.figures_file:
             record = {**self.settings_of_run(run), "step": run.step}

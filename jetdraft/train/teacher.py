@@ -1,4 +1,4 @@
-"""The target as a teacher: what it says of texts, computed or read from a disk."""
+"""The target as a teacher: its states and logits for texts, computed or from a disk."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from jetdraft.train.machine import precision
 
 
 def load_target(source: str, learned: str = "heads") -> tuple[Checkpoint, str]:
-    """Load a target in float32, with the hash of what tuned it, empty for nothing.
+    """Load a target in float32; returns a text to add to the hash of its weights.
 
-    For streams of mode shared, the model has the weights that they tune. `learned` says
-    in a message what is trained. Raises `CheckpointError`.
+    With streams of mode shared, the model has the LoRA merged, and the text identifies
+    that LoRA; else it is "". `learned` names what is trained, for a message. Raises
+    `CheckpointError`.
     """
     refuse_gguf(source, learned)
     target, tuned = Checkpoint.load(source, torch.float32), ""
@@ -44,7 +45,7 @@ def load_target(source: str, learned: str = "heads") -> tuple[Checkpoint, str]:
 
 
 def refuse_gguf(source: str, learned: str) -> None:
-    """Raise `CheckpointError` for a GGUF file; `learned` says what is trained."""
+    """Raise `CheckpointError` for a GGUF file; `learned` names what is trained."""
     if is_gguf(source):
         raise CheckpointError(
             f"{source} is a GGUF file, and {learned} are trained for a folder; give "
@@ -57,12 +58,13 @@ def refuse_gguf(source: str, learned: str) -> None:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a head learns from: a batch, and what the target says of it.
+    """What a head learns from: a batch, and the target's states and logits for it.
 
-    `ids` and `labels` are int64 [b, T], `taps` float [b, T, target hidden] each (the
-    state after the final norm alone for heads without taps), `final` that state,
-    `logits` [b, T, draft vocabulary] the target's, and `known` bool [b, T], whether
-    the target's choice in the row is in the draft vocabulary.
+    `ids` and `labels` are int64 [b, T]. `final` float [b, T, target hidden] is the
+    state after the final norm. `taps` are the states that the head reads, of the same
+    shape each: `final` alone for a head without taps. `logits` [b, T, draft vocabulary]
+    are the target's. `known` bool [b, T] says whether the target's choice in a row is
+    in the draft vocabulary.
     """
 
     ids: Tensor
@@ -81,12 +83,12 @@ def make_lesson(
     ids: Tensor | None = None,
     cache: TensorCache | None = None,
 ) -> Lesson:
-    """Make the lesson of a batch: what the target says of it, on the batch's device.
+    """Run the target on a batch, on the batch's device; returns the lesson.
 
-    `taps` are the residual streams that the head reads, `ids` int64 [draft vocabulary]
-    the tokens that it can draft, None for all. With a `cache` each text runs through
-    the target once; its states are kept in float16, or in float32 where they are too
-    large for it.
+    The head reads the residual stream after `tap` layers, for each of `taps`. `ids`
+    int64 [draft vocabulary] are the tokens that it can draft, None for all. With a
+    `cache` the target reads each text once; its states are kept in float16, or in
+    float32 where they are too large for it.
     """
     with precision(batch.ids.device):
         every = (*taps, -1)
@@ -106,7 +108,7 @@ def make_lesson(
 def _tap_states(
     model: Any, batch: Batch, taps: Sequence[int], cache: TensorCache | None
 ) -> Tensor:
-    """The states at the taps, side by side [b, T, s], computed or read."""
+    """Return the states at the taps, joined to [b, T, s], from the cache or into it."""
     if cache is None:
         return compute_states(model, batch.ids, taps)
     # The last token of a text is learned; what follows is padding.
@@ -132,7 +134,10 @@ def compute_states(model: Any, ids: Tensor, taps: Sequence[int]) -> Tensor:
 
 @torch.no_grad()
 def states_at(model: Any, ids: Tensor, taps: Sequence[int]) -> list[Tensor]:
-    """The residual streams [b, T, h] at some taps; tap -1 is after the final norm."""
+    """Run the target; returns its states [b, T, h] at each tap.
+
+    Tap i is after i layers, tap -1 after the final norm.
+    """
     outputs = model(
         input_ids=ids, output_hidden_states=True, use_cache=False, logits_to_keep=1
     )
@@ -140,7 +145,7 @@ def states_at(model: Any, ids: Tensor, taps: Sequence[int]) -> list[Tensor]:
 
 
 def cache_key(numbers: Tensor) -> str:
-    """The key of a text in a cache: 32 hex digits of a hash of its numbers."""
+    """Return the key of a text in a cache: 32 hex digits of a hash of `numbers`."""
     return hashlib.sha256(numbers.cpu().numpy().tobytes()).hexdigest()[:32]
 
 
@@ -148,10 +153,10 @@ def cache_key(numbers: Tensor) -> str:
 
 
 def logits_at(model: Any, ids: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    """A causal LM's logits [k, vocabulary] for what follows k places of a batch.
+    """Return a causal LM's logits [k, vocabulary] after k tokens of a batch.
 
-    `ids` int64 [b, T] are padded on the right; `rows` and `places` int64 [k] are the
-    indexes in it. The LM head, which costs most, reads these rows only.
+    `ids` int64 [b, T] are padded on the right; token i is `ids[rows[i], places[i]]`,
+    int64 [k] both. The LM head, which costs most, runs for these tokens only.
     """
 
     def choose(head: Any, args: tuple[Tensor]) -> Tensor:
@@ -166,13 +171,13 @@ def logits_at(model: Any, ids: Tensor, rows: Tensor, places: Tensor) -> Tensor:
 
 
 def rows_at(rows: Tensor, places: Tensor) -> Tensor:
-    """The rows of each sequence at its places: [b, T, ...] at int64 [b, ...]."""
+    """Return `rows[i, places[i]]` of each sequence i: [b, T, ...] at int64 [b, ...]."""
     sequences = torch.arange(len(rows), device=rows.device)
     return rows[sequences.view(-1, *[1] * (places.ndim - 1)), places]
 
 
 def shift_rows(rows: Tensor, places: int, fill: float = 0) -> Tensor:
-    """Move row t + `places` to row t, and fill the last rows: [b, T, ...]."""
+    """Return `rows` [b, T, ...] with row t + `places` in row t; the last are `fill`."""
     moved = torch.full_like(rows, fill)
     moved[:, : max(0, rows.shape[1] - places)] = rows[:, places:]
     return moved
@@ -188,7 +193,7 @@ OWNER_FILE = "owner.txt"
 
 
 def check_cache_folder(folder: Path | None) -> None:
-    """Raise `OutputError` if `folder` is neither free nor a cache; None is allowed."""
+    """Raise `OutputError` unless `folder` is None, empty, missing, or a cache."""
     if folder is None:
         return
     try:
@@ -204,9 +209,10 @@ def check_cache_folder(folder: Path | None) -> None:
 
 
 class TensorCache:
-    """Tensors by key in the shards of a folder, computed with `owner`.
+    """Tensors by key, in safetensors files of a folder that it creates.
 
-    Raises `OutputError` for another owner's folder, and if it cannot be written.
+    `owner` says what they are computed with. Raises `OutputError` if the folder has
+    another owner or cannot be written.
     """
 
     def __init__(self, folder: Path, owner: str, process: int = 0) -> None:
@@ -233,7 +239,7 @@ class TensorCache:
                 self._places |= dict.fromkeys(opened.keys(), file)
 
     def read(self, key: str) -> Tensor | None:
-        """The tensor of a key, on the CPU, or None. Raises `DataError`."""
+        """Return the tensor of a key, on the CPU, or None. Raises `DataError`."""
         if key in self._pending:
             return self._pending[key]
         if key not in self._places:
@@ -244,7 +250,7 @@ class TensorCache:
         return tensor
 
     def write(self, key: str, tensor: Tensor) -> None:
-        """Keep a tensor, unless the key has one; a full shard is written."""
+        """Add a tensor, unless the key has one; writes a file per `SHARD_TENSORS`."""
         if key in self._pending or key in self._places:
             return
         self._pending[key] = tensor.cpu().contiguous()
@@ -275,7 +281,7 @@ class TensorCache:
 
 @contextmanager
 def _convert_errors(file: Path) -> Iterator[None]:
-    """In the block, errors of reading a shard become `DataError`."""
+    """Raise `DataError` for errors of reading a shard in the block."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -36,7 +36,7 @@ ReportStage = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of a training; `validation` has figures after a validation."""
+    """How far a training is; `validation` has figures if this step was validated."""
 
     step: int
     steps: int
@@ -51,8 +51,8 @@ Report = Callable[[Progress], None]
 class Training(Run):
     """One training of a task, which can be stopped and resumed.
 
-    A second run with the same settings resumes where the first run stopped. `progress`
-    gets a stage, and how many of its texts are written.
+    A second run with the same settings resumes where the first run stopped. While the
+    target completes texts, `progress` gets "write", the texts done, and all texts.
 
         Training(ChimeraTask(), "target", Path("drafter"), [Path("notes.txt")]).run()
     """
@@ -101,7 +101,7 @@ class Training(Run):
     # --- the texts --------------------------------------------------------------------
 
     def _read_corpus(self, data: Sequence[Path]) -> Corpus:
-        """The texts of the files; `messages` are read by the target's chat template."""
+        """Read the texts; the target's chat template renders `messages`."""
         target, options = self.target, self.options
         if target.tokenizer is None:
             raise DataError(
@@ -122,7 +122,7 @@ class Training(Run):
         )
 
     def _complete_texts(self, progress: ReportStage) -> None:
-        """Let the target complete prompts alone, or with `regenerate` all prompts."""
+        """Let the target complete prompts alone, or with `regenerate` all texts."""
         regenerate = getattr(self.task.settings, "regenerate", False)
         count = len(self.corpus.training)
         # A corpus of one text validates with it too.
@@ -187,12 +187,12 @@ class Training(Run):
     def _report(
         self, report: Report, loss: float, figures: dict[str, Any] | None
     ) -> None:
-        """Report a step from the main process; `figures` are of a validation."""
+        """Call `report` in the main process; `figures` is None without a validation."""
         if self.accelerator.is_main_process:
             report(Progress(self.step, self.steps, loss, figures))
 
     def _train_step(self, module: Any, optimizers: Sequence[Any]) -> float:
-        """Train one step; gives its loss. The rate rises in a warm-up, then falls."""
+        """Train one step; returns its loss. The rate rises in a warm-up, then falls."""
         accelerator = self.accelerator
         rise = (self.step + 1) / max(1.0, WARM_UP_SHARE * self.steps)
         rate = self.options.learning_rate * min(1.0, rise, 1.0 - self.step / self.steps)
@@ -228,7 +228,7 @@ class Training(Run):
     # --- the state --------------------------------------------------------------------
 
     def _resume(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Continue from the state in the output folder, if there is one."""
+        """Load weights, optimizers and step from the state in the folder, if any."""
         state = self.folder.read_state(self._identity())
         if state is None:
             return
@@ -240,7 +240,7 @@ class Training(Run):
         self.step = state["step"]
 
     def _identity(self) -> dict[str, Any]:
-        """The settings, options and data that all runs of one training share."""
+        """Return the settings, options and data that a resumed run must repeat."""
         return {
             "settings": self.task.settings_of_run(self),
             "options": asdict(self.options) | {"steps": self.steps},
@@ -248,7 +248,7 @@ class Training(Run):
         }
 
     def _save(self, optimizers: Sequence[Any], figures: dict[str, Any] | None) -> None:
-        """Save the checkpoint from the main process; `figures` may be None."""
+        """Save from the main process; `figures` are None after an interrupt."""
         self.accelerator.wait_for_everyone()
         if not self.accelerator.is_main_process:
             return

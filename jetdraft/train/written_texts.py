@@ -43,10 +43,10 @@ def continuations(
     seeds: Sequence[int],
     ids: Tensor | None = None,
 ) -> list[list[int]]:
-    """Continue each prompt by at most `counts` tokens; returns whole texts.
+    """Sample a text that continues each prompt; returns prompts and texts joined.
 
-    A text ends after one of the tokens `ends`. `ids` int64 [n] are the tokens that can
-    be chosen, None for all.
+    Text i has at most `counts[i]` tokens, ends after a token in `ends`, and is drawn
+    with `seeds[i]`. Only the tokens `ids` int64 [n] can be chosen, None for all.
     """
     tokens, seen = _pad(prompts, model.device, "left")
     positions = (seen.cumsum(-1) - 1).clamp(min=0)
@@ -80,7 +80,7 @@ def source_continuations(
 ) -> list[list[int]]:
     """Let an encoder-decoder write about each source; returns source and text joined.
 
-    A text begins with the tokens `start`, which are left out. See `continuations`.
+    The decoder begins with the tokens `start`, which are left out. See `continuations`.
     """
     ids, seen = _pad(sources, model.device, "right")
     encoded = model.get_encoder()(ids, attention_mask=seen)
@@ -107,7 +107,7 @@ def _sample(
     seeds: Sequence[int],
     ids: Tensor | None = None,
 ) -> list[list[int]]:
-    """Sample token after token; `run` gives the outputs for the latest [b, n]."""
+    """Sample token by token; `run` computes outputs for the latest tokens [b, n]."""
     longest = max(counts)
     draws = [torch.Generator().manual_seed(seed) for seed in seeds]
     chances = torch.stack(
@@ -132,7 +132,7 @@ def _sample(
 def _pad(
     texts: Sequence[list[int]], device: torch.device, side: str
 ) -> tuple[Tensor, Tensor]:
-    """The texts int64 [b, longest], padded on `side`, and a mask with 1 for text."""
+    """Return texts int64 [b, longest], padded on `side`, and a mask with 1 for text."""
     rows = [torch.tensor(text, dtype=torch.long) for text in texts]
     ids, seen = (
         pad_sequence(parts, batch_first=True, padding_side=side)
@@ -142,7 +142,7 @@ def _pad(
 
 
 def _choose_tokens(logits: Tensor, chances: Tensor, ids: Tensor | None) -> Tensor:
-    """One token a row [b, 1]: where the cumulative probability passes its chance."""
+    """Return a token per row [b, 1]: where cumulative probability passes its chance."""
     if ids is not None:
         logits = logits[:, ids]
     totals = logits.double().softmax(-1).cumsum(-1)
@@ -161,9 +161,9 @@ class WrittenTexts:
     They have up to `length` tokens, and end after one of the tokens `ends`;
     `batch_size` texts are written at a time, by the function `write`.
 
-    Each process writes its own shards, and reads the shards of the others when they are
-    there: a barrier has a limit. A run that was stopped resumes after the last whole
-    shard, on any number of processes. `identity` says what the texts depend on.
+    Each process writes its own shards, and waits for the files of the others, which may
+    take longer than a barrier allows. A run that was stopped resumes after the last
+    whole shard, on any number of processes. `identity` is what the texts depend on.
     """
 
     folder: Path
@@ -183,11 +183,11 @@ class WrittenTexts:
         chosen: Sequence[int],
         tick: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Example]:
-        """The examples; those with a number in `chosen` are completed by the target.
+        """Return the examples; the target completes the examples at `chosen`.
 
         A completion is as long as the example's own or shorter; a prompt alone is
-        completed to the whole length. `tick` gets the texts that this process has done,
-        and all that it has to do.
+        completed up to `length`. `tick` is called with the number of texts that this
+        process has written, and of all that it writes.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         # Texts of one batch should have about the same length.
@@ -224,12 +224,12 @@ class WrittenTexts:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _shard_file(self, shard: int) -> Path:
-        """The path of a shard; its name depends on the identity."""
+        """Return the path of a shard; its name has a hash of the identity."""
         digest = hashlib.sha256(self.identity.encode()).hexdigest()[:12]
         return self.folder / f"{digest}-{shard:06}.json"
 
     def _read_shard(self, shard: int) -> list[list[int]]:
-        """The texts of a shard, which another process may be writing still."""
+        """Return the texts of a shard; waits while another process writes it."""
         file, began = self._shard_file(shard), time.monotonic()
         while not file.exists():
             if self.processes == 1 or time.monotonic() - began > WAIT_SECONDS:
@@ -247,7 +247,7 @@ class WrittenTexts:
     def _write_batches(
         self, examples: Sequence[Example], members: Sequence[int]
     ) -> Iterator[list[list[int]]]:
-        """The texts of some examples; a batch too large for the memory is halved."""
+        """Yield whole texts of `members`; a batch too large for memory is halved."""
         size, start = self.batch_size, 0
         while start < len(members):
             batch = members[start : start + size]
@@ -268,11 +268,11 @@ class WrittenTexts:
 
 
 def text_seed(seed: int, number: int) -> int:
-    """The seed of text `number` in a training with this seed."""
+    """Return the seed of text `number` in a training with this seed."""
     digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
     return int.from_bytes(digest[:7], "little")
 
 
 def prompt_size(example: Example) -> int:
-    """How many tokens stay when the target completes an example."""
+    """Return how many tokens of an example stay when the target completes it."""
     return example.prompt_size or min(PROMPT_TOKENS, len(example.ids) // 2)

@@ -66,7 +66,7 @@ def in_training(target, drafter, count, known):
     slots = torch.arange(SLOTS)[None, None]
     places, is_given = count + slots, slots < len(known)
     with torch.no_grad():
-        lesson = task.encoded(module, lesson)
+        lesson = task.encode(module, lesson)
         logits = task.logits(module, lesson, blocks, places, is_given, slots >= 0)
     return logits.numpy()
 

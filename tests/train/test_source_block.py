@@ -208,7 +208,7 @@ def test_a_share_of_the_wrong_guesses_is_told(world, tmp_path):
     run = prepare(world, tmp_path / "out", known_share=0.0)
     batch = SourceBatch.of(run.corpus.batch(0, 4), run.target.start_token_ids)
     task, drafter = run.task, run.module.drafter
-    lesson = task.encoded(drafter, make_source_lesson(run.target.model, batch, 0.0))
+    lesson = task.encode(drafter, make_source_lesson(run.target.model, batch, 0.0))
     blocks = task.blocks(run, batch, learns=True)
     places = blocks.anchors[..., None] + 1 + torch.arange(SLOTS)
     whole = (places < batch.ids.shape[1]) & blocks.is_real[..., None]
@@ -219,7 +219,7 @@ def test_a_share_of_the_wrong_guesses_is_told(world, tmp_path):
 
     def shown_of(share, learns=True):
         own = replace(lesson, glancing=share)
-        return task.known(drafter, own, blocks, places, is_open, learns)
+        return task.shown(drafter, own, blocks, places, is_open, learns)
 
     shown = {share: shown_of(share) for share in (0.0, 0.5, 1.0)}
     assert not any((one & ~is_open).any() for one in shown.values())

@@ -47,7 +47,10 @@ class SourceDrafter(DraftModule):
 
     @property
     def lm_head(self) -> Any:
-        """The target's LM head. A second name for the module would break a trace."""
+        """The target's LM head; no attribute, as torch would register it a second time.
+
+        A trace fails if a module has two names.
+        """
         return self.model.get_output_embeddings()
 
     def get_encoder(self) -> Any:
@@ -65,17 +68,19 @@ class SourceDrafter(DraftModule):
     def forward(
         self, tokens: Tensor, positions: Tensor, rows: Any, **source: Any
     ) -> Tensor:
-        """The logits float32 of some rows, [1, k, n] or [k, n].
+        """The logits float32 of the k decoder rows that `rows` selects.
 
-        `tokens` and `positions` are int64 [b, m]; `rows` is an index of states [b, m,
-        h]. `source` is what the model takes in place of a source.
+        `tokens` and `positions` are int64 [b, m]; the token vocab_size + j stands for
+        mask j. `rows` indexes states [b, m, h]: the result is [1, k, vocab] or [k,
+        vocab]. `source` are the model's arguments for its source, for example
+        `encoder_outputs`.
         """
         embed, size = self.get_decoder().embed_tokens, self.config.vocab_size
         states = embed(tokens.clamp(max=size - 1))
         masks = self.masks[(tokens - size).clamp(min=0)].to(states.dtype)
         states = torch.where((tokens >= size)[..., None], masks, states)
         table = getattr(self.get_decoder(), "embed_positions", None)
-        if table is not None:  # a block may end behind the last position
+        if table is not None:  # a block may end after the last position
             last = table.weight.shape[0] - getattr(table, "offset", 0) - 1
             positions = positions.clamp(max=last)
         with at_positions(self.model, positions), answering_rows(self.model, rows):
@@ -113,7 +118,7 @@ class SourceDrafter(DraftModule):
         return config, None
 
     def target_weight_prefixes(self, target: Checkpoint) -> tuple[str, ...]:
-        """The target's weights, wherever they are, and all buffers of its copy."""
+        """Return the names of weights that the target shares, and of all buffers."""
         shared = {id(weight) for weight in target.model.parameters()}
         named = self.named_parameters(remove_duplicate=False)
         buffers = (name for name, _ in self.named_buffers())
@@ -121,14 +126,14 @@ class SourceDrafter(DraftModule):
 
 
 def spread_layers(count: int, layers: int) -> list[int]:
-    """The numbers of `count` layers, lowest to highest: (3, 8) gives [0, 4, 7]."""
+    """Spread `count` layer numbers over `layers` layers: (3, 8) gives [0, 4, 7]."""
     if count == 1:
         return [0]
     return [round(i * (layers - 1) / (count - 1)) for i in range(count)]
 
 
 def _renumber(layers: list[nn.Module]) -> nn.ModuleList:
-    """Number layers from 0 on, by which attention finds their buffers, in place."""
+    """Number layers from 0 on, in place: attention finds its KV buffers by number."""
     for place, layer in enumerate(layers):
         for module in layer.modules():
             if getattr(module, "layer_idx", None) is not None:
@@ -137,7 +142,7 @@ def _renumber(layers: list[nn.Module]) -> nn.ModuleList:
 
 
 def find_decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
-    """The name and the list of the decoder's layers, bottom first."""
+    """Return the attribute with the decoder's layers, and the layers, bottom first."""
     for name, child in model.get_decoder().named_children():
         if isinstance(child, nn.ModuleList):
             return name, child
@@ -148,7 +153,7 @@ def find_decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
 
 
 def source_config(target: Checkpoint, layers: int, slots: int) -> HeadConfig:
-    """A drafter's config; raises `UnsupportedModelError` for other targets."""
+    """Make a drafter's config; raises `UnsupportedModelError` for other targets."""
     if not target.reads_source or target.speech is not None:
         fact, fix = "is a decoder alone", "take a drafter of another kind"
         if target.speech is not None:
@@ -180,9 +185,9 @@ def source_fields(target: Checkpoint, config: HeadConfig) -> dict[str, Any]:
 
 
 def embedding_sha256(target: Checkpoint, padded: bool = False) -> str:
-    """A hash of the tokens' embeddings, the same in each type, which shows the target.
+    """Hash the token embeddings in float16, to recognize the target of a drafter.
 
-    A `padded` hash has all rows, as in the folders of older drafters.
+    With `padded` also the rows without a token, as older drafters did.
     """
     words = target.model.get_input_embeddings().weight.detach()
     if target.tokenizer is not None and not padded:

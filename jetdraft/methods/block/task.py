@@ -54,14 +54,17 @@ class SourceBlockSettings(BlockSettings):
 
 @dataclass(frozen=True)
 class SourceBatch(Batch):
-    """Texts about sources int64 [b, s]; `filled` bool [b, s] is false for padding."""
+    """Texts with sources int64 [b, s]; `filled` bool [b, s] is false for padding."""
 
     source: Tensor
     filled: Tensor
 
     @classmethod
     def of(cls, batch: Batch, start: Sequence[int]) -> SourceBatch:
-        """The learned part of each row, behind the tokens `start`, about the rest."""
+        """Split each row: its prompt is the source, the rest is the decoder's text.
+
+        Each text begins with the decoder's tokens `start`, which are not learned.
+        """
         examples = split_batch(batch)
         sources = [example.ids[: example.prompt_size] for example in examples]
         texts = [
@@ -76,7 +79,10 @@ class SourceBatch(Batch):
 
 @dataclass(frozen=True)
 class SourceLesson(Lesson):
-    """A lesson that shows a share of the wrong guesses; `encoded` is [b, s, h]."""
+    """A lesson with sources; `encode` adds the states `encoded` [b, s, h] of them.
+
+    `glancing` tokens are shown for each wrong guess.
+    """
 
     source: Tensor
     filled: Tensor
@@ -85,7 +91,7 @@ class SourceLesson(Lesson):
 
     @property
     def mask(self) -> Tensor:
-        """What hides the padding of the sources, [b, 1, 1, s]."""
+        """The bias [b, 1, 1, s] that hides the padding of the sources."""
         return (~self.filled).float()[:, None, None] * HIDDEN
 
 
@@ -152,7 +158,7 @@ class SourceBlockTask(BlockTask):
         return partial(source_continuations, start=target.start_token_ids)
 
     def new_config(self, run: Run) -> HeadConfig:
-        """The config that the settings ask for; two layers if they name none."""
+        """Make the config that the settings ask for, by default of two layers."""
         depth = len(find_decoder_layers(run.target.model)[1])
         layers = self.settings.layers or min(LAYERS, depth)
         if layers > depth:
@@ -169,11 +175,12 @@ class SourceBlockTask(BlockTask):
         return drafter
 
     def pupil(self, drafter: Any) -> SourcePupil:
+        """Make the pupil, whose drafter's attention adds the masks of this task."""
         self._masked = Masked(drafter.model)
         return SourcePupil(drafter, self.sums)
 
-    def encoded(self, drafter: Any, lesson: SourceLesson) -> SourceLesson:
-        """The lesson with what the drafter makes of its sources."""
+    def encode(self, drafter: Any, lesson: SourceLesson) -> SourceLesson:
+        """Run the drafter's encoder; returns the lesson with its states."""
         with self._masked.by(Masks(lesson.mask)):
             states = drafter.get_encoder()(lesson.source).last_hidden_state
         return replace(lesson, encoded=states)
@@ -181,9 +188,9 @@ class SourceBlockTask(BlockTask):
     def sums(
         self, drafter: Any, lesson: SourceLesson, blocks: Blocks, learns: bool
     ) -> Sums:
-        return super().sums(drafter, self.encoded(drafter, lesson), blocks, learns)
+        return super().sums(drafter, self.encode(drafter, lesson), blocks, learns)
 
-    def known(
+    def shown(
         self,
         drafter: Any,
         lesson: SourceLesson,
@@ -192,8 +199,8 @@ class SourceBlockTask(BlockTask):
         open_places: Tensor,
         learns: bool,
     ) -> Tensor:
-        """The places that are shown: first tokens, and some of the guessed."""
-        shown = super().known(drafter, lesson, blocks, places, open_places, learns)
+        """Show what the parent shows, and `glancing` tokens for each wrong guess."""
+        shown = super().shown(drafter, lesson, blocks, places, open_places, learns)
         if not (learns and lesson.glancing) or blocks.chances is None:
             return shown
         guessed = open_places & ~shown
@@ -238,14 +245,14 @@ class SourceBlockTask(BlockTask):
         return logits
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
-        """What the target says of texts about sources, and the blocks."""
+        """Return the lesson of texts with their sources, and the blocks."""
         share = self.settings.glancing * (1 - run.step / run.steps)
         own = SourceBatch.of(batch, run.target.start_token_ids)
         lesson = make_source_lesson(run.teacher, own, share)
         return lesson, self.blocks(run, own, learns)
 
     def advised_steps(self, run: Run) -> int:
-        """The steps that learn twenty guesses for each weight of the decoder."""
+        """Return the steps to learn twenty guesses for each weight of the decoder."""
         decoder = run.module.drafter.get_decoder()
         return self.steps_for(run, sum(w.numel() for w in decoder.parameters()))
 

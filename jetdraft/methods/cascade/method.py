@@ -1,7 +1,7 @@
 """A drafter with a cheaper drafter of its own (Cascade Drafting, 2312.11462).
 
 Vertical cascade: the drafter reviews the tokens of a cheaper proposer, many in one
-pass. Horizontal cascade: the tokens behind its own come from the cheaper proposer.
+pass. Horizontal cascade: the tokens after its own come from the cheaper proposer.
 
 The paper lets a drafter be lenient with what it reviews. Here a token is taken without
 a review where tokens like it have been right more often than the drafter's own: a
@@ -88,16 +88,17 @@ class Trust:
                 break
 
     def _rates_of(self, evidence: int) -> tuple[PositionRates, PositionRates]:
+        """Return the rates of the drafter and of guesses at this evidence."""
         new = PositionRates(Acceptance.PRIOR), PositionRates(prior_of(evidence))
         return self._rates.setdefault(evidence, new)
 
 
 REVIEWED = 5
-"""Behind this many tokens, the drafter's own or trusted, lookup drafts alone."""
+"""After this many tokens, the drafter's own or trusted, lookup drafts alone."""
 
 
 class CascadeProposer(ModelProposer):
-    """Drafts the tokens of `below` where it trusts them, else a drafter's."""
+    """Drafts the tokens of `below` where it trusts them, else its drafter's."""
 
     def __init__(
         self, cache: DraftCache, below: LookupProposer, ms_per_token: float = 0.0
@@ -116,6 +117,7 @@ class CascadeProposer(ModelProposer):
         self.trust = Trust()
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
+        """Draft trusted guesses or the drafter's tokens, then lookup's alone."""
         self.trust.learn(context)
         self.below.read(context)
         trials, reviewed = list[Trial](), min(budget, REVIEWED)
@@ -134,7 +136,7 @@ class CascadeProposer(ModelProposer):
                 tokens = guess.tokens[: [*trusted, False].index(False)]
             if not tokens:
                 break
-            trials += _trials_of(tokens, guess, own)
+            trials += _as_trials(tokens, guess, own)
             drafted += tokens
         self.trust.keep_draft(context, trials)
         if drafted and len(drafted) < budget:
@@ -142,9 +144,10 @@ class CascadeProposer(ModelProposer):
         return Rows.chain([context[-1], *drafted[:budget]], self.traits.kind)
 
     def _draft_own(self, context: list[int], taken: list[int], count: int) -> list[int]:
-        """What the drafter itself drafts: its choices up to the first that differs.
+        """Let the drafter review `taken`; returns its tokens up to the first other.
 
-        A head drafts `count` tokens, and none if it is asked again in the round.
+        A head cannot review: it drafts `count` tokens, and none if asked again in the
+        round.
         """
         if self.cache.carry:
             return super().propose(context, count).tokens[1:]
@@ -154,8 +157,8 @@ class CascadeProposer(ModelProposer):
         return chosen[: 1 + _common_length(chosen, taken)]
 
 
-def _trials_of(tokens: list[int], guess: Guess, own: bool) -> list[Trial]:
-    """Drafted tokens beside a guess, which says nothing after its first difference."""
+def _as_trials(tokens: list[int], guess: Guess, own: bool) -> list[Trial]:
+    """Pair drafted tokens with guessed tokens, which are None after a difference."""
     compared = min(len(tokens), 1 + _common_length(tokens, guess.tokens))
     pairs = enumerate(zip_longest(tokens, guess.tokens[:compared]))
     return [Trial(*pair, guess.evidence(place), own) for place, pair in pairs]

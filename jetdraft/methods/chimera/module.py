@@ -31,8 +31,8 @@ ROW_TOKENS = 3
 """The tokens that the trigram encoder reads."""
 
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-"""Of the attention's module and rotated query [b, heads, n, d], key and value
-[b, kv_heads, n, d]: the mixed values [b, n, heads, d]."""
+"""Called with the attention's module, the rotated query [b, heads, n, d], key and value
+[b, kv_heads, n, d]; returns the mixed values [b, n, heads, d]."""
 
 
 class Chimera(DraftModule):
@@ -70,7 +70,7 @@ class Chimera(DraftModule):
         positions: Tensor,
         attention: Attention,
     ) -> tuple[Tensor, Tensor]:
-        """The states for the LM head, and the surrogates of features: [b, n, h] both.
+        """Return the states for the LM head, and the surrogates: [b, n, h] both.
 
         `trigrams` are int64 [b, n, 3], the row's token last; `features` [b, n, h] and
         `positions` int64 [b, n] are of the row before.
@@ -94,7 +94,7 @@ class Chimera(DraftModule):
         return hidden, surrogate
 
     def keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys, and values, of features [b, n, h]: [b, kv_heads, n, d] both."""
+        """Return rotated keys and values [b, kv_heads, n, d] of features [b, n, h]."""
         rows = self.first_layer.input_layernorm(features)
         turns = self.stack.rotations(features, positions)
         key, value = (project_heads(self.first_layer.self_attn, n, rows) for n in "kv")

@@ -23,7 +23,7 @@ class ChimeraTask(LayerTask):
     architecture = ARCHITECTURE
 
     def new_drafter(self, run: Run) -> Chimera:
-        """A new drafter, which begins with the last token and the surrogate alone.
+        """Make a drafter that at first ignores earlier tokens and passes surrogates on.
 
         Its last norm begins as the target's, since the LM head reads its output.
         """
@@ -37,7 +37,7 @@ class ChimeraTask(LayerTask):
         return drafter
 
     def hidden(self, drafter: Chimera, lesson: Lesson, starts: Tensor) -> Tensor:
-        """The states of all drafts, row by row; zeros before the first draft."""
+        """Return the states of all rows [b, T, h]; zeros before the first draft."""
         (features,) = lesson.taps
         count = features.shape[1]
         rows = torch.arange(count, device=features.device)
@@ -59,9 +59,10 @@ class ChimeraTask(LayerTask):
 
 
 class SeenRows:
-    """What the rows of d drafts attend to: features of the target, and their own.
+    """Keys and values that d drafts attend to: the target's, and those they add.
 
-    `keys` and `values` are [b, kv_heads, T, head_dim], `known` is bool [d, T].
+    `keys` and `values` are [b, kv_heads, T, head_dim] of the target's features; `known`
+    bool [d, T] says which of them a draft sees.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, known: Tensor) -> None:
@@ -69,7 +70,7 @@ class SeenRows:
         self._own: list[tuple[Tensor, Tensor]] = []
 
     def attention_at(self, place: int) -> Attention:
-        """Return the attention of the rows at this place of all drafts."""
+        """Return the attention of row `place` in all drafts; a call adds its keys."""
 
         def attention(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if place:  # the first row's own feature is the last that is known

@@ -60,7 +60,7 @@ class Dflash(BlockDrafter):
         self.hidden_norm = self.stack.norm(config.hidden_size)
 
     def fuse(self, taps: Sequence[Tensor]) -> Tensor:
-        """Features [b, n, h] of the states at the taps, in fc's type, float32."""
+        """Fuse the states at the taps to features [b, n, h], in fc's type, float32."""
         states = [state.to(self.fc.weight.dtype) for state in taps]
         features: Tensor = self.hidden_norm(self.fc(torch.cat(states, dim=-1)))
         return features
@@ -83,7 +83,7 @@ class Dflash(BlockDrafter):
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[BlockConfig, Tensor | None]:
-        files = cls._flat(files)
+        files = cls._flatten_config(files)
         _check_target(files, target)
         fields = files.fields_beside(tensors, target)
         layers = len(decoder_layers(target.model))
@@ -101,8 +101,8 @@ class Dflash(BlockDrafter):
         return config_of_head, ids
 
     @classmethod
-    def _flat(cls, files: HeadFiles) -> HeadFiles:
-        """With a flat config of known keys, also of `dflash_config` and the layer."""
+    def _flatten_config(cls, files: HeadFiles) -> HeadFiles:
+        """Return the files with one flat config; refuses unknown keys."""
         config = files.config
         nested = config.get("dflash_config") or {}
         if not isinstance(nested, dict) or nested.keys() - _NESTED_KEYS:
@@ -121,14 +121,14 @@ class Dflash(BlockDrafter):
 
 
 def default_output_layers(count: int, layers: int) -> list[int]:
-    """The layers whose outputs a head reads: (5, 36) is [1, 9, 17, 25, 33]."""
+    """Choose layers whose outputs a head reads: (5, 36) is [1, 9, 17, 25, 33]."""
     if count == 1:
         return [layers // 2]
     return [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]
 
 
 def _check_target(files: HeadFiles, target: Checkpoint) -> None:
-    """Raise `CheckpointError` for another number of layers, or a scaled embedding."""
+    """Raise `CheckpointError` for another count of layers, or a scaled embedding."""
     layers = len(decoder_layers(target.model))
     meant = files.config.get("num_target_layers") or layers
     if meant != layers:
@@ -145,7 +145,7 @@ def _check_target(files: HeadFiles, target: Checkpoint) -> None:
 
 
 def _read_taps(files: HeadFiles, own: int, layers: int) -> tuple[int, ...]:
-    """The taps as indices of the stream that enters a layer, as the list has them."""
+    """Read the taps in the order of the config; tap i is what layer i reads."""
     if files.is_speculators:
         ids = files.config.get("aux_hidden_state_layer_ids")
     else:

@@ -43,7 +43,7 @@ class DFlashTask(BlockTask):
     product = "a DFlash head"
 
     def new_config(self, run: Run) -> HeadConfig:
-        """Layers of the target's sizes: as many as the settings say, or a seventh."""
+        """Make the config, by default with a seventh of the target's layers."""
         settings, depth = self.settings, len(decoder_layers(run.target.model))
         layers = settings.layers or min(MAX_LAYERS, max(1, round(depth / 7)))
         spread = default_output_layers(max(FEWEST_TAPS, layers), depth)
@@ -64,7 +64,7 @@ class DFlashTask(BlockTask):
         )
 
     def new_drafter(self, run: Run) -> Dflash:
-        """A new head, whose mask is a token that the texts lack."""
+        """Choose the mask, a token that texts lack, and make a new head."""
         self.config = replace(self.config, mask_token=_choose_mask_token(run))
         return Dflash(self.config, run.target.model)
 

@@ -52,7 +52,7 @@ class Diffusion(BlockDrafter):
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[BlockConfig, Tensor | None]:
-        """The config, and the first ids if the target has more tokens."""
+        """Read the config and the draft vocabulary; resizes the embedding in place."""
         files.check_keys(cls.keys)
         own, rows = files.number("vocab_size"), target.vocab_size
         table = tensors.get(EMBEDDING_WEIGHT)
@@ -69,7 +69,7 @@ class Diffusion(BlockDrafter):
         return config_of_drafter, ids
 
     def target_weight_prefixes(self, target: Checkpoint) -> tuple[str, ...]:
-        """The LM head has no weights of its own."""
+        """Return the LM head's prefix: its weights are the embedding's."""
         return ("lm_head.",)
 
     def after_loading(self) -> None:

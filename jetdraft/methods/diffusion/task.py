@@ -45,7 +45,7 @@ class DiffusionTask(BlockTask):
     product = "a diffusion drafter"
 
     def new_config(self, run: Run) -> HeadConfig:
-        """What the settings say, or two layers half as wide as the target."""
+        """Make the config, by default two layers half as wide as the target."""
         whole = make_config(run.target, HeadConfig)
         half = max(16, whole.hidden_size // 2 // 16 * 16)
         width = self.settings.hidden_size or half

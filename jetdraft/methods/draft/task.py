@@ -154,7 +154,7 @@ class ModelSettings(DrafterSettings):
 
 
 class ModelSums(NamedTuple):
-    """The loss [1] and the number of places [1] of a batch, and what was said there."""
+    """Loss [1] and count [1] of a batch's learned tokens, and log probabilities."""
 
     lost: Tensor
     places: Tensor
@@ -162,7 +162,7 @@ class ModelSums(NamedTuple):
 
 
 class ModelTask(Task):
-    """A model in the folder of a checkpoint, for `export --drafter`."""
+    """Trains a model in the folder of a checkpoint, for `export --drafter`."""
 
     Settings = ModelSettings
     options = TrainingOptions(steps=None)
@@ -181,7 +181,7 @@ class ModelTask(Task):
         return super().folder(output)
 
     def check(self, run: Run) -> None:
-        """Make the drafter, before the target writes for hours."""
+        """Make the drafter `model`, before the target writes for hours."""
         settings, rows = self.settings, run.target.vocab_size
         if settings.draft_vocab is not None and settings.draft_vocab >= rows:
             raise OptionError(
@@ -200,7 +200,7 @@ class ModelTask(Task):
         self.model.set_attn_implementation("sdpa")
 
     def _load_start(self, target: Checkpoint, source: str) -> Any:
-        """Load the checkpoint that the drafter starts from, and its draft vocabulary.
+        """Load the checkpoint that the drafter starts from; sets `ids`, its vocabulary.
 
         It is resized to the rows of its target. Raises `PairError` for another
         tokenizer, `OptionError` for two vocabularies.
@@ -220,7 +220,7 @@ class ModelTask(Task):
         return checkpoint.model
 
     def new_drafter(self, run: Run) -> Any:
-        """The drafter, whose draft vocabulary depends on the texts."""
+        """Return `model`, and set `ids`, the draft vocabulary, by the texts."""
         if self.settings.draft_vocab is not None:
             self.ids = run.frequent_tokens(self.settings.draft_vocab)
         return self.model.requires_grad_(True)
@@ -231,13 +231,13 @@ class ModelTask(Task):
         return {name for name, w in run.weights.items() if id(w) in of_ends}
 
     def advised_steps(self, run: Run) -> int:
-        """The steps that over-training advises, in at most `MAX_READINGS` readings."""
+        """Return the steps for `TOKENS_PER_WEIGHT`, or for `MAX_READINGS` if fewer."""
         size, length = run.options.batch_size, run.options.sequence_length
         steps = TOKENS_PER_WEIGHT * run.parameters // (size * length)
         return max(1, min(steps, MAX_READINGS * len(run.corpus.training) // size))
 
     def batch(self, run: Run, batch: Batch) -> Batch:
-        """The batch, of which the drafter has completed a share of the rows."""
+        """Let the drafter complete a share of the texts; returns the new batch."""
         share = self.settings.on_policy_share
         numbers = run.sequence_numbers(len(batch.ids))
         chosen = [n for n in numbers if int((n + 1) * share) > int(n * share)]
@@ -261,18 +261,18 @@ class ModelTask(Task):
         return collate(texts)
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
-        """A batch, and what the target says of it, unless the text is enough."""
+        """Return a batch, and its labels, or None where the text is enough."""
         needs_labels = not learns or self.settings.loss != TEXT
         return batch, self.labels(run, batch) if needs_labels else None
 
     def sums(
         self, drafter: Any, batch: Batch, labels: Labels | None, learns: bool
     ) -> ModelSums:
-        """Compare what the drafter says of a batch with labels, or with the text."""
+        """Compare the drafter with the labels of a batch, or with its text."""
         ids = None if self.ids is None else self.ids.to(batch.ids.device)
         scores = log_probabilities(drafter, batch, ids)
         if self.settings.loss == TEXT or labels is None:
-            lost = -of_text(batch, scores, ids).sum()
+            lost = -text_scores(batch, scores, ids).sum()
         else:
             # Places whose tokens cannot be drafted count less.
             compared, beta = DIVERGENCES[self.settings.loss], self.settings.beta or BETA
@@ -282,7 +282,7 @@ class ModelTask(Task):
         return ModelSums(lost[None], places, scores)
 
     def labels(self, run: Run, batch: Batch) -> Labels:
-        """What the target says of a batch, computed or read from the cache."""
+        """Return the target's labels of a batch, computed or read from the cache."""
         folder = self.settings.cache
         if self._cache is None and folder is not None:
             known = None if self.ids is None else self.ids.tolist()
@@ -298,7 +298,7 @@ class ModelTask(Task):
         return cache.write(batch, labels) if cache else labels
 
     def validate(self, run: Run, module: Any) -> dict[str, Any]:
-        """The loss, and the acceptance of sampled and of greedy drafts, by place."""
+        """Return the loss, and acceptance by place of sampled and greedy drafts."""
         lost, count = torch.zeros(1), 0
         sampled, greedy = list[Tensor](), list[Tensor]()
         batches = max(1, VALIDATED_TEXTS // run.options.batch_size)
@@ -357,8 +357,8 @@ class ModelTask(Task):
         )
 
     def settings_of_run(self, run: Run) -> dict[str, Any]:
-        # The folder may move, but labels that are cut to the best tokens are others.
         """Return the settings that a resumed run must repeat."""
+        # The folder may move, but labels that are cut to the best tokens are others.
         is_cached = self.settings.cache is not None
         own = asdict(self.settings) | {"cache": is_cached, "target": run.base}
         return own | {"from_layers": list(self.settings.from_layers)}
@@ -380,8 +380,8 @@ class ModelTask(Task):
         return fields, tensors
 
 
-def of_text(batch: Batch, scores: Tensor, ids: Tensor | None) -> Tensor:
-    """Log probabilities of the text's own tokens that can be drafted."""
+def text_scores(batch: Batch, scores: Tensor, ids: Tensor | None) -> Tensor:
+    """Return the log probabilities [k, 1] of the text's tokens that can be drafted."""
     tokens = batch.ids[:, 1:][learned_mask(batch)]
     if ids is not None:
         known = torch.isin(tokens, ids)
@@ -409,7 +409,7 @@ WIDTH_PER_LAYER = 96
 def cost_share(
     drafter: Mapping[str, Any], target: Mapping[str, Any], draft_vocab: int | None
 ) -> float:
-    """What a draft step reads, as a share of what a pass of the target reads.
+    """Return the bytes that a draft step reads, as a share of a target pass's.
 
     Both are fields of a config.json. By the model of `jetdraft plan`, with int4 weights
     in the target and int8 in the drafter, which can draft `draft_vocab` tokens or all.
@@ -427,7 +427,7 @@ def cost_share(
 
 
 def new_config(target: Checkpoint, layers: int, hidden_size: int) -> LlamaConfig:
-    """A Llama of this size with the target's vocabulary; raises `OptionError`."""
+    """Make the config of a Llama with the target's vocabulary; raises `OptionError`."""
     text = target.model.config.get_text_config(decoder=True)
     sizes = [size for size in HEAD_SIZES if hidden_size % size == 0]
     if not sizes:
@@ -459,10 +459,10 @@ def advised_config(
     hidden_size: int | None,
     draft_vocab: int | None,
 ) -> LlamaConfig:
-    """The config of the largest drafter whose step costs at most `MAX_READ_SHARE`.
+    """Return the config of the largest drafter within `MAX_READ_SHARE` a step.
 
-    A size that is given stays. The smallest, if none is that cheap. Raises
-    `CheckpointError` for a target whose cost cannot be planned.
+    `layers` and `hidden_size` stay if they are given. If no drafter is that cheap, it
+    is the smallest. Raises `CheckpointError` for a target that cannot be planned.
     """
     whole = target.model.config.to_dict()
     most = int(target.model.get_output_embeddings().weight.shape[1])
@@ -477,7 +477,7 @@ def advised_config(
 
 
 def copy_with_layers(target: Checkpoint, layers: tuple[int, ...]) -> Any:
-    """A copy of the target that has these of its layers; raises `OptionError`."""
+    """Copy the target with these layers only, in this order; raises `OptionError`."""
     own = decoder_layers(target.model)
     if any(not 0 <= layer < len(own) for layer in layers):
         raise OptionError(

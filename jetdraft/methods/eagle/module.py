@@ -111,7 +111,7 @@ class Eagle(DraftModule):
         self.attend_with("sdpa")
 
     def _make_stack(self, target: Any) -> HeadLayers:
-        """Return the decoder layers, of which the first has a form of its own."""
+        """Make the decoder layers, with an EAGLE layer in place of the first."""
         config = self.config
         stack = make_layers(config)
         if config.eagle3:
@@ -125,7 +125,10 @@ class Eagle(DraftModule):
         super().attend_with(implementation)
 
     def fuse(self, taps: Sequence[Tensor]) -> Tensor:
-        """Features [b, n, w] of states [b, n, target hidden]; float16 may overflow."""
+        """Fuse states [b, n, target hidden] of the taps to features [b, n, w].
+
+        It computes in the type of fc's weights, since float16 may overflow.
+        """
         config = self.config
         if not config.taps:
             return super().fuse(taps)
@@ -147,11 +150,11 @@ class Eagle(DraftModule):
         cache: Cache | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One pass over rows: the states for the LM head, and the carried states.
+        """Run rows; returns the states for the LM head, and the carried states.
 
         `tokens` and `positions` are int64 [b, n], `features` [b, n, w]; the outputs are
-        [b, n, h]. A row sees `cache` and the rows up to it, or what `mask` [1, 1, n,
-        slots] lets it see.
+        [b, n, h]. A row sees `cache` and the rows up to it, or what the additive `mask`
+        [1, 1, n, slots] lets it see.
         """
         embedded = self.embed_tokens(tokens)
         features = features.to(embedded.dtype)
@@ -167,7 +170,7 @@ class Eagle(DraftModule):
         return normed, normed if self.config.carries_normed else states
 
     def _join_inputs(self, embedded: Tensor, features: Tensor) -> Tensor:
-        """fc over embedding and feature, [b, n, 2 * h] to [b, n, h]."""
+        """Join embedding and feature [b, n, h] by fc, to [b, n, h]."""
         parts = [embedded, features]
         if self.config.join_norms:
             parts = [self.embedding_norm(embedded), self.hidden_norm(features)]
@@ -188,14 +191,14 @@ class Eagle(DraftModule):
     @classmethod
     def check(cls, files: HeadFiles) -> None:
         tensors = cls.rename_tensors(files)
-        cls._flat(files, _is_eagle3(tensors)).layer_fields(tensors)
+        cls._flatten_config(files, _is_eagle3(tensors)).layer_fields(tensors)
 
     @classmethod
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[EagleConfig, Tensor | None]:
         eagle3 = _is_eagle3(tensors)
-        files = cls._flat(files, eagle3)
+        files = cls._flatten_config(files, eagle3)
         fields, config = files.fields_beside(tensors, target), files.config
         ids = files.mapped_ids(tensors, target)
         flags: dict[str, Any] = {
@@ -220,8 +223,8 @@ class Eagle(DraftModule):
         return head, ids
 
     @classmethod
-    def _flat(cls, files: HeadFiles, eagle3: bool) -> HeadFiles:
-        """With a flat config of known keys, also of the layer in a nested config."""
+    def _flatten_config(cls, files: HeadFiles, eagle3: bool) -> HeadFiles:
+        """Return the files with one flat config; refuses unknown keys."""
         outer = files.config
         if outer.get("model_type") == "eagle" and isinstance(outer.get("model"), dict):
             outer = outer["model"]  # as old versions of vLLM wrapped it
@@ -259,7 +262,7 @@ class _FirstLayer(nn.Module):
         self.mlp = layer.mlp
 
     def forward(self, features: Tensor, embedded: Tensor, **attention: Any) -> Tensor:
-        """Features and embeddings [b, n, h] to states [b, n, h]."""
+        """Map features and embeddings [b, n, h] to states [b, n, h]."""
         normed = self.hidden_norm(features)
         residual = normed if self.norm_before_residual else features
         joined = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
@@ -269,7 +272,7 @@ class _FirstLayer(nn.Module):
 
 
 def _causal_mask(rows: Tensor, cache: Cache | None, window: int | None) -> Tensor:
-    """Hides, in [1, 1, n, past + n], rows behind a row and before its `window`."""
+    """Return the additive mask [1, 1, n, past + n]: causal, within `window` if set."""
     count = rows.shape[1]
     past = int(cache.get_seq_length()) if cache is not None else 0
     mask = rows.new_full((count, past + count), -torch.inf)
@@ -278,12 +281,12 @@ def _causal_mask(rows: Tensor, cache: Cache | None, window: int | None) -> Tenso
 
 
 def _is_eagle3(tensors: dict[str, Tensor]) -> bool:
-    """Whether the attention reads embedding and feature side by side."""
+    """Whether the first layer has EAGLE-3's norm of features."""
     return f"{FIRST_LAYER}hidden_norm.weight" in tensors
 
 
 def _eagle3_flags(files: HeadFiles) -> dict[str, Any]:
-    """The flags of the numerics; `norm_output` means two things."""
+    """Read the flags of `EagleConfig` from EAGLE-3's config."""
     config = files.config
     nested = "transformer_layer_config" in config
     before_residual = config.get("norm_before_residual")
@@ -299,7 +302,7 @@ def _eagle3_flags(files: HeadFiles) -> dict[str, Any]:
 
 
 def _read_taps(files: HeadFiles, layers: int) -> tuple[int, ...]:
-    """The taps as indices of the stream that enters a layer, as the list has them."""
+    """Read the taps in the order of the config; tap i is what layer i reads."""
     config = files.config
     nested = config.get("eagle_config") or {}
     name = "eagle_aux_hidden_state_layer_ids"

@@ -1,4 +1,4 @@
-"""MTP modules (2412.19437): layers behind a target's last, which transformers drops."""
+"""MTP modules (2412.19437): layers after a target's last, which transformers drops."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class Mtp(Eagle):
     recognized_last = False
 
     def _make_stack(self, target: Any) -> HeadLayers:
-        """Return new layers of the target's own kind."""
+        """Make layers of the target's own kind."""
         return make_target_layers(target, self.config.num_layers)
 
     def kv_shapes(self, target: StepContract) -> tuple[tuple[int, int], ...]:
-        """Not known, since each kind of layer has other names for its sizes."""
+        """Return (0, 0) for unknown: each kind of layer has other names for sizes."""
         return ((0, 0),)
 
     @classmethod
@@ -81,7 +81,7 @@ class Mtp(Eagle):
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[EagleConfig, None]:
-        """The config; refuses several modules, each of which would need a cache."""
+        """Read the config, and rename `tensors` in place; refuses several modules."""
         layout = _find_layout(files)
         assert layout is not None
         text = target.model.config.get_text_config(decoder=True)
@@ -129,7 +129,7 @@ def _find_layout(files: HeadFiles) -> str | None:
 def _split_tensors(
     files: HeadFiles, layout: str, layers: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of the one module's layer, and those beside it."""
+    """Return tensors of the module's layer, and its others; refuses several modules."""
     pattern, _ = _LAYOUTS[layout]
     modules: dict[int, dict[str, Tensor]] = {}
     shared: dict[str, Tensor] = {}
@@ -152,6 +152,7 @@ def _split_tensors(
 def _rename_tensors(
     layout: str, of_layer: dict[str, Tensor], shared: dict[str, Tensor]
 ) -> dict[str, Tensor]:
+    """Rename both kinds as in `Eagle`, without copies of the target's matrices."""
     names = _LAYOUTS[layout][1]
     named = {}
     for tensors, table, others in (
@@ -166,7 +167,7 @@ def _rename_tensors(
 
 
 def _stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Experts as transformers 5 keeps them: one tensor for all of a kind."""
+    """Stack the experts' tensors, one tensor for each kind, as transformers 5 does."""
     pattern = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
     experts: dict[str, dict[tuple[str, int], Tensor]] = {}
     others = {}

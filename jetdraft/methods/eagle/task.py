@@ -60,7 +60,7 @@ class EagleSettings(HeadSettings):
 
 
 class EagleTask(HeadTask):
-    """EAGLE-3, or EAGLE-1, which learns the features too, in its authors' layout."""
+    """Trains EAGLE-3, or EAGLE-1, which learns features too, in its authors' layout."""
 
     Settings = EagleSettings
     help = "Train a head that drafts for TARGET, a checkpoint folder or hub id."
@@ -78,7 +78,7 @@ class EagleTask(HeadTask):
             )
 
     def new_drafter(self, run: Run) -> Eagle:
-        """A new head, whose LM head starts as the target's rows."""
+        """Set `ids` and `config`, and make a head; EAGLE-3's LM head is a copy."""
         settings, target = self.settings, run.target
         is_third = settings.kind == EAGLE3
         if is_third:
@@ -113,7 +113,7 @@ class EagleTask(HeadTask):
             yield carried, drafter.lm_head(hidden)
 
     def lost(self, step: int, state: Tensor, scores: Tensor, lesson: Lesson) -> Tensor:
-        """The cross entropy to the target, or also the distance of the features."""
+        """Return the cross entropy; for EAGLE-1 a tenth, plus the features' loss."""
         lost = super().lost(step, state, scores, lesson)
         if self.settings.kind == EAGLE3:
             return lost

@@ -34,7 +34,7 @@ class BlockLevels:
     def __call__(
         self, cache: DraftCache, answer: Answer, tree: Tree, chooser: Chooser
     ) -> Rows:
-        """Ask for the blocks that the rows of a level complete."""
+        """Grow the tree; one pass fills the blocks that follow the rows of a level."""
         assert isinstance(cache, AheadCache)
         assert cache.block is not None
         size, filled = cache.size, 0

@@ -2,7 +2,7 @@
 
 Row t reads features and next tokens of the last k rows, and predicts token t + k + 1.
 Every row of a block of k sees the whole block. A graph's attention is causal: there the
-runtime has a copy of each row behind the block, and the mask of a tree.
+runtime has a copy of each row after the block, and the mask of a tree.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Recurrence(nn.Module):
         )
 
     def forward(self, rows: Tensor) -> Tensor:
-        """The states [..., h] behind the last of the rows [..., k, 2 * h]."""
+        """Return the states [..., h] after the last of the rows [..., k, 2 * h]."""
         steps = list(rows.unbind(-2))
         for enter, again in zip(self.inputs, self.states, strict=True):
             gates = [enter(row) for row in steps]
@@ -50,7 +50,7 @@ class Recurrence(nn.Module):
 
 
 def _lstm_step(gates: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
-    """An LSTM's memory and state, from its gates [..., 4 * h]; None is zeros."""
+    """Return an LSTM's memory and state for gates [..., 4 * h]; None is zero memory."""
     admit, forget, new, show = gates.chunk(4, dim=-1)
     kept = admit.sigmoid() * new.tanh()
     if memory is not None:
@@ -87,7 +87,7 @@ class Falcon(DraftModule):
         cache: Cache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """The predicted features [b, n, h] of the rows k places on.
+        """Predict the features [b, n, h] of the rows k places later.
 
         `tokens` int64 [b, n, k] and `features` [b, n, k, h] are a row's window, its own
         last; `positions` int64 [b, n]. `mask` [1, 1, n, slots] is added to the scores.

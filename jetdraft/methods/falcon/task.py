@@ -24,7 +24,7 @@ from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.methods.falcon.module import ARCHITECTURE, MAX_ROWS, Falcon
 from jetdraft.options import setting
 from jetdraft.train.data import IGNORED, Batch
-from jetdraft.train.heads import LayerSettings, LayerTask, sums_of_drafts
+from jetdraft.train.heads import LayerSettings, LayerTask, sums_by_place
 from jetdraft.train.run import Run
 from jetdraft.train.task import Sums
 from jetdraft.train.teacher import Lesson, shift_rows
@@ -48,14 +48,14 @@ class FalconSettings(LayerSettings):
 
 @dataclass(frozen=True)
 class FalconLesson(Lesson):
-    """A lesson that shows a `share` of the wrong tokens, drawn with a `seed`."""
+    """A lesson in which a `share` of the wrong rows is shown, drawn with a `seed`."""
 
     share: float
     seed: int
 
 
 class FalconTask(LayerTask):
-    """A head that drafts several tokens in a pass; a block ends before row `first`."""
+    """Trains a head that drafts several tokens in a pass; `first` begins a block."""
 
     Settings = FalconSettings
     help = "Train a head that drafts several tokens for TARGET in a pass."
@@ -70,7 +70,7 @@ class FalconTask(LayerTask):
         return Falcon(self.config, run.target.model)
 
     def target_lesson(self, run: Run, batch: Batch) -> FalconLesson:
-        """What the target says of a batch, and how much of it the drafter is shown."""
+        """Return the lesson of a batch, with the share of wrong rows to show."""
         share = GLANCED_SHARE * (1 - run.step / run.steps)
         plain = vars(super().target_lesson(run, batch))
         return FalconLesson(**plain, share=share, seed=run.seed_of_step)
@@ -78,7 +78,7 @@ class FalconTask(LayerTask):
     def sums(
         self, drafter: Falcon, lesson: FalconLesson, first: int, learns: bool
     ) -> Sums:
-        """The sums by the place in a block; places that were shown do not count."""
+        """Return the sums by the place in a block; rows that are shown do not count."""
         size, count = drafter.config.slots, lesson.ids.shape[1]
         rows = torch.arange(count, device=lesson.ids.device)
         places = (rows - first) % size
@@ -109,7 +109,7 @@ class FalconTask(LayerTask):
         apart = F.smooth_l1_loss(states, wanted[learned], reduction="none").mean(-1)
         tokens = (1 - CHOICE_SHARE) * soft + CHOICE_SHARE * hard
         lost, right = apart + CROSS_ENTROPY * tokens, scores.argmax(-1) == best
-        return sums_of_drafts(lost, right, learned, int(places[0]), size)
+        return sums_by_place(lost, right, learned, int(places[0]), size)
 
     def own_fields(self) -> dict[str, Any]:
         """Return the further fields of config.json: the rows of a block."""
@@ -121,7 +121,7 @@ def predict_features(
 ) -> Tensor:
     """Run the drafter over whole sequences; return the predicted features [b, T, h].
 
-    `ids` int64 [b, T] are the tokens behind the rows, `places` int64 [T] the rows'
+    `ids` int64 [b, T] are the next tokens of the rows, `places` int64 [T] the rows'
     places in their blocks.
     """
     size, rows = drafter.config.slots, torch.arange(len(places))
@@ -138,10 +138,10 @@ def predict_features(
 def shown_rows(
     wrong: Tensor, places: Tensor, size: int, share: float, seed: int
 ) -> Tensor:
-    """The rows bool [b, T] that read their own answers.
+    """Choose the rows, bool [b, T], that read what they should predict.
 
-    They are `share` of the `wrong` rows of each sequence, bool [b, T], in blocks that
-    are drawn: the first rows of such a block, and never its last.
+    They are the first rows of random blocks, never the last row of a block, and at most
+    `share` times as many as the `wrong` rows, bool [b, T], of a sequence.
     """
     count = len(places)
     blocks = (torch.arange(count, device=places.device) + places[0]) // size

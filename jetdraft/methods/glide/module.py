@@ -72,10 +72,10 @@ class Glide(DraftModule):
         bias: Tensor,
         cache: Cache | None = None,
     ) -> Tensor:
-        """The states for the LM head, [b, n, h].
+        """Return the states for the LM head, [b, n, h].
 
         `tokens` and `positions` are int64 [b, n], `keys` and `values` [b, kv_heads,
-        slots, d], rotated. The `bias` broadcasts to [b, 1, n, slots].
+        slots, d] the target's, rotated. The `bias` broadcasts to [b, 1, n, slots].
         """
         layer = self.first_layer
         states = self.embed_tokens(tokens)

@@ -27,21 +27,21 @@ class GlideLesson(Lesson):
 
 
 class GlideTask(LayerTask):
-    """A layer that reads the target's keys and values of its last layer."""
+    """Trains a layer that reads the keys and values of the target's last layer."""
 
     help = "Train a layer that drafts for TARGET from its keys and values."
     product = "a GliDe drafter"
     architecture = ARCHITECTURE
 
     def new_drafter(self, run: Run) -> Glide:
-        """A new layer; its last norm begins as the target's."""
+        """Make a layer, whose last norm begins as the target's."""
         model = run.target.model
         drafter = Glide(self.config, model)
         copy_norm(drafter.norm, final_norm(model), self.config.hidden_size)
         return drafter
 
     def target_lesson(self, run: Run, batch: Batch) -> GlideLesson:
-        """The target's keys and values of its last layer, and what it says."""
+        """Run the target; the lesson has the keys and values of its last layer."""
         with torch.no_grad(), precision(batch.ids.device):
             outputs = run.teacher(input_ids=batch.ids, use_cache=True)
         layers = outputs.past_key_values.layers
@@ -58,7 +58,7 @@ class GlideTask(LayerTask):
         )
 
     def hidden(self, drafter: Glide, lesson: GlideLesson, starts: Tensor) -> Tensor:
-        """A row reads the target up to the row before its draft."""
+        """Return the states; a row reads the target up to the row before its draft."""
         rows = torch.arange(len(starts), device=starts.device)
         bias = torch.where(rows >= starts[:, None], HIDDEN, 0.0)[None, None]
         hidden: Tensor = drafter(

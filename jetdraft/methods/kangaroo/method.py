@@ -1,6 +1,6 @@
 """Drafting with the target's own lower layers (Kangaroo, 2404.18911).
 
-An adapter of one attention layer makes of the lower half's state what the LM head
+An adapter of one attention layer maps the lower half's state to what the LM head
 reads. What the lower half computed is kept for the pass that verifies.
 """
 
@@ -29,7 +29,7 @@ from jetdraft.runtime.proposers.tree_options import TreeOptions
 
 @dataclass(frozen=True)
 class ExitOptions(TreeOptions):
-    """The shape of drafts; chains end behind a probability below `confidence`."""
+    """The shape of drafts; chains end after a probability below `confidence`."""
 
     confidence: float = THRESHOLDS["confidence"]
 

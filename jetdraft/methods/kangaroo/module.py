@@ -1,4 +1,4 @@
-"""Kangaroo's adapter (2404.18911): one attention layer behind the target's lower half.
+"""Kangaroo's adapter (2404.18911): one attention layer after the target's lower half.
 
 Row t reads a state between two layers, and predicts token t + 1.
 """
@@ -52,7 +52,7 @@ class Kangaroo(DraftModule):
     def forward(
         self, states: Tensor, positions: Tensor, cache: Cache | None = None
     ) -> Tensor:
-        """The states [b, n, h] for the LM head, of states at positions int64 [b, n]."""
+        """Map states [b, n, h] at positions int64 [b, n] to states for the LM head."""
         mixed = self.first_layer.self_attn(
             self.first_layer.input_layernorm(states),
             position_embeddings=self.stack.rotations(states, positions),

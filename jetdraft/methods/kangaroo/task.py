@@ -31,7 +31,7 @@ class KangarooSettings(DrafterSettings):
 
 
 class KangarooTask(NextTokenTask):
-    """An adapter behind the lower layers; all rows see the states of all before."""
+    """Trains an adapter after the lower layers; a row sees the states up to its own."""
 
     Settings = KangarooSettings
     help = "Train an adapter that lets the lower layers of TARGET draft for it."
@@ -39,7 +39,7 @@ class KangarooTask(NextTokenTask):
     architecture = ARCHITECTURE
 
     def new_config(self, target: Checkpoint) -> HeadConfig:
-        """Attention of the target's sizes, behind the layer that the settings say."""
+        """Make the config of an adapter after `exit_layer`, or the advised layer."""
         layers = len(decoder_layers(target.model))
         advised = min(max(FEWEST_LAYERS, round(SHARE * layers)), layers - 1)
         layer = self.settings.exit_layer or advised
@@ -52,7 +52,7 @@ class KangarooTask(NextTokenTask):
         return make_config(target, HeadConfig, taps=(layer,))
 
     def new_drafter(self, run: Run) -> Kangaroo:
-        """An adapter that begins as the attention of the target's next layer."""
+        """Make an adapter that begins as the attention of the target's next layer."""
         model = run.target.model
         adapter = Kangaroo(self.config, model)
         copy_weights(adapter.first_layer, decoder_layers(model)[adapter.exit_layer])
@@ -60,7 +60,7 @@ class KangarooTask(NextTokenTask):
         return adapter
 
     def hidden(self, drafter: Kangaroo, lesson: Lesson, starts: Tensor) -> Tensor:
-        """Return the states of all rows for the LM head, [b, T, h]."""
+        """Return all rows' states for the LM head, [b, T, h]; ignores `starts`."""
         (states,) = lesson.taps
         positions = torch.arange(states.shape[1], device=states.device)
         hidden: Tensor = drafter(states, positions[None])

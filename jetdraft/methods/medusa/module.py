@@ -30,7 +30,7 @@ class GuessingHeads(DraftModule):
     lm_heads: nn.ModuleList
 
     def _make_lm_heads(self) -> nn.ModuleList:
-        """Return a new LM head for each slot."""
+        """Make an LM head for each slot, that is for each guessed token."""
         config = self.config
         return nn.ModuleList(
             nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -38,7 +38,7 @@ class GuessingHeads(DraftModule):
         )
 
     def guesses(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """Logits [b, n, slots, vocabulary] after features and `tokens` int64 [b, n]."""
+        """Return logits [b, n, slots, vocabulary]; `tokens` int64 [b, n] are t + 1."""
         raise NotImplementedError
 
     def draft(self, given: DraftInputs) -> tuple[Tensor, None]:
@@ -55,7 +55,7 @@ class GuessingHeads(DraftModule):
     def config_of_tensors(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[MedusaConfig, Tensor | None]:
-        """The config as the tensors tell it; the first ids if tokens are missing."""
+        """Read the config from the tensors, and the first ids if they lack tokens."""
         width = target.model.config.get_text_config(decoder=True).hidden_size
         drafted = files.fit_heads(tensors, target)
         places = [name.split(".") for name in tensors]
@@ -103,7 +103,7 @@ class Medusa(GuessingHeads):
         self.lm_heads = self._make_lm_heads()
 
     def forward(self, features: Tensor) -> Tensor:
-        """The states for the LM heads: [b, n, w] to [b, n, slots, w]."""
+        """Map features [b, n, w] to states for the LM heads [b, n, slots, w]."""
         states = []
         for blocks in self.blocks:
             state = features
@@ -113,7 +113,7 @@ class Medusa(GuessingHeads):
         return torch.stack(states, dim=2)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits of every head: [b, n, slots, w] to [b, n, slots, vocabulary]."""
+        """Return every head's logits: [b, n, slots, w] to [b, n, slots, vocabulary]."""
         heads = zip(self.lm_heads, hidden.unbind(2), strict=True)
         return torch.stack([head(state) for head, state in heads], dim=2)
 
@@ -127,7 +127,7 @@ class Medusa(GuessingHeads):
 
     @classmethod
     def rename_tensors(cls, files: HeadFiles) -> dict[str, Tensor]:
-        """The tensors by their names here; each name is one of a head."""
+        """Rename the tensors; raises `CheckpointError` for a name without a rule."""
         tensors = super().rename_tensors(files)
         kept = {id(tensor) for tensor in tensors.values()}
         for name, tensor in files.tensors.items():
@@ -194,7 +194,7 @@ class Hydra(GuessingHeads):
         self.lm_heads = self._make_lm_heads()
 
     def forward(self, slot: int, features: Tensor, tokens: Tensor) -> Tensor:
-        """States [b, n, w] of a head whose path are `tokens` int64 [b, n, slot + 1]."""
+        """Return states [b, n, w] of a head after `tokens` int64 [b, n, slot + 1]."""
         # In a graph, a quantized embedding takes ids of two axes.
         rows = self.embed_tokens(tokens.flatten(1))
         embedded = rows.unflatten(1, tokens.shape[1:]).flatten(2)
@@ -204,7 +204,7 @@ class Hydra(GuessingHeads):
         return state
 
     def guesses(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """The logits of every head, which reads the best tokens of the heads before."""
+        """Return every head's logits; a head reads the best tokens of those before."""
         path, guesses = tokens[..., None], []
         for slot, lm_head in enumerate(self.lm_heads):
             guesses.append(lm_head(self(slot, features, path)))
@@ -218,7 +218,7 @@ class Hydra(GuessingHeads):
 
     @classmethod
     def check(cls, files: HeadFiles) -> None:
-        """Raise `CheckpointError` for a Hydra with more than an MLP in a head."""
+        """Raise `CheckpointError` for keys or a kind of Hydra that is not known."""
         super().check(files)
         config = files.config
         for name, value in (

@@ -15,14 +15,14 @@ from jetdraft.train.teacher import Lesson, shift_rows
 
 
 class MedusaTask(HeadTask):
-    """Heads that learn the text (Medusa, 2.2.1); step i is of head i."""
+    """Trains heads on the text (Medusa, 2.2.1); step i is head i."""
 
     Settings = HeadSettings
     help = "Train heads that guess the next tokens of TARGET from its last state."
     product = "a head"
 
     def new_drafter(self, run: Run) -> Medusa:
-        """New heads, which begin with the target's own next token (2.2.1)."""
+        """Make heads that at first predict the target's next token (2.2.1)."""
         count, target = self.settings.unrolled, run.target
         self.config = make_config(target, MedusaConfig, slots=count)
         rows = target.model.get_output_embeddings().weight.detach().float()
@@ -42,7 +42,7 @@ class MedusaTask(HeadTask):
             yield hidden[:, :, step], logits[:, :, step]
 
     def lost(self, step: int, state: Tensor, scores: Tensor, lesson: Lesson) -> Tensor:
-        """The cross entropy to the text."""
+        """Return the cross entropy to the text, not to the target as the parent."""
         labels = shift_rows(lesson.labels, 2 + step, 0).clamp(min=0)
         return -scores.gather(-1, labels[..., None])[..., 0]
 

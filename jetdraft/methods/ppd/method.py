@@ -67,7 +67,7 @@ RESTS = (64, 512)
 
 
 class PromptProposer(ProbeProposer):
-    """Drafts the sparse tree of the number of guesses that the last round left.
+    """Drafts a sparse tree, chosen by the number of guesses from the last round.
 
     `ranks` say how often guesses were right on held-out text, `pass_ms` what a pass
     takes; rounds correct both. It rests where rounds without drafts promise more.
@@ -112,7 +112,7 @@ class PromptProposer(ProbeProposer):
             self.rates.add_guesses(self._sibling_tokens(*self._last_guesses))
 
     def _sibling_tokens(self, first: int, guesses: Answer) -> dict[int, list[int]]:
-        """The tokens for each place from `first` on, in the order of siblings."""
+        """Return the guesses by place, from `first` on, in the order of siblings."""
         kind, sampling = self.traits.kind, self.chooser.sampling
         tokens = {}
         for depth, rates in enumerate(self.rates.ranks[: len(guesses.candidates)]):
@@ -136,7 +136,7 @@ class PromptProposer(ProbeProposer):
         return replace(rows, probes=planned.counts[: len(rows)])
 
     def plan(self, most: int) -> SparsePlan:
-        """The plan of trees with at most `most` rows, made again as guesses come in."""
+        """Return the plan of trees of at most `most` rows; it may begin a rest."""
         if self.rates.settled >= self._next_look:
             self._next_look += min(self.rates.settled, MAX_REPLAN_GAP)
             self._plans.clear()
@@ -153,7 +153,7 @@ class PromptProposer(ProbeProposer):
         return self._plans[most]
 
     def _count_rest(self) -> bool:
-        """Count down a rest; whether this round belongs to one."""
+        """Count down a rest; returns whether this round belongs to it."""
         if not self._resting:
             return False
         self._resting -= 1

@@ -40,7 +40,7 @@ _MAX_IMPROVEMENTS = 20
 class SparseTree:
     """The rows of a draft, depth first, and how many probes each of them carries.
 
-    `parents` belong to rows 1, 2, ...; `chances` and `counts` begin with the root.
+    `parents` are of rows 1, 2, ...; `counts`, and acceptance `chances`, of all rows.
     """
 
     parents: tuple[int, ...]
@@ -130,7 +130,7 @@ class SparsePlan:
 
 
 def likeliest_tree(ranks: RankRates, rows: int) -> SparseTree:
-    """The `rows` likeliest rows below a root, as deep as there are ranks."""
+    """Return the tree of the `rows` likeliest rows; `ranks` has chances by level."""
     found: list[tuple[int, float]] = []  # parent and chance
     depths, chances = [0], [1.0]
     waiting: list[tuple[float, int, int]] = []
@@ -152,7 +152,7 @@ def likeliest_tree(ranks: RankRates, rows: int) -> SparseTree:
 
 
 def _depth_first(found: Sequence[tuple[int, float]]) -> SparseTree:
-    """The tree of rows 1, 2, ... with each row's first child right after it."""
+    """Put rows 1, 2, ..., given by parent and chance, in depth-first order."""
     children: dict[int, list[int]] = {}
     for row, (parent, _) in enumerate(found, 1):
         children.setdefault(parent, []).append(row)
@@ -169,7 +169,7 @@ def _depth_first(found: Sequence[tuple[int, float]]) -> SparseTree:
 
 
 def make_plan(ranks: RankRates, rows: Sequence[int], slots: int) -> SparsePlan:
-    """The plan whose tree of state d drafts `rows[d - 1]` rows, in `slots` slots each.
+    """Make the plan whose tree of state d drafts `rows[d - 1]` rows, in `slots` slots.
 
     Rows and probes take a slot each; probes fill what the rows leave.
     """
@@ -185,7 +185,7 @@ def make_plan(ranks: RankRates, rows: Sequence[int], slots: int) -> SparsePlan:
 def best_plan(
     ranks: RankRates, most: int, pass_ms: PassMs, rows: int = 0, slots: int = 0
 ) -> SparsePlan:
-    """The plan of at most `most` drafted rows that promises most tokens per ms.
+    """Return the plan of at most `most` drafted rows with the most tokens per ms.
 
     A number of `rows` holds for all states, a number of `slots` for all passes; else
     every state has rows of its own, and every row its own probes. State 0 carries a
@@ -217,7 +217,7 @@ def _improve_plan(
     rate, worth = plan.state_values(pass_ms)
 
     def carrying(tree: SparseTree, least: int) -> SparseTree:
-        """Each row with the probes that it gains most by; they cost alike."""
+        """Give each row the number of probes that gains most; all cost alike."""
         rows, _ = tree.size
         price = rate * (pass_ms(rows, 1) - pass_ms(rows, 0))
         gains = [

@@ -49,7 +49,7 @@ SEARCHED_TOKENS = 64
 
 
 class RecallProposer(Proposer):
-    """Follows the responses to those requests of a `store` that are most similar."""
+    """Drafts from the responses in a `store` to the requests that are most similar."""
 
     traits = Traits("recall", max_draft_tokens=WIDEST - 1)
 
@@ -101,11 +101,11 @@ class Script:
         self.lost = False
 
     def next_tokens(self, count: int) -> list[int]:
-        """Return `count` tokens or fewer from the place on; [] while it is lost."""
+        """Return the next tokens, at most `count`; [] while it is lost."""
         return [] if self.lost else self.tokens[self.place : self.place + count]
 
     def follow(self, output: Sequence[int]) -> None:
-        """Move the place for the last token of `output`, the end of the text so far."""
+        """Move `place` past the last token of `output`, or to its next ending."""
         if self.tokens[self.place : self.place + 1] == list(output[-1:]):
             self.place += 1
             self.agreed += 1
@@ -119,7 +119,7 @@ class Script:
                 return
 
     def _find(self, ending: list[int]) -> int | None:
-        """The place after the next `ending` in `SEARCHED_TOKENS` tokens, or None."""
+        """Return the place after the next `ending` in `SEARCHED_TOKENS`, or None."""
         # The occurrence must end beyond the place, but may begin before it.
         first = max(0, self.place - len(ending) + 1)
         for start in range(first, min(self.place + SEARCHED_TOKENS, len(self.tokens))):
@@ -131,15 +131,15 @@ class Script:
 def adapt_response(
     prompt: list[int], response: list[int], new_prompt: Sequence[int]
 ) -> list[int]:
-    """The response, with the words in which `new_prompt` differs from `prompt`."""
-    for old, new in _edits(prompt, list(new_prompt))[:MAX_CHANGES]:
+    """Return the response with the words of `prompt` changed as in `new_prompt`."""
+    for old, new in _differences(prompt, list(new_prompt))[:MAX_CHANGES]:
         if max(len(old), len(new)) <= LONGEST_SLOT and len(response) <= MAX_TOKENS:
             response = _replace_tokens(response, old, new)
     return response
 
 
-def _edits(one: list[int], other: list[int]) -> list[tuple[list[int], list[int]]]:
-    """Pairs of tokens in a text and in its changed copy; none if that takes seconds."""
+def _differences(one: list[int], other: list[int]) -> list[tuple[list[int], list[int]]]:
+    """Return pairs of old and new tokens where texts differ; [] if that takes long."""
     start = common_length(one, other)
     one, other = one[start:], other[start:]
     end = common_length(one[::-1], other[::-1])
@@ -157,7 +157,7 @@ def _edits(one: list[int], other: list[int]) -> list[tuple[list[int], list[int]]
 
 
 def _replace_tokens(tokens: list[int], old: list[int], new: list[int]) -> list[int]:
-    """The tokens, with `new` at every place where `old` was."""
+    """Return the tokens with `new` in place of every `old`."""
     result, done = list[int](), 0
     for start in [i for i, token in enumerate(tokens) if token == old[0]]:
         if start >= done and tokens[start : start + len(old)] == old:

@@ -55,7 +55,7 @@ class StreamTaskSettings(Checked):
 
 
 class StreamTask(Task):
-    """Streams in the top layers of a target, beside the target's files."""
+    """Trains streams in a target's top layers; the folder has the target's files."""
 
     Settings = StreamTaskSettings
     help = "Add speculative streams to TARGET, a checkpoint folder or hub id."
@@ -101,7 +101,7 @@ class StreamTask(Task):
         self.streams.check(len(decoder_layers(run.target.model)))
 
     def new_drafter(self, run: Run) -> StreamedModel:
-        """The target with streams, whose embeddings are as large as hidden states.
+        """Add streams to the target, with embeddings as large as hidden states.
 
         With small embeddings LoRA can hardly tell a stream from its carrier, and what
         it learns for streams changes the text (docs/log/training.md).
@@ -194,7 +194,7 @@ class StreamTask(Task):
 
 @dataclass(frozen=True)
 class Losses:
-    """Cross entropies: of the main rows, of stream 1..gamma, and of early exits.
+    """Mean cross entropies of main rows, of streams [gamma], and of early exits.
 
     `places` [1 + gamma] counts the rows with a label, of main rows and of streams.
     `acceptance` is the share of places where a stream's best token is also the best
@@ -208,11 +208,11 @@ class Losses:
     acceptance: Tensor
 
     def total(self, mode: str, weights: Tensor) -> Tensor:
-        """The loss to minimise; in lossless mode the main rows cannot learn.
+        """Return the loss to minimise; in lossless mode the main rows cannot learn.
 
         `weights` [1 + gamma] multiply the means over main rows and over each stream:
-        ones for a whole batch. With the weights of its parts, the mean of their losses
-        is the loss of the batch.
+        ones for a whole batch. A process gives its share of the places times the number
+        of processes: then the mean over processes is the loss of the batch.
         """
         streams = (weights[1:] * self.streams).sum()
         total = STREAM_WEIGHT * streams + weights[0] * self.early
@@ -259,7 +259,7 @@ def compute_losses(streamed: Any, batch: Batch, gamma: int) -> Losses:
 def _carrier_rows(learned: Tensor) -> Tensor:
     """Return the rows [b, C] that carry streams: where bool [b, T] is true, in order.
 
-    C is the most of one sequence. The others get further rows, which are not learned.
+    C is the most of one sequence. Other sequences get rows that are not learned too.
     """
     count = max(1, int(learned.sum(1).max()))
     order = learned.int().argsort(dim=1, descending=True, stable=True)
@@ -278,7 +278,7 @@ def _next_ids(ids: Tensor, count: int) -> Tensor:
 
 
 def _cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Mean over the places with a label: [b, C, s, vocab] and [b, C, s] to [s]."""
+    """Return means over places with a label: [b, C, s, vocab] and [b, C, s] to [s]."""
     lost = F.cross_entropy(
         logits.flatten(0, 2).float(),
         wanted.flatten(),

@@ -36,7 +36,7 @@ class TrigramProposer(Proposer):
             self.trigrams.learn(prompt[max(0, end - WINDOW) : end])
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """The tokens that the table has after the last two; a tree if `parents`."""
+        """Draft what the table has after the last two tokens; a tree if `parents`."""
         root = context[-1]
         if len(context) < 2:
             return Rows.chain([root])

@@ -17,7 +17,7 @@ from jetdraft.runtime.text.codec import TextCodec
 
 
 def write_table(corpus: Sequence[Path], bundle: Bundle, output: Path) -> Counts:
-    """Read texts with a bundle's tokenizer and write the table `output` as a whole.
+    """Count the texts' trigrams with a bundle's tokenizer; writes `output`, a new file.
 
     Raises `DataError` or `OutputError`.
     """

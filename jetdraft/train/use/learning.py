@@ -70,7 +70,7 @@ LOOK_SECONDS = 5.0
 
 
 class Pace:
-    """When a training may take its next step; None of `seconds` or `watts`: no bound.
+    """Bounds the `seconds` of a training and the `watts` of the module; None: no bound.
 
     Raises `DeviceError` for watts on a machine that does not tell its power.
     """
@@ -93,19 +93,19 @@ class Pace:
 
     @property
     def has_time(self) -> bool:
-        """Whether the bound of seconds is not reached."""
+        """Whether `seconds` are not spent yet."""
         return self.seconds is None or self.spent < self.seconds
 
     def wait_for_step(self) -> bool:
-        """Whether there is time for a step; waits while the module draws too much."""
-        self.rest()
+        """Wait while the module draws too much; returns whether time is left."""
+        self.pause()
         while self._exceeds_watts():
             time.sleep(REST_SECONDS)
         self._began = time.monotonic()
         return self.has_time
 
-    def rest(self) -> None:
-        """Stop counting the time, since the training pauses or has ended."""
+    def pause(self) -> None:
+        """Add the time since the last wait to `spent`, and stop the clock."""
         if self._began is not None:
             self.spent += time.monotonic() - self._began
         self._began = None
@@ -136,7 +136,7 @@ class UseOptions(Checked):
 
 @dataclass(frozen=True)
 class Learned:
-    """Figures of held-out lessons, before and after; a name if it was published."""
+    """Figures of held-out lessons, before and after, and the published set or None."""
 
     steps: int
     places: int
@@ -191,7 +191,7 @@ class UseTraining:
 
 
 class _LoraRun:
-    """One training of LoRA in a drafter; `weights` replace some of its own before."""
+    """One training of LoRA in a drafter; `weights` replace some of its own at first."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class _LoraRun:
         self._training = [o for o in order if id(o) not in held] or order
 
     def train(self, pace: Pace, report: ReportStage) -> int:
-        """Train, and keep the LoRA of the least held-out loss; returns the steps."""
+        """Train, and restore the LoRA of the least held-out loss; returns the steps."""
         optimizer = torch.optim.AdamW(self._lora, lr=0.0, weight_decay=0.0)
         step = 0
         while step < self.options.steps and pace.wait_for_step():
@@ -229,7 +229,7 @@ class _LoraRun:
             report("train", step, self.options.steps)
             if step % STEPS_BETWEEN_LOOKS == 0:
                 self._keep_if_best()
-        pace.rest()
+        pace.pause()
         if step % STEPS_BETWEEN_LOOKS:  # also where the time has ended before
             self._keep_if_best()
         with torch.no_grad():
@@ -263,7 +263,7 @@ class _LoraRun:
 
     @torch.no_grad()
     def held_out(self) -> Missed:
-        """The figures of the held-out lessons."""
+        """Return the figures of the held-out lessons with the LoRA as it is."""
         size, held = self.options.batch_size, self._held
         parts = [held[start : start + size] for start in range(0, len(held), size)]
         return join_missed([self._student.missed(self.model, part) for part in parts])
@@ -273,7 +273,7 @@ class _LoraRun:
 
 
 def lower_priority() -> None:
-    """Run this process on one core, and only while no other process wants it."""
+    """Give this process the lowest priority, and torch one thread."""
     os.nice(19)
     with suppress(AttributeError, OSError):  # Linux has a class below all others
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -314,7 +314,7 @@ class Background:
             said = reason
 
     def _obstacle(self, lessons: list[Lesson]) -> str:
-        """Why no training can begin now, or "". After a clear all lessons are new."""
+        """Return why no training can begin now, or "". A clear renews all lessons."""
         choice = self._training.sets.read_choice()
         if choice.cleared != self._cleared:
             # All weights were deleted, so what is left is to be learned again.
@@ -339,9 +339,10 @@ def publish(
 ) -> str | None:
     """Write a set and put it on trial; returns its name. Raises `OutputError`.
 
-    A set that was still on trial is replaced: the trial is against the weights that
-    were judged last. If the folder was cleared since the lessons were read, when the
-    choice had this `cleared`, nothing is written, and the name is None.
+    `arrays` are for the graph, `trained` the merged weights in floats. A set that was
+    still on trial is replaced: the trial is against the weights that were judged last.
+    `cleared` is the choice's when the lessons were read: if the folder was cleared
+    since, nothing is written, and the name is None.
     """
     name = None
 
@@ -363,12 +364,12 @@ def publish(
 
 
 def judged_name(choice: Choice) -> str:
-    """The set that passed its trial last; "" for the bundle's own weights."""
+    """Return the set that passed its trial last; "" for the bundle's own weights."""
     return choice.name if choice.before is None else choice.before
 
 
 def judged_weights(sets: WeightSets) -> dict[str, Tensor]:
-    """The merged weights that passed their trial last, or {}; raises `StoreError`."""
+    """Load the weights that passed their trial last, or {}; raises `StoreError`."""
     name = judged_name(sets.read_choice())
     if name == OWN:
         return {}
@@ -382,7 +383,7 @@ def judged_weights(sets: WeightSets) -> dict[str, Tensor]:
 
 
 def _write_set(folder: Path, arrays: Arrays, trained: Mapping[str, Tensor]) -> str:
-    """Write the folder of a set, which appears whole; returns its name."""
+    """Write the folder of a set, whole or not at all; returns its name, a hash."""
     partial = Path(mkdtemp(prefix=PARTIAL, dir=folder))
     np.savez(partial / ARRAYS, **arrays)  # type: ignore[arg-type]
     save_file(dict(trained), partial / TRAINED)

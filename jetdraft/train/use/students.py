@@ -75,7 +75,7 @@ class LessonBatch:
         )
 
     def select(self, chosen: Tensor) -> LessonBatch:
-        """The batch with only the wrong places where `chosen` bool [w] is true."""
+        """Return the batch with the wrong places where `chosen` bool [w] is true."""
         parts = (self.rows, self.places, self.ids, self.logits)
         return LessonBatch(self.tokens, *(part[chosen] for part in parts))
 
@@ -116,7 +116,7 @@ def compare_missed(
 
 
 def join_missed(parts: Sequence[Missed]) -> Missed:
-    """The figures over all places of some batches."""
+    """Return the figures over all places of some batches."""
     places = sum(part.places for part in parts)
     lost = sum((part.places * part.loss for part in parts), torch.zeros(()))
     right = sum(part.places * part.right for part in parts)
@@ -127,7 +127,7 @@ def join_missed(parts: Sequence[Missed]) -> Missed:
 
 
 class Student(ABC):
-    """A kind of drafter; `source` is its checkpoint in floats."""
+    """A bundle's drafter that can be trained; `source` is its checkpoint in floats."""
 
     def __init__(self, bundle: Bundle, source: str) -> None:
         self.bundle, self.source = bundle, source
@@ -143,19 +143,19 @@ class Student(ABC):
 
     @abstractmethod
     def load(self, weights: Mapping[str, Tensor]) -> Any:
-        """Load the drafter with its new `weights`; raises `CheckpointError`."""
+        """Load the drafter, replacing `weights` by name; raises `CheckpointError`."""
 
     @abstractmethod
     def layers(self, model: Any) -> Iterable[nn.Module]:
-        """The layers that learn."""
+        """Return the layers that get LoRA."""
 
     @abstractmethod
     def missed(self, model: Any, lessons: Sequence[Lesson]) -> Missed:
-        """The figures of the drafter at the wrong places of lessons."""
+        """Return the figures of a loaded drafter at the wrong places of lessons."""
 
     @abstractmethod
     def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> Arrays:
-        """The arrays of the bundle's graph that differ with these weights, by name.
+        """Return the arrays of the bundle's graph that these weights change, by name.
 
         A recipe that needs a text reads `text`, token ids int64 [n].
         """
@@ -185,11 +185,11 @@ class ModelStudent(Student):
         return model
 
     def layers(self, model: Any) -> Iterable[nn.Module]:
-        """The layers of the decoder."""
+        """Return the layers of the decoder."""
         return decoder_layers(model)
 
     def missed(self, model: Any, lessons: Sequence[Lesson]) -> Missed:
-        """The figures of the drafter; each wrong place counts once."""
+        """Return the figures of the drafter; each wrong place counts once."""
         batch = LessonBatch.of(lessons)
         logits = logits_at(model, batch.tokens, batch.rows, batch.places - 1)
         return compare_missed(logits, batch, self.can_draft)
@@ -236,12 +236,12 @@ class HeadStudent(Student):
         return head
 
     def layers(self, model: Any) -> Iterable[nn.Module]:
-        """The layers of the head itself."""
+        """Return the layers of the head itself."""
         layers: nn.ModuleList = model.stack.layers
         return layers
 
     def missed(self, model: Any, lessons: Sequence[Lesson]) -> Missed:
-        """Row t of a head's step i says token t + 2 + i."""
+        """Return the figures over draft steps; row t predicts token t + 2 + step."""
         batch = LessonBatch.of(lessons)
         taps = model.config.taps or (-1,)
         states = states_at(self._target.model, batch.tokens, taps)
@@ -263,7 +263,7 @@ class HeadStudent(Student):
         return head_arrays(self.bundle, target, head)
 
     def _pad_logits(self, logits: Tensor, head: Eagle) -> Tensor:
-        """Logits of all tokens; minus infinity for tokens that cannot be drafted."""
+        """Return logits of all tokens, minus infinity where they cannot be drafted."""
         if head.ids is None:
             return logits
         size = self.bundle.target.contract.vocab_size
@@ -271,6 +271,7 @@ class HeadStudent(Student):
         return wide.index_copy(1, head.ids, logits)
 
     def _load_head(self, target: Checkpoint, dtype: torch.dtype) -> Eagle:
+        """Load the head, cut to the bundle's tokens; raises `CheckpointError`."""
         try:
             head = load_head(self.source, target, dtype)
         except CheckpointError as error:
@@ -291,7 +292,7 @@ class HeadStudent(Student):
 def load_student(bundle: Bundle, source: str = "", target: str = "") -> Student:
     """Load a bundle's drafter to train it; a head reads the states of `target`.
 
-    Without names, the checkpoints are read from which the bundle was exported. Raises
+    An empty name is the checkpoint from which the bundle was exported. Raises
     `CheckpointError`, `PairError` or `OptionError`.
     """
     entry = check_swappable(bundle)

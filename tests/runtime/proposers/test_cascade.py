@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jetdraft.methods.cascade.method import REVIEWED, CascadeProposer, Trial, _trials_of
+from jetdraft.methods.cascade.method import REVIEWED, CascadeProposer, Trial, _as_trials
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import StepSessions, open_session
@@ -124,13 +124,13 @@ def test_trusted_tokens_behind_a_doubtful_token_are_taken(model):
 
 def test_a_guess_is_tried_up_to_its_first_difference():
     guess = Guess([5, 9, 1, 2], 0.0, match=3)
-    assert _trials_of([5, 6, 1], guess, own=True) == [
+    assert _as_trials([5, 6, 1], guess, own=True) == [
         Trial(5, 5, 2, own=True),
         Trial(6, 9, 3, own=True),
         Trial(1, None, 3, own=True),
     ]
-    assert _trials_of([5, 9], guess, own=False) == [
+    assert _as_trials([5, 9], guess, own=False) == [
         Trial(5, 5, 2, own=False),
         Trial(9, 9, 3, own=False),
     ]
-    assert _trials_of([6], Guess([], 0.0, 0), own=True) == [Trial(6, None, 0, own=True)]
+    assert _as_trials([6], Guess([], 0.0, 0), own=True) == [Trial(6, None, 0, own=True)]

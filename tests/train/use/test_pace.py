@@ -34,7 +34,7 @@ def test_what_follows_a_rest_is_not_counted(clock):
     pace, steps = Pace(seconds=3.0), 0
     while pace.wait_for_step():
         clock.now += 1.0
-        pace.rest()
+        pace.pause()
         clock.now += 100.0  # an export
         steps += 1
     assert steps == 3
