@@ -37,7 +37,11 @@ _SCALED_K = MappingProxyType({192: bytes([1] * 16), 208: _ONE})
 
 @dataclass(frozen=True)
 class GgufType:
-    """How to read uint8 [outputs, bytes] of a type; the manifest reports its `form`."""
+    """How to read uint8 [outputs, bytes] of a type; the manifest reports its `form`.
+
+    `plain` has bytes, by offset in a block, that make scales 1 and minima 0; `finest`
+    is the largest k of a type with minima, else 0.
+    """
 
     form: str
     plain: Mapping[int, bytes]
@@ -60,7 +64,7 @@ class GgufType:
         return Blocks.of(blocks, scales, None, self.bits, integers.shape[1])
 
     def _scales_and_minima(self, block: Bytes) -> tuple[Floats, Floats | None]:
-        """Both [outputs, blocks] of the integers; minima are None without any."""
+        """Return scales and minima [outputs, blocks]; minima are None without any."""
         if self.plain is _SCALED_K:
             scales = _half_at(block, 208)[..., None] * block[..., 192:208].view(np.int8)
             return scales.reshape(len(block), -1), None

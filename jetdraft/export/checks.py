@@ -81,7 +81,7 @@ def _check_probes(name: str, checkpoint: Checkpoint, options: ExportOptions) -> 
 
 
 def _check_taps(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Raise `PairError` for an unfit head, `OptionError` for a cut off the CPU."""
+    """Raise `PairError` for an unfit head, `OptionError` for a cut not on the CPU."""
     if checkpoint.taps is None:
         return
     if checkpoint.streams is not None:

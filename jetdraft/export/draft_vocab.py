@@ -32,7 +32,7 @@ def frequent_tokens(
 ) -> Tensor:
     """Return the `count` most frequent ids of a text below `known`, int64, ascending.
 
-    Among equally frequent tokens it prefers what the model expects most in the text.
+    Among equally frequent tokens, those that the model expects most come first.
     """
     expected = _expected_counts(model, windows)
     # Below 1, so that it decides only among equal counts.
@@ -58,8 +58,8 @@ def _expected_counts(model: Any, windows: Windows) -> Tensor:
 class CutHead:
     """A drafter's checkpoint whose LM head has the rows of the tokens `ids` [n] only.
 
-    An embedding that was tied to the LM head keeps all rows. `embedding` is its name,
-    `whole` the uncut LM head's name, and `blocks` the matrices quantized before.
+    An embedding that was tied to the LM head keeps all rows; `embedding` is its name,
+    else None. `whole` is the uncut LM head's name, `blocks` its checkpoint's matrices.
     """
 
     checkpoint: Checkpoint

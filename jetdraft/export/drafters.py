@@ -151,9 +151,7 @@ def drafter_arrays(bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> Arra
     integers that cannot be trained.
     """
     check_trainable(bundle, checkpoint)
-    return changed_arrays(
-        bundle, lambda folder: _write_drafter(folder, bundle, checkpoint, text)
-    )
+    return changed_arrays(bundle, lambda to: _write(to, bundle, checkpoint, text))
 
 
 def head_arrays(bundle: Bundle, target: Checkpoint, head: DraftModule) -> Arrays:
@@ -208,7 +206,7 @@ def changed_arrays(bundle: Bundle, write: Callable[[Path], None]) -> Arrays:
 
 
 def check_swappable(bundle: Bundle) -> GraphEntry:
-    """Return the drafter's entry; raise `OptionError` if its weights stay fixed."""
+    """Return the drafter's entry; raise `OptionError` if its weights cannot change."""
     entry = bundle.drafter
     if entry is None or not entry.contract.learns or bundle.flavour != CONTRIB:
         raise OptionError(
@@ -238,9 +236,7 @@ def check_trainable(bundle: Bundle, checkpoint: Checkpoint) -> None:
         raise _pair_error(checkpoint.source)
 
 
-def _write_drafter(
-    folder: Path, bundle: Bundle, checkpoint: Checkpoint, text: Tensor
-) -> None:
+def _write(folder: Path, bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> None:
     """Write the drafter's graph as its export did, but with KV buffers of floats."""
     entry = bundle.graphs[DRAFTER]
     recipe = replace(Recipe.from_json(entry.quantization), kv=None)

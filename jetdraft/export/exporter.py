@@ -109,10 +109,8 @@ def export(
     cut = _cut_drafter(measures, reader)
     options = measures.settle_recipes()
     with writing(output) as folder:
-        jobs = {
-            name: _make_job_and_entry(folder, name, measures, cut)
-            for name in measures.checkpoints
-        }
+        names = measures.checkpoints
+        jobs = {n: _make_job_and_entry(folder, n, measures, cut) for n in names}
         graphs = {n: write_graphs(job, entry) for n, (job, entry) in jobs.items()}
         if head is not None and reader is not None:
             graphs[DRAFTER] = write_head_graphs(
@@ -161,8 +159,8 @@ def _make_bundle(
 def _cut_drafter(measures: Measures, reader: DraftModule | None) -> CutHead | None:
     """Cut the drafter's LM head to its draft vocabulary, and set `measures.ids` to it.
 
-    Return the cut of a checkpoint, which replaces the drafter in `measures`; None for a
-    head, which is changed in place, and for a drafter of the whole vocabulary.
+    Return the cut of a checkpoint, which then replaces it in `measures`; None for a
+    head, which is changed in place, and without a draft vocabulary.
     """
     options, checkpoints = measures.options, measures.checkpoints
     drafter = checkpoints.get(DRAFTER)
@@ -331,7 +329,7 @@ def _make_job_and_entry(
 
 
 def _describe_packed(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Count a quantized checkpoint's matrices by form, for the manifest; else {}."""
+    """Count a quantized checkpoint's matrices by form, for the entry; else {}."""
     packed = checkpoint.packed
     if packed is None:
         return {}

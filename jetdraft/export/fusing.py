@@ -42,7 +42,7 @@ def fuse(
     """Apply every rewrite to `model`, in place.
 
     `forms` maps matrices, by their names in the checkpoint, to `Blocks.form`; only
-    matrices with equal forms are merged. `beside` rotates in nodes before attention.
+    matrices with equal forms are merged. With `beside`, nodes before attention rotate.
     """
     rewrite(model, [RotationInHalves.rule()])
     # Each layer computes the same cosine; merge them, so that all share one table.

@@ -68,7 +68,7 @@ def drop_extra_values(model: ir.Model, step: Step) -> None:
 
 
 def _count_by(graph: ir.Graph, value: ir.Value, axis: int, positions: ir.Value) -> None:
-    """Let nodes read a size from `positions` [1, n], not from an axis of `value`."""
+    """Let nodes read n from `positions` [1, n], not from axis `axis` of `value`."""
     for node in [n for n in value.consumers() if n.op_type == "Shape"]:
         if node.attributes.get_int("start", 0) == axis:
             size = Maker(graph, node)("Shape", positions, start=1, end=2)

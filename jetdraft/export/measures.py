@@ -126,9 +126,9 @@ def _sample_replies(
 class Measures:
     """What an export measures on the calibration text, or on a text of the target.
 
-    `kl` has the KL divergence of each measured model's recipe, and `overlaps` the
-    acceptance with the drafter's recipe. The drafter is a `head`, or a checkpoint;
-    `ids` int64 [n] are the tokens that it may draft, None for all.
+    `kl` has the KL divergence of recipes by model, and `overlaps` the acceptance with
+    the drafter's recipe and without. The drafter is a `head`, or a checkpoint; `ids`
+    int64 [n] are the tokens that it may draft, None for all.
     """
 
     checkpoints: Mapping[str, Checkpoint]
@@ -156,7 +156,7 @@ class Measures:
         return second_moments(self.checkpoints[name].model, self.windows)
 
     def settle_recipes(self) -> ExportOptions:
-        """Choose recipes that the options leave open, by measures; return options."""
+        """Measure and choose each recipe that is left open; return the new options."""
         target = self.checkpoints[TARGET]
         if self.options.limit is not None:
             self._set_recipe(self._find_mix(target))

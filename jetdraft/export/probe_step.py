@@ -64,7 +64,7 @@ class ProbeStep(Step):
         state = make_state(position_ids, cursor, total_length, past)
         state.rows = input_ids.shape[1]
 
-        def entered() -> None:
+        def set_bias_and_prefix() -> None:
             # Counted with the rows: a pass may have no probes, and CUDA sums no axis
             # of size 0.
             filled = self.model.current_pass.positions
@@ -79,7 +79,7 @@ class ProbeStep(Step):
                     for keys, values in map(prompts.prefix, range(len(state.past)))
                 ]
 
-        self.model.on_slots_added = entered
+        self.model.on_probes_added = set_bias_and_prefix
         with attending(state):
             logits, *extra_outputs = self.run_model(
                 (input_ids, position_ids, probe_rows, probe_ids, answer_rows),
@@ -142,7 +142,7 @@ def _early_exit_scores(logits: Tensor, tokens: Tensor, parents: Tensor) -> Tenso
 
 
 def write_probe_weights(file: Path, probed: ProbedModel, dtype: str) -> None:
-    """Write the probes' weights, by their names in the graph, and the hash `base`."""
+    """Write an npz of the probes' weights, by names in the graph, and hash `base`."""
     arrays: dict[str, Any] = {
         name: weight.detach().numpy().astype(dtype)
         for name, weight in probed.task.items()

@@ -69,7 +69,7 @@ class RotaryTables:
         self.tables: dict[ir.Value, tuple[ir.Value, ir.Value] | None] = {}
 
     def table_of(self, value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
-        """Return (table [capacity, d/2], positions); None if it reads other inputs."""
+        """Return a value's table [capacity, d/2] and positions; None if not by them."""
         if value not in self.tables:
             self.tables[value] = None
             for positions in self.positions:
@@ -155,7 +155,7 @@ def _rotate_by_nodes(
 
 
 def _find_rotation(value: ir.Value | None) -> tuple[ir.Node, ir.Node, ir.Value] | None:
-    """Return the last Reshape, RotaryEmbedding, and its input [1, n, heads, d]."""
+    """Return the Reshape, RotaryEmbedding and its input [1, n, heads, d]; or None."""
     flatten = producer(value, "Reshape")
     outer = flatten and _find_swap(flatten.inputs[0])
     rotation = outer and producer(outer.inputs[0], "RotaryEmbedding")

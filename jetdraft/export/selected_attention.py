@@ -60,9 +60,8 @@ class SelectedAttention:
     """Makes the branches of an `If` in place of one GroupQueryAttention.
 
     `state` has the layer's selected rows int64 [1, kv_heads, voted], and the query that
-    selected them. `turns` is a bool [1] of the graph that says whether keys turn to new
-    positions, None for never. Both branches output the attention's values, then the
-    state.
+    selected them. `turns` is a bool [1] of the graph, whether keys turn to new
+    positions, or None for never. Both branches output attention's values and the state.
     """
 
     def __init__(
@@ -177,7 +176,7 @@ class SelectedAttention:
     def _update_selection(
         self, branch: Branch, queries: Value, keys: Value, start: Value
     ) -> list[Value]:
-        """Return the state: the old rows and query, or `mean` and the rows it votes."""
+        """Return the old rows and query, or the rows of a new vote and their query."""
         mean = branch("ReduceMean", queries, branch.vector(1), keepdims=0)
         near = branch("Sub", start, branch.vector(self.selection.recent))
         product = branch("ReduceSum", branch("Mul", mean, self.query), keepdims=0)
@@ -199,7 +198,7 @@ class SelectedAttention:
         return branch.several("If", 2, stays, then_branch=before, else_branch=after)
 
     def _vote(self, branch: Branch, mean: Value, keys: Value, near: Value) -> Value:
-        """Vote on the rows up to `near`; return rows int64 [1, kv_heads, voted]."""
+        """Return the rows before `near` with most votes, int64 [1, kv_heads, voted]."""
         first = branch.vector(self.selection.first)
         between = branch("Slice", keys, first, near, branch.vector(2))
         scores = self._scores(branch, mean, between)
@@ -256,7 +255,7 @@ class SelectedAttention:
         bounds: tuple[Value, Value, Value],
         count: Value,
     ) -> Value:
-        """Return the bias [n, t] of the scores: it hides from each row the rows after.
+        """Return the bias [n, t] of the scores, which hides later rows from a row.
 
         From the recent rows on it includes the attention's own bias. The slots before
         them are committed, and every row sees them.
@@ -291,7 +290,7 @@ class SelectedAttention:
         return outputs
 
     def _set_state_types(self, values: list[Value]) -> list[Value]:
-        """Set types and shapes of rows and query, and return them."""
+        """Give rows and query the types and shapes of the state; return them."""
         for value, old in zip(values, (self.rows, self.query), strict=True):
             value.type, value.shape = old.type, old.shape
         return values

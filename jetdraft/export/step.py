@@ -165,7 +165,7 @@ class Step(torch.nn.Module):
         return {name: weight.data for name, weight in self.taps.named_parameters()}
 
     def dtype_of(self, weight: str) -> torch.dtype:
-        """The type in the graph of the weight that this module has under that name."""
+        """Return the type that the graph has for the weight of that name."""
         if weight.startswith(f"{_FUSION_PREFIX}."):
             return torch.float32  # states overflow float16
         return dtype_of(self.contract)
@@ -212,7 +212,7 @@ PACKET = 16
 
 
 def log_sum_exp(logits: Tensor, largest: Tensor) -> Tensor:
-    """log(sum(exp)) of rows whose maxima are `largest` [..., 1]; fast on the CPU."""
+    """Return log(sum(exp)) of rows, [..., 1]; ReduceLogSumExp is slow on the CPU."""
     total = (logits - largest).exp().sum(-1, keepdim=True)
     # The CPU takes logarithms in packets, and those left over with another function:
     # copies fill a packet, so that no row's last bit depends on the number of rows.
@@ -281,7 +281,7 @@ class _BufferMaker(PassThroughCache):
 
 
 def export_error(model: Any, error: BaseException) -> UnsupportedModelError:
-    """Return an error with the innermost cause, or an `UnsupportedModelError` in it."""
+    """Return an `UnsupportedModelError`: out of the causes, or of the innermost."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, UnsupportedModelError):

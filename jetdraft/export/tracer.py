@@ -170,10 +170,9 @@ def _dynamic_shapes(
 
 
 def _pin_rotary_frequencies(model: Any, capacity: int) -> None:
-    """Fix rotary frequencies that change with the text length, in place.
+    """Fix rotary frequencies that change with the text length: keys are cached.
 
-    Cached keys are rotated already. Raises `UnsupportedModelError` if the frequencies
-    change within the capacity.
+    Raises `UnsupportedModelError` if they change within the capacity.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
