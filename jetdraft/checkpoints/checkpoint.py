@@ -206,7 +206,7 @@ class Checkpoint:
 
 
 def read_settings(folder: Path) -> ProbeSettings | None:
-    """The settings of a checkpoint's probes; None for a checkpoint without probes."""
+    """Read the settings of a checkpoint's probes; None if it has no probes."""
     file, mark = folder / SETTINGS, folder / UNFINISHED
     try:
         if not file.is_file():

@@ -28,7 +28,7 @@ def neutral(*values: Any) -> Callable[[Any], bool]:
 
 @dataclass(frozen=True)
 class Row:
-    """A rule for fields, by names with spaces between: fate and why, if not neutral."""
+    """A rule for fields `names`, split by spaces: a fate, and why unless `neutral`."""
 
     names: str
     fate: str

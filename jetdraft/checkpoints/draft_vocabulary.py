@@ -54,7 +54,7 @@ def vocabulary_tensors(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
 def ids_from_d2t(
     source: str, tensors: Mapping[str, Tensor], rows: int, vocab_size: int
 ) -> Tensor:
-    """The target's id of each row, int64 [rows]; raises `CheckpointError`."""
+    """Return the target's id of each row, int64 [rows]; raises `CheckpointError`."""
     offsets, marked = tensors[D2T].long(), tensors.get(T2D)
     ids = torch.arange(len(offsets)) + offsets
     in_range = bool(((ids >= 0) & (ids < vocab_size)).all())

@@ -74,10 +74,10 @@ class ProbedModel(nn.Module, ABC):
         keep: Tensor,
         **options: Any,
     ) -> tuple[Tensor, Pass]:
-        """Run a pass; return its logits [b, m + s, vocab] of rows `keep` [m], s probes.
+        """Return logits [b, m + s, vocab] of m rows and then s probes, and the pass.
 
         `input_ids` and `position_ids` are int64 [b, n]. `probes` are [s] each: carriers
-        (or [b, s]), embeddings, and distances from the carriers.
+        (or [b, s]), embeddings, distances from the carriers. `keep` [m] are the rows.
         """
         carriers, ids, distances = probes
         rows = input_ids.shape[1]

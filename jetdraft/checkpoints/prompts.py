@@ -123,7 +123,7 @@ class PromptedModel(ProbedModel):
         keep: Tensor,
         **options: Any,
     ) -> Tensor:
-        """Logits [b, m + r, vocab] of the rows `keep` [m] and then of the r probes.
+        """Return logits [b, m + r, vocab] of m rows `keep` and then of r probes.
 
         `input_ids` and `position_ids` are int64 [b, n], `probe_rows` [r] the carriers
         and `probe_ids` [r] their prompt tokens, from 0 on.

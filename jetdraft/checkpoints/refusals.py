@@ -63,7 +63,7 @@ class Bounds:
 
 
 def check_layers(source: str) -> None:
-    """Raise `CheckpointError` for absurdly many layers, which some configs list."""
+    """Raise `CheckpointError` for a config of more than `MAX_LAYERS` layers."""
     file = Path(source) / "config.json"
     if not os.path.isfile(file):
         return
@@ -80,7 +80,7 @@ def check_layers(source: str) -> None:
 
 
 def _named_numbers(value: object, name: str = "") -> Iterator[tuple[str, int | float]]:
-    """The numbers in a JSON value, each with the name of its field."""
+    """Yield the numbers in a JSON value, each after the name of its field."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _named_numbers(inner, key)

@@ -130,12 +130,12 @@ class StreamedModel(ProbedModel):
         early: Tensor | slice | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Logits [b, m + r, vocab] of the rows `keep` [m] and then of the r probes.
+        """Return logits [b, m + r, vocab] of m rows and r probes, early logits, states.
 
-        `input_ids` and `position_ids` are int64 [b, n]. `probe_rows` [r] or [b, r]
-        carry probes, and `probe_ids` [r] are their streams, from 0 on. The second
-        result are the logits of the pruning adapter [b, e, vocab] at the rows `early`
-        [e], the third the states that enter the top layers, [b, n, h].
+        `input_ids` and `position_ids` are int64 [b, n], `keep` [m] the rows. The rows
+        `probe_rows` [r] or [b, r] carry probes, and `probe_ids` [r] are their streams,
+        from 0 on. Early logits [b, e, vocab] are the pruning adapter's at the rows
+        `early` [e], else None. The states [b, n, h] enter the top layers.
         """
         probes = probe_rows, probe_ids, probe_ids + 1
         logits, current = self.run_pass(
@@ -214,7 +214,7 @@ def load_streams(
 
 
 def fill(probed: ProbedModel, folder: Path, what: str) -> None:
-    """Give probes their trained weights; raises `CheckpointError` unless all fit."""
+    """Load the trained weights of probes; raises `CheckpointError` unless all fit."""
     try:
         tensors = load_file(folder / WEIGHTS)
         for name, weight in probed.task.items():

@@ -237,7 +237,7 @@ class StepContract:
 
     @property
     def frames(self) -> int:
-        """The frames of the spectrum of a sound."""
+        """The number of frames in the spectrum of a sound."""
         return FRAMES_PER_SLOT * self.source_slots
 
     @property
@@ -264,7 +264,7 @@ class StepContract:
     def mask_inputs(self) -> tuple[TensorSpec, ...]:
         """The inputs of the draft mask, where 1 hides a slot from a row or a probe.
 
-        Line i > 0 of the mask is slot `draft_start` + i - 1; line 0 is all before.
+        Line i > 0 of the mask is slot `draft_start` + i - 1; line 0 is all before that.
         """
         rows = ALL if self.streams else ROWS
         return (

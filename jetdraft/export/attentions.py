@@ -23,7 +23,7 @@ def attentions(graph: ir.Graph) -> list[ir.Node]:
 
 
 def windowed(graph: ir.Graph) -> bool:
-    """Whether a layer attends in a sliding window, which counts slots."""
+    """Whether some layer attends in a sliding window, whose width counts slots."""
     return any(
         node.attributes.get_int("local_window_size", -1) > 0
         for node in attentions(graph)

@@ -149,7 +149,7 @@ def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
 
 
 def _check_ids(target: str, drafter: str, ours: str | None, theirs: str | None) -> None:
-    """Raise `PairError` unless each id that both tokenizers have is one token."""
+    """Raise `PairError` unless both tokenizers have the same token for a shared id."""
     if ours is None or theirs is None:
         return
     one, other = (

@@ -100,7 +100,7 @@ class ProbeStep(Step):
     def run_model(
         self, rows_and_probes: tuple[Tensor, ...], **options: Any
     ) -> list[Tensor]:
-        """Run the model over rows and probes; return the logits and extra outputs."""
+        """Run the model; return the logits, to which a subclass adds extra outputs."""
         return [self.model(*rows_and_probes, **options)]
 
 

@@ -69,7 +69,7 @@ class RotaryTables:
         self.tables: dict[ir.Value, tuple[ir.Value, ir.Value] | None] = {}
 
     def table_of(self, value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
-        """Return a value's table [capacity, d/2] and positions; None if not by them."""
+        """Return `value` as a table [capacity, d/2], and its positions; or None."""
         if value not in self.tables:
             self.tables[value] = None
             for positions in self.positions:

@@ -166,7 +166,7 @@ _SOURCE_TOKENS = 24
 
 
 def source_kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
-    """(heads, head_dim) of each layer of the decoder, from the tensors of a pass."""
+    """Return (heads, head_dim) of each decoder layer, measured in a pass."""
     row = torch.zeros(1, 1, dtype=torch.long)
     bins, slots = source_sizes(model)
     source = torch.zeros(1, bins, FRAMES_PER_SLOT * slots) if bins else row

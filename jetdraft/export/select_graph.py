@@ -28,7 +28,7 @@ OPSET = 24
 def add_selection(
     model: ir.Model, contract: StepContract, checkpoint: Checkpoint, rows: int
 ) -> tuple[ir.Model, Selection]:
-    """Let a chain or tree graph read `rows` selected KV rows only, in place.
+    """Let a chain or tree graph read `rows` KV rows only; return it and the selection.
 
     Raises `UnsupportedModelError` for sliding windows, softcaps and unequal layers.
     """

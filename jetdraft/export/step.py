@@ -60,7 +60,7 @@ class Step(torch.nn.Module):
 
     @property
     def decoder(self) -> Any:
-        """The model of transformers."""
+        """The model of transformers that this step runs."""
         return self.model
 
     @property
@@ -181,7 +181,7 @@ def _collect_inputs(module: torch.nn.Module, states: list[Tensor]) -> Any:
 
 
 def zeros(spec: TensorSpec, *sizes: int) -> Tensor:
-    """Return zeros for a declaration; `sizes` as of `TensorSpec.shape_for`."""
+    """Return zeros for a declaration; `sizes` are passed to `TensorSpec.shape_for`."""
     return torch.zeros(spec.shape_for(*sizes), dtype=getattr(torch, spec.dtype))
 
 
@@ -231,7 +231,7 @@ def dtype_of(contract: StepContract) -> torch.dtype:
 
 
 def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
-    """(kv_heads, head_dim) of each layer, from the tensors of a pass over one row."""
+    """Return (kv_heads, head_dim) of each layer, measured in a pass over one row."""
     row = torch.zeros(1, 1, dtype=torch.long)
 
     def run(cache: Cache) -> None:
@@ -281,7 +281,7 @@ class _BufferMaker(PassThroughCache):
 
 
 def export_error(model: Any, error: BaseException) -> UnsupportedModelError:
-    """Return an `UnsupportedModelError`: out of the causes, or of the innermost."""
+    """Return an `UnsupportedModelError` from the causes, or made of the innermost."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, UnsupportedModelError):

@@ -20,7 +20,7 @@ _OPSET = 24
 def make_tree_graph(
     chain: ir.Model, contract: StepContract, source: str
 ) -> ir.Model | None:
-    """Add a draft mask to the chain graph, in place, and return it.
+    """Add a draft mask to the chain graph, in place, and return the graph.
 
     None for a model without layers, or with sliding windows. If the chain graph itself
     needs a mask, windows raise `UnsupportedModelError`.

@@ -39,7 +39,7 @@ class Blocks:
     def of(
         cls, integers: Bytes, scales: Floats, zeros: Bytes | None, bits: int, rows: int
     ) -> Blocks:
-        """Pack integers below 2^bits, uint8 [columns, blocks, block_size]."""
+        """Make blocks of integers below 2^bits, uint8 [columns, blocks, block_size]."""
         return cls(_pack_integers(integers, bits), scales, zeros, bits, rows)
 
     @classmethod

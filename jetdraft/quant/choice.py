@@ -69,7 +69,7 @@ def choose_recipe(
 def _choose_mix(
     divergence: Divergence, progress: Callable[[str, int, int], None], bound: float
 ) -> tuple[Recipe, float]:
-    """Return the smallest mix within the bound, or a recipe of eight bits; its KL."""
+    """Return the smallest mix within the bound, or else eight bits, and its KL."""
     for done, top in enumerate(map(Recipe.parse, EIGHT_BIT_RUNGS), start=1):
         top_kl = divergence.mean_kl(top)
         divergence.drop_blocks()

@@ -74,7 +74,7 @@ class Divergence:
     def kl_of_units(
         self, recipes: Mapping[Unit, Recipe], batches: int | None = None
     ) -> float:
-        """Return the mean KL when only these units are quantized, on some `batches`."""
+        """Return mean KL with only these units quantized, on the first `batches`."""
         total, rows = 0.0, 0
         with self._quantizing(recipes):
             for full, ids in zip(self._logprobs[:batches], self.batches, strict=False):

@@ -166,7 +166,7 @@ def _run_layer(
 
 
 def read_block_size(files: HeadFiles, least: int) -> int:
-    """The `block_size` of a config; raises `CheckpointError` out of range."""
+    """Return the `block_size` of a config; raises `CheckpointError` if out of range."""
     size = files.number("block_size")
     if not least <= size <= MAX_BLOCK_TOKENS:
         raise CheckpointError(

@@ -66,7 +66,7 @@ class DraftInputs:
     """What the rows of a pass are given; what a drafter does not read is empty.
 
     `tokens` and `positions` are int64 [1, n], `features` [1, n, w], `recent` int64 [1,
-    n, r] the tokens before each row's, `block` int64 [1, m]. `keys` and `values` are
+    n, r] the tokens before each row, `block` int64 [1, m]. `keys` and `values` are
     the target's; the `bias` hides unfilled slots.
     """
 

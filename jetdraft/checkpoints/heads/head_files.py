@@ -325,7 +325,7 @@ class HeadFiles:
 
 
 def _differing_prefixes(new: str, own: str) -> tuple[str, str]:
-    """Return what precedes the common last parts of two dotted names."""
+    """Return what is left of two dotted names without their common last parts."""
     parts = [name.split(".") for name in (new, own)]
     while parts[0] and parts[1] and parts[0][-1] == parts[1][-1]:
         parts = [names[:-1] for names in parts]
