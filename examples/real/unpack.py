@@ -29,7 +29,7 @@ def unpack(file: Path, output: Path) -> None:
     if output.exists():
         raise JetdraftError(f"{output} exists; give a new folder")
     with opened_gguf(str(file)) as gguf:
-        config, tokenizer = gguf.config(), gguf.tokenizer()
+        config, tokenizer = gguf.config(), gguf.tokenizer_json()
         template, special_tokens = gguf.chat_templates(), gguf.special_tokens()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.bfloat16

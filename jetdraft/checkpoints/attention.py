@@ -35,7 +35,7 @@ class StepState:
     `past` and `present` hold (key, value) buffers [1, kv_heads, capacity, head_dim] per
     layer. `last_row` is int32 [1], the index of the pass's last row in them. `windows`
     has the sliding windows of the layers, 0 for none; a `bias` [1, 1, n, capacity] is
-    added to the scores. Rows behind the first `rows` see each layer's `prefix` too.
+    added to the scores. Rows after the first `rows` see each layer's `prefix` too.
     """
 
     cursor: Tensor
@@ -138,14 +138,14 @@ def attend(
 def attend_over_buffers(
     module: Any, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Attention of a module's rotated query, over the buffers of the pass."""
+    """Attend to the pass's buffers with rotated query and key: [b, n, heads, d]."""
     return attend(module, query, key, value, None, module.scaling)[0]
 
 
 def _insert_prefix(
     rows: tuple[Tensor, ...], prefix: tuple[Tensor, Tensor], count: int
 ) -> list[Tensor]:
-    """Query, key and value with a layer's prefix behind the first `count` rows."""
+    """Insert a layer's prefix into query, key and value, after `count` rows."""
     keys, values = (part.to(rows[0].dtype) for part in prefix)
     groups = rows[0].shape[1] // keys.shape[1]
     # The operator needs a query for each key.
@@ -213,7 +213,7 @@ def _make_node(call: _AttentionInputs, state: StepState) -> tuple[Tensor, ...]:
 
 
 def _run_eagerly(call: _AttentionInputs, state: StepState) -> tuple[Tensor, ...]:
-    """Compute the same in PyTorch, over copies of the buffers."""
+    """Compute what `_make_node`'s node does, in PyTorch, on copies of the buffers."""
     start, rows = int(state.cursor), call.query.shape[2]
     keys, values = call.past_key.clone(), call.past_value.clone()
     keys[:, :, start : start + rows] = call.key

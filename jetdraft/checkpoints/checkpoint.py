@@ -121,7 +121,7 @@ class Checkpoint:
         with silenced(logging.WARNING), no_progress_bars():
             with opened_gguf(source) as file:
                 passed_over, config = file.passed_over(), file.config()
-                packed, tokenizer = file.weights(config), file.tokenizer()
+                packed, tokenizer = file.weights(config), file.tokenizer_json()
                 generation, templates = file.generation(), file.chat_templates()
                 named, kept_in = file.special_tokens(), file.dtype()
             check_causal(source, config)
@@ -153,7 +153,7 @@ class Checkpoint:
         return bool(self.model.config.is_encoder_decoder)
 
     def weight_names(self) -> dict[int, str]:
-        """The names of weights by Python's `id`; of a tied one the linear layer's."""
+        """Map weights' Python `id` to names; of tied weights, to the linear layer's."""
         names = {id(weight): name for name, weight in self.model.named_parameters()}
         for name, layer in self.model.named_modules():
             if isinstance(layer, torch.nn.Linear):
@@ -161,7 +161,11 @@ class Checkpoint:
         return names
 
     def add_probes(self, scale: float) -> ProbedModel:
-        """The model with its probes; LoRA of the shared mode is added `scale` times."""
+        """Add the probes to the model, in place; return the model with probes.
+
+        Weights become float32; LoRA of the shared mode is merged `scale` times. Raises
+        `CheckpointError` for other weights than the probes were trained for.
+        """
         assert self.streams is not None
         if self.packed is not None and self.streams.mode == SHARED:
             raise CheckpointError(
@@ -189,7 +193,7 @@ class Checkpoint:
         return min(rows, self.target_rows or rows)
 
     def beside(self, target_rows: int) -> Checkpoint:
-        """This drafter for a target with `target_rows` rows; see `limit_vocab`."""
+        """Return this drafter, fitted to a target of `target_rows` by `limit_vocab`."""
         limit_vocab(self.model, self.vocab_size, target_rows)
         ids = self.draft_ids
         known = None if ids is None else ids[ids < target_rows]
@@ -202,7 +206,7 @@ class Checkpoint:
 
 
 def read_settings(folder: Path) -> ProbeSettings | None:
-    """The settings of a checkpoint's probes; None for a checkpoint without probes."""
+    """Read the settings of a checkpoint's probes; None if it has no probes."""
     file, mark = folder / SETTINGS, folder / UNFINISHED
     try:
         if not file.is_file():
@@ -232,7 +236,7 @@ def load_probes(
 
 
 def _eos_token_ids(source: str, model: Any) -> tuple[int, ...]:
-    """The ends of text; ids beyond the vocabulary, often -1, cannot occur."""
+    """Return the ids that end a text, without ids outside the vocabulary (often -1)."""
     for config in (model.generation_config, model.config):
         ids = getattr(config, "eos_token_id", None)
         if ids is None:

@@ -22,13 +22,13 @@ MAX_VALUE_LETTERS = 60
 
 
 def neutral(*values: Any) -> Callable[[Any], bool]:
-    """Whether a value is None, empty or one of these, which change no text."""
+    """Return a test for values that change no text: None, empty, or in `values`."""
     return lambda value: value in (None, "", [], {}, ()) or value in values
 
 
 @dataclass(frozen=True)
 class Row:
-    """Fields, by names with spaces between, their fate, and why unless `neutral`."""
+    """A rule for fields `names`, split by spaces: a fate, and why unless `neutral`."""
 
     names: str
     fate: str
@@ -118,12 +118,12 @@ SPEECH_FIELDS = (
 
 
 def rules_by_name(*tables: tuple[Row, ...]) -> dict[str, Row]:
-    """The rows by the names of fields; later tables rule."""
+    """Map names of fields to their rows; a later table overrides an earlier table."""
     return {name: row for rows in tables for row in rows for name in row.names.split()}
 
 
 def find_rule(name: str, rows: Mapping[str, Row]) -> Row | None:
-    """The row of a field: by its name, or by a beginning such as "general.*"."""
+    """Return a field's row, by its name or a prefix such as "general.*"; or None."""
     begun = (p for p in rows if p.endswith("*") and name.startswith(p[:-1]))
     return rows.get(name) or rows.get(next(begun, ""))
 
@@ -131,6 +131,7 @@ def find_rule(name: str, rows: Mapping[str, Row]) -> Row | None:
 def passed_over_fields(
     file: str, fields: Mapping[str, Any], rows: Mapping[str, Row]
 ) -> Iterator[str]:
+    """Yield a warning line for each field that the rules in `rows` warn of."""
     for name, value in fields.items():
         row = find_rule(name, rows) or _UNKNOWN_FIELD
         if row.fate == WARNED and not row.neutral(value):
@@ -161,7 +162,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def read_fields(source: str, name: str) -> dict[str, Any] | None:
-    """The JSON file of a folder or a hub id, None without it; `CheckpointError`."""
+    """Read a JSON file of a folder or hub id; None without it; `CheckpointError`."""
     file = transformers.utils.cached_file(
         source, name, _raise_exceptions_for_missing_entries=False
     )
@@ -183,7 +184,7 @@ class GenerationFields:
 
     @classmethod
     def read(cls, source: str) -> GenerationFields:
-        """The fields of a local folder or a hub id.
+        """Read the fields of a local folder or a hub id.
 
         As in transformers, config.json has them where the file is missing. Raises
         `CheckpointError` for an unreadable file, and for a value out of range.
@@ -201,9 +202,10 @@ class GenerationFields:
     def defaults(
         self, vocab_size: int = 0, ends: Iterable[int] = (), hears: bool = False
     ) -> Defaults:
-        """The options that the fields stand for; raises `CheckpointError`.
+        """Return the options that the fields stand for; raises `CheckpointError`.
 
-        Tokens of the vocabulary that end no text may be never written.
+        Ids from `vocab_size` on, and bad words in `ends`, are not forbidden. A model
+        that `hears` gets no stop texts and forbids no tokens.
         """
         fields, options = self.fields, dict[str, Any]()
         if fields.get("do_sample") is True:
@@ -228,7 +230,7 @@ class GenerationFields:
         return cast(Defaults, options)
 
     def passed_over(self, reads_source: bool, hears: bool) -> tuple[str, ...]:
-        """A line for each field that would change the text, and does not."""
+        """Return a warning for each field that would change the text, and does not."""
         sampled = self.fields.get("do_sample") is True
         tables = (
             *(GENERATION_FIELDS, SAMPLING_FIELDS if sampled else ()),
@@ -237,7 +239,7 @@ class GenerationFields:
         return tuple(passed_over_fields(self.file, self.fields, rules_by_name(*tables)))
 
     def _list_of(self, name: str, kind: Any) -> Any:
-        """A list, maybe of one text that stands alone; raises `CheckpointError`."""
+        """Return a list field; a single text becomes a list; `CheckpointError`."""
         value = self.fields.get(name)
         value = [value] if isinstance(value, str) else value
         try:

@@ -26,7 +26,10 @@ two vocabularies."""
 
 
 def limit_vocab(model: Any, own: int, rows: int) -> None:
-    """Let a drafter of `own` tokens choose and read the ids below `rows` only."""
+    """Fit a drafter of `own` tokens to a target of `rows` tokens, by hooks on it.
+
+    It reads unknown ids as its last id, and has no logits of ids from `rows` on.
+    """
 
     def known(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (inputs[0].clamp(max=own - 1), *inputs[1:])
@@ -42,7 +45,7 @@ def limit_vocab(model: Any, own: int, rows: int) -> None:
 
 
 def vocabulary_tensors(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """The two tensors of a draft vocabulary, int64 ids [n]."""
+    """Return d2t and t2d, by name, of a draft vocabulary of `ids` int64 [n]."""
     marked = torch.zeros(vocab_size, dtype=torch.bool)
     marked[ids] = True
     return {D2T: ids - torch.arange(len(ids)), T2D: marked}
@@ -51,7 +54,7 @@ def vocabulary_tensors(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
 def ids_from_d2t(
     source: str, tensors: Mapping[str, Tensor], rows: int, vocab_size: int
 ) -> Tensor:
-    """The target's id of each row, int64 [rows]; raises `CheckpointError`."""
+    """Return the target's id of each row, int64 [rows]; raises `CheckpointError`."""
     offsets, marked = tensors[D2T].long(), tensors.get(T2D)
     ids = torch.arange(len(offsets)) + offsets
     in_range = bool(((ids >= 0) & (ids < vocab_size)).all())
@@ -71,7 +74,7 @@ def ids_from_d2t(
 
 
 def read_draft_vocabulary(folder: Path, vocab_size: int) -> Tensor | None:
-    """A drafter's ids, ascending; None without a map; raises `CheckpointError`."""
+    """Read a drafter's draft vocabulary, ascending; None for all ids."""
     tensors: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:

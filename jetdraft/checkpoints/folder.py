@@ -65,7 +65,7 @@ def check_file_types(folder: Path) -> None:
 
 
 def checkpoint_folder(source: str) -> Path:
-    """A checkpoint's folder, in the hub's cache for an id; refuses a GGUF file."""
+    """Return a checkpoint's folder, fetched for a hub id; refuses a GGUF file."""
     if is_gguf(source):
         raise CheckpointError(
             f"{source} is a GGUF file, not a folder of safetensors; give the model's "
@@ -82,7 +82,7 @@ def checkpoint_folder(source: str) -> Path:
 
 
 def weights_sha256(folder: Path) -> str:
-    """One hash over the weight files of a checkpoint."""
+    """Return one hash over a checkpoint's weight files; raises `CheckpointError`."""
     digest = hashlib.sha256()
     files = [f for f in folder.glob("*.safetensors") if f.name != STREAM_WEIGHTS]
     if not files:
@@ -172,7 +172,7 @@ def as_checkpoint_error(source: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a message, with what it announces; its sentence if long."""
+    """The first line of a message, or two after a colon; if long, one sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     shown = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
     text = " ".join(shown) or type(error).__name__

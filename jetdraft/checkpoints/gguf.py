@@ -77,7 +77,7 @@ def is_gguf(source: str) -> bool:
 
 @contextmanager
 def opened_gguf(source: str) -> Iterator[GgufFile]:
-    """A file to read; raises `CheckpointError`, or `UnsupportedModelError` by name."""
+    """Open a file to read; raises `CheckpointError` or `UnsupportedModelError`."""
     try:
         yield GgufFile(source)
     except OSError as error:
@@ -109,7 +109,7 @@ class GgufFile:
         return None if field is None else field.contents()
 
     def _check_beginning(self) -> None:
-        """Refuse a file that never was a GGUF file."""
+        """Raise `CheckpointError` for an empty file, or a file of another format."""
         with self.path.open("rb") as handle:
             beginning = handle.read(len(_MAGIC))
         if not beginning:
@@ -121,7 +121,7 @@ class GgufFile:
             )
 
     def _check_supported(self) -> None:
-        """Refuse files that cannot become one decoder."""
+        """Raise a `JetdraftError` for a part of a model, or an unsupported family."""
         parts = self.field("split.count")
         if parts is not None and parts > 1:
             raise CheckpointError(
@@ -143,8 +143,8 @@ class GgufFile:
                 "fetch it again"
             )
 
-    def tokenizer(self) -> str | None:
-        """Return the text of a tokenizer.json; None without a vocabulary."""
+    def tokenizer_json(self) -> str | None:
+        """Make the text of a tokenizer.json; None for a file without a vocabulary."""
         try:
             return make_tokenizer_json(self.source, self.field)
         except JetdraftError:
@@ -165,7 +165,7 @@ class GgufFile:
         return {"default": self.field(name), "tool_use": self.field(f"{name}.tool_use")}
 
     def generation(self) -> GenerationFields:
-        """How the file says that its text is chosen, by transformers' names."""
+        """Return the file's settings of sampling, by transformers' names."""
         fields: dict[str, Any] = {}
         given = {name: self.field(f"general.sampling.{name}") for name in _DEFAULTS}
         if any(value is not None for value in given.values()):
@@ -178,7 +178,7 @@ class GgufFile:
         return found
 
     def passed_over(self) -> tuple[str, ...]:
-        """A line for each field that is warned of; raises for one that is refused."""
+        """Return a warning for each ignored field; raise for a field to be refused."""
         lines: list[str] = []
         file, model = rules_by_name(FILE_FIELDS), rules_by_name(MODEL_FIELDS)
         for name in self.reader.fields:
@@ -219,7 +219,7 @@ class GgufFile:
         return config
 
     def _llama3_scaling(self, config: Any) -> dict[str, Any]:
-        """Llama 3's scaling; llama.cpp stores the factor of each frequency only."""
+        """Return Llama 3's RoPE scaling, of which the file has only the factors."""
         stored = np.asarray(self.tensors[ROPE_TENSOR].data, np.float32)
         scaling = {
             "rope_type": "llama3",
@@ -259,7 +259,7 @@ class GgufFile:
     # --- the weights ------------------------------------------------------------------
 
     def weights(self, config: Any) -> PackedWeights:
-        """All weights by their names in transformers, integers where they are kept."""
+        """Read all weights by transformers' names; integers are kept where possible."""
         processor = TENSOR_PROCESSORS.get(self.family, TensorProcessor)(
             config=config.to_dict()
         )

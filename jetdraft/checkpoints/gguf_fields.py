@@ -151,9 +151,10 @@ _DEFAULT_ROPE_BASE = 10000.0
 
 @dataclass(frozen=True)
 class FamilyFields:
-    """The fields behind the name of the family; `field` gives any field of the file.
+    """The fields of a GGUF file whose names begin with the name of its family.
 
-    Raises `UnsupportedModelError` for a number that the family's models do not have.
+    `field` returns a field of the file by its whole name. Raises
+    `UnsupportedModelError` for a number that the family's models do not have.
     """
 
     source: str
@@ -187,7 +188,7 @@ class FamilyFields:
         self._check_equal("attention.value_length", head_size(config))
 
     def _set_windows(self, config: Any) -> None:
-        """Set the width of windows, which layers of the families' own choice have."""
+        """Set the width of sliding windows; raise if other layers should have them."""
         name = "attention.sliding_window"
         window, kinds = self.family_field(name), getattr(config, "layer_types", None)
         has_windows = not kinds or "sliding_attention" in kinds
@@ -204,7 +205,7 @@ class FamilyFields:
             raise self._unsupported_field(f"{name}_pattern")
 
     def set_rotations(self, config: Any, scaling: dict[str, Any] | None = None) -> None:
-        """Set the base and the scaling of rotations, or this `scaling`."""
+        """Set base and scaling of RoPE; `scaling` is given where no field has it."""
         parameters, base = (
             config.rope_parameters,
             self.family_field("rope.freq_base") or _DEFAULT_ROPE_BASE,
@@ -228,7 +229,7 @@ class FamilyFields:
         full.update(scaling or own)
 
     def _rope_scaling(self, config: Any) -> dict[str, Any]:
-        """The scaling of rotations by transformers' names; empty for none."""
+        """Return the file's scaling of RoPE, by transformers' names; {} without any."""
         field = self.family_field
         kind = field("rope.scaling.type") or "linear"
         factor = field("rope.scaling.factor") or field("rope.scale_linear") or 1
@@ -282,6 +283,6 @@ def field_error(file: str, name: str, value: object, why: str) -> UnsupportedMod
 
 
 def head_size(config: Any) -> int:
-    """The numbers in a head's query."""
+    """The width of an attention head."""
     size = getattr(config, "head_dim", None)
     return int(size or config.hidden_size // config.num_attention_heads)

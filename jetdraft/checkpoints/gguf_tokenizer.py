@@ -154,7 +154,7 @@ def _token_types(field: Field) -> list[int]:
 
 
 def _end_ids_by_name(field: Field, tokens: Sequence[str]) -> list[int]:
-    """The tokens with the name of an end.
+    """Return the ids of tokens that are named like an end of a text or turn.
 
     A token that merges build is text, as Qwen's </s>. llama.cpp takes it for an end.
     """
@@ -165,7 +165,7 @@ def _end_ids_by_name(field: Field, tokens: Sequence[str]) -> list[int]:
 
 
 def end_token_ids(field: Field) -> list[int]:
-    """The ids of all ends of a text or a turn, by names too, the file's own first."""
+    """Return the ids of tokens that end a text or turn: the file's, then by name."""
     tokens = field("tokenizer.ggml.tokens") or []
     ids = [_id_of(field, name) for name in ("eos", "eot", "eom")]
     ids += _infilling_ids(field, tokens, _FILE_END_MARKS)

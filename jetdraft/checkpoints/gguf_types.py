@@ -37,7 +37,11 @@ _SCALED_K = MappingProxyType({192: bytes([1] * 16), 208: _ONE})
 
 @dataclass(frozen=True)
 class GgufType:
-    """How to read uint8 [outputs, bytes] of a type; the manifest reports its `form`."""
+    """How to read uint8 [outputs, bytes] of a type; the manifest reports its `form`.
+
+    `plain` has bytes, by offset in a block, that make scales 1 and minima 0; `finest`
+    is the largest k of a type with minima, else 0.
+    """
 
     form: str
     plain: Mapping[int, bytes]
@@ -45,7 +49,7 @@ class GgufType:
     bits: int = 8
 
     def read(self, data: Bytes) -> Blocks:
-        """The blocks of a matrix, whose bytes are uint8 [outputs, bytes]."""
+        """Read the blocks of a matrix, whose bytes are uint8 [outputs, bytes]."""
         kind = GGMLQuantizationType[self.form.split()[0]]
         block = data.reshape(len(data), -1, GGML_QUANT_SIZES[kind][1])
         scales, minima = self._scales_and_minima(block)
@@ -60,7 +64,7 @@ class GgufType:
         return Blocks.of(blocks, scales, None, self.bits, integers.shape[1])
 
     def _scales_and_minima(self, block: Bytes) -> tuple[Floats, Floats | None]:
-        """Both [outputs, blocks] of the integers; minima are None without any."""
+        """Return scales and minima [outputs, blocks]; minima are None without any."""
         if self.plain is _SCALED_K:
             scales = _half_at(block, 208)[..., None] * block[..., 192:208].view(np.int8)
             return scales.reshape(len(block), -1), None
@@ -98,7 +102,7 @@ def _half_at(block: Bytes, start: int) -> Floats:
 def _blocks_with_minimum(
     integers: Bytes, steps: Floats, minima: Floats, finest: int
 ) -> Blocks:
-    """Blocks of 8 bits for `steps * integers + minima`."""
+    """Make blocks of 8 bits that stand for `steps * integers + minima`."""
     finer, zeros = _choose_grid(steps, minima, finest)
     again = finer == 0
     values = steps[again, None] * integers[again] + minima[again, None]
@@ -114,7 +118,7 @@ def _blocks_with_minimum(
 
 
 def _choose_grid(steps: Floats, minima: Floats, finest: int) -> tuple[Bytes, Bytes]:
-    """The k and the zero of each block; both are 0 where no zero fits into a byte."""
+    """Choose k and zero of each block; both are 0 where no zero fits into a byte."""
     finer, zeros = np.zeros((2, *steps.shape), np.uint8)
     least = np.full(steps.shape, np.inf, np.float32)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -26,7 +26,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 
 def final_norm(model: Any) -> nn.Module:
-    """The norm between the last layer and the head."""
+    """The norm between the last layer and the LM head."""
     decoder = model.get_decoder()
     norms: list[nn.Module] = [
         module
@@ -53,10 +53,10 @@ def join_states(states: list[Tensor]) -> Tensor:
 class Taps(nn.Module):
     """Reads states of a target and fuses them to `size` features for each row.
 
-    Number j of the ascending `layers` is the residual stream that enters layer j, or
-    the final norm; without layers it is the state after that norm. `fuse` maps the list
-    of states [1, n, h] to features [1, n, size], with the weights of the modules
-    `parts`. With a `cut` the target is cut in halves below that layer.
+    Tap j of the ascending `layers` is the residual stream that enters layer j, or, in a
+    model of j layers, the final norm; without taps it is the state after that norm.
+    `fuse` maps the list of states [1, n, h] to features [1, n, size]; `parts` are its
+    modules. With a `cut` the target is cut in halves below that layer.
 
         taps = Taps((2, 14, 25), 1024, head.fuse, {"fc": head.fc})
         with taps.watching(model) as features:
@@ -107,7 +107,7 @@ class Taps(nn.Module):
 
 
 def _record_input(module: nn.Module, states: dict[int, Tensor], layer: int) -> Any:
-    """Keep the hidden states that enter `module`; gives the handle of the hook."""
+    """Register a hook that stores a module's input in `states`; return its handle."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states[layer] = args[0] if args else kwargs["hidden_states"]
@@ -121,7 +121,7 @@ def _record_input(module: nn.Module, states: dict[int, Tensor], layer: int) -> A
 def add_lora(
     model: Any, layers: Iterable[nn.Module], rank: int, name: str
 ) -> list[Tensor]:
-    """Add untrained LoRA to the linear parts of some layers; gives its weights.
+    """Add untrained LoRA to the linear parts of some layers; return its weights.
 
     Raises `UnsupportedModelError` for layers without linear parts.
     """
@@ -145,7 +145,7 @@ def add_lora(
 
 
 def merge_lora(model: Any, name: str, scale: float = 1.0) -> dict[str, Tensor]:
-    """Add LoRA to the weights, `scale` times (2408.05749); gives the changed ones."""
+    """Merge LoRA into weights, `scale` times (2408.05749); return them by name."""
     from peft.tuners.lora import LoraLayer
 
     changed = {}

@@ -48,6 +48,7 @@ transformers that computes the same: MiMo is Qwen2 with an MTP module."""
 
 
 def load_config(source: str) -> Any:
+    """Read a checkpoint's config; its own code never runs; `CheckpointError`."""
     check_layers(source)
     with as_checkpoint_error(source):
         config = _config_of_known_type(
@@ -58,7 +59,7 @@ def load_config(source: str) -> Any:
 
 
 def check_exportable(source: str) -> None:
-    """Raise `UnsupportedModelError` for a kind that no graph is written for."""
+    """Raise `UnsupportedModelError` for a config of a kind that cannot be exported."""
     if is_gguf(source):
         return
     check_folder(source)
@@ -95,7 +96,7 @@ def check_causal(source: str, config: Any) -> None:
 
 
 def read_packed(source: str, config: Any) -> PackedWeights | None:
-    """The integers of a checkpoint that is quantized already; None for floats."""
+    """Read quantized weights, and drop the config's entry for them; None for floats."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return None
@@ -115,7 +116,7 @@ def load_model(
     packed: PackedWeights | None,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """The model that optimum finds, with jetdraft's attention and stored weights."""
+    """Load a model with jetdraft's attention; weights are as stored, or in `dtype`."""
     kind = config.model_type
     task = _SOURCE_TASK if config.is_encoder_decoder else _DECODER_TASK
     try:
@@ -211,7 +212,7 @@ def is_speech_model(config: Any) -> bool:
 
 
 def read_speech(source: str, model: Any) -> Speech | None:
-    """The tokens of a model that hears; None for other models.
+    """Return the special tokens of a speech model; None for other models.
 
     Raises `CheckpointError` for a file without them, `UnsupportedModelError` for
     another spectrum than Whisper's.

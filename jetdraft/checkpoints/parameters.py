@@ -27,7 +27,7 @@ def set_compute_dtype(model: Any, dtype: torch.dtype) -> None:
 def convert_while_running(
     model: nn.Module, dtype: torch.dtype, others: Collection[int] = frozenset()
 ) -> None:
-    """Let modules run in `dtype`, except those with weights whose id is in `others`."""
+    """Let hooks convert weights to `dtype` while modules run; skip ids in `others`."""
     for module in model.modules():
         own = [p for p in module.parameters(recurse=False) if id(p) not in others]
         if any(weight.dtype != dtype for weight in own):
@@ -81,7 +81,7 @@ class _WeightConversion:
 def make_inputs_constant(
     model: ir.Model, weights: Mapping[str, Tensor], names: Mapping[int, str]
 ) -> None:
-    """Make these inputs of a traced graph constants, read when needed, in place.
+    """Turn inputs named in `weights` into constants, read on writing, in place.
 
     `names` maps the id of a weight to its name in the checkpoint, for its metadata.
     """

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 @dataclass
 class Pass:
-    """One pass: its rows, their probes, and the tensors that its hooks see.
+    """One pass: its rows, the s probes after them, and tensors for its hooks.
 
-    `carriers` int64 [s] or [b, s] and `ids` int64 [s] are the row and the embedding of
-    each slot behind the rows; `is_probe` is 1 for slots. `rotations` has pairs, of
-    rows, and of rows and slots. `below` has the states that enter the layers with
-    probes.
+    `carriers` int64 [s] or [b, s] has the row, and `ids` int64 [s] the embedding, of
+    each probe; `is_probe` int64 [n + s] is 1 for probes. `rotations` has pairs: of
+    rows, and of rows and probes. `below` has the states that enter the layers with
+    probes. A probe of several members counts as several here.
     """
 
     rows: int
@@ -41,15 +41,15 @@ class ProbedModel(nn.Module, ABC):
     def __init__(self, model: Any, top: Iterable[nn.Module]) -> None:
         super().__init__()
         self.model = model
-        self.on_slots_added: Callable[[], None] = lambda: None
+        self.on_probes_added: Callable[[], None] = lambda: None
         self._pass: Pass | None = None
         first, *others = top
-        first.register_forward_pre_hook(self._append_slots, with_kwargs=True)
+        first.register_forward_pre_hook(self._append_probes, with_kwargs=True)
         for layer in (first, *others):
-            layer.register_forward_pre_hook(self._place_slots, with_kwargs=True)
+            layer.register_forward_pre_hook(self._position_probes, with_kwargs=True)
         for module in model.modules():
             if "RotaryEmbedding" in type(module).__name__:
-                module.register_forward_hook(self._rotate_slots, with_kwargs=True)
+                module.register_forward_hook(self._rotate_probes, with_kwargs=True)
 
     @property
     def base(self) -> str:
@@ -64,22 +64,22 @@ class ProbedModel(nn.Module, ABC):
 
     @abstractmethod
     def start_states(self, hidden: Tensor) -> Tensor:
-        """Return the first states [b, s, h] of the slots, from the rows' [b, n, h]."""
+        """Return the probes' first states [b, s, h]; the rows' states are [b, n, h]."""
 
     def run_pass(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        slots: tuple[Tensor, Tensor, Tensor],
+        probes: tuple[Tensor, Tensor, Tensor],
         keep: Tensor,
         **options: Any,
     ) -> tuple[Tensor, Pass]:
-        """Logits [b, m + s, vocab] of the rows `keep` [m] and then of the s slots.
+        """Return logits [b, m + s, vocab] of m rows and then s probes, and the pass.
 
-        `input_ids` and `position_ids` are int64 [b, n]. `slots` are [s] each: carriers
-        (or [b, s]), embeddings, and distances from the carriers.
+        `input_ids` and `position_ids` are int64 [b, n]. `probes` are [s] each: carriers
+        (or [b, s]), embeddings, distances from the carriers. `keep` [m] are the rows.
         """
-        carriers, ids, distances = slots
+        carriers, ids, distances = probes
         rows = input_ids.shape[1]
         positions = carrier_values(position_ids, carriers) + distances
         # Computed from tensors on the device: a row count would be read on the host.
@@ -105,26 +105,26 @@ class ProbedModel(nn.Module, ABC):
         assert self._pass is not None, f"run the model through {type(self).__name__}"
         return self._pass
 
-    def _append_slots(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Hook of the first layer with probes: append the slots to the rows."""
+    def _append_probes(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Hook before the first layer with probes: append the probes' first states."""
         kwargs = dict(kwargs)
         hidden = args[0] if args else kwargs.pop("hidden_states")
         self.current_pass.below.append(hidden)
         starts = self.start_states(hidden)
-        self.on_slots_added()
+        self.on_probes_added()
         return (torch.cat([hidden, starts], 1), *args[1:]), kwargs
 
-    def _place_slots(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Hook of a layer with probes: set the positions and rotations of all slots."""
+    def _position_probes(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Hook before a layer with probes: set positions and rotations of all rows."""
         current = self.current_pass
         kwargs = {**kwargs, "position_ids": current.positions}
-        for of_rows, of_rows_and_slots in current.rotations:
+        for of_rows, of_rows_and_probes in current.rotations:
             if kwargs.get("position_embeddings") is of_rows:
-                kwargs["position_embeddings"] = of_rows_and_slots
+                kwargs["position_embeddings"] = of_rows_and_probes
         return args, kwargs
 
-    def _rotate_slots(self, rotary: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Hook of the rotary embedding: compute the rotations of rows and slots too."""
+    def _rotate_probes(self, rotary: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Hook after the rotary embedding: compute rotations of rows and probes too."""
         current = self.current_pass
         args, kwargs = list(args), dict(kwargs)
         if "position_ids" in kwargs:
@@ -135,7 +135,7 @@ class ProbedModel(nn.Module, ABC):
 
 
 def carrier_values(rows: Tensor, carriers: Tensor) -> Tensor:
-    """What the `carriers` [s] or [b, s] of slots have of [b, n, ...]: [b, s, ...]."""
+    """Return rows' values [b, n, ...] at the `carriers` [s] or [b, s]: [b, s, ...]."""
     if carriers.ndim == 1:
         # Indexing of integers would run on the host with WebGPU.
         return rows.index_select(1, carriers)

@@ -86,7 +86,7 @@ class Prompts(nn.Module):
 
     @classmethod
     def empty(cls, settings: PromptSettings, model: Any) -> Prompts:
-        """Return zeros in the shapes that the settings and the model require."""
+        """Make prompts of zeros, in the shapes that settings and model require."""
         config = model.config.get_text_config(decoder=True)
         rows = settings.gamma * settings.members
         embeddings = torch.zeros(rows, model.get_input_embeddings().embedding_dim)
@@ -123,7 +123,7 @@ class PromptedModel(ProbedModel):
         keep: Tensor,
         **options: Any,
     ) -> Tensor:
-        """Logits [b, m + r, vocab] of the rows `keep` [m] and then of the r probes.
+        """Return logits [b, m + r, vocab] of m rows `keep` and then of r probes.
 
         `input_ids` and `position_ids` are int64 [b, n], `probe_rows` [r] the carriers
         and `probe_ids` [r] their prompt tokens, from 0 on.
@@ -135,17 +135,17 @@ class PromptedModel(ProbedModel):
         def of_members(numbers: Tensor) -> Tensor:
             return numbers[:, None].expand(-1, members).reshape(-1)
 
-        slots = of_members(probe_rows), ids.reshape(-1), of_members(probe_ids + 1)
-        logits, _ = self.run_pass(input_ids, position_ids, slots, keep, **options)
+        probes = of_members(probe_rows), ids.reshape(-1), of_members(probe_ids + 1)
+        logits, _ = self.run_pass(input_ids, position_ids, probes, keep, **options)
         if members == 1:
             return logits
-        rows, probes = logits[:, : keep.shape[0]], logits[:, keep.shape[0] :]
-        parts = probes.reshape(probes.shape[0], -1, members, probes.shape[2])
+        rows, others = logits[:, : keep.shape[0]], logits[:, keep.shape[0] :]
+        parts = others.reshape(others.shape[0], -1, members, others.shape[2])
         means = parts.float().mean(2).to(logits.dtype)
         return torch.cat([rows, means], 1)
 
     def start_states(self, hidden: Tensor) -> Tensor:
-        """Return the embeddings of the prompt tokens, the first states of the slots."""
+        """Return the embeddings of the prompt tokens, whatever the rows' states are."""
         starts = self.prompts.embeddings[self.current_pass.ids].to(hidden.dtype)
         return starts[None].expand(hidden.shape[0], -1, -1)
 

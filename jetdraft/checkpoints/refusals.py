@@ -63,7 +63,7 @@ class Bounds:
 
 
 def check_layers(source: str) -> None:
-    """Raise `CheckpointError` for absurdly many layers, which some configs list."""
+    """Raise `CheckpointError` for a config of more than `MAX_LAYERS` layers."""
     file = Path(source) / "config.json"
     if not os.path.isfile(file):
         return
@@ -80,7 +80,7 @@ def check_layers(source: str) -> None:
 
 
 def _named_numbers(value: object, name: str = "") -> Iterator[tuple[str, int | float]]:
-    """The numbers in a JSON value, each with the name of its field."""
+    """Yield the numbers in a JSON value, each after the name of its field."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _named_numbers(inner, key)
@@ -92,7 +92,7 @@ def _named_numbers(value: object, name: str = "") -> Iterator[tuple[str, int | f
 
 
 def build_skeleton(source: str, model_class: Any, config: Any, bounds: Bounds) -> Any:
-    """The model of a config without weights; `CheckpointError` beyond `bounds`."""
+    """Make a config's model without weights; `CheckpointError` beyond `bounds`."""
     tensors = weights = 0
 
     def count(module: object, name: str, parameter: torch.Tensor | None) -> None:
@@ -115,9 +115,10 @@ def build_skeleton(source: str, model_class: Any, config: Any, bounds: Bounds) -
 
 @dataclass(frozen=True)
 class UnsupportedKind:
-    """What a user calls a kind, the fields that count its parts, and its layers' types.
+    """A kind of models: its name in `words`, and what shows it in a config.
 
-    A model has `least` parts or more, unless the field `unless` is false.
+    It has `least` or more parts in one of `fields`, unless the field `unless` is false,
+    or a layer of one of `types`.
     """
 
     words: str
@@ -168,7 +169,7 @@ REFUSED_KINDS = (
 
 
 def check_kinds(source: str, field: Callable[[str], Any]) -> None:
-    """Raise `UnsupportedModelError` for these kinds; `field` gives a field's value."""
+    """Raise `UnsupportedModelError` for `REFUSED_KINDS`; `field` reads a field."""
     found = [(kind.words, next(kind.find_signs(field), None)) for kind in REFUSED_KINDS]
     said = [f"{words} ({sign})" for words, sign in found if sign is not None]
     if said:
@@ -187,7 +188,7 @@ weight of it tells; only --head reads the module."""
 
 
 def check_unread(source: str, read: Iterable[str], unread: Iterable[str]) -> None:
-    """Raise `CheckpointError` for unread weights of layers behind a stack's last."""
+    """Raise `CheckpointError` for unread weights of layers after a stack's last."""
     last: dict[str, int] = {}
     for stack, number, _ in _numbered_weights(read):
         last[stack] = max(number, last.get(stack, 0))

@@ -40,7 +40,7 @@ KeysAndValues = list[tuple[Tensor, Tensor]]
 
 @dataclass
 class SourceState(StepState):
-    """A pass with a source; `own` is how the decoder attends to its text."""
+    """A pass with a source; `own` replaces the decoder's attention to its text."""
 
     source_bias: Tensor = field(default_factory=lambda: torch.zeros(1))
     own: Attention | None = None
@@ -80,7 +80,7 @@ def attend_to_source(
     position_bias: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in all parts: [1, heads, n, d] to [1, n, heads, d].
+    """Attend in the encoder, to the source, or to the text; return [1, n, heads, d].
 
     T5's `position_bias` [1, heads, n, n] counts in the encoder only.
     """
@@ -130,9 +130,9 @@ def relative_bias_module(model: Any) -> Any:
 def distance_bias(
     model: Any, rows: Tensor, slots: Tensor, both_ways: bool = False
 ) -> Tensor:
-    """The bias [b, heads, n, k] of slots at positions int64 [b, k] for rows [b, n].
+    """Return the bias [b, heads, n, k] of slots at positions [b, k] for rows [b, n].
 
-    With `both_ways` a slot behind a row counts as far as one before it.
+    With `both_ways` a slot after a row counts like a slot as far before it.
     """
     module = relative_bias_module(model)
     distance = slots[:, None, :] - rows[:, :, None]
@@ -148,7 +148,7 @@ def distance_bias(
 
 @contextlib.contextmanager
 def at_positions(model: Any, positions: Tensor) -> Iterator[None]:
-    """Let the decoder look up the positions int64 [b, n] of the rows of a pass."""
+    """Let the decoder use `positions` int64 [b, n], not 0, 1, ..., inside the block."""
     table = getattr(model.get_decoder(), "embed_positions", None)
     if table is None:
         if relative_bias_module(model) is None:
@@ -168,7 +168,7 @@ def at_positions(model: Any, positions: Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def answering_rows(model: Any, rows: Any) -> Iterator[None]:
-    """Let the LM head see some rows only; `rows` is an index of states [b, n, h]."""
+    """Let the LM head read states [b, n, h] at the index `rows` only, in the block."""
 
     def keep(module: Any, args: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state[rows]

@@ -46,7 +46,6 @@ LAYOUT_ATTRIBUTE = "layout_of_streams"
 """The attribute in which attention modules keep the `Layout` of the current pass."""
 
 _ADAPTER = "streams"
-"""The name of the LoRA adapters in peft."""
 """The name of the LoRA, and of the module with the streams' own weights."""
 
 
@@ -63,7 +62,7 @@ class StreamSettings:
     base: str = ""
 
     def check(self, model_layers: int) -> None:
-        """Raise `OptionError` if a model of `model_layers` layers cannot have them."""
+        """Raise `OptionError` for a number out of range for that many layers."""
         if self.mode not in MODES:
             raise OptionError(
                 f"unknown mode {self.mode!r}; choose {' or '.join(MODES)}"
@@ -115,7 +114,7 @@ class StreamedModel(ProbedModel):
 
     @property
     def base(self) -> str:
-        """In the shared mode the merged LoRA is a part of these weights."""
+        """The hash of the target's weights, in the shared mode with the merged LoRA."""
         if self.settings.mode == LOSSLESS:
             return str(self.settings.base)
         joined = f"{self.settings.base} {self.lora_id}"
@@ -131,15 +130,17 @@ class StreamedModel(ProbedModel):
         early: Tensor | slice | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Logits [b, m + r, vocab] of the rows `keep` [m] and then of the r probes.
+        """Return logits [b, m + r, vocab] of m rows and r probes, early logits, states.
 
-        `input_ids` and `position_ids` are int64 [b, n]. `probe_rows` [r] or [b, r]
-        carry probes, and `probe_ids` [r] are their streams, from 0 on. The second
-        result are the logits of the pruning adapter [b, e, vocab] at the rows `early`
-        [e], the third the states that enter the top layers, [b, n, h].
+        `input_ids` and `position_ids` are int64 [b, n], `keep` [m] the rows. The rows
+        `probe_rows` [r] or [b, r] carry probes, and `probe_ids` [r] are their streams,
+        from 0 on. Early logits [b, e, vocab] are the pruning adapter's at the rows
+        `early` [e], else None. The states [b, n, h] enter the top layers.
         """
-        slots = probe_rows, probe_ids, probe_ids + 1
-        logits, current = self.run_pass(input_ids, position_ids, slots, keep, **options)
+        probes = probe_rows, probe_ids, probe_ids + 1
+        logits, current = self.run_pass(
+            input_ids, position_ids, probes, keep, **options
+        )
         below = current.below[0]
         if early is None:
             return logits, None, below
@@ -149,21 +150,25 @@ class StreamedModel(ProbedModel):
         return logits, head(final_norm(self.model)(hidden)), below
 
     def start_states(self, hidden: Tensor) -> Tensor:
+        """Return each carrier's state plus the embedding of its stream."""
         current = self.current_pass
         return (
             carrier_values(hidden, current.carriers)
             + self.streams.embeddings[current.ids]
         )
 
-    def _place_slots(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Hook: also store the layout of the pass in the layer's attention modules."""
+    def _position_probes(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Hook before a layer with probes: set positions, as `ProbedModel` does.
+
+        It first tells the layer's attention modules which rows carry which streams.
+        """
         current, gamma = self.current_pass, self.settings.gamma
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 # Attention over whole sequences must know where the rows end.
                 layout = Layout(current.rows, gamma, current.carriers)
                 setattr(module, LAYOUT_ATTRIBUTE, layout)
-        return super()._place_slots(layer, args, kwargs)
+        return super()._position_probes(layer, args, kwargs)
 
     def _mask_lora(self, factor: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Hook: set the LoRA output of the rows to 0, so that only probes change."""
@@ -172,9 +177,9 @@ class StreamedModel(ProbedModel):
 
 @dataclass(frozen=True)
 class Layout:
-    """The rows of a layer with streams: `rows` of the text, and then the streams.
+    """Which rows of a pass are text, the first `rows`, and which are streams.
 
-    Where all streams of a row are there, each of `probe_rows` comes `gamma` times.
+    `probe_rows` int64 has each stream's text row: `gamma` times if all are there.
     """
 
     rows: int
@@ -186,7 +191,7 @@ class Layout:
 
 
 def add_adapters(model: Any, settings: StreamSettings) -> None:
-    """Add untrained LoRA to all layers, in the lossless mode to the top layers."""
+    """Add untrained LoRA to all layers, or in the lossless mode to the top layers."""
     layers = decoder_layers(model)
     chosen = layers[-settings.layers :] if settings.mode == LOSSLESS else layers
     add_lora(model, chosen, settings.lora_rank, _ADAPTER)
@@ -209,7 +214,7 @@ def load_streams(
 
 
 def fill(probed: ProbedModel, folder: Path, what: str) -> None:
-    """Give probes their trained weights; raises `CheckpointError` unless all fit."""
+    """Load the trained weights of probes; raises `CheckpointError` unless all fit."""
     try:
         tensors = load_file(folder / WEIGHTS)
         for name, weight in probed.task.items():

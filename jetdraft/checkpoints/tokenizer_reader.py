@@ -18,7 +18,7 @@ from jetdraft.errors import CheckpointError, printable
 
 
 def load_tokenizer(source: str) -> Any:
-    """The fast tokenizer, without truncation and padding; None without a tokenizer."""
+    """Load the fast tokenizer, with truncation and padding off; None without files."""
     path = Path(source)
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if path.is_dir() and not any((path / name).is_file() for name in names):
@@ -40,10 +40,10 @@ def load_tokenizer(source: str) -> Any:
 
 
 def read_tokenizer(source: str) -> str | None:
-    """The text of a source's tokenizer.json; no weight is read."""
+    """Return the text of a source's tokenizer.json; None without a tokenizer."""
     if is_gguf(source):
         with opened_gguf(source) as file:
-            return file.tokenizer()
+            return file.tokenizer_json()
     check_folder(source)
     with silenced(logging.WARNING), no_progress_bars():
         tokenizer = load_tokenizer(source)
@@ -63,7 +63,7 @@ _BPE_CLEANUP_SETTING = (
 
 
 def passed_over_settings(tokenizer: Any, ends: Collection[int]) -> Iterator[str]:
-    """A line for each setting that no tokenizer.json has; `ends` are the ends' ids."""
+    """Yield a warning for each setting that a bundle ignores; `ends` are end ids."""
     file = "tokenizer_config.json"
     backend = tokenizer.backend_tokenizer
     if tokenizer.split_special_tokens:
@@ -86,7 +86,7 @@ def passed_over_settings(tokenizer: Any, ends: Collection[int]) -> Iterator[str]
 
 
 def chat_template(template: Any) -> str | None:
-    """The chat template; of several, the default and beside it that for tools."""
+    """Return a chat template; of several, default and tool use as one; or None."""
     if not isinstance(template, dict):
         return template if isinstance(template, str) else None
     default, tools = template.get("default"), template.get("tool_use")

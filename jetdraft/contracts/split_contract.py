@@ -20,10 +20,10 @@ SCORES = TensorSpec("scores", "float32", (1, ROWS))
 
 @dataclass(frozen=True)
 class SplitContract:
-    """Two graphs that together do what a whole graph does.
+    """The contracts of the two halves that a whole graph is split into.
 
-    The lower half gives the hidden states of a draft's rows, and with `scores` the log
-    probability of each row's token. Both number layers from 0.
+    The lower half outputs the hidden states that the upper half reads, and with
+    `scores` the log probability of each row's token. Both number layers from 0.
     """
 
     whole: StepContract
@@ -36,7 +36,7 @@ class SplitContract:
     def of(
         cls, whole: StepContract, layers: int, hidden_size: int, scores: bool = False
     ) -> SplitContract:
-        """The upper half has the top `layers`; raises `ContractError`."""
+        """Split a contract below its top `layers`; raises `ContractError`."""
         below = len(whole.kv_shapes) - layers
         if layers < 1 or below < 1:
             raise ContractError(
@@ -54,7 +54,7 @@ class SplitContract:
 
     @property
     def hidden(self) -> TensorSpec:
-        """The states between the halves, from the lower to the upper."""
+        """The hidden states that the lower half outputs and the upper half reads."""
         return TensorSpec("hidden", self.whole.dtype, (1, ROWS, self.hidden_size))
 
     @property
@@ -81,7 +81,10 @@ class SplitContract:
 
     @property
     def exit_inputs(self) -> tuple[TensorSpec, ...]:
-        """The inputs of a graph that runs in place of the upper half."""
+        """The inputs of the exit graph, which runs in place of the upper half.
+
+        Its layers make keys and values of `hidden`; its LM head reads `exit_hidden`.
+        """
         exit_hidden = replace(self.hidden, name="exit_hidden")
         buffers = self.upper.buffers("past")
         return (self.hidden, *self.whole.inputs[1:5], exit_hidden, *buffers)

@@ -22,10 +22,10 @@ from jetdraft.parsing import MAX_SIZE, Count, Size, in_range, one_of
 
 
 class Reading(IntEnum):
-    """Which committed rows a pass reads.
+    """Which committed rows a pass reads: all rows, or selected rows only.
 
-    The keys of `TURNED` rows turn to adjoining positions, for texts beyond the trained
-    length; the keys of `SELECTED` rows stay as they are, for drafts.
+    Keys of `SELECTED` rows keep their positions, for drafts. Keys of `TURNED` rows are
+    rotated to consecutive positions, for texts beyond the trained length.
     """
 
     ALL = 0
@@ -37,9 +37,9 @@ class Reading(IntEnum):
 class Selection:
     """Which committed rows a selecting pass reads (TokenSelect, 2411.02886).
 
-    For each KV head it reads `rows` rows: the `first` of the buffer, the most `recent`,
-    and between them the rows that the head's query heads `voted` for. A layer has
-    `query_heads` in all.
+    Each KV head reads `rows` rows: the `first` rows of the buffer, the most `recent`
+    rows, and between them the `voted` rows, which its query heads choose. A layer has
+    `query_heads` query heads.
     """
 
     rows: Annotated[int, in_range(MIN_SELECTED, MAX_SIZE)]
@@ -57,7 +57,7 @@ class Selection:
 
     @property
     def voted(self) -> int:
-        """How many rows between these a vote selects."""
+        """How many of the rows between the first and the recent a vote selects."""
         return self.rows - self.first - self.recent
 
 
@@ -81,8 +81,8 @@ class StepContract:
     `kv_shapes` holds (kv_heads, head_dim) per layer; the KV buffers have `capacity` and
     `spare_slots` slots, of `dtype` "float32" or "float16", or of int8 with `kv_bits` 8.
     No pass reads a spare slot, but a pass near the end may fill some. A drafter reads
-    all ids of its target, and may choose among fewer, its `vocab_size`, or of them the
-    `draft_vocab`; 0 means all.
+    all ids of its target, and may choose among fewer: the ids below its `vocab_size`,
+    or `draft_vocab` of them; 0 means all.
 
     A `tree` graph verifies branching drafts too. A row can carry `streams` probes, for
     as many tokens; each takes `members` slots, and all see a `prefix` of slots.
@@ -96,7 +96,7 @@ class StepContract:
 
     A decoder of an encoder reads a source of at most `source_slots` tokens, or, with
     `source_bins`, a sound as its log-mel spectrum of that many bins. With
-    `relative_positions` its attention has a bias of its own, by the distance of rows.
+    `relative_positions` its attention adds a bias by the distance between rows.
     With a `selection` a pass may read selected rows only. Sizes that contradict each
     other raise `ContractError`.
 
@@ -159,12 +159,12 @@ class StepContract:
 
     @property
     def stands_alone(self) -> bool:
-        """Whether the drafter is a model of its own, which reads only text."""
+        """Whether the drafter is a whole model, which reads nothing of the target."""
         return not (self.feature_input or self.guesses or self.reads)
 
     @property
     def learns(self) -> bool:
-        """Whether use can train a drafter with this graph: a model, EAGLE or MTP."""
+        """Whether a drafter with this graph can train in use: a model, EAGLE or MTP."""
         reads_all = self.stands_alone or bool(self.carried_size and not self.recent)
         return reads_all and not self.source_slots
 
@@ -175,7 +175,7 @@ class StepContract:
 
     @property
     def block(self) -> int:
-        """The tokens of the block that the graph fills; 0 for other graphs."""
+        """The number of masked tokens that a block drafter fills; 0 for others."""
         return self.guesses if self.kv_shapes else 0
 
     @property
@@ -222,14 +222,14 @@ class StepContract:
 
     @property
     def cross_inputs(self) -> tuple[TensorSpec, ...]:
-        """The keys and values of a source, zeros behind it: the encoder's outputs."""
+        """The encoder's outputs: keys and values of a source, padded with zeros."""
         if not self.source_slots:
             return ()
         return _keys_and_values("cross", self.dtype, self._shapes(self.source_slots))
 
     @property
     def encoder_input(self) -> TensorSpec:
-        """What the encoder reads: a source, or a sound that fills all slots."""
+        """The encoder's input: token ids, or a sound that fills all slots."""
         if self.source_bins:
             shape = 1, self.source_bins, self.frames
             return TensorSpec("input_features", "float32", shape)
@@ -237,7 +237,7 @@ class StepContract:
 
     @property
     def frames(self) -> int:
-        """The frames of the spectrum of a sound."""
+        """The number of frames in the spectrum of a sound."""
         return FRAMES_PER_SLOT * self.source_slots
 
     @property
@@ -247,22 +247,25 @@ class StepContract:
 
     @property
     def has_bias(self) -> bool:
-        """Whether its attention has a bias over all slots."""
+        """Whether the graph's attention adds a bias over all slots to its scores."""
         return self.has_mask or self.block > 0 or self.relative_positions
 
     @property
     def draft_slots(self) -> int:
-        """The most slots that a draft takes, with its probes and their prefix."""
+        """The most KV slots that a draft takes, with its probes and their prefix."""
         behind = self.prefix + self.max_width * self.streams * self.members
         return min(self.max_width + (behind if self.streams else 0), self.slots)
 
     def probe_slots(self, probes: int) -> int:
-        """Return how many slots probes and their prefix take behind the rows."""
+        """Return how many KV slots `probes` take after the rows, with their prefix."""
         return self.prefix + probes * self.members if probes else 0
 
     @property
     def mask_inputs(self) -> tuple[TensorSpec, ...]:
-        """The inputs that hide slots of a draft from its rows and probes."""
+        """The inputs of the draft mask, where 1 hides a slot from a row or a probe.
+
+        Line i > 0 of the mask is slot `draft_start` + i - 1; line 0 is all before that.
+        """
         rows = ALL if self.streams else ROWS
         return (
             TensorSpec("draft_mask", "uint8", (1 + self.draft_slots, rows)),
@@ -271,7 +274,7 @@ class StepContract:
 
     @property
     def probe_inputs(self) -> tuple[TensorSpec, ...]:
-        """The inputs with row and stream of each probe, and with the prefix rows."""
+        """The inputs with the row and the stream of each probe, and the prefix rows."""
         return (
             TensorSpec("probe_rows", "int64", (PROBES,)),
             TensorSpec("probe_ids", "int64", (PROBES,)),
@@ -280,7 +283,7 @@ class StepContract:
 
     @property
     def answers(self) -> tuple[TensorSpec, ...]:
-        """The outputs that are not KV buffers, in graph order."""
+        """The outputs that are neither selections nor KV buffers, in graph order."""
         return (
             *self._answer_tensors("", self.guesses or ANSWERS),
             *_optional_tensor("hidden", ANSWERS, self.hidden_size),
@@ -290,7 +293,7 @@ class StepContract:
         )
 
     def _answer_tensors(self, prefix: str, axis: int | str) -> tuple[TensorSpec, ...]:
-        """Return the four outputs for the rows of an axis, named with a prefix."""
+        """Return the four outputs for the rows of `axis`; names begin with `prefix`."""
         k = self.candidates
         return (
             TensorSpec(f"{prefix}candidates", "int64", (1, axis, k)),
@@ -305,7 +308,7 @@ class StepContract:
         return (*self.answers, *self.selections("present"), *self.buffers("present"))
 
     def selections(self, side: str) -> tuple[TensorSpec, ...]:
-        """The selections `{side}_rows.{i}` and `{side}_query.{i}`, if there are any."""
+        """The tensors `{side}_rows.{i}`, `{side}_query.{i}`; () without a selection."""
         if self.selection is None:
             return ()
         voted, queries = self.selection.voted, self.selection.query_heads
@@ -319,12 +322,12 @@ class StepContract:
         return tuple(specs)
 
     def buffers(self, side: str) -> tuple[TensorSpec, ...]:
-        """The KV buffers named `{side}_key.{i}` and `{side}_value.{i}`."""
+        """The KV buffers `{side}_key.{i}` and `{side}_value.{i}` of all layers i."""
         dtype = {0: self.dtype, 8: "int8"}[self.kv_bits]
         return _keys_and_values(side, dtype, self._shapes(self.slots))
 
     def _shapes(self, slots: int) -> dict[int, tuple[int, ...]]:
-        """The shape of the buffers of each layer."""
+        """Map each layer to the shape [1, kv_heads, slots, head_dim] of its buffers."""
         shapes = enumerate(self.kv_shapes)
         return {layer: (1, heads, slots, size) for layer, (heads, size) in shapes}
 

@@ -31,7 +31,7 @@ class TensorSpec:
         members: int = 1,
         prefix: int = 0,
     ) -> tuple[int, ...]:
-        """The shape in a pass; `members` and `prefix` are numbers of the contract."""
+        """The shape in a pass; `members` and `prefix` are fields of the contract."""
         prefix = prefix if probes else 0
         sizes = {
             ROWS: rows,
@@ -57,7 +57,7 @@ _ONNX_TYPES = {  # onnxruntime's names of types, by numpy's
 def check_tensors(declared: tuple[TensorSpec, ...], actual: list[Any], of: str) -> None:
     """Raise `ContractError` unless a session's inputs or outputs are as declared.
 
-    `actual` are onnxruntime `NodeArg`s; `of` names the graph and the side in messages.
+    `actual` are onnxruntime `NodeArg`s; `of` is "the graph's inputs", for messages.
     """
     unchecked = {arg.name: (arg.type, tuple(arg.shape)) for arg in actual}
     for spec in declared:
@@ -76,7 +76,7 @@ def check_tensors(declared: tuple[TensorSpec, ...], actual: list[Any], of: str) 
 
 
 def _matches(declared: tuple[int | str, ...], actual: tuple[Any, ...]) -> bool:
-    """Whether a shape is as declared: a named axis matches any symbolic one."""
+    """Whether a shape is as declared; a named axis matches any dynamic axis."""
     return len(declared) == len(actual) and all(
         not isinstance(size, int) if isinstance(axis, str) else axis == size
         for axis, size in zip(declared, actual, strict=True)

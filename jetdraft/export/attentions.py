@@ -23,7 +23,7 @@ def attentions(graph: ir.Graph) -> list[ir.Node]:
 
 
 def windowed(graph: ir.Graph) -> bool:
-    """Whether a layer attends in a sliding window, which counts slots."""
+    """Whether some layer attends in a sliding window, whose width counts slots."""
     return any(
         node.attributes.get_int("local_window_size", -1) > 0
         for node in attentions(graph)
@@ -42,7 +42,7 @@ def find_bias(graph: ir.Graph) -> ir.Value | None:
 def add_mask(
     graph: ir.Graph, contract: StepContract, name: str = "draft_mask"
 ) -> ir.Value:
-    """The bias [1, 1, n, slots] that the mask of new inputs means.
+    """Add a mask to the inputs, and return the bias [1, 1, n, slots] made of it.
 
     The inputs are `name` and `draft_start`. CUDA clips no int32, so slots are bounded
     by Max and Min. The CPU gathers lines seven times as fast as columns.
@@ -83,7 +83,7 @@ def add_bias(graph: ir.Graph, bias: ir.Value) -> None:
 
 
 def sum_bias(graph: ir.Graph, bias: ir.Value) -> None:
-    """Add `bias`, without heads, to the bias by distance that all attentions have."""
+    """Add `bias` [1, 1, n, slots] to the bias by distance that all attentions share."""
     own = find_bias(graph)
     assert own is not None
     producer = own.producer()

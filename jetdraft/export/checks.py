@@ -34,7 +34,7 @@ def check_drafter(
 
 
 def check_checkpoint(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Raise a `JetdraftError` if a checkpoint, `name` in the bundle, has no graphs."""
+    """Raise a `JetdraftError` if the options cannot export the checkpoint `name`."""
     for rule in (_check_source, _check_probes, _check_taps, _check_exit, _check_select):
         rule(name, checkpoint, options)
 
@@ -64,7 +64,7 @@ def _check_source(name: str, checkpoint: Checkpoint, options: ExportOptions) -> 
 
 
 def _check_probes(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Raise `PairError` for a drafter with streams, `OptionError` for a vain scale."""
+    """Raise `PairError` for a drafter with streams, `OptionError` for a wrong scale."""
     if name != TARGET:
         if checkpoint.streams:
             raise PairError(
@@ -81,7 +81,7 @@ def _check_probes(name: str, checkpoint: Checkpoint, options: ExportOptions) -> 
 
 
 def _check_taps(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Refuse a head of another target, a head beside streams, and a useless cut."""
+    """Raise `PairError` for an unfit head, `OptionError` for a cut not on the CPU."""
     if checkpoint.taps is None:
         return
     if checkpoint.streams is not None:

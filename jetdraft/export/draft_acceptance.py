@@ -63,7 +63,7 @@ def stored_acceptance(bundle: Bundle) -> AcceptanceRecord | None:
 
 
 def compare_acceptance(model: Model) -> tuple[list[float], list[float]] | None:
-    """The acceptance at export and now; None where one of them is not known."""
+    """Return the acceptance at export and now, by position; None if one is unknown."""
     record = stored_acceptance(model.bundle)
     if record is None or model.parts.draft_cache is None:
         return None
@@ -71,7 +71,7 @@ def compare_acceptance(model: Model) -> tuple[list[float], list[float]] | None:
 
 
 def with_acceptance(bundle: Bundle, prompts: Sequence[Sequence[int]]) -> Bundle:
-    """The saved bundle with its acceptance after these prompts, not saved yet."""
+    """Measure a saved bundle's acceptance; return the bundle with it, not saved yet."""
     capacity = bundle.target.contract.capacity
     longest = min(MAX_PROMPT_TOKENS, capacity // 2)
     record = AcceptanceRecord(

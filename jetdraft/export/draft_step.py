@@ -37,7 +37,7 @@ def make_draft_step(drafter: DraftModule, target: StepContract, dtype: str) -> S
 def drafter_contract(
     drafter: DraftModule, target: StepContract, dtype: str
 ) -> StepContract:
-    """The contract of what a drafter's rows read; raises `UnsupportedModelError`."""
+    """Make a drafter's contract beside a target's; raises `UnsupportedModelError`."""
     reads, config = drafter.reads, drafter.config
     width = config.feature_size
     last = len(target.kv_shapes) - 1
@@ -97,7 +97,7 @@ class DraftStep(Step):
         answer_rows: Tensor,
         *inputs: Any,
     ) -> list[Tensor]:
-        """The outputs of the contract; `inputs` are what is read, and the buffers."""
+        """Return the contract's outputs; `inputs` are its other inputs, then past."""
         *others, past = inputs
         drafter, contract, dtype = self.model, self.contract, dtype_of(self.contract)
         names = (spec.name for spec in contract.inputs[5 : 5 + len(others)])
@@ -132,7 +132,7 @@ class DraftStep(Step):
         total_length: Tensor,
         past: list[Tensor],
     ) -> StepState:
-        """Put the block into `given`, behind the rows; return the state of the pass."""
+        """Add the block to `given`, after the rows; return the state of the pass."""
         positions, size = given.positions, self.model.block_rows
         if "features" in read:
             given.features = read["features"].to(dtype_of(self.contract))
@@ -174,7 +174,7 @@ def make_block_state(
 
 
 class SourceBlockStep(SourceStep):
-    """The guesses for the tokens of a block, of a drafter that reads a source too."""
+    """One pass of a drafter that reads a source, and fills a block of tokens."""
 
     @property
     def decoder(self) -> Any:
@@ -190,7 +190,7 @@ class SourceBlockStep(SourceStep):
         answer_rows: Tensor,
         *inputs: Any,
     ) -> list[Tensor]:
-        """The outputs; `inputs`: the block, source length, cross buffers and past."""
+        """Return the outputs; `inputs`: block, source length, cross buffers, past."""
         block, source_length, *cross, past = inputs
         size = self.contract.block
         slots = torch.arange(size)

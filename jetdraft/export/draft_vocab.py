@@ -30,9 +30,9 @@ ASKED_TOKENS = 512
 def frequent_tokens(
     model: Any, windows: Windows, count: int, known: int | None = None
 ) -> Tensor:
-    """The `count` most frequent tokens of a text below `known`, int64, ascending.
+    """Return the `count` most frequent ids of a text below `known`, int64, ascending.
 
-    Of equally frequent tokens those count that the model expects most in the text.
+    Among equally frequent tokens, those that the model expects most come first.
     """
     expected = _expected_counts(model, windows)
     # Below 1, so that it decides only among equal counts.
@@ -58,8 +58,8 @@ def _expected_counts(model: Any, windows: Windows) -> Tensor:
 class CutHead:
     """A drafter's checkpoint whose LM head has the rows of the tokens `ids` [n] only.
 
-    An embedding that was tied to the whole LM head keeps its rows as `embedding`,
-    quantized as `blocks` had them under the name `whole`.
+    An embedding that was tied to the LM head keeps all rows; `embedding` is its name,
+    else None. `whole` is the uncut LM head's name, `blocks` its checkpoint's matrices.
     """
 
     checkpoint: Checkpoint
@@ -91,7 +91,7 @@ class CutHead:
         return cls(replace(checkpoint, packed=packed), ids, embedding, whole, blocks)
 
     def quantization(self, plain: Quantization) -> Quantization:
-        """Return how the cut checkpoint is quantized; `plain` is that without a cut."""
+        """Return `plain`, but with a tied embedding quantized as the uncut LM head."""
         if self.embedding is None:
             return plain
         lender = replace(plain, head=self.whole, packed=self.blocks)
@@ -99,7 +99,7 @@ class CutHead:
 
 
 def cut_head(head: DraftModule, ids: Tensor, dtype: torch.dtype) -> None:
-    """Let a head that reads states choose among these tokens, in place."""
+    """Cut the LM heads of a `DraftModule` to the tokens `ids` int64 [n], in place."""
     heads = getattr(head, "lm_heads", None)
     cuts = [lm_head_rows(lm_head, ids) for lm_head in heads or [head.lm_head]]
     for lm_head in cuts:
@@ -121,7 +121,7 @@ def write_vocabulary(folder: Path, ids: Tensor | None) -> str | None:
 
 
 def check_tokenizers(sources: Mapping[str, str]) -> None:
-    """Raise `PairError` for a pair with two tokenizers, before any weight is read."""
+    """Raise `PairError` for a pair with unequal tokenizers; read no weights for it."""
     if DRAFTER not in sources:
         return
     pair = sources[TARGET], sources[DRAFTER]
@@ -135,7 +135,7 @@ def check_tokenizers(sources: Mapping[str, str]) -> None:
 def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
     """Raise `PairError` for a drafter whose ids are other tokens than the target's.
 
-    Without both tokenizers, matrices of about as many rows must do.
+    If a tokenizer is missing, only the numbers of rows are compared, but for padding.
     """
     _check_ids(target.source, drafter.source, target.tokenizer, drafter.tokenizer)
     rows = target.vocab_size, drafter.vocab_size
@@ -149,7 +149,7 @@ def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
 
 
 def _check_ids(target: str, drafter: str, ours: str | None, theirs: str | None) -> None:
-    """Raise `PairError` unless each id that both tokenizers have is one token."""
+    """Raise `PairError` unless both tokenizers have the same token for a shared id."""
     if ours is None or theirs is None:
         return
     one, other = (

@@ -46,7 +46,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 def load_draft_head(
     files: HeadFiles, target: Checkpoint, options: ExportOptions
 ) -> DraftModule:
-    """The head in a folder or hub repository; raises a `JetdraftError`."""
+    """Load a head for a target; raise a `JetdraftError` if the options do not fit."""
     dtype = getattr(torch, DTYPES[options.dtype_of(DRAFTER)])
     head = load_head(files, target, dtype)
     recipe = options.recipe
@@ -62,7 +62,7 @@ def load_draft_head(
 
 
 def head_taps(head: DraftModule) -> Taps | None:
-    """Return what a head reads of its target's states; None if it reads none."""
+    """Return the taps of the target's states that a head reads; None without any."""
     config, reads = head.config, head.reads
     if not reads.features:
         return None
@@ -80,9 +80,10 @@ def write_head_graphs(
     head: DraftModule,
     overlaps: Mapping[str, float],
 ) -> GraphEntry:
-    """Write a head's graphs and return their entry; shared matrices stay the target's.
+    """Write a head's graphs beside its target's, and return their manifest entry.
 
-    `target` and its `entry` are written already; `overlaps` go into the manifest.
+    Matrices that both share stay in the weights file of `target`, whose `entry` has its
+    written graph. `source` names the head's files; `overlaps` go into the entry.
     """
     lender = target.folder / entry.file
     job, own, step = make_head_job(target, entry.contract, source, head)
@@ -102,7 +103,7 @@ def write_head_graphs(
 def make_head_job(
     target: Job, contract: StepContract, source: str, head: DraftModule
 ) -> tuple[Job, GraphEntry, Step]:
-    """The job of a head, its entry, and its pass beside a target of that contract."""
+    """Make a head's job, manifest entry and step beside a target of `contract`."""
     options = target.options
     step = make_draft_step(head, contract, DTYPES[options.dtype_of(DRAFTER)])
     checkpoint = Checkpoint(source, head, None, None, ())
@@ -142,10 +143,10 @@ def make_head_job(
 
 
 def drafter_arrays(bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> Arrays:
-    """The arrays of the drafter's graph that differ from the bundle's, by name.
+    """Return the arrays of the drafter's graph that differ from the bundle's, by name.
 
-    `checkpoint` is the bundle's drafter after more training, quantized as the manifest
-    says; a recipe that needs a text reads `text`, token ids int64 [n]. Raises
+    `checkpoint` is the bundle's drafter after more training; it is quantized as the
+    manifest says, by the text `text`, int64 [n], if a recipe needs moments. Raises
     `PairError` for a graph of another form than the bundle's, and `CheckpointError` for
     integers that cannot be trained.
     """
@@ -154,7 +155,7 @@ def drafter_arrays(bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> Arra
 
 
 def head_arrays(bundle: Bundle, target: Checkpoint, head: DraftModule) -> Arrays:
-    """The arrays of the head's graph that differ from the bundle's, by name.
+    """Return the arrays of the head's graph that differ from the bundle's, by name.
 
     `head` was loaded for `target`, the bundle's. The target's matrices stay as they
     are. Raises `PairError` for a graph of another form than the bundle's.
@@ -169,7 +170,7 @@ def head_arrays(bundle: Bundle, target: Checkpoint, head: DraftModule) -> Arrays
 
 
 def _make_target_job(folder: Path, bundle: Bundle, target: Checkpoint) -> Job:
-    """Return the parts of the target's job that the job of its head reads."""
+    """Return a job of the target with the fields that `make_head_job` reads."""
     entry, packed = bundle.target, target.packed
     dtype = bundle.graphs[DRAFTER].contract.dtype
     # The form of borrowed matrices counts, and how their integers were found does not.
@@ -196,7 +197,7 @@ def _make_target_job(folder: Path, bundle: Bundle, target: Checkpoint) -> Job:
 
 
 def changed_arrays(bundle: Bundle, write: Callable[[Path], None]) -> Arrays:
-    """Write the drafter's graph with `write`; return the arrays that differ."""
+    """Let `write` write the drafter's graph to a folder; return arrays that differ."""
     entry = bundle.graphs[DRAFTER]
     with TemporaryDirectory() as folder, silenced(logging.INFO):
         write(Path(folder))
@@ -205,7 +206,7 @@ def changed_arrays(bundle: Bundle, write: Callable[[Path], None]) -> Arrays:
 
 
 def check_swappable(bundle: Bundle) -> GraphEntry:
-    """The drafter, whose weights can be swapped; raises `OptionError` for others."""
+    """Return the drafter's entry; raise `OptionError` if its weights cannot change."""
     entry = bundle.drafter
     if entry is None or not entry.contract.learns or bundle.flavour != CONTRIB:
         raise OptionError(
@@ -236,7 +237,7 @@ def check_trainable(bundle: Bundle, checkpoint: Checkpoint) -> None:
 
 
 def _write(folder: Path, bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> None:
-    """Write the drafter's graph as its export did; scales of integer buffers stay."""
+    """Write the drafter's graph as its export did, but with KV buffers of floats."""
     entry = bundle.graphs[DRAFTER]
     recipe = replace(Recipe.from_json(entry.quantization), kv=None)
     contract, ids = replace(entry.contract, kv_bits=0), bundle.draft_vocabulary()
@@ -270,9 +271,9 @@ def _write(folder: Path, bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -
 
 
 def _differing_arrays(old: ir.Model, new: ir.Model) -> Arrays:
-    """The arrays of the graph `new` that `old` does not have, but for the target's.
+    """Return arrays of `new` whose numbers differ in `old`, except the target's.
 
-    onnxruntime replaces arrays in a weights file only, so no other array may differ.
+    onnxruntime swaps arrays of a weights file only: `PairError` if others differ.
     """
     before, after = _tensors(old), _tensors(new)
     arrays: Arrays = {}

@@ -106,7 +106,7 @@ class ExportOptions:
             )
 
     def check_kernel(self, recipe: Recipe, name: str) -> None:
-        """Raise `OptionError` unless the graph of that name can have the recipe."""
+        """Raise `OptionError` if the graph of that name has no kernel for `recipe`."""
         kernel = self.provider_of(name).name, self.dtype_of(name)
         if recipe.has_whole and kernel != ("cpu", "fp32"):
             option = "--provider" if name == TARGET else "--drafter-provider"

@@ -83,8 +83,8 @@ def export(
 ) -> Bundle:
     """Export a target, and a drafter beside it, to the bundle folder `output`.
 
-    Checkpoints are local folders, GGUF files or hub ids. A `head` in place of a drafter
-    reads the target's states. Raises a `JetdraftError` before it writes.
+    Checkpoints are local folders, GGUF files or hub ids. A `head`, given in place of a
+    drafter, reads the target's states. Raises a `JetdraftError` before it writes.
 
         export("target/", "bundle", drafter="drafter/")
     """
@@ -109,7 +109,8 @@ def export(
     cut = _cut_drafter(measures, reader)
     options = measures.settle_recipes()
     with writing(output) as folder:
-        jobs = {n: _make_job(folder, n, measures, cut) for n in measures.checkpoints}
+        names = measures.checkpoints
+        jobs = {n: _make_job_and_entry(folder, n, measures, cut) for n in names}
         graphs = {n: write_graphs(job, entry) for n, (job, entry) in jobs.items()}
         if head is not None and reader is not None:
             graphs[DRAFTER] = write_head_graphs(
@@ -156,7 +157,11 @@ def _make_bundle(
 
 
 def _cut_drafter(measures: Measures, reader: DraftModule | None) -> CutHead | None:
-    """Cut the LM head of the drafter, if the options or its training say so."""
+    """Cut the drafter's LM head to its draft vocabulary, and set `measures.ids` to it.
+
+    Return the cut of a checkpoint, which then replaces it in `measures`; None for a
+    head, which is changed in place, and without a draft vocabulary.
+    """
     options, checkpoints = measures.options, measures.checkpoints
     drafter = checkpoints.get(DRAFTER)
     if drafter is not None and drafter.draft_ids is not None:
@@ -177,7 +182,7 @@ def _cut_drafter(measures: Measures, reader: DraftModule | None) -> CutHead | No
 def _load_checkpoints(
     sources: Mapping[str, str], options: ExportOptions, report: Progress
 ) -> dict[str, Checkpoint]:
-    """The checkpoints by their names in the bundle."""
+    """Load the checkpoints; return them by their names in the bundle."""
     for source in sources.values():
         check_exportable(source)
     check_tokenizers(sources)
@@ -272,10 +277,14 @@ def _attends_as_two(name: str, checkpoint: Checkpoint, options: ExportOptions) -
     )
 
 
-def _make_job(
+def _make_job_and_entry(
     folder: Path, name: str, measures: Measures, cut: CutHead | None
 ) -> tuple[Job, GraphEntry]:
-    """The job and the entry of a model, made before tracing hooks into its layers."""
+    """Make a model's export job and its manifest entry; write its draft vocabulary.
+
+    It runs the models to measure moments and scales of integer KV buffers, so it comes
+    before `write_graphs`, which adds probes to the target's layers.
+    """
     checkpoint, options = measures.checkpoints[name], measures.options
     contract, recipe = measures.contracts[name], options.recipe_of(name)
     check_raised(recipe, contract)
@@ -320,7 +329,7 @@ def _make_job(
 
 
 def _describe_packed(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a bundle says of a checkpoint's integers: the matrices of each form."""
+    """Count a quantized checkpoint's matrices by form, for the entry; else {}."""
     packed = checkpoint.packed
     if packed is None:
         return {}

@@ -42,7 +42,7 @@ def fuse(
     """Apply every rewrite to `model`, in place.
 
     `forms` maps matrices, by their names in the checkpoint, to `Blocks.form`; only
-    matrices with equal forms are merged. `beside` keeps the rotation out of attention.
+    matrices with equal forms are merged. With `beside`, nodes before attention rotate.
     """
     rewrite(model, [RotationInHalves.rule()])
     # Each layer computes the same cosine; merge them, so that all share one table.
@@ -113,7 +113,7 @@ def _is_matrix(value: ir.Value | None) -> bool:
 
 
 def _find_bias_add(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
-    """The Add of a constant vector, if nothing else reads the MatMul's output."""
+    """Return a MatMul's only reader if it adds a constant vector, and the vector."""
     consumers = list(node.outputs[0].consumers())
     if len(consumers) != 1 or consumers[0].op_type != "Add":
         return None
@@ -131,7 +131,7 @@ def _merge_products(
     nodes: list[ir.Node],
     biases: list[tuple[ir.Node, ir.Value]],
 ) -> None:
-    """Replace MatMuls of `source`, and the Adds of their biases if they have any."""
+    """Replace MatMuls of `source` and the Adds in `biases` by one MatMul and Split."""
     weights = [node.inputs[1] for node in nodes]
     sizes = [weight.shape[1] for weight in weights if weight and weight.shape]
     name = f"{nodes[0].outputs[0].name}.merged"
@@ -150,7 +150,7 @@ def _merge_products(
 def _join_constants(
     graph: ir.Graph, values: list[ir.Value], name: str, axis: int
 ) -> ir.Value:
-    """One constant that joins `values` along an axis; they stay in the graph."""
+    """Add a constant that joins `values` along an axis; they stay in the graph."""
     sizes = [[int(n) for n in value.shape or ()] for value in values]  # type: ignore
     shape = [*sizes[0]]
     shape[axis] = sum(size[axis] for size in sizes)
@@ -257,7 +257,7 @@ def same_rows(shape: ir.Shape | None, other: ir.Shape | None) -> bool:
 
 
 def replace_gather_nd(graph: ir.Graph) -> None:
-    """Replace each GatherND whose indices have one number each, in place.
+    """Replace each GatherND that indexes a single axis by a Gather, in place.
 
     CUDA's GatherND takes no int32, and copies a size from the host that a captured
     graph would read again later. Gather takes every type and copies nothing.

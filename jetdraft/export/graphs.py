@@ -26,7 +26,7 @@ from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import windowed
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.fusing import fuse, replace_gather_nd
-from jetdraft.export.halves import ExitStep, drop_extras, split_graph
+from jetdraft.export.halves import ExitStep, drop_extra_values, split_graph
 from jetdraft.export.kv import quantize_cache
 from jetdraft.export.probe_step import ProbeStep, StreamStep, write_probe_weights
 from jetdraft.export.select_graph import add_selection
@@ -45,7 +45,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Job:
-    """One model on its way into the bundle `folder`.
+    """What it takes to write the graphs of one model into the bundle `folder`.
 
     `names` maps the ids of the weights to their names in the checkpoint, `scales` are
     for integer KV buffers, and `ids` are the tokens of an LM head that was cut.
@@ -112,7 +112,7 @@ def _add_probes(job: Job, entry: GraphEntry) -> tuple[Step, GraphEntry]:
 
 
 def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
-    """Write the graph of a pass, and its weights file."""
+    """Trace and quantize a step; write its graph and weights; return its entry."""
     stage = f"trace {job.name}"
     job.report(stage, 0, 1)
     model = trace(step, job.names)
@@ -136,7 +136,7 @@ def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
 
 
 def write_encoder(job: Job, entry: GraphEntry, quantizer: Quantization) -> GraphEntry:
-    """Write the graph of an encoder in that quantization."""
+    """Write the encoder's graph; return the entry with its file."""
     file = job.graph_file("encoder")
     stage = f"trace {job.name}'s encoder"
     job.report(stage, 0, 1)
@@ -158,20 +158,20 @@ def _save_with_weights(model: ir.Model, file: Path) -> None:
 
 
 def _write_halves(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
-    """Write both halves, if a layer lies below the cut; the chain loses its extras."""
+    """Write the halves of a cut step; drop its extra values from the chain graph."""
     chain = job.folder / entry.file
     if 0 < step.cut < len(entry.contract.kv_shapes):
         halves = _write_exit(job, entry, _write_split(job, entry, step))
         entry = replace(entry, halves=halves)
     if step.extra_outputs:
         model = ir.load(chain)
-        drop_extras(model, step)
+        drop_extra_values(model, step)
         ir.save(model, chain)
     return entry
 
 
 def _write_split(job: Job, entry: GraphEntry, step: Step) -> Halves:
-    """Write both halves and their compactions; gives their entry in the manifest."""
+    """Write both halves and their compactions; return their part of the manifest."""
     model = ir.load(job.folder / entry.file)
     if windowed(model.graph):
         raise UnsupportedModelError(
@@ -202,7 +202,7 @@ def _write_split(job: Job, entry: GraphEntry, step: Step) -> Halves:
 
 
 def _write_exit(job: Job, entry: GraphEntry, halves: Halves) -> Halves:
-    """Write the graph that takes the place of the upper half; add it to `halves`."""
+    """Write the exit graph, if there is an exit layer; return `halves` with it."""
     if job.name != TARGET or job.options.exit_layer is None:
         return halves
     file = job.graph_file("exit")
@@ -222,7 +222,7 @@ def _write_exit(job: Job, entry: GraphEntry, halves: Halves) -> Halves:
 
 
 def write_tree(job: Job, entry: GraphEntry) -> GraphEntry:
-    """Write the graph for branching drafts, where there is one, and its compaction."""
+    """Write the tree graph and its compaction, if the model can have a tree graph."""
     chain = ir.load(job.folder / entry.file)
     model = make_tree_graph(chain, entry.contract, job.checkpoint.source)
     if model is None:
@@ -235,7 +235,7 @@ def write_tree(job: Job, entry: GraphEntry) -> GraphEntry:
 
 
 def _write_selection(job: Job, entry: GraphEntry) -> GraphEntry:
-    """Write the graph whose passes may read selected rows."""
+    """Write the graph that can read selected rows, if the options ask for it."""
     rows = job.options.select_kv
     if rows is None or job.name != TARGET:
         return entry
@@ -253,9 +253,10 @@ _PAGE, _LARGE = 4096, 1 << 16
 
 
 def share_weights(file: Path, other: Path) -> None:
-    """Let the graph `file` read the tensors that `other` has too from its weights file.
+    """Let the graph `file` read tensors from the weights file of the graph `other`.
 
-    Tensors with equal bytes are one. The weights file of `file` becomes smaller.
+    Only tensors of equal type, shape and bytes are shared; the weights file of `file`
+    is written again without them.
     """
     model = onnx.load(file, load_external_data=False)
     theirs = {

@@ -27,7 +27,7 @@ _ROWS_MASK = "rows_mask"
 
 
 def split_graph(model: ir.Model, contract: SplitContract) -> tuple[ir.Model, ir.Model]:
-    """Split a traced graph into both halves, which verify branching drafts too."""
+    """Split a traced graph, which it changes, into two halves with a draft mask."""
     graph = model.graph
     # With probes, the layers above the cut have a bias for rows and probes already.
     add_bias(graph, add_mask(graph, replace(contract.lower, streams=0), _ROWS_MASK))
@@ -50,8 +50,11 @@ def split_graph(model: ir.Model, contract: SplitContract) -> tuple[ir.Model, ir.
     return lower, _part_of(model, contract.upper_inputs, contract.upper.outputs, traced)
 
 
-def drop_extras(model: ir.Model, step: Step) -> None:
-    """Remove the extra inputs and outputs from a traced graph, in place."""
+def drop_extra_values(model: ir.Model, step: Step) -> None:
+    """Turn the traced graph into the whole graph of the contract, in place.
+
+    Removes the step's `extra_inputs` and `extra_outputs`, which only the halves use.
+    """
     graph = model.graph
     for value in [v for v in graph.outputs if v.name in step.extra_outputs]:
         graph.outputs.remove(value)
@@ -65,7 +68,7 @@ def drop_extras(model: ir.Model, step: Step) -> None:
 
 
 def _count_by(graph: ir.Graph, value: ir.Value, axis: int, positions: ir.Value) -> None:
-    """Make nodes read the size of axis 1 of `positions`, not a size of `value`."""
+    """Let nodes read n from `positions` [1, n], not from axis `axis` of `value`."""
     for node in [n for n in value.consumers() if n.op_type == "Shape"]:
         if node.attributes.get_int("start", 0) == axis:
             size = Maker(graph, node)("Shape", positions, start=1, end=2)
@@ -78,7 +81,7 @@ def _part_of(
     outputs: tuple[TensorSpec, ...],
     traced: dict[str, str],
 ) -> ir.Model:
-    """A part of a graph by the contract's names, which `traced` maps to the graph's."""
+    """Extract a subgraph; `traced` maps names of the contract to names in `whole`."""
     names = [[traced.get(s.name, s.name) for s in specs] for specs in (inputs, outputs)]
     graph = ir.convenience.extract(whole.graph, *names)
     for name in [n for n in whole.graph.initializers if n in graph.initializers]:
@@ -94,7 +97,7 @@ def _part_of(
 
 
 class ExitStep(Step):
-    """A pass in place of the upper half: keys, values, and the head's answers."""
+    """The pass of the exit graph, see `SplitContract.exit_inputs`."""
 
     def __init__(self, model: Any, split: SplitContract) -> None:
         super().__init__(model, replace(split.upper, tree=False))
@@ -102,7 +105,7 @@ class ExitStep(Step):
 
     @property
     def declared_tensors(self) -> tuple[Specs, Specs, Specs]:
-        """The inputs of an exit, the buffers among them, and its outputs."""
+        """The inputs of the exit graph, its past buffers, and its outputs."""
         upper = self.split.upper
         return self.split.exit_inputs, upper.buffers("past"), upper.outputs
 
@@ -116,7 +119,7 @@ class ExitStep(Step):
         exit_hidden: Tensor,
         past: list[Tensor],
     ) -> list[Tensor]:
-        """The outputs of the upper half, in the order of the contract."""
+        """Return the outputs of the upper half, in the order of the contract."""
         unused = [zeros(spec) for spec in self.split.lower.buffers("past")]
         state = make_state(position_ids, cursor, total_length, [*unused, *past])
         ids = torch.zeros_like(position_ids)
@@ -131,7 +134,7 @@ class ExitStep(Step):
 
 
 def _replace_input(module: nn.Module, states: Tensor) -> Any:
-    """Make `states` the input of a module; return the hook's handle."""
+    """Register a hook that makes `states` a module's input; return its handle."""
 
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if args:

@@ -25,7 +25,7 @@ PAST_KEY = 3
 def measure_scales(
     model: Any, contract: StepContract, windows: Windows, bits: int
 ) -> list[Floats]:
-    """Float32 [kv_heads * head_dim] for each buffer, in the contract's order.
+    """Measure scales float32 [kv_heads * head_dim] of buffers, in the contract's order.
 
     A channel's largest magnitude over the text becomes the largest integer of `bits`.
     """
@@ -53,7 +53,7 @@ def measure_scales(
 def quantize_cache(
     model: ir.Model, contract: StepContract, scales: list[Floats], bits: int
 ) -> StepContract:
-    """Let attentions use int8 buffers with `scales`, in place; return the contract."""
+    """Let a graph's attentions use int8 buffers, in place; return its new contract."""
     quantized, graph = replace(contract, kv_bits=bits), model.graph
     for side, values in (("past", graph.inputs), ("present", graph.outputs)):
         by_name = {value.name: value for value in values}

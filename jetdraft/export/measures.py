@@ -62,7 +62,7 @@ def sample_text(
     checkpoint: Checkpoint,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Windows:
-    """What the model replies to `QUESTIONS`, sampled with a fixed seed."""
+    """Sample replies of the model to `QUESTIONS`, with a fixed seed, as windows."""
     prompts = question_prompts(checkpoint)
     longest, shortest = max(map(len, prompts)), min(map(len, prompts))
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -102,7 +102,7 @@ def _chat_prompts(checkpoint: Checkpoint) -> list[str] | None:
 def _sample_replies(
     model: Any, ids: Tensor, mask: Tensor, progress: Callable[[int, int], None]
 ) -> Tensor:
-    """Extend all rows by sampled tokens; end-of-text does not end a row."""
+    """Append `REPLY_TOKENS` sampled tokens to each row of `ids`; no row ends early."""
     past, rows = None, ids
     for done in range(1, REPLY_TOKENS + 1):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -rows.shape[1] :]
@@ -124,10 +124,10 @@ def _sample_replies(
 
 @dataclass
 class Measures:
-    """Measures on the calibration text, or on what the target itself writes.
+    """What an export measures on the calibration text, or on a text of the target.
 
-    `kl` has the KL divergence of recipes by the names of models, and `overlaps` the
-    measures of the drafter's recipe. The drafter is a `head`, or a checkpoint; `ids`
+    `kl` has the KL divergence of recipes by model, and `overlaps` the acceptance with
+    the drafter's recipe and without. The drafter is a `head`, or a checkpoint; `ids`
     int64 [n] are the tokens that it may draft, None for all.
     """
 
@@ -142,7 +142,7 @@ class Measures:
 
     @cached_property
     def windows(self) -> Windows:
-        """The calibration text; raises `DataError` if the file cannot be read."""
+        """The calibration text, or a text of the target; raises `DataError`."""
         target, file = self.checkpoints[TARGET], self.options.calibration
         if file is not None:
             capacity = self.contracts[TARGET].capacity
@@ -150,13 +150,13 @@ class Measures:
         return sample_text(target, lambda done, of: self.report("write text", done, of))
 
     def moments(self, name: str) -> dict[str, Floats]:
-        """Return the second moments of a model's inputs; {} if it needs none."""
+        """Return the second moments by weight name; {} if the recipe needs none."""
         if not self.options.recipe_of(name).needs_moments:
             return {}
         return second_moments(self.checkpoints[name].model, self.windows)
 
     def settle_recipes(self) -> ExportOptions:
-        """Choose all open recipes, by measures, and return the options with them."""
+        """Measure and choose each recipe that is left open; return the new options."""
         target = self.checkpoints[TARGET]
         if self.options.limit is not None:
             self._set_recipe(self._find_mix(target))
@@ -172,7 +172,7 @@ class Measures:
         return self.options
 
     def draft_vocabulary(self, count: int) -> Tensor:
-        """The `count` most frequent tokens that all have, int64, ascending."""
+        """The `count` most frequent tokens that all models have, int64, ascending."""
         known = min(checkpoint.vocab_size for checkpoint in self.checkpoints.values())
         target = self.checkpoints[TARGET].model
         return frequent_tokens(target, self.windows, count, known)
@@ -186,11 +186,11 @@ class Measures:
         return ids[:, : max(1, ids.shape[1] // 2)].tolist()
 
     def _set_recipe(self, recipe: Recipe) -> None:
-        """Set the recipe of the target, which meets the limit."""
+        """Set the target's recipe; drop the limit, which the recipe meets."""
         self.options = replace(self.options, recipe=recipe, limit=None)
 
     def _find_mix(self, target: Checkpoint) -> Recipe:
-        """The mix that meets the limit."""
+        """Find the target's mix of bits that meets the limit; set its KL."""
         assert self.options.limit is not None
         if target.packed is not None:
             raise OptionError(
@@ -206,7 +206,7 @@ class Measures:
         return mix
 
     def _choose_recipe(self, target: Checkpoint) -> Recipe:
-        """The cheapest recipe that keeps the target's text."""
+        """Choose the cheapest recipe that keeps the text; set its KL if measured."""
         if target.packed is not None:
             return Recipe.parse(SAFE_RECIPE)  # for the matrices that are floats still
         try:
@@ -219,7 +219,7 @@ class Measures:
 
     @property
     def _needs_drafter_recipe(self) -> bool:
-        """Whether the recipe of a drafter is to be measured."""
+        """Whether a drafter's recipe is left open and can be measured."""
         return (
             (DRAFTER in self.checkpoints or self.head is not None)
             and self.options.drafter_recipe is None
@@ -249,7 +249,7 @@ class Measures:
             return choose_drafter_recipe(full, head, recipe, self.head.ids)
 
     def _divergence(self, name: str) -> Divergence:
-        """Run a model in floats, to measure recipes against."""
+        """Run a model in floats; return the `Divergence` of recipes from it."""
         model = self.checkpoints[name].model
         moments = {} if self.options.recipe is None else self.moments(name)
         on_cpu = self.options.provider_of(name).name == "cpu"
@@ -262,9 +262,9 @@ class Measures:
 
 
 class ReadingHead(nn.Module):
-    """Runs the target, then the head over its features, so that text gives logits.
+    """The target and its head as one model, which makes the head's logits of tokens.
 
-    Its modules are the matrices that are quantized with the head's graph.
+    Its submodules are only the matrices that are quantized in the head's graph.
     """
 
     def __init__(self, target: Any, head: DraftModule, taps: Taps) -> None:
@@ -283,7 +283,7 @@ class ReadingHead(nn.Module):
     def forward(
         self, ids: Tensor, use_cache: bool, logits_to_keep: int
     ) -> SimpleNamespace:
-        """The logits [b, n, vocabulary] for the last n < m tokens of `ids` [b, m]."""
+        """Return logits [b, n, vocabulary] of the last n < m tokens of `ids` [b, m]."""
         target, head, taps = self._others
         with taps.watching(target) as features:
             target(input_ids=ids, use_cache=use_cache, logits_to_keep=1)

@@ -27,7 +27,7 @@ from jetdraft.export.step import (
 
 
 class ProbeStep(Step):
-    """One pass of a model whose rows can carry probes, behind a learned prefix."""
+    """One pass of a model whose rows can carry probes, which may see a prefix."""
 
     model: ProbedModel
 
@@ -38,7 +38,7 @@ class ProbeStep(Step):
 
     @property
     def unquantized_weights(self) -> dict[str, Tensor]:
-        """The weights of the probes."""
+        """The weights of the probes, which stay floats, by name."""
         return self.model.task
 
     def forward(  # type: ignore[override]  # the contract of probes has more inputs
@@ -54,17 +54,17 @@ class ProbeStep(Step):
         probe_ids: Tensor,
         *rest: Any,
     ) -> list[Tensor]:
-        """The contract's outputs, then extra outputs.
+        """Return the contract's outputs, then the extra outputs.
 
-        `rest` is `prefix_rows` int64 [p], if the contract has a prefix, the buffers,
-        and extra inputs.
+        `rest` holds `prefix_rows` int64 [p], only if the contract has a prefix; then
+        the list of past buffers; then the extra inputs.
         """
         prefix = rest[0] if self.contract.prefix else None
         past, *extras = rest if prefix is None else rest[1:]
         state = make_state(position_ids, cursor, total_length, past)
         state.rows = input_ids.shape[1]
 
-        def entered() -> None:
+        def set_bias_and_prefix() -> None:
             # Counted with the rows: a pass may have no probes, and CUDA sums no axis
             # of size 0.
             filled = self.model.current_pass.positions
@@ -79,7 +79,7 @@ class ProbeStep(Step):
                     for keys, values in map(prompts.prefix, range(len(state.past)))
                 ]
 
-        self.model.on_slots_added = entered
+        self.model.on_probes_added = set_bias_and_prefix
         with attending(state):
             logits, *extra_outputs = self.run_model(
                 (input_ids, position_ids, probe_rows, probe_ids, answer_rows),
@@ -100,12 +100,12 @@ class ProbeStep(Step):
     def run_model(
         self, rows_and_probes: tuple[Tensor, ...], **options: Any
     ) -> list[Tensor]:
-        """Run the model over rows and probes; return the logits and extra outputs."""
+        """Run the model; return the logits, to which a subclass adds extra outputs."""
         return [self.model(*rows_and_probes, **options)]
 
 
 class StreamStep(ProbeStep):
-    """One pass with streams; also gives the states and the scores of an early exit."""
+    """One pass with streams; it also outputs states and scores for an early exit."""
 
     extra_inputs = (PARENTS,)
     extra_outputs = (CUT, SCORES.name)
@@ -117,7 +117,7 @@ class StreamStep(ProbeStep):
     def run_model(  # type: ignore[override]  # its graph has one more input
         self, rows_and_probes: tuple[Tensor, ...], parents: Tensor, **extra: Any
     ) -> list[Tensor]:
-        """Logits, states at the cut, and scores; `parents` int64 [n] as `PARENTS`."""
+        """Return logits, states at the cut, and scores of rows with these parents."""
         logits, early, hidden = self.model(*rows_and_probes, early=slice(None), **extra)
         scores = _early_exit_scores(early.float(), rows_and_probes[0], parents)
         return [logits, hidden, scores]
@@ -131,7 +131,7 @@ def _mask_bias(mask: Tensor, start: Tensor, contract: StepContract) -> Tensor:
 
 
 def _slice_rows(answer: Tensor, start: int, end: int | None) -> Tensor:
-    """Some rows of an answer, cut as floats, since WebGPU cuts no integers."""
+    """Slice rows of an answer [1, m, ...], as floats: WebGPU slices no integers."""
     return answer.to(torch.float32)[:, start:end].to(answer.dtype)
 
 
@@ -142,7 +142,7 @@ def _early_exit_scores(logits: Tensor, tokens: Tensor, parents: Tensor) -> Tenso
 
 
 def write_probe_weights(file: Path, probed: ProbedModel, dtype: str) -> None:
-    """Write the probes of the weights `base` by their names in the graph, as npz."""
+    """Write an npz of the probes' weights, by names in the graph, and hash `base`."""
     arrays: dict[str, Any] = {
         name: weight.detach().numpy().astype(dtype)
         for name, weight in probed.task.items()

@@ -13,7 +13,7 @@ from jetdraft.quant.edits import CONTRIB_DOMAIN, Maker, initializer, producer
 
 
 class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
-    """x cos + rotate_half(x) sin becomes RotaryEmbedding, in half precision too."""
+    """Rewrites x cos + rotate_half(x) sin to RotaryEmbedding, in float16 too."""
 
     def __init__(self) -> None:
         # Cosine and sine are shared by all layers, so they stay.
@@ -22,7 +22,7 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
     def pattern(
         self, op: Any, x: Any, angles: Any, ends: Any, starts: Any, dtype: Any
     ) -> Any:
-        """The subgraph that is replaced."""
+        """Return the subgraph that is replaced."""
         both = op.Concat(angles, angles, axis=-1)
         cosine = op.Unsqueeze(op.Cast(op.Cos(both), to=dtype), [1])
         sine = op.Unsqueeze(op.Cast(op.Sin(both), to=dtype), [1])
@@ -56,7 +56,7 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
 class RotaryTables:
     """Tables of cosines and sines by position, computed by the traced graph itself.
 
-    What an architecture computes of the positions is run once for 0..capacity-1. They
+    The nodes that compute them are run once for the positions 0..capacity-1. Positions
     are the input `position_ids`, or a Concat of it and the positions of the probes.
     """
 
@@ -69,7 +69,7 @@ class RotaryTables:
         self.tables: dict[ir.Value, tuple[ir.Value, ir.Value] | None] = {}
 
     def table_of(self, value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
-        """The table of `value` [capacity, d/2], and its positions; or None."""
+        """Return `value` as a table [capacity, d/2], and its positions; or None."""
         if value not in self.tables:
             self.tables[value] = None
             for positions in self.positions:
@@ -96,7 +96,7 @@ class RotaryTables:
 def fuse_rotation(
     graph: ir.Graph, attention: ir.Node, tables: RotaryTables, beside: bool
 ) -> None:
-    """Let attention rotate query and key itself, if both match the pattern."""
+    """Let attention, or nodes `beside` it, rotate query and key, if both match."""
     query, key = (_find_rotation(attention.inputs[i]) for i in (0, 1))
     if query is None or key is None:
         return
@@ -155,7 +155,7 @@ def _rotate_by_nodes(
 
 
 def _find_rotation(value: ir.Value | None) -> tuple[ir.Node, ir.Node, ir.Value] | None:
-    """(flattening Reshape, RotaryEmbedding, its unrotated input [1, n, heads, d])."""
+    """Return the Reshape, RotaryEmbedding and its input [1, n, heads, d]; or None."""
     flatten = producer(value, "Reshape")
     outer = flatten and _find_swap(flatten.inputs[0])
     rotation = outer and producer(outer.inputs[0], "RotaryEmbedding")

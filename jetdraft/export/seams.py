@@ -42,7 +42,7 @@ a thousand times as large."""
 
 
 def trained_length(model: Any) -> int | None:
-    """The tokens of the texts that a model was trained on; None without a limit."""
+    """The text length, in tokens, that plain RoPE was trained on; None for others."""
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None)
     if not rope:
@@ -68,7 +68,7 @@ def warn_of_length(model: Any, capacity: int) -> None:
 
 
 def check_seams(model: Any, contract: StepContract) -> None:
-    """Raise `UnsupportedModelError` unless both ways give the same logits."""
+    """Raise `UnsupportedModelError` unless jetdraft's pass gives the model's logits."""
     config = model.config.get_text_config(decoder=True)
     names = ("sliding_window", "attention_chunk_size")
     sizes = [getattr(config, name, None) for name in names]
@@ -98,7 +98,7 @@ def check_seams(model: Any, contract: StepContract) -> None:
 
 
 def _gap_of(seam_logits: Tensor, own_logits: Tensor) -> float:
-    """The largest difference, relative to the largest of the model's own logits."""
+    """The largest difference of logits, as a share of the model's largest logit."""
     largest = own_logits.abs().max().clamp(min=1e-6)
     return float((seam_logits - own_logits).abs().max() / largest)
 
@@ -106,9 +106,10 @@ def _gap_of(seam_logits: Tensor, own_logits: Tensor) -> float:
 def _two_passes(
     step: Step, ids: Tensor, slots: int, *others: Tensor
 ) -> tuple[Tensor, set[int]]:
-    """Logits of two passes over buffers of `slots`, and the windows of the layers.
+    """Return the logits of `ids` [1, n] from two passes, and the layers' windows.
 
-    `others` are the inputs before the buffers. The first pass reads two thirds.
+    The first pass reads two thirds of the tokens; the buffers have `slots` rows.
+    `others` are the step's inputs between `answer_rows` and the buffers.
     """
     dtype, count = dtype_of(step.contract), ids.shape[1]
     past = [
@@ -134,7 +135,7 @@ def _two_passes(
 
 
 def _check_last_position(model: Any, contract: StepContract) -> None:
-    """Raise `UnsupportedModelError` if the table of positions is too short."""
+    """Raise `UnsupportedModelError` if a position table ends before the capacity."""
     one = torch.ones(1, dtype=torch.int32)
     past = [
         (torch.zeros(1, heads, 1, size, dtype=dtype_of(contract)),) * 2
@@ -165,7 +166,7 @@ _SOURCE_TOKENS = 24
 
 
 def source_kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
-    """(heads, head_dim) of each layer of the decoder, from the tensors of a pass."""
+    """Return (heads, head_dim) of each decoder layer, measured in a pass."""
     row = torch.zeros(1, 1, dtype=torch.long)
     bins, slots = source_sizes(model)
     source = torch.zeros(1, bins, FRAMES_PER_SLOT * slots) if bins else row
@@ -190,7 +191,7 @@ def source_kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
 
 
 def check_source_seams(model: Any, contract: StepContract) -> None:
-    """Raise `UnsupportedModelError` unless the logits through both ways agree."""
+    """Check an encoder-decoder and its positions as `check_seams` checks a decoder."""
     generator = torch.Generator().manual_seed(0)
     count = min(_SOURCE_TOKENS, contract.capacity, contract.source_slots)
     source, ids = torch.randint(contract.vocab_size, (2, 1, count), generator=generator)
@@ -219,7 +220,7 @@ def check_source_seams(model: Any, contract: StepContract) -> None:
 
 
 def position_limit(model: Any) -> int | None:
-    """The rows of the smaller table of positions; None without such tables."""
+    """The rows of the shortest position table of both halves; None without tables."""
     halves = [model.get_decoder()]
     if not source_sizes(model)[0]:  # an encoder that hears counts frames
         halves.append(model.get_encoder())
@@ -229,7 +230,7 @@ def position_limit(model: Any) -> int | None:
 
 
 def _check_tables(model: Any, contract: StepContract) -> None:
-    """Refuse tables of positions that end before the buffers."""
+    """Raise `UnsupportedModelError` if a position table ends before the capacity."""
     limit = position_limit(model)
     if limit is not None and contract.capacity > limit:
         raise UnsupportedModelError(
@@ -239,10 +240,10 @@ def _check_tables(model: Any, contract: StepContract) -> None:
 
 
 def settle_source(checkpoint: Checkpoint, options: ExportOptions) -> ExportOptions:
-    """The options of an export; for an encoder-decoder, with the safe recipe.
+    """Return the options; an encoder-decoder gets the safe recipe if none is given.
 
-    No text of an encoder-decoder is written to measure others on. A model that hears
-    gets no more rows than it has positions, since no window has a longer text.
+    It writes no text to measure recipes on. The capacity of a speech model is at most
+    its number of positions, since no window has a longer text.
     """
     if not checkpoint.reads_source:
         return options

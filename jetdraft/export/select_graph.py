@@ -28,9 +28,9 @@ OPSET = 24
 def add_selection(
     model: ir.Model, contract: StepContract, checkpoint: Checkpoint, rows: int
 ) -> tuple[ir.Model, Selection]:
-    """The chain or tree graph with selections of that many rows, made in place.
+    """Let a chain or tree graph read `rows` KV rows only; return it and the selection.
 
-    Raises `UnsupportedModelError` for attention that is not plain.
+    Raises `UnsupportedModelError` for sliding windows, softcaps and unequal layers.
     """
     graph = model.graph
     nodes = attentions(graph)
@@ -57,7 +57,7 @@ def add_selection(
 def _turning_length(
     checkpoint: Checkpoint, contract: StepContract, nodes: list[ir.Node], rows: int
 ) -> int | None:
-    """The trained length, beyond which keys turn; None where they never turn."""
+    """The length beyond which keys must turn; None for never, or if they cannot."""
     trained, width = trained_length(checkpoint.model), contract.max_width
     if trained is None or trained >= contract.capacity:
         return None
@@ -138,7 +138,7 @@ def _add_is_selecting(
 
 
 def _add_both_above(make: Maker, *pairs: tuple[ir.Value | None, int]) -> ir.Value:
-    """Whether both values, int32 [1], are above their bounds."""
+    """Add a bool [1]: whether both values, int32 [1], are above their bounds."""
     above = [
         make("Greater", value, make.constant(f"above.{bound}", [bound], np.int32))
         for value, bound in pairs

@@ -60,8 +60,8 @@ class SelectedAttention:
     """Makes the branches of an `If` in place of one GroupQueryAttention.
 
     `state` has the layer's selected rows int64 [1, kv_heads, voted], and the query that
-    selected them. `turns` is a bool [1] of the graph that says whether keys turn, or
-    None if they never do. Both branches give the attention's outputs, then the state.
+    selected them. `turns` is a bool [1] of the graph, whether keys turn to new
+    positions, or None for never. Both branches output attention's values and the state.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SelectedAttention:
         self.scale = node.attributes.get_float("scale", self.size**-0.5)
 
     def whole_branch(self) -> ir.Graph:
-        """Return the branch with the unchanged attention; the selection stays."""
+        """Make the branch with the unchanged attention; it returns the same state."""
         branch, node = Branch(self.graph, f"{self.name}.whole"), self.node
         copy = branch.add(
             ir.Node(
@@ -101,7 +101,7 @@ class SelectedAttention:
         return branch.build(self._set_output_types([*copy, *state]))
 
     def selected_branch(self) -> ir.Graph:
-        """Return the branch that attends to selected rows and the pass's own."""
+        """Make the branch that attends to selected rows and to the rows of the pass."""
         branch = Branch(self.graph, f"{self.name}.selected")
         query, key, value = self._projections(branch)
         count = branch("Shape", query, start=1, end=2)
@@ -137,7 +137,7 @@ class SelectedAttention:
         return branch.build(self._set_output_types([answer, keys, values, *state]))
 
     def _projections(self, branch: Branch) -> list[Value]:
-        """Query, key and value [1, n, heads * size], rotated as attention does."""
+        """Return query, key, value [1, n, heads * size], rotated as attention would."""
         node, size = self.node, self.size
         widths = [heads * size for heads in (self.heads, *[self.kv_heads] * 2)]
         if node.inputs[1] is None:  # packed
@@ -159,7 +159,7 @@ class SelectedAttention:
         return rows
 
     def _by_head(self, branch: Branch, rows: Value) -> Value:
-        """New keys or values as the buffers have them, [1, kv_heads, n, size]."""
+        """Reshape new keys or values as in the buffers, to [1, kv_heads, n, size]."""
         split = branch.reshape(rows, 1, -1, self.kv_heads, self.size)
         return branch("Transpose", split, perm=[0, 2, 1, 3])
 
@@ -176,7 +176,7 @@ class SelectedAttention:
     def _update_selection(
         self, branch: Branch, queries: Value, keys: Value, start: Value
     ) -> list[Value]:
-        """Return the selected rows and their query: the old ones, or a new vote."""
+        """Return the old rows and query, or the rows of a new vote and their query."""
         mean = branch("ReduceMean", queries, branch.vector(1), keepdims=0)
         near = branch("Sub", start, branch.vector(self.selection.recent))
         product = branch("ReduceSum", branch("Mul", mean, self.query), keepdims=0)
@@ -198,7 +198,7 @@ class SelectedAttention:
         return branch.several("If", 2, stays, then_branch=before, else_branch=after)
 
     def _vote(self, branch: Branch, mean: Value, keys: Value, near: Value) -> Value:
-        """Return the rows that the query heads vote for, int64 [1, kv_heads, voted]."""
+        """Return the rows before `near` with most votes, int64 [1, kv_heads, voted]."""
         first = branch.vector(self.selection.first)
         between = branch("Slice", keys, first, near, branch.vector(2))
         scores = self._scores(branch, mean, between)
@@ -213,7 +213,7 @@ class SelectedAttention:
         return branch("Add", places, first)
 
     def _read_slots(self, branch: Branch, voted: Value, slots: Value) -> Value:
-        """Return the slots of all rows that are read, int64 [1, kv_heads, t, 1]."""
+        """Join the first slots, `voted` and `slots`, to int64 [1, kv_heads, t, 1]."""
         first = self.selection.first
         bounds = (branch.scalar(bound, np.int64) for bound in (0, first, 1))
         begin = branch("Range", *bounds)
@@ -229,7 +229,7 @@ class SelectedAttention:
     def _turn_keys(
         self, branch: Branch, keys: Value, chosen: Value, end: Value, turns: Value
     ) -> Value:
-        """The keys, turned to adjoining positions where `turns` is true."""
+        """Rotate keys to consecutive positions before `end`, where `turns` is true."""
         far = Branch(self.graph, f"{self.name}.far")
         near = Branch(self.graph, f"{self.name}.near")
         count = far("Shape", chosen, start=2, end=3)
@@ -255,10 +255,10 @@ class SelectedAttention:
         bounds: tuple[Value, Value, Value],
         count: Value,
     ) -> Value:
-        """What is added to the scores: rows do not see the rows after them [n, t].
+        """Return the bias [n, t] of the scores, which hides later rows from a row.
 
-        A bias of the attention hides slots too; those before the recent rows are
-        committed, and hidden from nobody.
+        From the recent rows on it includes the attention's own bias. The slots before
+        them are committed, and every row sees them.
         """
         start, near, end = bounds
         rows = branch.reshape(
@@ -282,7 +282,7 @@ class SelectedAttention:
         return [*ends, branch.scalar(1, np.int64)]
 
     def _set_output_types(self, outputs: list[Value]) -> list[Value]:
-        """The outputs with their types; buffers of a known shape stay in place."""
+        """Set types and shapes of outputs: buffers of a known shape stay in place."""
         kept = len(self.node.outputs)
         for value, old in zip(outputs, self.node.outputs, strict=False):
             value.type, value.shape = old.type, old.shape
@@ -290,7 +290,7 @@ class SelectedAttention:
         return outputs
 
     def _set_state_types(self, values: list[Value]) -> list[Value]:
-        """The values with the type and shape of the state."""
+        """Give rows and query the types and shapes of the state; return them."""
         for value, old in zip(values, (self.rows, self.query), strict=True):
             value.type, value.shape = old.type, old.shape
         return values

@@ -63,7 +63,7 @@ class SourceStep(Step):
     """One pass of a decoder that reads a source, as its contract declares it."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Only the weights that the decoder reads."""
+        """Yield, unlike the parent, only the weights that the decoder's graph reads."""
         hidden = encoder_parameters(self.model)
         for name, weight in super().named_parameters(*args, **kwargs):
             if id(weight) not in hidden:
@@ -79,7 +79,7 @@ class SourceStep(Step):
         source_length: Tensor,
         *rest: Any,
     ) -> list[Tensor]:
-        """The outputs of the contract; `rest` is the cross buffers, then the past."""
+        """Return the contract's outputs; `rest` is the cross buffers, then the past."""
         *cross, past = rest
         plain = make_state(position_ids, cursor, total_length, past)
         bias = self.slot_distance_bias(position_ids, position_ids, cursor)
@@ -90,7 +90,7 @@ class SourceStep(Step):
     def logits(
         self, state: Any, input_ids: Tensor, position_ids: Tensor, answer_rows: Tensor
     ) -> Tensor:
-        """The logits of the rows to answer for, float32 [1, m, n]."""
+        """Run the model; return the logits of the answered rows, float32 [1, m, n]."""
         rows = slice(None), answer_rows
         with at_positions(self.model, position_ids), answering_rows(self.model, rows):
             logits: Tensor = self.model(
@@ -99,7 +99,7 @@ class SourceStep(Step):
         return logits.float()
 
     def model_inputs(self, cross: KeysAndValues) -> dict[str, Any]:
-        """Return the arguments that stand for an encoded source: the cross buffers."""
+        """Return model arguments that pass cross buffers in place of a source."""
         # Never read, since the cross buffers are written already.
         width = self.model.get_input_embeddings().weight.shape[1]
         states = torch.zeros(1, 1, width, dtype=dtype_of(self.contract))
@@ -112,7 +112,7 @@ class SourceStep(Step):
     def source_state(
         self, plain: StepState, source_length: Tensor, bias: Tensor | None
     ) -> SourceState:
-        """Return the state of a pass that reads a source, with a bias of its rows."""
+        """Return `plain` with `bias`, and with a bias that hides empty source slots."""
         slots = torch.arange(self.contract.source_slots)
         beyond = (slots >= source_length).to(dtype_of(self.contract)) * HIDDEN
         return SourceState(
@@ -127,7 +127,10 @@ class SourceStep(Step):
     def slot_distance_bias(
         self, rows: Tensor, positions: Tensor, cursor: Tensor, both_ways: bool = False
     ) -> Tensor | None:
-        """The bias [1, heads, n, slots] by the distance from rows [1, n], if any."""
+        """Return the bias [1, heads, n, slots] by distance; None if the model has none.
+
+        `rows` [1, n] are positions of queries, `positions` of the slots from `cursor`.
+        """
         if relative_bias_module(self.model) is None:
             return None
         slots = torch.arange(self.contract.slots)
@@ -140,15 +143,15 @@ class SourceStep(Step):
 
 
 class EncoderStep(Step):
-    """The encoder, and the decoder's projections of what it gives."""
+    """The encoder's pass: it makes the cross keys and values of all decoder layers."""
 
     @property
     def declared_tensors(self) -> tuple[Specs, Specs, Specs]:
-        """A source, no buffers, and the cross buffers."""
+        """The inputs (a source), no past buffers, and the outputs (cross buffers)."""
         return (self.contract.encoder_input,), (), self.contract.cross_inputs
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Only the weights that the encoder reads."""
+        """Yield, unlike the parent, only the weights that the encoder's graph reads."""
         own = encoder_parameters(self.model)
         own |= {id(w) for w in self.model.get_encoder().parameters()}
         for name, weight in super().named_parameters(*args, **kwargs):
@@ -164,7 +167,7 @@ class EncoderStep(Step):
     def forward(  # type: ignore[override]
         self, source: Tensor, past: list[Tensor]
     ) -> list[Tensor]:
-        """The cross buffers of a source, in the contract's order."""
+        """Return the cross buffers of a source, in the contract's order."""
         if self.contract.source_bins:
             source = source.to(dtype_of(self.contract))
         states = self.model.get_encoder()(source).last_hidden_state
@@ -183,7 +186,7 @@ def _fill_buffer(rows: Tensor, shape: tuple[Any, ...]) -> Tensor:
 
 
 def _pad_to_buffer(rows: Tensor, shape: tuple[Any, ...]) -> Tensor:
-    """Reshape rows [1, source, heads * d] to a buffer of that shape, zeros behind."""
+    """Reshape rows [1, source, heads * d] to a buffer of that shape; pad with zeros."""
     _, heads, slots, size = shape
     split = rows.view(1, -1, heads, size).transpose(1, 2)
     # Computed, since zeros alone would be a constant as large as the buffer.

@@ -21,9 +21,9 @@ OPSET = 24
 
 
 def standardize(model: ir.Model, scattered: bool) -> None:
-    """Rewrite a traced graph in place, with ScatterND if `scattered`.
+    """Rewrite a traced graph to ai.onnx operators, with ScatterND if `scattered`.
 
-    Raises `UnsupportedModelError`.
+    It changes the graph in place. Raises `UnsupportedModelError` for sliding windows.
     """
     graph = model.graph
     for node in attentions(graph):
@@ -88,7 +88,7 @@ def _write_rows_nd(make: Maker, past: Value | None, rows: Value, start: Value) -
 
 
 def _count_along(make: Maker, rows: Value, axis: int, start: Value | None) -> Value:
-    """Count along an axis of [1, heads, n], from `start` or 0 on."""
+    """Number an axis of [1, heads, n] from `start` or 0 on; the result broadcasts."""
     zero, one = (make.constant(f"number_{n}", n) for n in (0, 1))
     count = make("Squeeze", make("Shape", rows, start=axis, end=axis + 1))
     numbers = make("Range", zero, count, one)

@@ -33,8 +33,8 @@ Specs = tuple[TensorSpec, ...]
 class Step(torch.nn.Module):
     """One pass of a causal LM over fixed buffers, as the graph contract declares it.
 
-    Run in torch, it says what its own graph must compute; then the returned buffers are
-    copies. With a `cut` it also gives the hidden states that enter the top `cut`
+    Run in torch, it computes what its graph must compute, but returns copies of the
+    buffers. With a `cut` it also returns the hidden states that enter the top `cut`
     layers, and with `taps` features for a head. `ids` int64 [n] are the tokens of the
     LM head's rows, None for all. The traced graph has `extra_inputs` and
     `extra_outputs` after the contract's own.
@@ -60,7 +60,7 @@ class Step(torch.nn.Module):
 
     @property
     def decoder(self) -> Any:
-        """The model of transformers."""
+        """The model of transformers that this step runs."""
         return self.model
 
     @property
@@ -106,7 +106,7 @@ class Step(torch.nn.Module):
         position_ids: Tensor,
         answer_rows: Tensor,
     ) -> list[Tensor]:
-        """The outputs of a pass with that state, as `forward` gives them."""
+        """Run a pass with `state`; return what `forward` returns."""
         head, cut, features = (list[Tensor]() for _ in range(3))
         with contextlib.ExitStack() as hooks:
             hooks.enter_context(attending(state))
@@ -152,7 +152,7 @@ class Step(torch.nn.Module):
         return logits.float()
 
     def answers(self, logits: Tensor) -> list[Tensor]:
-        """Return the four answer outputs for logits float32 [1, m, n]."""
+        """Return candidates, their logits, logsumexp, and `logits` [1, m, n] itself."""
         values, places = torch.topk(logits, self.contract.candidates)
         sums = log_sum_exp(logits, values[..., :1])[..., 0]
         # WebGPU gathers integers of 32 bits only.
@@ -161,18 +161,18 @@ class Step(torch.nn.Module):
 
     @property
     def unquantized_weights(self) -> dict[str, Tensor]:
-        """The weights not to quantize: a fusion reads the model's largest numbers."""
+        """The weights that stay floats: a fusion reads the model's largest numbers."""
         return {name: weight.data for name, weight in self.taps.named_parameters()}
 
     def dtype_of(self, weight: str) -> torch.dtype:
-        """The type that the graph has a weight in, by its name in the module."""
+        """Return the type that the graph has for the weight of that name."""
         if weight.startswith(f"{_FUSION_PREFIX}."):
             return torch.float32  # states overflow float16
         return dtype_of(self.contract)
 
 
 def _collect_inputs(module: torch.nn.Module, states: list[Tensor]) -> Any:
-    """Collect the hidden states that enter `module`; gives the handle of the hook."""
+    """Register a hook that appends a module's input to `states`; return its handle."""
 
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states.append(args[0] if args else kwargs["hidden_states"])
@@ -181,7 +181,7 @@ def _collect_inputs(module: torch.nn.Module, states: list[Tensor]) -> Any:
 
 
 def zeros(spec: TensorSpec, *sizes: int) -> Tensor:
-    """Return zeros for a declaration; `sizes` as of `TensorSpec.shape_for`."""
+    """Return zeros for a declaration; `sizes` are passed to `TensorSpec.shape_for`."""
     return torch.zeros(spec.shape_for(*sizes), dtype=getattr(torch, spec.dtype))
 
 
@@ -212,7 +212,7 @@ PACKET = 16
 
 
 def log_sum_exp(logits: Tensor, largest: Tensor) -> Tensor:
-    """log(sum(exp)) of each row [..., 1]; ReduceLogSumExp is slow on the CPU."""
+    """Return log(sum(exp)) of rows, [..., 1]; ReduceLogSumExp is slow on the CPU."""
     total = (logits - largest).exp().sum(-1, keepdim=True)
     # The CPU takes logarithms in packets, and those left over with another function:
     # copies fill a packet, so that no row's last bit depends on the number of rows.
@@ -231,7 +231,7 @@ def dtype_of(contract: StepContract) -> torch.dtype:
 
 
 def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
-    """(kv_heads, head_dim) of each layer, from the tensors of a pass over one row."""
+    """Return (kv_heads, head_dim) of each layer, measured in a pass over one row."""
     row = torch.zeros(1, 1, dtype=torch.long)
 
     def run(cache: Cache) -> None:
@@ -248,7 +248,7 @@ def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
 
 
 def run_one_row(model: Any, run: Callable[[Cache], object]) -> StepState:
-    """The state after a pass of one row, which makes the buffers of all layers."""
+    """Let `run` run the model on one row; return the state with the layers' buffers."""
     one = torch.ones(1, dtype=torch.int32)
     state = StepState(cursor=one - 1, last_row=one - 1, total_length=one, past=[])
     try:
@@ -260,7 +260,7 @@ def run_one_row(model: Any, run: Callable[[Cache], object]) -> StepState:
 
 
 class _BufferMaker(PassThroughCache):
-    """Gives each layer a buffer of one row when the layer runs."""
+    """A cache that makes a buffer of one row for each layer, when the layer runs."""
 
     def __init__(self, state: StepState) -> None:
         super().__init__()
@@ -274,14 +274,14 @@ class _BufferMaker(PassThroughCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Add the buffers of a layer to the state."""
+        """Add buffers of zeros for a layer to the state; return its new rows."""
         buffers = torch.zeros_like(key_states), torch.zeros_like(value_states)
         self.state.past.append(buffers)
         return super().update(key_states, value_states, layer_idx)
 
 
 def export_error(model: Any, error: BaseException) -> UnsupportedModelError:
-    """An error with the innermost reason; an `UnsupportedModelError` stays as it is."""
+    """Return an `UnsupportedModelError` from the causes, or made of the innermost."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, UnsupportedModelError):

@@ -32,7 +32,7 @@ MAX_TRACES = 4
 
 
 class KeptTraces:
-    """The last graphs by their fingerprints, each as the bytes of an ONNX file."""
+    """A cache of the last traced graphs: ONNX files as bytes, by fingerprint."""
 
     def __init__(self) -> None:
         self._files: dict[str, bytes] = {}
@@ -40,7 +40,7 @@ class KeptTraces:
     def get_or_make(
         self, key: str | None, make: Callable[[], onnx_ir.Model]
     ) -> onnx_ir.Model:
-        """The graph with that key, made if it is not kept or has no key."""
+        """Return the kept graph of that key; make it if there is no graph or no key."""
         if key is None:
             return make()
         file = self.read(key)
@@ -66,7 +66,7 @@ KEPT_TRACES = KeptTraces()
 
 
 class _StepWithWeights(torch.nn.Module):
-    """A step that takes its weights as the last input, since constants are folded."""
+    """A step that takes its weights as inputs; torch would fold them as constants."""
 
     step: torch.nn.Module
 
@@ -77,7 +77,7 @@ class _StepWithWeights(torch.nn.Module):
         self.names = names
 
     def forward(self, *inputs: Any) -> list[torch.Tensor]:
-        """The step's outputs; the last input holds the weights."""
+        """Return the step's outputs; the last input is a list of the weights."""
         *others, weights = inputs
         named = dict(zip(self.names, weights, strict=True))
         outputs: list[torch.Tensor] = torch.func.functional_call(
@@ -87,11 +87,11 @@ class _StepWithWeights(torch.nn.Module):
 
 
 def trace(step: Step, names: Mapping[int, str]) -> onnx_ir.Model:
-    """Trace a step into a float step graph; raises `UnsupportedModelError`.
+    """Trace a step into a graph in floats; raises `UnsupportedModelError`.
 
-    The weights are read from the model when they are needed. A weight whose id is not
-    in `names` must not be fused or quantized: it stays an input, after all other
-    inputs, until `make_inputs_constant`.
+    `names` maps ids of weights to their names in the checkpoint. These weights become
+    constants, read when needed. Other weights, which must not be fused or quantized,
+    stay the last inputs until `make_inputs_constant`.
     """
     _pin_rotary_frequencies(step.decoder, step.contract.capacity)
     step.eval()
@@ -153,7 +153,7 @@ def _export_step(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Mod
 def _dynamic_shapes(
     contract: StepContract, specs: tuple[TensorSpec, ...]
 ) -> list[dict[int, Any] | None]:
-    """For each input its dynamic axes by index; None if it has none."""
+    """Return a map of dynamic axes by index for each input; None without any."""
     widest = max(TRACED_ROWS + 1, contract.max_width)
     dims = {axis: torch.export.Dim(axis, min=1, max=widest) for axis in (ROWS, ANSWERS)}
     dims[PROBES] = torch.export.Dim(PROBES, min=0, max=16 * widest)
@@ -170,7 +170,7 @@ def _dynamic_shapes(
 
 
 def _pin_rotary_frequencies(model: Any, capacity: int) -> None:
-    """Fix rotary frequencies that depend on the length: cached keys are rotated.
+    """Fix rotary frequencies that change with the text length: keys are cached.
 
     Raises `UnsupportedModelError` if they change within the capacity.
     """
@@ -218,11 +218,11 @@ class UnknownStateError(Exception):
 
 
 def fingerprint(step: torch.nn.Module) -> str | None:
-    """A hash that two steps share only if the tracer makes the same graph of them.
+    """Return a hash, equal for two steps only if they are traced to the same graph.
 
     It covers modules with their fields, methods and functions, and the bytes of tensors
     that become constants. Parameters are inputs of the graph, so only their names,
-    shapes and types count. None for a step with an object of C in it.
+    shapes and types count. None for a step with an object that is written in C.
     """
     writer = _FingerprintWriter()
     try:
@@ -233,7 +233,7 @@ def fingerprint(step: torch.nn.Module) -> str | None:
 
 
 class _FingerprintWriter:
-    """Writes objects into a digest; an object that comes again is a number."""
+    """Writes objects into a digest; an object seen before is written as a number."""
 
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
@@ -287,7 +287,7 @@ class _FingerprintWriter:
         self.write_all("set", sorted(values, key=repr))
 
     def write_object(self, value: Any) -> None:
-        """An object whose whole state is its fields; another may hide some in C."""
+        """Write an object by its fields; raise if it may have state outside of them."""
         kind = type(value)
         bases = [base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE_FLAG]
         slots = any(vars(base).get("__slots__") for base in kind.__mro__)
@@ -302,7 +302,7 @@ class _FingerprintWriter:
         self.write_all("fields", [part for item in fields.items() for part in item])
 
     def _write_methods(self, kind: type) -> None:
-        """Write where the functions of a class are: a program may replace some."""
+        """Write where the code of a class's methods is: a program may replace some."""
         for name, value in vars(kind).items():
             if isinstance(value, types.FunctionType):
                 code = value.__code__

@@ -20,7 +20,7 @@ _OPSET = 24
 def make_tree_graph(
     chain: ir.Model, contract: StepContract, source: str
 ) -> ir.Model | None:
-    """Add a draft mask to the chain graph, in place, and return it.
+    """Add a draft mask to the chain graph, in place, and return the graph.
 
     None for a model without layers, or with sliding windows. If the chain graph itself
     needs a mask, windows raise `UnsupportedModelError`.
@@ -41,10 +41,10 @@ def make_tree_graph(
 
 
 def _row_bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
-    """Return the attention bias of the rows.
+    """Return the attention bias of a pass's rows, without probes.
 
-    It is made of a new mask input. If the graph has a bias for rows and probes, the
-    part of the rows is cut from it.
+    It is made of a new mask input. If the graph has a bias for rows and probes already,
+    it is the rows' slice of that bias.
     """
     full_bias = find_bias(graph)
     if full_bias is None:
@@ -63,13 +63,13 @@ def _row_bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
 
 
 def make_compaction_graph(contract: StepContract, scattered: bool = False) -> ir.Model:
-    """The graph that moves accepted rows together, as `Cache.compact` runs it.
+    """Make the graph that moves accepted rows together, for `Cache.compact`.
 
     It has no weights. In every buffer it gathers the rows `source` (int64 [m]) and
     writes them to row `target` (int64 [1]) and the rows after it. All rows of a buffer
     are gathered before the first row is written, so past and present may be the same
     memory. WebGPU has no TensorScatter: a `scattered` graph uses ScatterND, and its
-    `target` is int64 [m], a place for each row.
+    `target` is int64 [m], a slot for each row.
     """
     source = new_value(TensorSpec("source", "int64", ("m",)))
     target = new_value(TensorSpec("target", "int64", ("m" if scattered else 1,)))
@@ -96,7 +96,7 @@ def make_compaction_graph(contract: StepContract, scattered: bool = False) -> ir
 
 
 def _scatter_indices(make: Maker, target: ir.Value, heads: int) -> ir.Value:
-    """The place (0, head, slot) of each row in a buffer, int64 [1, heads, m, 3].
+    """Return the index (0, head, slot) of each row, int64 [1, heads, m, 3].
 
     A sum of slots (0, 0, slot) and heads (0, head, 0), since a shape would be computed
     on the host.

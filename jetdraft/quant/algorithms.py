@@ -44,7 +44,7 @@ GPTQ_COLUMNS = 4096
 
 
 def rtn(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> Blocks:
-    """Symmetric; a block's largest magnitude becomes the most negative integer.
+    """Round to nearest; a block's largest magnitude becomes the least integer.
 
     `matrix` is float [rows, columns]; `moments` are not read.
     """
@@ -84,7 +84,7 @@ def whole_columns(matrix: Floats) -> Blocks:
 def k_quant(
     matrix: Floats, bits: int, block_size: int, moments: Floats | None
 ) -> Blocks:
-    """With a zero per block; `moments` are not read."""
+    """Find scale and zero of each block by least squares; ignore `moments`."""
     blocks = into_blocks(matrix.T, block_size, np.float32)
     columns, count, _ = blocks.shape
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -100,7 +100,7 @@ def k_quant(
 
 
 def hqq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> Blocks:
-    """With a zero per block; `moments` are not read."""
+    """Find the zero of each block by a robust norm; ignore `moments`."""
     blocks = into_blocks(matrix.T, block_size, np.float32)
     columns, count, _ = blocks.shape
     quantizer = HQQWeightOnlyQuantizer(HQQWeightOnlyQuantConfig(block_size=block_size))
@@ -121,7 +121,9 @@ def hqq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> B
 
 
 def gptq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> Blocks:
-    """Symmetric; `moments` [rows, rows] are the sums of x x^T over the inputs x.
+    """Round input by input, and correct the inputs that follow; without zeros.
+
+    `moments` [rows, rows] are the sums of x x^T over the inputs x.
 
     onnxruntime 1.31 has a GPTQ too, but it reads the side of the inverse's triangle
     that is zero, so it passes no error on and it only rounds.

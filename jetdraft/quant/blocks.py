@@ -17,13 +17,14 @@ Order = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Blocks:
-    """The matrix `(integers - zeros) * scales`, which has `rows` rows.
+    """A quantized matrix of `rows` rows, `(integers - zeros) * scales`.
 
-    `packed` uint8 [columns, blocks, bytes] holds the integers, the first in the lowest
-    bits; `scales` are float and `zeros` uint8, both [columns, blocks]. Without `zeros`,
-    the middle of the integers' range stands for 0. With an `order` int64 [rows], row i
-    belongs to input `order[i]`. A `whole` matrix has one block for each column, of
-    integers with seven bits, for products of integers.
+    A block holds integers of one column that share a scale. `packed` uint8 [columns,
+    blocks, bytes] has the first integer of a byte in its lowest bits; `scales` are
+    float and `zeros` uint8, both [columns, blocks]. Without `zeros`, the middle of the
+    integers' range stands for 0. With an `order` int64 [rows], row i belongs to input
+    `order[i]`. A `whole` matrix has one block for each column, of integers with seven
+    bits, for products of integers.
     """
 
     packed: Bytes
@@ -38,7 +39,7 @@ class Blocks:
     def of(
         cls, integers: Bytes, scales: Floats, zeros: Bytes | None, bits: int, rows: int
     ) -> Blocks:
-        """Pack integers below 2^bits, uint8 [columns, blocks, block_size]."""
+        """Make blocks of integers below 2^bits, uint8 [columns, blocks, block_size]."""
         return cls(_pack_integers(integers, bits), scales, zeros, bits, rows)
 
     @classmethod
@@ -61,7 +62,7 @@ class Blocks:
 
     @property
     def form(self) -> object:
-        """A value that is equal for matrices which can be concatenated."""
+        """A value that is equal for matrices which can be concatenated by columns."""
         order = None if self.order is None else self.order.tobytes()
         return self.bits, self.block_size, self.zeros is None, order, self.whole
 

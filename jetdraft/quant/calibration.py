@@ -23,9 +23,10 @@ MAX_WINDOWS = 32
 
 
 class Windows:
-    """A text as token ids, int64 [windows, length].
+    """A text as token ids `ids`, int64 [windows, length].
 
-    The last `scored` of each window are compared; `tokens` int64 [n] are counted.
+    KL is measured on the last `scored` tokens of each window; frequencies of tokens are
+    counted in `tokens` int64 [n].
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Windows:
 
     @classmethod
     def of(cls, file: Path, tokenizer: str | None, longest: int = WINDOW) -> Windows:
-        """Windows of equal length, at most `longest` tokens, spread evenly over a file.
+        """Read equal windows of at most `longest` tokens, spread evenly over a file.
 
         `tokenizer` is the JSON of a tokenizers.Tokenizer. Raises `DataError` without
         it, or if the file cannot be read or has fewer than two tokens.
@@ -63,7 +64,7 @@ class Windows:
 
 
 def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
-    """The sums of x x^T over the inputs x of each linear layer, by weight name."""
+    """Sum x x^T over the inputs x of each linear layer; return sums by weight name."""
     sums: dict[str, Floats] = {}
     # Layers that read the same tensor, for example q, k and v, share one sum.
     owners: dict[str, str] = {}

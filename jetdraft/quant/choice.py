@@ -49,9 +49,9 @@ def choose_recipe(
 ) -> tuple[Recipe, float]:
     """Choose the cheapest recipe whose KL is at most `bound`; return it and its KL.
 
-    First the rungs of four bits, from the most exact down while they hold; if none
-    holds, a mix of four and eight bits, or eight bits. `progress(stage, done, total)`
-    is called after each step. The KL is the mean in nats per token.
+    It tries the recipes of four bits from the most exact down, while they stay within
+    the bound; if none does, a mix of four and eight bits, or eight bits. The KL is the
+    mean in nats per token. `progress(stage, done, total)` is called after each step.
     """
     chosen: tuple[Recipe, float] | None = None
     for done, name in enumerate(reversed(FOUR_BIT_RUNGS), start=1):
@@ -69,7 +69,7 @@ def choose_recipe(
 def _choose_mix(
     divergence: Divergence, progress: Callable[[str, int, int], None], bound: float
 ) -> tuple[Recipe, float]:
-    """The mix with the fewest bytes that meets the bound, or eight bits."""
+    """Return the smallest mix within the bound, or else eight bits, and its KL."""
     for done, top in enumerate(map(Recipe.parse, EIGHT_BIT_RUNGS), start=1):
         top_kl = divergence.mean_kl(top)
         divergence.drop_blocks()
@@ -109,7 +109,7 @@ class Limit:
 
 
 class Sensitivity:
-    """Finds mixes of a recipe, whose most sensitive units have twice the bits."""
+    """Finds mixes: recipes that give the most sensitive units twice the bits."""
 
     def __init__(self, divergence: Divergence, recipe: Recipe) -> None:
         self.divergence = divergence
@@ -143,7 +143,7 @@ class Sensitivity:
         return self._mix_within_kl(order, limit.max_kl)
 
     def _mix_within_bytes(self, order: list[Unit], most: int) -> tuple[Recipe, float]:
-        """Raise as many units as fit, in this order."""
+        """Raise each unit of `order` that still fits; return the mix and its KL."""
         size = self.divergence.bytes_of(self.recipe)
         if size > most:
             raise OptionError(
@@ -160,7 +160,7 @@ class Sensitivity:
         return recipe, self.divergence.mean_kl(recipe)
 
     def _mix_within_kl(self, order: list[Unit], most: float) -> tuple[Recipe, float]:
-        """Raise the fewest units that are enough, in this order, by bisection."""
+        """Raise the fewest first units of `order` that reach a KL of `most`."""
         mixes: dict[int, tuple[Recipe, float]] = {}
 
         def enough(count: int) -> bool:
@@ -206,13 +206,13 @@ def choose_drafter_recipe(
     target_recipe: Recipe,
     ids: torch.Tensor | None = None,
 ) -> DrafterChoice:
-    """The recipe with which a pair decodes the most tokens in the time of its passes.
+    """Choose the drafter's recipe with which the pair decodes fastest.
 
     A pass takes the time that its bytes take. With the acceptance a of a token, K
     drafted tokens give (1 - a^(K+1)) / (1 - a) tokens for one pass of the target and K
     passes of the drafter (Leviathan et al., 2211.17192, theorem 3.8). Four bits that
     cost less acceptance than `MAX_ACCEPTANCE_LOSS` are taken at once, for the whole
-    drafter or for its LM head. A drafter may choose among the tokens `ids` only.
+    drafter or for its LM head. `ids` int64 [n] are all that it may draft, None for all.
     """
     pass_cost = PASS_BYTES + target.bytes_of(target_recipe)
 

@@ -26,10 +26,10 @@ BATCH_TOKENS = 256
 
 
 class Divergence:
-    """Measures recipes on a torch model, whose units are its layers and its head.
+    """Measures how far recipes move a torch model over a text, and how large they are.
 
-    `moments` are the result of `second_moments`, for algorithms that need them.
-    `rounds_inputs` says whether the provider rounds what it multiplies weights with.
+    `units` are its layers and its LM head. `moments` are the result of
+    `second_moments`. With `rounds_inputs` the provider rounds the inputs of products.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Divergence:
     def kl_of_units(
         self, recipes: Mapping[Unit, Recipe], batches: int | None = None
     ) -> float:
-        """The mean KL when only these units are quantized; over the first `batches`."""
+        """Return mean KL with only these units quantized, on the first `batches`."""
         total, rows = 0.0, 0
         with self._quantizing(recipes):
             for full, ids in zip(self._logprobs[:batches], self.batches, strict=False):
@@ -86,7 +86,7 @@ class Divergence:
     def overlap(
         self, recipe: Recipe, other: Divergence, ids: torch.Tensor | None = None
     ) -> float:
-        """The mean of sum(min(p, q)) with this model's q and another model's p.
+        """Return the mean of sum(min(p, q)), with this model's q and another model's p.
 
         It is the share of drafted tokens that a target accepts (Leviathan et al.,
         2211.17192, corollary 3.6). `ids` int64 [n] are the tokens of this model's
@@ -111,11 +111,11 @@ class Divergence:
         return sum(_matrix_bytes(layer, recipe) for layer in self.units[unit].values())
 
     def drop_blocks(self) -> None:
-        """Drop the integers of the recipes that were measured, to free memory."""
+        """Free the quantized weights that are cached for recipes measured so far."""
         self._blocks.clear()
 
     def _blocks_of(self, name: str, layer: torch.nn.Linear, recipe: Recipe) -> Blocks:
-        """Return the integers of a weight by a recipe; they are computed once."""
+        """Return a weight quantized by a recipe; it is computed once and cached."""
         key = name, recipe
         if key not in self._blocks:
             matrix = layer.weight.detach().float().numpy().T
@@ -150,9 +150,9 @@ class Divergence:
 def _rounding(
     module: torch.nn.Module, blocks: Blocks, dtype: torch.dtype, inputs: bool
 ) -> Iterator[None]:
-    """Quantize a module while it runs: one matrix at a time is in floats of `dtype`.
+    """Let a module run with quantized weights, as floats of `dtype`, inside the block.
 
-    With `inputs` what it reads is rounded too.
+    With `inputs` its inputs are rounded too. Floats exist only while the module runs.
     """
     original = module.weight.data
 
@@ -194,7 +194,7 @@ def round_to_int8(values: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _check_measurable(name: str, module: torch.nn.Module) -> None:
-    """Refuse matrices outside of linear layers, since no unit contains them."""
+    """Raise `OptionError` for matrices outside of linear layers: no unit has them."""
     weights = module.named_parameters(recurse=False)
     matrices = [weight_name for weight_name, weight in weights if weight.dim() > 1]
     if matrices and not isinstance(module, torch.nn.Embedding):

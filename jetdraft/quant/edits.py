@@ -29,7 +29,7 @@ def new_value(spec: TensorSpec) -> ir.Value:
 
 
 def initializer(graph: ir.Graph, name: str, array: npt.NDArray[np.generic]) -> ir.Value:
-    """A constant of the graph by name; an existing constant is not replaced."""
+    """Return the constant `name` of a graph; add it, with `array`, if it is missing."""
     if name in graph.initializers:
         return graph.initializers[name]
     tensor, shape = ir.tensor(array, name=name), ir.Shape(array.shape)
@@ -46,7 +46,7 @@ def add_derived(
     function: Callable[..., Array],
     shape: Sequence[int],
 ) -> ir.Value:
-    """A constant that `function` computes from others when the graph is written."""
+    """Add a constant that `function` makes of `sources` when the graph is written."""
     constants = [value.const_value for value in sources if value.const_value]
     dtype = constants[0].dtype
 
@@ -73,7 +73,7 @@ class Maker:
     def __call__(
         self, kind: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any
     ) -> ir.Value:
-        """The output of a new node."""
+        """Add a node; return its only output."""
         return self.several(kind, 1, *inputs, domain=domain, **attributes)[0]
 
     def several(
@@ -84,12 +84,12 @@ class Maker:
         domain: str = "",
         **attributes: Any,
     ) -> list[ir.Value]:
-        """All outputs of a new node."""
+        """Add a node with `count` outputs; return all of them."""
         node = ir.node(kind, list(inputs), attributes, domain=domain, num_outputs=count)
         return self.add(node)
 
     def add(self, node: ir.Node) -> list[ir.Value]:
-        """Insert a node; gives its outputs."""
+        """Insert a node; return its outputs."""
         if self.before is None:
             self.graph.append(node)
         else:
@@ -99,16 +99,16 @@ class Maker:
     def constant(
         self, name: str, numbers: object, kind: npt.DTypeLike = np.int64
     ) -> ir.Value:
-        """A constant of the graph; a name gives the same constant each time."""
+        """Return the constant `name`; add it, with `numbers`, if it is missing."""
         return self.array(name, np.array(numbers, kind))
 
     def array(self, name: str, array: Array) -> ir.Value:
-        """A constant that is an array already."""
+        """Return the constant `name`; add it, with `array`, if it is missing."""
         return initializer(self.graph, name, array)
 
 
 def replace_values(old: Iterable[ir.Value], new: Iterable[ir.Value]) -> None:
-    """Replace values wherever they are read; a graph output keeps its name."""
+    """Let all readers of `old` values read `new`; a graph output keeps its name."""
     for before, after in zip(old, new, strict=True):
         after.shape = before.shape
         if before.dtype is not None:

@@ -131,7 +131,7 @@ class Quantization:
         return quantize(matrix, recipe, self.moments.get(name))
 
     def _concatenate_packed(self, names: list[str], dtype: npt.DTypeLike) -> Blocks:
-        """The checkpoint's integers of these weights, side by side."""
+        """Return the checkpoint's integers of these weights, joined by columns."""
         blocks = Blocks.concatenated([self.packed[name] for name in names])
         if self.standard and (blocks.zeros is not None or blocks.bits not in _SIGNED):
             raise OptionError(

@@ -48,7 +48,7 @@ class BlockConfig(HeadConfig):
 class BlockDrafter(DraftModule):
     """Decoder layers whose rows attend in both directions inside a block.
 
-    A subclass sets its embedding, its LM head, and `keys_of`.
+    A subclass sets its embedding and its LM head, and overrides `embed`.
     """
 
     config: BlockConfig
@@ -69,7 +69,7 @@ class BlockDrafter(DraftModule):
     def forward(
         self, context: Tensor, block: Tensor, positions: Tensor, attention: Attention
     ) -> Tensor:
-        """The normed states [b, q, h] of the block, and of text before it.
+        """Return the block's normed states [b, q, h], and the text's if it reads text.
 
         `context` are features [b, n, h], or tokens int64 [b, n] of a drafter that reads
         text; `block` are tokens int64 [b, m], masks from the vocabulary's size on;
@@ -89,7 +89,7 @@ class BlockDrafter(DraftModule):
         return normed
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The embeddings [b, n, h] of tokens, and of masks."""
+        """Return embeddings [b, n, h] of tokens and masks; a subclass overrides it."""
         raise NotImplementedError
 
     def mask_states(self, states: Tensor) -> Tensor:
@@ -117,9 +117,9 @@ def masked_attention(mask: Tensor | None) -> Attention:
 
 
 def block_attention(size: int, context_asks: bool) -> Attention:
-    """Attention in both directions inside the last `size` rows, over the buffers.
+    """Return attention over the buffers in which the last `size` rows see each other.
 
-    If the context has queries, its rows attend to the rows up to their own.
+    If `context_asks`, the rows before them have queries too, and see no later rows.
     """
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def _run_layer(
     turns: Sequence[tuple[Tensor, Tensor]],
     attention: Attention,
 ) -> Tensor:
-    """One decoder layer [b, q, h], whose keys and values have rows of `keys` first.
+    """Run a decoder layer [b, q, h], with rows of `keys` before its keys and values.
 
     `turns` are the rotations of the queries and of all keys.
     """
@@ -166,7 +166,7 @@ def _run_layer(
 
 
 def read_block_size(files: HeadFiles, least: int) -> int:
-    """The `block_size` of a config; raises `CheckpointError` out of range."""
+    """Return the `block_size` of a config; raises `CheckpointError` if out of range."""
     size = files.number("block_size")
     if not least <= size <= MAX_BLOCK_TOKENS:
         raise CheckpointError(

@@ -54,7 +54,7 @@ class Reads:
 
     @property
     def learns(self) -> bool:
-        """Whether it drafts token by token from features, so that use can train it."""
+        """Whether it can train in use: it drafts token by token from features."""
         return self.carries and self.tokens == 1 and not self.windows
 
 
@@ -66,7 +66,7 @@ class DraftInputs:
     """What the rows of a pass are given; what a drafter does not read is empty.
 
     `tokens` and `positions` are int64 [1, n], `features` [1, n, w], `recent` int64 [1,
-    n, r] the tokens before each row's, `block` int64 [1, m]. `keys` and `values` are
+    n, r] the tokens before each row, `block` int64 [1, m]. `keys` and `values` are
     the target's; the `bias` hides unfilled slots.
     """
 
@@ -96,7 +96,7 @@ class DraftModule(nn.Module):
     """A drafter: what it reads, how it is recognized and read, and its forward pass.
 
     Embedding and LM head are modules of the target unless the drafter has its own.
-    `ids` int64 [draft vocabulary] are the target's ids of its rows, None for all.
+    `ids` int64 [draft vocabulary] are the target's ids of LM head rows, None for all.
     """
 
     published: ClassVar[str] = ""
@@ -143,12 +143,12 @@ class DraftModule(nn.Module):
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
-        """Whether the files hold a drafter of this kind."""
+        """Whether the files hold a drafter of this class; subclasses override it."""
         raise NotImplementedError
 
     @classmethod
     def check(cls, files: HeadFiles) -> None:
-        """Raise `CheckpointError` for a config that fits no target."""
+        """Raise `CheckpointError` for a config that fits no target; here, never."""
 
     @classmethod
     def rename_tensors(cls, files: HeadFiles) -> dict[str, Tensor]:
@@ -159,7 +159,7 @@ class DraftModule(nn.Module):
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[HeadConfig, Tensor | None]:
-        """The config, and the draft vocabulary; raises `CheckpointError`."""
+        """Return the config and `ids`, here None for all; raises `CheckpointError`."""
         files.check_keys(cls.keys)
         fields = files.fields_beside(tensors, target)
         if cls.one_layer and fields["num_layers"] != 1:
@@ -170,7 +170,7 @@ class DraftModule(nn.Module):
         return HeadConfig(draft_vocab_size=fields["vocab_size"], **fields), None
 
     def make_own_matrices(self, source: str, tensors: Mapping[str, Tensor]) -> None:
-        """Make the matrices that the files bring; raises `CheckpointError`."""
+        """Make the embedding and LM head that the files have; or `CheckpointError`."""
         if not self.has_own_matrices:
             return
         config, ids = self.config, self.ids
@@ -194,10 +194,10 @@ class DraftModule(nn.Module):
                 )
 
     def after_loading(self) -> None:
-        """Hook that runs after the weights have been loaded."""
+        """Hook that runs after the weights have been loaded; here it does nothing."""
 
     def target_weight_prefixes(self, target: Checkpoint) -> tuple[str, ...]:
-        """The beginnings of the names of weights that no file brings."""
+        """Return the beginnings of the names of weights that the target provides."""
         theirs = {id(weight) for weight in target.model.parameters()}
         names = [
             f"{name}."
@@ -219,7 +219,7 @@ class DraftModule(nn.Module):
         return self.stack.layers[0]
 
     def fuse(self, taps: Sequence[Tensor]) -> Tensor:
-        """Return features [b, n, w] of the target's states [b, n, h] at the taps."""
+        """Make features [b, n, w] of tapped states [b, n, h]; here of a single tap."""
         (state,) = taps
         return state
 
@@ -243,7 +243,7 @@ class DraftModule(nn.Module):
         return ((config.num_kv_heads, config.head_dim),) * config.num_layers
 
     def draft(self, given: DraftInputs) -> tuple[Tensor, Tensor | None]:
-        """Logits [1, m, choices] of the answered rows, and the carried states."""
+        """Return logits [1, m, choices] of the answered rows, and carried states."""
         raise NotImplementedError
 
     # --- as models of transformers ----------------------------------------------------
@@ -258,7 +258,7 @@ class DraftModule(nn.Module):
 
 
 def lm_head_rows(lm_head: nn.Module, ids: Tensor) -> nn.Linear:
-    """The rows of these tokens of an LM head, in the type they are stored in."""
+    """Make an LM head of the rows `ids` of another, in the type they are stored in."""
     weight, bias = lm_head.weight, lm_head.bias
     assert isinstance(weight, Tensor)
     cut = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")

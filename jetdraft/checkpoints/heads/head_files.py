@@ -147,7 +147,7 @@ class HeadFiles:
         return replace(self, config=config)
 
     def check_keys(self, known: Iterable[str]) -> None:
-        """Raise `CheckpointError` for a key that is unknown, by its name."""
+        """Raise `CheckpointError` for keys that are neither known nor harmless."""
         config = self.config
         off = {name for name, value in _OFF.items() if config.get(name, value) == value}
         unknown = config.keys() - set(known) - _IGNORED_KEYS - off - {"layer_types"}
@@ -164,7 +164,7 @@ class HeadFiles:
             )
 
     def number(self, name: str, default: int = 0) -> int:
-        """A whole number from 1 on; 0 as default means that it must be there."""
+        """Return a whole number of the config, from 1 on; default 0: it is required."""
         value = self.config.get(name)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -177,7 +177,7 @@ class HeadFiles:
         return value
 
     def positive(self, name: str, default: float) -> float:
-        """A number above 0."""
+        """Return a number above 0 of the config, or the default."""
         value = self.config.get(name)
         value = default if value is None else value
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -199,7 +199,7 @@ class HeadFiles:
         return name
 
     def _rope(self) -> dict[str, Any]:
-        """The rotary embedding as transformers 5 writes it, 10000 by default."""
+        """Return RoPE settings in transformers 5's form; the base is 10000 if unset."""
         config = self.config
         scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(scaling, dict):
@@ -216,10 +216,10 @@ class HeadFiles:
         return rope
 
     def layer_fields(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The fields that say what the layers are.
+        """Return the fields of a `HeadConfig` that describe the decoder layers.
 
-        The tensors tell head_dim and the number of layers, which published configs have
-        wrong.
+        head_dim and the number of layers come from the tensors: published configs have
+        wrong numbers.
         """
         hidden, heads = map(self.number, ("hidden_size", "num_attention_heads"))
         query = tensors.get(f"{FIRST_LAYER}self_attn.q_proj.weight")
@@ -250,7 +250,7 @@ class HeadFiles:
     def fields_beside(
         self, tensors: Mapping[str, Tensor], target: Checkpoint
     ) -> dict[str, Any]:
-        """The fields of layers, and the sizes of a target whose states are read."""
+        """Return the layers' fields, and the target's width and vocabulary size."""
         fields = self.layer_fields(tensors)
         size = target.model.config.get_text_config(decoder=True).hidden_size
         reads = self.config.get("target_hidden_size") or fields["hidden_size"]
@@ -263,7 +263,7 @@ class HeadFiles:
         return fields | {"target_hidden_size": int(size), "vocab_size": vocabulary}
 
     def vocabulary_size(self, target: Checkpoint, own: int | None = None) -> int:
-        """The target's tokens, but for padding as many as the head's `own`."""
+        """Return the target's number of tokens; `own` may differ by padding only."""
         own = self.number("vocab_size") if own is None else own
         if abs(own - target.vocab_size) > MAX_PADDING:
             raise CheckpointError(
@@ -275,9 +275,10 @@ class HeadFiles:
     def mapped_ids(
         self, tensors: dict[str, Tensor], target: Checkpoint
     ) -> Tensor | None:
-        """The target's id of each row of the LM head; None if it has the same rows.
+        """Return the target's id of each row of the LM head; None if rows are ids.
 
-        Takes the map and the target's own matrices out of `tensors`, and pads the rest.
+        Takes the map and the target's own matrices out of `tensors`, and fits the rows
+        of the others to the target's.
         """
         own, size = self.number("vocab_size"), target.vocab_size
         rows = self.config.get("draft_vocab_size") or own
@@ -301,7 +302,7 @@ class HeadFiles:
         return _drop_unknown_ids(tensors, torch.arange(size), own)
 
     def fit_heads(self, tensors: dict[str, Tensor], target: Checkpoint) -> int:
-        """The tokens that LM heads choose among; they lose the rows beyond."""
+        """Cut LM heads in `tensors` to the target's rows; return how many they have."""
         first = tensors.get("lm_heads.0.weight")
         if first is None or first.ndim != 2:
             raise CheckpointError(f"{self.source} has no first LM head; fetch it again")
@@ -312,7 +313,7 @@ class HeadFiles:
         return min(len(first), rows)
 
     def check_fusion(self, tensors: Mapping[str, Tensor], joined: int, of: str) -> None:
-        """Raise `CheckpointError` for an fc of another width than all that it joins."""
+        """Raise `CheckpointError` unless fc reads `joined` numbers; `of` names them."""
         if "fc.weight" not in tensors:
             raise CheckpointError(f"{self.source} has no fc.weight; fetch it again")
         width = tensors["fc.weight"].shape[1]
@@ -324,7 +325,7 @@ class HeadFiles:
 
 
 def _differing_prefixes(new: str, own: str) -> tuple[str, str]:
-    """Return what precedes the common last parts of two dotted names."""
+    """Return what is left of two dotted names without their common last parts."""
     parts = [name.split(".") for name in (new, own)]
     while parts[0] and parts[1] and parts[0][-1] == parts[1][-1]:
         parts = [names[:-1] for names in parts]
@@ -386,7 +387,7 @@ def resize_rows(table: Tensor, rows: int) -> Tensor:
 
 
 def _fit_rows(tensors: dict[str, Tensor], name: str, own: int, theirs: Tensor) -> None:
-    """Give a table of `own` rows as many as the target's `theirs`."""
+    """Resize a table of `own` rows to the rows of `theirs`; drop it if it is theirs."""
     table = tensors.get(name)
     if table is None or table.ndim != 2 or len(table) != own:
         return  # filling the head says what is wrong
@@ -398,7 +399,7 @@ def _fit_rows(tensors: dict[str, Tensor], name: str, own: int, theirs: Tensor) -
 
 
 def _drop_unknown_ids(tensors: dict[str, Tensor], ids: Tensor, size: int) -> Tensor:
-    """The ids below `size`; an LM head in `tensors` loses the rows of the others."""
+    """Return ids below `size`; cut the other ids' rows from an LM head in `tensors`."""
     known = ids < size
     if LM_HEAD_WEIGHT in tensors and len(tensors[LM_HEAD_WEIGHT]) == len(ids):
         tensors[LM_HEAD_WEIGHT] = tensors[LM_HEAD_WEIGHT][known]

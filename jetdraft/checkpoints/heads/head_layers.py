@@ -30,8 +30,8 @@ CACHE = "cache" if "cache" in _PARAMETERS else "past_key_values"
 class HeadConfig:
     """The sizes of a drafter, whatever layout it was published in.
 
-    Tap j of the target's residual stream enters layer j, and tap N leaves the last of N
-    layers. Without taps the drafter reads the state after the final norm.
+    Tap j is the residual stream that enters the target's layer j, or, in a target of j
+    layers, leaves the last. Without taps it is the state after the final norm.
     """
 
     hidden_size: int
@@ -104,7 +104,7 @@ class HeadLayers(nn.Module):
         mask: Tensor | None,
         **first: Tensor,
     ) -> Tensor:
-        """The states after the last layer, [b, n, h]."""
+        """Return states [b, n, h] after the last layer; only layer 0 takes `first`."""
         for index, layer in enumerate(self.layers):
             states = layer(
                 states,
@@ -134,14 +134,14 @@ class HeadLayers(nn.Module):
 
 
 def rotate_rows(rows: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """Rows [b, heads, n, d], turned by cosines and sines [b, n, d]."""
+    """Rotate rows [b, heads, n, d] by `turns`: cosines and sines [b, n, d]."""
     cosines, sines = turns
     turned: Tensor = rows * cosines[:, None] + rotate_half(rows) * sines[:, None]
     return turned
 
 
 def project_heads(module: Any, name: str, rows: Tensor) -> Tensor:
-    """An attention's projection of rows [b, n, h], normed or not: [b, heads, n, d]."""
+    """Apply an attention's `{name}_proj`, and norm, to [b, n, h]: [b, heads, n, d]."""
     projected = getattr(module, f"{name}_proj")(rows)
     heads: Tensor = projected.unflatten(-1, (-1, module.head_dim))
     norm = getattr(module, f"{name}_norm", None)
@@ -179,7 +179,7 @@ def _family_config(config: HeadConfig) -> Any:
 
 
 def make_target_layers(model: Any, count: int) -> HeadLayers:
-    """New layers of the target's kind; raises `UnsupportedModelError`."""
+    """Make `count` new layers of the target's kind; raises `UnsupportedModelError`."""
     config = copy.deepcopy(model.config.get_text_config(decoder=True))
     config.num_hidden_layers = count
     if hasattr(config, "layer_types"):

@@ -30,7 +30,7 @@ def drafter_classes() -> list[type[DraftModule]]:
 def load_head(
     source: str | HeadFiles, target: Checkpoint, dtype: torch.dtype
 ) -> DraftModule:
-    """The head in a folder or a hub repository, which computes in `dtype`.
+    """Load a head from a folder or a hub repository; it computes in `dtype`.
 
     Its weights keep the type they are stored in, the fusion's are float32. MTP is in
     the target's own folder. Raises `CheckpointError`.
@@ -69,7 +69,7 @@ def check_head(files: HeadFiles, target: str) -> None:
 
 
 def find_drafter_class(files: HeadFiles, target: str) -> type[DraftModule]:
-    """The kind of the head in the files; raises `CheckpointError`."""
+    """Return the class that reads these files; raises `CheckpointError`."""
     name, known = files.config.get("speculators_model_type"), drafter_classes()
     speculators = [kind.speculators for kind in known if kind.speculators]
     if name not in (None, *speculators):
@@ -112,7 +112,7 @@ def _load_tensors(
     tensors: Mapping[str, Tensor],
     taken: tuple[str, ...],
 ) -> None:
-    """Give the head its tensors, but the target's where modules are `taken` from it."""
+    """Check and load a head's tensors; names that begin as in `taken` are skipped."""
     source, state = files.source, head.state_dict()
     wanted = {n: w for n, w in state.items() if not n.startswith(taken or ("\0",))}
     given = {n: t for n, t in tensors.items() if not n.startswith(taken or ("\0",))}
