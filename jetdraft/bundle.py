@@ -116,7 +116,7 @@ class Speech:
 
     @property
     def first_timestamp(self) -> int:
-        """The id of the timestamp 0.00; the next ids are later by one slot each."""
+        """The id of the timestamp 0.00; each next id is 0.02 seconds later."""
         return self.no_timestamps + 1
 
     def fits(self, vocab_size: int) -> bool:
@@ -144,7 +144,7 @@ class Bundle:
     `passed_over` has a line for each field of the checkpoint that is ignored but would
     change the text. `special_tokens` are the tokenizer's, by their names in the chat
     template. `start_token_ids` begin the text of an encoder-decoder, and are empty for
-    a decoder alone. `speech` is for a model that hears.
+    a decoder alone. `speech` is None for a model of text.
 
         Bundle.open("bundle").generation  # {"temperature": 0.6, "top_p": 0.95}
     """

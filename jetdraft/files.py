@@ -58,7 +58,7 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Yield a path that is renamed to `file` if the block succeeds; raises `OSError`."""
+    """Yield a path, renamed to `file` when the block succeeds; raises `OSError`."""
     check_name(file)
     file = Path(os.path.realpath(file))  # a link stays a link
     if file.is_symlink():

@@ -129,7 +129,7 @@ class AcceptanceRecord(TypedDict):
 class Quantization(TypedDict, total=False):
     """What the manifest says of a graph's weights: a recipe and what became of it.
 
-    `overlap` is the estimated acceptance of a drafter, `full_overlap` without rounding.
+    `overlap` estimates the acceptance of a drafter, and `full_overlap` in floats.
     """
 
     scheme: str

@@ -170,7 +170,7 @@ def _pass_ms(graph: Graph | None) -> dict[int, float]:
 
 
 def _report_row(row: Contender, plain: Contender, readable: bool) -> dict[str, Any]:
-    """Return a contender's metrics; `readable` says that its texts have characters."""
+    """Return a contender's metrics; in characters only if its texts are `readable`."""
     pairs = zip(row.speeds(), plain.speeds(), strict=True)
     ratios = [speed / plain_speed for speed, plain_speed in pairs if plain_speed]
     total = row.total()

@@ -24,7 +24,7 @@ SIGNS = "signs"
 
 @dataclass(frozen=True)
 class TextFigures:
-    """Counts of a text's parts in a script; `coverage` is the share of draft tokens."""
+    """Characters and tokens of a script; the share `coverage` can be drafted."""
 
     text: str
     script: str

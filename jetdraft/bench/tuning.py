@@ -35,7 +35,7 @@ DRAFT_TOKENS = 4
 
 
 def tune(model: Model, tick: Tick = lambda: None) -> Curve:
-    """Measure the curve of this machine, store it in the bundle, and plan with it."""
+    """Measure pass and draft times, keep them in the bundle, and plan with them."""
     parts = model.parts
     with parts.held():
         while parts.survey.step():
@@ -124,7 +124,7 @@ def _best_drafter_threads(model: Model) -> int:
 
 
 def _round_seconds(target: Graph, drafter: Graph) -> float:
-    """Time a round with a draft of `DRAFT_TOKENS`, without commit; in seconds."""
+    """Time a round with `DRAFT_TOKENS` drafted tokens, without commit, in seconds."""
     start = time.perf_counter()
     for _ in range(1 if drafter.contract.guesses else DRAFT_TOKENS):
         drafter.run([0])

@@ -195,10 +195,10 @@ def print_generation(
     as_json: bool,
     explain: bool,
 ) -> int:
-    """Print a `Stream` or a `Transcription` with `show`, then its stats; return a code.
+    """Print a `Stream` or a `Transcription` with `show`, then its stats.
 
-    `show` gets each part, and None at the end. With `as_json` only one object is
-    printed, with these `fields` of the result. Ctrl-C ends the text with code 130.
+    `show` gets each part, and None at the end. With `as_json` only an object with these
+    `fields` of the result is printed. Ctrl-C ends the text. Returns the exit code.
     """
     code = 0
     try:

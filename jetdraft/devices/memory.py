@@ -37,7 +37,7 @@ _MAPPING = re.compile(
 
 
 class _Mapping(NamedTuple):
-    """A range of addresses; bytes that are resident, `written` since, in huge pages."""
+    """A range of addresses; bytes in memory, changed since mapping, in huge pages."""
 
     first: int
     end: int

@@ -35,7 +35,7 @@ TRIAL_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Provider:
-    """An execution provider: onnxruntime's names of it and its memory, defaults."""
+    """An execution provider, onnxruntime's names for it, and defaults of exports."""
 
     name: str
     full: str
@@ -78,7 +78,7 @@ HALVES, SELECTION = "the halves of a target run", "KV rows are selected"
 
 
 def cpu_only(work: str, provider: str, fix: str) -> str:
-    """Return the message that `work` needs the CPU, not `provider`; "" for the CPU."""
+    """Return the error that only the CPU does `work`; "" if `provider` is "cpu"."""
     return "" if provider == "cpu" else f"{work} on the CPU, not on {provider}; {fix}"
 
 
@@ -100,7 +100,7 @@ WEBGPU_OPTIONS: ProviderOptions = {"enableInt64": "1", "enableGraphCapture": "0"
 def session_providers(
     name: str, session: Any, options: ProviderOptions
 ) -> list[tuple[str, ProviderOptions]] | None:
-    """Return a session's `providers`; for WebGPU, None and an adapter in `session`."""
+    """Return a session's `providers`; for WebGPU, set its options and return None."""
     if name == "webgpu":
         webgpu.add_adapter(session, options)
         return None

@@ -35,7 +35,7 @@ def refusal_response(error: object, status: int, chat: bool = False) -> Response
 
 
 def refusal_fields(error: object, status: int, chat: bool = False) -> dict[str, Any]:
-    """Return an error as OpenAI's JSON object; a `chat` has messages for a prompt."""
+    """Return an error as OpenAI's JSON object; a `chat` names messages, not prompt."""
     kind = ERRORS.get(
         status, "invalid_request_error" if status < 500 else "server_error"
     )

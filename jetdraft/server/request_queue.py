@@ -125,7 +125,7 @@ class RequestQueue:
             self._release(turn.result())
 
     def _release(self, model: Model) -> None:
-        """Give a model to the next client's first request; free without requests."""
+        """Give a model to the next client in turn; it is free if nobody waits."""
         while self._waiting:
             client = next(iter(self._waiting))
             queue = self._waiting.pop(client)

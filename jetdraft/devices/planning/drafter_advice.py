@@ -150,7 +150,7 @@ class Advisor:
     def predict(
         self, layers: int, width: int, tokens_per_weight: int = TOKENS_PER_WEIGHT
     ) -> Drafter:
-        """Predict a drafter of this shape, trained on that much text."""
+        """Predict a drafter after training on `tokens_per_weight` tokens a weight."""
         question, sizes = self.question, self._dimensions(layers, width)
         weights, cut = sizes.weights, sizes
         if self.draft_vocab is not None:  # its LM head is cut

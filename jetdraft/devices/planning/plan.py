@@ -77,7 +77,7 @@ class MethodCost:
 
 @dataclass(frozen=True)
 class Choice:
-    """A method at one width of passes, and its predicted speed; `cost` "" is plain."""
+    """A method at one width, and its predicted speed; plain decoding has `cost` ""."""
 
     method: str
     cost: str
