@@ -29,7 +29,7 @@ SPARE_CONNECTIONS = 64
 """Connections of a client beside its waiting requests: idle ones, and /health."""
 
 MAX_BUSY_CLIENTS = 4
-"""How many clients may have as many connections as a client may have."""
+"""The number of clients that may use their full number of connections at once."""
 
 END_SECONDS = 5
 """The seconds after the drain in which the answers of cut texts are sent."""
