@@ -116,7 +116,7 @@ class Speech:
 
     @property
     def first_timestamp(self) -> int:
-        """The id of the timestamp 0.00; the next ids are later by one slot each."""
+        """The id of the timestamp 0.00; each next id is 0.02 seconds later."""
         return self.no_timestamps + 1
 
     def fits(self, vocab_size: int) -> bool:
@@ -128,7 +128,7 @@ class Speech:
     def prompt(
         self, start: tuple[int, ...], language: str, task: str, timestamps: bool
     ) -> list[int]:
-        """The tokens that a text begins with, after the tokens in `start`."""
+        """Return the first tokens of a text: `start`, language, task, timestamps."""
         named = [self.languages[language], self.tasks[task]] if self.languages else []
         return [*start, *named, *([] if timestamps else [self.no_timestamps])]
 
@@ -141,10 +141,10 @@ class Bundle:
     `files` maps each file name to its bytes and sha256, and `tools` maps the exporting
     tools to their versions. `drafter_provider` is None if the drafter runs on the
     target's provider. `generation` has the checkpoint's defaults by option.
-    `passed_over` has a line for each field of the checkpoint that would change the
-    text, and does not. `special_tokens` are the tokenizer's, by their names in the chat
+    `passed_over` has a line for each field of the checkpoint that is ignored but would
+    change the text. `special_tokens` are the tokenizer's, by their names in the chat
     template. `start_token_ids` begin the text of an encoder-decoder, and are empty for
-    a decoder alone. `speech` is for a model that hears.
+    a decoder alone. `speech` is None for a model of text.
 
         Bundle.open("bundle").generation  # {"temperature": 0.6, "top_p": 0.95}
     """
@@ -221,7 +221,7 @@ class Bundle:
         return bundle
 
     def draft_vocabulary(self, name: str = DRAFTER) -> npt.NDArray[np.int64] | None:
-        """The ids that a head's logits stand for, int64 [draft_vocab]; None for all.
+        """Read the ids of a head's logits, int64 [draft_vocab]; None for all ids.
 
         Raises `BundleError`.
         """
@@ -243,7 +243,7 @@ class Bundle:
 
     @classmethod
     def _parse(cls, folder: Path, manifest: dict[str, Any]) -> Bundle:
-        """A bundle from its manifest; raises `BundleError` for malformed fields."""
+        """Convert a manifest to a bundle; raises `BundleError` for malformed fields."""
         fields = {n: v for n, v in manifest.items() if n not in (VERSION, SEAL)}
         try:
             bundle = cls(path=folder, **read_fields(cls, fields, but="path"))
@@ -273,7 +273,7 @@ class Bundle:
             raise ValueError("a model that hears has tokens of speech")
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest's fields, with their hash in the field `SEAL`."""
+        """Return the manifest's fields, with their hash in the field `SEAL`."""
         fields = {VERSION: SCHEMA_VERSION, **asdict(self)}
         del fields["path"]
         return {**fields, SEAL: seal_hash(fields)}
@@ -331,7 +331,7 @@ def check_pair(
 
 
 def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
-    """The weights in a `streams.npz`; raises `BundleError` unless they fit."""
+    """Read the arrays of a `streams.npz`; raises `BundleError` unless they fit."""
     weights, own_weights = (
         read_arrays(
             path,

@@ -102,7 +102,7 @@ class CheckError(JetdraftError):
 
 
 def printable(text: object, most: int = 200) -> str:
-    r"""Untrusted text as one line of at most `most` characters, safe to show.
+    r"""Return untrusted text as one line of at most `most` characters, safe to show.
 
     Line ends, control and escape characters, lone surrogates, invisible characters and
     characters that turn the direction of writing are shown as Python writes them. A
@@ -116,7 +116,7 @@ def printable(text: object, most: int = 200) -> str:
 
 
 def _escape(character: str) -> str:
-    """The character itself if it is printable, else its escape in Python."""
+    """Return a character if it is printable, else its escape in Python."""
     if character.isprintable():
         return character
     return character.encode("unicode_escape").decode("ascii")

@@ -58,7 +58,7 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """A path that becomes `file` when the block succeeds; raises `OSError`."""
+    """Yield a path, renamed to `file` when the block succeeds; raises `OSError`."""
     check_name(file)
     file = Path(os.path.realpath(file))  # a link stays a link
     if file.is_symlink():
@@ -76,6 +76,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 @contextmanager
 def _open_replacement(file: Path) -> Iterator[BinaryIO]:
+    """Open a file that replaces `file` if the block succeeds; raises `OutputError`."""
     try:
         with replacing(file) as partial, partial.open("wb") as handle:
             yield handle
@@ -101,8 +102,9 @@ def write_arrays(file: Path, arrays: Mapping[str, Any]) -> None:
 def locked(path: Path, wait: bool = False, create: bool = False) -> Iterator[bool]:
     """Hold a lock on a folder, or on a file, until the block or the process ends.
 
-    Gives whether the lock was free; with `wait` it always is, after a while. A file may
-    be created. Raises `OSError`, and `OutputError` where the system has no such locks.
+    Yields whether the lock was free; with `wait` it waits for it and yields True. With
+    `create`, a missing file is created. Raises `OSError`, or `OutputError` on a system
+    without such locks.
     """
     try:
         import fcntl
@@ -124,7 +126,7 @@ def locked(path: Path, wait: bool = False, create: bool = False) -> Iterator[boo
 
 
 def read_arrays(file: Path, refusal: JetdraftError) -> dict[str, npt.NDArray[Any]]:
-    """All arrays of an uncompressed npz by name; raises `refusal` for other files."""
+    """Read the arrays of an uncompressed npz; raises `refusal` for other files."""
     try:
         # numpy leaves files open that it cannot read, unless it was given a handle.
         with file.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:
@@ -137,7 +139,7 @@ def read_arrays(file: Path, refusal: JetdraftError) -> dict[str, npt.NDArray[Any
 
 
 def read_array(file: Path, refusal: JetdraftError) -> npt.NDArray[Any]:
-    """The array of an npy; raises `refusal` for any other file."""
+    """Read the array of an npy; raises `refusal` for any other file."""
     try:
         with file.open("rb") as handle:
             return np.lib.format.read_array(handle, allow_pickle=False)
@@ -146,7 +148,7 @@ def read_array(file: Path, refusal: JetdraftError) -> npt.NDArray[Any]:
 
 
 def read_bytes(file: Path) -> bytes:
-    """The bytes of a file; raises `DataError` if it cannot be read or does not end."""
+    """Read a file; raises `DataError` if it cannot be read or does not end."""
     try:
         with file.open("rb") as handle:
             data = handle.read() if file.is_file() else handle.read(MAX_BYTES + 1)
@@ -162,7 +164,7 @@ def read_bytes(file: Path) -> bytes:
 
 
 def read_text(file: Path) -> str:
-    """The text of a UTF-8 file; raises `DataError` for any other file."""
+    """Read a UTF-8 file; raises `DataError` for any other file."""
     try:
         return read_bytes(file).decode("utf-8")
     except UnicodeDecodeError as error:

@@ -31,7 +31,7 @@ VERSION, SEAL = "schema_version", "sha256"
 
 
 def seal_hash(manifest: dict[str, Any]) -> str:
-    """The hash of a manifest's fields but `SEAL`, in hex digits; an edit changes it."""
+    """Return the sha256 of a manifest's fields without `SEAL`, in hex digits."""
     rest = {name: value for name, value in manifest.items() if name != SEAL}
     # Keys that are numbers are sorted as the text that they become in the file.
     text = json.dumps(json.loads(json.dumps(rest)), sort_keys=True)
@@ -39,7 +39,7 @@ def seal_hash(manifest: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest in a folder; raises `BundleError` if it cannot be read."""
+    """Read the manifest in a folder; raises `BundleError` if it cannot."""
     try:
         if not folder.is_dir():
             raise BundleError(f"no bundle at {folder}; make one with jetdraft export")
@@ -75,8 +75,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def check_files(folder: Path, files: dict[str, Any], again: bool = False) -> None:
     """Raise `BundleError` unless all files have the bytes and sha256 in `files`.
 
-    To hash gigabytes takes as long as to load them. So a file is hashed once, and
-    `again` only if its size, inode or times have changed since, or if `again` is true.
+    To hash gigabytes takes as long as to load them. So `CHECKED_FILES` stores what was
+    hashed; a file with the same size, inode and times is only hashed if `again`.
     """
     stamps, before, now = folder / CHECKED_FILES, dict[str, Any](), {}
     with suppress(OSError, ValueError, TypeError):
@@ -107,7 +107,7 @@ def check_files(folder: Path, files: dict[str, Any], again: bool = False) -> Non
 
 
 def sha256_of(file: Path) -> str:
-    """The sha256 of a file, as hex digits."""
+    """Return the sha256 of a file, as hex digits."""
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
@@ -129,7 +129,7 @@ class AcceptanceRecord(TypedDict):
 class Quantization(TypedDict, total=False):
     """What the manifest says of a graph's weights: a recipe and what became of it.
 
-    `overlap` is the estimated acceptance of a drafter, `full_overlap` of one in floats.
+    `overlap` estimates the acceptance of a drafter, and `full_overlap` in floats.
     """
 
     scheme: str

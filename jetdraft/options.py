@@ -44,11 +44,11 @@ class Flag:
     """What a field's annotation adds to its name, type and default.
 
     `group` is the section of help; a `help` that names what packages add is a function.
-    `names` replace the flag `--name-of-the-field`. `least` and `most` bound a number,
-    `above` bounds it without its bound, and `choices` are all allowed values. `kind` is
-    the type on the command line, where the field has several, and `multiple` lets the
-    flag be given several times, as flags of sequences may; with `commas` it is one
-    list. `unset` is what it means to give none.
+    `names` replace the flag `--name-of-the-field`. A number must be from `least` to
+    `most` and larger than `above`; `choices` are all allowed values. `kind` is the type
+    on the command line, if the field has several; a `multiple` flag may be given
+    several times, as flags of sequences may, and with `commas` it is one list. `unset`
+    says in help what happens without the flag.
     """
 
     group: str
@@ -81,7 +81,7 @@ class Option:
 
     @property
     def help(self) -> str:
-        """The text of help; what names added packages is made when it is read."""
+        """The text of help; calls `flag.help` if it is a function."""
         return self.flag.help if isinstance(self.flag.help, str) else self.flag.help()
 
 
@@ -102,7 +102,7 @@ def declared_options(record: type[Any]) -> Iterator[Option]:
 
 
 def _value_type(hint: Any) -> tuple[type, bool]:
-    """The type of one value of an annotated field, and whether it takes several."""
+    """Return the type of a field's single value, and whether it takes several."""
     origin, types = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         kinds = [_value_type(part) for part in types if part is not NoneType]
@@ -115,7 +115,7 @@ def _value_type(hint: Any) -> tuple[type, bool]:
 
 
 def takes(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]]:
-    """Decorate a function of a record: it takes the record's fields instead.
+    """Decorate a function of one `record` to take the record's fields as arguments.
 
     Its signature is the record's, and its docstring ends with a line for each option.
 
@@ -159,7 +159,7 @@ def is_required(option: Option) -> bool:
 
 
 class Range(NamedTuple):
-    """The numbers that an option allows, and the words for them."""
+    """The numbers that an option allows, and the words for them in errors."""
 
     contains: Callable[[Any], bool]
     words: str
@@ -168,13 +168,13 @@ class Range(NamedTuple):
 
 
 def range_between(least: float, most: float, optional: bool = False) -> Range:
-    """The range from `least` to `most`, of integers where `least` is one."""
+    """Return the range from `least` to `most`, of integers if `least` is an int."""
     words, integer = f"{least:g} to {most:g}", isinstance(least, int)
     return Range(lambda x: least <= x <= most, words, integer, optional)
 
 
 def check_flags(options: object, *fields: str) -> None:
-    """Raise `OptionError` for the first attribute of `fields` that is not a bool."""
+    """Raise `OptionError` for the first attribute in `fields` that is not a bool."""
     for field in fields:
         value = getattr(options, field)
         if not isinstance(value, bool):
@@ -201,7 +201,7 @@ def check_ranges(options: object, ranges: Mapping[str, Range]) -> None:
 
 
 def check_bounds(options: object) -> None:
-    """Raise `OptionError` for the first declared number beyond its flag's bounds."""
+    """Raise `OptionError` for the first number in `options` beyond its `Flag`."""
 
     def allowed(option: Option) -> Range:
         flag, integer = option.flag, option.kind is int
@@ -239,7 +239,7 @@ def setting(
 
 
 class Checked:
-    """The base of dataclasses that refuse what their settings do not allow."""
+    """Base of dataclasses that raise `OptionError` for what a `setting` forbids."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))

@@ -19,9 +19,9 @@ class _MissingPackage:
 
 
 def _import_onnxruntime() -> Any:
+    """Import onnxruntime without telemetry; a `_MissingPackage` if not installed."""
     # From 1.29 on its wheels tell Microsoft of each session, and warn on the terminal
     # where the home cannot be written. Who wants that sets the variable to 0.
-    """onnxruntime, its telemetry off; a `_MissingPackage` where it is not installed."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
@@ -34,7 +34,7 @@ ort = _import_onnxruntime()
 
 
 def import_onnx() -> Any:
-    """The package onnx; raises `ProviderError` if it is missing."""
+    """Import the package onnx; raises `ProviderError` if it is missing."""
     try:
         import onnx
     except ImportError as error:

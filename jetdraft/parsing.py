@@ -51,7 +51,7 @@ def read_json(
     most_depth: int = 64,
     exact: bool = False,
 ) -> Any:
-    """The value of an untrusted JSON text.
+    """Return the value of an untrusted JSON text.
 
     Raises `JsonError` for more than `most_bytes` of UTF-8, for arrays and objects
     nested deeper than `most_depth`, and for what JSON or other programs cannot
@@ -87,7 +87,7 @@ def read_json(
 
 
 def read_json_file(file: Path, most_bytes: int = 1_000_000, exact: bool = False) -> Any:
-    """The value in a JSON file, see `read_json`; raises `OSError` or `JsonError`.
+    """Read a JSON file, see `read_json`; raises `OSError` or `JsonError`.
 
     Reads no more than `most_bytes`, and no device or pipe, which might never end.
     """
@@ -99,7 +99,7 @@ def read_json_file(file: Path, most_bytes: int = 1_000_000, exact: bool = False)
 
 
 def _decode_utf8(data: bytes | bytearray | str, most_bytes: int) -> str:
-    """A JSON text as str; raises `JsonError` if it is too long or no valid UTF-8."""
+    """Return a JSON text as str; raises `JsonError` if too long or not UTF-8."""
     try:
         if not isinstance(data, str):
             return data.decode("utf-8")
@@ -125,22 +125,22 @@ def _check_depth(text: str, most_depth: int) -> None:
 
 
 def _parse_integer(digits: str) -> int:
+    """Parse an integer; raises `JsonError` unless it fits in 64 bits."""
     # Python refuses thousands of digits with an error of its own.
-    """The integer in `digits`; raises `JsonError` unless it fits in 64 bits."""
     if len(digits) <= _MAX_DIGITS and _MIN_INTEGER <= int(digits) <= _MAX_INTEGER:
         return int(digits)
     raise JsonError(f"an integer does not fit in 64 bits: {printable(digits, 40)}")
 
 
 def _parse_exact_integer(digits: str) -> int:
-    """The integer in `digits`, of any size that Python reads; raises `JsonError`."""
+    """Parse an integer of any size that Python reads; raises `JsonError`."""
     if len(digits) > _MAX_EXACT_DIGITS:
         raise JsonError(f"an integer has {len(digits)} digits")
     return int(digits)
 
 
 def _parse_float(digits: str) -> float:
-    """The finite number in `digits`; raises `JsonError` for a larger one."""
+    """Parse a number; raises `JsonError` if a float cannot hold it."""
     value = float(digits)
     if not math.isfinite(value):
         raise JsonError(f"a number is too large: {printable(digits, 40)}")
@@ -153,7 +153,7 @@ def _refuse_constant(name: str) -> float:
 
 
 def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs of an object as a dict; raises `JsonError` for a repeated key."""
+    """Return an object's pairs as a dict; raises `JsonError` for a repeated key."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         raise JsonError("an object has the same key twice")
@@ -162,19 +162,19 @@ def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition beside the type, for `Annotated`: `words` say it in an error."""
+    """A condition in an `Annotated` type; `words` say it in an error."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
 def in_range(least: float, most: float) -> Rule:
-    """The rule that a number is from `least` to `most`."""
+    """Return the rule that a number is from `least` to `most`."""
     return Rule(f"{least} to {most}", lambda value: least <= value <= most)
 
 
 def one_of(*choices: object) -> Rule:
-    """The rule that a value is one of `choices`."""
+    """Return the rule that a value is one of `choices`."""
     words = "one of " + ", ".join(map(str, choices))
     return Rule(words, lambda value: value in choices)
 
@@ -184,7 +184,7 @@ Size = Annotated[int, in_range(1, MAX_SIZE)]
 
 
 def read_record(hint: Any, value: Any, where: str = "") -> Any:
-    """A value of JSON as the declared type; `where` names it in errors.
+    """Convert a JSON value to the type `hint`; `where` names it in errors.
 
     A type is str, int, float or bool, a dataclass or a `TypedDict`, `X | None`, list,
     tuple or dict of types, or any of them `Annotated` with a `Rule`, or with a second
@@ -216,7 +216,7 @@ def read_record(hint: Any, value: Any, where: str = "") -> Any:
 
 
 def read_fields(kind: Any, value: Any, where: str = "", but: str = "") -> Any:
-    """The fields of a dataclass or `TypedDict` in a JSON object, but for `but`."""
+    """Read a JSON object as the fields of a dataclass or `TypedDict`, except `but`."""
     hints = {name: hint for name, hint in _field_hints(kind).items() if name != but}
     fields = _check_object(value, where)
     for name in _required_fields(kind) & hints.keys():
@@ -233,7 +233,7 @@ def read_fields(kind: Any, value: Any, where: str = "", but: str = "") -> Any:
 
 @cache
 def _required_fields(kind: Any) -> frozenset[str]:
-    """The names of the fields that a dataclass or `TypedDict` has no default for."""
+    """Return the names of a dataclass's or `TypedDict`'s fields without a default."""
     if is_typeddict(kind):
         return frozenset(kind.__required_keys__)
     fields = dataclasses.fields(kind)
@@ -243,12 +243,12 @@ def _required_fields(kind: Any) -> frozenset[str]:
 
 @cache
 def _field_hints(kind: Any) -> Mapping[str, Any]:
-    """The annotations of a class by field, with the rules in them."""
+    """Return the annotations of a class by field, with their rules."""
     return get_type_hints(kind, include_extras=True)
 
 
 def _read_list(hint: Any, value: Any, where: str) -> Any:
-    """A JSON list as a list or tuple of the types in `hint`; raises `RecordError`."""
+    """Convert a JSON list to the list or tuple type `hint`; raises `RecordError`."""
     if not isinstance(value, list):
         raise _record_error(where, "a list", value)
     kind, types = get_origin(hint), get_args(hint)
@@ -262,7 +262,7 @@ def _read_list(hint: Any, value: Any, where: str) -> Any:
 
 
 def _read_dict(hint: Any, value: Any, where: str) -> dict[Any, Any]:
-    """A JSON object as a dict of the types in `hint`; raises `RecordError`."""
+    """Convert a JSON object to the dict type `hint`; raises `RecordError`."""
     key_kind, kind = get_args(hint)
     entries: dict[Any, Any] = {}
     for key, entry in _check_object(value, where).items():
@@ -273,7 +273,7 @@ def _read_dict(hint: Any, value: Any, where: str) -> dict[Any, Any]:
 
 
 def _read_key(kind: Any, key: str, where: str) -> str | int:
-    """A key as the type of keys; JSON turned numbers into text."""
+    """Return a key as text, or as an int if `kind` is not a text type."""
     if kind is str or get_args(kind)[:1] == (str,):
         return key
     if key.isascii() and key.isdigit() and len(key) < 10:
@@ -282,13 +282,14 @@ def _read_key(kind: Any, key: str, where: str) -> str | int:
 
 
 def _check_object(value: Any, where: str) -> dict[str, Any]:
-    """`value` if it is a JSON object; raises `RecordError` otherwise."""
+    """Return `value` if it is a JSON object; raises `RecordError` otherwise."""
     if not isinstance(value, dict):
         raise _record_error(where, "an object", value)
     return value
 
 
 def _read_scalar(kind: Any, value: Any, where: str) -> Any:
+    """Return a text, number or bool of the type `kind`; raises `RecordError`."""
     if kind is Any:
         return value
     # A bool is an int, and an int is a float, unless the exact type is compared.
@@ -301,12 +302,12 @@ def _read_scalar(kind: Any, value: Any, where: str) -> Any:
 
 
 def _path_of_field(where: str, name: str) -> str:
-    """Where a field is, for errors, such as graphs.target.file."""
+    """Return a field's path for errors, such as graphs.target.file."""
     name = printable(name, 60)
     return f"{where}.{name}" if where else name
 
 
 def _record_error(where: str, words: str, value: Any) -> RecordError:
-    """The error for a value at `where` that must be what `words` say."""
+    """Return the error for a value at `where` that must be what `words` say."""
     shown = printable(repr(value), 40)
     return RecordError(f"{where or 'it'} must be {words}, not {shown}")

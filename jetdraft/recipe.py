@@ -53,7 +53,7 @@ HEAD = "head"
 
 
 def unit_of(weight: str) -> Unit:
-    """The unit of the weight `weight`: its layer's number; "" outside of layers."""
+    """Return the layer's number in the name of a weight; "" outside of layers."""
     numbers = [part for part in weight.split(".") if part.isdigit()]
     return numbers[0] if numbers else ""
 
@@ -110,7 +110,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str, block_size: int = DEFAULT_BLOCK_SIZE) -> Recipe:
-        """Read a name such as int4-gptq-b64-head8: a scheme, and what is no default."""
+        """Parse a name such as int4-gptq-b64-head8: a scheme, then other settings."""
         scheme, *parts = text.split("-")
         recipe = cls(scheme, block_size)
         for part in parts:
@@ -148,7 +148,7 @@ class Recipe:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether some matrix has a scale for each block."""
+        """Whether a matrix has a scale for each block of `block_size` weights."""
         schemes = self.scheme, self.head
         return any(name in BITS and name != WHOLE for name in schemes)
 
@@ -201,7 +201,7 @@ class Recipe:
             )
 
     def of_unit(self, unit: Unit) -> Recipe:
-        """The recipe for the matrices of one unit: a layer, the head or ""."""
+        """Return the recipe for the matrices of a unit: a layer, the head or ""."""
         scheme = self.scheme
         if unit == HEAD:
             scheme = self.head or scheme
@@ -211,7 +211,7 @@ class Recipe:
         return replace(self, scheme=scheme, algorithm=algorithm, head=None, raised=())
 
     def raise_units(self, units: Collection[Unit]) -> Recipe:
-        """This recipe, with twice the bits for these units; raises `OptionError`."""
+        """Return a recipe with twice the bits for these units; raises `OptionError`."""
         layers = {int(unit) for unit in units if unit != HEAD}
         recipe = replace(self, raised=tuple(sorted({*self.raised, *layers})))
         if HEAD in units and self.head is None:

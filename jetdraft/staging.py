@@ -26,7 +26,7 @@ def check_output(output: Path) -> None:
 
 @contextmanager
 def writing(output: str | Path) -> Iterator[Path]:
-    """A hidden folder to fill; one rename makes it `output` when the block succeeds.
+    """Yield a hidden folder to fill, renamed to `output` when the block succeeds.
 
     A failure or a kill at any point leaves `output` as it was. Raises `OutputError`.
 
@@ -58,7 +58,7 @@ def writing(output: str | Path) -> Iterator[Path]:
 
 
 def _clean_up(final: Path) -> None:
-    """Undo or remove what killed exports to the folder `final` have left beside it."""
+    """Restore or remove what killed exports to `final` have left beside it."""
     aside = _old_folder(final)
     if aside.exists() and not final.exists():
         aside.rename(final)
@@ -70,12 +70,12 @@ def _clean_up(final: Path) -> None:
 
 
 def _old_folder(final: Path) -> Path:
-    """Where an earlier bundle lies between two renames, hidden beside `final`."""
+    """Return the path beside `final` of an earlier bundle between two renames."""
     return final.with_name(f".{final.name}.old")
 
 
 def _move_into_place(staging: Path, final: Path) -> None:
-    """Rename into place; an earlier bundle moves to `staging` and is removed there."""
+    """Rename `staging` to `final`; an earlier bundle there is moved and removed."""
     if not final.exists():
         staging.rename(final)
     elif not _exchange_folders(staging, final):

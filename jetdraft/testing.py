@@ -44,7 +44,7 @@ def toy_bundle(folder: str | Path | None = None) -> Path:
 
 
 def _temporary_path() -> Path:
-    """A path for a bundle in a new folder, which is removed when this process ends."""
+    """Return a path in a new folder, which is removed when this process ends."""
     folder, owner = mkdtemp(prefix="jetdraft-toy-"), os.getpid()
 
     def remove() -> None:

@@ -10,7 +10,7 @@ from tests.conftest import bundle, pair
 from tests.export.test_function import test_it_exports_a_pair as of_exports
 from tests.fast import is_slow
 from tests.programs import ROOT
-from tests.server.test_desk import test_clients_take_turns as of_a_queue
+from tests.server.test_request_queue import test_clients_take_turns as of_a_queue
 
 
 @pytest.mark.parametrize(

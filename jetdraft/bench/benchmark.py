@@ -29,7 +29,7 @@ CURVE_WIDTHS = range(1, 9)
 
 @dataclass
 class Contender:
-    """A way to decode, and its results: `runs[repeat][prompt]` are the stats.
+    """A method and its settings to compare: `runs[repeat][prompt]` are its stats.
 
     `same_text` counts the texts that plain decoding gives too, `characters` is the
     length of all texts. `joules` is the energy of all runs, None if not measured.
@@ -60,7 +60,7 @@ class Contender:
 def make_contenders(
     model: Model, methods: Sequence[str], lengths: Sequence[int]
 ) -> list[Contender]:
-    """The rows of a comparison: plain decoding not exact and exact, then each method.
+    """Return what to compare: plain decoding, not exact and exact, then each method.
 
     A method has a row for each draft length, and one for None, which adapts; auto has
     only that row. Raises `OptionError` for a method that the bundle lacks.
@@ -90,7 +90,7 @@ def run(
     meter: Callable[[], Meter] = Meter,
     **options: Any,
 ) -> None:
-    """Fill `rows` with the stats of `repeats` interleaved runs over `prompts`.
+    """Run all contenders `repeats` times over `prompts`; `rows` gets their stats.
 
     `options` are keywords of `Model.generate`. Each generation runs inside a new
     `meter` of its energy; `tick` is called after it. End-of-text is ignored, so that
@@ -121,7 +121,7 @@ def run(
 def _generate(
     model: Model, contender: Contender, prompt: Int64s, options: dict[str, Any]
 ) -> Result:
-    """Generate as a contender does; what the model kept of earlier texts is dropped."""
+    """Generate with a contender's method and settings, without kept KV rows."""
     model.forget()  # the contender before has decoded the same text
     return model.generate(
         token_ids=prompt,
@@ -134,7 +134,7 @@ def _generate(
 
 
 def make_report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
-    """The rows with every metric, the pass times by width, the machine and versions."""
+    """Return a JSON report: metrics of all rows, pass times, machine and versions."""
     plain = next(row for row in rows if row.method == NONE and not row.exact)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     graphs = {"target": model.parts.target, "drafter": model.parts.drafter}
@@ -162,7 +162,7 @@ def make_report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
 
 
 def _pass_ms(graph: Graph | None) -> dict[int, float]:
-    """The milliseconds of a pass by width, for `CURVE_WIDTHS`; {} for no graph."""
+    """Measure the milliseconds of a pass by width in `CURVE_WIDTHS`; {} for None."""
     if graph is None:
         return {}
     widths = [width for width in decoding_widths(graph) if width in CURVE_WIDTHS]
@@ -170,7 +170,7 @@ def _pass_ms(graph: Graph | None) -> dict[int, float]:
 
 
 def _report_row(row: Contender, plain: Contender, readable: bool) -> dict[str, Any]:
-    """A contender's metrics by name; characters are None unless text is `readable`."""
+    """Return a contender's metrics; in characters only if its texts are `readable`."""
     pairs = zip(row.speeds(), plain.speeds(), strict=True)
     ratios = [speed / plain_speed for speed, plain_speed in pairs if plain_speed]
     total = row.total()

@@ -24,7 +24,7 @@ SIGNS = "signs"
 
 @dataclass(frozen=True)
 class TextFigures:
-    """What a script takes in a text; `coverage` is the share that can be drafted."""
+    """Characters and tokens of a script; the share `coverage` can be drafted."""
 
     text: str
     script: str
@@ -63,12 +63,12 @@ def text_figures(
     draft_vocabulary: Collection[int] | None = None,
     most_frequent: int | None = None,
 ) -> list[TextFigures]:
-    """The figures of each file, the row `WHOLE_TEXT` first, then its scripts by tokens.
+    """Return rows for each file: `WHOLE_TEXT`, then its scripts by number of tokens.
 
     `tokenizer` is a tokenizer.json. Give a file for each language: a script is not a
-    language. The `most_frequent` tokens of the first halves of all files can stand in
-    for a draft vocabulary; then `coverage` counts the second halves, since a choice
-    looks too good on the text that it was made on. Raises `DataError`.
+    language. `coverage` is by `draft_vocabulary` or, if `most_frequent` is given, by
+    that many frequent tokens of the files' first halves; it then counts the second
+    halves, since a choice looks too good on its own text. Raises `DataError`.
     """
     texts = [_TokenizedText.read(file, _open_tokenizer(tokenizer)) for file in files]
     parts = texts
@@ -98,10 +98,10 @@ def _open_tokenizer(tokenizer: Path) -> Tokenizer:
 
 @dataclass(frozen=True)
 class _TokenizedText:
-    """A text's tokens: ids, and the length and script of the piece of each.
+    """A text's tokens: their ids, lengths in characters, and scripts.
 
-    Characters that a tokenizer skips belong to the piece after them. Of the tokens of
-    one character, as byte-level tokenizers have them, the first has all its length.
+    Characters that a tokenizer skips belong to the token after them. If a byte-level
+    tokenizer splits a character into tokens, the first of them has its length.
     """
 
     name: str
@@ -125,7 +125,7 @@ class _TokenizedText:
         )
 
     def halves(self) -> tuple[_TokenizedText, _TokenizedText]:
-        """The first and the second half of the tokens."""
+        """Return the first and the second half of the tokens."""
         cut = len(self.ids) // 2
         first, second = (
             _TokenizedText(
@@ -136,7 +136,7 @@ class _TokenizedText:
         return first, second
 
     def coverage(self, vocabulary: Collection[int] | None) -> dict[str, float]:
-        """The share of each script's tokens that are in the vocabulary."""
+        """Return the share of each script's tokens in the vocabulary; {} for None."""
         if vocabulary is None:
             return {}
         known = Counter[str]()
@@ -146,7 +146,7 @@ class _TokenizedText:
         return {script: known[script] / count for script, count in counts.items()}
 
     def rows(self, coverage: Mapping[str, float]) -> Iterator[TextFigures]:
-        """The whole text's row, then a row for each script."""
+        """Yield the row of the whole text, then a row for each script."""
         characters = Counter({WHOLE_TEXT: sum(self.lengths)})
         for length, script in zip(self.lengths, self.scripts, strict=True):
             characters[script] += length
@@ -157,7 +157,7 @@ class _TokenizedText:
 
 
 def _script(piece: str) -> str:
-    """The script of a piece's first letter, as Unicode's names begin with it."""
+    """Return the script of the first letter, from the letter's name in Unicode."""
     letter = next((sign for sign in piece if sign.isalpha()), None)
     if letter is None:
         return SIGNS

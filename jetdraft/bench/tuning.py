@@ -1,4 +1,4 @@
-"""Measures this machine's curve with care: more widths, more turns, all proposers."""
+"""Measures pass times on this machine: more widths than at load, all proposers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DRAFT_TOKENS = 4
 
 
 def tune(model: Model, tick: Tick = lambda: None) -> Curve:
-    """Measure this machine with care, plan with the curve from now on, and keep it."""
+    """Measure pass and draft times, keep them in the bundle, and plan with them."""
     parts = model.parts
     with parts.held():
         while parts.survey.step():
@@ -60,7 +60,7 @@ def count_steps(model: Model) -> int:
 
 
 def _time_curve(target: Graph, proposers: Mapping[str, Proposer], tick: Tick) -> Curve:
-    """Widths take turns and the shortest time counts, since noise only adds."""
+    """Measure passes in turns by width; the shortest counts, since noise only adds."""
     contract, cache = target.contract, target.cache
     # Tokens that repeat themselves, so that every proposer has a guess.
     size = min(64, contract.capacity // 4)
@@ -96,7 +96,7 @@ def _time_curve(target: Graph, proposers: Mapping[str, Proposer], tick: Tick) ->
 
 
 def _best_drafter_threads(model: Model) -> int:
-    """The drafter's threads, one or all, with the shorter rounds; for later loads."""
+    """Return the drafter's threads, one or all, that give shorter rounds."""
     parts, bundle = model.parts, model.bundle
     own, entry = parts.drafter_threads, bundle.drafter
     both_on_cpu = parts.profiles.machine["provider"] == "cpu"
@@ -124,7 +124,7 @@ def _best_drafter_threads(model: Model) -> int:
 
 
 def _round_seconds(target: Graph, drafter: Graph) -> float:
-    """The seconds of a round with a draft of `DRAFT_TOKENS` tokens, without commit."""
+    """Time a round with `DRAFT_TOKENS` drafted tokens, without commit, in seconds."""
     start = time.perf_counter()
     for _ in range(1 if drafter.contract.guesses else DRAFT_TOKENS):
         drafter.run([0])
@@ -133,14 +133,14 @@ def _round_seconds(target: Graph, drafter: Graph) -> float:
 
 
 def _ms(run: Callable[[], Any], timed: Graph | Cache) -> float:
-    """The milliseconds that `timed` spends inside its session while `run` runs."""
+    """Call `run`, and return the milliseconds that `timed` spent in its session."""
     seconds_before = timed.seconds
     run()
     return 1e3 * (timed.seconds - seconds_before)
 
 
 def _compaction_ms(cache: Cache) -> float:
-    """The shortest milliseconds of a compaction; the cache keeps its length."""
+    """Time compactions: the shortest, in ms. The cache keeps its length."""
     length = cache.length
 
     def move() -> None:
@@ -151,7 +151,7 @@ def _compaction_ms(cache: Cache) -> float:
 
 
 def _run_target(proposer: Proposer, context: Sequence[int], target: Graph) -> None:
-    """Let a proposer observe the target's passes over a context, as a head must."""
+    """Run the target over a context, and let the proposer observe the features."""
     target.cache.rewind(0)
     while rest := context[target.cache.length :]:
         part = list(rest[: target.contract.max_width])
@@ -162,7 +162,7 @@ def _run_target(proposer: Proposer, context: Sequence[int], target: Graph) -> No
 
 
 def _draft_ms(proposer: Proposer, context: Sequence[int], target: Graph) -> float:
-    """The median milliseconds of a drafted token; 0.0 if nothing was drafted."""
+    """Time drafts: the median ms of a drafted token; 0.0 if nothing was drafted."""
     middle = len(context) // 2
     proposer.begin(context[:middle], Chooser(Sampling()))
     if target.contract.feature_size:

@@ -60,7 +60,7 @@ _PYTHON_HINT = re.compile(r" \((?:\w+=\w*|Model\.\w+)\)")
 
 
 class OneLineErrors(click.Command):
-    """Turns an error into one line and exit code 2, Ctrl-C into exit code 130."""
+    """Prints an error as one line and exits with 2, or after Ctrl-C with 130."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run the command and exit with the code that it returns, 0 for None."""
@@ -104,11 +104,11 @@ class Verbs(OneLineErrors, LazyGroup):
 
 
 class StandaloneCommand(OneLineErrors, Command):
-    """A command of its own, for the programs in tools/."""
+    """A command outside of the group `jetdraft`, for the programs in tools/."""
 
 
 def message_with_flags(error: JetdraftError) -> str:
-    """The message of an error, with options as they are typed: with dashes."""
+    """Return an error's message for the terminal: with dashes in names of options."""
     message = _PYTHON_HINT.sub("", str(error))
     if isinstance(error, DraftingError):
         # It loads the packages of methods, which an error of drafting has loaded.
@@ -153,7 +153,7 @@ def _one_line_warnings() -> Iterator[None]:
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM clean up as Ctrl-C does; only the main thread can receive it."""
+    """In the block, let SIGTERM raise `SystemExit`; does nothing in other threads."""
     if is_main := threading.current_thread() is threading.main_thread():
         before = signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -164,9 +164,9 @@ def _exit_on_sigterm() -> Iterator[None]:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """Exit by an exception; send the signal again where a finalizer would drop it.
+    """Handle SIGTERM: raise `SystemExit`, or try again later if in a finalizer.
 
-    The import of transformers leaves many objects to finalize.
+    A finalizer drops exceptions, and importing transformers leaves many to run.
     """
     if all(caller.f_code.co_name != "__del__" for caller, _ in walk_stack(frame)):
         sys.exit(128 + number)
@@ -190,7 +190,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _one_line(message: str) -> str:
-    """A message as one printable line of at most `MAX_MESSAGE_CHARS`."""
+    """Return a message as one printable line of at most `MAX_MESSAGE_CHARS`."""
     return printable(" ".join(message.split()), MAX_MESSAGE_CHARS)
 
 

@@ -86,7 +86,7 @@ def _read_line() -> str | None:
 
 
 def _print_reply(talk: Conversation, line: str) -> None:
-    """Say a line to the model and print its reply; Ctrl-C ends the reply only."""
+    """Send a line to the model and print its reply; Ctrl-C ends the reply only."""
     with contextlib.suppress(KeyboardInterrupt):  # the reply so far is kept
         for piece in talk.say(line):
             click.echo(piece.text, nl=False)
@@ -94,7 +94,7 @@ def _print_reply(talk: Conversation, line: str) -> None:
 
 
 def _run_command(talk: Conversation, line: str) -> None:
-    """Run a line that begins with a slash; prints the help for an unknown one."""
+    """Run a command such as /stats; prints the help for an unknown command."""
     order, *rest = line.split(maxsplit=1)
     if order == "/reset":
         talk.reset()

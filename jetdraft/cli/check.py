@@ -128,6 +128,7 @@ def _warn_of_lost_acceptance(acceptance: Sequence[list[float]] | None) -> None:
 
 
 def _read_text_figures(bundle: Bundle, texts: Sequence[Path]) -> list[TextFigures]:
+    """Count tokens of text files by the bundle's tokenizer; raises `OptionError`."""
     if not texts:
         return []
     if bundle.tokenizer is None:
@@ -138,7 +139,7 @@ def _read_text_figures(bundle: Bundle, texts: Sequence[Path]) -> list[TextFigure
 
 
 def _figure_lines(figures: Sequence[TextFigures], speed: float) -> Iterator[str]:
-    """The rows of all texts, and the speed of plain decoding if it was measured."""
+    """Yield a line for each row, and the `speed` in tokens/s; 0.0 if not measured."""
     for row in figures:
         yield f"tokenizer  {row.line()}"
     for row in figures:
@@ -178,7 +179,7 @@ def _width_lines(widths: Widths) -> Iterator[str]:
 
 
 def _acceptance_line(exported: list[float], measured: list[float]) -> str:
-    """The acceptance rates by position in a draft, measured now and at the export."""
+    """Return the line of acceptance rates by position in a draft, now and at export."""
     now, before = (
         " ".join(f"{share:.2f}" for share in shares) for shares in (measured, exported)
     )
@@ -186,7 +187,7 @@ def _acceptance_line(exported: list[float], measured: list[float]) -> str:
 
 
 def _text_line(comparison: Comparison) -> str:
-    """The line of a comparison: method, options, and where its text differs."""
+    """Return the line of a comparison: method, options, where its text differs."""
     name = comparison.method
     if comparison.num_draft_tokens:
         name += f" {comparison.num_draft_tokens}"
@@ -199,7 +200,7 @@ def _text_line(comparison: Comparison) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One method against plain decoding: `first_difference` is None if they agree."""
+    """A method's text against plain decoding; `first_difference` is None if equal."""
 
     method: str
     num_draft_tokens: int | None
@@ -209,7 +210,7 @@ class Comparison:
 
 
 def compare_methods(model: Model) -> Iterator[Comparison]:
-    """Generate with every method, greedy and sampling, and compare token by token."""
+    """Generate with every method, greedy and sampling; yield each as a `Comparison`."""
     contract = model.bundle.target.contract
     # Repetitive, so that lookup has something to find.
     words = np.random.default_rng(5).integers(0, contract.vocab_size, 12)
@@ -219,15 +220,15 @@ def compare_methods(model: Model) -> Iterator[Comparison]:
         options: dict[str, Any] = {"max_new_tokens": count, "ignore_eos": True}
         options |= settings
         plain = model.generate(token_ids=prompt, method=NONE, **options).token_ids
-        for name, length, way in _decoding_options(model):
-            ids = model.generate(token_ids=prompt, **way, **options).token_ids
+        for name, length, keywords in _decoding_options(model):
+            ids = model.generate(token_ids=prompt, **keywords, **options).token_ids
             pairs = enumerate(zip_longest(plain, ids))
             difference = next((i for i, (one, other) in pairs if one != other), None)
             yield Comparison(name, length, settings, len(plain), difference)
 
 
 def _decoding_options(model: Model) -> Iterator[tuple[str, int | None, dict[str, Any]]]:
-    """A name, a draft length and the options of each way to decode."""
+    """Yield a name, a draft length and keywords of `Model.generate` to compare."""
     for name in model.methods:
         if name == NONE or not _can_run(model, Drafting(name)):
             continue
@@ -236,8 +237,8 @@ def _decoding_options(model: Model) -> Iterator[tuple[str, int | None, dict[str,
         for settings in methods()[name].samples:
             if _can_run(model, Drafting(name, settings=settings)):
                 words = ",".join(f"{key}={value}" for key, value in settings.items())
-                way = {"method": name, "drafting": settings}
-                yield f"{name} {words}", None, way
+                keywords = {"method": name, "drafting": settings}
+                yield f"{name} {words}", None, keywords
     yield AUTO, None, {"method": AUTO}
 
 
@@ -252,7 +253,7 @@ def _can_run(model: Model, drafting: Drafting) -> bool:
 
 
 def describe_bundle(bundle: Bundle) -> str:
-    """The graphs, shapes, quantization and bytes of a bundle, as lines of text."""
+    """Return lines of text: the graphs, shapes, quantization and bytes of a bundle."""
     return "\n".join(printable(line, MAX_LINE_CHARS) for line in _bundle_lines(bundle))
 
 

@@ -48,7 +48,7 @@ class Command(click.Command):
     """A command whose help lists its options in groups."""
 
     def format_options(self, ctx: click.Context, writer: click.HelpFormatter) -> None:
-        """Write a section for each group that has options."""
+        """Write a section of help for each group of options; click calls it."""
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in GROUPS}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
@@ -85,7 +85,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command as click does; raises `UsageError` with all names."""
+        """Find a command; raises `UsageError` with all names for an unknown name."""
         name, names = args[0], ", ".join(self.summaries)
         is_word = not name.startswith("-") and not ctx.resilient_parsing
         if is_word and self.get_command(ctx, name) is None:
@@ -129,7 +129,7 @@ def keyword_flags(
 
 
 def _chosen_options(record: type[Any], only: Collection[str] | None) -> list[Declared]:
-    """The declared options of a record, or the ones whose names are in `only`."""
+    """The declared options of a record; with `only`, the options of these names."""
     return [o for o in declared_options(record) if only is None or o.name in only]
 
 
@@ -141,7 +141,7 @@ def record_flags(
     only: Collection[str] | None = None,
     **defaults: Any,
 ) -> Decorator:
-    """As `keyword_flags`, but the command gets one `record` as the keyword `name`.
+    """Like `keyword_flags`, but the command gets a `record` as the keyword `name`.
 
     A `TypedDict` has only the options that the user gave.
     """
@@ -161,7 +161,7 @@ def record_flags(
 
 
 def _click_option(declared_option: Declared, defaults: Mapping[str, Any]) -> Decorator:
-    """The click option for a declared one; `defaults` replace its default by name."""
+    """Make the click option of a declared option; `defaults` replace its default."""
     flag, kind = declared_option.flag, declared_option.kind
     default, help_ = declared_option.default, declared_option.help
     default = defaults.get(declared_option.name, default)
@@ -219,7 +219,7 @@ def _click_type(declared_option: Declared) -> Any:
 
 
 class _Choice(click.Choice):  # type: ignore[type-arg]
-    """One of several values, converted to their type, which may be a number's."""
+    """A click type: one of `choices`, converted from text to the type `kind`."""
 
     def __init__(self, choices: Collection[Any], kind: type) -> None:
         super().__init__([str(choice) for choice in choices])
@@ -232,9 +232,9 @@ class _Choice(click.Choice):  # type: ignore[type-arg]
 
 @contextmanager
 def importing(doing: str, extra: str) -> Iterator[None]:
-    """Import what needs the packages of an extra; `doing` says what for.
+    """Guard imports that need the packages of the extra `extra` of jetdraft.
 
-    Raises `JetdraftError`, with the command that installs them, if one is missing.
+    Raises `JetdraftError`, which begins with `doing`, if a package is missing.
     """
     try:
         yield

@@ -111,7 +111,7 @@ def _parse_prompt(line: str, model: Model) -> Int64s:
 class ProgressBars:
     """A bar on standard error for each stage of a long command.
 
-    Where that is no terminal, a thread prints a line every `SECONDS_BETWEEN_LINES`.
+    Without a terminal, a thread prints a line every `SECONDS_BETWEEN_LINES` instead.
     """
 
     def __init__(self) -> None:
@@ -195,10 +195,10 @@ def print_generation(
     as_json: bool,
     explain: bool,
 ) -> int:
-    """Show the parts of a `Stream` or a `Transcription` as they come, then its stats.
+    """Print a `Stream` or a `Transcription` with `show`, then its stats.
 
-    With `as_json` only one object is printed, with these `fields` of the result.
-    Ctrl-C ends the text. Returns the exit code.
+    `show` gets each part, and None at the end. With `as_json` only an object with these
+    `fields` of the result is printed. Ctrl-C ends the text. Returns the exit code.
     """
     code = 0
     try:
@@ -223,7 +223,7 @@ def print_generation(
 
 
 def stats_line(stats: Stats) -> str:
-    """The line of stats that ends a generation, in brackets."""
+    """Return the line of stats that ends a generation, in brackets."""
     parts = [f"{stats.new_tokens} tokens in {stats.target_passes} passes"]
     for value, form in (
         (stats.tokens_per_pass, "{:.2f} tokens/pass"),
@@ -245,7 +245,7 @@ def stats_line(stats: Stats) -> str:
 
 
 def explain_rounds(stats: Stats) -> str:
-    """What each method did, and why rounds had no draft, as lines of text."""
+    """Return lines that say what each method did, and why rounds had no draft."""
     # A method saves the time of its tokens in plain decoding, less its own time.
     lines = [f"one by one a token takes {stats.plain_ms:.1f} ms"]
     lines += ["method     rounds  drafted  accepted   tokens     saved"]

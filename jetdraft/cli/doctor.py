@@ -132,7 +132,7 @@ class Finding:
 def examine(
     root: Path = Path("/"), presence_of: Callable[[str], Presence] = try_provider
 ) -> list[Finding]:
-    """All findings in the order in which to fix them; the wrong ones come first."""
+    """Return all findings in the order in which to fix them, wrong findings first."""
     machine = detect_machine(root)
     findings = [*_check_onnxruntime(), *_check_system(machine), *_check_state(machine)]
     findings += [_check_provider(presence_of(n), machine) for n in reversed(PROVIDERS)]
@@ -195,7 +195,7 @@ def _check_state(machine: Machine) -> Iterator[Finding]:
 
 
 def _check_power_mode(machine: Machine) -> Finding:
-    """The finding about the power mode; the last mode of a profile is the fastest."""
+    """Return a finding about the power mode; the last mode in a profile is fastest."""
     mode = machine.power_mode
     if mode is None or machine.device is None:
         return Finding("power mode", mode or "unknown")
@@ -205,7 +205,7 @@ def _check_power_mode(machine: Machine) -> Finding:
 
 
 def _check_provider(state: Presence, machine: Machine) -> Finding:
-    """The finding about a provider; a fix only if this machine may run it."""
+    """Return a finding about a provider, with a fix if this machine may run it."""
     what = f"provider {state.name}"
     may_have_gpu = machine.has_gpu or machine.board is not None
     if state.software:

@@ -34,10 +34,10 @@ def command(target: str, output: Path, **options: Any) -> None:
 
 
 class _OptimumExports(Verbs):
-    """The group `optimum-cli export`, with jetdraft's command only."""
+    """A group whose only command, jetdraft, is for `optimum-cli export`."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        """The command `jetdraft export`, with OUTPUT as its last argument."""
+        """Return the command `jetdraft export` with an argument OUTPUT, not a flag."""
         output = next(param for param in command.params if param.name == "output")
         others = [param for param in command.params if param is not output]
         return Command(

@@ -68,17 +68,17 @@ explain_option = option(
 
 
 def runtime_options(*more: str) -> Decorator:
-    """Give the command `runtime`: arguments of `jetdraft.load`, and `more` fields."""
+    """Decorate a command with flags of `LoadOptions`; it gets them as `runtime`."""
     return record_flags("runtime", LoadOptions, only=(*RUNTIME, *more))
 
 
 def new_tokens_option(most: int) -> Decorator:
-    """The option -n/--max-new-tokens with a verb's default."""
+    """Return the option -n/--max-new-tokens; its default is `most`."""
     return keyword_flags(GenerateOptions, only=("max_new_tokens",), max_new_tokens=most)
 
 
 def generate_options(*names: str, **defaults: Any) -> Decorator:
-    """Give the command `options`, the arguments of `Model.generate` from its flags."""
+    """Decorate a command with flags of `GenerateOptions`; it gets them as `options`."""
     if "method" in names:
         defaults["method"] = AUTO
     if "exact" in names:
@@ -100,7 +100,7 @@ def generate_options(*names: str, **defaults: Any) -> Decorator:
 
 
 def _parse_drafting(values: Sequence[str]) -> dict[str, str]:
-    """Parse values KEY=VALUE into a dict; raises `BadParameter`."""
+    """Parse values of the form KEY=VALUE into a dict; raises `BadParameter`."""
     settings = {}
     for value in values:
         key, separator, text = value.partition("=")
@@ -113,17 +113,17 @@ def _parse_drafting(values: Sequence[str]) -> dict[str, str]:
 
 
 def with_defaults(options: Mapping[str, Any], model: Model) -> GenerateOptions:
-    """The options of the command line over the defaults of a model's checkpoint."""
+    """Merge a command's options into the defaults of the model's checkpoint."""
     return cast(GenerateOptions, {**model.defaults, **options})
 
 
 def output_option(what: str) -> Decorator:
-    """The required option -o/--output, a path; `what` is its help."""
+    """Return the required option -o/--output, a path; `what` is its help."""
     return option("output", "-o", "--output", required=True, type=PATH, help=what)
 
 
 def _check_report(context: Any, param: Any, value: Path | None) -> Path | None:
-    """Raise `BadParameter` unless the file is new, or holds a report."""
+    """Return the path of a new file or a report; raises `BadParameter` for others."""
     if value is not None and value.is_file():
         is_report = False
         with suppress(OSError, ValueError, TypeError, RecursionError):
@@ -135,7 +135,7 @@ def _check_report(context: Any, param: Any, value: Path | None) -> Path | None:
 
 
 def check_new_file(value: Path | None) -> Path | None:
-    """Refuse a folder, a device, a pipe, and a path in a missing folder."""
+    """Return `value`; raises `BadParameter` unless it can be the path of a file."""
     if value is None:
         return None
     if value.is_dir() or not value.absolute().parent.is_dir():

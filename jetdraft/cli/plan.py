@@ -87,7 +87,7 @@ def command(
 def _read_text_figures(
     target: Path, texts: Sequence[Path], draft_vocab: int | None
 ) -> list[TextFigures]:
-    """The figures of text files with the target's tokenizer; raises `DataError`."""
+    """Count tokens of text files by the target's tokenizer; raises `DataError`."""
     if not texts:
         return []
     folder = target if target.is_dir() else target.parent
@@ -97,7 +97,7 @@ def _read_text_figures(
 def _advise_drafters(
     question: Question, draft_vocab: int | None, figures: Sequence[TextFigures]
 ) -> list[Drafter]:
-    """The advised drafter first, then its shape after `OTHER_BUDGETS` of tokens."""
+    """Return the advised drafter, then its shape with each of `OTHER_BUDGETS`."""
     whole = [r for r in figures if r.script == WHOLE_TEXT and r.coverage is not None]
     tokens = sum(r.tokens for r in whole)
     covered = sum(r.tokens * (r.coverage or 0.0) for r in whole)
@@ -183,7 +183,7 @@ def _print_texts(prediction: Plan, figures: Sequence[TextFigures]) -> None:
 
 
 def _choice_line(choice: Choice) -> str:
-    """The line of a way to decode: rows, tokens per pass and second, speedup."""
+    """Return the line of a choice: method, shape, rows, tokens per pass and second."""
     return (
         f"  {choice.method:7} {choice.shape:5} {choice.width:3} rows "
         f"{choice.tokens_per_pass:6.2f} tokens/pass {choice.tokens_per_second:7.1f} "

@@ -79,7 +79,7 @@ def clear(bundle: Path, file: Path, user: str) -> None:
 def _print_folder(
     bundle: Bundle, text: TextCodec, folder: Path, user: str, as_json: bool
 ) -> None:
-    """Say which weights are chosen, and list a user's lessons, latest first."""
+    """Print which weights are chosen, and a user's lessons, the latest first."""
     sets = WeightSets(folder, drafter_sha256(bundle))
     sets.check()
     choice = sets.read_choice()
@@ -124,5 +124,5 @@ def _open_store(bundle: Bundle, file: Path, user: str) -> ResponseStore:
 
 
 def _shorten(text: str, width: int = 36) -> str:
-    """A text as one printable line of at most `width` characters."""
+    """Return a text as one printable line of at most `width` characters."""
     return printable(" ".join(text.split()), width)

@@ -18,11 +18,11 @@ TRAININGS = {
         "jetdraft.cli.trainings:use",
     ),
 }
-"""Trainings of no method, by name: a summary, and where the task or command is."""
+"""Trainings that belong to no method: summaries, and where their commands are."""
 
 
 class Trainers(LazyGroup):
-    """The group of trainings; it imports only the task in use, and torch with it."""
+    """The group of training commands; imports torch only when a command is used."""
 
     @property
     def summaries(self) -> dict[str, str]:  # type: ignore[override]
@@ -34,8 +34,8 @@ class Trainers(LazyGroup):
         """Import a task and make its command, or None for an unknown name."""
         if cmd_name not in self.summaries:
             return None
-        own = cmd_name in TRAININGS
-        name = TRAININGS[cmd_name][1] if own else methods()[cmd_name].task
+        is_listed = cmd_name in TRAININGS
+        name = TRAININGS[cmd_name][1] if is_listed else methods()[cmd_name].task
         with importing("training", "train"):
             loaded = load_object(name)
             if isinstance(loaded, click.Command):

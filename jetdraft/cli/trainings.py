@@ -75,7 +75,7 @@ def run_training(
     data: Sequence[Path],
     options: TrainingOptions,
 ) -> int:
-    """Run a training; gives the exit code. Ctrl-C saves."""
+    """Run a training and return the exit code; Ctrl-C saves the run in `output`."""
     run: Training | None = None
     with ProgressBars() as bars:
         try:
@@ -97,7 +97,7 @@ def run_training(
 
 
 def _print_progress(bars: ProgressBars, run: Training, progress: Progress) -> None:
-    """Show a step, and print the figures of a validation."""
+    """Show a step in `bars`, and print the figures of a validation."""
     if progress.validation is not None:
         bars.close()
         line = run.task.summary_line(progress.validation)
@@ -218,7 +218,7 @@ def use(
 
 
 def _print_learned(learned: Learned) -> None:
-    """Print what a training of use has done, and what became of its weights."""
+    """Print the steps and losses of a training, and whether its weights are used."""
     before, after = learned.before, learned.after
     if learned.name is not None:
         outcome = f"the weights {learned.name[:12]} are on trial"

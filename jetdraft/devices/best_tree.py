@@ -9,7 +9,7 @@ from collections.abc import Sequence
 def best_tree(
     budget: int, firsts: Sequence[float], others: Sequence[float]
 ) -> tuple[list[int], list[float]]:
-    """The parents of the `budget` likeliest rows, and the chance of each row.
+    """Return the parents of the `budget` likeliest rows, and the chance of each row.
 
     `firsts[d]` is the chance that the first sibling at depth d is right; `others` are
     the chances of the second, third, ... sibling where the first is wrong. Rows come

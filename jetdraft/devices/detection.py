@@ -83,7 +83,7 @@ def detect_machine(root: Path = Path("/")) -> Machine:
 
 
 def _read_text(file: Path) -> str | None:
-    """The text of a file, without the line end or NUL of sysfs; None without text."""
+    """Return a file's text, stripped of line ends and NUL; None if empty or missing."""
     try:
         text = file.read_text(encoding="utf-8", errors="replace").strip("\0\n ")
     except OSError:
@@ -137,7 +137,7 @@ _GPU_FILES = (
 
 
 def _gpu_mhz(root: Path, file: str) -> float | None:
-    """A clock of the GPU in MHz, from a file in its devfreq folder, or None."""
+    """Return a clock of the GPU in MHz from `file` in its devfreq folder, or None."""
     for folder in sorted((root / "sys/class/devfreq").glob("*gpu*")):
         text = _read_text(folder / file)
         if text is not None and text.isdigit():

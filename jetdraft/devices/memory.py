@@ -37,7 +37,7 @@ _MAPPING = re.compile(
 
 
 class _Mapping(NamedTuple):
-    """A range of addresses and its bytes; those `written` differ from the file."""
+    """A range of addresses; bytes in memory, changed since mapping, in huge pages."""
 
     first: int
     end: int
@@ -71,7 +71,7 @@ def _advise(first: int, end: int, advice: int) -> bool:
 
 
 def release_files(folder: Path) -> int:
-    """Take the mapped files of a folder out of resident memory; returns the bytes."""
+    """Drop a folder's mapped files from resident memory; return how many bytes."""
     released, place = 0, f"{folder.resolve()}/"
     # The sizes of all mappings take ten times as long to read, at each load.
     if place not in _read_text("/proc/self/maps"):
@@ -90,7 +90,7 @@ def release_files(folder: Path) -> int:
 
 
 def use_huge_pages() -> int:
-    """Move large, filled memory of this process into huge pages; returns the bytes.
+    """Move this process's large, filled mappings to huge pages; return the bytes.
 
     A pass reads all weights, and each page costs the processor an address. Linux before
     6.1 cannot move memory.

@@ -35,7 +35,7 @@ TRIAL_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Provider:
-    """An execution provider, its name in onnxruntime, and the defaults of an export."""
+    """An execution provider, onnxruntime's names for it, and defaults of exports."""
 
     name: str
     full: str
@@ -44,7 +44,7 @@ class Provider:
     dtype: str
 
     def refusal(self, flavour: str, dtype: str) -> str:
-        """Why it cannot run graphs of a flavour and a numpy dtype; "" if it can."""
+        """Return why it cannot run graphs of a flavour and dtype; "" if it can."""
         if self.name == "tensorrt" and flavour == CONTRIB:
             return (
                 "TensorRT cannot read contrib operators; export with --flavour standard"
@@ -78,7 +78,7 @@ HALVES, SELECTION = "the halves of a target run", "KV rows are selected"
 
 
 def cpu_only(work: str, provider: str, fix: str) -> str:
-    """Why another provider than the CPU cannot do some work; empty for the CPU."""
+    """Return the error that only the CPU does `work`; "" if `provider` is "cpu"."""
     return "" if provider == "cpu" else f"{work} on the CPU, not on {provider}; {fix}"
 
 
@@ -100,7 +100,7 @@ WEBGPU_OPTIONS: ProviderOptions = {"enableInt64": "1", "enableGraphCapture": "0"
 def session_providers(
     name: str, session: Any, options: ProviderOptions
 ) -> list[tuple[str, ProviderOptions]] | None:
-    """The `providers` of a new session; None if its options `session` name them."""
+    """Return a session's `providers`; for WebGPU, set its options and return None."""
     if name == "webgpu":
         webgpu.add_adapter(session, options)
         return None
@@ -117,8 +117,8 @@ def provider_named(name: str) -> Provider:
 def choose_provider(name: str, graphs: Iterable[tuple[str, str]]) -> Provider:
     """Choose the provider that runs graphs of these flavours and numpy dtypes.
 
-    "auto" takes the fastest one that can; others are tried as named. Raises
-    `ProviderError` with the reason if none can.
+    "auto" chooses the fastest provider that can; any other name is only checked.
+    Raises `ProviderError`, with the reason, if no provider can.
     """
     graphs = list(graphs)
     if name not in (AUTO, *PROVIDERS):
@@ -146,7 +146,7 @@ def _is_software(name: str) -> bool:
 
 
 def _obstacle(provider: Provider, graphs: list[tuple[str, str]]) -> str:
-    """Why a provider cannot run the graphs here; "" if it can. May run a trial."""
+    """Return why a provider cannot run the graphs; "" if it can. May run a trial."""
     refusals = (provider.refusal(*graph) for graph in graphs)
     if reason := next(filter(None, refusals), ""):
         return reason
@@ -165,7 +165,7 @@ def installed_providers() -> list[str]:
 
 
 def _why_absent(name: str) -> str:
-    """Why a provider is not installed; "" if it is."""
+    """Return why a provider is not installed; "" if it is."""
     if name == "webgpu":
         return webgpu.MISSING_MESSAGE if find_spec(webgpu.PLUGIN) is None else ""
     full = PROVIDERS[name].full
@@ -191,7 +191,7 @@ class Presence:
 
 @functools.cache
 def try_provider(name: str) -> Presence:
-    """Run a trial of one of `PROVIDERS`, once per process."""
+    """Run a small graph on a provider in a process of its own, once per process."""
     if reason := _why_absent(name):
         return Presence(name, False, False, reason)
     full = PROVIDERS[name].full
@@ -225,7 +225,7 @@ _REASONS = {
 
 
 def failure_reason(code: int, stderr: str) -> str:
-    """Why a trial failed, from its exit code and its stderr."""
+    """Return why a trial failed, from its exit code and its stderr."""
     for pattern, fact in _REASONS.items():
         if known := re.search(pattern, stderr, re.MULTILINE):
             return fact.format(known[1])
@@ -245,9 +245,9 @@ _MACHINE_FILE = "made-by.json"
 def engine_options(
     contract: StepContract, width: int | None, folder: Path | None
 ) -> ProviderOptions:
-    """Of an engine for passes of one `width` with all answers, or of any width (None).
+    """Return TensorRT's options for an engine of one `width`, or any width (None).
 
-    Without a `folder`, every load builds it again.
+    The engine is kept in `folder`; without a folder, every load builds it again.
     """
     streams, most = contract.streams, contract.max_width
     if width is not None:
@@ -275,7 +275,7 @@ def engine_options(
 
 
 def _shapes(contract: StepContract, sizes: tuple[int, int, int]) -> str:
-    """The shapes of all dynamic inputs, such as "input_ids:1x4,answer_rows:4"."""
+    """Return the shapes of dynamic inputs, such as "input_ids:1x4,answer_rows:4"."""
     sized = (
         (spec.name, spec.shape_for(*sizes, contract.members, contract.prefix))
         for spec in contract.inputs
@@ -285,7 +285,7 @@ def _shapes(contract: StepContract, sizes: tuple[int, int, int]) -> str:
 
 
 def engine_folder(folder: Path, machine: dict[str, str]) -> Path | None:
-    """The folder of this machine's engines, emptied if another `machine` built them.
+    """Make the folder of engines; empty it if another `machine` built the engines.
 
     Returns None, with a warning, if the folder cannot be written.
     """

@@ -49,7 +49,7 @@ def module_rails(root: Path = Path("/")) -> list[Rail]:
 
 
 class Meter:
-    """Adds up the energy of its block in `joules`; None without monitors."""
+    """Measures the energy that its `with` block uses; `joules` is None if it cannot."""
 
     def __init__(
         self, root: Path = Path("/"), interval: float = INTERVAL_SECONDS

@@ -35,7 +35,7 @@ CPU_PROVIDER = "CPUExecutionProvider"
 
 
 def main(provider: str) -> None:
-    """Run one small product on `provider` alone and compare the numbers."""
+    """Multiply two small matrices on `provider` alone; print `RAN` if it is right."""
     _check_product(provider, GRAPH, np.float32)
     if provider == webgpu.EP_NAME:
         if webgpu.find_adapter().software:
@@ -48,7 +48,7 @@ def main(provider: str) -> None:
 
 
 def _check_product(provider: str, graph: Path, dtype: type[np.floating[Any]]) -> None:
-    """Run one of the graphs; exit the process if it fails or its numbers are wrong."""
+    """Run a graph on `provider`; exit the process if its numbers are wrong."""
     import onnxruntime  # the parent imports this module, even without onnxruntime
 
     options = onnxruntime.SessionOptions()

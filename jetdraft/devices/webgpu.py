@@ -54,7 +54,7 @@ class Adapter:
 
 @functools.cache
 def find_adapter() -> Adapter:
-    """The first GPU of the plug-in, or a software adapter; raises `ProviderError`."""
+    """Return the plug-in's first GPU, or software adapter; raises `ProviderError`."""
     drivers = vulkan_devices() if sys.platform == "linux" else []
     _load_plugin()
     offered = [device for device in ort.get_ep_devices() if device.ep_name == EP_NAME]
@@ -99,7 +99,7 @@ def _load_plugin() -> None:
 
 
 def add_adapter(options: Any, provider_options: dict[str, str]) -> None:
-    """Add the adapter to a session's `options`, with these options of the provider."""
+    """Let a session with `options` run on the adapter; changes `options` in place."""
     options.add_provider_for_devices([find_adapter().device], provider_options)
 
 

@@ -30,11 +30,11 @@ from jetdraft.runtime.pool import Pool
 from jetdraft.runtime.speech.segments import Transcript
 from jetdraft.runtime.speech.transcription import check_speech
 from jetdraft.server.connection import Admission
-from jetdraft.server.desk import AnyRequest, Desk, Job
 from jetdraft.server.generation_request import GenerationRequest
 from jetdraft.server.limits import Limits
 from jetdraft.server.refusal import RequestError, refusal_response
 from jetdraft.server.reply import EventStream, Reply, wait_unless_gone
+from jetdraft.server.request_queue import AnyRequest, Job, RequestQueue
 from jetdraft.server.transcription_request import TranscriptionRequest, read_form
 
 RECEIVE_SECONDS = 30.0
@@ -65,11 +65,11 @@ GAUGES = {
     "waiting": "Requests that wait for a model.",
     "generating": "Models in use.",
 }
-"""Metrics by name with their help: counters, and gauges of the stats or the desk."""
+"""Metrics by name with their help: counters, and gauges of the stats or the queue."""
 
 
 class Service:
-    """Serves the models of a pool over HTTP; `name` is the model's name in requests.
+    """The HTTP API of a pool of models; `name` is the model's name in requests.
 
     Raises `JetdraftError` for a broken chat template or an API key that cannot be sent.
     """
@@ -79,7 +79,7 @@ class Service:
     ) -> None:
         self.pool, self.name, self.limits = pool, name, limits
         self._key, self._admission = api_key, Admission(api_key)
-        self.desk = Desk(pool.models, limits.max_waiting, limits.max_wait)
+        self.desk = RequestQueue(pool.models, limits.max_waiting, limits.max_wait)
         self.metrics = Metrics(self.desk)
         parts = pool.models[0].parts
         self._sound_slots = asyncio.Semaphore(limits.max_sounds)
@@ -151,6 +151,7 @@ class Service:
         }
 
     async def _serve_generation(self, request: Request) -> ASGIApp:
+        """Answer a completion or a chat: with JSON, or with a stream of events."""
         self._admission.check(request)
         body = await self._read_object(request)
         self._check_model_name(body.get("model", self.name))
@@ -171,13 +172,14 @@ class Service:
         return JSONResponse(reply.complete(result))
 
     def _start_job(self, request: Request, wanted: AnyRequest) -> Job:
-        """Start a job for the client; a client drafts from its own responses only."""
+        """Put a request into the queue; its drafts use this client's responses only."""
         client = request.client.host if request.client else ""
         if self._keeps_responses:
-            wanted.options["drafting"] = {"user": client}  # only its own responses
+            wanted.options["drafting"] = {"user": client}
         return Job(self.desk, wanted, client)
 
     async def _serve_transcription(self, request: Request) -> Response:
+        """Answer a transcription, when few enough sounds are in memory."""
         self._admission.check(request)
         origin = request.headers.get("origin")
         host = request.headers.get("host", "")
@@ -216,7 +218,7 @@ class Service:
         return wanted.response(result)
 
     async def _read_object(self, request: Request) -> dict[str, Any]:
-        """The JSON object in the body, without fields that are null."""
+        """Read the JSON object in the body, without fields that are null."""
         # A foreign page cannot send JSON unasked.
         data = await self._read_body(request, JSON_TYPE, self.limits.max_body_bytes)
         try:
@@ -228,7 +230,7 @@ class Service:
         return {name: value for name, value in body.items() if value is not None}
 
     async def _read_body(self, request: Request, kind: str, most: int) -> bytearray:
-        """The bytes of a body of that content type, at most `most`."""
+        """Read a body of type `kind`, at most `most` bytes; raises `RequestError`."""
         content = request.headers.get("content-type", "").partition(";")[0].strip()
         if content.lower() != kind:
             raise RequestError(f"content type {content!r} is not {kind}", status=415)
@@ -264,6 +266,7 @@ class Service:
         return refusal_response(error, status, request.url.path == CHAT_PATH)
 
     async def _refuse_http(self, request: Request, error: Exception) -> Response:
+        """Answer an error of starlette, for example 404 for an unknown path."""
         assert isinstance(error, HTTPException)
         self._count_request(request, error.status_code)
         return refusal_response(
@@ -271,6 +274,7 @@ class Service:
         )
 
     async def _answer_failure(self, request: Request, error: Exception) -> Response:
+        """Answer an unexpected error with status 500; starlette logs it."""
         self._count_request(request, 500)
         return refusal_response("the server failed; its log says why", 500)
 
@@ -282,22 +286,22 @@ class Service:
 
 
 def _fingerprint(machine: dict[str, Any]) -> str:
-    """OpenAI's system_fingerprint: a hash of this version, bundle and machine."""
+    """Return OpenAI's system_fingerprint: a hash of version, bundle and machine."""
     whole = json.dumps([__version__, machine], sort_keys=True)
     return f"fp_{hashlib.sha256(whole.encode()).hexdigest()[:12]}"
 
 
 class Metrics(Collector):
-    """Reads a desk; `request_counts` counts requests by path and status."""
+    """Metrics of a queue for Prometheus; `request_counts` are by path and status."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, queue: RequestQueue) -> None:
+        self._queue = queue
         self.request_counts: Counter[tuple[str, int]] = Counter()
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def text(self) -> bytes:
-        """The metrics in Prometheus' text format, as bytes."""
+        """Return the metrics in Prometheus' text format, as bytes."""
         return bytes(generate_latest(self._registry))
 
     def collect(self) -> Iterator[Metric]:
@@ -310,10 +314,10 @@ class Metrics(Collector):
         for (path, status), count in sorted(self.request_counts.items()):
             requests.add_metric([path, str(status)], count)
         yield requests
-        totals = self._desk.total.to_json()
+        totals = self._queue.total.to_json()
         for name, help_ in COUNTERS.items():
             yield CounterMetricFamily(f"jetdraft_{name}", help_, totals[name])
-        now = {"waiting": self._desk.waiting, "generating": self._desk.generating}
+        now = {"waiting": self._queue.waiting, "generating": self._queue.generating}
         for name, help_ in GAUGES.items():
             value = now.get(name, totals.get(name))
             yield GaugeMetricFamily(f"jetdraft_{name}", help_, value or 0.0)

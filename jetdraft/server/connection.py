@@ -1,4 +1,4 @@
-"""Checks who may ask: limits of connections, the Host header, the API key.
+"""Limits the connections of clients, and checks Host headers and API keys.
 
 A board answers without a proxy, and uvicorn has no limit for requests that come slowly,
 for answers that are not read, or for the connections of one peer.
@@ -48,13 +48,13 @@ _KEY_PATTERN = re.compile(r"[!-~]+")
 look like."""
 
 
-class Doorkeeper:
-    """Limits connections: of each peer, and of all, so that files are left to open.
+class ConnectionLimiter:
+    """Counts connections: at most `per_peer` of a peer and `most` of all peers.
 
-    A connection beyond a limit takes the place of the connection that has waited
-    longest without a whole request: of the same peer or, if the limit of all is
-    reached, of the peer with the most connections. Where all are at work, it stays
-    outside and may ask for /health only.
+    `most` is lowered so that this process can still open files. A new connection beyond
+    a limit replaces the connection that has waited longest without a whole request: of
+    the same peer or, beyond `most`, of the peer with the most connections. If all these
+    connections await answers, the new connection may ask for /health only.
     """
 
     def __init__(self, per_peer: int, most: int) -> None:
@@ -66,7 +66,7 @@ class Doorkeeper:
         self._outside: list[Connection] = []
 
     def admit(self, connection: Connection) -> bool:
-        """Count a new connection; False if it stays outside."""
+        """Count a new connection; False if it may ask for /health only."""
         own = self._by_peer.get(connection.peer, [])
         full = None
         if len(own) >= self.per_peer:
@@ -94,7 +94,7 @@ class Doorkeeper:
             self._by_peer.pop(connection.peer, None)
 
     def drop_slow(self, now: float) -> None:
-        """Drop connections that ask or read too slowly; `now` is the loop's time."""
+        """Close connections that ask or read too slowly; `now` is the loop's time."""
         for connections in [*self._by_peer.values(), self._outside]:
             for connection in list(connections):
                 if connection.is_late(now):
@@ -104,9 +104,9 @@ class Doorkeeper:
 class Connection(H11Protocol):
     """One connection of uvicorn's server.
 
-    `peer` is who has to share turns: an IPv4 address, a network of 64 bits of IPv6, or
-    the user at the other end of a socket in the file system. `since` is the loop's time
-    when the connection began to wait for a request.
+    `peer` names the client: an IPv4 address, a network of 64 bits of IPv6, or the user
+    at the other end of a socket in the file system. All connections of a peer share its
+    turns. `since` is the loop's time when the connection began to wait for a request.
 
     A client that closes its sending half after its request gets its answer. Until the
     answer begins, a response 100 from time to time finds out whether the client left:
@@ -116,15 +116,15 @@ class Connection(H11Protocol):
 
     peer = ""
 
-    def __init__(self, doorkeeper: Doorkeeper, **settings: Any) -> None:
+    def __init__(self, limiter: ConnectionLimiter, **settings: Any) -> None:
         super().__init__(**settings)
-        self._doorkeeper = doorkeeper
+        self._limiter = limiter
         self.since = self._read_at = self.loop.time()
         self._unread, self._half_closed = 0, False
 
     @property
     def is_idle(self) -> bool:
-        """Whether no whole request is being answered."""
+        """Whether the client has yet to send a request, or the rest of a request."""
         return self._is_between_requests or self.cycle.more_body
 
     @property
@@ -133,7 +133,7 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def is_late(self, now: float) -> bool:
-        """Whether the client has been silent, or has read nothing, for too long."""
+        """Whether the client has sent or read nothing for too long."""
         unread = self.transport.get_write_buffer_size()
         if not unread or unread < self._unread:
             self._read_at = now
@@ -144,31 +144,31 @@ class Connection(H11Protocol):
 
     def drop(self) -> None:
         """Close the connection at once, without an answer."""
-        self._doorkeeper.discard(self)
+        self._limiter.discard(self)
         self.transport.abort()
 
     def connection_made(  # type: ignore[override]
         self, transport: asyncio.Transport
     ) -> None:
-        """Find out the peer and count the connection; uvicorn calls it."""
+        """Set `peer` and count the connection; uvicorn calls it."""
         super().connection_made(transport)
         self.peer = _peer_id(transport)
         self.client = (self.peer, self.client[1] if self.client else 0)
-        if not self._doorkeeper.admit(self):
+        if not self._limiter.admit(self):
             self.app = _health_only(self.app)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop counting the connection; uvicorn calls it."""
-        self._doorkeeper.discard(self)
+        self._limiter.discard(self)
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """Note that the connection waits for a request again; uvicorn calls it."""
+        """Set `since`, as the next request may begin; uvicorn calls it."""
         self.since = self.loop.time()
         super().on_response_complete()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether to stay open for the answer: the client has closed its half."""
+        """Return whether to stay open when the client closes its half."""
         if self.is_idle:
             return False
         if not self._half_closed:
@@ -178,7 +178,7 @@ class Connection(H11Protocol):
         return True
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP with a JSON error as all others, and close."""
+        """Answer bytes that are not HTTP with an error in JSON, and close."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()  # an answer is under way
             return
@@ -190,7 +190,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _check_client(self) -> None:
-        """Write something that clients skip: if the client is gone, that fails."""
+        """Write a response 100 regularly; that fails if the client has left."""
         cycle = self.cycle
         if cycle.response_started or self.transport.is_closing():
             return  # the answer itself finds it out
@@ -218,7 +218,7 @@ def _health_only(app: ASGIApp) -> ASGIApp:
 
 
 def _peer_id(transport: asyncio.Transport) -> str:
-    """Who shares turns: a Unix user, an IPv4 address, or a network of 64 bits."""
+    """Return what `Connection.peer` is for the other end of a transport."""
     line = transport.get_extra_info("socket")
     if line.family == socket.AF_UNIX:
         data = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -234,7 +234,11 @@ def _peer_id(transport: asyncio.Transport) -> str:
 
 
 class Admission:
-    """Admits requests with the `key`, or, with "", for local names and `host` only."""
+    """Checks the API key and the Host header of requests.
+
+    Without a `key` ("") and with a loopback address as the server's `host`, a Host
+    header must name this machine, so that no foreign web page reaches the server.
+    """
 
     def __init__(self, key: str = "", host: str = "127.0.0.1") -> None:
         if key:
@@ -254,7 +258,7 @@ class Admission:
             )
 
     def _check_host(self, request: Request) -> None:
-        """Raise `RequestError` for a malformed host, or a foreign one on localhost."""
+        """Raise `RequestError` for a malformed Host header, or another host."""
         header = request.headers.get("host")
         name = None if header is None else host_name(header)
         if name is None and (header is not None or self._local):
@@ -281,7 +285,7 @@ def host_name(header: str) -> str | None:
 
 
 def check_api_key(key: str) -> None:
-    """Raise `OptionError` for an empty key, or one that no header can hold."""
+    """Raise `OptionError` for an empty key, or characters that no header can hold."""
     if not key:
         raise OptionError(
             "the API key is empty; give a key, or unset JETDRAFT_API_KEY", "api_key"

@@ -53,11 +53,11 @@ much time or memory is refused while it is compiled, see `Matcher`."""
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What to continue, with which options, and the form of the answer.
+    """A request for a text, read from a JSON object.
 
-    `prompt` is a text or token ids, or None for a chat with `messages`. `streamed`
-    asks for chunks, `drafted` for a mark on each token that was drafted, and `usage`
-    for a last chunk with counts.
+    `prompt` is a text or token ids, or None for a chat with `messages`. `options` are
+    keywords of `Model.generate`. `streamed` asks for chunks, `drafted` for a mark on
+    each token that was drafted, and `usage` for a last chunk with counts.
     """
 
     prompt: str | list[int] | None
@@ -72,7 +72,11 @@ class GenerationRequest:
     def of(
         cls, body: Body, chat: bool, most: int, defaults: GenerateOptions | None = None
     ) -> Self:
-        """Read a JSON object of a completion or a `chat`; raises `JetdraftError`."""
+        """Check the body of a completion or a `chat`; raises `JetdraftError`.
+
+        It may ask for at most `most` tokens. Its fields replace options in `defaults`,
+        whose keys are keywords of `Model.generate`.
+        """
         for name, value in body.items():
             if name not in (*OPTION_FIELDS, *READ_FIELDS, *IGNORED_FIELDS):
                 raise RequestError(f"unknown field {name!r}; leave it out")
@@ -96,12 +100,12 @@ class GenerationRequest:
         )
 
     @property
-    def seconds(self) -> float:
+    def max_seconds(self) -> float:
         """The most seconds that the text may take, infinite without a limit."""
         return float(self.options.get("max_seconds", inf))
 
     def stream(self, model: Model) -> Stream:
-        """Start the generation."""
+        """Start the generation; iterating over the stream yields its pieces."""
         functions = [] if self.tools is None else self.tools.functions
         count = _count_characters([self.prompt, self.messages, functions])
         check_characters(count, model.parts.target.contract.capacity)
@@ -117,7 +121,7 @@ class GenerationRequest:
 
 
 def _field_problem(name: str, value: object, chat: bool) -> str:
-    """What is wrong with one field, whatever the others say; "" if nothing is."""
+    """Return what is wrong with the value of a field, in words; "" if it is right."""
     match name:
         case "n" | "best_of" if value != 1:
             return f"{name} can only be 1; ask again with another seed"
@@ -144,7 +148,7 @@ def _field_problem(name: str, value: object, chat: bool) -> str:
 
 
 def _count_characters(value: object) -> int:
-    """The characters of all texts in a JSON value, keys included."""
+    """Count the characters of all texts in a JSON value, keys included."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -156,7 +160,7 @@ def _count_characters(value: object) -> int:
 
 
 def _read_tools(body: Body, options: dict[str, Any]) -> Tools | None:
-    """Read the tools; takes the JSON schema out of the options, for their grammar."""
+    """Return the tools, or None; `json_schema` moves from `options` into the tools."""
     tools = Tools.of(
         body.get("tools", []),
         body.get("tool_choice", "auto"),
@@ -173,6 +177,7 @@ def _read_tools(body: Body, options: dict[str, Any]) -> Tools | None:
 
 
 def _get_options(body: Body, chat: bool, most: int) -> dict[str, Any]:
+    """Return the body's options as keywords of `Model.generate`; see `of`."""
     options = {name: body[name] for name in OPTION_FIELDS if name in body}
     wanted = body.get("max_completion_tokens", body.get("max_tokens"))
     if wanted is None:
@@ -194,7 +199,7 @@ def _get_options(body: Body, chat: bool, most: int) -> dict[str, Any]:
 
 
 def _read_biases(field: object) -> dict[int, Any]:
-    """Read logit_bias, by token id; raises `RequestError`."""
+    """Convert the keys of logit_bias to token ids; raises `RequestError`."""
     try:
         if not isinstance(field, dict):
             raise TypeError(field)
@@ -206,7 +211,7 @@ def _read_biases(field: object) -> dict[int, Any]:
 
 
 def _read_schema(form: object) -> dict[str, Any] | None:
-    """The JSON schema of response_format; None for text. Raises `RequestError`."""
+    """Return the schema in response_format; None for text. Raises `RequestError`."""
     match form:
         case {"type": "text"}:
             return None
@@ -233,7 +238,7 @@ def _read_prompt(prompt: object) -> str | list[int]:
 
 
 def _read_messages(messages: object) -> list[Message]:
-    """Read messages in the form that chat templates take; raises `JetdraftError`."""
+    """Check messages and convert them for chat templates; raises `JetdraftError`."""
     return [
         _read_message(message, f"messages[{place}]")
         for place, message in enumerate(check_messages(messages))
@@ -241,7 +246,7 @@ def _read_messages(messages: object) -> list[Message]:
 
 
 def _read_message(message: Message, at: str) -> Message:
-    """A message for chat templates; `at` is its place in the body."""
+    """Check and convert a message; `at` is its path in errors, such as messages[0]."""
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         raise _field_error(f"{at}.role", f"one of {', '.join(ROLES)}, not {role!r}")
@@ -271,6 +276,7 @@ def _read_message(message: Message, at: str) -> Message:
 
 
 def _read_content(content: object, at: str) -> str:
+    """Return the text of a content, which may be a list of text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -291,7 +297,7 @@ def _read_content(content: object, at: str) -> str:
 
 
 def _read_call(call: Any, at: str) -> Any:
-    """Parse a call's arguments: OpenAI sends JSON text, templates read objects."""
+    """Return a tool call with parsed arguments: OpenAI sends them as JSON text."""
     match call:
         case {"function": {"name": str(), "arguments": arguments} as function} if (
             isinstance(call.get("id") or "", str)

@@ -21,15 +21,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jetdraft.errors import OptionError, printable
 from jetdraft.server.app import Service
-from jetdraft.server.connection import Connection, Doorkeeper
-from jetdraft.server.desk import WRITTEN_TOKENS
+from jetdraft.server.connection import Connection, ConnectionLimiter
 from jetdraft.server.reply import STATUS_KEY
+from jetdraft.server.request_queue import WRITTEN_TOKENS
 
 SPARE_CONNECTIONS = 64
 """Connections of a client beside its waiting requests: idle ones, and /health."""
 
 MAX_BUSY_CLIENTS = 4
-"""How many clients may have all the connections that one may have."""
+"""The number of clients that may use their full number of connections at once."""
 
 END_SECONDS = 5
 """The seconds after the drain in which the answers of cut texts are sent."""
@@ -57,11 +57,11 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, service: Service, host: str, drain: int = 30) -> None:
         per_peer = service.limits.max_waiting + SPARE_CONNECTIONS
-        self.doorkeeper = Doorkeeper(per_peer, MAX_BUSY_CLIENTS * per_peer)
+        self.limiter = ConnectionLimiter(per_peer, MAX_BUSY_CLIENTS * per_peer)
         self._service, self._drain = service, drain
         self._systemd, self._alive_at = Systemd(os.environ), 0.0
         self._must_cut = False
-        protocol: Any = partial(Connection, self.doorkeeper)
+        protocol: Any = partial(Connection, self.limiter)
         config = uvicorn.Config(
             log_requests(service.app(host)),
             http=protocol,
@@ -75,7 +75,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections, and say so."""
+        """Accept connections, start the regular checks, and notify systemd."""
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(BACKLOG)
@@ -84,13 +84,13 @@ class HttpServer(uvicorn.Server):
         self._systemd.notify("READY=1")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Finish the texts under way, and end them when their time is over."""
+        """Wait for running texts, at most `drain` seconds; then cut them and return."""
         self._systemd.notify("STOPPING=1")
-        loop, desk = asyncio.get_running_loop(), self._service.desk
-        if texts := len(desk.jobs):
+        loop, queue = asyncio.get_running_loop(), self._service.desk
+        if texts := len(queue.jobs):
             said = f"finishing {texts} text{'s' * (texts > 1)}, at most {self._drain} s"
             log.info("%s; Ctrl-C cuts %s", said, "them" if texts > 1 else "it")
-        end = loop.call_later(self._drain, desk.end_jobs)
+        end = loop.call_later(self._drain, queue.end_jobs)
         await super().shutdown(sockets)
         end.cancel()
         self._sweeping.cancel()
@@ -103,10 +103,11 @@ class HttpServer(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     async def _check_regularly(self) -> None:
+        """Drop slow connections and notify the watchdog, every `SWEEP_SECONDS`."""
         while True:
             if self._must_cut:
                 self._service.desk.end_jobs()
-            self.doorkeeper.drop_slow(asyncio.get_running_loop().time())
+            self.limiter.drop_slow(asyncio.get_running_loop().time())
             # The watchdog must know that the loop runs and no text is past its end.
             seconds, now = self._systemd.watchdog_seconds, time.monotonic()
             if (
@@ -120,7 +121,7 @@ class HttpServer(uvicorn.Server):
 
 
 def log_requests(app: ASGIApp) -> ASGIApp:
-    """An application that logs each request when it ends, but not its texts."""
+    """Wrap an application so that it logs each request when it ends, without texts."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         began, status, written = time.monotonic(), 500, list[int]()
@@ -145,7 +146,7 @@ def log_requests(app: ASGIApp) -> ASGIApp:
 
 
 def _error_handler() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """Reports errors of the event loop, a lack of files once a minute."""
+    """Return a handler that logs errors of the loop, a lack of files once a minute."""
     silent_until = 0.0
 
     def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -174,7 +175,7 @@ def run(
 
 
 class Systemd:
-    """The service manager of this process, if there is one, as sd_notify(3) has it."""
+    """Sends states to systemd, see sd_notify(3); without systemd does nothing."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         address = environment.get("NOTIFY_SOCKET", "")
@@ -197,7 +198,7 @@ class Systemd:
 
 @contextmanager
 def open_listener(host: str, port: int) -> Iterator[socket.socket]:
-    """A listening socket, before models are loaded; raises `OptionError`."""
+    """Open a listening TCP socket, closed after the block; raises `OptionError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         try:
@@ -251,7 +252,7 @@ def open_unix_listener(path: Path) -> Iterator[socket.socket]:
 
 
 def _remove_stale_socket(path: Path) -> None:
-    """Remove the socket of a server that is gone; raise `OptionError` otherwise."""
+    """Remove the socket of a server that has ended; raise `OptionError` for others."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a server allows, as `jetdraft serve` and `Service` take it; loads no package."""
+"""The limits of a server, for `jetdraft serve` and `Service`; imports no package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jetdraft.options import Flag, check_bounds
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests and of sounds in memory at once; raises `OptionError`."""
+    """Limits of requests, and of sound files in memory; raises `OptionError`."""
 
     max_new_tokens: Annotated[
         int,

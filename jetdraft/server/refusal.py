@@ -27,7 +27,7 @@ class RequestError(JetdraftError):
 
 
 def refusal_response(error: object, status: int, chat: bool = False) -> Response:
-    """The HTTP response for an error; `chat` says that the request was a chat."""
+    """Return the HTTP response for an error, see `refusal_fields`."""
     headers = {"Retry-After": "1"} if status in (429, 503) else {}
     # Escapes, since a message may quote what no encoding can hold.
     content = json.dumps(refusal_fields(error, status, chat))
@@ -35,7 +35,7 @@ def refusal_response(error: object, status: int, chat: bool = False) -> Response
 
 
 def refusal_fields(error: object, status: int, chat: bool = False) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """Return an error as OpenAI's JSON object; a `chat` names messages, not prompt."""
     kind = ERRORS.get(
         status, "invalid_request_error" if status < 500 else "server_error"
     )

@@ -17,22 +17,22 @@ from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.sampling.chooser import Logprob
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.stops import DEADLINE, LENGTH, STOP
-from jetdraft.server.desk import Job
 from jetdraft.server.generation_request import GenerationRequest
 from jetdraft.server.refusal import RequestError, refusal_fields
+from jetdraft.server.request_queue import Job
 
 Json = dict[str, Any]
 T = TypeVar("T")
 
 STATUS_KEY = "jetdraft.status"
-"""The key in an ASGI scope of how a stream ended, whose HTTP status was 200."""
+"""The key in an ASGI scope of a stream's final status; its HTTP status is 200."""
 
 _REASONS = {STOP: "stop", LENGTH: "length", DEADLINE: "length"}
-"""OpenAI's finish reasons of texts that are whole, or as long as they may be."""
+"""OpenAI's finish reasons by our finish reasons, for texts that were not cut."""
 
 
 class Reply:
-    """Makes OpenAI's JSON objects of the pieces and the result of one request."""
+    """Formats the pieces or the result of a request as OpenAI's JSON objects."""
 
     def __init__(
         self, request: GenerationRequest, name: str, codec: TextCodec, fingerprint: str
@@ -49,12 +49,12 @@ class Reply:
             **({"service_tier": "default"} if self.chat else {}),
         }
         self._text, self._sent = "", 0
-        self._extras: dict[str, list[Any]] = {}
+        self._unsent_fields: dict[str, list[Any]] = {}
         self._text_offset = 0
         """The characters of the text before the next token, for text_offset."""
 
     def complete(self, result: Result) -> Json:
-        """The object of a reply that is not streamed."""
+        """Return the object of a reply that is not streamed."""
         calls = self._read_calls(result.text)
         choice: Json = {"index": 0, "finish_reason": _finish_reason(result, calls)}
         if self.chat:
@@ -75,24 +75,24 @@ class Reply:
         return {**self._head, "object": kind, "choices": [choice], "usage": usage}
 
     def first_chunks(self) -> list[Json]:
-        """The chunks before the text: the role, in a chat."""
+        """Return the chunks before the text: the role in a chat, else []."""
         begun = {"role": "assistant", "content": "", "refusal": None}
         return [self._chunk(begun)] if self.chat else []
 
     def piece_chunks(self, piece: Piece) -> list[Json]:
-        """The chunks of a round's piece; text that may be a tool call is held back."""
+        """Return the chunks of a piece; keeps text that may belong to a tool call."""
         self._text += piece.text
         if "logprobs" in self.request.options:
             entries = zip(piece.logprobs, piece.texts, strict=True)
-            self._extras.setdefault("logprobs", []).extend(entries)
+            self._unsent_fields.setdefault("logprobs", []).extend(entries)
         if self.request.drafted:
             flags = [i < piece.from_draft for i in range(len(piece.token_ids))]
             tokens = _draft_marks(piece.texts, flags)
-            self._extras.setdefault("tokens", []).extend(tokens)
+            self._unsent_fields.setdefault("tokens", []).extend(tokens)
         return self._text_chunks(self._sendable_length(self._text))
 
     def last_chunks(self, result: Result) -> list[Json]:
-        """The chunks after the text."""
+        """Return the last chunks: text kept or tool calls, finish reason, and usage."""
         calls = self._read_calls(self._text)
         chunks = [] if calls else self._text_chunks(len(self._text))
         for index, call in enumerate(calls):
@@ -100,32 +100,32 @@ class Reply:
             call["function"] = {**call["function"], "arguments": ""}
             for part in (call, {"function": {"arguments": arguments}}):
                 delta = {"tool_calls": [{"index": index, **part}]}
-                chunks.append(self._chunk(delta, **self._take_extras()))
+                chunks.append(self._chunk(delta, **self._take_fields()))
         chunks.append(self._chunk({}, finish_reason=_finish_reason(result, calls)))
         if self.request.usage:
             chunks.append({**chunks[-1], "choices": [], "usage": _usage_field(result)})
         return chunks
 
     def _text_chunks(self, end: int) -> list[Json]:
-        """The chunk of the unsent text before `end`, if any; marks it as sent."""
+        """Return the chunk of the unsent text up to `end`, or []; marks it as sent."""
         text, self._sent = self._text[self._sent : end], max(end, self._sent)
-        extras = self._take_extras() if text or end == len(self._text) else {}
-        return [self._chunk({"content": text}, **extras)] if text or extras else []
+        fields = self._take_fields() if text or end == len(self._text) else {}
+        return [self._chunk({"content": text}, **fields)] if text or fields else []
 
-    def _take_extras(self) -> Json:
-        """Remove and return the unsent extras: log probabilities and draft marks."""
-        extras: Json = {name: items for name, items in self._extras.items() if items}
-        self._extras = {}
-        if "logprobs" in extras:
-            extras["logprobs"] = self._logprobs_field(extras["logprobs"])
-        return extras
+    def _take_fields(self) -> Json:
+        """Remove and return the unsent log probabilities and draft marks of tokens."""
+        fields: Json = {name: v for name, v in self._unsent_fields.items() if v}
+        self._unsent_fields = {}
+        if "logprobs" in fields:
+            fields["logprobs"] = self._logprobs_field(fields["logprobs"])
+        return fields
 
     def _sendable_length(self, text: str) -> int:
-        """How many first characters of a text cannot be part of a tool call."""
+        """Return how many characters at the start of a text belong to no tool call."""
         return len(text) if self._tools is None else self._tools.shown(text)
 
     def _chunk(self, delta: Json, **more: Any) -> Json:
-        """A chunk with a delta; `more` are further fields of its choice."""
+        """Return a chunk with new content `delta`; `more` are fields of its choice."""
         choice: Json = {"index": 0, "finish_reason": None, "logprobs": None, **more}
         if self.chat:
             choice["delta"] = delta
@@ -141,7 +141,7 @@ class Reply:
         return [call.for_openai() for call in calls]
 
     def _logprobs_field(self, entries: Sequence[tuple[Logprob, str]]) -> Json | None:
-        """Log probabilities, from pairs with the text that a token completed."""
+        """Return the field logprobs for tokens and their texts; None if unwanted."""
         if not entries or "logprobs" not in self.request.options:
             return None
         if self.chat:
@@ -165,7 +165,7 @@ class Reply:
         }
 
     def _logprobs_by_name(self, entry: Logprob) -> dict[str, float]:
-        """The log probabilities of the best tokens by name, and of the chosen token."""
+        """Return log probabilities by name: of the best tokens and the chosen token."""
         tops: dict[str, float] = {}
         for token, value in dict([*entry.top, (entry.token, entry.logprob)]).items():
             name = self._name_of(entry, token)
@@ -174,13 +174,13 @@ class Reply:
         return tops
 
     def _token_entry(self, entry: Logprob, token: int, value: float) -> Json:
-        """A token with its log probability and bytes, as chats have it."""
+        """Return a chat's object for a token: name, log probability and bytes."""
         data = entry.names[token]
         exact = None if data is None else list(data)
         return {"token": self._name_of(entry, token), "logprob": value, "bytes": exact}
 
     def _name_of(self, entry: Logprob, token: int) -> str:
-        """A token's text at its place; "bytes:..." for a part of a character."""
+        """Return the text of a token; "bytes:..." for a part of a character."""
         data = entry.names[token]
         if data is None:
             return self.codec.token(token)
@@ -191,7 +191,7 @@ class Reply:
 
 
 def _draft_marks(texts: Sequence[str], flags: Sequence[bool]) -> list[Json]:
-    """An object for each token: its text, and whether it was drafted."""
+    """Return an object for each token: its text, and whether it was drafted."""
     return [
         {"text": text, "drafted": drafted}
         for text, drafted in zip(texts, flags, strict=True)
@@ -199,13 +199,13 @@ def _draft_marks(texts: Sequence[str], flags: Sequence[bool]) -> list[Json]:
 
 
 def _finish_reason(result: Result, calls: Sequence[Json]) -> str:
-    """OpenAI's finish reason; raises `KeyError` for a text that was cancelled."""
+    """Return OpenAI's finish reason; raises `KeyError` for a text that was cut."""
     reason = _REASONS[result.finish_reason]
     return "tool_calls" if calls and reason == "stop" else reason
 
 
 def _usage_field(result: Result) -> Json:
-    """The field usage: token counts, drafts under the names of predicted outputs."""
+    """Return the field usage; drafted tokens count as OpenAI's predicted outputs."""
     stats = result.stats
     wrong = sum(stats.evaluated_by_position) - stats.accepted_tokens
     cached = {"cached_tokens": stats.reused_tokens, "audio_tokens": 0}
@@ -224,7 +224,11 @@ def _usage_field(result: Result) -> Json:
 
 
 class EventStream:
-    """Server-sent events of a job, from its `first` piece; `done` gets the status."""
+    """An ASGI response that sends the pieces of a job as server-sent events.
+
+    `first` is what `job.next` returned first. At the end `done` is called with the
+    status: 200, the status of an error in the stream, or 499 if the client has left.
+    """
 
     def __init__(
         self, job: Job, reply: Reply, first: Any, done: Callable[[int], None]
@@ -260,6 +264,7 @@ class EventStream:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _event_lines(self) -> AsyncIterator[str]:
+        """Yield the data of each event: a chunk or an error as JSON, then [DONE]."""
         reply, piece = self._reply, self._first
         for chunk in reply.first_chunks():
             yield json.dumps(chunk)
@@ -279,7 +284,7 @@ class EventStream:
 
 
 async def wait_unless_gone(receive: Receive, job: Job, wanted: Awaitable[T]) -> T:
-    """Wait for `wanted` of a job; cancel the job if the client goes away."""
+    """Await `wanted`; if the client leaves first, cancel the job and raise an error."""
     waiting = asyncio.ensure_future(wanted)
     gone = asyncio.create_task(_wait_for_disconnect(receive))
     try:

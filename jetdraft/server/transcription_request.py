@@ -36,7 +36,11 @@ MAX_PARTS, MAX_HEAD_BYTES = 32, 4096
 
 @dataclass(frozen=True)
 class TranscriptionRequest:
-    """A WAV file, what to write of it, with which options, and the answer's form."""
+    """A request for a transcript, read from a form.
+
+    `data` is a WAV file, `model` the name of a model or None, `wanted` has language and
+    task, `options` are keywords of `Model.transcription`, `form` is one of `FORMATS`.
+    """
 
     data: bytes
     model: str | None
@@ -46,7 +50,7 @@ class TranscriptionRequest:
 
     @classmethod
     def of(cls, fields: Mapping[str, Sequence[bytes]]) -> Self:
-        """Read the fields of a form; raises `JetdraftError` for a bad field."""
+        """Check the fields that `read_form` returned; raises `JetdraftError`."""
         texts = {n: _field_text(n, v) for n, v in fields.items() if n != "file"}
         known = (*FIELDS, *NUMBER_FIELDS, *REFUSED_FIELDS, "method", "stream")
         for name, text in texts.items():
@@ -88,16 +92,16 @@ class TranscriptionRequest:
         )
 
     @property
-    def seconds(self) -> float:
+    def max_seconds(self) -> float:
         """The most seconds that the transcript may take, infinite without a limit."""
         return float(self.options.get("max_seconds", inf))
 
     def stream(self, model: Model) -> Transcription:
-        """Start the transcription with a model; returns its parts as they come."""
+        """Start the transcription; iterating over it yields segments as they come."""
         return model.transcription(self.data, self.wanted, **self.options)
 
     def response(self, transcript: Transcript) -> Response:
-        """The HTTP response with a transcript, in the form that was asked for."""
+        """Return the HTTP response with a transcript in the format `form`."""
         if self.form == "srt":
             return PlainTextResponse(srt(transcript.segments))
         if self.form == "vtt":
@@ -134,12 +138,12 @@ class TranscriptionRequest:
 
 
 def _compression_ratio(text: bytes) -> float:
-    """Bytes of a text per byte of its zlib form; high where it repeats itself."""
+    """Return the length of `text` over its length in zlib; high if it is repetitive."""
     return len(text) / len(zlib.compress(text))
 
 
 def _field_text(name: str, values: Sequence[bytes]) -> str:
-    """The one value of a field as text; raises `RequestError`."""
+    """Decode the only value of a field; raises `RequestError`, also for two values."""
     try:
         [value] = values
         text = value.decode()
@@ -153,7 +157,7 @@ def _field_text(name: str, values: Sequence[bytes]) -> str:
 
 
 def _field_number(name: str, text: str, kind: type[float]) -> float:
-    """The number in a field's text; raises `RequestError`."""
+    """Parse a field's text as `kind`, int or float; raises `RequestError`."""
     try:
         return kind(text)
     except ValueError as error:
@@ -163,7 +167,7 @@ def _field_number(name: str, text: str, kind: type[float]) -> float:
 
 
 def read_form(data: bytes | bytearray, content_type: str) -> dict[str, list[bytes]]:
-    """The values of each field of a form, in their order; raises `RequestError`."""
+    """Parse a multipart form: lists of values by field name; raises `RequestError`."""
     boundary = _header_parameter(content_type, "boundary")
     if not boundary or not boundary.isascii():
         raise _form_error("its content type has no boundary")
@@ -185,7 +189,7 @@ def read_form(data: bytes | bytearray, content_type: str) -> dict[str, list[byte
 
 
 def _header_parameter(header: str, name: str) -> str | None:
-    """A parameter of a header; None if it is missing, or encoded (RFC 7578, 4.2)."""
+    """Return a parameter of a header; None if missing or encoded (RFC 7578, 4.2)."""
     message = Message()
     message["content-type"] = header
     try:

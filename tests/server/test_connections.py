@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from jetdraft.server import connection, http_server
-from jetdraft.server.connection import CROWDED_CONNECTIONS, Doorkeeper, _peer_id
+from jetdraft.server.connection import CROWDED_CONNECTIONS, ConnectionLimiter, _peer_id
 from jetdraft.server.http_server import open_unix_listener
 from tests.server.serving import connect, read, request, served, started, until
 
@@ -93,7 +93,7 @@ def enter():
 
 
 def test_a_peer_only_pushes_out_its_own(enter):
-    keeper = Doorkeeper(per_peer=2, most=9)
+    keeper = ConnectionLimiter(per_peer=2, most=9)
     [other, first, second] = [
         enter(keeper, peer, since=i)[0] for i, peer in enumerate("baa")
     ]
@@ -103,14 +103,14 @@ def test_a_peer_only_pushes_out_its_own(enter):
 
 
 def test_the_limit_of_all_is_at_the_cost_of_whoever_has_most(enter):
-    keeper = Doorkeeper(per_peer=9, most=3)
+    keeper = ConnectionLimiter(per_peer=9, most=3)
     lines = [enter(keeper, peer, since=i)[0] for i, peer in enumerate("baa")]
     assert enter(keeper, "c")[1]
     assert [line.dropped for line in lines] == [0, 1, 0]
 
 
 def test_where_all_work_newcomers_are_crowded_and_bounded(enter):
-    keeper = Doorkeeper(per_peer=2, most=2)
+    keeper = ConnectionLimiter(per_peer=2, most=2)
     busy = [enter(keeper, "a", idle=False)[0] for _ in range(2)]
     crowd = [enter(keeper, "a") for _ in range(CROWDED_CONNECTIONS + 1)]
     assert not any(let_in for _, let_in in crowd)

@@ -97,7 +97,7 @@ class Dimensions:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Dimensions:
-        """Read a config's fields, or its text part's.
+        """Count the weights of a parsed config.json, or of its text_config.
 
         Raises `CheckpointError`, or `UnsupportedModelError` for what no plan predicts.
         """
@@ -149,12 +149,12 @@ class Dimensions:
 
     @property
     def weights(self) -> int:
-        """The number of all weights but the weights of norms."""
+        """The number of weights, embedding included and norms left out."""
         return self.matrices + self.head * (1 if self.tied else 2)
 
 
 def _check_sizes(config: dict[str, Any], needed: tuple[str, ...]) -> None:
-    """Raise `CheckpointError` unless all sizes are numbers that a model can have."""
+    """Raise `CheckpointError` unless the `needed` sizes are from 1 to `MAX_SIZE`."""
     optional = ("num_key_value_heads", "head_dim", "full_attention_interval")
     present = [name for name in optional if config.get(name) is not None]
     for name in (*needed, *present):
@@ -179,7 +179,7 @@ def _count_linear_layers(config: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Which shares of a device's peak rates passes reach; the same for every model.
+    """The shares of a device's peak rates that passes reach; the same for every model.
 
     `compute` is by compute capability. `pass_ms` is the time of launches and the host.
     """
@@ -194,13 +194,13 @@ FITTED = Efficiency(0.818, 1.062, {"8.7": 0.339, "11.0": 0.095})
 has not been measured on these devices."""
 
 BOUND = Efficiency(1.0, 0.0, {})
-"""No pass of one row is faster, on any processor of the device. What a further row
-costs on a CPU is not known."""
+"""The limits of the device: no pass of one row is faster, on any of its processors.
+What a further row costs on a CPU is not known."""
 
 
 @dataclass(frozen=True)
 class LoadedDecoder:
-    """A decoder in memory, with the weights of a recipe and floats of `float_bytes`."""
+    """A decoder in the formats of a recipe; predicts its memory and pass times."""
 
     sizes: Dimensions
     recipe: Recipe
@@ -227,14 +227,14 @@ class LoadedDecoder:
         return self.recipe.kv_bits / 8 or self.float_bytes
 
     def pass_bytes(self, context: int) -> float:
-        """The bytes that a pass of one row reads, after `context` tokens."""
+        """Return the bytes that a pass of one row reads after `context` tokens."""
         sizes = self.sizes
         weights = sizes.matrices * self.weight_bytes + sizes.head * self.head_bytes
         state = 2 * sizes.state_values * STATE_BYTES
         return weights + context * sizes.kv_values * self.kv_bytes + state
 
     def memory_mb(self, capacity: int) -> float:
-        """The MB of 10^6 bytes of weights, KV buffers of `capacity` rows, and state."""
+        """Return MB of 10^6 bytes of weights, KV buffers of `capacity` rows, state."""
         sizes = self.sizes
         # A tied head and embedding of the same format are one tensor.
         embedding = 0.0 if sizes.tied else sizes.head * self.head_bytes
@@ -251,7 +251,7 @@ class LoadedDecoder:
         capability: str,
         efficiency: Efficiency = FITTED,
     ) -> float:
-        """The predicted time of a pass of `width` rows after `context` tokens."""
+        """Predict the milliseconds of a pass of `width` rows after `context` tokens."""
         reading = self.pass_bytes(context) / (mode.bandwidth_gbs * efficiency.bandwidth)
         rows_ms = 0.0
         if width > 1:
@@ -261,12 +261,12 @@ class LoadedDecoder:
     def row_ms(
         self, mode: PowerMode, capability: str, efficiency: Efficiency = FITTED
     ) -> float:
-        """The time of a further row: its multiplications and additions."""
+        """Predict the milliseconds of arithmetic for each row after the first."""
         rate = mode.fp16_tflops * efficiency.compute[capability]
         return 2 * (self.sizes.matrices + self.sizes.head) / (rate * 1e9)
 
     def _bytes_per_weight(self, recipe: Recipe) -> float:
-        """Bytes per weight of a scheme: its bits, and a scale and a zero per block."""
+        """Bytes per weight, with a scale and a zero per `block_size` weights."""
         if recipe.bits is None:
             return self.float_bytes
         zero = 0.0 if recipe.algorithm in SYMMETRIC else recipe.bits / 8

@@ -65,7 +65,7 @@ class Drafter:
     choice: Choice
 
     def to_json(self) -> dict[str, Any]:
-        """The prediction as a JSON object, rounded."""
+        """Return the prediction as a JSON object, rounded."""
         return {
             "layers": self.layers,
             "hidden_size": self.hidden_size,
@@ -80,7 +80,7 @@ class Drafter:
 
 
 def excess_loss(weights: float, tokens: float) -> float:
-    """The loss above E, up to a factor, of a model with `weights` after `tokens`."""
+    """Return (loss - E) / A of a model with `weights` after training on `tokens`."""
     return float(weights**-EXPONENT + (tokens / USUAL_TOKENS_PER_WEIGHT) ** -EXPONENT)
 
 
@@ -88,10 +88,10 @@ def excess_loss(weights: float, tokens: float) -> float:
 class Advisor:
     """Compares drafters for the target of a question, on its device.
 
-    The question names the acceptance of its own drafter, or else of the largest drafter
-    whose step reads `MAX_READ_SHARE` of a pass; it is taken to have seen
-    `TOKENS_PER_WEIGHT` tokens for each weight. A drafter can draft `draft_vocab`
-    tokens, which make up the share `coverage` of the text.
+    The acceptance in the question is for the question's drafter or, without a drafter,
+    for the largest drafter whose step reads `MAX_READ_SHARE` of a pass. This drafter is
+    taken to have seen `TOKENS_PER_WEIGHT` tokens for each weight. All drafters can
+    draft `draft_vocab` tokens, which are the share `coverage` of the text's tokens.
     """
 
     question: Question
@@ -99,9 +99,9 @@ class Advisor:
     coverage: float = 1.0
 
     def best(self) -> Drafter:
-        """The fastest drafter after `TOKENS_PER_WEIGHT` tokens for each weight."""
+        """Return the fastest drafter if all see `TOKENS_PER_WEIGHT` tokens a weight."""
         drafters = (self.predict(*shape) for shape in self.shapes())
-        return max(drafters, key=lambda one: one.choice.tokens_per_second)
+        return max(drafters, key=lambda drafter: drafter.choice.tokens_per_second)
 
     @cached_property
     def _target(self) -> Dimensions:
@@ -109,7 +109,7 @@ class Advisor:
         return Dimensions.read(self.question.target)
 
     def shapes(self) -> list[tuple[int, int]]:
-        """The number of layers and the width of each drafter that is compared."""
+        """The number of layers and the hidden size of each drafter to compare."""
         heads = max(1, self._target.hidden_size // HEAD_SIZE)
         widths = {
             HEAD_SIZE * max(1, heads * n // WIDTH_STEPS)
@@ -118,7 +118,7 @@ class Advisor:
         return list(itertools.product(LAYERS, sorted(widths)))
 
     def _dimensions(self, layers: int, width: int) -> Dimensions:
-        """The dimensions of a Llama, as `jetdraft train draft` makes it."""
+        """The dimensions of a drafter that `jetdraft train draft` makes, a Llama."""
         target = self._target
         return Dimensions.of(
             {
@@ -133,7 +133,7 @@ class Advisor:
 
     @cached_property
     def _reference_weights(self) -> int:
-        """The number of weights of the drafter that has the question's acceptance."""
+        """The number of weights of the drafter with the question's acceptance."""
         if self.question.drafter is not None:
             return Dimensions.read(Path(self.question.drafter)).weights
         context = self.question.context
@@ -150,13 +150,13 @@ class Advisor:
     def predict(
         self, layers: int, width: int, tokens_per_weight: int = TOKENS_PER_WEIGHT
     ) -> Drafter:
-        """Predict a drafter of this shape, trained on this many tokens per weight."""
+        """Predict a drafter after training on `tokens_per_weight` tokens a weight."""
         question, sizes = self.question, self._dimensions(layers, width)
         weights, cut = sizes.weights, sizes
         if self.draft_vocab is not None:  # its LM head is cut
             head = min(sizes.head, sizes.hidden_size * self.draft_vocab)
             cut = replace(sizes, head=head)
-        load = LoadedDecoder(cut, Recipe.for_drafter(question.recipe))
+        drafter = LoadedDecoder(cut, Recipe.for_drafter(question.recipe))
         reference = self._reference_weights
         usual_excess = excess_loss(reference, TOKENS_PER_WEIGHT * reference)
         own_excess = excess_loss(weights, tokens_per_weight * weights)
@@ -164,7 +164,7 @@ class Advisor:
         acceptance = max(0.0, 1.0 - missed) * self.coverage
         target = LoadedDecoder(self._target, question.recipe)
         mode = question.profile.power_mode(question.power_mode)
-        board = Board(question.profile, mode, question.context, target, load)
+        board = Board(question.profile, mode, question.context, target, drafter)
         chains = board.choices(_CHAINS, acceptance)
         choices = (choice for choice in chains if choice.width <= WIDEST)
         return Drafter(

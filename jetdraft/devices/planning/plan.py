@@ -77,7 +77,7 @@ class MethodCost:
 
 @dataclass(frozen=True)
 class Choice:
-    """A way to decode; `cost` is "" for plain decoding, `shape` "chain" or "tree"."""
+    """A method at one width, and its predicted speed; plain decoding has `cost` ""."""
 
     method: str
     cost: str
@@ -121,9 +121,9 @@ class Plan:
 
     @property
     def best(self) -> Choice:
-        """The fastest choice that this runtime can run, plain decoding included.
+        """The fastest row that this runtime can run, plain decoding included.
 
-        Free drafts do not count beside a drafter's: their acceptance is another.
+        With a drafter, free drafts are left out: their acceptance is not the drafter's.
         """
         has_drafter = any(choice.cost == DRAFTER for choice in self.rows)
         left_out = FREE if has_drafter else None
@@ -238,7 +238,7 @@ class Question:
 
 
 def plan(question: Question) -> Plan:
-    """Predict memory and speed from config files; nothing is run."""
+    """Predict memory and speed from config files; runs no model."""
     device = question.profile
     mode = device.power_mode(question.power_mode)
     recipe, on_cpu = question.recipe, question.on_cpu
@@ -271,7 +271,7 @@ def plan(question: Question) -> Plan:
 
 @dataclass(frozen=True)
 class Board:
-    """A target and its drafter on a device in a power mode."""
+    """Predicts the times of a target and its drafter on a device in a power mode."""
 
     device: Device
     mode: PowerMode
@@ -282,12 +282,12 @@ class Board:
 
     def pass_ms(self, width: int) -> float:
         """The predicted milliseconds of a pass of the target with `width` rows."""
-        return self._load_pass_ms(self.target, width)
+        return self._pass_ms(self.target, width)
 
     @property
     def draft_ms(self) -> float:
         """The predicted milliseconds of a draft step; 0.0 without a drafter."""
-        return 0.0 if self.drafter is None else self._load_pass_ms(self.drafter, 1)
+        return 0.0 if self.drafter is None else self._pass_ms(self.drafter, 1)
 
     def choices(
         self, methods: tuple[MethodCost, ...], acceptance: float
@@ -309,9 +309,9 @@ class Board:
                 yield Choice(name, method.cost, shape, width, tokens, speed, ratio)
 
     def _draft_ms(self, cost: str, levels: list[tuple[int, float]]) -> float:
-        """The time of drafting these levels, beside the pass that verifies them."""
+        """Predict the ms of a draft; `levels` are from `expected_levels`."""
         if cost == DRAFTER and self.drafter is not None:
-            return sum(self._load_pass_ms(self.drafter, rows) for rows, _ in levels)
+            return sum(self._pass_ms(self.drafter, rows) for rows, _ in levels)
         if cost != PROBES:
             return 0.0
         # Each row carries a probe for each level; they run through the top layers and
@@ -324,14 +324,20 @@ class Board:
         row_ms = self.target.row_ms(self.mode, capability, self.efficiency)
         return probes * part * row_ms
 
-    def _load_pass_ms(self, load: LoadedDecoder, width: int) -> float:
+    def _pass_ms(self, decoder: LoadedDecoder, width: int) -> float:
         """The milliseconds of a pass of the target or the drafter with `width` rows."""
         capability = self.device.compute_capability
-        return load.pass_ms(width, self.context, self.mode, capability, self.efficiency)
+        return decoder.pass_ms(
+            width, self.context, self.mode, capability, self.efficiency
+        )
 
 
 def expected_levels(rows: int, rate: float, branching: bool) -> list[tuple[int, float]]:
-    """The likeliest tree: its rows and the accepted rows of each level."""
+    """Return the drafted rows and the expected accepted rows of each level.
+
+    They are of the likeliest tree of `rows` rows, or a chain unless `branching`, if the
+    first child of a row is right with probability `rate`.
+    """
     siblings = range(rows - 1 if branching else 0)
     others = [rate * (1.0 - rate) ** rank for rank in siblings]
     parents, chances = best_tree(rows, [rate] * rows, others)
@@ -345,7 +351,7 @@ def expected_levels(rows: int, rate: float, branching: bool) -> list[tuple[int, 
 
 
 def does_not_fit_error(question: Question, prediction: Plan) -> DeviceError:
-    """The error for a plan that does not fit: what is too much, and what would fit."""
+    """Return the error for a plan that does not fit, which says what would fit."""
     needed, available = prediction.needed_mb / 1e3, prediction.available_mb / 1e3
     return DeviceError(
         f"the model needs {needed:.1f} GB, {prediction.device} has {available:.1f} GB "
@@ -355,12 +361,12 @@ def does_not_fit_error(question: Question, prediction: Plan) -> DeviceError:
 
 
 def _what_fits(question: Question) -> str:
-    """What would fit, in words: fewer bits on this device, else other devices."""
+    """Say what would fit: fewer bits on this device, else other devices."""
     own = question.recipe.scheme
     for scheme in ("int8", "int4"):
         if scheme != own and plan(replace(question, quantization=scheme)).fits:
             return f"--quantize {scheme} would fit"
-    devices = sorted(map(Device.named, Device.names()), key=lambda one: one.memory_gb)
+    devices = sorted(map(Device.named, Device.names()), key=lambda d: d.memory_gb)
     names = [
         device.name
         for device in devices

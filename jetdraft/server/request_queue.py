@@ -1,4 +1,4 @@
-"""A desk lends models to clients in turn; a job generates one text with a model."""
+"""The queue in which requests wait for a model, and the job that runs a request."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ AnyRequest = GenerationRequest | TranscriptionRequest
 WRITTEN_TOKENS: ContextVar[list[int] | None] = ContextVar(
     "WRITTEN_TOKENS", default=None
 )
-"""A list of the current request: each of its jobs appends its number of new tokens."""
+"""A list for each HTTP request; its jobs append their numbers of new tokens to it."""
 
 
-class Desk:
-    """Lends models: clients take turns, and each client's requests stay in order.
+class RequestQueue:
+    """Gives models to requests: clients take turns, a client's requests stay in order.
 
-    At most `most` requests wait, each of them for at most `seconds`. `total` adds up
-    the stats of all generations. A desk belongs to one event loop.
+    At most `max_waiting` requests wait, each for at most `max_wait` seconds. `jobs` are
+    the unfinished jobs, `total` adds up the stats of all generations, and `threads` run
+    the generations. A queue belongs to one event loop.
     """
 
-    def __init__(self, models: Sequence[Model], most: int, seconds: float) -> None:
-        self.most, self.seconds = most, seconds
+    def __init__(
+        self, models: Sequence[Model], max_waiting: int, max_wait: float
+    ) -> None:
+        self.max_waiting, self.max_wait = max_waiting, max_wait
         self.models = list(models)
         self.threads = ThreadPoolExecutor(len(self.models), "jetdraft-serve")
         self.total = Stats("", exact=True, prompt_tokens=0)
@@ -47,7 +50,7 @@ class Desk:
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait."""
+        """The number of requests that wait for a model."""
         return sum(len(queue) for queue in self._waiting.values())
 
     @property
@@ -57,47 +60,52 @@ class Desk:
 
     @property
     def overdue(self) -> float:
-        """Seconds by which the slowest request exceeds its deadline."""
+        """Seconds since the earliest deadline of a job; 0 or less before it."""
         now = time.monotonic()
         return max((now - job.deadline for job in self.jobs), default=0.0)
 
     def end_jobs(self) -> None:
-        """Cut the running texts, and refuse the requests that wait."""
+        """Cut the running texts, and refuse the waiting requests with status 503."""
         for job in list(self.jobs):
             job.end()
 
     @asynccontextmanager
-    async def lend_model(self, client: str) -> AsyncIterator[Model]:
-        """Wait for this client's turn; the model is the client's inside the block.
+    async def acquire_model(self, client: str) -> AsyncIterator[Model]:
+        """Wait for a free model and yield it; other requests get it after the block.
 
-        Raises `RequestError` if too many requests wait, or this one waits too long.
+        `client` names who takes turns. Raises `RequestError`, with status 429 if too
+        many requests wait, and with 503 after `max_wait` seconds.
         """
         model = self._free.pop() if self._free else await self._wait_for_turn(client)
         try:
             yield model
         finally:
-            self._pass_on(model)
+            self._release(model)
 
     async def _wait_for_turn(self, client: str) -> Model:
-        if self.waiting >= self.most:
-            self._refuse_last(client)
+        """Queue a request of the client, and return the model that it gets."""
+        if self.waiting >= self.max_waiting:
+            self._make_room(client)
         turn: asyncio.Future[Model] = asyncio.get_running_loop().create_future()
         queue = self._waiting.setdefault(client, deque())
         queue.append(turn)
         try:
-            async with asyncio.timeout(self.seconds):
+            async with asyncio.timeout(self.max_wait):
                 return await turn
         except (TimeoutError, asyncio.CancelledError, RequestError) as error:
             self._leave_queue(client, turn)
             if isinstance(error, TimeoutError):
                 raise RequestError(
-                    f"no model was free for {self.seconds:g} s; try again later",
+                    f"no model was free for {self.max_wait:g} s; try again later",
                     status=503,
                 ) from None
             raise
 
-    def _refuse_last(self, client: str) -> None:
-        """Refuse the last request in the longest queue, which may be this client's."""
+    def _make_room(self, client: str) -> None:
+        """Refuse the last request of the client with the most waiting requests.
+
+        If that is `client`, counting its new request, raise the refusal instead.
+        """
         refusal = RequestError("too many requests wait; try again later", status=429)
         longest = max(self._waiting.values(), key=len, default=deque())
         if len(longest) <= 1 + len(self._waiting.get(client, ())):
@@ -107,17 +115,17 @@ class Desk:
             turn.set_exception(refusal)
 
     def _leave_queue(self, client: str, turn: asyncio.Future[Model]) -> None:
-        """Remove `turn` from its queue; a model that it already got is passed on."""
+        """Remove `turn` from the client's queue; release the model that it may have."""
         queue = self._waiting.get(client, deque())
         if turn in queue:
             queue.remove(turn)
         if not queue:
             self._waiting.pop(client, None)
         if turn.done() and not turn.cancelled() and turn.exception() is None:
-            self._pass_on(turn.result())
+            self._release(turn.result())
 
-    def _pass_on(self, model: Model) -> None:
-        """Give a model to the client whose turn it is, which moves to the end."""
+    def _release(self, model: Model) -> None:
+        """Give a model to the next client in turn; it is free if nobody waits."""
         while self._waiting:
             client = next(iter(self._waiting))
             queue = self._waiting.pop(client)
@@ -131,35 +139,35 @@ class Desk:
 
 
 class Job:
-    """The generation of one request, in a thread; it does not wait for its reader.
+    """Runs one request in a thread; the constructor puts it into the queue.
 
-    `next` gives its pieces one by one and then its `Result`, or raises its error, also
-    where the text was cut. `deadline` is in seconds of `time.monotonic`, infinite
-    while no text runs.
+    The generation does not wait for its reader: `next` returns its pieces one by one
+    and then its `Result`, or raises its error, also if the text was cut. `deadline` is
+    in seconds of `time.monotonic`, infinite while no text runs.
     """
 
     deadline = inf
 
-    def __init__(self, desk: Desk, request: AnyRequest, client: str) -> None:
-        self._desk, self._request, self._client = desk, request, client
+    def __init__(self, queue: RequestQueue, request: AnyRequest, client: str) -> None:
+        self._queue, self._request, self._client = queue, request, client
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Piece | Result | Exception] = asyncio.Queue()
         self._cancelled, self._written = False, WRITTEN_TOKENS.get()
         self._model: Model | None = None
         self._stream: Stream | Transcription | None = None
         self._task = asyncio.create_task(self._run())
-        desk.jobs.add(self)
-        self._task.add_done_callback(lambda task: desk.jobs.discard(self))
+        queue.jobs.add(self)
+        self._task.add_done_callback(lambda task: queue.jobs.discard(self))
 
     async def next(self) -> Piece | Result:
-        """Wait for the next piece, or the result."""
+        """Wait for the next piece, or the result; raises the generation's error."""
         event = await self._events.get()
         if isinstance(event, Exception):
             raise event
         return event
 
     async def result(self) -> Result:
-        """Wait for the result."""
+        """Wait for the result, and drop the pieces before it."""
         while not isinstance(event := await self.next(), Result):
             pass
         return event
@@ -175,17 +183,17 @@ class Job:
             (self._stream or self._model).cancel()
 
     def end(self) -> None:
-        """Refuse the request if it waits, else cut its text; readers get an error."""
+        """Cancel the job because the server ends; `next` raises with status 503."""
         if self._model is None:
             self._events.put_nowait(RequestError("the server is ending", status=503))
         self.cancel()
 
     async def _run(self) -> None:
-        """Take a model and generate; an error becomes an event."""
+        """Wait for a model and generate; an error goes to the readers of `next`."""
         try:
-            async with self._desk.lend_model(self._client) as model:
+            async with self._queue.acquire_model(self._client) as model:
                 self._model = model
-                self.deadline = time.monotonic() + self._request.seconds
+                self.deadline = time.monotonic() + self._request.max_seconds
                 try:
                     await self._generate_in_thread(model)
                 finally:
@@ -194,12 +202,12 @@ class Job:
             self._events.put_nowait(error)
 
     async def _generate_in_thread(self, model: Model) -> None:
-        """Generate in a thread of the desk, and wait for the thread in any case.
+        """Generate in a thread of the queue, and wait for the thread in any case.
 
         An event loop that ends cancels its tasks, but the thread uses the model until
         the end of its round.
         """
-        future = self._loop.run_in_executor(self._desk.threads, self._generate, model)
+        future = self._loop.run_in_executor(self._queue.threads, self._generate, model)
         try:
             await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -209,6 +217,7 @@ class Job:
             raise
 
     def _generate(self, model: Model) -> None:
+        """Generate, and hand pieces and result to `next`; runs in the thread."""
         with closing(self._request.stream(model)) as stream:
             self._stream = stream
             if self._cancelled:  # before there was a stream
@@ -219,7 +228,7 @@ class Job:
             result = stream.result()
         if self._written is not None:
             self._written.append(result.stats.new_tokens)
-        self._loop.call_soon_threadsafe(self._desk.total.merge, result.stats)
+        self._loop.call_soon_threadsafe(self._queue.total.merge, result.stats)
         if result.finish_reason in (CANCELLED, INTERRUPTED):
             # OpenAI has no finish reason for this.
             raise RequestError(

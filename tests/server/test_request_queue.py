@@ -11,8 +11,8 @@ import pytest
 
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.piece import Result
-from jetdraft.server.desk import Desk, Job
 from jetdraft.server.refusal import RequestError
+from jetdraft.server.request_queue import Job, RequestQueue
 
 
 def run(coroutine):
@@ -29,8 +29,8 @@ def story(body):
     return test
 
 
-async def take(desk, client, log, name=None, hold=None):
-    async with desk.lend_model(client) as model:
+async def take(queue, client, log, name=None, hold=None):
+    async with queue.acquire_model(client) as model:
         log.append(name or client)
         await (hold.wait() if hold else asyncio.sleep(0))
         return model
@@ -46,82 +46,82 @@ async def start(*coroutines):
 
 @story
 async def test_clients_take_turns():
-    desk, log, hold = Desk(["m"], 9, 30.0), [], asyncio.Event()
+    queue, log, hold = RequestQueue(["m"], 9, 30.0), [], asyncio.Event()
     tasks = await start(
-        take(desk, "x", log, "x0", hold),
-        *(take(desk, "greedy", log, f"g{i}") for i in range(4)),
-        take(desk, "small", log, "s0"),
-        take(desk, "other", log, "o0"),
+        take(queue, "x", log, "x0", hold),
+        *(take(queue, "greedy", log, f"g{i}") for i in range(4)),
+        take(queue, "small", log, "s0"),
+        take(queue, "other", log, "o0"),
     )
-    assert desk.waiting == 6
-    assert desk.generating == 1
+    assert queue.waiting == 6
+    assert queue.generating == 1
     hold.set()
     await asyncio.gather(*tasks)
     assert log == ["x0", "g0", "s0", "o0", "g1", "g2", "g3"]
-    assert (desk.waiting, desk.generating) == (0, 0)
+    assert (queue.waiting, queue.generating) == (0, 0)
 
 
 @story
 async def test_a_queue_has_an_end():
-    desk, log, hold = Desk(["m"], 1, 30.0), [], asyncio.Event()
-    tasks = await start(take(desk, "a", log, hold=hold), take(desk, "b", log))
+    queue, log, hold = RequestQueue(["m"], 1, 30.0), [], asyncio.Event()
+    tasks = await start(take(queue, "a", log, hold=hold), take(queue, "b", log))
     with pytest.raises(RequestError, match="too many") as found:
-        await take(desk, "c", log)
+        await take(queue, "c", log)
     assert found.value.status == 429
     hold.set()
     await asyncio.gather(*tasks)
-    assert await take(desk, "c", log) == "m"
+    assert await take(queue, "c", log) == "m"
 
 
 @story
 async def test_whoever_fills_the_queue_makes_room():
-    desk, log, hold = Desk(["m"], 3, 30.0), [], asyncio.Event()
+    queue, log, hold = RequestQueue(["m"], 3, 30.0), [], asyncio.Event()
     tasks = await start(
-        take(desk, "greedy", log, "g0", hold),
-        *(take(desk, "greedy", log, f"g{i}") for i in range(1, 4)),
-        take(desk, "small", log, "s0"),
+        take(queue, "greedy", log, "g0", hold),
+        *(take(queue, "greedy", log, f"g{i}") for i in range(1, 4)),
+        take(queue, "small", log, "s0"),
     )
     hold.set()
     ends = await asyncio.gather(*tasks, return_exceptions=True)
     assert [isinstance(end, RequestError) for end in ends] == [0, 0, 0, 1, 0]
     assert ends[3].status == 429
     assert log == ["g0", "g1", "s0", "g2"]
-    assert (desk.waiting, desk.generating) == (0, 0)
+    assert (queue.waiting, queue.generating) == (0, 0)
 
 
 @story
 async def test_waiting_has_an_end():
-    desk, log, hold = Desk(["m"], 9, 0.05), [], asyncio.Event()
-    tasks = await start(take(desk, "a", log, hold=hold))
+    queue, log, hold = RequestQueue(["m"], 9, 0.05), [], asyncio.Event()
+    tasks = await start(take(queue, "a", log, hold=hold))
     with pytest.raises(RequestError, match=r"0\.05 s") as found:
-        await take(desk, "b", log)
+        await take(queue, "b", log)
     assert found.value.status == 503
-    assert desk.waiting == 0
+    assert queue.waiting == 0
     hold.set()
     await asyncio.gather(*tasks)
-    assert await take(desk, "b", log) == "m"
+    assert await take(queue, "b", log) == "m"
 
 
 @story
 async def test_who_leaves_is_forgotten():
-    desk, log, hold = Desk(["m"], 9, 30.0), [], asyncio.Event()
+    queue, log, hold = RequestQueue(["m"], 9, 30.0), [], asyncio.Event()
     first, second, third = await start(
-        take(desk, "a", log, hold=hold), take(desk, "b", log), take(desk, "b", log)
+        take(queue, "a", log, hold=hold), take(queue, "b", log), take(queue, "b", log)
     )
     second.cancel()
     await asyncio.sleep(0)
-    assert desk.waiting == 1
+    assert queue.waiting == 1
     hold.set()
     await asyncio.gather(first, third)
     assert log == ["a", "b"]
-    assert desk.generating == 0
+    assert queue.generating == 0
 
 
 @story
 async def test_a_model_given_to_who_just_left_goes_on():
-    desk, log, hold = Desk(["m"], 9, 30.0), [], asyncio.Event()
+    queue, log, hold = RequestQueue(["m"], 9, 30.0), [], asyncio.Event()
     first, second, third = await start(
-        take(desk, "a", log, hold=hold), take(desk, "b", log), take(desk, "c", log)
+        take(queue, "a", log, hold=hold), take(queue, "b", log), take(queue, "c", log)
     )
     hold.set()
     while not first.done():
@@ -129,13 +129,13 @@ async def test_a_model_given_to_who_just_left_goes_on():
     second.cancel()  # its turn has come, and it has not seen so yet
     await asyncio.gather(third, return_exceptions=True)
     assert log[-1] == "c"
-    assert desk.generating == 0
+    assert queue.generating == 0
 
 
 class Windows:
     """A stream between two generations: the model has nothing to cancel."""
 
-    seconds = 30.0
+    max_seconds = 30.0
 
     def __init__(self):
         self.started, self.cancelled = threading.Event(), threading.Event()
@@ -162,7 +162,9 @@ class Windows:
 @story
 async def test_a_job_cancels_its_stream_and_not_only_the_model():
     windows = Windows()
-    job = Job(Desk([SimpleNamespace(cancel=lambda: None)], 1, 30.0), windows, "a")
+    job = Job(
+        RequestQueue([SimpleNamespace(cancel=lambda: None)], 1, 30.0), windows, "a"
+    )
     await asyncio.to_thread(windows.started.wait, 20)
     job.cancel()
     await job.result()
@@ -173,7 +175,7 @@ def test_a_loop_that_ends_leaves_no_generation_behind():
     windows = Windows()
 
     async def story():
-        Job(Desk([SimpleNamespace(cancel=lambda: None)], 1, 30.0), windows, "a")
+        Job(RequestQueue([SimpleNamespace(cancel=lambda: None)], 1, 30.0), windows, "a")
         await asyncio.to_thread(windows.started.wait, 20)
 
     run(story())
@@ -190,7 +192,9 @@ def test_an_end_of_the_process_is_no_answer():
             raise SystemExit(3)
 
     async def story():
-        job = Job(Desk([SimpleNamespace(cancel=lambda: None)], 1, 30.0), Ending(), "a")
+        job = Job(
+            RequestQueue([SimpleNamespace(cancel=lambda: None)], 1, 30.0), Ending(), "a"
+        )
         try:
             await job.next()
         except BaseException as error:
