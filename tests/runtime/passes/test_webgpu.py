@@ -4,8 +4,6 @@ SwiftShader computes on the CPU, so these tests show what is right, not what is 
 kernel is compiled for each new size of a pass, which takes most of the time here.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from itertools import chain
