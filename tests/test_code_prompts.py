@@ -1,7 +1,5 @@
 """examples/real/code_prompts.py: functions of a library without their bodies."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

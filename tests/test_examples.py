@@ -1,7 +1,5 @@
 """The programs in examples/, run as a user would: what they print is what they say."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

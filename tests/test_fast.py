@@ -1,7 +1,5 @@
 """What `pytest --fast` leaves out is found in the code of tests and fixtures."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.cli.test_help import test_wrong_usage_is_refused_in_one_line as of_a_command

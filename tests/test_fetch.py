@@ -1,7 +1,5 @@
 """examples/real/fetch.py joins the parts of a checkpoint, or leaves nothing behind."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import shutil

@@ -1,7 +1,5 @@
 """What a release holds, and what pip would install on a board."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """examples/tasks/public.py: a leaderboard's questions become prompts and calls."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """examples/real/recipes.py: a stage that is interrupted has the time to save."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

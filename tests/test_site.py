@@ -1,7 +1,5 @@
 """The site of the documents, and that a link which leads nowhere is an error."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

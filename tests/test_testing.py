@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 from zipfile import BadZipFile

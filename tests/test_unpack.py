@@ -1,7 +1,5 @@
 """examples/real: the checkpoints that packages hold become Hugging Face folders."""
 
-from __future__ import annotations
-
 import json
 import struct
 import zipfile

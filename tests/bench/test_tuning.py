@@ -1,7 +1,5 @@
 """Measuring with care, for this machine only."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The scripts whose ways to decode take turns, on the toy bundle."""
 
-from __future__ import annotations
-
 import json
 
 import heads

@@ -1,7 +1,5 @@
 """What scripts compute: scores of answers, and the constants of the cost model."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

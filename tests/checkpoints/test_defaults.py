@@ -1,7 +1,5 @@
 """The sampling defaults and end-of-text ids of a checkpoint."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """No field of a checkpoint that may change its text is passed over in silence."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """GGUF files: what is read of them is what llama.cpp's converter put into them."""
 
-from __future__ import annotations
-
 import gguf
 import numpy as np
 import onnx

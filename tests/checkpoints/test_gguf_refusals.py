@@ -1,7 +1,5 @@
 """GGUF files that cannot be exported: one line, exit code 2, and nothing written."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The tokenizer in a GGUF file: rules that split a text, special tokens, ends."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tokenizers import Tokenizer

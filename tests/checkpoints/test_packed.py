@@ -1,7 +1,5 @@
 """Checkpoints by every method that is read, packed here bit by bit from its layout."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

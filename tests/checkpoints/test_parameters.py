@@ -1,7 +1,5 @@
 """Weights that stay as they are stored."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest

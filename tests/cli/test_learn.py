@@ -1,7 +1,5 @@
 """Learning from use on the command line: off by default, cleared on demand."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 

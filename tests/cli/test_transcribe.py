@@ -1,7 +1,5 @@
 """jetdraft transcribe: what it prints, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """The plug-in and its drivers: what is missing is said with its fix."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

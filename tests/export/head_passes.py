@@ -1,7 +1,5 @@
 """The same passes of a head in torch and in its graph: prompt, catch-up, own steps."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from transformers import DynamicCache

@@ -1,7 +1,5 @@
 """Drafters of blocks in a bundle: a block sees itself and its context."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

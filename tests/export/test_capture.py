@@ -4,8 +4,6 @@ A host value that a kernel wants on the device becomes a Memcpy node, and with o
 a session refuses to capture.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A drafter that chooses among a part of the vocabulary changes no text."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from itertools import pairwise

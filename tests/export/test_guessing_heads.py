@@ -1,7 +1,5 @@
 """Published heads of Medusa and Hydra become the drafter of a bundle."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import torch

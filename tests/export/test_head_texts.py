@@ -1,7 +1,5 @@
 """Published heads in every precision: texts, and capture as a CUDA graph."""
 
-from __future__ import annotations
-
 import pytest
 
 import jetdraft

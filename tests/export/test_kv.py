@@ -1,7 +1,5 @@
 """Integer KV buffers: every method writes what plain decoding over them writes."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

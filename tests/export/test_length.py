@@ -1,7 +1,5 @@
 """Buffers that are longer than the texts that a model was trained on."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

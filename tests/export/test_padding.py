@@ -1,7 +1,5 @@
 """Embeddings and LM heads with other rows than the target's: what counts are tokens."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """A row has the same bits whatever rows stand beside it; the last slot is its own."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnxruntime
 import pytest

@@ -1,7 +1,5 @@
 """A target that can read selected KV rows only, as itself and as its own drafter."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

@@ -1,7 +1,5 @@
 """Block drafters of encoder-decoders in a bundle: what a block sees, and the text."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,8 +1,6 @@
 """Encoder-decoders: the graphs' logits are transformers', and every method writes
 the text of plain decoding."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """The standard flavour: ai.onnx operators alone, on the CPU provider."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

@@ -1,8 +1,6 @@
 """Whisper: the graphs' logits and the transcripts are transformers', and every method
 writes the transcript of plain decoding."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np

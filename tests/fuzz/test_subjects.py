@@ -1,7 +1,5 @@
 """Each subject for some cases, and the driver of long runs."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """What users wrote lies in files of two kinds: whole, private, and never in the way."""
 
-from __future__ import annotations
-
 import os
 import random
 import sqlite3

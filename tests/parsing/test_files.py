@@ -1,7 +1,5 @@
 """Files beside a bundle, damaged, poisoned or made up: one line or no effect."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

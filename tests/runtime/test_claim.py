@@ -1,7 +1,5 @@
 """One generation at a time uses the buffers of a model."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import get_ident

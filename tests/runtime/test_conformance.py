@@ -3,8 +3,6 @@
 The table is the registry: a method that is not in `method_bundles.MAKE` fails here.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Conversations: what a template makes of messages, and turns that go on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The runtime in a program: contexts, threads, asyncio, pools and log probabilities."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every way in which a generation ends, its name, and that the model is free then."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading

@@ -1,7 +1,5 @@
 """Tools of a random model whose tags of a call are tokens, as Qwen2.5 has them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

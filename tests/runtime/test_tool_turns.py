@@ -1,7 +1,5 @@
 """Conversations and chats whose model calls tools."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """One service over the toy bundle, for all tests of a file."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Host names and keys that cannot be right."""
 
-from __future__ import annotations
-
 import os
 import socket
 

@@ -1,7 +1,5 @@
 """What OpenAI's own client gets, against the same model asked directly."""
 
-from __future__ import annotations
-
 import json
 
 import httpx

@@ -1,7 +1,5 @@
 """Connections that stay silent, are too many, or are closed by half."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """Requests whose constraints take too much: answered in time, and no model is lost."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import signal

@@ -1,7 +1,5 @@
 """The client of examples/cpp, built and run."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Requests whose texts a head drafts: the texts of plain decoding, to the byte."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 

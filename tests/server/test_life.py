@@ -1,7 +1,5 @@
 """Clients that leave or do not read, and servers that are ended."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

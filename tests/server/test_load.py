@@ -1,7 +1,5 @@
 """Eight clients with eight requests each: all answered, none mixed up, memory flat."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

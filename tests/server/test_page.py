@@ -1,7 +1,5 @@
 """The page at / in a headless browser."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

@@ -1,7 +1,5 @@
 """Bodies, keys and options that cannot be: one clear error of OpenAI's shape."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

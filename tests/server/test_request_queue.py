@@ -1,7 +1,5 @@
 """Turns: fair between clients, in order within one, and none lost."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from functools import wraps

@@ -1,7 +1,5 @@
 """What a service manager hears."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -1,7 +1,5 @@
 """What OpenAI's own client gets for a sound, against the same model asked directly."""
 
-from __future__ import annotations
-
 import httpx
 import openai
 import pytest

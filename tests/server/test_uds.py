@@ -1,7 +1,5 @@
 """The server's socket in the file system."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

@@ -1,7 +1,5 @@
 """What a provider will do with a graph, from tables and without the provider."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The lines and the picture of a report, on figures written by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

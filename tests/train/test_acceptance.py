@@ -1,7 +1,5 @@
 """Learning when a drafter should stop."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Trained drafters of blocks draft better than untrained ones, and mistakes cost it."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """What a line of data is, and what is learned of it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tracemalloc

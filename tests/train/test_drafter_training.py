@@ -1,7 +1,5 @@
 """Training drafters: what is learned, and how a drafter begins."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Training heads of EAGLE: what is learned, and in which layout."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

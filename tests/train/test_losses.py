@@ -1,7 +1,5 @@
 """The loss of a batch is the plain formula, taken carrier by carrier."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Training prompt tokens: what they see, and what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The folder of a training, and what an end at a bad moment leaves in it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

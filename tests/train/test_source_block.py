@@ -4,8 +4,6 @@ The target has learned a line of words for each of some sources, so a drafter mu
 both the source and the text.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

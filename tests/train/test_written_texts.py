@@ -1,7 +1,5 @@
 """Texts that a model writes: by plain sampling, in shards, by several processes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from threading import Thread

@@ -1,7 +1,5 @@
 """A target, and its states for the heads of these tests."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny random heads, written as each publisher writes its files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What heads compute, written from the papers and their authors' code, row by row."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

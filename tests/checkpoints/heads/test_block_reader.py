@@ -1,7 +1,5 @@
 """Published DFlash heads and diffusion drafters load, and compute what they should."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Heads whose embeddings and LM heads have other rows than their target's."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

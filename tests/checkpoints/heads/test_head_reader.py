@@ -1,7 +1,5 @@
 """Published heads load and compute what their authors' code computes."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from functools import partial

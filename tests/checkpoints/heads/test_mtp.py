@@ -1,7 +1,5 @@
 """MTP modules of a target's own files, against transformers' `MtpModel`."""
 
-from __future__ import annotations
-
 import json
 import re
 

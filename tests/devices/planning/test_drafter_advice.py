@@ -1,7 +1,5 @@
 """The advised drafter: the law's shape, and the device's weight in it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

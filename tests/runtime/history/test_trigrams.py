@@ -1,7 +1,5 @@
 """Trigram tables, the tree search over them, and what they propose."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections import Counter, defaultdict
 

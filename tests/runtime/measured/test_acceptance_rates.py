@@ -1,7 +1,5 @@
 """Rates of guesses begin at held-out text and follow the text under way."""
 
-from __future__ import annotations
-
 import pytest
 
 from jetdraft.runtime.measured.acceptance_rates import GuessRates

@@ -1,7 +1,5 @@
 """A model with a store: what it was asked before makes it faster, never different."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

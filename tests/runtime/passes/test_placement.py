@@ -4,8 +4,6 @@ The memory is staged as if it were a device's, graphs are "captured" under ids t
 CPU provider does not look at, and chains and trees have sessions of their own.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What stays in the buffers saves time and never changes a text."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

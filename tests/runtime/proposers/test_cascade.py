@@ -1,7 +1,5 @@
 """A cascade drafts what its drafter would, or what has been right more often."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

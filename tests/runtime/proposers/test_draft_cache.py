@@ -4,8 +4,6 @@ The bundles are tables of numbers whose rows can be read by eye: the row of a to
 the token, and what the drafter read beside it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

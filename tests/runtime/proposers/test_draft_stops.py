@@ -1,7 +1,5 @@
 """Drafts that end where the drafter doubts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

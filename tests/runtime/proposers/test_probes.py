@@ -1,7 +1,5 @@
 """A target that drafts with probes: streams, prompt tokens and forecasts."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

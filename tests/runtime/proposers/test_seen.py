@@ -1,7 +1,5 @@
 """What a proposer is shown: every pass of the target, of prompts and of rounds."""
 
-from __future__ import annotations
-
 from itertools import accumulate, pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A slow sampler that visits every token must choose what the fast one chooses."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Biases and penalties depend on the prefix alone: same seed, same text."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

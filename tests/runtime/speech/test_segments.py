@@ -1,7 +1,5 @@
 """Timestamps cut a window's tokens, and say where the next window begins."""
 
-from __future__ import annotations
-
 import pytest
 
 from jetdraft.runtime.speech.segments import Segment, Window, srt, vtt

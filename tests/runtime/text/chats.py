@@ -1,7 +1,5 @@
 """Conversations and templates that show what transformers gives to a chat template."""
 
-from __future__ import annotations
-
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from jetdraft.errors import OptionError

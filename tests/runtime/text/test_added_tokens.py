@@ -1,7 +1,5 @@
 """Texts that the vocabulary has as added tokens, wherever a constraint has them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from functools import cache

@@ -1,7 +1,5 @@
 """Constrained texts: always what was asked for, and the same with every method."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The text of tokens is one text, however they come: all families of tokenizers."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp

@@ -6,8 +6,6 @@ takes each tokenizer_config.json below the folder with the chat_template.jinja b
 it, and each GGUF file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

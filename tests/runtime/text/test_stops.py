@@ -1,7 +1,5 @@
 """Stop strings, deadlines and cancellation end a text at the same token always."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Chat templates see what transformers gives them, and their work is bounded."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,5 @@
 """What may be written where there are tools, and what of it is a call."""
 
-from __future__ import annotations
-
 import json
 from functools import reduce
 

@@ -1,7 +1,5 @@
 """Constraints that take too much, in processes that end: whatever happens to whom."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -1,7 +1,5 @@
 """Sparse trees: their sizes, and the Markov chain over their states."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """A head learns from use: the states it reads are computed again from the texts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

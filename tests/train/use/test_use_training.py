@@ -1,7 +1,5 @@
 """A drafter learns from the places where it was wrong, while its model runs."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
