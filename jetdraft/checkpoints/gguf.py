@@ -209,7 +209,7 @@ class GgufFile:
             str(folder), gguf_file=self.path.name, trust_remote_code=False
         )
         fields = FamilyFields(self.source, self.family, self.field)
-        fields.set_numbers(config)
+        fields.set_attention_and_norms(config)
         if ROPE_TENSOR in self.tensors:
             fields.set_rotations(config, self._llama3_scaling(config))
         elif getattr(config, "rope_parameters", None):

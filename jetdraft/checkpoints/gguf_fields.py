@@ -165,8 +165,12 @@ class FamilyFields:
         """Return the value of a field of the family; None if the file lacks it."""
         return self.field(f"{self.family}.{name}")
 
-    def set_numbers(self, config: Any) -> None:
-        """Set head size, epsilon, softcaps and windows in `config`, in place."""
+    def set_attention_and_norms(self, config: Any) -> None:
+        """Set head size, epsilon, softcaps, scale and windows in `config`, in place.
+
+        Raises `UnsupportedModelError` too if the file has another kind of residual, or
+        another size of values, than the family's models.
+        """
         size = self.family_field("attention.key_length")
         if size is not None and getattr(config, "head_dim", size) is not None:
             config.head_dim = size

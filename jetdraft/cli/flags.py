@@ -122,8 +122,12 @@ def output_option(what: str) -> Decorator:
     return option("output", "-o", "--output", required=True, type=PATH, help=what)
 
 
-def _check_report(context: Any, param: Any, value: Path | None) -> Path | None:
-    """Return the path of a new file or a report; raises `BadParameter` for others."""
+def _check_report_path(context: Any, param: Any, value: Path | None) -> Path | None:
+    """Return `value`, the path that a report is written to.
+
+    A file there may be overwritten only if it is empty or holds a report; raises
+    `BadParameter` for others.
+    """
     if value is not None and value.is_file():
         is_report = False
         with suppress(OSError, ValueError, TypeError, RecursionError):
@@ -153,7 +157,7 @@ report_option = option(
     "-o",
     "--output",
     type=PATH,
-    callback=_check_report,
+    callback=_check_report_path,
     help="Write the JSON report to this file.",
 )
 

@@ -154,7 +154,7 @@ class BlockTask(Task):
 
     config: Any
 
-    def shortest(self) -> tuple[int, str]:
+    def shortest_sequence(self) -> tuple[int, str]:
         """Return the rows of a block, and a row of context before and after it."""
         rows = self.settings.block_rows
         return rows + 2, f"blocks of {rows}"

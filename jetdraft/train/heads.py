@@ -198,7 +198,7 @@ class HeadTask(Task):
 
     _cache: TensorCache | None = None
 
-    def shortest(self) -> tuple[int, str]:
+    def shortest_sequence(self) -> tuple[int, str]:
         """Return the steps of a draft, and two more: a row before, a token after."""
         return self.settings.unrolled + 2, f"{self.settings.unrolled} steps"
 
@@ -289,7 +289,7 @@ class NextTokenTask(Task):
     architecture = ""
     config: HeadConfig
 
-    def shortest(self) -> tuple[int, str]:
+    def shortest_sequence(self) -> tuple[int, str]:
         return 2 * DRAFT_ROWS, f"drafts of {DRAFT_ROWS}"
 
     @abstractmethod

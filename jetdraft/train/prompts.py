@@ -117,7 +117,7 @@ class PromptTask(Task):
         """Make the settings of the prompt tokens from `settings`, in a subclass."""
         raise NotImplementedError
 
-    def shortest(self) -> tuple[int, str]:
+    def shortest_sequence(self) -> tuple[int, str]:
         """Return the fewest tokens: two rows, the next token, and gamma guesses."""
         gamma = self.prompts.gamma
         return gamma + 3, f"{gamma} {self.product}"

@@ -129,7 +129,7 @@ class SecTask(Task):
 
     layers: tuple[int, ...] = ()
 
-    def shortest(self) -> tuple[int, str]:
+    def shortest_sequence(self) -> tuple[int, str]:
         return 2, "a prediction"
 
     def folder(self, output: Path) -> RunFolder:

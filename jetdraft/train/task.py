@@ -133,13 +133,13 @@ class Task(ABC):
     # --- before the texts are read ----------------------------------------------------
 
     @abstractmethod
-    def shortest(self) -> tuple[int, str]:
+    def shortest_sequence(self) -> tuple[int, str]:
         """Return the least sequence length, and what needs it, for a message."""
 
     @property
     def least_tokens(self) -> int:
-        """The fewest tokens of a text that is learned; by default as in `shortest`."""
-        return self.shortest()[0]
+        """The fewest tokens of a learned text; by default as in `shortest_sequence`."""
+        return self.shortest_sequence()[0]
 
     def folder(self, output: Path) -> RunFolder:
         """Return the output folder, not yet made; raises `OutputError`."""

@@ -70,7 +70,8 @@ class Training(Run):
         self.step = 0
         self._written: WrittenTexts | None = None
         self.folder = task.folder(output)
-        length, (shortest, purpose) = self.options.sequence_length, task.shortest()
+        length = self.options.sequence_length
+        shortest, purpose = task.shortest_sequence()
         if length < shortest:
             raise OptionError(
                 f"sequences of {length} tokens are too short for {purpose}; give "

@@ -173,7 +173,7 @@ class ModelTask(Task):
     ids: Tensor | None = None
     _cache: LabelCache | None = None
 
-    def shortest(self) -> tuple[int, str]:
+    def shortest_sequence(self) -> tuple[int, str]:
         return 2, "a drafter"
 
     def folder(self, output: Path) -> RunFolder:

@@ -68,7 +68,7 @@ class StreamTask(Task):
         self.streams = StreamSettings(**asdict(self.settings))
         self.streams.check(MAX_LAYERS)
 
-    def shortest(self) -> tuple[int, str]:
+    def shortest_sequence(self) -> tuple[int, str]:
         return self.streams.gamma + 2, f"{self.streams.gamma} streams"
 
     def folder(self, output: Path) -> RunFolder:

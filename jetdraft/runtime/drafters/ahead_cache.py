@@ -72,7 +72,11 @@ class AheadCache(DraftCache):
         self._forget_needed()
 
     def observe(self, first: int, tokens: Tokens, features: Float32s | None) -> None:
-        """Replace the features from position `first` on, and run most of the rows."""
+        """Replace tokens and features from position `first` on; run long texts.
+
+        Rows run in wide passes until those left fit one pass. Without features, or
+        beyond a gap, nothing changes.
+        """
         if features is None or first > len(self.seen):
             return  # what it missed is read again with the next prompt
         self._truncate(self._count_kept_rows(first, tokens), first)

@@ -178,10 +178,14 @@ class Reader:
             raise RefusalError(problem.splitlines()[0])
 
 
-def compiled(
+def compile_constraint(
     words: LibraryVocabulary, limits: dict[str, Any], kind: str, source: str
 ) -> Reader:
-    """Compile a constraint; raises `RefusalError` with the place of a problem."""
+    """Compile a constraint, and return a reader of a text under it.
+
+    `kind` is "regex", "grammar" or "JSON schema", `limits` are the library's limits of
+    a parser. Raises `RefusalError` with the place of a problem in `source`.
+    """
     matcher = partial(_matcher, words, limits, kind)
     inner = matcher(source)
     if not (problem := inner.get_error()):
@@ -267,7 +271,7 @@ def _serve(pipe: socket.socket, words: LibraryVocabulary) -> None:
         reply: Reply = [], b""
         try:
             if name == "compile":
-                reader = compiled(words, *request)
+                reader = compile_constraint(words, *request)
             else:
                 reply = getattr(reader, name)(*request)
         except (RefusalError, ValueError) as error:

@@ -120,7 +120,12 @@ class LeadingHalf:
     def _verify_by_rule(
         self, rows: Rows, states: Float32s, rule: ExitRule
     ) -> tuple[Rows, Answer]:
-        """Run the first rows with the root's decision; or raise `EarlyStop`."""
+        """Verify a draft up to the first row whose decision is not the root's.
+
+        `states` [n, h] leave the lower half. By the root's decision the kept rows run
+        the upper half or skip it. Returns those rows and their answer; raises
+        `EarlyStop` if the decision is to stop.
+        """
         decisions = rule.decide(states)
         if self._is_first:
             decisions[0] = Decision.CONTINUE
