@@ -55,7 +55,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise BundleError(
-            f"{folder / MANIFEST} is damaged; export the bundle again"
+            f"{folder / MANIFEST} is damaged; export or copy the bundle again"
         ) from error
     if version != SCHEMA_VERSION:
         is_newer = isinstance(version, int) and version > SCHEMA_VERSION
@@ -84,7 +84,7 @@ def check_files(folder: Path, files: dict[str, Any], again: bool = False) -> Non
     for name, expected in files.items():
         file = folder / name
         if not file.is_file():
-            raise BundleError(f"{file} is missing; export the bundle again")
+            raise BundleError(f"{file} is missing; export or copy the bundle again")
         status = file.stat()
         if status.st_size != expected["bytes"]:
             raise BundleError(

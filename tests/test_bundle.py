@@ -119,7 +119,7 @@ CONTRACT_OF_TARGET = ("graphs", "target", "contract")
         (with_fields(schema_version=0), "schema 0.*export the bundle again"),
         (with_fields(schema_version=OLDER), f"schema {OLDER}.*export the bundle again"),
         *(
-            (with_manifest(text), "is damaged; export the bundle again")
+            (with_manifest(text), "is damaged; export or copy the bundle again")
             for text in (b"", b"{", b"[]", b"null", b"{}", b"\0", b'"x"', b"\xff\xfe{}")
         ),
         *(

@@ -56,8 +56,9 @@ def _read_limited(name: str, read: Callable[[int], str]) -> str:
     try:
         text = read(MAX_INPUT_CHARS + 1)
     except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise click.UsageError(
-            f"cannot read {name} ({error}); give UTF-8 text"
+            f"cannot read {name} ({reason}); give a file of UTF-8 text"
         ) from error
     if len(text) > MAX_INPUT_CHARS:
         raise click.UsageError(
@@ -69,7 +70,7 @@ def _read_limited(name: str, read: Callable[[int], str]) -> str:
 def read_prompt(text: str | None, file: Path | None) -> str:
     """The prompt: `text`, standard input for "-", or a file; raises `UsageError`."""
     if (text is None) == (file is None):
-        raise click.UsageError("give either --prompt or --prompt-file")
+        raise click.UsageError("give one prompt: TEXT, --prompt or --prompt-file")
     return text if text is not None and text != "-" else read_input(file)
 
 

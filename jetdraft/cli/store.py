@@ -73,7 +73,7 @@ def clear(bundle: Path, file: Path, user: str) -> None:
         WeightSets(file, drafter_sha256(opened_bundle)).clear()
     else:
         count = _open_store(opened_bundle, file, user).clear()
-    click.echo(f"{count} entries removed", err=True)
+    click.echo(f"{count} {'entry' if count == 1 else 'entries'} removed", err=True)
 
 
 def _print_folder(

@@ -145,8 +145,9 @@ class Conversation:
         try:
             messages = read_json_file(Path(file), most_bytes=1 << 26, exact=True)
         except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise OptionError(
-                f"{file} is not a saved conversation ({error}); give a file of `save`",
+                f"{file} is not a saved conversation ({reason}); give a file of `save`",
                 "file",
             ) from error
         self.messages = check_messages(messages)

@@ -224,7 +224,8 @@ class Service:
         try:
             body = read_json(data, most_bytes=self.limits.max_body_bytes)
         except JsonError as error:
-            raise RequestError(f"the body is not JSON ({error})") from error
+            reason = str(error).removeprefix("no valid JSON: ")
+            raise RequestError(f"the body is not JSON ({reason})") from error
         if not isinstance(body, dict):
             raise RequestError("the body must be a JSON object")
         return {name: value for name, value in body.items() if value is not None}
@@ -233,7 +234,7 @@ class Service:
         """Read a body of type `kind`, at most `most` bytes; raises `RequestError`."""
         content = request.headers.get("content-type", "").partition(";")[0].strip()
         if content.lower() != kind:
-            raise RequestError(f"content type {content!r} is not {kind}", status=415)
+            raise RequestError(f"content type {content!r}; send {kind}", status=415)
         data = bytearray()
         try:
             async with asyncio.timeout(RECEIVE_SECONDS):

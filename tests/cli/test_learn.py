@@ -24,10 +24,10 @@ def test_clear_erases_lessons_and_weights(toy, tmp_path):
     learn(toy, folder)
     name = put_on_trial(folder, toy, random_arrays(toy))
     done = jetdraft("store", "clear", toy, folder, "--user", "ann")
-    assert "1 entries removed" in done.stderr
+    assert "1 entry removed" in done.stderr
     assert b"ann" not in (folder / LESSONS_FILE).read_bytes()
     assert not (folder / name).exists()
-    assert "1 entries removed" in jetdraft("store", "clear", toy, folder).stderr
+    assert "1 entry removed" in jetdraft("store", "clear", toy, folder).stderr
     learn(toy, folder)
 
 
@@ -100,4 +100,4 @@ def test_the_server_learns_for_each_client(toy, tmp_path):
         process.terminate()
         assert f"the learned set {name[:12]} drafts\n" in process.stderr.read()
     cleared = jetdraft("store", "clear", toy, folder, "--user", "127.0.0.1")
-    assert "1 entries removed" in cleared.stderr
+    assert "1 entry removed" in cleared.stderr

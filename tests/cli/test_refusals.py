@@ -30,8 +30,8 @@ FILES = {
 
 REFUSED = [
     # The text's beginning and end.
-    ("generate {bundle}", "give either --prompt or"),
-    ("generate {bundle} -p text --prompt-file {tmp}/text", "give either --prompt or"),
+    ("generate {bundle}", "give one prompt: TEXT"),
+    ("generate {bundle} -p text --prompt-file {tmp}/text", "give one prompt: TEXT"),
     ("generate {bundle} --prompt-file {tmp}/nothing", "cannot read"),
     ("generate {bundle} --prompt-file {tmp}/binary", "UTF-8"),
     ("generate {bundle} -p ''", "the prompt is empty"),

@@ -109,8 +109,8 @@ def read_template(file: Path | None) -> str:
     """The source of a bundle's template; raises `OptionError` if it is missing."""
     if file is None:
         raise OptionError(
-            "the bundle has no chat template; give whole prompts to generate, or "
-            "export a checkpoint with a chat template",
+            "the bundle has no chat template; give whole prompts (generate, "
+            "/v1/completions), or export a checkpoint with a chat template",
             "messages",
         )
     try:
