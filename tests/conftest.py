@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import logging
 import math
@@ -81,7 +82,10 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         # A fifth of a short trace: the table of all operators, always the same.
         registry = functools.cache(ONNXRegistry.from_torchlib)
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(registry))
+        # A trace makes many objects, and each collection would look at all modules again.
+        gc.freeze()
         yield
+    gc.unfreeze()
 
 
 Once = Callable[[str, Callable[[Path], object]], Path]

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import io
+import itertools
 import logging
 import types
 import warnings
@@ -239,6 +240,7 @@ class _FingerprintWriter:
         self.digest = hashlib.sha256()
         self.numbers: dict[int, int] = {}
         self.classes: set[type] = set()
+        self.hooks: dict[int, int] = {}
         # What has a number must live, or another object could get its id.
         self.references: list[Any] = []
 
@@ -299,7 +301,14 @@ class _FingerprintWriter:
                 self.classes.add(base)
                 self._write_methods(base)
         fields = {n: v for n, v in vars(value).items() if n not in _PATH_FIELDS}
-        self.write_all("fields", [part for item in fields.items() for part in item])
+        for name in fields if isinstance(value, torch.nn.Module) else ():
+            if name.startswith(_HOOK_FIELDS):
+                # torch counts the hooks of a process; here a step's are counted.
+                numbers = (
+                    self.hooks.setdefault(h, len(self.hooks)) for h in fields[name]
+                )
+                fields[name] = dict(zip(numbers, fields[name].values(), strict=True))
+        self.write_all("fields", itertools.chain(*fields.items()))
 
     def _write_methods(self, kind: type) -> None:
         """Write where the functions of a class are: a program may replace some."""
@@ -320,6 +329,9 @@ _HEAP_TYPE_FLAG = 1 << 9
 _PATH_FIELDS = {"_name_or_path", "name_or_path"}
 """Fields of transformers with the path of a checkpoint; they are left out."""
 
+_HOOK_FIELDS = ("_forward_hooks", "_forward_pre_hooks")
+"""The beginnings of the names of a module's fields that are keyed by hooks."""
+
 _PLAIN_TYPES = (str, int, float, bool, type(None), bytes, Enum)
 _NAMED_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -329,27 +341,15 @@ _WRITERS: list[tuple[Any, Callable[[_FingerprintWriter, Any], None]]] = [
     (type, lambda writer, value: writer.write(f"{value.__module__}.{value}")),
     ((list, tuple), lambda writer, value: writer.write_all("list", value)),
     ((set, frozenset), _FingerprintWriter.write_set),
-    (
-        Mapping,
-        lambda writer, value: writer.write_all(
-            "mapping", [part for item in value.items() for part in item]
-        ),
-    ),
+    (Mapping, lambda w, v: w.write_all("mapping", itertools.chain(*v.items()))),
     (types.FunctionType, _FingerprintWriter.write_function),
-    (
-        types.MethodType,
-        lambda writer, value: writer.write_all(
-            "method", [value.__func__, value.__self__]
-        ),
-    ),
+    (types.MethodType, lambda w, v: w.write_all("method", [v.__func__, v.__self__])),
     (
         functools.partial,
-        lambda writer, value: writer.write_all(
-            "partial", [value.func, value.args, value.keywords]
-        ),
+        lambda w, v: w.write_all("partial", [v.func, v.args, v.keywords]),
     ),
     (
         types.BuiltinFunctionType,
-        lambda writer, value: writer.write(f"{value.__module__}.{value.__qualname__}"),
+        lambda w, v: w.write(f"{v.__module__}.{v.__qualname__}"),
     ),
 ]
