@@ -300,7 +300,7 @@ class _FingerprintWriter:
             if base not in self.classes:
                 self.classes.add(base)
                 self._write_methods(base)
-        fields = {n: v for n, v in vars(value).items() if n not in _PATH_FIELDS}
+        fields = {n: v for n, v in vars(value).items() if n not in _UNREAD_FIELDS}
         for name in fields if isinstance(value, torch.nn.Module) else ():
             if name.startswith(_HOOK_FIELDS):
                 # torch counts the hooks of a process; here a step's are counted.
@@ -326,8 +326,8 @@ class _FingerprintWriter:
 _HEAP_TYPE_FLAG = 1 << 9
 """The flag of classes that are written in Python, Py_TPFLAGS_HEAPTYPE."""
 
-_PATH_FIELDS = {"_name_or_path", "name_or_path"}
-"""Fields of transformers with the path of a checkpoint; they are left out."""
+_UNREAD_FIELDS = {"_name_or_path", "name_or_path", "generation_config"}
+"""Fields of transformers' models that no pass reads; they are left out."""
 
 _HOOK_FIELDS = ("_forward_hooks", "_forward_pre_hooks")
 """The beginnings of the names of a module's fields that are keyed by hooks."""
