@@ -82,7 +82,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         # A fifth of a short trace: the table of all operators, always the same.
         registry = functools.cache(ONNXRegistry.from_torchlib)
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(registry))
-        # A trace makes many objects, and each collection would look at all modules again.
+        # A trace makes many objects, and each collection would look at all the others.
         gc.freeze()
         yield
     gc.unfreeze()

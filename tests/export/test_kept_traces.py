@@ -135,7 +135,7 @@ def test_a_replaced_method_changes_the_fingerprint(tmp_path, monkeypatch):
 
 
 def test_what_changes_no_graph_changes_no_fingerprint(tmp_path):
-    """Weights, a folder, how texts are drawn, and the numbers that torch gives hooks."""
+    """Weights, a folder, how texts are drawn, and the numbers of hooks in torch."""
     prints = set()
     for seed in (0, 1):
         step = step_of(tmp_path / str(seed), seed, hooked(2.0))
