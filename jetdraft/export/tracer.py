@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import io
 import itertools
@@ -12,6 +11,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import onnx
@@ -344,10 +344,7 @@ _WRITERS: list[tuple[Any, Callable[[_FingerprintWriter, Any], None]]] = [
     (Mapping, lambda w, v: w.write_all("mapping", itertools.chain(*v.items()))),
     (types.FunctionType, _FingerprintWriter.write_function),
     (types.MethodType, lambda w, v: w.write_all("method", [v.__func__, v.__self__])),
-    (
-        functools.partial,
-        lambda w, v: w.write_all("partial", [v.func, v.args, v.keywords]),
-    ),
+    (partial, lambda w, v: w.write_all("partial", [v.func, v.args, v.keywords])),
     (
         types.BuiltinFunctionType,
         lambda w, v: w.write(f"{v.__module__}.{v.__qualname__}"),
