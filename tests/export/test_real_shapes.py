@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +13,7 @@ import transformers
 import jetdraft
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
+from tests.programs import python
 from tests.tiny import drafter_config, save_checkpoint, save_tokenizer
 
 INT8 = Recipe("int8", 32)
@@ -164,10 +163,5 @@ def test_an_export_needs_little_more_than_a_shard(tmp_path):
     shards = [file.stat().st_size for file in folder.glob("*.safetensors")]
     assert len(shards) > 3
     assert sum(shards) > 200e6
-    run = subprocess.run(
-        [sys.executable, "-c", EXPORT, str(folder), str(tmp_path / "bundle")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert int(run.stdout.splitlines()[-1]) < 1.5 * max(shards) + 2e9
+    shown = python(EXPORT, folder, tmp_path / "bundle")
+    assert int(shown.splitlines()[-1]) < 1.5 * max(shards) + 2e9
