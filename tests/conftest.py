@@ -82,10 +82,9 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         # A fifth of a short trace: the table of all operators, always the same.
         registry = functools.cache(ONNXRegistry.from_torchlib)
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(registry))
-        # A trace makes many objects, and each collection would look at all the others.
-        gc.freeze()
+        # A trace makes so much that all older objects would be looked at often.
+        gc.set_threshold(700, 10, 200)
         yield
-    gc.unfreeze()
 
 
 Once = Callable[[str, Callable[[Path], object]], Path]
