@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import logging
 import math
@@ -81,6 +82,8 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         # A fifth of a short trace: the table of all operators, always the same.
         registry = functools.cache(ONNXRegistry.from_torchlib)
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(registry))
+        # A trace makes so much that all older objects would be looked at often.
+        gc.set_threshold(700, 10, 200)
         yield
 
 

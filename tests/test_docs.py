@@ -8,7 +8,6 @@ import glob
 import importlib
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from dataclasses import replace
@@ -37,7 +36,7 @@ from tests.documents import (
     phrases,
     words_of,
 )
-from tests.programs import module_of
+from tests.programs import module_of, printed
 from tests.server.serving import started
 
 ONLY_PARSED = {
@@ -196,10 +195,7 @@ def run(words):
         assert result.exit_code == 0, result.output
         assert result.output.strip()
         return
-    done = subprocess.run(
-        [sys.executable, *expanded[1:]], check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    printed(sys.executable, *expanded[1:])
 
 
 def starts(words, beginnings):

@@ -20,7 +20,7 @@ import pytest
 import jetdraft
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.server.http_server import END_SECONDS
-from tests.programs import module_of, printed
+from tests.programs import ended, module_of, printed
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 UNIT = EXAMPLES.parent / "deploy" / "jetson" / "jetdraft.service"
@@ -253,8 +253,5 @@ def test_systemd_understands_the_unit(tmp_path):
     program = unit("ExecStart")[0].split()[0]
     installed = tmp_path / UNIT.name
     installed.write_text(UNIT.read_text().replace(program, sys.executable))
-    done = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", str(installed)],
-        check=False, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = ended("systemd-analyze", "verify", "--man=no", installed, timeout=300)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")

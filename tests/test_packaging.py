@@ -86,10 +86,7 @@ chown() { test "$*" = "-R jetdraft: $OPT"; }
 
 
 def test_the_guide_to_a_board_installs_the_wheel_alone(wheel, tmp_path):
-    """The commands of step 5, in a home without the sources, below another folder.
-
-    They once installed from a checkout, into which the service's user cannot write.
-    """
+    """The commands of step 5, in a home without the sources, below another folder."""
     home, opt = tmp_path / "home", tmp_path / "opt"
     laptop, board = (
         next(block.text for block in blocks(BOARD) if word in block.text)

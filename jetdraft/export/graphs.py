@@ -140,7 +140,9 @@ def write_encoder(job: Job, entry: GraphEntry, quantizer: Quantization) -> Graph
     file = job.graph_file("encoder")
     stage = f"trace {job.name}'s encoder"
     job.report(stage, 0, 1)
-    model = trace(EncoderStep(job.checkpoint.model, entry.contract), job.names)
+    # The decoder's states do not matter, so a drafter shares the trace of its target.
+    contract = replace(entry.contract, hidden_size=0)
+    model = trace(EncoderStep(job.checkpoint.model, contract), job.names)
     quantizer.apply(model)
     _save_with_weights(model, file)
     job.report(stage, 1, 1)

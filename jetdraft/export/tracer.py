@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import io
+import itertools
 import logging
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import onnx
@@ -239,6 +240,7 @@ class _FingerprintWriter:
         self.digest = hashlib.sha256()
         self.numbers: dict[int, int] = {}
         self.classes: set[type] = set()
+        self.hooks: dict[int, int] = {}
         # What has a number must live, or another object could get its id.
         self.references: list[Any] = []
 
@@ -298,8 +300,15 @@ class _FingerprintWriter:
             if base not in self.classes:
                 self.classes.add(base)
                 self._write_methods(base)
-        fields = {n: v for n, v in vars(value).items() if n not in _PATH_FIELDS}
-        self.write_all("fields", [part for item in fields.items() for part in item])
+        fields = {n: v for n, v in vars(value).items() if n not in _UNREAD_FIELDS}
+        for name in fields if isinstance(value, torch.nn.Module) else ():
+            if name.startswith(_HOOK_FIELDS):
+                # torch counts the hooks of a process; here a step's are counted.
+                numbers = (
+                    self.hooks.setdefault(h, len(self.hooks)) for h in fields[name]
+                )
+                fields[name] = dict(zip(numbers, fields[name].values(), strict=True))
+        self.write_all("fields", itertools.chain(*fields.items()))
 
     def _write_methods(self, kind: type) -> None:
         """Write where the code of a class's methods is: a program may replace some."""
@@ -317,8 +326,11 @@ class _FingerprintWriter:
 _HEAP_TYPE_FLAG = 1 << 9
 """The flag of classes that are written in Python, Py_TPFLAGS_HEAPTYPE."""
 
-_PATH_FIELDS = {"_name_or_path", "name_or_path"}
-"""Fields of transformers with the path of a checkpoint; they are left out."""
+_UNREAD_FIELDS = {"_name_or_path", "name_or_path", "generation_config"}
+"""Fields of transformers' models that no pass reads; they are left out."""
+
+_HOOK_FIELDS = ("_forward_hooks", "_forward_pre_hooks")
+"""The beginnings of the names of a module's fields that are keyed by hooks."""
 
 _PLAIN_TYPES = (str, int, float, bool, type(None), bytes, Enum)
 _NAMED_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -329,27 +341,12 @@ _WRITERS: list[tuple[Any, Callable[[_FingerprintWriter, Any], None]]] = [
     (type, lambda writer, value: writer.write(f"{value.__module__}.{value}")),
     ((list, tuple), lambda writer, value: writer.write_all("list", value)),
     ((set, frozenset), _FingerprintWriter.write_set),
-    (
-        Mapping,
-        lambda writer, value: writer.write_all(
-            "mapping", [part for item in value.items() for part in item]
-        ),
-    ),
+    (Mapping, lambda w, v: w.write_all("mapping", itertools.chain(*v.items()))),
     (types.FunctionType, _FingerprintWriter.write_function),
-    (
-        types.MethodType,
-        lambda writer, value: writer.write_all(
-            "method", [value.__func__, value.__self__]
-        ),
-    ),
-    (
-        functools.partial,
-        lambda writer, value: writer.write_all(
-            "partial", [value.func, value.args, value.keywords]
-        ),
-    ),
+    (types.MethodType, lambda w, v: w.write_all("method", [v.__func__, v.__self__])),
+    (partial, lambda w, v: w.write_all("partial", [v.func, v.args, v.keywords])),
     (
         types.BuiltinFunctionType,
-        lambda writer, value: writer.write(f"{value.__module__}.{value.__qualname__}"),
+        lambda w, v: w.write(f"{v.__module__}.{v.__qualname__}"),
     ),
 ]

@@ -22,6 +22,7 @@ from tests.tiny import SIZES, llama_config
 
 IDS = list(range(5, 29))
 Q = "model.layers.0.self_attn.q_proj.weight"
+SMALL_BUFFERS = ("--capacity", 64, "--max-width", 32)
 
 
 def mixed(name):
@@ -162,7 +163,7 @@ def test_a_file_of_floats_is_a_checkpoint_of_floats(tmp_path):
 
 def test_a_file_of_floats_gets_a_recipe(tmp_path):
     file = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.F16)).path
-    result = command("export", file, "-o", tmp_path / "bundle", "--capacity", 64)
+    result = command("export", file, "-o", tmp_path / "bundle", *SMALL_BUFFERS)
     assert result.exit_code == 0, result.output
     assert "target: int" in result.stderr
     assert ", KL " in result.stderr
@@ -171,7 +172,7 @@ def test_a_file_of_floats_gets_a_recipe(tmp_path):
 def test_the_export_says_what_was_kept(tmp_path):
     file = tmp_path / "model.gguf"
     write_gguf(file, CASES["llama mixed"][1], mixed)
-    result = command("export", file, "-o", tmp_path / "bundle", "--capacity", 64)
+    result = command("export", file, "-o", tmp_path / "bundle", *SMALL_BUFFERS)
     assert result.exit_code == 0, result.output
     assert (
         "target: 7 matrices kept (6 Q4_K as int8, 1 Q6_K exact), 1 requantized to "

@@ -129,7 +129,7 @@ def test_a_drafter_with_another_tokenizer(tmp_path):
     fields["pre_tokenizer"]["trim_offsets"] = False
     fields["model"]["merges"] = [" ".join(m) for m in fields["model"]["merges"]]
     (folder / "tokenizer.json").write_text(json.dumps(fields))
-    options = ["--drafter", folder, "--fast", "--capacity", 64]
+    options = ["--drafter", folder, "--fast", "--capacity", 64, "--max-width", 32]
     result = command("export", target, *options, "-o", tmp_path / "bundle")
     assert result.exit_code == 0, result.output
 

@@ -52,7 +52,7 @@ def test_each_stack_has_its_own_layers(tmp_path):
         check_unread("folder", ["layers.1.w"], unread)
 
 
-QUICK = ExportOptions(Recipe("none"), capacity=64, max_width=8, fast=True)
+QUICK = ExportOptions(Recipe("none"), capacity=64, max_width=32, fast=True)
 EXPERTS = "is a mixture of experts"
 RECURRENT = "has recurrent layers"
 LATENT = "has latent attention"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
+from subprocess import CompletedProcess
 
 from click import Command
 from click.testing import CliRunner, Result
 
 from jetdraft.cli import main
+from tests.programs import ROOT, ended
 
 INTERRUPTIBLE = """
 import signal
@@ -24,6 +27,13 @@ def jetdraft(
 ) -> Result:
     """What `jetdraft ARGUMENTS`, or another command, prints and how it ends."""
     return CliRunner().invoke(command, [str(part) for part in arguments], input=stdin)
+
+
+def without(package: str, *arguments: object) -> CompletedProcess[str]:
+    """What a process prints in which `jetdraft ARGUMENTS` finds no such package."""
+    code = f"import sys; sys.modules['{package}'] = None\n"
+    code += "from jetdraft.cli import main; main(sys.argv[1:])"
+    return ended(sys.executable, "-c", code, *arguments, cwd=ROOT)
 
 
 def assert_refused(

@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +16,8 @@ from jetdraft.export import measures
 from jetdraft.quant.choice import KL_BOUND, SAFE_RECIPE
 from jetdraft.recipe import FAST_DEFAULT, Recipe
 from jetdraft.testing import toy_bundle
-from tests.cli.running import jetdraft
+from tests.cli.running import jetdraft, without
+from tests.programs import ended
 from tests.tiny import (
     VOCAB_SIZE,
     WORDS,
@@ -117,13 +117,8 @@ def test_no_library_writes_to_the_terminal(pair, tmp_path):
         ["train", "draft", pair.target, *short, "--regenerate"],
     ]
     verbs = [[*verb, "-o", tmp_path / str(n)] for n, verb in enumerate(verbs)]
-    done = subprocess.run(
-        [sys.executable, "-c", VERBS, json.dumps(verbs, default=str)],
-        env={n: v for n, v in os.environ.items() if n != "CI"} | {"HOME": "/proc/none"},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    env = {n: v for n, v in os.environ.items() if n != "CI"} | {"HOME": "/proc/none"}
+    done = ended(sys.executable, "-c", VERBS, json.dumps(verbs, default=str), env=env)
     ours = r"after \d+ s: |step \d|target: int|training \d+ weights|training a drafter|"
     lines = [line for line in done.stderr.splitlines() if line]
     assert not [n for n in lines if not re.match(f"{ours}{tmp_path}/", n)]
@@ -255,17 +250,7 @@ def test_refused_export_leaves_an_earlier_bundle(copied_bundle, tmp_path):
 
 
 def test_without_torch_the_extra_is_named(pair, output):
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from jetdraft.cli import main; main(sys.argv[1:])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "export", str(pair.target), "-o", str(output)],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
+    done = without("torch", "export", pair.target, "-o", output)
     assert done.returncode == 2
     assert done.stderr.startswith("error: exporting needs torch; pip install")
     assert done.stderr.count("\n") == 1

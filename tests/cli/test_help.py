@@ -23,6 +23,7 @@ from jetdraft.devices.providers import installed_providers
 from jetdraft.ort import _MissingPackage
 from jetdraft.runtime.planning.registry import methods
 from tests.cli.running import assert_refused, jetdraft
+from tests.programs import ended, python
 
 VERBS = [
     *("export", "generate", "transcribe", "chat", "serve", "bench", "check"),
@@ -78,10 +79,7 @@ def test_help_of_the_verbs_imports_none_of_them():
         "assert not verbs, verbs\n"
         "assert 'torch' not in sys.modules"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    python(code)
 
 
 @pytest.mark.parametrize("words", COMMANDS)
@@ -142,11 +140,8 @@ os.kill(os.getpid(), signal.SIGINT)
 def test_ctrl_c_while_click_is_imported_is_one_line(tmp_path):
     (tmp_path / "click.py").write_text(INTERRUPTED)
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-m", "jetdraft", "doctor"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = ended(sys.executable, "-m", "jetdraft", "doctor", env=environment)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from jetdraft.cli.train import command as trainers
-from tests.cli.running import INTERRUPTIBLE, assert_refused, jetdraft
+from tests.cli.running import INTERRUPTIBLE, assert_refused, jetdraft, without
 from tests.tiny import llama_config, save_checkpoint
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
@@ -140,18 +140,8 @@ def test_an_acceptance_head_is_learned_and_used(bundle, tmp_path):
 
 
 def test_trainers_are_listed_without_torch():
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from jetdraft.cli import main; main(sys.argv[1:])"
-    )
     listed, refused, table = (
-        subprocess.run(
-            [sys.executable, "-c", code, "train", *arguments],
-            check=False,
-            capture_output=True,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
+        without("torch", "train", *arguments)
         for arguments in (["--help"], ["stream", "x"], ["trigram", "--help"])
     )
     assert listed.returncode == table.returncode == 0

@@ -145,10 +145,7 @@ def test_no_text_changes(cut_model, way, drafting):
 
 
 def test_a_verifier_that_reads_q_keeps_the_distribution(cut_model):
-    """Counts of a sampled token, plain and by rejection, from as many seeds.
-
-    Tokens that can be drafted and tokens that cannot are counted apart.
-    """
+    """Also of tokens that cannot be drafted, from as many seeds as plainly."""
     rejection = {
         "verifier": "recursive",
         "siblings": "with-replacement",

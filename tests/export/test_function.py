@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from jetdraft.export.exporter import ExportOptions
 from jetdraft.export.request import export
 from jetdraft.quant.choice import KL_BOUND
 from jetdraft.recipe import Recipe
+from tests.programs import ROOT, python
 from tests.tiny import drafter_config, save_checkpoint
 
 SMALL = {"capacity": 64, "max_width": 4096}
@@ -79,10 +78,7 @@ def test_bad_options_are_refused_before_anything_is_written(
 
 
 def test_the_function_and_its_package_have_one_name():
-    """Importing a module of the package sets the package's name in `jetdraft`.
-
-    Nothing needs torch before an export, which names the missing extra.
-    """
+    """Nothing needs torch before an export, which names the missing extra."""
     code = """
 import sys
 import jetdraft
@@ -95,16 +91,8 @@ try:
 except jetdraft.JetdraftError as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
     expected = "exporting needs torch; pip install 'jetdraft[cpu,export]'\n"
-    assert done.stdout == expected
+    assert python(code, cwd=ROOT) == expected
 
 
 def test_the_verb_has_the_same_signature():

@@ -20,7 +20,7 @@ MAX_VOCAB_SIZE = VOCAB_SIZE + 64
 PAIRS = [(320, 288), (320, 320), (320, 352), (288, 352), (320, 280)]
 """Rows of the target and of the drafter; the tokenizer has 288 tokens."""
 
-SMALL = ExportOptions(Recipe("none"), capacity=128, max_width=32, fast=True)
+SMALL = ExportOptions(Recipe("none"), capacity=64, max_width=16, fast=True)
 PROMPT = [5, 9, 200, 31, 64, 77]
 UNUSED = 5
 """The type of a GGUF file's tokens without a meaning."""
@@ -139,7 +139,7 @@ def test_trees_and_other_methods_too(opened, drafting):
 def test_quantized_and_cut_drafters(padded, tmp_path, pair):
     """An LM head may be cut to the most frequent tokens, which both have."""
     options = ExportOptions(
-        Recipe("int8", 32), capacity=128, max_width=32, draft_vocab=min(pair) - 1
+        Recipe("int8", 32), capacity=64, max_width=16, draft_vocab=min(pair) - 1
     )
     drafter = str(padded(pair[1], tied=True))
     bundle = export(str(padded(pair[0])), tmp_path / "bundle", drafter, options)
@@ -151,7 +151,7 @@ def test_quantized_and_cut_drafters(padded, tmp_path, pair):
 
 @pytest.mark.parametrize("rows", [288, 352])
 def test_the_recipe_of_a_padded_drafter_is_measured(padded, tmp_path, rows):
-    options = ExportOptions(Recipe("int8", 32), capacity=128, max_width=32)
+    options = ExportOptions(Recipe("int8", 32), capacity=64, max_width=16)
     bundle = export(str(padded(320)), tmp_path / "b", str(padded(rows)), options)
     assert bundle.drafter.quantization["full_overlap"] > 0.5
     assert len(bundle.drafter.quantization["acceptance"]["by_position"]) == 4

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, T5Config
+from transformers import AutoModelForSeq2SeqLM
 
 import jetdraft
 from jetdraft.bundle import Bundle
@@ -16,7 +16,7 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.planning.drafting import Drafting
 from tests import manifests
-from tests.sources import CONFIGS, SOURCE, START, T5, save
+from tests.sources import CONFIGS, SOURCE, START, save
 from tests.tiny import VOCAB_SIZE
 
 DRAFTED = "t5"
@@ -147,14 +147,13 @@ def test_a_source_is_encoded_once_and_never_mixed_up(family):
 
 
 def test_quantized_text_is_the_same_with_every_method(tmp_path):
-    config = T5Config(**{**T5, "num_layers": 1, "num_decoder_layers": 1})
-    checkpoint = save(tmp_path / "checkpoint", config)
+    checkpoint = save(tmp_path / "checkpoint", CONFIGS["t5"])
     options = ExportOptions(Recipe("int8", 32), capacity=64, max_width=16)
     bundle = export(str(checkpoint), tmp_path / "bundle", None, options)
     encoder = bundle.files["target-encoder.onnx.data"]["bytes"]
-    # Matrices of a byte a weight, and scales: four of attention, three of the MLP, two
-    # that make the cross attention's rows. The tied embedding is quantized too.
-    weights = (4 + 2) * 64 * 64 + 3 * 64 * 96 + 64 * VOCAB_SIZE
+    # Two layers of matrices of a byte a weight, and scales: four of attention, three of
+    # the MLP, two for the cross attention's rows. The tied embedding is quantized too.
+    weights = 2 * ((4 + 2) * 64 * 64 + 3 * 64 * 96) + 64 * VOCAB_SIZE
     assert encoder < 1.5 * weights
     with jetdraft.load(tmp_path / "bundle", threads=1) as model:
         texts = [

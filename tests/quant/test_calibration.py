@@ -76,8 +76,8 @@ def test_a_model_with_streams_is_calibrated_as_it_is_without(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     options = ExportOptions(
         Recipe.parse("int4-gptq-b32"),
-        capacity=128,
-        max_width=32,
+        capacity=64,
+        max_width=16,
         calibration=tmp_path / "text.txt",
     )
     export(str(tmp_path / "c"), tmp_path / "b", options=options)

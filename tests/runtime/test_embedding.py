@@ -1,7 +1,6 @@
 """The runtime in a program: contexts, threads, asyncio, pools and log probabilities."""
 
 import asyncio
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ import pytest
 
 import jetdraft
 from jetdraft.errors import JetdraftError, OptionError
+from tests.programs import ended
 
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
 OPTIONS = {
@@ -173,8 +173,7 @@ def test_a_stream_that_lives_as_long_as_the_program_ends_in_silence(bundle):
         "texts = model.astream('a', max_new_tokens=200, ignore_eos=True)\n"
         "kept = asyncio.run(main())\n"
     )
-    program = [sys.executable, "-c", code, str(bundle)]
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    done = ended(sys.executable, "-c", code, bundle)
     assert (done.returncode, done.stderr) == (0, "")
 
 

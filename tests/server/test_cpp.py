@@ -10,6 +10,7 @@ import pytest
 
 from jetdraft.server.app import Service
 from jetdraft.server.http_server import open_unix_listener
+from tests.programs import ended
 from tests.server.conftest import LIMITS
 from tests.server.serving import served, until
 
@@ -58,10 +59,7 @@ def door(request, service, tmp_path_factory):
 def run(program, door, *words):
     """The JSON objects that the client prints."""
     _, address, more = door
-    command = [program, address, PROMPT, *more, *words]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=60
-    )
+    done = ended(program, address, PROMPT, *more, *words, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -90,9 +88,6 @@ def test_who_closes_the_connection_ends_the_text(program, door, slow):
 
 def test_a_refusal_is_an_error(program, door):
     _, address, more = door
-    command = [program, address, "a" * 100_000, *more]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=60
-    )
+    done = ended(program, address, "a" * 100_000, *more, timeout=60)
     assert done.returncode == 1
     assert json.loads(done.stdout)["error"]["param"] is None  # the body is too long

@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 
@@ -23,7 +21,7 @@ from jetdraft.server.app import Service
 from jetdraft.server.http_server import open_listener, open_unix_listener
 from jetdraft.testing import toy_bundle
 from tests import manifests
-from tests.cli.running import assert_refused
+from tests.cli.running import assert_refused, without
 from tests.server.conftest import LIMITS
 from tests.server.serving import connect, served, started, until
 
@@ -277,13 +275,6 @@ def test_wrong_options_of_the_command(toy, tmp_path):
 
 
 def test_without_the_packages_it_says_what_to_install(toy):
-    code = (
-        "import sys\n"
-        "sys.modules['starlette'] = None\n"
-        "from jetdraft.cli import main\n"
-        "main(['serve', sys.argv[1]])\n"
-    )
-    command = [sys.executable, "-c", code, str(toy)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = without("starlette", "serve", toy)
     assert done.returncode == 2
     assert "pip install 'jetdraft[cpu,serve]'" in done.stderr

@@ -102,10 +102,7 @@ def prepare(world, output, options=QUICK, data=None, **changes):
 
 @pytest.fixture(scope="module")
 def trained(world):
-    """A run, what it reported before the first step and at the end, and its folder.
-
-    Nothing is shown, so that it learns in fewer steps.
-    """
+    """A run that is shown nothing, its first and last reports, and its folder."""
     folder, seen = world[0] / "drafter", []
     run = prepare(world, folder, LONGER, glancing=0.0)
     figures = run.run(seen.append)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from unittest.mock import Mock
 
 import jsonschema
@@ -18,6 +16,7 @@ from jetdraft.runtime.proposers.proposer import ForcedProposer
 from jetdraft.runtime.sampling.processors import NEVER
 from jetdraft.runtime.text.constraint import Constraint, Matcher
 from jetdraft.runtime.text.worker_process import Pipe, Vocabulary
+from tests.programs import python
 from tests.runtime.sampling.test_chooser import answer as answer_of
 from tests.tiny import END_OF_TEXT, save_tokenizer
 
@@ -400,6 +399,4 @@ def test_without_the_library_it_says_what_to_install(bundle):
         "try: model.generate('a', regex='b')\n"
         "except jetdraft.JetdraftError as error: print(error)\n"
     )
-    command = [sys.executable, "-c", code, str(bundle)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "pip install 'jetdraft[structured]'" in done.stdout
+    assert "pip install 'jetdraft[structured]'" in python(code, bundle)

@@ -1,8 +1,5 @@
 """A training that waits."""
 
-import subprocess
-import sys
-
 import pytest
 
 from jetdraft.devices.rails import Rail
@@ -10,6 +7,7 @@ from jetdraft.errors import DeviceError
 from jetdraft.train.use import learning as module
 from jetdraft.train.use.learning import Pace
 from tests.devices.trees import POWER, write
+from tests.programs import python
 
 
 class Clock:
@@ -65,7 +63,4 @@ def test_idle_priority():
         "print(os.nice(0), os.sched_getscheduler(0) == os.SCHED_IDLE, flush=True);"
         "os._exit(0)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "19 True\n"
+    assert python(code) == "19 True\n"

@@ -67,10 +67,7 @@ def test_another_checkpoint_is_refused(toy, tmp_path):
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
-    """A bundle whose drafter has integers, found with a text, and a part of the tokens.
-
-    Its rows of scales are long enough for the weights file.
-    """
+    """A bundle whose drafter has integers, many scales, and a part of the tokens."""
     folder = tmp_path_factory.mktemp("quantized")
     wide = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     small = {"num_hidden_layers": 1, "tie_word_embeddings": True}
