@@ -4,6 +4,7 @@ SwiftShader computes on the CPU, so these tests show what is right, not what is 
 kernel is compiled for each new size of a pass, which takes most of the time here.
 """
 
+import gc
 import os
 from dataclasses import replace
 from itertools import chain
@@ -298,6 +299,7 @@ def test_memory_does_not_grow(model):
     graph.cache.rewind(0)
 
     def resident():
+        gc.collect()
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * 4096
 
