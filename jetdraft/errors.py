@@ -101,6 +101,11 @@ class CheckError(JetdraftError):
     """`jetdraft check` found a wrong text."""
 
 
+def reason_of(error: Exception) -> str:
+    """What went wrong; for an error of the system without its number and file name."""
+    return str(getattr(error, "strerror", None) or error)
+
+
 def printable(text: object, most: int = 200) -> str:
     r"""Return untrusted text as one line of at most `most` characters, safe to show.
 

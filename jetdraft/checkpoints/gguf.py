@@ -47,6 +47,7 @@ from jetdraft.errors import (
     JetdraftError,
     UnsupportedModelError,
     printable,
+    reason_of,
 )
 from jetdraft.quant.blocks import Blocks
 
@@ -82,7 +83,7 @@ def opened_gguf(source: str) -> Iterator[GgufFile]:
         yield GgufFile(source)
     except OSError as error:
         raise CheckpointError(
-            f"cannot read {source} ({error.strerror or error}); check the file"
+            f"cannot read {source} ({reason_of(error)}); check the file"
         ) from error
     except _MALFORMED as error:
         # The reader's own words are about arrays; they stay in the traceback.

@@ -14,6 +14,7 @@ from typing import Any
 import click
 import numpy as np
 
+from jetdraft.errors import reason_of
 from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
@@ -56,9 +57,8 @@ def _read_limited(name: str, read: Callable[[int], str]) -> str:
     try:
         text = read(MAX_INPUT_CHARS + 1)
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
         raise click.UsageError(
-            f"cannot read {name} ({reason}); give a file of UTF-8 text"
+            f"cannot read {name} ({reason_of(error)}); give a file of UTF-8 text"
         ) from error
     if len(text) > MAX_INPUT_CHARS:
         raise click.UsageError(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from jetdraft.errors import JetdraftError, LengthError, OptionError
+from jetdraft.errors import JetdraftError, LengthError, OptionError, reason_of
 from jetdraft.files import write_text
 from jetdraft.parsing import read_json_file
 from jetdraft.runtime.model import Model
@@ -145,7 +145,7 @@ class Conversation:
         try:
             messages = read_json_file(Path(file), most_bytes=1 << 26, exact=True)
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
+            reason = reason_of(error)
             raise OptionError(
                 f"{file} is not a saved conversation ({reason}); give a file of `save`",
                 "file",

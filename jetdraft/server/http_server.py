@@ -19,7 +19,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jetdraft.errors import OptionError, printable
+from jetdraft.errors import OptionError, printable, reason_of
 from jetdraft.server.app import Service
 from jetdraft.server.connection import Connection, ConnectionLimiter
 from jetdraft.server.reply import STATUS_KEY
@@ -207,10 +207,9 @@ def open_listener(host: str, port: int) -> Iterator[socket.socket]:
             # Only `listen` refuses a port that another server listens on.
             listener.listen(128)
         except (OSError, UnicodeError, TypeError) as error:  # no host has the name
-            reason = getattr(error, "strerror", None) or error
             raise OptionError(
-                f"cannot listen on {host} port {port} ({reason}); choose another "
-                "--port or --host"
+                f"cannot listen on {host} port {port} ({reason_of(error)}); choose "
+                "another --port or --host"
             ) from error
         yield listener
 
@@ -239,9 +238,9 @@ def open_unix_listener(path: Path) -> Iterator[socket.socket]:
             own = os.lstat(path)
             listener.listen(128)
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
             raise OptionError(
-                f"cannot listen on {path} ({reason}); choose another --uds", "uds"
+                f"cannot listen on {path} ({reason_of(error)}); choose another --uds",
+                "uds",
             ) from error
         try:
             yield listener

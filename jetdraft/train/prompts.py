@@ -114,7 +114,7 @@ class PromptTask(Task):
         self.prompts.check()
 
     def prompt_settings(self) -> PromptSettings:
-        """Make the settings of the prompt tokens from `settings`, in a subclass."""
+        """Return the prompt tokens' own settings; every subclass defines this."""
         raise NotImplementedError
 
     def shortest_sequence(self) -> tuple[int, str]:

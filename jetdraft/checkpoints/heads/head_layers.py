@@ -104,7 +104,7 @@ class HeadLayers(nn.Module):
         mask: Tensor | None,
         **first: Tensor,
     ) -> Tensor:
-        """Return states [b, n, h] after the last layer; only layer 0 takes `first`."""
+        """Return the last layer's states [b, n, h]; layer 0 alone gets `first`."""
         for index, layer in enumerate(self.layers):
             states = layer(
                 states,

@@ -83,7 +83,7 @@ class StreamTask(Task):
         return target, ""
 
     def check_target(self, target: Checkpoint) -> None:
-        """Raise `CheckpointError` for a target with streams, or an untunable one."""
+        """Raise `CheckpointError` if the target has streams, or cannot be tuned."""
         super().check_target(target)
         if target.packed is not None and self.streams.mode == SHARED:
             raise CheckpointError(

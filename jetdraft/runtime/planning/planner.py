@@ -175,34 +175,29 @@ class ProposerSet:
 def _propose(
     proposer: Proposer, context: Tokens, budget: int, parents: Parents, size: int
 ) -> Rows:
-    """Ask a proposer for rows; raises `OptionError` if it fails or they are wrong.
+    """Ask a proposer for rows; raises `OptionError` if it fails or the rows are wrong.
 
-    `size` is the number of tokens in the vocabulary.
-    """
-    name, root = proposer.traits.name, context[-1]
+    Token ids must be below `size`."""
+    root, problem = context[-1], ""
     try:
         rows = proposer.propose(context, budget, parents)
-        tokens = rows.tokens if isinstance(rows, Rows) else []
-        given: object = tokens[:1] if isinstance(rows, Rows) else rows
-        wrong = [t for t in tokens if not 0 <= t < size]
+        given: object = rows.tokens[:1] if isinstance(rows, Rows) else rows
+        if given != [root]:
+            problem = (
+                f"must give Rows whose row 0 is the root, token {root}, not {given}; "
+                "give context[-1] first, also without a guess"
+            )
+        elif wrong := [t for t in rows.tokens if not 0 <= t < size]:
+            outside = f"token {wrong[0]}, which is outside the vocabulary"
+            problem = f"proposes {outside}; ids are 0 to {size - 1}"
     except JetdraftError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        problem = f"method {name!r} failed ({reason}); leave it out"
+        problem = f"method {proposer.traits.name!r} failed ({reason}); leave it out"
         raise OptionError(problem, "method") from error
-    if given != [root]:
-        raise OptionError(
-            f"method {name!r} must give Rows whose row 0 is the root, token {root}, "
-            f"not {given}; give context[-1] first, also without a guess",
-            "method",
-        )
-    if wrong:
-        raise OptionError(
-            f"method {name!r} proposes token {wrong[0]}, which is outside the "
-            f"vocabulary; ids are 0 to {size - 1}",
-            "method",
-        )
+    if problem:
+        raise OptionError(f"method {proposer.traits.name!r} {problem}", "method")
     return rows
 
 

@@ -99,7 +99,7 @@ class TreeOptions(MethodOptions):
 
     @property
     def kind(self) -> Kind:
-        """How siblings are picked, as a `Kind`."""
+        """The rule that picks the children of a row, as a `Kind`."""
         return Kind(self.siblings)
 
     @property
