@@ -124,13 +124,14 @@ class ProbedModel(nn.Module, ABC):
         return args, kwargs
 
     def _rotate_probes(self, rotary: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Hook after the rotary embedding: compute rotations of rows and probes too."""
+        """Hook after the rotary embedding: keep its rotations and those with probes."""
         current = self.current_pass
         args, kwargs = list(args), dict(kwargs)
         if "position_ids" in kwargs:
             kwargs["position_ids"] = current.positions
         else:
             args[1] = current.positions
+        # Unlike a call, `forward` does not run this hook again.
         current.rotations.append((output, rotary.forward(*args, **kwargs)))
 
 

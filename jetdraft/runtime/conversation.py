@@ -141,7 +141,7 @@ class Conversation:
         write_text(Path(file), f"{text}\n")
 
     def load(self, file: str | Path) -> None:
-        """Replace the messages by a file that `save` wrote; raises `OptionError`."""
+        """Replace the messages by those in a file of `save`; raises `OptionError`."""
         try:
             messages = read_json_file(Path(file), most_bytes=1 << 26, exact=True)
         except (OSError, ValueError) as error:

@@ -366,14 +366,14 @@ class LayerTask(NextTokenTask):
 
 
 def sums_by_place(
-    lost: Tensor, right: Tensor, learned: Tensor, before: int, size: int = DRAFT_ROWS
+    lost: Tensor, right: Tensor, learned: Tensor, start: int, size: int = DRAFT_ROWS
 ) -> Sums:
     """Sum losses and right guesses by a row's place in its draft of `size` rows.
 
     `learned` bool [b, T] says which rows count; `lost` and `right` have one value for
-    each of them, in order. Row 0 of a text has place `before`, modulo `size`.
+    each of them, in order. Row t of a text has place (`start` + t) modulo `size`.
     """
-    behind = -(before + learned.shape[1]) % size
-    drafts = F.pad(learned, (before, behind)).view(len(learned), -1, size)
+    behind = -(start + learned.shape[1]) % size
+    drafts = F.pad(learned, (start, behind)).view(len(learned), -1, size)
     places = torch.arange(size, device=drafts.device).expand(drafts.shape)
     return Sums.of(lost, right, places[drafts], drafts)

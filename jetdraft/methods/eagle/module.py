@@ -158,6 +158,7 @@ class Eagle(DraftModule):
         """
         embedded = self.embed_tokens(tokens)
         features = features.to(embedded.dtype)
+        # The attention of an exported graph hides later rows itself.
         if mask is None and self.implementation != IMPLEMENTATION:
             mask = _causal_mask(features, cache, self.stack.window)
         if self.config.eagle3:

@@ -65,7 +65,7 @@ class AheadCache(DraftCache):
 
     def waiting(self, tokens: Tokens) -> Float32s | None:
         """None: the target runs the rows again whose features are needed."""
-        return None  # the target runs the rows again whose features are needed
+        return None
 
     def restore(self, tokens: Tokens, waiting: Float32s | None = None) -> None:
         super().restore(tokens)

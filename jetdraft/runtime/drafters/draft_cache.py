@@ -76,10 +76,7 @@ class DraftCache:
         return np.stack(self._features[:1]) if is_next and self._features else None
 
     def restore(self, tokens: Tokens, waiting: Float32s | None = None) -> None:
-        """Adopt rows of these tokens, which a file has put into the buffers.
-
-        The last row of a head has no token yet, and `waiting` features at most.
-        """
+        """Adopt a file's rows of these tokens; `waiting` has features of the last."""
         self.tokens = list(tokens[self.shift :])
         self.graph.cache.rewind(len(self.tokens))
         self._passes = self.graph.passes
@@ -91,12 +88,13 @@ class DraftCache:
         self._truncate(0, 0)
 
     def observe(self, first: int, tokens: Tokens, features: Float32s | None) -> None:
-        """Store the features of `tokens`, which replace all tokens from `first` on."""
+        """Store `features` [n, w] of n `tokens`, which replace all from `first` on."""
         if not self.reads or features is None or first > len(self.seen):
             return  # what it missed is read again with the next prompt
         self._truncate(self._count_kept_rows(first, tokens), first)
         self.seen += tokens
-        self._features += list(features[max(len(self.tokens) - first, 0) :])
+        kept = max(len(self.tokens) - first, 0)  # their rows need no features
+        self._features += list(features[kept:])
 
     def catch_up(self, context: Tokens) -> None:
         """Run what is missing in wide passes, until `WIDEST` rows at most are left."""
@@ -127,7 +125,7 @@ class DraftCache:
         return self.refine(()) if len(self._ahead) < self.graph.contract.block else None
 
     def step(self, token: int) -> Answer | None:
-        """Run a drafted token at the cursor; the answer for the token after it."""
+        """Run a drafted token at the cursor; None in a subclass that lacks room."""
         if self.carry:
             recent = np.array([self._next_window], np.int64) if self.window else None
             answer = self.graph.run([token], features=self._carried, recent=recent)

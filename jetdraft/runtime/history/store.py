@@ -80,32 +80,32 @@ class ResponseStore:
         self.user = check_user(user)
         self.entries: list[Entry] = []
         """The user's entries, latest first."""
-        self.entries = self._open_or_replace()
+        self.entries = self._open_and_read()
 
     def of(self, user: str) -> ResponseStore:
         """Return another user's store in the same file; raises `StoreError`."""
         if user not in self._by_user:
             store = copy(self)
             store.user, store.entries = check_user(user), []
-            store.entries = store._open_or_replace()
+            store.entries = store._open_and_read()
             if len(self._by_user) == MAX_USERS:
                 del self._by_user[next(iter(self._by_user))]
             self._by_user[user] = store
         self._by_user[user] = self._by_user.pop(user)  # the last to be dropped
         return self._by_user[user]
 
-    def _open_or_replace(self, is_again: bool = False) -> list[Entry]:
-        """Read the user's entries; a damaged file is replaced by an empty file."""
+    def _open_and_read(self, is_retry: bool = False) -> list[Entry]:
+        """Read the entries of the user; a damaged file is replaced by an empty file."""
         try:
             self._store_file.create_or_check()
             with self._store_file.connect() as database:
                 self._delete_old_entries(database)
             return self._read_entries()
         except DAMAGE as error:
-            if is_again:
+            if is_retry:
                 raise
             self._store_file.move_damaged(error)
-        return self._open_or_replace(is_again=True)
+        return self._open_and_read(is_retry=True)
 
     def _read_entries(self) -> list[Entry]:
         """Read the user's entries, latest first; reuses the entries in memory."""

@@ -282,9 +282,9 @@ class SpeechRules:
         if not len(self._never):
             self._never = np.zeros(answer.vocab_size, bool)
             self._never[list(self._speech.suppressed)] = True
-            speech = self._speech
-            timed, untimed = speech.first_timestamp, speech.no_timestamps
-            self._never[untimed if self._timestamps else slice(timed, None)] = True
+            all_timestamps = slice(self._speech.first_timestamp, None)
+            untimed = self._speech.no_timestamps
+            self._never[untimed if self._timestamps else all_timestamps] = True
         written = list(context[self._start :])
         masks = [self._banned([*written, *path]) for path in rows.paths]
         if self._timestamps:
