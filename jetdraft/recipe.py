@@ -14,7 +14,10 @@ WHOLE = "w8a8"
 of a matrix and for each row of its input. The other schemes have a scale for each block
 of a column."""
 
-BITS = {"int2": 2, "int4": 4, "int8": 8, WHOLE: 8}
+GRIDS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
+"""llama.cpp's types, whose scales are halves; `jetdraft.native` multiplies them."""
+
+BITS = {"int2": 2, "int4": 4, "int8": 8, WHOLE: 8} | {g: int(g[1]) for g in GRIDS}
 """Bits per weight of each scheme."""
 SCHEMES = (*BITS, "none")
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -62,8 +65,9 @@ def unit_of(weight: str) -> Unit:
 class Recipe:
     """Quantization of a graph's matrices.
 
-    `scheme` is "int2", "int4", "int8", "w8a8" or "none"; `block_size` weights share one
-    scale, which the `algorithm` finds; w8a8 has no blocks and one algorithm. `head`
+    `scheme` is "int2", "int4", "int8", "w8a8", a type of llama.cpp such as "q4_k", or
+    "none"; `block_size` weights share one scale, which the `algorithm` finds; w8a8 has
+    no blocks, and it and llama.cpp's types have one algorithm. `head`
     is the scheme of the LM head and of an embedding tied to it, or None for `scheme`.
     `kv` "int8" quantizes the KV buffers too. The layers in `raised` have twice the
     bits. Raises `OptionError` for unknown values.
@@ -97,9 +101,9 @@ class Recipe:
                 "a recipe with the scheme none cannot quantize the head; leave head "
                 f"out, or choose {', '.join(BITS)}"
             )
-        if self.scheme == WHOLE and self.algorithm != "rtn":
+        if self.scheme in (WHOLE, *GRIDS) and self.algorithm != "rtn":
             raise OptionError(
-                f"{WHOLE} rounds to nearest, not by {self.algorithm}; leave "
+                f"{self.scheme} rounds in its own way, not by {self.algorithm}; leave "
                 f"{self.algorithm} out, or choose int8"
             )
         if self.raised and self.scheme not in RAISED:
@@ -116,7 +120,7 @@ class Recipe:
         for part in parts:
             if block := re.fullmatch(r"b(\d+)", part):
                 recipe = replace(recipe, block_size=int(block[1]))
-            elif head := re.fullmatch(rf"head(\d|none|{WHOLE})", part):
+            elif head := re.fullmatch(rf"head(\d|none|{WHOLE}|q\d_\w)", part):
                 name = f"int{head[1]}" if head[1].isdigit() else head[1]
                 recipe = replace(recipe, head=name)
             elif cache := re.fullmatch(r"kv(\d)", part):
@@ -126,11 +130,11 @@ class Recipe:
                 recipe = replace(recipe, raised=tuple(numbers))
             else:
                 recipe = replace(recipe, algorithm=part)
-        if recipe.scheme != WHOLE or recipe.has_blocks:
+        if recipe.bits is None or recipe.has_blocks:
             return recipe
         sizes = [part for part in parts if re.fullmatch(r"b\d+", part)]
         if sizes:
-            raise OptionError(f"{WHOLE} has no blocks; leave {sizes[0]} out")
+            raise OptionError(f"{scheme} has its own blocks; leave {sizes[0]} out")
         return replace(recipe, block_size=DEFAULT_BLOCK_SIZE)
 
     @property
@@ -140,9 +144,9 @@ class Recipe:
         cache = f"-kv{self.kv.removeprefix('int')}" if self.kv else ""
         if self.bits is None:
             return f"none{cache}"
-        if self.scheme == WHOLE:
+        if self.scheme in (WHOLE, *GRIDS):
             block = f"-b{self.block_size}" if self.has_blocks else ""
-            return f"{WHOLE}{block}{head}{cache}"
+            return f"{self.scheme}{block}{head}{cache}"
         up = f"-up{'.'.join(map(str, self.raised))}" if self.raised else ""
         return f"{self.scheme}-{self.algorithm}-b{self.block_size}{up}{head}{cache}"
 
@@ -150,12 +154,17 @@ class Recipe:
     def has_blocks(self) -> bool:
         """Whether a matrix has a scale for each block of `block_size` weights."""
         schemes = self.scheme, self.head
-        return any(name in BITS and name != WHOLE for name in schemes)
+        return any(name in BITS and name not in (WHOLE, *GRIDS) for name in schemes)
 
     @property
     def has_whole(self) -> bool:
         """Whether some matrix has a scale for each whole column."""
         return WHOLE in (self.scheme, self.head)
+
+    @property
+    def has_grids(self) -> bool:
+        """Whether some matrix is in a type of llama.cpp."""
+        return self.scheme in GRIDS or self.head in GRIDS
 
     @property
     def kv_bits(self) -> int:
@@ -189,10 +198,11 @@ class Recipe:
                 f"{self.name} has integers of two bits, which DequantizeLinear cannot "
                 "read; choose int4 or int8 for the standard flavour"
             )
-        if self.has_whole:
+        if self.has_whole or self.has_grids:
+            product = "MatMulIntegerToFloat" if self.has_whole else "MatMulPacked"
             raise OptionError(
-                f"{self.name} needs MatMulIntegerToFloat, which ai.onnx does not have; "
-                "choose int8, or the contrib flavour"
+                f"{self.name} needs {product}, which ai.onnx does not have; choose "
+                "int8, or the contrib flavour"
             )
         if self.bits is not None and self.algorithm not in SYMMETRIC:
             raise OptionError(
@@ -207,7 +217,7 @@ class Recipe:
             scheme = self.head or scheme
         elif unit in map(str, self.raised):
             scheme = RAISED[scheme]
-        algorithm = "rtn" if scheme == WHOLE else self.algorithm
+        algorithm = "rtn" if scheme in (WHOLE, *GRIDS) else self.algorithm
         return replace(self, scheme=scheme, algorithm=algorithm, head=None, raised=())
 
     def raise_units(self, units: Collection[Unit]) -> Recipe:

@@ -31,7 +31,8 @@ from onnxruntime.quantization.neural_compressor.weight_only import (
 from torch import Tensor
 
 from jetdraft.quant.blocks import Blocks, Floats, into_blocks
-from jetdraft.recipe import WHOLE, Recipe
+from jetdraft.quant.grids import GridMatrix
+from jetdraft.recipe import GRIDS, WHOLE, Recipe
 
 DAMPING = 0.01
 """The share of the mean second moment that is added to all: the paper's value."""
@@ -196,7 +197,9 @@ ALGORITHMS: dict[str, Algorithm] = {
 """The algorithms by the names that recipes have for them."""
 
 
-def quantize(matrix: Floats, recipe: Recipe, moments: Floats | None) -> Blocks:
+def quantize(
+    matrix: Floats, recipe: Recipe, moments: Floats | None
+) -> Blocks | GridMatrix:
     """Quantize a float matrix [rows, columns] by a recipe that has bits.
 
     `moments` float [rows, rows] is needed where `recipe.needs_moments`.
@@ -204,5 +207,7 @@ def quantize(matrix: Floats, recipe: Recipe, moments: Floats | None) -> Blocks:
     assert recipe.bits is not None
     if recipe.scheme == WHOLE:
         return whole_columns(matrix)
+    if recipe.scheme in GRIDS:
+        return GridMatrix.of(matrix, recipe.scheme.upper())
     algorithm = ALGORITHMS[recipe.algorithm]
     return algorithm(matrix, recipe.bits, recipe.block_size, moments)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -21,12 +22,14 @@ from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.blocks import Blocks, Floats
 from jetdraft.quant.edits import (
     CONTRIB_DOMAIN,
+    NATIVE_DOMAIN,
     PARAMETER,
     Maker,
     initializer,
     producer,
     replace_values,
 )
+from jetdraft.quant.grids import GRIDS, LAYOUT_VERSION, GridMatrix
 from jetdraft.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
 
 _ZERO_POINT = 128
@@ -48,7 +51,7 @@ class Quantization:
     head: str = ""
     standard: bool = False
     moments: Mapping[str, Floats] = field(default_factory=dict)
-    packed: Mapping[str, Blocks] = field(default_factory=dict)
+    packed: Mapping[str, Blocks | GridMatrix] = field(default_factory=dict)
     borrowed: Mapping[str, str] = field(default_factory=dict)
     lender: Quantization | None = None
 
@@ -80,7 +83,9 @@ class Quantization:
                 order = make.array(f"{node.outputs[0].name}.order", blocks.order)
                 inputs = make("Gather", node.inputs[0], order, axis=-1)
                 node.replace_input_with(0, inputs)
-            if blocks is not None and self.standard:
+            if isinstance(blocks, GridMatrix):
+                quantized[source] = _multiply_packed(make, node, source, blocks)
+            elif blocks is not None and self.standard:
                 _dequantize(make, node, source, blocks)
             elif blocks is not None:
                 quantized[source] = _replace_product(make, node, source, blocks)
@@ -104,7 +109,7 @@ class Quantization:
 
     def _quantize(
         self, source: ir.Value, transposed: bool, names: list[str]
-    ) -> Blocks | None:
+    ) -> Blocks | GridMatrix | None:
         """A matrix as integers with scales; None if it stays a matrix of floats."""
         assert source.const_value is not None
         # Merged weights read the same input and get the recipe of the first weight.
@@ -130,9 +135,14 @@ class Quantization:
             )
         return quantize(matrix, recipe, self.moments.get(name))
 
-    def _concatenate_packed(self, names: list[str], dtype: npt.DTypeLike) -> Blocks:
+    def _concatenate_packed(
+        self, names: list[str], dtype: npt.DTypeLike
+    ) -> Blocks | GridMatrix:
         """Return the checkpoint's integers of these weights, joined by columns."""
-        blocks = Blocks.concatenated([self.packed[name] for name in names])
+        parts: list[Any] = [self.packed[name] for name in names]
+        blocks: Blocks | GridMatrix = parts[0].concatenated(parts)
+        if isinstance(blocks, GridMatrix):
+            return blocks
         if self.standard and (blocks.zeros is not None or blocks.bits not in _SIGNED):
             raise OptionError(
                 f"the weight {names[0]} has zero points or {blocks.bits} bits, which "
@@ -152,11 +162,34 @@ class PackedMatrix:
     """The initializer of a quantized matrix, and its integers and scales."""
 
     weight: ir.Value
-    blocks: Blocks
+    blocks: Blocks | GridMatrix
+    scales: ir.Value | None = None
+
+    def operator(self, make: Maker, name: str, read: ir.Value | None) -> ir.Value:
+        """The output of an operator of `jetdraft.native` that reads a grid matrix."""
+        matrix = self.blocks
+        assert isinstance(matrix, GridMatrix)
+        return make(
+            name,
+            *(read, self.weight, self.scales),
+            domain=NATIVE_DOMAIN,
+            K=matrix.rows,
+            N=len(matrix.data),
+            format=GRIDS.index(matrix.grid),
+            layout=LAYOUT_VERSION,
+        )
 
 
-def _add_packed(graph: ir.Graph, source: ir.Value, blocks: Blocks) -> PackedMatrix:
+def _add_packed(
+    graph: ir.Graph, source: ir.Value, blocks: Blocks | GridMatrix
+) -> PackedMatrix:
     """Add the initializer with the integers of a matrix."""
+    if isinstance(blocks, GridMatrix):
+        integers, scales = (
+            initializer(graph, f"{source.name}.{blocks.grid}.{part}", array)
+            for part, array in zip(("integers", "scales"), blocks.packed(), strict=True)
+        )
+        return PackedMatrix(integers, blocks, scales)
     if blocks.whole:
         return PackedMatrix(add_int8_columns(graph, f"{source.name}", blocks), blocks)
     name = f"{source.name}.int{blocks.bits}"
@@ -202,6 +235,15 @@ def _replace_product(
     return packed
 
 
+def _multiply_packed(
+    make: Maker, node: ir.Node, source: ir.Value, matrix: GridMatrix
+) -> PackedMatrix:
+    """Replace the MatMul by a product of `jetdraft.native`."""
+    packed = _add_packed(make.graph, source, matrix)
+    _replace_node(make, node, packed.operator(make, "MatMulPacked", node.inputs[0]))
+    return packed
+
+
 def _dequantize(make: Maker, node: ir.Node, source: ir.Value, blocks: Blocks) -> None:
     """Insert a DequantizeLinear of integers [rows, columns] before the MatMul."""
     middle, dtype = 1 << (blocks.bits - 1), _SIGNED[blocks.bits]
@@ -235,6 +277,9 @@ def _replace_gather(make: Maker, node: ir.Node, packed: PackedMatrix) -> None:
     different ranks.
     """
     weight, blocks, ids = packed.weight, packed.blocks, node.inputs[1]
+    if isinstance(blocks, GridMatrix):
+        _replace_node(make, node, packed.operator(make, "GatherPacked", ids))
+        return
     if blocks.whole:
         _replace_node(make, node, _column_lookup(make, ids, weight, blocks))
         return

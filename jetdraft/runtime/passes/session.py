@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from jetdraft import native
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import check_tensors
 from jetdraft.devices.memory import release_files
@@ -90,6 +91,9 @@ def open_session(
     options = _session_options(provider, threads)
     providers = session_providers(provider, options, dict(provider_options or {}))
     weights = weights or {}
+    if provider == "cpu" and native.LIBRARY.exists():
+        native.isa()  # raises if the library does not load
+        options.register_custom_ops_library(str(native.LIBRARY))
     try:
         options.add_external_initializers(
             list(weights),
