@@ -19,6 +19,9 @@ GRIDS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
 
 BITS = {"int2": 2, "int4": 4, "int8": 8, WHOLE: 8} | {g: int(g[1]) for g in GRIDS}
 """Bits per weight of each scheme."""
+KERNELS = ("jetdraft", "onnxruntime")
+"""Whose operators multiply the matrices of a GGUF file on the CPU."""
+
 SCHEMES = (*BITS, "none")
 BLOCK_SIZES = (16, 32, 64, 128)
 KV_SCHEMES = ("int8",)

@@ -79,13 +79,16 @@ class Checkpoint:
     speech: Speech | None = None
 
     @classmethod
-    def load(cls, source: str, dtype: torch.dtype) -> Checkpoint:
+    def load(
+        cls, source: str, dtype: torch.dtype, keeps_grids: bool = False
+    ) -> Checkpoint:
         """Load a local folder, a GGUF file or a hub id; raises `CheckpointError`.
 
-        The model computes in `dtype`; its weights keep the type they are stored in.
+        The model computes in `dtype`; its weights keep the type they are stored in. A
+        GGUF file's matrices become `Blocks`, or `GridMatrix` with `keeps_grids`.
         """
         if is_gguf(source):
-            return cls._load_gguf(source, dtype)
+            return cls._load_gguf(source, dtype, keeps_grids)
         check_folder(source)
         with silenced(logging.WARNING), no_progress_bars():
             config = load_config(source)
@@ -116,12 +119,14 @@ class Checkpoint:
         )
 
     @classmethod
-    def _load_gguf(cls, source: str, dtype: torch.dtype) -> Checkpoint:
+    def _load_gguf(
+        cls, source: str, dtype: torch.dtype, keeps_grids: bool
+    ) -> Checkpoint:
         """Load a GGUF file."""
         with silenced(logging.WARNING), no_progress_bars():
             with opened_gguf(source) as file:
                 passed_over, config = file.passed_over(), file.config()
-                packed, tokenizer = file.weights(config), file.tokenizer_json()
+                packed, tokenizer = file.weights(config, keeps_grids), file.tokenizer_json()
                 generation, templates = file.generation(), file.chat_templates()
                 named, kept_in = file.special_tokens(), file.dtype()
             check_causal(source, config)

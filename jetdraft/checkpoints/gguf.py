@@ -50,6 +50,7 @@ from jetdraft.errors import (
     reason_of,
 )
 from jetdraft.quant.blocks import Blocks
+from jetdraft.quant.grids import GridMatrix
 
 _MAGIC = b"GGUF"
 
@@ -259,7 +260,7 @@ class GgufFile:
 
     # --- the weights ------------------------------------------------------------------
 
-    def weights(self, config: Any) -> PackedWeights:
+    def weights(self, config: Any, keeps_grids: bool) -> PackedWeights:
         """Read all weights by transformers' names; integers are kept where possible."""
         processor = TENSOR_PROCESSORS.get(self.family, TensorProcessor)(
             config=config.to_dict()
@@ -283,7 +284,7 @@ class GgufFile:
                 EMBEDDING_TENSOR,
             ):
                 name = names[EMBEDDING_TENSOR]
-            self._add_tensor(packed, tensor, name, processor)
+            self._add_tensor(packed, tensor, name, processor, keeps_grids)
         if config.tie_word_embeddings:
             _rename_to_head(packed, names[EMBEDDING_TENSOR], model)
         return packed
@@ -297,14 +298,27 @@ class GgufFile:
         return (t for name, t in self.tensors.items() if name not in spare)
 
     def _add_tensor(
-        self, packed: PackedWeights, tensor: ReaderTensor, name: str, processor: Any
+        self,
+        packed: PackedWeights,
+        tensor: ReaderTensor,
+        name: str,
+        processor: Any,
+        keeps_grids: bool,
     ) -> None:
         """Add a tensor to `packed`: as integers if they can be kept, else as floats."""
-        blocks = self._read_blocks(tensor, processor)
+        blocks = self._read_blocks(tensor, processor, keeps_grids)
         if blocks is not None:
             packed.blocks[name] = blocks
-            packed.forms[name] = GGUF_TYPES[tensor.tensor_type.name].form
-            packed.floats[name] = torch.from_numpy(blocks.floats.T).half()
+            kind = tensor.tensor_type.name
+            kept = f"{kind} exact" if keeps_grids else GGUF_TYPES[kind].form
+            packed.forms[name] = kept
+            floats = blocks.floats
+            if not np.isfinite(floats).all():
+                raise CheckpointError(
+                    f"the weight {tensor.name} of {self.source} has scales that are "
+                    "not finite; fetch the file again"
+                )
+            packed.floats[name] = torch.from_numpy(floats.T).half()
             return
         try:
             floats = dequantize(tensor.data, tensor.tensor_type)
@@ -327,7 +341,9 @@ class GgufFile:
             whole = torch.from_numpy(changed)
             packed.floats[name] = whole.half() if small else whole
 
-    def _read_blocks(self, tensor: ReaderTensor, processor: Any) -> Blocks | None:
+    def _read_blocks(
+        self, tensor: ReaderTensor, processor: Any, keeps_grids: bool
+    ) -> Blocks | GridMatrix | None:
         """Return the integers of a matrix; None if type or layout cannot be kept."""
         if len(tensor.shape) != 2 or tensor.tensor_type.name not in GGUF_TYPES:
             return None
@@ -345,13 +361,10 @@ class GgufFile:
         ordered = np.sort(order, axis=0)
         if not np.array_equal(ordered, rows):
             return None
-        blocks = GGUF_TYPES[tensor.tensor_type.name].read(tensor.data[order[:, 0]])
-        if not np.isfinite(blocks.scales).all():
-            raise CheckpointError(
-                f"the weight {tensor.name} of {self.source} has scales that are not "
-                "finite; fetch the file again"
-            )
-        return blocks
+        kind, data = tensor.tensor_type.name, tensor.data[order[:, 0]]
+        if keeps_grids:
+            return GridMatrix(kind, data, int(tensor.shape[0]))
+        return GGUF_TYPES[kind].read(data)
 
     def dtype(self) -> torch.dtype:
         """Return the type of the matrices that are floats; float16 without any."""

@@ -21,6 +21,7 @@ from jetdraft.checkpoints.tokenizer_reader import read_tokenizer
 from jetdraft.errors import CheckpointError, PairError, printable
 from jetdraft.quant.blocks import Blocks
 from jetdraft.quant.calibration import Windows, own_attention
+from jetdraft.quant.grids import GridMatrix
 from jetdraft.quant.weights import Quantization
 
 ASKED_TOKENS = 512
@@ -66,7 +67,7 @@ class CutHead:
     ids: Tensor
     embedding: str | None
     whole: str
-    blocks: Mapping[str, Blocks]
+    blocks: Mapping[str, Blocks | GridMatrix]
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, ids: Tensor, dtype: torch.dtype) -> CutHead:

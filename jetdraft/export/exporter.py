@@ -190,7 +190,7 @@ def _load_checkpoints(
     for number, (name, source) in enumerate(sources.items()):
         report("load", number, len(sources))
         dtype = getattr(torch, DTYPES[options.dtype_of(name)])
-        checkpoint = Checkpoint.load(source, dtype)
+        checkpoint = Checkpoint.load(source, dtype, options.keeps_grids(name))
         if name == DRAFTER:
             check_tokens(checkpoints[TARGET], checkpoint)
             checkpoint = checkpoint.beside(checkpoints[TARGET].vocab_size)

@@ -21,6 +21,7 @@ from jetdraft.recipe import (
     CALIBRATED_DEFAULT,
     DEFAULT_BLOCK_SIZE,
     FAST_DEFAULT,
+    KERNELS,
     SCHEMES,
     Recipe,
 )
@@ -89,6 +90,16 @@ class ExportRequest:
             "contrib: onnxruntime's own operators; standard: only ai.onnx operators. "
             "Default: standard for TensorRT, contrib elsewhere.",
             choices=FLAVOURS,
+        ),
+    ] = None
+    kernel: Annotated[
+        str | None,
+        Flag(
+            "checkpoint",
+            "Whose operators multiply the matrices of a GGUF file on the CPU: jetdraft "
+            "keeps their types; onnxruntime needs no library of jetdraft. Default: "
+            "jetdraft.",
+            choices=KERNELS,
         ),
     ] = None
     quantize: Annotated[
@@ -267,7 +278,15 @@ def export(request: ExportRequest) -> Bundle:
 
 
 _COPIED_FIELDS = (
-    *("dtype", "capacity", "flavour", "adapter_scale", "drafter_provider", "fast"),
+    *(
+        "dtype",
+        "capacity",
+        "flavour",
+        "kernel",
+        "adapter_scale",
+        "drafter_provider",
+        "fast",
+    ),
     *("draft_vocab", "exit_layer", "select_kv"),
 )
 """The fields that are `ExportOptions` as they are."""

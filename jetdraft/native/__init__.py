@@ -27,8 +27,8 @@ def isa() -> str:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         raise ProviderError(
-            f"jetdraft's library of operators does not load ({error}); install jetdraft "
-            "again on this machine, or export with --quantize int4"
+            f"jetdraft's library of operators does not load ({error}); install "
+            "jetdraft again on this machine, or export with --kernel onnxruntime"
         ) from error
     library.jetdraft_isa.restype = ctypes.c_char_p
     name: bytes | None = library.jetdraft_isa()

@@ -40,11 +40,7 @@ SOURCES = {
         "avxvnni": (*_AVX2, "-mavxvnni"),
         "avx512vnni": (*_AVX2, *_AVX512),
     },
-    "aarch64": {
-        "library": (),
-        "portable": (),
-        "dotprod": ("-mcpu=generic+dotprod",),
-    },
+    "aarch64": {"library": (), "portable": (), "dotprod": ("-mcpu=generic+dotprod",)},
 }
 """The flags of each source by architecture: a source is for one kind of processor."""
 

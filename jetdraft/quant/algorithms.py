@@ -32,6 +32,7 @@ from torch import Tensor
 
 from jetdraft.quant.blocks import Blocks, Floats, into_blocks
 from jetdraft.quant.grids import GridMatrix
+from jetdraft.quant.rounding import round_to_grid
 from jetdraft.recipe import GRIDS, WHOLE, Recipe
 
 DAMPING = 0.01
@@ -208,6 +209,7 @@ def quantize(
     if recipe.scheme == WHOLE:
         return whole_columns(matrix)
     if recipe.scheme in GRIDS:
-        return GridMatrix.of(matrix, recipe.scheme.upper())
+        grid = recipe.scheme.upper()
+        return GridMatrix(grid, round_to_grid(matrix, grid), len(matrix))
     algorithm = ALGORITHMS[recipe.algorithm]
     return algorithm(matrix, recipe.bits, recipe.block_size, moments)

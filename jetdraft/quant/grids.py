@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import Q4_K, dequantize, quantize
+from gguf.quants import Q4_K, dequantize
 
 from jetdraft import recipe
 from jetdraft.quant.blocks import Bytes, Floats
@@ -40,15 +40,6 @@ class GridMatrix:
     data: Bytes
     rows: int
     order = None
-
-    @classmethod
-    def of(cls, matrix: Floats, grid: str) -> GridMatrix:
-        """Round a float matrix [rows, columns] to the nearest numbers of a grid."""
-        columns = np.ascontiguousarray(matrix.T, np.float32)
-        block, _ = GGML_QUANT_SIZES[GGMLQuantizationType[grid]]
-        padded = np.pad(columns, ((0, 0), (0, -columns.shape[1] % block)))
-        data = quantize(padded, GGMLQuantizationType[grid])
-        return cls(grid, data, len(matrix))
 
     @classmethod
     def concatenated(cls, parts: Sequence[GridMatrix]) -> GridMatrix:
@@ -177,7 +168,8 @@ def _pack_scales(fields: list[Bytes]) -> Bytes:
     """Pack fields [columns, units, numbers, bytes], a number of all columns at once."""
     packed = []
     for field in fields:
-        columns, units, numbers, size = field.shape
+        _, units, numbers, size = field.shape
         split = field.reshape(-1, _COLUMNS, units, numbers, size)
-        packed.append(split.transpose(0, 2, 3, 1, 4).reshape(-1, units, numbers * 16 * size))
+        together = split.transpose(0, 2, 3, 1, 4)
+        packed.append(together.reshape(-1, units, numbers * _COLUMNS * size))
     return np.concatenate(packed, axis=-1).ravel()

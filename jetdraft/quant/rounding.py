@@ -2,9 +2,9 @@
 
 A block's integers are rounded for several scales. Weighted least squares give each the
 best scale, or scale and minimum, and the smallest weighted error wins. Scales of
-super-blocks are then rounded to 6 or 8 bits, and the integers once more. The weight of a
-number is the second moment of what it is multiplied with; without moments it is llama.cpp's
-guess, which counts large numbers more.
+super-blocks are then rounded to 6 or 8 bits, and the integers once more. The weight of
+a number is the second moment of what it is multiplied with; without moments it is
+llama.cpp's guess, which counts large numbers more.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def _fit_affine(x: Tensor, weights: Tensor, largest: int) -> tuple[Tensor, Tenso
     return scale[..., 0], minimum[..., 0]
 
 
-def _integers(x: Tensor, scale: Tensor, minimum: Tensor, bounds: tuple[int, int]) -> Bytes:
+def _integers(
+    x: Tensor, scale: Tensor, minimum: Tensor, bounds: tuple[int, int]
+) -> Bytes:
     """x as integers of a scale and a minimum, less the lower bound, as uint8."""
     steps = torch.where(scale == 0, torch.inf, scale)[..., None]
     nearest = ((x - minimum[..., None]) / steps).round_().clamp_(*bounds)
@@ -152,7 +154,7 @@ def _flat(bits: int, affine: bool) -> Callable[[Tensor, Tensor | None], Bytes]:
 
 
 def _super(bits: int) -> Callable[[Tensor, Tensor | None], Bytes]:
-    """The rounder of Q4_K or Q5_K: eight blocks with a scale and a minimum in 6 bits."""
+    """The rounder of Q4_K or Q5_K, whose scales and minima have 6 bits."""
 
     def rounded(columns: Tensor, given: Tensor | None) -> Bytes:
         x = columns.view(len(columns), -1, 32)
