@@ -84,11 +84,14 @@ def _fit_affine(x: Tensor, weights: Tensor, largest: int) -> tuple[Tensor, Tenso
         wi = weights * integers
         first, second = wi.sum(-1, keepdim=True), (wi * integers).sum(-1, keepdim=True)
         both = (wx * integers).sum(-1, keepdim=True)
-        determinant = (total * second - first.square()).clamp(min=_TINY)
+        determinant = total * second - first.square()
+        equal = determinant <= 1e-5 * total * second  # all integers are the same
+        determinant = torch.where(equal, 1.0, determinant)
         step = (total * both - linear * first) / determinant
         base = (second * linear - first * both) / determinant
-        step = torch.where(base > 0, both / second.clamp(min=_TINY), step)
-        base = base.clamp(max=0)
+        alone = equal | (base > 0)
+        step = torch.where(alone, both / second.clamp(min=_TINY), step)
+        base = torch.where(alone, 0.0, base)
         error = (weights * (integers * step + base - x).square()).sum(-1, keepdim=True)
         better = (error < best) & (step > 0)
         best = torch.where(better, error, best)

@@ -15,9 +15,10 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.gguf_types import GGUF_TYPES
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
+from jetdraft.recipe import KERNELS, Recipe
 from tests.cli.running import jetdraft as command
 from tests.ggufs import adding, one, random_bytes, write_gguf
+from tests.native.operators import gathered
 from tests.tiny import SIZES, llama_config
 
 IDS = list(range(5, 29))
@@ -54,13 +55,16 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[(c, k) for k in KERNELS for c in CASES])
 def case(request, tmp_path_factory):
     """A file, the model that was written, and the bundle."""
-    family, config, kinds = CASES[request.param]
+    name, kernel = request.param
+    family, config, kinds = CASES[name]
     folder = tmp_path_factory.mktemp("gguf")
     written = write_gguf(folder / "model.gguf", config, kinds, family)
-    options = ExportOptions(Recipe("none"), capacity=64, max_width=32, fast=True)
+    options = ExportOptions(
+        Recipe("none"), capacity=64, max_width=32, fast=True, kernel=kernel
+    )
     export(str(written.path), folder / "bundle", None, options)
     return written, folder / "bundle"
 
@@ -94,19 +98,27 @@ def test_all_integers_are_in_the_bundle(case):
     """Those of each matrix that was not left as floats, without a table of its own."""
     written, bundle = case
     tied = written.model.config.tie_word_embeddings
-    expected = {
-        name: GGUF_TYPES[written.types[name].name].read(data).packed
-        for name, data in written.data.items()
-        if tied or "embed_tokens" not in name
-    }
+    kept = {n: d for n, d in written.data.items() if tied or "embed_tokens" not in n}
     graph = onnx.load(bundle / "target.onnx").graph
     constants = {each.name: numpy_helper.to_array(each) for each in graph.initializer}
-    products = [n.input[1] for n in graph.node if n.op_type == "MatMulNBits"]
-    rows = {row.tobytes() for name in products for row in constants[name]}
-    for name, matrix in expected.items():
-        assert all(row.tobytes() in rows for row in matrix), name
-    stored = sum(len(constants[name]) for name in products)
-    assert stored == sum(len(matrix) for matrix in expected.values())
+    products = [n for n in graph.node if n.op_type in ("MatMulNBits", "MatMulPacked")]
+    stored = [row.tobytes() for node in products for row in columns(node, constants)]
+    packed = products[0].op_type == "MatMulPacked"
+    for name, data in kept.items():
+        kind = written.types[name]
+        integers = GGUF_TYPES[kind.name].read(data).packed
+        expected = quants.dequantize(data, kind) if packed else integers
+        assert {row.tobytes() for row in expected} <= {*stored}, name
+    assert len(stored) == sum(map(len, kept.values()))
+
+
+def columns(node, constants):
+    """The integers of a product's columns; the numbers where they keep their type."""
+    arrays = [constants[name] for name in node.input[1:]]
+    if node.op_type == "MatMulNBits":
+        return arrays[0]
+    fields = {a.name: a.i for a in node.attribute}
+    return gathered(np.arange(fields["N"]), arrays, **fields)
 
 
 def test_rows_of_llama_are_turned_back(tmp_path):
@@ -169,17 +181,20 @@ def test_a_file_of_floats_gets_a_recipe(tmp_path):
     assert ", KL " in result.stderr
 
 
-def test_the_export_says_what_was_kept(tmp_path):
-    file = tmp_path / "model.gguf"
+@pytest.mark.parametrize(
+    ("kernel", "form"), [("jetdraft", "exact"), ("onnxruntime", "as int8")]
+)
+def test_the_export_says_what_was_kept(tmp_path, kernel, form):
+    file, bundle = tmp_path / "model.gguf", tmp_path / "bundle"
     write_gguf(file, CASES["llama mixed"][1], mixed)
-    result = command("export", file, "-o", tmp_path / "bundle", *SMALL_BUFFERS)
+    result = command("export", file, "-o", bundle, *SMALL_BUFFERS, "--kernel", kernel)
     assert result.exit_code == 0, result.output
     assert (
-        "target: 7 matrices kept (6 Q4_K as int8, 1 Q6_K exact), 1 requantized to "
+        f"target: 7 matrices kept (6 Q4_K {form}, 1 Q6_K exact), 1 requantized to "
         "int8-rtn-b32\n" in result.stderr
     )
     shown = command("check", tmp_path / "bundle", "--no-run").stdout
-    assert "7 matrices kept (6 Q4_K as int8, 1 Q6_K exact)" in shown
+    assert f"7 matrices kept (6 Q4_K {form}, 1 Q6_K exact)" in shown
 
 
 LLAMA3 = {

@@ -28,7 +28,7 @@ from jetdraft.runtime.passes.graph import Graph
 FIRST_WIDTHS = (2, 4)
 """The widths that the first generation waits for, if they agree."""
 
-NEXT_WIDTHS = (8, 6, 3)
+NEXT_WIDTHS = (1, 8, 6, 3)
 """The widths that come after these, before all others."""
 
 MIN_ROWS, MAX_ROWS = 8, 36
