@@ -126,7 +126,10 @@ class Checkpoint:
         with silenced(logging.WARNING), no_progress_bars():
             with opened_gguf(source) as file:
                 passed_over, config = file.passed_over(), file.config()
-                packed, tokenizer = file.weights(config, keeps_grids), file.tokenizer_json()
+                packed, tokenizer = (
+                    file.weights(config, keeps_grids),
+                    file.tokenizer_json(),
+                )
                 generation, templates = file.generation(), file.chat_templates()
                 named, kept_in = file.special_tokens(), file.dtype()
             check_causal(source, config)
