@@ -9,15 +9,12 @@ from typing import Any
 
 from jetdraft.errors import BundleError, OptionError
 
-WHOLE = "w8a8"
-"""The scheme that multiplies integers by integers, with a scale for each whole column
-of a matrix and for each row of its input. The other schemes have a scale for each block
-of a column."""
+GRIDS = {"q4_0": 4.5, "q4_1": 5, "q5_0": 5.5, "q5_1": 6, "q8_0": 8.5}
+GRIDS |= {"q4_k": 4.625, "q5_k": 5.625, "q6_k": 6.5625}
+"""llama.cpp's types, which `jetdraft.native` multiplies, and their bits per weight with
+all scales."""
 
-GRIDS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
-"""llama.cpp's types, whose scales are halves; `jetdraft.native` multiplies them."""
-
-BITS = {"int2": 2, "int4": 4, "int8": 8, WHOLE: 8} | {g: int(g[1]) for g in GRIDS}
+BITS = {"int2": 2, "int4": 4, "int8": 8} | {g: int(g[1]) for g in GRIDS}
 """Bits per weight of each scheme."""
 KERNELS = ("jetdraft", "onnxruntime")
 """Whose operators multiply the matrices of a GGUF file on the CPU."""
@@ -68,12 +65,11 @@ def unit_of(weight: str) -> Unit:
 class Recipe:
     """Quantization of a graph's matrices.
 
-    `scheme` is "int2", "int4", "int8", "w8a8", a type of llama.cpp such as "q4_k", or
-    "none"; `block_size` weights share one scale, which the `algorithm` finds; w8a8 has
-    no blocks, and it and llama.cpp's types have one algorithm. `head`
-    is the scheme of the LM head and of an embedding tied to it, or None for `scheme`.
-    `kv` "int8" quantizes the KV buffers too. The layers in `raised` have twice the
-    bits. Raises `OptionError` for unknown values.
+    `scheme` is "int2", "int4", "int8", "none", or a type of llama.cpp such as "q4_k",
+    which has its own blocks and algorithm. `block_size` weights share one scale, which
+    the `algorithm` finds. `head` is the scheme of the LM head and of an embedding tied
+    to it, or None for `scheme`. `kv` "int8" quantizes the KV buffers too. The layers in
+    `raised` have twice the bits. Raises `OptionError` for unknown values.
 
         Recipe.parse("int4-gptq-b32").bits  # 4
     """
@@ -104,7 +100,7 @@ class Recipe:
                 "a recipe with the scheme none cannot quantize the head; leave head "
                 f"out, or choose {', '.join(BITS)}"
             )
-        if self.scheme in (WHOLE, *GRIDS) and self.algorithm != "rtn":
+        if self.scheme in GRIDS and self.algorithm != "rtn":
             raise OptionError(
                 f"{self.scheme} rounds in its own way, not by {self.algorithm}; leave "
                 f"{self.algorithm} out, or choose int8"
@@ -123,7 +119,7 @@ class Recipe:
         for part in parts:
             if block := re.fullmatch(r"b(\d+)", part):
                 recipe = replace(recipe, block_size=int(block[1]))
-            elif head := re.fullmatch(rf"head(\d|none|{WHOLE}|q\d_\w)", part):
+            elif head := re.fullmatch(r"head(\d|none|q\d_\w)", part):
                 name = f"int{head[1]}" if head[1].isdigit() else head[1]
                 recipe = replace(recipe, head=name)
             elif cache := re.fullmatch(r"kv(\d)", part):
@@ -147,7 +143,7 @@ class Recipe:
         cache = f"-kv{self.kv.removeprefix('int')}" if self.kv else ""
         if self.bits is None:
             return f"none{cache}"
-        if self.scheme in (WHOLE, *GRIDS):
+        if self.scheme in GRIDS:
             block = f"-b{self.block_size}" if self.has_blocks else ""
             return f"{self.scheme}{block}{head}{cache}"
         up = f"-up{'.'.join(map(str, self.raised))}" if self.raised else ""
@@ -157,12 +153,7 @@ class Recipe:
     def has_blocks(self) -> bool:
         """Whether a matrix has a scale for each block of `block_size` weights."""
         schemes = self.scheme, self.head
-        return any(name in BITS and name not in (WHOLE, *GRIDS) for name in schemes)
-
-    @property
-    def has_whole(self) -> bool:
-        """Whether some matrix has a scale for each whole column."""
-        return WHOLE in (self.scheme, self.head)
+        return any(name in BITS and name not in GRIDS for name in schemes)
 
     @property
     def has_grids(self) -> bool:
@@ -201,10 +192,9 @@ class Recipe:
                 f"{self.name} has integers of two bits, which DequantizeLinear cannot "
                 "read; choose int4 or int8 for the standard flavour"
             )
-        if self.has_whole or self.has_grids:
-            product = "MatMulIntegerToFloat" if self.has_whole else "MatMulPacked"
+        if self.has_grids:
             raise OptionError(
-                f"{self.name} needs {product}, which ai.onnx does not have; choose "
+                f"{self.name} needs MatMulPacked, which ai.onnx does not have; choose "
                 "int8, or the contrib flavour"
             )
         if self.bits is not None and self.algorithm not in SYMMETRIC:
@@ -220,7 +210,7 @@ class Recipe:
             scheme = self.head or scheme
         elif unit in map(str, self.raised):
             scheme = RAISED[scheme]
-        algorithm = "rtn" if scheme in (WHOLE, *GRIDS) else self.algorithm
+        algorithm = "rtn" if scheme in GRIDS else self.algorithm
         return replace(self, scheme=scheme, algorithm=algorithm, head=None, raised=())
 
     def raise_units(self, units: Collection[Unit]) -> Recipe:

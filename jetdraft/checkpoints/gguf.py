@@ -39,7 +39,6 @@ from jetdraft.checkpoints.gguf_tokenizer import (
     make_tokenizer_json,
     special_tokens,
 )
-from jetdraft.checkpoints.gguf_types import GGUF_TYPES
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.refusals import SPARE, Bounds, build_skeleton, check_kinds
 from jetdraft.errors import (
@@ -49,8 +48,9 @@ from jetdraft.errors import (
     printable,
     reason_of,
 )
-from jetdraft.quant.blocks import Blocks
-from jetdraft.quant.grids import GridMatrix
+from jetdraft.quant.algorithms import quantize
+from jetdraft.quant.grids import GRIDS, GridMatrix
+from jetdraft.recipe import Recipe
 
 _MAGIC = b"GGUF"
 
@@ -306,13 +306,13 @@ class GgufFile:
         keeps_grids: bool,
     ) -> None:
         """Add a tensor to `packed`: as integers if they can be kept, else as floats."""
-        blocks = self._read_blocks(tensor, processor, keeps_grids)
-        if blocks is not None:
-            packed.blocks[name] = blocks
-            kind = tensor.tensor_type.name
-            kept = f"{kind} exact" if keeps_grids else GGUF_TYPES[kind].form
-            packed.forms[name] = kept
-            floats = blocks.floats
+        grid = self._read_grid(tensor, processor)
+        if grid is not None:
+            exact = grid if keeps_grids else grid.exact_blocks()
+            kept = exact or quantize(grid.floats, Recipe("int8", 32), None)
+            how, floats = "as int8" if exact is None else "exact", kept.floats
+            packed.blocks[name] = kept
+            packed.forms[name] = f"{grid.grid} {how}"
             if not np.isfinite(floats).all():
                 raise CheckpointError(
                     f"the weight {tensor.name} of {self.source} has scales that are "
@@ -341,11 +341,9 @@ class GgufFile:
             whole = torch.from_numpy(changed)
             packed.floats[name] = whole.half() if small else whole
 
-    def _read_blocks(
-        self, tensor: ReaderTensor, processor: Any, keeps_grids: bool
-    ) -> Blocks | GridMatrix | None:
-        """Return the integers of a matrix; None if type or layout cannot be kept."""
-        if len(tensor.shape) != 2 or tensor.tensor_type.name not in GGUF_TYPES:
+    def _read_grid(self, tensor: ReaderTensor, processor: Any) -> GridMatrix | None:
+        """Return a matrix in its type; None if type or layout cannot be kept."""
+        if len(tensor.shape) != 2 or tensor.tensor_type.name not in GRIDS:
             return None
         # What becomes of the numbers of the rows is what becomes of the rows.
         rows = np.arange(len(tensor.data))[:, None]
@@ -361,10 +359,8 @@ class GgufFile:
         ordered = np.sort(order, axis=0)
         if not np.array_equal(ordered, rows):
             return None
-        kind, data = tensor.tensor_type.name, tensor.data[order[:, 0]]
-        if keeps_grids:
-            return GridMatrix(kind, data, int(tensor.shape[0]))
-        return GGUF_TYPES[kind].read(data)
+        data = tensor.data[order[:, 0]]
+        return GridMatrix(tensor.tensor_type.name, data, int(tensor.shape[0]))
 
     def dtype(self) -> torch.dtype:
         """Return the type of the matrices that are floats; float16 without any."""

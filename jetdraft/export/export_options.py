@@ -120,7 +120,7 @@ class ExportOptions:
     def check_kernel(self, recipe: Recipe, name: str) -> None:
         """Raise `OptionError` if the graph of that name has no kernel for `recipe`."""
         kernel = self.provider_of(name).name, self.dtype_of(name)
-        if (recipe.has_whole or recipe.has_grids) and kernel != ("cpu", "fp32"):
+        if recipe.has_grids and kernel != ("cpu", "fp32"):
             option = "--provider" if name == TARGET else "--drafter-provider"
             raise OptionError(
                 f"{' in '.join(kernel)} has no kernel for {recipe.name}; choose int8, "

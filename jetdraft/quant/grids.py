@@ -1,30 +1,70 @@
 """A matrix in one of llama.cpp's types, and its layout for `jetdraft.native`.
 
-`native/format.h` describes the layout. Integers and scales are the type's own: nothing
-is rounded.
+A block has integers q, a scale d and perhaps a minimum m: w = d q + m. In the types
+Q*_K, a factor for each 16 or 32 weights multiplies d, and another multiplies m. The
+package gguf computes w; where d and its factors are 1 and m is 0, that is q. The
+layout, which `native/format.h` describes, holds integers, scales and factors as they
+are: nothing is rounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import Q4_K, dequantize
 
-from jetdraft import recipe
-from jetdraft.quant.blocks import Bytes, Floats
+from jetdraft.quant.blocks import Blocks, Bytes, Floats
 
 LAYOUT_VERSION = 1
 """Of the layout that `GridMatrix.packed` returns; the library reads no other."""
 
-GRIDS = tuple(grid.upper() for grid in recipe.GRIDS)
-"""The types, in the order of their numbers in graphs."""
+COLUMNS_AT_ONCE = 4096
+"""Columns that are unpacked together: their integers are floats for a moment."""
 
 _COLUMNS, _BLOCK = 16, 32
 """Columns that lie together, and numbers of a block."""
+
+_ONE, _ZERO = b"\0\x3c", b"\0\0"
+"""1 and 0 as halves."""
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """A type: bits of an integer, the integer for 0, and bytes that make w = q.
+
+    `plain` has the bytes by their offset in a block.
+    """
+
+    bits: int
+    zero: int
+    plain: Mapping[int, bytes]
+
+
+_SCALE = MappingProxyType({0: _ONE})
+_MINIMUM = MappingProxyType({0: _ONE, 2: _ZERO})
+_FACTORS = MappingProxyType({**_MINIMUM, 4: b"\1\1\1\1\0\0\0\0\1\1\1\1"})
+"""Eight factors of 1 and eight of 0, in 6 bits each, behind scale and minimum."""
+
+_BYTE_FACTORS = MappingProxyType({192: bytes([1] * 16), 208: _ONE})
+
+_GRIDS = {
+    "Q4_0": _Grid(4, 8, _SCALE),
+    "Q4_1": _Grid(4, 0, _MINIMUM),
+    "Q5_0": _Grid(5, 16, _SCALE),
+    "Q5_1": _Grid(5, 0, _MINIMUM),
+    "Q8_0": _Grid(8, 0, _SCALE),
+    "Q4_K": _Grid(4, 0, _FACTORS),
+    "Q5_K": _Grid(5, 0, _FACTORS),
+    "Q6_K": _Grid(6, 32, _BYTE_FACTORS),
+}
+"""In the order of their numbers in graphs."""
+
+GRIDS = tuple(_GRIDS)
 
 
 @dataclass(frozen=True)
@@ -40,6 +80,7 @@ class GridMatrix:
     data: Bytes
     rows: int
     order = None
+    block_size = 32
 
     @classmethod
     def concatenated(cls, parts: Sequence[GridMatrix]) -> GridMatrix:
@@ -61,100 +102,77 @@ class GridMatrix:
         floats: Floats = dequantize(self.data, GGMLQuantizationType[self.grid])
         return floats[:, : self.rows].T
 
+    def integers(self) -> Bytes:
+        """The integers uint8 [columns, rows], filled up to blocks; Q8_0's are int8."""
+        grid, plain = _GRIDS[self.grid], self._bytes_of_blocks().copy()
+        for place, values in grid.plain.items():
+            plain[..., place : place + len(values)] = np.frombuffer(values, np.uint8)
+        kind = GGMLQuantizationType[self.grid]
+        signed = dequantize(plain.reshape(self.data.shape), kind) + grid.zero
+        integers: Bytes = signed.astype(np.int16).astype(np.uint8)
+        return integers
+
+    def exact_blocks(self) -> Blocks | None:
+        """The same numbers as `Blocks`; None for a type with minima."""
+        grid = _GRIDS[self.grid]
+        if grid.plain not in (_SCALE, _BYTE_FACTORS):
+            return None
+        bits = 4 if grid.bits == 4 else 8
+        scales, *factors = self._fields()
+        floats = np.ascontiguousarray(scales).view("<f2")[..., 0].astype(np.float32)
+        for factor in factors:
+            floats = floats * factor.view(np.int8)[..., 0]
+        floats = floats.reshape(len(self.data), -1)
+        integers = self.integers() + np.uint8((1 << (bits - 1)) - grid.zero)
+        blocks = integers.reshape(*floats.shape, -1)
+        return Blocks.of(blocks, floats, None, bits, self.rows)
+
     def packed(self) -> tuple[Bytes, Bytes]:
         """The integers and the scales, both uint8 [bytes], for the library."""
-        _, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.grid]]
         spare = -len(self.data) % _COLUMNS
-        data = np.pad(self.data, ((0, spare), (0, 0)))
-        blocks = data.reshape(len(data), -1, size)
-        integers, scales = _PARTS[self.grid](blocks)
-        return _pack_integers(integers, _BITS[self.grid]), _pack_scales(scales)
+        whole = replace(self, data=np.pad(self.data, ((0, spare), (0, 0))))
+        starts = range(0, len(whole.data), COLUMNS_AT_ONCE)
+        parts = [
+            replace(self, data=whole.data[start : start + COLUMNS_AT_ONCE])
+            for start in starts
+        ]
+        bits = _GRIDS[self.grid].bits
+        integers = [_pack_integers(part.integers(), bits) for part in parts]
+        scales = [_pack_fields(part._fields()) for part in parts]
+        return np.concatenate(integers), np.concatenate(scales)
+
+    def _bytes_of_blocks(self) -> Bytes:
+        """The bytes uint8 [columns, blocks, bytes]."""
+        _, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.grid]]
+        return self.data.reshape(len(self.data), -1, size)
+
+    def _fields(self) -> list[Bytes]:
+        """Scales, minima and factors, uint8 [columns, blocks, numbers, bytes] each."""
+        block, plain = self._bytes_of_blocks(), _GRIDS[self.grid].plain
+        halves = [p for p, value in plain.items() if len(value) == len(_ONE)]
+        fields = [block[..., None, place : place + 2] for place in halves]
+        if plain is _FACTORS:
+            both = Q4_K.get_scale_min(block[..., 4:16].reshape(-1, 12))
+            shape = (*block.shape[:2], 8, 1)
+            fields += [factors.astype(np.uint8).reshape(shape) for factors in both]
+        if plain is _BYTE_FACTORS:
+            fields.append(block[..., 192:208, None])
+        return fields
 
 
-_BITS = {grid: recipe.BITS[grid.lower()] for grid in GRIDS}
-
-Parts = tuple[Bytes, list[Bytes]]
-"""Integers uint8 [columns, rows]; then fields [columns, units, numbers, bytes]."""
-
-
-def _halves(block: Bytes, count: int) -> Bytes:
-    """The integers of four bits: `count` in the low halves of bytes, then the high."""
-    low = block.reshape(*block.shape[:2], -1, 1, count)
-    return np.concatenate([low & 15, low >> 4], axis=-2).reshape(*block.shape[:2], -1)
-
-
-def _bit_planes(high: Bytes, shifts: Sequence[int], mask: int) -> Bytes:
-    """Bits 4 and up of integers: those of `high` at each shift, one after another."""
-    planes = [(high >> shift & mask) << 4 for shift in shifts]
-    return np.stack(planes, axis=-2).reshape(*high.shape[:2], -1)
-
-
-def _flat_parts(block: Bytes, *, with_minimum: bool, with_fifth: bool) -> Parts:
-    """Q4_0, Q4_1, Q5_0 and Q5_1: scale, perhaps minimum and fifth bits, integers."""
-    start = 4 if with_minimum else 2
-    fields = [block[..., place : place + 2, None] for place in range(0, start, 2)]
-    integers = _halves(block[..., -16:], 16)
-    if with_fifth:
-        high = np.unpackbits(block[..., start : start + 4], axis=-1, bitorder="little")
-        integers |= high << 4
-    return integers.reshape(len(block), -1), [_swapped(field) for field in fields]
-
-
-def _swapped(field: Bytes) -> Bytes:
-    return np.swapaxes(field, -1, -2)
-
-
-def _bytes_parts(block: Bytes) -> Parts:
-    """Q8_0: scale, integers."""
-    return block[..., 2:].reshape(len(block), -1), [block[..., None, :2]]
-
-
-def _super_parts(block: Bytes, *, with_fifth: bool) -> Parts:
-    """Q4_K and Q5_K: scale, minimum, their factors in 6 bits, fifth bits, integers."""
-    columns, count, _ = block.shape
-    integers = _halves(block[..., -128:], 32)
-    if with_fifth:
-        integers |= _bit_planes(block[..., 16:48], range(8), 1)
-    factors = Q4_K.get_scale_min(block[..., 4:16].reshape(-1, 12))
-    fields = [block[..., None, :2], block[..., None, 2:4]]
-    fields += [f.astype(np.uint8).reshape(columns, count, 8, 1) for f in factors]
-    return integers.reshape(columns, -1), fields
-
-
-def _six_bit_parts(block: Bytes) -> Parts:
-    """Q6_K: low bits, high bits, sixteen signed factors, scale."""
-    columns, count, _ = block.shape
-    low = block[..., :128].reshape(columns, count, 2, 64)
-    high = block[..., 128:192].reshape(columns, count, 2, 32)
-    integers = np.stack([low & 15, low >> 4], axis=3).reshape(columns, count, 2, 128)
-    shifted = [(high >> shift & 3) << 4 for shift in (0, 2, 4, 6)]
-    integers |= np.concatenate(shifted, axis=-1)
-    fields = [block[..., None, 208:], block[..., 192:208, None]]
-    return integers.reshape(columns, -1), fields
-
-
-_PARTS = {
-    "Q4_0": lambda b: _flat_parts(b, with_minimum=False, with_fifth=False),
-    "Q4_1": lambda b: _flat_parts(b, with_minimum=True, with_fifth=False),
-    "Q5_0": lambda b: _flat_parts(b, with_minimum=False, with_fifth=True),
-    "Q5_1": lambda b: _flat_parts(b, with_minimum=True, with_fifth=True),
-    "Q8_0": _bytes_parts,
-    "Q4_K": lambda b: _super_parts(b, with_fifth=False),
-    "Q5_K": lambda b: _super_parts(b, with_fifth=True),
-    "Q6_K": _six_bit_parts,
-}
-"""Splits the bytes [columns, blocks, bytes] of each type."""
+Matrix = Blocks | GridMatrix
+"""A quantized matrix of either kind; both have `order`, `floats`, `form` and more."""
 
 
 def _pack_integers(integers: Bytes, bits: int) -> Bytes:
     """Pack integers [columns, rows] by groups of columns, blocks and quads."""
     columns, rows = integers.shape
     split = integers.reshape(columns // _COLUMNS, _COLUMNS, rows // _BLOCK, 8, 4)
-    quads = split.transpose(0, 2, 3, 1, 4).reshape(-1, 8, 64)
+    quads: Bytes = split.transpose(0, 2, 3, 1, 4).reshape(-1, 8, 64)
     if bits == 8:
         return quads.ravel()
-    planes = [(quads[:, ::2] & 15 | quads[:, 1::2] << 4).reshape(len(quads), -1)]
-    high = quads >> 4
+    low: Bytes = quads[:, ::2] & 15 | quads[:, 1::2] << 4
+    planes, high = [low.reshape(len(quads), -1)], quads >> 4
     if bits == 5:
         planes.append(np.packbits(high, axis=1, bitorder="little")[:, 0])
     if bits == 6:
@@ -164,12 +182,12 @@ def _pack_integers(integers: Bytes, bits: int) -> Bytes:
     return np.concatenate(planes, axis=1).ravel()
 
 
-def _pack_scales(fields: list[Bytes]) -> Bytes:
-    """Pack fields [columns, units, numbers, bytes], a number of all columns at once."""
-    packed = []
+def _pack_fields(fields: list[Bytes]) -> Bytes:
+    """Pack fields [columns, blocks, numbers, bytes], a number of 16 columns at once."""
+    packed: list[Bytes] = []
     for field in fields:
-        _, units, numbers, size = field.shape
-        split = field.reshape(-1, _COLUMNS, units, numbers, size)
+        _, blocks, numbers, size = field.shape
+        split = field.reshape(-1, _COLUMNS, blocks, numbers, size)
         together = split.transpose(0, 2, 3, 1, 4)
-        packed.append(together.reshape(-1, units, numbers * _COLUMNS * size))
+        packed.append(together.reshape(-1, blocks, numbers * _COLUMNS * size))
     return np.concatenate(packed, axis=-1).ravel()

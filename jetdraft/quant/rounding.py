@@ -40,7 +40,7 @@ def round_to_grid(matrix: Floats, grid: str, moments: Floats | None = None) -> B
     given = None
     if moments is not None:
         given = torch.from_numpy(np.pad(moments, (0, spare))).float()
-    parts = columns.split(COLUMNS_AT_ONCE)
+    parts = torch.split(columns, COLUMNS_AT_ONCE)
     rounded = [_ROUNDERS[grid](part.contiguous(), given) for part in parts]
     return np.concatenate(rounded).reshape(columns.shape[0], -1)
 
@@ -120,7 +120,8 @@ def _half_bytes(numbers: Tensor) -> tuple[Tensor, Bytes]:
 def _pair_halves(integers: Bytes) -> Bytes:
     """Two integers of four bits in a byte: the first half of the last axis is low."""
     low, high = np.split(integers & 15, 2, axis=-1)
-    return low | high << 4
+    pairs: Bytes = low | high << 4
+    return pairs
 
 
 def _fifth_bits(integers: Bytes) -> Bytes:

@@ -1,8 +1,8 @@
 """Quantization of a step graph's matrices.
 
-`MatMul` with a constant matrix becomes `MatMulNBits` or a product of integers. Where
-head and embedding are tied, `GatherBlockQuantized`, or a `Gather` of columns, reads
-embeddings from the head's quantized matrix, so the two stay one tensor.
+`MatMul` with a constant matrix becomes `MatMulNBits`, or `MatMulPacked` of
+`jetdraft.native`. Where head and embedding are tied, `GatherBlockQuantized` or
+`GatherPacked` reads embeddings from the head's quantized matrix: one tensor for both.
 """
 
 from __future__ import annotations
@@ -29,11 +29,8 @@ from jetdraft.quant.edits import (
     producer,
     replace_values,
 )
-from jetdraft.quant.grids import GRIDS, LAYOUT_VERSION, GridMatrix
+from jetdraft.quant.grids import GRIDS, LAYOUT_VERSION, GridMatrix, Matrix
 from jetdraft.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
-
-_ZERO_POINT = 128
-"""The uint8 that stands for 0."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Quantization:
     head: str = ""
     standard: bool = False
     moments: Mapping[str, Floats] = field(default_factory=dict)
-    packed: Mapping[str, Blocks | GridMatrix] = field(default_factory=dict)
+    packed: Mapping[str, Matrix] = field(default_factory=dict)
     borrowed: Mapping[str, str] = field(default_factory=dict)
     lender: Quantization | None = None
 
@@ -109,7 +106,7 @@ class Quantization:
 
     def _quantize(
         self, source: ir.Value, transposed: bool, names: list[str]
-    ) -> Blocks | GridMatrix | None:
+    ) -> Matrix | None:
         """A matrix as integers with scales; None if it stays a matrix of floats."""
         assert source.const_value is not None
         # Merged weights read the same input and get the recipe of the first weight.
@@ -135,12 +132,10 @@ class Quantization:
             )
         return quantize(matrix, recipe, self.moments.get(name))
 
-    def _concatenate_packed(
-        self, names: list[str], dtype: npt.DTypeLike
-    ) -> Blocks | GridMatrix:
+    def _concatenate_packed(self, names: list[str], dtype: npt.DTypeLike) -> Matrix:
         """Return the checkpoint's integers of these weights, joined by columns."""
         parts: list[Any] = [self.packed[name] for name in names]
-        blocks: Blocks | GridMatrix = parts[0].concatenated(parts)
+        blocks: Matrix = parts[0].concatenated(parts)
         if isinstance(blocks, GridMatrix):
             return blocks
         if self.standard and (blocks.zeros is not None or blocks.bits not in _SIGNED):
@@ -162,7 +157,7 @@ class PackedMatrix:
     """The initializer of a quantized matrix, and its integers and scales."""
 
     weight: ir.Value
-    blocks: Blocks | GridMatrix
+    blocks: Matrix
     scales: ir.Value | None = None
 
     def operator(self, make: Maker, name: str, read: ir.Value | None) -> ir.Value:
@@ -180,9 +175,7 @@ class PackedMatrix:
         )
 
 
-def _add_packed(
-    graph: ir.Graph, source: ir.Value, blocks: Blocks | GridMatrix
-) -> PackedMatrix:
+def _add_packed(graph: ir.Graph, source: ir.Value, blocks: Matrix) -> PackedMatrix:
     """Add the initializer with the integers of a matrix."""
     if isinstance(blocks, GridMatrix):
         integers, scales = (
@@ -190,8 +183,6 @@ def _add_packed(
             for part, array in zip(("integers", "scales"), blocks.packed(), strict=True)
         )
         return PackedMatrix(integers, blocks, scales)
-    if blocks.whole:
-        return PackedMatrix(add_int8_columns(graph, f"{source.name}", blocks), blocks)
     name = f"{source.name}.int{blocks.bits}"
     return PackedMatrix(initializer(graph, name, blocks.packed), blocks)
 
@@ -215,9 +206,6 @@ def _replace_product(
 ) -> PackedMatrix:
     """Replace the MatMul by a product with packed integers."""
     packed, read = _add_packed(make.graph, source, blocks), node.inputs[0]
-    if blocks.whole:
-        _replace_node(make, node, integer_product(make, read, packed.weight, blocks))
-        return packed
     inputs = [read, packed.weight, make.array(f"{source.name}.scales", blocks.scales)]
     if blocks.packed_zeros is not None:
         inputs.append(make.array(f"{source.name}.zeros", blocks.packed_zeros))
@@ -280,9 +268,6 @@ def _replace_gather(make: Maker, node: ir.Node, packed: PackedMatrix) -> None:
     if isinstance(blocks, GridMatrix):
         _replace_node(make, node, packed.operator(make, "GatherPacked", ids))
         return
-    if blocks.whole:
-        _replace_node(make, node, _column_lookup(make, ids, weight, blocks))
-        return
     scales = blocks.scales[..., None]
     inputs = [weight, ids, make.array(f"{weight.name}.row_scales", scales)]
     if blocks.zeros is not None:
@@ -314,44 +299,3 @@ def _replace_node(make: Maker, old: ir.Node, result: ir.Value) -> None:
     """Replace a node by others; the output of the last replaces its output."""
     replace_values(old.outputs, [result])
     make.graph.remove(old, safe=True)
-
-
-def add_int8_columns(graph: ir.Graph, name: str, blocks: Blocks) -> ir.Value:
-    """Add the integers of whole columns as an initializer int8 [rows, columns]."""
-    signed = (blocks.packed[:, 0] ^ _ZERO_POINT).view(np.int8)  # 128 less
-    return initializer(graph, f"{name}.w8", np.ascontiguousarray(signed.T))
-
-
-def integer_product(
-    make: Maker, read: ir.Value | None, weight: ir.Value, blocks: Blocks
-) -> ir.Value:
-    """The product of float32 rows x with W; `weight` is made by `add_int8_columns`.
-
-        amax = max |x| of each row;  q = round(127 x / amax) + 128, uint8
-        x W  = MatMulIntegerToFloat(q, W) * amax, with a scale for each column of W
-
-    Sums of integers are exact, so a product gives a row the same numbers in a pass of
-    any width. And a row more costs little; docs/log/quantization.md has the figures.
-    """
-    unit = make.constant("w8.unit", 1 / 127, np.float32)
-    middle = make.constant("w8.middle", _ZERO_POINT, np.uint8)
-    zero = make.constant("w8.zero", 0, np.int8)
-    last = make.constant("w8.last", [-1])
-    scales = make.array(f"{weight.name}.scales", blocks.scales[:, 0])
-    largest = make("ReduceMax", make("Abs", read), last, keepdims=1)
-    # A row of zeros becomes NaN, then any integers. The last Mul makes it 0 again.
-    rounded = make("QuantizeLinear", make("Div", read, largest), unit, middle)
-    inputs = rounded, weight, unit, scales, middle, zero
-    product = make("MatMulIntegerToFloat", *inputs, domain=CONTRIB_DOMAIN)
-    return make("Mul", product, largest)
-
-
-def _column_lookup(
-    make: Maker, ids: ir.Value | None, weight: ir.Value, blocks: Blocks
-) -> ir.Value:
-    """The embeddings of `ids` [1, n]: columns of the head."""
-    scales = make.array(f"{weight.name}.row_scales", blocks.scales)
-    columns = make("Gather", weight, ids, axis=1)
-    rows = make("Transpose", columns, perm=[1, 2, 0])
-    floats = make("Cast", rows, to=ir.DataType.FLOAT)
-    return make("Mul", floats, make("Gather", scales, ids))

@@ -12,9 +12,9 @@ from onnx import numpy_helper
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.gguf_types import GGUF_TYPES
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.quant.grids import GRIDS, GridMatrix
 from jetdraft.recipe import KERNELS, Recipe
 from tests.cli.running import jetdraft as command
 from tests.ggufs import adding, one, random_bytes, write_gguf
@@ -79,9 +79,7 @@ def test_the_model_is_the_one_that_was_written(case):
     written, _ = case
     found = logits_of(Checkpoint.load(str(written.path), torch.float32).model)
     expected = logits_of(written.model)
-    exact = all(
-        GGUF_TYPES[kind.name].form.endswith("exact") for kind in written.types.values()
-    )
+    exact = not {kind.name[-1] for kind in written.types.values()} & {"1", "K"}
     assert (found - expected).std() < (0.002 if exact else 0.06) * expected.std()
 
 
@@ -106,8 +104,10 @@ def test_all_integers_are_in_the_bundle(case):
     packed = products[0].op_type == "MatMulPacked"
     for name, data in kept.items():
         kind = written.types[name]
-        integers = GGUF_TYPES[kind.name].read(data).packed
-        expected = quants.dequantize(data, kind) if packed else integers
+        if packed:
+            expected = quants.dequantize(data, kind)
+        elif (blocks := grid_matrix(kind, data).exact_blocks()) is not None:
+            expected = blocks.packed
         assert {row.tobytes() for row in expected} <= {*stored}, name
     assert len(stored) == sum(map(len, kept.values()))
 
@@ -125,9 +125,8 @@ def test_rows_of_llama_are_turned_back(tmp_path):
     """Without it q of llama would have the rows of another head's halves."""
     written = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.Q4_0))
     packed = Checkpoint.load(str(written.path), torch.float32).packed
-    np.testing.assert_array_equal(
-        packed.blocks[Q].packed, GGUF_TYPES["Q4_0"].read(written.data[Q]).packed
-    )
+    expected = grid_matrix(Type.Q4_0, written.data[Q]).exact_blocks()
+    np.testing.assert_array_equal(packed.blocks[Q].packed, expected.packed)
 
 
 def copied(noise):
@@ -289,48 +288,16 @@ def test_an_unknown_scaling_is_refused(tmp_path):
 # --- the types of matrices -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", GGUF_TYPES)
-def test_integers_stand_for_what_gguf_dequantizes(name):
-    """Exactly, or within half a step of the finer grid."""
-    kind = Type[name]
-    data = random_bytes(kind, (6, 512), seed=1)
-    expected = quants.dequantize(data, kind)
-    blocks = GGUF_TYPES[name].read(data)
-    assert blocks.rows == 512
-    if GGUF_TYPES[name].form.endswith("exact"):
-        np.testing.assert_array_equal(blocks.floats.T, expected)
+def grid_matrix(kind, data):
+    return GridMatrix(kind.name, data, quants.dequantize(data, kind).shape[1])
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_types_without_minima_are_blocks_exactly(name):
+    data = random_bytes(Type[name], (6, 512), seed=1)
+    blocks = GridMatrix(name, data, 500).exact_blocks()
+    if name not in ("Q4_0", "Q5_0", "Q8_0", "Q6_K"):
+        assert blocks is None
         return
-    steps = np.abs(blocks.scales).repeat(blocks.block_size, 1)
-    errors = np.abs(blocks.floats.T - expected)
-    assert (errors <= 0.501 * steps).all()
-    assert np.median(errors) < 0.01 * expected.std()
-
-
-@pytest.mark.parametrize("minimum", [-0.5, -0.07, -0.0401, 0.0, 0.25])
-def test_a_minimum_that_is_no_multiple_of_the_step(minimum):
-    """All weights below 0, weights of both signs, and all above."""
-    data = random_bytes(Type.Q4_1, (4, 32), seed=2)
-    data[:, :4] = np.array([0.01, minimum], "<f2").view(np.uint8)
-    expected = quants.dequantize(data, Type.Q4_1)
-    blocks = GGUF_TYPES["Q4_1"].read(data)
-    most = np.abs(expected).max() / 255 if minimum > 0 else 0.01 / 18
-    assert np.abs(blocks.floats.T - expected).max() <= 0.501 * most
-
-
-def test_each_block_has_the_best_of_all_grids():
-    """With the finest grid for all, the median would be 0.015 of a step."""
-    data = random_bytes(Type.Q4_1, (500, 32), seed=3)
-    minima = np.random.default_rng(0).uniform(-0.14, -0.01, 500).astype("<f2")
-    data[:, 0:2] = np.array([0.01], "<f2").view(np.uint8)
-    data[:, 2:4] = minima[:, None].view(np.uint8)
-    expected = quants.dequantize(data, Type.Q4_1)
-    errors = np.abs(GGUF_TYPES["Q4_1"].read(data).floats.T - expected)
-    assert np.median(errors) < 0.006 * 0.01
-
-
-def test_a_block_of_one_value():
-    """Its step is 0, so no zero point could stand for the minimum."""
-    data = np.zeros((1, 20), np.uint8)
-    for minimum in (0.0, 0.25, -0.25):
-        data[0, 2:4] = np.array([minimum], "<f2").view(np.uint8)
-        assert (GGUF_TYPES["Q4_1"].read(data).floats == minimum).all()
+    expected = quants.dequantize(data, Type[name])[:, :500]
+    np.testing.assert_array_equal(blocks.floats.T, expected)
