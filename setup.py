@@ -1,13 +1,79 @@
-"""Builds the library of operators with the package; all else is in pyproject.toml."""
+"""Builds the library of operators with the package; all else is in pyproject.toml.
 
+    python setup.py build_py
+
+The compiler is the package ziglang from PyPI, so that no machine needs its own, and each
+machine builds for every kind of processor.
+"""
+
+from __future__ import annotations
+
+import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-sys.path.insert(0, str(Path(__file__).parent / "jetdraft" / "native"))
-from build import SOURCES, build
+FOLDER = Path(__file__).parent / "jetdraft" / "native"
+
+GLIBC = "2.28"
+"""The oldest C library that the library runs on: manylinux_2_28."""
+
+FLAGS = (
+    *("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions"),
+    *("-fno-rtti", "-fno-threadsafe-statics", "-Wall", "-Wextra"),
+    # Sums must be the same on every processor: no fused operation that is not written.
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    "-Wno-unused-function",
+)
+
+INPUTS = (".cpp", ".h")
+
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
+
+SOURCES = {
+    "x86_64": {
+        "library": (),
+        "portable": (),
+        "avx2": _AVX2,
+        "avxvnni": (*_AVX2, "-mavxvnni"),
+        "avx512vnni": (*_AVX2, *_AVX512),
+    },
+    "aarch64": {"library": (), "portable": (), "dotprod": ("-mcpu=generic+dotprod",)},
+}
+"""The flags of each source by architecture: a source is for one kind of processor."""
+
+
+def build(folder: Path, architecture: str) -> Path:
+    """Compile the library for an architecture; the file, which may be up to date.
+
+    Raises `CalledProcessError` if the compiler fails.
+    """
+    library = folder / f"{architecture}.so"
+    changed = max(f.stat().st_mtime for f in FOLDER.iterdir() if f.suffix in INPUTS)
+    if library.exists() and library.stat().st_mtime >= changed:
+        return library
+    target = ("-target", f"{architecture}-linux-gnu.{GLIBC}")
+    compiler, sources = [sys.executable, "-m", "ziglang"], SOURCES[architecture]
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        objects = {name: f"{scratch}/{name}.o" for name in sources}
+
+        def compile_source(name: str) -> None:
+            flags = (*FLAGS, *sources[name], *target)
+            names = "-c", str(FOLDER / f"{name}.cpp"), "-o", objects[name]
+            subprocess.run([*compiler, "c++", *flags, *names], check=True)
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(compile_source, sources))
+        # Linked as C, since the library needs nothing of the C++ runtime.
+        link, linked = [*compiler, "cc", *target, "-shared", "-s"], Path(scratch, "so")
+        subprocess.run([*link, *objects.values(), "-o", str(linked)], check=True)
+        linked.replace(library)
+    return library
 
 
 class BuildPackage(build_py):
@@ -20,4 +86,5 @@ class BuildPackage(build_py):
             build(root / "jetdraft" / "native", architecture)
 
 
-setup(cmdclass={"build_py": BuildPackage})
+if __name__ == "__main__":
+    setup(cmdclass={"build_py": BuildPackage})

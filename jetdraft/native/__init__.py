@@ -1,6 +1,6 @@
 """The library of operators for onnxruntime's CPU provider; `format.h` describes it.
 
-`build` compiles it when jetdraft is installed.
+`setup.py` compiles it when jetdraft is installed.
 """
 
 from __future__ import annotations

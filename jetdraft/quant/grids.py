@@ -172,7 +172,8 @@ def _pack_integers(integers: Bytes, bits: int) -> Bytes:
     if bits == 8:
         return quads.ravel()
     low: Bytes = quads[:, ::2] & 15 | quads[:, 1::2] << 4
-    planes, high = [low.reshape(len(quads), -1)], quads >> 4
+    planes: list[Bytes] = [low.reshape(len(quads), -1)]
+    high: Bytes = quads >> 4
     if bits == 5:
         planes.append(np.packbits(high, axis=1, bitorder="little")[:, 0])
     if bits == 6:

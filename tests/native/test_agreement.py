@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -14,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from jetdraft.native.build import FLAGS, FOLDER, SOURCES
-
+SETUP = runpy.run_path(str(Path(__file__).parents[2] / "setup.py"))
+FLAGS, FOLDER, SOURCES = (SETUP[name] for name in ("FLAGS", "FOLDER", "SOURCES"))
 PROGRAM = Path(__file__).with_name("agreement.cpp")
 QEMU = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
 
