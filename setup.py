@@ -2,8 +2,8 @@
 
     python setup.py build_py
 
-The compiler is the package ziglang from PyPI, so that no machine needs its own, and each
-machine builds for every kind of processor.
+The compiler is the package ziglang from PyPI, so that no machine needs its own, and
+each machine builds for every kind of processor.
 """
 
 from __future__ import annotations

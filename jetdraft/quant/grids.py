@@ -171,15 +171,16 @@ def _pack_integers(integers: Bytes, bits: int) -> Bytes:
     quads: Bytes = split.transpose(0, 2, 3, 1, 4).reshape(-1, 8, 64)
     if bits == 8:
         return quads.ravel()
-    low: Bytes = quads[:, ::2] & 15 | quads[:, 1::2] << 4
+    four = np.uint8(4)
+    low: Bytes = quads[:, ::2] & np.uint8(15) | quads[:, 1::2] << four
     planes: list[Bytes] = [low.reshape(len(quads), -1)]
-    high: Bytes = quads >> 4
+    high: Bytes = quads >> four
     if bits == 5:
         planes.append(np.packbits(high, axis=1, bitorder="little")[:, 0])
     if bits == 6:
         shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-        spread = high.reshape(-1, 2, 4, 64) << shifts
-        planes.append(np.bitwise_or.reduce(spread, axis=2).reshape(len(quads), -1))
+        spread: Bytes = np.bitwise_or.reduce(high.reshape(-1, 2, 4, 64) << shifts, 2)
+        planes.append(spread.reshape(len(quads), -1))
     return np.concatenate(planes, axis=1).ravel()
 
 
