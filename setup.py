@@ -43,7 +43,12 @@ SOURCES = {
         "avxvnni": (*_AVX2, "-mavxvnni"),
         "avx512vnni": (*_AVX2, *_AVX512),
     },
-    "aarch64": {"library": (), "portable": (), "dotprod": ("-mcpu=generic+dotprod",)},
+    "aarch64": {
+        "library": (),
+        "portable": (),
+        "dotprod": ("-mcpu=generic+dotprod",),
+        "i8mm": ("-mcpu=generic+dotprod+i8mm",),
+    },
 }
 """The flags of each source by architecture: a source is for one kind of processor."""
 
@@ -70,7 +75,10 @@ def build(folder: Path, architecture: str) -> Path:
         with ThreadPoolExecutor() as pool:
             list(pool.map(compile_source, sources))
         # Linked as C, since the library needs nothing of the C++ runtime.
-        link, linked = [*compiler, "cc", *target, "-shared", "-s"], Path(scratch, "so")
+        link, linked = (
+            [*compiler, "cc", *target, "-shared", "-s", "-Wl,-z,defs"],
+            Path(scratch, "so"),
+        )
         subprocess.run([*link, *objects.values(), "-o", str(linked)], check=True)
         linked.replace(library)
     return library

@@ -10,6 +10,7 @@ namespace {
 struct Avx {
   static constexpr int LANES = 8, MAX_ROWS = 8;
   using Floats = __m256;
+  using Ints = __m256i;
   using Quads = __m256i;
 
   static __m256 floats(float number) { return _mm256_set1_ps(number); }

@@ -11,6 +11,7 @@ struct Avx512 {
   static constexpr int LANES = 16, MAX_ROWS = 8;
   static constexpr int BYTE_OFFSET = 128;  // the instruction reads unsigned weights
   using Floats = __m512;
+  using Ints = __m512i;
   using Quads = __m512i;
 
   static __m512 floats(float number) { return _mm512_set1_ps(number); }

@@ -88,14 +88,14 @@ struct Isa {
   void (*multiply[FORMAT_COUNT])(const Product&, int64_t first_group, int64_t end);
 };
 
-extern const Isa PORTABLE, AVX2, AVXVNNI, AVX512VNNI, DOTPROD;
+extern const Isa PORTABLE, AVX2, AVXVNNI, AVX512VNNI, DOTPROD, I8MM;
 
 // All of this machine's kind, the fastest first and PORTABLE last, then null.
 constexpr const Isa* ISAS[] = {
 #if defined(__x86_64__)
     &AVX512VNNI, &AVXVNNI, &AVX2,
 #elif defined(__aarch64__)
-    &DOTPROD,
+    &I8MM, &DOTPROD,
 #endif
     &PORTABLE, nullptr};
 

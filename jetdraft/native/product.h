@@ -105,23 +105,36 @@ void multiply_tile(const Product& p, int64_t group, int lane, int64_t row) {
       if constexpr (f.scales == Scales::HALF_MIN)
         minimum = V::halves(s + b * step + 32 + 2 * lane);
     }
-    for (int m = 0; m < M; m++) {
-      const int8_t* x = q[m] + b * BLOCK;
-      const typename V::Floats scale = V::floats(scales[m][b]);
-      if constexpr (f.scales == Scales::SUPER_HALVES) {
-        // Here `minimum` has the scales of the second half.
-        const int32_t* c = corrections[m] + 2 * b;
-        auto n = V::template dot<f.bits, QUADS / 2>(quads, x, c[0]);
-        sum[m] = V::fused(V::convert(n), V::multiply(d, scale), sum[m]);
-        n = V::template dot<f.bits, QUADS / 2>(quads + QUADS / 2, x + BLOCK / 2, c[1]);
-        sum[m] = V::fused(V::convert(n), V::multiply(minimum, scale), sum[m]);
+    // Adds a row's integer sums of a block, or of a half of it, to its floats.
+    const auto add = [&](int m, typename V::Ints n, typename V::Floats d) {
+      const auto scale = V::multiply(d, V::floats(scales[m][b]));
+      sum[m] = V::fused(V::convert(n), scale, sum[m]);
+    };
+    constexpr bool halves = f.scales == Scales::SUPER_HALVES;
+    constexpr int parts = halves ? 2 : 1, count = QUADS / parts;
+    for (int part = 0; part < parts; part++) {
+      const auto own = part == 0 ? d : minimum;  // here: the second half's scales
+      const auto* w_part = quads + part * count;
+      const int64_t x_at = b * BLOCK + part * 4 * count, c_at = parts * b + part;
+      if constexpr (requires { V::IN_PAIRS; }) {
+        for (int m = 0; m < M; m += 2) {
+          const int next = m + 1 < M ? m + 1 : m;
+          typename V::Ints n[2];
+          V::template dot_pair<f.bits, count>(w_part, q[m] + x_at, q[next] + x_at,
+                                              corrections[m][c_at],
+                                              corrections[next][c_at], n);
+          add(m, n[0], own);
+          if (next > m) add(next, n[1], own);
+        }
       } else {
-        const auto n = V::template dot<f.bits, QUADS>(quads, x, corrections[m][b]);
-        sum[m] = V::fused(V::convert(n), V::multiply(d, scale), sum[m]);
-        if constexpr (f.scales != Scales::HALF)
-          sum[m] = V::fused(minimum, V::floats(totals[m][b]), sum[m]);
+        for (int m = 0; m < M; m++)
+          add(m, V::template dot<f.bits, count>(w_part, q[m] + x_at, corrections[m][c_at]),
+              own);
       }
     }
+    if constexpr (f.scales == Scales::HALF_MIN || f.scales == Scales::SUPER_MIN)
+      for (int m = 0; m < M; m++)
+        sum[m] = V::fused(minimum, V::floats(totals[m][b]), sum[m]);
   }
   const int64_t column = group * GROUP + lane;
   for (int m = 0; m < M; m++) {

@@ -55,5 +55,5 @@ def test_this_processor_agrees_with_the_portable_code(tmp_path):
 @pytest.mark.skipif(QEMU is None, reason="no qemu-user for aarch64")
 def test_arm_agrees_with_the_portable_code(tmp_path):
     program = compiled(tmp_path, "aarch64")
-    assert agreeing(QEMU, "-cpu", "max", program) == {"dotprod", "portable"}
+    assert agreeing(QEMU, "-cpu", "max", program) == {"i8mm", "dotprod", "portable"}
     assert agreeing(QEMU, "-cpu", "cortex-a57", program) == {"portable"}
