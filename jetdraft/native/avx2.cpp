@@ -10,26 +10,46 @@ struct Avx2 : Avx {
 
   // The sums in 16 bits hold 8 / 2^(BITS - 4) products of pairs, 15 * 127 * 2 each with
   // four bits; eight bits hold one.
-  template <int BITS, int COUNT>
-  static __m256i dot(const Quads* quads, const int8_t* x, int32_t start) {
+  template <int BITS, int FIRST, int COUNT, int M>
+  INLINE static void dots(const uint8_t* w, const RowBlock* read, Ints* n) {
     constexpr int CHAIN = BITS == 8 ? 1 : std::min(COUNT, 8 >> (BITS - 4));
     const __m256i ones = _mm256_set1_epi16(1);
-    __m256i sum = _mm256_set1_epi32(start);
-    for (int from = 0; from < COUNT; from += CHAIN) {
-      __m256i pairs = product<BITS>(quads[from], x + 4 * from);
-      for (int t = from + 1; t < from + CHAIN; t++)
-        pairs = _mm256_add_epi16(pairs, product<BITS>(quads[t], x + 4 * t));
-      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+      const __m256i start = _mm256_set1_epi32(read[m].corrections[FIRST > 0]);
+      n[m] = {start, start};
     }
-    return sum;
+#pragma unroll
+    for (int from = FIRST; from < FIRST + COUNT; from += CHAIN) {
+      Ints pairs[M];
+#pragma unroll
+      for (int t = from; t < from + CHAIN; t++) {
+        const __m256i quad[2] = {unpack<BITS>(w, t, 0), unpack<BITS>(w, t, 1)};
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+          const __m256i x = broadcast(read[m].q + 4 * t);
+          for (int i = 0; i < 2; i++) {
+            const __m256i sums = product<BITS>(quad[i], x);
+            __m256i& all = pairs[m].at[i];
+            all = t == from ? sums : _mm256_add_epi16(all, sums);
+            // In this order, or the compiler unpacks all quads first and spills them.
+            asm volatile("" : "+x"(all));
+          }
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < M; m++)
+        for (int i = 0; i < 2; i++)
+          n[m].at[i] =
+              _mm256_add_epi32(n[m].at[i], _mm256_madd_epi16(pairs[m].at[i], ones));
+    }
   }
 
  private:
   template <int BITS>
-  static __m256i product(__m256i w, const int8_t* x) {
-    const __m256i quad = broadcast(x);
-    if constexpr (BITS < 8) return _mm256_maddubs_epi16(w, quad);
-    return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(quad, w));
+  static __m256i product(__m256i w, __m256i x) {
+    if constexpr (BITS < 8) return _mm256_maddubs_epi16(w, x);
+    return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
   }
 };
 

@@ -12,7 +12,6 @@ struct Avx512 {
   static constexpr int BYTE_OFFSET = 128;  // the instruction reads unsigned weights
   using Floats = __m512;
   using Ints = __m512i;
-  using Quads = __m512i;
 
   static __m512 floats(float number) { return _mm512_set1_ps(number); }
   static __m512 halves(const uint8_t* p) {
@@ -33,47 +32,42 @@ struct Avx512 {
   static __m512 convert(__m512i a) { return _mm512_cvtepi32_ps(a); }
   static void store(float* y, __m512 a) { _mm512_storeu_ps(y, a); }
 
-  template <int BITS>
-  static void unpack(const uint8_t* w, Quads* quads) {
-    if constexpr (BITS == 8) {
-      for (int t = 0; t < QUADS; t++)
-        quads[t] = _mm512_xor_si512(load(w + 64 * t), _mm512_set1_epi8(-128));
-      return;
-    }
-    const __m512i low = _mm512_set1_epi8(15);
-    for (int i = 0; i < QUADS / 2; i++) {
-      const __m512i both = load(w + 64 * i);
-      quads[2 * i] = _mm512_and_si512(both, low);
-      quads[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-    }
-    if constexpr (BITS == 5) {
-      const __m512i plane = load(w + 256), bit = _mm512_set1_epi8(16);
-      for (int t = 0; t < QUADS; t++)
-        quads[t] = _mm512_or_si512(
-            quads[t], _mm512_and_si512(shifted(plane, 4 - t), bit));
-    }
-    if constexpr (BITS == 6)
-      for (int t = 0; t < QUADS; t++) {
-        const __m512i bits = shifted(load(w + 256 + 64 * (t / 4)), 4 - 2 * (t % 4));
-        quads[t] = _mm512_or_si512(
-            quads[t], _mm512_and_si512(bits, _mm512_set1_epi8(48)));
+  template <int BITS, int FIRST, int COUNT, int M>
+  INLINE static void dots(const uint8_t* w, const RowBlock* read, Ints* n) {
+#pragma unroll
+    for (int m = 0; m < M; m++) n[m] = _mm512_set1_epi32(read[m].corrections[FIRST > 0]);
+#pragma unroll
+    for (int t = FIRST; t < FIRST + COUNT; t++) {
+      const __m512i quad = unpack<BITS>(w, t);
+#pragma unroll
+      for (int m = 0; m < M; m++) {
+        int32_t x;
+        std::memcpy(&x, read[m].q + 4 * t, sizeof x);
+        n[m] = _mm512_dpbusd_epi32(n[m], quad, _mm512_set1_epi32(x));
       }
-  }
-  template <int BITS, int COUNT>
-  static __m512i dot(const Quads* quads, const int8_t* x, int32_t start) {
-    __m512i sum = _mm512_set1_epi32(start);
-    for (int t = 0; t < COUNT; t++) {
-      int32_t quad;
-      std::memcpy(&quad, x + 4 * t, sizeof quad);
-      sum = _mm512_dpbusd_epi32(sum, quads[t], _mm512_set1_epi32(quad));
     }
-    return sum;
   }
 
  private:
+  // Quad t of 16 columns of the block at w, an unsigned byte for each number.
+  template <int BITS>
+  static __m512i unpack(const uint8_t* w, int t) {
+    if constexpr (BITS == 8)
+      return _mm512_xor_si512(load(w + 64 * t), _mm512_set1_epi8(-128));
+    const __m512i both = load(w + 64 * (t / 2));
+    __m512i quad = t % 2 ? _mm512_srli_epi16(both, 4) : both;
+    quad = _mm512_and_si512(quad, _mm512_set1_epi8(15));
+    if constexpr (BITS == 5) quad = high_bits(quad, load(w + 256), 4 - t, 16);
+    if constexpr (BITS == 6)
+      quad = high_bits(quad, load(w + 256 + 64 * (t / 4)), 4 - 2 * (t % 4), 48);
+    return quad;
+  }
   static __m512i load(const uint8_t* p) { return _mm512_loadu_si512(p); }
-  static __m512i shifted(__m512i a, int left) {
-    return left >= 0 ? _mm512_slli_epi16(a, left) : _mm512_srli_epi16(a, -left);
+  // Bits that cross into another byte are masked away.
+  static __m512i high_bits(__m512i quad, __m512i plane, int left, char mask) {
+    const __m512i bits = left >= 0 ? _mm512_slli_epi16(plane, left)
+                                   : _mm512_srli_epi16(plane, -left);
+    return _mm512_or_si512(quad, _mm512_and_si512(bits, _mm512_set1_epi8(mask)));
   }
 };
 

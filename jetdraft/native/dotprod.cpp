@@ -5,17 +5,24 @@ namespace jetdraft {
 namespace {
 
 struct Dotprod : Neon {
-  template <int BITS, int COUNT>
-  static int32x4_t dot(const Quads* quads, const int8_t* x, int32_t start) {
-    int32x4_t sum = vdupq_n_s32(start);
-    for (int t = 0; t < COUNT; t += 4) {
-      const int8x16_t read = vld1q_s8(x + 4 * t);
-      sum = vdotq_laneq_s32(sum, quads[t], read, 0);
-      sum = vdotq_laneq_s32(sum, quads[t + 1], read, 1);
-      sum = vdotq_laneq_s32(sum, quads[t + 2], read, 2);
-      sum = vdotq_laneq_s32(sum, quads[t + 3], read, 3);
+  template <int BITS, int FIRST, int COUNT, int M>
+  INLINE static void dots(const uint8_t* w, const RowBlock* read, Ints* n) {
+#pragma unroll
+    for (int m = 0; m < M; m++) n[m] = vdupq_n_s32(read[m].corrections[FIRST > 0]);
+#pragma unroll
+    for (int from = FIRST; from < FIRST + COUNT; from += 4) {
+      int8x16_t quads[4];
+#pragma unroll
+      for (int t = 0; t < 4; t++) quads[t] = unpack<BITS>(w, from + t);
+#pragma unroll
+      for (int m = 0; m < M; m++) {
+        const int8x16_t x = vld1q_s8(read[m].q + 4 * from);
+        n[m] = vdotq_laneq_s32(n[m], quads[0], x, 0);
+        n[m] = vdotq_laneq_s32(n[m], quads[1], x, 1);
+        n[m] = vdotq_laneq_s32(n[m], quads[2], x, 2);
+        n[m] = vdotq_laneq_s32(n[m], quads[3], x, 3);
+      }
     }
-    return sum;
   }
 };
 

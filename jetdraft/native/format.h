@@ -15,6 +15,9 @@
 #pragma once
 #include <cstdint>
 
+// Of a loop over rows, so that their sums stay in registers.
+#define INLINE __attribute__((always_inline))
+
 namespace jetdraft {
 
 constexpr int LAYOUT_VERSION = 1;
@@ -60,24 +63,24 @@ constexpr int scale_bytes(Scales scales) {
          : scales == Scales::SUPER_MIN ? 64 + 256 : 32 + 256;
 }
 
-// Rows of activations as integers. `q` is int8 [rows][padded]. A block of 32 has a
-// `scale`, and a `total`: the scale times the sum of its integers. Each `unit` of 32, or
-// of 16 where half blocks have scales, has a `correction`: its sum times minus the
-// integer that stands for zero.
-struct Rows {
-  int8_t* q;
-  float *scales, *totals;
-  int32_t* corrections;
+// A block of a row as integers. `total` is the scale times the sum of the integers. A
+// correction is the sum times minus the integer that stands for zero in the matrix: the
+// first of the block, or both of its halves where these have scales of their own.
+struct RowBlock {
+  int8_t q[BLOCK];
+  float scale, total;
+  int32_t corrections[2];
 };
 
 // A product of rows x [rows][numbers] with a matrix; y is [rows][columns].
-// `padded` is `numbers`, rounded up to whole blocks, or super-blocks.
+// `padded` is `numbers`, rounded up to whole blocks, or super-blocks. Rows are multiplied
+// in tiles of some rows; `read` is [tile][padded / BLOCK][rows of the tile].
 struct Product {
   int64_t columns, numbers, padded, rows;
   const uint8_t *integers, *scales;
   const float* x;
   float* y;
-  Rows read;
+  RowBlock* read;
 };
 
 // What a processor computes; every entry is by the number of the format.

@@ -6,33 +6,40 @@ namespace jetdraft {
 namespace {
 
 struct I8mm : Neon {
-  static constexpr bool IN_PAIRS = true;
+  template <int BITS, int FIRST, int COUNT, int M>
+  INLINE static void dots(const uint8_t* w, const RowBlock* read, Ints* n) {
+    constexpr int PAIRS = (M + 1) / 2;  // of rows; a last row alone stands twice
+    int32x4_t low[PAIRS], high[PAIRS];  // columns 0 and 1, columns 2 and 3
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+      const int32_t one = read[2 * i].corrections[FIRST > 0],
+                    two = read[second<M>(i)].corrections[FIRST > 0];
+      low[i] = high[i] = {one, one, two, two};
+    }
+#pragma unroll
+    for (int t = FIRST; t < FIRST + COUNT; t += 2) {
+      const auto even = vreinterpretq_s32_s8(unpack<BITS>(w, t));
+      const auto odd = vreinterpretq_s32_s8(unpack<BITS>(w, t + 1));
+      const auto first = vreinterpretq_s8_s32(vzip1q_s32(even, odd));
+      const auto last = vreinterpretq_s8_s32(vzip2q_s32(even, odd));
+#pragma unroll
+      for (int i = 0; i < PAIRS; i++) {
+        const int8x16_t rows = vcombine_s8(vld1_s8(read[2 * i].q + 4 * t),
+                                           vld1_s8(read[second<M>(i)].q + 4 * t));
+        low[i] = vmmlaq_s32(low[i], rows, first);
+        high[i] = vmmlaq_s32(high[i], rows, last);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+      n[2 * i] = vcombine_s32(vget_low_s32(low[i]), vget_low_s32(high[i]));
+      n[second<M>(i)] = vcombine_s32(vget_high_s32(low[i]), vget_high_s32(high[i]));
+    }
+  }
 
-  // Of each two quads: 8 numbers of the columns 0 and 1, then of 2 and 3.
-  template <int BITS>
-  static void unpack(const uint8_t* w, Quads* pairs) {
-    Quads quads[QUADS];
-    Neon::unpack<BITS>(w, quads);
-    for (int t = 0; t < QUADS; t += 2) {
-      const auto even = vreinterpretq_s32_s8(quads[t]);
-      const auto odd = vreinterpretq_s32_s8(quads[t + 1]);
-      pairs[t] = vreinterpretq_s8_s32(vzip1q_s32(even, odd));
-      pairs[t + 1] = vreinterpretq_s8_s32(vzip2q_s32(even, odd));
-    }
-  }
-  template <int BITS, int COUNT>
-  static void dot_pair(const Quads* pairs, const int8_t* x, const int8_t* next,
-                       int32_t start, int32_t next_start, int32x4_t* sums) {
-    const int32x4_t from = {start, start, next_start, next_start};
-    int32x4_t low = from, high = from;
-    for (int t = 0; t < COUNT; t += 2) {
-      const int8x16_t rows = vcombine_s8(vld1_s8(x + 4 * t), vld1_s8(next + 4 * t));
-      low = vmmlaq_s32(low, rows, pairs[t]);
-      high = vmmlaq_s32(high, rows, pairs[t + 1]);
-    }
-    sums[0] = vcombine_s32(vget_low_s32(low), vget_low_s32(high));
-    sums[1] = vcombine_s32(vget_high_s32(low), vget_high_s32(high));
-  }
+ private:
+  template <int M>
+  static constexpr int second(int pair) { return std::min(2 * pair + 1, M - 1); }
 };
 
 }  // namespace

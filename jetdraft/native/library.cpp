@@ -178,12 +178,9 @@ OrtStatus* multiply_packed(void* data, OrtKernelContext* context) {
   TRY(make_output(context, x, &p.y));
   if (p.rows == 0) return nullptr;
 
-  const int64_t blocks = p.rows * (k.padded / BLOCK), bytes = p.rows * k.padded;
-  const Memory memory(bytes + blocks * 16);
-  auto* at = (int8_t*)memory.data;
-  if (at == nullptr) return failed("out of memory");
-  p.read = {at, (float*)(at + bytes), (float*)(at + bytes) + blocks,
-            (int32_t*)(at + bytes) + 2 * blocks};
+  const Memory memory(p.rows * (k.padded / BLOCK) * int64_t(sizeof(RowBlock)));
+  p.read = (RowBlock*)memory.data;
+  if (p.read == nullptr) return failed("out of memory");
   job.format = k.format, job.groups = k.groups();
   const int64_t size = k.columns * k.padded;
   job.parts = size < SMALL_BYTES ? 1 : std::min(PARTS, job.groups);

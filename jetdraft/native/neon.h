@@ -12,7 +12,6 @@ struct Neon {
   static constexpr int LANES = 4, MAX_ROWS = 8, BYTE_OFFSET = 0;
   using Floats = float32x4_t;
   using Ints = int32x4_t;
-  using Quads = int8x16_t;
 
   static float32x4_t floats(float number) { return vdupq_n_f32(number); }
   static float32x4_t halves(const uint8_t* p) {
@@ -32,22 +31,17 @@ struct Neon {
   static float32x4_t convert(int32x4_t a) { return vcvtq_f32_s32(a); }
   static void store(float* y, float32x4_t a) { vst1q_f32(y, a); }
 
+ protected:
+  // Quad t of 4 columns of the block at w, a byte for each number.
   template <int BITS>
-  static void unpack(const uint8_t* w, Quads* quads) {
-    const uint8x16_t low = vdupq_n_u8(15);
-    for (int t = 0; t < QUADS; t++) {
-      if constexpr (BITS == 8) {
-        quads[t] = vreinterpretq_s8_u8(vld1q_u8(w + 64 * t));
-        continue;
-      }
-      const uint8x16_t both = vld1q_u8(w + 64 * (t / 2));
-      uint8x16_t numbers = t % 2 ? vshrq_n_u8(both, 4) : vandq_u8(both, low);
-      if constexpr (BITS == 5)
-        numbers = high_bits(numbers, vld1q_u8(w + 256), 4 - t, 16);
-      if constexpr (BITS == 6)
-        numbers = high_bits(numbers, vld1q_u8(w + 256 + 64 * (t / 4)), 4 - 2 * (t % 4), 48);
-      quads[t] = vreinterpretq_s8_u8(numbers);
-    }
+  static int8x16_t unpack(const uint8_t* w, int t) {
+    if constexpr (BITS == 8) return vreinterpretq_s8_u8(vld1q_u8(w + 64 * t));
+    const uint8x16_t both = vld1q_u8(w + 64 * (t / 2));
+    uint8x16_t quad = t % 2 ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15));
+    if constexpr (BITS == 5) quad = high_bits(quad, vld1q_u8(w + 256), 4 - t, 16);
+    if constexpr (BITS == 6)
+      quad = high_bits(quad, vld1q_u8(w + 256 + 64 * (t / 4)), 4 - 2 * (t % 4), 48);
+    return vreinterpretq_s8_u8(quad);
   }
 
  private:
@@ -56,9 +50,9 @@ struct Neon {
     std::memcpy(&four, p, sizeof four);
     return vreinterpret_u8_u32(vdup_n_u32(four));
   }
-  static uint8x16_t high_bits(uint8x16_t numbers, uint8x16_t plane, int left, int mask) {
+  static uint8x16_t high_bits(uint8x16_t quad, uint8x16_t plane, int left, int mask) {
     const uint8x16_t bits = vshlq_u8(plane, vdupq_n_s8(static_cast<int8_t>(left)));
-    return vorrq_u8(numbers, vandq_u8(bits, vdupq_n_u8(static_cast<uint8_t>(mask))));
+    return vorrq_u8(quad, vandq_u8(bits, vdupq_n_u8(static_cast<uint8_t>(mask))));
   }
 };
 

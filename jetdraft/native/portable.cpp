@@ -1,4 +1,6 @@
 // Plain C++ for any processor, and the oracle of the others.
+#include <cmath>
+
 #include "product.h"
 
 namespace jetdraft {
@@ -19,7 +21,6 @@ struct Portable {
   static constexpr int LANES = 4, MAX_ROWS = 4, BYTE_OFFSET = 0;
   struct Floats { float at[LANES]; };
   struct Ints { int32_t at[LANES]; };
-  struct Quads { int16_t at[LANES][4]; };
 
   template <class Function>
   static Floats each(Function function) {
@@ -49,30 +50,26 @@ struct Portable {
   }
   static void store(float* y, Floats a) { std::memcpy(y, a.at, sizeof a.at); }
 
-  template <int BITS>
-  static void unpack(const uint8_t* w, Quads* quads) {
-    for (int t = 0; t < QUADS; t++)
+  template <int BITS, int FIRST, int COUNT, int M>
+  INLINE static void dots(const uint8_t* w, const RowBlock* read, Ints* n) {
+    for (int m = 0; m < M; m++)
+      for (int& sum : n[m].at) sum = read[m].corrections[FIRST > 0];
+    for (int t = FIRST; t < FIRST + COUNT; t++)
       for (int i = 0; i < 4 * LANES; i++) {
-        int16_t& number = quads[t].at[i / 4][i % 4];
-        if constexpr (BITS == 8) {
-          number = static_cast<int8_t>(w[64 * t + i]);
-          continue;
-        }
-        number = w[64 * (t / 2) + i] >> 4 * (t % 2) & 15;
-        if constexpr (BITS == 5) number |= (w[256 + i] >> t & 1) << 4;
-        if constexpr (BITS == 6)
-          number |= (w[256 + 64 * (t / 4) + i] >> 2 * (t % 4) & 3) << 4;
+        const int number = unpack<BITS>(w, t, i);
+        for (int m = 0; m < M; m++) n[m].at[i / 4] += number * read[m].q[4 * t + i % 4];
       }
   }
-  template <int BITS, int COUNT>
-  static Ints dot(const Quads* quads, const int8_t* x, int32_t start) {
-    Ints sum;
-    for (int i = 0; i < LANES; i++) {
-      sum.at[i] = start;
-      for (int t = 0; t < COUNT; t++)
-        for (int j = 0; j < 4; j++) sum.at[i] += quads[t].at[i][j] * x[4 * t + j];
-    }
-    return sum;
+
+ private:
+  // Byte i of quad t of the block at w, as a number.
+  template <int BITS>
+  static int unpack(const uint8_t* w, int t, int i) {
+    if constexpr (BITS == 8) return static_cast<int8_t>(w[64 * t + i]);
+    int number = w[64 * (t / 2) + i] >> 4 * (t % 2) & 15;
+    if constexpr (BITS == 5) number |= (w[256 + i] >> t & 1) << 4;
+    if constexpr (BITS == 6) number |= (w[256 + 64 * (t / 4) + i] >> 2 * (t % 4) & 3) << 4;
+    return number;
   }
 };
 

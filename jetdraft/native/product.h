@@ -9,7 +9,6 @@
 #pragma once
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -25,12 +24,13 @@ constexpr int64_t CACHED_BYTES = 1 << 18;  // of a matrix that all rows read in 
 template <class V, int F>
 void quantize(const Product& p, int64_t row) {
   constexpr Format f = FORMATS[F];
-  constexpr int unit = f.scales == Scales::SUPER_HALVES ? BLOCK / 2 : BLOCK;
+  constexpr bool halves = f.scales == Scales::SUPER_HALVES;
   constexpr int zero = f.zero + (f.bits == 8 ? V::BYTE_OFFSET : 0);
-  const int64_t blocks = p.padded / BLOCK;
+  const int64_t blocks = p.padded / BLOCK, tile = row - row % V::MAX_ROWS;
+  const int64_t tile_rows = std::min<int64_t>(V::MAX_ROWS, p.rows - tile);
   const float* x = p.x + row * p.numbers;
-  int8_t* q = p.read.q + row * p.padded;
-  for (int64_t b = 0; b < blocks; b++, x += BLOCK, q += BLOCK) {
+  RowBlock* read = p.read + tile * blocks + (row - tile);
+  for (int64_t b = 0; b < blocks; b++, x += BLOCK, read += tile_rows) {
     float numbers[BLOCK] = {};
     const int64_t left = p.numbers - b * BLOCK;
     std::memcpy(numbers, x, std::clamp<int64_t>(left, 0, BLOCK) * sizeof(float));
@@ -41,24 +41,22 @@ void quantize(const Product& p, int64_t row) {
     const float largest = std::bit_cast<float>(largest_bits);
     float factor = 127.0f / largest;
     if (!(factor <= 3e38f)) factor = largest != largest ? largest : 0.0f;
-    int sums[2] = {};
+    int integers[BLOCK], sums[2] = {};
     for (int i = 0; i < BLOCK; i++) {
-      float rounded = std::nearbyint(numbers[i] * factor);
-      rounded = rounded > -127.0f ? rounded : -127.0f;  // also NaN
-      rounded = rounded < 127.0f ? rounded : 127.0f;
-      const int integer = static_cast<int>(rounded);
-      q[i] = static_cast<int8_t>(integer);
-      sums[i / (BLOCK / 2)] += integer;
+      float number = numbers[i] * factor;
+      number = number > -127.0f ? number : -127.0f;  // also NaN
+      number = number < 127.0f ? number : 127.0f;
+      // Adding 1.5 * 2^23 rounds to an integer, which the low bits then hold.
+      integers[i] = std::bit_cast<int>(number + 0x1.8p23f) - std::bit_cast<int>(0x1.8p23f);
     }
-    const int64_t at = row * blocks + b;
-    const float scale = factor == 0.0f ? largest * 0.0f : largest / 127.0f;
-    p.read.scales[at] = scale;
-    p.read.totals[at] = scale * static_cast<float>(sums[0] + sums[1]);
-    if constexpr (unit == BLOCK) {
-      p.read.corrections[at] = -zero * (sums[0] + sums[1]);
-    } else {
-      for (int i : {0, 1}) p.read.corrections[2 * at + i] = -zero * sums[i];
-    }
+    for (int i = 0; i < BLOCK; i++) read->q[i] = static_cast<int8_t>(integers[i]);
+    for (int half = 0; half < 2; half++)
+      for (int i = 0; i < BLOCK / 2; i++) sums[half] += integers[half * BLOCK / 2 + i];
+    const int sum = sums[0] + sums[1];
+    read->scale = factor == 0.0f ? largest * 0.0f : largest / 127.0f;
+    read->total = read->scale * static_cast<float>(sum);
+    read->corrections[0] = -zero * (halves ? sums[0] : sum);
+    read->corrections[1] = -zero * sums[1];
   }
 }
 
@@ -67,31 +65,22 @@ template <class V, int F, int M>
 void multiply_tile(const Product& p, int64_t group, int lane, int64_t row) {
   constexpr Format f = FORMATS[F];
   constexpr bool supers = has_supers(f.scales);
+  constexpr bool minima = f.scales == Scales::HALF_MIN || f.scales == Scales::SUPER_MIN;
   constexpr int bytes = block_bytes(f.bits), step = scale_bytes(f.scales);
   const int64_t blocks = p.padded / BLOCK, units = supers ? p.padded / SUPER : blocks;
   const uint8_t* w = p.integers + group * blocks * bytes + 4 * lane;
   const uint8_t* s = p.scales + group * units * step;
-  const int8_t* q[M];
-  const float *scales[M], *totals[M];
-  const int32_t* corrections[M];
+  const RowBlock* read = p.read + row * blocks;
   typename V::Floats sum[M];
-  for (int m = 0; m < M; m++) {
-    const int64_t at = (row + m) * blocks;
-    q[m] = p.read.q + (row + m) * p.padded;
-    scales[m] = p.read.scales + at;
-    totals[m] = p.read.totals + at;
-    corrections[m] = p.read.corrections + at * (f.scales == Scales::SUPER_HALVES ? 2 : 1);
-    sum[m] = V::floats(0.0f);
-  }
+#pragma unroll
+  for (int m = 0; m < M; m++) sum[m] = V::floats(0.0f);
   typename V::Floats d{}, minimum{};
-  for (int64_t b = 0; b < blocks; b++, w += bytes) {
-    typename V::Quads quads[QUADS];
-    V::template unpack<f.bits>(w, quads);
+  for (int64_t b = 0; b < blocks; b++, w += bytes, read += M) {
     const int inner = static_cast<int>(b % (SUPER / BLOCK));
     if constexpr (supers) {
       const uint8_t* super = s + b / (SUPER / BLOCK) * step;
       d = V::halves(super + 2 * lane);
-      if constexpr (f.scales == Scales::SUPER_MIN) {
+      if constexpr (minima) {
         minimum = V::multiply(V::negative(V::halves(super + 32 + 2 * lane)),
                               V::bytes(super + 64 + 128 + 16 * inner + lane));
         d = V::multiply(d, V::bytes(super + 64 + 16 * inner + lane));
@@ -102,41 +91,33 @@ void multiply_tile(const Product& p, int64_t group, int lane, int64_t row) {
       }
     } else {
       d = V::halves(s + b * step + 2 * lane);
-      if constexpr (f.scales == Scales::HALF_MIN)
-        minimum = V::halves(s + b * step + 32 + 2 * lane);
+      if constexpr (minima) minimum = V::halves(s + b * step + 32 + 2 * lane);
     }
-    // Adds a row's integer sums of a block, or of a half of it, to its floats.
-    const auto add = [&](int m, typename V::Ints n, typename V::Floats d) {
-      const auto scale = V::multiply(d, V::floats(scales[m][b]));
-      sum[m] = V::fused(V::convert(n), scale, sum[m]);
-    };
-    constexpr bool halves = f.scales == Scales::SUPER_HALVES;
-    constexpr int parts = halves ? 2 : 1, count = QUADS / parts;
-    for (int part = 0; part < parts; part++) {
-      const auto own = part == 0 ? d : minimum;  // here: the second half's scales
-      const auto* w_part = quads + part * count;
-      const int64_t x_at = b * BLOCK + part * 4 * count, c_at = parts * b + part;
-      if constexpr (requires { V::IN_PAIRS; }) {
-        for (int m = 0; m < M; m += 2) {
-          const int next = m + 1 < M ? m + 1 : m;
-          typename V::Ints n[2];
-          V::template dot_pair<f.bits, count>(w_part, q[m] + x_at, q[next] + x_at,
-                                              corrections[m][c_at],
-                                              corrections[next][c_at], n);
-          add(m, n[0], own);
-          if (next > m) add(next, n[1], own);
-        }
-      } else {
-        for (int m = 0; m < M; m++)
-          add(m, V::template dot<f.bits, count>(w_part, q[m] + x_at, corrections[m][c_at]),
-              own);
+    // Adds the integer sums of the block, or of a half of it, to the rows' floats.
+    const auto add = [&](const typename V::Ints* n, typename V::Floats d) INLINE {
+#pragma unroll
+      for (int m = 0; m < M; m++) {
+        const auto scale = V::multiply(d, V::floats(read[m].scale));
+        sum[m] = V::fused(V::convert(n[m]), scale, sum[m]);
       }
+    };
+    typename V::Ints n[M];
+    if constexpr (f.scales == Scales::SUPER_HALVES) {
+      V::template dots<f.bits, 0, QUADS / 2, M>(w, read, n);
+      add(n, d);
+      V::template dots<f.bits, QUADS / 2, QUADS / 2, M>(w, read, n);
+      add(n, minimum);  // here: the second half's scales
+    } else {
+      V::template dots<f.bits, 0, QUADS, M>(w, read, n);
+      add(n, d);
     }
-    if constexpr (f.scales == Scales::HALF_MIN || f.scales == Scales::SUPER_MIN)
+    if constexpr (minima)
+#pragma unroll
       for (int m = 0; m < M; m++)
-        sum[m] = V::fused(minimum, V::floats(totals[m][b]), sum[m]);
+        sum[m] = V::fused(minimum, V::floats(read[m].total), sum[m]);
   }
   const int64_t column = group * GROUP + lane;
+#pragma unroll
   for (int m = 0; m < M; m++) {
     float* y = p.y + (row + m) * p.columns + column;
     if (column + V::LANES <= p.columns) {

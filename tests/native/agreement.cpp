@@ -56,12 +56,9 @@ struct Matrix {
   }
 
   void multiply(const Isa& isa, const float* x, int64_t rows, float* y) const {
-    const int64_t blocks = rows * padded / BLOCK;
-    Array<float> row_scales(blocks), totals(blocks);
-    Array<int8_t> q(rows * padded);
-    Array<int32_t> corrections(2 * blocks);
-    const Product p{columns, numbers, padded, rows, integers.at, scales.at, x, y,
-                    {q.at, row_scales.at, totals.at, corrections.at}};
+    const Array<RowBlock> read(rows * padded / BLOCK);
+    const Product p{columns,  numbers, padded, rows, integers.at, scales.at, x, y,
+                    read.at};
     for (int64_t row = 0; row < rows; row++) isa.quantize[format](p, row);
     isa.multiply[format](p, 0, groups(columns));
   }
