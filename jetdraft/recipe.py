@@ -37,7 +37,17 @@ DEFAULT_BLOCK_SIZE = 128
 CALIBRATED_DEFAULT = "int4-gptq-b128-head8"
 """The default recipe with a limit of bytes or KL; see docs/quantization.md."""
 
-FAST_DEFAULT = "int4-rtn-b32-head8"
+RUNGS = {
+    "jetdraft": ("q4_k-headq6_k", "q5_k-headq6_k", "q6_k", "q8_0"),
+    "onnxruntime": (
+        *("int4-rtn-b128-head8", "int4-rtn-b64-head8", "int4-rtn-b32-head8"),
+        *("int8-rtn-b64", "int8-rtn-b32"),
+    ),
+}
+"""The recipes that an export tries for each kernel, the cheapest first. All models
+stayed within the bound with the last, which is taken without a measure."""
+
+FAST_DEFAULTS = {"jetdraft": "q4_k-headq6_k", "onnxruntime": "int4-rtn-b32-head8"}
 """The recipe of an export that measures nothing; it ruins small models
 (docs/quantization.md)."""
 
@@ -45,14 +55,24 @@ ACCURACY_LEVEL = 4
 """4 stands for int8 activations; with other levels the CPU kernel unpacks every matrix
 on every pass."""
 
-RAISED = {"int2": "int4", "int4": "int8"}
-"""The scheme with twice the bits."""
+RAISED = {"int2": "int4", "int4": "int8", "q4_0": "q5_0", "q4_1": "q5_1"}
+RAISED |= {"q4_k": "q5_k", "q5_k": "q6_k"}
+RAISED |= dict.fromkeys(("q5_0", "q5_1", "q6_k"), "q8_0")
+"""The scheme with more bits that the layers in `Recipe.raised` have."""
+
+NARROW_GRIDS = {"q4_k": "q4_1", "q5_k": "q5_1", "q6_k": "q8_0"}
+"""The types in place of types with super-blocks of 256, which the rows do not fill."""
 
 Unit = str
 """A part of a model with one scheme: the number of a decoder layer, or `HEAD`."""
 
 HEAD = "head"
 """The unit of the LM head, and of an embedding tied to it."""
+
+
+def grid_for(scheme: str, rows: int) -> str:
+    """Return the type of llama.cpp that a matrix with this many rows gets."""
+    return NARROW_GRIDS.get(scheme, scheme) if rows % 256 else scheme
 
 
 def unit_of(weight: str) -> Unit:
@@ -69,7 +89,7 @@ class Recipe:
     which has its own blocks and algorithm. `block_size` weights share one scale, which
     the `algorithm` finds. `head` is the scheme of the LM head and of an embedding tied
     to it, or None for `scheme`. `kv` "int8" quantizes the KV buffers too. The layers in
-    `raised` have twice the bits. Raises `OptionError` for unknown values.
+    `raised` have more bits, see `RAISED`. Raises `OptionError` for unknown values.
 
         Recipe.parse("int4-gptq-b32").bits  # 4
     """
@@ -107,8 +127,8 @@ class Recipe:
             )
         if self.raised and self.scheme not in RAISED:
             raise OptionError(
-                f"layers of {self.scheme} cannot get twice the bits; leave up and "
-                f"limits out, or choose {' or '.join(RAISED)}"
+                f"layers of {self.scheme} cannot get more bits; leave up and limits "
+                f"out, or choose {' or '.join(RAISED)}"
             )
 
     @classmethod
@@ -143,10 +163,10 @@ class Recipe:
         cache = f"-kv{self.kv.removeprefix('int')}" if self.kv else ""
         if self.bits is None:
             return f"none{cache}"
+        up = f"-up{'.'.join(map(str, self.raised))}" if self.raised else ""
         if self.scheme in GRIDS:
             block = f"-b{self.block_size}" if self.has_blocks else ""
-            return f"{self.scheme}{block}{head}{cache}"
-        up = f"-up{'.'.join(map(str, self.raised))}" if self.raised else ""
+            return f"{self.scheme}{block}{up}{head}{cache}"
         return f"{self.scheme}-{self.algorithm}-b{self.block_size}{up}{head}{cache}"
 
     @property
@@ -214,7 +234,7 @@ class Recipe:
         return replace(self, scheme=scheme, algorithm=algorithm, head=None, raised=())
 
     def raise_units(self, units: Collection[Unit]) -> Recipe:
-        """Return a recipe with twice the bits for these units; raises `OptionError`."""
+        """Return a recipe with more bits for these units; raises `OptionError`."""
         layers = {int(unit) for unit in units if unit != HEAD}
         recipe = replace(self, raised=tuple(sorted({*self.raised, *layers})))
         if HEAD in units and self.head is None:
@@ -223,11 +243,13 @@ class Recipe:
 
     @classmethod
     def for_drafter(cls, target: Recipe) -> Recipe:
-        """The drafter's default for a target's recipe: int8 in small blocks, or floats.
+        """The drafter's default for a target's recipe: eight bits, or floats.
 
-        A drafter is so small that its bits cost little time, and int4 costs it a
+        A drafter is so small that its bits cost little time, and four bits cost it a
         tenth of its acceptance; docs/log/quantization.md has the figures.
         """
+        if target.has_grids:
+            return cls("q8_0")
         return target if target.bits is None else cls("int8", 32)
 
     @classmethod

@@ -70,7 +70,7 @@ class ExportOptions:
             )
         for name in (TARGET, DRAFTER):
             self._check_graph(name)
-        if self.kernel == KERNELS[0] and not self.keeps_grids(TARGET):
+        if self.kernel == KERNELS[0] != self.kernel_of(TARGET):
             raise OptionError(
                 "the kernel jetdraft runs on the CPU in fp32, in the contrib flavour; "
                 "leave it out, or choose --provider cpu and --dtype fp32"
@@ -137,10 +137,11 @@ class ExportOptions:
         """The flavour of all graphs: the option, or else the provider's."""
         return self.flavour or provider_named(self.provider).flavour
 
-    def keeps_grids(self, name: str) -> bool:
-        """Whether a GGUF file's matrices keep their types in the graph of that name."""
-        runs = self.provider_of(name).name == "cpu" and self.dtype_of(name) == "fp32"
-        return runs and self.effective_flavour == CONTRIB and self.kernel != KERNELS[1]
+    def kernel_of(self, name: str) -> str:
+        """Whose operators multiply matrices in the graph of that name, of `KERNELS`."""
+        provider = self.provider_of(name)
+        best = provider.kernel(self.effective_flavour, self.dtype)
+        return KERNELS[1] if self.kernel == KERNELS[1] else best
 
     def dtype_of(self, name: str) -> str:
         """The dtype of the graph of that name."""
@@ -151,4 +152,7 @@ class ExportOptions:
         target = self.recipe or Recipe()
         if name == TARGET:
             return target
-        return self.drafter_recipe or Recipe.for_drafter(target)
+        own = self.drafter_recipe or Recipe.for_drafter(target)
+        if self.drafter_recipe is None and self.kernel_of(name) == KERNELS[1]:
+            own = own if own.bits is None else Recipe("int8", 32)
+        return own

@@ -67,6 +67,7 @@ from jetdraft.manifest import GraphEntry
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.choice import Limit
 from jetdraft.quant.weights import Quantization
+from jetdraft.recipe import KERNELS
 from jetdraft.staging import writing
 
 __all__ = ["ExportOptions", "Limit", "export"]
@@ -190,7 +191,9 @@ def _load_checkpoints(
     for number, (name, source) in enumerate(sources.items()):
         report("load", number, len(sources))
         dtype = getattr(torch, DTYPES[options.dtype_of(name)])
-        checkpoint = Checkpoint.load(source, dtype, options.keeps_grids(name))
+        checkpoint = Checkpoint.load(
+            source, dtype, keeps_grids=options.kernel_of(name) == KERNELS[0]
+        )
         if name == DRAFTER:
             check_tokens(checkpoints[TARGET], checkpoint)
             checkpoint = checkpoint.beside(checkpoints[TARGET].vocab_size)

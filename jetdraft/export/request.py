@@ -12,7 +12,7 @@ from jetdraft.bundle import DRAFTER, FLAVOURS, TARGET, Bundle
 from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH
 from jetdraft.devices.device import Device
 from jetdraft.devices.planning.plan import Question, does_not_fit_error, plan
-from jetdraft.devices.providers import AUTO, PROVIDERS, fastest_provider
+from jetdraft.devices.providers import AUTO, PROVIDERS, fastest_provider, provider_named
 from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.options import Flag, takes
 from jetdraft.recipe import (
@@ -20,7 +20,7 @@ from jetdraft.recipe import (
     BLOCK_SIZES,
     CALIBRATED_DEFAULT,
     DEFAULT_BLOCK_SIZE,
-    FAST_DEFAULT,
+    FAST_DEFAULTS,
     KERNELS,
     SCHEMES,
     Recipe,
@@ -141,8 +141,9 @@ class ExportRequest:
         bool,
         Flag(
             "quantization",
-            f"Measure nothing and take {FAST_DEFAULT}, which suits large models, and "
-            "int8-rtn-b32 for the drafter, with --device too; options that need a "
+            f"Measure nothing and take {FAST_DEFAULTS[KERNELS[0]]}, which suits large "
+            f"models ({FAST_DEFAULTS[KERNELS[1]]} with kernels of onnxruntime), and "
+            "eight bits for the drafter, with --device too; options that need a "
             "measure are refused.",
         ),
     ] = False
@@ -217,12 +218,14 @@ class ExportRequest:
         """The target's recipe; None if the export is to choose it."""
         if self.quantize is not None:
             return Recipe.parse(self.quantize, self.block_size or DEFAULT_BLOCK_SIZE)
-        if self.limited:
+        best = provider_named(self.provider).kernel(self.flavour, self.dtype)
+        kernel = self.kernel or (best if self.block_size is None else KERNELS[1])
+        if self.limited and kernel == KERNELS[1]:
             recipe = Recipe.parse(CALIBRATED_DEFAULT)
         elif self.device is not None and not self.fast:
             recipe = Recipe.parse(Device.named(self.device).recipe)
-        elif self.fast or self.block_size is not None:
-            recipe = Recipe.parse(FAST_DEFAULT)
+        elif self.limited or self.fast or self.block_size is not None:
+            recipe = Recipe.parse(FAST_DEFAULTS[kernel])
         else:
             return None
         return replace(recipe, block_size=self.block_size or recipe.block_size)
@@ -240,9 +243,10 @@ def export(request: ExportRequest) -> Bundle:
         jetdraft.export("target/", "bundle", "drafter/", quantize="int8-rtn-b32")
     """
     check_output(Path(request.output))
-    provider = fastest_provider() if request.provider == AUTO else request.provider
+    if request.provider == AUTO:
+        request = replace(request, provider=fastest_provider())
     if request.device is not None:
-        _check_fits(request, provider)
+        _check_fits(request)
     try:
         exporter = importlib.import_module("jetdraft.export.exporter")
     except ImportError as error:
@@ -260,7 +264,6 @@ def export(request: ExportRequest) -> Bundle:
         if request.limited
         else None,
         max_width=min(request.max_width, request.capacity),
-        provider=provider,
         **{name: getattr(request, name) for name in _COPIED_FIELDS},
     )
     if request.fast:
@@ -284,6 +287,7 @@ _COPIED_FIELDS = (
         "flavour",
         "kernel",
         "adapter_scale",
+        "provider",
         "drafter_provider",
         "fast",
     ),
@@ -309,7 +313,7 @@ def _check_fast(options: Any) -> None:
             )
 
 
-def _check_fits(request: ExportRequest, provider: str) -> None:
+def _check_fits(request: ExportRequest) -> None:
     """Raise `DeviceError` for a pair that does not fit the device."""
     assert request.device is not None
     folders = [Path(source) for source in (request.target, request.drafter) if source]
@@ -326,7 +330,7 @@ def _check_fits(request: ExportRequest, provider: str) -> None:
         folders[1] if request.drafter else None,
         (request.recipe or Recipe()).scheme,
         request.capacity,
-        provider=provider,
+        provider=request.provider,
     )
     answer = plan(question)
     if not answer.fits:

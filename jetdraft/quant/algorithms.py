@@ -33,7 +33,7 @@ from torch import Tensor
 from jetdraft.quant.blocks import Blocks, Floats, into_blocks
 from jetdraft.quant.grids import GridMatrix, Matrix
 from jetdraft.quant.rounding import round_to_grid
-from jetdraft.recipe import GRIDS, Recipe
+from jetdraft.recipe import GRIDS, Recipe, grid_for
 
 DAMPING = 0.01
 """The share of the mean second moment that is added to all: the paper's value."""
@@ -183,11 +183,13 @@ ALGORITHMS: dict[str, Algorithm] = {
 def quantize(matrix: Floats, recipe: Recipe, moments: Floats | None) -> Matrix:
     """Quantize a float matrix [rows, columns] by a recipe that has bits.
 
-    `moments` float [rows, rows] is needed where `recipe.needs_moments`.
+    `moments` float [rows, rows] is needed where `recipe.needs_moments`; a type of
+    llama.cpp takes [rows], or does without.
     """
     assert recipe.bits is not None
     if recipe.scheme in GRIDS:
-        grid = recipe.scheme.upper()
-        return GridMatrix(grid, round_to_grid(matrix, grid), len(matrix))
+        grid = grid_for(recipe.scheme, len(matrix)).upper()
+        data = round_to_grid(matrix, grid, moments)
+        return GridMatrix(grid, data, len(matrix))
     algorithm = ALGORITHMS[recipe.algorithm]
     return algorithm(matrix, recipe.bits, recipe.block_size, moments)

@@ -17,7 +17,7 @@ from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows
 from jetdraft.quant.grids import Matrix
-from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe, Unit, unit_of
+from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe, Unit, grid_for, unit_of
 
 MAX_TOKENS = 512
 """The most tokens that are compared; their log probabilities stay in memory."""
@@ -211,7 +211,7 @@ def _matrix_bytes(layer: torch.nn.Linear, recipe: Recipe) -> int:
     if recipe.bits is None:
         return columns * rows * torch.float32.itemsize
     if recipe.scheme in GRIDS:
-        return int(columns * rows * GRIDS[recipe.scheme] / 8)
+        return int(columns * rows * GRIDS[grid_for(recipe.scheme, rows)] / 8)
     size = recipe.block_size
     blocks = -(-rows // size)
     integers = columns * blocks * size * recipe.bits // 8

@@ -77,20 +77,20 @@ def _fit_affine(x: Tensor, weights: Tensor, largest: int) -> tuple[Tensor, Tenso
     reach = (x.amax(-1, keepdim=True) - low).clamp(min=_TINY)
     best = torch.full_like(low, torch.inf)
     scale, minimum = torch.zeros_like(low), low
-    wx = weights * x
-    total, linear = (part.sum(-1, keepdim=True) for part in (weights, wx))
+    total = weights.sum(-1, keepdim=True).clamp(min=_TINY)
+    x_mean = (weights * x).sum(-1, keepdim=True) / total
     for more in AFFINE_TRIES:
         integers = ((x - low) * ((largest + more) / reach)).round_().clamp_(0, largest)
         wi = weights * integers
-        first, second = wi.sum(-1, keepdim=True), (wi * integers).sum(-1, keepdim=True)
-        both = (wx * integers).sum(-1, keepdim=True)
-        determinant = total * second - first.square()
-        equal = determinant <= 1e-5 * total * second  # all integers are the same
-        determinant = torch.where(equal, 1.0, determinant)
-        step = (total * both - linear * first) / determinant
-        base = (second * linear - first * both) / determinant
-        alone = equal | (base > 0)
-        step = torch.where(alone, both / second.clamp(min=_TINY), step)
+        mean = wi.sum(-1, keepdim=True) / total
+        spread = weights * (integers - mean)
+        variance = (spread * (integers - mean)).sum(-1, keepdim=True)
+        step = (spread * (x - x_mean)).sum(-1, keepdim=True) / variance.clamp(min=_TINY)
+        base = x_mean - step * mean
+        # Without a minimum where it would be above 0, or all integers are the same.
+        alone = (base > 0) | (variance <= _TINY)
+        squares = (wi * integers).sum(-1, keepdim=True).clamp(min=_TINY)
+        step = torch.where(alone, (wi * x).sum(-1, keepdim=True) / squares, step)
         base = torch.where(alone, 0.0, base)
         error = (weights * (integers * step + base - x).square()).sum(-1, keepdim=True)
         better = (error < best) & (step > 0)
