@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetdraft.bundle import TARGET
 from jetdraft.checkpoints.attention import (
     IMPLEMENTATION,
     PassThroughCache,

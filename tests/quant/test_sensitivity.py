@@ -149,7 +149,7 @@ def test_limits_that_nothing_meets_are_refused(sensitivity):
     with pytest.raises(OptionError, match="alone takes"):
         sensitivity.find_mix(Limit(max_bytes=1000))
     with pytest.raises(
-        OptionError, match="with twice the bits for all layers has a KL"
+        OptionError, match="with more bits for all layers has a KL"
     ):
         sensitivity.find_mix(Limit(max_kl=1e-12))
     for wrong in ({}, {"max_bytes": 5, "max_kl": 1.0}, {"max_kl": -1.0}):
@@ -183,7 +183,7 @@ def test_the_command_line_says_what_it_chose_and_refuses(folder, tmp_path):
     both = command(*calibrated, "--max-kl", "1", "--max-bytes", "9")
     assert_refused(both, "either max bytes or max KL")
     floats = command(*calibrated, "--quantize", "int8", "--max-kl", "1")
-    assert_refused(floats, "layers of int8 cannot get twice the bits")
+    assert_refused(floats, "layers of int8 cannot get more bits")
     assert_refused(command(*calibrated, "--max-bytes", "9"), "alone takes")
     assert not (tmp_path / "bundle").exists()
     done = command(*calibrated, "--max-kl", "0.1")
