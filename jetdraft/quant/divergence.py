@@ -211,7 +211,9 @@ def _matrix_bytes(layer: torch.nn.Linear, recipe: Recipe) -> int:
     if recipe.bits is None:
         return columns * rows * torch.float32.itemsize
     if recipe.scheme in GRIDS:
-        return int(columns * rows * GRIDS[recipe.scheme] / 8)
+        size = 256 if recipe.scheme.endswith("k") else 32
+        whole = -(-columns // 16) * 16 * -(-rows // size) * size
+        return int(whole * GRIDS[recipe.scheme] / 8)
     size = recipe.block_size
     blocks = -(-rows // size)
     integers = columns * blocks * size * recipe.bits // 8
