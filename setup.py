@@ -1,20 +1,23 @@
 """Builds the library of operators with the package; all else is in pyproject.toml.
 
-    python setup.py build_py
+    python setup.py bdist_wheel --plat-name manylinux_2_28_aarch64
 
 The compiler is the package ziglang from PyPI, so that no machine needs its own, and
-each machine builds for every kind of processor.
+each machine builds for every kind of processor: a wheel has the library of its
+platform, by default this machine's.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 FOLDER = Path(__file__).parent / "jetdraft" / "native"
@@ -84,15 +87,31 @@ def build(folder: Path, architecture: str) -> Path:
     return library
 
 
+def architectures(platform: str) -> list[str]:
+    """The processors of a platform such as "linux-x86_64" that have a library."""
+    return [a for a in SOURCES if "linux" in platform and platform.endswith(a)]
+
+
 class BuildPackage(build_py):
     """Copies the modules, and compiles `jetdraft/native` beside them."""
 
     def run(self) -> None:
         super().run()
+        wheel = self.distribution.get_command_obj("bdist_wheel", create=False)
         root = Path(".") if self.editable_mode else Path(self.build_lib)
-        for architecture in SOURCES:
+        platform = (wheel and wheel.plat_name) or sysconfig.get_platform()
+        for architecture in architectures(platform):
             build(root / "jetdraft" / "native", architecture)
 
 
+class BuildWheel(bdist_wheel):
+    """Gives a wheel the tag of its library's platform."""
+
+    def finalize_options(self) -> None:
+        if not self.plat_name and architectures(sysconfig.get_platform()):
+            self.plat_name = sysconfig.get_platform()
+        super().finalize_options()
+
+
 if __name__ == "__main__":
-    setup(cmdclass={"build_py": BuildPackage})
+    setup(cmdclass={"build_py": BuildPackage, "bdist_wheel": BuildWheel})

@@ -8,12 +8,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
+import struct
 from pathlib import Path
 
 from jetdraft.errors import ProviderError
 
+DOMAIN = "jetdraft"
+"""The domain of the operators in a graph."""
+
 LIBRARY = Path(__file__).with_name(f"{platform.machine()}.so")
 """The file for this kind of processor; it may be missing."""
+
+_HEADER = struct.Struct("<40xQ10x2H2x")
+"""Of an ELF file of 64 bits: start of the sections' table, bytes and count of rows."""
 
 
 @functools.cache
@@ -24,13 +31,14 @@ def isa() -> str:
     instructions that this processor lacks.
     """
     try:
+        _check_end(LIBRARY)
         library = ctypes.CDLL(str(LIBRARY))
-    except OSError as error:
+        library.jetdraft_isa.restype = ctypes.c_char_p
+    except (OSError, AttributeError) as error:
         raise ProviderError(
             f"jetdraft's library of operators does not load ({error}); install "
             "jetdraft again on this machine, or export with --kernel onnxruntime"
         ) from error
-    library.jetdraft_isa.restype = ctypes.c_char_p
     name: bytes | None = library.jetdraft_isa()
     if name is None:
         raise ProviderError(
@@ -38,3 +46,12 @@ def isa() -> str:
             "out"
         )
     return name.decode()
+
+
+def _check_end(file: Path) -> None:
+    """Raise `OSError` for a library without its end, which ends the process that loads
+    it: the table of sections comes last."""
+    with file.open("rb") as opened:
+        start, size, count = _HEADER.unpack(opened.read(64).ljust(64, b"\0"))
+    if start + size * count > file.stat().st_size:
+        raise OSError(f"{file} is cut off")

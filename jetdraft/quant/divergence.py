@@ -211,7 +211,10 @@ def _matrix_bytes(layer: torch.nn.Linear, recipe: Recipe) -> int:
     if recipe.bits is None:
         return columns * rows * torch.float32.itemsize
     if recipe.scheme in GRIDS:
-        return int(columns * rows * GRIDS[grid_for(recipe.scheme, rows)] / 8)
+        grid = grid_for(recipe.scheme, rows)
+        size = 256 if grid.endswith("k") else 32
+        whole = -(-columns // 16) * 16 * -(-rows // size) * size
+        return int(whole * GRIDS[grid] / 8)
     size = recipe.block_size
     blocks = -(-rows // size)
     integers = columns * blocks * size * recipe.bits // 8

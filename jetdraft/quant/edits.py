@@ -14,9 +14,6 @@ from jetdraft.contracts.tensors import TensorSpec
 CONTRIB_DOMAIN = "com.microsoft"
 """The domain of onnxruntime's own operators."""
 
-NATIVE_DOMAIN = "jetdraft"
-"""The domain of the operators of `jetdraft.native`."""
-
 PARAMETER = "parameter"
 """Metadata key of a value: the checkpoint's names of its weights, one a line."""
 

@@ -17,12 +17,12 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from jetdraft import native
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.blocks import Blocks, Floats
 from jetdraft.quant.edits import (
     CONTRIB_DOMAIN,
-    NATIVE_DOMAIN,
     PARAMETER,
     Maker,
     initializer,
@@ -167,7 +167,7 @@ class PackedMatrix:
         return make(
             name,
             *(read, self.weight, self.scales),
-            domain=NATIVE_DOMAIN,
+            domain=native.DOMAIN,
             K=matrix.rows,
             N=len(matrix.data),
             format=GRIDS.index(matrix.grid),

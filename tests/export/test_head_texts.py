@@ -22,14 +22,14 @@ CHAINS = {
 }
 TREES = [{"drafting": {"tree": "best"}}, {"drafting": {"tree": "heap"}, "exact": False}]
 WIDE = {"drafting": {"tree": "k-ary", "branching": (2, 2)}}
-INT8, W8A8 = {"recipe": "int8"}, {"recipe": "w8a8"}
+INT8, PACKED = {"recipe": "int8"}, {"recipe": "q8_0"}
 STANDARD = {"flavour": "standard"}
 FP16 = {"recipe": "int8", "provider": "cuda"}
 """Exported for a GPU, which computes in half precision, and run on the CPU."""
 
 BUNDLES = {
     "eagle3 int8": ("eagle3", INT8),
-    "eagle3 w8a8": ("eagle3", W8A8),
+    "eagle3 packed": ("eagle3", PACKED),
     "eagle3 standard": ("eagle3", STANDARD),
     "eagle1 int4": (
         "eagle1-tied",
@@ -49,7 +49,7 @@ BUNDLES = {
         f"{name} {how}".strip(): (name, options)
         for name in ("dflash", "diffusion")
         for how, options in {
-            "": {}, "int8": INT8, "w8a8": W8A8, "standard": STANDARD, "fp16": FP16,
+            "": {}, "int8": INT8, "packed": PACKED, "standard": STANDARD, "fp16": FP16,
         }.items()
     },
 }  # fmt: skip

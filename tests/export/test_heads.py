@@ -61,8 +61,8 @@ def test_a_module_reads_the_state_after_the_final_norm(made, name):
 
 def test_its_provider_must_have_the_kernels_of_the_targets_matrices(made, tmp_path):
     _, target, head, _ = made("eagle3")
-    options = ExportOptions(Recipe("w8a8"), drafter_provider="cuda")
-    with pytest.raises(OptionError, match=r"no kernel for w8a8.*--drafter-provider"):
+    options = ExportOptions(Recipe("q4_k"), drafter_provider="cuda")
+    with pytest.raises(OptionError, match=r"no kernel for q4_k.*--drafter-provider"):
         export(target, tmp_path / "bundle", None, options, head=head)
     assert not (tmp_path / "bundle").exists()
 
@@ -77,7 +77,7 @@ def bytes_of(bundle: Bundle, location: str) -> int:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("recipe", ["none", "int4-head8", "int4-headw8a8"])
+@pytest.mark.parametrize("recipe", ["none", "int4-head8", "int4-headq8_0"])
 def test_matrices_of_the_target_are_in_its_file(made, tied, recipe):
     drafter = "none" if recipe == "none" else "int4"
     how = {} if recipe == "none" else {"recipe": recipe, "drafter": drafter}

@@ -42,6 +42,7 @@ def open_session(kind, arrays, threads, fields):
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
+    options.enable_cpu_mem_arena = False  # so that sanitizers see every size
     options.register_custom_ops_library(str(native.LIBRARY))
     return ort.InferenceSession(model.SerializeToString(), options)
 

@@ -5,6 +5,7 @@ Arm code is built here and runs under qemu-user.
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import runpy
@@ -17,7 +18,7 @@ import pytest
 
 SETUP = runpy.run_path(str(Path(__file__).parents[2] / "setup.py"))
 FLAGS, FOLDER, SOURCES = (SETUP[name] for name in ("FLAGS", "FOLDER", "SOURCES"))
-PROGRAM = Path(__file__).with_name("agreement.cpp")
+PROGRAM, LOADER = (Path(__file__).with_name(n) for n in ("agreement.cpp", "load.c"))
 QEMU = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
 
 
@@ -52,7 +53,25 @@ def test_this_processor_agrees_with_the_portable_code(tmp_path):
     assert "portable" in agreeing(compiled(tmp_path, platform.machine()))
 
 
-@pytest.mark.skipif(QEMU is None, reason="no qemu-user for aarch64")
+needs_qemu = pytest.mark.skipif(
+    "JETDRAFT_NEEDS_QEMU" not in os.environ
+    and (QEMU is None or "QEMU_LD_PREFIX" not in os.environ),
+    reason="no qemu-user for aarch64, see scripts/qemu",
+)
+
+
+@needs_qemu
+def test_arm_loads_the_library(tmp_path):
+    """With its C library; a program for the oldest that the library runs on."""
+    library, loader = SETUP["build"](tmp_path, "aarch64"), tmp_path / "load"
+    zig("cc", "-target", "aarch64-linux-gnu.2.28", str(LOADER), "-o", str(loader))
+    for processor, isa in (("max", "i8mm"), ("cortex-a57", "portable")):
+        command = [QEMU, "-cpu", processor, loader, library]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.stdout == f"{isa}\n", done.stderr
+
+
+@needs_qemu
 def test_arm_agrees_with_the_portable_code(tmp_path):
     program = compiled(tmp_path, "aarch64")
     assert agreeing(QEMU, "-cpu", "max", program) == {"i8mm", "dotprod", "portable"}

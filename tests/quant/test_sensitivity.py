@@ -96,7 +96,7 @@ def unquantized(logits_of):
     return logits_of(Recipe("none"))
 
 
-@pytest.mark.parametrize("name", ["int8-rtn-b16", "int8-rtn-b64", "w8a8"])
+@pytest.mark.parametrize("name", ["int8-rtn-b16", "int8-rtn-b64", "q4_0", "q6_k"])
 def test_kl_is_that_of_the_bundle_as_it_runs(sensitivity, unquantized, logits_of, name):
     recipe = Recipe.parse(name)
     windows = torch.cat(sensitivity.divergence.batches).tolist()
@@ -131,16 +131,16 @@ def test_as_many_units_as_fit(sensitivity):
 
 
 @pytest.mark.parametrize(
-    "name", ["int4-rtn-b16", "int8-k_quant-b32-head4", "int2-b64", "w8a8"]
+    "name", ["int4-rtn-b16", "int8-k_quant-b32-head4", "int2-b64", "q5_k"]
 )
 def test_the_bytes_are_those_of_the_graph(folder, sensitivity, name, tmp_path):
     recipe = Recipe.parse(name)
     export(str(folder), tmp_path / "bundle", None, ExportOptions(recipe))
     graph = onnx.load(tmp_path / "bundle/target.onnx").graph
     constants = {each.name: each for each in graph.initializer}
-    kinds = "MatMulNBits", "MatMulIntegerToFloat"
+    kinds = "MatMulNBits", "MatMulPacked"
     products = [node for node in graph.node if node.op_type in kinds]
-    names = {name for node in products for name in node.input[1:] if name[:3] != "w8."}
+    names = {name for node in products for name in node.input[1:]}
     found = sum(numpy_helper.to_array(constants[name]).nbytes for name in names)
     assert sensitivity.divergence.bytes_of(recipe) == found
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import warnings
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from jetdraft import native
 from jetdraft.bundle import Bundle
 from jetdraft.devices.detection import detect_machine, processor_digest, processor_name
+from jetdraft.errors import ProviderError
 from jetdraft.files import replacing
 from jetdraft.manifest import SEAL, seal_hash
 from jetdraft.ort import ort
@@ -39,6 +42,8 @@ class Profiles:
             "onnxruntime": ort.__version__,
             "bundle": bundle.sha256,
         }
+        with suppress(ProviderError):
+            self.machine["isa"] = native.isa()
         if provider != "cpu":
             self.machine["gpu"] = detect_machine().gpu
 

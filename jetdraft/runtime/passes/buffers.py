@@ -14,12 +14,28 @@ import numpy.typing as npt
 
 from jetdraft.contracts.step_contract import SOURCE_LENGTH, StepContract
 from jetdraft.contracts.tensors import check_tensors
+from jetdraft.errors import ContractError
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.drafts.rows import gapless_length
 
 _WEBGPU_LOCK = RLock()
 """WebGPU's sessions share one queue: two threads in it end the process."""
+
+
+def run_bound(
+    session: ort.InferenceSession, io: ort.IOBinding, options: ort.RunOptions = None
+) -> None:
+    """Run a bound session; raises `ContractError` if a node refuses what it reads."""
+    try:
+        session.run_with_iobinding(io, options)
+    except Exception as error:  # onnxruntime's exceptions have no common base
+        if type(error).__name__ != "InvalidArgument":
+            raise
+        raise ContractError(
+            f"a graph of the bundle cannot run ({str(error).splitlines()[0]}); export "
+            "the bundle again with this version"
+        ) from error
 
 
 class Tensor:
@@ -251,7 +267,7 @@ class SourceBuffers:
             io.bind_cpu_input(self._input.name, array[None])
             for name, tensor in self._buffers.items():
                 io.bind_ortvalue_output(name, tensor.value)
-            self._session.run_with_iobinding(io)
+            run_bound(self._session, io)
             self.seconds += time.perf_counter() - start
         self._material, self.tokens = array, source_tokens(material)
         # A sound fills all slots.

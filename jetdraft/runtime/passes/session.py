@@ -91,9 +91,12 @@ def open_session(
     options = _session_options(provider, threads)
     providers = session_providers(provider, options, dict(provider_options or {}))
     weights = weights or {}
-    if provider == "cpu" and native.LIBRARY.exists():
-        native.isa()  # raises if the library does not load
-        options.register_custom_ops_library(str(native.LIBRARY))
+    no_library = None
+    try:
+        if provider == "cpu" and native.isa():
+            options.register_custom_ops_library(str(native.LIBRARY))
+    except ProviderError as error:  # most graphs do without
+        no_library = error
     try:
         options.add_external_initializers(
             list(weights),
@@ -107,6 +110,8 @@ def open_session(
         )
     except Exception as error:  # onnxruntime's exceptions have no common base
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if no_library is not None and f" {native.DOMAIN}:" in reason:
+            raise no_library from error
         if provider != "cpu":
             raise ProviderError(
                 f"{full} cannot load {file} ({reason}); {PROVIDER_FIX}"
