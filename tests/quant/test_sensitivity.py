@@ -148,9 +148,7 @@ def test_the_bytes_are_those_of_the_graph(folder, sensitivity, name, tmp_path):
 def test_limits_that_nothing_meets_are_refused(sensitivity):
     with pytest.raises(OptionError, match="alone takes"):
         sensitivity.find_mix(Limit(max_bytes=1000))
-    with pytest.raises(
-        OptionError, match="with more bits for all layers has a KL"
-    ):
+    with pytest.raises(OptionError, match="with more bits for all layers has a KL"):
         sensitivity.find_mix(Limit(max_kl=1e-12))
     for wrong in ({}, {"max_bytes": 5, "max_kl": 1.0}, {"max_kl": -1.0}):
         with pytest.raises(OptionError):
