@@ -13,8 +13,8 @@ from pathlib import Path
 
 from jetdraft.errors import ProviderError
 
-DOMAIN = "jetdraft"
-"""The domain of the operators in a graph."""
+DOMAIN, MULTIPLY, GATHER = "jetdraft", "MatMulPacked", "GatherPacked"
+"""The domain of the operators in a graph, and their names."""
 
 LIBRARY = Path(__file__).with_name(f"{platform.machine()}.so")
 """The file for this kind of processor; it may be missing."""

@@ -228,7 +228,7 @@ def _multiply_packed(
 ) -> PackedMatrix:
     """Replace the MatMul by a product of `jetdraft.native`."""
     packed = _add_packed(make.graph, source, matrix)
-    _replace_node(make, node, packed.operator(make, "MatMulPacked", node.inputs[0]))
+    _replace_node(make, node, packed.operator(make, native.MULTIPLY, node.inputs[0]))
     return packed
 
 
@@ -266,7 +266,7 @@ def _replace_gather(make: Maker, node: ir.Node, packed: PackedMatrix) -> None:
     """
     weight, blocks, ids = packed.weight, packed.blocks, node.inputs[1]
     if isinstance(blocks, GridMatrix):
-        _replace_node(make, node, packed.operator(make, "GatherPacked", ids))
+        _replace_node(make, node, packed.operator(make, native.GATHER, ids))
         return
     scales = blocks.scales[..., None]
     inputs = [weight, ids, make.array(f"{weight.name}.row_scales", scales)]

@@ -14,6 +14,7 @@ import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.grids import GRIDS, GridMatrix
 from jetdraft.recipe import KERNELS, Recipe
 from tests.cli.running import jetdraft as command
@@ -103,11 +104,11 @@ def test_all_integers_are_in_the_bundle(case):
     stored = [row.tobytes() for node in products for row in columns(node, constants)]
     packed = products[0].op_type == "MatMulPacked"
     for name, data in kept.items():
-        kind = written.types[name]
-        if packed:
-            expected = quants.dequantize(data, kind)
-        elif (blocks := grid_matrix(kind, data).exact_blocks()) is not None:
-            expected = blocks.packed
+        expected = quants.dequantize(data, written.types[name])
+        if not packed:
+            matrix = grid_matrix(written.types[name], data)
+            int8 = quantize(matrix.floats, Recipe("int8", 32), None)
+            expected = (matrix.exact_blocks() or int8).packed
         assert {row.tobytes() for row in expected} <= {*stored}, name
     assert len(stored) == sum(map(len, kept.values()))
 

@@ -95,13 +95,13 @@ def test_a_bundle_runs_on_any_instructions(packed, monkeypatch):
 
 def change_products(bundle, **attributes):
     """Give the products of a bundle's target other attributes, under new hashes."""
-    file = bundle / "target.onnx"
-    model = onnx.load(file, load_external_data=False)
-    products = [n for n in model.graph.node if n.op_type == "MatMulPacked"]
-    assert products
-    for attribute in (a for node in products for a in node.attribute):
-        attribute.i = attributes.get(attribute.name, attribute.i)
-    onnx.save(model, file)
+    for file in (bundle / "target.onnx", bundle / "target-tree.onnx"):
+        model = onnx.load(file, load_external_data=False)
+        products = [n for n in model.graph.node if n.op_type == native.MULTIPLY]
+        assert products
+        for attribute in (a for node in products for a in node.attribute):
+            attribute.i = attributes.get(attribute.name, attribute.i)
+        onnx.save(model, file)
     hash_again(bundle)
 
 
@@ -118,7 +118,12 @@ def change_products(bundle, **attributes):
 )
 def test_another_layout_or_size_is_refused(own, attributes, said):
     change_products(own, **attributes)
-    assert_refused(generated(own), said, "export the bundle again")
+    result = generated(own)
+    assert result.exit_code == 2
+    last = result.stderr.splitlines()[-1]  # some are found by the first pass
+    assert last.startswith("error: ")
+    assert said in last
+    assert "export the bundle again" in last
 
 
 @pytest.mark.parametrize("hashed", [False, True])

@@ -26,15 +26,17 @@ _WEBGPU_LOCK = RLock()
 def run_bound(
     session: ort.InferenceSession, io: ort.IOBinding, options: ort.RunOptions = None
 ) -> None:
-    """Run a bound session; raises `ContractError` if a node refuses what it reads."""
+    """Run a bound session; raises `ContractError` if jetdraft's operators refuse."""
     try:
         session.run_with_iobinding(io, options)
-    except Exception as error:  # onnxruntime's exceptions have no common base
-        if type(error).__name__ != "InvalidArgument":
+    except RuntimeError as error:
+        _, node, reason = str(error).partition("Packed node. ")
+        if not node:
             raise
+        reason = reason.partition("Status Message: ")[2]
         raise ContractError(
-            f"a graph of the bundle cannot run ({str(error).splitlines()[0]}); export "
-            "the bundle again with this version"
+            f"a graph of the bundle cannot run ({reason}); export the bundle again "
+            "with this version"
         ) from error
 
 

@@ -110,7 +110,7 @@ def open_session(
         )
     except Exception as error:  # onnxruntime's exceptions have no common base
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        if no_library is not None and f" {native.DOMAIN}:" in reason:
+        if no_library and (native.MULTIPLY in reason or native.GATHER in reason):
             raise no_library from error
         if provider != "cpu":
             raise ProviderError(
