@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -101,16 +102,17 @@ class Taps(nn.Module):
             if len(modules) in self.layers:
                 modules.append(final_norm(model))
             for layer in self.layers:
-                hooks.callback(_record_input(modules[layer], states, layer).remove)
+                keep = partial(states.__setitem__, layer)
+                hooks.callback(watch_input(modules[layer], keep).remove)
             hooks.callback(model.get_decoder().register_forward_hook(end).remove)
             yield features
 
 
-def _record_input(module: nn.Module, states: dict[int, Tensor], layer: int) -> Any:
-    """Register a hook that stores a module's input in `states`; return its handle."""
+def watch_input(module: nn.Module, keep: Callable[[Tensor], object]) -> Any:
+    """Register a hook that calls `keep` with a module's input; return its handle."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        states[layer] = args[0] if args else kwargs["hidden_states"]
+        keep(args[0] if args else kwargs["hidden_states"])
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 

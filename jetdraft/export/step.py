@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.attention import PassThroughCache, StepState, attending
-from jetdraft.checkpoints.layers import Taps, decoder_layers
+from jetdraft.checkpoints.layers import Taps, decoder_layers, watch_input
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.errors import UnsupportedModelError
@@ -110,12 +110,11 @@ class Step(torch.nn.Module):
         head, cut, features = (list[Tensor]() for _ in range(3))
         with contextlib.ExitStack() as hooks:
             hooks.enter_context(attending(state))
-            hooks.callback(
-                _collect_inputs(self.model.get_output_embeddings(), head).remove
-            )
+            lm_head = self.model.get_output_embeddings()
+            hooks.callback(watch_input(lm_head, head.append).remove)
             if self.cut:
                 first = decoder_layers(self.model)[-self.cut]
-                hooks.callback(_collect_inputs(first, cut).remove)
+                hooks.callback(watch_input(first, cut.append).remove)
             for taps in self.taps.values():
                 features = hooks.enter_context(cast(Taps, taps).watching(self.model))
             logits = self.logits(state, input_ids, position_ids, answer_rows)
@@ -169,15 +168,6 @@ class Step(torch.nn.Module):
         if weight.startswith(f"{_FUSION_PREFIX}."):
             return torch.float32  # states overflow float16
         return dtype_of(self.contract)
-
-
-def _collect_inputs(module: torch.nn.Module, states: list[Tensor]) -> Any:
-    """Register a hook that appends a module's input to `states`; return its handle."""
-
-    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        states.append(args[0] if args else kwargs["hidden_states"])
-
-    return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def zeros(spec: TensorSpec, *sizes: int) -> Tensor:

@@ -6,8 +6,7 @@ from jetdraft.runtime.trees.shapes import RANK_RATES
 
 def test_the_most_likely_tree_has_the_largest_products():
     """Compared with all rows of all paths of ranks up to a depth."""
-    others = [rate / (1 - RANK_RATES[0]) for rate in RANK_RATES[1:]]
-    parents, chances = best_tree(12, [RANK_RATES[0]] * 12, others)
+    parents, chances = best_tree(12, [RANK_RATES] * 12)
     values = [1.0]
     ranks = {}
     for parent in parents:
@@ -25,5 +24,5 @@ def test_the_most_likely_tree_has_the_largest_products():
 
 
 def test_a_tree_without_siblings_is_a_chain():
-    assert best_tree(3, [0.6, 0.5, 0.4], []) == ([0, 1, 2], [0.6, 0.3, 0.12])
-    assert best_tree(5, [0.6, 0.5], []) == ([0, 1], [0.6, 0.3])
+    assert best_tree(3, [[0.6], [0.5], [0.4]]) == ([0, 1, 2], [0.6, 0.3, 0.12])
+    assert best_tree(5, [[0.6], [0.5]]) == ([0, 1], [0.6, 0.3])

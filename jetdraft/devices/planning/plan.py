@@ -329,9 +329,9 @@ def expected_levels(rows: int, rate: float, branching: bool) -> list[tuple[int, 
     They are of the likeliest tree of `rows` rows, or a chain unless `branching`, if the
     first child of a row is right with probability `rate`.
     """
-    siblings = range(rows - 1 if branching else 0)
-    others = [rate * (1.0 - rate) ** rank for rank in siblings]
-    parents, chances = best_tree(rows, [rate] * rows, others)
+    children = range(rows if branching else 1)
+    ranks = [rate * (1.0 - rate) ** rank for rank in children]
+    parents, chances = best_tree(rows, [ranks] * rows)
     depths, levels = [0], list[tuple[int, float]]()
     for parent, chance in zip(parents, chances, strict=True):
         depth = depths[parent]
