@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.errors import StoreError, printable
 from jetdraft.files import check_name
 from jetdraft.learning.store_file import DAMAGE, StoreFile, check_user, entry_times
-
-Int64s = npt.NDArray[np.int64]
 
 LESSONS_FILE = "lessons.sqlite"
 """The file of lessons in a folder."""
@@ -63,7 +61,7 @@ class Lesson:
     tokens: Int64s
     places: Int64s
     ids: Int64s
-    logits: npt.NDArray[np.float32]
+    logits: Float32s
 
     def fits(self, vocab_size: int) -> bool:
         """Whether the parts have matching shapes, and all ids are in the vocabulary."""

@@ -13,8 +13,8 @@ from jetdraft.manifest import GraphEntry
 from jetdraft.options import Range, check_ranges
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.loaded import LoadedBundle
+from jetdraft.runtime.passes.answer import Target
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.passes.target import Target
 from jetdraft.runtime.proposers.draft_stops import (
     THRESHOLDS,
     DraftStop,
