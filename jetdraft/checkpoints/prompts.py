@@ -9,7 +9,7 @@ prefix: keys and values in every layer, which no other row sees.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ class PromptSettings:
 
     They see a learned `prefix` of that many rows in the mode "forecast". `base` is the
     hash of their target's weights. `ranks` are measured: how often the best, the
-    second, ... guess of each prompt token is the target's choice.
+    second, ... guess of each prompt token is the target's choice. streams.json has
+    these fields.
     """
 
     gamma: int = 3
@@ -56,10 +57,6 @@ class PromptSettings:
                 raise OptionError(
                     f"{name} {value} is out of range; give {least} to {most}"
                 )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as a JSON object, as streams.json has them."""
-        return asdict(self)
 
 
 class Prompts(nn.Module):

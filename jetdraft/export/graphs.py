@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import onnx
@@ -101,7 +101,7 @@ def _add_probes(job: Job, entry: GraphEntry) -> tuple[Step, GraphEntry]:
     assert job.checkpoint.streams is not None
     probed = job.checkpoint.add_probes(job.options.adapter_scale)
     write_probe_weights(job.folder / STREAMS, probed, entry.contract.dtype)
-    settings = job.checkpoint.streams.to_json()
+    settings = asdict(job.checkpoint.streams)
     entry = replace(entry, streams={**settings, "base": probed.base})
     if isinstance(probed, StreamedModel):
         return StreamStep(probed, entry.contract), entry

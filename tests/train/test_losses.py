@@ -9,12 +9,7 @@ import torch.nn.functional as F
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streams import SHARED, StreamSettings
-from jetdraft.methods.stream.task import (
-    STREAM_WEIGHT,
-    StreamTask,
-    StreamTaskSettings,
-    compute_losses,
-)
+from jetdraft.methods.stream.task import STREAM_WEIGHT, StreamTask, compute_losses
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.data import IGNORED, Example, collate
 from tests.tiny import llama_config, save_checkpoint, save_streams
@@ -113,7 +108,7 @@ def test_gradients_are_those_of_streams_on_all_rows(streamed):
 
 def test_the_mean_over_parts_of_a_batch_is_that_of_the_batch(streamed):
     """Processes have a part each, with other numbers of learned places."""
-    task = StreamTask(StreamTaskSettings(mode=SHARED, gamma=GAMMA))
+    task = StreamTask(StreamSettings(mode=SHARED, gamma=GAMMA))
     every = torch.tensor([5 + 4, 4 + 3, 3 + 2, 2 + 1])
     two = SimpleNamespace(processes=2, sum_over_processes=lambda places: every)
     one = SimpleNamespace(processes=1, sum_over_processes=lambda places: places)

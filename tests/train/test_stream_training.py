@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from jetdraft.checkpoints.streams import StreamSettings
 from jetdraft.errors import CheckpointError
-from jetdraft.methods.stream.task import StreamTask, StreamTaskSettings
+from jetdraft.methods.stream.task import StreamTask
 from tests.tiny import llama_config, save_checkpoint, save_streams
 from tests.train.periodic import QUICK, made
 
-SETTINGS = StreamTaskSettings(gamma=3, layers=2, lora_rank=8, prune_rank=2)
+SETTINGS = StreamSettings(gamma=3, layers=2, lora_rank=8, prune_rank=2)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from jetdraft.checkpoints.streams import StreamSettings
 from jetdraft.errors import (
     CheckpointError,
     DataError,
@@ -38,7 +39,7 @@ from jetdraft.methods.glide.task import GlideTask
 from jetdraft.methods.kangaroo.task import KangarooSettings, KangarooTask
 from jetdraft.methods.medusa.task import MedusaTask
 from jetdraft.methods.ppd.task import PpdSettings, PpdTask
-from jetdraft.methods.stream.task import StreamTask, StreamTaskSettings
+from jetdraft.methods.stream.task import StreamTask
 from jetdraft.runtime.planning.registry import load_object, methods
 from jetdraft.train.heads import HeadSettings, LayerSettings
 from jetdraft.train.run import TrainingOptions
@@ -97,7 +98,7 @@ KINDS = {
         {"glancing": 0.5},
     ),
     "stream": Kind(
-        StreamTask, StreamTaskSettings(gamma=3, lora_rank=8, prune_rank=2), {"gamma": 2}
+        StreamTask, StreamSettings(gamma=3, lora_rank=8, prune_rank=2), {"gamma": 2}
     ),
     "ppd": Kind(PpdTask, PpdSettings(gamma=2, members=2), {"members": 1}),
     "forecast": Kind(ForecastTask, ForecastSettings(gamma=2, prefix=4), {"prefix": 5}),

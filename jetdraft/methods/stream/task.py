@@ -22,7 +22,6 @@ from jetdraft.checkpoints.streams import (
     add_adapters,
 )
 from jetdraft.errors import CheckpointError
-from jetdraft.options import Checked, setting
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.run import Run
@@ -30,34 +29,14 @@ from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.task import Published, Task, Tensors
 from jetdraft.train.teacher import refuse_gguf
 
-MAX_LAYERS = 1 << 20
-"""More layers than any model has; settings are checked before a target is read."""
-
 MAIN_WEIGHT, STREAM_WEIGHT = 1.0, 0.1
 """The weights alpha_0 and alpha_j of the losses of main rows and of streams."""
-
-
-@dataclass(frozen=True)
-class StreamTaskSettings(Checked):
-    """Settings of streams; `StreamSettings` has their ranges."""
-
-    mode: str = setting(
-        StreamSettings.mode,
-        "lossless keeps the target as it is; shared trains it too. On free text "
-        "jetdraft train forecast, which keeps it too, guessed better in the same time.",
-    )
-    gamma: int = setting(StreamSettings.gamma, "Streams per row.")
-    layers: int = setting(StreamSettings.layers, "Top layers that have streams.")
-    lora_rank: int = setting(StreamSettings.lora_rank, "Rank of the LoRA adapters.")
-    prune_rank: int = setting(
-        StreamSettings.prune_rank, "Rank of the early exit that prunes drafts."
-    )
 
 
 class StreamTask(Task):
     """Trains streams in a target's top layers; the folder has the target's files."""
 
-    Settings = StreamTaskSettings
+    Settings = StreamSettings
     help = "Add speculative streams to TARGET, a checkpoint folder or hub id."
     product = kind = "streams"
     figures_file, completes_prompts, largest_norm = "", False, 1.0
@@ -65,8 +44,7 @@ class StreamTask(Task):
 
     def __init__(self, settings: Any = None) -> None:
         super().__init__(settings)
-        self.streams = StreamSettings(**asdict(self.settings))
-        self.streams.check(MAX_LAYERS)
+        self.streams: StreamSettings = self.settings
 
     def shortest_sequence(self) -> tuple[int, str]:
         return self.streams.gamma + 2, f"{self.streams.gamma} streams"
@@ -186,7 +164,7 @@ class StreamTask(Task):
 
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         own = {"step": run.step, "parameters": self.counts(run), "validation": figures}
-        return self.streams.to_json() | own, weights
+        return asdict(self.streams) | own, weights
 
 
 # --- the loss -------------------------------------------------------------------------
