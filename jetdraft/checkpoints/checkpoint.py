@@ -18,12 +18,16 @@ from jetdraft.checkpoints.folder import check_folder, checkpoint_folder, weights
 from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
 from jetdraft.checkpoints.layers import Taps
 from jetdraft.checkpoints.model_reader import (
+    chat_template,
     check_causal,
     is_speech_model,
     load_config,
     load_model,
+    load_tokenizer,
+    passed_over_settings,
     read_packed,
     read_speech,
+    special_tokens,
 )
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.parameters import set_compute_dtype, store_weights_in
@@ -36,12 +40,6 @@ from jetdraft.checkpoints.streams import (
     UNFINISHED,
     StreamSettings,
     load_streams,
-)
-from jetdraft.checkpoints.tokenizer_reader import (
-    chat_template,
-    load_tokenizer,
-    passed_over_settings,
-    special_tokens,
 )
 from jetdraft.errors import CheckpointError, printable
 from jetdraft.parsing import read_json_file, read_record

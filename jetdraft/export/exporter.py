@@ -35,6 +35,7 @@ from jetdraft.checkpoints.silence import silenced
 from jetdraft.checkpoints.source_attention import relative_bias_module
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import printable
+from jetdraft.export.attentions import measure_scales
 from jetdraft.export.checks import (
     check_checkpoint,
     check_draft_vocabulary,
@@ -52,7 +53,6 @@ from jetdraft.export.draft_vocab import (
 from jetdraft.export.drafters import head_taps, load_draft_head, write_head_graphs
 from jetdraft.export.export_options import DTYPES, ExportOptions
 from jetdraft.export.graphs import Job, Progress, write_graphs
-from jetdraft.export.kv import measure_scales
 from jetdraft.export.measures import Measures
 from jetdraft.export.seams import (
     check_seams,

@@ -32,7 +32,7 @@ from jetdraft.checkpoints.defaults import (
 from jetdraft.checkpoints.gguf import GgufFile
 from jetdraft.checkpoints.gguf_fields import FILE_FIELDS as GGUF_FILE
 from jetdraft.checkpoints.gguf_fields import MODEL_FIELDS as GGUF_MODEL
-from jetdraft.checkpoints.tokenizer_reader import load_tokenizer
+from jetdraft.checkpoints.model_reader import load_tokenizer
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
