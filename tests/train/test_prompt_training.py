@@ -126,30 +126,28 @@ SETTINGS = StreamSettings(gamma=3, layers=2, lora_rank=8, prune_rank=2)
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("train") / "target"
+def tuned(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("train") / "tuned"
     return str(save_checkpoint(folder, llama_config()))
 
 
 @pytest.mark.parametrize("mode", ["lossless", "shared"])
-def test_streams_begin_at_the_size_of_hidden_states(target, text, tmp_path, mode):
+def test_streams_begin_at_the_size_of_hidden_states(tuned, text, tmp_path, mode):
     settings = replace(SETTINGS, layers=1, mode=mode)
-    runs = [
-        made(StreamTask, target, tmp_path / "o", [text], settings) for _ in range(2)
-    ]
+    runs = [made(StreamTask, tuned, tmp_path / "o", [text], settings) for _ in range(2)]
     one, other = (run.module.streams.embeddings for run in runs)
     assert torch.equal(one, other)
     ids = torch.tensor([runs[0].corpus.training[0].ids])
-    model = AutoModelForCausalLM.from_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(tuned)
     states = model(input_ids=ids, output_hidden_states=True).hidden_states
     # Three streams of 64 entries have a standard error of 5 %.
     assert one.std().item() == pytest.approx(states[-2].abs().median().item(), rel=0.3)
     assert not (tmp_path / "o").exists()
 
 
-def test_lossless_training_leaves_the_main_rows_alone(target, text, tmp_path):
+def test_lossless_training_leaves_the_main_rows_alone(tuned, text, tmp_path):
     reports, folder = [], tmp_path / "out"
-    run = made(StreamTask, target, folder, [text], SETTINGS, QUICK)
+    run = made(StreamTask, tuned, folder, [text], SETTINGS, QUICK)
     run.run(reports.append)
     seen = [r.validation["main_loss"] for r in reports if r.validation]
     assert len(seen) == 3
