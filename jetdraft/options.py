@@ -86,7 +86,7 @@ class Option:
 
 
 def declared(group: str, default: Any, help: str, **flag: Any) -> Any:
-    """A field of a dataclass with a `Flag` in that `group` of help."""
+    """A field of a dataclass, with a `Flag` in the section `group` of help."""
     added = {"flag": Flag(group, help, **flag)}
     return dataclasses.field(default=default, metadata=added)
 
