@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jetdraft.errors import JetdraftError, PairError, UnsupportedModelError
+from jetdraft.errors import PairError, UnsupportedModelError, importing
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
@@ -127,12 +127,8 @@ def add_lora(
 
     Raises `UnsupportedModelError` for layers without linear parts.
     """
-    try:
+    with importing("LoRA", "train"):
         from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise JetdraftError(
-            f"LoRA needs {error.name}; pip install 'jetdraft[cpu,train]'"
-        ) from error
     parts = [part for layer in layers for part in layer.modules()]
     inner = {id(part) for part in parts if isinstance(part, nn.Linear)}
     names = [name for name, module in model.named_modules() if id(module) in inner]

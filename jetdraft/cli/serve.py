@@ -11,9 +11,9 @@ from pathlib import Path
 
 import click
 
-from jetdraft.cli.command import Command, importing, record_flags
+from jetdraft.cli.command import Command, record_flags
 from jetdraft.cli.flags import bundle_argument, generate_options, runtime_options
-from jetdraft.errors import OptionError
+from jetdraft.errors import OptionError, importing
 from jetdraft.options import declared
 from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions

@@ -16,6 +16,9 @@ from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows
 from jetdraft.quant.edits import Maker, initializer, new_value, replace_values
 
+OPSET = 24
+"""The first that has TensorScatter and Attention over a part of a buffer."""
+
 _BIAS_INPUTS = {"GroupQueryAttention": 10, "Attention": 3}
 _LAST_ROW, _TOTAL_LENGTH, _POSITIONS = 5, 6, 9
 """GroupQueryAttention's inputs that say where its rows are."""

@@ -14,7 +14,7 @@ from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH
 from jetdraft.devices.device import Device
 from jetdraft.devices.planning.plan import Question, does_not_fit_error, plan
 from jetdraft.devices.providers import AUTO, PROVIDERS, fastest_provider
-from jetdraft.errors import JetdraftError, OptionError
+from jetdraft.errors import OptionError, importing
 from jetdraft.options import declared, takes
 from jetdraft.recipe import (
     ALGORITHMS,
@@ -193,12 +193,8 @@ def export(request: ExportRequest) -> Bundle:
     provider = fastest_provider() if request.provider == AUTO else request.provider
     if request.device is not None:
         _check_fits(request, provider)
-    try:
+    with importing("exporting", "export"):
         exporter = importlib.import_module("jetdraft.export.exporter")
-    except ImportError as error:
-        raise JetdraftError(
-            f"exporting needs {error.name}; pip install 'jetdraft[cpu,export]'"
-        ) from error
     drafter_recipe, calibration = request.quantize_drafter, request.calibration
     options = exporter.ExportOptions(
         recipe=request.recipe,

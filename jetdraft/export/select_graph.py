@@ -16,13 +16,10 @@ from onnx_ir.passes import common
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.step_contract import SELECTING, Reading, Selection, StepContract
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.attentions import attentions, windowed
+from jetdraft.export.attentions import OPSET, attentions, windowed
 from jetdraft.export.seams import trained_length
 from jetdraft.export.selected_attention import SelectedAttention
 from jetdraft.quant.edits import Maker, new_value, replace_values
-
-OPSET = 24
-"""The first opset that has TensorScatter."""
 
 
 def add_selection(

@@ -10,11 +10,15 @@ import onnx_ir as ir
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.attentions import add_bias, add_mask, find_bias, sum_bias, windowed
+from jetdraft.export.attentions import (
+    OPSET,
+    add_bias,
+    add_mask,
+    find_bias,
+    sum_bias,
+    windowed,
+)
 from jetdraft.quant.edits import Maker, initializer, new_value
-
-_OPSET = 24
-"""The first opset that has TensorScatter."""
 
 
 def make_tree_graph(
@@ -74,7 +78,7 @@ def make_compaction_graph(contract: StepContract, scattered: bool = False) -> ir
     source = new_value(TensorSpec("source", "int64", ("m",)))
     target = new_value(TensorSpec("target", "int64", ("m" if scattered else 1,)))
     graph = ir.Graph(
-        [source, target], [], nodes=[], opset_imports={"": _OPSET}, name="compaction"
+        [source, target], [], nodes=[], opset_imports={"": OPSET}, name="compaction"
     )
     make = Maker(graph)
     for past, present in zip(

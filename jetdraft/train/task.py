@@ -29,8 +29,6 @@ Published = tuple[dict[str, Any], Tensors]
 REGENERATE = "Let the target complete the texts itself, and train on what it writes."
 """The help of the setting `regenerate`."""
 
-# --- settings -------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class DrafterSettings(Checked):
@@ -38,9 +36,6 @@ class DrafterSettings(Checked):
 
     regenerate: bool = setting(False, REGENERATE)
     half: bool = setting(False, "Write the drafter in float16.")
-
-
-# --- sums -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -88,9 +83,6 @@ def sum_fields(parts: Sequence[Any], *names: str) -> list[Tensor]:
 def round_figures(numbers: Tensor) -> list[float]:
     """Round the numbers of a vector to four decimals, for a JSON file."""
     return [round(number, 4) for number in numbers.tolist()]
-
-
-# --- the task -------------------------------------------------------------------------
 
 
 class Pupil(nn.Module):
