@@ -20,15 +20,14 @@ from jetdraft.bundle import SCATTERED, STREAMS, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.parameters import make_inputs_constant
 from jetdraft.checkpoints.streams import StreamedModel
-from jetdraft.contracts.split_contract import SCORES, SplitContract
-from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.step_contract import SCORES, SplitContract, StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import quantize_cache, windowed
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.fusing import fuse, replace_gather_nd
 from jetdraft.export.halves import ExitStep, drop_extra_values, split_graph
 from jetdraft.export.probe_step import ProbeStep, StreamStep, write_probe_weights
-from jetdraft.export.select_graph import add_selection
+from jetdraft.export.selected_attention import add_selection
 from jetdraft.export.source_step import EncoderStep, SourceStep
 from jetdraft.export.standard import standardize
 from jetdraft.export.step import CUT, Step

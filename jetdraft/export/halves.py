@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from jetdraft.checkpoints.attention import attending
 from jetdraft.checkpoints.layers import decoder_layers, final_norm
-from jetdraft.contracts.split_contract import PARENTS, SplitContract
+from jetdraft.contracts.step_contract import PARENTS, SplitContract
 from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.export.attentions import add_bias, add_mask
 from jetdraft.export.step import CUT, Specs, Step, make_state, present_buffers, zeros

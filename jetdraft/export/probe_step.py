@@ -14,8 +14,7 @@ from jetdraft.checkpoints.probes import ProbedModel
 from jetdraft.checkpoints.prompts import PromptedModel
 from jetdraft.checkpoints.streams import StreamedModel
 from jetdraft.contracts.constants import HIDDEN
-from jetdraft.contracts.split_contract import PARENTS, SCORES
-from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.step_contract import PARENTS, SCORES, StepContract
 from jetdraft.export.step import (
     CUT,
     Step,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jetdraft.bundle import CONTRIB, Bundle, read_streams
-from jetdraft.contracts.split_contract import EARLY_EXIT
+from jetdraft.contracts.step_contract import EARLY_EXIT
 from jetdraft.devices.memory import use_huge_pages
 from jetdraft.devices.providers import HALVES, Provider, choose_provider, cpu_only
 from jetdraft.errors import DraftingError, OptionError, ProviderError

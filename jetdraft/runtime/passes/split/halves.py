@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jetdraft.contracts.split_contract import SplitContract
+from jetdraft.contracts.step_contract import SplitContract
 from jetdraft.contracts.tensors import Float32s, check_tensors
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.rows import NO_PROBES, Probes, Rows
