@@ -20,8 +20,7 @@ from jetdraft.learning.weight_sets import has_learned, label
 from jetdraft.runtime.model import load
 from jetdraft.train.acceptance import fit_head, record_verdicts, save_head
 from jetdraft.train.machine import this_process
-from jetdraft.train.run import TrainingOptions
-from jetdraft.train.task import Task
+from jetdraft.train.task import Task, TrainingOptions
 from jetdraft.train.training import Progress, Training
 from jetdraft.train.use.learning import (
     Background,

@@ -20,14 +20,15 @@ from jetdraft.options import Checked, setting
 from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.heads import decayed_means
-from jetdraft.train.run import Run, TrainingOptions
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.task import (
     REGENERATE,
     Published,
+    Run,
     Sums,
     Task,
     Tensors,
+    TrainingOptions,
     round_figures,
     sum_fields,
 )

@@ -22,7 +22,7 @@ from jetdraft.methods.kangaroo.task import KangarooTask
 from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import Batch
 from jetdraft.train.prompts import prompt_logits
-from jetdraft.train.run import TrainingOptions
+from jetdraft.train.task import TrainingOptions
 from jetdraft.train.teacher import load_target
 from tests.tiny import llama_config, save_checkpoint, save_prompts
 from tests.train.periodic import made, nothing, write_periodic

@@ -42,10 +42,9 @@ from jetdraft.methods.ppd.task import PpdSettings, PpdTask
 from jetdraft.methods.stream.task import StreamTask
 from jetdraft.runtime.planning.registry import load_object, methods
 from jetdraft.train.heads import HeadSettings, LayerSettings
-from jetdraft.train.run import TrainingOptions
 from jetdraft.train.run_folder import STATE_FILE, RunFolder
 from jetdraft.train.sec import SecSettings, SecTask
-from jetdraft.train.task import Task
+from jetdraft.train.task import Task, TrainingOptions
 from tests.programs import ROOT, printed
 from tests.sources import CONFIGS, save
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint

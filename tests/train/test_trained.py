@@ -32,8 +32,7 @@ from jetdraft.methods.ppd.task import PpdSettings, PpdTask
 from jetdraft.methods.stream.task import StreamTask
 from jetdraft.recipe import Recipe
 from jetdraft.train.heads import HeadSettings
-from jetdraft.train.run import TrainingOptions
-from jetdraft.train.task import Task
+from jetdraft.train.task import Task, TrainingOptions
 from jetdraft.train.training import Training
 from tests.train.periodic import PERIOD, QUICK, made
 

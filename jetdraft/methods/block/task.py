@@ -33,8 +33,7 @@ from jetdraft.train.blocks import Blocks, BlockSettings, BlockTask, block_mask
 from jetdraft.train.data import IGNORED, Batch, Example, collate, split_batch
 from jetdraft.train.heads import stored_tensors
 from jetdraft.train.machine import precision
-from jetdraft.train.run import Run
-from jetdraft.train.task import Published, Pupil, Sums, Tensors
+from jetdraft.train.task import Published, Pupil, Run, Sums, Tensors
 from jetdraft.train.teacher import Lesson, rows_at
 from jetdraft.train.written_texts import source_continuations
 

@@ -24,9 +24,8 @@ from jetdraft.checkpoints.streams import (
 from jetdraft.errors import CheckpointError
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.data import IGNORED, Batch
-from jetdraft.train.run import Run
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.task import Published, Task, Tensors
+from jetdraft.train.task import Published, Run, Task, Tensors
 from jetdraft.train.teacher import refuse_gguf
 
 MAIN_WEIGHT, STREAM_WEIGHT = 1.0, 0.1

@@ -46,7 +46,7 @@ from jetdraft.learning.weight_sets import (
 )
 from jetdraft.manifest import sha256_of
 from jetdraft.options import Checked, setting
-from jetdraft.train.run import SEED_HELP
+from jetdraft.train.task import SEED_HELP
 from jetdraft.train.training import ReportStage
 from jetdraft.train.use.students import Missed, Student, join_missed
 
