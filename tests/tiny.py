@@ -20,10 +20,12 @@ from transformers import (
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.folder import weights_sha256
-from jetdraft.checkpoints.prompts import PromptedModel, Prompts, PromptSettings
 from jetdraft.checkpoints.streams import (
     SETTINGS,
     WEIGHTS,
+    PromptedModel,
+    Prompts,
+    PromptSettings,
     StreamedModel,
     Streams,
     StreamSettings,

@@ -15,7 +15,11 @@ from optimum.exporters.tasks import TasksManager
 from tokenizers.models import BPE
 
 from jetdraft.bundle import HOP, SAMPLE_RATE, WINDOW, Speech, is_token_name
-from jetdraft.checkpoints.attention import IMPLEMENTATION
+from jetdraft.checkpoints.attention import (
+    IMPLEMENTATION,
+    SOURCE_ATTENTION,
+    set_attention,
+)
 from jetdraft.checkpoints.defaults import read_fields
 from jetdraft.checkpoints.folder import (
     NO_OWN_CODE,
@@ -34,8 +38,6 @@ from jetdraft.checkpoints.refusals import (
     check_unread,
 )
 from jetdraft.checkpoints.silence import no_progress_bars, silenced
-from jetdraft.checkpoints.source_attention import IMPLEMENTATION as SOURCE_ATTENTION
-from jetdraft.checkpoints.source_attention import set_attention
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 from jetdraft.parsing import RecordError, read_record
 

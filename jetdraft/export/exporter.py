@@ -25,14 +25,14 @@ from jetdraft.bundle import (
     Bundle,
     check_pair,
 )
+from jetdraft.checkpoints.attention import relative_bias_module
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.draft_module import DraftModule
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_reader import check_head
 from jetdraft.checkpoints.model_reader import check_exportable
-from jetdraft.checkpoints.prompts import PromptSettings
 from jetdraft.checkpoints.silence import silenced
-from jetdraft.checkpoints.source_attention import relative_bias_module
+from jetdraft.checkpoints.streams import PromptSettings
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import printable
 from jetdraft.export.attentions import measure_scales

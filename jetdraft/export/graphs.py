@@ -26,11 +26,10 @@ from jetdraft.export.attentions import quantize_cache, windowed
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.fusing import fuse, replace_gather_nd
 from jetdraft.export.halves import ExitStep, drop_extra_values, split_graph
-from jetdraft.export.probe_step import ProbeStep, StreamStep, write_probe_weights
 from jetdraft.export.selected_attention import add_selection
 from jetdraft.export.source_step import EncoderStep, SourceStep
 from jetdraft.export.standard import standardize
-from jetdraft.export.step import CUT, Step
+from jetdraft.export.step import CUT, ProbeStep, Step, StreamStep, write_probe_weights
 from jetdraft.export.tracer import trace
 from jetdraft.export.tree import make_compaction_graph, make_tree_graph
 from jetdraft.manifest import GraphEntry, Halves

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.prompts import MAX_RANKS, Prompts, PromptSettings
+from jetdraft.checkpoints.streams import MAX_RANKS, Prompts, PromptSettings
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.options import Checked, setting
 from jetdraft.train.blocks import Blocks

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import load_probes, read_settings
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.checkpoints.prompts import FORECAST, PromptSettings
+from jetdraft.checkpoints.streams import FORECAST, PromptSettings
 from jetdraft.methods.chimera.task import ChimeraTask
 from jetdraft.methods.falcon.task import FalconTask
 from jetdraft.methods.glide.task import GlideTask

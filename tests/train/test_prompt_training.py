@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from jetdraft.checkpoints.prompts import PromptSettings
-from jetdraft.checkpoints.streams import StreamSettings
+from jetdraft.checkpoints.streams import PromptSettings, StreamSettings
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.methods.ppd.task import PpdTask
 from jetdraft.methods.stream.task import StreamTask

@@ -20,8 +20,7 @@ import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.checkpoints.prompts import MAX_RANKS
-from jetdraft.checkpoints.streams import StreamSettings
+from jetdraft.checkpoints.streams import MAX_RANKS, StreamSettings
 from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.draft.task import ModelSettings, ModelTask

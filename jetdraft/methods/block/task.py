@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.head_layers import HeadConfig
-from jetdraft.checkpoints.source_attention import (
+from jetdraft.checkpoints.attention import (
     distance_bias,
     relative_bias_module,
     set_attention,
 )
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.errors import DataError, OptionError
 from jetdraft.export.seams import position_limit

@@ -10,8 +10,12 @@ import torch
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.prompts import FORECAST, PromptSettings
-from jetdraft.checkpoints.streams import LOSSLESS, StreamSettings
+from jetdraft.checkpoints.streams import (
+    FORECAST,
+    LOSSLESS,
+    PromptSettings,
+    StreamSettings,
+)
 from jetdraft.errors import BundleError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.ppd import method as ppd
