@@ -16,7 +16,7 @@ from jetdraft.cli.command import Command, keyword_flags, option, record_flags
 from jetdraft.cli.console import ProgressBars, read_prompts
 from jetdraft.errors import StoreError
 from jetdraft.files import is_free
-from jetdraft.learning.weight_sets import has_learned, label
+from jetdraft.learning.lessons import has_learned, label
 from jetdraft.runtime.model import load
 from jetdraft.train.acceptance import fit_head, record_verdicts, save_head
 from jetdraft.train.machine import this_process

@@ -25,13 +25,18 @@ from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import quantize_cache, windowed
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.fusing import fuse, replace_gather_nd
-from jetdraft.export.halves import ExitStep, drop_extra_values, split_graph
+from jetdraft.export.derived import (
+    ExitStep,
+    drop_extra_values,
+    make_compaction_graph,
+    make_tree_graph,
+    split_graph,
+)
 from jetdraft.export.selected_attention import add_selection
 from jetdraft.export.source_step import EncoderStep, SourceStep
 from jetdraft.export.standard import standardize
 from jetdraft.export.step import CUT, ProbeStep, Step, StreamStep, write_probe_weights
 from jetdraft.export.tracer import trace
-from jetdraft.export.tree import make_compaction_graph, make_tree_graph
 from jetdraft.manifest import GraphEntry, Halves
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.weights import Quantization

@@ -17,8 +17,7 @@ from jetdraft.contracts.step_contract import EARLY_EXIT
 from jetdraft.devices.memory import use_huge_pages
 from jetdraft.devices.providers import HALVES, Provider, choose_provider, cpu_only
 from jetdraft.errors import DraftingError, OptionError, ProviderError
-from jetdraft.learning.lessons import Lessons
-from jetdraft.learning.weight_sets import WeightSets, drafter_sha256
+from jetdraft.learning.lessons import Lessons, WeightSets, drafter_sha256
 from jetdraft.manifest import GraphEntry
 from jetdraft.runtime.claim import Claim, Idle
 from jetdraft.runtime.drafters.ahead_cache import AheadCache

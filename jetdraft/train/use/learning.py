@@ -33,13 +33,14 @@ from jetdraft.errors import (
 )
 from jetdraft.export.drafters import Arrays
 from jetdraft.files import check_writable
-from jetdraft.learning.lessons import Lesson, Lessons
-from jetdraft.learning.weight_sets import (
+from jetdraft.learning.lessons import (
     ARRAYS,
     CHOICE_FILE,
     OWN,
     PARTIAL,
     Choice,
+    Lesson,
+    Lessons,
     WeightSets,
     drafter_sha256,
     label,
