@@ -27,7 +27,8 @@ from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.stats import Round, Stats
 from jetdraft.runtime.measured.widths import prefill_widths
 from jetdraft.runtime.passes.answer import Answer, EarlyStop, Target
-from jetdraft.runtime.passes.buffers import Prefix, SourceInput, source_tokens
+from jetdraft.runtime.passes.buffers import SourceInput, source_tokens
+from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.piece import Piece
 from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.planning.planner import Offer, Planner

@@ -26,9 +26,10 @@ from jetdraft.runtime.drafters.learned_weights import LearnedWeights
 from jetdraft.runtime.drafts.rows import Tokens
 from jetdraft.runtime.history.store import Entry, ResponseStore, Similarity
 from jetdraft.runtime.measured.cost_model import Curve
+from jetdraft.runtime.measured.profile_files import Profiles
 from jetdraft.runtime.measured.survey import Survey
-from jetdraft.runtime.measured.widths import Profiles, Widths
-from jetdraft.runtime.passes.buffers import Cache, Prefix, SourceInput
+from jetdraft.runtime.measured.widths import Widths
+from jetdraft.runtime.passes.buffers import Cache, SourceInput
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.opener import (
     OFF,
@@ -37,6 +38,7 @@ from jetdraft.runtime.passes.opener import (
     Weights,
     check_load_options,
 )
+from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.session import Spinning, default_threads, threads_of_pair
 from jetdraft.runtime.passes.split.halves import SplitSessions
 from jetdraft.runtime.passes.split.leading_half import LeadingHalf

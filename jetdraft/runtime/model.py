@@ -16,8 +16,8 @@ from jetdraft.errors import ConstraintError, JetdraftError, OptionError
 from jetdraft.runtime.claim import CLOSED_MESSAGE
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.passes.buffers import load_prefix, save_prefix
 from jetdraft.runtime.passes.opener import LoadOptions
+from jetdraft.runtime.passes.prefix import load_prefix, save_prefix
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import GenerateOptions, Options

@@ -31,7 +31,7 @@ from jetdraft.errors import (
 from jetdraft.files import read_arrays
 from jetdraft.manifest import MANIFEST, SEAL, seal_hash
 from jetdraft.runtime.history.store import Entry, ResponseStore
-from jetdraft.runtime.passes.buffers import digest_of
+from jetdraft.runtime.passes.prefix import digest_of
 from jetdraft.testing import toy_bundle
 from tests import manifests
 from tests.cli.running import assert_refused

@@ -15,7 +15,7 @@ from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows, Tokens
 from jetdraft.runtime.history.store import MAX_TOKENS, ResponseStore, Similarity
 from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.passes.buffers import common_length
+from jetdraft.runtime.passes.prefix import common_length
 from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Traits
 from jetdraft.runtime.sampling.chooser import Chooser

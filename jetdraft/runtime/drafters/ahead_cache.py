@@ -12,8 +12,8 @@ from jetdraft.contracts.tensors import Float32s
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.rows import Tokens
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.passes.buffers import common_length
 from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.prefix import common_length
 
 _MAX_NEW_ROWS = 16
 """The most new rows of a pass with the copies of a block; more are run before it."""

@@ -1,20 +1,11 @@
-"""What sessions read and write in place, and the rows of earlier texts in it.
-
-There are tensors, KV buffers, and an encoded source. Prompts are read in passes whose
-rows have the bits of decoding (`Widths.prefills_agree`), so a kept row has the bits
-that a new pass would compute. An exact generation does not use rows that an inexact
-generation left.
-"""
+"""What sessions read and write in place: tensors, KV buffers, and an encoded source."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from threading import RLock
 from typing import Any
 
@@ -22,13 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jetdraft.contracts.step_contract import SOURCE_LENGTH, StepContract
-from jetdraft.contracts.tensors import Float32s, Int64s, check_tensors
-from jetdraft.errors import BundleError
-from jetdraft.files import read_arrays, write_arrays
+from jetdraft.contracts.tensors import Float32s, check_tensors
 from jetdraft.ort import ort
-from jetdraft.parsing import read_json
 from jetdraft.runtime.drafts.rows import gapless_length
-from jetdraft.runtime.passes.answer import Target
 
 _WEBGPU_LOCK = RLock()
 """WebGPU's sessions share one queue: two threads in it end the process."""
@@ -274,126 +261,3 @@ class SourceBuffers:
         """Set how many slots the decoder reads."""
         self._length.array[0] = length
         self._length.upload()
-
-
-TOKENS, IDENTITY, DIGEST = "tokens", "identity", "sha256"
-WAITING = "waiting"
-"""Names of arrays in a saved prefix beside the rows; `WAITING`: unread features."""
-
-
-class Prefix:
-    """The tokens whose rows are in a target's buffers since its last generation."""
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self.forget()
-
-    def forget(self) -> None:
-        """Record no rows, so that the next prompt is read from its beginning."""
-        self._tokens: Int64s = np.zeros(0, np.int64)
-        self._exact = False
-        self._passes = -1
-
-    def reusable_rows(self, prompt: Sequence[int], exact: bool) -> int:
-        """How many rows of a prompt may stay in the buffers, never its last row.
-
-        0 if something else has run the target since.
-        """
-        if self.target.passes != self._passes or (exact and not self._exact):
-            return 0
-        return min(common_length(self._tokens, prompt), len(prompt) - 1)
-
-    def restore(self, tokens: Sequence[int], exact: bool) -> None:
-        """Record that the buffers now hold the rows of these tokens."""
-        self._tokens = np.asarray(tokens, np.int64)
-        self._exact = exact
-        self._passes = self.target.passes
-
-    def record(self, sequence: Sequence[int], exact: bool) -> None:
-        """Record the committed rows of a generation that has ended."""
-        self.restore(sequence[: self.target.cache.length], exact)
-
-
-def common_length(one: Sequence[int] | Int64s, other: Sequence[int] | Int64s) -> int:
-    """How many items at the beginning of both sequences are equal."""
-    length = min(len(one), len(other))
-    differ = np.flatnonzero(np.asarray(one[:length]) != np.asarray(other[:length]))
-    return int(differ[0]) if len(differ) else length
-
-
-def save_prefix(
-    file: Path,
-    tokens: list[int],
-    caches: dict[str, Cache],
-    identity: dict[str, Any],
-    waiting: Float32s | None = None,
-) -> None:
-    """Write the rows of `tokens` from all caches, which must hold them, to an npz file.
-
-    `identity` says what they depend on, `waiting` float32 [1, w] are features of the
-    target that a head has not read yet. Raises `OutputError`.
-    """
-    arrays: dict[str, Any] = {
-        TOKENS: np.array(tokens, np.int64),
-        IDENTITY: np.array(json.dumps(identity, sort_keys=True)),
-    }
-    for owner, cache in caches.items():
-        stored = cache.copy_rows(len(tokens))
-        arrays |= {f"{owner}/{name}": rows for name, rows in stored.items()}
-    if waiting is not None:
-        arrays[WAITING] = waiting
-    write_arrays(file, {**arrays, DIGEST: np.array(digest_of(arrays))})
-
-
-def digest_of(arrays: Mapping[str, npt.NDArray[Any]]) -> str:
-    """The SHA-256 of all arrays but `DIGEST`: their names, types, shapes and bytes."""
-    digest = hashlib.sha256()
-    for name in sorted(arrays.keys() - {DIGEST}):
-        array = np.ascontiguousarray(arrays[name])
-        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
-
-
-def load_prefix(
-    file: Path, caches: dict[str, Cache], identity: dict[str, Any], size: int = 0
-) -> tuple[list[int], bool, Float32s | None]:
-    """Put saved rows into all caches, in place of their rows.
-
-    Returns the tokens, whether this machine computed the rows, and the features that a
-    head has not read, float32 [1, `size`], or None. Raises `BundleError` for rows of
-    another bundle, and for a file that was altered or does not fit the buffers.
-    """
-    refusal = BundleError(f"{file} is not a saved prefix; save it again")
-    arrays = read_arrays(file, refusal)
-    try:
-        ids, digest = arrays[TOKENS], str(arrays[DIGEST])
-        origin = read_json(str(arrays[IDENTITY]))
-    except (KeyError, ValueError) as error:
-        raise refusal from error
-    if ids.dtype != np.int64 or ids.ndim != 1 or digest != digest_of(arrays):
-        raise refusal
-    tokens: list[int] = ids.tolist()
-    if not isinstance(origin, dict) or origin.get("bundle") != identity["bundle"]:
-        raise BundleError(
-            f"{file} was saved with another bundle; save it again with this one"
-        )
-    forms = {
-        f"{owner}/{name}": (
-            (*buffer.shape()[:2], len(tokens), buffer.shape()[3]),
-            buffer.numpy().dtype,
-        )
-        for owner, cache in caches.items()
-        for name, buffer in cache.buffers.items()
-    }
-    stored = {name: (array.shape, array.dtype) for name, array in arrays.items()}
-    waiting = arrays.get(WAITING) if size else None
-    if waiting is not None:
-        forms[WAITING] = (1, size), np.dtype(np.float32)
-    is_too_long = any(len(tokens) > cache.capacity for cache in caches.values())
-    if is_too_long or any(stored.get(name) != forms[name] for name in forms):
-        raise refusal
-    for owner, cache in caches.items():
-        rows = {name: arrays[f"{owner}/{name}"] for name in cache.buffers}
-        cache.restore(rows, len(tokens))
-    return tokens, origin == identity, waiting

@@ -11,7 +11,7 @@ from jetdraft.errors import BundleError, OutputError
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.measured.widths import prefill_widths
-from jetdraft.runtime.passes.buffers import common_length, digest_of
+from jetdraft.runtime.passes.prefix import common_length, digest_of
 from jetdraft.runtime.planning.options import Options
 
 RANDOM = np.random.default_rng(4)
