@@ -23,8 +23,6 @@ from jetdraft.checkpoints.streams import StreamedModel
 from jetdraft.contracts.step_contract import SCORES, SplitContract, StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import quantize_cache, windowed
-from jetdraft.export.export_options import ExportOptions
-from jetdraft.export.fusing import fuse, replace_gather_nd
 from jetdraft.export.derived import (
     ExitStep,
     drop_extra_values,
@@ -32,6 +30,8 @@ from jetdraft.export.derived import (
     make_tree_graph,
     split_graph,
 )
+from jetdraft.export.export_options import ExportOptions
+from jetdraft.export.fusing import fuse, replace_gather_nd
 from jetdraft.export.selected_attention import add_selection
 from jetdraft.export.source_step import EncoderStep, SourceStep
 from jetdraft.export.standard import standardize

@@ -26,9 +26,8 @@ from jetdraft.runtime.drafters.learned_weights import LearnedWeights
 from jetdraft.runtime.drafts.rows import Tokens
 from jetdraft.runtime.history.store import Entry, ResponseStore, Similarity
 from jetdraft.runtime.measured.cost_model import Curve
-from jetdraft.runtime.measured.profile_files import Profiles
 from jetdraft.runtime.measured.survey import Survey
-from jetdraft.runtime.measured.widths import Widths
+from jetdraft.runtime.measured.widths import Profiles, Widths
 from jetdraft.runtime.passes.buffers import Cache, SourceInput
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.opener import (
