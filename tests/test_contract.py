@@ -8,8 +8,7 @@ import onnxruntime
 import pytest
 
 from jetdraft.contracts.constants import CANDIDATES
-from jetdraft.contracts.split_contract import SplitContract
-from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.step_contract import SplitContract, StepContract
 from jetdraft.contracts.tensors import TensorSpec, check_tensors
 from jetdraft.errors import ContractError
 from jetdraft.parsing import RecordError, read_record

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from jetdraft.bundle import Bundle
-from jetdraft.learning.weight_sets import (
+from jetdraft.learning.lessons import (
     ARRAYS,
     CHOICE_FILE,
     PARTIAL,

@@ -18,30 +18,30 @@ from jetdraft.checkpoints.folder import check_folder, checkpoint_folder, weights
 from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
 from jetdraft.checkpoints.layers import Taps
 from jetdraft.checkpoints.model_reader import (
+    chat_template,
     check_causal,
     is_speech_model,
     load_config,
     load_model,
+    load_tokenizer,
+    passed_over_settings,
     read_packed,
     read_speech,
+    special_tokens,
 )
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.parameters import set_compute_dtype, store_weights_in
 from jetdraft.checkpoints.probes import ProbedModel
-from jetdraft.checkpoints.prompts import MODES, PromptSettings, load_prompts
 from jetdraft.checkpoints.silence import no_progress_bars, silenced
 from jetdraft.checkpoints.streams import (
+    PROMPT_MODES,
     SETTINGS,
     SHARED,
     UNFINISHED,
+    PromptSettings,
     StreamSettings,
+    load_prompts,
     load_streams,
-)
-from jetdraft.checkpoints.tokenizer_reader import (
-    chat_template,
-    load_tokenizer,
-    passed_over_settings,
-    special_tokens,
 )
 from jetdraft.errors import CheckpointError, printable
 from jetdraft.parsing import read_json_file, read_record
@@ -225,7 +225,7 @@ def read_settings(folder: Path) -> ProbeSettings | None:
                 )
             return None
         fields = read_json_file(file)
-        kind = PromptSettings if fields["mode"] in MODES else StreamSettings
+        kind = PromptSettings if fields["mode"] in PROMPT_MODES else StreamSettings
         settings = {name: fields[name] for name in kind.__dataclass_fields__}
         return read_record(kind, settings)  # type: ignore[no-any-return]
     except (OSError, ValueError, KeyError, TypeError) as error:

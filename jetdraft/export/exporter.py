@@ -25,16 +25,17 @@ from jetdraft.bundle import (
     Bundle,
     check_pair,
 )
+from jetdraft.checkpoints.attention import relative_bias_module
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.draft_module import DraftModule
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_reader import check_head
 from jetdraft.checkpoints.model_reader import check_exportable
-from jetdraft.checkpoints.prompts import PromptSettings
 from jetdraft.checkpoints.silence import silenced
-from jetdraft.checkpoints.source_attention import relative_bias_module
+from jetdraft.checkpoints.streams import PromptSettings
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import printable
+from jetdraft.export.attentions import measure_scales
 from jetdraft.export.checks import (
     check_checkpoint,
     check_draft_vocabulary,
@@ -52,7 +53,6 @@ from jetdraft.export.draft_vocab import (
 from jetdraft.export.drafters import head_taps, load_draft_head, write_head_graphs
 from jetdraft.export.export_options import DTYPES, ExportOptions
 from jetdraft.export.graphs import Job, Progress, write_graphs
-from jetdraft.export.kv import measure_scales
 from jetdraft.export.measures import Measures
 from jetdraft.export.seams import (
     check_seams,

@@ -17,13 +17,13 @@ from torch import Tensor
 from jetdraft.bundle import TARGET
 from jetdraft.checkpoints.attention import (
     IMPLEMENTATION,
+    SOURCE_ATTENTION,
     PassThroughCache,
     StepState,
     attending,
+    set_attention,
 )
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.source_attention import IMPLEMENTATION as SOURCE_ATTENTION
-from jetdraft.checkpoints.source_attention import set_attention
 from jetdraft.contracts.constants import FRAMES_PER_SLOT
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import UnsupportedModelError

@@ -5,8 +5,7 @@ import urllib.request
 
 import jetdraft as package
 from jetdraft.bundle import Bundle
-from jetdraft.learning.lessons import LESSONS_FILE, Lessons
-from jetdraft.learning.weight_sets import WeightSets, drafter_sha256
+from jetdraft.learning.lessons import LESSONS_FILE, Lessons, WeightSets, drafter_sha256
 from tests.cli.running import assert_refused, jetdraft
 from tests.server.serving import started
 from tests.toy_drafter import arrays_of, put_on_trial, random_arrays

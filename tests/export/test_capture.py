@@ -12,8 +12,12 @@ import onnx
 import pytest
 
 from jetdraft.bundle import Bundle
-from jetdraft.checkpoints.prompts import FORECAST, PromptSettings
-from jetdraft.checkpoints.streams import SHARED, StreamSettings
+from jetdraft.checkpoints.streams import (
+    FORECAST,
+    SHARED,
+    PromptSettings,
+    StreamSettings,
+)
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.chimera.task import ChimeraTask
 from jetdraft.methods.falcon.task import FalconTask

@@ -10,7 +10,7 @@ import pytest
 
 from jetdraft.bundle import Bundle
 from jetdraft.errors import StoreError
-from jetdraft.learning.weight_sets import (
+from jetdraft.learning.lessons import (
     ARRAYS,
     CHOICE_FILE,
     EARLY_TOKENS,

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.contracts.tensors import TensorSpec
+from jetdraft.contracts.tensors import Float32s, Int64s, TensorSpec
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.passes.buffers import HOST, Memory, Tensor, run_bound
 
 VisibleSlots = Sequence[Sequence[int]]

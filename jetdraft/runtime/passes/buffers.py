@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jetdraft.contracts.step_contract import SOURCE_LENGTH, StepContract
-from jetdraft.contracts.tensors import check_tensors
+from jetdraft.contracts.tensors import Float32s, check_tensors
 from jetdraft.errors import ContractError
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.drafts.rows import gapless_length
 
 _WEBGPU_LOCK = RLock()

@@ -265,7 +265,8 @@ class AdaptiveController:
         others = self.acceptance[proposer.traits.name].sibling_shares(MAX_SIBLINGS)
         if worth * (1.0 - min(rates)) * others[0] < row_tokens:
             return  # not even the best branch pays for its row
-        parents, chances = best_tree(limit, rates, others)
+        ranks = [[r, *((1.0 - r) * share for share in others)] for r in rates]
+        parents, chances = best_tree(limit, ranks)
         tokens, depths, on_first_path = 1.0, [0], [True]
         for index, (parent, chance) in enumerate(zip(parents, chances, strict=True)):
             depths.append(depths[parent] + 1)

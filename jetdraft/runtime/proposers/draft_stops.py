@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from jetdraft.contracts.tensors import Float32s
 from jetdraft.errors import DraftingError, StoreError
 from jetdraft.files import read_arrays
-from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Answer
 

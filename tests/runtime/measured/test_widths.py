@@ -13,9 +13,8 @@ from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime import claim
 from jetdraft.runtime.claim import StoppedError
 from jetdraft.runtime.measured import survey as surveys
-from jetdraft.runtime.measured.profile_files import Profiles
 from jetdraft.runtime.measured.survey import FIRST_WIDTHS, Survey, pass_times
-from jetdraft.runtime.measured.widths import Widths
+from jetdraft.runtime.measured.widths import Profiles, Widths
 
 IDS = np.random.default_rng(5).integers(0, 288, 12).tolist() * 3
 

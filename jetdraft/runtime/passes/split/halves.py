@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jetdraft.contracts.split_contract import SplitContract
-from jetdraft.contracts.tensors import check_tensors
+from jetdraft.contracts.step_contract import SplitContract
+from jetdraft.contracts.tensors import Float32s, check_tensors
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.drafts.rows import NO_PROBES, Probes, Rows
 from jetdraft.runtime.passes.answer import Answer, answer_of
 from jetdraft.runtime.passes.binding import PassBinding

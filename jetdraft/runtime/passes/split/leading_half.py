@@ -18,15 +18,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from jetdraft.runtime.drafts.arrays import Float32s
+from jetdraft.contracts.tensors import Float32s
 from jetdraft.runtime.drafts.rows import NO_PROBES, NO_PROBING, Probing, Rows, Tokens
-from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.answer import Answer, EarlyStop
 from jetdraft.runtime.passes.buffers import Cache
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
 from jetdraft.runtime.passes.split.exit_head import Decision, ExitRule
 from jetdraft.runtime.passes.split.halves import Halves, PlacedRows, SplitSessions
-from jetdraft.runtime.passes.target import EarlyStop
 
 
 class LeadingHalf:
