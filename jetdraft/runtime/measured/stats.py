@@ -1,4 +1,4 @@
-"""What rounds show: the cost of a generation, how its drafts fared, and rates of guesses.
+"""What rounds show: the cost of a generation, how its drafts fared, rates of guesses.
 
 Each metric has one meaning. Rates are running estimates, by place and by rank.
 """
