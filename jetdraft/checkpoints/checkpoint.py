@@ -31,13 +31,13 @@ from jetdraft.checkpoints.model_reader import (
 )
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.parameters import set_compute_dtype, store_weights_in
-from jetdraft.checkpoints.probes import ProbedModel
 from jetdraft.checkpoints.silence import no_progress_bars, silenced
 from jetdraft.checkpoints.streams import (
     PROMPT_MODES,
     SETTINGS,
     SHARED,
     UNFINISHED,
+    ProbedModel,
     PromptSettings,
     StreamSettings,
     load_prompts,

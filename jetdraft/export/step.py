@@ -17,8 +17,7 @@ from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.attention import PassThroughCache, StepState, attending
 from jetdraft.checkpoints.layers import Taps, decoder_layers, watch_input
-from jetdraft.checkpoints.probes import ProbedModel
-from jetdraft.checkpoints.streams import PromptedModel, StreamedModel
+from jetdraft.checkpoints.streams import ProbedModel, PromptedModel, StreamedModel
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import PARENTS, SCORES, StepContract
 from jetdraft.contracts.tensors import TensorSpec

@@ -39,8 +39,7 @@ from jetdraft.runtime.passes.opener import (
 )
 from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.session import Spinning, default_threads, threads_of_pair
-from jetdraft.runtime.passes.split.halves import SplitSessions
-from jetdraft.runtime.passes.split.leading_half import LeadingHalf
+from jetdraft.runtime.passes.split.halves import LeadingHalf, SplitSessions
 from jetdraft.runtime.passes.split.pruned_halves import PrunedHalves
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.worker_process import Vocabulary

@@ -16,8 +16,12 @@ from jetdraft.files import replacing
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.planning.registry import methods
-from jetdraft.runtime.proposers.draft_stops import REPEATS, AcceptanceHead, DraftStop
-from jetdraft.runtime.proposers.model_proposer import ModelProposer
+from jetdraft.runtime.proposers.model_proposer import (
+    REPEATS,
+    AcceptanceHead,
+    DraftStop,
+    ModelProposer,
+)
 
 LOOK_EVERY = 10
 """Training steps between two measurements of the held-out loss."""

@@ -180,12 +180,12 @@ def test_energy_is_measured_where_there_are_monitors(bundle, tmp_path, monkeypat
 
 
 @pytest.fixture
-def quick(monkeypatch):
+def one_turn(monkeypatch):
     """One turn: the times do not matter."""
     monkeypatch.setattr(tuning, "TURNS", 1)
 
 
-def test_the_table_and_the_profile(copied_bundle, quick):
+def test_the_table_and_the_profile(copied_bundle, one_turn):
     done = jetdraft("tune", copied_bundle, "--threads", "1")
     assert done.exit_code == 0
     widths = [line.split()[0] for line in done.stdout.splitlines()[1:33]]
@@ -194,7 +194,7 @@ def test_the_table_and_the_profile(copied_bundle, quick):
     assert (copied_bundle / "profiles" / "cpu-1-tuning.json").is_file()
 
 
-def test_json_is_one_object(copied_bundle, quick):
+def test_json_is_one_object(copied_bundle, one_turn):
     done = jetdraft("tune", copied_bundle, "--threads", "1", "--json")
     found = json.loads(done.stdout)
     assert set(found["curve"]) >= {"passes", "trees", "drafts", "compaction"}

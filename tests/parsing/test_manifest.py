@@ -36,6 +36,13 @@ from jetdraft.testing import toy_bundle
 from tests import manifests
 from tests.cli.running import assert_refused
 
+
+@pytest.fixture
+def own_toy(tmp_path):
+    """A toy bundle of a test alone, which may damage it."""
+    return toy_bundle(tmp_path / "toy")
+
+
 WRONG = [
     *(None, True, 0, -1, 1, 0.5, 2**31, 2**32, 2**63, 1e300, "", "x", "../x"),
     *("float3a", "\x1b[2J\u202e", [], [[]], [None], [-1], [2**31], {}, {"": None}),

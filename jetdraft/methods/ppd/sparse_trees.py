@@ -28,8 +28,8 @@ import numpy as np
 
 from jetdraft.devices.best_tree import best_tree
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.measured.acceptance_rates import RankRates
 from jetdraft.runtime.measured.cost_model import PassMs
+from jetdraft.runtime.measured.stats import RankRates
 
 _LEAK = 1e-3
 """The chance that a round begins without guesses, as the first round of a text does."""

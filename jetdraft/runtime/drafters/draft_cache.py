@@ -24,8 +24,7 @@ from jetdraft.runtime.drafts.rows import Tokens
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
-from jetdraft.runtime.passes.split.halves import PlacedRows
-from jetdraft.runtime.passes.split.leading_half import LeadingHalf
+from jetdraft.runtime.passes.split.halves import LeadingHalf, PlacedRows
 
 
 class DraftCache:

@@ -9,9 +9,8 @@ from typing import NamedTuple
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.devices.best_tree import best_tree
 from jetdraft.runtime.drafts.rows import NO_PROBING, Probing
-from jetdraft.runtime.measured.acceptance_rates import Acceptance
 from jetdraft.runtime.measured.cost_model import Curve, Profit
-from jetdraft.runtime.measured.stats import Round
+from jetdraft.runtime.measured.stats import Acceptance, Round
 from jetdraft.runtime.proposers.proposer import Proposer
 
 

@@ -19,9 +19,8 @@ from jetdraft.learning.lessons import CANDIDATES, MAX_PLACES, MAX_TOKENS, Lesson
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.rows import NO_PROBING, Probing, Rows, Tokens
 from jetdraft.runtime.loaded import Learning, LoadedBundle
-from jetdraft.runtime.measured.acceptance_rates import Acceptance
 from jetdraft.runtime.measured.cost_model import Profit
-from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.measured.stats import Acceptance, Stats
 from jetdraft.runtime.passes.answer import Target
 from jetdraft.runtime.passes.split.exit_head import ExitRule
 from jetdraft.runtime.planning.controller import (

@@ -15,20 +15,18 @@ from jetdraft.options import Range, check_ranges
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.proposers.draft_stops import (
-    THRESHOLDS,
-    DraftStop,
-    confidence,
-    make_draft_stop,
-)
 from jetdraft.runtime.proposers.method import Method, OptionsT, check_choice
 from jetdraft.runtime.proposers.model_proposer import (
+    THRESHOLDS,
+    DraftStop,
     Grow,
     Guesses,
     Levels,
     ModelProposer,
     ProbeProposer,
     Shared,
+    confidence,
+    make_draft_stop,
 )
 from jetdraft.runtime.proposers.proposer import Proposer, Traits
 from jetdraft.runtime.proposers.tree_options import TreeOptions

@@ -1,7 +1,6 @@
 import pytest
 
-from jetdraft.runtime.measured.acceptance_rates import GuessRates
-from jetdraft.runtime.measured.stats import Round, Share, Stats
+from jetdraft.runtime.measured.stats import GuessRates, Round, Share, Stats
 
 
 def round_of(drafted, accepted):

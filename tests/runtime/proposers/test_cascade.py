@@ -15,7 +15,7 @@ from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import StepSessions, open_session
 from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
-from tests.runtime.proposers.drafter import drafter_of
+from tests.runtime.fake_method import drafter_of
 
 PROMPT = np.random.default_rng(5).integers(0, 288, 30).tolist()
 WAYS = [Sampling(), Sampling(temperature=0.9, seed=4)]

@@ -15,7 +15,7 @@ from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from jetdraft.testing import toy_bundle
 from tests.fuzz.other_bundles import resized
 from tests.runtime import fake_method
-from tests.runtime.proposers.drafter import drafter_of
+from tests.runtime.fake_method import drafter_of
 from tests.runtime.test_generation import Branching
 
 PROMPT = np.random.default_rng(8).integers(0, 288, 20)

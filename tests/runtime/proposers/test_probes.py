@@ -22,9 +22,8 @@ from jetdraft.methods.ppd import method as ppd
 from jetdraft.methods.ppd.method import PromptProposer
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Probes, Probing, Rows
-from jetdraft.runtime.measured.acceptance_rates import Acceptance
 from jetdraft.runtime.measured.cost_model import Curve
-from jetdraft.runtime.measured.stats import Round
+from jetdraft.runtime.measured.stats import Acceptance, Round
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.split.pruned_halves import THRESHOLD_CHOICES, Threshold
 from jetdraft.runtime.planning.drafting import Drafting
