@@ -4,10 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-import jetdraft
-from jetdraft.errors import DraftingError, OptionError, StoreError
-from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.draft_stops import (
     REPEATS,
     AcceptanceHead,
@@ -15,6 +11,10 @@ from jetdraft.runtime.proposers.draft_stops import (
     confidence,
     make_draft_stop,
 )
+
+import jetdraft
+from jetdraft.errors import DraftingError, OptionError, StoreError
+from jetdraft.runtime.passes.answer import Answer
 
 PROMPT = np.random.default_rng(6).integers(0, 288, 24).tolist()
 HOW = {"token_ids": PROMPT, "max_new_tokens": 60, "ignore_eos": True}
