@@ -67,10 +67,7 @@ def test_export_makes_a_bundle_that_generates(pair, output):
     assert result.stderr.splitlines()[0].endswith(
         "methods none, lookup, draft, trigram, cascade"
     )
-    assert result.stderr.splitlines()[1:] == [
-        "target: int4-rtn-b32",
-        "drafter: int8-rtn-b32",
-    ]
+    assert result.stderr.splitlines()[1:] == ["target: int4-rtn-b32", "drafter: q8_0"]
     shown = jetdraft("generate", output, "-p", " the", "-n", "4", "-t", "1")
     assert shown.exit_code == 0
 
@@ -216,7 +213,8 @@ def test_no_output(pair):
     [
         (("--device", "orin-nano-4gb"), "int4-gptq-b128"),
         (("--block-size", "64"), "int4-rtn-b64-head8"),
-        (("--max-kl", "9"), "int4-gptq-b128-head8"),
+        (("--max-kl", "9"), "q4_k-headq6_k"),
+        (("--max-kl", "9", "--kernel", "onnxruntime"), "int4-gptq-b128-head8"),
         (("--quantize", "int4-gptq-b32"), "int4-gptq-b32"),
     ],
 )

@@ -27,7 +27,7 @@ from jetdraft.devices.planning.cost_model import (
 )
 from jetdraft.errors import DeviceError, OptionError
 from jetdraft.options import declared
-from jetdraft.recipe import Recipe
+from jetdraft.recipe import GRIDS, Recipe
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 60, 64)
 """Rows of a pass that are compared."""
@@ -205,6 +205,7 @@ class Question:
             raise OptionError(f"context {self.context} is out of range; give 1 or more")
         recipe = Recipe.parse(self.quantization)
         choices = [name for name in self.profile.quantizations if name in SCHEMES]
+        choices += GRIDS if self.on_cpu else ()
         for scheme in (recipe.scheme, recipe.head or recipe.scheme):
             if scheme not in choices:
                 raise DeviceError(
