@@ -191,9 +191,8 @@ def _load_checkpoints(
     for number, (name, source) in enumerate(sources.items()):
         report("load", number, len(sources))
         dtype = getattr(torch, DTYPES[options.dtype_of(name)])
-        checkpoint = Checkpoint.load(
-            source, dtype, keeps_grids=options.kernel_of(name) == KERNELS[0]
-        )
+        keeps_grids = options.kernel_of(name) == KERNELS[0]
+        checkpoint = Checkpoint.load(source, dtype, keeps_grids)
         if name == DRAFTER:
             check_tokens(checkpoints[TARGET], checkpoint)
             checkpoint = checkpoint.beside(checkpoints[TARGET].vocab_size)
