@@ -42,6 +42,7 @@ SOURCES = {
     "x86_64": {
         "library": (),
         "portable": (),
+        "cpu": (),
         "avx2": _AVX2,
         "avxvnni": (*_AVX2, "-mavxvnni"),
         "avx512vnni": (*_AVX2, *_AVX512),
@@ -49,6 +50,7 @@ SOURCES = {
     "aarch64": {
         "library": (),
         "portable": (),
+        "cpu": (),
         "dotprod": ("-mcpu=generic+dotprod",),
         "i8mm": ("-mcpu=generic+dotprod+i8mm",),
     },

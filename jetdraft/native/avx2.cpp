@@ -1,6 +1,5 @@
 // AVX2: products of bytes by VPMADDUBSW, which adds pairs in 16 bits.
 #include "avx.h"
-#include "cpu.h"
 
 namespace jetdraft {
 namespace {

@@ -1,7 +1,6 @@
 // AVX-512 VNNI: VPDPBUSD on registers of 512 bits, which hold a quad of all 16 columns.
 #include <immintrin.h>
 
-#include "cpu.h"
 #include "product.h"
 
 namespace jetdraft {

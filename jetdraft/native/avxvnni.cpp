@@ -1,6 +1,5 @@
 // AVX-VNNI: VPDPBUSD on registers of 256 bits.
 #include "avx.h"
-#include "cpu.h"
 
 namespace jetdraft {
 namespace {

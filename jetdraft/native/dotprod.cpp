@@ -28,9 +28,6 @@ struct Dotprod : Neon {
 
 }  // namespace
 
-extern const Isa DOTPROD = isa<Dotprod>("dotprod", [] {
-  constexpr unsigned long ASIMDDP = 1ul << 20;
-  return (getauxval(AT_HWCAP) & ASIMDDP) != 0;
-});
+extern const Isa DOTPROD = isa<Dotprod>("dotprod", has_dotprod);
 
 }  // namespace jetdraft

@@ -83,6 +83,8 @@ struct Product {
   RowBlock* read;
 };
 
+bool has_avx2(), has_avxvnni(), has_avx512vnni(), has_dotprod(), has_i8mm();  // cpu.cpp
+
 // What a processor computes; every entry is by the number of the format.
 struct Isa {
   const char* name;

@@ -44,9 +44,6 @@ struct I8mm : Neon {
 
 }  // namespace
 
-extern const Isa I8MM = isa<I8mm>("i8mm", [] {
-  constexpr unsigned long BIT = 1ul << 13;
-  return (getauxval(AT_HWCAP2) & BIT) != 0;
-});
+extern const Isa I8MM = isa<I8mm>("i8mm", has_i8mm);
 
 }  // namespace jetdraft

@@ -1,7 +1,6 @@
 // What all Arm processors have in common: 4 columns in a register of 128 bits.
 #pragma once
 #include <arm_neon.h>
-#include <sys/auxv.h>
 
 #include "product.h"
 

@@ -33,8 +33,10 @@ def test_the_error_is_at_most_that_of_llama_cpp(grid):
 
 
 @pytest.mark.parametrize("grid", ["Q4_0", "Q4_1", "Q4_K", "Q6_K"])
-def test_moments_lower_the_error_where_they_are_large(grid):
-    moments = np.exp(np.random.default_rng(1).standard_normal(512)).astype(np.float32)
+@pytest.mark.parametrize("spread", [1, 6])  # the latter as in SmolLM2
+def test_moments_lower_the_error_where_they_are_large(grid, spread):
+    drawn = np.random.default_rng(1).standard_normal(512)
+    moments = np.exp(spread * drawn).astype(np.float32)
     with_moments = round_to_grid(MATRIX, grid, moments)
     assert error(with_moments, grid, moments) < error(
         round_to_grid(MATRIX, grid), grid, moments
