@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
-import struct
 from pathlib import Path
 
 from jetdraft.errors import ProviderError
@@ -19,9 +18,6 @@ DOMAIN, MULTIPLY, GATHER = "jetdraft", "MatMulPacked", "GatherPacked"
 LIBRARY = Path(__file__).with_name(f"{platform.machine()}.so")
 """The file for this kind of processor; it may be missing."""
 
-_HEADER = struct.Struct("<40xQ10x2H2x")
-"""Of an ELF file of 64 bits: start of the sections' table, bytes and count of rows."""
-
 
 @functools.cache
 def isa() -> str:
@@ -31,7 +27,6 @@ def isa() -> str:
     instructions that this processor lacks.
     """
     try:
-        _check_end(LIBRARY)
         library = ctypes.CDLL(str(LIBRARY))
         library.jetdraft_isa.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
@@ -46,12 +41,3 @@ def isa() -> str:
             "out"
         )
     return name.decode()
-
-
-def _check_end(file: Path) -> None:
-    """Raise `OSError` for a library without its end, which ends the process that loads
-    it: the table of sections comes last."""
-    with file.open("rb") as opened:
-        start, size, count = _HEADER.unpack(opened.read(64).ljust(64, b"\0"))
-    if start + size * count > file.stat().st_size:
-        raise OSError(f"{file} is cut off")

@@ -34,12 +34,9 @@ def round_to_grid(matrix: Floats, grid: str, moments: Floats | None = None) -> B
     `moments` float [rows] are second moments of the inputs. The rows are filled up with
     zeros to whole blocks.
     """
-    super_block = 256 if grid.endswith("K") else 32
-    spare = -len(matrix) % super_block
+    spare = -len(matrix) % (256 if grid.endswith("K") else 32)
     columns = torch.from_numpy(np.pad(matrix, ((0, spare), (0, 0)))).T.float()
-    given = None
-    if moments is not None:
-        given = torch.from_numpy(np.pad(moments, (0, spare))).float()
+    given = None if moments is None else torch.from_numpy(np.pad(moments, (0, spare)))
     parts = torch.split(columns, COLUMNS_AT_ONCE)
     rounded = [_ROUNDERS[grid](part.contiguous(), given) for part in parts]
     return np.concatenate(rounded).reshape(columns.shape[0], -1)
@@ -47,10 +44,9 @@ def round_to_grid(matrix: Floats, grid: str, moments: Floats | None = None) -> B
 
 def _weights(x: Tensor, given: Tensor | None, size: int) -> Tensor:
     """The weight of each number of x [columns, blocks, size]."""
-    guess = x.square().mean(-1, keepdim=True).sqrt() + x.abs()
-    if given is None:
-        return guess
     power = x.square().mean(-1, keepdim=True)
+    if given is None:
+        return power.sqrt() + x.abs()
     return given.view(-1, size) * (power + x.square()).sqrt()
 
 
@@ -95,10 +91,8 @@ def _fit_affine(x: Tensor, weights: Tensor, largest: int) -> tuple[Tensor, Tenso
         error = (weights * (integers * step + base - x).square()).sum(-1, keepdim=True)
         better = (error < best) & (step > 0)
         best = torch.where(better, error, best)
-        scale, minimum = (
-            torch.where(better, new, old)
-            for new, old in ((step, scale), (base, minimum))
-        )
+        scale = torch.where(better, step, scale)
+        minimum = torch.where(better, base, minimum)
     return scale[..., 0], minimum[..., 0]
 
 
@@ -124,10 +118,6 @@ def _pair_halves(integers: Bytes) -> Bytes:
     return pairs
 
 
-def _fifth_bits(integers: Bytes) -> Bytes:
-    return np.packbits(integers >> 4, axis=-1, bitorder="little")
-
-
 def _flat(bits: int, affine: bool) -> Callable[[Tensor, Tensor | None], Bytes]:
     """The rounder of Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0."""
     lowest = 0 if affine else -(1 << (bits - 1))
@@ -151,7 +141,7 @@ def _flat(bits: int, affine: bool) -> Callable[[Tensor, Tensor | None], Bytes]:
         if bits == 8:
             return np.concatenate([*parts, integers ^ 128], -1)
         if bits == 5:
-            parts.append(_fifth_bits(integers))
+            parts.append(np.packbits(integers >> 4, axis=-1, bitorder="little"))
         return np.concatenate([*parts, _pair_halves(integers)], -1)
 
     return rounded
