@@ -92,7 +92,7 @@ NO_COMMAND = {
         *("cli/generate.py ", "row = root", "methods/<name>", "[build-system]")
     ],
     "docs/devices.md": ["ms(width) = ", "bandwidth 0.818"],
-    "docs/quantization.md": ["target: int8-rtn-b64"],
+    "docs/quantization.md": ["target: q8_0"],
     "docs/stop-and-exit.md": ["stop      no exit"],
     "docs/streaming.md": ["rows      the root", '{"prompt": '],
     "docs/training.md": ["accelerate launch "],

@@ -126,7 +126,8 @@ def test_a_normal_install_has_every_file():
     patterns = settings["tool"]["setuptools"]["package-data"]["jetdraft"]
     packed = {file for pattern in patterns for file in root.glob(pattern)}
     files = {file for file in root.rglob("*") if file.is_file()}
-    assert packed == {f for f in files if f.suffix not in (".py", ".pyc")}
+    sources = {".py", ".pyc", ".cpp", ".h"}
+    assert packed == {f for f in files if f.suffix not in sources}
 
 
 HELLO = '[{"role": "user", "content": "Hello"}]'
