@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from jetdraft.runtime.proposers.draft_stops import (
+
+import jetdraft
+from jetdraft.errors import DraftingError, OptionError, StoreError
+from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.proposers.model_proposer import (
     REPEATS,
     AcceptanceHead,
     DraftStop,
     confidence,
     make_draft_stop,
 )
-
-import jetdraft
-from jetdraft.errors import DraftingError, OptionError, StoreError
-from jetdraft.runtime.passes.answer import Answer
 
 PROMPT = np.random.default_rng(6).integers(0, 288, 24).tolist()
 HOW = {"token_ids": PROMPT, "max_new_tokens": 60, "ignore_eos": True}
