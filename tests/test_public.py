@@ -219,14 +219,8 @@ def test_mypy_reports_a_wrong_call(refused, call):
 
 def run(call: str, model: jetdraft.Model, bundle: Path) -> None:
     """A call as that program makes it."""
-    names = {
-        "jetdraft": jetdraft,
-        "Options": jetdraft.Options,
-        "Pool": jetdraft.Pool,
-        "DraftOptions": DraftOptions,
-        "model": model,
-        "bundle": str(bundle),
-    }
+    names = {"Options": jetdraft.Options, "Pool": jetdraft.Pool, "jetdraft": jetdraft}
+    names |= {"DraftOptions": DraftOptions, "model": model, "bundle": str(bundle)}
     asyncio.run(_within_a_loop(call, names))
 
 

@@ -182,14 +182,7 @@ def test_auto_takes_the_fastest_that_can(monkeypatch):
     assert choose_provider("auto", [("contrib", "float32")]).name == "cpu"
 
 
-CONTRACT = StepContract(
-    vocab_size=100,
-    capacity=512,
-    max_width=64,
-    dtype="float16",
-    kv_shapes=((2, 16),),
-    tree=True,
-)
+CONTRACT = StepContract(100, 512, 64, "float16", ((2, 16),), tree=True)
 MACHINE = {"bundle": "b", "gpu": "Orin", "tensorrt": "10.16.2", "onnxruntime": "1.31.1"}
 
 

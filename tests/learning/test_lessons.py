@@ -172,28 +172,24 @@ def test_only_sets_are_swept(toy, sets):
     assert left == {"notes", "0" * 63, ".partial", "lock", CHOICE_FILE}
 
 
-def damaged(sets, name):
-    file = sets.folder / name / ARRAYS
+def flip_a_bit(file):
     content = bytearray(file.read_bytes())
     content[-200] ^= 1
     file.write_bytes(content)
 
 
-def test_damaged_arrays_are_refused(toy, sets):
-    name = put_on_trial(sets.folder, toy, ONES)
-    damaged(sets, name)
-    with pytest.raises(StoreError, match="damaged or missing"):
-        sets.arrays(name)
-    with pytest.raises(StoreError, match="damaged or missing"):
-        sets.arrays("0" * 64)
+def replace_by_a_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
 
 
-def test_a_pipe_in_place_of_arrays_is_refused(toy, sets):
+@pytest.mark.parametrize("damage", [flip_a_bit, replace_by_a_pipe])
+def test_damaged_and_missing_arrays_are_refused(toy, sets, damage):
     name = put_on_trial(sets.folder, toy, ONES)
-    (sets.folder / name / ARRAYS).unlink()
-    os.mkfifo(sets.folder / name / ARRAYS)
-    with pytest.raises(StoreError, match="damaged or missing"):
-        sets.arrays(name)
+    damage(sets.folder / name / ARRAYS)
+    for each in (name, "0" * 64):
+        with pytest.raises(StoreError, match="damaged or missing"):
+            sets.arrays(each)
 
 
 @pytest.mark.parametrize(

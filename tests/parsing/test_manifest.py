@@ -30,6 +30,7 @@ from jetdraft.errors import (
 )
 from jetdraft.files import read_arrays
 from jetdraft.manifest import MANIFEST, SEAL, seal_hash
+from jetdraft.methods.recall.method import adapt_response
 from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.passes.prefix import digest_of
 from jetdraft.testing import toy_bundle
@@ -275,17 +276,16 @@ def test_names_that_no_file_can_have(toy_model, own_toy, tmp_path, name):
     file = tmp_path / name
     with pytest.raises(OutputError, match="no file can have this name"):
         toy_model.save_prefix(file, toy_model.prompt(PROMPT))
+    for kind, use in (
+        (StoreError, lambda: jetdraft.load(own_toy, threads=1, store=file)),
+        (StoreError, lambda: jetdraft.load(own_toy, threads=1, learn=file)),
+        (OutputError, lambda: toy_bundle(file)),
+    ):
+        with pytest.raises(kind, match="no file can have this name") as refused:
+            use()
+        assert str(refused.value).isprintable()
     with pytest.raises(JetdraftError):
         toy_model.load_prefix(file)
-    with pytest.raises(StoreError, match="no file can have this name") as refused:
-        jetdraft.load(own_toy, threads=1, store=file)
-    assert str(refused.value).isprintable()
-    with pytest.raises(StoreError, match="no file can have this name") as refused:
-        jetdraft.load(own_toy, threads=1, learn=file)
-    assert str(refused.value).isprintable()
-    with pytest.raises(OutputError, match="no file can have this name") as refused:
-        toy_bundle(file)
-    assert str(refused.value).isprintable()
 
 
 def test_a_pipe_stays_a_pipe(toy_model, tmp_path):
@@ -344,8 +344,6 @@ def test_listed_texts_cannot_steer_the_terminal(own_toy, tmp_path, toy_model):
 
 
 def test_recall_of_repeated_tokens_takes_no_seconds():
-    from jetdraft.methods.recall.method import adapt_response
-
     start = time.monotonic()
     for kind in ([7], [7, 8], list(range(7))):
         one, other = (kind * 1900)[:1900], (kind * 1900)[:1800]
@@ -357,8 +355,6 @@ def test_recall_of_repeated_tokens_takes_no_seconds():
 
 
 def test_an_adapted_response_does_not_grow_without_end():
-    from jetdraft.methods.recall.method import adapt_response
-
     prompt, other = [], []
     for step in range(40):
         prompt += [1000 + step, step]

@@ -7,7 +7,7 @@ import socket
 import stat
 import threading
 import time
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -136,25 +136,17 @@ def test_health_is_answered_while_all_connections_work(fresh, slow, monkeypatch)
         assert refused.headers["retry-after"]
 
 
-@contextmanager
-def few_files(count):
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_a_limit_of_files_is_no_end(toy):
-    with few_files(256):
-        context = started(toy)
-        process, address = context.__enter__()
-    try:
-        with ExitStack() as stack:
+    resource = pytest.importorskip("resource")
+    own = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, own)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, own[1]))
+        process, address = stack.enter_context(started(toy))
+        resource.setrlimit(resource.RLIMIT_NOFILE, own)
+        with ExitStack() as lines:
             for _ in range(500):
-                stack.enter_context(connect(address))
+                lines.enter_context(connect(address))
             assert httpx.get(f"{address}/health", timeout=60).status_code == 200
             answer = httpx.post(f"{address}/v1/completions", json=BODY, timeout=60)
             assert answer.status_code == 200
@@ -162,8 +154,6 @@ def test_a_limit_of_files_is_no_end(toy):
         process.terminate()
         assert process.wait(60) == 0
         assert process.stderr.read().startswith("POST /v1/completions 200, ")
-    finally:
-        context.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("stream", [False, True])

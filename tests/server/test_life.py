@@ -1,6 +1,5 @@
 """Clients that leave, do not read or are many; servers that end, and who hears it."""
 
-import hashlib
 import json
 import os
 import re
@@ -18,14 +17,12 @@ from click.testing import CliRunner
 from openai import OpenAI
 
 from jetdraft import Pool
-from jetdraft.bundle import CHAT_TEMPLATE
 from jetdraft.cli import main
 from jetdraft.errors import OptionError
 from jetdraft.server.app import Service
 from jetdraft.server.http_server import Systemd, open_listener, open_unix_listener
-from jetdraft.testing import toy_bundle
-from tests import manifests
 from tests.cli.running import assert_refused, without
+from tests.runtime.test_conversation import with_template
 from tests.server.conftest import LIMITS
 from tests.server.serving import connect, served, started, until
 
@@ -266,15 +263,7 @@ def test_wrong_options_of_the_command(toy, tmp_path):
     assert_refused(serve(toy, "--models", "0"), "--models")
     refusal = "max wait nan is out of range; give more than 0"
     assert_refused(serve(toy, "--max-wait", "nan"), refusal)
-    broken = toy_bundle(tmp_path / "broken")
-    template = b"{% for m in messages %}"
-    (broken / CHAT_TEMPLATE).write_bytes(template)
-    manifest = manifests.read(broken)
-    manifest["files"][CHAT_TEMPLATE] = {
-        "bytes": len(template),
-        "sha256": hashlib.sha256(template).hexdigest(),
-    }
-    manifests.write(broken, manifest)
+    broken = with_template(toy, tmp_path / "broken", "{% for m in messages %}")
     assert_refused(serve(broken), "chat template is broken")
 
 
@@ -328,10 +317,6 @@ def test_all_are_answered_and_none_mixed_up(toy, model):
     assert after - before < 16e6, "memory stays"
 
 
-BODY = {"model": "toy", "prompt": "The robot", "max_tokens": 300, "seed": 1,
-        "method": "none", "ignore_eos": True}  # fmt: skip
-
-
 @pytest.fixture
 def manager(tmp_path):
     """A socket such as systemd's."""
@@ -381,7 +366,7 @@ def test_a_hanging_model_silences_the_watchdog(manager, toy, monkeypatch):
         assert heard(manager) == "READY=1"
         assert heard(manager) == "WATCHDOG=1"
         with pytest.raises(httpx.TimeoutException):
-            httpx.post(f"{address}/v1/completions", json=BODY, timeout=2.0)
+            httpx.post(f"{address}/v1/completions", json=LONG, timeout=2.0)
         manager.setblocking(False)
         with pytest.raises(BlockingIOError):  # noqa: PT012
             while True:

@@ -29,6 +29,16 @@ WRONG = {
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
+def call(**changes):
+    return {"function": {"name": "f", "arguments": "{}", **changes}}
+
+
+def calling(arguments):
+    """A chat of a call with these arguments."""
+    calls = [call(arguments=arguments)]
+    return {"messages": [{"role": "assistant", "tool_calls": calls}]}
+
+
 def post(address, body, path="completions", **headers):
     content = body if isinstance(body, (str, bytes)) else json.dumps(body)
     headers = {"Content-Type": "application/json", **headers}
@@ -121,21 +131,9 @@ def test_wrong_completions(address, body, words):
         ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "must be a list"),
         ({"messages": [{"role": "\ud800", "content": "a"}]}, "surrogate"),
         ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "lone"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [
-                {"function": {"name": "f", "arguments": '"\\ud800"'}}]}]},
-            "surrogate",
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [
-                {"function": {"name": "f", "arguments": "[" * 9000}}]}]},
-            "not JSON",
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [
-                {"function": {"name": "f", "arguments": "{"}}]}]},
-            "not JSON",
-        ),
+        (calling('"\\ud800"'), "surrogate"),
+        (calling("[" * 9000), "not JSON"),
+        (calling("{"), "not JSON"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {
                 "schema": {"properties": {"a": {"type": "x"}}}}}},
@@ -147,10 +145,6 @@ def test_wrong_completions(address, body, words):
 def test_wrong_chats(address, changes, words, stream):
     body = {**CHAT, "stream": stream, **changes}
     assert_error(post(address, body, "chat/completions"), 400, words)
-
-
-def call(**changes):
-    return {"function": {"name": "f", "arguments": "{}", **changes}}
 
 
 @pytest.mark.parametrize(
@@ -249,15 +243,14 @@ def test_a_prompt_that_is_too_long_has_openais_code(service, length, monkeypatch
     if length == 19_000:
         monkeypatch.setattr(TextCodec, "encode", None)
     with served(Service(service.pool, "toy", limits)) as address:
-        answer = error(post(address, {**GOOD, "prompt": text}))
-        assert (answer["code"], answer["param"]) == (
-            "context_length_exceeded",
-            "prompt",
-        )
-        body = {**CHAT, "messages": [{"role": "user", "content": text}]}
-        answer = error(post(address, body, "chat/completions"))
-        assert answer["code"] == "context_length_exceeded"
-        assert answer["param"] == "messages"
+        messages = [{"role": "user", "content": text}]
+        for path, body, param in (
+            ("completions", {**GOOD, "prompt": text}, "prompt"),
+            ("chat/completions", {**CHAT, "messages": messages}, "messages"),
+        ):
+            answer = error(post(address, body, path))
+            assert answer["code"] == "context_length_exceeded"
+            assert answer["param"] == param
         with (
             pytest.raises(openai.BadRequestError) as refused,
             openai.OpenAI(

@@ -25,13 +25,9 @@ LAYERS = 4
 
 def test_members_see_their_own_kind_only():
     """Two places with two prompt tokens of two members each."""
-    seen = (
-        prompt_mask(torch.tensor([[1, 3]]), 4, PromptSettings(2, 2))[0, 0]
-        .int()
-        .tolist()
-    )
+    mask = prompt_mask(torch.tensor([[1, 3]]), 4, PromptSettings(2, 2))
     first, second = [1, 1, 0, 0], [1, 1, 1, 1]
-    assert seen == [
+    assert mask[0, 0].int().tolist() == [
         [*first, 1, 0, 0, 0, 0, 0, 0, 0],
         [*first, 0, 1, 0, 0, 0, 0, 0, 0],
         [*first, 1, 0, 1, 0, 0, 0, 0, 0],
@@ -103,9 +99,8 @@ def _assert_exports_refused(out, bundle):
         assert_refused(refused, "does not fit streams.json")
     save_file(embeddings, weights)
     own = model.read_bytes()
-    other = save_checkpoint(
-        out.parent / "other", llama_config(num_hidden_layers=4), seed=9
-    )
+    config = llama_config(num_hidden_layers=4)
+    other = save_checkpoint(out.parent / "other", config, seed=9)
     model.write_bytes((other / "model.safetensors").read_bytes())
     refused = run_jetdraft("export", out, "-o", bundle)
     assert_refused(refused, "trained for other weights")
@@ -114,9 +109,8 @@ def _assert_exports_refused(out, bundle):
 
 
 def test_a_target_with_windows_is_refused(text, tmp_path):
-    folder = save_checkpoint(
-        tmp_path / "windows", MistralConfig(**SIZES, sliding_window=16)
-    )
+    config = MistralConfig(**SIZES, sliding_window=16)
+    folder = save_checkpoint(tmp_path / "windows", config)
     with pytest.raises(UnsupportedModelError, match="windows"):
         made(PpdTask, str(folder), tmp_path / "out", [text])
 
