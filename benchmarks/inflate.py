@@ -29,7 +29,7 @@ import json
 import re
 import shutil
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import click
@@ -182,7 +182,7 @@ def enlarge_probes(checkpoint: Path, output: Path, depth: Depth) -> None:
             shape[0 if name == "streams.widen.weight" else 1] = config.hidden_size
             tensors[name] = paste(weight, torch.zeros(shape))
     save_file(tensors, output / WEIGHTS)
-    described = replace(settings, base=weights_sha256(output)).to_json()
+    described = asdict(replace(settings, base=weights_sha256(output)))
     (output / SETTINGS).write_text(json.dumps(described, indent=2) + "\n")
 
 

@@ -22,6 +22,9 @@ A message states the fact and the fix in one line. The command line prints it an
 ends with exit code 2.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class JetdraftError(Exception):
     """Base of every error raised on purpose."""
@@ -99,6 +102,20 @@ class TrainingError(JetdraftError):
 
 class CheckError(JetdraftError):
     """`jetdraft check` found a wrong text."""
+
+
+@contextmanager
+def importing(doing: str, extra: str) -> Iterator[None]:
+    """Guard imports that need the packages of the extra `extra` of jetdraft.
+
+    Raises `JetdraftError`, which begins with `doing`, if a package is missing.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise JetdraftError(
+            f"{doing} needs {error.name}; pip install 'jetdraft[cpu,{extra}]'"
+        ) from error
 
 
 def reason_of(error: Exception) -> str:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from jetdraft.contracts.split_contract import SplitContract
-from jetdraft.contracts.step_contract import Selection, StepContract
+from jetdraft.contracts.step_contract import Selection, SplitContract, StepContract
 from jetdraft.errors import BundleError, printable
 from jetdraft.files import replacing
 from jetdraft.parsing import Count, Rule, Size, in_range, read_json_file

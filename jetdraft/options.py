@@ -2,7 +2,7 @@
 
     @dataclass(frozen=True, kw_only=True)
     class PlanOptions:
-        context: Annotated[int, Flag("checkpoint", "Tokens in the buffers.")] = 2048
+        context: int = declared("checkpoint", 2048, "Tokens in the buffers.")
 
 The command line makes `--context` of it (`jetdraft.cli.command`), `takes` a Python
 function with the keyword `context`, and the function's reference lists its help.
@@ -83,6 +83,12 @@ class Option:
     def help(self) -> str:
         """The text of help; calls `flag.help` if it is a function."""
         return self.flag.help if isinstance(self.flag.help, str) else self.flag.help()
+
+
+def declared(group: str, default: Any, help: str, **flag: Any) -> Any:
+    """A field of a dataclass, with a `Flag` in the section `group` of help."""
+    added = {"flag": Flag(group, help, **flag)}
+    return dataclasses.field(default=default, metadata=added)
 
 
 def declared_options(record: type[Any]) -> Iterator[Option]:

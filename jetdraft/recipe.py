@@ -9,13 +9,16 @@ from typing import Any
 
 from jetdraft.errors import BundleError, OptionError
 
-WHOLE = "w8a8"
-"""The scheme that multiplies integers by integers, with a scale for each whole column
-of a matrix and for each row of its input. The other schemes have a scale for each block
-of a column."""
+GRIDS = {"q4_0": 4.5, "q4_1": 5, "q5_0": 5.5, "q5_1": 6, "q8_0": 8.5}
+GRIDS |= {"q4_k": 4.625, "q5_k": 5.625, "q6_k": 6.5625}
+"""llama.cpp's types, which `jetdraft.native` multiplies, and their bits per weight with
+all scales."""
 
-BITS = {"int2": 2, "int4": 4, "int8": 8, WHOLE: 8}
+BITS = {"int2": 2, "int4": 4, "int8": 8} | {g: int(g[1]) for g in GRIDS}
 """Bits per weight of each scheme."""
+KERNELS = ("jetdraft", "onnxruntime")
+"""Whose operators multiply the matrices of a GGUF file on the CPU."""
+
 SCHEMES = (*BITS, "none")
 BLOCK_SIZES = (16, 32, 64, 128)
 KV_SCHEMES = ("int8",)
@@ -34,7 +37,17 @@ DEFAULT_BLOCK_SIZE = 128
 CALIBRATED_DEFAULT = "int4-gptq-b128-head8"
 """The default recipe with a limit of bytes or KL; see docs/quantization.md."""
 
-FAST_DEFAULT = "int4-rtn-b32-head8"
+RUNGS = {
+    "jetdraft": ("q4_k-headq6_k", "q5_k-headq6_k", "q6_k", "q8_0"),
+    "onnxruntime": (
+        *("int4-rtn-b128-head8", "int4-rtn-b64-head8", "int4-rtn-b32-head8"),
+        *("int8-rtn-b64", "int8-rtn-b32"),
+    ),
+}
+"""The recipes that an export tries for each kernel, the cheapest first. All models
+stayed within the bound with the last, which is taken without a measure."""
+
+FAST_DEFAULTS = {"jetdraft": "q4_k-headq6_k", "onnxruntime": "int4-rtn-b32-head8"}
 """The recipe of an export that measures nothing; it ruins small models
 (docs/quantization.md)."""
 
@@ -42,14 +55,24 @@ ACCURACY_LEVEL = 4
 """4 stands for int8 activations; with other levels the CPU kernel unpacks every matrix
 on every pass."""
 
-RAISED = {"int2": "int4", "int4": "int8"}
-"""The scheme with twice the bits."""
+RAISED = {"int2": "int4", "int4": "int8", "q4_0": "q5_0", "q4_1": "q5_1"}
+RAISED |= {"q4_k": "q5_k", "q5_k": "q6_k"}
+RAISED |= dict.fromkeys(("q5_0", "q5_1", "q6_k"), "q8_0")
+"""The scheme with more bits that the layers in `Recipe.raised` have."""
+
+NARROW_GRIDS = {"q4_k": "q4_1", "q5_k": "q5_1", "q6_k": "q8_0"}
+"""The types in place of types with super-blocks of 256, which the rows do not fill."""
 
 Unit = str
 """A part of a model with one scheme: the number of a decoder layer, or `HEAD`."""
 
 HEAD = "head"
 """The unit of the LM head, and of an embedding tied to it."""
+
+
+def grid_for(scheme: str, rows: int) -> str:
+    """Return the type of llama.cpp that a matrix with this many rows gets."""
+    return NARROW_GRIDS.get(scheme, scheme) if rows % 256 else scheme
 
 
 def unit_of(weight: str) -> Unit:
@@ -62,11 +85,11 @@ def unit_of(weight: str) -> Unit:
 class Recipe:
     """Quantization of a graph's matrices.
 
-    `scheme` is "int2", "int4", "int8", "w8a8" or "none"; `block_size` weights share one
-    scale, which the `algorithm` finds; w8a8 has no blocks and one algorithm. `head`
-    is the scheme of the LM head and of an embedding tied to it, or None for `scheme`.
-    `kv` "int8" quantizes the KV buffers too. The layers in `raised` have twice the
-    bits. Raises `OptionError` for unknown values.
+    `scheme` is "int2", "int4", "int8", "none", or a type of llama.cpp such as "q4_k",
+    which has its own blocks and algorithm. `block_size` weights share one scale, which
+    the `algorithm` finds. `head` is the scheme of the LM head and of an embedding tied
+    to it, or None for `scheme`. `kv` "int8" quantizes the KV buffers too. The layers in
+    `raised` have more bits, see `RAISED`. Raises `OptionError` for unknown values.
 
         Recipe.parse("int4-gptq-b32").bits  # 4
     """
@@ -97,15 +120,15 @@ class Recipe:
                 "a recipe with the scheme none cannot quantize the head; leave head "
                 f"out, or choose {', '.join(BITS)}"
             )
-        if self.scheme == WHOLE and self.algorithm != "rtn":
+        if self.scheme in GRIDS and self.algorithm != "rtn":
             raise OptionError(
-                f"{WHOLE} rounds to nearest, not by {self.algorithm}; leave "
+                f"{self.scheme} rounds in its own way, not by {self.algorithm}; leave "
                 f"{self.algorithm} out, or choose int8"
             )
         if self.raised and self.scheme not in RAISED:
             raise OptionError(
-                f"layers of {self.scheme} cannot get twice the bits; leave up and "
-                f"limits out, or choose {' or '.join(RAISED)}"
+                f"layers of {self.scheme} cannot get more bits; leave up and limits "
+                f"out, or choose {' or '.join(RAISED)}"
             )
 
     @classmethod
@@ -116,7 +139,7 @@ class Recipe:
         for part in parts:
             if block := re.fullmatch(r"b(\d+)", part):
                 recipe = replace(recipe, block_size=int(block[1]))
-            elif head := re.fullmatch(rf"head(\d|none|{WHOLE})", part):
+            elif head := re.fullmatch(r"head(\d|none|q\d_\w)", part):
                 name = f"int{head[1]}" if head[1].isdigit() else head[1]
                 recipe = replace(recipe, head=name)
             elif cache := re.fullmatch(r"kv(\d)", part):
@@ -126,11 +149,11 @@ class Recipe:
                 recipe = replace(recipe, raised=tuple(numbers))
             else:
                 recipe = replace(recipe, algorithm=part)
-        if recipe.scheme != WHOLE or recipe.has_blocks:
+        if recipe.bits is None or recipe.has_blocks:
             return recipe
         sizes = [part for part in parts if re.fullmatch(r"b\d+", part)]
         if sizes:
-            raise OptionError(f"{WHOLE} has no blocks; leave {sizes[0]} out")
+            raise OptionError(f"{scheme} has its own blocks; leave {sizes[0]} out")
         return replace(recipe, block_size=DEFAULT_BLOCK_SIZE)
 
     @property
@@ -140,22 +163,22 @@ class Recipe:
         cache = f"-kv{self.kv.removeprefix('int')}" if self.kv else ""
         if self.bits is None:
             return f"none{cache}"
-        if self.scheme == WHOLE:
-            block = f"-b{self.block_size}" if self.has_blocks else ""
-            return f"{WHOLE}{block}{head}{cache}"
         up = f"-up{'.'.join(map(str, self.raised))}" if self.raised else ""
+        if self.scheme in GRIDS:
+            block = f"-b{self.block_size}" if self.has_blocks else ""
+            return f"{self.scheme}{block}{up}{head}{cache}"
         return f"{self.scheme}-{self.algorithm}-b{self.block_size}{up}{head}{cache}"
 
     @property
     def has_blocks(self) -> bool:
         """Whether a matrix has a scale for each block of `block_size` weights."""
         schemes = self.scheme, self.head
-        return any(name in BITS and name != WHOLE for name in schemes)
+        return any(name in BITS and name not in GRIDS for name in schemes)
 
     @property
-    def has_whole(self) -> bool:
-        """Whether some matrix has a scale for each whole column."""
-        return WHOLE in (self.scheme, self.head)
+    def has_grids(self) -> bool:
+        """Whether some matrix is in a type of llama.cpp."""
+        return self.scheme in GRIDS or self.head in GRIDS
 
     @property
     def kv_bits(self) -> int:
@@ -189,10 +212,10 @@ class Recipe:
                 f"{self.name} has integers of two bits, which DequantizeLinear cannot "
                 "read; choose int4 or int8 for the standard flavour"
             )
-        if self.has_whole:
+        if self.has_grids:
             raise OptionError(
-                f"{self.name} needs MatMulIntegerToFloat, which ai.onnx does not have; "
-                "choose int8, or the contrib flavour"
+                f"{self.name} needs MatMulPacked, which ai.onnx does not have; choose "
+                "int8, or the contrib flavour"
             )
         if self.bits is not None and self.algorithm not in SYMMETRIC:
             raise OptionError(
@@ -207,11 +230,11 @@ class Recipe:
             scheme = self.head or scheme
         elif unit in map(str, self.raised):
             scheme = RAISED[scheme]
-        algorithm = "rtn" if scheme == WHOLE else self.algorithm
+        algorithm = "rtn" if scheme in GRIDS else self.algorithm
         return replace(self, scheme=scheme, algorithm=algorithm, head=None, raised=())
 
     def raise_units(self, units: Collection[Unit]) -> Recipe:
-        """Return a recipe with twice the bits for these units; raises `OptionError`."""
+        """Return a recipe with more bits for these units; raises `OptionError`."""
         layers = {int(unit) for unit in units if unit != HEAD}
         recipe = replace(self, raised=tuple(sorted({*self.raised, *layers})))
         if HEAD in units and self.head is None:
@@ -220,11 +243,13 @@ class Recipe:
 
     @classmethod
     def for_drafter(cls, target: Recipe) -> Recipe:
-        """The drafter's default for a target's recipe: int8 in small blocks, or floats.
+        """The drafter's default for a target's recipe: eight bits, or floats.
 
-        A drafter is so small that its bits cost little time, and int4 costs it a
+        A drafter is so small that its bits cost little time, and four bits cost it a
         tenth of its acceptance; docs/log/quantization.md has the figures.
         """
+        if target.has_grids:
+            return cls("q8_0")
         return target if target.bits is None else cls("int8", 32)
 
     @classmethod

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from jetdraft.learning.weight_sets import WeightSets
+from jetdraft.learning.lessons import WeightSets
 from jetdraft.train.use.learning import judged_weights, publish
 from tests.kills import die
 

@@ -8,27 +8,16 @@ import onnxruntime
 import pytest
 
 from jetdraft.contracts.constants import CANDIDATES
-from jetdraft.contracts.split_contract import SplitContract
-from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.step_contract import SplitContract, StepContract
 from jetdraft.contracts.tensors import TensorSpec, check_tensors
 from jetdraft.errors import ContractError
 from jetdraft.parsing import RecordError, read_record
 from tests.toy_graphs import GUESSES, IDS, STEP, VOCABULARY, write_graph
 from tests.toy_graphs import HEAD_CONTRACT as HEAD
 
-CONTRACT = StepContract(
-    vocab_size=100,
-    capacity=32,
-    max_width=8,
-    dtype="float16",
-    kv_shapes=((2, 16), (1, 32)),
-)
-ONNX_TYPES = {
-    "int64": "tensor(int64)",
-    "int32": "tensor(int32)",
-    "float32": "tensor(float)",
-    "float16": "tensor(float16)",
-}
+CONTRACT = StepContract(100, 32, 8, "float16", kv_shapes=((2, 16), (1, 32)))
+ONNX_TYPES = {name: f"tensor({name})" for name in ("int64", "int32", "float16")}
+ONNX_TYPES["float32"] = "tensor(float)"
 
 
 def reported(specs):
@@ -77,11 +66,8 @@ def test_candidates_never_outnumber_the_vocabulary(vocabulary, candidates):
 
 def test_width_fills_the_row_axis():
     assert TensorSpec("x", "int64", (1, "n", 3)).shape_for(rows=5) == (1, 5, 3)
-    assert TensorSpec("x", "int64", (1, "m", 3)).shape_for(rows=5, answers=2) == (
-        1,
-        2,
-        3,
-    )
+    answers = TensorSpec("x", "int64", (1, "m", 3))
+    assert answers.shape_for(rows=5, answers=2) == (1, 2, 3)
 
 
 TEXT = json.dumps(asdict(CONTRACT))
@@ -167,10 +153,7 @@ def test_a_graph_with_buffers_that_guesses_fills_a_block():
     shapes = {spec.name: spec.shape for spec in block.outputs}
     assert shapes["candidates"] == (1, 3, block.candidates)
     assert (block.block, block.has_bias) == (3, True)
-    assert (CONTRACT.block, replace(block, kv_shapes=(), feature_input=6).block) == (
-        0,
-        0,
-    )
+    assert CONTRACT.block == replace(block, kv_shapes=(), feature_input=6).block == 0
 
 
 def test_a_head_reads_features_and_carries_its_own():
@@ -227,12 +210,8 @@ def test_halves_share_the_layers_and_the_states_between_them():
         for specs in (halves.lower_outputs, halves.upper_inputs)
     )
     assert lower == ["hidden", "present_key.0", "present_value.0"]
-    assert upper == [
-        "hidden",
-        *[spec.name for spec in CONTRACT.inputs[1:5]],
-        "past_key.0",
-        "past_value.0",
-    ]
+    places = [spec.name for spec in CONTRACT.inputs[1:5]]
+    assert upper == ["hidden", *places, "past_key.0", "past_value.0"]
     assert halves.hidden.shape == (1, "n", 48)
 
 

@@ -76,7 +76,7 @@ ONLY_PARSED = {
     "python -m tools.forecast": "ends with 2, the toy is in float; tests/tools",
     "jetdraft serve": "does not end; test_a_client_asks_the_server starts it",
     "python benchmarks/": "takes minutes alone on a machine; tests/benchmarks",
-    "python examples/real/fetch.py": "downloads gigabytes; tests/test_fetch.py",
+    "python examples/real/fetch.py": "downloads gigabytes; tests/test_unpack.py",
     "python examples/tasks/tune.py folders/flan-t5-small": "takes minutes",
     "python examples/tasks/public.py": "downloads; tests/test_public_task.py",
     "python examples/real/recipes.py": "trains for hours; its commands are held below",
@@ -92,7 +92,7 @@ NO_COMMAND = {
         *("cli/generate.py ", "row = root", "methods/<name>", "[build-system]")
     ],
     "docs/devices.md": ["ms(width) = ", "bandwidth 0.818"],
-    "docs/quantization.md": ["target: int8-rtn-b64"],
+    "docs/quantization.md": ["target: q8_0"],
     "docs/stop-and-exit.md": ["stop      no exit"],
     "docs/streaming.md": ["rows      the root", '{"prompt": '],
     "docs/training.md": ["accelerate launch "],

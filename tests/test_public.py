@@ -1,8 +1,13 @@
+"""The public names, and types that mypy and the runtime both refuse."""
+
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -10,6 +15,8 @@ import pytest
 
 import jetdraft
 from jetdraft import errors
+from jetdraft.errors import OptionError
+from jetdraft.runtime.proposers.drafter_methods import DraftOptions
 from tests.programs import python
 
 ROOT = Path(__file__).parents[1]
@@ -119,4 +126,214 @@ def test_a_normal_install_has_every_file():
     patterns = settings["tool"]["setuptools"]["package-data"]["jetdraft"]
     packed = {file for pattern in patterns for file in root.glob(pattern)}
     files = {file for file in root.rglob("*") if file.is_file()}
-    assert packed == {f for f in files if f.suffix not in (".py", ".pyc")}
+    sources = {".py", ".pyc", ".cpp", ".h", ".so"}  # setup.py compiles the last
+    assert packed == {f for f in files if f.suffix not in sources}
+
+
+HELLO = '[{"role": "user", "content": "Hello"}]'
+HEAD = """\
+import jetdraft
+from jetdraft import Options, Pool
+from jetdraft.runtime.proposers.drafter_methods import DraftOptions
+
+
+def caller(model: jetdraft.Model, bundle: str) -> None:
+"""
+RIGHT = [
+    'model.generate("x", max_new_tokens=3, seed=None, stop=["a"], top_p=0.9)',
+    'model.generate("x", method="draft", num_draft_tokens=4, exact=False)',
+    'model.generate("x", method="draft", drafting={"tree": "best"})',
+    'model.generate("x", method="draft", drafting=DraftOptions(tree="best"))',
+    'model.generate("x", Options.of(max_new_tokens=3, temperature=0.5))',
+    'model.generate(token_ids=[1, 2], options=Options())',
+    'model.generate("x", logit_bias={3: 1.5}, max_new_tokens=3, logprobs=2)',
+    'model.stream("x", temperature=0.8, seed=1).result()',
+    'model.astream("x", max_seconds=1.5).cancel()',
+    f'model.chat({HELLO}, max_new_tokens=3)',
+    f'model.chat({HELLO}, Options.of(max_new_tokens=3))',
+    'jetdraft.Conversation(model, system="s", max_new_tokens=3).say("x")',
+    'jetdraft.load(bundle, provider="cpu", threads=1).close()',
+    'Pool(bundle, size=2, threads=1).close()',
+]  # fmt: skip
+WRONG = [
+    'model.generate("x", max_new_tokenz=3)',
+    'model.generate("x", max_new_tokens="3")',
+    'model.generate("x", top_k=1.5)',
+    'model.generate("x", drafting=3)',
+    'model.generate("x", tree="best")',
+    'model.generate(["x"])',
+    'model.generate("x", Options(), 3)',
+    'model.stream("x", temperature="hot")',
+    'model.stream("x", tokens=[1])',
+    'model.astream("x", max_new_tokenz=3)',
+    'model.astream("x", stop=3)',
+    f'model.chat({HELLO}, max_new_tokenz=3)',
+    f'model.chat({HELLO}, seed="x")',
+    'Options.of(max_new_tokenz=3)',
+    'Options(max_new_tokens=3)',
+    'DraftOptions(tree=3)',
+    'DraftOptions(shape="best")',
+    'jetdraft.load(bundle, provder="cpu")',
+    'jetdraft.load(bundle, "cpu")',
+    'jetdraft.load(bundle, threads="1")',
+    'Pool(bundle, size=2, thread=1)',
+    'Pool(bundle, size="2")',
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(toy) -> jetdraft.Model:
+    return jetdraft.load(toy, threads=1)
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory) -> set[str]:
+    """The calls of a program with all of them that mypy does not let pass."""
+    folder = tmp_path_factory.mktemp("caller")
+    calls = [*RIGHT, *WRONG]
+    file = folder / "caller.py"
+    file.write_text(HEAD + "".join(f"    {call}\n" for call in calls))
+    command = [
+        sys.executable, "-m", "mypy", "--strict", "--follow-imports", "silent",
+        "--config-file", "", "--cache-dir", str(folder / "cache"), str(file),
+    ]  # fmt: skip
+    root = Path(jetdraft.__file__).parents[1]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=folder,
+        env={"MYPYPATH": str(root)},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = re.findall(r"^caller\.py:(\d+): error:", done.stdout, re.MULTILINE)
+    return {calls[int(line) - 1 - HEAD.count("\n")] for line in lines}
+
+
+@pytest.mark.parametrize("call", RIGHT)
+def test_mypy_lets_a_right_call_pass(refused, call):
+    assert call not in refused
+
+
+@pytest.mark.parametrize("call", WRONG)
+def test_mypy_reports_a_wrong_call(refused, call):
+    assert call in refused
+
+
+def run(call: str, model: jetdraft.Model, bundle: Path) -> None:
+    """A call as that program makes it."""
+    names = {"Options": jetdraft.Options, "Pool": jetdraft.Pool, "jetdraft": jetdraft}
+    names |= {"DraftOptions": DraftOptions, "model": model, "bundle": str(bundle)}
+    asyncio.run(_within_a_loop(call, names))
+
+
+async def _within_a_loop(call: str, names: dict[str, object]) -> None:
+    eval(call, names)
+
+
+@pytest.mark.parametrize("call", RIGHT)
+def test_a_right_call_runs(model, toy, call):
+    run(call, model, toy)
+
+
+@pytest.mark.parametrize("call", WRONG)
+def test_a_wrong_call_is_refused_at_run_time(model, toy, call):
+    with pytest.raises((OptionError, TypeError)):
+        run(call, model, toy)
+    with model.parts.claim.held():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"max_new_tokenz": 3}, "max_new_tokenz", "unknown option 'max_new_tokenz'"),
+        ({"temperature": "hot"}, "temperature", "'hot' is not a number"),
+        ({"top_k": 1.5}, "top_k", "is not an integer"),
+        ({"seed": "x"}, "seed", "is not an integer"),
+        ({"stop": 3}, "stop", "is not a list of texts"),
+        ({"method": 3}, "method", "is not a text"),
+        ({"method": "telepathy"}, "method", "unknown method"),
+        ({"drafting": "tree=best"}, "drafting", "'tree=best' is not a mapping"),
+        ({"drafting": {"shape": "best"}}, "drafting", "'shape'; choose"),
+        ({"drafting": {"tree": 3}, "method": "draft"}, "drafting", "tree cannot be 3"),
+        ({"num_draft_tokens": 16}, "num_draft_tokens", "1 to 15"),
+        ({"json_schema": "{"}, "json_schema", "not JSON"),
+        ({"logprobs": 65}, "logprobs", "out of range"),
+        ({"exact": "no"}, "exact", "not true or false"),
+        ({"ignore_eos": None}, "ignore_eos", "not true or false"),
+        ({"regex": 5}, "regex", "not a text"),
+        ({"regex": "a", "grammar": "b"}, "regex", "exclude each other"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("door", ["generate", "stream", "astream"])
+def test_every_door_names_the_option(model, door, fields, field, words):
+    with pytest.raises(OptionError, match=words) as refusal:
+        getattr(model, door)("x", **fields)
+    assert refusal.value.field == field
+    with pytest.raises(OptionError, match=words):
+        model.chat([{"role": "user", "content": "x"}], **fields)
+
+
+def test_options_and_fields_are_not_mixed(model):
+    options = jetdraft.Options.of(max_new_tokens=3)
+    for door in (model.generate, model.stream, model.astream):
+        with pytest.raises(OptionError, match="either an Options object") as refusal:
+            door("x", options, seed=1)
+        assert refusal.value.field == "options"
+    with pytest.raises(OptionError, match="give either an Options object"):
+        model.chat([{"role": "user", "content": "x"}], options, seed=1)
+
+
+@pytest.mark.parametrize("door", ["generate", "stream", "chat"])
+def test_options_are_the_same_as_their_fields(model, door):
+    """As one object, made of names or of parts, or field by field."""
+    fields = {
+        "max_new_tokens": 12, "temperature": 0.9, "seed": 3, "method": "draft",
+        "num_draft_tokens": 3, "ignore_eos": True,
+    }  # fmt: skip
+    named = jetdraft.Options.of(**fields)
+    parts = jetdraft.Options(
+        sampling=named.sampling, drafting=named.drafting, ending=named.ending
+    )
+    given = [{"role": "user", "content": "Hello"}] if door == "chat" else "Hello"
+    results = [
+        getattr(model, door)(given, *positional, **by_name)
+        for positional, by_name in (((), fields), ((named,), {}), ((parts,), {}))
+    ]
+    if door == "stream":
+        results = [stream.result() for stream in results]
+    assert len({tuple(result.token_ids) for result in results}) == 1
+    assert {result.stats.method for result in results} == {"draft"}
+    assert {result.stats.seed for result in results} == {3}
+    assert len(results[0].token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("sampling", 5),
+        ("penalties", None),
+        ("drafting", {"tree": "best"}),
+        ("ending", "soon"),
+        ("constraint", "[a]+"),
+    ],
+)
+def test_a_part_of_another_type_is_refused(part, value):
+    with pytest.raises(OptionError, match=f"{part} must be a ") as refusal:
+        jetdraft.Options(**{part: value})
+    assert refusal.value.field == part
+
+
+def test_a_drafting_object_says_what_a_mapping_says(model):
+    settings = {"tree": "k-ary", "branching": [2, 1]}
+    typed = DraftOptions(tree="k-ary", branching=(2, 1))
+    fields = {"max_new_tokens": 12, "method": "draft", "ignore_eos": True}
+    one, other, plain = (
+        model.generate("Hello", **{**fields, **drafting})
+        for drafting in ({"drafting": settings}, {"drafting": typed}, {})
+    )
+    assert one.token_ids == other.token_ids == plain.token_ids
+    # Two children of the root and one below each: every round drafts four rows.
+    assert set(one.stats.rounds_by_choice) == set(other.stats.rounds_by_choice)
+    assert "draft:4" in one.stats.rounds_by_choice
+    with pytest.raises(OptionError, match="not options of method lookup"):
+        model.generate("Hello", method="lookup", drafting=typed)

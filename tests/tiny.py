@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,12 @@ from transformers import (
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.folder import weights_sha256
-from jetdraft.checkpoints.prompts import PromptedModel, Prompts, PromptSettings
 from jetdraft.checkpoints.streams import (
     SETTINGS,
     WEIGHTS,
+    PromptedModel,
+    Prompts,
+    PromptSettings,
     StreamedModel,
     Streams,
     StreamSettings,
@@ -92,7 +94,7 @@ def save_streams(folder: Path, settings: StreamSettings, seed: int = 0) -> Path:
         name: torch.randn_like(weight) * 0.2 for name, weight in streamed.task.items()
     }
     save_file(weights, folder / WEIGHTS)
-    (folder / SETTINGS).write_text(json.dumps(settings.to_json()))
+    (folder / SETTINGS).write_text(json.dumps(asdict(settings)))
     return folder
 
 
@@ -104,7 +106,7 @@ def save_prompts(folder: Path, settings: PromptSettings, seed: int = 0) -> Path:
     prompted = PromptedModel(model, Prompts.empty(settings, model))
     weights = {n: torch.randn_like(w) * 0.2 for n, w in prompted.task.items()}
     save_file(weights, folder / WEIGHTS)
-    (folder / SETTINGS).write_text(json.dumps(settings.to_json()))
+    (folder / SETTINGS).write_text(json.dumps(asdict(settings)))
     return folder
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from jetdraft.bundle import Bundle
-from jetdraft.learning.weight_sets import (
+from jetdraft.learning.lessons import (
     ARRAYS,
     CHOICE_FILE,
     PARTIAL,
@@ -71,7 +71,9 @@ def save_drafter(bundle: Path, folder: Path) -> Path:
     test shows that an export of this checkpoint gives the same arrays.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from tests.tiny import drafter_config
 
     arrays, layer = arrays_of(bundle, small=True), "model.layers.0."
     width = arrays["model.norm.weight"].shape[0]
@@ -91,22 +93,10 @@ def save_drafter(bundle: Path, folder: Path) -> Path:
         states[f"{layer}{name}.weight"] = arrays[f"{layer}{name}.weight"]
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         states[f"{layer}{name}.weight"] = arrays[f"{layer}{name}.weight.turned"].T
-    vocabulary = len(states["model.embed_tokens.weight"])
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=width,
-            intermediate_size=inner,
-            num_hidden_layers=1,
-            num_attention_heads=width // HEAD,
-            num_key_value_heads=1,
-            max_position_embeddings=512,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=[0, 1],
-            pad_token_id=None,
-        )
-    )
+    sizes = {"vocab_size": len(states["model.embed_tokens.weight"])}
+    sizes |= {"hidden_size": width, "intermediate_size": inner}
+    sizes |= {"num_attention_heads": width // HEAD}
+    model = LlamaForCausalLM(drafter_config(**sizes, eos_token_id=[0, 1]))
     tensors = {n: torch.tensor(np.ascontiguousarray(a)) for n, a in states.items()}
     left = model.load_state_dict(tensors, strict=False)
     assert left.missing_keys == ["lm_head.weight"]

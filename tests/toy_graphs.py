@@ -29,7 +29,7 @@ from jetdraft.bundle import (
 )
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import TensorSpec
-from jetdraft.export.tree import make_compaction_graph
+from jetdraft.export.derived import make_compaction_graph
 from jetdraft.manifest import GraphEntry
 from jetdraft.testing import toy_bundle
 

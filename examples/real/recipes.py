@@ -7,8 +7,8 @@
 
 trains what the recipe names, one stage after another, and then measures it. A stage
 that has ended is skipped, and one that was stopped goes on. `runs/sql/minutes.json`
-says how long each took. `--quantize w8a8` exports and measures bundles of another
-recipe, in runs/sql/w8a8. `--list` prints the commands and runs none, and `--share 0.02`
+says how long each took. `--quantize q8_0` exports and measures bundles of another
+recipe, in runs/sql/q8_0. `--list` prints the commands and runs none, and `--share 0.02`
 takes that share of all steps, to see in minutes that every stage runs. `--gpu` takes
 the steps that a GPU has time for, in runs/sql-gpu. Run nothing beside `--measure`.
 

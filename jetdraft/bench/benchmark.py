@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from jetdraft.contracts.tensors import Int64s
 from jetdraft.devices.rails import Meter
 from jetdraft.errors import OptionError
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.measured.survey import decoding_widths, pass_times
 from jetdraft.runtime.model import Model

@@ -18,30 +18,30 @@ from jetdraft.checkpoints.folder import check_folder, checkpoint_folder, weights
 from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
 from jetdraft.checkpoints.layers import Taps
 from jetdraft.checkpoints.model_reader import (
+    chat_template,
     check_causal,
     is_speech_model,
     load_config,
     load_model,
+    load_tokenizer,
+    passed_over_settings,
     read_packed,
     read_speech,
+    special_tokens,
 )
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.parameters import set_compute_dtype, store_weights_in
-from jetdraft.checkpoints.probes import ProbedModel
-from jetdraft.checkpoints.prompts import MODES, PromptSettings, load_prompts
 from jetdraft.checkpoints.silence import no_progress_bars, silenced
 from jetdraft.checkpoints.streams import (
+    PROMPT_MODES,
     SETTINGS,
     SHARED,
     UNFINISHED,
+    ProbedModel,
+    PromptSettings,
     StreamSettings,
+    load_prompts,
     load_streams,
-)
-from jetdraft.checkpoints.tokenizer_reader import (
-    chat_template,
-    load_tokenizer,
-    passed_over_settings,
-    special_tokens,
 )
 from jetdraft.errors import CheckpointError, printable
 from jetdraft.parsing import read_json_file, read_record
@@ -79,13 +79,16 @@ class Checkpoint:
     speech: Speech | None = None
 
     @classmethod
-    def load(cls, source: str, dtype: torch.dtype) -> Checkpoint:
+    def load(
+        cls, source: str, dtype: torch.dtype, keeps_grids: bool = False
+    ) -> Checkpoint:
         """Load a local folder, a GGUF file or a hub id; raises `CheckpointError`.
 
-        The model computes in `dtype`; its weights keep the type they are stored in.
+        The model computes in `dtype`; its weights keep the type they are stored in. A
+        GGUF file's matrices become `Blocks`, or `GridMatrix` with `keeps_grids`.
         """
         if is_gguf(source):
-            return cls._load_gguf(source, dtype)
+            return cls._load_gguf(source, dtype, keeps_grids)
         check_folder(source)
         with silenced(logging.WARNING), no_progress_bars():
             config = load_config(source)
@@ -116,12 +119,17 @@ class Checkpoint:
         )
 
     @classmethod
-    def _load_gguf(cls, source: str, dtype: torch.dtype) -> Checkpoint:
+    def _load_gguf(
+        cls, source: str, dtype: torch.dtype, keeps_grids: bool
+    ) -> Checkpoint:
         """Load a GGUF file."""
         with silenced(logging.WARNING), no_progress_bars():
             with opened_gguf(source) as file:
                 passed_over, config = file.passed_over(), file.config()
-                packed, tokenizer = file.weights(config), file.tokenizer_json()
+                packed, tokenizer = (
+                    file.weights(config, keeps_grids),
+                    file.tokenizer_json(),
+                )
                 generation, templates = file.generation(), file.chat_templates()
                 named, kept_in = file.special_tokens(), file.dtype()
             check_causal(source, config)
@@ -217,7 +225,7 @@ def read_settings(folder: Path) -> ProbeSettings | None:
                 )
             return None
         fields = read_json_file(file)
-        kind = PromptSettings if fields["mode"] in MODES else StreamSettings
+        kind = PromptSettings if fields["mode"] in PROMPT_MODES else StreamSettings
         settings = {name: fields[name] for name in kind.__dataclass_fields__}
         return read_record(kind, settings)  # type: ignore[no-any-return]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -10,8 +10,10 @@ from typing import Any, cast
 import transformers
 
 from jetdraft.bundle import Defaults
-from jetdraft.errors import CheckpointError, printable
+from jetdraft.errors import CheckpointError, OptionError, printable
 from jetdraft.parsing import RecordError, read_json_file, read_record
+from jetdraft.runtime.sampling.chooser import Sampling
+from jetdraft.runtime.sampling.processors import Penalties
 
 HONOURED, NO_TEXT = "honoured", "changes no text"
 WARNED, REFUSED = "warned of", "refused"
@@ -151,15 +153,6 @@ NEVER_BIAS = -1e30
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 """The fields of sampling that are options of the same name."""
 
-_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0),
-    "top_p": (1e-9, 1.0),
-    "top_k": (0, 1 << 31),
-    "min_p": (0.0, 1 - 1e-9),
-    "repetition_penalty": (1e-9, 100.0),
-}
-"""The least and the largest allowed value of each number."""
-
 
 def read_fields(source: str, name: str) -> dict[str, Any] | None:
     """Read a JSON file of a folder or hub id; None without it; `CheckpointError`."""
@@ -207,16 +200,21 @@ class GenerationFields:
         Ids from `vocab_size` on, and bad words in `ends`, are not forbidden. A model
         that `hears` gets no stop texts and forbids no tokens.
         """
-        fields, options = self.fields, dict[str, Any]()
+        fields, options, penalty = self.fields, dict[str, Any](), {}
         if fields.get("do_sample") is True:
             # transformers' defaults; it has none for the other filters
             options = {"temperature": 1.0, "top_k": 50}
             options |= {n: fields[n] for n in _SAMPLING if fields.get(n) is not None}
-        name = "repetition_penalty"
-        if fields.get(name) not in (None, 1):
-            options[name] = fields[name]
-        for name, value in options.items():
-            self._check_range(name, value)
+        if (rate := fields.get("repetition_penalty")) not in (None, 1):
+            penalty = {"repetition_penalty": rate}
+        try:
+            Sampling(**options)
+            Penalties(**penalty)
+        except OptionError as error:
+            value = (options | penalty)[error.field]
+            fact = f"has {error.field} {value!r}, which is out of range"
+            raise self._field_error(fact) from error
+        options |= penalty
         stops = [text for text in self._list_of("stop_strings", list[str]) if text]
         never = self._list_of("suppress_tokens", list[int])
         words = self._list_of("bad_words_ids", list[list[int]])
@@ -246,13 +244,6 @@ class GenerationFields:
             return read_record(kind, [] if value is None else value, name)
         except RecordError as error:
             raise self._field_error(f"is malformed ({error})") from error
-
-    def _check_range(self, name: str, value: Any) -> None:
-        """Raise `CheckpointError` unless the value is a number in its range."""
-        least, most = _RANGES[name]
-        kinds = (int,) if name == "top_k" else (int, float)
-        if type(value) not in kinds or not least <= value <= most:
-            raise self._field_error(f"has {name} {value!r}, which is out of range")
 
     def _field_error(self, fact: str) -> CheckpointError:
         """Return the error that says what is wrong with the file."""

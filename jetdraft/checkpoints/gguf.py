@@ -39,7 +39,6 @@ from jetdraft.checkpoints.gguf_tokenizer import (
     make_tokenizer_json,
     special_tokens,
 )
-from jetdraft.checkpoints.gguf_types import GGUF_TYPES
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.refusals import SPARE, Bounds, build_skeleton, check_kinds
 from jetdraft.errors import (
@@ -49,7 +48,9 @@ from jetdraft.errors import (
     printable,
     reason_of,
 )
-from jetdraft.quant.blocks import Blocks
+from jetdraft.quant.algorithms import quantize
+from jetdraft.quant.grids import GRIDS, GridMatrix
+from jetdraft.recipe import Recipe
 
 _MAGIC = b"GGUF"
 
@@ -259,7 +260,7 @@ class GgufFile:
 
     # --- the weights ------------------------------------------------------------------
 
-    def weights(self, config: Any) -> PackedWeights:
+    def weights(self, config: Any, keeps_grids: bool) -> PackedWeights:
         """Read all weights by transformers' names; integers are kept where possible."""
         processor = TENSOR_PROCESSORS.get(self.family, TensorProcessor)(
             config=config.to_dict()
@@ -283,7 +284,7 @@ class GgufFile:
                 EMBEDDING_TENSOR,
             ):
                 name = names[EMBEDDING_TENSOR]
-            self._add_tensor(packed, tensor, name, processor)
+            self._add_tensor(packed, tensor, name, processor, keeps_grids)
         if config.tie_word_embeddings:
             _rename_to_head(packed, names[EMBEDDING_TENSOR], model)
         return packed
@@ -297,14 +298,27 @@ class GgufFile:
         return (t for name, t in self.tensors.items() if name not in spare)
 
     def _add_tensor(
-        self, packed: PackedWeights, tensor: ReaderTensor, name: str, processor: Any
+        self,
+        packed: PackedWeights,
+        tensor: ReaderTensor,
+        name: str,
+        processor: Any,
+        keeps_grids: bool,
     ) -> None:
         """Add a tensor to `packed`: as integers if they can be kept, else as floats."""
-        blocks = self._read_blocks(tensor, processor)
-        if blocks is not None:
-            packed.blocks[name] = blocks
-            packed.forms[name] = GGUF_TYPES[tensor.tensor_type.name].form
-            packed.floats[name] = torch.from_numpy(blocks.floats.T).half()
+        grid = self._read_grid(tensor, processor)
+        if grid is not None:
+            exact = grid if keeps_grids else grid.exact_blocks()
+            kept = exact or quantize(grid.floats, Recipe("int8", 32), None)
+            how, floats = "as int8" if exact is None else "exact", kept.floats
+            packed.blocks[name] = kept
+            packed.forms[name] = f"{grid.grid} {how}"
+            if not np.isfinite(floats).all():
+                raise CheckpointError(
+                    f"the weight {tensor.name} of {self.source} has scales that are "
+                    "not finite; fetch the file again"
+                )
+            packed.floats[name] = torch.from_numpy(floats.T).half()
             return
         try:
             floats = dequantize(tensor.data, tensor.tensor_type)
@@ -327,9 +341,9 @@ class GgufFile:
             whole = torch.from_numpy(changed)
             packed.floats[name] = whole.half() if small else whole
 
-    def _read_blocks(self, tensor: ReaderTensor, processor: Any) -> Blocks | None:
-        """Return the integers of a matrix; None if type or layout cannot be kept."""
-        if len(tensor.shape) != 2 or tensor.tensor_type.name not in GGUF_TYPES:
+    def _read_grid(self, tensor: ReaderTensor, processor: Any) -> GridMatrix | None:
+        """Return a matrix in its type; None if type or layout cannot be kept."""
+        if len(tensor.shape) != 2 or tensor.tensor_type.name not in GRIDS:
             return None
         # What becomes of the numbers of the rows is what becomes of the rows.
         rows = np.arange(len(tensor.data))[:, None]
@@ -345,13 +359,8 @@ class GgufFile:
         ordered = np.sort(order, axis=0)
         if not np.array_equal(ordered, rows):
             return None
-        blocks = GGUF_TYPES[tensor.tensor_type.name].read(tensor.data[order[:, 0]])
-        if not np.isfinite(blocks.scales).all():
-            raise CheckpointError(
-                f"the weight {tensor.name} of {self.source} has scales that are not "
-                "finite; fetch the file again"
-            )
-        return blocks
+        data = tensor.data[order[:, 0]]
+        return GridMatrix(tensor.tensor_type.name, data, int(tensor.shape[0]))
 
     def dtype(self) -> torch.dtype:
         """Return the type of the matrices that are floats; float16 without any."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from jetdraft.errors import JetdraftError, PairError, UnsupportedModelError
+from jetdraft.errors import PairError, UnsupportedModelError, importing
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
@@ -101,16 +102,17 @@ class Taps(nn.Module):
             if len(modules) in self.layers:
                 modules.append(final_norm(model))
             for layer in self.layers:
-                hooks.callback(_record_input(modules[layer], states, layer).remove)
+                keep = partial(states.__setitem__, layer)
+                hooks.callback(watch_input(modules[layer], keep).remove)
             hooks.callback(model.get_decoder().register_forward_hook(end).remove)
             yield features
 
 
-def _record_input(module: nn.Module, states: dict[int, Tensor], layer: int) -> Any:
-    """Register a hook that stores a module's input in `states`; return its handle."""
+def watch_input(module: nn.Module, keep: Callable[[Tensor], object]) -> Any:
+    """Register a hook that calls `keep` with a module's input; return its handle."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        states[layer] = args[0] if args else kwargs["hidden_states"]
+        keep(args[0] if args else kwargs["hidden_states"])
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -125,12 +127,8 @@ def add_lora(
 
     Raises `UnsupportedModelError` for layers without linear parts.
     """
-    try:
+    with importing("LoRA", "train"):
         from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise JetdraftError(
-            f"LoRA needs {error.name}; pip install 'jetdraft[cpu,train]'"
-        ) from error
     parts = [part for layer in layers for part in layer.modules()]
     inner = {id(part) for part in parts if isinstance(part, nn.Linear)}
     names = [name for name, module in model.named_modules() if id(module) in inner]

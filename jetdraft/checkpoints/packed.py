@@ -26,6 +26,7 @@ from torch import Tensor
 from jetdraft.checkpoints.streams import WEIGHTS as STREAM_WEIGHTS
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.quant.blocks import Blocks, Bytes, Floats, Order, into_blocks, unpack
+from jetdraft.quant.grids import Matrix
 from jetdraft.recipe import BLOCK_SIZES
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -40,7 +41,7 @@ class PackedWeights:
     """
 
     method: str
-    blocks: dict[str, Blocks]
+    blocks: dict[str, Matrix]
     floats: dict[str, Tensor]
     forms: dict[str, str]
 
@@ -53,7 +54,7 @@ class PackedWeights:
                 f"{folder} is quantized by {method}, which cannot be exported; choose "
                 f"a checkpoint by {', '.join(LAYER_READERS)}, or one without"
             )
-        blocks: dict[str, Blocks] = {}
+        blocks: dict[str, Matrix] = {}
         floats: dict[str, Tensor] = {}
         layers: dict[str, dict[str, Tensor]] = {}
         for name, tensor in _load_tensors(folder).items():

@@ -1,8 +1,9 @@
-"""Speculative streams around an unchanged decoder (Bhendawade et al., 2402.11131).
+"""Streams and prompt tokens: probes around an unchanged decoder.
 
-In the top layers a row, the carrier, may carry streams. Stream j starts from the hidden
-state of its carrier plus an embedding of its own, sees what the carrier sees, the
-carrier and the streams below j, and predicts the token j places after the carrier's:
+Speculative streams (Bhendawade et al., 2402.11131): in the top layers a row, the
+carrier, may carry streams. Stream j starts from the hidden state of its carrier plus an
+embedding of its own, sees what the carrier sees, the carrier and the streams below j,
+and predicts the token j places after the carrier's:
 
     S_j = M + P_j                              entering the first of the top layers
     S_j <- attend(S_j; M_{<=t}, S_{<=j})       in each top layer (section 2.2)
@@ -10,14 +11,23 @@ carrier and the streams below j, and predicts the token j places after the carri
 `shared`: one LoRA for all rows of all layers, so the target is the tuned model.
 `lossless`: LoRA for stream rows only. Here, stream j of a row at p has position p + j,
 of which the paper says nothing.
+
+Prompt tokens (Parallel Prompt Decoding, 2405.18628) enter at the bottom: prompt token j
+behind a row at position p is at p + j, sees what its carrier sees, the carrier and the
+prompt tokens below j, and predicts the token at p + j + 1. It may be an ensemble of
+members, whose logits are averaged; member k sees the members k below. Forecasts, as
+Qualcomm ships them, also see a learned prefix: keys and values in every layer, which no
+other row sees.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -25,8 +35,142 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.layers import add_lora, decoder_layers, final_norm, merge_lora
-from jetdraft.checkpoints.probes import ProbedModel, carrier_values
+from jetdraft.checkpoints.refusals import MAX_LAYERS
 from jetdraft.errors import CheckpointError, OptionError
+from jetdraft.options import Checked, check_ranges, range_between, setting
+
+
+@dataclass
+class Pass:
+    """One pass: its rows, the s probes after them, and tensors for its hooks.
+
+    `carriers` int64 [s] or [b, s] has the row, and `ids` int64 [s] the embedding, of
+    each probe; `is_probe` int64 [n + s] is 1 for probes. `rotations` has pairs: of
+    rows, and of rows and probes. `below` has the states that enter the layers with
+    probes. A probe of several members counts as several here.
+    """
+
+    rows: int
+    carriers: Tensor
+    ids: Tensor
+    positions: Tensor
+    is_probe: Tensor
+    rotations: list[tuple[Any, Any]] = field(default_factory=list)
+    below: list[Tensor] = field(default_factory=list)
+
+
+class ProbedModel(nn.Module, ABC):
+    """A causal LM of transformers whose rows can carry probes in its `top` layers."""
+
+    trained: ClassVar[str]
+    """A part of the name of each weight that is trained."""
+
+    settings: Any
+
+    def __init__(self, model: Any, top: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.model = model
+        self.on_probes_added: Callable[[], None] = lambda: None
+        self._pass: Pass | None = None
+        first, *others = top
+        first.register_forward_pre_hook(self._append_probes, with_kwargs=True)
+        for layer in (first, *others):
+            layer.register_forward_pre_hook(self._position_probes, with_kwargs=True)
+        for module in model.modules():
+            if "RotaryEmbedding" in type(module).__name__:
+                module.register_forward_hook(self._rotate_probes, with_kwargs=True)
+
+    @property
+    def base(self) -> str:
+        """The hash of the weights that the probes were trained for."""
+        return str(self.settings.base)
+
+    @property
+    def task(self) -> dict[str, Tensor]:
+        """All trained weights by their names."""
+        parameters = self.named_parameters()
+        return {n: weight for n, weight in parameters if self.trained in n.split(".")}
+
+    @abstractmethod
+    def start_states(self, hidden: Tensor) -> Tensor:
+        """Return the probes' first states [b, s, h]; the rows' states are [b, n, h]."""
+
+    def run_pass(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        probes: tuple[Tensor, Tensor, Tensor],
+        keep: Tensor,
+        **options: Any,
+    ) -> tuple[Tensor, Pass]:
+        """Return logits [b, m + s, vocab] of m rows and then s probes, and the pass.
+
+        `input_ids` and `position_ids` are int64 [b, n]. `probes` are [s] each: carriers
+        (or [b, s]), embeddings, distances from the carriers. `keep` [m] are the rows.
+        """
+        carriers, ids, distances = probes
+        rows = input_ids.shape[1]
+        positions = carrier_values(position_ids, carriers) + distances
+        # Computed from tensors on the device: a row count would be read on the host.
+        is_probe = torch.cat([torch.zeros_like(position_ids[0]), torch.ones_like(ids)])
+        all_positions = torch.cat([position_ids, positions], 1)
+        current = Pass(rows, carriers, ids, all_positions, is_probe)
+        places = torch.arange(rows, rows + ids.shape[0], device=keep.device)
+        self._pass = current
+        try:
+            logits = self.model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                logits_to_keep=torch.cat([keep, places]),
+                **options,
+            ).logits
+        finally:
+            self._pass = None
+        return logits, current
+
+    @property
+    def current_pass(self) -> Pass:
+        """The pass that runs; only valid inside `run_pass`."""
+        assert self._pass is not None, f"run the model through {type(self).__name__}"
+        return self._pass
+
+    def _append_probes(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Hook before the first layer with probes: append the probes' first states."""
+        kwargs = dict(kwargs)
+        hidden = args[0] if args else kwargs.pop("hidden_states")
+        self.current_pass.below.append(hidden)
+        starts = self.start_states(hidden)
+        self.on_probes_added()
+        return (torch.cat([hidden, starts], 1), *args[1:]), kwargs
+
+    def _position_probes(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Hook before a layer with probes: set positions and rotations of all rows."""
+        current = self.current_pass
+        kwargs = {**kwargs, "position_ids": current.positions}
+        for of_rows, of_rows_and_probes in current.rotations:
+            if kwargs.get("position_embeddings") is of_rows:
+                kwargs["position_embeddings"] = of_rows_and_probes
+        return args, kwargs
+
+    def _rotate_probes(self, rotary: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Hook after the rotary embedding: keep its rotations and those with probes."""
+        current = self.current_pass
+        args, kwargs = list(args), dict(kwargs)
+        if "position_ids" in kwargs:
+            kwargs["position_ids"] = current.positions
+        else:
+            args[1] = current.positions
+        # Unlike a call, `forward` does not run this hook again.
+        current.rotations.append((output, rotary.forward(*args, **kwargs)))
+
+
+def carrier_values(rows: Tensor, carriers: Tensor) -> Tensor:
+    """Return rows' values [b, n, ...] at the `carriers` [s] or [b, s]: [b, s, ...]."""
+    if carriers.ndim == 1:
+        # Indexing of integers would run on the host with WebGPU.
+        return rows.index_select(1, carriers)
+    return rows[torch.arange(len(rows), device=rows.device)[:, None], carriers]
+
 
 SETTINGS = "streams.json"
 """The file with the settings of the probes of a checkpoint."""
@@ -50,35 +194,27 @@ _ADAPTER = "streams"
 
 
 @dataclass(frozen=True)
-class StreamSettings:
-    """`gamma` streams in the top `layers`; `base` is a hash of the target's weights."""
+class StreamSettings(Checked):
+    """The fields of streams.json; `base` is a hash of the target's weights."""
 
-    gamma: int = 4
-    layers: int = 2
-    mode: str = LOSSLESS
-    lora_rank: int = 32
-    prune_rank: int = 8
+    mode: str = setting(
+        LOSSLESS,
+        "lossless keeps the target as it is; shared trains it too. On free text "
+        "jetdraft train forecast, which keeps it too, guessed better in the same time.",
+        choices=MODES,
+    )
+    gamma: int = setting(4, "Streams per row.", (1, 16))
+    layers: int = setting(2, "Top layers that have streams.", (1, MAX_LAYERS))
+    lora_rank: int = setting(32, "Rank of the LoRA adapters.", (1, 1024))
+    prune_rank: int = setting(
+        8, "Rank of the early exit that prunes drafts.", (1, 1024)
+    )
     positions: str = "row + stream"
     base: str = ""
 
     def check(self, model_layers: int) -> None:
-        """Raise `OptionError` for a number out of range for that many layers."""
-        if self.mode not in MODES:
-            raise OptionError(
-                f"unknown mode {self.mode!r}; choose {' or '.join(MODES)}"
-            )
-        for name, value, most in (
-            ("gamma", self.gamma, 16),
-            ("layers", self.layers, model_layers),
-            ("lora rank", self.lora_rank, 1024),
-            ("prune rank", self.prune_rank, 1024),
-        ):
-            if not 1 <= value <= most:
-                raise OptionError(f"{name} {value} is out of range; give 1 to {most}")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as a JSON object, as streams.json has them."""
-        return asdict(self)
+        """Raise `OptionError` if a model of that many layers has too few."""
+        check_ranges(self, {"layers": range_between(1, model_layers)})
 
 
 class Streams(nn.Module):
@@ -227,3 +363,137 @@ def fill(probed: ProbedModel, folder: Path, what: str) -> None:
             f"{folder / WEIGHTS} does not fit {SETTINGS} ({error}); train the {what} "
             "again"
         ) from error
+
+
+PROMPTS, FORECAST = "prompts", "forecast"
+PROMPT_MODES = (PROMPTS, FORECAST)
+"""The values of `mode` in the settings of prompt tokens."""
+
+MAX_RANKS = 8
+"""The most guesses of a prompt token whose acceptance rates are stored."""
+
+
+@dataclass(frozen=True)
+class PromptSettings:
+    """`gamma` prompt tokens behind a row, each with `members` embeddings.
+
+    They see a learned `prefix` of that many rows in the mode "forecast". `base` is the
+    hash of their target's weights. `ranks` are measured: how often the best, the
+    second, ... guess of each prompt token is the target's choice. streams.json has
+    these fields.
+    """
+
+    gamma: int = 3
+    members: int = 1
+    prefix: int = 0
+    mode: str = PROMPTS
+    base: str = ""
+    ranks: tuple[tuple[float, ...], ...] = ()
+
+    def check(self) -> None:
+        """Raise `OptionError` for sizes that no graph can have."""
+        for name, value, least, most in (
+            ("prompt tokens", self.gamma, 1, 16),
+            ("ensemble", self.members, 1, 64),
+            ("prefix", self.prefix, int(self.mode == FORECAST), 1024),
+        ):
+            if not least <= value <= most:
+                raise OptionError(
+                    f"{name} {value} is out of range; give {least} to {most}"
+                )
+
+
+class Prompts(nn.Module):
+    """What is trained: the embeddings of the prompt tokens, and the prefix.
+
+    `embeddings` are float [gamma * members, h], token 1's members first. `keys`
+    (rotated) and `values` float [layers, kv_heads, prefix, head_dim] are the prefix.
+    """
+
+    def __init__(
+        self,
+        settings: PromptSettings,
+        embeddings: Tensor,
+        keys: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.settings = settings
+        self.embeddings = nn.Parameter(embeddings.detach().clone().float())
+        self.keys = self.values = None
+        if keys is not None and values is not None:
+            self.keys = nn.Parameter(keys.detach().clone().float())
+            self.values = nn.Parameter(values.detach().clone().float())
+
+    @classmethod
+    def empty(cls, settings: PromptSettings, model: Any) -> Prompts:
+        """Make prompts of zeros, in the shapes that settings and model require."""
+        config = model.config.get_text_config(decoder=True)
+        rows = settings.gamma * settings.members
+        embeddings = torch.zeros(rows, model.get_input_embeddings().embedding_dim)
+        if not settings.prefix:
+            return cls(settings, embeddings)
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        shape = config.num_hidden_layers, kv_heads, settings.prefix, head_dim
+        return cls(settings, embeddings, torch.zeros(shape), torch.zeros(shape))
+
+    def prefix(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's prefix: keys, values [1, kv_heads, prefix, head_dim]."""
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[layer][None], self.values[layer][None]
+
+
+class PromptedModel(ProbedModel):
+    """A causal LM of transformers whose rows can carry prompt tokens."""
+
+    trained = "prompts"
+
+    def __init__(self, model: Any, prompts: Prompts) -> None:
+        super().__init__(model, decoder_layers(model))
+        self.prompts, self.settings = prompts, prompts.settings
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        probe_rows: Tensor,
+        probe_ids: Tensor,
+        keep: Tensor,
+        **options: Any,
+    ) -> Tensor:
+        """Return logits [b, m + r, vocab] of m rows `keep` and then of r probes.
+
+        `input_ids` and `position_ids` are int64 [b, n], `probe_rows` [r] the carriers
+        and `probe_ids` [r] their prompt tokens, from 0 on.
+        """
+        members = self.settings.members
+        places = torch.arange(members, device=probe_ids.device)
+        ids = probe_ids[:, None] * members + places
+
+        def of_members(numbers: Tensor) -> Tensor:
+            return numbers[:, None].expand(-1, members).reshape(-1)
+
+        probes = of_members(probe_rows), ids.reshape(-1), of_members(probe_ids + 1)
+        logits, _ = self.run_pass(input_ids, position_ids, probes, keep, **options)
+        if members == 1:
+            return logits
+        rows, others = logits[:, : keep.shape[0]], logits[:, keep.shape[0] :]
+        parts = others.reshape(others.shape[0], -1, members, others.shape[2])
+        means = parts.float().mean(2).to(logits.dtype)
+        return torch.cat([rows, means], 1)
+
+    def start_states(self, hidden: Tensor) -> Tensor:
+        """Return the embeddings of the prompt tokens, whatever the rows' states are."""
+        starts = self.prompts.embeddings[self.current_pass.ids].to(hidden.dtype)
+        return starts[None].expand(hidden.shape[0], -1, -1)
+
+
+def load_prompts(model: Any, settings: PromptSettings, folder: Path) -> PromptedModel:
+    """Add a checkpoint's prompt tokens to its model, in place."""
+    settings.check()
+    prompted = PromptedModel(model, Prompts.empty(settings, model))
+    fill(prompted, folder, "prompt tokens")
+    return prompted.requires_grad_(False).eval()

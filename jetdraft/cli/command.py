@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any, is_typeddict
 
 import click
 
-from jetdraft.errors import JetdraftError
 from jetdraft.options import Option as Declared
 from jetdraft.options import declared_options, is_required
 
@@ -228,17 +226,3 @@ class _Choice(click.Choice):  # type: ignore[type-arg]
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Convert a choice to the type of the values; raises `BadParameter`."""
         return self.kind(super().convert(str(value), param, ctx))
-
-
-@contextmanager
-def importing(doing: str, extra: str) -> Iterator[None]:
-    """Guard imports that need the packages of the extra `extra` of jetdraft.
-
-    Raises `JetdraftError`, which begins with `doing`, if a package is missing.
-    """
-    try:
-        yield
-    except ImportError as error:
-        raise JetdraftError(
-            f"{doing} needs {error.name}; pip install 'jetdraft[cpu,{extra}]'"
-        ) from error

@@ -14,8 +14,8 @@ from typing import Any
 import click
 import numpy as np
 
+from jetdraft.contracts.tensors import Int64s
 from jetdraft.errors import reason_of
-from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.text.stops import INTERRUPTED

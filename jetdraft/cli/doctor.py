@@ -9,12 +9,13 @@ from pathlib import Path
 
 import click
 
+from jetdraft import native
 from jetdraft.cli.command import Command, option
 from jetdraft.cli.flags import PATH, json_option
 from jetdraft.devices.detection import Machine, detect_machine
 from jetdraft.devices.device import Device
 from jetdraft.devices.providers import PROVIDERS, Presence, try_provider
-from jetdraft.errors import CheckError
+from jetdraft.errors import CheckError, ProviderError
 from jetdraft.ort import ort
 
 LEAST_FREE_MB = 1000.0
@@ -134,7 +135,8 @@ def examine(
 ) -> list[Finding]:
     """Return all findings in the order in which to fix them, wrong findings first."""
     machine = detect_machine(root)
-    findings = [*_check_onnxruntime(), *_check_system(machine), *_check_state(machine)]
+    findings = [*_check_onnxruntime(), _check_products()]
+    findings += [*_check_system(machine), *_check_state(machine)]
     findings += [_check_provider(presence_of(n), machine) for n in reversed(PROVIDERS)]
     return sorted(findings, key=lambda finding: (not finding.wrong, not finding.fix))
 
@@ -144,6 +146,15 @@ def _check_onnxruntime() -> Iterator[Finding]:
     parts = tuple(int(part) for part in ort.__version__.split(".")[:2])
     fix = "" if parts >= OLDEST_ORT else "pip install 'onnxruntime>=1.29'"
     yield Finding("onnxruntime", ort.__version__, fix, wrong=bool(fix))
+
+
+def _check_products() -> Finding:
+    """Return a finding about the library, whose instructions multiply matrices."""
+    try:
+        return Finding("products", native.isa())
+    except ProviderError as error:
+        found, _, fix = str(error).rpartition("; ")
+        return Finding("products", found, fix)
 
 
 def _check_system(machine: Machine) -> Iterator[Finding]:

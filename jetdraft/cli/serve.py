@@ -6,15 +6,15 @@ import logging
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import click
 
-from jetdraft.cli.command import Command, importing, record_flags
+from jetdraft.cli.command import Command, record_flags
 from jetdraft.cli.flags import bundle_argument, generate_options, runtime_options
-from jetdraft.errors import OptionError
-from jetdraft.options import Flag
+from jetdraft.errors import OptionError, importing
+from jetdraft.options import declared
 from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.pool import Pool
@@ -23,49 +23,35 @@ from jetdraft.server.limits import Limits
 KEY_VARIABLE = "JETDRAFT_API_KEY"
 """The environment variable with the API key."""
 
+_server = partial(declared, "server")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """Where a server listens, and what it serves under which name."""
 
-    host: Annotated[str, Flag("server", "The address to listen on.")] = "127.0.0.1"
-    port: Annotated[
-        int,
-        Flag(
-            "server", "The port to listen on; 0 picks a free port.", least=0, most=65535
-        ),
-    ] = 8080
-    uds: Annotated[
-        Path | None,
-        Flag(
-            "server",
-            "A socket in the file system, beside the port, for this user's programs.",
-        ),
-    ] = None
-    api_key: Annotated[
-        str | None,
-        Flag(
-            "server",
-            "The key that clients must send; required unless --host is loopback. "
-            f"Default: {KEY_VARIABLE} of the environment.",
-        ),
-    ] = None
-    name: Annotated[
-        str | None,
-        Flag("server", "The model's name; default: the name of the bundle folder."),
-    ] = None
-    models: Annotated[
-        int,
-        Flag(
-            "server",
-            "Requests answered at once; each model has its own buffers.",
-            least=1,
-            most=64,
-        ),
-    ] = 1
-    drain: Annotated[
-        int, Flag("server", "Seconds to finish texts after SIGTERM.", least=0)
-    ] = 30
+    host: str = _server("127.0.0.1", "The address to listen on.")
+    port: int = _server(
+        8080, "The port to listen on; 0 picks a free port.", least=0, most=65535
+    )
+    uds: Path | None = _server(
+        None, "A socket in the file system, beside the port, for this user's programs."
+    )
+    api_key: str | None = _server(
+        None,
+        "The key that clients must send; required unless --host is loopback. "
+        f"Default: {KEY_VARIABLE} of the environment.",
+    )
+    name: str | None = _server(
+        None, "The model's name; default: the name of the bundle folder."
+    )
+    models: int = _server(
+        1,
+        "Requests answered at once; each model has its own buffers.",
+        least=1,
+        most=64,
+    )
+    drain: int = _server(30, "Seconds to finish texts after SIGTERM.", least=0)
 
 
 @click.command("serve", cls=Command)

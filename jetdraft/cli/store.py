@@ -12,8 +12,13 @@ from jetdraft.bundle import Bundle
 from jetdraft.cli.command import Command
 from jetdraft.cli.flags import PATH, bundle_argument, json_option, user_option
 from jetdraft.errors import StoreError, printable
-from jetdraft.learning.lessons import Lessons
-from jetdraft.learning.weight_sets import WeightSets, drafter_sha256, has_learned, label
+from jetdraft.learning.lessons import (
+    Lessons,
+    WeightSets,
+    drafter_sha256,
+    has_learned,
+    label,
+)
 from jetdraft.runtime.history.store import ResponseStore
 from jetdraft.runtime.text.codec import TextCodec
 

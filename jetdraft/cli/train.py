@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from jetdraft.cli.command import LazyGroup, importing
+from jetdraft.cli.command import LazyGroup
+from jetdraft.errors import importing
 from jetdraft.runtime.planning.registry import load_object, methods
 
 TRAININGS = {

@@ -16,12 +16,11 @@ from jetdraft.cli.command import Command, keyword_flags, option, record_flags
 from jetdraft.cli.console import ProgressBars, read_prompts
 from jetdraft.errors import StoreError
 from jetdraft.files import is_free
-from jetdraft.learning.weight_sets import has_learned, label
+from jetdraft.learning.lessons import has_learned, label
 from jetdraft.runtime.model import load
 from jetdraft.train.acceptance import fit_head, record_verdicts, save_head
 from jetdraft.train.machine import this_process
-from jetdraft.train.run import TrainingOptions
-from jetdraft.train.task import Task
+from jetdraft.train.task import Task, TrainingOptions
 from jetdraft.train.training import Progress, Training
 from jetdraft.train.use.learning import (
     Background,

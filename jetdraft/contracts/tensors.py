@@ -1,11 +1,19 @@
-"""The inputs and outputs of graphs: their declarations, and a check of sessions."""
+"""Tensors of graphs: their declarations, a check of sessions, and types of arrays."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from jetdraft.errors import ContractError
+
+Float32s = npt.NDArray[np.float32]
+Float64s = npt.NDArray[np.float64]
+Int64s = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
 
 ROWS, ANSWERS, PROBES, PREFIX, ALL = "n", "m", "r", "p", "n+b"
 """The names of the dynamic axes: the rows of a pass, the rows it answers for, its

@@ -147,12 +147,9 @@ def _gpu_mhz(root: Path, file: str) -> float | None:
 
 def processor_name() -> str:
     """The name of the processor, or its architecture where the system hides it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith(("model name", "Model")):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    for line in (_read_text(Path("/proc/cpuinfo")) or "").splitlines():
+        if line.startswith(("model name", "Model")):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from jetdraft.errors import DeviceError, OptionError
+from jetdraft.parsing import Rule, one_of, read_record
 from jetdraft.recipe import Recipe
 
 PROFILES_FOLDER = Path(__file__).with_name("profiles")
 """The folder of the profiles."""
 
-QUANTIZATIONS = {"none", "int8", "int4", "fp8", "fp4"}
+Quantization = Annotated[str, one_of("none", "int8", "int4", "fp8", "fp4")]
 """The number formats that a profile may name."""
+
+_POSITIVE = Rule("a positive number", lambda number: number > 0)
+Count = Annotated[int, _POSITIVE]
+Amount = Annotated[float, _POSITIVE]
 
 
 @dataclass(frozen=True)
@@ -23,10 +27,10 @@ class PowerMode:
     """The rates of a device in one power mode: GB/s, MHz, and dense fp16 TFLOPS."""
 
     name: str
-    watts: float
-    bandwidth_gbs: float
-    gpu_mhz: float
-    fp16_tflops: float
+    watts: Amount
+    bandwidth_gbs: Amount
+    gpu_mhz: Amount
+    fp16_tflops: Amount
     source: str
 
 
@@ -54,11 +58,11 @@ class Device:
     name: str
     title: str
     compute_capability: str
-    memory_gb: float
-    multiprocessors: int
-    cuda_cores: int
+    memory_gb: Amount
+    multiprocessors: Count
+    cuda_cores: Count
     boards: tuple[str, ...]
-    quantizations: tuple[str, ...]
+    quantizations: tuple[Quantization, ...]
     recipe: str
     recipe_evidence: str
     source: str
@@ -84,28 +88,15 @@ class Device:
         """Read a profile; raises `DeviceError` if the file is not a profile."""
         try:
             table = tomllib.loads(file.read_text(encoding="utf-8"))
-            modes = tuple(_build(PowerMode, mode) for mode in table.pop("power_modes"))
-            packs = tuple(_build(JetPack, pack) for pack in table.pop("jetpacks"))
-            lists = {name: tuple(table[name]) for name in ("boards", "quantizations")}
-            if unknown := set(lists["quantizations"]) - QUANTIZATIONS:
-                raise ValueError(f"unknown quantization {unknown.pop()!r}")
-            Recipe.parse(str(table["recipe"]))
-            table |= {**lists, "power_modes": modes, "jetpacks": packs}
-            device: Device = _build(cls, {"name": file.stem, **table})
+            device: Device = read_record(cls, {"name": file.stem, **table})
+            Recipe.parse(device.recipe)
             return device
         except OSError as error:
             raise DeviceError(f"cannot read {file} ({error.strerror})") from error
-        except (
-            LookupError,
-            ValueError,
-            TypeError,
-            AttributeError,
-            OptionError,
-        ) as error:
-            missing = " is missing" if isinstance(error, KeyError) else ""
+        except (ValueError, OptionError) as error:
             raise DeviceError(
-                f"{file} is not a device profile ({error}{missing}); compare it with "
-                f"the others in {PROFILES_FOLDER}"
+                f"{file} is not a device profile ({error}); compare it with the others "
+                f"in {PROFILES_FOLDER}"
             ) from error
 
     def power_mode(self, name: str | None = None) -> PowerMode:
@@ -117,19 +108,3 @@ class Device:
                 return mode
         names = ", ".join(mode.name for mode in self.power_modes)
         raise DeviceError(f"{self.name} has no power mode {name!r}; choose {names}")
-
-
-def _build(kind: Any, table: Mapping[str, Any]) -> Any:
-    """Build the dataclass `kind` from a table that has exactly its fields."""
-    types = {field.name: field.type for field in fields(kind)}
-    if table.keys() != types.keys():
-        names = ", ".join(sorted(table.keys() ^ types.keys()))
-        raise ValueError(f"missing or unknown: {names}")
-    for name, type_name in types.items():
-        value = table[name]
-        is_number = type(value) in (int, float) and value > 0
-        if type_name in ("float", "int") and not is_number:
-            raise ValueError(f"{name} must be a positive number")
-        if type_name == "str" and not isinstance(value, str):
-            raise ValueError(f"{name} must be a text")
-    return kind(**table)

@@ -22,6 +22,7 @@ from jetdraft.devices import webgpu
 from jetdraft.devices.trial import NO_HALF, RAN, REASON, SOFTWARE
 from jetdraft.errors import ProviderError
 from jetdraft.ort import ort
+from jetdraft.recipe import KERNELS
 
 AUTO = "auto"
 """Asks for the fastest of `PROVIDERS` that runs a bundle on this machine."""
@@ -42,6 +43,11 @@ class Provider:
     memory: str
     flavour: str
     dtype: str
+
+    def kernel(self, flavour: str | None, dtype: str | None) -> str:
+        """Whose operators multiply matrices of graphs that it runs, of `KERNELS`."""
+        runs = self.name, flavour or self.flavour, dtype or self.dtype
+        return KERNELS[runs != ("cpu", CONTRIB, "fp32")]
 
     def refusal(self, flavour: str, dtype: str) -> str:
         """Return why it cannot run graphs of a flavour and dtype; "" if it can."""

@@ -16,11 +16,11 @@ from jetdraft.bundle import DRAFTER, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.draft_vocabulary import MAX_PADDING
 from jetdraft.checkpoints.heads.draft_module import DraftModule, lm_head_rows
+from jetdraft.checkpoints.model_reader import read_tokenizer
 from jetdraft.checkpoints.parameters import convert_while_running
-from jetdraft.checkpoints.tokenizer_reader import read_tokenizer
 from jetdraft.errors import CheckpointError, PairError, printable
-from jetdraft.quant.blocks import Blocks
 from jetdraft.quant.calibration import Windows, own_attention
+from jetdraft.quant.grids import Matrix
 from jetdraft.quant.weights import Quantization
 
 ASKED_TOKENS = 512
@@ -66,7 +66,7 @@ class CutHead:
     ids: Tensor
     embedding: str | None
     whole: str
-    blocks: Mapping[str, Blocks]
+    blocks: Mapping[str, Matrix]
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, ids: Tensor, dtype: torch.dtype) -> CutHead:

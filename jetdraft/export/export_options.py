@@ -10,7 +10,7 @@ from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH, MIN_SELECTED
 from jetdraft.devices.providers import Provider, provider_named
 from jetdraft.errors import OptionError
 from jetdraft.quant.choice import Limit
-from jetdraft.recipe import Recipe
+from jetdraft.recipe import KERNELS, Recipe
 
 DTYPES = {"fp32": "float32", "fp16": "float16"}
 """numpy's and torch's names of the types that a graph can compute in."""
@@ -26,7 +26,9 @@ class ExportOptions:
     `max_width` the most rows of one pass. `provider` and `drafter_provider` will run
     the graphs; they give the defaults of `dtype`, "fp32" or "fp16" for activations and
     buffers, and of `flavour`: "contrib" graphs have onnxruntime's own operators,
-    "standard" graphs only operators of ai.onnx. With a `limit`, some layers of the
+    "standard" graphs only operators of ai.onnx. The `kernel` that multiplies matrices
+    of a GGUF file is "jetdraft", which keeps their types, or "onnxruntime". With a
+    `limit`, some layers of the
     target get more bits than its recipe gives. `adapter_scale`, 0 to 1, is how far
     streams of the shared mode move the weights from the base. `calibration` is a text
     file for all measures; without it the target writes a text. A drafter chooses among
@@ -45,6 +47,7 @@ class ExportOptions:
     max_width: int = MAX_WIDTH
     provider: str = "cpu"
     flavour: str | None = None
+    kernel: str | None = None
     adapter_scale: float = 1.0
     drafter_provider: str | None = None
     calibration: Path | None = None
@@ -61,8 +64,17 @@ class ExportOptions:
             raise OptionError(
                 f"unknown flavour {self.flavour!r}; choose {', '.join(FLAVOURS)}"
             )
+        if self.kernel not in (None, *KERNELS):
+            raise OptionError(
+                f"unknown kernel {self.kernel!r}; choose {' or '.join(KERNELS)}"
+            )
         for name in (TARGET, DRAFTER):
             self._check_graph(name)
+        if self.kernel == KERNELS[0] != self.kernel_of(TARGET):
+            raise OptionError(
+                "the kernel jetdraft runs on the CPU in fp32, in the contrib flavour; "
+                "leave it out, or choose --provider cpu and --dtype fp32"
+            )
         if not 16 <= self.capacity <= 1 << 20:
             raise OptionError(
                 f"capacity {self.capacity} is out of range; choose 16 to 1048576"
@@ -108,7 +120,7 @@ class ExportOptions:
     def check_kernel(self, recipe: Recipe, name: str) -> None:
         """Raise `OptionError` if the graph of that name has no kernel for `recipe`."""
         kernel = self.provider_of(name).name, self.dtype_of(name)
-        if recipe.has_whole and kernel != ("cpu", "fp32"):
+        if recipe.has_grids and kernel != ("cpu", "fp32"):
             option = "--provider" if name == TARGET else "--drafter-provider"
             raise OptionError(
                 f"{' in '.join(kernel)} has no kernel for {recipe.name}; choose int8, "
@@ -125,6 +137,12 @@ class ExportOptions:
         """The flavour of all graphs: the option, or else the provider's."""
         return self.flavour or provider_named(self.provider).flavour
 
+    def kernel_of(self, name: str) -> str:
+        """Whose operators multiply matrices in the graph of that name, of `KERNELS`."""
+        provider = self.provider_of(name)
+        best = provider.kernel(self.effective_flavour, self.dtype)
+        return KERNELS[1] if self.kernel == KERNELS[1] else best
+
     def dtype_of(self, name: str) -> str:
         """The dtype of the graph of that name."""
         return self.dtype or self.provider_of(name).dtype
@@ -134,4 +152,7 @@ class ExportOptions:
         target = self.recipe or Recipe()
         if name == TARGET:
             return target
-        return self.drafter_recipe or Recipe.for_drafter(target)
+        own = self.drafter_recipe or Recipe.for_drafter(target)
+        if self.drafter_recipe is None and self.kernel_of(name) == KERNELS[1]:
+            own = own if own.bits is None else Recipe("int8", 32)
+        return own

@@ -25,16 +25,17 @@ from jetdraft.bundle import (
     Bundle,
     check_pair,
 )
+from jetdraft.checkpoints.attention import relative_bias_module
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.draft_module import DraftModule
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_reader import check_head
 from jetdraft.checkpoints.model_reader import check_exportable
-from jetdraft.checkpoints.prompts import PromptSettings
 from jetdraft.checkpoints.silence import silenced
-from jetdraft.checkpoints.source_attention import relative_bias_module
+from jetdraft.checkpoints.streams import PromptSettings
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import printable
+from jetdraft.export.attentions import measure_scales
 from jetdraft.export.checks import (
     check_checkpoint,
     check_draft_vocabulary,
@@ -52,7 +53,6 @@ from jetdraft.export.draft_vocab import (
 from jetdraft.export.drafters import head_taps, load_draft_head, write_head_graphs
 from jetdraft.export.export_options import DTYPES, ExportOptions
 from jetdraft.export.graphs import Job, Progress, write_graphs
-from jetdraft.export.kv import measure_scales
 from jetdraft.export.measures import Measures
 from jetdraft.export.seams import (
     check_seams,
@@ -67,6 +67,7 @@ from jetdraft.manifest import GraphEntry
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.choice import Limit
 from jetdraft.quant.weights import Quantization
+from jetdraft.recipe import KERNELS
 from jetdraft.staging import writing
 
 __all__ = ["ExportOptions", "Limit", "export"]
@@ -190,7 +191,8 @@ def _load_checkpoints(
     for number, (name, source) in enumerate(sources.items()):
         report("load", number, len(sources))
         dtype = getattr(torch, DTYPES[options.dtype_of(name)])
-        checkpoint = Checkpoint.load(source, dtype)
+        keeps_grids = options.kernel_of(name) == KERNELS[0]
+        checkpoint = Checkpoint.load(source, dtype, keeps_grids)
         if name == DRAFTER:
             check_tokens(checkpoints[TARGET], checkpoint)
             checkpoint = checkpoint.beside(checkpoints[TARGET].vocab_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import onnx
@@ -20,21 +20,23 @@ from jetdraft.bundle import SCATTERED, STREAMS, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.parameters import make_inputs_constant
 from jetdraft.checkpoints.streams import StreamedModel
-from jetdraft.contracts.split_contract import SCORES, SplitContract
-from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.step_contract import SCORES, SplitContract, StepContract
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.attentions import windowed
+from jetdraft.export.attentions import quantize_cache, windowed
+from jetdraft.export.derived import (
+    ExitStep,
+    drop_extra_values,
+    make_compaction_graph,
+    make_tree_graph,
+    split_graph,
+)
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.fusing import fuse, replace_gather_nd
-from jetdraft.export.halves import ExitStep, drop_extra_values, split_graph
-from jetdraft.export.kv import quantize_cache
-from jetdraft.export.probe_step import ProbeStep, StreamStep, write_probe_weights
-from jetdraft.export.select_graph import add_selection
+from jetdraft.export.selected_attention import add_selection
 from jetdraft.export.source_step import EncoderStep, SourceStep
 from jetdraft.export.standard import standardize
-from jetdraft.export.step import CUT, Step
+from jetdraft.export.step import CUT, ProbeStep, Step, StreamStep, write_probe_weights
 from jetdraft.export.tracer import trace
-from jetdraft.export.tree import make_compaction_graph, make_tree_graph
 from jetdraft.manifest import GraphEntry, Halves
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.weights import Quantization
@@ -101,7 +103,7 @@ def _add_probes(job: Job, entry: GraphEntry) -> tuple[Step, GraphEntry]:
     assert job.checkpoint.streams is not None
     probed = job.checkpoint.add_probes(job.options.adapter_scale)
     write_probe_weights(job.folder / STREAMS, probed, entry.contract.dtype)
-    settings = job.checkpoint.streams.to_json()
+    settings = asdict(job.checkpoint.streams)
     entry = replace(entry, streams={**settings, "base": probed.base})
     if isinstance(probed, StreamedModel):
         return StreamStep(probed, entry.contract), entry

@@ -25,14 +25,13 @@ from jetdraft.export.graphs import Progress
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows, own_attention, second_moments
 from jetdraft.quant.choice import (
-    SAFE_RECIPE,
     DrafterChoice,
     Sensitivity,
     choose_drafter_recipe,
     choose_recipe,
 )
 from jetdraft.quant.divergence import Divergence
-from jetdraft.recipe import Recipe
+from jetdraft.recipe import KERNELS, RUNGS, Recipe
 from jetdraft.runtime.text.template import ChatTemplate, user_message
 
 QUESTIONS = (
@@ -150,10 +149,20 @@ class Measures:
         return sample_text(target, lambda done, of: self.report("write text", done, of))
 
     def moments(self, name: str) -> dict[str, Floats]:
-        """Return the second moments by weight name; {} if the recipe needs none."""
-        if not self.options.recipe_of(name).needs_moments:
+        """Return the second moments by weight name, or {}.
+
+        A GPTQ recipe needs them; types of llama.cpp take the diagonal, if the export
+        may measure.
+        """
+        options, checkpoint = self.options, self.checkpoints[name]
+        recipe = options.recipe_of(name)
+        if recipe.needs_moments:
+            return second_moments(checkpoint.model, self.windows)
+        is_open = options.recipe is None and options.kernel_of(name) == KERNELS[0]
+        wanted = (is_open or recipe.has_grids) and checkpoint.packed is None
+        if options.fast or not wanted:
             return {}
-        return second_moments(self.checkpoints[name].model, self.windows)
+        return second_moments(checkpoint.model, self.windows, diagonal=True)
 
     def settle_recipes(self) -> ExportOptions:
         """Measure and choose each recipe that is left open; return the new options."""
@@ -207,14 +216,16 @@ class Measures:
 
     def _choose_recipe(self, target: Checkpoint) -> Recipe:
         """Choose the cheapest recipe that keeps the text; set its KL if measured."""
+        kernel = self.options.kernel_of(TARGET)
+        safe = Recipe.parse(RUNGS[kernel][-1])
         if target.packed is not None:
-            return Recipe.parse(SAFE_RECIPE)  # for the matrices that are floats still
+            return safe  # for the matrices that are floats still
         try:
             divergence = self._divergence(TARGET)
         except OptionError:  # matrices that no unit contains
-            return Recipe.parse(SAFE_RECIPE)
+            return safe
         with own_attention(target.model):
-            recipe, self.kl[TARGET] = choose_recipe(divergence, self.report)
+            recipe, self.kl[TARGET] = choose_recipe(divergence, kernel, self.report)
         return recipe
 
     @property
@@ -231,13 +242,14 @@ class Measures:
     def _choose_drafter_recipe(self, target: Checkpoint) -> DrafterChoice:
         """Measure which recipe of the drafter makes the pair fastest."""
         recipe, windows = self.options.recipe_of(TARGET), self.windows
+        kernel = self.options.kernel_of(DRAFTER)
         if self.head is None:
             models = self._divergence(TARGET), self._divergence(DRAFTER)
             with (
                 own_attention(target.model),
                 own_attention(self.checkpoints[DRAFTER].model),
             ):
-                return choose_drafter_recipe(*models, recipe, self.ids)
+                return choose_drafter_recipe(*models, recipe, kernel, self.ids)
         # A head says nothing of the token after the first.
         windows = Windows(windows.ids, min(windows.scored, windows.ids.shape[1] - 1))
         assert target.taps is not None
@@ -246,12 +258,12 @@ class Measures:
         with own_attention(target.model):
             full = Divergence(target.model, windows, {})
             head = Divergence(reading, windows, {}, rounds_inputs=on_cpu)
-            return choose_drafter_recipe(full, head, recipe, self.head.ids)
+            return choose_drafter_recipe(full, head, recipe, kernel, self.head.ids)
 
     def _divergence(self, name: str) -> Divergence:
         """Run a model in floats; return the `Divergence` of recipes from it."""
         model = self.checkpoints[name].model
-        moments = {} if self.options.recipe is None else self.moments(name)
+        moments = self.moments(name)
         on_cpu = self.options.provider_of(name).name == "cpu"
         windows = self.windows  # they have a stage of their own
         self.report(f"measure {name} in floats", 0, 1)

@@ -5,22 +5,24 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from jetdraft.bundle import DRAFTER, FLAVOURS, TARGET, Bundle
 from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH
 from jetdraft.devices.device import Device
 from jetdraft.devices.planning.plan import Question, does_not_fit_error, plan
-from jetdraft.devices.providers import AUTO, PROVIDERS, fastest_provider
-from jetdraft.errors import JetdraftError, OptionError
-from jetdraft.options import Flag, takes
+from jetdraft.devices.providers import AUTO, PROVIDERS, fastest_provider, provider_named
+from jetdraft.errors import OptionError, importing
+from jetdraft.options import declared, takes
 from jetdraft.recipe import (
     ALGORITHMS,
     BLOCK_SIZES,
     CALIBRATED_DEFAULT,
     DEFAULT_BLOCK_SIZE,
-    FAST_DEFAULT,
+    FAST_DEFAULTS,
+    KERNELS,
     SCHEMES,
     Recipe,
 )
@@ -30,170 +32,130 @@ _DRAFTER_BLOCK_SIZE = 32
 """The block size of a drafter's recipe that names none."""
 
 
+_checkpoint, _quantization, _drafting, _device, _runtime = (
+    partial(declared, group)
+    for group in ("checkpoint", "quantization", "drafting", "device", "runtime")
+)
+"""Fields in each section of help."""
+
+
 @dataclass(frozen=True)
 class ExportRequest:
-    """An export; a field with a `Flag` is an option of `jetdraft export` too."""
+    """An export; a field with a text of help is an option of `jetdraft export` too."""
 
     target: str | Path
     output: str | Path
-    drafter: Annotated[
-        str | Path | None,
-        Flag("checkpoint", "A small checkpoint with the same tokenizer.", kind=str),
-    ] = None
-    _: KW_ONLY
-    head: Annotated[
-        str | Path | None,
-        Flag(
-            "checkpoint",
-            "A head that reads the target's states, or a drafter that fills blocks, in "
-            "place of a drafter: the folder or hub id of EAGLE-1, 2 or 3 (speculators' "
-            "too), Medusa, Hydra, DFlash, a diffusion or block drafter, Kangaroo, "
-            "GliDe, Chimera or Falcon, or of the target itself for its MTP module.",
-            kind=str,
-        ),
-    ] = None
-    exit_layer: Annotated[
-        int | None,
-        Flag(
-            "checkpoint",
-            "Let the text leave the target after this many layers: for generate "
-            "--stop-and-exit, with a head that jetdraft train sec trained for them.",
-            names=("--exit-after",),
-        ),
-    ] = None
-    adapter_scale: Annotated[
-        float,
-        Flag(
-            "checkpoint",
-            "How far streams of the shared mode move the target from its base, 0 to 1.",
-        ),
-    ] = 1.0
-    capacity: Annotated[
-        int, Flag("checkpoint", "The most tokens of a prompt and its text together.")
-    ] = CAPACITY
-    max_width: Annotated[int, Flag("checkpoint", "The most rows of a pass.")] = (
-        MAX_WIDTH
+    drafter: str | Path | None = _checkpoint(
+        None, "A small checkpoint with the same tokenizer.", kind=str
     )
-    dtype: Annotated[
-        str | None,
-        Flag(
-            "checkpoint",
-            "Type of the activations; default: fp32 on the CPU, fp16 elsewhere.",
-            choices=("fp32", "fp16"),
-        ),
-    ] = None
-    flavour: Annotated[
-        str | None,
-        Flag(
-            "checkpoint",
-            "contrib: onnxruntime's own operators; standard: only ai.onnx operators. "
-            "Default: standard for TensorRT, contrib elsewhere.",
-            choices=FLAVOURS,
-        ),
-    ] = None
-    quantize: Annotated[
-        str | None,
-        Flag(
-            "quantization",
-            f"A recipe of weights: {', '.join(SCHEMES)}, followed by overrides, for "
-            f"example int4-gptq-b64-head8. Algorithms: {', '.join(ALGORITHMS)}. "
-            "Default: the recipe of --device, or else the cheapest that keeps the "
-            "target's text, which is measured.",
-        ),
-    ] = None
-    block_size: Annotated[
-        int | None,
-        Flag(
-            "quantization",
-            "Weights that share a scale, if the recipe does not say; default: "
-            f"{DEFAULT_BLOCK_SIZE}.",
-            choices=BLOCK_SIZES,
-        ),
-    ] = None
-    quantize_drafter: Annotated[
-        str | None,
-        Flag(
-            "quantization",
-            "A recipe for the drafter; default: the fastest for the pair, which is "
-            "measured, or none with --quantize none.",
-        ),
-    ] = None
-    calibration: Annotated[
-        str | Path | None,
-        Flag(
-            "quantization",
-            "A text like the texts to come, for all that is measured; default: the "
-            "target writes one.",
-        ),
-    ] = None
-    fast: Annotated[
-        bool,
-        Flag(
-            "quantization",
-            f"Measure nothing and take {FAST_DEFAULT}, which suits large models, and "
-            "int8-rtn-b32 for the drafter, with --device too; options that need a "
-            "measure are refused.",
-        ),
-    ] = False
-    max_bytes: Annotated[
-        int | None,
-        Flag(
-            "quantization",
-            "Give the most sensitive layers of the target more bits, up to this size "
-            "of its matrices in bytes.",
-        ),
-    ] = None
-    max_kl: Annotated[
-        float | None,
-        Flag(
-            "quantization",
-            "Give layers more bits until the mean KL divergence from the full target "
-            "is below this, in nats per token.",
-        ),
-    ] = None
-    draft_vocab: Annotated[
-        int | None,
-        Flag(
-            "drafting",
-            "Let the drafter or head choose among this many tokens only, the most "
-            "frequent in --calibration or in what the target writes; its LM head gets "
-            "as many rows, and the text stays the same.",
-        ),
-    ] = None
-    select_kv: Annotated[
-        int | None,
-        Flag(
-            "drafting",
-            "Add a graph that can read this many of the KV rows only, which each layer "
-            "selects for each pass: for long contexts, as a drafter of itself "
-            "(--method select, lossless), or as the target (--drafting select-kv=true "
-            "--no-exact, lossy).",
-        ),
-    ] = None
-    device: Annotated[
-        str | None,
-        Flag(
-            "device",
-            "Refuse a bundle that does not fit this device, and take its recipe, which "
-            "measures; jetdraft doctor --devices lists the names.",
-        ),
-    ] = None
-    provider: Annotated[
-        str,
-        Flag(
-            "runtime",
-            "What will run the target; auto: the fastest provider on this machine.",
-            choices=(*PROVIDERS, AUTO),
-        ),
-    ] = "cpu"
-    drafter_provider: Annotated[
-        str | None,
-        Flag(
-            "runtime",
-            "What will run the drafter; default: the target's provider.",
-            choices=tuple(PROVIDERS),
-        ),
-    ] = None
+    _: KW_ONLY
+    head: str | Path | None = _checkpoint(
+        None,
+        "A head that reads the target's states, or a drafter that fills blocks, in "
+        "place of a drafter: the folder or hub id of EAGLE-1, 2 or 3 (speculators' "
+        "too), Medusa, Hydra, DFlash, a diffusion or block drafter, Kangaroo, "
+        "GliDe, Chimera or Falcon, or of the target itself for its MTP module.",
+        kind=str,
+    )
+    exit_layer: int | None = _checkpoint(
+        None,
+        "Let the text leave the target after this many layers: for generate "
+        "--stop-and-exit, with a head that jetdraft train sec trained for them.",
+        names=("--exit-after",),
+    )
+    adapter_scale: float = _checkpoint(
+        1.0, "How far streams of the shared mode move the target from its base, 0 to 1."
+    )
+    capacity: int = _checkpoint(
+        CAPACITY, "The most tokens of a prompt and its text together."
+    )
+    max_width: int = _checkpoint(MAX_WIDTH, "The most rows of a pass.")
+    dtype: str | None = _checkpoint(
+        None,
+        "Type of the activations; default: fp32 on the CPU, fp16 elsewhere.",
+        choices=("fp32", "fp16"),
+    )
+    flavour: str | None = _checkpoint(
+        None,
+        "contrib: onnxruntime's own operators; standard: only ai.onnx operators. "
+        "Default: standard for TensorRT, contrib elsewhere.",
+        choices=FLAVOURS,
+    )
+    kernel: str | None = _checkpoint(
+        None,
+        "Whose operators multiply the matrices of a GGUF file on the CPU: jetdraft "
+        "keeps their types; onnxruntime needs no library of jetdraft. Default: "
+        "jetdraft.",
+        choices=KERNELS,
+    )
+    quantize: str | None = _quantization(
+        None,
+        f"A recipe of weights: {', '.join(SCHEMES)}, followed by overrides, for "
+        f"example int4-gptq-b64-head8. Algorithms: {', '.join(ALGORITHMS)}. "
+        "Default: the recipe of --device, or else the cheapest that keeps the "
+        "target's text, which is measured.",
+    )
+    block_size: int | None = _quantization(
+        None,
+        "Weights that share a scale, if the recipe does not say; default: "
+        f"{DEFAULT_BLOCK_SIZE}.",
+        choices=BLOCK_SIZES,
+    )
+    quantize_drafter: str | None = _quantization(
+        None,
+        "A recipe for the drafter; default: the fastest for the pair, which is "
+        "measured, or none with --quantize none.",
+    )
+    calibration: str | Path | None = _quantization(
+        None,
+        "A text like the texts to come, for all that is measured; default: the "
+        "target writes one.",
+    )
+    fast: bool = _quantization(
+        False,
+        f"Measure nothing and take {FAST_DEFAULTS[KERNELS[0]]}, which suits large "
+        f"models ({FAST_DEFAULTS[KERNELS[1]]} with kernels of onnxruntime), and "
+        "eight bits for the drafter, with --device too; options that need a "
+        "measure are refused.",
+    )
+    max_bytes: int | None = _quantization(
+        None,
+        "Give the most sensitive layers of the target more bits, up to this size "
+        "of its matrices in bytes.",
+    )
+    max_kl: float | None = _quantization(
+        None,
+        "Give layers more bits until the mean KL divergence from the full target "
+        "is below this, in nats per token.",
+    )
+    draft_vocab: int | None = _drafting(
+        None,
+        "Let the drafter or head choose among this many tokens only, the most "
+        "frequent in --calibration or in what the target writes; its LM head gets "
+        "as many rows, and the text stays the same.",
+    )
+    select_kv: int | None = _drafting(
+        None,
+        "Add a graph that can read this many of the KV rows only, which each layer "
+        "selects for each pass: for long contexts, as a drafter of itself "
+        "(--method select, lossless), or as the target (--drafting select-kv=true "
+        "--no-exact, lossy).",
+    )
+    device: str | None = _device(
+        None,
+        "Refuse a bundle that does not fit this device, and take its recipe, which "
+        "measures; jetdraft doctor --devices lists the names.",
+    )
+    provider: str = _runtime(
+        "cpu",
+        "What will run the target; auto: the fastest provider on this machine.",
+        choices=(*PROVIDERS, AUTO),
+    )
+    drafter_provider: str | None = _runtime(
+        None,
+        "What will run the drafter; default: the target's provider.",
+        choices=tuple(PROVIDERS),
+    )
     progress: Callable[[str, int, int], None] | None = None
 
     @property
@@ -206,12 +168,14 @@ class ExportRequest:
         """The target's recipe; None if the export is to choose it."""
         if self.quantize is not None:
             return Recipe.parse(self.quantize, self.block_size or DEFAULT_BLOCK_SIZE)
-        if self.limited:
+        best = provider_named(self.provider).kernel(self.flavour, self.dtype)
+        kernel = self.kernel or (best if self.block_size is None else KERNELS[1])
+        if self.limited and kernel == KERNELS[1]:
             recipe = Recipe.parse(CALIBRATED_DEFAULT)
         elif self.device is not None and not self.fast:
             recipe = Recipe.parse(Device.named(self.device).recipe)
-        elif self.fast or self.block_size is not None:
-            recipe = Recipe.parse(FAST_DEFAULT)
+        elif self.limited or self.fast or self.block_size is not None:
+            recipe = Recipe.parse(FAST_DEFAULTS[kernel])
         else:
             return None
         return replace(recipe, block_size=self.block_size or recipe.block_size)
@@ -229,15 +193,12 @@ def export(request: ExportRequest) -> Bundle:
         jetdraft.export("target/", "bundle", "drafter/", quantize="int8-rtn-b32")
     """
     check_output(Path(request.output))
-    provider = fastest_provider() if request.provider == AUTO else request.provider
+    if request.provider == AUTO:
+        request = replace(request, provider=fastest_provider())
     if request.device is not None:
-        _check_fits(request, provider)
-    try:
+        _check_fits(request)
+    with importing("exporting", "export"):
         exporter = importlib.import_module("jetdraft.export.exporter")
-    except ImportError as error:
-        raise JetdraftError(
-            f"exporting needs {error.name}; pip install 'jetdraft[cpu,export]'"
-        ) from error
     drafter_recipe, calibration = request.quantize_drafter, request.calibration
     options = exporter.ExportOptions(
         recipe=request.recipe,
@@ -249,7 +210,6 @@ def export(request: ExportRequest) -> Bundle:
         if request.limited
         else None,
         max_width=min(request.max_width, request.capacity),
-        provider=provider,
         **{name: getattr(request, name) for name in _COPIED_FIELDS},
     )
     if request.fast:
@@ -267,7 +227,16 @@ def export(request: ExportRequest) -> Bundle:
 
 
 _COPIED_FIELDS = (
-    *("dtype", "capacity", "flavour", "adapter_scale", "drafter_provider", "fast"),
+    *(
+        "dtype",
+        "capacity",
+        "flavour",
+        "kernel",
+        "adapter_scale",
+        "provider",
+        "drafter_provider",
+        "fast",
+    ),
     *("draft_vocab", "exit_layer", "select_kv"),
 )
 """The fields that are `ExportOptions` as they are."""
@@ -290,7 +259,7 @@ def _check_fast(options: Any) -> None:
             )
 
 
-def _check_fits(request: ExportRequest, provider: str) -> None:
+def _check_fits(request: ExportRequest) -> None:
     """Raise `DeviceError` for a pair that does not fit the device."""
     assert request.device is not None
     folders = [Path(source) for source in (request.target, request.drafter) if source]
@@ -307,7 +276,7 @@ def _check_fits(request: ExportRequest, provider: str) -> None:
         folders[1] if request.drafter else None,
         (request.recipe or Recipe()).scheme,
         request.capacity,
-        provider=provider,
+        provider=request.provider,
     )
     answer = plan(question)
     if not answer.fits:

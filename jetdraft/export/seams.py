@@ -14,23 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetdraft.bundle import TARGET
 from jetdraft.checkpoints.attention import (
     IMPLEMENTATION,
+    SOURCE_ATTENTION,
     PassThroughCache,
     StepState,
     attending,
+    set_attention,
 )
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.source_attention import IMPLEMENTATION as SOURCE_ATTENTION
-from jetdraft.checkpoints.source_attention import set_attention
 from jetdraft.contracts.constants import FRAMES_PER_SLOT
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.source_step import EncoderStep, SourceStep, source_sizes
 from jetdraft.export.step import Step, dtype_of, export_error
-from jetdraft.quant.choice import SAFE_RECIPE
-from jetdraft.recipe import Recipe
+from jetdraft.recipe import RUNGS, Recipe
 
 _FEWEST_TOKENS = 24
 _MAX_TOKENS = 512
@@ -247,7 +247,8 @@ def settle_source(checkpoint: Checkpoint, options: ExportOptions) -> ExportOptio
     """
     if not checkpoint.reads_source:
         return options
-    recipe, slots = options.recipe or Recipe.parse(SAFE_RECIPE), options.capacity
+    safe = Recipe.parse(RUNGS[options.kernel_of(TARGET)][-1])
+    recipe, slots = options.recipe or safe, options.capacity
     if checkpoint.speech is not None:
         slots = min(slots, position_limit(checkpoint.model) or slots)
     width = min(options.max_width, slots)

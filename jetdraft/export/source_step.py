@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from jetdraft.checkpoints.attention import StepState
-from jetdraft.checkpoints.source_attention import (
+from jetdraft.checkpoints.attention import (
     CrossCache,
     KeysAndValues,
     SourceState,
+    StepState,
     answering_rows,
     at_positions,
     distance_bias,

@@ -13,11 +13,8 @@ from onnx_ir import Value
 from onnx_ir.passes import common
 
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.attentions import attentions
+from jetdraft.export.attentions import OPSET, attentions
 from jetdraft.quant.edits import Maker, replace_values
-
-OPSET = 24
-"""The first that has TensorScatter and Attention over a part of a buffer."""
 
 
 def standardize(model: ir.Model, scattered: bool) -> None:

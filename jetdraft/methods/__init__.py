@@ -16,8 +16,7 @@ point of the group `jetdraft.methods`:
 
 from jetdraft.runtime.drafts.rows import Kind, Probing, Rows
 from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.passes.target import Target
+from jetdraft.runtime.passes.answer import Answer, Target
 from jetdraft.runtime.planning.registry import methods, registered
 from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.proposer import Proposer, Seen, Traits

@@ -9,7 +9,7 @@ hqq      finds the zero by half-quadratic optimization of a robust norm (onnxrun
 gptq     rounds input by input; the later inputs correct each rounding error, weighted
          by the second moments of the inputs (Frantar et al., 2210.17323)
 
-The scheme w8a8 has one algorithm, `whole_columns`.
+llama.cpp's types have one algorithm, `rounding.round_to_grid`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from onnxruntime.quantization.neural_compressor.weight_only import (
 from torch import Tensor
 
 from jetdraft.quant.blocks import Blocks, Floats, into_blocks
-from jetdraft.recipe import WHOLE, Recipe
+from jetdraft.quant.grids import GridMatrix, Matrix
+from jetdraft.quant.rounding import round_to_grid
+from jetdraft.recipe import GRIDS, Recipe, grid_for
 
 DAMPING = 0.01
 """The share of the mean second moment that is added to all: the paper's value."""
-
-LARGEST_W8 = 63
-"""The largest integer of a matrix with a scale for each column."""
 
 GPTQ_COLUMNS = 4096
 """Columns that are quantized at once, in double precision."""
@@ -64,21 +63,6 @@ def _c_order_copy(matrix: Floats) -> Floats:
         warnings.simplefilter("ignore")  # the read-only array is not written to
         turned: Floats = torch.from_numpy(matrix).contiguous().numpy()
     return turned
-
-
-def whole_columns(matrix: Floats) -> Blocks:
-    """Round to nearest with a scale per column, whose largest magnitude becomes 63.
-
-    AVX2 adds two products in 16 bits. With inputs below 256 they fit only while weights
-    have seven bits.
-    """
-    columns = _c_order_copy(matrix.T)
-    scales = np.abs(columns).max(axis=1, keepdims=True) / LARGEST_W8
-    integers = columns / np.where(scales == 0, 1, scales)
-    np.rint(integers, out=integers)
-    integers += 128
-    packed = integers.astype(np.uint8)[:, None]
-    return Blocks(packed, scales, None, 8, len(matrix), whole=True)
 
 
 def k_quant(
@@ -196,13 +180,16 @@ ALGORITHMS: dict[str, Algorithm] = {
 """The algorithms by the names that recipes have for them."""
 
 
-def quantize(matrix: Floats, recipe: Recipe, moments: Floats | None) -> Blocks:
+def quantize(matrix: Floats, recipe: Recipe, moments: Floats | None) -> Matrix:
     """Quantize a float matrix [rows, columns] by a recipe that has bits.
 
-    `moments` float [rows, rows] is needed where `recipe.needs_moments`.
+    `moments` float [rows, rows] is needed where `recipe.needs_moments`; a type of
+    llama.cpp takes [rows], or does without.
     """
     assert recipe.bits is not None
-    if recipe.scheme == WHOLE:
-        return whole_columns(matrix)
+    if recipe.scheme in GRIDS:
+        grid = grid_for(recipe.scheme, len(matrix)).upper()
+        data = round_to_grid(matrix, grid, moments)
+        return GridMatrix(grid, data, len(matrix))
     algorithm = ALGORITHMS[recipe.algorithm]
     return algorithm(matrix, recipe.bits, recipe.block_size, moments)

@@ -23,8 +23,7 @@ class Blocks:
     blocks, bytes] has the first integer of a byte in its lowest bits; `scales` are
     float and `zeros` uint8, both [columns, blocks]. Without `zeros`, the middle of the
     integers' range stands for 0. With an `order` int64 [rows], row i belongs to input
-    `order[i]`. A `whole` matrix has one block for each column, of integers with seven
-    bits, for products of integers.
+    `order[i]`.
     """
 
     packed: Bytes
@@ -33,7 +32,6 @@ class Blocks:
     bits: int
     rows: int
     order: Order | None = None
-    whole: bool = False
 
     @classmethod
     def of(
@@ -64,7 +62,7 @@ class Blocks:
     def form(self) -> object:
         """A value that is equal for matrices which can be concatenated by columns."""
         order = None if self.order is None else self.order.tobytes()
-        return self.bits, self.block_size, self.zeros is None, order, self.whole
+        return self.bits, self.block_size, self.zeros is None, order
 
     @property
     def integers(self) -> Bytes:

@@ -63,8 +63,13 @@ class Windows:
         return cls(ids[chosen], tokens=torch.tensor(tokens))
 
 
-def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
-    """Sum x x^T over the inputs x of each linear layer; return sums by weight name."""
+def second_moments(
+    model: Any, windows: Windows, diagonal: bool = False
+) -> dict[str, Floats]:
+    """Sum x x^T over the inputs x of each linear layer; return sums by weight name.
+
+    They are float32 [rows, rows], or [rows] of the `diagonal` alone.
+    """
     sums: dict[str, Floats] = {}
     # Layers that read the same tensor, for example q, k and v, share one sum.
     owners: dict[str, str] = {}
@@ -75,7 +80,8 @@ def second_moments(model: Any, windows: Windows) -> dict[str, Floats]:
         if inputs is not last:
             last, owner = inputs, name
             rows = inputs.reshape(-1, inputs.shape[-1]).float()
-            moments = (rows.T @ rows).numpy()
+            sums_of_products = rows.square().sum(0) if diagonal else rows.T @ rows
+            moments = sums_of_products.numpy()
             sums[name] = sums[name] + moments if name in sums else moments
         owners[name] = owner
 

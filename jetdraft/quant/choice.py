@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -11,25 +12,19 @@ import torch
 
 from jetdraft.errors import OptionError
 from jetdraft.quant.divergence import Divergence
-from jetdraft.recipe import Recipe, Unit
+from jetdraft.recipe import RAISED, RUNGS, Recipe, Unit
 
 KL_BOUND = 0.03
 """The largest mean KL divergence from the unquantized model, in nats per token."""
 
-FOUR_BIT_RUNGS = ("int4-rtn-b128-head8", "int4-rtn-b64-head8", "int4-rtn-b32-head8")
-"""Recipes of four bits, the cheapest first: larger blocks are faster, with more KL."""
-
-SAFE_RECIPE = "int8-rtn-b32"
-"""The recipe that is taken without a measure; all models stayed within the bound."""
-
-EIGHT_BIT_RUNGS = ("int8-rtn-b64", SAFE_RECIPE)
-"""Recipes where four bits are not enough: the first within the bound is taken."""
-
 MIX_SHARE = 0.9
-"""A mix is taken only if it has less than this share of the bytes of eight bits."""
+"""A mix is taken only if it has less than this share of the bytes of one scheme."""
 
-DRAFTER_CHOICES = ("int4-rtn-b32", "int8-rtn-b32")
-"""The recipes that a drafter can get, the smaller first."""
+DRAFTER_CHOICES = {
+    "jetdraft": ("q4_k-headq6_k", "q8_0"),
+    "onnxruntime": ("int4-rtn-b32", "int8-rtn-b32"),
+}
+"""The recipes that a drafter can get with each kernel, the smaller first."""
 
 PASS_BYTES = 4e6
 """The fixed cost of a pass as bytes that memory delivers in that time: about 0.25 ms
@@ -44,47 +39,37 @@ MAX_ACCEPTANCE_LOSS = 0.01
 
 def choose_recipe(
     divergence: Divergence,
+    kernel: str,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     bound: float = KL_BOUND,
 ) -> tuple[Recipe, float]:
     """Choose the cheapest recipe whose KL is at most `bound`; return it and its KL.
 
-    It tries the recipes of four bits from the most exact down, while they stay within
-    the bound; if none does, a mix of four and eight bits, or eight bits. The KL is the
+    It tries the `RUNGS` of a kernel, the cheapest first. A mix of the last scheme that
+    is not within the bound and the first that is wins if it saves enough. The KL is the
     mean in nats per token. `progress(stage, done, total)` is called after each step.
     """
-    chosen: tuple[Recipe, float] | None = None
-    for done, name in enumerate(reversed(FOUR_BIT_RUNGS), start=1):
+    tried: list[Recipe] = []
+    rungs = RUNGS[kernel]
+    for done, name in enumerate(rungs, start=1):
         recipe = Recipe.parse(name)
         kl = divergence.mean_kl(recipe)
         divergence.drop_blocks()
-        if kl > bound:
+        progress("measure recipes", done, len(rungs))
+        if kl <= bound:
             break
-        chosen = recipe, kl
-        progress("measure recipes", done, len(FOUR_BIT_RUNGS))
-    progress("measure recipes", len(FOUR_BIT_RUNGS), len(FOUR_BIT_RUNGS))
-    return chosen or _choose_mix(divergence, progress, bound)
-
-
-def _choose_mix(
-    divergence: Divergence, progress: Callable[[str, int, int], None], bound: float
-) -> tuple[Recipe, float]:
-    """Return the smallest mix within the bound, or else eight bits, and its KL."""
-    for done, top in enumerate(map(Recipe.parse, EIGHT_BIT_RUNGS), start=1):
-        top_kl = divergence.mean_kl(top)
-        divergence.drop_blocks()
-        progress("measure eight bits", done, len(EIGHT_BIT_RUNGS))
-        if top_kl <= bound:
-            break
-    try:
-        mix, kl = Sensitivity(divergence, Recipe.parse(FOUR_BIT_RUNGS[-1])).find_mix(
-            Limit(max_kl=bound),
-            lambda done, total: progress("measure layers", done, total),
-        )
-    except OptionError:
-        return top, top_kl
-    worth = divergence.bytes_of(mix) < MIX_SHARE * divergence.bytes_of(top)
-    return (mix, kl) if worth else (top, top_kl)
+        tried.append(recipe)
+    progress("measure recipes", len(rungs), len(rungs))
+    bases = [lower for lower in tried if RAISED.get(lower.scheme) == recipe.scheme]
+    if bases:
+        with suppress(OptionError):  # no mix is within the bound
+            mix, mix_kl = Sensitivity(divergence, bases[-1]).find_mix(
+                Limit(max_kl=bound),
+                lambda done, total: progress("measure layers", done, total),
+            )
+            if divergence.bytes_of(mix) < MIX_SHARE * divergence.bytes_of(recipe):
+                return mix, mix_kl
+    return recipe, kl
 
 
 @dataclass(frozen=True)
@@ -109,7 +94,7 @@ class Limit:
 
 
 class Sensitivity:
-    """Finds mixes: recipes that give the most sensitive units twice the bits."""
+    """Finds mixes: recipes that give the most sensitive units more bits."""
 
     def __init__(self, divergence: Divergence, recipe: Recipe) -> None:
         self.divergence = divergence
@@ -120,7 +105,7 @@ class Sensitivity:
         limit: Limit,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> tuple[Recipe, float]:
-        """Return a recipe in which some units have twice the bits, and its KL.
+        """Return a recipe in which some units have more bits, and its KL.
 
         With a limit of bytes as many units as fit; with a limit of KL as few as are
         enough. `progress(done, total)` is called after each unit. Raises `OptionError`
@@ -170,7 +155,7 @@ class Sensitivity:
 
         if not enough(len(order)):
             raise OptionError(
-                f"{self.recipe.name} with twice the bits for all layers has a KL of "
+                f"{self.recipe.name} with more bits for all layers has a KL of "
                 f"{mixes[len(order)][1]:.2g}; allow that much, or choose more bits or "
                 "smaller blocks"
             )
@@ -184,7 +169,7 @@ class Sensitivity:
         return mixes[high]
 
     def _added_bytes(self, unit: Unit) -> int:
-        """Return the bytes that a unit takes in addition with twice the bits."""
+        """Return the bytes that a unit takes in addition with more bits."""
         less, more = (
             self.divergence.bytes_of_unit(unit, recipe.of_unit(unit))
             for recipe in (self.recipe, self.recipe.raise_units([unit]))
@@ -204,6 +189,7 @@ def choose_drafter_recipe(
     target: Divergence,
     drafter: Divergence,
     target_recipe: Recipe,
+    kernel: str,
     ids: torch.Tensor | None = None,
 ) -> DrafterChoice:
     """Choose the drafter's recipe with which the pair decodes fastest.
@@ -231,7 +217,7 @@ def choose_drafter_recipe(
         )
 
     full = overlap(Recipe("none"))
-    small, large = map(Recipe.parse, DRAFTER_CHOICES)
+    small, large = map(Recipe.parse, DRAFTER_CHOICES[kernel])
     if full - overlap(small) < MAX_ACCEPTANCE_LOSS or speed(small) >= speed(large):
         return DrafterChoice(small, overlap(small), full)
     mixed = replace(large, head=small.scheme)

@@ -14,9 +14,10 @@ import torch
 
 from jetdraft.errors import OptionError
 from jetdraft.quant.algorithms import quantize
-from jetdraft.quant.blocks import Blocks, Floats
+from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows
-from jetdraft.recipe import HEAD, SYMMETRIC, WHOLE, Recipe, Unit, unit_of
+from jetdraft.quant.grids import Matrix
+from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe, Unit, grid_for, unit_of
 
 MAX_TOKENS = 512
 """The most tokens that are compared; their log probabilities stay in memory."""
@@ -58,7 +59,7 @@ class Divergence:
         for module in model.modules():
             if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
                 self._modules_of_weight.setdefault(id(module.weight), []).append(module)
-        self._blocks: dict[tuple[str, Recipe], Blocks] = {}
+        self._blocks: dict[tuple[str, Recipe], Matrix] = {}
         self.dtype = torch.float32
         self._logprobs = [self._log_probabilities(ids) for ids in self.batches]
 
@@ -114,7 +115,7 @@ class Divergence:
         """Free the quantized weights that are cached for recipes measured so far."""
         self._blocks.clear()
 
-    def _blocks_of(self, name: str, layer: torch.nn.Linear, recipe: Recipe) -> Blocks:
+    def _blocks_of(self, name: str, layer: torch.nn.Linear, recipe: Recipe) -> Matrix:
         """Return a weight quantized by a recipe; it is computed once and cached."""
         key = name, recipe
         if key not in self._blocks:
@@ -148,7 +149,7 @@ class Divergence:
 
 @contextmanager
 def _rounding(
-    module: torch.nn.Module, blocks: Blocks, dtype: torch.dtype, inputs: bool
+    module: torch.nn.Module, blocks: Matrix, dtype: torch.dtype, inputs: bool
 ) -> Iterator[None]:
     """Let a module run with quantized weights, as floats of `dtype`, inside the block.
 
@@ -182,7 +183,7 @@ def round_to_int8(values: torch.Tensor, size: int) -> torch.Tensor:
     """Round values [..., n] to int8 with a scale per block of `size`; return float32.
 
     MatMulNBits of onnxruntime's CPU provider reads its inputs so at accuracy level 4,
-    except for two bits in blocks of 16; w8a8 rounds a whole row with one scale.
+    except for two bits in blocks of 16, and so does `jetdraft.native`.
     """
     count = values.shape[-1]
     whole = torch.nn.functional.pad(values.float(), (0, -count % size))
@@ -209,7 +210,12 @@ def _matrix_bytes(layer: torch.nn.Linear, recipe: Recipe) -> int:
     columns, rows = layer.weight.shape
     if recipe.bits is None:
         return columns * rows * torch.float32.itemsize
-    size = rows if recipe.scheme == WHOLE else recipe.block_size
+    if recipe.scheme in GRIDS:
+        grid = grid_for(recipe.scheme, rows)
+        size = 256 if grid.endswith("k") else 32
+        whole = -(-columns // 16) * 16 * -(-rows // size) * size
+        return int(whole * GRIDS[grid] / 8)
+    size = recipe.block_size
     blocks = -(-rows // size)
     integers = columns * blocks * size * recipe.bits // 8
     zeros = 0

@@ -1,14 +1,15 @@
 """Quantization of a step graph's matrices.
 
-`MatMul` with a constant matrix becomes `MatMulNBits` or a product of integers. Where
-head and embedding are tied, `GatherBlockQuantized`, or a `Gather` of columns, reads
-embeddings from the head's quantized matrix, so the two stay one tensor.
+`MatMul` with a constant matrix becomes `MatMulNBits`, or `MatMulPacked` of
+`jetdraft.native`. Where head and embedding are tied, `GatherBlockQuantized` or
+`GatherPacked` reads embeddings from the head's quantized matrix: one tensor for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from jetdraft import native
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.blocks import Blocks, Floats
@@ -27,10 +29,8 @@ from jetdraft.quant.edits import (
     producer,
     replace_values,
 )
+from jetdraft.quant.grids import GRIDS, LAYOUT_VERSION, GridMatrix, Matrix
 from jetdraft.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
-
-_ZERO_POINT = 128
-"""The uint8 that stands for 0."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Quantization:
     head: str = ""
     standard: bool = False
     moments: Mapping[str, Floats] = field(default_factory=dict)
-    packed: Mapping[str, Blocks] = field(default_factory=dict)
+    packed: Mapping[str, Matrix] = field(default_factory=dict)
     borrowed: Mapping[str, str] = field(default_factory=dict)
     lender: Quantization | None = None
 
@@ -80,7 +80,9 @@ class Quantization:
                 order = make.array(f"{node.outputs[0].name}.order", blocks.order)
                 inputs = make("Gather", node.inputs[0], order, axis=-1)
                 node.replace_input_with(0, inputs)
-            if blocks is not None and self.standard:
+            if isinstance(blocks, GridMatrix):
+                quantized[source] = _multiply_packed(make, node, source, blocks)
+            elif blocks is not None and self.standard:
                 _dequantize(make, node, source, blocks)
             elif blocks is not None:
                 quantized[source] = _replace_product(make, node, source, blocks)
@@ -104,7 +106,7 @@ class Quantization:
 
     def _quantize(
         self, source: ir.Value, transposed: bool, names: list[str]
-    ) -> Blocks | None:
+    ) -> Matrix | None:
         """A matrix as integers with scales; None if it stays a matrix of floats."""
         assert source.const_value is not None
         # Merged weights read the same input and get the recipe of the first weight.
@@ -130,9 +132,12 @@ class Quantization:
             )
         return quantize(matrix, recipe, self.moments.get(name))
 
-    def _concatenate_packed(self, names: list[str], dtype: npt.DTypeLike) -> Blocks:
+    def _concatenate_packed(self, names: list[str], dtype: npt.DTypeLike) -> Matrix:
         """Return the checkpoint's integers of these weights, joined by columns."""
-        blocks = Blocks.concatenated([self.packed[name] for name in names])
+        parts: list[Any] = [self.packed[name] for name in names]
+        blocks: Matrix = parts[0].concatenated(parts)
+        if isinstance(blocks, GridMatrix):
+            return blocks
         if self.standard and (blocks.zeros is not None or blocks.bits not in _SIGNED):
             raise OptionError(
                 f"the weight {names[0]} has zero points or {blocks.bits} bits, which "
@@ -152,13 +157,32 @@ class PackedMatrix:
     """The initializer of a quantized matrix, and its integers and scales."""
 
     weight: ir.Value
-    blocks: Blocks
+    blocks: Matrix
+    scales: ir.Value | None = None
+
+    def operator(self, make: Maker, name: str, read: ir.Value | None) -> ir.Value:
+        """The output of an operator of `jetdraft.native` that reads a grid matrix."""
+        matrix = self.blocks
+        assert isinstance(matrix, GridMatrix)
+        return make(
+            name,
+            *(read, self.weight, self.scales),
+            domain=native.DOMAIN,
+            K=matrix.rows,
+            N=len(matrix.data),
+            format=GRIDS.index(matrix.grid),
+            layout=LAYOUT_VERSION,
+        )
 
 
-def _add_packed(graph: ir.Graph, source: ir.Value, blocks: Blocks) -> PackedMatrix:
+def _add_packed(graph: ir.Graph, source: ir.Value, blocks: Matrix) -> PackedMatrix:
     """Add the initializer with the integers of a matrix."""
-    if blocks.whole:
-        return PackedMatrix(add_int8_columns(graph, f"{source.name}", blocks), blocks)
+    if isinstance(blocks, GridMatrix):
+        integers, scales = (
+            initializer(graph, f"{source.name}.{blocks.grid}.{part}", array)
+            for part, array in zip(("integers", "scales"), blocks.packed(), strict=True)
+        )
+        return PackedMatrix(integers, blocks, scales)
     name = f"{source.name}.int{blocks.bits}"
     return PackedMatrix(initializer(graph, name, blocks.packed), blocks)
 
@@ -182,9 +206,6 @@ def _replace_product(
 ) -> PackedMatrix:
     """Replace the MatMul by a product with packed integers."""
     packed, read = _add_packed(make.graph, source, blocks), node.inputs[0]
-    if blocks.whole:
-        _replace_node(make, node, integer_product(make, read, packed.weight, blocks))
-        return packed
     inputs = [read, packed.weight, make.array(f"{source.name}.scales", blocks.scales)]
     if blocks.packed_zeros is not None:
         inputs.append(make.array(f"{source.name}.zeros", blocks.packed_zeros))
@@ -199,6 +220,15 @@ def _replace_product(
         accuracy_level=ACCURACY_LEVEL,
     )
     _replace_node(make, node, product)
+    return packed
+
+
+def _multiply_packed(
+    make: Maker, node: ir.Node, source: ir.Value, matrix: GridMatrix
+) -> PackedMatrix:
+    """Replace the MatMul by a product of `jetdraft.native`."""
+    packed = _add_packed(make.graph, source, matrix)
+    _replace_node(make, node, packed.operator(make, native.MULTIPLY, node.inputs[0]))
     return packed
 
 
@@ -235,8 +265,8 @@ def _replace_gather(make: Maker, node: ir.Node, packed: PackedMatrix) -> None:
     different ranks.
     """
     weight, blocks, ids = packed.weight, packed.blocks, node.inputs[1]
-    if blocks.whole:
-        _replace_node(make, node, _column_lookup(make, ids, weight, blocks))
+    if isinstance(blocks, GridMatrix):
+        _replace_node(make, node, packed.operator(make, native.GATHER, ids))
         return
     scales = blocks.scales[..., None]
     inputs = [weight, ids, make.array(f"{weight.name}.row_scales", scales)]
@@ -269,44 +299,3 @@ def _replace_node(make: Maker, old: ir.Node, result: ir.Value) -> None:
     """Replace a node by others; the output of the last replaces its output."""
     replace_values(old.outputs, [result])
     make.graph.remove(old, safe=True)
-
-
-def add_int8_columns(graph: ir.Graph, name: str, blocks: Blocks) -> ir.Value:
-    """Add the integers of whole columns as an initializer int8 [rows, columns]."""
-    signed = (blocks.packed[:, 0] ^ _ZERO_POINT).view(np.int8)  # 128 less
-    return initializer(graph, f"{name}.w8", np.ascontiguousarray(signed.T))
-
-
-def integer_product(
-    make: Maker, read: ir.Value | None, weight: ir.Value, blocks: Blocks
-) -> ir.Value:
-    """The product of float32 rows x with W; `weight` is made by `add_int8_columns`.
-
-        amax = max |x| of each row;  q = round(127 x / amax) + 128, uint8
-        x W  = MatMulIntegerToFloat(q, W) * amax, with a scale for each column of W
-
-    Sums of integers are exact, so a product gives a row the same numbers in a pass of
-    any width. And a row more costs little; docs/log/quantization.md has the figures.
-    """
-    unit = make.constant("w8.unit", 1 / 127, np.float32)
-    middle = make.constant("w8.middle", _ZERO_POINT, np.uint8)
-    zero = make.constant("w8.zero", 0, np.int8)
-    last = make.constant("w8.last", [-1])
-    scales = make.array(f"{weight.name}.scales", blocks.scales[:, 0])
-    largest = make("ReduceMax", make("Abs", read), last, keepdims=1)
-    # A row of zeros becomes NaN, then any integers. The last Mul makes it 0 again.
-    rounded = make("QuantizeLinear", make("Div", read, largest), unit, middle)
-    inputs = rounded, weight, unit, scales, middle, zero
-    product = make("MatMulIntegerToFloat", *inputs, domain=CONTRIB_DOMAIN)
-    return make("Mul", product, largest)
-
-
-def _column_lookup(
-    make: Maker, ids: ir.Value | None, weight: ir.Value, blocks: Blocks
-) -> ir.Value:
-    """The embeddings of `ids` [1, n]: columns of the head."""
-    scales = make.array(f"{weight.name}.row_scales", blocks.scales)
-    columns = make("Gather", weight, ids, axis=1)
-    rows = make("Transpose", columns, perm=[1, 2, 0])
-    floats = make("Cast", rows, to=ir.DataType.FLOAT)
-    return make("Mul", floats, make("Gather", scales, ids))

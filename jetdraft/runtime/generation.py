@@ -26,10 +26,9 @@ from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.stats import Round, Stats
 from jetdraft.runtime.measured.widths import prefill_widths
-from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.answer import Answer, EarlyStop, Target
 from jetdraft.runtime.passes.buffers import SourceInput, source_tokens
 from jetdraft.runtime.passes.prefix import Prefix
-from jetdraft.runtime.passes.target import EarlyStop, Target
 from jetdraft.runtime.piece import Piece
 from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.planning.planner import Offer, Planner

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jetdraft.bundle import CONTRIB, Bundle, read_streams
-from jetdraft.contracts.split_contract import EARLY_EXIT
+from jetdraft.contracts.step_contract import EARLY_EXIT
 from jetdraft.devices.memory import use_huge_pages
 from jetdraft.devices.providers import HALVES, Provider, choose_provider, cpu_only
 from jetdraft.errors import DraftingError, OptionError, ProviderError
-from jetdraft.learning.lessons import Lessons
-from jetdraft.learning.weight_sets import WeightSets, drafter_sha256
+from jetdraft.learning.lessons import Lessons, WeightSets, drafter_sha256
 from jetdraft.manifest import GraphEntry
 from jetdraft.runtime.claim import Claim, Idle
 from jetdraft.runtime.drafters.ahead_cache import AheadCache
@@ -27,9 +26,8 @@ from jetdraft.runtime.drafters.learned_weights import LearnedWeights
 from jetdraft.runtime.drafts.rows import Tokens
 from jetdraft.runtime.history.store import Entry, ResponseStore, Similarity
 from jetdraft.runtime.measured.cost_model import Curve
-from jetdraft.runtime.measured.profile_files import Profiles
 from jetdraft.runtime.measured.survey import Survey
-from jetdraft.runtime.measured.widths import Widths
+from jetdraft.runtime.measured.widths import Profiles, Widths
 from jetdraft.runtime.passes.buffers import Cache, SourceInput
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.opener import (
@@ -41,8 +39,7 @@ from jetdraft.runtime.passes.opener import (
 )
 from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.session import Spinning, default_threads, threads_of_pair
-from jetdraft.runtime.passes.split.halves import SplitSessions
-from jetdraft.runtime.passes.split.leading_half import LeadingHalf
+from jetdraft.runtime.passes.split.halves import LeadingHalf, SplitSessions
 from jetdraft.runtime.passes.split.pruned_halves import PrunedHalves
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.worker_process import Vocabulary

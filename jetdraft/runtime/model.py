@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Unpack, cast
 
 from jetdraft.bundle import Bundle
+from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.devices.memory import start_using_huge_pages
 from jetdraft.errors import ConstraintError, JetdraftError, OptionError
 from jetdraft.runtime.claim import CLOSED_MESSAGE
-from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.opener import LoadOptions

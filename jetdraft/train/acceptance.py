@@ -10,14 +10,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.errors import DataError, OptionError, OutputError
 from jetdraft.files import replacing
-from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.planning.registry import methods
-from jetdraft.runtime.proposers.draft_stops import REPEATS, AcceptanceHead, DraftStop
-from jetdraft.runtime.proposers.model_proposer import ModelProposer
+from jetdraft.runtime.proposers.model_proposer import (
+    REPEATS,
+    AcceptanceHead,
+    DraftStop,
+    ModelProposer,
+)
 
 LOOK_EVERY = 10
 """Training steps between two measurements of the held-out loss."""

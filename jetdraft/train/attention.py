@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from jetdraft.checkpoints.attention import unknown_arguments
-from jetdraft.checkpoints.source_attention import set_attention
+from jetdraft.checkpoints.attention import set_attention, unknown_arguments
 from jetdraft.checkpoints.streams import LAYOUT_ATTRIBUTE, Layout
 from jetdraft.errors import UnsupportedModelError
 

@@ -18,8 +18,7 @@ from jetdraft.checkpoints.heads.blocks import masked_attention
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.options import setting
 from jetdraft.train.data import IGNORED, Batch
-from jetdraft.train.run import Run, TrainingOptions
-from jetdraft.train.task import DrafterSettings, Sums, Task
+from jetdraft.train.task import DrafterSettings, Run, Sums, Task, TrainingOptions
 from jetdraft.train.teacher import make_lesson, rows_at
 
 FORWARD_KL, TEXT = "forward-kl", "text"

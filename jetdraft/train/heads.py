@@ -17,11 +17,11 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.options import setting
 from jetdraft.train.data import IGNORED, Batch
-from jetdraft.train.run import Run
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.task import (
     DrafterSettings,
     Published,
+    Run,
     Sums,
     Task,
     Tensors,

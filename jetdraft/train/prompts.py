@@ -6,7 +6,7 @@ They follow the target's rows in the cache; each sees the rows up to its place a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,21 @@ import torch
 from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.prompts import MAX_RANKS, Prompts, PromptSettings
+from jetdraft.checkpoints.streams import MAX_RANKS, Prompts, PromptSettings
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.options import Checked, setting
 from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.heads import decayed_means
-from jetdraft.train.run import Run, TrainingOptions
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.task import (
     REGENERATE,
     Published,
+    Run,
     Sums,
     Task,
     Tensors,
+    TrainingOptions,
     round_figures,
     sum_fields,
 )
@@ -220,14 +221,14 @@ class PromptTask(Task):
         return f"{self.prompts.gamma} {self.product}, {share:.2g}% of the target's,"
 
     def settings_of_run(self, run: Run) -> dict[str, Any]:
-        own = replace(self.prompts, ranks=()).to_json()
+        own = asdict(replace(self.prompts, ranks=()))
         insertions, regenerate = self.settings.insertions, self.settings.regenerate
         return own | {"insertions": insertions, "regenerate": regenerate}
 
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         """Return the fields of streams.json, and the weights as they are."""
         own = {"step": run.step, "parameters": run.parameters, "validation": figures}
-        return self.prompts.to_json() | own, weights
+        return asdict(self.prompts) | own, weights
 
 
 @torch.no_grad()

@@ -31,9 +31,8 @@ from jetdraft.options import Checked, setting
 from jetdraft.runtime.passes.split.exit_head import FILE, Decision
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.machine import precision
-from jetdraft.train.run import Run, TrainingOptions
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.task import Published, Task, Tensors
+from jetdraft.train.task import Published, Run, Task, Tensors, TrainingOptions
 from jetdraft.train.teacher import states_at
 
 DESCRIPTION_FILE = "exit.json"

@@ -17,8 +17,7 @@ from jetdraft.errors import DataError, OptionError
 from jetdraft.runtime.text.template import ChatTemplate
 from jetdraft.train.data import Corpus
 from jetdraft.train.machine import defer_interrupts, this_process
-from jetdraft.train.run import Run, TrainingOptions
-from jetdraft.train.task import Task
+from jetdraft.train.task import Run, Task, TrainingOptions
 from jetdraft.train.written_texts import WrittenTexts
 
 WARM_UP_SHARE = 0.03

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import load_probes, read_settings
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.checkpoints.prompts import FORECAST, PromptSettings
+from jetdraft.checkpoints.streams import FORECAST, PromptSettings
 from jetdraft.methods.chimera.task import ChimeraTask
 from jetdraft.methods.falcon.task import FalconTask
 from jetdraft.methods.glide.task import GlideTask
@@ -22,7 +22,7 @@ from jetdraft.methods.kangaroo.task import KangarooTask
 from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import Batch
 from jetdraft.train.prompts import prompt_logits
-from jetdraft.train.run import TrainingOptions
+from jetdraft.train.task import TrainingOptions
 from jetdraft.train.teacher import load_target
 from tests.tiny import llama_config, save_checkpoint, save_prompts
 from tests.train.periodic import made, nothing, write_periodic

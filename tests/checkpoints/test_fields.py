@@ -32,13 +32,12 @@ from jetdraft.checkpoints.defaults import (
 from jetdraft.checkpoints.gguf import GgufFile
 from jetdraft.checkpoints.gguf_fields import FILE_FIELDS as GGUF_FILE
 from jetdraft.checkpoints.gguf_fields import MODEL_FIELDS as GGUF_MODEL
-from jetdraft.checkpoints.tokenizer_reader import load_tokenizer
+from jetdraft.checkpoints.model_reader import load_tokenizer
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.server.generation_request import GenerationRequest
 from tests import manifests
-from tests.checkpoints.test_defaults import QWEN, written
 from tests.cli.running import jetdraft as command
 from tests.documents import ROOT
 from tests.ggufs import adding, write_gguf
@@ -109,9 +108,8 @@ WARNED_OF = {
 @pytest.mark.parametrize("name", [*WARNED_OF, "a_field_of_next_year"])
 def test_what_is_not_honoured_is_warned_of_by_name(tmp_path, name):
     fields = {"do_sample": True, name: WARNED_OF.get(name, 5)}
-    lines = GenerationFields.read(written(tmp_path / "it", fields)).passed_over(
-        False, False
-    )
+    found = GenerationFields.read(written(tmp_path / "it", fields))
+    lines = found.passed_over(False, False)
     assert [line.startswith(f"{FILE}: {name} ") for line in lines] == [True]
 
 
@@ -133,23 +131,6 @@ def test_config_json_is_read_where_generation_config_json_is_missing(tmp_path):
     [line] = found.passed_over(True, False)
     assert line.startswith("config.json: num_beams 4: ")
     assert found.defaults(vocab_size=9) == {"logit_bias": {6: -1e30}}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"suppress_tokens": 5},
-        {"suppress_tokens": ["a"]},
-        {"bad_words_ids": [5]},
-        {"bad_words_ids": {"a": 1}},
-        {"stop_strings": [5]},
-        {"stop_strings": {}},
-    ],
-)
-def test_a_malformed_list_is_refused(tmp_path, fields):
-    source = written(tmp_path / "it", fields)
-    with pytest.raises(CheckpointError, match=r"is malformed .*; correct or remove it"):
-        GenerationFields.read(source)
 
 
 @pytest.fixture(scope="module")
@@ -525,3 +506,85 @@ def test_numbers_that_transformers_passes_over_are_set(
 def test_numbers_that_a_family_does_not_have_are_refused(tmp_path, family, key, value):
     with pytest.raises(UnsupportedModelError, match=f"{family}.{key} {value}"):
         read(tmp_path / "a.gguf", {f"{family}.{key}": value}, family)
+
+
+LLAMA = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+QWEN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
+SAMPLED, SAMPLES = {"do_sample": True}, {"temperature": 1.0, "top_k": 50}
+
+
+def written(folder, fields):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").touch()
+    (folder / FILE).write_text(json.dumps(fields))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "defaults"),
+    [
+        ({}, {}),
+        (LLAMA, {"temperature": 0.6, "top_p": 0.9, "top_k": 50}),
+        ({**SAMPLED, **QWEN}, QWEN),
+        (SAMPLED, SAMPLES),
+        ({**SAMPLED, "top_k": None, "top_p": 1}, {**SAMPLES, "top_p": 1}),
+        (
+            {**SAMPLED, "top_k": 0, "min_p": 0.15},
+            {**SAMPLES, "top_k": 0, "min_p": 0.15},
+        ),
+        ({"min_p": 0.15}, {}),
+        ({"stop_strings": "\n\n"}, {"stop": ["\n\n"]}),
+        ({"stop_strings": ["a", "", "b"]}, {"stop": ["a", "b"]}),
+        ({**LLAMA, "do_sample": False}, {}),
+        ({"temperature": 0.6, "top_k": "never read"}, {}),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"repetition_penalty": 1.0}, {}),
+    ],
+)
+def test_defaults_are_those_that_would_be_used(tmp_path, fields, defaults):
+    source = written(tmp_path / "checkpoint", fields)
+    assert GenerationFields.read(source).defaults() == defaults
+
+
+def test_a_checkpoint_without_the_file_has_no_defaults(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert GenerationFields.read(str(tmp_path)).defaults() == {}
+
+
+OUT_OF_RANGE = {
+    **{"temperature": (-0.1, "0.6", True, float("nan")), "top_p": (0, 1.5)},
+    **{"top_k": (2.5, -1), "min_p": (1.0,), "repetition_penalty": (0, [1.1])},
+}
+MALFORMED = {
+    **{"suppress_tokens": (5, ["a"]), "bad_words_ids": ([5], {"a": 1})},
+    **{"stop_strings": ([5], {})},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(n, v) for n, values in (OUT_OF_RANGE | MALFORMED).items() for v in values],
+)
+def test_a_value_that_cannot_be_is_refused(tmp_path, name, value):
+    source = written(tmp_path / "checkpoint", {"do_sample": True, name: value})
+    said = "is malformed" if name in MALFORMED else f"has {name}"
+    with pytest.raises(
+        CheckpointError, match=f"{said} .*; correct or remove it|NaN is not"
+    ):
+        GenerationFields.read(source)
+
+
+@pytest.mark.parametrize("text", ["", "not json", "[1]", "5", "\x00"])
+def test_a_damaged_file_is_refused(tmp_path, text):
+    written(tmp_path / "checkpoint", {})
+    (tmp_path / "checkpoint" / FILE).write_text(text)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        GenerationFields.read(str(tmp_path / "checkpoint"))
+
+
+def test_a_bad_value_is_refused_before_the_model_is_loaded(tmp_path):
+    source = save_checkpoint(tmp_path / "checkpoint", drafter_config())
+    (source / FILE).write_text(json.dumps({"do_sample": True, "temperature": -1}))
+    (source / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="has temperature -1"):
+        Checkpoint.load(str(source), torch.float32)

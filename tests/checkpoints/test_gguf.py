@@ -1,4 +1,7 @@
-"""GGUF files: what is read of them is what llama.cpp's converter put into them."""
+"""GGUF files: what is read is what llama.cpp put into them, or is refused in a line."""
+
+import json
+import re
 
 import gguf
 import numpy as np
@@ -12,13 +15,17 @@ from onnx import numpy_helper
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.gguf_types import GGUF_TYPES
-from jetdraft.errors import UnsupportedModelError
+from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
+from jetdraft.quant.algorithms import quantize
+from jetdraft.quant.grids import GRIDS, GridMatrix
+from jetdraft.recipe import KERNELS, Recipe
+from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as command
 from tests.ggufs import adding, one, random_bytes, write_gguf
-from tests.tiny import SIZES, llama_config
+from tests.native.operators import gathered
+from tests.tiny import SIZES, drafter_config, llama_config, save_checkpoint
+from tools.recipes.__main__ import main as recipes
 
 IDS = list(range(5, 29))
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -54,13 +61,16 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[(c, k) for k in KERNELS for c in CASES])
 def case(request, tmp_path_factory):
     """A file, the model that was written, and the bundle."""
-    family, config, kinds = CASES[request.param]
+    name, kernel = request.param
+    family, config, kinds = CASES[name]
     folder = tmp_path_factory.mktemp("gguf")
     written = write_gguf(folder / "model.gguf", config, kinds, family)
-    options = ExportOptions(Recipe("none"), capacity=64, max_width=32, fast=True)
+    options = ExportOptions(
+        Recipe("none"), capacity=64, max_width=32, fast=True, kernel=kernel
+    )
     export(str(written.path), folder / "bundle", None, options)
     return written, folder / "bundle"
 
@@ -75,9 +85,7 @@ def test_the_model_is_the_one_that_was_written(case):
     written, _ = case
     found = logits_of(Checkpoint.load(str(written.path), torch.float32).model)
     expected = logits_of(written.model)
-    exact = all(
-        GGUF_TYPES[kind.name].form.endswith("exact") for kind in written.types.values()
-    )
+    exact = not {kind.name[-1] for kind in written.types.values()} & {"1", "K"}
     assert (found - expected).std() < (0.002 if exact else 0.06) * expected.std()
 
 
@@ -94,28 +102,37 @@ def test_all_integers_are_in_the_bundle(case):
     """Those of each matrix that was not left as floats, without a table of its own."""
     written, bundle = case
     tied = written.model.config.tie_word_embeddings
-    expected = {
-        name: GGUF_TYPES[written.types[name].name].read(data).packed
-        for name, data in written.data.items()
-        if tied or "embed_tokens" not in name
-    }
+    kept = {n: d for n, d in written.data.items() if tied or "embed_tokens" not in n}
     graph = onnx.load(bundle / "target.onnx").graph
     constants = {each.name: numpy_helper.to_array(each) for each in graph.initializer}
-    products = [n.input[1] for n in graph.node if n.op_type == "MatMulNBits"]
-    rows = {row.tobytes() for name in products for row in constants[name]}
-    for name, matrix in expected.items():
-        assert all(row.tobytes() in rows for row in matrix), name
-    stored = sum(len(constants[name]) for name in products)
-    assert stored == sum(len(matrix) for matrix in expected.values())
+    products = [n for n in graph.node if n.op_type in ("MatMulNBits", "MatMulPacked")]
+    stored = [row.tobytes() for node in products for row in columns(node, constants)]
+    packed = products[0].op_type == "MatMulPacked"
+    for name, data in kept.items():
+        expected = quants.dequantize(data, written.types[name])
+        if not packed:
+            matrix = grid_matrix(written.types[name], data)
+            int8 = quantize(matrix.floats, Recipe("int8", 32), None)
+            expected = (matrix.exact_blocks() or int8).packed
+        assert {row.tobytes() for row in expected} <= {*stored}, name
+    assert len(stored) == sum(map(len, kept.values()))
+
+
+def columns(node, constants):
+    """The integers of a product's columns; the numbers where they keep their type."""
+    arrays = [constants[name] for name in node.input[1:]]
+    if node.op_type == "MatMulNBits":
+        return arrays[0]
+    fields = {a.name: a.i for a in node.attribute}
+    return gathered(np.arange(fields["N"]), arrays, **fields)
 
 
 def test_rows_of_llama_are_turned_back(tmp_path):
     """Without it q of llama would have the rows of another head's halves."""
     written = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.Q4_0))
     packed = Checkpoint.load(str(written.path), torch.float32).packed
-    np.testing.assert_array_equal(
-        packed.blocks[Q].packed, GGUF_TYPES["Q4_0"].read(written.data[Q]).packed
-    )
+    expected = grid_matrix(Type.Q4_0, written.data[Q]).exact_blocks()
+    np.testing.assert_array_equal(packed.blocks[Q].packed, expected.packed)
 
 
 def copied(noise):
@@ -165,21 +182,24 @@ def test_a_file_of_floats_gets_a_recipe(tmp_path):
     file = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.F16)).path
     result = command("export", file, "-o", tmp_path / "bundle", *SMALL_BUFFERS)
     assert result.exit_code == 0, result.output
-    assert "target: int" in result.stderr
-    assert ", KL " in result.stderr
+    assert re.search(r"^target: q\d\S+, KL 0\.", result.stderr, re.MULTILINE)
 
 
-def test_the_export_says_what_was_kept(tmp_path):
-    file = tmp_path / "model.gguf"
+@pytest.mark.parametrize(
+    ("kernel", "form", "rest"),
+    [("jetdraft", "exact", "q8_0"), ("onnxruntime", "as int8", "int8-rtn-b32")],
+)
+def test_the_export_says_what_was_kept(tmp_path, kernel, form, rest):
+    file, bundle = tmp_path / "model.gguf", tmp_path / "bundle"
     write_gguf(file, CASES["llama mixed"][1], mixed)
-    result = command("export", file, "-o", tmp_path / "bundle", *SMALL_BUFFERS)
+    result = command("export", file, "-o", bundle, *SMALL_BUFFERS, "--kernel", kernel)
     assert result.exit_code == 0, result.output
     assert (
-        "target: 7 matrices kept (6 Q4_K as int8, 1 Q6_K exact), 1 requantized to "
-        "int8-rtn-b32\n" in result.stderr
+        f"target: 7 matrices kept (6 Q4_K {form}, 1 Q6_K exact), 1 requantized to "
+        f"{rest}\n" in result.stderr
     )
     shown = command("check", tmp_path / "bundle", "--no-run").stdout
-    assert "7 matrices kept (6 Q4_K as int8, 1 Q6_K exact)" in shown
+    assert f"7 matrices kept (6 Q4_K {form}, 1 Q6_K exact)" in shown
 
 
 LLAMA3 = {
@@ -274,48 +294,154 @@ def test_an_unknown_scaling_is_refused(tmp_path):
 # --- the types of matrices -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", GGUF_TYPES)
-def test_integers_stand_for_what_gguf_dequantizes(name):
-    """Exactly, or within half a step of the finer grid."""
-    kind = Type[name]
-    data = random_bytes(kind, (6, 512), seed=1)
-    expected = quants.dequantize(data, kind)
-    blocks = GGUF_TYPES[name].read(data)
-    assert blocks.rows == 512
-    if GGUF_TYPES[name].form.endswith("exact"):
-        np.testing.assert_array_equal(blocks.floats.T, expected)
+def grid_matrix(kind, data):
+    return GridMatrix(kind.name, data, quants.dequantize(data, kind).shape[1])
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_types_without_minima_are_blocks_exactly(name):
+    data = random_bytes(Type[name], (6, 512), seed=1)
+    blocks = GridMatrix(name, data, 500).exact_blocks()
+    if name not in ("Q4_0", "Q5_0", "Q8_0", "Q6_K"):
+        assert blocks is None
         return
-    steps = np.abs(blocks.scales).repeat(blocks.block_size, 1)
-    errors = np.abs(blocks.floats.T - expected)
-    assert (errors <= 0.501 * steps).all()
-    assert np.median(errors) < 0.01 * expected.std()
+    expected = quants.dequantize(data, Type[name])[:, :500]
+    np.testing.assert_array_equal(blocks.floats.T, expected)
 
 
-@pytest.mark.parametrize("minimum", [-0.5, -0.07, -0.0401, 0.0, 0.25])
-def test_a_minimum_that_is_no_multiple_of_the_step(minimum):
-    """All weights below 0, weights of both signs, and all above."""
-    data = random_bytes(Type.Q4_1, (4, 32), seed=2)
-    data[:, :4] = np.array([0.01, minimum], "<f2").view(np.uint8)
-    expected = quants.dequantize(data, Type.Q4_1)
-    blocks = GGUF_TYPES["Q4_1"].read(data)
-    most = np.abs(expected).max() / 255 if minimum > 0 else 0.01 / 18
-    assert np.abs(blocks.floats.T - expected).max() <= 0.501 * most
+def assert_no_bundle(folder, *arguments, said):
+    """One line, exit code 2, and nothing in the folder but what was there."""
+    before = sorted(folder.iterdir())
+    assert_refused(command("export", *arguments, "-o", folder / "bundle"), *said)
+    assert sorted(folder.iterdir()) == before
 
 
-def test_each_block_has_the_best_of_all_grids():
-    """With the finest grid for all, the median would be 0.015 of a step."""
-    data = random_bytes(Type.Q4_1, (500, 32), seed=3)
-    minima = np.random.default_rng(0).uniform(-0.14, -0.01, 500).astype("<f2")
-    data[:, 0:2] = np.array([0.01], "<f2").view(np.uint8)
-    data[:, 2:4] = minima[:, None].view(np.uint8)
-    expected = quants.dequantize(data, Type.Q4_1)
-    errors = np.abs(GGUF_TYPES["Q4_1"].read(data).floats.T - expected)
-    assert np.median(errors) < 0.006 * 0.01
+@pytest.mark.parametrize("share", [0.001, 0.02, 0.3, 0.97, 0.9999])
+def test_a_file_that_is_cut_off(tmp_path, share):
+    file = write_gguf(tmp_path / "model.gguf", SMALL).path
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(len(whole) * share)])
+    assert_no_bundle(tmp_path, file, said=["is cut off", "fetch it again"])
 
 
-def test_a_block_of_one_value():
-    """Its step is 0, so no zero point could stand for the minimum."""
-    data = np.zeros((1, 20), np.uint8)
-    for minimum in (0.0, 0.25, -0.25):
-        data[0, 2:4] = np.array([minimum], "<f2").view(np.uint8)
-        assert (GGUF_TYPES["Q4_1"].read(data).floats == minimum).all()
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "is empty; fetch it again"),
+        (b"def f(x):\n", "is not a GGUF file, it begins with b'def '"),
+        (b"PK\x03\x04" + bytes(999), "give a GGUF file, or the folder of a checkpoint"),
+    ],
+)
+def test_a_file_that_never_was_one(tmp_path, data, said):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(data)
+    assert_no_bundle(tmp_path, file, said=[said])
+
+
+def add_a_weight(writer):
+    writer.add_tensor("blk.0.attn_q.bias", np.zeros(64, np.float32))
+
+
+def with_field(name, value):
+    """Changes the value of a field that the file has."""
+    return {"change": lambda w: setattr(w.kv_data[0][name], "value", value)}
+
+
+def of(family, name=None):
+    """Calls a file one of that family, and gives it a field of the family."""
+
+    def change(writer):
+        with_field("general.architecture", family)["change"](writer)
+        adding({f"{family}.{name}": 4} if name else {})(writer)
+
+    return {"change": change}
+
+
+def repeat_a_token(writer):
+    tokens = writer.kv_data[0]["tokenizer.ggml.tokens"].value
+    tokens.append(tokens[20])
+    writer.kv_data[0]["tokenizer.ggml.token_type"].value.append(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (of("rwkv6"), "is a 'rwkv6' model"),
+        (with_field("tokenizer.ggml.merges", ["x yz"]), "the tokenizer of"),
+        (with_field("tokenizer.ggml.model", "bert"), "a tokenizer of the kind 'bert'"),
+        (with_field("tokenizer.ggml.token_type", [1, 1]), "2 types of tokens"),
+        (with_field("llama.block_count", 10**6), "for 1000000 layers"),
+        ({"change": repeat_a_token}, "the same token twice"),
+        ({"rule": "klingon"}, "by the rule 'klingon'"),
+        ({"change": add_a_weight}, "the weight 'blk.0.attn_q.bias'"),
+        ({"kinds": lambda n: None if n == Q else Type.Q8_0}, "lacks the weights"),
+        ({"change": adding({"split.count": 3})}, "one of 3 parts"),
+        (of("qwen3moe", "expert_count"), "is a mixture of experts (expert"),
+        (of("deepseek2", "attention.kv_lora_rank"), "latent attention"),
+        (of("lfm2", "shortconv.l_cache"), "has convolution layers (short"),
+        (of("rwkv6", "wkv.head_size"), "has recurrent layers (wkv"),
+        (of("falcon-h1", "ssm.state_size"), "has recurrent layers (ssm"),
+        (of("gemma3n", "attention.shared_kv_layers"), "share keys and val"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(tmp_path, changes, said):
+    file = write_gguf(tmp_path / "model.gguf", SMALL, **changes).path
+    assert_no_bundle(tmp_path, file, said=[said])
+
+
+def test_weights_that_are_not_finite(tmp_path):
+    written = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.Q8_0))
+    data = bytearray(written.path.read_bytes())
+    stored = written.data["model.layers.0.mlp.up_proj.weight"].tobytes()
+    place = data.index(stored)
+    data[place : place + 2] = np.array([np.inf], "<f2").tobytes()
+    written.path.write_bytes(data)
+    assert_no_bundle(tmp_path, written.path, said=["not finite"])
+
+
+def test_paths_that_are_no_file(tmp_path):
+    said = ["no checkpoint at", "a GGUF file"]
+    assert_no_bundle(tmp_path, tmp_path / "model.gguf", said=said)
+    assert_no_bundle(tmp_path, "org/model.gguf", said=said)
+    file = write_gguf(tmp_path / "model.gguf", SMALL).path
+    assert_no_bundle(tmp_path, tmp_path, said=[f"give the file {file}"])
+
+
+def test_a_drafter_with_another_tokenizer(tmp_path):
+    target = write_gguf(tmp_path / "target.gguf", SMALL).path
+    words = ("while", "yield", "lambda", "class", "async", "await", "raise")
+    drafter = write_gguf(tmp_path / "drafter.gguf", SMALL, words=words).path
+    said = ["has another tokenizer than"]
+    assert_no_bundle(tmp_path, target, "--drafter", drafter, said=said)
+    # A folder with the same tokenizer in another form is no other tokenizer.
+    folder = save_checkpoint(tmp_path / "folder", drafter_config())
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    fields["pre_tokenizer"]["trim_offsets"] = False
+    fields["model"]["merges"] = [" ".join(m) for m in fields["model"]["merges"]]
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    options = ["--drafter", folder, "--fast", "--capacity", 64, "--max-width", 32]
+    result = command("export", target, *options, "-o", tmp_path / "bundle")
+    assert result.exit_code == 0, result.output
+
+
+def test_verbs_that_need_a_folder_say_so(tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", SMALL).path
+    assert_refused(command("plan", file, "--device", "orin-nx-16gb"), "a GGUF file")
+    said = ["leave --device out"]
+    assert_no_bundle(tmp_path, file, "--device", "orin-nx-16gb", said=said)
+    assert_refused(command(file, command=recipes), "is quantized already")
+    text = tmp_path / "text.txt"
+    text.write_text("def f(): pass\n" * 200)
+    arguments = ["train", "stream", file, "--data", text, "-o", tmp_path / "out"]
+    assert_refused(command(*arguments), "streams are trained for a folder")
+
+
+def test_a_type_that_gguf_cannot_read(tmp_path, monkeypatch):
+    file = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.F16)).path
+
+    def refuse(data, kind):
+        raise NotImplementedError
+
+    monkeypatch.setattr("jetdraft.checkpoints.gguf.dequantize", refuse)
+    with pytest.raises(CheckpointError, match="of the type F16"):
+        Checkpoint.load(str(file), torch.float32)

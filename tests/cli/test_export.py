@@ -13,8 +13,8 @@ import transformers
 
 from jetdraft.bundle import Bundle
 from jetdraft.export import measures
-from jetdraft.quant.choice import KL_BOUND, SAFE_RECIPE
-from jetdraft.recipe import FAST_DEFAULT, Recipe
+from jetdraft.quant.choice import KL_BOUND
+from jetdraft.recipe import FAST_DEFAULTS, RUNGS, Recipe
 from jetdraft.testing import toy_bundle
 from tests.cli.running import jetdraft, without
 from tests.programs import ended
@@ -67,10 +67,7 @@ def test_export_makes_a_bundle_that_generates(pair, output):
     assert result.stderr.splitlines()[0].endswith(
         "methods none, lookup, draft, trigram, cascade"
     )
-    assert result.stderr.splitlines()[1:] == [
-        "target: int4-rtn-b32",
-        "drafter: int8-rtn-b32",
-    ]
+    assert result.stderr.splitlines()[1:] == ["target: int4-rtn-b32", "drafter: q8_0"]
     shown = jetdraft("generate", output, "-p", " the", "-n", "4", "-t", "1")
     assert shown.exit_code == 0
 
@@ -91,7 +88,7 @@ def test_defaults_are_those_of_the_help(measured):
     assert entry.contract.dtype == "float32"
     assert entry.contract.max_width == 64
     recipe, kl = Recipe.from_json(entry.quantization), entry.quantization["kl"]
-    assert recipe.name == SAFE_RECIPE or kl <= KL_BOUND
+    assert recipe.name == RUNGS["jetdraft"][-1] or kl <= KL_BOUND
     said = result.stderr.splitlines()[-1]
     assert said == f"target: {recipe.name}, KL {kl:.2g}", "measured by default"
 
@@ -119,7 +116,7 @@ def test_no_library_writes_to_the_terminal(pair, tmp_path):
     verbs = [[*verb, "-o", tmp_path / str(n)] for n, verb in enumerate(verbs)]
     env = {n: v for n, v in os.environ.items() if n != "CI"} | {"HOME": "/proc/none"}
     done = ended(sys.executable, "-c", VERBS, json.dumps(verbs, default=str), env=env)
-    ours = r"after \d+ s: |step \d|target: int|training \d+ weights|training a drafter|"
+    ours = r"after \d+ s: |step \d|target: [iq]|training (\d+ weights|a drafter)|"
     lines = [line for line in done.stderr.splitlines() if line]
     assert not [n for n in lines if not re.match(f"{ours}{tmp_path}/", n)]
     assert [line.split()[0] for line in lines if line.startswith(str(tmp_path))] == [
@@ -134,8 +131,8 @@ def test_fast_measures_nothing(pair, output, monkeypatch, device):
     drafter = ("--drafter", pair.drafter, "--capacity=64", *device)
     result = jetdraft("export", pair.drafter, "-o", output, "--fast", *drafter)
     assert result.stderr.splitlines()[-2:] == [
-        f"target: {FAST_DEFAULT}",
-        "drafter: int8-rtn-b32",
+        f"target: {FAST_DEFAULTS['jetdraft']}",
+        "drafter: q8_0",
     ]
 
 
@@ -216,7 +213,8 @@ def test_no_output(pair):
     [
         (("--device", "orin-nano-4gb"), "int4-gptq-b128"),
         (("--block-size", "64"), "int4-rtn-b64-head8"),
-        (("--max-kl", "9"), "int4-gptq-b128-head8"),
+        (("--max-kl", "9"), "q4_k-headq6_k"),
+        (("--max-kl", "9", "--kernel", "onnxruntime"), "int4-gptq-b128-head8"),
         (("--quantize", "int4-gptq-b32"), "int4-gptq-b32"),
     ],
 )

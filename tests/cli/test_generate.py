@@ -1,7 +1,10 @@
+"""jetdraft generate and transcribe: what they print, and what they refuse."""
+
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-import jetdraft as jetdraft_package
+import jetdraft as package
+from tests import whispers
 from tests.cli.running import assert_refused, jetdraft
 from tests.runtime.test_conversation import with_template
 
@@ -105,7 +109,7 @@ def test_short_names_are_the_long_ones(bundle):
 
 
 def test_a_chat_template_is_used_unless_the_prompt_is_raw(toy):
-    with jetdraft_package.load(toy, threads=1) as model:
+    with package.load(toy, threads=1) as model:
         reply = model.chat([{"role": "user", "content": "Hello"}], max_new_tokens=24)
         continued = model.generate("Hello", max_new_tokens=24)
     assert reply.text != continued.text
@@ -307,14 +311,8 @@ def test_explain_says_what_each_method_did(bundle):
     assert done.exit_code == 0
     _, reference, header, *rows = done.stderr.splitlines()
     assert reference.startswith("one by one a token takes ")
-    assert header.split() == [
-        "method",
-        "rounds",
-        "drafted",
-        "accepted",
-        "tokens",
-        "saved",
-    ]
+    columns = " ".join(header.split())
+    assert columns == "method rounds drafted accepted tokens saved"
     assert all(row.split()[0] in ("none", "draft", "lookup", "off") for row in rows)
     tokens = [int(row.split()[4]) for row in rows if row.endswith(" ms")]
     assert sum(tokens) == 24
@@ -327,3 +325,61 @@ def test_explain_says_what_each_method_did(bundle):
 def test_explain_says_why_drafting_was_off(bundle, method, why):
     done = jetdraft("generate", bundle, *GIVEN, "--explain", "--method", method, *SHORT)
     assert why in done.stderr
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("sounds") / "tone.wav"
+    file.write_bytes(whispers.wav(whispers.sound(1.5)))
+    return file
+
+
+def test_it_prints_segments_or_json(whisper, file):
+    with package.load(whisper / "bundle", threads=1) as model:
+        wanted = model.transcribe(file, language="de")
+    shown = jetdraft("transcribe", whisper / "bundle", file, "--language", "de")
+    assert shown.exit_code == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    assert len(lines) == len(wanted.segments)
+    assert all(re.match(r"\[[\d:.]{12} --> [\d:.]{12}\]", line) for line in lines)
+    assert "tokens/pass" in shown.stderr
+    flags = ("--json", "--language", "de")
+    fields = json.loads(jetdraft("transcribe", whisper / "bundle", file, *flags).stdout)
+    assert fields["text"] == wanted.text
+    assert fields["token_ids"] == wanted.token_ids
+    assert (fields["language"], fields["seconds"]) == ("de", 1.5)
+    assert [part["start"] for part in fields["segments"]] == [
+        segment.start for segment in wanted.segments
+    ]
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_a_file_that_is_cut_off_is_told(whisper, file, tmp_path):
+    cut = tmp_path / "cut.wav"
+    cut.write_bytes(file.read_bytes()[:-9000])
+    shown = jetdraft("transcribe", whisper / "bundle", cut, "--language", "de")
+    assert shown.exit_code == 0
+    assert "warning: " in shown.stderr
+    assert "is cut off: its header says 1.50 s" in shown.stderr
+
+
+def test_bad_files_and_bundles_are_refused(whisper, bundle, file, tmp_path):
+    heard, empty = whisper / "bundle", tmp_path / "empty.wav"
+    empty.write_bytes(b"")
+    assert_refused(jetdraft("transcribe", heard, empty), "is empty")
+    missing = tmp_path / "missing.wav"
+    assert_refused(jetdraft("transcribe", heard, missing), "there is no file")
+    assert_refused(
+        jetdraft("transcribe", heard, __file__), "is not a WAV file", "ffmpeg"
+    )
+    assert_refused(jetdraft("transcribe", bundle, file), "hears nothing")
+    wrong = jetdraft("transcribe", heard, file, "--language", "xx")
+    assert_refused(wrong, "no language 'xx'")
+    assert_refused(jetdraft("generate", heard, "-p", "hi"), "jetdraft transcribe")
+    result = jetdraft("chat", heard, stdin="hello\n")
+    assert_refused(result, "hears, and reads no text", "jetdraft transcribe")
+    # These two describe the bundle first.
+    for verb in ("check", "bench"):
+        result = jetdraft(verb, heard)
+        assert result.exit_code == 2
+        assert "error: the bundle's model hears, and reads no text" in result.stderr

@@ -238,10 +238,7 @@ def test_version_is_printed_without_onnxruntime(monkeypatch):
 
 @pytest.mark.parametrize("arguments", [["magic"], ["--magic"], ["generate"]])
 def test_wrong_usage_is_refused_in_one_line(arguments):
-    result = jetdraft(*arguments)
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
+    assert_refused(jetdraft(*arguments))
 
 
 def test_a_run_is_ended_while_an_object_is_finalized():

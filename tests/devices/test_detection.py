@@ -1,8 +1,22 @@
+"""What a board's files say of it and its power, and what Linux does with memory."""
+
+from __future__ import annotations
+
+import mmap
+import platform
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
 import pytest
 
+from jetdraft.devices import memory
 from jetdraft.devices.detection import detect_machine
 from jetdraft.devices.device import Device
-from tests.devices.trees import ORIN_NANO, THOR, write
+from jetdraft.devices.memory import HUGE_PAGE, release_files, use_huge_pages
+from jetdraft.devices.rails import Meter, module_rails, rails
+from tests.devices.trees import ORIN_NANO, POWER, RAILS, THOR, write
 
 
 def test_an_orin_nano(tmp_path):
@@ -74,3 +88,100 @@ def test_a_gpu_is_named_with_its_driver(tmp_path):
         "580.65.06  Sun Jul 27\nGCC version: 13\n",
     }
     assert detect_machine(write(tmp_path, tree)).gpu == "NVIDIA H200, driver 580.65.06"
+
+
+def test_rails_have_volts_and_amperes(tmp_path):
+    measured = rails(write(tmp_path, POWER))
+    assert [rail.name for rail in measured] == ["VDD_IN", "VDD_CPU_GPU_CV"]
+    assert [rail.watts() for rail in measured] == [pytest.approx(10), pytest.approx(4)]
+
+
+def test_the_rail_that_feeds_the_module_is_its_power(tmp_path):
+    root = write(tmp_path, POWER)
+    assert [rail.name for rail in module_rails(root)] == ["VDD_IN"]
+    (root / RAILS / "in1_label").write_text("VDD_GPU_SOC\n")
+    assert len(module_rails(root)) == 2
+
+
+def test_energy_is_power_times_time(tmp_path):
+    with Meter(write(tmp_path, POWER), interval=0.01) as meter:
+        start = time.perf_counter()
+        time.sleep(0.2)
+        took = time.perf_counter() - start
+    assert meter.joules == pytest.approx(10 * took, rel=0.2)
+
+
+def test_without_monitors_there_is_no_figure(tmp_path):
+    with Meter(tmp_path) as meter:
+        pass
+    assert meter.joules is None
+
+
+def test_a_rail_that_cannot_be_read_ends_the_measurement(tmp_path):
+    root = write(tmp_path, {**POWER, f"{RAILS}/curr1_input": "?"})
+    with Meter(root, interval=0.01) as meter:
+        pass
+    assert meter.joules is None
+
+
+def test_a_rail_that_vanishes_midway_leaves_no_figure(tmp_path):
+    root = write(tmp_path, POWER)
+    with Meter(root, interval=0.01) as meter:
+        time.sleep(0.05)
+        assert meter.joules > 0
+        (root / RAILS / "curr1_input").unlink()
+        time.sleep(0.05)
+    assert meter.joules is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_mapped_files_leave_memory_and_come_back(tmp_path):
+    """Only the files of the folder, and not what was written."""
+    size = 1 << 20
+    arrays = {}
+    for folder, mode in (("own", "r"), ("written", "c"), ("other", "r")):
+        file = tmp_path / folder / "weights"
+        file.parent.mkdir()
+        file.write_bytes(bytes(range(256)) * (size // 256))
+        arrays[folder] = np.memmap(file, np.uint8, mode)
+        assert arrays[folder].sum() == size * 255 // 2
+    arrays["written"][5] = 77
+    assert release_files(tmp_path / "own") >= size
+    assert release_files(tmp_path / "own") == 0
+    assert release_files(tmp_path / "written") == 0
+    assert arrays["written"][5] == 77
+    assert arrays["own"].sum() == size * 255 // 2
+    assert release_files(tmp_path / "other") >= size
+
+
+def test_without_proc_nothing_happens(tmp_path, monkeypatch):
+    """A sandbox may hide the files; loading a bundle must not fail for it."""
+    monkeypatch.setattr(memory, "_read_text", lambda file: "")
+    assert release_files(tmp_path) == use_huge_pages() == 0
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+COLLAPSES = (
+    HUGE_PAGES.is_file()
+    and "[never]" not in HUGE_PAGES.read_text()
+    and tuple(map(int, platform.release().split("-")[0].split(".")[:2])) >= (6, 1)
+)
+
+
+@pytest.mark.skipif(not COLLAPSES, reason="Linux 6.1 can move memory to huge pages")
+def test_filled_memory_goes_to_huge_pages_and_keeps_its_bytes():
+    size = 16 * HUGE_PAGE
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    filled, empty = (mmap.mmap(-1, size, flags=private) for _ in range(2))
+    filled[:] = bytes(range(256)) * (size // 256)
+    empty[:10] = b"0123456789"
+    resident = _resident()
+    assert use_huge_pages() >= size - 2 * HUGE_PAGE
+    assert _resident() - resident < size // 2  # the empty one stays empty
+    assert filled[:] == bytes(range(256)) * (size // 256)
+    assert empty[:12] == b"0123456789\0\0"
+    assert use_huge_pages() < size // 2
+
+
+def _resident() -> int:
+    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])

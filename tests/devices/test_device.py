@@ -47,10 +47,11 @@ def test_unknown_names():
     ("old", "new", "match"),
     [
         ("memory_gb = 16", "memory_gb = -1", "memory_gb must be a positive number"),
-        ("memory_gb = 16", 'memory_gb = "16"', "memory_gb must be a positive"),
+        ("memory_gb = 16", 'memory_gb = "16"', "memory_gb must be a number"),
         ('recipe = "int4', 'recipe = "int3', "unknown quantization 'int3'"),
-        ("memory_gb = 16", "", "missing or unknown: memory_gb"),
-        ("watts = 25", "watts = 25\nvolts = 5", "missing or unknown: volts"),
+        ('["none"', '["int3"', r"quantizations\[0\] must be one of none, int8"),
+        ("memory_gb = 16", "", "memory_gb is missing"),
+        ("watts = 25", "watts = 25\nvolts = 5", r"power_modes\[0\].volts is unknown"),
         ("title =", "title", "not a device profile"),
     ],
 )

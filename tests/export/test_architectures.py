@@ -30,6 +30,10 @@ SIZE = {**tiny.SIZES, "num_hidden_layers": 1}
 SIZES = {**tiny.SIZES, "num_hidden_layers": 2}
 CAPACITY = 64
 TOLERANCE = 1e-4
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+# With the published size of the embedding that each layer has.
+OF_EACH_LAYER = {"hidden_size_per_layer_input": 4, "num_kv_shared_layers": 0}
+OF_EACH_LAYER |= {"vocab_size_per_layer_input": 262_144, "head_dim": 16}
 PREFILL, STEPS = 20, 5
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 40)
 LONG_ROPE = {
@@ -95,34 +99,15 @@ CONFIGS = {
         **SIZES, no_rope_layers=[1, 0]
     ),
     "gemma3, windows of 8": transformers.Gemma3TextConfig(
-        **SIZES,
-        head_dim=32,
-        query_pre_attn_scalar=20,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"],
+        **SIZES, **WINDOWS, head_dim=32, query_pre_attn_scalar=20
     ),
-    # With the published size of the embedding that each layer has.
     "gemma3n, embeddings of each layer": transformers.Gemma3nTextConfig(
-        **SIZES,
-        head_dim=16,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"],
-        num_kv_shared_layers=0,
+        **{**SIZES, **WINDOWS, **OF_EACH_LAYER, "altup_num_inputs": 2},
         activation_sparsity_pattern=[0.0, 0.0],
-        altup_num_inputs=2,
         laurel_rank=8,
-        hidden_size_per_layer_input=4,
-        vocab_size_per_layer_input=262_144,
     ),
     "gemma4, embeddings of each layer": transformers.Gemma4TextConfig(
-        **SIZES,
-        head_dim=16,
-        global_head_dim=16,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"],
-        num_kv_shared_layers=0,
-        hidden_size_per_layer_input=4,
-        vocab_size_per_layer_input=262_144,
+        **SIZES, **WINDOWS, **OF_EACH_LAYER, global_head_dim=16
     ),
 }
 

@@ -12,8 +12,12 @@ import onnx
 import pytest
 
 from jetdraft.bundle import Bundle
-from jetdraft.checkpoints.prompts import FORECAST, PromptSettings
-from jetdraft.checkpoints.streams import SHARED, StreamSettings
+from jetdraft.checkpoints.streams import (
+    FORECAST,
+    SHARED,
+    PromptSettings,
+    StreamSettings,
+)
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.chimera.task import ChimeraTask
 from jetdraft.methods.falcon.task import FalconTask
@@ -28,15 +32,8 @@ OPTIONS = ExportOptions(
     Recipe("int8", 32), Recipe("int8", 32), capacity=64, max_width=16, provider="cuda"
 )
 READ_ON_HOST = {
-    "Reshape": [1],
-    "Expand": [1],
-    "Slice": [1, 2, 3, 4],
-    "Range": [0, 1, 2],
-    "ConstantOfShape": [0],
-    "Unsqueeze": [1],
-    "Squeeze": [1],
-    "Split": [1],
-    "Tile": [1],
+    **{name: [1] for name in ("Reshape", "Expand", "Unsqueeze", "Squeeze", "Split")},
+    **{"Slice": [1, 2, 3, 4], "Range": [0, 1, 2], "ConstantOfShape": [0], "Tile": [1]},
 }
 """The inputs that CUDA kernels read on the host."""
 
@@ -105,43 +102,43 @@ def graphs(folder):
         yield from (folder / f for f in (entry.file, entry.tree_file) if f)
 
 
-def test_chains_and_trees(captured):
+@pytest.mark.parametrize("faults", [copied_to_device, empty_sums])
+def test_chains_and_trees(captured, faults):
     for file in graphs(captured):
-        assert copied_to_device(file) == [], file.name
+        assert faults(file) == [], file.name
 
 
-def test_a_copy_is_found(tmp_path):
-    """What the graphs had before: the last row, counted by a shape."""
-    make = onnx.helper.make_node
-    nodes = [make("Shape", ["ids"], ["n"]), make("Add", ["cursor", "n"], ["last"])]
+make = onnx.helper.make_node
+
+
+@pytest.mark.parametrize(
+    ("faults", "nodes", "shapes", "found"),
+    [
+        # What the graphs had before: the last row, counted by a shape.
+        (
+            copied_to_device,
+            [make("Shape", ["ids"], ["n"]), make("Add", ["cursor", "n"], ["last"])],
+            {"ids": ["n"], "cursor": [1], "last": [1]},
+            ("Add", ["cursor", "n"]),
+        ),
+        # What the graphs of streams had before: the probes, counted by their rows.
+        (
+            empty_sums,
+            [make("ReduceSum", ["probe_rows", "axes"], ["count"], keepdims=1)],
+            {"position_ids": [1, "n"], "probe_rows": [1, "r"], "count": [1, 1]},
+            ("ReduceSum", "probe_rows", "r"),
+        ),
+    ],
+)
+def test_a_fault_is_found(tmp_path, faults, nodes, shapes, found):
     values = [
         onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, shape)
-        for name, shape in (("ids", ["n"]), ("cursor", [1]), ("last", [1]))
+        for name, shape in shapes.items()
     ]
-    graph = onnx.helper.make_graph(nodes, "g", values[:2], values[2:])
-    onnx.save(onnx.helper.make_model(graph), tmp_path / "g.onnx")
-    assert copied_to_device(tmp_path / "g.onnx") == [("Add", ["cursor", "n"])]
-
-
-def test_no_empty_sums_with_a_drafter(captured):
-    for file in graphs(captured):
-        assert empty_sums(file) == [], file.name
-
-
-def test_an_empty_sum_is_found(tmp_path):
-    """What the graphs of streams had before: the probes, counted by their rows."""
-    make = onnx.helper.make_node
-    nodes = [make("ReduceSum", ["probe_rows", "axes"], ["count"], keepdims=1)]
-    values = [
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, shape)
-        for name, shape in (
-            ("position_ids", [1, "n"]), ("probe_rows", [1, "r"]), ("count", [1, 1])
-        )
-    ]  # fmt: skip
     axes = onnx.numpy_helper.from_array(np.array([1]), "axes")
     graph = onnx.helper.make_graph(nodes, "g", values[:2], values[2:], [axes])
     onnx.save(onnx.helper.make_model(graph), tmp_path / "g.onnx")
-    assert empty_sums(tmp_path / "g.onnx") == [("ReduceSum", "probe_rows", "r")]
+    assert faults(tmp_path / "g.onnx") == [found]
 
 
 def assert_captured(bundle, sums=False):

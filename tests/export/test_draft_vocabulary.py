@@ -191,7 +191,11 @@ def test_a_head_without_a_map_is_cut(tmp_path):
     torch.manual_seed(3)
     head = write(tmp_path / "head", *eagle1(fc_bias=False, embedding=False))
     options = ExportOptions(
-        Recipe.parse("int4-head8", 32), capacity=64, max_width=16, draft_vocab=COUNT
+        Recipe.parse("int4-head8", 32),
+        capacity=64,
+        max_width=16,
+        draft_vocab=COUNT,
+        kernel="onnxruntime",
     )
     bundle = export(checkpoint, tmp_path / "bundle", options=options, head=head)
     assert len(bundle.draft_vocabulary()) == COUNT

@@ -43,8 +43,8 @@ def exported(source, output, taps, **options) -> Bundle:
     """The bundle of a target whose states a head reads."""
     load = Checkpoint.load
 
-    def load_with_taps(source, dtype):
-        return replace(load(source, dtype), taps=taps)
+    def load_with_taps(*how):
+        return replace(load(*how), taps=taps)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoint, "load", load_with_taps)

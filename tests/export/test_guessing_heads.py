@@ -79,13 +79,9 @@ def test_a_tree_is_the_product_of_the_best_of_each_head(made):
             return verify(rows, width, probing)
 
         model.parts.target.verify = spy
-        model.generate(
-            PROMPT,
-            method="medusa",
-            max_new_tokens=20,
-            ignore_eos=True,
-            drafting={"tree": "k-ary", "branching": (2, 2, 1)},
-        )
+        tree = {"tree": "k-ary", "branching": (2, 2, 1)}
+        how = {"max_new_tokens": 20, "ignore_eos": True, "drafting": tree}
+        model.generate(PROMPT, method="medusa", **how)
         wide = [rows for rows in drafts if len(rows) == 1 + 2 + 4 + 4]
         assert len(wide) > 5
         for rows in wide:

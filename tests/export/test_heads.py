@@ -1,4 +1,4 @@
-"""A published head becomes the drafter of its target's bundle."""
+"""A published head becomes the drafter of its target's bundle, in every precision."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import onnx
 import pytest
 import torch
 
+import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads import head_files
@@ -17,8 +18,9 @@ from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from tests.checkpoints.heads.layouts import VD, eagle3, write
-from tests.export.conftest import MTP
+from tests.export.conftest import KINDS, MTP
 from tests.export.head_passes import graphs, in_graphs, in_torch
+from tests.export.test_capture import assert_captured
 from tests.tiny import VOCAB_SIZE
 
 CAUSAL = ["eagle1", "eagle1-tied", "eagle3", "speculators", *MTP]
@@ -61,8 +63,8 @@ def test_a_module_reads_the_state_after_the_final_norm(made, name):
 
 def test_its_provider_must_have_the_kernels_of_the_targets_matrices(made, tmp_path):
     _, target, head, _ = made("eagle3")
-    options = ExportOptions(Recipe("w8a8"), drafter_provider="cuda")
-    with pytest.raises(OptionError, match=r"no kernel for w8a8.*--drafter-provider"):
+    options = ExportOptions(Recipe("q4_k"), drafter_provider="cuda")
+    with pytest.raises(OptionError, match=r"no kernel for q4_k.*--drafter-provider"):
         export(target, tmp_path / "bundle", None, options, head=head)
     assert not (tmp_path / "bundle").exists()
 
@@ -77,7 +79,7 @@ def bytes_of(bundle: Bundle, location: str) -> int:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("recipe", ["none", "int4-head8", "int4-headw8a8"])
+@pytest.mark.parametrize("recipe", ["none", "int4-head8", "int4-headq8_0"])
 def test_matrices_of_the_target_are_in_its_file(made, tied, recipe):
     drafter = "none" if recipe == "none" else "int4"
     how = {} if recipe == "none" else {"recipe": recipe, "drafter": drafter}
@@ -136,3 +138,81 @@ def test_the_files_of_a_head_are_read_once(made, tmp_path, monkeypatch):
     with pytest.raises(OptionError, match="is not a part of"):
         export(target, tmp_path / "bundle", options=options, head=head)
     assert read == [Path(head) / "model.safetensors"]
+
+
+PROMPT = " the self"
+WAYS = ({}, {"temperature": 1.0, "seed": 4, "top_p": 0.95})
+METHODS = {name: kind.method for name, kind in KINDS.items()}
+METHODS |= dict.fromkeys(MTP, "eagle")
+BLOCKS = [
+    {"num_draft_tokens": 5, "drafting": {"confidence": 0.0}},
+    {"num_draft_tokens": 5, "drafting": {"confidence": 0.0, "steps": 2}},
+]
+CHAINS = {
+    "eagle": [{"num_draft_tokens": 3}],
+    "medusa": [{"num_draft_tokens": 3}],
+    "dflash": BLOCKS,
+    "diffusion": BLOCKS,
+}
+TREES = [{"drafting": {"tree": "best"}}, {"drafting": {"tree": "heap"}, "exact": False}]
+WIDE = {"drafting": {"tree": "k-ary", "branching": (2, 2)}}
+INT8, PACKED = {"recipe": "int8"}, {"recipe": "q8_0"}
+STANDARD = {"flavour": "standard"}
+FP16 = {"recipe": "int8", "provider": "cuda"}
+"""Exported for a GPU, which computes in half precision, and run on the CPU."""
+
+BUNDLES = {
+    "eagle3 int8": ("eagle3", INT8),
+    "eagle3 packed": ("eagle3", PACKED),
+    "eagle3 standard": ("eagle3", STANDARD),
+    "eagle1 int4": (
+        "eagle1-tied",
+        {"tied": True, "recipe": "int4-head8", "drafter": "int4"},
+    ),
+    "eagle1 fp16": ("eagle1", FP16),
+    **{name: (name, {}) for name in MTP},
+    "medusa": ("medusa", {}),
+    "medusa int8": ("medusa", INT8),
+    "medusa standard": ("medusa", STANDARD),
+    "medusa fp16": ("medusa", FP16),
+    "hydra": ("hydra", {}),
+    "hydra cut": ("hydra", {"draft_vocab": 100}),
+    # An embedding that is quantized as the LM head is.
+    "hydra tied": ("hydra", {"tied": True, **INT8}),
+    **{
+        f"{name} {how}".strip(): (name, options)
+        for name in ("dflash", "diffusion")
+        for how, options in {
+            "": {}, "int8": INT8, "packed": PACKED, "standard": STANDARD, "fp16": FP16,
+        }.items()
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BUNDLES)
+def test_its_drafts_change_no_text(made, case):
+    name, options = BUNDLES[case]
+    bundle, method = made(name, **options).bundle, METHODS[name]
+    with jetdraft.load(bundle.path, provider="cpu", threads=1) as model:
+        others = {"draft", "eagle", "medusa", "dflash", "diffusion"} - {method}
+        assert method in model.methods
+        assert not others & set(model.methods)
+        ways = [*CHAINS[method], *TREES, *([] if method == "eagle" else [WIDE])]
+        drafts = [{"method": method, **way} for way in ways]
+        mixed = [{"method": m} for m in (f"{method},lookup", "lookup", "auto")]
+        for way in WAYS:
+            how = {"max_new_tokens": 30, "ignore_eos": True, **way}
+            plain = model.generate(PROMPT, method="none", **how)
+            assert len(set(plain.token_ids)) > 3, "too dull to prove anything"
+            for drafting in drafts + mixed:
+                drafted = model.generate(PROMPT, **how, **drafting)
+                assert drafted.token_ids == plain.token_ids, drafting
+                if drafting in drafts:
+                    assert drafted.stats.drafted_tokens > 20
+
+
+@pytest.mark.parametrize(
+    "name", ["eagle1", "eagle3", "medusa", "hydra", "dflash", "diffusion"]
+)
+def test_it_can_be_captured(made, name):
+    assert_captured(made(name, **FP16).bundle)

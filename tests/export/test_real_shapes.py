@@ -68,7 +68,7 @@ def test_a_character_split_over_tokens_comes_whole(settled):
     assert sum(len(piece.token_ids) for piece in stream) == len(text.encode()) + 1
 
 
-def test_shards_are_read_as_one(tmp_path):
+def test_shards_are_read_as_one_and_a_missing_shard_is_one_line(tmp_path):
     save_checkpoint(tmp_path / "whole", drafter_config())
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     model.save_pretrained(tmp_path / "shards", max_shard_size="8KB")
@@ -82,12 +82,6 @@ def test_shards_are_read_as_one(tmp_path):
         (bundle.path / f"{bundle.target.file}.data").read_bytes() for bundle in weights
     )
     assert first == second
-
-
-def test_a_missing_shard_is_one_line(tmp_path):
-    save_checkpoint(tmp_path / "whole", drafter_config())
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    model.save_pretrained(tmp_path / "shards", max_shard_size="8KB")
     sorted((tmp_path / "shards").glob("*.safetensors"))[1].unlink()
     with pytest.raises(jetdraft.JetdraftError, match="shards") as refusal:
         export(str(tmp_path / "shards"), tmp_path / "bundle", options=options())

@@ -87,10 +87,9 @@ def test_names_of_constants_stay_short(few):
 def test_a_pass_over_all_rows_has_the_bits_of_a_bundle_without_selections(
     few, bundle, prompt
 ):
-    plain = jetdraft.load(bundle, threads=1).generate(
-        token_ids=prompt, max_new_tokens=40, method="none"
-    )
-    text = few.generate(token_ids=prompt, max_new_tokens=40, method="none")
+    how = {"token_ids": prompt, "max_new_tokens": 40, "method": "none"}
+    plain = jetdraft.load(bundle, threads=1).generate(**how)
+    text = few.generate(**how)
     assert text.token_ids == plain.token_ids
     assert text.stats.select_kv is None
     assert not text.stats.lossy
@@ -122,13 +121,8 @@ def test_every_outcome_of_a_round_leaves_the_buffers_right(few, prompt, right):
 
 def test_a_selection_of_all_rows_is_always_right(few, prompt):
     """The text and its prompt are shorter than a selection."""
-    stats = few.generate(
-        token_ids=prompt[:6],
-        max_new_tokens=20,
-        ignore_eos=True,
-        method="select",
-        num_draft_tokens=4,
-    ).stats
+    how = {"method": "select", "num_draft_tokens": 4, "ignore_eos": True}
+    stats = few.generate(token_ids=prompt[:6], max_new_tokens=20, **how).stats
     assert stats.acceptance_rate == 1.0
 
 
@@ -209,11 +203,8 @@ def trained_briefly(folder, **options):
     config = llama_config(num_hidden_layers=1, max_position_embeddings=TRAINED)
     save_checkpoint(folder / "target", config)
     settings = {"capacity": 256, "max_width": 16, "select_kv": ROWS} | options
-    export(
-        str(folder / "target"),
-        folder / "bundle",
-        options=ExportOptions(Recipe("none"), **settings),
-    )
+    options = ExportOptions(Recipe("none"), **settings)
+    export(str(folder / "target"), folder / "bundle", options=options)
     return folder
 
 
@@ -321,18 +312,11 @@ def test_an_export_says_where_keys_cannot_turn(tmp_path):
 
 
 def test_selected_rows_as_the_target_are_lossy_and_say_so(few, prompt):
-    text = few.generate(
-        token_ids=prompt,
-        max_new_tokens=40,
-        ignore_eos=True,
-        method="none",
-        exact=False,
-        drafting={"select_kv": True},
-    )
+    how = {"max_new_tokens": 40, "ignore_eos": True, "method": "none"}
+    lossy = {"exact": False, "drafting": {"select_kv": True}}
+    text = few.generate(token_ids=prompt, **how, **lossy)
     assert text.stats.to_json()["select_kv"] == ROWS
-    exact = few.generate(
-        token_ids=prompt, max_new_tokens=40, ignore_eos=True, method="none"
-    )
+    exact = few.generate(token_ids=prompt, **how)
     assert exact.stats.reused_tokens == 0  # its rows would be lossy
     assert text.token_ids != exact.token_ids
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM
 
 import jetdraft
+from jetdraft.checkpoints.attention import set_attention
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.checkpoints.source_attention import set_attention
 from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.block.module import embedding_sha256
@@ -175,17 +175,11 @@ def test_its_drafts_change_no_text(made, options):
 def test_greedy_verification_with_one_best_token_is_plain_decoding(made):
     """More tokens within a larger tolerance change the text."""
     *_, model = made
+    how = {"token_ids": SOURCE, "method": "block", "num_draft_tokens": SLOTS}
+    how |= {"max_new_tokens": 40, "ignore_eos": True, "exact": False}
 
     def figures(**drafting):
-        result = model.generate(
-            token_ids=SOURCE,
-            method="block",
-            num_draft_tokens=SLOTS,
-            drafting={"confidence": 0.0, **drafting},
-            max_new_tokens=40,
-            ignore_eos=True,
-            exact=False,
-        )
+        result = model.generate(**how, drafting={"confidence": 0.0, **drafting})
         lossy = "verifier tolerant" if drafting else ""
         assert result.stats.lossy == lossy
         return result.token_ids, result.stats.accepted_tokens

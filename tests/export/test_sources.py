@@ -111,14 +111,9 @@ def test_every_method_gives_the_text_of_plain_decoding(family, options):
 def test_a_drafter_that_is_the_target_is_always_right(family):
     """A drafter that reads another source, or none, is not."""
     _, model, _ = family
+    how = {"max_new_tokens": 24, "num_draft_tokens": 3, "ignore_eos": True}
     for source in (SOURCE, SOURCE[::-1], SOURCE):
-        stats = model.generate(
-            token_ids=source,
-            method="draft",
-            num_draft_tokens=3,
-            max_new_tokens=24,
-            ignore_eos=True,
-        ).stats
+        stats = model.generate(token_ids=source, method="draft", **how).stats
         assert stats.accepted_by_position == [1.0, 1.0, 1.0]
 
 

@@ -22,16 +22,9 @@ WAYS = [{}, {"temperature": 0.9, "seed": 3}]
 LAYERS = 2
 
 
-def options(flavour, scheme="none", **more):
-    recipe = Recipe(scheme, 32)
-    return ExportOptions(
-        recipe,
-        Recipe.for_drafter(recipe),
-        capacity=64,
-        max_width=16,
-        flavour=flavour,
-        **more,
-    )
+def options(flavour, scheme="none"):
+    recipe, sizes = Recipe(scheme, 32), {"capacity": 64, "max_width": 16}
+    return ExportOptions(recipe, Recipe.for_drafter(recipe), flavour=flavour, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -162,17 +155,11 @@ def test_the_buffers_are_written_in_place(standard):
 
 
 def test_sliding_windows_are_refused(tmp_path):
-    sizes = {**SIZES, "num_hidden_layers": 1, "sliding_window": 8}
-    config = MistralConfig(**sizes)
+    config = MistralConfig(**SIZES | {"num_hidden_layers": 1, "sliding_window": 8})
     save_checkpoint(tmp_path / "target", config)
     with pytest.raises(UnsupportedModelError, match="sliding window"):
         export(str(tmp_path / "target"), tmp_path / "out", options=options("standard"))
     assert not (tmp_path / "out").exists()
-
-
-def test_no_size_of_a_pass_is_copied_to_a_gpu(standard):
-    for file in graphs(standard.bundle.path):
-        assert copied_to_device(file) == [], file.name
 
 
 def test_check_names_the_flavour(standard):
@@ -202,23 +189,20 @@ def streamed(tmp_path_factory):
     return models
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_no_size_of_a_pass_with_streams_is_copied(streamed, flavour):
-    for file in graphs(streamed[flavour].bundle.path):
-        assert copied_to_device(file) == [], file.name
+def test_no_size_of_a_pass_is_copied_to_a_gpu(floats, int4, streamed):
+    for model in (floats, int4, *streamed.values()):
+        for file in graphs(model.bundle.path):
+            assert copied_to_device(file) == [], file
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_streams_write_the_same(streamed, way):
     how = {"token_ids": PROMPT, "max_new_tokens": 40, "ignore_eos": True, **way}
     plain = streamed["contrib"].generate(method="none", **how).token_ids
+    how |= {"method": "stream", "num_draft_tokens": 3}
     for tree in ("chain", "best"):
-        drafting = {
-            "drafting": {"tree": tree},
-            "method": "stream",
-            "num_draft_tokens": 3,
-        }
-        results = [m.generate(**drafting, **how) for m in streamed.values()]
+        drafting = {"tree": tree}
+        results = [m.generate(**how, drafting=drafting) for m in streamed.values()]
         assert all(result.token_ids == plain for result in results)
         assert len({result.stats.target_passes for result in results}) == 1
 

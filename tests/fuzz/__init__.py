@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 SUBJECTS = {
     "same-text": "tests.fuzz.same_text:SameText",
     "bundles": "tests.fuzz.bundles:Bundles",
+    "operators": "tests.fuzz.operators:Operators",
     "server": "tests.fuzz.serving:Serving",
     "faults": "tests.fuzz.faults:Faults",
     "soak": "tests.fuzz.soak:Soak",

@@ -22,8 +22,13 @@ import jetdraft
 from jetdraft.bundle import STREAMS, Bundle
 from jetdraft.cli import main
 from jetdraft.errors import JetdraftError
-from jetdraft.learning.lessons import LESSONS_FILE
-from jetdraft.learning.weight_sets import ARRAYS, CHOICE_FILE, Choice, drafter_sha256
+from jetdraft.learning.lessons import (
+    ARRAYS,
+    CHOICE_FILE,
+    LESSONS_FILE,
+    Choice,
+    drafter_sha256,
+)
 from jetdraft.manifest import MANIFEST, sha256_of
 from jetdraft.runtime.piece import Result
 from jetdraft.testing import toy_bundle

@@ -141,7 +141,8 @@ def _one_process(
     command += [str(first), str(count), str(int(light))]
     block, begun, facts = first, False, dict[str, int]()
     try:
-        with _running(command) as process:
+        environment = {} if light else subject.environment()
+        with _running(command, environment) as process:
             for message in _messages(process, subject.seconds, end):
                 kind, number = message["kind"], message.get("number", number)
                 if kind == "begin":
@@ -173,7 +174,9 @@ def _one_process(
 
 
 @contextmanager
-def _running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+def _running(
+    command: list[str], environment: dict[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
     """The process of a command; nothing that it began or wrote is left afterwards."""
     with TemporaryDirectory(
         prefix="jetdraft-fuzz-", ignore_cleanup_errors=True
@@ -182,7 +185,7 @@ def _running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
-            env={**os.environ, "TMPDIR": folder},
+            env={**os.environ, **environment, "TMPDIR": folder},
             start_new_session=True,
         )
         try:

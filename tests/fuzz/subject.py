@@ -37,6 +37,11 @@ class Subject(ABC):
         self.facts: Counter[str] = Counter()
         """Counts beside the counts of outcomes, for the closing line."""
 
+    @classmethod
+    def environment(cls) -> dict[str, str]:
+        """More variables for the process of a subject that is not light."""
+        return {}
+
     @abstractmethod
     def run(self, draw: Random) -> str:
         """Try a case that `draw` decides; gives its outcome in a few words."""

@@ -22,34 +22,28 @@ def look(folder):
         warnings.simplefilter("always")
         names = list(methods())
     with jetdraft.load(folder, threads=1) as model:
+        plain = write(model, "none").token_ids
         return {
             "methods": names,
             "warnings": [str(warning.message) for warning in caught],
             "kinds": sorted({warning.category.__name__ for warning in caught}),
             "of_model": model.methods,
-            "plain": text(model, "lookup") == text(model, "none"),
+            "plain": plain == write(model, "lookup").token_ids,
             **(guest(model) if "again" in names else {}),
         }
 
 
-def text(model, method, **options):
+def write(model, method, **options):
     how = {"max_new_tokens": 48, "ignore_eos": True, **options}
-    return model.generate(PROMPT, method=method, **how).token_ids
+    return model.generate(PROMPT, method=method, **how)
 
 
 def guest(model):
     """What the package's own method does."""
     texts = []
     for sampling, length in product(SAMPLINGS, LENGTHS):
-        drafted = model.generate(
-            PROMPT,
-            method="again",
-            num_draft_tokens=length,
-            max_new_tokens=48,
-            ignore_eos=True,
-            **sampling,
-        )
-        same = drafted.token_ids == text(model, "none", **sampling)
+        drafted = write(model, "again", num_draft_tokens=length, **sampling)
+        same = drafted.token_ids == write(model, "none", **sampling).token_ids
         texts.append([same, length, drafted.stats.drafted_tokens])
     lineup = model.planner.proposer_set(Drafting("auto"))
     # As on a machine with free rows, where other drafts take long; it stays so.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -25,6 +24,7 @@ from jetdraft.methods import (
     Traits,
     registered,
 )
+from tests.programs import ended
 
 HERE = Path(__file__).parent
 OF_TOY = ["none", "lookup", "draft", "trigram", "cascade"]
@@ -35,15 +35,8 @@ def python(*arguments, beside=None):
     root = Path(jetdraft.__file__).parents[1]
     paths = [str(path) for path in (beside, root) if path is not None]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env=environment,
-        cwd=beside,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    how = {"env": environment, "cwd": beside, "timeout": 300}
+    return ended(sys.executable, *arguments, **how)
 
 
 def look(bundle, beside=None):

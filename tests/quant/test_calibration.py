@@ -65,6 +65,8 @@ def test_moments_are_those_of_the_inputs(checkpoint, tmp_path):
     for name in ("q_proj", "k_proj", "v_proj"):
         moments = found[f"model.layers.0.self_attn.{name}.weight"]
         np.testing.assert_allclose(moments, (rows.T @ rows).numpy(), rtol=1e-4)
+    for name, powers in second_moments(model, text, diagonal=True).items():
+        np.testing.assert_allclose(powers, np.diagonal(found[name]), rtol=1e-4)
     own = {id(found[f"model.layers.0.{name}.weight"]) for name in LAYER}
     assert len(own) == 4, "q, k and v are fed the same, and so are gate and up"
 

@@ -6,16 +6,16 @@ from jetdraft.export.measures import QUESTIONS, REPLY_TOKENS, sample_text
 from jetdraft.quant.calibration import own_attention
 from jetdraft.quant.choice import (
     DRAFTER_CHOICES,
-    EIGHT_BIT_RUNGS,
-    FOUR_BIT_RUNGS,
     MIX_SHARE,
-    SAFE_RECIPE,
     choose_drafter_recipe,
     choose_recipe,
 )
 from jetdraft.quant.divergence import Divergence
-from jetdraft.recipe import Recipe
+from jetdraft.recipe import RUNGS, Recipe
 from tests.tiny import drafter_config, llama_config, save_checkpoint
+
+ORT, OURS = "onnxruntime", "jetdraft"
+*FOUR_BITS, EIGHT_BITS, SAFE = RUNGS[ORT]
 
 
 class Known:
@@ -28,6 +28,8 @@ class Known:
         self.kl, self.layer, self.eight_bits = kl, layer, dict(eight_bits)
 
     def mean_kl(self, recipe):
+        if recipe.has_grids:
+            return self.kl[recipe.scheme] - self.layer * len(recipe.raised)
         if recipe.scheme == "int8":
             return self.eight_bits[recipe.block_size]
         return self.kl[recipe.block_size] - self.layer * len(recipe.raised)
@@ -45,36 +47,56 @@ class Known:
 @pytest.mark.parametrize(
     ("kl", "expected"),
     [
-        ({32: 0.001, 64: 0.002, 128: 0.003}, FOUR_BIT_RUNGS[0]),
-        ({32: 0.01, 64: 0.02, 128: 0.04}, FOUR_BIT_RUNGS[1]),
-        ({32: 0.02, 64: 0.04, 128: 0.02}, FOUR_BIT_RUNGS[2]),
+        ({32: 0.001, 64: 0.002, 128: 0.003}, FOUR_BITS[0]),
+        ({32: 0.01, 64: 0.02, 128: 0.04}, FOUR_BITS[1]),
+        ({32: 0.02, 64: 0.04, 128: 0.05}, FOUR_BITS[2]),
     ],
 )
 def test_the_largest_blocks_that_keep_the_text(kl, expected):
-    recipe, measured = choose_recipe(Known(kl), bound=0.03)
+    recipe, measured = choose_recipe(Known(kl), ORT, bound=0.03)
     assert recipe == Recipe.parse(expected)
     assert measured == kl[recipe.block_size]
 
 
 def test_a_mix_where_rounding_is_not_enough():
-    recipe, kl = choose_recipe(Known({32: 0.06}, layer=0.01), bound=0.03)
+    worse = dict.fromkeys((64, 128), 1.0)
+    known = Known({32: 0.06, **worse}, layer=0.01)
+    recipe, kl = choose_recipe(known, ORT, bound=0.03)
     assert recipe.name == "int4-rtn-b32-up7.8.9-head8", "the worst layers first"
     assert kl == pytest.approx(0.03)
 
 
+@pytest.mark.parametrize(
+    ("kl", "layer", "expected"),
+    [
+        ({"q4_k": 0.02}, 0.0, "q4_k-headq6_k"),
+        ({"q4_k": 0.06, "q5_k": 0.01}, 0.01, "q4_k-up7.8.9-headq6_k"),
+        ({"q4_k": 0.06, "q5_k": 0.01}, 0.003, "q5_k-headq6_k"),
+        ({"q4_k": 1.0, "q5_k": 0.5, "q6_k": 0.2, "q8_0": 0.1}, 0.0, "q8_0"),
+    ],
+)
+def test_types_of_llama_cpp_from_the_cheapest_up(kl, layer, expected):
+    recipe, measured = choose_recipe(Known(kl, layer), OURS, bound=0.03)
+    assert recipe.name == expected
+    assert measured == pytest.approx(kl[recipe.scheme] - layer * len(recipe.raised))
+
+
 def test_eight_bits_where_a_mix_saves_nothing():
-    known = Known({32: 0.09}, layer=0.0065)
-    eight_bits = Recipe.parse(EIGHT_BIT_RUNGS[0])
-    assert choose_recipe(known, bound=0.03) == (eight_bits, 0.002)
+    worse = dict.fromkeys((64, 128), 1.0)
+    known = Known({32: 0.09, **worse}, layer=0.0065)
+    eight_bits = Recipe.parse(EIGHT_BITS)
+    assert choose_recipe(known, ORT, bound=0.03) == (eight_bits, 0.002)
     mix = Recipe.parse("int4-b32-up0.1.2.3.4.5.6.7.8.9-head8")
     assert known.bytes_of(mix) > MIX_SHARE * known.bytes_of(eight_bits)
-    assert choose_recipe(Known({32: 9.0}, layer=0.0), bound=0.03)[0] == eight_bits
+    hopeless = Known(dict.fromkeys((32, 64, 128), 9.0), layer=0.0)
+    assert choose_recipe(hopeless, ORT, bound=0.03)[0] == eight_bits
 
 
 @pytest.mark.parametrize("finest", [0.02, 0.05])
 def test_smaller_blocks_where_eight_bits_are_not_enough(finest):
-    known = Known({32: 9.0}, eight_bits=((64, 0.04), (32, finest)))
-    assert choose_recipe(known, bound=0.03) == (Recipe.parse(SAFE_RECIPE), finest)
+    fine = ((64, 0.04), (32, finest))
+    known = Known(dict.fromkeys((32, 64, 128), 9.0), eight_bits=fine)
+    assert choose_recipe(known, ORT, bound=0.03) == (Recipe.parse(SAFE), finest)
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +158,8 @@ def test_overlap_is_the_acceptance_of_sampled_drafts(pair):
         # As though the drafter's head had all rows and theirs were the first.
         first = drafter.overlap(floats, target, torch.arange(p.shape[1]))
         assert 0 < part < first == pytest.approx(expected, abs=1e-5)
-        choice = choose_drafter_recipe(target, drafter, Recipe("int8", 32))
-    assert choice.recipe.name in (*DRAFTER_CHOICES, "int8-rtn-b32-head4")
+        choice = choose_drafter_recipe(target, drafter, Recipe("int8", 32), ORT)
+    assert choice.recipe.name in (*DRAFTER_CHOICES[ORT], "int8-rtn-b32-head4")
     assert choice.full_overlap == pytest.approx(expected, abs=1e-5)
 
 
@@ -166,6 +188,6 @@ def test_a_drafter_gets_the_bits_that_make_the_pair_fast(
         bytes_of = staticmethod(lambda recipe: size * recipe.bits / 8)
 
     Drafter.overlap = staticmethod(overlap)
-    choice = choose_drafter_recipe(Target(), Drafter(), Recipe())
+    choice = choose_drafter_recipe(Target(), Drafter(), Recipe(), ORT)
     assert choice.recipe.name == expected
     assert choice.full_overlap == 0.8

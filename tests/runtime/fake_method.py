@@ -1,9 +1,13 @@
-"""A generation whose only proposer is a test's own."""
+"""Proposers of tests: a generation that has one only, and one over a graph."""
 
 from jetdraft.methods import Method, registered
+from jetdraft.runtime.drafters.draft_cache import DraftCache
+from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import Options
+from jetdraft.runtime.proposers.model_proposer import ModelProposer
+from jetdraft.runtime.proposers.proposer import Traits
 from jetdraft.runtime.text.codec import TextStream
 from jetdraft.runtime.text.stops import Ending, StopWatcher
 
@@ -48,3 +52,9 @@ def tokens_of(model, prompt, sampling, proposer=None, **options):
     """All token ids of a generation, and its stats; see `pieces_of`."""
     pieces, stats = pieces_of(model, prompt, sampling, proposer, **options)
     return [token for piece in pieces for token in piece.token_ids], stats
+
+
+def drafter_of(graph, name="draft"):
+    """A proposer of chains as `draft` makes, over a graph that no other uses."""
+    widest = graph.contract.max_width - 1
+    return ModelProposer(DraftCache(graph), Traits(name, widest, Kind.COUPLED))

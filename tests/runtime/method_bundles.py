@@ -44,7 +44,7 @@ def _exported(folder: Path, method: str) -> None:
     """An export of tiny random checkpoints; torch is imported here only."""
     import torch
 
-    from jetdraft.checkpoints.prompts import FORECAST, PromptSettings
+    from jetdraft.checkpoints.streams import FORECAST, PromptSettings
     from jetdraft.export.exporter import ExportOptions, export
     from jetdraft.recipe import Recipe
     from tests.checkpoints.heads import layouts

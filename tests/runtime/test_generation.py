@@ -10,8 +10,8 @@ import pytest
 
 from jetdraft.methods import Proposer, Rows, Traits
 from jetdraft.runtime.generation import Generation
-from jetdraft.runtime.measured.acceptance_rates import Acceptance
 from jetdraft.runtime.measured.cost_model import Curve
+from jetdraft.runtime.measured.stats import Acceptance
 from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.sampling.chooser import Sampling
 from tests.runtime import fake_method

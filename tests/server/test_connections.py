@@ -1,18 +1,20 @@
-"""Connections that stay silent, are too many, or are closed by half."""
+"""Connections that are silent, too many, closed by half, or in the file system."""
 
 import http.client
 import json
 import os
 import socket
+import stat
 import threading
 import time
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from jetdraft.errors import OptionError
 from jetdraft.server import connection, http_server
 from jetdraft.server.connection import CROWDED_CONNECTIONS, ConnectionLimiter, _peer_id
 from jetdraft.server.http_server import open_unix_listener
@@ -134,25 +136,17 @@ def test_health_is_answered_while_all_connections_work(fresh, slow, monkeypatch)
         assert refused.headers["retry-after"]
 
 
-@contextmanager
-def few_files(count):
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_a_limit_of_files_is_no_end(toy):
-    with few_files(256):
-        context = started(toy)
-        process, address = context.__enter__()
-    try:
-        with ExitStack() as stack:
+    resource = pytest.importorskip("resource")
+    own = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, own)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, own[1]))
+        process, address = stack.enter_context(started(toy))
+        resource.setrlimit(resource.RLIMIT_NOFILE, own)
+        with ExitStack() as lines:
             for _ in range(500):
-                stack.enter_context(connect(address))
+                lines.enter_context(connect(address))
             assert httpx.get(f"{address}/health", timeout=60).status_code == 200
             answer = httpx.post(f"{address}/v1/completions", json=BODY, timeout=60)
             assert answer.status_code == 200
@@ -160,8 +154,6 @@ def test_a_limit_of_files_is_no_end(toy):
         process.terminate()
         assert process.wait(60) == 0
         assert process.stderr.read().startswith("POST /v1/completions 200, ")
-    finally:
-        context.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -246,3 +238,76 @@ def test_turns_go_by_the_connection(fresh, slow, tmp_path):
         waiting = {c: len(queue) for c, queue in fresh.desk._waiting.items()}
         assert waiting == {"127.0.0.1": 2, f"uid {os.getuid()}": 1}
     until(lambda: fresh.desk.generating == 0)
+
+
+GOOD = {"model": "toy", "prompt": "The robot", "max_tokens": 9, "seed": 1}
+
+
+def test_a_server_answers_at_both_doors(toy, tmp_path, model):
+    path = tmp_path / "s"
+    with started(toy, "--uds", path) as (process, address):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
+            # No page of a browser comes this way, so any name will do.
+            answer = client.post("http://robot/v1/completions", json=GOOD, timeout=60)
+        other = httpx.post(f"{address}/v1/completions", json=GOOD, timeout=60)
+        texts = {a.json()["choices"][0]["text"] for a in (answer, other)}
+        assert len(texts) == 1
+        process.terminate()
+        assert process.wait(60) == 0
+    assert not path.exists()
+
+
+def test_the_socket_of_a_dead_server_is_replaced(toy, tmp_path):
+    path = tmp_path / "s"
+    with started(toy, "--uds", path) as (process, _):
+        process.kill()
+        process.wait()
+    assert stat.S_ISSOCK(path.lstat().st_mode)
+    with open_unix_listener(path), socket.socket(socket.AF_UNIX) as line:
+        line.connect(str(path))
+
+
+def test_the_socket_of_a_server_that_lives_is_left(tmp_path):
+    path = tmp_path / "s"
+    with open_unix_listener(path):
+        with pytest.raises(OptionError, match="another server listens"):
+            open_unix_listener(path).__enter__()
+        assert path.exists()
+
+
+def test_nothing_but_a_socket_is_removed(tmp_path):
+    file, link, folder = (tmp_path / name for name in ("file", "link", "folder"))
+    file.write_text("kept")
+    link.symlink_to(tmp_path / "nowhere")
+    folder.mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    for path in (file, link, folder, tmp_path / "fifo"):
+        with pytest.raises(OptionError, match="no socket"):
+            open_unix_listener(path).__enter__()
+    assert file.read_text() == "kept"
+    assert link.is_symlink()
+    assert folder.is_dir()
+
+
+def test_what_replaced_the_socket_stays(tmp_path):
+    path = tmp_path / "s"
+    with open_unix_listener(path):
+        path.unlink()
+        path.write_text("kept")
+    assert path.read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["x" * 200, "none/s", "a\0b"])
+def test_impossible_paths(tmp_path, name):
+    with pytest.raises(OptionError, match="choose another --uds"):
+        open_unix_listener(tmp_path / name).__enter__()
+
+
+def test_the_mask_of_the_process_is_as_before(tmp_path):
+    before = os.umask(0o022)
+    try:
+        with open_unix_listener(tmp_path / "s"):
+            assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)

@@ -1,27 +1,28 @@
-"""Clients that leave or do not read, and servers that are ended."""
+"""Clients that leave, do not read or are many; servers that end, and who hears it."""
 
-import hashlib
 import json
 import os
 import re
 import signal
 import socket
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
 from click.testing import CliRunner
+from openai import OpenAI
 
 from jetdraft import Pool
-from jetdraft.bundle import CHAT_TEMPLATE
 from jetdraft.cli import main
 from jetdraft.errors import OptionError
 from jetdraft.server.app import Service
-from jetdraft.server.http_server import open_listener, open_unix_listener
-from jetdraft.testing import toy_bundle
-from tests import manifests
+from jetdraft.server.http_server import Systemd, open_listener, open_unix_listener
 from tests.cli.running import assert_refused, without
+from tests.runtime.test_conversation import with_template
 from tests.server.conftest import LIMITS
 from tests.server.serving import connect, served, started, until
 
@@ -262,15 +263,7 @@ def test_wrong_options_of_the_command(toy, tmp_path):
     assert_refused(serve(toy, "--models", "0"), "--models")
     refusal = "max wait nan is out of range; give more than 0"
     assert_refused(serve(toy, "--max-wait", "nan"), refusal)
-    broken = toy_bundle(tmp_path / "broken")
-    template = b"{% for m in messages %}"
-    (broken / CHAT_TEMPLATE).write_bytes(template)
-    manifest = manifests.read(broken)
-    manifest["files"][CHAT_TEMPLATE] = {
-        "bytes": len(template),
-        "sha256": hashlib.sha256(template).hexdigest(),
-    }
-    manifests.write(broken, manifest)
+    broken = with_template(toy, tmp_path / "broken", "{% for m in messages %}")
     assert_refused(serve(broken), "chat template is broken")
 
 
@@ -278,3 +271,131 @@ def test_without_the_packages_it_says_what_to_install(toy):
     done = without("starlette", "serve", toy)
     assert done.returncode == 2
     assert "pip install 'jetdraft[cpu,serve]'" in done.stderr
+
+
+CLIENTS, REQUESTS = 8, 8
+PROMPTS = ("The robot sees", '{"name": "Ann"', "The cat", "A blue ball")
+
+
+def resident(pid):
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def ask(address, number):
+    """What one client got: by turns whole and streamed, text and chat."""
+    found = {}
+    with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        for turn in range(REQUESTS):
+            prompt = PROMPTS[(number + turn) % len(PROMPTS)]
+            seed = 100 * number + turn
+            asked = {"model": "toy", "temperature": 0.9, "seed": seed, "max_tokens": 24}
+            if turn % 2:
+                chunks = client.completions.create(**asked, prompt=prompt, stream=True)
+                text = "".join(chunk.choices[0].text for chunk in chunks)
+            else:
+                text = client.completions.create(**asked, prompt=prompt).choices[0].text
+            found[prompt, seed] = text
+    return found
+
+
+def test_all_are_answered_and_none_mixed_up(toy, model):
+    with started(toy, "--models", "2") as (process, address):
+        ask(address, CLIENTS)  # what is allocated once
+        before = resident(process.pid)
+        with ThreadPoolExecutor(CLIENTS) as threads:
+            answers = list(threads.map(lambda n: ask(address, n), range(CLIENTS)))
+        after = resident(process.pid)
+    texts = {key: text for found in answers for key, text in found.items()}
+    assert len(texts) == CLIENTS * REQUESTS
+    for (prompt, seed), text in texts.items():
+        expected = model.generate(
+            prompt, method="none", temperature=0.9, seed=seed, max_new_tokens=24
+        )
+        assert text == expected.text
+    assert len(set(texts.values())) > CLIENTS * REQUESTS / 2
+    assert after - before < 16e6, "memory stays"
+
+
+@pytest.fixture
+def manager(tmp_path):
+    """A socket such as systemd's."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
+        own.bind(str(tmp_path / "notify"))
+        own.settimeout(60)
+        yield own
+
+
+def heard(manager):
+    return manager.recv(100).decode()
+
+
+def test_readiness_watchdog_and_end(manager, toy, monkeypatch):
+    monkeypatch.setenv("NOTIFY_SOCKET", manager.getsockname())
+    monkeypatch.setenv("WATCHDOG_USEC", "1500000")
+    with started(toy) as (process, address):
+        assert heard(manager) == "READY=1"
+        assert httpx.get(f"{address}/health").status_code == 200
+        assert [heard(manager) for _ in range(3)] == ["WATCHDOG=1"] * 3
+        process.terminate()
+        said = heard(manager)
+        while said == "WATCHDOG=1":
+            said = heard(manager)
+        assert said == "STOPPING=1"
+        assert process.wait(60) == 0
+
+
+def test_a_model_that_hangs_is_not_alive(service, address):
+    """A text that continues after its end: only a pass that never ends does so."""
+    assert service.desk.overdue <= 0
+
+    class Hanging:
+        deadline = time.monotonic() - 5.0
+
+    service.desk.jobs.add(Hanging)
+    try:
+        assert service.desk.overdue >= 5.0
+    finally:
+        service.desk.jobs.discard(Hanging)
+
+
+def test_a_hanging_model_silences_the_watchdog(manager, toy, monkeypatch):
+    monkeypatch.setenv("NOTIFY_SOCKET", manager.getsockname())
+    monkeypatch.setenv("WATCHDOG_USEC", "300000")
+    with started(toy, "--max-seconds", "0.2", slow=20.0) as (_, address):
+        assert heard(manager) == "READY=1"
+        assert heard(manager) == "WATCHDOG=1"
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(f"{address}/v1/completions", json=LONG, timeout=2.0)
+        manager.setblocking(False)
+        with pytest.raises(BlockingIOError):  # noqa: PT012
+            while True:
+                manager.recv(100)
+        time.sleep(1.2)
+        with pytest.raises(BlockingIOError):
+            manager.recv(100)
+        assert httpx.get(f"{address}/health").status_code == 200, "the loop is well"
+
+
+def test_an_abstract_address():
+    name = f"\0jetdraft-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
+        own.bind(name)
+        own.settimeout(60)
+        Systemd({"NOTIFY_SOCKET": "@" + name[1:]}).notify("READY=1")
+        assert heard(own) == "READY=1"
+
+
+def test_nobody_listens(tmp_path):
+    Systemd({}).notify("READY=1")
+    Systemd({"NOTIFY_SOCKET": str(tmp_path / "none")}).notify("READY=1")
+
+
+def test_whose_watchdog_it_is():
+    def seconds(**more):
+        return Systemd({"WATCHDOG_USEC": "2000000", **more}).watchdog_seconds
+
+    assert seconds() == 2.0
+    assert seconds(WATCHDOG_PID=str(os.getpid())) == 2.0
+    assert seconds(WATCHDOG_PID="1") is None
+    assert seconds(WATCHDOG_USEC="x") is None

@@ -1,6 +1,8 @@
-"""Bodies, keys and options that cannot be: one clear error of OpenAI's shape."""
+"""Requests that cannot be answered, host names and keys that cannot be right."""
 
 import json
+import os
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -8,12 +10,15 @@ from dataclasses import replace
 import httpx
 import openai
 import pytest
+from click.testing import CliRunner
 
+from jetdraft.cli import main
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.server.app import Service
-from jetdraft.server.connection import is_loopback
+from jetdraft.server.connection import host_name, is_loopback
+from tests.cli.running import assert_refused
 from tests.server.conftest import LIMITS
-from tests.server.serving import connect, served
+from tests.server.serving import connect, read, request, served
 
 GOOD = {"model": "toy", "prompt": "a", "max_tokens": 2}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "a"}]}
@@ -22,6 +27,16 @@ WRONG = {
     "function": {"name": "g", "parameters": {"type": "strung"}},
 }
 TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def call(**changes):
+    return {"function": {"name": "f", "arguments": "{}", **changes}}
+
+
+def calling(arguments):
+    """A chat of a call with these arguments."""
+    calls = [call(arguments=arguments)]
+    return {"messages": [{"role": "assistant", "tool_calls": calls}]}
 
 
 def post(address, body, path="completions", **headers):
@@ -116,21 +131,9 @@ def test_wrong_completions(address, body, words):
         ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "must be a list"),
         ({"messages": [{"role": "\ud800", "content": "a"}]}, "surrogate"),
         ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "lone"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [
-                {"function": {"name": "f", "arguments": '"\\ud800"'}}]}]},
-            "surrogate",
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [
-                {"function": {"name": "f", "arguments": "[" * 9000}}]}]},
-            "not JSON",
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [
-                {"function": {"name": "f", "arguments": "{"}}]}]},
-            "not JSON",
-        ),
+        (calling('"\\ud800"'), "surrogate"),
+        (calling("[" * 9000), "not JSON"),
+        (calling("{"), "not JSON"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {
                 "schema": {"properties": {"a": {"type": "x"}}}}}},
@@ -142,10 +145,6 @@ def test_wrong_completions(address, body, words):
 def test_wrong_chats(address, changes, words, stream):
     body = {**CHAT, "stream": stream, **changes}
     assert_error(post(address, body, "chat/completions"), 400, words)
-
-
-def call(**changes):
-    return {"function": {"name": "f", "arguments": "{}", **changes}}
 
 
 @pytest.mark.parametrize(
@@ -244,15 +243,14 @@ def test_a_prompt_that_is_too_long_has_openais_code(service, length, monkeypatch
     if length == 19_000:
         monkeypatch.setattr(TextCodec, "encode", None)
     with served(Service(service.pool, "toy", limits)) as address:
-        answer = error(post(address, {**GOOD, "prompt": text}))
-        assert (answer["code"], answer["param"]) == (
-            "context_length_exceeded",
-            "prompt",
-        )
-        body = {**CHAT, "messages": [{"role": "user", "content": text}]}
-        answer = error(post(address, body, "chat/completions"))
-        assert answer["code"] == "context_length_exceeded"
-        assert answer["param"] == "messages"
+        messages = [{"role": "user", "content": text}]
+        for path, body, param in (
+            ("completions", {**GOOD, "prompt": text}, "prompt"),
+            ("chat/completions", {**CHAT, "messages": messages}, "messages"),
+        ):
+            answer = error(post(address, body, path))
+            assert answer["code"] == "context_length_exceeded"
+            assert answer["param"] == param
         with (
             pytest.raises(openai.BadRequestError) as refused,
             openai.OpenAI(
@@ -353,3 +351,53 @@ def test_keys(service):
 def test_who_can_reach_an_address():
     assert all(is_loopback(host) for host in ("127.0.0.1", "::1", "localhost"))
     assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "192.168.0.1", "pi"))
+
+
+MALFORMED = (
+    "ev{il.example", 'ev"il.example', "evil^.example", "evil.example:99999",
+    "evil.example:x", "a b", "", "localhost:", "localhost:80:80", "[::1", "::1",
+    "localhost/", "localhost@evil.example", "localhost,evil.example", "loc\xe4lhost",
+)  # fmt: skip
+FOREIGN = ("evil.example", "localhost.evil.example", "[2001:db8::1]", "10.0.0.1:80")
+OWN = ("localhost", "LOCALHOST:1".lower(), "127.0.0.1:8080", "[::1]:8080", "127.0.0.9")
+
+
+def ask(address, host):
+    with connect(address) as line:
+        named = request(GOOD).replace(b"localhost", host.encode("latin-1"))
+        line.sendall(named)
+        line.shutdown(socket.SHUT_WR)
+        return int(read(line).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")[9:12])
+
+
+@pytest.mark.parametrize("host", [*MALFORMED, *FOREIGN])
+def test_other_hosts_are_refused(address, host):
+    assert ask(address, host) == 400
+
+
+@pytest.mark.parametrize("host", OWN)
+def test_local_hosts_are_answered(address, host):
+    assert ask(address, host) == 200
+
+
+def test_a_request_without_a_host_is_refused(address):
+    with connect(address) as line:
+        line.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert read(line).startswith(b"HTTP/1.1 400 ")
+
+
+def test_hosts_are_parsed():
+    assert [host_name(host) for host in MALFORMED] == [None] * len(MALFORMED)
+    assert host_name("robot.local:80") == "robot.local"
+    assert host_name("[::1]") == "::1"
+
+
+@pytest.mark.parametrize("key", ["", " key", "a key", "key\n", "schlüssel"])
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_keys_that_nobody_could_send(tmp_path, key, by_environment):
+    """They are refused before anything is loaded: there is no bundle here."""
+    command = ["serve", str(tmp_path), "--port", "0"]
+    environment = {"JETDRAFT_API_KEY": key} if by_environment else {}
+    given = [] if by_environment else ["--api-key", key]
+    result = CliRunner(env={**os.environ, **environment}).invoke(main, command + given)
+    assert_refused(result, "the API key")

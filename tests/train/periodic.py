@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from jetdraft.train.run import TrainingOptions
-from jetdraft.train.task import Task
+from jetdraft.train.task import Task, TrainingOptions
 from jetdraft.train.training import Training
 from tests.tiny import llama_config, save_checkpoint
 

@@ -11,7 +11,7 @@ import torch
 from jetdraft.errors import OptionError
 from jetdraft.train import machine
 from jetdraft.train.machine import Muon, defer_interrupts, precision
-from jetdraft.train.run import Run
+from jetdraft.train.task import Run
 from jetdraft.train.training import check_batch_size
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)

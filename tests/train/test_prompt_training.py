@@ -1,33 +1,33 @@
-"""Training prompt tokens: what they see, and what is refused."""
+"""Training prompt tokens and streams: what they see, what stays, what is refused."""
+
+from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import MistralConfig
+from transformers import AutoModelForCausalLM, MistralConfig
 
-from jetdraft.checkpoints.prompts import PromptSettings
-from jetdraft.errors import UnsupportedModelError
+from jetdraft.checkpoints.streams import PromptSettings, StreamSettings
+from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.methods.ppd.task import PpdTask
+from jetdraft.methods.stream.task import StreamTask
 from jetdraft.train.prompts import prompt_mask
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as run_jetdraft
-from tests.tiny import SIZES, llama_config, save_checkpoint
-from tests.train.periodic import made
+from tests.tiny import SIZES, llama_config, save_checkpoint, save_streams
+from tests.train.periodic import QUICK, made
 
 LAYERS = 4
 
 
 def test_members_see_their_own_kind_only():
     """Two places with two prompt tokens of two members each."""
-    seen = (
-        prompt_mask(torch.tensor([[1, 3]]), 4, PromptSettings(2, 2))[0, 0]
-        .int()
-        .tolist()
-    )
+    mask = prompt_mask(torch.tensor([[1, 3]]), 4, PromptSettings(2, 2))
     first, second = [1, 1, 0, 0], [1, 1, 1, 1]
-    assert seen == [
+    assert mask[0, 0].int().tolist() == [
         [*first, 1, 0, 0, 0, 0, 0, 0, 0],
         [*first, 0, 1, 0, 0, 0, 0, 0, 0],
         [*first, 1, 0, 1, 0, 0, 0, 0, 0],
@@ -99,9 +99,8 @@ def _assert_exports_refused(out, bundle):
         assert_refused(refused, "does not fit streams.json")
     save_file(embeddings, weights)
     own = model.read_bytes()
-    other = save_checkpoint(
-        out.parent / "other", llama_config(num_hidden_layers=4), seed=9
-    )
+    config = llama_config(num_hidden_layers=4)
+    other = save_checkpoint(out.parent / "other", config, seed=9)
     model.write_bytes((other / "model.safetensors").read_bytes())
     refused = run_jetdraft("export", out, "-o", bundle)
     assert_refused(refused, "trained for other weights")
@@ -110,8 +109,51 @@ def _assert_exports_refused(out, bundle):
 
 
 def test_a_target_with_windows_is_refused(text, tmp_path):
-    folder = save_checkpoint(
-        tmp_path / "windows", MistralConfig(**SIZES, sliding_window=16)
-    )
+    config = MistralConfig(**SIZES, sliding_window=16)
+    folder = save_checkpoint(tmp_path / "windows", config)
     with pytest.raises(UnsupportedModelError, match="windows"):
         made(PpdTask, str(folder), tmp_path / "out", [text])
+
+
+SETTINGS = StreamSettings(gamma=3, layers=2, lora_rank=8, prune_rank=2)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("train") / "tuned"
+    return str(save_checkpoint(folder, llama_config()))
+
+
+@pytest.mark.parametrize("mode", ["lossless", "shared"])
+def test_streams_begin_at_the_size_of_hidden_states(tuned, text, tmp_path, mode):
+    settings = replace(SETTINGS, layers=1, mode=mode)
+    runs = [made(StreamTask, tuned, tmp_path / "o", [text], settings) for _ in range(2)]
+    one, other = (run.module.streams.embeddings for run in runs)
+    assert torch.equal(one, other)
+    ids = torch.tensor([runs[0].corpus.training[0].ids])
+    model = AutoModelForCausalLM.from_pretrained(tuned)
+    states = model(input_ids=ids, output_hidden_states=True).hidden_states
+    # Three streams of 64 entries have a standard error of 5 %.
+    assert one.std().item() == pytest.approx(states[-2].abs().median().item(), rel=0.3)
+    assert not (tmp_path / "o").exists()
+
+
+def test_lossless_training_leaves_the_main_rows_alone(tuned, text, tmp_path):
+    reports, folder = [], tmp_path / "out"
+    run = made(StreamTask, tuned, folder, [text], SETTINGS, QUICK)
+    run.run(reports.append)
+    seen = [r.validation["main_loss"] for r in reports if r.validation]
+    assert len(seen) == 3
+    assert len(set(seen)) == 1
+    described = json.loads((folder / "streams.json").read_text())
+    assert described["positions"] == "row + stream"
+    assert described["parameters"] == run.task.counts(run)
+    assert described["parameters"]["streams"] == 3 * 64 + 2 * 2 * 64
+
+
+def test_a_target_with_streams_is_refused(text, tmp_path):
+    folder = save_checkpoint(tmp_path / "target", llama_config())
+    save_streams(folder, StreamSettings(gamma=2, layers=1, lora_rank=4))
+    with pytest.raises(CheckpointError, match="already has streams"):
+        made(StreamTask, str(folder), tmp_path / "more", [text], SETTINGS, QUICK)
+    assert not (tmp_path / "more").exists()

@@ -35,7 +35,7 @@ from jetdraft.recipe import Recipe
 from jetdraft.train.attention import Masked, Masks
 from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import IGNORED, Example, collate
-from jetdraft.train.run import TrainingOptions
+from jetdraft.train.task import TrainingOptions
 from tests.sources import CONFIGS, T5, save, save_drafter
 from tests.tiny import WORDS, llama_config, save_checkpoint
 from tests.train.periodic import made

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from jetdraft.checkpoints.streams import StreamSettings
 from jetdraft.errors import (
     CheckpointError,
     DataError,
@@ -38,13 +39,12 @@ from jetdraft.methods.glide.task import GlideTask
 from jetdraft.methods.kangaroo.task import KangarooSettings, KangarooTask
 from jetdraft.methods.medusa.task import MedusaTask
 from jetdraft.methods.ppd.task import PpdSettings, PpdTask
-from jetdraft.methods.stream.task import StreamTask, StreamTaskSettings
+from jetdraft.methods.stream.task import StreamTask
 from jetdraft.runtime.planning.registry import load_object, methods
 from jetdraft.train.heads import HeadSettings, LayerSettings
-from jetdraft.train.run import TrainingOptions
 from jetdraft.train.run_folder import STATE_FILE, RunFolder
 from jetdraft.train.sec import SecSettings, SecTask
-from jetdraft.train.task import Task
+from jetdraft.train.task import Task, TrainingOptions
 from tests.programs import ROOT, printed
 from tests.sources import CONFIGS, save
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
@@ -97,7 +97,7 @@ KINDS = {
         {"glancing": 0.5},
     ),
     "stream": Kind(
-        StreamTask, StreamTaskSettings(gamma=3, lora_rank=8, prune_rank=2), {"gamma": 2}
+        StreamTask, StreamSettings(gamma=3, lora_rank=8, prune_rank=2), {"gamma": 2}
     ),
     "ppd": Kind(PpdTask, PpdSettings(gamma=2, members=2), {"members": 1}),
     "forecast": Kind(ForecastTask, ForecastSettings(gamma=2, prefix=4), {"prefix": 5}),

@@ -20,7 +20,7 @@ import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.checkpoints.prompts import MAX_RANKS
+from jetdraft.checkpoints.streams import MAX_RANKS, StreamSettings
 from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.draft.task import ModelSettings, ModelTask
@@ -28,11 +28,10 @@ from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.methods.forecast.task import ForecastSettings, ForecastTask
 from jetdraft.methods.medusa.task import MedusaTask
 from jetdraft.methods.ppd.task import PpdSettings, PpdTask
-from jetdraft.methods.stream.task import StreamTask, StreamTaskSettings
+from jetdraft.methods.stream.task import StreamTask
 from jetdraft.recipe import Recipe
 from jetdraft.train.heads import HeadSettings
-from jetdraft.train.run import TrainingOptions
-from jetdraft.train.task import Task
+from jetdraft.train.task import Task, TrainingOptions
 from jetdraft.train.training import Training
 from tests.train.periodic import PERIOD, QUICK, made
 
@@ -102,7 +101,7 @@ KINDS = {
     ),
     "lossless": Kind(
         StreamTask,
-        StreamTaskSettings(gamma=3, layers=3, lora_rank=16),
+        StreamSettings(gamma=3, layers=3, lora_rank=16),
         # Through one graph or two, compacted or carried.
         (
             CHAIN,
@@ -114,7 +113,7 @@ KINDS = {
     ),
     "shared": Kind(
         StreamTask,
-        StreamTaskSettings(gamma=3, layers=3, mode="shared", lora_rank=16),
+        StreamSettings(gamma=3, layers=3, mode="shared", lora_rank=16),
         (CHAIN, {"drafting": TREE}),
         replace(ALONE, steps=240, sequence_length=96),
         tokens=3.0,

@@ -34,7 +34,8 @@ from tools.recipes.picture import draw_points
 
 COMPARED = (
     "int8-rtn-b32",
-    "w8a8",
+    "q8_0",
+    "q4_k",
     "int8-gptq-b32",
     "int4-rtn-b32",
     "int4-k_quant-b32",

@@ -165,48 +165,42 @@ class HeadFiles:
 
     def number(self, name: str, default: int = 0) -> int:
         """Return a whole number of the config, from 1 on; default 0: it is required."""
-        value = self.config.get(name)
-        value = default if value is None else value
+        value = default if self.config.get(name) is None else self.config[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            known = name in self.config
-            fact = f"{name}={self.config[name]!r}" if known else f"no {name}"
-            raise CheckpointError(
-                f"the config of {self.source} has {fact}; it needs a whole number from "
-                "1 on"
-            )
+            raise self._needs(name, "a whole number from 1 on")
         return value
 
     def positive(self, name: str, default: float) -> float:
         """Return a number above 0 of the config, or the default."""
-        value = self.config.get(name)
-        value = default if value is None else value
+        value = default if self.config.get(name) is None else self.config[name]
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not (0 < value < math.inf):
-            raise CheckpointError(
-                f"the config of {self.source} has {name}={printable(repr(value), 60)}; "
-                "it needs a number above 0"
-            )
+            raise self._needs(name, "a number above 0")
         return float(value)
 
     def _activation(self) -> str:
         name = self.config.get("hidden_act") or "silu"
         if not isinstance(name, str) or name not in ACT2FN:
-            raise CheckpointError(
-                f"the config of {self.source} has "
-                f"hidden_act={printable(repr(name), 60)}; it needs an activation of "
-                "transformers, for example silu or gelu"
-            )
+            needed = "an activation of transformers, for example silu or gelu"
+            raise self._needs("hidden_act", needed)
         return name
+
+    def _needs(self, name: str, needed: str) -> CheckpointError:
+        """Return the error for a missing or wrong value of the config."""
+        fact = f"no {name}"
+        if name in self.config:
+            fact = f"{name}={printable(repr(self.config[name]), 60)}"
+        return CheckpointError(
+            f"the config of {self.source} has {fact}; it needs {needed}"
+        )
 
     def _rope(self) -> dict[str, Any]:
         """Return RoPE settings in transformers 5's form; the base is 10000 if unset."""
         config = self.config
         scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(scaling, dict):
-            raise CheckpointError(
-                f"the config of {self.source} has rope_scaling={scaling!r}; it must be "
-                "an object"
-            )
+            own = self.configured({"rope_scaling": scaling})
+            raise own._needs("rope_scaling", "an object")
         rope = {"rope_theta": config.get("rope_theta"), **scaling}
         own = self.configured(rope)
         rope["rope_theta"] = own.positive("rope_theta", 10000.0)

@@ -16,7 +16,7 @@ from jetdraft.devices.device import PowerMode
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.manifest import MANIFEST
 from jetdraft.parsing import read_json_file
-from jetdraft.recipe import HEAD, SYMMETRIC, Recipe
+from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe
 
 CONFIG = "config.json"
 STATE_BYTES = 4
@@ -267,6 +267,8 @@ class LoadedDecoder:
 
     def _bytes_per_weight(self, recipe: Recipe) -> float:
         """Bytes per weight, with a scale and a zero per `block_size` weights."""
+        if recipe.scheme in GRIDS:
+            return GRIDS[recipe.scheme] / 8
         if recipe.bits is None:
             return self.float_bytes
         zero = 0.0 if recipe.algorithm in SYMMETRIC else recipe.bits / 8

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.devices.best_tree import best_tree
@@ -26,8 +26,8 @@ from jetdraft.devices.planning.cost_model import (
     LoadedDecoder,
 )
 from jetdraft.errors import DeviceError, OptionError
-from jetdraft.options import Flag
-from jetdraft.recipe import Recipe
+from jetdraft.options import declared
+from jetdraft.recipe import GRIDS, Recipe
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 60, 64)
 """Rows of a pass that are compared."""
@@ -160,50 +160,41 @@ class Question:
     """
 
     target: Path
-    device: Annotated[
-        str, Flag("device", "A device's name; jetdraft doctor --devices lists them.")
-    ]
-    drafter: Annotated[
-        str | Path | None,
-        Flag(
-            "checkpoint", "The drafter's config.json, or the folder with it.", kind=str
-        ),
-    ] = None
-    quantization: Annotated[
-        str,
-        Flag(
-            "quantization",
-            "The recipe of the weights; int4-headnone keeps the head in halves.",
-            names=("--quantize",),
-        ),
-    ] = "int4"
-    context: Annotated[
-        int, Flag("checkpoint", "Tokens of prompt and output that the buffers hold.")
-    ] = 2048
-    acceptance: Annotated[
-        float,
-        Flag(
-            "drafting",
-            "Assumed probability that the first drafted token is right; the default is "
-            "a guess.",
-        ),
-    ] = 0.6
-    power_mode: Annotated[
-        str | None,
-        Flag(
-            "device", "A power mode of the device; default: the first, without Super."
-        ),
-    ] = None
+    device: str = declared(
+        "device", MISSING, "A device's name; jetdraft doctor --devices lists them."
+    )
+    drafter: str | Path | None = declared(
+        "checkpoint",
+        None,
+        "The drafter's config.json, or the folder with it.",
+        kind=str,
+    )
+    quantization: str = declared(
+        "quantization",
+        "int4",
+        "The recipe of the weights; int4-headnone keeps the head in halves.",
+        names=("--quantize",),
+    )
+    context: int = declared(
+        "checkpoint", 2048, "Tokens of prompt and output that the buffers hold."
+    )
+    acceptance: float = declared(
+        "drafting",
+        0.6,
+        "Assumed probability that the first drafted token is right; the default is "
+        "a guess.",
+    )
+    power_mode: str | None = declared(
+        "device", None, "A power mode of the device; default: the first, without Super."
+    )
     methods: tuple[MethodCost, ...] = ()
-    provider: Annotated[
-        str,
-        Flag(
-            "runtime",
-            "What will run the target. Methods and a drafter's size are predicted for "
-            "the GPU only.",
-            choices=PROVIDERS,
-        ),
-    ] = CPU
+    provider: str = declared(
+        "runtime",
+        CPU,
+        "What will run the target. Methods and a drafter's size are predicted for "
+        "the GPU only.",
+        choices=PROVIDERS,
+    )
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.acceptance < 1.0:
@@ -214,6 +205,7 @@ class Question:
             raise OptionError(f"context {self.context} is out of range; give 1 or more")
         recipe = Recipe.parse(self.quantization)
         choices = [name for name in self.profile.quantizations if name in SCHEMES]
+        choices += GRIDS if self.on_cpu else ()
         for scheme in (recipe.scheme, recipe.head or recipe.scheme):
             if scheme not in choices:
                 raise DeviceError(
@@ -338,9 +330,9 @@ def expected_levels(rows: int, rate: float, branching: bool) -> list[tuple[int, 
     They are of the likeliest tree of `rows` rows, or a chain unless `branching`, if the
     first child of a row is right with probability `rate`.
     """
-    siblings = range(rows - 1 if branching else 0)
-    others = [rate * (1.0 - rate) ** rank for rank in siblings]
-    parents, chances = best_tree(rows, [rate] * rows, others)
+    children = range(rows if branching else 1)
+    ranks = [rate * (1.0 - rate) ** rank for rank in children]
+    parents, chances = best_tree(rows, [ranks] * rows)
     depths, levels = [0], list[tuple[int, float]]()
     for parent, chance in zip(parents, chances, strict=True):
         depth = depths[parent]

@@ -10,17 +10,17 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from jetdraft.checkpoints.attention import (
+    SOURCE_ATTENTION,
+    answering_rows,
+    at_positions,
+    set_attention,
+)
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.blocks import MAX_BLOCK_TOKENS
 from jetdraft.checkpoints.heads.draft_module import DraftModule, Reads
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
-from jetdraft.checkpoints.source_attention import (
-    IMPLEMENTATION,
-    answering_rows,
-    at_positions,
-    set_attention,
-)
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
 MODEL_TYPE = "jetdraft-block"
@@ -43,7 +43,7 @@ class SourceDrafter(DraftModule):
         kept = spread_layers(config.num_layers, len(layers))
         setattr(self.model.get_decoder(), name, _renumber([layers[i] for i in kept]))
         self.masks = nn.Parameter(torch.zeros(config.slots, config.hidden_size))
-        set_attention(self.model, IMPLEMENTATION)
+        set_attention(self.model, SOURCE_ATTENTION)
 
     @property
     def lm_head(self) -> Any:

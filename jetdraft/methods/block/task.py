@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.head_layers import HeadConfig
-from jetdraft.checkpoints.source_attention import (
+from jetdraft.checkpoints.attention import (
     distance_bias,
     relative_bias_module,
     set_attention,
 )
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.errors import DataError, OptionError
 from jetdraft.export.seams import position_limit
@@ -33,8 +33,7 @@ from jetdraft.train.blocks import Blocks, BlockSettings, BlockTask, block_mask
 from jetdraft.train.data import IGNORED, Batch, Example, collate, split_batch
 from jetdraft.train.heads import stored_tensors
 from jetdraft.train.machine import precision
-from jetdraft.train.run import Run
-from jetdraft.train.task import Published, Pupil, Sums, Tensors
+from jetdraft.train.task import Published, Pupil, Run, Sums, Tensors
 from jetdraft.train.teacher import Lesson, rows_at
 from jetdraft.train.written_texts import source_continuations
 

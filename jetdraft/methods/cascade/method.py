@@ -18,11 +18,7 @@ from typing import NamedTuple
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.rows import Kind, Rows, Tokens
 from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.measured.acceptance_rates import (
-    Acceptance,
-    PositionRates,
-    prior_of,
-)
+from jetdraft.runtime.measured.stats import Acceptance, PositionRates, prior_of
 from jetdraft.runtime.proposers.drafter_methods import drafter_method
 from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
 from jetdraft.runtime.proposers.method import MethodOptions

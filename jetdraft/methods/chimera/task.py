@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from jetdraft.checkpoints.layers import final_norm
 from jetdraft.methods.chimera.module import ARCHITECTURE, ROW_TOKENS, Attention, Chimera
 from jetdraft.train.heads import DRAFT_ROWS, LayerTask, copy_norm
-from jetdraft.train.run import Run
+from jetdraft.train.task import Run
 from jetdraft.train.teacher import Lesson
 
 

@@ -16,8 +16,7 @@ from jetdraft.methods.dflash.module import Dflash, default_output_layers
 from jetdraft.options import setting
 from jetdraft.train.blocks import BlockSettings, BlockTask
 from jetdraft.train.heads import layer_fields, make_config, stored_tensors
-from jetdraft.train.run import Run
-from jetdraft.train.task import Published, Tensors
+from jetdraft.train.task import Published, Run, Tensors
 
 MAX_LAYERS, FEWEST_TAPS = 5, 3
 """The layers of the published heads, and the taps of a head with one layer or two."""

@@ -14,8 +14,7 @@ from jetdraft.methods.diffusion.module import MODEL_TYPE, Diffusion
 from jetdraft.options import setting
 from jetdraft.train.blocks import BlockSettings, BlockTask
 from jetdraft.train.heads import layer_fields, make_config, stored_tensors
-from jetdraft.train.run import Run
-from jetdraft.train.task import Published, Tensors
+from jetdraft.train.task import Published, Run, Tensors
 
 LAYERS = 2
 SPREAD = 0.02

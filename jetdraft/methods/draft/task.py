@@ -40,9 +40,15 @@ from jetdraft.train.labels import (
     rates_by_place,
     tokens_per_pass,
 )
-from jetdraft.train.run import Run, TrainingOptions
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.task import DrafterSettings, Published, Task, Tensors
+from jetdraft.train.task import (
+    DrafterSettings,
+    Published,
+    Run,
+    Task,
+    Tensors,
+    TrainingOptions,
+)
 from jetdraft.train.teacher import check_cache_folder
 from jetdraft.train.written_texts import continuations, prompt_size, text_seed
 

@@ -23,8 +23,7 @@ from jetdraft.train.heads import (
     stored_tensors,
     unroll,
 )
-from jetdraft.train.run import Run
-from jetdraft.train.task import Published, Tensors
+from jetdraft.train.task import Published, Run, Tensors
 from jetdraft.train.teacher import Lesson, shift_rows
 
 EAGLE1, EAGLE3 = "eagle1", "eagle3"

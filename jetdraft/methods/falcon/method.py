@@ -12,14 +12,13 @@ from jetdraft.runtime.drafts.noise import Distribution
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.proposers.draft_stops import make_draft_stop
 from jetdraft.runtime.proposers.drafter_methods import (
     DraftOptions,
     chains_or_trees,
     check_trees,
     token_drafter,
 )
-from jetdraft.runtime.proposers.model_proposer import distributions
+from jetdraft.runtime.proposers.model_proposer import distributions, make_draft_stop
 from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.trees.shapes import Shape, Tree

@@ -25,8 +25,7 @@ from jetdraft.methods.falcon.module import ARCHITECTURE, MAX_ROWS, Falcon
 from jetdraft.options import setting
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.heads import LayerSettings, LayerTask, sums_by_place
-from jetdraft.train.run import Run
-from jetdraft.train.task import Sums
+from jetdraft.train.task import Run, Sums
 from jetdraft.train.teacher import Lesson, shift_rows
 
 GLANCED_SHARE = 0.4

@@ -14,7 +14,7 @@ from jetdraft.methods.glide.module import ARCHITECTURE, Glide
 from jetdraft.train.data import Batch
 from jetdraft.train.heads import LayerTask, copy_norm
 from jetdraft.train.machine import precision
-from jetdraft.train.run import Run
+from jetdraft.train.task import Run
 from jetdraft.train.teacher import Lesson
 
 

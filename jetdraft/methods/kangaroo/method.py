@@ -16,13 +16,13 @@ from jetdraft.manifest import GraphEntry
 from jetdraft.options import check_ranges
 from jetdraft.runtime.drafters.draft_cache import DraftCache, LedCache
 from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.passes.target import Target
-from jetdraft.runtime.proposers.draft_stops import THRESHOLDS, DraftStop, confidence
+from jetdraft.runtime.passes.answer import Target
 from jetdraft.runtime.proposers.drafter_methods import (
     PROBABILITY,
     chains_or_trees,
     drafter_method,
 )
+from jetdraft.runtime.proposers.model_proposer import THRESHOLDS, DraftStop, confidence
 from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.proposers.tree_options import TreeOptions
 

@@ -15,8 +15,7 @@ from jetdraft.errors import OptionError
 from jetdraft.methods.kangaroo.module import ARCHITECTURE, Kangaroo
 from jetdraft.options import setting
 from jetdraft.train.heads import NextTokenTask, copy_norm, copy_weights, make_config
-from jetdraft.train.run import Run
-from jetdraft.train.task import DrafterSettings
+from jetdraft.train.task import DrafterSettings, Run
 from jetdraft.train.teacher import Lesson
 
 SHARE, FEWEST_LAYERS = 0.07, 2

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from jetdraft.methods.medusa.module import Medusa, MedusaConfig
 from jetdraft.train.heads import HeadSettings, HeadTask, make_config, stored_tensors
-from jetdraft.train.run import Run
-from jetdraft.train.task import Published, Tensors
+from jetdraft.train.task import Published, Run, Tensors
 from jetdraft.train.teacher import Lesson, shift_rows
 
 

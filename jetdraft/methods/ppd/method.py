@@ -12,9 +12,8 @@ from jetdraft.methods.ppd.sparse_trees import SparsePlan, best_plan
 from jetdraft.options import check_ranges, range_between
 from jetdraft.runtime.drafts.rows import Kind, Rows, Tokens
 from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.measured.acceptance_rates import GuessRates, RankRates
 from jetdraft.runtime.measured.cost_model import PassMs, RoundCosts
-from jetdraft.runtime.measured.stats import Round
+from jetdraft.runtime.measured.stats import GuessRates, RankRates, Round
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.drafter_methods import lacks_probes, of_probes
 from jetdraft.runtime.proposers.method import Method

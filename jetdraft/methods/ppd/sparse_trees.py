@@ -26,8 +26,10 @@ from operator import mul
 
 import numpy as np
 
-from jetdraft.runtime.measured.acceptance_rates import RankRates
+from jetdraft.devices.best_tree import best_tree
+from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.measured.cost_model import PassMs
+from jetdraft.runtime.measured.stats import RankRates
 
 _LEAK = 1e-3
 """The chance that a round begins without guesses, as the first round of a text does."""
@@ -131,41 +133,11 @@ class SparsePlan:
 
 def likeliest_tree(ranks: RankRates, rows: int) -> SparseTree:
     """Return the tree of the `rows` likeliest rows; `ranks` has chances by level."""
-    found: list[tuple[int, float]] = []  # parent and chance
-    depths, chances = [0], [1.0]
-    waiting: list[tuple[float, int, int]] = []
-
-    def wait(parent: int, rank: int) -> None:
-        if depths[parent] < len(ranks) and rank < len(ranks[depths[parent]]):
-            chance = chances[parent] * ranks[depths[parent]][rank]
-            heapq.heappush(waiting, (-chance, parent, rank))
-
-    wait(0, 0)
-    while waiting and len(found) < rows:
-        chance, parent, rank = heapq.heappop(waiting)
-        found.append((parent, -chance))
-        depths.append(depths[parent] + 1)
-        chances.append(-chance)
-        wait(len(found), 0)
-        wait(parent, rank + 1)
-    return _depth_first(found)
-
-
-def _depth_first(found: Sequence[tuple[int, float]]) -> SparseTree:
-    """Put rows 1, 2, ..., given by parent and chance, in depth-first order."""
-    children: dict[int, list[int]] = {}
-    for row, (parent, _) in enumerate(found, 1):
-        children.setdefault(parent, []).append(row)
-    place, parents, chances = {0: 0}, list[int](), [1.0]
-    waiting = [*reversed(children.get(0, []))]
-    while waiting:
-        row = waiting.pop()
-        parent, chance = found[row - 1]
-        place[row] = len(place)
-        parents.append(place[parent])
-        chances.append(chance)
-        waiting += reversed(children.get(row, []))
-    return SparseTree(tuple(parents), tuple(chances), (0,) * len(chances))
+    parents, chances = best_tree(rows, ranks)
+    numbers = list(range(1 + len(parents)))
+    tree = Rows(numbers, [-1, *parents]).depth_first()
+    ordered = tuple([1.0, *chances][number] for number in tree.tokens)
+    return SparseTree(tuple(tree.parents[1:]), ordered, (0,) * len(ordered))
 
 
 def make_plan(ranks: RankRates, rows: Sequence[int], slots: int) -> SparsePlan:

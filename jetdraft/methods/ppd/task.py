@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jetdraft.checkpoints.prompts import PromptSettings
+from jetdraft.checkpoints.streams import PromptSettings
 from jetdraft.options import setting
 from jetdraft.train.prompts import InsertionSettings, PromptTask
 

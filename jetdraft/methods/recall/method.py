@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
-from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows, Tokens
@@ -166,11 +165,6 @@ def _replace_tokens(tokens: list[int], old: list[int], new: list[int]) -> list[i
     return result + tokens[done:]
 
 
-def _lacks(bundle: Bundle) -> str:
-    """Return what an export must add for this method; "" if the bundle has it."""
-    return "" if bundle.similarity else "export the bundle again with this version"
-
-
 def _make_proposer(loaded: LoadedBundle, options: MethodOptions) -> Proposer:
     store = loaded.store_of(options.user)
     if store is None or loaded.similarity is None:
@@ -186,6 +180,8 @@ METHOD = Method(
     "recall",
     "the responses to similar requests, with --store FILE",
     _make_proposer,
-    lacks=_lacks,
+    lacks=lambda bundle: (
+        "" if bundle.similarity else "export the bundle again with this version"
+    ),
     needs_store=True,
 )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jetdraft.bundle import Bundle
 from jetdraft.contracts.step_contract import Reading
 from jetdraft.devices.providers import SELECTION, cpu_only
 from jetdraft.errors import OptionError
@@ -60,11 +59,6 @@ class SelectProposer(Proposer):
         return answer
 
 
-def _lacks(bundle: Bundle) -> str:
-    """Return what an export must add for this method; "" if the bundle has it."""
-    return "" if bundle.target.selection else "export with --select-kv"
-
-
 def _make_proposer(loaded: LoadedBundle, options: MethodOptions) -> Proposer:
     if refusal := cpu_only(SELECTION, loaded.provider, "choose --provider cpu"):
         raise OptionError(refusal, "method")
@@ -75,7 +69,7 @@ METHOD = Method(
     NAME,
     "the target itself, which reads selected KV rows only",
     _make_proposer,
-    lacks=_lacks,
+    lacks=lambda b: "" if b.target.selection else "export with --select-kv",
     fills_target=True,
     # The curve is measured over few rows, where a draft costs as much as a plain pass.
     in_auto=lambda options: False,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.passes.target import Target
+from jetdraft.runtime.passes.answer import Target
 from jetdraft.runtime.proposers.drafter_methods import lacks_probes, of_probes
 from jetdraft.runtime.proposers.method import WALK, Method
 from jetdraft.runtime.proposers.proposer import Proposer

@@ -22,54 +22,27 @@ from jetdraft.checkpoints.streams import (
     add_adapters,
 )
 from jetdraft.errors import CheckpointError
-from jetdraft.options import Checked, setting
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.data import IGNORED, Batch
-from jetdraft.train.run import Run
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.task import Published, Task, Tensors
+from jetdraft.train.task import Published, Run, Task, Tensors
 from jetdraft.train.teacher import refuse_gguf
-
-MAX_LAYERS = 1 << 20
-"""More layers than any model has; settings are checked before a target is read."""
 
 MAIN_WEIGHT, STREAM_WEIGHT = 1.0, 0.1
 """The weights alpha_0 and alpha_j of the losses of main rows and of streams."""
 
 
-@dataclass(frozen=True)
-class StreamTaskSettings(Checked):
-    """Settings of streams; `StreamSettings` has their ranges."""
-
-    mode: str = setting(
-        StreamSettings.mode,
-        "lossless keeps the target as it is; shared trains it too. On free text "
-        "jetdraft train forecast, which keeps it too, guessed better in the same time.",
-    )
-    gamma: int = setting(StreamSettings.gamma, "Streams per row.")
-    layers: int = setting(StreamSettings.layers, "Top layers that have streams.")
-    lora_rank: int = setting(StreamSettings.lora_rank, "Rank of the LoRA adapters.")
-    prune_rank: int = setting(
-        StreamSettings.prune_rank, "Rank of the early exit that prunes drafts."
-    )
-
-
 class StreamTask(Task):
     """Trains streams in a target's top layers; the folder has the target's files."""
 
-    Settings = StreamTaskSettings
+    Settings = StreamSettings
     help = "Add speculative streams to TARGET, a checkpoint folder or hub id."
     product = kind = "streams"
     figures_file, completes_prompts, largest_norm = "", False, 1.0
     has_muon, betas = False, (0.9, 0.999)
 
-    def __init__(self, settings: Any = None) -> None:
-        super().__init__(settings)
-        self.streams = StreamSettings(**asdict(self.settings))
-        self.streams.check(MAX_LAYERS)
-
     def shortest_sequence(self) -> tuple[int, str]:
-        return self.streams.gamma + 2, f"{self.streams.gamma} streams"
+        return self.settings.gamma + 2, f"{self.settings.gamma} streams"
 
     def folder(self, output: Path) -> RunFolder:
         """Return the run folder; nothing is written yet."""
@@ -85,7 +58,7 @@ class StreamTask(Task):
     def check_target(self, target: Checkpoint) -> None:
         """Raise `CheckpointError` if the target has streams, or cannot be tuned."""
         super().check_target(target)
-        if target.packed is not None and self.streams.mode == SHARED:
+        if target.packed is not None and self.settings.mode == SHARED:
             raise CheckpointError(
                 f"{target.source} is quantized already, so its weights cannot be "
                 "tuned; give mode lossless, or the checkpoint before quantization"
@@ -97,8 +70,8 @@ class StreamTask(Task):
             )
 
     def check(self, run: Run) -> None:
-        self.streams = replace(self.streams, base=run.base)
-        self.streams.check(len(decoder_layers(run.target.model)))
+        self.settings = replace(self.settings, base=run.base)
+        self.settings.check(len(decoder_layers(run.target.model)))
 
     def new_drafter(self, run: Run) -> StreamedModel:
         """Add streams to the target, with embeddings as large as hidden states.
@@ -107,13 +80,13 @@ class StreamTask(Task):
         it learns for streams changes the text (docs/log/training.md).
         """
         model = run.target.model
-        add_adapters(model, self.streams)
+        add_adapters(model, self.settings)
         model.set_attn_implementation(IMPLEMENTATION)
         hidden = model.get_input_embeddings().embedding_dim
-        streamed = StreamedModel(model, Streams(self.streams, hidden))
+        streamed = StreamedModel(model, Streams(self.settings, hidden))
         ids = torch.tensor([run.corpus.training[0].ids])
         positions = torch.arange(ids.shape[1])[None]
-        every = torch.arange(self.streams.gamma)
+        every = torch.arange(self.settings.gamma)
         first = torch.zeros_like(every)
         with torch.no_grad():
             _, _, states = streamed(
@@ -136,14 +109,14 @@ class StreamTask(Task):
         run.folder.add_target(run.source, run.base)
 
     def loss(self, run: Run, module: Any, batch: Batch) -> Tensor:
-        part = compute_losses(module, batch, self.streams.gamma)
+        part = compute_losses(module, batch, self.settings.gamma)
         places = run.sum_over_processes(part.places).clamp(min=1)
         # Processes average their gradients, and each has a part of the places.
-        return part.total(self.streams.mode, part.places * run.processes / places)
+        return part.total(self.settings.mode, part.places * run.processes / places)
 
     def validate(self, run: Run, module: Any) -> dict[str, Any]:
         parts = [
-            compute_losses(module, batch, self.streams.gamma)
+            compute_losses(module, batch, self.settings.gamma)
             for batch in run.held_out_batches()
         ]
         run.check_finite(torch.stack([part.main for part in parts]))
@@ -182,11 +155,11 @@ class StreamTask(Task):
 
     def settings_of_run(self, run: Run) -> dict[str, Any]:
         """Return the settings that a resumed run must repeat."""
-        return asdict(self.streams)
+        return asdict(self.settings)
 
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         own = {"step": run.step, "parameters": self.counts(run), "validation": figures}
-        return self.streams.to_json() | own, weights
+        return asdict(self.settings) | own, weights
 
 
 # --- the loss -------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from jetdraft.contracts.tensors import Float32s
 from jetdraft.runtime.drafters.draft_cache import DraftCache
-from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.drafts.rows import Tokens
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph

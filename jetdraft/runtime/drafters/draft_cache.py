@@ -19,13 +19,12 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from jetdraft.contracts.constants import WIDEST
-from jetdraft.runtime.drafts.arrays import Float32s, Int64s
+from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.runtime.drafts.rows import Tokens
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
-from jetdraft.runtime.passes.split.halves import PlacedRows
-from jetdraft.runtime.passes.split.leading_half import LeadingHalf
+from jetdraft.runtime.passes.split.halves import LeadingHalf, PlacedRows
 
 
 class DraftCache:

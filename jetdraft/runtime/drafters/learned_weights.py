@@ -7,7 +7,7 @@ import warnings
 from threading import Lock
 
 from jetdraft.errors import JetdraftError
-from jetdraft.learning.weight_sets import (
+from jetdraft.learning.lessons import (
     OWN,
     Choice,
     Tally,

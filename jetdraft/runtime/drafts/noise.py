@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jetdraft.runtime.drafts.arrays import Float64s, Int64s, UInt64s
+from jetdraft.contracts.tensors import Float64s, Int64s, UInt64s
 
 BLOCK = 256
 """Ids whose largest noise is drawn first."""

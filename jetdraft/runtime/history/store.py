@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from jetdraft.contracts.tensors import Float32s
 from jetdraft.errors import BundleError, StoreError
 from jetdraft.learning.store_file import DAMAGE, StoreFile, check_user, entry_times
-from jetdraft.runtime.drafts.arrays import Float32s
 
 MAX_ENTRIES = 256
 MAX_DAYS = 30.0

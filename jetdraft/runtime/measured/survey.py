@@ -21,14 +21,13 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.runtime.claim import StoppedError
 from jetdraft.runtime.drafts.rows import NO_PROBING, Probing, Tokens
 from jetdraft.runtime.measured.cost_model import Curve
-from jetdraft.runtime.measured.profile_files import Profiles
-from jetdraft.runtime.measured.widths import Widths, prefill_widths
+from jetdraft.runtime.measured.widths import Profiles, Widths, prefill_widths
 from jetdraft.runtime.passes.graph import Graph
 
 FIRST_WIDTHS = (2, 4)
 """The widths that the first generation waits for, if they agree."""
 
-NEXT_WIDTHS = (8, 6, 3)
+NEXT_WIDTHS = (1, 8, 6, 3)
 """The widths that come after these, before all others."""
 
 MIN_ROWS, MAX_ROWS = 8, 36

@@ -1,17 +1,30 @@
-"""Which widths of a target agree bit by bit on this machine.
+"""Which widths of a target agree bit by bit on this machine, and files of measurements.
 
 Widths whose rows are identical form a *class*; an exact generation stays inside one, so
-that its text cannot depend on how rows were grouped into passes.
+that its text cannot depend on how rows were grouped into passes. The bundle's folder
+`profiles` keeps what was measured.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import warnings
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
+from jetdraft import native
+from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.parsing import in_range, read_record
+from jetdraft.devices.detection import detect_machine, processor_digest, processor_name
+from jetdraft.errors import ProviderError
+from jetdraft.files import replacing
+from jetdraft.manifest import SEAL, seal_hash
+from jetdraft.ort import ort
+from jetdraft.parsing import in_range, read_json_file, read_record
+from jetdraft.runtime.measured.cost_model import Curve
 
 Width = Annotated[int, in_range(1, WIDEST)]
 
@@ -76,3 +89,96 @@ def prefill_widths(contract: StepContract) -> list[int]:
         widths.append(wide - wide % WIDEST)
         wide //= 2
     return widths
+
+
+MAX_THREADS = 1024
+"""The most threads of a drafter that a tuning file may give."""
+
+_READ_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
+
+
+class Profiles:
+    """Reads and writes measurements; the `provider` of a pair can be "cuda+cpu"."""
+
+    def __init__(self, bundle: Bundle, provider: str, threads: int) -> None:
+        folder, name = bundle.path / "profiles", f"{provider}-{threads}"
+        self.file = folder / f"{name}.json"
+        self.tuning_file = folder / f"{name}-tuning.json"
+        self.acceptance_file = folder / "acceptance.npz"
+        self.machine: dict[str, Any] = {
+            "processor": processor_name(),
+            "features": processor_digest(),
+            "provider": provider,
+            "threads": threads,
+            "onnxruntime": ort.__version__,
+            "bundle": bundle.sha256,
+        }
+        with suppress(ProviderError):
+            self.machine["isa"] = native.isa()
+        if provider != "cpu":
+            self.machine["gpu"] = detect_machine().gpu
+
+    def read_survey(self) -> tuple[Widths, Curve] | None:
+        """Read widths and curve; None if damaged, or of another machine."""
+        try:
+            fields = read_json_file(self.file)
+            if fields["machine"] != self.machine or fields[SEAL] != seal_hash(fields):
+                return None
+            return Widths.from_json(fields["widths"]), Curve.from_json(fields["curve"])
+        except _READ_ERRORS:
+            return None
+
+    def write_survey(self, widths: Widths, curve: Curve) -> None:
+        """Write widths and times for later loads; warns if that fails."""
+        fields = {"widths": asdict(widths), "curve": asdict(curve)}
+        # As JSON has them: widths that are keys become text.
+        whole = json.loads(json.dumps({"machine": self.machine, **fields}))
+        self.keep(self.file, **fields, **{SEAL: seal_hash(whole)})
+
+    def read_tuning(self) -> Curve | None:
+        """The curve that `jetdraft tune` measured; warns if it is of no use here."""
+        if not self.tuning_file.exists():
+            return None
+        try:
+            fields = read_json_file(self.tuning_file)
+            machine, curve = fields["machine"], Curve.from_json(fields["curve"])
+            if machine == self.machine:
+                return curve
+            other = machine if isinstance(machine, dict) else {}
+            differences = ", ".join(
+                f"{name} {other.get(name)!r} instead of {value!r}"
+                for name, value in self.machine.items()
+                if other.get(name) != value
+            )
+            reason = f"it was measured elsewhere: {differences}"
+        except _READ_ERRORS as error:
+            reason = f"it is malformed ({error})"
+        warnings.warn(
+            f"{self.tuning_file} is not used: {reason}; run jetdraft tune again",
+            stacklevel=5,
+        )
+        return None
+
+    def drafter_threads(self) -> int | None:
+        """The drafter's threads, as `jetdraft tune` chose them here, or None."""
+        try:
+            fields = read_json_file(self.tuning_file)
+            chosen, machine = fields["drafter_threads"], fields["machine"]
+        except _READ_ERRORS:
+            return None
+        is_usable = type(chosen) is int and 1 <= chosen <= MAX_THREADS
+        return chosen if is_usable and machine == self.machine else None
+
+    def keep(self, file: Path, **fields: Any) -> None:
+        """Write fields and facts of this machine to a file; warn if that fails."""
+        text = json.dumps({"machine": self.machine, **fields}, indent=2)
+        try:
+            file.parent.mkdir(exist_ok=True)
+            with replacing(file) as partial:
+                partial.write_text(f"{text}\n", encoding="utf-8")
+        except OSError as error:
+            warnings.warn(
+                f"the measurement could not be kept in {file} ({error.strerror}), so "
+                "it is repeated next time; make the folder writable",
+                stacklevel=5,
+            )

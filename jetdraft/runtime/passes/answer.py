@@ -1,8 +1,8 @@
-"""The answer of a pass: the best tokens of its rows, and their logits."""
+"""What a target runs, and answers: the best tokens of rows, and their logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol
@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.runtime.drafts.arrays import Float32s, Int64s
-from jetdraft.runtime.drafts.rows import Probes
-from jetdraft.runtime.passes.buffers import Tensor
+from jetdraft.contracts.tensors import Float32s, Int64s
+from jetdraft.runtime.drafts.rows import NO_PROBING, Probes, Probing, Rows, Tokens
+from jetdraft.runtime.passes.buffers import Cache, Tensor
 
 
 class LogitsSource(Protocol):
@@ -134,3 +134,48 @@ def _answer_from(tensors: Mapping[str, Tensor], prefix: str) -> Answer:
     names = ("candidates", "candidate_logits", "logsumexp", "logits")
     ids, values, sums, logits = (tensors[prefix + name].array[0] for name in names)
     return Answer(ids, values, sums, logits, _source=tensors[f"{prefix}logits"])
+
+
+class EarlyStop(Exception):  # noqa: N818  # nothing went wrong
+    """Raised by `Target.verify` to end the text before its next token."""
+
+
+class Target(Protocol):
+    """Runs passes over its cache and commits the rows that were right."""
+
+    contract: StepContract
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def passes(self) -> int: ...
+
+    @property
+    def cache(self) -> Cache: ...
+
+    def run(self, tokens: Tokens, last_only: bool = False, width: int = 0) -> Answer:
+        """Run one pass over a chain of tokens at the cursor, which does not move.
+
+        With `last_only` it answers for the last row alone; padding up to the `width`
+        repeats the last token.
+        """
+        ...
+
+    def verify(
+        self, rows: Rows, width: int, probing: Probing = NO_PROBING
+    ) -> tuple[Rows, Answer]:
+        """Run a draft in a pass of that width, and probes beside it.
+
+        Returns the rows that were run, maybe a part of the draft, and their answer.
+        Raises `EarlyStop` to end the text.
+        """
+        ...
+
+    def commit(self, path: Sequence[int], exact: bool) -> int:
+        """Commit the rows of a path of the last pass; returns how many.
+
+        An `exact` commit ends where the path leaves a gap in the buffer; an inexact
+        commit closes the gaps by moving the rows after them.
+        """
+        ...

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.contracts.tensors import TensorSpec
+from jetdraft.contracts.tensors import Float32s, Int64s, TensorSpec
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.arrays import Float32s, Int64s
-from jetdraft.runtime.passes.buffers import HOST, Memory, Tensor
+from jetdraft.runtime.passes.buffers import HOST, Memory, Tensor, run_bound
 
 VisibleSlots = Sequence[Sequence[int]]
 """For each row of a draft, the slots that it attends to, without its own slot."""
@@ -104,7 +103,7 @@ class PassBinding:
                 for tensor in (*self._uploads, *steady):
                     tensor.upload()
                 self._changed.clear()
-            self.session.run_with_iobinding(self.io, options)
+            run_bound(self.session, self.io, options)
             if self._copies:
                 for tensor in self._downloads:
                     tensor.download()

@@ -13,13 +13,30 @@ import numpy as np
 import numpy.typing as npt
 
 from jetdraft.contracts.step_contract import SOURCE_LENGTH, StepContract
-from jetdraft.contracts.tensors import check_tensors
+from jetdraft.contracts.tensors import Float32s, check_tensors
+from jetdraft.errors import ContractError
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.drafts.rows import gapless_length
 
 _WEBGPU_LOCK = RLock()
 """WebGPU's sessions share one queue: two threads in it end the process."""
+
+
+def run_bound(
+    session: ort.InferenceSession, io: ort.IOBinding, options: ort.RunOptions = None
+) -> None:
+    """Run a bound session; raises `ContractError` if jetdraft's operators refuse."""
+    try:
+        session.run_with_iobinding(io, options)
+    except RuntimeError as error:
+        _, node, reason = str(error).partition("Packed node. ")
+        if not node:
+            raise
+        reason = reason.partition("Status Message: ")[2]
+        raise ContractError(
+            f"a graph of the bundle cannot run ({reason}); export the bundle again "
+            "with this version"
+        ) from error
 
 
 class Tensor:
@@ -251,7 +268,7 @@ class SourceBuffers:
             io.bind_cpu_input(self._input.name, array[None])
             for name, tensor in self._buffers.items():
                 io.bind_ortvalue_output(name, tensor.value)
-            self._session.run_with_iobinding(io)
+            run_bound(self._session, io)
             self.seconds += time.perf_counter() - start
         self._material, self.tokens = array, source_tokens(material)
         # A sound fills all slots.

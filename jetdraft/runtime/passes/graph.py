@@ -9,8 +9,8 @@ import numpy as np
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import SELECTING, Reading
+from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.rows import (
     NO_PROBES,
     NO_PROBING,

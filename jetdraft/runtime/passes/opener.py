@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypedDict
 
@@ -41,52 +42,47 @@ OFF = "off"
 """The value of `drafter_provider` that leaves the drafter out."""
 
 
+_runtime, _drafting = (partial(Flag, group) for group in ("runtime", "drafting"))
+"""Flags in each section of help."""
+
+
 class LoadOptions(TypedDict, total=False):
     """Where and how a bundle runs: the keyword arguments of `jetdraft.load`."""
 
     threads: Annotated[
         int | None,
-        Flag(
-            "runtime",
-            "Threads of the target; default: all cores.",
-            names=("-t", "--threads"),
+        _runtime(
+            "Threads of the target; default: all cores.", names=("-t", "--threads")
         ),
     ]
     provider: Annotated[
         str | None,
-        Flag(
-            "runtime",
+        _runtime(
             f"What runs the target: {', '.join(PROVIDERS)} or auto; default: the "
-            "provider of the export.",
+            "provider of the export."
         ),
     ]
     drafter_provider: Annotated[
         str | None,
-        Flag(
-            "runtime",
+        _runtime(
             "What runs the drafter: a provider, or off for no drafter; default: the "
-            "provider of the export, or --provider.",
+            "provider of the export, or --provider."
         ),
     ]
     streams: Annotated[
         str | Path | None,
-        Flag(
-            "runtime",
-            "A streams.npz of the same base; default: the streams in the bundle.",
-        ),
+        _runtime("A streams.npz of the same base; default: the streams in the bundle."),
     ]
     store: Annotated[
         str | Path | None,
-        Flag(
-            "drafting",
+        _drafting(
             "Keep requests and responses in this file, and draft from them; default: "
-            "keep nothing.",
+            "keep nothing."
         ),
     ]
     learn: Annotated[
         str | Path | None,
-        Flag(
-            "drafting",
+        _drafting(
             "Keep what the target said where drafts were wrong in this folder, and "
             "take the drafter's weights that jetdraft train use learns of it; "
             "default: keep nothing.",

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.errors import BundleError
 from jetdraft.files import read_arrays, write_arrays
 from jetdraft.parsing import read_json
-from jetdraft.runtime.drafts.arrays import Float32s, Int64s
+from jetdraft.runtime.passes.answer import Target
 from jetdraft.runtime.passes.buffers import Cache
-from jetdraft.runtime.passes.target import Target
 
 TOKENS, IDENTITY, DIGEST = "tokens", "identity", "sha256"
 WAITING = "waiting"

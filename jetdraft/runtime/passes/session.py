@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from jetdraft import native
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import check_tensors
 from jetdraft.devices.memory import release_files
@@ -90,6 +91,12 @@ def open_session(
     options = _session_options(provider, threads)
     providers = session_providers(provider, options, dict(provider_options or {}))
     weights = weights or {}
+    no_library = None
+    try:
+        if provider == "cpu" and native.isa():
+            options.register_custom_ops_library(str(native.LIBRARY))
+    except ProviderError as error:  # most graphs do without
+        no_library = error
     try:
         options.add_external_initializers(
             list(weights),
@@ -103,6 +110,8 @@ def open_session(
         )
     except Exception as error:  # onnxruntime's exceptions have no common base
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if no_library and (native.MULTIPLY in reason or native.GATHER in reason):
+            raise no_library from error
         if provider != "cpu":
             raise ProviderError(
                 f"{full} cannot load {file} ({reason}); {PROVIDER_FIX}"

@@ -9,9 +9,8 @@ from typing import NamedTuple
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.devices.best_tree import best_tree
 from jetdraft.runtime.drafts.rows import NO_PROBING, Probing
-from jetdraft.runtime.measured.acceptance_rates import Acceptance
 from jetdraft.runtime.measured.cost_model import Curve, Profit
-from jetdraft.runtime.measured.stats import Round
+from jetdraft.runtime.measured.stats import Acceptance, Round
 from jetdraft.runtime.proposers.proposer import Proposer
 
 
@@ -265,7 +264,8 @@ class AdaptiveController:
         others = self.acceptance[proposer.traits.name].sibling_shares(MAX_SIBLINGS)
         if worth * (1.0 - min(rates)) * others[0] < row_tokens:
             return  # not even the best branch pays for its row
-        parents, chances = best_tree(limit, rates, others)
+        ranks = [[r, *((1.0 - r) * share for share in others)] for r in rates]
+        parents, chances = best_tree(limit, ranks)
         tokens, depths, on_first_path = 1.0, [0], [True]
         for index, (parent, chance) in enumerate(zip(parents, chances, strict=True)):
             depths.append(depths[parent] + 1)

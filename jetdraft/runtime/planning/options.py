@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, Unpack
 
@@ -87,41 +88,38 @@ def _method_help() -> str:
     return f"{', '.join((AUTO, NONE, *methods()))}; or a comma list to pick from."
 
 
+_ending, _drafting, _sampling, _constraint = (
+    partial(Flag, group) for group in ("ending", "drafting", "sampling", "constraint")
+)
+"""Flags in each section of help."""
+
+
 class GenerateOptions(TypedDict, total=False):
     """The keyword arguments of `Model.generate`; `Options` explains them."""
 
     max_new_tokens: Annotated[
         int,
-        Flag(
-            "ending",
-            "The most tokens of a text.",
-            names=("-n", "--max-new-tokens"),
-            least=1,
+        _ending(
+            "The most tokens of a text.", names=("-n", "--max-new-tokens"), least=1
         ),
     ]
     stop: Annotated[
         str | Sequence[str] | None,
-        Flag(
-            "ending",
-            "End before this text; may be given several times.",
-            metavar="TEXT",
-        ),
+        _ending("End before this text; may be given several times.", metavar="TEXT"),
     ]
     max_seconds: float | None
-    ignore_eos: Annotated[bool, Flag("ending", "Continue past end of text.")]
-    method: Annotated[str, Flag("drafting", _method_help)]
+    ignore_eos: Annotated[bool, _ending("Continue past end of text.")]
+    method: Annotated[str, _drafting(_method_help)]
     num_draft_tokens: Annotated[
         int | None,
-        Flag(
-            "drafting",
+        _drafting(
             "Draft this many tokens a round, at most this many with several methods; "
-            "default: adaptive.",
+            "default: adaptive."
         ),
     ]
     drafting: Annotated[
         Mapping[str, object] | MethodOptions,
-        Flag(
-            "drafting",
+        _drafting(
             "Set an option of the method, for example tree=best of draft; may be given "
             "several times. An unknown KEY lists the keys of the method.",
             metavar="KEY=VALUE",
@@ -130,12 +128,11 @@ class GenerateOptions(TypedDict, total=False):
         ),
     ]
     exact: Annotated[
-        bool, Flag("drafting", "Use only pass widths whose rows agree bit by bit.")
+        bool, _drafting("Use only pass widths whose rows agree bit by bit.")
     ]
     stop_and_exit: Annotated[
         str | Path | None,
-        Flag(
-            "drafting",
+        _drafting(
             "Let this head end a text that goes wrong, and leave layers out where it "
             "may: jetdraft train sec makes it. Lossy, so it needs --no-exact.",
             metavar="HEAD",
@@ -145,66 +142,55 @@ class GenerateOptions(TypedDict, total=False):
     exit_threshold: float | None
     temperature: Annotated[
         float,
-        Flag(
-            "sampling",
+        _sampling(
             "Temperature of sampling; 0 always takes the most likely token. Default: "
-            "the checkpoint's own in generate and chat, otherwise 0.",
+            "the checkpoint's own in generate and chat, otherwise 0."
         ),
     ]
     top_k: Annotated[
-        int,
-        Flag("sampling", "Sample from this many of the most likely tokens; 0 is off."),
+        int, _sampling("Sample from this many of the most likely tokens; 0 is off.")
     ]
     top_p: Annotated[
         float,
-        Flag(
-            "sampling",
-            "Sample from the most likely tokens up to this total probability; 1 is "
-            "off.",
+        _sampling(
+            "Sample from the most likely tokens up to this total probability; 1 is off."
         ),
     ]
     min_p: Annotated[
         float,
-        Flag(
-            "sampling",
-            "Drop tokens below this share of the highest probability; 0 is off.",
-        ),
+        _sampling("Drop tokens below this share of the highest probability; 0 is off."),
     ]
     seed: Annotated[
         int | None,
-        Flag(
-            "sampling",
+        _sampling(
             "Seed of the random numbers; the same seed gives the same text. Default: "
-            "random in generate and chat, otherwise 0.",
+            "random in generate and chat, otherwise 0."
         ),
     ]
     logit_bias: Mapping[int, float] | None
     repetition_penalty: Annotated[
         float,
-        Flag(
-            "sampling",
+        _sampling(
             "Divide the logits of earlier tokens by this; 1 is off. Default: the "
-            "checkpoint's own, or 1.",
+            "checkpoint's own, or 1."
         ),
     ]
     presence_penalty: float
     frequency_penalty: float
     json_schema: Annotated[
         str | Mapping[str, Any] | None,
-        Flag(
-            "constraint",
+        _constraint(
             "Write JSON that follows the JSON schema in this file.",
             metavar="FILE",
             kind=Path,
         ),
     ]
     regex: Annotated[
-        str | None, Flag("constraint", "Write a text that matches this expression.")
+        str | None, _constraint("Write a text that matches this expression.")
     ]
     grammar: Annotated[
         str | None,
-        Flag(
-            "constraint",
+        _constraint(
             "Write a text that follows the grammar in this file, in Lark's notation.",
             metavar="FILE",
             kind=Path,

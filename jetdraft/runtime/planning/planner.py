@@ -12,18 +12,17 @@ from typing import Any
 import numpy as np
 
 from jetdraft.contracts.step_contract import Reading
+from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.devices.providers import SELECTION, cpu_only
 from jetdraft.errors import DraftingError, JetdraftError, OptionError
 from jetdraft.learning.lessons import CANDIDATES, MAX_PLACES, MAX_TOKENS, Lesson
 from jetdraft.runtime.drafters.draft_cache import DraftCache
-from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.rows import NO_PROBING, Probing, Rows, Tokens
 from jetdraft.runtime.loaded import Learning, LoadedBundle
-from jetdraft.runtime.measured.acceptance_rates import Acceptance
 from jetdraft.runtime.measured.cost_model import Profit
-from jetdraft.runtime.measured.stats import Stats
+from jetdraft.runtime.measured.stats import Acceptance, Stats
+from jetdraft.runtime.passes.answer import Target
 from jetdraft.runtime.passes.split.exit_head import ExitRule
-from jetdraft.runtime.passes.target import Target
 from jetdraft.runtime.planning.controller import (
     AdaptiveController,
     Controller,

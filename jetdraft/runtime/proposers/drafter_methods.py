@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.step_contract import StepContract
@@ -14,21 +15,18 @@ from jetdraft.options import Range, check_ranges
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.passes.target import Target
-from jetdraft.runtime.proposers.draft_stops import (
+from jetdraft.runtime.proposers.method import Method, OptionsT, check_choice
+from jetdraft.runtime.proposers.model_proposer import (
     THRESHOLDS,
     DraftStop,
-    confidence,
-    make_draft_stop,
-)
-from jetdraft.runtime.proposers.method import Cost, Method, OptionsT, check_choice
-from jetdraft.runtime.proposers.model_proposer import (
     Grow,
     Guesses,
     Levels,
     ModelProposer,
     ProbeProposer,
     Shared,
+    confidence,
+    make_draft_stop,
 )
 from jetdraft.runtime.proposers.proposer import Proposer, Traits
 from jetdraft.runtime.proposers.tree_options import TreeOptions
@@ -165,16 +163,12 @@ def drafter_method(
     options: type[OptionsT],
     flag: str = "--head",
     in_auto: bool = True,
-    trees: bool = True,
-    cost: Cost | None = None,
-    target: Callable[[LoadedBundle, OptionsT, Sequence[int]], Target | None]
-    | None = None,
-    samples: tuple[Mapping[str, object], ...] = SAMPLES,
-    alone: Mapping[str, object] | None = None,
-    module: tuple[str, ...] = (),
-    task: str = "",
+    **more: Any,
 ) -> Method[OptionsT]:
-    """Make the record of a method whose drafter an export adds with `flag`."""
+    """Make the record of a method whose drafter an export adds with `flag`.
+
+    `more` are further fields of `Method`.
+    """
 
     def lacks(bundle: Bundle) -> str:
         entry = bundle.drafter
@@ -192,21 +186,9 @@ def drafter_method(
             )
         return make(name, loaded, loaded.draft_cache, options)
 
-    return Method(
-        name,
-        summary,
-        make_checked,
-        options,
-        lacks=lacks,
-        in_auto=lambda options: in_auto,
-        trees=trees,
-        cost=cost,
-        target=target,
-        samples=samples,
-        alone=alone,
-        module=module,
-        task=task,
-    )
+    own: dict[str, Any] = {"trees": True, "samples": SAMPLES, "lacks": lacks}
+    own["in_auto"] = lambda options: in_auto
+    return Method(name, summary, make_checked, options, **(own | more))
 
 
 token_drafter = partial(

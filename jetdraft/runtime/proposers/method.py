@@ -26,7 +26,7 @@ from jetdraft.contracts.constants import CANDIDATES
 from jetdraft.errors import DraftingError, OptionError
 from jetdraft.options import Range, check_ranges, range_between
 from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.passes.target import Target
+from jetdraft.runtime.passes.answer import Target
 from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.sampling.verifiers import TOLERANCE, TOP, VERIFIERS, Verifier
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jetdraft.contracts.tensors import Float64s, Int64s
 from jetdraft.options import Range, check_ranges
-from jetdraft.runtime.drafts.arrays import Float64s, Int64s
 from jetdraft.runtime.drafts.noise import Distribution, exponentials, exponentials_below
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer

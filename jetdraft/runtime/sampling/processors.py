@@ -16,9 +16,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.errors import OptionError
 from jetdraft.options import Range, check_ranges, range_between
-from jetdraft.runtime.drafts.arrays import Float32s, Int64s
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 

@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from jetdraft.contracts.tensors import Float64s
 from jetdraft.errors import DraftingError
-from jetdraft.runtime.drafts.arrays import Float64s
 from jetdraft.runtime.drafts.noise import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.passes.answer import Answer

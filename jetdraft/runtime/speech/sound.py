@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jetdraft.bundle import HOP, SAMPLE_RATE, WINDOW
+from jetdraft.contracts.tensors import Float32s, Float64s
 from jetdraft.errors import OptionError, printable
-from jetdraft.runtime.drafts.arrays import Float32s, Float64s
 
 MIN_SECONDS, MAX_SECONDS = 0.1, 2 * 3600.0
 """Seconds of a sound that is read."""

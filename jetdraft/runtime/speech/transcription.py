@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jetdraft.bundle import HOP, SAMPLE_RATE, Speech
+from jetdraft.contracts.tensors import Float32s
 from jetdraft.errors import OptionError
-from jetdraft.runtime.drafts.arrays import Float32s
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.loaded import LoadedBundle

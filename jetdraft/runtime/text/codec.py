@@ -14,8 +14,8 @@ import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers
 
 from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensors import Int64s
 from jetdraft.errors import BundleError, LengthError, OptionError
-from jetdraft.runtime.drafts.arrays import Int64s
 from jetdraft.runtime.text.worker_process import Vocabulary
 
 CHARACTERS_PER_TOKEN = 64

@@ -187,9 +187,7 @@ class Best(Static):
 
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
         if 0 in answers:
-            firsts = [RANK_RATES[0]] * tree.budget
-            others = [rate / (1.0 - RANK_RATES[0]) for rate in RANK_RATES[1:]]
-            self.parents, _ = best_tree(tree.budget, firsts, others)
+            self.parents, _ = best_tree(tree.budget, [RANK_RATES] * tree.budget)
         return super().grow(tree, answers)
 
 

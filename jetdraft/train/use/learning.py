@@ -33,20 +33,21 @@ from jetdraft.errors import (
 )
 from jetdraft.export.drafters import Arrays
 from jetdraft.files import check_writable
-from jetdraft.learning.lessons import Lesson, Lessons
-from jetdraft.learning.weight_sets import (
+from jetdraft.learning.lessons import (
     ARRAYS,
     CHOICE_FILE,
     OWN,
     PARTIAL,
     Choice,
+    Lesson,
+    Lessons,
     WeightSets,
     drafter_sha256,
     label,
 )
 from jetdraft.manifest import sha256_of
 from jetdraft.options import Checked, setting
-from jetdraft.train.run import SEED_HELP
+from jetdraft.train.task import SEED_HELP
 from jetdraft.train.training import ReportStage
 from jetdraft.train.use.students import Missed, Student, join_missed
 

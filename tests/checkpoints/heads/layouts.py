@@ -58,12 +58,15 @@ def layer_config(**changes):
     return {k: v for k, v in {**config, **changes}.items() if v is not ...}
 
 
-def draft_map():
-    """d2t and t2d of `VD` tokens; d2t is the offset of an id to its row."""
-    ids = torch.randperm(VOCAB_SIZE)[:VD].sort().values
-    marked = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
+def map_of(ids, rows=VOCAB_SIZE):
+    """d2t and t2d of some tokens; d2t is the offset of an id to its row."""
+    marked = torch.zeros(rows, dtype=torch.bool)
     marked[ids] = True
-    return {"d2t": ids - torch.arange(VD), "t2d": marked}
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": marked}
+
+
+def draft_map():
+    return map_of(torch.randperm(VOCAB_SIZE)[:VD].sort().values)
 
 
 def write(folder, config, tensors, file="model.safetensors"):

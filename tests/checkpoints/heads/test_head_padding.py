@@ -42,16 +42,11 @@ def whole_head(**changes):
     return config, kept | {"lm_head.weight": layouts.rand(VOCAB_SIZE, layouts.H)}
 
 
+NAMES = ("eagle1", "eagle3", "speculators", "medusa", "hydra", "dflash", "diffusion")
 LAYOUTS = {
-    "eagle1": layouts.eagle1,
-    "eagle3": layouts.eagle3,
-    "eagle3, whole LM head": whole_head,
-    "speculators": layouts.speculators,
-    "medusa": layouts.medusa,
-    "hydra": layouts.hydra,
-    "dflash": layouts.dflash,
-    "dflash, mapped": layouts.speculators_dflash,
-    "diffusion": layouts.diffusion,
+    **{name: getattr(layouts, name) for name in NAMES},
+    **{"eagle3, whole LM head": whole_head},
+    **{"dflash, mapped": layouts.speculators_dflash},
 }
 
 
@@ -59,10 +54,7 @@ def made(layout, rows):
     torch.manual_seed(3)
     config, tensors = LAYOUTS[layout]()
     if "d2t" in tensors:  # to tokens that all of them have
-        ids = torch.arange(layouts.VD) * 2
-        marked = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
-        marked[ids] = True
-        tensors |= {"d2t": ids - torch.arange(layouts.VD), "t2d": marked}
+        tensors |= layouts.map_of(torch.arange(layouts.VD) * 2)
     return repadded(config, tensors, rows)
 
 
@@ -98,9 +90,7 @@ def test_a_head_of_another_padding_says_the_same(target, tmp_path, layout, rows)
 def test_a_map_to_tokens_that_the_target_lacks_loses_them(target, tmp_path):
     config, tensors = repadded(*layouts.eagle3(), VOCAB_SIZE + 32)
     ids = torch.arange(layouts.VD) + torch.arange(layouts.VD) * 2 + 20
-    marked = torch.zeros(VOCAB_SIZE + 32, dtype=torch.bool)
-    marked[ids] = True
-    tensors |= {"d2t": ids - torch.arange(layouts.VD), "t2d": marked}
+    tensors |= layouts.map_of(ids, VOCAB_SIZE + 32)
     head = load_head(write(tmp_path / "head", config, tensors), target, torch.float32)
     known = ids < VOCAB_SIZE
     assert 0 < known.sum() < layouts.VD

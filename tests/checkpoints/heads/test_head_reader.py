@@ -233,16 +233,10 @@ def test_medusa_as_vllm_names_it(target, states, tmp_path, biased):
         re.sub(r"^(\d+)\.2\.", r"medusa_heads.lm_heads.\1.", name): tensor
         for name, tensor in stored.items()
     }
-    config = {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "num_heads": 3,
-        "num_hidden_layers": 2,
-        "hidden_size": layouts.H,
-        "vocab_size": VOCAB_SIZE,
-        "truncated_vocab_size": VOCAB_SIZE,
-        "medusa_fc_bias": biased,
-    }
+    config = {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": 3}
+    config |= {"num_hidden_layers": 2, "hidden_size": layouts.H}
+    config |= dict.fromkeys(("vocab_size", "truncated_vocab_size"), VOCAB_SIZE)
+    config["medusa_fc_bias"] = biased
     head = load_head(write(tmp_path, config, stored), target, torch.float32)
     with torch.no_grad():
         logits = head.logits(head(states.final[None]))[0]

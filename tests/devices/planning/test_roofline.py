@@ -7,16 +7,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from jetdraft.devices.planning.cost_model import Dimensions, LoadedDecoder
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.recipe import Recipe
+from tests.tiny import SIZES
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-}
+LLAMA = {**SIZES, "model_type": "llama", "vocab_size": 128}
 QWEN = {
     **LLAMA,
     "model_type": "qwen3_5_text",
@@ -62,10 +55,8 @@ def test_memory_counts_a_tied_head_once():
     sizes = Dimensions.of(LLAMA)
     tied = dataclasses.replace(sizes, tied=True)
     recipe = Recipe.parse("int4-b64-headnone")
-    apart = LoadedDecoder(sizes, recipe).memory_mb(10) - LoadedDecoder(
-        tied, recipe
-    ).memory_mb(10)
-    assert apart == pytest.approx(sizes.head * 2 / 1e6)
+    more, less = (LoadedDecoder(n, recipe).memory_mb(10) for n in (sizes, tied))
+    assert more - less == pytest.approx(sizes.head * 2 / 1e6)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import jetdraft
+from jetdraft import native
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime import claim
 from jetdraft.runtime.claim import StoppedError
 from jetdraft.runtime.measured import survey as surveys
-from jetdraft.runtime.measured.profile_files import Profiles
 from jetdraft.runtime.measured.survey import FIRST_WIDTHS, Survey, pass_times
-from jetdraft.runtime.measured.widths import Widths
+from jetdraft.runtime.measured.widths import Profiles, Widths
 
 IDS = np.random.default_rng(5).integers(0, 288, 12).tolist() * 3
 
@@ -90,10 +90,11 @@ def test_a_width_that_lies_is_never_used(own, slow, monkeypatch):
 
     monkeypatch.setattr(target, "verify", spy)
     plain = model.generate(method="none", **how).token_ids
-    assert model.parts.widths.exact == [2, 8]
+    exact = model.parts.widths.exact
+    assert exact in ([1, 2], [2, 8])  # on some processors one row is outside
     drafted = model.generate(method="lookup", num_draft_tokens=3, **how)
     assert drafted.token_ids == plain
-    assert set(used) == {2, 8}
+    assert set(used) == {*exact}
     model.parts.survey.finish()
     assert 4 not in model.parts.widths.exact
     assert model.generate(method="auto", **how).token_ids == plain
@@ -213,6 +214,15 @@ def test_kept_for_this_machine_only(model, profiles):
     assert other.read_survey() is None
     Survey(*graphs, other).begin()
     assert profiles().read_survey() is None, "the other machine's replaced it"
+
+
+def test_kept_for_these_instructions_only(model, profiles, monkeypatch):
+    graphs = model.parts.target, model.parts.drafter
+    Survey(*graphs, profiles()).begin()
+    monkeypatch.setattr(native, "isa", lambda: "others")
+    assert profiles().read_survey() is None
+    Survey(*graphs, profiles()).begin()
+    assert '"isa": "others"' in profiles().file.read_text()
 
 
 @pytest.mark.parametrize("damage", ["{", '{"machine": 5}', "whole"])

@@ -3,9 +3,8 @@ import random
 import pytest
 
 from jetdraft.runtime.drafts.rows import Probing
-from jetdraft.runtime.measured.acceptance_rates import Acceptance
 from jetdraft.runtime.measured.cost_model import Curve
-from jetdraft.runtime.measured.stats import Round
+from jetdraft.runtime.measured.stats import Acceptance, Round
 from jetdraft.runtime.planning.controller import (
     NO_DRAFT,
     AdaptiveController,

@@ -13,11 +13,13 @@ import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.errors import OptionError, StoreError
 from jetdraft.learning import lessons
-from jetdraft.learning.lessons import CANDIDATES, LESSONS_FILE, Lessons
-from jetdraft.learning.weight_sets import (
+from jetdraft.learning.lessons import (
+    CANDIDATES,
     EARLY_TOKENS,
+    LESSONS_FILE,
     VERDICT_TOKENS,
     Choice,
+    Lessons,
     drafter_sha256,
 )
 from tests.toy_drafter import arrays_of, choose, put_on_trial, random_arrays

@@ -8,7 +8,7 @@ import pytest
 import jetdraft
 from jetdraft.errors import DraftingError, OptionError, StoreError
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.proposers.draft_stops import (
+from jetdraft.runtime.proposers.model_proposer import (
     REPEATS,
     AcceptanceHead,
     DraftStop,

@@ -10,18 +10,22 @@ import torch
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.prompts import FORECAST, PromptSettings
-from jetdraft.checkpoints.streams import LOSSLESS, StreamSettings
+from jetdraft.checkpoints.streams import (
+    FORECAST,
+    LOSSLESS,
+    PromptSettings,
+    StreamSettings,
+)
 from jetdraft.errors import BundleError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.ppd import method as ppd
 from jetdraft.methods.ppd.method import PromptProposer
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Probes, Probing, Rows
-from jetdraft.runtime.measured.acceptance_rates import Acceptance
 from jetdraft.runtime.measured.cost_model import Curve
-from jetdraft.runtime.measured.stats import Round
+from jetdraft.runtime.measured.stats import Acceptance, Round
 from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.split.pruned_halves import THRESHOLD_CHOICES, Threshold
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
@@ -443,12 +447,8 @@ def test_both_halves_hold_what_a_fresh_prefill_holds(models, exact):
         np.testing.assert_allclose(one, buffer.numpy()[:, :, :length], atol=1e-4)
 
 
-LOSSLESS_VERIFIER = {
-    "verifier": "recursive",
-    "tree": "k-ary",
-    "branching": [2],
-    "siblings": "with-replacement",
-}
+LOSSLESS_VERIFIER = {"verifier": "recursive", "siblings": "with-replacement"}
+LOSSLESS_VERIFIER |= {"tree": "k-ary", "branching": [2]}
 
 
 @pytest.mark.parametrize(
@@ -619,3 +619,35 @@ def test_ten_rows_carry_two_forecasts_each(models, monkeypatch):
     stats = text(model, "forecast").stats
     assert (10, 20) in sizes
     assert "forecast:9" in stats.rounds_by_choice
+
+
+def settle(would, rounds=400):
+    """What is chosen most, once rounds have shown what each threshold would do."""
+    threshold, chosen = Threshold(), []
+    for _ in range(rounds):
+        used = threshold.choose()
+        chosen.append(used)
+        threshold.observe(used, would)
+    late = chosen[rounds // 2 :]
+    return max(set(late), key=late.count)
+
+
+def test_pruning_is_taken_where_it_saves_more_than_it_costs():
+    assert settle(lambda least: (3.0, 10.0 - 5.0 * (least >= 0.1))) == 0.1
+    assert settle(lambda least: (3.0 - 2 * (least > 0), 10.0 - 2 * (least > 0))) == 0.0
+
+
+@pytest.mark.parametrize("best", THRESHOLD_CHOICES)
+def test_any_choice_can_be_the_best(best):
+    assert settle(lambda least: (1.0 + (least == best), 1.0)) == best
+
+
+def test_lower_thresholds_are_looked_at_now_and_then():
+    """What changed for the better below the one in use is noticed."""
+    threshold = Threshold()
+    for _ in range(100):
+        threshold.observe(threshold.choose(), lambda t: (1.0 + (t == 0.3), 1.0))
+    for _ in range(400):
+        threshold.observe(threshold.choose(), lambda t: (1.0 + 2 * (t == 0.01), 1.0))
+    used = [threshold.choose() for _ in range(2 * Threshold.REFRESH)]
+    assert max(set(used), key=used.count) == 0.01

@@ -12,13 +12,8 @@ ASKED = {"role": "user", "content": 'Hällo <|x|> "q" & <b>\n'}
 SAID = {"role": "assistant", "content": "Hi there.", "name": None}
 THOUGHT = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nOK"}
 REASONED = {"role": "assistant", "content": "OK", "thinking": "hm"}
-CALLED = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [
-        ToolCall("read_sensor", {"sensor": "x"}, id="a1b2c3d4e").for_template()
-    ],
-}
+CALL = ToolCall("read_sensor", {"sensor": "x"}, id="a1b2c3d4e").for_template()
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 ANSWERED = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": '{"x": 5}'}
 ANSWERED["name"] = "read_sensor"
 TOOL = {
@@ -54,13 +49,9 @@ def transformers_prompt(source, tokens, chat):
     messages, variables = CHATS[chat]
     # `apply_chat_template` drops the null fields before it calls this.
     plain = [{k: v for k, v in m.items() if v is not None} for m in messages]
+    how = {"add_generation_prompt": True, **tokens, **variables}
     try:
-        [prompt], _ = render_jinja_template(
-            [plain],
-            chat_template=source,
-            add_generation_prompt=True,
-            **{**tokens, **variables},
-        )
+        [prompt], _ = render_jinja_template([plain], chat_template=source, **how)
     except Exception:
         return None
     return prompt

@@ -5,7 +5,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.gguf_tokenizer import special_tokens
-from jetdraft.checkpoints.tokenizer_reader import chat_template
+from jetdraft.checkpoints.model_reader import chat_template
 from jetdraft.errors import BundleError, OptionError
 from jetdraft.runtime.text import sandbox
 from jetdraft.runtime.text.template import ChatTemplate, user_message

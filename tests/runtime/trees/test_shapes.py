@@ -1,16 +1,28 @@
-"""Shapes of draft trees, over a drafter that is a table."""
+"""Shapes of draft trees over a drafter that is a table, and draws of siblings."""
 
 import itertools
+import random
+from collections import Counter
 
 import numpy as np
 import pytest
 
+from jetdraft.devices.best_tree import best_tree
 from jetdraft.errors import OptionError
+from jetdraft.methods.ppd.sparse_trees import (
+    SparsePlan,
+    SparseTree,
+    best_plan,
+    likeliest_tree,
+    make_plan,
+)
 from jetdraft.runtime.drafts.noise import Distribution
-from jetdraft.runtime.drafts.rows import Kind
-from jetdraft.runtime.sampling.chooser import Sampling
+from jetdraft.runtime.drafts.rows import Kind, Rows
+from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from jetdraft.runtime.trees.shapes import (
+    RANK_RATES,
     Best,
     Comb,
     Heap,
@@ -20,26 +32,20 @@ from jetdraft.runtime.trees.shapes import (
     Rerank,
     Static,
     Tree,
+    draw_siblings,
 )
 
 VOCABULARY = 12
 RANDOM = np.random.default_rng(5)
 TABLE = RANDOM.dirichlet(np.full(VOCABULARY, 0.3), VOCABULARY)
-SHAPES = [
-    (Best(), Kind.COUPLED),
-    (Best(), Kind.DETERMINISTIC),
-    (Heap(), Kind.DISTINCT),
-    (Heap(), Kind.COUPLED),
-    (ReachThreshold(), Kind.DISTINCT),
-    (ReachThreshold(), Kind.DETERMINISTIC),
-    (Rerank(), Kind.COUPLED),
-    (Comb(), Kind.DETERMINISTIC),
-    (Merged(), Kind.DETERMINISTIC),
-    (Merged(), Kind.COUPLED),
-    (Kary((2, 2, 1)), Kind.REPLACED),
-    (Kary((2, 2, 1)), Kind.TOP_AND_ONE),
-    (Static((0, 0, 1, 1, 2)), Kind.DETERMINISTIC),
-]
+STATIC = Static((0, 0, 1, 1, 2))
+SHAPES = {
+    Kind.COUPLED: [Best(), Heap(), Rerank(), Merged()],
+    Kind.DETERMINISTIC: [Best(), ReachThreshold(), Comb(), Merged(), STATIC],
+    Kind.DISTINCT: [Heap(), ReachThreshold()],
+    Kind.REPLACED: [Kary((2, 2, 1))],
+    Kind.TOP_AND_ONE: [Kary((2, 2, 1))],
+}
 
 
 def after(token):
@@ -60,7 +66,9 @@ def grow(shape, kind, budget=10, sampling=None):
 
 
 @pytest.mark.parametrize("budget", [1, 2, 5, 15])
-@pytest.mark.parametrize(("shape", "kind"), SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "kind"), [(shape, kind) for kind in SHAPES for shape in SHAPES[kind]]
+)
 def test_every_shape_makes_a_tree_within_its_budget(shape, kind, budget):
     _, asked, rows = grow(shape, kind, budget)
     rows.check()
@@ -75,7 +83,7 @@ def test_every_shape_makes_a_tree_within_its_budget(shape, kind, budget):
 
 
 def test_a_static_tree_has_the_given_parents_in_order_of_levels():
-    _, _, rows = grow(Static((0, 0, 1, 1, 2)), Kind.DETERMINISTIC)
+    _, _, rows = grow(STATIC, Kind.DETERMINISTIC)
     assert rows.parents == [-1, 0, 0, 1, 1, 2]
     best = after(4).ids
     assert rows.tokens[1:3] == best[:2].tolist()
@@ -197,3 +205,209 @@ def conditional(p, q, rows, row):
     children = [rows.tokens[child] for child in rows.children(row)]
     rule = VERIFIERS["recursive"].rule
     return rule(p, q, children, Kind.DISTINCT) if children else p
+
+
+def test_the_most_likely_tree_has_the_largest_products():
+    """Compared with all rows of all paths of ranks up to a depth."""
+    parents, chances = best_tree(12, [RANK_RATES] * 12)
+    values = [1.0]
+    ranks = {}
+    for parent in parents:
+        rank = ranks.get(parent, 0)
+        ranks[parent] = rank + 1
+        values.append(values[parent] * RANK_RATES[rank])
+    every, level = [], [1.0]
+    for _ in range(12):
+        level = sorted((v * rate for v in level for rate in RANK_RATES), reverse=True)
+        level = level[:40]
+        every += level
+    best = sorted(every, reverse=True)[:12]
+    assert sorted(values[1:], reverse=True) == pytest.approx(best)
+    assert chances == pytest.approx(values[1:])
+
+
+def test_a_tree_without_siblings_is_a_chain():
+    assert best_tree(3, [[0.6], [0.5], [0.4]]) == ([0, 1, 2], [0.6, 0.3, 0.12])
+    assert best_tree(5, [[0.6], [0.5]]) == ([0, 1], [0.6, 0.3])
+
+
+P = np.array([0.5, 0.3, 0.15, 0.05])
+Q = Distribution(np.array([0, 3, 2, 1]), np.array([0.4, 0.3, 0.2, 0.1]))
+SEEDS = range(2000)
+
+
+def chi_square(counts, expected):
+    """How far counts are off, in standard deviations of the chi-square."""
+    kept = expected > 0
+    total = counts.sum()
+    off = (counts[kept] - total * expected[kept]) ** 2 / (total * expected[kept])
+    freedom = max(1, kept.sum() - 1)
+    return (off.sum() - freedom) / np.sqrt(2 * freedom)
+
+
+MASS = Q.over(np.arange(4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "chance"),
+    [
+        (Kind.REPLACED, lambda a, b: MASS[a] * MASS[b]),
+        (Kind.DISTINCT, lambda a, b: (a != b) * MASS[a] * MASS[b] / (1 - MASS[a])),
+        (Kind.TOP_AND_ONE, lambda a, b: (a == 0 != b) * MASS[b] / (1 - MASS[0])),
+    ],
+)
+def test_siblings_are_drawn_as_their_kind_says(kind, chance):
+    draws = [draw_siblings(kind, Q, 2, Sampling(1.0, seed=s), 9) for s in SEEDS]
+    counts = Counter(map(tuple, draws))
+    pairs = list(itertools.product(range(4), repeat=2))
+    expected = np.array([chance(*pair) for pair in pairs])
+    seen = np.array([counts[pair] for pair in pairs])
+    assert seen[expected == 0].sum() == 0
+    assert abs(chi_square(seen, expected)) < 4
+
+
+def test_the_first_coupled_sibling_is_what_the_drafter_would_choose():
+    for seed in range(50):
+        sampling = Sampling(1.0, seed=seed)
+        logits = np.log(Q.probabilities)[None].astype(np.float32)
+        answer = Answer(Q.ids[None], logits, np.zeros(1, np.float32), logits)
+        chosen = Chooser(Sampling(1.0, seed=seed, top_k=4)).choose(answer, [9])
+        assert draw_siblings(Kind.COUPLED, Q, 3, sampling, 9)[0] == chosen[0]
+    # Greedy ones are the best.
+    assert draw_siblings(Kind.COUPLED, Q, 3, Sampling(), 9) == [0, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "count"),
+    [
+        ("rejection", Kind.REPLACED, 1),
+        ("recursive", Kind.REPLACED, 2),
+        ("recursive", Kind.DISTINCT, 2),
+        ("k-seq", Kind.REPLACED, 2),
+        ("greedy-plus-one", Kind.TOP_AND_ONE, 2),
+        ("walk", Kind.COUPLED, 2),
+    ],
+)
+def test_drafting_and_verifying_with_one_seed_draws_from_p(name, kind, count):
+    """The rules are enumerated elsewhere; here the noise of both must not mix."""
+    logits = np.log(P)[None].astype(np.float32)
+    row = (np.arange(4)[None], logits, np.zeros(1, np.float32), logits)
+    two = Answer(*(np.repeat(part, 1 + count, axis=0) for part in row))
+    counts = np.zeros(4)
+    for seed in SEEDS:
+        chooser = Chooser(Sampling(1.0, seed=seed, top_k=4))
+        tokens = draw_siblings(kind, Q, count, chooser.sampling, 9)
+        rows = Rows([7, *tokens], [-1] + [0] * count, kind, {0: Q})
+        positions = [9] + [10] * count
+        counts[VERIFIERS[name].choose(rows, two, positions, chooser)[0]] += 1
+    assert abs(chi_square(counts, P)) < 4
+
+
+RANKS = [[0.5, 0.15, 0.1, 0.02], [0.4, 0.1, 0.05, 0.02], [0.3, 0.1, 0.05, 0.02]]
+
+
+def test_the_likeliest_rows_come_depth_first():
+    tree = likeliest_tree(RANKS, 4)
+    assert tree.parents == (0, 1, 0, 0)
+    assert tree.chances == pytest.approx([1.0, 0.5, 0.2, 0.15, 0.1])
+    assert tree.tokens == pytest.approx(1.95)
+    assert tree.last_chances == pytest.approx([0.25, 0.3, 0.2, 0.15, 0.1])
+    assert likeliest_tree(RANKS[:1], 9).parents == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("slots", [6, 13, 20])
+def test_rows_and_probes_fill_the_slots(slots):
+    plan = make_plan(RANKS, (4, 5, 5), slots)
+    assert [tree.size[0] for tree in plan.trees] == [1, 5, 6, 6]
+    assert plan.trees[0].counts == (3,)
+    for tree in plan.trees[1:]:
+        assert sum(tree.size) == slots
+        assert all(0 <= count <= 3 for count in tree.counts)
+
+
+def test_the_probe_that_is_missed_least_goes_first():
+    """Against every choice of one probe to remove, and of two."""
+    tree, worth = likeliest_tree(RANKS, 3), [1.0, 1.7, 2.1, 2.3]
+
+    def kept(counts):
+        return sum(e * worth[c] for e, c in zip(tree.last_chances, counts, strict=True))
+
+    for removed in (1, 2, 3):
+        got = tree.with_probes(worth, 12 - removed)
+        best = max(kept(counts) for counts in _counts(4, 12 - removed))
+        assert kept(got.counts) == pytest.approx(best)
+
+
+def _counts(rows, total):
+    if rows == 1:
+        return [(total,)] if 0 <= total <= 3 else []
+    return [(n, *rest) for n in range(4) for rest in _counts(rows - 1, total - n)]
+
+
+def test_the_expected_tokens_are_those_of_a_simulation():
+    plan = make_plan(RANKS, (2, 4, 5), 14)
+    assert sum(plan.steady_state) == pytest.approx(1.0)
+    draw, state, tokens, seen = random.Random(3), 3, 0, [0] * 4
+    for _ in range(60_000):
+        tree = plan.trees[state]
+        seen[state] += 1
+        [row] = draw.choices(range(len(tree.last_chances)), tree.last_chances)
+        tokens += 1 + _depth(tree.parents, row)
+        state = tree.counts[row]
+    assert tokens / 60_000 == pytest.approx(plan.tokens, abs=0.02)
+    assert [n / 60_000 for n in seen] == pytest.approx(plan.steady_state, abs=0.02)
+
+
+def _depth(parents, row):
+    return 0 if row == 0 else 1 + _depth(parents, parents[row - 1])
+
+
+def test_free_rows_are_taken_and_dear_ones_are_not():
+    free = best_plan(RANKS, 7, lambda rows, probes: 10.0)
+    assert free.trees[3].size == (8, 24)
+    dear = best_plan(RANKS, 7, lambda rows, probes: 1.0 + rows + probes)
+    assert sum(dear.trees[1].size) < 6
+    assert dear.tokens_per_ms(lambda rows, probes: 1.0 + rows + probes) >= max(
+        make_plan(RANKS, (n, n, n), slots).tokens_per_ms(
+            lambda rows, probes: 1.0 + rows + probes
+        )
+        for n in (1, 2, 3)
+        for slots in (n + 1, 2 * n + 2)
+    )
+
+
+def test_with_one_guess_for_each_place_the_tree_is_a_chain():
+    plan = best_plan([ranks[:1] for ranks in RANKS], 7, lambda rows, probes: 10.0)
+    assert plan.trees[3].parents == (0, 1, 2)
+
+
+# A pass of a target of 13 M parameters on two cores, with dear and with cheap probes.
+COSTS = {
+    "dear": lambda rows, probes: 0.36 + 0.11 * max(rows, 2) + 0.105 * probes,
+    "cheap": lambda rows, probes: 0.36 + 0.11 * max(rows, 2) + 0.01 * probes,
+}
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("best", [0.2, 0.6])
+def test_no_other_plan_promises_more(cost, best):
+    """Against every number of rows of each state, and of probes of each row."""
+    ranks, pass_ms = [[best, 0.12], [best, 0.1]], COSTS[cost]
+
+    def carriers(state):
+        for rows in range(1, 3) if state else [0]:
+            tree = likeliest_tree(ranks[:state], rows)
+            for counts in itertools.product(range(3), repeat=rows + 1):
+                if state or counts[0]:
+                    yield SparseTree(tree.parents, tree.chances, counts)
+
+    plans = itertools.product(*(list(carriers(state)) for state in range(3)))
+    wanted = max(SparsePlan(trees).tokens_per_ms(pass_ms) for trees in plans)
+    assert best_plan(ranks, 2, pass_ms).tokens_per_ms(pass_ms) == pytest.approx(wanted)
+
+
+def test_states_have_sizes_of_their_own():
+    """Guesses that are mostly right are drafted round after round, not every other."""
+    plan = best_plan([[0.6, 0.1], [0.6, 0.1]], 7, COSTS["dear"])
+    assert plan.tokens > 1.4
+    assert plan.trees[1].counts[1]

@@ -281,17 +281,17 @@ def test_labels_are_those_of_the_paper():
     assert labels.tolist() == [[2, 1, 2, 0], [1, 2, 2, 0]]
 
 
-def train(target, output, layers=(1, LAYER), options=QUICK, report=nothing):
+def prepared(target, output, layers=(LAYER,), options=QUICK):
     text = Path(target).parent / "text.txt"
-    run = made(SecTask, target, output, [text], SecSettings(layers), options)
-    return run.run(report)
+    return made(SecTask, target, output, [text], SecSettings(layers), options)
 
 
 def test_a_trained_head_exits_where_the_lower_layers_know_the_text(
     target, bundle, model, tmp_path
 ):
     learning = replace(QUICK, steps=60, sequence_length=48, learning_rate=1e-2)
-    figures = train(target, tmp_path / "head", options=learning)
+    run = prepared(target, tmp_path / "head", (1, LAYER), learning)
+    figures = run.run(nothing)
     assert figures["layers"]["2"]["right"] > 0.8
     described = json.loads((tmp_path / "head" / "exit.json").read_text())
     assert described["validation"] == figures
@@ -311,8 +311,7 @@ def test_a_trained_head_exits_where_the_lower_layers_know_the_text(
 
 def test_the_mean_over_parts_of_a_batch_is_that_of_the_batch(target, tmp_path):
     """Processes have a part each, with other numbers of learned tokens."""
-    text = Path(target).parent / "text.txt"
-    run = made(SecTask, target, tmp_path / "h", [text], SecSettings((LAYER,)), QUICK)
+    run = prepared(target, tmp_path / "h")
     ids = run.corpus.training[0].ids
     examples = [Example.completed(ids[:size], 1) for size in (17, 5)]
 
@@ -331,10 +330,7 @@ def test_the_mean_over_parts_of_a_batch_is_that_of_the_batch(target, tmp_path):
 
 
 def test_the_module_is_the_head_of_the_runtime(target, bundle, tmp_path):
-    run = made(
-        *(SecTask, target, tmp_path / "h", [Path(target).parent / "text.txt"]),
-        *(SecSettings((LAYER,)), QUICK),
-    )
+    run = prepared(target, tmp_path / "h")
     run.run(nothing)
     states = torch.randn(5, SIZE, generator=torch.Generator().manual_seed(0))
     base = bundle.target.halves.base

@@ -16,7 +16,7 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.learning.lessons import Lesson
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.recipe import Recipe
-from jetdraft.train.run import TrainingOptions
+from jetdraft.train.task import TrainingOptions
 from jetdraft.train.use.learning import Pace, UseOptions, UseTraining
 from jetdraft.train.use.students import UNROLLED_STEPS, load_student
 from tests.train.periodic import PERIOD, made, nothing, write_periodic

@@ -13,7 +13,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.export.drafters import drafter_arrays
-from jetdraft.learning.weight_sets import VERDICT_TOKENS, WeightSets, drafter_sha256
+from jetdraft.learning.lessons import VERDICT_TOKENS, WeightSets, drafter_sha256
 from jetdraft.train.use.learning import Pace, UseOptions, UseTraining, publish
 from jetdraft.train.use.students import load_student
 from tests.toy_drafter import save_drafter

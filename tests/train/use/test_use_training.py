@@ -1,4 +1,4 @@
-"""A drafter learns from the places where it was wrong, while its model runs."""
+"""A drafter learns from wrong places while its model runs, or waits."""
 
 import math
 
@@ -9,13 +9,21 @@ import torch
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.devices.providers import PROVIDERS
-from jetdraft.errors import CheckpointError, DataError, PairError, TrainingError
+from jetdraft.devices.rails import Rail
+from jetdraft.errors import (
+    CheckpointError,
+    DataError,
+    DeviceError,
+    PairError,
+    TrainingError,
+)
 from jetdraft.export.drafters import drafter_arrays
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.learning.lessons import Lesson
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
+from jetdraft.train.use import learning as module
 from jetdraft.train.use.learning import (
     LOOK_SECONDS,
     Background,
@@ -25,6 +33,8 @@ from jetdraft.train.use.learning import (
     UseTraining,
 )
 from jetdraft.train.use.students import Missed, load_student
+from tests.devices.trees import POWER, write
+from tests.programs import python
 from tests.tiny import drafter_config, llama_config, save_checkpoint
 from tests.toy_drafter import save_drafter
 
@@ -233,3 +243,59 @@ def test_the_background_trains_when_there_is_enough(monkeypatch):
     assert said == [few, "the learned set 5e7 is on trial until a model has used it"]
     assert [learned.places for learned in results] == [3, 8]
     assert set(naps) == {LOOK_SECONDS}
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
+def test_what_follows_a_rest_is_not_counted(clock):
+    pace, steps = Pace(seconds=3.0), 0
+    while pace.wait_for_step():
+        clock.now += 1.0
+        pace.pause()
+        clock.now += 100.0  # an export
+        steps += 1
+    assert steps == 3
+    assert not pace.has_time
+    assert Pace().wait_for_step()
+
+
+def test_it_waits_while_the_board_is_hot(clock, tmp_path, monkeypatch):
+    root = write(tmp_path, POWER)
+    powers = iter([12.0, 11.0, 3.0])
+    monkeypatch.setattr(Rail, "watts", lambda self: next(powers))
+    pace = Pace(seconds=1.0, watts=10.0, root=root)
+    assert pace.wait_for_step()
+    assert clock.now == 2 * module.REST_SECONDS
+    assert pace.spent == 0.0, "waiting is not training"
+
+
+def test_a_machine_must_tell_its_power(tmp_path):
+    with pytest.raises(DeviceError, match="no power monitors"):
+        Pace(watts=10.0, root=tmp_path)
+
+
+def test_idle_priority():
+    # It ends at once: at this priority a busy machine clears up for a minute.
+    code = (
+        "import os; from jetdraft.train.use.learning import lower_priority;"
+        "lower_priority();"
+        "print(os.nice(0), os.sched_getscheduler(0) == os.SCHED_IDLE, flush=True);"
+        "os._exit(0)"
+    )
+    assert python(code) == "19 True\n"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from jetdraft.contracts.tensors import Float32s
 from jetdraft.errors import OptionError, PairError, printable
 from jetdraft.files import read_arrays
-from jetdraft.runtime.drafts.arrays import Float32s
 
 FILE = "exit.npz"
 """The name of the file in the folder of a head."""

@@ -15,7 +15,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-from jetdraft.contracts.split_contract import SplitContract
+from jetdraft.contracts.step_contract import SplitContract
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.rows import (
     NO_PROBES,

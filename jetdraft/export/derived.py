@@ -1,0 +1,247 @@
+"""Graphs that are made of the chain graph: for branching drafts, and in two halves.
+
+Another graph moves an accepted path together. In the place of the upper half can run a
+graph without its layers (SEC, 2401.09964): a row that skips them gets their keys and
+values from the state of the lower layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common
+from torch import Tensor, nn
+
+from jetdraft.checkpoints.attention import attending
+from jetdraft.checkpoints.layers import decoder_layers, final_norm
+from jetdraft.contracts.step_contract import PARENTS, SplitContract, StepContract
+from jetdraft.contracts.tensors import TensorSpec
+from jetdraft.errors import UnsupportedModelError
+from jetdraft.export.attentions import (
+    OPSET,
+    add_bias,
+    add_mask,
+    find_bias,
+    sum_bias,
+    windowed,
+)
+from jetdraft.export.step import CUT, Specs, Step, make_state, present_buffers, zeros
+from jetdraft.quant.edits import Maker, initializer, new_value, replace_values
+
+
+def make_tree_graph(
+    chain: ir.Model, contract: StepContract, source: str
+) -> ir.Model | None:
+    """Add a draft mask to the chain graph, in place, and return the graph.
+
+    None for a model without layers, or with sliding windows. If the chain graph itself
+    needs a mask, windows raise `UnsupportedModelError`.
+    """
+    graph = chain.graph
+    if not contract.kv_shapes or windowed(graph):
+        if contract.has_mask:
+            raise UnsupportedModelError(
+                f"{source} attends in sliding windows; streams need plain attention"
+            )
+        return None
+    if contract.relative_positions:
+        sum_bias(graph, add_mask(graph, replace(contract, tree=True)))
+    else:
+        add_bias(graph, _row_bias(graph, contract))
+        graph.sort()  # layers below the probes read the rows' part of the bias
+    return chain
+
+
+def _row_bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
+    """Return the attention bias of a pass's rows, without probes.
+
+    It is made of a new mask input. If the graph has a bias for rows and probes already,
+    it is the rows' slice of that bias.
+    """
+    full_bias = find_bias(graph)
+    if full_bias is None:
+        return add_mask(graph, replace(contract, tree=True))
+    rows = ir.node("Shape", [graph.inputs[0]], {"start": 1, "end": 2})
+    start, axis = (
+        initializer(graph, f"rows_of_bias.{name}", np.array([number], np.int64))
+        for name, number in (("start", 0), ("axis", 2))
+    )
+    cut = ir.node("Slice", [full_bias, start, rows.outputs[0], axis])
+    cut.outputs[0].name = "rows_of_bias"
+    producer = full_bias.producer()
+    assert producer is not None
+    graph.insert_after(producer, [rows, cut])
+    return cut.outputs[0]
+
+
+def make_compaction_graph(contract: StepContract, scattered: bool = False) -> ir.Model:
+    """Make the graph that moves accepted rows together, for `Cache.compact`.
+
+    It has no weights. In every buffer it gathers the rows `source` (int64 [m]) and
+    writes them to row `target` (int64 [1]) and the rows after it. All rows of a buffer
+    are gathered before the first row is written, so past and present may be the same
+    memory. WebGPU has no TensorScatter: a `scattered` graph uses ScatterND, and its
+    `target` is int64 [m], a slot for each row.
+    """
+    source = new_value(TensorSpec("source", "int64", ("m",)))
+    target = new_value(TensorSpec("target", "int64", ("m" if scattered else 1,)))
+    graph = ir.Graph(
+        [source, target], [], nodes=[], opset_imports={"": OPSET}, name="compaction"
+    )
+    make = Maker(graph)
+    for past, present in zip(
+        contract.buffers("past"), contract.buffers("present"), strict=True
+    ):
+        buffer, after = new_value(past), new_value(present)
+        graph.inputs.append(buffer)
+        graph.outputs.append(after)
+        rows = make("Gather", buffer, source, axis=2)
+        if scattered:
+            places = _scatter_indices(make, target, int(past.shape[1]))
+            node = ir.node("ScatterND", [buffer, places, rows], outputs=[after])
+        else:
+            node = ir.node(
+                "TensorScatter", [buffer, rows, target], {"axis": 2}, outputs=[after]
+            )
+        graph.append(node)
+    return ir.Model(graph, ir_version=11)
+
+
+def _scatter_indices(make: Maker, target: ir.Value, heads: int) -> ir.Value:
+    """Return the index (0, head, slot) of each row, int64 [1, heads, m, 3].
+
+    A sum of slots (0, 0, slot) and heads (0, head, 0), since a shape would be computed
+    on the host.
+    """
+    by_head = np.zeros((1, heads, 1, 3), np.int64)
+    by_head[0, :, 0, 1] = range(heads)
+    column = make.constant("column", [1, 1, -1, 1])
+    last = make.constant("last", [[[[0, 0, 1]]]])
+    slots = make("Mul", make("Reshape", target, column), last)
+    return make("Add", slots, make.constant(f"heads_{heads}", by_head))
+
+
+_ROWS_MASK = "rows_mask"
+
+
+def split_graph(model: ir.Model, contract: SplitContract) -> tuple[ir.Model, ir.Model]:
+    """Split a traced graph, which it changes, into two halves with a draft mask."""
+    graph = model.graph
+    # With probes, the layers above the cut have a bias for rows and probes already.
+    add_bias(graph, add_mask(graph, replace(contract.lower, streams=0), _ROWS_MASK))
+    traced = {"hidden": CUT, "draft_mask": _ROWS_MASK}
+    lower = _part_of(model, contract.lower_inputs, contract.lower_outputs, traced)
+    # The upper half does not get these inputs, so it counts its rows by positions.
+    tokens, positions = graph.inputs[:2]
+    _count_by(graph, tokens, 1, positions)
+    for parents in (value for value in graph.inputs if value.name == PARENTS.name):
+        _count_by(graph, parents, 0, positions)
+    if contract.whole.streams:
+        del traced["draft_mask"]
+    below = len(contract.lower.kv_shapes)
+    traced |= {
+        spec.name: f"{kind}.{int(layer) + below}"
+        for side in ("past", "present")
+        for spec in contract.upper.buffers(side)
+        for kind, _, layer in [spec.name.partition(".")]
+    }
+    return lower, _part_of(model, contract.upper_inputs, contract.upper.outputs, traced)
+
+
+def drop_extra_values(model: ir.Model, step: Step) -> None:
+    """Turn the traced graph into the whole graph of the contract, in place.
+
+    Removes the step's `extra_inputs` and `extra_outputs`, which only the halves use.
+    """
+    graph = model.graph
+    for value in [v for v in graph.outputs if v.name in step.extra_outputs]:
+        graph.outputs.remove(value)
+    names = {spec.name for spec in step.extra_inputs}
+    extras = [value for value in graph.inputs if value.name in names]
+    for value in extras:
+        _count_by(graph, value, 0, graph.inputs[1])
+    common.RemoveUnusedNodesPass()(model)
+    for value in extras:
+        graph.inputs.remove(value)
+
+
+def _count_by(graph: ir.Graph, value: ir.Value, axis: int, positions: ir.Value) -> None:
+    """Let nodes read n from `positions` [1, n], not from axis `axis` of `value`."""
+    for node in [n for n in value.consumers() if n.op_type == "Shape"]:
+        if node.attributes.get_int("start", 0) == axis:
+            size = Maker(graph, node)("Shape", positions, start=1, end=2)
+            replace_values(node.outputs, [size])
+
+
+def _part_of(
+    whole: ir.Model,
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    traced: dict[str, str],
+) -> ir.Model:
+    """Extract a subgraph; `traced` maps names of the contract to names in `whole`."""
+    names = [[traced.get(s.name, s.name) for s in specs] for specs in (inputs, outputs)]
+    graph = ir.convenience.extract(whole.graph, *names)
+    for name in [n for n in whole.graph.initializers if n in graph.initializers]:
+        # `extract` orders them by a set; a file is the same at every export.
+        graph.initializers[name] = graph.initializers.pop(name)
+    for values, specs in ((graph.inputs, inputs), (graph.outputs, outputs)):
+        for value, spec in zip(values, specs, strict=True):
+            value.name = spec.name
+            value.shape = ir.Shape(spec.shape)
+    part = ir.Model(graph, ir_version=whole.ir_version)
+    common.RemoveUnusedNodesPass()(part)
+    return part
+
+
+class ExitStep(Step):
+    """The pass of the exit graph, see `SplitContract.exit_inputs`."""
+
+    def __init__(self, model: Any, split: SplitContract) -> None:
+        super().__init__(model, replace(split.upper, tree=False))
+        self.split = split
+
+    @property
+    def declared_tensors(self) -> tuple[Specs, Specs, Specs]:
+        """The inputs of the exit graph, its past buffers, and its outputs."""
+        upper = self.split.upper
+        return self.split.exit_inputs, upper.buffers("past"), upper.outputs
+
+    def forward(  # type: ignore[override]  # it has other inputs than a whole pass
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        cursor: Tensor,
+        total_length: Tensor,
+        answer_rows: Tensor,
+        exit_hidden: Tensor,
+        past: list[Tensor],
+    ) -> list[Tensor]:
+        """Return the outputs of the upper half, in the order of the contract."""
+        unused = [zeros(spec) for spec in self.split.lower.buffers("past")]
+        state = make_state(position_ids, cursor, total_length, [*unused, *past])
+        ids = torch.zeros_like(position_ids)
+        upper = decoder_layers(self.model)[len(self.split.lower.kv_shapes) :]
+        with contextlib.ExitStack() as hooks:
+            for layer in upper:
+                hooks.callback(_replace_input(layer, hidden).remove)
+            hooks.callback(_replace_input(final_norm(self.model), exit_hidden).remove)
+            hooks.enter_context(attending(state))
+            logits = self.logits(state, ids, position_ids, answer_rows)
+        return [*self.answers(logits), *present_buffers(state)[len(unused) :]]
+
+
+def _replace_input(module: nn.Module, states: Tensor) -> Any:
+    """Register a hook that makes `states` a module's input; return its handle."""
+
+    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if args:
+            return (states, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": states}
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)

@@ -1,0 +1,43 @@
+"""The library of operators for onnxruntime's CPU provider; `format.h` describes it.
+
+`setup.py` compiles it when jetdraft is installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+from pathlib import Path
+
+from jetdraft.errors import ProviderError
+
+DOMAIN, MULTIPLY, GATHER = "jetdraft", "MatMulPacked", "GatherPacked"
+"""The domain of the operators in a graph, and their names."""
+
+LIBRARY = Path(__file__).with_name(f"{platform.machine()}.so")
+"""The file for this kind of processor; it may be missing."""
+
+
+@functools.cache
+def isa() -> str:
+    """The instructions that products use here, for example "avx2".
+
+    Raises `ProviderError` if the library does not load, or JETDRAFT_ISA names
+    instructions that this processor lacks.
+    """
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        library.jetdraft_isa.restype = ctypes.c_char_p
+    except (OSError, AttributeError) as error:
+        raise ProviderError(
+            f"jetdraft's library of operators does not load ({error}); install "
+            "jetdraft again on this machine, or export with --kernel onnxruntime"
+        ) from error
+    name: bytes | None = library.jetdraft_isa()
+    if name is None:
+        raise ProviderError(
+            "this processor lacks the instructions that JETDRAFT_ISA names; leave it "
+            "out"
+        )
+    return name.decode()

@@ -1,0 +1,107 @@
+// How a matrix lies in memory: jetdraft/quant/packing.py writes this layout.
+//
+// A matrix has N columns of K numbers. Columns stand in groups of 16, the numbers of a
+// column in blocks of 32, and these in quads of 4. Bytes [group][block][...]:
+//
+//   bits 4 to 6: 256 bytes, byte 64 i + 4 c + j has number j of column c of quad 2 i in
+//                its low half, and of quad 2 i + 1 in its high half; then
+//   bits 5:      64 bytes, bit t of byte 4 c + j is bit 4 of number j of quad t
+//   bits 6:      128 bytes, bits 2 s and 2 s + 1 of byte 64 p + 4 c + j are bits 4 and 5
+//                of number j of quad 4 p + s
+//   bits 8:      512 bytes, byte 64 t + 4 c + j is number j of quad t, signed
+//
+// So each register that a processor loads has the same quad of several columns, and is
+// multiplied with one quad of a row. Scales lie in an array of their own, see `Scales`.
+#pragma once
+#include <cstdint>
+
+// Of a loop over rows, so that their sums stay in registers.
+#define INLINE __attribute__((always_inline))
+
+namespace jetdraft {
+
+constexpr int LAYOUT_VERSION = 1;
+constexpr int GROUP = 16, BLOCK = 32, QUADS = 8, SUPER = 256;
+
+enum class Scales {
+  HALF,         // [group][block]: 16 halves d;              w = d (q - zero)
+  HALF_MIN,     // [group][block]: 16 halves d, 16 halves m; w = d q + m
+  SUPER_MIN,    // [group][256 numbers]: 16 halves d, 16 halves m, then for each of
+                // 8 blocks 16 bytes s, then so 16 bytes t;  w = d s q - m t
+  SUPER_HALVES  // [group][256 numbers]: 16 halves d, then for each of 16 half blocks
+                // 16 signed bytes s;                        w = d s (q - zero)
+};
+
+struct Format {
+  const char* name;
+  int bits, zero;
+  Scales scales;
+};
+
+// In the order of their numbers in graphs, which never change.
+constexpr Format FORMATS[] = {
+    {"Q4_0", 4, 8, Scales::HALF},       {"Q4_1", 4, 0, Scales::HALF_MIN},
+    {"Q5_0", 5, 16, Scales::HALF},      {"Q5_1", 5, 0, Scales::HALF_MIN},
+    {"Q8_0", 8, 0, Scales::HALF},       {"Q4_K", 4, 0, Scales::SUPER_MIN},
+    {"Q5_K", 5, 0, Scales::SUPER_MIN},  {"Q6_K", 6, 32, Scales::SUPER_HALVES},
+};
+constexpr int FORMAT_COUNT = sizeof(FORMATS) / sizeof(*FORMATS);
+
+constexpr int block_bytes(int bits) { return 64 * bits; }
+
+constexpr int64_t round_up(int64_t number, int64_t step) {
+  return (number + step - 1) / step * step;
+}
+
+constexpr bool has_supers(Scales s) {
+  return s == Scales::SUPER_MIN || s == Scales::SUPER_HALVES;
+}
+
+// Bytes of scales for a group of columns and one block, or one super-block of 256.
+constexpr int scale_bytes(Scales scales) {
+  return scales == Scales::HALF ? 32 : scales == Scales::HALF_MIN ? 64
+         : scales == Scales::SUPER_MIN ? 64 + 256 : 32 + 256;
+}
+
+// A block of a row as integers. `total` is the scale times the sum of the integers. A
+// correction is the sum times minus the integer that stands for zero in the matrix: the
+// first of the block, or both of its halves where these have scales of their own.
+struct RowBlock {
+  int8_t q[BLOCK];
+  float scale, total;
+  int32_t corrections[2];
+};
+
+// A product of rows x [rows][numbers] with a matrix; y is [rows][columns].
+// `padded` is `numbers`, rounded up to whole blocks, or super-blocks. Rows are multiplied
+// in tiles of some rows; `read` is [tile][padded / BLOCK][rows of the tile].
+struct Product {
+  int64_t columns, numbers, padded, rows;
+  const uint8_t *integers, *scales;
+  const float* x;
+  float* y;
+  RowBlock* read;
+};
+
+bool has_avx2(), has_avxvnni(), has_avx512vnni(), has_dotprod(), has_i8mm();  // cpu.cpp
+
+// What a processor computes; every entry is by the number of the format.
+struct Isa {
+  const char* name;
+  bool (*runs)();
+  void (*quantize[FORMAT_COUNT])(const Product&, int64_t row);
+  void (*multiply[FORMAT_COUNT])(const Product&, int64_t first_group, int64_t end);
+};
+
+extern const Isa PORTABLE, AVX2, AVXVNNI, AVX512VNNI, DOTPROD, I8MM;
+
+// All of this machine's kind, the fastest first and PORTABLE last, then null.
+constexpr const Isa* ISAS[] = {
+#if defined(__x86_64__)
+    &AVX512VNNI, &AVXVNNI, &AVX2,
+#elif defined(__aarch64__)
+    &I8MM, &DOTPROD,
+#endif
+    &PORTABLE, nullptr};
+
+}  // namespace jetdraft

@@ -1,0 +1,304 @@
+// Two operators for onnxruntime's CPU provider, in the domain "jetdraft":
+//
+//   MatMulPacked(x float [..., K], integers, scales uint8 [bytes]) -> float [..., N]
+//   GatherPacked(ids int64 [...], integers, scales) -> float [..., K]: columns
+//
+// Attributes: N, K, format (a row of FORMATS), layout (LAYOUT_VERSION). A bundle may come
+// from anywhere, so nothing is read before its size and type are checked.
+//
+// The library needs no C++ runtime: neither exceptions nor containers.
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "format.h"
+#include "ort.h"
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+namespace jetdraft {
+namespace {
+
+constexpr int INVALID_ARGUMENT = 2, MAX_AXES = 8;
+constexpr int64_t MAX_SIZE = int64_t(1) << 31;
+constexpr int64_t PARTS = 16;             // of a product, for the session's threads
+constexpr int64_t SMALL_BYTES = 1 << 15;  // of a matrix that one thread multiplies
+
+// The best that runs here, or the one that JETDRAFT_ISA names; null if it cannot run.
+const Isa* choose_isa() {
+  const char* forced = std::getenv("JETDRAFT_ISA");
+  for (const Isa* const* isa = ISAS; *isa != nullptr; isa++)
+    if ((*isa)->runs() && (forced == nullptr || std::strcmp(forced, (*isa)->name) == 0))
+      return *isa;
+  return nullptr;
+}
+
+const Isa* isa;
+
+__attribute__((format(printf, 1, 2))) OrtStatus* failed(const char* format, ...) {
+  char reason[256];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(reason, sizeof reason, format, arguments);
+  va_end(arguments);
+  return ort::call(ort::CREATE_STATUS, INVALID_ARGUMENT, (const char*)reason);
+}
+
+#define TRY(expression) \
+  if (OrtStatus* status = (expression)) return status
+
+struct Tensor {
+  void* data;
+  int64_t dims[MAX_AXES];
+  size_t rank;
+  int64_t size;
+};
+
+OrtStatus* read_input(OrtKernelContext* context, size_t index, int type, Tensor* tensor) {
+  const OrtValue* value = nullptr;
+  TRY(ort::call(ort::KERNEL_CONTEXT_GET_INPUT, (const OrtKernelContext*)context, index,
+                &value));
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  TRY(ort::call(ort::GET_TENSOR_TYPE_AND_SHAPE, value, &info));
+  int found = 0;
+  ort::call(ort::GET_TENSOR_ELEMENT_TYPE, (const OrtTensorTypeAndShapeInfo*)info, &found);
+  ort::call(ort::GET_DIMENSIONS_COUNT, (const OrtTensorTypeAndShapeInfo*)info,
+            &tensor->rank);
+  const bool fits = tensor->rank <= MAX_AXES;
+  if (fits)
+    ort::call(ort::GET_DIMENSIONS, (const OrtTensorTypeAndShapeInfo*)info, tensor->dims,
+              tensor->rank);
+  ort::call<void>(ort::RELEASE_TENSOR_TYPE_AND_SHAPE_INFO, info);
+  if (!fits) return failed("an input has more than 8 axes");
+  if (found != type) return failed("an input has another type than declared");
+  tensor->size = 1;
+  for (size_t axis = 0; axis < tensor->rank; axis++)
+    if (__builtin_mul_overflow(tensor->size, tensor->dims[axis], &tensor->size))
+      return failed("an input is too large");
+  return ort::call(ort::GET_TENSOR_MUTABLE_DATA, (OrtValue*)value, &tensor->data);
+}
+
+OrtStatus* make_output(OrtKernelContext* context, const Tensor& shape, float** data) {
+  OrtValue* value = nullptr;
+  TRY(ort::call(ort::KERNEL_CONTEXT_GET_OUTPUT, context, size_t(0),
+                (const int64_t*)shape.dims, shape.rank, &value));
+  return ort::call(ort::GET_TENSOR_MUTABLE_DATA, value, (void**)data);
+}
+
+struct Kernel {
+  int64_t columns, numbers, padded, format;
+
+  int64_t groups() const { return (columns + GROUP - 1) / GROUP; }
+  int64_t units() const {
+    return padded / (has_supers(FORMATS[format].scales) ? SUPER : BLOCK);
+  }
+  // The packed matrix, if its arrays have the sizes of this kernel.
+  OrtStatus* read_matrix(OrtKernelContext* context, const uint8_t** integers,
+                         const uint8_t** scales) const {
+    Tensor tensors[2];
+    for (size_t i : {0, 1}) TRY(read_input(context, i + 1, ort::UINT8, &tensors[i]));
+    const Format& f = FORMATS[format];
+    if (tensors[0].size != groups() * (padded / BLOCK) * block_bytes(f.bits) ||
+        tensors[1].size != groups() * units() * scale_bytes(f.scales))
+      return failed("a packed matrix has another size than its columns and rows need; "
+                    "export the bundle again");
+    *integers = (const uint8_t*)tensors[0].data;
+    *scales = (const uint8_t*)tensors[1].data;
+    return nullptr;
+  }
+};
+
+OrtStatus* create(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info,
+                  void** made) {
+  int64_t layout = 0;
+  Kernel k{};
+  for (auto [name, number] : {std::pair{"N", &k.columns}, std::pair{"K", &k.numbers},
+                              std::pair{"format", &k.format}, std::pair{"layout", &layout}})
+    TRY(ort::call(ort::KERNEL_INFO_GET_ATTRIBUTE_INT64, info, name, number));
+  if (layout != LAYOUT_VERSION)
+    return failed("the bundle is packed in layout %lld, and this version reads layout %d; "
+                  "export the bundle again",
+                  (long long)layout, LAYOUT_VERSION);
+  if (k.format < 0 || k.format >= FORMAT_COUNT) return failed("unknown format of a matrix");
+  if (k.columns < 1 || k.numbers < 1 || k.columns >= MAX_SIZE || k.numbers >= MAX_SIZE)
+    return failed("a matrix has a size out of range");
+  k.padded = round_up(k.numbers, has_supers(FORMATS[k.format].scales) ? SUPER : BLOCK);
+  *made = std::malloc(sizeof k);
+  if (*made == nullptr) return failed("out of memory");
+  std::memcpy(*made, &k, sizeof k);
+  return nullptr;
+}
+
+OrtStatus* for_each(OrtKernelContext* context, void (*function)(void*, size_t),
+                    int64_t count, void* data) {
+  return ort::call(ort::KERNEL_CONTEXT_PARALLEL_FOR, (const OrtKernelContext*)context,
+                   function, size_t(count), size_t(0), data);
+}
+
+struct Job {
+  Product product;
+  int64_t format, groups, parts;
+};
+
+void quantize_row(void* data, size_t row) {
+  const Job& job = *(Job*)data;
+  isa->quantize[job.format](job.product, int64_t(row));
+}
+
+void multiply_part(void* data, size_t part) {
+  const Job& job = *(Job*)data;
+  const int64_t from = job.groups * int64_t(part) / job.parts,
+                to = job.groups * int64_t(part + 1) / job.parts;
+  isa->multiply[job.format](job.product, from, to);
+}
+
+struct Memory {
+  void* data;
+  explicit Memory(int64_t bytes)
+      : data(std::aligned_alloc(64, size_t(round_up(bytes, 64)))) {}
+  Memory(const Memory&) = delete;
+  ~Memory() { std::free(data); }
+};
+
+OrtStatus* multiply_packed(void* data, OrtKernelContext* context) {
+  const Kernel& k = *(Kernel*)data;
+  Tensor x;
+  Job job{};
+  Product& p = job.product;
+  TRY(read_input(context, 0, ort::FLOAT, &x));
+  TRY(k.read_matrix(context, &p.integers, &p.scales));
+  if (x.rank < 1 || x.dims[x.rank - 1] != k.numbers)
+    return failed("the rows have another width than the matrix");
+  p.columns = k.columns, p.numbers = k.numbers, p.padded = k.padded;
+  p.x = (const float*)x.data, p.rows = x.size / k.numbers;
+  x.dims[x.rank - 1] = k.columns;
+  TRY(make_output(context, x, &p.y));
+  if (p.rows == 0) return nullptr;
+
+  const Memory memory(p.rows * (k.padded / BLOCK) * int64_t(sizeof(RowBlock)));
+  p.read = (RowBlock*)memory.data;
+  if (p.read == nullptr) return failed("out of memory");
+  job.format = k.format, job.groups = k.groups();
+  const int64_t size = k.columns * k.padded;
+  job.parts = size < SMALL_BYTES ? 1 : std::min(PARTS, job.groups);
+  if (p.rows < 4 || job.parts == 1) {
+    for (int64_t row = 0; row < p.rows; row++) quantize_row(&job, size_t(row));
+  } else {
+    TRY(for_each(context, quantize_row, p.rows, &job));
+  }
+  if (job.parts == 1) return multiply_part(&job, 0), nullptr;
+  return for_each(context, multiply_part, job.parts, &job);
+}
+
+float half_at(const uint8_t* p) {
+  uint16_t bits;
+  std::memcpy(&bits, p, sizeof bits);
+  _Float16 half;
+  std::memcpy(&half, &bits, sizeof half);
+  return float(half);
+}
+
+// One column of a packed matrix as floats.
+void unpack_column(const Kernel& k, const uint8_t* integers, const uint8_t* scales,
+                   int64_t column, float* y) {
+  const Format& f = FORMATS[k.format];
+  const int64_t group = column / GROUP, c = column % GROUP, blocks = k.padded / BLOCK;
+  for (int64_t i = 0; i < k.numbers; i++) {
+    const int64_t b = i / BLOCK, t = i % BLOCK / 4, place = 4 * c + i % 4;
+    const uint8_t* w = integers + (group * blocks + b) * block_bytes(f.bits);
+    int q = f.bits == 8 ? (int8_t)w[64 * t + place] : w[64 * (t / 2) + place] >> 4 * (t % 2) & 15;
+    if (f.bits == 5) q |= (w[256 + place] >> t & 1) << 4;
+    if (f.bits == 6) q |= (w[256 + 64 * (t / 4) + place] >> 2 * (t % 4) & 3) << 4;
+    const int64_t unit = has_supers(f.scales) ? i / SUPER : b, inner = i % SUPER / BLOCK;
+    const uint8_t* s = scales + (group * k.units() + unit) * scale_bytes(f.scales);
+    const float d = half_at(s + 2 * c);
+    switch (f.scales) {
+      case Scales::HALF:
+        y[i] = d * float(q - f.zero);
+        break;
+      case Scales::HALF_MIN:
+        y[i] = d * float(q) + half_at(s + 32 + 2 * c);
+        break;
+      case Scales::SUPER_MIN:
+        y[i] = d * float(s[64 + 16 * inner + c]) * float(q) -
+               half_at(s + 32 + 2 * c) * float(s[192 + 16 * inner + c]);
+        break;
+      case Scales::SUPER_HALVES:
+        y[i] = d * float((int8_t)s[32 + 16 * (i % SUPER / 16) + c]) * float(q - f.zero);
+    }
+  }
+}
+
+OrtStatus* gather_packed(void* data, OrtKernelContext* context) {
+  const Kernel& k = *(Kernel*)data;
+  Tensor ids;
+  const uint8_t *integers, *scales;
+  TRY(read_input(context, 0, ort::INT64, &ids));
+  TRY(k.read_matrix(context, &integers, &scales));
+  if (ids.rank == MAX_AXES) return failed("the ids have too many axes");
+  const auto* id = (const int64_t*)ids.data;
+  for (int64_t i = 0; i < ids.size; i++)
+    if (id[i] < 0 || id[i] >= k.columns)
+      return failed("the id %lld is not in the vocabulary of %lld tokens",
+                    (long long)id[i], (long long)k.columns);
+  Tensor shape = ids;
+  shape.dims[shape.rank++] = k.numbers;
+  float* y = nullptr;
+  TRY(make_output(context, shape, &y));
+  for (int64_t i = 0; i < ids.size; i++)
+    unpack_column(k, integers, scales, id[i], y + i * k.numbers);
+  return nullptr;
+}
+
+template <OrtStatus* (*COMPUTE)(void*, OrtKernelContext*), int FIRST_TYPE>
+OrtCustomOp make_operator(const char* (*name)(const OrtCustomOp*)) {
+  OrtCustomOp op{};
+  op.version = ort::VERSION;
+  op.GetName = name;
+  op.GetExecutionProviderType = [](auto) { return "CPUExecutionProvider"; };
+  op.GetInputTypeCount = [](auto) { return size_t(3); };
+  op.GetInputType = [](auto, size_t i) { return int(i == 0 ? FIRST_TYPE : ort::UINT8); };
+  op.GetOutputTypeCount = [](auto) { return size_t(1); };
+  op.GetOutputType = [](auto, size_t) { return int(ort::FLOAT); };
+  op.KernelDestroy = [](void* kernel) { std::free(kernel); };
+  op.GetInputCharacteristic = op.GetOutputCharacteristic = [](auto, size_t) { return 0; };
+  op.GetInputMemoryType = [](auto, size_t) { return 0; };
+  op.GetVariadicInputMinArity = op.GetVariadicOutputMinArity = [](auto) { return 1; };
+  op.GetVariadicInputHomogeneity = op.GetVariadicOutputHomogeneity = [](auto) { return 1; };
+  op.CreateKernelV2 = create;
+  op.KernelComputeV2 = COMPUTE;
+  op.GetStartVersion = op.GetEndVersion = [](auto) { return 1; };
+  op.GetMayInplace = op.GetAliasMap = [](int**, int**) { return size_t(0); };
+  op.ReleaseMayInplace = op.ReleaseAliasMap = [](int*, int*) {};
+  return op;
+}
+
+}  // namespace
+}  // namespace jetdraft
+
+// The name of the instructions that products use here; null if JETDRAFT_ISA names some
+// that this processor lacks.
+EXPORTED const char* jetdraft_isa() {
+  const jetdraft::Isa* isa = jetdraft::choose_isa();
+  return isa == nullptr ? nullptr : isa->name;
+}
+
+EXPORTED OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+  using namespace jetdraft;
+  ort::api = base->GetApi(ort::VERSION);
+  isa = choose_isa();
+  if (isa == nullptr)
+    return failed("this processor lacks what JETDRAFT_ISA names; leave it out");
+  static const OrtCustomOp multiply = make_operator<multiply_packed, ort::FLOAT>(
+      [](auto) { return "MatMulPacked"; });
+  static const OrtCustomOp gather = make_operator<gather_packed, ort::INT64>(
+      [](auto) { return "GatherPacked"; });
+  OrtCustomOpDomain* domain = nullptr;
+  TRY(ort::call(ort::CREATE_CUSTOM_OP_DOMAIN, "jetdraft", &domain));
+  for (const OrtCustomOp* op : {&multiply, &gather})
+    TRY(ort::call(ort::CUSTOM_OP_DOMAIN_ADD, domain, op));
+  return ort::call(ort::ADD_CUSTOM_OP_DOMAIN, options, domain);
+}

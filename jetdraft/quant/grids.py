@@ -1,0 +1,195 @@
+"""A matrix in one of llama.cpp's types, and its layout for `jetdraft.native`.
+
+A block has integers q, a scale d and perhaps a minimum m: w = d q + m. In the types
+Q*_K, a factor for each 16 or 32 weights multiplies d, and another multiplies m. The
+package gguf computes w; where d and its factors are 1 and m is 0, that is q. The
+layout, which `native/format.h` describes, holds integers, scales and factors as they
+are: nothing is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import Q4_K, dequantize
+
+from jetdraft.quant.blocks import Blocks, Bytes, Floats
+
+LAYOUT_VERSION = 1
+"""Of the layout that `GridMatrix.packed` returns; the library reads no other."""
+
+COLUMNS_AT_ONCE = 4096
+"""Columns that are unpacked together: their integers are floats for a moment."""
+
+_COLUMNS, _BLOCK = 16, 32
+"""Columns that lie together, and numbers of a block."""
+
+_ONE, _ZERO = b"\0\x3c", b"\0\0"
+"""1 and 0 as halves."""
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """A type: bits of an integer, the integer for 0, and bytes that make w = q.
+
+    `plain` has the bytes by their offset in a block.
+    """
+
+    bits: int
+    zero: int
+    plain: Mapping[int, bytes]
+
+
+_SCALE = MappingProxyType({0: _ONE})
+_MINIMUM = MappingProxyType({0: _ONE, 2: _ZERO})
+_FACTORS = MappingProxyType({**_MINIMUM, 4: b"\1\1\1\1\0\0\0\0\1\1\1\1"})
+"""Eight factors of 1 and eight of 0, in 6 bits each, behind scale and minimum."""
+
+_BYTE_FACTORS = MappingProxyType({192: bytes([1] * 16), 208: _ONE})
+
+_GRIDS = {
+    "Q4_0": _Grid(4, 8, _SCALE),
+    "Q4_1": _Grid(4, 0, _MINIMUM),
+    "Q5_0": _Grid(5, 16, _SCALE),
+    "Q5_1": _Grid(5, 0, _MINIMUM),
+    "Q8_0": _Grid(8, 0, _SCALE),
+    "Q4_K": _Grid(4, 0, _FACTORS),
+    "Q5_K": _Grid(5, 0, _FACTORS),
+    "Q6_K": _Grid(6, 32, _BYTE_FACTORS),
+}
+"""In the order of their numbers in graphs."""
+
+GRIDS = tuple(_GRIDS)
+
+
+@dataclass(frozen=True)
+class GridMatrix:
+    """A matrix of `rows` rows whose columns are in llama.cpp's type `grid`.
+
+    `data` uint8 [columns, bytes] are the bytes of a GGUF file.
+
+        GridMatrix("Q4_K", tensor.data, 2048).packed()
+    """
+
+    grid: str
+    data: Bytes
+    rows: int
+    order = None
+    block_size = 32
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[GridMatrix]) -> GridMatrix:
+        """Return one matrix with the columns of several, which have the same `form`."""
+        return replace(parts[0], data=np.concatenate([part.data for part in parts]))
+
+    def select_columns(self, which: npt.NDArray[np.int64]) -> GridMatrix:
+        """Return the matrix of the columns with the numbers `which`, int64 [n]."""
+        return replace(self, data=self.data[which])
+
+    @property
+    def form(self) -> object:
+        """A value that is equal for matrices which can be concatenated."""
+        return self.grid, self.rows
+
+    @property
+    def floats(self) -> Floats:
+        """The matrix as float32 [rows, columns]."""
+        floats: Floats = dequantize(self.data, GGMLQuantizationType[self.grid])
+        return floats[:, : self.rows].T
+
+    def integers(self) -> Bytes:
+        """The integers uint8 [columns, rows], filled up to blocks; Q8_0's are int8."""
+        grid, plain = _GRIDS[self.grid], self._bytes_of_blocks().copy()
+        for place, values in grid.plain.items():
+            plain[..., place : place + len(values)] = np.frombuffer(values, np.uint8)
+        kind = GGMLQuantizationType[self.grid]
+        signed = dequantize(plain.reshape(self.data.shape), kind) + grid.zero
+        integers: Bytes = signed.astype(np.int16).astype(np.uint8)
+        return integers
+
+    def exact_blocks(self) -> Blocks | None:
+        """The same numbers as `Blocks`; None for a type with minima."""
+        grid = _GRIDS[self.grid]
+        if grid.plain not in (_SCALE, _BYTE_FACTORS):
+            return None
+        bits = 4 if grid.bits == 4 else 8
+        scales, *factors = self._fields()
+        floats = np.ascontiguousarray(scales).view("<f2")[..., 0].astype(np.float32)
+        for factor in factors:
+            floats = floats * factor.view(np.int8)[..., 0]
+        floats = floats.reshape(len(self.data), -1)
+        integers = self.integers() + np.uint8((1 << (bits - 1)) - grid.zero)
+        blocks = integers.reshape(*floats.shape, -1)
+        return Blocks.of(blocks, floats, None, bits, self.rows)
+
+    def packed(self) -> tuple[Bytes, Bytes]:
+        """The integers and the scales, both uint8 [bytes], for the library."""
+        spare = -len(self.data) % _COLUMNS
+        whole = replace(self, data=np.pad(self.data, ((0, spare), (0, 0))))
+        starts = range(0, len(whole.data), COLUMNS_AT_ONCE)
+        parts = [
+            replace(self, data=whole.data[start : start + COLUMNS_AT_ONCE])
+            for start in starts
+        ]
+        bits = _GRIDS[self.grid].bits
+        integers = [_pack_integers(part.integers(), bits) for part in parts]
+        scales = [_pack_fields(part._fields()) for part in parts]
+        return np.concatenate(integers), np.concatenate(scales)
+
+    def _bytes_of_blocks(self) -> Bytes:
+        """The bytes uint8 [columns, blocks, bytes]."""
+        _, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.grid]]
+        return self.data.reshape(len(self.data), -1, size)
+
+    def _fields(self) -> list[Bytes]:
+        """Scales, minima and factors, uint8 [columns, blocks, numbers, bytes] each."""
+        block, plain = self._bytes_of_blocks(), _GRIDS[self.grid].plain
+        halves = [p for p, value in plain.items() if len(value) == len(_ONE)]
+        fields = [block[..., None, place : place + 2] for place in halves]
+        if plain is _FACTORS:
+            both = Q4_K.get_scale_min(block[..., 4:16].reshape(-1, 12))
+            shape = (*block.shape[:2], 8, 1)
+            fields += [factors.astype(np.uint8).reshape(shape) for factors in both]
+        if plain is _BYTE_FACTORS:
+            fields.append(block[..., 192:208, None])
+        return fields
+
+
+Matrix = Blocks | GridMatrix
+"""A quantized matrix of either kind; both have `order`, `floats`, `form` and more."""
+
+
+def _pack_integers(integers: Bytes, bits: int) -> Bytes:
+    """Pack integers [columns, rows] by groups of columns, blocks and quads."""
+    columns, rows = integers.shape
+    split = integers.reshape(columns // _COLUMNS, _COLUMNS, rows // _BLOCK, 8, 4)
+    quads: Bytes = split.transpose(0, 2, 3, 1, 4).reshape(-1, 8, 64)
+    if bits == 8:
+        return quads.ravel()
+    four = np.uint8(4)
+    low: Bytes = quads[:, ::2] & np.uint8(15) | quads[:, 1::2] << four
+    planes: list[Bytes] = [low.reshape(len(quads), -1)]
+    high: Bytes = quads >> four
+    if bits == 5:
+        planes.append(np.packbits(high, axis=1, bitorder="little")[:, 0])
+    if bits == 6:
+        shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+        spread: Bytes = np.bitwise_or.reduce(high.reshape(-1, 2, 4, 64) << shifts, 2)
+        planes.append(spread.reshape(len(quads), -1))
+    return np.concatenate(planes, axis=1).ravel()
+
+
+def _pack_fields(fields: list[Bytes]) -> Bytes:
+    """Pack fields [columns, blocks, numbers, bytes], a number of 16 columns at once."""
+    packed: list[Bytes] = []
+    for field in fields:
+        _, blocks, numbers, size = field.shape
+        split = field.reshape(-1, _COLUMNS, blocks, numbers, size)
+        together = split.transpose(0, 2, 3, 1, 4)
+        packed.append(together.reshape(-1, blocks, numbers * _COLUMNS * size))
+    return np.concatenate(packed, axis=-1).ravel()

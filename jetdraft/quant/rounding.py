@@ -1,0 +1,213 @@
+"""Rounds float matrices to llama.cpp's types, by a search for the scale of each block.
+
+A block's integers are rounded for several scales. Weighted least squares give each the
+best scale, or scale and minimum, and the smallest weighted error wins. Scales of
+super-blocks are then rounded to 6 or 8 bits, and the integers once more. The weight of
+a number is the second moment of what it is multiplied with; without moments it is
+llama.cpp's guess, which counts large numbers more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jetdraft.quant.blocks import Bytes, Floats
+
+COLUMNS_AT_ONCE = 256
+"""Columns that are rounded together: their numbers stay in the cache."""
+
+AFFINE_TRIES = torch.arange(-1.0, 1.05, 0.125)
+"""What is added to the largest integer, to try other scales."""
+
+SYMMETRIC_TRIES = torch.arange(-0.9, 0.95, 0.15)
+
+_TINY = 1e-30
+
+
+def round_to_grid(matrix: Floats, grid: str, moments: Floats | None = None) -> Bytes:
+    """The bytes uint8 [columns, bytes] of a float matrix [rows, columns] as `grid`.
+
+    `moments` float [rows] are second moments of the inputs. The rows are filled up with
+    zeros to whole blocks.
+    """
+    spare = -len(matrix) % (256 if grid.endswith("K") else 32)
+    columns = torch.from_numpy(np.pad(matrix, ((0, spare), (0, 0)))).T.float()
+    given = None if moments is None else torch.from_numpy(np.pad(moments, (0, spare)))
+    parts = torch.split(columns, COLUMNS_AT_ONCE)
+    rounded = [_ROUNDERS[grid](part.contiguous(), given) for part in parts]
+    return np.concatenate(rounded).reshape(columns.shape[0], -1)
+
+
+def _weights(x: Tensor, given: Tensor | None, size: int) -> Tensor:
+    """The weight of each number of x [columns, blocks, size]."""
+    power = x.square().mean(-1, keepdim=True)
+    if given is None:
+        return power.sqrt() + x.abs()
+    return given.view(-1, size) * (power + x.square()).sqrt()
+
+
+def _fit_symmetric(x: Tensor, weights: Tensor, lowest: int) -> Tensor:
+    """The scale [columns, blocks] of integers from `lowest` to -1 - `lowest`."""
+    peak = x.gather(-1, x.abs().argmax(-1, keepdim=True))
+    best, scale = torch.full_like(peak, -1.0), torch.zeros_like(peak)
+    wx = weights * x
+    for more in SYMMETRIC_TRIES:
+        factor = (lowest - more) / torch.where(peak == 0, 1.0, peak)
+        integers = (x * factor).round_().clamp_(lowest, -1 - lowest)
+        product = (wx * integers).sum(-1, keepdim=True)
+        squares = (weights * integers.square()).sum(-1, keepdim=True).clamp(min=_TINY)
+        gain = product.square() / squares
+        better = gain > best
+        best = torch.where(better, gain, best)
+        scale = torch.where(better, product / squares, scale)
+    return scale[..., 0]
+
+
+def _fit_affine(x: Tensor, weights: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+    """Scale and minimum, at most 0, of integers from 0; both [columns, blocks]."""
+    low = x.amin(-1, keepdim=True).clamp(max=0)
+    reach = (x.amax(-1, keepdim=True) - low).clamp(min=_TINY)
+    best = torch.full_like(low, torch.inf)
+    scale, minimum = torch.zeros_like(low), low
+    total = weights.sum(-1, keepdim=True).clamp(min=_TINY)
+    x_mean = (weights * x).sum(-1, keepdim=True) / total
+    for more in AFFINE_TRIES:
+        integers = ((x - low) * ((largest + more) / reach)).round_().clamp_(0, largest)
+        wi = weights * integers
+        mean = wi.sum(-1, keepdim=True) / total
+        spread = weights * (integers - mean)
+        variance = (spread * (integers - mean)).sum(-1, keepdim=True)
+        step = (spread * (x - x_mean)).sum(-1, keepdim=True) / variance.clamp(min=_TINY)
+        base = x_mean - step * mean
+        # Without a minimum where it would be above 0, or all integers are the same.
+        alone = (base > 0) | (variance <= _TINY)
+        squares = (wi * integers).sum(-1, keepdim=True).clamp(min=_TINY)
+        step = torch.where(alone, (wi * x).sum(-1, keepdim=True) / squares, step)
+        base = torch.where(alone, 0.0, base)
+        error = (weights * (integers * step + base - x).square()).sum(-1, keepdim=True)
+        better = (error < best) & (step > 0)
+        best = torch.where(better, error, best)
+        scale = torch.where(better, step, scale)
+        minimum = torch.where(better, base, minimum)
+    return scale[..., 0], minimum[..., 0]
+
+
+def _integers(
+    x: Tensor, scale: Tensor, minimum: Tensor, bounds: tuple[int, int]
+) -> Bytes:
+    """x as integers of a scale and a minimum, less the lower bound, as uint8."""
+    steps = torch.where(scale == 0, torch.inf, scale)[..., None]
+    nearest = ((x - minimum[..., None]) / steps).round_().clamp_(*bounds)
+    return (nearest - bounds[0]).to(torch.uint8).numpy()
+
+
+def _half_bytes(numbers: Tensor) -> tuple[Tensor, Bytes]:
+    """Numbers rounded to halves, and the halves' bytes on a new last axis."""
+    halves = numbers.half()
+    return halves.float(), halves.numpy()[..., None].view(np.uint8)
+
+
+def _pair_halves(integers: Bytes) -> Bytes:
+    """Two integers of four bits in a byte: the first half of the last axis is low."""
+    low, high = np.split(integers & 15, 2, axis=-1)
+    pairs: Bytes = low | high << 4
+    return pairs
+
+
+def _flat(bits: int, affine: bool) -> Callable[[Tensor, Tensor | None], Bytes]:
+    """The rounder of Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0."""
+    lowest = 0 if affine else -(1 << (bits - 1))
+
+    def rounded(columns: Tensor, given: Tensor | None) -> Bytes:
+        x = columns.view(len(columns), -1, 32)
+        weights = _weights(x, given, 32)
+        minimum, parts = torch.zeros(x.shape[:2]), []
+        if affine:
+            scale, minimum = _fit_affine(x, weights, (1 << bits) - 1)
+        elif bits == 8:  # no search gains anything
+            scale = x.abs().amax(-1) / 127
+        else:
+            scale = _fit_symmetric(x, weights, lowest)
+        scale, stored = _half_bytes(scale)
+        parts.append(stored)
+        if affine:
+            minimum, stored = _half_bytes(minimum)
+            parts.append(stored)
+        integers = _integers(x, scale, minimum, (lowest, lowest + (1 << bits) - 1))
+        if bits == 8:
+            return np.concatenate([*parts, integers ^ 128], -1)
+        if bits == 5:
+            parts.append(np.packbits(integers >> 4, axis=-1, bitorder="little"))
+        return np.concatenate([*parts, _pair_halves(integers)], -1)
+
+    return rounded
+
+
+def _super(bits: int) -> Callable[[Tensor, Tensor | None], Bytes]:
+    """The rounder of Q4_K or Q5_K, whose scales and minima have 6 bits."""
+
+    def rounded(columns: Tensor, given: Tensor | None) -> Bytes:
+        x = columns.view(len(columns), -1, 32)
+        scale, minimum = _fit_affine(x, _weights(x, given, 32), (1 << bits) - 1)
+        factors, steps, halves = [], [], []
+        for numbers in (scale, -minimum):
+            groups = numbers.view(len(x), -1, 8)
+            unit, stored = _half_bytes(groups.amax(-1, keepdim=True) / 63)
+            safe = torch.where(unit == 0, torch.inf, unit)
+            factor = (groups / safe).round_().clamp_(0, 63)
+            factors.append(factor.to(torch.uint8).numpy())
+            steps.append((factor * unit).view(scale.shape))
+            halves.append(stored[..., 0, :])
+        integers = _integers(x, steps[0], -steps[1], (0, (1 << bits) - 1))
+        integers = integers.reshape(len(x), -1, 8, 32)
+        s, m = factors
+        packed = [
+            s[..., :4] | s[..., 4:] >> 4 << 6,
+            m[..., :4] | m[..., 4:] >> 4 << 6,
+            s[..., 4:] & 15 | (m[..., 4:] & 15) << 4,
+        ]
+        parts = [*halves, *packed]
+        if bits == 5:
+            high = np.packbits(integers >> 4, axis=2, bitorder="little")
+            parts.append(high[..., 0, :])
+        pairs = integers.reshape(*integers.shape[:2], 4, 64)
+        parts.append(_pair_halves(pairs).reshape(*integers.shape[:2], -1))
+        return np.concatenate(parts, -1)
+
+    return rounded
+
+
+def _six_bits(columns: Tensor, given: Tensor | None) -> Bytes:
+    """The rounder of Q6_K: sixteen half blocks with a scale in 8 bits."""
+    x = columns.view(len(columns), -1, 16)
+    scale = _fit_symmetric(x, _weights(x, given, 16), -32).view(len(x), -1, 16)
+    peak = scale.gather(-1, scale.abs().argmax(-1, keepdim=True))
+    unit, stored = _half_bytes(peak / -128)
+    factor = (scale / torch.where(unit == 0, torch.inf, unit)).round_()
+    factor = factor.clamp_(-128, 127)
+    step = (factor * unit).view(len(x), -1)
+    integers = _integers(x, step, torch.zeros_like(step), (-32, 31))
+    halves = integers.reshape(len(x), -1, 2, 4, 32)
+    low = halves[..., :2, :] & 15 | (halves[..., 2:, :] & 15) << 4
+    high = halves >> 4 << np.array([0, 2, 4, 6], np.uint8)[:, None]
+    parts = [low, np.bitwise_or.reduce(high, axis=-2)]
+    shape = (*stored.shape[:2], -1)
+    signed = factor.to(torch.int8).numpy().view(np.uint8)
+    flat = [part.reshape(shape) for part in (*parts, signed, stored)]
+    return np.concatenate(flat, -1)
+
+
+_ROUNDERS: dict[str, Callable[[Tensor, Tensor | None], Bytes]] = {
+    "Q4_0": _flat(4, affine=False),
+    "Q4_1": _flat(4, affine=True),
+    "Q5_0": _flat(5, affine=False),
+    "Q5_1": _flat(5, affine=True),
+    "Q8_0": _flat(8, affine=False),
+    "Q4_K": _super(4),
+    "Q5_K": _super(5),
+    "Q6_K": _six_bits,
+}

@@ -1,0 +1,81 @@
+"""Packed operators with damaged sizes, types, attributes and ids, under sanitizers."""
+
+from __future__ import annotations
+
+import platform
+import runpy
+import subprocess
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from jetdraft import native
+from jetdraft.quant.grids import GRIDS
+from tests.fuzz.subject import Subject
+from tests.native.operators import ARRAYS, random_matrix, session
+from tests.programs import ROOT
+
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+NUMBERS = (-1, 0, 1, 31, 2**31 - 1, 2**31, 2**62, 2**63 - 1, -(2**63))
+
+
+class Operators(Subject):
+    """Damages what an operator reads, and runs it; a light one needs no sanitizers."""
+
+    name = "operators"
+
+    def __init__(self, folder: Path, light: bool = False) -> None:
+        super().__init__(folder, light)
+        if light:
+            return
+        setup, objects = runpy.run_path(str(ROOT / "setup.py")), list[Path]()
+        for source, flags in setup["SOURCES"][platform.machine()].items():
+            objects.append(folder / f"{source}.o")
+            # g++ marks the stack with AVX-512 even where it asks for AVX-512.
+            stack = f"--param=asan-stack={int(not flags)}"
+            names = "-c", setup["FOLDER"] / f"{source}.cpp", "-o", objects[-1]
+            options = *setup["FLAGS"], *SANITIZERS, "-O1", "-w", stack, *flags
+            subprocess.run(["g++", *options, *names], check=True)
+        native.LIBRARY = folder / "sanitized.so"
+        command = ["g++", "-shared", *SANITIZERS, *objects, "-o", native.LIBRARY]
+        subprocess.run(command, check=True)
+
+    @classmethod
+    def environment(cls) -> dict[str, str]:
+        """The sanitizer comes first in a process, with C++; Python itself leaks."""
+        names = [f"-print-file-name={name}.so" for name in ("libasan", "libstdc++")]
+        files = [subprocess.check_output(["g++", n], text=True).strip() for n in names]
+        return {"LD_PRELOAD": " ".join(files), "ASAN_OPTIONS": "detect_leaks=0"}
+
+    def run(self, draw: Random) -> str:
+        """An operator over a matrix with damage, or without any."""
+        columns, rows = draw.randint(1, 40), draw.choice((1, 31, 64, 256, 300))
+        matrix = random_matrix(draw.choice(GRIDS), columns, rows, draw.randrange(99))
+        kind = draw.choice(("MatMulPacked", "GatherPacked"))
+        changed: dict[str, Any] = {}
+        for _ in range(draw.choice((0, 1, 1, 2))):
+            name = draw.choice(("N", "K", "format", "layout", *ARRAYS))
+            changed[name] = draw.choice((*NUMBERS, *range(2, 9), columns + 1))
+            if name in ARRAYS:
+                array = matrix.packed()[ARRAYS.index(name)]
+                size = draw.choice((0, 8, array.size - 8, array.size))
+                array = np.resize(array, size).view(draw.choice(("u1", "i1", "f4")))
+                changed[name] = array.reshape(draw.choice(((-1,), (1, -1), (-1, 1, 1))))
+        shape = draw.choices((0, 1, 1, 1, 2), k=draw.choice((0, 1, 2, 3, 9)))
+        if kind == "GatherPacked":
+            ids = *range(columns), *draw.sample(NUMBERS, draw.choice((0, 0, 1)))
+            drawn = draw.choices(ids, k=int(np.prod(shape)))
+            x = np.array(drawn, np.int64).reshape(shape)
+        else:
+            width = draw.choice((*[rows] * 6, 0, 1, rows + 1))
+            number = draw.choice((0, 1.5, np.nan, np.inf))
+            x = np.full((*shape[:8], width), number, np.float32)
+        try:
+            session(kind, matrix, threads=draw.randint(1, 3), **changed).run(
+                None, {"x": x}
+            )
+        except Exception as error:  # onnxruntime's exceptions have no common base
+            return "refused by jetdraft" if "export the" in str(error) else "refused"
+        return "computed damage" if changed else "computed"

@@ -1,0 +1,116 @@
+// Compares every processor's products that run here with the portable ones, bit by bit:
+// all formats, whole and cut blocks and groups, passes of 1 to 19 rows and each row by
+// itself. Prints a line for each processor; ends with 1 if two numbers differ.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "../../jetdraft/native/format.h"
+
+using namespace jetdraft;
+
+namespace {
+
+uint32_t state;
+
+uint32_t random_bits() {  // a linear congruential generator, its better half
+  state = state * 1664525u + 1013904223u;
+  return state >> 16;
+}
+
+// Needs no C++ runtime, so that it is compiled for any machine in seconds.
+template <class T>
+struct Array {
+  int64_t size;
+  T* at;
+  explicit Array(int64_t count)
+      : size(count), at((T*)std::calloc(size_t(count), sizeof(T))) {}
+  Array(const Array&) = delete;
+  ~Array() { std::free(at); }
+};
+
+struct Matrix {
+  int format;
+  int64_t columns, numbers, padded;
+  Array<uint8_t> integers, scales;
+
+  static int64_t unit(int format) {
+    return has_supers(FORMATS[format].scales) ? SUPER : BLOCK;
+  }
+  static int64_t groups(int64_t columns) { return (columns + GROUP - 1) / GROUP; }
+
+  Matrix(int number, int64_t n, int64_t k)
+      : format(number), columns(n), numbers(k), padded(round_up(k, unit(number))),
+        integers(groups(n) * padded / BLOCK * block_bytes(FORMATS[number].bits)),
+        scales(groups(n) * padded / unit(number) * scale_bytes(FORMATS[number].scales)) {
+    for (int64_t i = 0; i < integers.size; i++) integers.at[i] = uint8_t(random_bits());
+    for (int64_t i = 0; i < scales.size; i++) scales.at[i] = uint8_t(random_bits());
+    // Halves come first in each unit, and must be finite; some are subnormal.
+    const Scales kind = FORMATS[number].scales;
+    const bool one = kind == Scales::HALF || kind == Scales::SUPER_HALVES;
+    for (int64_t start = 0; start < scales.size; start += scale_bytes(kind))
+      for (int i = 0; i < (one ? 16 : 32); i++) {
+        uint8_t& high = scales.at[start + 2 * i + 1];
+        high = uint8_t((high & 0x83) | (i % 5 == 0 ? 0 : 0x28));
+      }
+  }
+
+  void multiply(const Isa& isa, const float* x, int64_t rows, float* y) const {
+    const Array<RowBlock> read(rows * padded / BLOCK);
+    const Product p{columns,  numbers, padded, rows, integers.at, scales.at, x, y,
+                    read.at};
+    for (int64_t row = 0; row < rows; row++) isa.quantize[format](p, row);
+    isa.multiply[format](p, 0, groups(columns));
+  }
+};
+
+bool equal(const float* a, const float* b, int64_t count) {
+  return std::memcmp(a, b, size_t(count) * sizeof(float)) == 0;
+}
+
+// Whether a pass of `rows` rows has the portable bits, and each row alone has them too.
+bool agrees(const Isa& isa, const Matrix& matrix, int64_t rows) {
+  const int64_t n = matrix.columns, k = matrix.numbers;
+  Array<float> x(rows * k), y(rows * n), expected(rows * n), alone(n);
+  for (int64_t i = 0; i < x.size; i++) {
+    x.at[i] = (float(random_bits()) - 32768) / (i % 97 ? 32768 : 32);
+    if (rows > 2 && i / k == 2) x.at[i] = 0;
+  }
+  matrix.multiply(isa, x.at, rows, y.at);
+  matrix.multiply(PORTABLE, x.at, rows, expected.at);
+  bool same = equal(y.at, expected.at, y.size);
+  for (int64_t row = 0; row < rows; row++) {
+    matrix.multiply(isa, x.at + row * k, 1, alone.at);
+    same &= equal(y.at + row * n, alone.at, n);
+  }
+  return same;
+}
+
+struct Size {
+  int64_t columns, numbers;
+};
+
+constexpr Size SIZES[] = {{16, 256}, {48, 512}, {7, 40}, {33, 1000}, {160, 31}};
+constexpr int64_t WIDTHS[] = {1, 2, 3, 4, 5, 7, 8, 9, 16, 19};
+
+}  // namespace
+
+int main() {
+  int all_wrong = 0;
+  for (const Isa* const* isa = ISAS; *isa != nullptr; isa++) {
+    if (!(*isa)->runs()) continue;
+    int products = 0, wrong = 0;
+    state = 0;
+    for (int format = 0; format < FORMAT_COUNT; format++)
+      for (const Size& size : SIZES) {
+        const Matrix matrix(format, size.columns, size.numbers);
+        for (const int64_t rows : WIDTHS) {
+          products++;
+          wrong += !agrees(**isa, matrix, rows);
+        }
+      }
+    std::printf("%s: %d products, %d differ\n", (*isa)->name, products, wrong);
+    all_wrong += wrong;
+  }
+  return all_wrong != 0;
+}

@@ -1,0 +1,138 @@
+"""A bundle that needs the library, where the library or the bundle is damaged."""
+
+from __future__ import annotations
+
+import shutil
+
+import onnx
+import pytest
+
+from jetdraft import native
+from jetdraft.cli.doctor import examine
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from tests.cli.running import assert_refused, jetdraft
+from tests.fuzz.damages import hash_again
+
+INSTALL = "install jetdraft again on this machine, or export with --kernel onnxruntime"
+UNKNOWN = "the instructions that JETDRAFT_ISA names; leave it out"
+
+
+@pytest.fixture(scope="module")
+def packed(pair, once):
+    return make(pair, once, Recipe("q4_0"))
+
+
+def make(pair, once, recipe):
+    options = ExportOptions(recipe, capacity=256, max_width=16)
+    return once(recipe.name, lambda to: export(str(pair.target), to, None, options))
+
+
+@pytest.fixture
+def own(packed, tmp_path):
+    return shutil.copytree(packed, tmp_path / "bundle")
+
+
+@pytest.fixture(params=["missing", "empty", "another processor's", "unknown"])
+def fault(request, tmp_path, monkeypatch):
+    """A library that does not load; what the message says of it."""
+    library = tmp_path / native.LIBRARY.name
+    whole = native.LIBRARY.read_bytes()
+    content, said = {
+        "missing": (None, "No such file"),
+        "empty": (b"", "file too short"),
+        "another processor's": (
+            # The number of the machine in the header of an ELF file.
+            whole[:18] + b"\xf3\0" + whole[20:],
+            "cannot open shared object file",
+        ),
+        "unknown": (whole, UNKNOWN),
+    }[request.param]
+    if content is not None:
+        library.write_bytes(content)
+    monkeypatch.setattr(native, "LIBRARY", library)
+    if request.param == "unknown":
+        monkeypatch.setenv("JETDRAFT_ISA", "abacus")
+    native.isa.cache_clear()
+    yield said
+    native.isa.cache_clear()
+
+
+def generated(bundle):
+    return jetdraft("generate", bundle, "-p", "the", "-n", 4, "-t", 1)
+
+
+def test_a_bundle_says_what_it_lacks(packed, fault):
+    fix = () if fault == UNKNOWN else (INSTALL,)
+    assert_refused(generated(packed), fault, *fix)
+
+
+def test_other_bundles_do_without(pair, once, fault):
+    assert fault
+    assert generated(make(pair, once, Recipe("int8", 16))).exit_code == 0
+
+
+def test_doctor_says_what_is_lacking(fault):
+    (finding,) = (each for each in examine() if each.what == "products")
+    assert fault in f"{finding.found}; {finding.fix}"
+    assert finding.fix
+    assert not finding.wrong
+
+
+def test_doctor_names_the_instructions(monkeypatch):
+    monkeypatch.setenv("JETDRAFT_ISA", "portable")
+    native.isa.cache_clear()
+    assert "products           portable\n" in jetdraft("doctor").stdout
+    native.isa.cache_clear()
+
+
+def test_a_bundle_runs_on_any_instructions(packed, monkeypatch):
+    texts = []
+    for name in ("portable", native.isa()):
+        monkeypatch.setenv("JETDRAFT_ISA", name)
+        result = jetdraft("generate", packed, "-p", "the", "-n", 12, "-t", 1)
+        assert result.exit_code == 0
+        texts.append(result.stdout)
+    assert texts[0] == texts[1]
+
+
+def change_products(bundle, **attributes):
+    """Give the products of a bundle's target other attributes, under new hashes."""
+    for file in (bundle / "target.onnx", bundle / "target-tree.onnx"):
+        model = onnx.load(file, load_external_data=False)
+        products = [n for n in model.graph.node if n.op_type == native.MULTIPLY]
+        assert products
+        for attribute in (a for node in products for a in node.attribute):
+            attribute.i = attributes.get(attribute.name, attribute.i)
+        onnx.save(model, file)
+    hash_again(bundle)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "said"),
+    [
+        ({"layout": 2}, "packed in layout 2, and this version reads layout 1"),
+        ({"format": 99}, "unknown format of a matrix"),
+        ({"format": 4}, "a packed matrix has another size"),
+        ({"K": 2**40}, "a matrix has a size out of range"),
+        ({"K": 33}, "the rows have another width than the matrix"),
+        ({"N": 16}, "a packed matrix has another size"),
+    ],
+)
+def test_another_layout_or_size_is_refused(own, attributes, said):
+    change_products(own, **attributes)
+    result = generated(own)
+    assert result.exit_code == 2
+    last = result.stderr.splitlines()[-1]  # some are found by the first pass
+    assert last.startswith("error: ")
+    assert said in last
+    assert "export the bundle again" in last
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_weights_that_are_cut_off_are_refused(own, hashed):
+    weights = own / "target.onnx.data"
+    weights.write_bytes(weights.read_bytes()[:-4000])
+    if hashed:
+        hash_again(own)
+    assert_refused(generated(own), str(own), "the bundle")
