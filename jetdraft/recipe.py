@@ -17,7 +17,7 @@ all scales."""
 BITS = {"int2": 2, "int4": 4, "int8": 8} | {g: int(g[1]) for g in GRIDS}
 """Bits per weight of each scheme."""
 KERNELS = ("jetdraft", "onnxruntime")
-"""Whose operators multiply the matrices of a GGUF file on the CPU."""
+"""Whose operators multiply quantized matrices; jetdraft has them for the CPU."""
 
 SCHEMES = (*BITS, "none")
 BLOCK_SIZES = (16, 32, 64, 128)

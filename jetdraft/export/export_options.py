@@ -26,16 +26,15 @@ class ExportOptions:
     `max_width` the most rows of one pass. `provider` and `drafter_provider` will run
     the graphs; they give the defaults of `dtype`, "fp32" or "fp16" for activations and
     buffers, and of `flavour`: "contrib" graphs have onnxruntime's own operators,
-    "standard" graphs only operators of ai.onnx. The `kernel` that multiplies matrices
-    of a GGUF file is "jetdraft", which keeps their types, or "onnxruntime". With a
-    `limit`, some layers of the
-    target get more bits than its recipe gives. `adapter_scale`, 0 to 1, is how far
-    streams of the shared mode move the weights from the base. `calibration` is a text
-    file for all measures; without it the target writes a text. A drafter chooses among
-    the `draft_vocab` tokens that are most frequent there, or among all. With an
-    `exit_layer` the target can leave out the layers from that number on, for heads of
-    `train sec`. With `select_kv` a graph of the target can read only that many of the
-    committed rows.
+    "standard" graphs only operators of ai.onnx. Matrices are multiplied by a `kernel`
+    of "jetdraft", which holds llama.cpp's types as they are, or of "onnxruntime". With
+    a `limit`, some layers of the target get more bits than its recipe gives.
+    `adapter_scale`, 0 to 1, is how far streams of the shared mode move the weights from
+    the base. `calibration` is a text file for all measures; without it the target
+    writes a text. A drafter chooses among the `draft_vocab` tokens that are most
+    frequent there, or among all. With an `exit_layer` the target can leave out the
+    layers from that number on, for heads of `train sec`. With `select_kv` a graph of
+    the target can read only that many of the committed rows.
 
         ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)
     """

@@ -83,9 +83,9 @@ class ExportRequest:
     )
     kernel: str | None = _checkpoint(
         None,
-        "Whose operators multiply the matrices of a GGUF file on the CPU: jetdraft "
-        "keeps their types; onnxruntime needs no library of jetdraft. Default: "
-        "jetdraft.",
+        "Whose operators multiply matrices on the CPU: jetdraft's hold llama.cpp's "
+        "types, for which it needs its library; onnxruntime's need none, and a GGUF "
+        "file loses minima there. Default: jetdraft.",
         choices=KERNELS,
     )
     quantize: str | None = _quantization(

@@ -1,4 +1,4 @@
-// How a matrix lies in memory: jetdraft/quant/packing.py writes this layout.
+// How a matrix lies in memory: jetdraft/quant/grids.py writes this layout.
 //
 // A matrix has N columns of K numbers. Columns stand in groups of 16, the numbers of a
 // column in blocks of 32, and these in quads of 4. Bytes [group][block][...]:

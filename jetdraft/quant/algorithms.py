@@ -189,7 +189,8 @@ def quantize(matrix: Floats, recipe: Recipe, moments: Floats | None) -> Matrix:
     assert recipe.bits is not None
     if recipe.scheme in GRIDS:
         grid = grid_for(recipe.scheme, len(matrix)).upper()
-        data = round_to_grid(matrix, grid, moments)
-        return GridMatrix(grid, data, len(matrix))
+        if moments is not None and moments.ndim == 2:  # a GPTQ recipe's
+            moments = moments.diagonal()
+        return GridMatrix(grid, round_to_grid(matrix, grid, moments), len(matrix))
     algorithm = ALGORITHMS[recipe.algorithm]
     return algorithm(matrix, recipe.bits, recipe.block_size, moments)

@@ -99,21 +99,16 @@ SHORT = np.zeros(8, np.uint8)
     ],
 )
 def test_a_damaged_matrix_is_refused(changed, reason):
+    matrix, x = random_matrix("Q4_0", 32, 64), np.ones((1, 64), "f4")
     with pytest.raises(Exception, match=reason):
-        run(
-            "MatMulPacked",
-            random_matrix("Q4_0", 32, 64),
-            np.ones((1, 64), "f4"),
-            **changed,
-        )
+        run("MatMulPacked", matrix, x, **changed)
 
 
 @pytest.mark.parametrize("wrong", [-1, 32, 2**40])
 def test_an_id_outside_the_vocabulary_is_refused(wrong):
     matrix = random_matrix("Q4_0", 32, 64)
-    with pytest.raises(
-        Exception, match=f"the id {wrong} is not in the vocabulary of 32"
-    ):
+    said = f"the id {wrong} is not in the vocabulary of 32"
+    with pytest.raises(Exception, match=said):
         run("GatherPacked", matrix, np.array([0, wrong]))
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, dequantize, quantize
+from gguf import GGMLQuantizationType, dequantize
+from gguf import quantize as quantize_as_gguf
 
+from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.grids import GRIDS
 from jetdraft.quant.rounding import round_to_grid
+from jetdraft.recipe import Recipe
 
 MATRIX = np.random.default_rng(0).standard_t(6, (512, 48)).astype(np.float32)
 
@@ -28,7 +31,7 @@ def test_the_error_is_at_most_that_of_llama_cpp(grid):
     bound = LARGEST_ERROR.get(grid)
     if bound is None:
         kind = GGMLQuantizationType[grid]
-        bound = error(quantize(np.ascontiguousarray(MATRIX.T), kind), grid)
+        bound = error(quantize_as_gguf(MATRIX.T.copy(), kind), grid)
     assert error(round_to_grid(MATRIX, grid), grid) <= bound
 
 
@@ -38,9 +41,11 @@ def test_moments_lower_the_error_where_they_are_large(grid, spread):
     drawn = np.random.default_rng(1).standard_normal(512)
     moments = np.exp(spread * drawn).astype(np.float32)
     with_moments = round_to_grid(MATRIX, grid, moments)
-    assert error(with_moments, grid, moments) < error(
-        round_to_grid(MATRIX, grid), grid, moments
-    )
+    plain = round_to_grid(MATRIX, grid)
+    assert error(with_moments, grid, moments) < error(plain, grid, moments)
+    # A recipe of GPTQ has the moments of all pairs of inputs, for its head too.
+    found = quantize(MATRIX, Recipe(grid.lower()), np.diag(moments))
+    np.testing.assert_array_equal(found.data, with_moments)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
