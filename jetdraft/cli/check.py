@@ -18,6 +18,7 @@ from jetdraft.cli import flags
 from jetdraft.cli.command import Command, option
 from jetdraft.cli.console import ProgressBars
 from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.errors import CheckError, OptionError, printable
 from jetdraft.export.draft_acceptance import TOLERANCE, compare_acceptance, has_fallen
 from jetdraft.manifest import GraphEntry
@@ -290,10 +291,12 @@ def _bundle_lines(bundle: Bundle) -> Iterator[str]:
 def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
     """Yield the lines about one graph of a bundle."""
     contract = entry.contract
+    states = contract.states("past")
     yield ""
     yield f"{name}  {entry.file} from {entry.source}"
     if entry.tree_file is None and contract.kv_shapes and not contract.block:
-        yield "  trees         none: the model attends in sliding windows"
+        why = "has recurrent states" if states else "attends in sliding windows"
+        yield f"  trees         none: the model {why}"
     elif entry.tree_file is not None:
         yield f"  trees         {entry.tree_file}, weights of {entry.file}.data"
     if entry.encoder_file is not None:
@@ -320,11 +323,10 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
         shapes = sorted(set(contract.kv_shapes))
         heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)
         yield f"  layers        {len(contract.kv_shapes)}, KV heads {heads}"
-        size = sum(
-            int(np.prod(spec.shape_for())) * np.dtype(spec.dtype).itemsize
-            for spec in contract.buffers("past")
-        )
-        yield f"  KV buffers    {size / 1e6:.1f} MB"
+        yield f"  KV buffers    {_megabytes(contract.buffers('past')):.1f} MB"
+    if states:
+        kinds = f"{len(contract.windows)} windows, {len(contract.matrices)} matrices"
+        yield f"  states        {kinds}, {_megabytes(states):.1f} MB, twice"
     for side, specs in (("inputs", contract.inputs), ("outputs", contract.outputs)):
         yield f"  {side}"
         for spec in specs:
@@ -332,6 +334,12 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
             if spec.name.endswith(".0") or "." not in spec.name:
                 axes = " x ".join(map(str, spec.shape))
                 yield f"    {spec.name:22} {spec.dtype:8} {axes}"
+
+
+def _megabytes(specs: Sequence[TensorSpec]) -> float:
+    """The MB of 10^6 bytes of tensors of fixed shape."""
+    sizes = (np.prod(s.shape_for()) * np.dtype(s.dtype).itemsize for s in specs)
+    return float(sum(sizes)) / 1e6
 
 
 def _drafter_lines(contract: StepContract) -> Iterator[str]:

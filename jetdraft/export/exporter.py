@@ -41,6 +41,7 @@ from jetdraft.export.checks import (
     check_draft_vocabulary,
     check_drafter,
     check_raised,
+    check_states,
 )
 from jetdraft.export.draft_acceptance import with_acceptance
 from jetdraft.export.draft_vocab import (
@@ -62,7 +63,7 @@ from jetdraft.export.seams import (
     warn_of_length,
 )
 from jetdraft.export.source_step import source_sizes
-from jetdraft.export.step import kv_shapes
+from jetdraft.export.step import buffer_sizes
 from jetdraft.manifest import GraphEntry
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.choice import Limit
@@ -218,6 +219,7 @@ def _check_and_contract(
         for name, checkpoint in checkpoints.items()
     }
     for name, checkpoint in checkpoints.items():
+        check_states(name, contracts[name], checkpoint, options)
         check = check_source_seams if checkpoint.reads_source else check_seams
         check(checkpoint.model, contracts[name])
         warn_of_length(checkpoint.model, contracts[name].capacity)
@@ -231,7 +233,10 @@ def _make_contract(
 ) -> StepContract:
     """Return the contract of a checkpoint's graph."""
     model, probes = checkpoint.model, checkpoint.streams
-    shapes = source_kv_shapes if checkpoint.reads_source else kv_shapes
+    if checkpoint.reads_source:
+        sizes = {"kv_shapes": source_kv_shapes(model)}
+    else:
+        sizes = buffer_sizes(model)
     own_ids = checkpoint.draft_ids
     draft_vocab = (options.draft_vocab or 0) if own_ids is None else len(own_ids)
     contract = StepContract(
@@ -239,7 +244,7 @@ def _make_contract(
         capacity=options.capacity,
         max_width=options.max_width,
         dtype=DTYPES[options.dtype_of(name)],
-        kv_shapes=shapes(model),
+        **sizes,
         # A drafter's last hidden state predicts acceptance (SpecDec++).
         hidden_size=model.get_output_embeddings().weight.shape[1]
         if name == DRAFTER
@@ -289,7 +294,7 @@ def _make_job_and_entry(
     """
     checkpoint, options = measures.checkpoints[name], measures.options
     contract, recipe = measures.contracts[name], options.recipe_of(name)
-    check_raised(recipe, contract)
+    check_raised(recipe, checkpoint)
     packed, kl = checkpoint.packed, measures.kl.get(name)
     ids = cut.ids if cut is not None and name == DRAFTER else None
     entry = GraphEntry(

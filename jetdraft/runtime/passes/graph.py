@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jetdraft.contracts.constants import WIDEST
-from jetdraft.contracts.step_contract import SELECTING, Reading
+from jetdraft.contracts.step_contract import SELECTING, STATE_ROWS, Reading
 from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.rows import (
@@ -129,7 +129,9 @@ class Graph:
         else:
             binding.show_all()
         # Here and not in a method: each frame above a pass costs time in every round.
-        self.seconds += binding.run(self._set_inputs(binding, cursor))
+        options = self._set_inputs(binding, cursor)
+        self.seconds += binding.run(options, self.cache.turn)
+        self.cache.passed(rows, binding.tensors)
         self.passes += 1
         if last_only or width == rows or self.contract.guesses:
             return binding.answer
@@ -245,7 +247,8 @@ class Graph:
             return None
         # Prefills have few passes of any width, which are not worth a capture.
         is_prefill = size.width > WIDEST
-        return self.captures.run_options(None if is_prefill else (size, length))
+        key = size, length, self.cache.turn
+        return self.captures.run_options(None if is_prefill else key)
 
     def _total_length(self, filled: int, biased: bool) -> int:
         """The `total_length` of a pass that ends at row `filled` of the buffers."""
@@ -292,6 +295,7 @@ class _GraphBinding(PassBinding):
             contract.members,
             contract.prefix,
             _borrowed(graph),
+            [graph.cache.states(turn) for turn in range(graph.cache.turns)],
         )
         self.size = size
         self.has_bias = contract.has_bias
@@ -309,6 +313,8 @@ class _GraphBinding(PassBinding):
 
     def fill(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
         """Set the rows' tokens and positions; padding rows get the last token."""
+        if STATE_ROWS.name in self.arrays:
+            self.arrays[STATE_ROWS.name][0] = len(tokens)
         for row, position in enumerate(positions):
             self.input_ids[row] = tokens[row] if row < len(tokens) else tokens[-1]
             self.position_ids[row] = position
