@@ -29,12 +29,12 @@ from jetdraft.checkpoints.attention import relative_bias_module
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.draft_module import DraftModule
 from jetdraft.checkpoints.heads.head_files import HeadFiles
-from jetdraft.checkpoints.heads.head_reader import check_head
+from jetdraft.checkpoints.heads.head_reader import check_head, find_own_head
 from jetdraft.checkpoints.model_reader import check_exportable
 from jetdraft.checkpoints.silence import silenced
 from jetdraft.checkpoints.streams import PromptSettings
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.errors import printable
+from jetdraft.errors import CheckpointError, printable
 from jetdraft.export.attentions import measure_scales
 from jetdraft.export.checks import (
     check_checkpoint,
@@ -73,6 +73,9 @@ from jetdraft.staging import writing
 
 __all__ = ["ExportOptions", "Limit", "export"]
 
+NO_HEAD = "none"
+"""The name of a head that leaves the target's own out."""
+
 
 @silenced(logging.WARNING)
 def export(
@@ -86,12 +89,15 @@ def export(
     """Export a target, and a drafter beside it, to the bundle folder `output`.
 
     Checkpoints are local folders, GGUF files or hub ids. A `head`, given in place of a
-    drafter, reads the target's states. Raises a `JetdraftError` before it writes.
+    drafter, reads the target's states; without both, an MTP module in the target's own
+    files is the head, unless it is `NO_HEAD`. Raises a `JetdraftError` before it writes.
 
         export("target/", "bundle", drafter="drafter/")
     """
     options = options or ExportOptions()
     report = progress or (lambda stage, done, total: None)
+    is_own = drafter is None and head is None and options.exit_layer is None
+    head = find_own_head(target) if is_own else None if head == NO_HEAD else head
     check_drafter(options, drafter, head)
     sources = {TARGET: target} | ({} if drafter is None else {DRAFTER: drafter})
     files = None if head is None else HeadFiles.read(head)
@@ -99,7 +105,14 @@ def export(
         check_head(files, target)
     models = _load_checkpoints(sources, options, report)
     options = settle_source(models[TARGET], options)
-    reader = None if files is None else load_draft_head(files, models[TARGET], options)
+    reader = None
+    if files is not None and not (is_own and models[TARGET].streams is not None):
+        try:
+            reader = load_draft_head(files, models[TARGET], options)
+        except CheckpointError as error:
+            if not is_own:
+                raise
+            warnings.warn(f"passed over: {error}", stacklevel=3)
     check_draft_vocabulary(options, models, reader)
     if reader is not None:
         models[TARGET] = replace(models[TARGET], taps=head_taps(reader))

@@ -53,7 +53,7 @@ class PassBinding:
     ) -> None:
         self.session = session
         self._memory = memory
-        self.ios = [session.io_binding() for _ in states]
+        self.ios, self.turn = [session.io_binding() for _ in states], 0
         # A value can share the memory of its array, so both must stay alive.
         self.tensors: dict[str, Tensor] = {}
         presents = {name: name.replace("past_", "present_") for name in buffers}
@@ -91,7 +91,7 @@ class PassBinding:
         array: Any = self.arrays[name]
         return memoryview(array.reshape(-1))
 
-    def run(self, options: ort.RunOptions | None = None, turn: int = 0) -> float:
+    def run(self, options: ort.RunOptions | None = None) -> float:
         """Run one pass; returns the seconds that it took, with its copies."""
         with self._memory.exclusive_use():
             start = time.perf_counter()
@@ -100,7 +100,7 @@ class PassBinding:
                 for tensor in (*self._uploads, *steady):
                     tensor.upload()
                 self._changed.clear()
-            run_bound(self.session, self.ios[turn], options)
+            run_bound(self.session, self.ios[self.turn], options)
             if self._copies:
                 for tensor in self._downloads:
                     tensor.download()

@@ -129,8 +129,7 @@ class Graph:
         else:
             binding.show_all()
         # Here and not in a method: each frame above a pass costs time in every round.
-        options = self._set_inputs(binding, cursor)
-        self.seconds += binding.run(options, self.cache.turn)
+        self.seconds += binding.run(self._set_inputs(binding, cursor))
         self.cache.passed(rows, binding.tensors)
         self.passes += 1
         if last_only or width == rows or self.contract.guesses:
@@ -239,6 +238,7 @@ class Graph:
         length = self._total_length(cursor + size.width, binding.has_bias)
         binding.cursor[0] = cursor
         binding.total_length[0] = length
+        binding.turn = self.cache.turn
         if self.target_cache is not None:
             binding.arrays["target_length"][0] = self.target_cache.length
         if self.contract.selection is not None:
