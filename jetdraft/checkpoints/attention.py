@@ -44,7 +44,7 @@ class StepState:
     layer. `last_row` is int32 [1], the index of the pass's last row in them. `windows`
     has the sliding windows of the layers, 0 for none; a `bias` [1, 1, n, capacity] is
     added to the scores. Rows after the first `rows` see each layer's `prefix` too.
-    `states` are those of recurrent layers.
+    Recurrent layers have `states`.
     """
 
     cursor: Tensor

@@ -192,11 +192,10 @@ def _check_loaded(
         )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     check_unread(source, names, info["unexpected_keys"])
-    # What an encoder-decoder or a hybrid does beside the interface, `check_source_seams`
-    # and `check_seams` see.
-    is_hybrid = connect(model, active_states)
-    seen = model.config.is_encoder_decoder or is_hybrid
-    if not (model._supports_attention_backend or seen):
+    # What encoder-decoders and hybrids do beside the interface, `check_source_seams` and
+    # `check_seams` see.
+    is_seen = connect(model, active_states) or model.config.is_encoder_decoder
+    if not (model._supports_attention_backend or is_seen):
         raise UnsupportedModelError(
             f"{type(model).__name__} attends by code of its own, or not at all, in "
             "place of transformers' AttentionInterface; see docs/models.md"

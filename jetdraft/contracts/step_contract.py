@@ -355,7 +355,9 @@ class StepContract:
                 for i, shape in enumerate(self.windows)
             ),
             *(
-                TensorSpec(f"{side}_matrix.{i}", "float32", (1, m.heads, m.key, m.value))
+                TensorSpec(
+                    f"{side}_matrix.{i}", "float32", (1, m.heads, m.key, m.value)
+                )
                 for i, m in enumerate(self.matrices)
             ),
         )

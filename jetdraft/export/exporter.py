@@ -89,8 +89,9 @@ def export(
     """Export a target, and a drafter beside it, to the bundle folder `output`.
 
     Checkpoints are local folders, GGUF files or hub ids. A `head`, given in place of a
-    drafter, reads the target's states; without both, an MTP module in the target's own
-    files is the head, unless it is `NO_HEAD`. Raises a `JetdraftError` before it writes.
+    drafter, reads the target's states; without both, an MTP module in the target's
+    files is the head, unless that is `NO_HEAD`. Raises a `JetdraftError` before it
+    writes.
 
         export("target/", "bundle", drafter="drafter/")
     """

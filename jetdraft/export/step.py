@@ -242,7 +242,7 @@ def present_buffers(state: StepState) -> list[Tensor]:
 
 
 def states_of(state: StepState, side: str) -> list[Tensor]:
-    """Return the states `present`, or what they have `kept`, in the contract's order."""
+    """Return the states `present`, or what is `kept` for them, as the contract does."""
     sides = getattr(state.states, side, {})
     return [*sides.get(WINDOW, ()), *sides.get(MATRIX, ())]
 

@@ -1,7 +1,8 @@
-"""Targets with recurrent states: chains of every method give the text of plain passes."""
+"""Targets with recurrent states: chains of all methods give the text of plain ones."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -18,6 +19,7 @@ from jetdraft.methods import Proposer, Rows, Traits
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.sampling.chooser import Sampling
 from tests.checkpoints.heads import layouts
+from tests.cli import running
 from tests.hybrids import CONFIGS
 from tests.runtime import test_conformance as conformance
 from tests.runtime.fake_method import tokens_of
@@ -123,7 +125,9 @@ def test_what_every_method_must_do(model, test):
 @pytest.mark.parametrize("way", conformance.WAYS.values(), ids=conformance.WAYS)
 def test_the_text_is_that_of_plain_decoding(model, way):
     for method in methods_for(model):
-        conformance.test_the_text_is_that_of_plain_decoding(lambda _: model, method, way)
+        conformance.test_the_text_is_that_of_plain_decoding(
+            lambda _: model, method, way
+        )
 
 
 def test_a_restored_prefix(model, tmp_path):
@@ -160,7 +164,10 @@ def test_two_sessions_share_nothing(model):
             for m, p in zip((other, model), prompts, strict=True)
         ]
         turns = list(zip_longest(*streams))
-    assert [[t for p in side for t in p.token_ids] for side in zip(*turns, strict=True)] == alone
+    texts = [
+        [t for p in side for t in p.token_ids] for side in zip(*turns, strict=True)
+    ]
+    assert texts == alone
 
 
 def test_the_head_is_the_target_s_own(bundles):
@@ -187,3 +194,14 @@ def test_what_states_cannot_do_is_refused_by_name(tmp_path, changes, words):
     assert "\n" not in str(refusal.value)
     with pytest.raises(OptionError, match="so it is no drafter"):
         export(str(source), tmp_path / "b", drafter=str(source), options=OPTIONS)
+
+
+def test_layer_types_that_do_not_fit_the_weights_are_refused(tmp_path):
+    source = save_checkpoint(tmp_path / "lfm2", CONFIGS["lfm2"]())
+    file = source / "config.json"
+    fields = json.loads(file.read_text())
+    fields["layer_types"].reverse()
+    fields["layer_types"][1:] = ["conv", "full_attention"]
+    file.write_text(json.dumps(fields))
+    result = running.jetdraft("export", source, "-o", tmp_path / "bundle")
+    running.assert_refused(result, "lacks the weights")

@@ -79,7 +79,9 @@ class PassBinding:
         self._uploads = [tensor for _, is_read, tensor in others if is_read]
         self._on_request = [self.tensors[n] for n in ON_REQUEST if n in self.tensors]
         self._downloads = [  # not what is kept for states, named "window_rows.0"
-            t for n, is_read, t in others if not (is_read or n in ON_REQUEST or "." in n)
+            t
+            for n, is_read, t in others
+            if not (is_read or n in ON_REQUEST or "." in n)
         ]
         self._mask_shows: _Visibility | None = None
         # To set an item of a view takes a tenth of the time of a numpy call.

@@ -297,10 +297,7 @@ class _ReplayBinding:
     """
 
     def __init__(
-        self,
-        session: ort.InferenceSession,
-        cache: Cache,
-        tensors: Mapping[str, Tensor],
+        self, session: ort.InferenceSession, cache: Cache, tensors: Mapping[str, Tensor]
     ) -> None:
         self._session, self._tensors = session, tensors  # which must stay alive
         self._rows = cache.memory.tensor(STATE_ROWS.shape_for(), STATE_ROWS.dtype)
