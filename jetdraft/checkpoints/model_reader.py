@@ -192,8 +192,8 @@ def _check_loaded(
         )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     check_unread(source, names, info["unexpected_keys"])
-    # What encoder-decoders and hybrids do beside the interface, `check_source_seams` and
-    # `check_seams` see.
+    # What encoder-decoders and hybrids do beside the interface, `check_source_seams`
+    # and `check_seams` see.
     is_seen = connect(model, active_states) or model.config.is_encoder_decoder
     if not (model._supports_attention_backend or is_seen):
         raise UnsupportedModelError(

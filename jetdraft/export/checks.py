@@ -209,10 +209,13 @@ def check_draft_vocabulary(
             )
 
 
-def check_raised(recipe: Recipe, checkpoint: Checkpoint) -> None:
+def check_raised(
+    recipe: Recipe, contract: StepContract, checkpoint: Checkpoint
+) -> None:
     """Raise `OptionError` for a recipe that raises a layer which the model lacks."""
-    config = checkpoint.model.config.get_text_config(decoder=True)
-    layers = config.num_hidden_layers
+    layers = len(contract.kv_shapes)
+    if contract.windows:  # not all layers attend
+        layers = len(decoder_layers(checkpoint.model))
     if recipe.raised and recipe.raised[-1] >= layers:
         raise OptionError(
             f"{recipe.name} raises layer {recipe.raised[-1]}; the model has layers 0 "

@@ -98,22 +98,19 @@ def export(
     options = options or ExportOptions()
     report = progress or (lambda stage, done, total: None)
     is_own = drafter is None and head is None and options.exit_layer is None
-    head = find_own_head(target) if is_own else None if head == NO_HEAD else head
-    check_drafter(options, drafter, head)
+    own = find_own_head(target) if is_own else None
+    head = None if head == NO_HEAD else head
+    check_drafter(options, drafter, head or own)
     sources = {TARGET: target} | ({} if drafter is None else {DRAFTER: drafter})
     files = None if head is None else HeadFiles.read(head)
     if files is not None:
         check_head(files, target)
     models = _load_checkpoints(sources, options, report)
     options = settle_source(models[TARGET], options)
-    reader = None
-    if files is not None and not (is_own and models[TARGET].streams is not None):
-        try:
-            reader = load_draft_head(files, models[TARGET], options)
-        except CheckpointError as error:
-            if not is_own:
-                raise
-            warnings.warn(f"passed over: {error}", stacklevel=3)
+    if own is not None and models[TARGET].streams is None:
+        head, reader = own, _load_own_head(own, models[TARGET], options)
+    else:
+        reader = files and load_draft_head(files, models[TARGET], options)
     check_draft_vocabulary(options, models, reader)
     if reader is not None:
         models[TARGET] = replace(models[TARGET], taps=head_taps(reader))
@@ -142,6 +139,17 @@ def export(
             with_acceptance(bundle, measures.prompts).save_manifest()
             report("measure acceptance", 1, 1)
     return Bundle.open(output)
+
+
+def _load_own_head(
+    source: str, target: Checkpoint, options: ExportOptions
+) -> DraftModule | None:
+    """Return the head in a target's own files; None, with a warning, if it is unfit."""
+    try:
+        return load_draft_head(HeadFiles.read(source), target, options)
+    except CheckpointError as error:
+        warnings.warn(f"passed over: {error}", stacklevel=4)
+        return None
 
 
 def _make_bundle(
@@ -308,7 +316,7 @@ def _make_job_and_entry(
     """
     checkpoint, options = measures.checkpoints[name], measures.options
     contract, recipe = measures.contracts[name], options.recipe_of(name)
-    check_raised(recipe, checkpoint)
+    check_raised(recipe, contract, checkpoint)
     packed, kl = checkpoint.packed, measures.kl.get(name)
     ids = cut.ids if cut is not None and name == DRAFTER else None
     entry = GraphEntry(

@@ -46,20 +46,20 @@ def add_mtp(folder, config) -> None:
     save_file(load_file(file) | tensors, file, {"format": "pt"})
 
 
-BUNDLES = ("lfm2", "qwen3_5", "granitemoehybrid")
-"""Convolutions alone; the gated delta rule, with an MTP head; Mamba2 in int4."""
+BUNDLES = {"lfm2": "q4_0", "qwen3_5": "int8-rtn-b32", "granitemoehybrid": "int4-b32"}
+"""Convolutions alone; the gated delta rule, with an MTP module; Mamba2. Their recipes,
+one of them for the native product."""
 
 
 @pytest.fixture(scope="session")
 def bundles(tmp_path_factory):
     folder, made = tmp_path_factory.mktemp("recurrent"), {}
-    for name in BUNDLES:
+    for name, recipe in BUNDLES.items():
         config = CONFIGS[name]()
-        source, options = save_checkpoint(folder / name, config), OPTIONS
+        source = save_checkpoint(folder / name, config)
+        options = replace(OPTIONS, recipe=Recipe.parse(recipe))
         if name == "qwen3_5":
             add_mtp(source, config)
-        elif name == "granitemoehybrid":
-            options = replace(OPTIONS, recipe=Recipe.parse("int4-b32"))
         made[name] = folder / f"{name}-bundle"
         export(str(source), made[name], options=options)
     return made

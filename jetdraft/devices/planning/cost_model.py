@@ -141,13 +141,13 @@ class Dimensions:
             keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
             values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
             gated_delta = hidden * (2 * keys + 3 * values)
-            window = int(config.get("linear_conv_kernel_dim") or 1) - 1
+            window = int(config.get("linear_conv_kernel_dim") or 4) - 1
             state = values * config["linear_key_head_dim"]
             state += window * (2 * keys + values)
         convolving = list(config.get("layer_types") or ()).count("conv")
         short = 4 * hidden * hidden  # three parts, and the output
         full = layers - linear - convolving
-        mlp = 3 * hidden * config["intermediate_size"]
+        mlp = 3 * hidden * _inner_size(config)
         return cls(
             hidden_size=hidden,
             layers=layers,
@@ -159,13 +159,23 @@ class Dimensions:
             tied=bool(tied),
             kv_values=full * 2 * kv_heads * head_size,
             state_values=linear * state
-            + convolving * (int(config.get("conv_L_cache") or 1) - 1) * hidden,
+            + convolving * (int(config.get("conv_L_cache") or 3) - 1) * hidden,
         )
 
     @property
     def weights(self) -> int:
         """The number of weights, embedding included and norms left out."""
         return self.matrices + self.head * (1 if self.tied else 2)
+
+
+def _inner_size(config: dict[str, Any]) -> int:
+    """The width inside the MLP of a layer, which LFM2 computes from its config."""
+    size = int(config["intermediate_size"])
+    if config.get("block_auto_adjust_ff_dim"):
+        part = int(float(config.get("block_ffn_dim_multiplier") or 1) * (2 * size // 3))
+        multiple = int(config.get("block_multiple_of") or 256)
+        size = -(-part // multiple) * multiple
+    return size
 
 
 def _check_sizes(config: dict[str, Any], needed: tuple[str, ...]) -> None:
