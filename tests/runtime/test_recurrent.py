@@ -164,9 +164,8 @@ def test_two_sessions_share_nothing(model):
             for m, p in zip((other, model), prompts, strict=True)
         ]
         turns = list(zip_longest(*streams))
-    texts = [
-        [t for p in side for t in p.token_ids] for side in zip(*turns, strict=True)
-    ]
+    sides = zip(*turns, strict=True)
+    texts = [[t for piece in side if piece for t in piece.token_ids] for side in sides]
     assert texts == alone
 
 

@@ -107,7 +107,7 @@ class Dimensions:
                 "the config is of an encoder-decoder, and a plan predicts decoders "
                 "only; export the model and measure it on the device"
             )
-        tied = config.get("tie_word_embeddings")
+        tied = config.get("tie_word_embeddings", config.get("tie_embedding"))
         config = config.get("text_config", config)
         experts = [config.get(name) for name in EXPERTS]
         most = max((n for n in experts if isinstance(n, int)), default=0)

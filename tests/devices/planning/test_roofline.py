@@ -26,6 +26,7 @@ QWEN = {
 LFM2 = {
     **LLAMA,
     "model_type": "lfm2",
+    "tie_embedding": True,
     "layer_types": ["conv", "full_attention", "conv"],
     "block_auto_adjust_ff_dim": True,
     "block_multiple_of": 32,
