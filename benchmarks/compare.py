@@ -92,7 +92,7 @@ def measure(command: list[str]) -> dict[str, Any]:
 
 def label(row: dict[str, Any]) -> str:
     """How a row is decoded, in words that both kinds of report share."""
-    method = {"plain": "none"}.get(row["method"], row["method"])
+    method = row["method"].replace("plain", "none")
     exact = "" if row.get("exact", True) else " (no-exact)"
     length = f" {row['num_draft_tokens']}" if row["num_draft_tokens"] else ""
     return f"{method}{length}{exact}"
@@ -107,13 +107,9 @@ def peak_bytes(
         for method in dict.fromkeys(row["method"] for row in rounds[0]["rows"]):
             click.echo(f"memory: {name}, {method}", err=True)
             *command, output = commands[name]
-            if "--methods" in command:
-                command[command.index("--methods") + 1] = method
-            else:
-                command += ["--methods", method]
-            command[command.index("--max-new-tokens") + 1] = "16"
-            report = measure([*command, output])
-            peaks[name, method] = report["peak_memory_bytes"]
+            # Of an option that is given twice, the last counts.
+            command += ["--methods", method, "--max-new-tokens", "16"]
+            peaks[name, method] = measure([*command, output])["peak_memory_bytes"]
     return peaks
 
 

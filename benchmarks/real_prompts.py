@@ -45,12 +45,9 @@ STORIES = (
     "Write about the last day of a small bookshop.",
 )
 REWRITE = """Rewrite this text in the past tense, and change nothing else.
-
 The ferry leaves at seven every morning. The captain greets the passengers, checks the
-weather and starts the engine. On the way to the island, gulls follow the boat, and
-children throw bread to them. When the fog is thick, the captain sounds the horn."""
+weather and starts the engine. On the way, gulls follow the boat for a piece of bread."""
 RECORDS = """Write these people as a JSON list with name, age, city and languages.
-
 Ada Berg, 34, lives in Oslo and speaks Norwegian and English. Ben Costa, 51, lives in
 Porto and speaks Portuguese and English. Chie Mori, 28, lives in Osaka, has Japanese."""
 RANDOM_TOKENS = 40
@@ -94,8 +91,8 @@ def main(bundle: Path, output: Path, count: int) -> None:
             for _ in range(count)
         ],
     }
-    everyday = (REWRITE, *QUESTIONS[:2], STORIES[0], RECORDS)
-    classes["everyday"] = [classes["code"][0], *map(ids, everyday)]
+    classes["everyday"] = [classes["code"][0], ids(REWRITE), *classes["questions"][:2]]
+    classes["everyday"] += [classes["story"][0], ids(RECORDS)]
     output.mkdir(parents=True, exist_ok=True)
     for name, prompts in classes.items():
         lines = [json.dumps({"token_ids": prompt}) for prompt in prompts]
