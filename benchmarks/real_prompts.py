@@ -46,7 +46,7 @@ STORIES = (
 )
 REWRITE = """Rewrite this text in the past tense, and change nothing else.
 The ferry leaves at seven every morning. The captain greets the passengers, checks the
-weather and starts the engine. On the way, gulls follow the boat for a piece of bread."""
+weather and starts the engine. On the way, gulls follow the boat for some bread."""
 RECORDS = """Write these people as a JSON list with name, age, city and languages.
 Ada Berg, 34, lives in Oslo and speaks Norwegian and English. Ben Costa, 51, lives in
 Porto and speaks Portuguese and English. Chie Mori, 28, lives in Osaka, has Japanese."""
