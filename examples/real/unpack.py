@@ -30,7 +30,7 @@ def unpack(file: Path, output: Path) -> None:
         raise JetdraftError(f"{output} exists; give a new folder")
     with opened_gguf(str(file)) as gguf:
         config, tokenizer = gguf.config(), gguf.tokenizer_json()
-        template, special_tokens = gguf.chat_templates(), gguf.special_tokens()
+        templates, special_tokens = gguf.chat_templates(), gguf.special_tokens()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.bfloat16
     )
@@ -41,7 +41,7 @@ def unpack(file: Path, output: Path) -> None:
     (output / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": template,
+        "chat_template": templates["default"],
         **special_tokens,
     }
     (output / "tokenizer_config.json").write_text(json.dumps(settings))
