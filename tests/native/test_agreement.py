@@ -1,7 +1,7 @@
 """Every processor gives the bits of the portable code: `agreement.cpp` compares them.
 
-Arm code is built here and runs under qemu-user, as x86-64 code does on processors that
-are older than this one. SIMDe emulates the instructions of newer ones, which qemu lacks.
+Code for Arm and for older processors runs under qemu-user. SIMDe emulates the newest
+instructions of x86-64, which qemu lacks.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_newer_processors_agree_with_the_portable_code(tmp_path):
         "cmeel.prefix/include"
     )
     flags = ("-include", EMULATOR, "-isystem", headers, *SOURCES["x86_64"]["avx2"])
-    newer = dict.fromkeys(("avx512vnni", "avxvnni"), [*map(str, flags)])
+    newer = {name: [*map(str, flags)] for name in ("avx512vnni", "avxvnni")}
     program = compiled(tmp_path, "x86_64", **newer)
     assert {*newer, "portable"} < agreeing(program, "emulated")
 
