@@ -14,9 +14,11 @@ from tokenizers import Tokenizer
 
 import jetdraft
 from jetdraft.errors import CheckpointError, JetdraftError, OutputError, PairError
-from jetdraft.export import exporter, graphs
+from jetdraft.export import exporter, graphs, measures
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
+from jetdraft.quant import weights
+from jetdraft.quant.divergence import Divergence
+from jetdraft.recipe import GRIDS, Recipe
 from tests.tiny import (
     VOCAB_SIZE,
     WORDS,
@@ -293,3 +295,41 @@ def test_weights_that_do_not_fit_their_config_are_refused(pair, tmp_path):
     with pytest.raises(CheckpointError, match=r"do not fit its config\.json"):
         export(str(target), tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
+
+
+def test_a_measured_recipe_is_written_as_it_was_measured(pair, tmp_path, monkeypatch):
+    """Inputs are summed once for each model, and matrices rounded once."""
+    sums, late = [], []
+    total, rounding = measures.second_moments, weights.quantize
+    monkeypatch.setattr(
+        measures, "second_moments", lambda *a: sums.append(a[0]) or total(*a)
+    )
+    monkeypatch.setattr(
+        weights, "quantize", lambda m, *a: late.append(m.shape) or rounding(m, *a)
+    )
+    options = ExportOptions(None, **SMALL)
+    models = str(pair.target), str(pair.drafter)
+    once = export(models[0], tmp_path / "once", models[1], options)
+    assert once.target.quantization["scheme"] in GRIDS
+    assert len({*map(id, sums)}) == len(sums) == 2
+    assert not late
+    monkeypatch.setattr(Divergence, "rounded", lambda *_: {})
+    twice = export(models[0], tmp_path / "twice", models[1], options)
+    assert late
+    for file in once.path.glob("*.onnx*"):
+        assert file.read_bytes() == (twice.path / file.name).read_bytes()
+
+
+def test_a_drafter_beside_a_given_recipe_is_measured_by_importance(
+    pair, tmp_path, monkeypatch
+):
+    seen = []
+    total = measures.second_moments
+    monkeypatch.setattr(
+        measures, "second_moments", lambda *a: seen.append(a) or total(*a)
+    )
+    options = ExportOptions(Recipe("int4", 32), **SMALL)
+    bundle = export(str(pair.target), tmp_path / "b", str(pair.drafter), options)
+    assert bundle.drafter.quantization["scheme"] in GRIDS
+    [(_, _, diagonal)] = seen
+    assert diagonal
