@@ -6,7 +6,7 @@ more process for each way to decode, which loads nothing for other ways. Each pe
 in an environment of its own, see benchmarks/peers/README.md.
 
     python benchmarks/compare.py --bundle pair --target TARGET --drafter DRAFTER \
-        --prompts prompts/mixed.jsonl --gguf target.gguf --drafter-gguf drafter.gguf \
+        --prompts everyday.jsonl --gguf target.gguf --drafter-gguf drafter.gguf \
         --peer genai=/tmp/genai/bin/python --peer llamacpp=/tmp/llama/bin/python \
         --json benchmarks/results/compare.json
 """
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 HERE = Path(__file__).parent
 PEERS = {
@@ -91,7 +92,7 @@ def measure(command: list[str]) -> dict[str, Any]:
 
 def label(row: dict[str, Any]) -> str:
     """How a row is decoded, in words that both kinds of report share."""
-    method = {"plain": "none"}.get(row["method"], row["method"])
+    method = row["method"].replace("plain", "none")
     exact = "" if row.get("exact", True) else " (no-exact)"
     length = f" {row['num_draft_tokens']}" if row["num_draft_tokens"] else ""
     return f"{method}{length}{exact}"
@@ -106,13 +107,9 @@ def peak_bytes(
         for method in dict.fromkeys(row["method"] for row in rounds[0]["rows"]):
             click.echo(f"memory: {name}, {method}", err=True)
             *command, output = commands[name]
-            if "--methods" in command:
-                command[command.index("--methods") + 1] = method
-            else:
-                command += ["--methods", method]
-            command[command.index("--max-new-tokens") + 1] = "16"
-            report = measure([*command, output])
-            peaks[name, method] = report["peak_memory_bytes"]
+            # Of an option that is given twice, the last counts.
+            command += ["--methods", method, "--max-new-tokens", "16"]
+            peaks[name, method] = measure([*command, output])["peak_memory_bytes"]
     return peaks
 
 
@@ -122,25 +119,26 @@ def summarize(
     """One row per contender and method, with the median speed over the rounds."""
     rows = []
     for name, rounds in reports.items():
-        for row, *others in zip(*(r["rows"] for r in rounds), strict=True):
+        for turns in zip(*(r["rows"] for r in rounds), strict=True):
+            row = turns[0]
             same = row.get("same_text", row.get("same_text_as_plain"))
             of = row.get("texts", row.get("of_prompts"))
-            speeds = [r["tokens_per_second"] for r in (row, *others)]
+            speeds = [turn["tokens_per_second"] for turn in turns]
+            first = statistics.median(turn["time_to_first_token"] for turn in turns)
+            load = statistics.median(r.get("load_seconds") or 0.0 for r in rounds)
+            by_prompt = np.median([turn["by_prompt"] for turn in turns], axis=0)
             rows.append(
                 {
                     "tool": name,
                     "method": label(row),
                     "tokens_per_second": statistics.median(speeds),
                     "by_round": speeds,
+                    "by_prompt": by_prompt.tolist(),
                     "tokens_per_pass": row.get("tokens_per_pass"),
                     "same_text": f"{same} of {of}",
-                    "first_seconds": statistics.median(
-                        r["time_to_first_token"] for r in (row, *others)
-                    ),
+                    "first_seconds": first,
+                    "load_seconds": load,
                     "peak_mb": peaks[name, row["method"]] / 1e6,
-                    "load_seconds": statistics.median(
-                        r.get("load_seconds") or 0.0 for r in rounds
-                    ),
                 }
             )
     return rows
@@ -148,23 +146,18 @@ def summarize(
 
 def show(rows: list[dict[str, Any]], passes: dict[str, dict[str, float]]) -> None:
     """A Markdown table, and the pass-time curves."""
-    click.echo(
-        "\n| tool | method | tokens/s | by round | tokens/pass | same text | first s "
-        "| load s | peak MB |"
-    )
-    click.echo("|" + " --- |" * 9)
+    click.echo("\n| " + " | ".join(rows[0]) + " |\n|" + " --- |" * len(rows[0]))
     for row in rows:
-        rounds = " ".join(f"{speed:.0f}" for speed in row["by_round"])
-        per_pass = f"{row['tokens_per_pass']:.2f}" if row["tokens_per_pass"] else "-"
-        click.echo(
-            f"| {row['tool']} | {row['method']} | {row['tokens_per_second']:.1f} "
-            f"| {rounds} | {per_pass} | {row['same_text']} "
-            f"| {row['first_seconds']:.2f} | {row['load_seconds']:.1f} "
-            f"| {row['peak_mb']:.0f} |"
-        )
+        click.echo("| " + " | ".join(map(_cell, row.values())) + " |")
     click.echo("\npass ms by width")
     for name, curve in passes.items():
         click.echo(f"{name:24} " + " ".join(f"{w}:{ms:.1f}" for w, ms in curve.items()))
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(f"{number:.0f}" for number in value)
+    return f"{value:.2f}" if isinstance(value, float) else str(value or "-")
 
 
 @click.command()

@@ -34,7 +34,7 @@ import jetdraft
 from jetdraft.bundle import Bundle
 
 HERE = Path(__file__).parent
-CLASSES = ("code", "questions", "story", "random", "mixed")
+CLASSES = ("code", "questions", "story", "random", "everyday")
 EMOJI = "Repeat exactly: 🦊🌧️🕰️ ひらがな Ελληνικά"
 
 
@@ -280,7 +280,7 @@ def compare(setup: Setup) -> dict[str, Any]:
         file = setup.output / f"compare-{temperature}.json"
         command = [
             sys.executable, HERE / "compare.py", "--bundle", setup.bundle, *pair,
-            "--prompts", setup.prompts / "mixed.jsonl", "--rounds", setup.rounds,
+            "--prompts", setup.prompts / "everyday.jsonl", "--rounds", setup.rounds,
             "--temperature", temperature, "--json", file,
         ]  # fmt: skip
         run(command, setup.output / f"compare-{temperature}.log")

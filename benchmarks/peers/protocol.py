@@ -268,6 +268,7 @@ def _row(
         "num_draft_tokens": method.num_draft_tokens,
         "tokens_per_second": statistics.median(speeds),
         "tokens_per_second_by_repeat": speeds,
+        "by_prompt": [(d.count - 1) / d.seconds for d in first],
         "tokens_per_pass": counted / sum(passes) if len(passes) == len(first) else None,
         "same_text_as_plain": sum(same),
         "of_prompts": len(same),

@@ -182,6 +182,7 @@ def _report_row(row: Contender, plain: Contender, readable: bool) -> dict[str, A
         "num_draft_tokens": row.num_draft_tokens,
         "exact": row.exact,
         "tokens_per_second": speed,
+        "by_prompt": [s.tokens_per_second for s in row.runs[0]],
         "characters_per_second": speed * per_token if readable else None,
         "speedup": float(np.median(ratios)) if ratios else None,
         "tokens_per_pass": total.tokens_per_pass,

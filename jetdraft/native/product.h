@@ -19,6 +19,8 @@ namespace jetdraft {
 namespace {
 
 constexpr int64_t CACHED_BYTES = 1 << 18;  // of a matrix that all rows read in turn
+// Of weights, from the memory: processors fetch ahead within a page of 4096 bytes only.
+constexpr int64_t AHEAD = 2048;
 
 // The integers of a row: each block is scaled so that its largest number becomes 127.
 template <class V, int F>
@@ -76,6 +78,8 @@ void multiply_tile(const Product& p, int64_t group, int lane, int64_t row) {
   for (int m = 0; m < M; m++) sum[m] = V::floats(0.0f);
   typename V::Floats d{}, minimum{};
   for (int64_t b = 0; b < blocks; b++, w += bytes, read += M) {
+    if (lane == 0)
+      for (int line = 0; line < bytes; line += 64) __builtin_prefetch(w + AHEAD + line);
     const int inner = static_cast<int>(b % (SUPER / BLOCK));
     if constexpr (supers) {
       const uint8_t* super = s + b / (SUPER / BLOCK) * step;
