@@ -127,9 +127,9 @@ class Measures:
     """What an export measures on the calibration text, or on a text of the target.
 
     `kl` has the KL divergence of recipes by model, `overlaps` the acceptance with the
-    drafter's recipe and without, and `rounded` matrices of chosen recipes by model and
-    name. The drafter is a `head`, or a checkpoint; `ids`
-    int64 [n] are the tokens that it may draft, None for all.
+    drafter's recipe and without, `rounded` the chosen recipes' matrices by model and
+    name. The drafter is a `head`, or a checkpoint; `ids` int64 [n] are the tokens that
+    it may draft, None for all.
     """
 
     checkpoints: Mapping[str, Checkpoint]

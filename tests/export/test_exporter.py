@@ -297,39 +297,35 @@ def test_weights_that_do_not_fit_their_config_are_refused(pair, tmp_path):
     assert not (tmp_path / "bundle").exists()
 
 
-def test_a_measured_recipe_is_written_as_it_was_measured(pair, tmp_path, monkeypatch):
+@pytest.fixture
+def sums(monkeypatch):
+    """The arguments of each measurement of second moments."""
+    seen, total = [], measures.second_moments
+    watched = lambda *a: seen.append(a) or total(*a)  # noqa: E731
+    monkeypatch.setattr(measures, "second_moments", watched)
+    return seen
+
+
+def test_what_was_measured_is_written(pair, tmp_path, monkeypatch, sums):
     """Inputs are summed once for each model, and matrices rounded once."""
-    sums, late = [], []
-    total, rounding = measures.second_moments, weights.quantize
-    monkeypatch.setattr(
-        measures, "second_moments", lambda *a: sums.append(a[0]) or total(*a)
-    )
-    monkeypatch.setattr(
-        weights, "quantize", lambda m, *a: late.append(m.shape) or rounding(m, *a)
-    )
-    options = ExportOptions(None, **SMALL)
-    models = str(pair.target), str(pair.drafter)
-    once = export(models[0], tmp_path / "once", models[1], options)
+    late, rounding, options = [], weights.quantize, ExportOptions(None, **SMALL)
+    watched = lambda *a: late.append(a) or rounding(*a)  # noqa: E731
+    monkeypatch.setattr(weights, "quantize", watched)
+    target, drafter = str(pair.target), str(pair.drafter)
+    once = export(target, tmp_path / "once", drafter, options)
     assert once.target.quantization["scheme"] in GRIDS
-    assert len({*map(id, sums)}) == len(sums) == 2
+    assert len({id(model) for model, *_ in sums}) == len(sums) == 2
     assert not late
     monkeypatch.setattr(Divergence, "rounded", lambda *_: {})
-    twice = export(models[0], tmp_path / "twice", models[1], options)
+    twice = export(target, tmp_path / "twice", drafter, options)
     assert late
     for file in once.path.glob("*.onnx*"):
         assert file.read_bytes() == (twice.path / file.name).read_bytes()
 
 
-def test_a_drafter_beside_a_given_recipe_is_measured_by_importance(
-    pair, tmp_path, monkeypatch
-):
-    seen = []
-    total = measures.second_moments
-    monkeypatch.setattr(
-        measures, "second_moments", lambda *a: seen.append(a) or total(*a)
-    )
+def test_a_drafter_beside_a_given_recipe_has_importance(pair, tmp_path, sums):
     options = ExportOptions(Recipe("int4", 32), **SMALL)
     bundle = export(str(pair.target), tmp_path / "b", str(pair.drafter), options)
     assert bundle.drafter.quantization["scheme"] in GRIDS
-    [(_, _, diagonal)] = seen
+    [(_, _, diagonal)] = sums
     assert diagonal
