@@ -242,13 +242,13 @@ class Recipe:
         return recipe
 
     @classmethod
-    def for_drafter(cls, target: Recipe) -> Recipe:
+    def for_drafter(cls, target: Recipe, kernel: str = KERNELS[0]) -> Recipe:
         """The drafter's default for a target's recipe: eight bits, or floats.
 
         A drafter is so small that its bits cost little time, and four bits cost it a
         tenth of its acceptance; docs/log/quantization.md has the figures.
         """
-        if target.has_grids:
+        if target.has_grids and kernel == KERNELS[0]:
             return cls("q8_0")
         return target if target.bits is None else cls("int8", 32)
 

@@ -151,7 +151,5 @@ class ExportOptions:
         target = self.recipe or Recipe()
         if name == TARGET:
             return target
-        own = self.drafter_recipe or Recipe.for_drafter(target)
-        if self.drafter_recipe is None and self.kernel_of(name) == KERNELS[1]:
-            own = own if own.bits is None else Recipe("int8", 32)
-        return own
+        kernel = self.kernel_of(name)
+        return self.drafter_recipe or Recipe.for_drafter(target, kernel)

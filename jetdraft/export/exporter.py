@@ -309,7 +309,10 @@ def _make_job_and_entry(
         options.effective_flavour != CONTRIB,
         measures.moments(name),
         packed.blocks if packed else {},
+        rounded=measures.rounded.pop(name, {}),
     )
+    if cut is not None and ids is not None:
+        quantization = cut.quantization(quantization)
     scales: list[Floats] = []
     if recipe.kv_bits:
         windows = measures.windows
@@ -319,9 +322,7 @@ def _make_job_and_entry(
         name=name,
         checkpoint=checkpoint,
         options=options,
-        quantization=quantization
-        if cut is None or ids is None
-        else cut.quantization(quantization),
+        quantization=quantization,
         names=checkpoint.weight_names(),
         report=measures.report,
         scales=scales,

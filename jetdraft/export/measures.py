@@ -31,6 +31,7 @@ from jetdraft.quant.choice import (
     choose_recipe,
 )
 from jetdraft.quant.divergence import Divergence
+from jetdraft.quant.grids import GridMatrix
 from jetdraft.recipe import KERNELS, RUNGS, Recipe
 from jetdraft.runtime.text.template import ChatTemplate, user_message
 
@@ -125,9 +126,10 @@ def _sample_replies(
 class Measures:
     """What an export measures on the calibration text, or on a text of the target.
 
-    `kl` has the KL divergence of recipes by model, and `overlaps` the acceptance with
-    the drafter's recipe and without. The drafter is a `head`, or a checkpoint; `ids`
-    int64 [n] are the tokens that it may draft, None for all.
+    `kl` has the KL divergence of recipes by model, `overlaps` the acceptance with the
+    drafter's recipe and without, `rounded` the chosen recipes' matrices by model and
+    name. The drafter is a `head`, or a checkpoint; `ids` int64 [n] are the tokens that
+    it may draft, None for all.
     """
 
     checkpoints: Mapping[str, Checkpoint]
@@ -138,6 +140,9 @@ class Measures:
     ids: Tensor | None = None
     kl: dict[str, float] = field(default_factory=dict)
     overlaps: dict[str, float] = field(default_factory=dict)
+    rounded: dict[str, dict[str, GridMatrix]] = field(default_factory=dict)
+    _moments: dict[str, dict[str, Floats]] = field(default_factory=dict)
+    _divergences: dict[str, Divergence] = field(default_factory=dict)
 
     @cached_property
     def windows(self) -> Windows:
@@ -155,22 +160,26 @@ class Measures:
         may measure.
         """
         options, checkpoint = self.options, self.checkpoints[name]
-        recipe = options.recipe_of(name)
-        if recipe.needs_moments:
-            return second_moments(checkpoint.model, self.windows)
-        is_open = options.recipe is None and options.kernel_of(name) == KERNELS[0]
+        recipe, is_open = options.recipe_of(name), options.recipe is None
+        if name == DRAFTER:
+            is_open = self._needs_drafter_recipe
+        is_open &= options.kernel_of(name) == KERNELS[0]
         wanted = (is_open or recipe.has_grids) and checkpoint.packed is None
-        if options.fast or not wanted:
+        if not recipe.needs_moments and (options.fast or not wanted):
             return {}
-        return second_moments(checkpoint.model, self.windows, diagonal=True)
+        if name not in self._moments:
+            model, diagonal = checkpoint.model, not recipe.needs_moments
+            self._moments[name] = second_moments(model, self.windows, diagonal)
+        return self._moments[name]
 
     def settle_recipes(self) -> ExportOptions:
         """Measure and choose each recipe that is left open; return the new options."""
-        target = self.checkpoints[TARGET]
+        target, recipe = self.checkpoints[TARGET], self.options.recipe
         if self.options.limit is not None:
-            self._set_recipe(self._find_mix(target))
-        elif self.options.recipe is None:
-            self._set_recipe(self._choose_recipe(target))
+            recipe = self._find_mix(target)
+        elif recipe is None:
+            recipe = self._choose_recipe(target)
+        self.options = replace(self.options, recipe=recipe, limit=None)
         if self._needs_drafter_recipe:
             with contextlib.suppress(OptionError):  # matrices that no unit contains
                 choice = self._choose_drafter_recipe(target)
@@ -178,6 +187,11 @@ class Measures:
                 self.options = replace(self.options, drafter_recipe=choice.recipe)
                 for name in ("overlap", "full_overlap"):
                     self.overlaps[name] = round(getattr(choice, name), 4)
+        for name, divergence in self._divergences.items():
+            if self.checkpoints[name].streams is None:  # probes may change weights
+                chosen = self.options.recipe_of(name)
+                self.rounded[name] = divergence.rounded(chosen)
+        self._divergences.clear()
         return self.options
 
     def draft_vocabulary(self, count: int) -> Tensor:
@@ -193,10 +207,6 @@ class Measures:
             return question_prompts(self.checkpoints[TARGET])
         ids = self.windows.ids
         return ids[:, : max(1, ids.shape[1] // 2)].tolist()
-
-    def _set_recipe(self, recipe: Recipe) -> None:
-        """Set the target's recipe; drop the limit, which the recipe meets."""
-        self.options = replace(self.options, recipe=recipe, limit=None)
 
     def _find_mix(self, target: Checkpoint) -> Recipe:
         """Find the target's mix of bits that meets the limit; set its KL."""
@@ -261,7 +271,9 @@ class Measures:
             return choose_drafter_recipe(full, head, recipe, kernel, self.head.ids)
 
     def _divergence(self, name: str) -> Divergence:
-        """Run a model in floats; return the `Divergence` of recipes from it."""
+        """Run a model in floats, once; return the `Divergence` of recipes from it."""
+        if name in self._divergences:
+            return self._divergences[name]
         model = self.checkpoints[name].model
         moments = self.moments(name)
         on_cpu = self.options.provider_of(name).name == "cpu"
@@ -270,6 +282,7 @@ class Measures:
         with own_attention(model):
             divergence = Divergence(model, windows, moments, rounds_inputs=on_cpu)
         self.report(f"measure {name} in floats", 1, 1)
+        self._divergences[name] = divergence
         return divergence
 
 

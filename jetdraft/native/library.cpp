@@ -57,10 +57,7 @@ struct Tensor {
   int64_t size;
 };
 
-OrtStatus* read_input(OrtKernelContext* context, size_t index, int type, Tensor* tensor) {
-  const OrtValue* value = nullptr;
-  TRY(ort::call(ort::KERNEL_CONTEXT_GET_INPUT, (const OrtKernelContext*)context, index,
-                &value));
+OrtStatus* read_tensor(const OrtValue* value, int type, Tensor* tensor) {
   OrtTensorTypeAndShapeInfo* info = nullptr;
   TRY(ort::call(ort::GET_TENSOR_TYPE_AND_SHAPE, value, &info));
   int found = 0;
@@ -81,6 +78,17 @@ OrtStatus* read_input(OrtKernelContext* context, size_t index, int type, Tensor*
   return ort::call(ort::GET_TENSOR_MUTABLE_DATA, (OrtValue*)value, &tensor->data);
 }
 
+OrtStatus* input(OrtKernelContext* context, size_t index, const OrtValue** value) {
+  return ort::call(ort::KERNEL_CONTEXT_GET_INPUT, (const OrtKernelContext*)context, index,
+                   value);
+}
+
+OrtStatus* read_rows(OrtKernelContext* context, int type, Tensor* tensor) {
+  const OrtValue* value = nullptr;
+  TRY(input(context, 0, &value));
+  return read_tensor(value, type, tensor);
+}
+
 OrtStatus* make_output(OrtKernelContext* context, const Tensor& shape, float** data) {
   OrtValue* value = nullptr;
   TRY(ort::call(ort::KERNEL_CONTEXT_GET_OUTPUT, context, size_t(0),
@@ -95,16 +103,24 @@ struct Kernel {
   int64_t units() const {
     return padded / (has_supers(FORMATS[format].scales) ? SUPER : BLOCK);
   }
-  // The packed matrix, if its arrays have the sizes of this kernel.
+  // Reads an array of the matrix, which is input 1 or 2, if it has this kernel's size.
+  OrtStatus* read_array(const OrtValue* value, size_t index, Tensor* tensor) const {
+    TRY(read_tensor(value, ort::UINT8, tensor));
+    const Format& f = FORMATS[format];
+    const int64_t size = index == 1 ? padded / BLOCK * block_bytes(f.bits)
+                                    : units() * scale_bytes(f.scales);
+    if (tensor->size == groups() * size) return nullptr;
+    return failed("a packed matrix has another size than its columns and rows need; "
+                  "export the bundle again");
+  }
   OrtStatus* read_matrix(OrtKernelContext* context, const uint8_t** integers,
                          const uint8_t** scales) const {
     Tensor tensors[2];
-    for (size_t i : {0, 1}) TRY(read_input(context, i + 1, ort::UINT8, &tensors[i]));
-    const Format& f = FORMATS[format];
-    if (tensors[0].size != groups() * (padded / BLOCK) * block_bytes(f.bits) ||
-        tensors[1].size != groups() * units() * scale_bytes(f.scales))
-      return failed("a packed matrix has another size than its columns and rows need; "
-                    "export the bundle again");
+    for (size_t index : {1, 2}) {
+      const OrtValue* value = nullptr;
+      TRY(input(context, index, &value));
+      TRY(read_array(value, index, &tensors[index - 1]));
+    }
     *integers = (const uint8_t*)tensors[0].data;
     *scales = (const uint8_t*)tensors[1].data;
     return nullptr;
@@ -126,6 +142,15 @@ OrtStatus* create(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info,
   if (k.columns < 1 || k.numbers < 1 || k.columns >= MAX_SIZE || k.numbers >= MAX_SIZE)
     return failed("a matrix has a size out of range");
   k.padded = round_up(k.numbers, has_supers(FORMATS[k.format].scales) ? SUPER : BLOCK);
+  // Constants are checked when the session opens; others, in each pass, as these are.
+  for (size_t index : {1, 2}) {
+    int is_constant = 0;
+    const OrtValue* value = nullptr;
+    Tensor array;
+    TRY(ort::call(ort::KERNEL_INFO_GET_CONSTANT_INPUT_TENSOR, info, index, &is_constant,
+                  &value));
+    if (is_constant) TRY(k.read_array(value, index, &array));
+  }
   *made = std::malloc(sizeof k);
   if (*made == nullptr) return failed("out of memory");
   std::memcpy(*made, &k, sizeof k);
@@ -168,7 +193,7 @@ OrtStatus* multiply_packed(void* data, OrtKernelContext* context) {
   Tensor x;
   Job job{};
   Product& p = job.product;
-  TRY(read_input(context, 0, ort::FLOAT, &x));
+  TRY(read_rows(context, ort::FLOAT, &x));
   TRY(k.read_matrix(context, &p.integers, &p.scales));
   if (x.rank < 1 || x.dims[x.rank - 1] != k.numbers)
     return failed("the rows have another width than the matrix");
@@ -236,7 +261,7 @@ OrtStatus* gather_packed(void* data, OrtKernelContext* context) {
   const Kernel& k = *(Kernel*)data;
   Tensor ids;
   const uint8_t *integers, *scales;
-  TRY(read_input(context, 0, ort::INT64, &ids));
+  TRY(read_rows(context, ort::INT64, &ids));
   TRY(k.read_matrix(context, &integers, &scales));
   if (ids.rank == MAX_AXES) return failed("the ids have too many axes");
   const auto* id = (const int64_t*)ids.data;

@@ -52,9 +52,9 @@ def choose_recipe(
     tried: list[Recipe] = []
     rungs = RUNGS[kernel]
     for done, name in enumerate(rungs, start=1):
+        divergence.drop_blocks()
         recipe = Recipe.parse(name)
         kl = divergence.mean_kl(recipe)
-        divergence.drop_blocks()
         progress("measure recipes", done, len(rungs))
         if kl <= bound:
             break
@@ -204,9 +204,8 @@ def choose_drafter_recipe(
 
     @cache
     def overlap(recipe: Recipe) -> float:
-        share = drafter.overlap(recipe, target, ids)
         drafter.drop_blocks()
-        return min(share, 1.0)
+        return min(drafter.overlap(recipe, target, ids), 1.0)
 
     def speed(recipe: Recipe) -> float:
         acceptance, step_cost = overlap(recipe), PASS_BYTES + drafter.bytes_of(recipe)

@@ -16,7 +16,7 @@ from jetdraft.errors import OptionError
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows
-from jetdraft.quant.grids import Matrix
+from jetdraft.quant.grids import GridMatrix, Matrix
 from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe, Unit, grid_for, unit_of
 
 MAX_TOKENS = 512
@@ -62,11 +62,6 @@ class Divergence:
         self._blocks: dict[tuple[str, Recipe], Matrix] = {}
         self.dtype = torch.float32
         self._logprobs = [self._log_probabilities(ids) for ids in self.batches]
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens that are compared."""
-        return self.scored * sum(len(ids) for ids in self.batches)
 
     def mean_kl(self, recipe: Recipe) -> float:
         """Return the mean KL of a whole recipe, in nats per token."""
@@ -114,6 +109,15 @@ class Divergence:
     def drop_blocks(self) -> None:
         """Free the quantized weights that are cached for recipes measured so far."""
         self._blocks.clear()
+
+    def rounded(self, recipe: Recipe) -> dict[str, GridMatrix]:
+        """Return the cached weights, by name, that are in types of llama.cpp."""
+        matrices = {
+            name: self._blocks.get((name, recipe.of_unit(unit)))
+            for unit, layers in self.units.items()
+            for name in layers
+        }
+        return {n: m for n, m in matrices.items() if isinstance(m, GridMatrix)}
 
     def _blocks_of(self, name: str, layer: torch.nn.Linear, recipe: Recipe) -> Matrix:
         """Return a weight quantized by a recipe; it is computed once and cached."""

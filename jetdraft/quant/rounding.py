@@ -125,15 +125,14 @@ def _flat(bits: int, affine: bool) -> Callable[[Tensor, Tensor | None], Bytes]:
     def rounded(columns: Tensor, given: Tensor | None) -> Bytes:
         x = columns.view(len(columns), -1, 32)
         weights = _weights(x, given, 32)
-        minimum, parts = torch.zeros(x.shape[:2]), []
+        minimum = torch.zeros(x.shape[:2])
         if affine:
             scale, minimum = _fit_affine(x, weights, (1 << bits) - 1)
         elif bits == 8:  # no search gains anything
             scale = x.abs().amax(-1) / 127
         else:
             scale = _fit_symmetric(x, weights, lowest)
-        scale, stored = _half_bytes(scale)
-        parts.append(stored)
+        scale, *parts = _half_bytes(scale)
         if affine:
             minimum, stored = _half_bytes(minimum)
             parts.append(stored)

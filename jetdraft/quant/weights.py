@@ -40,7 +40,8 @@ class Quantization:
     `head` is the name of the head's weight. A `standard` graph has DequantizeLinear
     before its MatMul, and embeddings of floats. `moments` are the result of
     `calibration.second_moments`, where the recipe needs them. `packed` has the weights,
-    by name, whose integers are the checkpoint's. `borrowed` maps the names of another
+    by name, whose integers are the checkpoint's; `rounded` has weights that the recipe
+    was measured with, until they are used. `borrowed` maps the names of another
     model's matrices to their names there: `lender` quantizes them.
     """
 
@@ -51,6 +52,7 @@ class Quantization:
     packed: Mapping[str, Matrix] = field(default_factory=dict)
     borrowed: Mapping[str, str] = field(default_factory=dict)
     lender: Quantization | None = None
+    rounded: dict[str, GridMatrix] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.standard:
@@ -81,7 +83,9 @@ class Quantization:
                 inputs = make("Gather", node.inputs[0], order, axis=-1)
                 node.replace_input_with(0, inputs)
             if isinstance(blocks, GridMatrix):
-                quantized[source] = _multiply_packed(make, node, source, blocks)
+                packed = quantized[source] = _add_packed(graph, source, blocks)
+                read = node.inputs[0]
+                _replace_node(make, node, packed.operator(make, native.MULTIPLY, read))
             elif blocks is not None and self.standard:
                 _dequantize(make, node, source, blocks)
             elif blocks is not None:
@@ -91,9 +95,9 @@ class Quantization:
             table = node.inputs[0]
             if table is None:
                 continue
-            packed = quantized.get(table) or self._packed_table(graph, table)
-            if packed is not None:
-                _replace_gather(Maker(graph, node), node, packed)
+            own = quantized.get(table) or self._packed_table(graph, table)
+            if own is not None:
+                _replace_gather(Maker(graph, node), node, own)
         common.RemoveUnusedNodesPass()(model)
 
     def _packed_table(self, graph: ir.Graph, table: ir.Value) -> PackedMatrix | None:
@@ -125,6 +129,10 @@ class Quantization:
                 f"the weight {name} has numbers that are not finite; fetch the "
                 "checkpoint again"
             )
+        if all(each in self.rounded for each in names):
+            rounded = GridMatrix.concatenated([self.rounded.pop(n) for n in names])
+            if (rounded.rows, len(rounded.data)) == matrix.shape:  # no head that is cut
+                return rounded
         if recipe.needs_moments and name not in self.moments:
             raise OptionError(
                 f"{recipe.algorithm} quantizes linear layers only, and {name} is in "
@@ -220,15 +228,6 @@ def _replace_product(
         accuracy_level=ACCURACY_LEVEL,
     )
     _replace_node(make, node, product)
-    return packed
-
-
-def _multiply_packed(
-    make: Maker, node: ir.Node, source: ir.Value, matrix: GridMatrix
-) -> PackedMatrix:
-    """Replace the MatMul by a product of `jetdraft.native`."""
-    packed = _add_packed(make.graph, source, matrix)
-    _replace_node(make, node, packed.operator(make, native.MULTIPLY, node.inputs[0]))
     return packed
 
 

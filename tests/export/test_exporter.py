@@ -14,9 +14,11 @@ from tokenizers import Tokenizer
 
 import jetdraft
 from jetdraft.errors import CheckpointError, JetdraftError, OutputError, PairError
-from jetdraft.export import exporter, graphs
+from jetdraft.export import exporter, graphs, measures
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
+from jetdraft.quant import weights
+from jetdraft.quant.divergence import Divergence
+from jetdraft.recipe import GRIDS, Recipe
 from tests.tiny import (
     VOCAB_SIZE,
     WORDS,
@@ -293,3 +295,37 @@ def test_weights_that_do_not_fit_their_config_are_refused(pair, tmp_path):
     with pytest.raises(CheckpointError, match=r"do not fit its config\.json"):
         export(str(target), tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
+
+
+@pytest.fixture
+def sums(monkeypatch):
+    """The arguments of each measurement of second moments."""
+    seen, total = [], measures.second_moments
+    watched = lambda *a: seen.append(a) or total(*a)  # noqa: E731
+    monkeypatch.setattr(measures, "second_moments", watched)
+    return seen
+
+
+def test_what_was_measured_is_written(pair, tmp_path, monkeypatch, sums):
+    """Inputs are summed once for each model, and matrices rounded once."""
+    late, rounding, options = [], weights.quantize, ExportOptions(None, **SMALL)
+    watched = lambda *a: late.append(a) or rounding(*a)  # noqa: E731
+    monkeypatch.setattr(weights, "quantize", watched)
+    target, drafter = str(pair.target), str(pair.drafter)
+    once = export(target, tmp_path / "once", drafter, options)
+    assert once.target.quantization["scheme"] in GRIDS
+    assert len({id(model) for model, *_ in sums}) == len(sums) == 2
+    assert not late
+    monkeypatch.setattr(Divergence, "rounded", lambda *_: {})
+    twice = export(target, tmp_path / "twice", drafter, options)
+    assert late
+    for file in once.path.glob("*.onnx*"):
+        assert file.read_bytes() == (twice.path / file.name).read_bytes()
+
+
+def test_a_drafter_beside_a_given_recipe_has_importance(pair, tmp_path, sums):
+    options = ExportOptions(Recipe("int4", 32), **SMALL)
+    bundle = export(str(pair.target), tmp_path / "b", str(pair.drafter), options)
+    assert bundle.drafter.quantization["scheme"] in GRIDS
+    [(_, _, diagonal)] = sums
+    assert diagonal

@@ -136,7 +136,8 @@ def test_only_the_scored_tokens_are_compared(pair):
         kl = Divergence(target, text, {}).mean_kl(recipe)
         text.scored = text.ids.shape[1]
         whole = Divergence(target, text, {})
-        assert whole.tokens > REPLY_TOKENS * len(QUESTIONS)
+        compared = whole.scored * sum(map(len, whole.batches))
+        assert compared > REPLY_TOKENS * len(QUESTIONS)
         assert whole.mean_kl(recipe) != kl > 0
 
 

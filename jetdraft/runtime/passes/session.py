@@ -138,7 +138,8 @@ def _session_options(provider: str, threads: Threads) -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.intra_op_num_threads = count
     options.inter_op_num_threads = 1
-    options.log_severity_level = 3
+    # On the CPU every error is an exception too, which we report in a line of our own.
+    options.log_severity_level = 4 if provider == "cpu" else 3
     # A memory pattern is allocated at the first run, maybe inside of a capture.
     options.enable_mem_pattern = PROVIDERS[provider].memory == "cpu"
     for name, value in (
