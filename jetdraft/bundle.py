@@ -246,7 +246,7 @@ class Bundle:
         """Convert a manifest to a bundle; raises `BundleError` for malformed fields."""
         fields = {n: v for n, v in manifest.items() if n not in (VERSION, SEAL)}
         try:
-            bundle = cls(path=folder, **read_fields(cls, fields, but="path"))
+            bundle = cls(path=folder, **read_fields(cls, fields, without="path"))
             for entry in bundle.graphs.values():
                 entry.check()
             bundle._check_fields()

@@ -71,15 +71,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_files(folder: Path, files: dict[str, Any], again: bool = False) -> None:
+def check_files(folder: Path, files: dict[str, Any], rehash: bool = False) -> None:
     """Raise `BundleError` unless all files have the bytes and sha256 in `files`.
 
     To hash gigabytes takes as long as to load them. So `CHECKED_FILES` stores what was
-    hashed; a file with the same size, inode and times is only hashed if `again`.
+    hashed; a file with the same size, inode and times is only hashed to `rehash`.
     """
     stamps, before, now = folder / CHECKED_FILES, dict[str, Any](), {}
     with suppress(OSError, ValueError, TypeError):
-        before = {} if again else dict(read_json_file(stamps))
+        before = {} if rehash else dict(read_json_file(stamps))
     for name, expected in files.items():
         file = folder / name
         if not file.is_file():

@@ -215,9 +215,9 @@ def read_record(hint: Any, value: Any, where: str = "") -> Any:
     return _read_scalar(hint, value, where)
 
 
-def read_fields(kind: Any, value: Any, where: str = "", but: str = "") -> Any:
-    """Read a JSON object as the fields of a dataclass or `TypedDict`, except `but`."""
-    hints = {name: hint for name, hint in _field_hints(kind).items() if name != but}
+def read_fields(kind: Any, value: Any, where: str = "", without: str = "") -> Any:
+    """Read a JSON object as fields of a dataclass or `TypedDict`, `without` a field."""
+    hints = {name: hint for name, hint in _field_hints(kind).items() if name != without}
     fields = _check_object(value, where)
     for name in _required_fields(kind) & hints.keys():
         if name not in fields:

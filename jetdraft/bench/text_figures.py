@@ -77,9 +77,9 @@ def text_figures(
         draft_vocabulary = {token for token, _ in chosen.most_common(most_frequent)}
         parts = [text.halves()[1] for text in texts]
     return [
-        row
+        figures
         for text, part in zip(texts, parts, strict=True)
-        for row in text.rows(part.coverage(draft_vocabulary))
+        for figures in text.figures(part.coverage(draft_vocabulary))
     ]
 
 
@@ -145,8 +145,8 @@ class _TokenizedText:
         counts = Counter(self.scripts) + Counter({WHOLE_TEXT: len(self.ids)})
         return {script: known[script] / count for script, count in counts.items()}
 
-    def rows(self, coverage: Mapping[str, float]) -> Iterator[TextFigures]:
-        """Yield the row of the whole text, then a row for each script."""
+    def figures(self, coverage: Mapping[str, float]) -> Iterator[TextFigures]:
+        """Yield the figures of the whole text, then of each script; see `coverage`."""
         characters = Counter({WHOLE_TEXT: sum(self.lengths)})
         for length, script in zip(self.lengths, self.scripts, strict=True):
             characters[script] += length

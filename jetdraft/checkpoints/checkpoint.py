@@ -200,8 +200,8 @@ class Checkpoint:
         rows = int(self.model.get_output_embeddings().weight.shape[0])
         return min(rows, self.target_rows or rows)
 
-    def beside(self, target_rows: int) -> Checkpoint:
-        """Return this drafter, fitted to a target of `target_rows` by `limit_vocab`."""
+    def fit_to_target(self, target_rows: int) -> Checkpoint:
+        """Fit this drafter to a target of `target_rows` by `limit_vocab`; return it."""
         limit_vocab(self.model, self.vocab_size, target_rows)
         ids = self.draft_ids
         known = None if ids is None else ids[ids < target_rows]

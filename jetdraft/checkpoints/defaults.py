@@ -29,7 +29,7 @@ def neutral(*values: Any) -> Callable[[Any], bool]:
 
 
 @dataclass(frozen=True)
-class Row:
+class FieldRule:
     """A rule for fields `names`, split by spaces: a fate, and why unless `neutral`."""
 
     names: str
@@ -40,78 +40,79 @@ class Row:
 
 # fmt: off
 GENERATION_FIELDS = (
-    Row("do_sample temperature top_k top_p min_p", HONOURED,
+    FieldRule("do_sample temperature top_k top_p min_p", HONOURED,
         "greedy unless `do_sample`; then the temperature is 1 and `top_k` 50 where "
         "the file has none, as in transformers"),
-    Row("repetition_penalty", HONOURED, "the option of this name"),
-    Row("stop_strings", HONOURED, "the option `stop`"),
-    Row("eos_token_id", HONOURED, "all of them end a text"),
-    Row("suppress_tokens", HONOURED, "the option `logit_bias`, which takes them out"),
-    Row("bad_words_ids", WARNED,
+    FieldRule("repetition_penalty", HONOURED, "the option of this name"),
+    FieldRule("stop_strings", HONOURED, "the option `stop`"),
+    FieldRule("eos_token_id", HONOURED, "all of them end a text"),
+    FieldRule("suppress_tokens", HONOURED,
+        "the option `logit_bias`, which takes them out"),
+    FieldRule("bad_words_ids", WARNED,
         "words of several tokens; words of one token are honoured as `logit_bias`",
         lambda words: all(len(word) == 1 for word in words or ())),
-    Row("num_beams", WARNED,
+    FieldRule("num_beams", WARNED,
         "there is no beam search: the text is the one of a single beam", neutral(1)),
-    Row("early_stopping length_penalty num_beam_groups diversity_penalty", NO_TEXT,
-        "only beams have it"),
-    Row("max_length", WARNED,
+    FieldRule("early_stopping length_penalty num_beam_groups diversity_penalty",
+        NO_TEXT, "only beams have it"),
+    FieldRule("max_length", WARNED,
         "`--max-new-tokens` and `--capacity` say how long a text is", neutral(20)),
-    Row("max_new_tokens max_time", WARNED,
+    FieldRule("max_new_tokens max_time", WARNED,
         "`--max-new-tokens` and `max_seconds` say how long a text is", neutral()),
-    Row("min_length min_new_tokens exponential_decay_length_penalty", WARNED,
+    FieldRule("min_length min_new_tokens exponential_decay_length_penalty", WARNED,
         "a text may end at any token", neutral(0)),
-    Row("no_repeat_ngram_size encoder_no_repeat_ngram_size", WARNED,
+    FieldRule("no_repeat_ngram_size encoder_no_repeat_ngram_size", WARNED,
         "the text may repeat; see `repetition_penalty`", neutral(0)),
-    Row("encoder_repetition_penalty guidance_scale", WARNED, "no option does this",
-        neutral(1)),
-    Row("sequence_bias penalty_alpha dola_layers constraints force_words_ids "
+    FieldRule("encoder_repetition_penalty guidance_scale", WARNED,
+        "no option does this", neutral(1)),
+    FieldRule("sequence_bias penalty_alpha dola_layers constraints force_words_ids "
         "watermarking_config token_healing", WARNED, "no option does this",
         neutral(False)),
-    Row("top_h typical_p epsilon_cutoff eta_cutoff", NO_TEXT,
+    FieldRule("top_h typical_p epsilon_cutoff eta_cutoff", NO_TEXT,
         "without `do_sample` nothing is filtered"),
-    Row("begin_suppress_tokens forced_bos_token_id forced_eos_token_id", WARNED,
+    FieldRule("begin_suppress_tokens forced_bos_token_id forced_eos_token_id", WARNED,
         "no token is forced or forbidden at one place only"),
-    Row("renormalize_logits remove_invalid_values", NO_TEXT, "the order stays"),
-    Row("bos_token_id pad_token_id decoder_start_token_id", NO_TEXT,
+    FieldRule("renormalize_logits remove_invalid_values", NO_TEXT, "the order stays"),
+    FieldRule("bos_token_id pad_token_id decoder_start_token_id", NO_TEXT,
         "the tokenizer or the chat template begins a text, and nothing is padded"),
-    Row("use_cache cache_implementation cache_config max_cache_len "
+    FieldRule("use_cache cache_implementation cache_config max_cache_len "
         "prefill_chunk_size compile_config disable_compile "
         "continuous_batching_config low_memory return_legacy_cache", NO_TEXT,
         "how transformers computes; a bundle has its own KV buffers"),
-    Row("is_assistant use_mtp num_assistant_tokens num_assistant_tokens_schedule "
+    FieldRule("is_assistant use_mtp num_assistant_tokens num_assistant_tokens_schedule "
         "assistant_confidence_threshold prompt_lookup_num_tokens "
         "max_matching_ngram_size assistant_early_exit assistant_lookbehind "
         "target_lookbehind assistant_ensemble_weight speculation_type", NO_TEXT,
         "how transformers drafts; drafts change no text here"),
-    Row("num_return_sequences output_attentions output_hidden_states output_scores "
-        "output_logits return_dict_in_generate", NO_TEXT,
+    FieldRule("num_return_sequences output_attentions output_hidden_states "
+        "output_scores output_logits return_dict_in_generate", NO_TEXT,
         "what a call gives back beside the text"),
-    Row("transformers_version _from_model_config _commit_hash generation_kwargs",
+    FieldRule("transformers_version _from_model_config _commit_hash generation_kwargs",
         NO_TEXT, "where the file comes from"),
 )
 """Rules for generation_config.json, or for config.json where that is missing."""
 
 SAMPLING_FIELDS = (
-    Row("top_h typical_p epsilon_cutoff eta_cutoff", WARNED,
+    FieldRule("top_h typical_p epsilon_cutoff eta_cutoff", WARNED,
         "sampling has no such filter", neutral(0, 1)),
 )
 """Rules for files with `do_sample`; they override `GENERATION_FIELDS`."""
 
 SOURCE_FIELDS = (
-    Row("decoder_start_token_id forced_bos_token_id", HONOURED,
+    FieldRule("decoder_start_token_id forced_bos_token_id", HONOURED,
         "a text begins with them"),
 )
 """Rules for encoder-decoders; they override `GENERATION_FIELDS`."""
 
 SPEECH_FIELDS = (
-    Row("no_timestamps_token_id lang_to_id task_to_id suppress_tokens "
+    FieldRule("no_timestamps_token_id lang_to_id task_to_id suppress_tokens "
         "begin_suppress_tokens max_initial_timestamp_index", HONOURED,
         "the rules of a transcript"),
-    Row("language task return_timestamps", WARNED,
+    FieldRule("language task return_timestamps", WARNED,
         "`jetdraft transcribe` takes the language, or detects it",
         neutral("transcribe", False, True)),
-    Row("stop_strings", WARNED, "a transcript has no stop texts"),
-    Row("max_length max_new_tokens forced_decoder_ids is_multilingual "
+    FieldRule("stop_strings", WARNED, "a transcript has no stop texts"),
+    FieldRule("max_length max_new_tokens forced_decoder_ids is_multilingual "
         "alignment_heads prev_sot_token_id median_filter_width", NO_TEXT,
         "windows have their own length and beginning, and words no times"),
 )
@@ -119,28 +120,29 @@ SPEECH_FIELDS = (
 # fmt: on
 
 
-def rules_by_name(*tables: tuple[Row, ...]) -> dict[str, Row]:
-    """Map names of fields to their rows; a later table overrides an earlier table."""
-    return {name: row for rows in tables for row in rows for name in row.names.split()}
+def rules_by_name(*tables: tuple[FieldRule, ...]) -> dict[str, FieldRule]:
+    """Map names of fields to rules; a later table overrides an earlier table."""
+    rules = [rule for table in tables for rule in table]
+    return {name: rule for rule in rules for name in rule.names.split()}
 
 
-def find_rule(name: str, rows: Mapping[str, Row]) -> Row | None:
-    """Return a field's row, by its name or a prefix such as "general.*"; or None."""
-    begun = (p for p in rows if p.endswith("*") and name.startswith(p[:-1]))
-    return rows.get(name) or rows.get(next(begun, ""))
+def find_rule(name: str, rules: Mapping[str, FieldRule]) -> FieldRule | None:
+    """Return a field's rule, by its name or a prefix such as "general.*"; or None."""
+    prefixes = (p for p in rules if p.endswith("*") and name.startswith(p[:-1]))
+    return rules.get(name) or rules.get(next(prefixes, ""))
 
 
 def passed_over_fields(
-    file: str, fields: Mapping[str, Any], rows: Mapping[str, Row]
+    file: str, fields: Mapping[str, Any], rules: Mapping[str, FieldRule]
 ) -> Iterator[str]:
-    """Yield a warning line for each field that the rules in `rows` warn of."""
+    """Yield a warning line for each field that the `rules` warn of."""
     for name, value in fields.items():
-        row = find_rule(name, rows) or _UNKNOWN_FIELD
-        if row.fate == WARNED and not row.neutral(value):
-            yield f"{file}: {name} {printable(value, MAX_VALUE_LETTERS)}: {row.why}"
+        rule = find_rule(name, rules) or _UNKNOWN_FIELD
+        if rule.fate == WARNED and not rule.neutral(value):
+            yield f"{file}: {name} {printable(value, MAX_VALUE_LETTERS)}: {rule.why}"
 
 
-_UNKNOWN_FIELD = Row("", WARNED, "this version does not know it")
+_UNKNOWN_FIELD = FieldRule("", WARNED, "this version does not know it")
 """The rule of fields that no table names."""
 
 
@@ -184,21 +186,21 @@ class GenerationFields:
         """
         fields, file = read_fields(source, FILE), FILE
         if fields is None:
-            said, _ = transformers.PreTrainedConfig.get_config_dict(source)
-            known = rules_by_name(GENERATION_FIELDS)
-            fields = {name: value for name, value in said.items() if name in known}
+            config, _ = transformers.PreTrainedConfig.get_config_dict(source)
+            rules = rules_by_name(GENERATION_FIELDS)
+            fields = {name: value for name, value in config.items() if name in rules}
             file = CONFIG
-        found = cls(source, file, fields)
-        found.defaults()  # refuses bad values before any weight is read
-        return found
+        generation = cls(source, file, fields)
+        generation.defaults()  # refuses bad values before any weight is read
+        return generation
 
     def defaults(
-        self, vocab_size: int = 0, ends: Iterable[int] = (), hears: bool = False
+        self, vocab_size: int = 0, ends: Iterable[int] = (), is_speech: bool = False
     ) -> Defaults:
         """Return the options that the fields stand for; raises `CheckpointError`.
 
-        Ids from `vocab_size` on, and bad words in `ends`, are not forbidden. A model
-        that `hears` gets no stop texts and forbids no tokens.
+        Ids from `vocab_size` on, and bad words in `ends`, are not forbidden. A speech
+        model (`is_speech`) gets no stop texts and forbids no tokens.
         """
         fields, options, penalty = self.fields, dict[str, Any](), {}
         if fields.get("do_sample") is True:
@@ -219,7 +221,7 @@ class GenerationFields:
         never = self._list_of("suppress_tokens", list[int])
         words = self._list_of("bad_words_ids", list[list[int]])
         never += [word[0] for word in words if len(word) == 1 and word[0] not in ends]
-        if hears:
+        if is_speech:
             return cast(Defaults, options)
         if stops:
             options["stop"] = stops
@@ -227,13 +229,12 @@ class GenerationFields:
             options["logit_bias"] = dict.fromkeys(never, NEVER_BIAS)
         return cast(Defaults, options)
 
-    def passed_over(self, reads_source: bool, hears: bool) -> tuple[str, ...]:
+    def passed_over(self, reads_source: bool, is_speech: bool) -> tuple[str, ...]:
         """Return a warning for each field that would change the text, and does not."""
-        sampled = self.fields.get("do_sample") is True
-        tables = (
-            *(GENERATION_FIELDS, SAMPLING_FIELDS if sampled else ()),
-            *(SOURCE_FIELDS if reads_source else (), SPEECH_FIELDS if hears else ()),
-        )
+        tables = [GENERATION_FIELDS]
+        tables += [SAMPLING_FIELDS] if self.fields.get("do_sample") is True else []
+        tables += [SOURCE_FIELDS] if reads_source else []
+        tables += [SPEECH_FIELDS] if is_speech else []
         return tuple(passed_over_fields(self.file, self.fields, rules_by_name(*tables)))
 
     def _list_of(self, name: str, kind: Any) -> Any:

@@ -25,23 +25,23 @@ without a token. Where a tokenizer is missing, matrices that differ by more belo
 two vocabularies."""
 
 
-def limit_vocab(model: Any, own: int, rows: int) -> None:
-    """Fit a drafter of `own` tokens to a target of `rows` tokens, by hooks on it.
+def limit_vocab(model: Any, tokens: int, target_tokens: int) -> None:
+    """Fit a drafter of `tokens` tokens to its target's number, by hooks on it.
 
-    It reads unknown ids as its last id, and has no logits of ids from `rows` on.
+    It reads unknown ids as its last id, and has no logits of ids that the target lacks.
     """
 
-    def known(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (inputs[0].clamp(max=own - 1), *inputs[1:])
+    def clamp_ids(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (inputs[0].clamp(max=tokens - 1), *inputs[1:])
 
-    def cut(_: Any, inputs: Any, output: Any) -> None:
-        output.logits = output.logits[..., :rows]
+    def cut_logits(_: Any, inputs: Any, output: Any) -> None:
+        output.logits = output.logits[..., :target_tokens]
 
-    for module in model.modules() if own < rows else ():
-        if isinstance(module, nn.Embedding) and module.num_embeddings == own:
-            module.register_forward_pre_hook(known)
-    if own > rows:
-        model.register_forward_hook(cut)
+    for module in model.modules() if tokens < target_tokens else ():
+        if isinstance(module, nn.Embedding) and module.num_embeddings == tokens:
+            module.register_forward_pre_hook(clamp_ids)
+    if tokens > target_tokens:
+        model.register_forward_hook(cut_logits)
 
 
 def vocabulary_tensors(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:

@@ -169,32 +169,33 @@ class GgufFile:
     def generation(self) -> GenerationFields:
         """Return the file's settings of sampling, by transformers' names."""
         fields: dict[str, Any] = {}
-        given = {name: self.field(f"general.sampling.{name}") for name in _DEFAULTS}
-        if any(value is not None for value in given.values()):
-            given = _DEFAULTS | {n: v for n, v in given.items() if v is not None}
-            given["top_k"] = max(given["top_k"], 0)  # takes all tokens from 0 down
-            fields = {"do_sample": True, "temperature": given.pop("temp"), **given}
+        stored = {name: self.field(f"general.sampling.{name}") for name in _DEFAULTS}
+        if any(value is not None for value in stored.values()):
+            sampling = _DEFAULTS | {n: v for n, v in stored.items() if v is not None}
+            sampling["top_k"] = max(sampling["top_k"], 0)  # takes all from 0 down
+            temperature = sampling.pop("temp")
+            fields = {"do_sample": True, "temperature": temperature, **sampling}
         fields["suppress_tokens"] = self.field("tokenizer.ggml.suppress_tokens")
-        found = GenerationFields(self.source, "the metadata", fields)
-        found.defaults()  # refuses bad values
-        return found
+        generation = GenerationFields(self.source, "the metadata", fields)
+        generation.defaults()  # refuses bad values
+        return generation
 
     def passed_over(self) -> tuple[str, ...]:
         """Return a warning for each ignored field; raise for a field to be refused."""
         lines: list[str] = []
-        file, model = rules_by_name(FILE_FIELDS), rules_by_name(MODEL_FIELDS)
+        file_rules, model_rules = map(rules_by_name, (FILE_FIELDS, MODEL_FIELDS))
         for name in self.reader.fields:
-            own = name.removeprefix(f"{self.family}.")
-            rows = file if own == name else model
-            row = find_rule(own, rows)
-            if row is None and own == name and not name.startswith("tokenizer."):
+            suffix = name.removeprefix(f"{self.family}.")
+            rules = file_rules if suffix == name else model_rules
+            rule = find_rule(suffix, rules)
+            if rule is None and suffix == name and not name.startswith("tokenizer."):
                 continue  # other programs have fields of their own
-            if row is not None and row.fate not in (REFUSED, WARNED):
+            if rule is not None and rule.fate not in (REFUSED, WARNED):
                 continue
             value = self.field(name)
-            if row is not None and row.fate == REFUSED and not row.neutral(value):
-                raise field_error(self.source, name, value, row.why)
-            lines += passed_over_fields("metadata", {own: value}, rows)
+            if rule is not None and rule.fate == REFUSED and not rule.neutral(value):
+                raise field_error(self.source, name, value, rule.why)
+            lines += passed_over_fields("metadata", {suffix: value}, rules)
         if self.generation().defaults().get("temperature", 1.0) != 1.0:
             lines.append(
                 "metadata: general.sampling.temp: the temperature comes before top_p "
@@ -262,9 +263,8 @@ class GgufFile:
 
     def weights(self, config: Any, keeps_grids: bool) -> PackedWeights:
         """Read all weights by transformers' names; integers are kept where possible."""
-        processor = TENSOR_PROCESSORS.get(self.family, TensorProcessor)(
-            config=config.to_dict()
-        )
+        processor_class = TENSOR_PROCESSORS.get(self.family, TensorProcessor)
+        processor = processor_class(config=config.to_dict())
         bounds = Bounds(tensors=100 + SPARE * len(self.tensors))
         model = build_skeleton(
             self.source, transformers.AutoModelForCausalLM, config, bounds

@@ -15,7 +15,7 @@ from jetdraft.checkpoints.defaults import (
     NO_TEXT,
     REFUSED,
     WARNED,
-    Row,
+    FieldRule,
     neutral,
 )
 from jetdraft.errors import UnsupportedModelError, printable
@@ -24,49 +24,51 @@ _NOT_COMPUTED = "no model that can be read from a GGUF file computes with it"
 
 # fmt: off
 MODEL_FIELDS = (
-    Row("context_length embedding_length block_count feed_forward_length vocab_size "
-        "attention.head_count attention.head_count_kv attention.key_length", HONOURED,
-        "the sizes of the model"),
-    Row("attention.layer_norm_epsilon attention.layer_norm_rms_epsilon "
+    FieldRule("context_length embedding_length block_count feed_forward_length "
+        "vocab_size attention.head_count attention.head_count_kv attention.key_length",
+        HONOURED, "the sizes of the model"),
+    FieldRule("attention.layer_norm_epsilon attention.layer_norm_rms_epsilon "
         "attention.sliding_window attn_logit_softcapping final_logit_softcapping "
         "rope.dimension_count rope.freq_base rope.freq_base_swa", HONOURED,
         "numbers of the model; refused where the family has no such number"),
-    Row("rope.scaling.type rope.scaling.factor rope.scaling.original_context_length "
-        "rope.scaling.attn_factor rope.scaling.yarn_beta_fast "
-        "rope.scaling.yarn_beta_slow rope.scale_linear", HONOURED,
-        "linear, which is meant without a type too, and YaRN; others are refused"),
+    FieldRule("rope.scaling.type rope.scaling.factor "
+        "rope.scaling.original_context_length rope.scaling.attn_factor "
+        "rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scale_linear",
+        HONOURED, "linear, which is meant without a type too, and YaRN; others are "
+        "refused"),
     # The reader compares them with the model's.
-    Row("attention.value_length attention.sliding_window_pattern use_parallel_residual",
-        REFUSED, "where the family's model has another value", lambda value: True),
-    Row("attention.causal", REFUSED, "only causal decoders can be exported",
+    FieldRule("attention.value_length attention.sliding_window_pattern "
+        "use_parallel_residual", REFUSED, "where the family's model has another value",
+        lambda value: True),
+    FieldRule("attention.causal", REFUSED, "only causal decoders can be exported",
         neutral(True)),
-    Row("logit_scale residual_scale embedding_scale attention.scale "
+    FieldRule("logit_scale residual_scale embedding_scale attention.scale "
         "attention.output_scale attention.value_scale rope.scaling.alpha "
         "rope.scaling.yarn_attn_factor", REFUSED, _NOT_COMPUTED, neutral(0, 1)),
-    Row("rope.scaling.yarn_ext_factor", REFUSED, _NOT_COMPUTED, neutral(1, -1)),
-    Row("attention.clamp_kqv attention.max_alibi_bias attention.temperature_length "
-        "attention.temperature_scale attention.shared_kv_layers swin_norm "
-        "rope.scaling.yarn_log_multiplier rope.dimension_count_swa "
-        "rope.dimension_sections rescale_every_n_layers hidden_activation "
-        "swiglu_clamp_exp swiglu_clamp_shexp activation_sparsity_scale "
-        "embedding_length_per_layer_input embedding_length_out nextn_predict_layers "
-        "n_deepstack_layers deepstack_mapping target_layers target_hidden_size "
-        "norm_before_residual full_attention_interval token_shift_count "
-        "time_mix_extra_dim time_decay_extra_dim hash_layer_count "
-        "router_logit_softcapping leading_dense_block_count moe_every_n_layers "
-        "moe_latent_size interleave_moe_layer_step decoder_block_count "
-        "decoder_start_token_id attention.group_norm_epsilon "
-        "attention.group_norm_groups attention.relative_buckets_count "
-        "attention.compress_ratios attention.compress_rope_freq_base "
-        "attention.output_group_count attention.recurrent_layers "
-        "attention.key_length_swa attention.value_length_swa "
-        "attention.key_length_mla attention.value_length_mla attention.q_lora_rank "
-        "attention.kv_lora_rank attention.output_lora_rank attention.decay_lora_rank "
-        "attention.iclr_lora_rank attention.value_residual_mix_lora_rank "
-        "attention.gate_lora_rank attention.indexer.* altup.* expert_* "
-        "experts_per_group hyper_connection.* ssm.* kda.* wkv.* shortconv.*", REFUSED,
-        _NOT_COMPUTED, neutral(0)),
-    Row("rope.scaling.finetuned tensor_data_layout pooling_type features_length "
+    FieldRule("rope.scaling.yarn_ext_factor", REFUSED, _NOT_COMPUTED, neutral(1, -1)),
+    FieldRule("attention.clamp_kqv attention.max_alibi_bias "
+        "attention.temperature_length attention.temperature_scale "
+        "attention.shared_kv_layers swin_norm rope.scaling.yarn_log_multiplier "
+        "rope.dimension_count_swa rope.dimension_sections rescale_every_n_layers "
+        "hidden_activation swiglu_clamp_exp swiglu_clamp_shexp "
+        "activation_sparsity_scale embedding_length_per_layer_input "
+        "embedding_length_out nextn_predict_layers n_deepstack_layers "
+        "deepstack_mapping target_layers target_hidden_size norm_before_residual "
+        "full_attention_interval token_shift_count time_mix_extra_dim "
+        "time_decay_extra_dim hash_layer_count router_logit_softcapping "
+        "leading_dense_block_count moe_every_n_layers moe_latent_size "
+        "interleave_moe_layer_step decoder_block_count decoder_start_token_id "
+        "attention.group_norm_epsilon attention.group_norm_groups "
+        "attention.relative_buckets_count attention.compress_ratios "
+        "attention.compress_rope_freq_base attention.output_group_count "
+        "attention.recurrent_layers attention.key_length_swa "
+        "attention.value_length_swa attention.key_length_mla "
+        "attention.value_length_mla attention.q_lora_rank attention.kv_lora_rank "
+        "attention.output_lora_rank attention.decay_lora_rank attention.iclr_lora_rank "
+        "attention.value_residual_mix_lora_rank attention.gate_lora_rank "
+        "attention.indexer.* altup.* expert_* experts_per_group hyper_connection.* "
+        "ssm.* kda.* wkv.* shortconv.*", REFUSED, _NOT_COMPUTED, neutral(0)),
+    FieldRule("rope.scaling.finetuned tensor_data_layout pooling_type features_length "
         "classifier.* posnet.* convnext.* {dense}_feat_in {dense}_feat_out "
         "dense_2_feat_in dense_2_feat_out dense_3_feat_in dense_3_feat_out", NO_TEXT,
         "llama.cpp does not read it for decoders, or not for text"),
@@ -74,56 +76,57 @@ MODEL_FIELDS = (
 """Fields whose names follow the name of the family, as in llama.context_length."""
 
 FILE_FIELDS = (
-    Row("general.architecture", HONOURED, "the family"),
-    Row("general.alignment", HONOURED, "where weights begin"),
-    Row("general.type", REFUSED, "only whole models can be read", neutral("model")),
-    Row("general.name", HONOURED, "in Phi-3 tokens take the spaces behind them"),
-    Row("general.sampling.temp general.sampling.top_k general.sampling.top_p "
+    FieldRule("general.architecture", HONOURED, "the family"),
+    FieldRule("general.alignment", HONOURED, "where weights begin"),
+    FieldRule("general.type", REFUSED, "only whole models can be read",
+        neutral("model")),
+    FieldRule("general.name", HONOURED, "in Phi-3 tokens take the spaces behind them"),
+    FieldRule("general.sampling.temp general.sampling.top_k general.sampling.top_p "
         "general.sampling.min_p", HONOURED,
         "the options of a generation; where the file has some of them, the others "
         "have llama.cpp's defaults: 0.8, 40, 0.95 and 0.05"),
-    Row("general.sampling.sequence", WARNED, "the filters have one order"),
-    Row("general.sampling.penalty_repeat", WARNED,
+    FieldRule("general.sampling.sequence", WARNED, "the filters have one order"),
+    FieldRule("general.sampling.penalty_repeat", WARNED,
         "there is no penalty on the last tokens only", neutral(1)),
-    Row("general.sampling.xtc_threshold general.sampling.penalty_last_n "
+    FieldRule("general.sampling.xtc_threshold general.sampling.penalty_last_n "
         "general.sampling.mirostat_tau general.sampling.mirostat_eta", NO_TEXT,
         "only the fields around them use it"),
-    Row("general.sampling.*", WARNED, "no option does this", neutral(0)),
-    Row("general.*", NO_TEXT, "where the file comes from"),
-    Row("split.count", REFUSED, "the parts must be joined", neutral(0, 1)),
-    Row("split.no split.tensors.count", NO_TEXT, "of a file that was split"),
-    Row("tokenizer.ggml.model tokenizer.ggml.pre tokenizer.ggml.tokens "
+    FieldRule("general.sampling.*", WARNED, "no option does this", neutral(0)),
+    FieldRule("general.*", NO_TEXT, "where the file comes from"),
+    FieldRule("split.count", REFUSED, "the parts must be joined", neutral(0, 1)),
+    FieldRule("split.no split.tensors.count", NO_TEXT, "of a file that was split"),
+    FieldRule("tokenizer.ggml.model tokenizer.ggml.pre tokenizer.ggml.tokens "
         "tokenizer.ggml.token_type tokenizer.ggml.scores tokenizer.ggml.merges "
         "tokenizer.ggml.add_space_prefix tokenizer.ggml.add_bos_token "
         "tokenizer.ggml.add_eos_token", HONOURED,
         "the tokenizer; as in llama.cpp, tokens with the name of an end or of a mark "
         "for infilling are control tokens, whatever their type"),
-    Row("tokenizer.ggml.eos_token_id tokenizer.ggml.eot_token_id "
+    FieldRule("tokenizer.ggml.eos_token_id tokenizer.ggml.eot_token_id "
         "tokenizer.ggml.eom_token_id tokenizer.ggml.fim_pad_token_id "
         "tokenizer.ggml.fim_rep_token_id tokenizer.ggml.fim_sep_token_id", HONOURED,
         "they end a text, as do tokens with the name of an end"),
-    Row("tokenizer.ggml.bos_token_id tokenizer.ggml.unknown_token_id "
+    FieldRule("tokenizer.ggml.bos_token_id tokenizer.ggml.unknown_token_id "
         "tokenizer.ggml.seperator_token_id tokenizer.ggml.padding_token_id "
         "tokenizer.ggml.cls_token_id tokenizer.ggml.mask_token_id", HONOURED,
         "BOS begins a text; the chat template may name them"),
-    Row("tokenizer.ggml.suppress_tokens", HONOURED,
+    FieldRule("tokenizer.ggml.suppress_tokens", HONOURED,
         "the option `logit_bias`, which takes them out"),
-    Row("tokenizer.chat_template tokenizer.chat_template.tool_use", HONOURED,
+    FieldRule("tokenizer.chat_template tokenizer.chat_template.tool_use", HONOURED,
         "the chat template, and the one for tools"),
-    Row("tokenizer.chat_templates tokenizer.chat_template.*", NO_TEXT,
+    FieldRule("tokenizer.chat_templates tokenizer.chat_template.*", NO_TEXT,
         "only who asks for it by name gets it"),
-    Row("tokenizer.ggml.add_sep_token", REFUSED, "decoders have no separator",
+    FieldRule("tokenizer.ggml.add_sep_token", REFUSED, "decoders have no separator",
         neutral(False)),
-    Row("tokenizer.ggml.token_type_count tokenizer.ggml.remove_extra_whitespaces "
+    FieldRule("tokenizer.ggml.token_type_count tokenizer.ggml.remove_extra_whitespaces "
         "tokenizer.ggml.precompiled_charsmap tokenizer.ggml.normalizer.* "
         "tokenizer.huggingface.json tokenizer.rwkv.world", NO_TEXT,
         "llama.cpp does not read it for the kinds gpt2 and llama; others are refused"),
-    Row("tokenizer.ggml.fim_pre_token_id tokenizer.ggml.fim_suf_token_id "
+    FieldRule("tokenizer.ggml.fim_pre_token_id tokenizer.ggml.fim_suf_token_id "
         "tokenizer.ggml.fim_mid_token_id tokenizer.ggml.prefix_token_id "
         "tokenizer.ggml.suffix_token_id tokenizer.ggml.middle_token_id", NO_TEXT,
         "a prompt has the tokens for infilling itself"),
-    Row("adapter.* diffusion.* xielu.*", REFUSED, _NOT_COMPUTED),
-    Row("imatrix.* clip.* quantize.* GGUF.*", NO_TEXT,
+    FieldRule("adapter.* diffusion.* xielu.*", REFUSED, _NOT_COMPUTED),
+    FieldRule("imatrix.* clip.* quantize.* GGUF.*", NO_TEXT,
         "of quantization, of other parts, or of the format"),
 )
 """Fields of the file, by their whole names."""

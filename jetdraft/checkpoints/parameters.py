@@ -25,11 +25,11 @@ def set_compute_dtype(model: Any, dtype: torch.dtype) -> None:
 
 
 def convert_while_running(
-    model: nn.Module, dtype: torch.dtype, others: Collection[int] = frozenset()
+    model: nn.Module, dtype: torch.dtype, skipped: Collection[int] = frozenset()
 ) -> None:
-    """Let hooks convert weights to `dtype` while modules run; skip ids in `others`."""
+    """Let hooks convert weights to `dtype` while modules run; not `skipped` ids."""
     for module in model.modules():
-        own = [p for p in module.parameters(recurse=False) if id(p) not in others]
+        own = [p for p in module.parameters(recurse=False) if id(p) not in skipped]
         if any(weight.dtype != dtype for weight in own):
             conversion = _WeightConversion(dtype)
             module.register_forward_pre_hook(conversion.before)

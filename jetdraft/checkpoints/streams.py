@@ -341,7 +341,7 @@ def load_streams(
     add_adapters(model, settings)
     hidden = model.get_input_embeddings().embedding_dim
     streamed = StreamedModel(model, Streams(settings, hidden))
-    fill(streamed, folder, "streams")
+    load_probe_weights(streamed, folder, "streams")
     if settings.mode == SHARED:
         merge_lora(model, _ADAPTER, scale)
         file = (folder / WEIGHTS).read_bytes()
@@ -349,7 +349,7 @@ def load_streams(
     return streamed.requires_grad_(False).eval()
 
 
-def fill(probed: ProbedModel, folder: Path, what: str) -> None:
+def load_probe_weights(probed: ProbedModel, folder: Path, kind: str) -> None:
     """Load the trained weights of probes; raises `CheckpointError` unless all fit."""
     try:
         tensors = load_file(folder / WEIGHTS)
@@ -360,7 +360,7 @@ def fill(probed: ProbedModel, folder: Path, what: str) -> None:
             weight.data.copy_(tensors[name])
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise CheckpointError(
-            f"{folder / WEIGHTS} does not fit {SETTINGS} ({error}); train the {what} "
+            f"{folder / WEIGHTS} does not fit {SETTINGS} ({error}); train the {kind} "
             "again"
         ) from error
 
@@ -495,5 +495,5 @@ def load_prompts(model: Any, settings: PromptSettings, folder: Path) -> Prompted
     """Add a checkpoint's prompt tokens to its model, in place."""
     settings.check()
     prompted = PromptedModel(model, Prompts.empty(settings, model))
-    fill(prompted, folder, "prompt tokens")
+    load_probe_weights(prompted, folder, "prompt tokens")
     return prompted.requires_grad_(False).eval()

@@ -86,9 +86,8 @@ def run_training(
         except KeyboardInterrupt:
             bars.close()
             place = "" if run is None else f" after step {run.step}"
-            click.echo(
-                f"stopped{place}; run the same command again to resume", err=True
-            )
+            message = f"stopped{place}; run the same command again to resume"
+            click.echo(message, err=True)
             return INTERRUPTED
     if this_process().is_main_process:
         click.echo(f"{output}: {task.product} of {run.step} steps", err=True)

@@ -113,14 +113,14 @@ def use_huge_pages() -> int:
 
 
 def _resident_share(first: int, end: int) -> float:
-    """The share of a range's pages that are in memory; 0.0 where Linux does not say."""
+    """The share of pages between two addresses that are in memory; 0.0 if unknown."""
     try:
         with Path("/proc/self/pagemap").open("rb") as file:
             file.seek(first // mmap.PAGESIZE * _ENTRY_BYTES)
             entries = file.read((end - first) // mmap.PAGESIZE * _ENTRY_BYTES)
     except OSError:
         return 0.0
-    pages = memoryview(entries).cast("Q")
+    pages = memoryview(entries).cast("Q")  # the highest bit: present in memory
     return sum(page >> 63 for page in pages) / max(len(pages), 1)
 
 

@@ -20,7 +20,7 @@ from jetdraft.bundle import CONTRIB, STANDARD
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.devices import webgpu
 from jetdraft.devices.trial import NO_HALF, RAN, REASON, SOFTWARE
-from jetdraft.errors import ProviderError
+from jetdraft.errors import OptionError, ProviderError
 from jetdraft.ort import ort
 from jetdraft.recipe import KERNELS
 
@@ -80,12 +80,13 @@ PROVIDERS = {
 """All providers by name, the fastest first."""
 
 HALVES, SELECTION = "the halves of a target run", "KV rows are selected"
-"""Work that only the CPU does; see `cpu_only`."""
+"""Work that only the CPU does; see `check_on_cpu`."""
 
 
-def cpu_only(work: str, provider: str, fix: str) -> str:
-    """Return the error that only the CPU does `work`; "" if `provider` is "cpu"."""
-    return "" if provider == "cpu" else f"{work} on the CPU, not on {provider}; {fix}"
+def check_on_cpu(work: str, provider: str, fix: str, field: str = "") -> None:
+    """Raise `OptionError` for a `provider` that cannot do `work` of the CPU."""
+    if provider != "cpu":
+        raise OptionError(f"{work} on the CPU, not on {provider}; {fix}", field)
 
 
 ProviderOptions = dict[str, str]
@@ -131,7 +132,7 @@ def choose_provider(name: str, graphs: Iterable[tuple[str, str]]) -> Provider:
         names = ", ".join((*PROVIDERS, AUTO))
         raise ProviderError(f"unknown provider {name!r}; choose {names}")
     for candidate in PROVIDERS if name == AUTO else [name]:
-        reason = _obstacle(PROVIDERS[candidate], graphs)
+        reason = _why_unable(PROVIDERS[candidate], graphs)
         if not reason and (name != AUTO or not _is_software(candidate)):
             return PROVIDERS[candidate]
     raise ProviderError(f"provider {name!r} cannot run this bundle here: {reason}")
@@ -151,7 +152,7 @@ def _is_software(name: str) -> bool:
     return name != "cpu" and try_provider(name).software
 
 
-def _obstacle(provider: Provider, graphs: list[tuple[str, str]]) -> str:
+def _why_unable(provider: Provider, graphs: list[tuple[str, str]]) -> str:
     """Return why a provider cannot run the graphs; "" if it can. May run a trial."""
     refusals = (provider.refusal(*graph) for graph in graphs)
     if reason := next(filter(None, refusals), ""):

@@ -10,7 +10,7 @@ from jetdraft.checkpoints.heads.draft_module import DraftModule
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.checkpoints.streams import SHARED
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.devices.providers import HALVES, cpu_only
+from jetdraft.devices.providers import HALVES, check_on_cpu
 from jetdraft.errors import OptionError, PairError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.recipe import Recipe
@@ -89,10 +89,9 @@ def _check_taps(name: str, checkpoint: Checkpoint, options: ExportOptions) -> No
             f"{checkpoint.source} has streams, so it drafts without a head; leave one "
             "of them out"
         )
-    fix = "export for --provider cpu, or with another head"
-    refusal = cpu_only(HALVES, options.provider_of(name).name, fix)
-    if checkpoint.taps.cut and refusal:
-        raise OptionError(refusal)
+    if checkpoint.taps.cut:
+        fix = "export for --provider cpu, or with another head"
+        check_on_cpu(HALVES, options.provider_of(name).name, fix)
     checkpoint.taps.check(checkpoint.model)
 
 
@@ -112,8 +111,7 @@ def _check_exit(name: str, checkpoint: Checkpoint, options: ExportOptions) -> No
             f"{layers - 1}"
         )
     fix = "export for --provider cpu, or leave --exit-after out"
-    if refusal := cpu_only(HALVES, options.provider_of(name).name, fix):
-        raise OptionError(refusal)
+    check_on_cpu(HALVES, options.provider_of(name).name, fix)
     if checkpoint.reads_source or checkpoint.streams is not None:
         raise OptionError(
             f"{checkpoint.source} is an encoder-decoder or has probes, and these run "

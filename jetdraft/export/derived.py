@@ -79,17 +79,17 @@ def _row_bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
     return cut.outputs[0]
 
 
-def make_compaction_graph(contract: StepContract, scattered: bool = False) -> ir.Model:
+def make_compaction_graph(contract: StepContract, scatter_nd: bool = False) -> ir.Model:
     """Make the graph that moves accepted rows together, for `Cache.compact`.
 
     It has no weights. In every buffer it gathers the rows `source` (int64 [m]) and
     writes them to row `target` (int64 [1]) and the rows after it. All rows of a buffer
     are gathered before the first row is written, so past and present may be the same
-    memory. WebGPU has no TensorScatter: a `scattered` graph uses ScatterND, and its
-    `target` is int64 [m], a slot for each row.
+    memory. WebGPU has no TensorScatter: with `scatter_nd` the graph uses ScatterND,
+    and `target` is int64 [m], a slot for each row.
     """
     source = new_value(TensorSpec("source", "int64", ("m",)))
-    target = new_value(TensorSpec("target", "int64", ("m" if scattered else 1,)))
+    target = new_value(TensorSpec("target", "int64", ("m" if scatter_nd else 1,)))
     graph = ir.Graph(
         [source, target], [], nodes=[], opset_imports={"": OPSET}, name="compaction"
     )
@@ -101,7 +101,7 @@ def make_compaction_graph(contract: StepContract, scattered: bool = False) -> ir
         graph.inputs.append(buffer)
         graph.outputs.append(after)
         rows = make("Gather", buffer, source, axis=2)
-        if scattered:
+        if scatter_nd:
             places = _scatter_indices(make, target, int(past.shape[1]))
             node = ir.node("ScatterND", [buffer, places, rows], outputs=[after])
         else:
@@ -135,7 +135,7 @@ def split_graph(model: ir.Model, contract: SplitContract) -> tuple[ir.Model, ir.
     # With probes, the layers above the cut have a bias for rows and probes already.
     add_bias(graph, add_mask(graph, replace(contract.lower, streams=0), _ROWS_MASK))
     traced = {"hidden": CUT, "draft_mask": _ROWS_MASK}
-    lower = _part_of(model, contract.lower_inputs, contract.lower_outputs, traced)
+    lower = _extract(model, contract.lower_inputs, contract.lower_outputs, traced)
     # The upper half does not get these inputs, so it counts its rows by positions.
     tokens, positions = graph.inputs[:2]
     _count_by(graph, tokens, 1, positions)
@@ -150,7 +150,7 @@ def split_graph(model: ir.Model, contract: SplitContract) -> tuple[ir.Model, ir.
         for spec in contract.upper.buffers(side)
         for kind, _, layer in [spec.name.partition(".")]
     }
-    return lower, _part_of(model, contract.upper_inputs, contract.upper.outputs, traced)
+    return lower, _extract(model, contract.upper_inputs, contract.upper.outputs, traced)
 
 
 def drop_extra_values(model: ir.Model, step: Step) -> None:
@@ -178,13 +178,13 @@ def _count_by(graph: ir.Graph, value: ir.Value, axis: int, positions: ir.Value) 
             replace_values(node.outputs, [size])
 
 
-def _part_of(
+def _extract(
     whole: ir.Model,
     inputs: tuple[TensorSpec, ...],
     outputs: tuple[TensorSpec, ...],
     traced: dict[str, str],
 ) -> ir.Model:
-    """Extract a subgraph; `traced` maps names of the contract to names in `whole`."""
+    """Copy a part of `whole`; `traced` maps names of the contract to names in it."""
     names = [[traced.get(s.name, s.name) for s in specs] for specs in (inputs, outputs)]
     graph = ir.convenience.extract(whole.graph, *names)
     for name in [n for n in whole.graph.initializers if n in graph.initializers]:

@@ -28,17 +28,19 @@ ASKED_TOKENS = 512
 
 
 def frequent_tokens(
-    model: Any, windows: Windows, count: int, known: int | None = None
+    model: Any, windows: Windows, count: int, vocab_size: int | None = None
 ) -> Tensor:
-    """Return the `count` most frequent ids of a text below `known`, int64, ascending.
+    """Return the `count` most frequent ids of a text, int64, ascending.
 
-    Among equally frequent tokens, those that the model expects most come first.
+    Only ids below `vocab_size` count, None for all. Of equally frequent tokens those
+    come first that the model expects most.
     """
     expected = _expected_counts(model, windows)
     # Below 1, so that it decides only among equal counts.
     share = expected / (1 + expected.sum())
     score = torch.bincount(windows.tokens, minlength=len(share)) + share
-    return score[:known].argsort(descending=True, stable=True)[:count].sort().values
+    best = score[:vocab_size].argsort(descending=True, stable=True)[:count]
+    return best.sort().values
 
 
 def _expected_counts(model: Any, windows: Windows) -> Tensor:
@@ -139,8 +141,8 @@ def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
     """
     _check_ids(target.source, drafter.source, target.tokenizer, drafter.tokenizer)
     rows = target.vocab_size, drafter.vocab_size
-    known = target.tokenizer is not None and drafter.tokenizer is not None
-    if not known and abs(rows[0] - rows[1]) > MAX_PADDING:
+    compared = target.tokenizer is not None and drafter.tokenizer is not None
+    if not compared and abs(rows[0] - rows[1]) > MAX_PADDING:
         raise PairError(
             f"{drafter.source} has {rows[1]} tokens, {target.source} has {rows[0]}, "
             "and without both tokenizers the tokens cannot be compared; add them, or "

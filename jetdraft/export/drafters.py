@@ -151,7 +151,7 @@ def drafter_arrays(bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> Arra
     integers that cannot be trained.
     """
     check_trainable(bundle, checkpoint)
-    return changed_arrays(bundle, lambda to: _write(to, bundle, checkpoint, text))
+    return changed_arrays(bundle, lambda to: _write_graph(to, bundle, checkpoint, text))
 
 
 def head_arrays(bundle: Bundle, target: Checkpoint, head: DraftModule) -> Arrays:
@@ -236,7 +236,9 @@ def check_trainable(bundle: Bundle, checkpoint: Checkpoint) -> None:
         raise _pair_error(checkpoint.source)
 
 
-def _write(folder: Path, bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> None:
+def _write_graph(
+    folder: Path, bundle: Bundle, checkpoint: Checkpoint, text: Tensor
+) -> None:
     """Write the drafter's graph as its export did, but with KV buffers of floats."""
     entry = bundle.graphs[DRAFTER]
     recipe = replace(Recipe.from_json(entry.quantization), kv=None)
@@ -275,18 +277,20 @@ def _differing_arrays(old: ir.Model, new: ir.Model) -> Arrays:
 
     onnxruntime swaps arrays of a weights file only: `PairError` if others differ.
     """
-    before, after = _tensors(old), _tensors(new)
+    before, after = _constants(old), _constants(new)
     arrays: Arrays = {}
     for name, tensor in after.items():
-        own = before.get(name)
-        if isinstance(own, ir.ExternalTensor) and DRAFTER not in str(own.location):
+        stored = before.get(name)
+        in_file = isinstance(stored, ir.ExternalTensor)
+        if in_file and DRAFTER not in str(stored.location):
             continue
         array = tensor.numpy()
-        if own is None or (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
+        form = tensor.shape, tensor.dtype
+        if stored is None or (stored.shape, stored.dtype) != form:
             raise _pair_error(f"the array {name}")
-        if np.array_equal(array, own.numpy()):
+        if np.array_equal(array, stored.numpy()):
             continue
-        if not isinstance(own, ir.ExternalTensor):
+        if not isinstance(stored, ir.ExternalTensor):
             raise PairError(
                 f"the array {name} is too small for the weights file, so it cannot be "
                 "swapped; learn from use with a larger drafter"
@@ -295,14 +299,15 @@ def _differing_arrays(old: ir.Model, new: ir.Model) -> Arrays:
     return arrays
 
 
-def _tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
+def _constants(model: ir.Model) -> dict[str, ir.TensorProtocol]:
+    """Return the tensors of a graph by name."""
     values = model.graph.initializers.items()
     return {n: v.const_value for n, v in values if v.const_value is not None}
 
 
-def _pair_error(what: str) -> PairError:
+def _pair_error(part: str) -> PairError:
     """Return the error for an array or a checkpoint of another form."""
     return PairError(
-        f"{what} does not have the form of the bundle's drafter; give the checkpoint "
+        f"{part} does not have the form of the bundle's drafter; give the checkpoint "
         "that was exported, or export the bundle again with this version"
     )

@@ -195,7 +195,7 @@ def _load_checkpoints(
         checkpoint = Checkpoint.load(source, dtype, keeps_grids)
         if name == DRAFTER:
             check_tokens(checkpoints[TARGET], checkpoint)
-            checkpoint = checkpoint.beside(checkpoints[TARGET].vocab_size)
+            checkpoint = checkpoint.fit_to_target(checkpoints[TARGET].vocab_size)
         checkpoints[name] = checkpoint
     report("load", len(sources), len(sources))
     if checkpoints[TARGET].tokenizer is None:

@@ -2,7 +2,7 @@
 
 Each is optional: where its pattern does not match, the graph stays as it was traced.
 
-- rotary: GroupQueryAttention rotates query and key itself; with `beside` one contrib
+- rotary: GroupQueryAttention rotates query and key itself; with nodes one contrib
   RotaryEmbedding does it for each of them, since attention on WebGPU counts positions
   from the cursor on, which is wrong for branches
 - projections: MatMuls that share their input become one MatMul; query, key and value
@@ -60,9 +60,8 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
         """Match only if x is split in its middle."""
         result = pattern.MatchResult()
         size = x.shape[3] if x.shape is not None and len(x.shape) == 4 else None
-        halves = [
-            v.const_value and v.const_value.numpy().tolist() for v in (ends, starts)
-        ]
+        constants = [value.const_value for value in (ends, starts)]
+        halves = [constant and constant.numpy().tolist() for constant in constants]
         if not isinstance(size, int) or halves != [[size // 2]] * 2:
             result.fail("x is not split in its middle")
         return result
@@ -117,9 +116,9 @@ class RotaryTables:
 
 
 def fuse_rotation(
-    graph: ir.Graph, attention: ir.Node, tables: RotaryTables, beside: bool
+    graph: ir.Graph, attention: ir.Node, tables: RotaryTables, by_nodes: bool
 ) -> None:
-    """Let attention, or nodes `beside` it, rotate query and key, if both match."""
+    """Let attention, or `by_nodes` before it, rotate query and key, if both match."""
     query, key = (_find_rotation(attention.inputs[i]) for i in (0, 1))
     if query is None or key is None:
         return
@@ -140,7 +139,7 @@ def fuse_rotation(
         return
     for flatten, _, source in (query, key):
         flatten.replace_input_with(0, source)
-    rotate = _rotate_by_nodes if beside else _rotate_in_attention
+    rotate = _rotate_by_nodes if by_nodes else _rotate_in_attention
     rotate(graph, attention, (cosines[0], sines[0], cosines[1]), interleaved)
 
 
@@ -203,19 +202,19 @@ def fuse(
     model: ir.Model,
     contract: StepContract,
     forms: Mapping[str, object] | None = None,
-    beside: bool = False,
+    rotation_nodes: bool = False,
 ) -> None:
     """Apply every rewrite to `model`, in place.
 
     `forms` maps matrices, by their names in the checkpoint, to `Blocks.form`; only
-    matrices with equal forms are merged. With `beside`, nodes before attention rotate.
+    matrices with equal forms are merged. `rotation_nodes` rotate before attention.
     """
     rewrite(model, [RotationInHalves.rule()])
     # Each layer computes the same cosine; merge them, so that all share one table.
     common.CommonSubexpressionEliminationPass()(model)
     tables = RotaryTables(model, contract.slots)
     for node in attentions(model.graph):
-        fuse_rotation(model.graph, node, tables, beside)
+        fuse_rotation(model.graph, node, tables, rotation_nodes)
     drop_identity_reshapes(model.graph)
     split_gemms(model.graph)
     merge_projections(model.graph, forms or {})

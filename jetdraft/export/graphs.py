@@ -123,8 +123,8 @@ def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
         standardize(model, job.options.effective_flavour == SCATTERED)
     else:
         forms = {name: kept.form for name, kept in job.quantization.packed.items()}
-        beside = job.options.provider_of(job.name).name == "webgpu"
-        fuse(model, entry.contract, forms, beside)
+        rotation_nodes = job.options.provider_of(job.name).name == "webgpu"
+        fuse(model, entry.contract, forms, rotation_nodes)
     job.report(stage, 1, 1)
     stage = f"quantize {job.name}"
     job.quantization.apply(model, lambda done, of: job.report(stage, done, of))
@@ -233,8 +233,8 @@ def write_tree(job: Job, entry: GraphEntry) -> GraphEntry:
         return entry
     tree, compaction = job.graph_file("tree"), job.graph_file("compaction")
     ir.save(model, tree)
-    scattered = job.options.provider_of(job.name).name == "webgpu"
-    ir.save(make_compaction_graph(entry.contract, scattered), compaction)
+    scatter_nd = job.options.provider_of(job.name).name == "webgpu"
+    ir.save(make_compaction_graph(entry.contract, scatter_nd), compaction)
     return replace(entry, tree_file=tree.name, compaction_file=compaction.name)
 
 

@@ -213,7 +213,7 @@ def export(request: ExportRequest) -> Bundle:
         **{name: getattr(request, name) for name in _COPIED_FIELDS},
     )
     if request.fast:
-        _check_fast(options)
+        _refuse_measuring(options)
     drafter, head = request.drafter, request.head
     bundle: Bundle = exporter.export(
         str(request.target),
@@ -242,20 +242,20 @@ _COPIED_FIELDS = (
 """The fields that are `ExportOptions` as they are."""
 
 
-def _check_fast(options: Any) -> None:
+def _refuse_measuring(options: Any) -> None:
     """Raise `OptionError` for `ExportOptions` that ask a fast export to measure."""
     recipes = [options.recipe_of(name) for name in (TARGET, DRAFTER)]
-    measured = {
+    needs_measures = {
         "a limit of bytes or KL": options.limit is not None,
         **{f"the recipe {r.name}": r.needs_calibration for r in recipes},
         "a draft vocabulary without --calibration": options.draft_vocab is not None
         and options.calibration is None,
     }
-    for what, is_measured in measured.items():
-        if is_measured:
+    for option, is_given in needs_measures.items():
+        if is_given:
             raise OptionError(
-                f"a fast export measures nothing, and {what} takes measures; leave one "
-                "of the two out"
+                f"a fast export measures nothing, and {option} takes measures; leave "
+                "one of the two out"
             )
 
 

@@ -6,7 +6,7 @@ before, and drafts with some of them.
 TokenSelect (2411.02886): the query heads of a KV head vote on the rows between the
 first and the recent rows, by the softmax of their mean query over the pass. A selection
 stays while the mean query is like the query that made it. Beyond the trained length the
-keys of selected rows turn to positions just before the pass.
+keys of selected rows are shifted to positions just before the pass.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SelectedAttention:
     """Makes the branches of an `If` in place of one GroupQueryAttention.
 
     `state` has the layer's selected rows int64 [1, kv_heads, voted], and the query that
-    selected them. `turns` is a bool [1] of the graph, whether keys turn to new
+    selected them. `shifts` is a bool [1] of the graph, whether keys get new
     positions, or None for never. Both branches output attention's values and the state.
     """
 
@@ -81,9 +81,9 @@ class SelectedAttention:
         node: ir.Node,
         state: tuple[Value, ...],
         selection: Selection,
-        turns: Value | None,
+        shifts: Value | None,
     ) -> None:
-        self.graph, self.node, self.turns = graph, node, turns
+        self.graph, self.node, self.shifts = graph, node, shifts
         self.rows, self.query = state
         self.selection = selection
         self.name = str(self.rows.name).replace("past_rows", "selection")
@@ -131,8 +131,8 @@ class SelectedAttention:
         few_keys, few_values = (
             branch("GatherND", rows, chosen, batch_dims=2) for rows in (keys, values)
         )
-        if self.turns is not None:
-            few_keys = self._turn_keys(branch, few_keys, chosen, end, self.turns)
+        if self.shifts is not None:
+            few_keys = self._shift_keys(branch, few_keys, chosen, end, self.shifts)
         by_head = branch("Transpose", queries, perm=[0, 2, 3, 1, 4])
         flat = branch.reshape(by_head, 1, self.kv_heads, -1, self.size)
         scores = self._scores(branch, flat, few_keys)
@@ -217,7 +217,7 @@ class SelectedAttention:
         total = branch("ReduceSum", votes, branch.vector(2), keepdims=0)
         most = branch.vector(self.selection.voted)
         _, places = branch.several("TopK", 2, total, most, axis=-1, sorted=0)
-        if self.turns is not None:  # keys that turn keep their order
+        if self.shifts is not None:  # shifted keys keep their order
             places, _ = branch.several(
                 "TopK", 2, places, most, axis=-1, largest=0, sorted=1
             )
@@ -237,27 +237,26 @@ class SelectedAttention:
         together = branch("Concat", parts[0], voted, parts[1], axis=2)
         return branch("Unsqueeze", together, branch.vector(3))
 
-    def _turn_keys(
-        self, branch: Branch, keys: Value, chosen: Value, end: Value, turns: Value
+    def _shift_keys(
+        self, branch: Branch, keys: Value, chosen: Value, end: Value, shifts: Value
     ) -> Value:
-        """Rotate keys to consecutive positions before `end`, where `turns` is true."""
+        """Rotate keys to consecutive positions before `end`, where `shifts` is true."""
         far = Branch(self.graph, f"{self.name}.far")
         near = Branch(self.graph, f"{self.name}.near")
         count = far("Shape", chosen, start=2, end=3)
         begin = far("Sub", end, count)
-        wanted = far("Range", *self._range_inputs(far, begin, end))
-        own = far.reshape(chosen, self.kv_heads, -1)
-        further = far("Sub", wanted, own)
+        positions = far("Range", *self._range_inputs(far, begin, end))
+        distance = far("Sub", positions, far.reshape(chosen, self.kv_heads, -1))
         rows = far.reshape(keys, self.kv_heads, 1, -1, self.size)
-        turned = far(
+        shifted = far(
             "RotaryEmbedding",
-            *(rows, further, *self.node.inputs[7:9]),
+            *(rows, distance, *self.node.inputs[7:9]),
             domain=CONTRIB_DOMAIN,
             interleaved=self.node.attributes.get_int("rotary_interleaved", 0),
         )
-        beyond = far.build([far.reshape(turned, 1, self.kv_heads, -1, self.size)])
+        beyond = far.build([far.reshape(shifted, 1, self.kv_heads, -1, self.size)])
         within = near.build([near("Identity", keys)])
-        return branch("If", turns, then_branch=beyond, else_branch=within)
+        return branch("If", shifts, then_branch=beyond, else_branch=within)
 
     def _hiding_bias(
         self,
@@ -329,17 +328,17 @@ def add_selection(
             "needs equal layers; leave it out"
         )
     selection = Selection(rows, heads.pop())
-    trained = _turning_length(checkpoint, contract, nodes, rows)
-    _add_branches(graph, replace(contract, selection=selection), trained)
+    length = _shifting_length(checkpoint, contract, nodes, rows)
+    _add_branches(graph, replace(contract, selection=selection), length)
     graph.opset_imports[""] = OPSET
     common.RemoveUnusedNodesPass()(model)
     return model, selection
 
 
-def _turning_length(
+def _shifting_length(
     checkpoint: Checkpoint, contract: StepContract, nodes: list[ir.Node], rows: int
 ) -> int | None:
-    """The length beyond which keys must turn; None for never, or if they cannot."""
+    """The length beyond which keys are shifted; None for never, or if they cannot."""
     trained, width = trained_length(checkpoint.model), contract.max_width
     if trained is None or trained >= contract.capacity:
         return None
@@ -366,8 +365,8 @@ def _rotates_unscaled(node: ir.Node) -> bool:
     return np.allclose(norms, 1, atol=1e-4)
 
 
-def _add_branches(graph: ir.Graph, contract: StepContract, trained: int | None) -> None:
-    """Replace each attention of a graph by an `If` with both branches, in place."""
+def _add_branches(graph: ir.Graph, contract: StepContract, length: int | None) -> None:
+    """Replace each attention by an `If`, in place; keys are shifted beyond `length`."""
     selection = contract.selection
     assert selection is not None
     inputs = {spec.name: new_value(spec) for spec in contract.selections("past")}
@@ -376,16 +375,16 @@ def _add_branches(graph: ir.Graph, contract: StepContract, trained: int | None) 
     nodes = attentions(graph)
     make = Maker(graph, nodes[0])
     is_selecting = _add_is_selecting(make, nodes[0], selecting, selection)
-    turns = None
-    if trained is not None:  # keys may turn where the pass ends beyond it
-        wanted = selecting, int(Reading.SELECTED)
-        turns = _add_both_above(make, wanted, (nodes[0].inputs[5], trained - 1))
+    shifts = None
+    if length is not None:
+        mode = selecting, int(Reading.SELECTED)
+        shifts = _add_both_above(make, mode, (nodes[0].inputs[5], length - 1))
     for node in nodes:
         past = node.inputs[3]
         assert past is not None
         layer = int(str(past.name).partition(".")[2])
         state = tuple(inputs[f"past_{kind}.{layer}"] for kind in ("rows", "query"))
-        attention = SelectedAttention(graph, node, state, selection, turns)
+        attention = SelectedAttention(graph, node, state, selection, shifts)
         branches = {
             "then_branch": attention.selected_branch(),
             "else_branch": attention.whole_branch(),
@@ -415,8 +414,8 @@ def _add_is_selecting(
     rows = make("Shape", first.inputs[0], start=1, end=2)
     count = make("Cast", rows, to=ir.DataType.INT32)
     newest = make("Sub", first.inputs[5], count)  # the last committed
-    wanted = selecting, int(Reading.ALL)
-    return _add_both_above(make, wanted, (newest, selection.rows - 2))
+    mode = selecting, int(Reading.ALL)
+    return _add_both_above(make, mode, (newest, selection.rows - 2))
 
 
 def _add_both_above(make: Maker, *pairs: tuple[ir.Value | None, int]) -> ir.Value:

@@ -17,14 +17,14 @@ from jetdraft.export.attentions import OPSET, attentions
 from jetdraft.quant.edits import Maker, replace_values
 
 
-def standardize(model: ir.Model, scattered: bool) -> None:
-    """Rewrite a traced graph to ai.onnx operators, with ScatterND if `scattered`.
+def standardize(model: ir.Model, scatter_nd: bool) -> None:
+    """Rewrite a traced graph to ai.onnx operators, with ScatterND if `scatter_nd`.
 
     It changes the graph in place. Raises `UnsupportedModelError` for sliding windows.
     """
     graph = model.graph
     for node in attentions(graph):
-        _replace_attention(graph, node, scattered)
+        _replace_attention(graph, node, scatter_nd)
     for node in [node for node in graph if node.op_type == "RMSNormalization"]:
         _replace_norm(graph, node)
     graph.opset_imports[""] = OPSET
@@ -34,7 +34,8 @@ def standardize(model: ir.Model, scattered: bool) -> None:
     graph.sort()
 
 
-def _replace_attention(graph: ir.Graph, node: ir.Node, scattered: bool) -> None:
+def _replace_attention(graph: ir.Graph, node: ir.Node, scatter_nd: bool) -> None:
+    """Replace GroupQueryAttention by writes into the buffers, and Attention."""
     if node.attributes.get_int("local_window_size", -1) > 0:
         raise UnsupportedModelError(
             "a layer attends in a sliding window, which the standard flavour does not "
@@ -46,7 +47,7 @@ def _replace_attention(graph: ir.Graph, node: ir.Node, scattered: bool) -> None:
     kv_heads = node.attributes.get_int("kv_num_heads", 0)
     cursor = next(value for value in graph.inputs if value.name == "cursor")
     start = make("Cast", cursor, to=ir.DataType.INT64)
-    write = _write_rows_nd if scattered else _write_rows
+    write = _write_rows_nd if scatter_nd else _write_rows
     presents = [
         write(make, past, _split_heads(make, new, kv_heads), start)
         for past, new in ((past_key, key), (past_value, value))

@@ -253,8 +253,8 @@ class _FingerprintWriter:
         else:
             self.numbers[id(value)] = len(self.numbers)
             self.references.append(value)
-            kinds = (write for kinds, write in _WRITERS if isinstance(value, kinds))
-            next(kinds, _FingerprintWriter.write_object)(self, value)
+            writers = (w for kinds, w in _WRITERS if isinstance(value, kinds))
+            next(writers, _FingerprintWriter.write_object)(self, value)
 
     def write_all(self, kind: str, values: Iterable[Any]) -> None:
         """Write several objects in their order."""

@@ -154,9 +154,9 @@ class Generation:
                     self._matcher.close()
             response = [token for piece in self.pieces for token in piece.token_ids]
             user = self.options.drafting.user
-            about = source_tokens(self._source) or self._prompt
+            request = source_tokens(self._source) or self._prompt
             if not self.options.is_truncated:
-                self.parts.remember(about, response, user)
+                self.parts.remember(request, response, user)
             for observer in self.observers:
                 observer.end(self._prompt, response, user, self.stats)
 
@@ -194,11 +194,11 @@ class Generation:
         The record is new and empty if this generation has buffers of its own, selects
         KV rows, or is exact where the passes of a prompt differ in bits from decoding.
         """
-        agree = not exact or self.parts.widths.prefills_agree
-        shares = self._target.cache is self.parts.target.cache
+        bits_agree = not exact or self.parts.widths.prefills_agree
+        has_same_buffers = self._target.cache is self.parts.target.cache
         selects = self.options.drafting.select_kv  # its rows differ from other texts'
-        kept = agree and shares and not selects
-        return self.parts.prefix if kept else Prefix(self._target)
+        may_reuse = bits_agree and has_same_buffers and not selects
+        return self.parts.prefix if may_reuse else Prefix(self._target)
 
     def _prefill(self, kept: int) -> None:
         """Run the prompt from row `kept` on, all but its last token, in wide passes."""
@@ -206,24 +206,24 @@ class Generation:
         prefills = prefill_widths(self._target.contract)
         cache.rewind(kept)
         while cache.length < len(prompt) - 1 and not self.watcher.must_end():
-            rest = len(prompt) - 1 - cache.length
-            width = self._prefill_width(rest, prefills)
-            tokens = prompt[cache.length : cache.length + min(rest, width)]
+            unread = len(prompt) - 1 - cache.length
+            width = self._prefill_width(unread, prefills)
+            tokens = prompt[cache.length : cache.length + min(unread, width)]
             answer = self._target.run(tokens, last_only=True, width=width)
             cache.advance(len(tokens))
             rows, path = Rows.chain(tokens), range(len(tokens))
             self._notify_observers(Seen(cache.length + 1, rows, path, answer))
 
-    def _prefill_width(self, rest: int, prefills: Sequence[int]) -> int:
-        """The width of the next pass, with `rest` tokens of the prompt unread."""
-        if fitting := [width for width in prefills if width <= rest]:
+    def _prefill_width(self, unread: int, prefills: Sequence[int]) -> int:
+        """The width of the next pass, with `unread` tokens of the prompt left."""
+        if fitting := [width for width in prefills if width <= unread]:
             return fitting[0]
-        width = self._pass_width(min(rest, self.widths[-1]))
+        width = self._pass_width(min(unread, self.widths[-1]))
         if width <= self._target.cache.room:
             return width
         # No room for the padding: take the widest pass that fits, or no padding at all.
         fitting = [width for width in self.widths if width <= self._target.cache.room]
-        return fitting[-1] if fitting else rest
+        return fitting[-1] if fitting else unread
 
     def _decode(self, sequence: array[int], start: float) -> Iterator[Piece]:
         """Yield a piece per round until the text ends; its tokens extend `sequence`."""
@@ -242,7 +242,7 @@ class Generation:
                 if watcher.must_end():  # so the constraint was given up
                     return
                 raise
-            tokens = watcher.keep(piece.token_ids[: limit - len(sequence)])
+            tokens = watcher.read(piece.token_ids[: limit - len(sequence)])
             count = len(tokens)
             sequence.extend(tokens)
             self.stats.add(round_, count)

@@ -15,7 +15,7 @@ import numpy as np
 from jetdraft.bundle import CONTRIB, Bundle, read_streams
 from jetdraft.contracts.step_contract import EARLY_EXIT
 from jetdraft.devices.memory import use_huge_pages
-from jetdraft.devices.providers import HALVES, Provider, choose_provider, cpu_only
+from jetdraft.devices.providers import HALVES, Provider, check_on_cpu, choose_provider
 from jetdraft.errors import DraftingError, OptionError, ProviderError
 from jetdraft.learning.lessons import Lessons, WeightSets, drafter_sha256
 from jetdraft.manifest import GraphEntry
@@ -170,12 +170,12 @@ class LoadedBundle:
         start = list(self.bundle.start_token_ids)
         return (prompt, start) if start else ([], prompt)
 
-    def encode_source(self, source: SourceInput, drafting: bool = True) -> None:
-        """Run the encoder of the target, and of the drafter if `drafting`.
+    def encode_source(self, source: SourceInput, for_drafter: bool = True) -> None:
+        """Run the encoder of the target, and of the drafter if `for_drafter`.
 
         The decoders' buffers are forgotten if the source is another than before.
         """
-        for graph in (self.target, self.drafter if drafting else None):
+        for graph in (self.target, self.drafter if for_drafter else None):
             if graph and graph.source and graph.source.encode(source):
                 self.forget()
 
@@ -201,8 +201,7 @@ class LoadedBundle:
 
     def _open_halves(self, advice: str) -> SplitSessions:
         """Open the target's halves; raises `OptionError`, which ends with `advice`."""
-        if refusal := cpu_only(HALVES, self.provider, advice):
-            raise DraftingError(refusal)
+        check_on_cpu(HALVES, self.provider, advice, "drafting")
         opener, halves = self._opener, self.bundle.target.halves
         if halves is None:
             raise DraftingError(

@@ -182,9 +182,8 @@ class Model:
         async for piece in model.astream("def fib(n):"):
             print(piece.text, end="")
         """
-        return AsyncStream(
-            Stream(self._make_generation(prompt, options, token_ids, fields))
-        )
+        generation = self._make_generation(prompt, options, token_ids, fields)
+        return AsyncStream(Stream(generation))
 
     def _make_generation(
         self,
@@ -321,7 +320,7 @@ class Model:
         self.parts.split_prompt([])
         text = self.template.render(check_messages(messages), **variables)
         check_characters(len(text), self.bundle.target.contract.capacity)
-        return self.parts.text.encode(text, special=False)
+        return self.parts.text.encode(text, add_special=False)
 
     def prompt(
         self, prompt: str | None = None, token_ids: Sequence[int] | Int64s | None = None

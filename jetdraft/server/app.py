@@ -117,11 +117,11 @@ class Service:
         self.desk.threads.shutdown(wait=False)
 
     async def _serve_page(self, request: Request) -> Response:
-        self._admission.check(request, keyed=False)
+        self._admission.check(request, needs_key=False)
         return HTMLResponse(files("jetdraft.server").joinpath("page.html").read_text())
 
     async def _serve_health(self, request: Request) -> Response:
-        self._admission.check(request, keyed=False)
+        self._admission.check(request, needs_key=False)
         state = {"generating": self.desk.generating, "waiting": self.desk.waiting}
         return JSONResponse({"status": "ok", **state})
 
@@ -270,9 +270,8 @@ class Service:
         """Answer an error of starlette, for example 404 for an unknown path."""
         assert isinstance(error, HTTPException)
         self._count_request(request, error.status_code)
-        return refusal_response(
-            f"{request.url.path}: {error.detail}", error.status_code
-        )
+        message = f"{request.url.path}: {error.detail}"
+        return refusal_response(message, error.status_code)
 
     async def _answer_failure(self, request: Request, error: Exception) -> Response:
         """Answer an unexpected error with status 500; starlette logs it."""

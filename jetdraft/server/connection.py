@@ -204,9 +204,8 @@ class Connection(H11Protocol):
 
 def _health_only(app: ASGIApp) -> ASGIApp:
     """Wrap an application so that it refuses all paths but /health, with status 503."""
-    refused = refusal_response(
-        "too many connections are open; close some, and try again", 503
-    )
+    message = "too many connections are open; close some, and try again"
+    refused = refusal_response(message, 503)
     # On this connection a client would be refused for ever.
     refused.headers["Connection"] = "close"
 
@@ -245,12 +244,12 @@ class Admission:
             check_api_key(key)
         self._key, self._local = key.encode(), is_loopback(host) and not key
 
-    def check(self, request: Request, keyed: bool = True) -> None:
-        """Raise `RequestError` for a wrong Host header or, if `keyed`, a wrong key."""
+    def check(self, request: Request, needs_key: bool = True) -> None:
+        """Raise `RequestError` for a wrong Host header, or key if it `needs_key`."""
         self._check_host(request)
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(key.strip().encode(), self._key)
-        if keyed and self._key and not (right and scheme.lower() == "bearer"):
+        is_right = hmac.compare_digest(key.strip().encode(), self._key)
+        if needs_key and self._key and not (is_right and scheme.lower() == "bearer"):
             raise RequestError(
                 "the API key is missing or wrong; send Authorization: Bearer KEY",
                 status=401,

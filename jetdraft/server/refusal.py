@@ -36,9 +36,8 @@ def refusal_response(error: object, status: int, chat: bool = False) -> Response
 
 def refusal_fields(error: object, status: int, chat: bool = False) -> dict[str, Any]:
     """Return an error as OpenAI's JSON object; a `chat` names messages, not prompt."""
-    kind = ERRORS.get(
-        status, "invalid_request_error" if status < 500 else "server_error"
-    )
+    fallback = "invalid_request_error" if status < 500 else "server_error"
+    kind = ERRORS.get(status, fallback)
     param = getattr(error, "param", None) or getattr(error, "field", None) or None
     if chat and param == "prompt":
         param = "messages"

@@ -41,7 +41,7 @@ class Masks:
 
 
 class Masked:
-    """Makes all attention of an encoder-decoder add the masks that `by` sets."""
+    """Makes all attention of an encoder-decoder add the masks that `adding` sets."""
 
     def __init__(self, model: Any) -> None:
         self.masks: Masks | None = None
@@ -50,7 +50,7 @@ class Masked:
         set_attention(model, IMPLEMENTATION)
 
     @contextmanager
-    def by(self, masks: Masks) -> Iterator[None]:
+    def adding(self, masks: Masks) -> Iterator[None]:
         """Add these masks to the scores of the passes in the block."""
         before, self.masks = self.masks, masks
         try:

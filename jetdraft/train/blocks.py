@@ -213,12 +213,12 @@ class BlockTask(Task):
         scores = logits.float().log_softmax(-1)
         if self.settings.loss == TEXT:
             tokens = rows_at(lesson.ids, places)[learned]
-            lost = -scores.gather(-1, tokens[:, None])[:, 0]
+            losses = -scores.gather(-1, tokens[:, None])[:, 0]
         else:
-            lost = -(teacher.softmax(-1) * scores).sum(-1)
+            losses = -(teacher.softmax(-1) * scores).sum(-1)
         right = scores.argmax(-1) == teacher.argmax(-1)
         far = (distance - blocks.known[..., None])[learned]
-        return Sums.of(lost, right, far, learned)
+        return Sums.of(losses, right, far, learned)
 
     def shown(
         self,
@@ -274,7 +274,7 @@ class BlockTask(Task):
         """
         slots = torch.arange(len(places), device=places.device)
         weights = torch.exp(-2 * slots / (len(places) + 1))
-        return (weights * sums.lost / places.clamp(min=1)).sum()
+        return (weights * sums.losses / places.clamp(min=1)).sum()
 
     def description(self, run: Run) -> str:
         """Return the product with its layers and the rows of a block."""

@@ -90,12 +90,12 @@ def layer_fields(config: HeadConfig) -> dict[str, Any]:
 
 def stored_tensors(
     weights: Mapping[str, Tensor],
-    half: bool,
-    name: Callable[[str], str] = lambda name: name.removeprefix("stack."),
+    in_float16: bool,
+    rename: Callable[[str], str] = lambda name: name.removeprefix("stack."),
 ) -> tuple[str, dict[str, Tensor]]:
-    """Return the name of the type to write, and weights in it, renamed by `name`."""
-    dtype = torch.float16 if half else torch.float32
-    tensors = {name(n): weight.to(dtype).contiguous() for n, weight in weights.items()}
+    """Return float16 or float32 by its name, and renamed weights in this type."""
+    dtype = torch.float16 if in_float16 else torch.float32
+    tensors = {rename(n): w.to(dtype).contiguous() for n, w in weights.items()}
     return str(dtype).removeprefix("torch."), tensors
 
 
@@ -181,8 +181,8 @@ def unrolled_mask(count: int, step: int, like: Tensor) -> Tensor:
 
 def decayed_means(sums: Sums, places: Tensor) -> Tensor:
     """Return the mean loss of each place i, times `DECAY` to the power i: [places]."""
-    weights = DECAY ** torch.arange(len(sums.lost), device=sums.lost.device)
-    return weights * sums.lost / places.clamp(min=1)
+    weights = DECAY ** torch.arange(len(sums.losses), device=sums.losses.device)
+    return weights * sums.losses / places.clamp(min=1)
 
 
 class HeadTask(Task):
@@ -221,7 +221,7 @@ class HeadTask(Task):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield for each step carried states [b, T, h] and logits [b, T, n]."""
 
-    def lost(self, step: int, state: Tensor, scores: Tensor, lesson: Lesson) -> Tensor:
+    def losses(self, step: int, state: Tensor, scores: Tensor, lesson: Any) -> Tensor:
         """Return the cross entropy [b, T] to the target; `scores` are log softmax."""
         teacher = shift_rows(lesson.logits, 1 + step).float()
         return -(teacher.softmax(-1) * scores).sum(-1)
@@ -235,10 +235,10 @@ class HeadTask(Task):
             learned = shift_rows(lesson.labels, 2 + step, IGNORED) != IGNORED
             learned = learned & shift_rows(lesson.known, 1 + step, False)
             scores = logits.float().log_softmax(-1)
-            lost = self.lost(step, carried, scores, lesson)
-            lost = torch.where(learned, lost, 0.0).sum()
+            losses = self.losses(step, carried, scores, lesson)
+            losses = torch.where(learned, losses, 0.0).sum()
             right = ((logits.argmax(-1) == best) & learned).sum().float()
-            parts.append((lost, learned.sum().float(), right))
+            parts.append((losses, learned.sum().float(), right))
         return Sums(*(torch.stack(sums) for sums in zip(*parts, strict=True)))
 
     def total(self, sums: Sums, places: Tensor) -> Tensor:
@@ -249,11 +249,11 @@ class HeadTask(Task):
         """Return losses and shares of right tokens by step; writes the cache."""
         if self._cache is not None:
             self._cache.flush()
-        lost, right, places = sum_fields(parts, "lost", "right", "places")
-        run.check_finite(lost)
+        losses, right, places = sum_fields(parts, "losses", "right", "places")
+        run.check_finite(losses)
         places = places.clamp(min=1)
         return {
-            "losses": round_figures(lost / places),
+            "losses": round_figures(losses / places),
             "acceptance": round_figures(right / places),
         }
 
@@ -317,9 +317,9 @@ class NextTokenTask(Task):
         learned &= starts > 0  # no draft begins before the text
         scores = drafter.lm_head(hidden[learned]).float().log_softmax(-1)
         teacher = lesson.logits[learned].float()
-        lost = -(teacher.softmax(-1) * scores).sum(-1)
+        losses = -(teacher.softmax(-1) * scores).sum(-1)
         right = scores.argmax(-1) == teacher.argmax(-1)
-        return sums_by_place(lost, right, learned, DRAFT_ROWS - first)
+        return sums_by_place(losses, right, learned, DRAFT_ROWS - first)
 
     def check(self, run: Run) -> None:
         self.config = self.new_config(run.target)
@@ -366,14 +366,14 @@ class LayerTask(NextTokenTask):
 
 
 def sums_by_place(
-    lost: Tensor, right: Tensor, learned: Tensor, start: int, size: int = DRAFT_ROWS
+    losses: Tensor, right: Tensor, learned: Tensor, start: int, size: int = DRAFT_ROWS
 ) -> Sums:
     """Sum losses and right guesses by a row's place in its draft of `size` rows.
 
-    `learned` bool [b, T] says which rows count; `lost` and `right` have one value for
+    `learned` bool [b, T] says which rows count; `losses` and `right` have one value for
     each of them, in order. Row t of a text has place (`start` + t) modulo `size`.
     """
     behind = -(start + learned.shape[1]) % size
     drafts = F.pad(learned, (start, behind)).view(len(learned), -1, size)
     places = torch.arange(size, device=drafts.device).expand(drafts.shape)
-    return Sums.of(lost, right, places[drafts], drafts)
+    return Sums.of(losses, right, places[drafts], drafts)

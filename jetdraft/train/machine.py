@@ -33,9 +33,8 @@ def this_process() -> PartialState:
 
 def has_fast_halves(device: torch.device) -> bool:
     """Whether a device is fast in bfloat16; a CPU without it takes 100 times longer."""
-    return device.type != "cpu" or torch.cpu.get_capabilities().get(
-        "avx512_bf16", False
-    )
+    features = torch.cpu.get_capabilities()
+    return device.type != "cpu" or features.get("avx512_bf16", False)
 
 
 def precision(device: torch.device) -> Any:

@@ -192,11 +192,11 @@ class PromptTask(Task):
         learned = (rows_at(labels, wanted) != IGNORED) & (rows + 1 < length)
         learned = learned & places.is_real[..., None]
         p = rows_at(outputs.logits, rows.clamp(max=length - 1)).float().log_softmax(-1)
-        lost = (p.exp() * (p - logits.log_softmax(-1))).sum(-1)
+        losses = (p.exp() * (p - logits.log_softmax(-1))).sum(-1)
         best = logits.detach().topk(min(MAX_RANKS, logits.shape[-1]), -1).indices
         right = (best == p.argmax(-1, keepdim=True)) & learned[..., None]
         return Sums(
-            torch.where(learned, lost, 0.0).sum((0, 1)),
+            torch.where(learned, losses, 0.0).sum((0, 1)),
             learned.sum((0, 1)).float(),
             right.sum((0, 1)).float(),
         )
@@ -207,14 +207,14 @@ class PromptTask(Task):
 
     def figures(self, run: Run, parts: Sequence[Any]) -> dict[str, Any]:
         """Return losses and acceptance by prompt token; sets `prompts.ranks`."""
-        lost, places, right = sum_fields(parts, "lost", "places", "right")
-        run.check_finite(lost)
+        losses, places, right = sum_fields(parts, "losses", "places", "right")
+        run.check_finite(losses)
         places = places.clamp(min=1)
         ranks = (right / places[:, None])[:, :MAX_RANKS].tolist()
         by_rank = tuple(tuple(round(rate, 4) for rate in rates) for rates in ranks)
         self.prompts = replace(self.prompts, ranks=by_rank)
         acceptance = [rates[0] for rates in by_rank]
-        return {"losses": round_figures(lost / places), "acceptance": acceptance}
+        return {"losses": round_figures(losses / places), "acceptance": acceptance}
 
     def description(self, run: Run) -> str:
         share = 100 * run.parameters / run.target.parameters

@@ -68,13 +68,13 @@ class ExitHeads(nn.Module):
         right = torch.stack([s.argmax(-1) == rows.tokens for s in scores])
         labels = self.labels(right, rows.known)
         chosen = [self._rates(layer, states) for layer, states in places]
-        lost = [F.cross_entropy(s, rows.tokens) for s in scores]
+        losses = [F.cross_entropy(s, rows.tokens) for s in scores]
         # The paper weighs a layer's classifier by its number.
         rated = [
             n * F.cross_entropy(rates, label)
             for n, rates, label in zip(self.layers, chosen, labels, strict=True)
         ]
-        loss = torch.stack(lost).sum() + torch.stack(rated).sum() / sum(self.layers)
+        loss = torch.stack(losses).sum() + torch.stack(rated).sum() / sum(self.layers)
         decisions = torch.stack([rates.argmax(-1) for rates in chosen])
         pairs = labels * len(Decision) + decisions
         counts = [p.bincount(minlength=len(Decision) ** 2) for p in pairs]

@@ -85,11 +85,11 @@ class Run:
         return sum(weight.numel() for weight in self.weights.values())
 
     @property
-    def reading(self) -> str:
+    def reading_line(self) -> str:
         """The number of sequences and how often each is read, for the headline."""
         count = len(self.corpus.training)
-        read = self.steps * self.options.batch_size / max(1, count)
-        times = f"{read:.0f}" if read >= 10 else f"{read:.2g}"
+        epochs = self.steps * self.options.batch_size / max(1, count)
+        times = f"{epochs:.0f}" if epochs >= 10 else f"{epochs:.2g}"
         return f"{count} sequences, each {times} times in {self.steps} steps"
 
     @cached_property
@@ -157,9 +157,9 @@ class Run:
         counts = torch.bincount(torch.tensor(learned), minlength=rows)
         return counts.argsort(descending=True, stable=True)[:count].sort().values
 
-    def check_finite(self, lost: Tensor) -> None:
-        """Raise `TrainingError` if a number in `lost` is infinite or NaN."""
-        if torch.isfinite(lost).all():
+    def check_finite(self, losses: Tensor) -> None:
+        """Raise `TrainingError` if a number in `losses` is infinite or NaN."""
+        if torch.isfinite(losses).all():
             return
         outcome = (
             f"the last good checkpoint is in {self.folder.path}"
@@ -196,37 +196,37 @@ class DrafterSettings(Checked):
 class Sums:
     """Totals over a batch by the place of a token in its draft, float [places] each.
 
-    `lost` adds up the losses of the guesses, and `places` counts the guesses. `right`
+    `losses` adds up the losses of the guesses, and `places` counts the guesses. `right`
     counts those that are the target's choice, `reached` those whose earlier guesses in
     the draft are all right, and `accepted` the reached guesses that are right.
     """
 
-    lost: Tensor
+    losses: Tensor
     places: Tensor
     right: Tensor
     reached: Tensor | None = None
     accepted: Tensor | None = None
 
     @classmethod
-    def of(cls, lost: Tensor, right: Tensor, far: Tensor, learned: Tensor) -> Sums:
-        """Add up the losses `lost` [k] and the hits `right` bool [k] of k guesses.
+    def of(cls, losses: Tensor, right: Tensor, place: Tensor, learned: Tensor) -> Sums:
+        """Add up the `losses` [k] and the hits `right` bool [k] of k guesses.
 
-        Guess i counts at index `far[i]`, int64 [k]. `learned` bool [..., places] has a
+        Guess i counts at `place[i]`, int64 [k]. `learned` bool [..., places] has a
         draft in each line, and is true at the k guesses, in order.
         """
 
-        def by_distance(numbers: Tensor) -> Tensor:
+        def by_place(numbers: Tensor) -> Tensor:
             empty = torch.zeros(learned.shape[-1], device=numbers.device)
-            return empty.index_add(0, far, numbers.float())
+            return empty.index_add(0, place, numbers.float())
 
         # A place that is not guessed stops no draft before it.
-        good = torch.ones_like(learned)
-        good[learned] = right
-        before = good.cumprod(-1).roll(1, -1)
+        is_right = torch.ones_like(learned)
+        is_right[learned] = right
+        before = is_right.cumprod(-1).roll(1, -1)
         before[..., 0] = 1
         reached = before[learned].bool()
-        counted = lost, torch.ones_like(lost), right, reached, reached & right
-        return cls(*map(by_distance, counted))
+        counted = losses, torch.ones_like(losses), right, reached, reached & right
+        return cls(*map(by_place, counted))
 
 
 def sum_fields(parts: Sequence[Any], *names: str) -> list[Tensor]:
@@ -303,7 +303,7 @@ class Task(ABC):
                 "block trains; give a decoder alone"
             )
 
-    def positions(self, model: Any) -> int | None:
+    def max_positions(self, model: Any) -> int | None:
         """Return the most tokens that the target can read; None for no limit."""
         most: int = model.config.get_text_config(decoder=True).max_position_embeddings
         return most
@@ -348,9 +348,8 @@ class Task(ABC):
         Trainings are short, and a step of Muon learns more (docs/heads.md).
         """
         tables = self.tables(run) if self.has_muon else run.weights
-        inner = {
-            n: w for n, w in run.weights.items() if w.ndim == 2 and n not in tables
-        }
+        matrices = {name: w for name, w in run.weights.items() if w.ndim == 2}
+        inner = {name: w for name, w in matrices.items() if name not in tables}
         others = [weight for name, weight in run.weights.items() if name not in inner]
         optimizers: list[torch.optim.Optimizer] = []
         if self.has_muon:
@@ -373,7 +372,7 @@ class Task(ABC):
 
     def total(self, sums: Any, places: Tensor) -> Tensor:
         """Return the scalar loss, here the mean; `places` are of all processes."""
-        loss: Tensor = sums.lost.sum() / places.sum().clamp(min=1)
+        loss: Tensor = sums.losses.sum() / places.sum().clamp(min=1)
         return loss
 
     def loss(self, run: Run, module: Any, batch: Batch) -> Tensor:
@@ -392,12 +391,12 @@ class Task(ABC):
 
     def figures(self, run: Run, parts: Sequence[Any]) -> dict[str, Any]:
         """Return losses, and acceptance rates of reached places, from `Sums`."""
-        names = ("lost", "places", "reached", "accepted")
-        lost, places, reached, accepted = sum_fields(parts, *names)
-        run.check_finite(lost)
+        names = ("losses", "places", "reached", "accepted")
+        losses, places, reached, accepted = sum_fields(parts, *names)
+        run.check_finite(losses)
         rates = accepted / reached.clamp(min=1)
         return {
-            "losses": round_figures(lost / places.clamp(min=1)),
+            "losses": round_figures(losses / places.clamp(min=1)),
             "acceptance": round_figures(rates),
             "tokens_per_pass": round(1 + rates.cumprod(0).sum().item(), 3),
         }
@@ -409,7 +408,7 @@ class Task(ABC):
     def headline(self, run: Run) -> str:
         """Return the line that is printed before a training: what learns from what."""
         what = self.description(run)
-        return f"training {run.parameters} weights of {what} on {run.reading}"
+        return f"training {run.parameters} weights of {what} on {run.reading_line}"
 
     def summary_line(self, figures: Mapping[str, Any]) -> str:
         """Format the figures of a validation as a line for the terminal."""

@@ -92,9 +92,8 @@ def make_lesson(
     """
     with precision(batch.ids.device):
         every = (*taps, -1)
-        *states, final = _tap_states(model, batch, every, cache).chunk(
-            len(every), dim=-1
-        )
+        joined = _tap_states(model, batch, every, cache)
+        *states, final = joined.chunk(len(every), dim=-1)
         logits = model.get_output_embeddings()(final)
         known = torch.ones_like(batch.ids, dtype=torch.bool)
         if ids is not None:

@@ -80,7 +80,7 @@ class Training(Run):
         task.check_target(self.target)
         self.source = checkpoint_folder(target)
         self.base = weights_sha256(self.source) + tuned
-        most = task.positions(self.target.model)
+        most = task.max_positions(self.target.model)
         if most is not None and length > most:
             raise OptionError(
                 f"sequence length {length} is more than the target's {most} positions; "

@@ -96,7 +96,7 @@ class SameText(Subject):
         text, rest = "", plain.token_ids
         while rest:
             size = draw.randint(1, 6)
-            watcher.keep(rest[:size])
+            watcher.read(rest[:size])
             text, rest = text + watcher.take(), rest[size:]
         text += watcher.rest()
         if text != plain.text:

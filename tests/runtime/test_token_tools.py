@@ -90,7 +90,7 @@ def client(pool):
 
 def biased(model, choice):
     """Options that make a model call where it may leave that."""
-    [begin] = model.parts.text.encode("<tool_call>", special=False)
+    [begin] = model.parts.text.encode("<tool_call>", add_special=False)
     bias = {"logit_bias": {begin: 1000.0}} if choice == "auto" else {}
     return {"max_new_tokens": 100, **bias}
 
@@ -146,7 +146,7 @@ def test_several_calls_and_their_results(model):
 def test_a_text_without_a_call_may_have_other_tokens(model, request):
     """A thinking model begins with a token that is no part of any call."""
     name = "<|fim_prefix|>"
-    token, end = model.parts.text.encode(f"{name}<|im_end|>", special=False)
+    token, end = model.parts.text.encode(f"{name}<|im_end|>", add_special=False)
     options = {"logit_bias": {token: 500.0, end: 600.0}, "max_new_tokens": 4}
     result = model.chat(MESSAGES, tools=Tools(FUNCTIONS), **options)
     assert (result.text, result.calls) == ("", [])

@@ -142,7 +142,7 @@ def test_many_blocks_in_one_pass_are_the_blocks_alone(target, text, tmp_path, ki
             pupil(lesson, Blocks(*(x[:, i : i + 1] for x in (anchors, shown, real))))
             for i in range(3)
         ]
-    for name in ("lost", "places", "right", "reached", "accepted"):
+    for name in ("losses", "places", "right", "reached", "accepted"):
         wanted = sum(getattr(sums, name) for sums in alone)
         torch.testing.assert_close(
             getattr(together, name), wanted, rtol=0.02, atol=0.05
@@ -156,12 +156,12 @@ def test_many_blocks_in_one_pass_are_the_blocks_alone(target, text, tmp_path, ki
         first = Blocks(anchors[:, :1], shown[:, :1], real[:, :1])
         one = pupil(lesson, first)
         other = pupil(replace(lesson, ids=later), first)
-    torch.testing.assert_close(one.lost, other.lost)
+    torch.testing.assert_close(one.losses, other.losses)
 
 
 def test_the_loss_counts_near_tokens_most():
-    def total(lost):
-        sums = SimpleNamespace(lost=lost)
+    def total(losses):
+        sums = SimpleNamespace(losses=losses)
         return DFlashTask().total(sums, torch.ones(3)).item()
 
     alone = [total(torch.eye(3)[i]) for i in range(3)]
@@ -186,4 +186,4 @@ def test_the_text_or_the_target_is_the_teacher(target, text, tmp_path):
         assert sums.places.tolist() == [1, 1, 1]
         lost = -guesses[-1].float().log_softmax(-1)
         wanted = lost[:, 9] if loss == "text" else lost.mean(-1)
-        torch.testing.assert_close(sums.lost, wanted, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(sums.losses, wanted, rtol=1e-2, atol=1e-2)

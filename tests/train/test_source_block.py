@@ -295,8 +295,8 @@ def test_two_models_in_one_process_keep_their_masks_apart(world):
         with torch.no_grad():
             return models[number].get_encoder()(texts).last_hidden_state
 
-    with masked[0].by(seen):
+    with masked[0].adding(seen):
         alone = states(0)
-        with masked[1].by(half):
+        with masked[1].adding(half):
             torch.testing.assert_close(states(0), alone)
             assert (states(1) - alone).abs().max() > 1e-3

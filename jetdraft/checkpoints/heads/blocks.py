@@ -167,7 +167,7 @@ def _run_layer(
 
 def read_block_size(files: HeadFiles, least: int) -> int:
     """Return the `block_size` of a config; raises `CheckpointError` if out of range."""
-    size = files.number("block_size")
+    size = files.positive_integer("block_size")
     if not least <= size <= MAX_BLOCK_TOKENS:
         raise CheckpointError(
             f"the config of {files.source} has block_size={size}; jetdraft fills "

@@ -163,29 +163,29 @@ class HeadFiles:
                 "know; a head is never read in part, so give another head"
             )
 
-    def number(self, name: str, default: int = 0) -> int:
+    def positive_integer(self, name: str, default: int = 0) -> int:
         """Return a whole number of the config, from 1 on; default 0: it is required."""
         value = default if self.config.get(name) is None else self.config[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self._needs(name, "a whole number from 1 on")
+            raise self._field_error(name, "a whole number from 1 on")
         return value
 
-    def positive(self, name: str, default: float) -> float:
+    def positive_number(self, name: str, default: float) -> float:
         """Return a number above 0 of the config, or the default."""
         value = default if self.config.get(name) is None else self.config[name]
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not (0 < value < math.inf):
-            raise self._needs(name, "a number above 0")
+            raise self._field_error(name, "a number above 0")
         return float(value)
 
     def _activation(self) -> str:
         name = self.config.get("hidden_act") or "silu"
         if not isinstance(name, str) or name not in ACT2FN:
             needed = "an activation of transformers, for example silu or gelu"
-            raise self._needs("hidden_act", needed)
+            raise self._field_error("hidden_act", needed)
         return name
 
-    def _needs(self, name: str, needed: str) -> CheckpointError:
+    def _field_error(self, name: str, needed: str) -> CheckpointError:
         """Return the error for a missing or wrong value of the config."""
         fact = f"no {name}"
         if name in self.config:
@@ -203,9 +203,9 @@ class HeadFiles:
             raise own._needs("rope_scaling", "an object")
         rope = {"rope_theta": config.get("rope_theta"), **scaling}
         own = self.configured(rope)
-        rope["rope_theta"] = own.positive("rope_theta", 10000.0)
+        rope["rope_theta"] = own.positive_number("rope_theta", 10000.0)
         if "factor" in rope:
-            rope["factor"] = own.positive("factor", 1.0)
+            rope["factor"] = own.positive_number("factor", 1.0)
         rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
         return rope
 
@@ -227,13 +227,13 @@ class HeadFiles:
             "hidden_size": hidden,
             "num_layers": len({name.split(".")[2] for name in own}),
             "num_heads": heads,
-            "num_kv_heads": self.number("num_key_value_heads", heads),
+            "num_kv_heads": self.positive_integer("num_key_value_heads", heads),
             "head_dim": query.shape[0] // heads,
-            "intermediate_size": self.number("intermediate_size"),
+            "intermediate_size": self.positive_integer("intermediate_size"),
             "hidden_act": self._activation(),
-            "rms_norm_eps": self.positive("rms_norm_eps", 1e-6),
+            "rms_norm_eps": self.positive_number("rms_norm_eps", 1e-6),
             "rope": self._rope(),
-            "max_positions": self.number("max_position_embeddings", 2048),
+            "max_positions": self.positive_integer("max_position_embeddings", 2048),
             "attention_bias": bool(self.config.get("attention_bias")),
             "mlp_bias": bool(self.config.get("mlp_bias")),
             "qk_norm": f"{FIRST_LAYER}self_attn.q_norm.weight" in tensors,
@@ -258,7 +258,7 @@ class HeadFiles:
 
     def vocabulary_size(self, target: Checkpoint, own: int | None = None) -> int:
         """Return the target's number of tokens; `own` may differ by padding only."""
-        own = self.number("vocab_size") if own is None else own
+        own = self.positive_integer("vocab_size") if own is None else own
         if abs(own - target.vocab_size) > MAX_PADDING:
             raise CheckpointError(
                 f"{self.source} is for a vocabulary of {own} tokens, but "
@@ -274,7 +274,7 @@ class HeadFiles:
         Takes the map and the target's own matrices out of `tensors`, and fits the rows
         of the others to the target's.
         """
-        own, size = self.number("vocab_size"), target.vocab_size
+        own, size = self.positive_integer("vocab_size"), target.vocab_size
         rows = self.config.get("draft_vocab_size") or own
         maps = {n: tensors.pop(n) for n in list(tensors) if n.startswith((T2D, D2T))}
         if D2T not in maps and rows != own:
@@ -306,15 +306,15 @@ class HeadFiles:
                 tensors[name] = rows_of_head[:rows]
         return min(len(first), rows)
 
-    def check_fusion(self, tensors: Mapping[str, Tensor], joined: int, of: str) -> None:
-        """Raise `CheckpointError` unless fc reads `joined` numbers; `of` names them."""
+    def check_fusion(self, tensors: Mapping[str, Tensor], size: int, taps: str) -> None:
+        """Raise `CheckpointError` unless fc reads `size` numbers; `taps` names them."""
         if "fc.weight" not in tensors:
             raise CheckpointError(f"{self.source} has no fc.weight; fetch it again")
         width = tensors["fc.weight"].shape[1]
-        if width != joined:
+        if width != size:
             raise CheckpointError(
-                f"the fc of {self.source} reads {width} numbers, but {of} of this "
-                f"target have {joined}; give the head of this target"
+                f"the fc of {self.source} reads {width} numbers, but {taps} of "
+                f"this target have {size}; give the head of this target"
             )
 
 

@@ -365,9 +365,8 @@ def _what_fits(question: Question) -> str:
         if own in device.quantizations
         and plan(replace(question, device=device.name, power_mode=None)).fits
     ]
-    return (
-        f"it fits {', '.join(names)}" if names else "choose a smaller model or context"
-    )
+    advice = "choose a smaller model or context"
+    return f"it fits {', '.join(names)}" if names else advice
 
 
 def _choice_json(choice: Choice) -> dict[str, Any]:

@@ -97,8 +97,8 @@ class SourceDrafter(DraftModule):
     ) -> tuple[HeadConfig, None]:
         source, fields = files.source, files.config
         files.check_keys(cls.keys)
-        slots = files.number("block_size")
-        layers = files.number("num_hidden_layers")
+        slots = files.positive_integer("block_size")
+        layers = files.positive_integer("num_hidden_layers")
         config = source_config(target, layers, slots)
         own = target.model.config.model_type
         words = [embedding_sha256(target, padded) for padded in (False, True)]

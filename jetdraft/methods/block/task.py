@@ -139,7 +139,7 @@ class SourceBlockTask(BlockTask):
         source_config(target, 1, 1)
         set_attention(target.model, "sdpa")
 
-    def positions(self, model: Any) -> int | None:
+    def max_positions(self, model: Any) -> int | None:
         """Return the most positions that a text may have; None without a limit."""
         return position_limit(model)
 
@@ -180,7 +180,7 @@ class SourceBlockTask(BlockTask):
 
     def encode(self, drafter: Any, lesson: SourceLesson) -> SourceLesson:
         """Run the drafter's encoder; returns the lesson with its states."""
-        with self._masked.by(Masks(lesson.mask)):
+        with self._masked.adding(Masks(lesson.mask)):
             states = drafter.get_encoder()(lesson.source).last_hidden_state
         return replace(lesson, encoded=states)
 
@@ -233,7 +233,7 @@ class SourceBlockTask(BlockTask):
         if relative_bias_module(drafter) is not None:
             own = own + distance_bias(drafter, positions, positions, both_ways=True)
         answered = torch.cat([torch.zeros_like(rows).bool(), learned.flatten(1)], 1)
-        with self._masked.by(Masks(lesson.mask, own)):
+        with self._masked.adding(Masks(lesson.mask, own)):
             logits: Tensor = drafter(
                 torch.cat([ids, block.flatten(1)], dim=1),
                 positions,

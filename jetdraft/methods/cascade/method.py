@@ -30,16 +30,16 @@ from jetdraft.runtime.sampling.chooser import Chooser
 class Trial(NamedTuple):
     """A drafted token, and what was guessed in its place.
 
-    token     the token that was drafted
-    guess     the token that was guessed there, taken or not
-    evidence  what the guess rests on, see `Proposer.evidence`
-    own       whether the drafter chose the drafted token
+    token       the token that was drafted
+    guess       the token that was guessed there, taken or not
+    evidence    what the guess rests on, see `Proposer.evidence`
+    by_drafter  whether the drafter chose the drafted token
     """
 
     token: int
     guess: int | None
     evidence: int
-    own: bool
+    by_drafter: bool
 
 
 class Trust:
@@ -76,7 +76,7 @@ class Trust:
             if trial.guess is not None:
                 own, guess = self._rates_of(trial.evidence)
                 guess.observe([trial.guess == token])
-                if trial.own:
+                if trial.by_drafter:
                     own.observe([trial.token == token])
                 else:
                     own.fade()
@@ -122,8 +122,8 @@ class CascadeProposer(ModelProposer):
             guess = self.below.guess_after(drafted, reviewed - len(drafted))
             places = range(len(guess.tokens))
             trusted = [self.trust.prefers(guess.evidence(place)) for place in places]
-            own = not any(trusted[:1])
-            if own:
+            by_drafter = not any(trusted[:1])
+            if by_drafter:
                 # Only what comes before the first trusted token is reviewed.
                 end = trusted.index(True) - 1 if any(trusted) else None
                 before, count = [*context, *drafted], reviewed - len(drafted)
@@ -132,32 +132,32 @@ class CascadeProposer(ModelProposer):
                 tokens = guess.tokens[: [*trusted, False].index(False)]
             if not tokens:
                 break
-            trials += _as_trials(tokens, guess, own)
+            trials += _as_trials(tokens, guess, by_drafter)
             drafted += tokens
         self.trust.keep_draft(context, trials)
         if drafted and len(drafted) < budget:
             drafted += self.below.guess_after(drafted, budget - len(drafted)).tokens
         return Rows.chain([context[-1], *drafted[:budget]], self.traits.kind)
 
-    def _draft_own(self, context: list[int], taken: list[int], count: int) -> list[int]:
-        """Let the drafter review `taken`; returns its tokens up to the first other.
+    def _draft_own(self, context: list[int], guess: list[int], count: int) -> list[int]:
+        """Let the drafter review a guess; returns its tokens up to the first other.
 
         A head cannot review: it drafts `count` tokens, and none if asked again in the
         round.
         """
         if self.cache.carry:
             return super().propose(context, count).tokens[1:]
-        answer = self.cache.review(context, taken)
-        positions = range(len(context), len(context) + 1 + len(taken))
+        answer = self.cache.review(context, guess)
+        positions = range(len(context), len(context) + 1 + len(guess))
         chosen = self.chooser.choose(answer, positions)
-        return chosen[: 1 + _common_length(chosen, taken)]
+        return chosen[: 1 + _common_length(chosen, guess)]
 
 
-def _as_trials(tokens: list[int], guess: Guess, own: bool) -> list[Trial]:
+def _as_trials(tokens: list[int], guess: Guess, by_drafter: bool) -> list[Trial]:
     """Pair drafted tokens with guessed tokens, which are None after a difference."""
     compared = min(len(tokens), 1 + _common_length(tokens, guess.tokens))
     pairs = enumerate(zip_longest(tokens, guess.tokens[:compared]))
-    return [Trial(*pair, guess.evidence(place), own) for place, pair in pairs]
+    return [Trial(*pair, guess.evidence(place), by_drafter) for place, pair in pairs]
 
 
 def _common_length(tokens: list[int], others: list[int]) -> int:

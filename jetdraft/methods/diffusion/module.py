@@ -54,13 +54,13 @@ class Diffusion(BlockDrafter):
     ) -> tuple[BlockConfig, Tensor | None]:
         """Read the config and the draft vocabulary; resizes the embedding in place."""
         files.check_keys(cls.keys)
-        own, rows = files.number("vocab_size"), target.vocab_size
+        own, rows = files.positive_integer("vocab_size"), target.vocab_size
         table = tensors.get(EMBEDDING_WEIGHT)
         if table is not None and len(table) == own:
             tensors[EMBEDDING_WEIGHT] = resize_rows(table, rows)
         ids = torch.arange(own) if own < rows else None
         config_of_drafter = BlockConfig(
-            target_hidden_size=files.number("hidden_size"),
+            target_hidden_size=files.positive_integer("hidden_size"),
             slots=read_block_size(files, least=1),
             vocab_size=files.vocabulary_size(target),
             draft_vocab_size=rows if ids is None else own,

@@ -162,7 +162,7 @@ class ModelSettings(DrafterSettings):
 class ModelSums(NamedTuple):
     """Loss [1] and count [1] of a batch's learned tokens, and log probabilities."""
 
-    lost: Tensor
+    losses: Tensor
     places: Tensor
     scores: Tensor
 
@@ -278,14 +278,14 @@ class ModelTask(Task):
         ids = None if self.ids is None else self.ids.to(batch.ids.device)
         scores = log_probabilities(drafter, batch, ids)
         if self.settings.loss == TEXT or labels is None:
-            lost = -text_scores(batch, scores, ids).sum()
+            losses = -text_scores(batch, scores, ids).sum()
         else:
             # Places whose tokens cannot be drafted count less.
             compared, beta = DIVERGENCES[self.settings.loss], self.settings.beta or BETA
             apart = compared(labels.wanted, labels.binned(scores), beta)
-            lost = (labels.mass * apart).sum()
+            losses = (labels.mass * apart).sum()
         places = torch.tensor([float(len(scores))], device=scores.device)
-        return ModelSums(lost[None], places, scores)
+        return ModelSums(losses[None], places, scores)
 
     def labels(self, run: Run, batch: Batch) -> Labels:
         """Return the target's labels of a batch, computed or read from the cache."""
@@ -305,22 +305,22 @@ class ModelTask(Task):
 
     def validate(self, run: Run, module: Any) -> dict[str, Any]:
         """Return the loss, and acceptance by place of sampled and greedy drafts."""
-        lost, count = torch.zeros(1), 0
+        losses, count = torch.zeros(1), 0
         sampled, greedy = list[Tensor](), list[Tensor]()
         batches = max(1, VALIDATED_TEXTS // run.options.batch_size)
         for batch in itertools.islice(run.held_out_batches(), batches):
             _, labels = self.lesson(run, batch, False)
             sums = module(batch, labels)
-            lost, count = lost + sums.lost.cpu(), count + len(sums.scores)
+            losses, count = losses + sums.losses.cpu(), count + len(sums.scores)
             sizes = learned_mask(batch).sum(-1).tolist()
             sampled += torch.split(labels.accepted(sums.scores).cpu(), sizes)
             greedy += torch.split(labels.agreed(sums.scores).float().cpu(), sizes)
         if self._cache is not None:
             self._cache.flush()
-        run.check_finite(lost)
+        run.check_finite(losses)
         rates = rates_by_place(sampled), rates_by_place(greedy)
         return {
-            "loss": round(lost.item() / max(1, count), 4),
+            "loss": round(losses.item() / max(1, count), 4),
             "acceptance": rates[0],
             "agreement": rates[1],
             "tokens_per_pass": [round(tokens_per_pass(r), 3) for r in rates],
@@ -337,7 +337,7 @@ class ModelTask(Task):
             f"training a drafter of width {config.hidden_size}, layers: "
             f"{config.num_hidden_layers}, {count} weights{self._describe_cost(run)}, "
             f"on up to {tokens} tokens ({tokens / count:.3g} a weight, advised "
-            f"{TOKENS_PER_WEIGHT}), from {run.reading}{advice}"
+            f"{TOKENS_PER_WEIGHT}), from {run.reading_line}{advice}"
         )
 
     def _describe_cost(self, run: Run) -> str:
@@ -426,10 +426,9 @@ def cost_share(
         rows = max(draft_vocab, drafter["vocab_size"])
         small = replace(small, head=small.head * draft_vocab // rows)
     recipe = Recipe()
+    large = LoadedDecoder(Dimensions.of(dict(target)), recipe)
     read = LoadedDecoder(small, Recipe.for_drafter(recipe)).pass_bytes(COST_CONTEXT)
-    return read / LoadedDecoder(Dimensions.of(dict(target)), recipe).pass_bytes(
-        COST_CONTEXT
-    )
+    return read / large.pass_bytes(COST_CONTEXT)
 
 
 def new_config(target: Checkpoint, layers: int, hidden_size: int) -> LlamaConfig:

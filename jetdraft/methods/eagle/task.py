@@ -111,19 +111,18 @@ class EagleTask(HeadTask):
         for hidden, carried in unroll(drafter, lesson.ids, features, steps):
             yield carried, drafter.lm_head(hidden)
 
-    def lost(self, step: int, state: Tensor, scores: Tensor, lesson: Lesson) -> Tensor:
+    def losses(self, step: int, state: Tensor, scores: Tensor, lesson: Any) -> Tensor:
         """Return the cross entropy; for EAGLE-1 a tenth, plus the features' loss."""
-        lost = super().lost(step, state, scores, lesson)
+        losses = super().losses(step, state, scores, lesson)
         if self.settings.kind == EAGLE3:
-            return lost
+            return losses
         wanted = shift_rows(lesson.final, 1 + step)
         apart = F.smooth_l1_loss(state, wanted, reduction="none").mean(-1)
-        return apart + CROSS_ENTROPY * lost
+        return apart + CROSS_ENTROPY * losses
 
     def description(self, run: Run) -> str:
-        return (
-            f"an {self.settings.kind} head over {self.config.draft_vocab_size} tokens"
-        )
+        tokens = f"{self.config.draft_vocab_size} tokens"
+        return f"an {self.settings.kind} head over {tokens}"
 
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         config, is_third = self.config, self.settings.kind == EAGLE3

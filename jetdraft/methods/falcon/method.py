@@ -14,7 +14,7 @@ from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.drafter_methods import (
     DraftOptions,
-    chains_or_trees,
+    chain_or_tree_proposer,
     check_trees,
     token_drafter,
 )
@@ -77,7 +77,7 @@ def _make_proposer(
     check_trees(cache.graph)
     stop = make_draft_stop(options.stopping, options.stop_threshold, loaded)
     ms = loaded.curve.drafter / cache.size
-    return chains_or_trees(name, loaded, cache, options, ms, stop, BlockLevels)
+    return chain_or_tree_proposer(name, loaded, cache, options, ms, stop, BlockLevels)
 
 
 METHOD = token_drafter(

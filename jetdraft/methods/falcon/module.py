@@ -114,7 +114,7 @@ class Falcon(DraftModule):
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[HeadConfig, Tensor | None]:
         config, ids = super().configure(files, target, tensors)
-        slots = files.number("block_size")
+        slots = files.positive_integer("block_size")
         if not 2 <= slots <= MAX_ROWS:
             raise CheckpointError(
                 f"{files.source} is not a Falcon drafter of one layer for blocks of 2 "

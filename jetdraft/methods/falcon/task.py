@@ -107,8 +107,8 @@ class FalconTask(LayerTask):
         hard = -scores.gather(-1, best[:, None])[:, 0]
         apart = F.smooth_l1_loss(states, wanted[learned], reduction="none").mean(-1)
         tokens = (1 - CHOICE_SHARE) * soft + CHOICE_SHARE * hard
-        lost, right = apart + CROSS_ENTROPY * tokens, scores.argmax(-1) == best
-        return sums_by_place(lost, right, learned, int(places[0]), size)
+        losses, right = apart + CROSS_ENTROPY * tokens, scores.argmax(-1) == best
+        return sums_by_place(losses, right, learned, int(places[0]), size)
 
     def own_fields(self) -> dict[str, Any]:
         """Return the further fields of config.json: the rows of a block."""

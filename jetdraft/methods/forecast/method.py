@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.proposers.drafter_methods import lacks_probes, of_probes
+from jetdraft.runtime.proposers.drafter_methods import lacks_probes, probe_proposer
 from jetdraft.runtime.proposers.method import Method
 from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.proposers.tree_options import AUTO, CHAIN, TreeOptions
@@ -40,7 +40,7 @@ def _make_proposer(loaded: LoadedBundle, options: ForecastOptions) -> Proposer:
     """Make a proposer of chains, or of trees if the options branch."""
     streams = loaded.target.contract.streams
     probes = min(DEPTH, streams) if options.tree == AUTO else streams
-    return of_probes(NAME, loaded, options, probes)
+    return probe_proposer(NAME, loaded, options, probes)
 
 
 METHOD = Method(

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.devices.providers import HALVES, cpu_only
-from jetdraft.errors import OptionError
+from jetdraft.devices.providers import HALVES, check_on_cpu
 from jetdraft.manifest import GraphEntry
 from jetdraft.options import check_ranges
 from jetdraft.runtime.drafters.draft_cache import DraftCache, LedCache
@@ -19,7 +18,7 @@ from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Target
 from jetdraft.runtime.proposers.drafter_methods import (
     PROBABILITY,
-    chains_or_trees,
+    chain_or_tree_proposer,
     drafter_method,
 )
 from jetdraft.runtime.proposers.model_proposer import THRESHOLDS, DraftStop, confidence
@@ -50,15 +49,14 @@ def _fits(contract: StepContract, target: GraphEntry) -> bool:
 def _make_proposer(
     name: str, loaded: LoadedBundle, cache: DraftCache, options: ExitOptions
 ) -> Proposer:
-    if refusal := cpu_only(HALVES, loaded.provider, "choose --provider cpu"):
-        raise OptionError(refusal, "method")
+    check_on_cpu(HALVES, loaded.provider, "choose --provider cpu", "method")
     entry, curve = loaded.bundle.target, loaded.curve
     assert entry.halves is not None
     below = 1.0 - entry.halves.layers / len(entry.contract.kv_shapes)
     ms = curve.drafter + below * curve.pass_ms(1)
     stop = DraftStop(confidence, options.confidence, product=False)
     rule = stop if options.confidence else None
-    return chains_or_trees(name, loaded, cache, options, ms, rule)
+    return chain_or_tree_proposer(name, loaded, cache, options, ms, rule)
 
 
 def _leading_target(

@@ -78,7 +78,7 @@ class Kangaroo(DraftModule):
     ) -> tuple[HeadConfig, Tensor | None]:
         config, ids = super().configure(files, target, tensors)
         source, layers = files.source, len(decoder_layers(target.model))
-        layer = files.number("exit_layer")
+        layer = files.positive_integer("exit_layer")
         if layer >= layers:
             raise CheckpointError(
                 f"{source} reads the state below layer {layer}, but {target.source} "

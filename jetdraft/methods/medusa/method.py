@@ -3,7 +3,7 @@
 Hydra's (2402.05109) also read the likeliest guesses before their own.
 """
 
-from jetdraft.runtime.proposers.drafter_methods import drafter_method, guesses
+from jetdraft.runtime.proposers.drafter_methods import drafter_method, guess_proposer
 from jetdraft.runtime.proposers.tree_options import TreeOptions
 
 METHOD = drafter_method(
@@ -11,7 +11,7 @@ METHOD = drafter_method(
     "Medusa or Hydra heads on the target's last state",
     "heads of Medusa or Hydra",
     lambda contract, target: contract.guesses and not contract.block,
-    make=guesses,
+    make=guess_proposer,
     options=TreeOptions,
     alone={},
     module=(

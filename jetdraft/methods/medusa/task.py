@@ -40,7 +40,7 @@ class MedusaTask(HeadTask):
         for step in range(self.config.slots):
             yield hidden[:, :, step], logits[:, :, step]
 
-    def lost(self, step: int, state: Tensor, scores: Tensor, lesson: Lesson) -> Tensor:
+    def losses(self, step: int, state: Tensor, scores: Tensor, lesson: Any) -> Tensor:
         """Return the cross entropy to the text, not to the target as the parent."""
         labels = shift_rows(lesson.labels, 2 + step, 0).clamp(min=0)
         return -scores.gather(-1, labels[..., None])[..., 0]

@@ -15,7 +15,7 @@ from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.cost_model import PassMs, RoundCosts
 from jetdraft.runtime.measured.stats import GuessRates, RankRates, Round
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.proposers.drafter_methods import lacks_probes, of_probes
+from jetdraft.runtime.proposers.drafter_methods import lacks_probes, probe_proposer
 from jetdraft.runtime.proposers.method import Method
 from jetdraft.runtime.proposers.model_proposer import ProbeProposer
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Traits
@@ -166,7 +166,7 @@ def _make_proposer(loaded: LoadedBundle, options: PromptOptions) -> Proposer:
     """Make a proposer of sparse trees, or of another shape that the options name."""
     contract = loaded.target.contract
     if options.tree != AUTO:
-        return of_probes(NAME, loaded, options)
+        return probe_proposer(NAME, loaded, options)
     streams = loaded.bundle.target.streams or {}
     ranks: RankRates = streams.get("ranks") or [RANK_RATES] * contract.streams
     if not (contract.tree and loaded.widths.trees_agree):  # trees would change bits

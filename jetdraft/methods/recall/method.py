@@ -112,12 +112,13 @@ class Script:
             return
         self.agreed, self.lost = 0, True
         for size in range(LONGEST_ENDING, 0, -1):
-            place = self._find(list(output[-size:])) if len(output) >= size else None
+            ending = list(output[-size:])
+            place = self._find_ending(ending) if len(ending) == size else None
             if place is not None:
                 self.place, self.agreed, self.lost = place, size, False
                 return
 
-    def _find(self, ending: list[int]) -> int | None:
+    def _find_ending(self, ending: list[int]) -> int | None:
         """Return the place after the next `ending` in `SEARCHED_TOKENS`, or None."""
         # The occurrence must end beyond the place, but may begin before it.
         first = max(0, self.place - len(ending) + 1)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetdraft.contracts.step_contract import Reading
-from jetdraft.devices.providers import SELECTION, cpu_only
-from jetdraft.errors import OptionError
+from jetdraft.devices.providers import SELECTION, check_on_cpu
 from jetdraft.runtime.drafts.rows import Kind, Rows, Tokens
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Answer
@@ -60,8 +59,7 @@ class SelectProposer(Proposer):
 
 
 def _make_proposer(loaded: LoadedBundle, options: MethodOptions) -> Proposer:
-    if refusal := cpu_only(SELECTION, loaded.provider, "choose --provider cpu"):
-        raise OptionError(refusal, "method")
+    check_on_cpu(SELECTION, loaded.provider, "choose --provider cpu", "method")
     return SelectProposer(loaded.target.make_selecting(), loaded.curve.pass_ms(1))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Target
-from jetdraft.runtime.proposers.drafter_methods import lacks_probes, of_probes
+from jetdraft.runtime.proposers.drafter_methods import lacks_probes, probe_proposer
 from jetdraft.runtime.proposers.method import WALK, Method
 from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
@@ -56,7 +56,7 @@ class StreamOptions(TreeOptions):
 def _make_proposer(loaded: LoadedBundle, options: StreamOptions) -> Proposer:
     """Make a proposer of chains or trees, as options and graph allow."""
     may_branch = options.may_branch and options.prune_threshold is None
-    return of_probes("stream", loaded, options, branches=may_branch)
+    return probe_proposer("stream", loaded, options, branches=may_branch)
 
 
 def _pruning_target(

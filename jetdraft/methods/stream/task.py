@@ -137,7 +137,7 @@ class StreamTask(Task):
         counts = self.counts(run)
         return (
             f"training {counts['streams']} weights of the streams and "
-            f"{counts['lora']} of LoRA on {run.reading}"
+            f"{counts['lora']} of LoRA on {run.reading_line}"
         )
 
     def counts(self, run: Run) -> dict[str, int]:
@@ -252,10 +252,10 @@ def _next_ids(ids: Tensor, count: int) -> Tensor:
 
 def _cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
     """Return means over places with a label: [b, C, s, vocab] and [b, C, s] to [s]."""
-    lost = F.cross_entropy(
+    losses = F.cross_entropy(
         logits.flatten(0, 2).float(),
         wanted.flatten(),
         ignore_index=IGNORED,
         reduction="none",
     ).view(wanted.shape)
-    return lost.sum((0, 1)) / (wanted != IGNORED).sum((0, 1)).clamp(min=1)
+    return losses.sum((0, 1)) / (wanted != IGNORED).sum((0, 1)).clamp(min=1)

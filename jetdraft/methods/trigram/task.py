@@ -45,6 +45,5 @@ def write_table(corpus: Sequence[Path], bundle: Bundle, output: Path) -> Counts:
 def command(corpus: tuple[Path, ...], bundle: Path, output: Path) -> None:
     """Count which tokens follow which two tokens in CORPUS, text files."""
     table = write_table(corpus, Bundle.open(bundle), output)
-    click.echo(
-        f"{output}: {len(table.pairs)} pairs, {len(table.tokens)} successors", err=True
-    )
+    sizes = f"{len(table.pairs)} pairs, {len(table.tokens)} successors"
+    click.echo(f"{output}: {sizes}", err=True)

@@ -136,14 +136,14 @@ class AheadCache(DraftCache):
         size, all_slots = self.size, list[range]()
         tokens, depths, ancestors = list[int](), list[int](), list[list[int]]()
         features, recent = list[Float32s](), list[Sequence[int]]()
-        for start, own in blocks:
-            first, count = filled + len(tokens), len(own)
-            slots, text = range(first, first + count), [*start.tail, *own]
+        for start, added in blocks:
+            first, count = filled + len(tokens), len(added)
+            slots, text = range(first, first + count), [*start.tail, *added]
             rows = [(row, list(slots[:row])) for row in range(count)]
             copied = range(count - size, count - 1)
             rows += [(row, [s for s in slots if s != slots[row]]) for row in copied]
             for row, seen in rows:
-                tokens.append(own[row])
+                tokens.append(added[row])
                 depths.append(start.depth + row)
                 ancestors.append([*start.slots, *seen])
                 features.append(start.features[row : row + size].reshape(-1))
@@ -160,7 +160,7 @@ class AheadCache(DraftCache):
         self._passes = self.graph.passes
         assert answer.carried is not None
         behind = []
-        for (block, own), slots in zip(blocks, all_slots, strict=True):
+        for (block, added), slots in zip(blocks, all_slots, strict=True):
             end = slots.stop - filled
             # The copies follow the last row, whose answer is the last level's.
             order = [*range(end, end + size - 1), end - 1]
@@ -168,9 +168,9 @@ class AheadCache(DraftCache):
                 Block(
                     [answer.rows(slice(row, row + 1)) for row in order],
                     np.concatenate([block.features[1 - size :], answer.carried[order]]),
-                    (*block.tail, *own)[1 - size :],
+                    (*block.tail, *added)[1 - size :],
                     (*block.slots, *slots),
-                    block.depth + len(own),
+                    block.depth + len(added),
                 )
             )
         return behind
@@ -186,9 +186,9 @@ class AheadCache(DraftCache):
     def _run_rows(self, text: Tokens, rows: int, left: int) -> None:
         """Run a text's rows in wide passes until at most `left` of `rows` are left."""
         widest = self.graph.contract.max_width
-        while (waiting := rows - len(self.tokens)) > left:
+        while (missing := rows - len(self.tokens)) > left:
             first = len(self.tokens)
-            count = min(widest, waiting - self.size)
+            count = min(widest, missing - self.size)
             tokens = text[first + 1 : first + 1 + count]
             tail = self._tokens_before(text, first)
             recent = sliding_window_view([*tail, *tokens[:-1]], self.size - 1)

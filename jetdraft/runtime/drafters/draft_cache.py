@@ -190,6 +190,7 @@ class DraftCache:
         return answer.rows(slice(len(rest) - 1, None))
 
     def _count_missing(self, context: Tokens) -> int:
+        """How many rows of a context can run and have not run yet."""
         missing = len(context) - self.shift - len(self.tokens)
         return min(missing, len(self._features)) if self.reads else missing
 
@@ -331,11 +332,12 @@ class LedCache(DraftCache):
         self,
         tokens: Tokens,
         depths: Sequence[int],
-        seen: Sequence[Sequence[int]],
+        ancestors: Sequence[Sequence[int]],
         filled: int,
     ) -> Answer:
-        states = self._leading().branch(PlacedRows(tokens, depths, seen, filled))
-        answer = self.graph.run_branches(tokens, depths, seen, filled, features=states)
+        placed = tokens, depths, ancestors, filled
+        states = self._leading().branch(PlacedRows(*placed))
+        answer = self.graph.run_branches(*placed, features=states)
         self._passes = self.graph.passes
         return answer
 

@@ -62,7 +62,7 @@ class Curve:
     def __post_init__(self) -> None:
         self._recent: dict[str, deque[float]] = {}
         self._rounds = 0
-        self._taken: dict[int | str, int] = {}  # the last round at a width, of a method
+        self._last_used: dict[int | str, int] = {}  # a round, by width or method
 
     def pass_ms(self, width: int) -> float:
         """The milliseconds of a chain pass, on a line through the nearest widths."""
@@ -110,7 +110,7 @@ class Curve:
         elif round_.width in self.passes:
             before = self.passes[round_.width]
             after = _blend_estimate(before, round_.target_seconds * 1e3)
-            self._taken[round_.width] = self._rounds
+            self._last_used[round_.width] = self._rounds
             self._scale_idle_times(after / before)
             self.passes[round_.width] = after
         for method in round_.asked.keys() & self.drafts.keys():
@@ -119,7 +119,7 @@ class Curve:
                 continue
             if self._is_idle(method):
                 self._recent.pop(method, None)
-            self._taken[method] = self._rounds
+            self._last_used[method] = self._rounds
             recent = self._recent.setdefault(method, deque(maxlen=RECENT_ROUNDS))
             if not recent and self.drafts[method]:  # 0 was never timed
                 recent.append(self.drafts[method])
@@ -135,7 +135,7 @@ class Curve:
 
     def _is_idle(self, key: int | str) -> bool:
         """Whether no recent round had this width, or drafted with this method."""
-        return self._rounds - self._taken.get(key, -IDLE_ROUNDS) >= IDLE_ROUNDS
+        return self._rounds - self._last_used.get(key, -IDLE_ROUNDS) >= IDLE_ROUNDS
 
     @classmethod
     def from_json(cls, fields: Any) -> Curve:
@@ -227,7 +227,7 @@ class RoundCosts:
 
     def forget(self) -> None:
         """Drop what rounds have shown: only the times of passes are left."""
-        self._expected = self._taken = 0.0
+        self._expected = self._actual = 0.0
         self._outside = LinearFit(self.MEMORY)
 
     def learn(self, round_: Round) -> None:
@@ -235,15 +235,15 @@ class RoundCosts:
             return
         drafted = round_.drafted
         expected = self._pass_ms(1 + drafted, round_.probes)
-        taken = 1e3 * round_.target_seconds
+        actual = 1e3 * round_.target_seconds
         outside = 1e3 * (round_.seconds - round_.target_seconds)
         if self._expected:
-            taken = min(taken, self.MAX_STALL * self._slowdown * expected)
+            actual = min(actual, self.MAX_STALL * self._slowdown * expected)
             # The line may be open, so that it says little of a draft of another size.
             most = self.MAX_STALL * self._outside.mean_per_unit * (1 + drafted)
             outside = min(outside, most)
         self._expected = self.MEMORY * self._expected + expected
-        self._taken = self.MEMORY * self._taken + taken
+        self._actual = self.MEMORY * self._actual + actual
         self._outside.add(drafted, outside)
 
     def round_ms(self, rows: int, probes: int) -> float:
@@ -254,7 +254,7 @@ class RoundCosts:
     @property
     def _slowdown(self) -> float:
         """How many times `pass_ms` the passes of the last rounds took."""
-        return self._taken / self._expected if self._expected else 1.0
+        return self._actual / self._expected if self._expected else 1.0
 
 
 class Profit:

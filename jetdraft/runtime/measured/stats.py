@@ -56,7 +56,7 @@ def _add(one: object, other: object, names: Iterable[str]) -> None:
 
 
 @dataclass
-class Share:
+class MethodStats:
     """What one method did in a generation; "none" stands for rounds without a draft.
 
     `saved_ms` is the time of its tokens one by one, less the time of its rounds.
@@ -69,7 +69,7 @@ class Share:
     saved_ms: float = 0.0
     evaluated_tokens: int = 0
 
-    def merge(self, other: Share) -> None:
+    def merge(self, other: MethodStats) -> None:
         """Add what the method did in another generation."""
         _add(self, other, vars(other))
 
@@ -110,7 +110,7 @@ class Stats:
     session_seconds: float = 0.0
     finish_reason: str = ""
     plain_ms: float = 0.0
-    by_method: dict[str, Share] = field(default_factory=dict)
+    by_method: dict[str, MethodStats] = field(default_factory=dict)
     off: Counter[str] = field(default_factory=Counter)
 
     def add(self, round_: Round, committed: int) -> None:
@@ -129,7 +129,7 @@ class Stats:
         choice = f"{round_.method}:{round_.drafted}" if round_.drafted else "none"
         self.rounds_by_choice[choice] += 1
         spent_ms = 1e3 * (round_.target_seconds + round_.draft_seconds)
-        share = Share(
+        share = MethodStats(
             rounds=1,
             drafted_tokens=round_.drafted,
             accepted_tokens=round_.accepted,
@@ -137,22 +137,22 @@ class Stats:
             saved_ms=committed * self.plain_ms - spent_ms,
             evaluated_tokens=round_.evaluated,
         )
-        self.by_method.setdefault(round_.method, Share()).merge(share)
+        self.by_method.setdefault(round_.method, MethodStats()).merge(share)
         if round_.off:
             self.off[round_.off] += 1
 
-    def time_round(self, elapsed: float, tokens: int, session: float) -> None:
+    def time_round(self, elapsed: float, tokens: int, session_seconds: float) -> None:
         """Set the times after a round that committed `tokens` tokens.
 
-        `elapsed` are the seconds since the start of the generation, `session` the
-        seconds inside `session.run` since the first round.
+        `elapsed` are the seconds since the start of the generation, `session_seconds`
+        the seconds inside `session.run` since the first round.
         """
         if self.target_passes == 1:
             # Prefill and the first round are not decoding.
             self.time_to_first_token = elapsed
             self.first_tokens = tokens
             self.generations = 1
-        self.session_seconds = session
+        self.session_seconds = session_seconds
         self.decode_seconds = elapsed - self.time_to_first_token
 
     def merge(self, other: Stats) -> None:
@@ -162,7 +162,7 @@ class Stats:
             pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
             setattr(self, name, [a + b for a, b in pairs])
         for method, share in other.by_method.items():
-            self.by_method.setdefault(method, Share()).merge(share)
+            self.by_method.setdefault(method, MethodStats()).merge(share)
 
     @property
     def accepted_tokens(self) -> int:

@@ -138,6 +138,7 @@ class Survey:
             return True
 
     def finish(self) -> None:
+        """Do all steps that are left."""
         while self.step():
             pass
 
@@ -158,9 +159,8 @@ class Survey:
                 self.target.prepare(exact=True)
                 with randomized(self.target) as self._starts:
                     known = self._with_modes(self.widths)
-                    self._widths = replace(
-                        known, prefills_agree=all(self._compare_prefills())
-                    )
+                    agree = all(self._compare_prefills())
+                    self._widths = replace(known, prefills_agree=agree)
             self._save()
 
     def _save(self) -> None:
@@ -182,6 +182,7 @@ class Survey:
         return 1e-3 * places * sum(curve.pass_ms(w) * passes for w, passes in pairs)
 
     def _compare_first_widths(self) -> Widths:
+        """Compare and time widths until two agree; returns what is known then."""
         widths = decoding_widths(self.target)
         order = sorted(widths, key=(*FIRST_WIDTHS, *NEXT_WIDTHS, *widths).index)
         known = Widths([], {}, untried=tuple(order))
@@ -209,9 +210,8 @@ class Survey:
                 known = self._compare_next_width(known)
                 self._widths = replace(known, gaps=self._gaps_to_exact(known))
             else:
-                self._widths = replace(
-                    known, prefills_agree=all(self._compare_prefills())
-                )
+                agree = all(self._compare_prefills())
+                self._widths = replace(known, prefills_agree=agree)
 
     def _compare_next_width(self, known: Widths) -> Widths:
         """Compare the next width; returns `known` with the width in its class."""
@@ -237,9 +237,9 @@ class Survey:
             return False
         if known.base not in members:
             return True
-        ways = probe_modes(self.target.contract) if known.probes_agree else []
+        modes = probe_modes(self.target.contract) if known.probes_agree else []
         trees = self._tree_modes if known.trees_agree else []
-        return self._agrees(width, [*ways, *trees])
+        return self._agrees(width, [*modes, *trees])
 
     def _gaps_to_exact(self, known: Widths) -> dict[int, float]:
         """The largest logit difference between each width and the exact class."""
@@ -275,12 +275,12 @@ class Survey:
         return logits
 
     def _run_pass(
-        self, start: int, tokens: list[int], way: PassMode, last_only: bool = False
+        self, start: int, tokens: list[int], mode: PassMode, last_only: bool = False
     ) -> np.ndarray:
         """Run and time a pass at `start`; returns logits. Raises `StoppedError`."""
         if self._must_stop():
             raise StoppedError
-        graph, (probing, branching) = self.target, way
+        graph, (probing, branching) = self.target, mode
         set_cursor(graph, start)
         run = partial(graph.run, tokens, last_only, probing=probing)
         if branching:
@@ -297,13 +297,13 @@ class Survey:
             times[len(tokens)] = min(ms, times.get(len(tokens), ms))
         return logits
 
-    def _agrees(self, width: int, ways: list[PassMode]) -> bool:
+    def _agrees(self, width: int, modes: list[PassMode]) -> bool:
         """Whether passes of all modes give the bits of a chain pass."""
         tokens = random_tokens(self.target, width)
-        for start in self._starts if ways else []:
+        for start in self._starts if modes else []:
             chain = self._run_pass(start, tokens, PLAIN).copy()
-            for way in ways:
-                if not np.array_equal(chain, self._run_pass(start, tokens, way)):
+            for mode in modes:
+                if not np.array_equal(chain, self._run_pass(start, tokens, mode)):
                     return False
         return True
 
@@ -321,9 +321,9 @@ class Survey:
                 if wide > graph.contract.capacity - start:
                     continue
                 self._run_pass(start, random_tokens(graph, wide), PLAIN, last_only=True)
-                whole = _copy_rows(graph, start, wide)
+                rows = _copy_rows(graph, start, wide)
                 self._width_logits(start, wide, step)
-                yield all(map(np.array_equal, whole, _copy_rows(graph, start, wide)))
+                yield all(map(np.array_equal, rows, _copy_rows(graph, start, wide)))
 
     def _measure_probe_ms(self) -> float:
         """The milliseconds that a probe adds to a pass over two rows, or 0."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict, Unpack
 
 from jetdraft.contracts.constants import CANDIDATES
-from jetdraft.devices.providers import HALVES, cpu_only
+from jetdraft.devices.providers import HALVES, check_on_cpu
 from jetdraft.errors import OptionError
 from jetdraft.options import Flag, Range, check_ranges, range_between
 from jetdraft.runtime.loaded import LoadedBundle
@@ -75,8 +75,7 @@ class Exiting:
                 FIELD,
             )
         fix = "choose --provider cpu, or leave stop and exit out"
-        if refusal := cpu_only(HALVES, parts.provider, fix):
-            raise OptionError(refusal, FIELD)
+        check_on_cpu(HALVES, parts.provider, fix, FIELD)
         layer = len(parts.bundle.target.contract.kv_shapes) - cut.layers
         head = ExitHead.load(Path(self.stop_and_exit), cut.base, layer, cut.hidden_size)
         thresholds = (self.stop_threshold, self.exit_threshold)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jetdraft.contracts.step_contract import Reading
 from jetdraft.contracts.tensors import Float32s, Int64s
-from jetdraft.devices.providers import SELECTION, cpu_only
+from jetdraft.devices.providers import SELECTION, check_on_cpu
 from jetdraft.errors import DraftingError, JetdraftError, OptionError
 from jetdraft.learning.lessons import CANDIDATES, MAX_PLACES, MAX_TOKENS, Lesson
 from jetdraft.runtime.drafters.draft_cache import DraftCache
@@ -397,16 +397,18 @@ class Planner:
         """
         if not drafting.select_kv:
             return
-        refusal = cpu_only(SELECTION, self.parts.provider, "choose --provider cpu")
         if self.parts.bundle.target.selection is None:
-            refusal = "the bundle reads all KV rows; export with --select-kv N"
-        elif owner:
-            refusal = (
-                f"method {owner} verifies with its own target, which reads all KV "
-                "rows; choose another method"
+            raise DraftingError(
+                "the bundle reads all KV rows; export with --select-kv N, or leave "
+                "select_kv out"
             )
-        if refusal:
-            raise DraftingError(f"{refusal}, or leave select_kv out")
+        if owner:
+            raise DraftingError(
+                f"method {owner} verifies with its own target, which reads all KV "
+                "rows; choose another method, or leave select_kv out"
+            )
+        fix = "choose --provider cpu, or leave select_kv out"
+        check_on_cpu(SELECTION, self.parts.provider, fix, "drafting")
 
 
 def _conflicts(chosen: Iterable[Method[Any]]) -> list[tuple[Method[Any], Method[Any]]]:

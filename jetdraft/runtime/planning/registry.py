@@ -57,9 +57,8 @@ def _load_methods() -> dict[str, Method[Any]]:
 
 
 def _warn_of(name: str, reason: str) -> None:
-    warnings.warn(
-        f"the entry point {name!r} of {GROUP} is left out: {reason}", stacklevel=4
-    )
+    fact = f"the entry point {name!r} of {GROUP} is left out"
+    warnings.warn(f"{fact}: {reason}", stacklevel=4)
 
 
 def methods() -> Mapping[str, Method[Any]]:

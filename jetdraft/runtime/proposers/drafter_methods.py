@@ -24,7 +24,7 @@ from jetdraft.runtime.proposers.model_proposer import (
     Levels,
     ModelProposer,
     ProbeProposer,
-    Shared,
+    SharedGuesses,
     confidence,
     make_draft_stop,
 )
@@ -96,15 +96,16 @@ class BlockOptions(TreeOptions):
         return self.steps == 1 and super().may_branch
 
 
-def drafts(
+def token_proposer(
     name: str, loaded: LoadedBundle, cache: DraftCache, options: DraftOptions
 ) -> Proposer:
     """Make a proposer that drafts token by token, or level by level of a tree."""
     stop = make_draft_stop(options.stopping, options.stop_threshold, loaded)
-    return chains_or_trees(name, loaded, cache, options, loaded.curve.drafter, stop)
+    ms = loaded.curve.drafter
+    return chain_or_tree_proposer(name, loaded, cache, options, ms, stop)
 
 
-def chains_or_trees(
+def chain_or_tree_proposer(
     name: str,
     loaded: LoadedBundle,
     cache: DraftCache,
@@ -122,7 +123,7 @@ def chains_or_trees(
     return ModelProposer(cache, traits, grow(options.shape))
 
 
-def guesses(
+def guess_proposer(
     name: str,
     loaded: LoadedBundle,
     cache: DraftCache,
@@ -141,16 +142,16 @@ def guesses(
         ms_per_token=loaded.curve.drafter / count,
         branches=branches,
     )
-    grow = Shared(options.shape) if options.branched else chain or Guesses()
+    grow = SharedGuesses(options.shape) if options.branched else chain or Guesses()
     return ModelProposer(cache, traits, grow)
 
 
-def blocks(
+def block_proposer(
     name: str, loaded: LoadedBundle, cache: DraftCache, options: BlockOptions
 ) -> Proposer:
     """Make a proposer of a block: its beginning up to a doubt, or a tree of guesses."""
     chain = Guesses(DraftStop(confidence, options.confidence), options.steps)
-    return guesses(name, loaded, cache, options, chain)
+    return guess_proposer(name, loaded, cache, options, chain)
 
 
 def drafter_method(
@@ -192,13 +193,13 @@ def drafter_method(
 
 
 token_drafter = partial(
-    drafter_method, make=drafts, options=DraftOptions, cost="drafter", alone={}
+    drafter_method, make=token_proposer, options=DraftOptions, cost="drafter", alone={}
 )
 """The record of a method whose drafter drafts token by token."""
 
 block_drafter = partial(
     drafter_method,
-    make=blocks,
+    make=block_proposer,
     options=BlockOptions,
     samples=(*SAMPLES, {"steps": 2}),
     alone={"confidence": 0.0},
@@ -206,7 +207,7 @@ block_drafter = partial(
 """The record of a method whose drafter fills a block."""
 
 
-def of_probes(
+def probe_proposer(
     name: str,
     loaded: LoadedBundle,
     options: TreeOptions,

@@ -205,7 +205,7 @@ class ModelProposer(Proposer):
         answer = self.cache.follow(context)
         grow = self.grow
         if parents is not None:
-            grow = Shared(Static(parents))
+            grow = SharedGuesses(Static(parents))
         if answer is not None and grow is not None:
             tree = Tree(kind, self.chooser.sampling, len(context), budget, tokens)
             return grow(self.cache, answer, tree, self.chooser)
@@ -284,7 +284,7 @@ class Guesses:
         return tokens, True
 
 
-class Shared:
+class SharedGuesses:
     """Grows a tree of guesses: all rows of a depth draw from the same guess."""
 
     def __init__(self, shape: Shape) -> None:
@@ -343,7 +343,7 @@ class ProbeProposer(Proposer):
     ) -> Rows:
         kind, sampling = self.traits.kind, self.chooser.sampling
         tree = Tree(kind, sampling, len(context), budget, [context[-1]])
-        return Shared(shape)(None, answer, tree, self.chooser)
+        return SharedGuesses(shape)(None, answer, tree, self.chooser)
 
 
 def distributions(answer: Answer, chooser: Chooser) -> list[Distribution]:

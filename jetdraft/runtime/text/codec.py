@@ -67,15 +67,15 @@ class TextCodec:
         id = self._tokenizer.token_to_id(text) if self._tokenizer else None
         return json.dumps(text) if id is None else f"<[{id}]>"
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Encode a text; `special` adds beginning-of-text; raises `OptionError`."""
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Encode a text; `add_special` begins it with BOS; raises `OptionError`."""
         if self._tokenizer is None:
             raise OptionError(
                 "the bundle has no tokenizer; give the prompt as token_ids", "prompt"
             )
         try:
             # Unlike `encode`, a batch lets other threads run meanwhile.
-            batch = self._tokenizer.encode_batch([text], add_special_tokens=special)
+            batch = self._tokenizer.encode_batch([text], add_special_tokens=add_special)
             return list(batch[0].ids)
         except TypeError as error:
             raise OptionError(
@@ -89,13 +89,16 @@ class TextCodec:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def stream(
-        self, prompt: Sequence[int], ends: Iterable[int] = (), special: bool = False
+        self,
+        prompt: Sequence[int],
+        ends: Iterable[int] = (),
+        show_special: bool = False,
     ) -> TextStream:
         """Make a stream of text after `prompt`, which may end inside a character.
 
-        It hides the tokens in `ends`, and special tokens unless `special`.
+        It hides the tokens in `ends`, and special tokens unless `show_special`.
         """
-        return TextStream(self._bytes, prompt, ends, special)
+        return TextStream(self._bytes, prompt, ends, show_special)
 
 
 class TokenBytes:
@@ -156,7 +159,7 @@ class TextStream:
         tokens: TokenBytes | None,
         prompt: Sequence[int],
         ends: Iterable[int],
-        special: bool = False,
+        show_special: bool = False,
     ) -> None:
         self._tokens = tokens
         self._special = tokens.special if tokens else {}
@@ -167,7 +170,7 @@ class TextStream:
         for id in reversed(list(islice(shown, _CONTEXT_TOKENS))):
             self._utf8.decode(self._take_bytes(id))
         self._began_in_prompt = bool(self._utf8.getstate()[0])
-        if special:
+        if show_special:
             self._special, self._hidden = {}, {*ends}
 
     def push(self, ids: Sequence[int]) -> str:

@@ -98,7 +98,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _count_value(self, value: Any) -> Any:
         """Count a value and return it; raises `TemplateError` if it is too large."""
         self._count_step(len(value) if isinstance(value, _SIZED) else 1)
-        if weight(value) > MAX_SIZE:
+        if count_items(value) > MAX_SIZE:
             raise TemplateError(f"a value has more than {MAX_SIZE} characters")
         return value
 
@@ -195,8 +195,8 @@ class _Dict:
 _SIZED = (str, bytes, list, tuple, dict, set, frozenset)
 
 
-def weight(value: Any) -> int:
-    """The characters and items of a value with all it holds, up to `MAX_SIZE`."""
+def count_items(value: Any) -> int:
+    """Count characters and items of a value with all it holds, up to `MAX_SIZE`."""
     total, rest = 0, [value]
     while rest and total <= MAX_SIZE:
         item = rest.pop()
@@ -219,7 +219,7 @@ def _apply_filter(node: nodes.Node, name: str, line: int) -> nodes.Filter:
 def _check_product(*factors: Any) -> None:
     """Refuse what may become as large as the product of the two largest factors."""
     # An integer may be a width or a count.
-    sizes = [abs(f) if isinstance(f, int) else weight(f) for f in factors]
+    sizes = [abs(f) if isinstance(f, int) else count_items(f) for f in factors]
     *_, second, largest = sorted([1, 1, *sizes])
     if len(factors) > 1 and second * largest > MAX_TOTAL_SIZE:
         raise TemplateError(f"a value may get more than {MAX_TOTAL_SIZE} characters")

@@ -98,7 +98,7 @@ class StopWatcher:
         """Set `reason`, unless the generation has a reason already."""
         self.reason = self.reason or reason
 
-    def keep(self, tokens: list[int]) -> list[int]:
+    def read(self, tokens: list[int]) -> list[int]:
         """Read tokens; returns them up to the token that ends the text, or all."""
         self.texts = []
         for end, token in enumerate(tokens, start=1):

@@ -316,24 +316,23 @@ def _end_with_socket(life: socket.socket) -> None:
             os._exit(0)
 
 
-def _set_signals() -> None:
-    """Ignore signals that end programs: only closed sockets end this process."""
+def _choose_what_ends() -> None:
+    """Let closed sockets, or a lack of memory, end this process, and nothing else."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(ignored, signal.SIG_IGN)
     for ending in (signal.SIGIO, signal.SIGPROF):
         signal.signal(ending, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    with suppress(OSError):  # where memory is short, rather this than the model
+    with suppress(OSError):  # end it before the process of the model
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def main(control: socket.socket, tokenizer: str, size: int, ends: list[int]) -> None:
     """Read the vocabulary, then fork a worker for each socket that comes."""
-    _set_signals()
+    _choose_what_ends()
     try:
-        words = LibraryVocabulary(
-            Path(tokenizer).read_text(encoding="utf-8"), size, ends
-        )
+        text = Path(tokenizer).read_text(encoding="utf-8")
+        words = LibraryVocabulary(text, size, ends)
     except (ImportError, OSError, ValueError) as error:
         _send(control, {"error": _one_line(str(error))})
         return

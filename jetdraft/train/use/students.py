@@ -109,18 +109,18 @@ def compare_missed(
     # What has no probability must not be multiplied with minus infinity.
     scores = scores.where(wanted.isfinite(), 0.0)
     places = max(1, len(ids))
-    lost = -(wanted.softmax(-1) * scores).sum() / places
+    loss = -(wanted.softmax(-1) * scores).sum() / places
     best = batch.ids.gather(-1, batch.logits.argmax(-1, keepdim=True))[counts, 0]
     agreed = (ours.detach().argmax(-1) == best).float()
-    return Missed(lost, agreed.sum().item() / places, len(ids))
+    return Missed(loss, agreed.sum().item() / places, len(ids))
 
 
 def join_missed(parts: Sequence[Missed]) -> Missed:
     """Return the figures over all places of some batches."""
     places = sum(part.places for part in parts)
-    lost = sum((part.places * part.loss for part in parts), torch.zeros(()))
+    total = sum((part.places * part.loss for part in parts), torch.zeros(()))
     right = sum(part.places * part.right for part in parts)
-    return Missed(lost / max(1, places), right / max(1, places), places)
+    return Missed(total / max(1, places), right / max(1, places), places)
 
 
 # --- students -----------------------------------------------------------------------
@@ -205,7 +205,7 @@ class ModelStudent(Student):
             raise CheckpointError(
                 f"cannot read the drafter's checkpoint ({error}); name it with --from"
             ) from error
-        return checkpoint.beside(self.bundle.target.contract.vocab_size)
+        return checkpoint.fit_to_target(self.bundle.target.contract.vocab_size)
 
     def _load_with(self, weights: Mapping[str, Tensor]) -> Checkpoint:
         """Load the checkpoint in float32; `weights` replace some of its own."""

@@ -1,6 +1,6 @@
 import pytest
 
-from jetdraft.runtime.measured.stats import GuessRates, Round, Share, Stats
+from jetdraft.runtime.measured.stats import GuessRates, MethodStats, Round, Stats
 
 
 def round_of(drafted, accepted):
@@ -53,8 +53,8 @@ def test_what_each_method_did():
     other = Stats("auto", exact=True, prompt_tokens=4, plain_ms=2.0)
     other.add(round_of(0, 0)._replace(target_seconds=0.003, off="it rains"), 1)
     stats.merge(other)
-    assert stats.by_method["draft"] == Share(2, 6, 4, 6, pytest.approx(2.0), 6)
-    assert stats.by_method["none"] == Share(2, 0, 0, 2, pytest.approx(-1.0))
+    assert stats.by_method["draft"] == MethodStats(2, 6, 4, 6, pytest.approx(2.0), 6)
+    assert stats.by_method["none"] == MethodStats(2, 0, 0, 2, pytest.approx(-1.0))
     assert stats.off == {"it rains": 2}
     assert stats.to_json()["by_method"]["draft"]["saved_ms"] == pytest.approx(2.0)
 

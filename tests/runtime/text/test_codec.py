@@ -86,7 +86,7 @@ def test_a_stop_string_may_begin_in_the_prompt(byte_fallback):
     codec = byte_fallback
     ids = codec.encode("a🚀bcd")
     watcher = StopWatcher(codec.stream(ids[:4]), (), ["🚀b"])
-    assert watcher.keep(ids[4:]) == ids[4:6]
+    assert watcher.read(ids[4:]) == ids[4:6]
     assert (watcher.reason, watcher.take() + watcher.rest()) == ("stop", "")
 
 

@@ -68,7 +68,7 @@ def watched(codec, prompt, rounds, ends=(), stop=()):
     for tokens in rounds:
         if watcher.reason:
             break
-        kept += watcher.keep(tokens)
+        kept += watcher.read(tokens)
         text += watcher.take()
         texts += watcher.texts
     return kept, text + watcher.rest(), watcher.reason, texts

@@ -25,7 +25,7 @@ def shown(stop, tokens, rounds):
     for start in range(0, len(tokens), rounds):
         if ending.reason:
             break
-        kept += ending.keep([ord(c) for c in tokens[start : start + rounds]])
+        kept += ending.read([ord(c) for c in tokens[start : start + rounds]])
         texts.append(ending.take())
     return texts, "".join(map(chr, kept)), ending
 
