@@ -29,7 +29,7 @@ def neutral(*values: Any) -> Callable[[Any], bool]:
 
 
 @dataclass(frozen=True)
-class FieldRule:
+class Rule:
     """A rule for fields `names`, split by spaces: a fate, and why unless `neutral`."""
 
     names: str
@@ -40,79 +40,78 @@ class FieldRule:
 
 # fmt: off
 GENERATION_FIELDS = (
-    FieldRule("do_sample temperature top_k top_p min_p", HONOURED,
+    Rule("do_sample temperature top_k top_p min_p", HONOURED,
         "greedy unless `do_sample`; then the temperature is 1 and `top_k` 50 where "
         "the file has none, as in transformers"),
-    FieldRule("repetition_penalty", HONOURED, "the option of this name"),
-    FieldRule("stop_strings", HONOURED, "the option `stop`"),
-    FieldRule("eos_token_id", HONOURED, "all of them end a text"),
-    FieldRule("suppress_tokens", HONOURED,
-        "the option `logit_bias`, which takes them out"),
-    FieldRule("bad_words_ids", WARNED,
+    Rule("repetition_penalty", HONOURED, "the option of this name"),
+    Rule("stop_strings", HONOURED, "the option `stop`"),
+    Rule("eos_token_id", HONOURED, "all of them end a text"),
+    Rule("suppress_tokens", HONOURED, "the option `logit_bias`, which takes them out"),
+    Rule("bad_words_ids", WARNED,
         "words of several tokens; words of one token are honoured as `logit_bias`",
         lambda words: all(len(word) == 1 for word in words or ())),
-    FieldRule("num_beams", WARNED,
+    Rule("num_beams", WARNED,
         "there is no beam search: the text is the one of a single beam", neutral(1)),
-    FieldRule("early_stopping length_penalty num_beam_groups diversity_penalty",
+    Rule("early_stopping length_penalty num_beam_groups diversity_penalty",
         NO_TEXT, "only beams have it"),
-    FieldRule("max_length", WARNED,
+    Rule("max_length", WARNED,
         "`--max-new-tokens` and `--capacity` say how long a text is", neutral(20)),
-    FieldRule("max_new_tokens max_time", WARNED,
+    Rule("max_new_tokens max_time", WARNED,
         "`--max-new-tokens` and `max_seconds` say how long a text is", neutral()),
-    FieldRule("min_length min_new_tokens exponential_decay_length_penalty", WARNED,
+    Rule("min_length min_new_tokens exponential_decay_length_penalty", WARNED,
         "a text may end at any token", neutral(0)),
-    FieldRule("no_repeat_ngram_size encoder_no_repeat_ngram_size", WARNED,
+    Rule("no_repeat_ngram_size encoder_no_repeat_ngram_size", WARNED,
         "the text may repeat; see `repetition_penalty`", neutral(0)),
-    FieldRule("encoder_repetition_penalty guidance_scale", WARNED,
+    Rule("encoder_repetition_penalty guidance_scale", WARNED,
         "no option does this", neutral(1)),
-    FieldRule("sequence_bias penalty_alpha dola_layers constraints force_words_ids "
+    Rule("sequence_bias penalty_alpha dola_layers constraints force_words_ids "
         "watermarking_config token_healing", WARNED, "no option does this",
         neutral(False)),
-    FieldRule("top_h typical_p epsilon_cutoff eta_cutoff", NO_TEXT,
+    Rule("top_h typical_p epsilon_cutoff eta_cutoff", NO_TEXT,
         "without `do_sample` nothing is filtered"),
-    FieldRule("begin_suppress_tokens forced_bos_token_id forced_eos_token_id", WARNED,
+    Rule("begin_suppress_tokens forced_bos_token_id forced_eos_token_id", WARNED,
         "no token is forced or forbidden at one place only"),
-    FieldRule("renormalize_logits remove_invalid_values", NO_TEXT, "the order stays"),
-    FieldRule("bos_token_id pad_token_id decoder_start_token_id", NO_TEXT,
+    Rule("renormalize_logits remove_invalid_values", NO_TEXT, "the order stays"),
+    Rule("bos_token_id pad_token_id decoder_start_token_id", NO_TEXT,
         "the tokenizer or the chat template begins a text, and nothing is padded"),
-    FieldRule("use_cache cache_implementation cache_config max_cache_len "
+    Rule("use_cache cache_implementation cache_config max_cache_len "
         "prefill_chunk_size compile_config disable_compile "
         "continuous_batching_config low_memory return_legacy_cache", NO_TEXT,
         "how transformers computes; a bundle has its own KV buffers"),
-    FieldRule("is_assistant use_mtp num_assistant_tokens num_assistant_tokens_schedule "
+    Rule("is_assistant use_mtp num_assistant_tokens num_assistant_tokens_schedule "
         "assistant_confidence_threshold prompt_lookup_num_tokens "
         "max_matching_ngram_size assistant_early_exit assistant_lookbehind "
         "target_lookbehind assistant_ensemble_weight speculation_type", NO_TEXT,
         "how transformers drafts; drafts change no text here"),
-    FieldRule("num_return_sequences output_attentions output_hidden_states "
+    Rule("num_return_sequences output_attentions output_hidden_states "
         "output_scores output_logits return_dict_in_generate", NO_TEXT,
         "what a call gives back beside the text"),
-    FieldRule("transformers_version _from_model_config _commit_hash generation_kwargs",
+    Rule("transformers_version _from_model_config _commit_hash generation_kwargs",
         NO_TEXT, "where the file comes from"),
 )
 """Rules for generation_config.json, or for config.json where that is missing."""
 
 SAMPLING_FIELDS = (
-    FieldRule("top_h typical_p epsilon_cutoff eta_cutoff", WARNED,
+    Rule("top_h typical_p epsilon_cutoff eta_cutoff", WARNED,
         "sampling has no such filter", neutral(0, 1)),
 )
 """Rules for files with `do_sample`; they override `GENERATION_FIELDS`."""
 
 SOURCE_FIELDS = (
-    FieldRule("decoder_start_token_id forced_bos_token_id", HONOURED,
+    Rule("decoder_start_token_id forced_bos_token_id", HONOURED,
         "a text begins with them"),
 )
 """Rules for encoder-decoders; they override `GENERATION_FIELDS`."""
 
 SPEECH_FIELDS = (
-    FieldRule("no_timestamps_token_id lang_to_id task_to_id suppress_tokens "
+    Rule("no_timestamps_token_id lang_to_id task_to_id suppress_tokens "
         "begin_suppress_tokens max_initial_timestamp_index", HONOURED,
         "the rules of a transcript"),
-    FieldRule("language task return_timestamps", WARNED,
+    Rule("language task return_timestamps", WARNED,
         "`jetdraft transcribe` takes the language, or detects it",
         neutral("transcribe", False, True)),
-    FieldRule("stop_strings", WARNED, "a transcript has no stop texts"),
-    FieldRule("max_length max_new_tokens forced_decoder_ids is_multilingual "
+    Rule("stop_strings", WARNED, "a transcript has no stop texts"),
+    Rule("max_length max_new_tokens forced_decoder_ids is_multilingual "
         "alignment_heads prev_sot_token_id median_filter_width", NO_TEXT,
         "windows have their own length and beginning, and words no times"),
 )
@@ -120,20 +119,20 @@ SPEECH_FIELDS = (
 # fmt: on
 
 
-def rules_by_name(*tables: tuple[FieldRule, ...]) -> dict[str, FieldRule]:
+def rules_by_name(*tables: tuple[Rule, ...]) -> dict[str, Rule]:
     """Map names of fields to rules; a later table overrides an earlier table."""
     rules = [rule for table in tables for rule in table]
     return {name: rule for rule in rules for name in rule.names.split()}
 
 
-def find_rule(name: str, rules: Mapping[str, FieldRule]) -> FieldRule | None:
+def find_rule(name: str, rules: Mapping[str, Rule]) -> Rule | None:
     """Return a field's rule, by its name or a prefix such as "general.*"; or None."""
     prefixes = (p for p in rules if p.endswith("*") and name.startswith(p[:-1]))
     return rules.get(name) or rules.get(next(prefixes, ""))
 
 
 def passed_over_fields(
-    file: str, fields: Mapping[str, Any], rules: Mapping[str, FieldRule]
+    file: str, fields: Mapping[str, Any], rules: Mapping[str, Rule]
 ) -> Iterator[str]:
     """Yield a warning line for each field that the `rules` warn of."""
     for name, value in fields.items():
@@ -142,7 +141,7 @@ def passed_over_fields(
             yield f"{file}: {name} {printable(value, MAX_VALUE_LETTERS)}: {rule.why}"
 
 
-_UNKNOWN_FIELD = FieldRule("", WARNED, "this version does not know it")
+_UNKNOWN_FIELD = Rule("", WARNED, "this version does not know it")
 """The rule of fields that no table names."""
 
 

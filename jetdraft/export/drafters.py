@@ -151,7 +151,7 @@ def drafter_arrays(bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> Arra
     integers that cannot be trained.
     """
     check_trainable(bundle, checkpoint)
-    return changed_arrays(bundle, lambda to: _write_graph(to, bundle, checkpoint, text))
+    return changed_arrays(bundle, lambda to: _export(to, bundle, checkpoint, text))
 
 
 def head_arrays(bundle: Bundle, target: Checkpoint, head: DraftModule) -> Arrays:
@@ -236,9 +236,7 @@ def check_trainable(bundle: Bundle, checkpoint: Checkpoint) -> None:
         raise _pair_error(checkpoint.source)
 
 
-def _write_graph(
-    folder: Path, bundle: Bundle, checkpoint: Checkpoint, text: Tensor
-) -> None:
+def _export(folder: Path, bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> None:
     """Write the drafter's graph as its export did, but with KV buffers of floats."""
     entry = bundle.graphs[DRAFTER]
     recipe = replace(Recipe.from_json(entry.quantization), kv=None)
@@ -280,17 +278,15 @@ def _differing_arrays(old: ir.Model, new: ir.Model) -> Arrays:
     before, after = _constants(old), _constants(new)
     arrays: Arrays = {}
     for name, tensor in after.items():
-        stored = before.get(name)
-        in_file = isinstance(stored, ir.ExternalTensor)
-        if in_file and DRAFTER not in str(stored.location):
+        kept = before.get(name)
+        if isinstance(kept, ir.ExternalTensor) and DRAFTER not in str(kept.location):
             continue
         array = tensor.numpy()
-        form = tensor.shape, tensor.dtype
-        if stored is None or (stored.shape, stored.dtype) != form:
+        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
             raise _pair_error(f"the array {name}")
-        if np.array_equal(array, stored.numpy()):
+        if np.array_equal(array, kept.numpy()):
             continue
-        if not isinstance(stored, ir.ExternalTensor):
+        if not isinstance(kept, ir.ExternalTensor):
             raise PairError(
                 f"the array {name} is too small for the weights file, so it cannot be "
                 "swapped; learn from use with a larger drafter"

@@ -390,9 +390,6 @@ def _same_shape(one: ir.Value | None, other: ir.Value | None) -> bool:
     return same_rows(one.shape, other.shape) and bool(one.shape[1] == other.shape[1])
 
 
-# --- reshapes -------------------------------------------------------------------------
-
-
 def drop_identity_reshapes(graph: ir.Graph) -> None:
     """Merge chains of Reshape, and drop those that keep the shape, in place."""
     for node in list(graph):
@@ -416,9 +413,6 @@ def same_rows(shape: ir.Shape | None, other: ir.Shape | None) -> bool:
         return False
     width = shape[2]
     return shape[0] == other[0] == 1 and isinstance(width, int) and width == other[2]
-
-
-# --- gathers --------------------------------------------------------------------------
 
 
 def replace_gather_nd(graph: ir.Graph) -> None:
