@@ -270,14 +270,15 @@ def _export(folder: Path, bundle: Bundle, checkpoint: Checkpoint, text: Tensor) 
     write_chain(job, replace(entry, contract=contract), step)
 
 
-def _differing_arrays(old: ir.Model, new: ir.Model) -> Arrays:
-    """Return arrays of `new` whose numbers differ in `old`, except the target's.
+def _differing_arrays(exported: ir.Model, trained: ir.Model) -> Arrays:
+    """Return arrays of `trained` that differ in `exported`, except the target's.
 
     onnxruntime swaps arrays of a weights file only: `PairError` if others differ.
     """
-    before, after = _constants(old), _constants(new)
+    before, after = _constants(exported), _constants(trained)
     arrays: Arrays = {}
     for name, tensor in after.items():
+<<<<<<< HEAD
         kept = before.get(name)
         if isinstance(kept, ir.ExternalTensor) and DRAFTER not in str(kept.location):
             continue
@@ -287,6 +288,18 @@ def _differing_arrays(old: ir.Model, new: ir.Model) -> Arrays:
         if np.array_equal(array, kept.numpy()):
             continue
         if not isinstance(kept, ir.ExternalTensor):
+=======
+        old = before.get(name)
+        if isinstance(old, ir.ExternalTensor) and DRAFTER not in str(old.location):
+            continue
+        array = tensor.numpy()
+        form = tensor.shape, tensor.dtype
+        if old is None or (old.shape, old.dtype) != form:
+            raise _pair_error(f"the array {name}")
+        if np.array_equal(array, old.numpy()):
+            continue
+        if not isinstance(old, ir.ExternalTensor):
+>>>>>>> names
             raise PairError(
                 f"the array {name} is too small for the weights file, so it cannot be "
                 "swapped; learn from use with a larger drafter"

@@ -200,7 +200,7 @@ class HeadFiles:
         scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(scaling, dict):
             own = self.configured({"rope_scaling": scaling})
-            raise own._needs("rope_scaling", "an object")
+            raise own._field_error("rope_scaling", "an object")
         rope = {"rope_theta": config.get("rope_theta"), **scaling}
         own = self.configured(rope)
         rope["rope_theta"] = own.positive_number("rope_theta", 10000.0)

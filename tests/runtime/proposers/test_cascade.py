@@ -128,16 +128,16 @@ def test_trusted_tokens_behind_a_doubtful_token_are_taken(model):
 
 def test_a_guess_is_tried_up_to_its_first_difference():
     guess = Guess([5, 9, 1, 2], 0.0, match=3)
-    assert _as_trials([5, 6, 1], guess, own=True) == [
-        Trial(5, 5, 2, own=True),
-        Trial(6, 9, 3, own=True),
-        Trial(1, None, 3, own=True),
+    assert _as_trials([5, 6, 1], guess, by_drafter=True) == [
+        Trial(5, 5, 2, by_drafter=True),
+        Trial(6, 9, 3, by_drafter=True),
+        Trial(1, None, 3, by_drafter=True),
     ]
-    assert _as_trials([5, 9], guess, own=False) == [
-        Trial(5, 5, 2, own=False),
-        Trial(9, 9, 3, own=False),
+    assert _as_trials([5, 9], guess, by_drafter=False) == [
+        Trial(5, 5, 2, by_drafter=False),
+        Trial(9, 9, 3, by_drafter=False),
     ]
-    assert _as_trials([6], Guess([], 0.0, 0), own=True) == [Trial(6, None, 0, own=True)]
+    assert _as_trials([6], Guess([], 0.0, 0), True) == [Trial(6, None, 0, True)]
 
 
 RIGHT, WRONG = 4, 5
@@ -148,7 +148,7 @@ def taught(own, guess, evidence=2, rounds=30):
     trust, context = Trust(), [1]
     for _ in range(rounds):
         token, guessed = (RIGHT if right else WRONG for right in (own, guess))
-        trust.keep_draft(context, [Trial(token, guessed, evidence, own=True)])
+        trust.keep_draft(context, [Trial(token, guessed, evidence, by_drafter=True)])
         context = [*context, RIGHT]
         trust.learn(context)
     return trust
@@ -188,16 +188,16 @@ def test_a_drafter_that_is_not_asked_gets_another_chance():
 
 def test_nothing_is_learned_behind_a_wrong_token():
     """The guesses behind it were wrong, but nobody knows what came after it."""
-    trust, behind = Trust(), Trial(WRONG, WRONG, 4, own=False)
+    trust, behind = Trust(), Trial(WRONG, WRONG, 4, by_drafter=False)
     for _ in range(30):
-        trust.keep_draft([1], [Trial(WRONG, None, 0, own=True), behind])
+        trust.keep_draft([1], [Trial(WRONG, None, 0, by_drafter=True), behind])
         trust.learn([1, RIGHT, RIGHT])
     assert trust.prefers(4)
 
 
 def test_a_draft_counts_once():
     trust = Trust()
-    trust.keep_draft([1], [Trial(RIGHT, WRONG, 4, own=True)])
+    trust.keep_draft([1], [Trial(RIGHT, WRONG, 4, by_drafter=True)])
     trust.learn([1, RIGHT])
     once = list(trust._rates[4][1].trials)
     trust.learn([1, RIGHT])
@@ -208,7 +208,7 @@ def test_a_draft_counts_once():
 def test_another_text_is_not_compared(gone):
     trust = Trust()
     for _ in range(30):
-        trust.keep_draft([1, 2], [Trial(WRONG, WRONG, 4, own=False)])
+        trust.keep_draft([1, 2], [Trial(WRONG, WRONG, 4, by_drafter=False)])
         if gone == "another sequence":
             trust.begin()
         trust.learn([1, 3, RIGHT] if gone == "withdrawn tokens" else [1, 2, RIGHT])
