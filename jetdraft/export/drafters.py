@@ -278,7 +278,6 @@ def _differing_arrays(exported: ir.Model, trained: ir.Model) -> Arrays:
     before, after = _constants(exported), _constants(trained)
     arrays: Arrays = {}
     for name, tensor in after.items():
-<<<<<<< HEAD
         kept = before.get(name)
         if isinstance(kept, ir.ExternalTensor) and DRAFTER not in str(kept.location):
             continue
@@ -288,18 +287,6 @@ def _differing_arrays(exported: ir.Model, trained: ir.Model) -> Arrays:
         if np.array_equal(array, kept.numpy()):
             continue
         if not isinstance(kept, ir.ExternalTensor):
-=======
-        old = before.get(name)
-        if isinstance(old, ir.ExternalTensor) and DRAFTER not in str(old.location):
-            continue
-        array = tensor.numpy()
-        form = tensor.shape, tensor.dtype
-        if old is None or (old.shape, old.dtype) != form:
-            raise _pair_error(f"the array {name}")
-        if np.array_equal(array, old.numpy()):
-            continue
-        if not isinstance(old, ir.ExternalTensor):
->>>>>>> names
             raise PairError(
                 f"the array {name} is too small for the weights file, so it cannot be "
                 "swapped; learn from use with a larger drafter"
