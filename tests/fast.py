@@ -1,85 +1,189 @@
-"""`pytest --fast` runs what needs no export and no training: seconds, not minutes.
+"""`pytest --fast` runs what needs no export, no training and no other process.
 
-Nothing is marked by hand. A test needs an export if it, one of its fixtures, or a
-helper that they name reaches a function of `SLOW_ROOMS`, or gives a verb of
-`SLOW_VERBS` to the command line.
+Nothing is marked by hand. A test is slow if it, one of its fixtures, or a helper that
+they name reaches a function of `SLOW_ROOMS`, or gives a word of `SLOW_WORDS` to a
+command line. Helpers are found behind tables, partial calls, imports inside of
+functions, and in programs that are written as strings; of a table only the rows count
+that the test's parameters name, if they name any.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
-from collections.abc import Iterator
+import pkgutil
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
 from types import CodeType, FunctionType, ModuleType
 
+import click
 import pytest
 
-SLOW_ROOMS = ("jetdraft.export.", "jetdraft.train.", "tools.")
-SLOW_VERBS = {"export", "train"}
+SLOW_ROOMS = (
+    "jetdraft.export.",
+    "jetdraft.train.",
+    "tools.",
+    "torch.optim.",
+    "subprocess",
+)
+QUICK_ROOMS = (
+    "jetdraft.export.derived",
+    "jetdraft.train.labels",
+    "jetdraft.train.data",
+)
+"""Rooms in them that trace nothing and train nothing."""
+
+SLOW_WORDS = {"export", "train"}
+CONTAINERS = (functools.partial, dict, list, tuple, click.Command)
 PREPARING = {"traces", "forecasts_of_all_exports"}
 """Fixtures of all tests that change how exports run, and run none."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --fast."""
-    parser.addoption("--fast", action="store_true", help="tests without exports only")
+    parser.addoption("--fast", action="store_true", help="quick tests only")
 
 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out what needs an export."""
+    """Leave out what is slow."""
     if not config.getoption("--fast"):
         return
-    slow = [item for item in items if needs_export(item)]
+    slow = [item for item in items if is_slow_test(item)]
     config.hook.pytest_deselected(items=slow)
     chosen = set(items) - set(slow)
     items[:] = [item for item in items if item in chosen]
 
 
-def needs_export(item: pytest.Item) -> bool:
-    """Whether a test, or a fixture that it uses, exports or trains."""
+def is_slow_test(item: pytest.Item) -> bool:
+    """Whether a test, or a fixture that it uses, is slow."""
     assert isinstance(item, pytest.Function)
-    functions = [item.function]
+    call, functions = getattr(item, "callspec", None), [item.function]
+    rows = frozenset(
+        v for v in (call.params if call else {}).values() if isinstance(v, str)
+    )
     for name, definitions in item._fixtureinfo.name2fixturedefs.items():
         if name not in PREPARING:
             functions += [definition.func for definition in definitions]
-    return any(is_slow(function) for function in functions)
+    # A fixture may be asked for by a parameter's value.
+    manager = item.session._fixturemanager
+    for name in rows:
+        functions += [d.func for d in manager.getfixturedefs(name, item) or ()]
+    # What is quick with all rows of its tables is quick with some of them.
+    slow = filter(is_slow, functions)
+    return any(not rows or is_slow(function, rows) for function in slow)
 
 
 @functools.cache
-def is_slow(function: object) -> bool:
-    """Whether a function may reach an export, by the names in its code."""
-    return any(True for _ in _reached(function, set()))
+def is_slow(function: object, rows: frozenset[str] = frozenset()) -> bool:
+    """Whether a function may reach something slow, by the names in its code."""
+    return any(True for _ in _Search(rows).reached(function))
 
 
-def _reached(function: object, seen: set[object]) -> Iterator[object]:
-    """The functions of slow rooms that a function names, also by its helpers."""
-    function = getattr(function, "__wrapped__", getattr(function, "__func__", function))
-    if isinstance(function, type):
-        for member in vars(function).values():
-            if isinstance(member, FunctionType):
-                yield from _reached(member, seen)
-        return
-    if not isinstance(function, FunctionType) or function in seen:
-        return
-    seen.add(function)
-    for code in _codes(function.__code__):
-        if SLOW_VERBS & {c for c in code.co_consts if isinstance(c, str)}:
-            yield function
-        for name in code.co_names:
-            named = function.__globals__.get(name)
-            room = getattr(named, "__module__", None) or ""
-            if isinstance(named, ModuleType):
-                room = f"{named.__name__}."
-            if room.startswith(SLOW_ROOMS) and not _is_record(named):
-                yield named
-            elif room.startswith("tests."):
-                yield from _reached(named, seen)
+class _Search:
+    """A search for slow functions behind others; it looks at nothing twice."""
+
+    def __init__(self, rows: frozenset[str]) -> None:
+        self.rows, self.seen = rows, set[int]()
+
+    def reached(self, what: object) -> Iterator[object]:
+        """The functions of slow rooms behind a function, a class, a table or a call."""
+        what = getattr(what, "__wrapped__", getattr(what, "__func__", what))
+        if id(what) in self.seen:
+            return
+        self.seen.add(id(what))
+        if isinstance(what, functools.partial):
+            parts: Iterable[object] = (what.func, *what.args, *what.keywords.values())
+        elif isinstance(what, click.Command):
+            parts = (what.callback,)
+        elif isinstance(what, dict):
+            parts = [what[key] for key in self.rows & what.keys()] or what.values()
+        elif isinstance(what, list | tuple):
+            parts = what
+        elif isinstance(what, type):
+            parts = vars(what).values() if _room(what).startswith("tests.") else ()
+        else:
+            if isinstance(what, FunctionType):
+                for code in _codes(what.__code__):
+                    yield from self.named(code, what.__globals__)
+            return
+        for part in parts:
+            yield from self.found(part)
+
+    def found(self, what: object) -> Iterator[object]:
+        """It, if it is of a slow room, else what is behind it."""
+        if isinstance(what, str) and re.fullmatch(r"tests\.[\w.]+:\w+", what):
+            what = pkgutil.resolve_name(what)
+        if _is_slow(what):
+            yield what
+        elif isinstance(what, CONTAINERS) or _room(what).startswith("tests."):
+            yield from self.reached(what)
+
+    def named(self, code: CodeType, names: Mapping[str, object]) -> Iterator[object]:
+        """What the names of a code stand for, also in modules that it names."""
+        called, attributes = _names(code)
+        for name in called:
+            if name.startswith(("tests.", *SLOW_ROOMS)):
+                import_module(name)
+            if isinstance(what := names.get(name, sys.modules.get(name)), str):
+                yield from self.programmed(what)
+                continue
+            yield from self.found(what)
+            for inner in attributes if isinstance(what, ModuleType) else ():
+                part = vars(what).get(inner)
+                if _is_slow(part) or _room(what).startswith("tests."):
+                    yield from self.found(part)
+        for constant in code.co_consts:
+            if constant in SLOW_WORDS:
+                yield constant
+            elif isinstance(constant, str):
+                yield from self.programmed(constant)
+
+    def programmed(self, text: str) -> Iterator[object]:
+        """What a program for another interpreter reaches."""
+        if "import " in text:
+            for code in _codes(_compiled(text)):
+                yield from self.named(code, {})
 
 
-def _is_record(named: object) -> bool:
-    """Whether it only holds options: a class, unless its name says that it trains."""
-    return isinstance(named, type) and not named.__name__.endswith("Training")
+@functools.cache
+def _compiled(text: str) -> CodeType:
+    """A program; an empty one if the text is no program."""
+    try:
+        return compile(text, "<string>", "exec")
+    except SyntaxError:
+        return compile("", "<string>", "exec")
+
+
+def _room(what: object) -> str:
+    """The module of a function or a class, and a module itself with a dot behind it."""
+    if isinstance(what, ModuleType):
+        return f"{what.__name__}."
+    return getattr(what, "__module__", None) or ""
+
+
+def _is_slow(what: object) -> bool:
+    """Whether it is of a slow room, and not a class that only holds options."""
+    if isinstance(what, type) and not what.__name__.endswith("Training"):
+        return False
+    return _room(what).startswith(SLOW_ROOMS) and not _room(what).startswith(
+        QUICK_ROOMS
+    )
+
+
+@functools.cache
+def _names(code: CodeType) -> tuple[set[str], set[str]]:
+    """The names of variables and modules in a code, and those behind a dot."""
+    kinds: dict[bool, set[str]] = {True: set(), False: set()}
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"):
+            kinds[True].add(step.argval)
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
+            kinds[False].add(step.argval)
+    return kinds[True], kinds[False]
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
