@@ -230,7 +230,7 @@ class GenerationFields:
 
     def passed_over(self, reads_source: bool, is_speech: bool) -> tuple[str, ...]:
         """Return a warning for each field that would change the text, and does not."""
-        tables: list[tuple[FieldRule, ...]] = [GENERATION_FIELDS]
+        tables: list[tuple[Rule, ...]] = [GENERATION_FIELDS]
         tables += [SAMPLING_FIELDS] if self.fields.get("do_sample") is True else []
         tables += [SOURCE_FIELDS] if reads_source else []
         tables += [SPEECH_FIELDS] if is_speech else []
