@@ -32,22 +32,12 @@ T5: dict[str, Any] = {
     "pad_token_id": 1,
 }
 BART: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "max_position_embeddings": 64,
-    "init_std": 0.2,
-    "decoder_start_token_id": 2,
-    "eos_token_id": 0,
-    "bos_token_id": None,
-    "pad_token_id": 1,
-    "forced_eos_token_id": None,
-}
+    "vocab_size": VOCAB_SIZE, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96, "max_position_embeddings": 64, "init_std": 0.2,
+    "decoder_start_token_id": 2, "eos_token_id": 0, "bos_token_id": None,
+    "pad_token_id": 1, "forced_eos_token_id": None,
+}  # fmt: skip
 CONFIGS = {
     "t5": T5Config(**T5),
     "bart": BartConfig(**BART),

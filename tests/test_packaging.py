@@ -143,11 +143,8 @@ def test_the_guide_to_a_board_installs_the_wheel_alone(wheel, tmp_path):
 def resolve(project, **environment):
     return subprocess.run(
         [sys.executable, ROOT / "scripts/resolve", project],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        env={**os.environ, **environment}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
 
 
 def written(folder, package, extra="some"):

@@ -38,11 +38,9 @@ def pycode(tmp_path_factory):
 )
 def test_many_tokens_with_every_method(pycode, temperature, seed, floor, tokens):
     options = {
-        "max_new_tokens": tokens,
-        "temperature": temperature,
-        "seed": seed,
+        "max_new_tokens": tokens, "temperature": temperature, "seed": seed,
         "ignore_eos": True,
-    }
+    }  # fmt: skip
     plain = pycode.generate(PROMPT, method="none", **options)
     assert len(plain.token_ids) == tokens
     for method, length in (("draft", 1), ("draft", 4), ("lookup", 4), ("auto", None)):

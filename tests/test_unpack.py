@@ -72,12 +72,9 @@ def wheel(tmp_path):
     """A wheel with a small random T5, and the T5."""
     torch.manual_seed(0)
     config = transformers.T5Config(
-        **SMALL,
-        num_layers=2,
-        num_decoder_layers=1,
-        feed_forward_proj="gated-gelu",
+        **SMALL, num_layers=2, num_decoder_layers=1, feed_forward_proj="gated-gelu",
         tie_word_embeddings=False,
-    )
+    )  # fmt: skip
     model = transformers.T5ForConditionalGeneration(config)
     model.lm_head.weight = torch.nn.Parameter(torch.randn(40, 16))
     state = {n: t for n, t in model.state_dict().items() if "embed_tokens" not in n}
@@ -411,11 +408,9 @@ recipes.run(stage, 1, work / "minutes.json")
 def test_ctrl_c_waits_for_the_stage_and_notes_its_minutes(tmp_path):
     (tmp_path / "stage.py").write_text(STAGE)
     process = subprocess.Popen(
-        [sys.executable, "-c", RECIPE, tmp_path],
-        cwd=REAL,
-        stderr=subprocess.DEVNULL,
+        [sys.executable, "-c", RECIPE, tmp_path], cwd=REAL, stderr=subprocess.DEVNULL,
         start_new_session=True,
-    )
+    )  # fmt: skip
     for _ in range(600):
         if (tmp_path / "began").exists():
             break

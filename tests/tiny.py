@@ -63,12 +63,9 @@ def llama_config(**changes: Any) -> LlamaConfig:
 def drafter_config(**changes: Any) -> LlamaConfig:
     """A 1-layer Llama half as wide."""
     small = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "intermediate_size": 48,
-    }
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 48,
+    }  # fmt: skip
     return llama_config(**{**small, **changes})
 
 

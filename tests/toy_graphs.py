@@ -44,12 +44,9 @@ LEFT_OUT = 5
 """Tokens whose id is a multiple of it are outside of the draft vocabulary."""
 
 COMMON = {
-    "vocab_size": VOCABULARY,
-    "capacity": CAPACITY,
-    "max_width": 32,
-    "dtype": "float32",
+    "vocab_size": VOCABULARY, "capacity": CAPACITY, "max_width": 32, "dtype": "float32",
     "kv_shapes": ((1, SIZE),),
-}
+}  # fmt: skip
 TARGET_CONTRACT = StepContract(**COMMON, feature_size=WIDTH)
 IDS = np.array([i for i in range(VOCABULARY) if i % LEFT_OUT])
 HEAD_CONTRACT = StepContract(

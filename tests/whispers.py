@@ -34,35 +34,20 @@ SETTINGS = {
     "begin_suppress_tokens": [13, END],
 }
 MULTILINGUAL = {
-    **SETTINGS,
-    "lang_to_id": LANGUAGES,
-    "task_to_id": TASKS,
-    "is_multilingual": True,
-}
+    **SETTINGS, "lang_to_id": LANGUAGES, "task_to_id": TASKS, "is_multilingual": True,
+}  # fmt: skip
 
 
 def config(**changes: object) -> WhisperConfig:
-    return WhisperConfig(
-        **{
-            "vocab_size": TOKENS,
-            "num_mel_bins": 80,
-            "d_model": 64,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 96,
-            "decoder_ffn_dim": 96,
-            "max_source_positions": SLOTS,
-            "max_target_positions": 64,
-            "init_std": 0.2,
-            "decoder_start_token_id": START,
-            "eos_token_id": END,
-            "bos_token_id": END,
-            "pad_token_id": END,
-            **changes,
-        }
-    )
+    fields = {
+        "vocab_size": TOKENS, "num_mel_bins": 80, "d_model": 64, "init_std": 0.2,
+        "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 96,
+        "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96,
+        "max_source_positions": SLOTS, "max_target_positions": 64,
+        "decoder_start_token_id": START,
+        "eos_token_id": END, "bos_token_id": END, "pad_token_id": END,
+    }  # fmt: skip
+    return WhisperConfig(**fields | changes)
 
 
 def save(folder: Path, settings: dict[str, object] = MULTILINGUAL, **changes) -> Path:

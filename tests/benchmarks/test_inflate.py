@@ -28,12 +28,9 @@ from tests.tiny import llama_config, save_checkpoint, save_prompts
 from tests.train.periodic import made, nothing, write_periodic
 
 SIZES = {
-    "--hidden-size": 256,
-    "--layers": 5,
-    "--heads": 16,
-    "--kv-heads": 8,
+    "--hidden-size": 256, "--layers": 5, "--heads": 16, "--kv-heads": 8,
     "--intermediate-size": 416,
-}
+}  # fmt: skip
 TASKS = {
     "kangaroo": KangarooTask,
     "glide": GlideTask,

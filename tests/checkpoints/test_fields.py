@@ -280,25 +280,16 @@ def test_truncation_and_padding_of_a_training_are_reset(tmp_path):
 
 TOKEN = {"content": "def", "special": False, "normalized": False}
 TOKENIZER_FIELDS = {
-    "add_bos_token": True,
-    "add_eos_token": True,
-    "add_prefix_space": True,
+    "add_bos_token": True, "add_eos_token": True, "add_prefix_space": True,
     "added_tokens_decoder": {"70": TOKEN | {"lstrip": True, "rstrip": False}},
-    "additional_special_tokens": ["self"],
-    "bos_token": "<|endoftext|>",
-    "chat_template": "{{ messages }}",
-    "clean_up_tokenization_spaces": True,
-    "do_lower_case": True,
-    "eos_token": "self",
-    "extra_special_tokens": {"image_token": "self"},
-    "legacy": False,
-    "model_max_length": 4,
-    "padding_side": "left",
-    "spaces_between_special_tokens": False,
-    "split_special_tokens": True,
-    "truncation_side": "left",
-    "use_default_system_prompt": True,
-}
+    "additional_special_tokens": ["self"], "bos_token": "<|endoftext|>",
+    "chat_template": "{{ messages }}", "clean_up_tokenization_spaces": True,
+    "do_lower_case": True, "eos_token": "self",
+    "extra_special_tokens": {"image_token": "self"}, "legacy": False,
+    "model_max_length": 4, "padding_side": "left",
+    "spaces_between_special_tokens": False, "split_special_tokens": True,
+    "truncation_side": "left", "use_default_system_prompt": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TOKENIZER_FIELDS)
@@ -418,13 +409,10 @@ def test_a_key_that_no_model_computes_with_is_refused(tmp_path, name, row):
 
 def test_keys_that_are_not_honoured_are_warned_of(tmp_path):
     fields = {
-        "general.sampling.xtc_probability": 0.5,
-        "general.sampling.penalty_repeat": 1.0,
-        "llama.next_years_field": 5,
-        "tokenizer.ggml.next_year": "x",
-        "quantize.imatrix.file": "calibration.dat",
-        "another_program.version": "5",
-    }
+        "general.sampling.xtc_probability": 0.5, "general.sampling.penalty_repeat": 1.0,
+        "llama.next_years_field": 5, "tokenizer.ggml.next_year": "x",
+        "quantize.imatrix.file": "calibration.dat", "another_program.version": "5",
+    }  # fmt: skip
     lines, _ = read(tmp_path / "a.gguf", fields)
     assert [line.split()[1] for line in lines] == [
         "general.sampling.xtc_probability",

@@ -130,11 +130,9 @@ def test_fields_of_parts_that_a_model_lacks_refuse_nothing(tmp_path):
     config.save_pretrained(tmp_path / "llama")
     check_exportable(str(tmp_path / "llama"))
     config = GraniteMoeHybridConfig(
-        **{**SIZES, "num_hidden_layers": 1},
-        num_local_experts=0,
-        layer_types=["attention"],
-        shared_intermediate_size=96,
-    )
+        **{**SIZES, "num_hidden_layers": 1}, num_local_experts=0,
+        layer_types=["attention"], shared_intermediate_size=96,
+    )  # fmt: skip
     folder = save_checkpoint(tmp_path / "granite", config)
     export(str(folder), tmp_path / "bundle", options=QUICK)
 

@@ -111,11 +111,10 @@ def test_without_prompts_there_are_some_of_its_own(lone_bundle):
     assert "4/4" in result.stdout
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [[1, 2, 3], [1] * 256, [1] * 255],
-    ids=["one token wanted", "no room", "room for one"],
-)
+NOTHING = {"one token wanted": [1, 2, 3], "no room": [1] * 256, "for one": [1] * 255}
+
+
+@pytest.mark.parametrize("prompt", NOTHING.values(), ids=NOTHING)
 def test_what_was_not_measured_is_a_dash(lone_bundle, tmp_path, prompt):
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"token_ids": prompt}))
@@ -204,6 +203,5 @@ def test_json_is_one_object(copied_bundle, one_turn):
 def test_where_the_times_cannot_be_kept_none_are_measured(copied_bundle):
     shutil.rmtree(copied_bundle / "profiles")
     (copied_bundle / "profiles").write_text("a file in the place of the folder")
-    assert_refused(
-        jetdraft("tune", copied_bundle, "-t", "1"), "cannot write", "cpu-1-tuning"
-    )
+    refused = jetdraft("tune", copied_bundle, "-t", "1")
+    assert_refused(refused, "cannot write", "cpu-1-tuning")

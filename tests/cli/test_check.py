@@ -69,10 +69,8 @@ def test_says_what_the_tokenizer_makes_of_texts(bundle, tmp_path, without_texts)
 
 
 def test_texts_need_no_run_and_must_be_there(bundle, tmp_path):
-    refused = jetdraft(
-        "check", bundle, "--tokenize", tmp_path / "none", "--threads", "1"
-    )
-    assert_refused(refused, "no data file")
+    missing = ("--tokenize", tmp_path / "none", "--threads", "1")
+    assert_refused(jetdraft("check", bundle, *missing), "no data file")
     text = tmp_path / "english.txt"
     text.write_text("the self.")
     flags = ("check", bundle, "--tokenize", text, "--no-run")

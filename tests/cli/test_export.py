@@ -258,8 +258,6 @@ def test_without_torch_the_extra_is_named(pair, output):
 def test_export_refuses_an_empty_text(pair, tmp_path):
     how = ("--quantize", "int4-gptq", "-o", tmp_path / "out")
     (tmp_path / "empty.txt").write_text("")
-    result = jetdraft(
-        "export", pair.target, *how, "--calibration", tmp_path / "empty.txt"
-    )
-    assert_refused(result, "0 tokens")
+    how += ("--calibration", tmp_path / "empty.txt")
+    assert_refused(jetdraft("export", pair.target, *how), "0 tokens")
     assert not (tmp_path / "out").exists()

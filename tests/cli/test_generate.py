@@ -68,9 +68,8 @@ def test_json_is_one_object_and_nothing_else(bundle, model):
     assert result.exit_code == 0
     assert result.stderr == ""
     found = json.loads(result.stdout)
-    expected = model.generate(
-        PROMPT, method="draft", num_draft_tokens=3, max_new_tokens=24
-    )
+    same = {"method": "draft", "num_draft_tokens": 3, "max_new_tokens": 24}
+    expected = model.generate(PROMPT, **same)
     assert set(found) == {
         *("text", "token_ids", "from_draft", "prompt_tokens", "finish_reason", "stats")
     }
@@ -87,10 +86,8 @@ def test_json_is_one_object_and_nothing_else(bundle, model):
 def test_endings_and_penalties_reach_the_generation(bundle, model):
     plain = model.generate(PROMPT, max_new_tokens=24).text
     stop = [plain[6:8], "never"]
-    result = jetdraft(
-        *("generate", bundle, *GIVEN, *SHORT, "--json", "--stop", stop[0]),
-        *("--stop", stop[1], "--repetition-penalty", "1.2"),
-    )
+    flags = ("--stop", stop[0], "--stop", stop[1], "--repetition-penalty", "1.2")
+    result = jetdraft("generate", bundle, *GIVEN, *SHORT, "--json", *flags)
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     expected = model.generate(
@@ -193,11 +190,9 @@ def test_standard_streams_may_be_closed(bundle, tmp_path):
     command = ["generate", bundle, "-n", "4", "--threads", "1", "--store", store, "-p"]
     both = several([*command, "-"], [*command, "def f():"])
     done = subprocess.run(
-        ["sh", "-c", 'exec "$@" <&- >&-', "sh", *both],
-        check=True,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        ["sh", "-c", 'exec "$@" <&- >&-', "sh", *both], check=True,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     refused, code, *_, last = done.stderr.splitlines()
     assert "the prompt is empty" in refused
     assert (code, last) == ("code 2", "code 0"), done.stderr
@@ -223,11 +218,9 @@ def test_an_error_that_cannot_be_printed_is_an_error_all_the_same():
 def test_a_locale_without_the_letters_of_a_text_loses_nothing(bundle):
     command = ["generate", bundle, "-p", "x", "--regex", "ä漢", "--threads", "1"]
     done = subprocess.run(
-        several(command, [*command, "--json"]),
-        check=True,
-        capture_output=True,
+        several(command, [*command, "--json"]), check=True, capture_output=True,
         env={**os.environ, "PYTHONIOENCODING": "latin-1"},
-    )
+    )  # fmt: skip
     text, fields = done.stdout.splitlines()
     assert text == b"\xe4\\u6f22"
     assert json.loads(fields)["text"] == "ä漢"
@@ -369,9 +362,8 @@ def test_bad_files_and_bundles_are_refused(whisper, bundle, file, tmp_path):
     assert_refused(jetdraft("transcribe", heard, empty), "is empty")
     missing = tmp_path / "missing.wav"
     assert_refused(jetdraft("transcribe", heard, missing), "there is no file")
-    assert_refused(
-        jetdraft("transcribe", heard, __file__), "is not a WAV file", "ffmpeg"
-    )
+    program = jetdraft("transcribe", heard, __file__)
+    assert_refused(program, "is not a WAV file", "ffmpeg")
     assert_refused(jetdraft("transcribe", bundle, file), "hears nothing")
     wrong = jetdraft("transcribe", heard, file, "--language", "xx")
     assert_refused(wrong, "no language 'xx'")

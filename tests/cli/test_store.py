@@ -114,14 +114,11 @@ def test_something_else_is_no_store(bundle, tmp_path):
     notes.write_text("what I have to do\n" * 20)
     done = jetdraft("generate", bundle, "-p", " the self", "--store", notes, *SHORT)
     assert_refused(done, "is not a store of responses")
-    assert_refused(
-        jetdraft("store", "list", bundle, notes), "is not a store of responses"
-    )
+    listed = jetdraft("store", "list", bundle, notes)
+    assert_refused(listed, "is not a store of responses")
     assert notes.read_text().startswith("what I have")
-    assert_refused(
-        jetdraft("generate", bundle, "-p", " the", "--store", tmp_path, *SHORT),
-        "something",
-    )
+    folder = jetdraft("generate", bundle, "-p", " the", "--store", tmp_path, *SHORT)
+    assert_refused(folder, "something")
 
 
 def test_no_store_to_list(bundle, tmp_path):

@@ -46,21 +46,17 @@ def test_from_a_text_to_drafts(target, text, tmp_path):
     shown = jetdraft("check", "--no-run", bundle).stdout
     assert "streams       2 in the top 2 layers, lossless" in shown
     how = ("--max-new-tokens", "24", "--threads", "1", "--json")
+    write = ("generate", bundle, "-p", " self", *how, "--method")
     plain, drafted = (
-        json.loads(
-            jetdraft("generate", bundle, "-p", " self", "--method", m, *how).stdout
-        )
-        for m in ("none", "stream")
+        json.loads(jetdraft(*write, m).stdout) for m in ("none", "stream")
     )
     assert drafted["token_ids"] == plain["token_ids"]
     assert drafted["stats"]["drafted_tokens"] > 0
 
 
 def test_a_missing_target(text, tmp_path):
-    result = jetdraft(
-        "train", "stream", tmp_path / "no", "--data", text, "-o", tmp_path / "out"
-    )
-    assert_refused(result, "no checkpoint at")
+    command = ("train", "stream", tmp_path / "no", "--data", text)
+    assert_refused(jetdraft(*command, "-o", tmp_path / "out"), "no checkpoint at")
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGINT"), reason="needs signals")
@@ -190,9 +186,8 @@ def test_a_drafter_from_a_text(target, tmp_path, text):
         for folder in (tmp_path / "drafter", target)
     )
     assert own == expected
-    layers = jetdraft(
-        *(*command[:-1], tmp_path / "layers", "--from-layers", "0,2", *DRAFTER)
-    )
+    other = (*command[:-1], tmp_path / "layers", "--from-layers", "0,2")
+    layers = jetdraft(*other, *DRAFTER)
     assert layers.exit_code == 0, layers.output
     assert "training a drafter of width 64, layers: 2" in layers.stderr
 

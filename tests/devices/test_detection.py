@@ -73,9 +73,8 @@ def test_files_that_say_something_else(tmp_path, name, text, field):
 )
 def test_patches_belong_to_their_release(tmp_path, revision, jetpack):
     release = f"# R36 (release), REVISION: {revision}, GCID: 1"
-    machine = detect_machine(
-        write(tmp_path, {**ORIN_NANO, "etc/nv_tegra_release": release})
-    )
+    tree = {**ORIN_NANO, "etc/nv_tegra_release": release}
+    machine = detect_machine(write(tmp_path, tree))
     assert machine.l4t == f"36.{revision}"
     assert (machine.jetpack.version if machine.jetpack else None) == jetpack
 
@@ -111,15 +110,9 @@ def test_energy_is_power_times_time(tmp_path):
     assert meter.joules == pytest.approx(10 * took, rel=0.2)
 
 
-def test_without_monitors_there_is_no_figure(tmp_path):
-    with Meter(tmp_path) as meter:
-        pass
-    assert meter.joules is None
-
-
-def test_a_rail_that_cannot_be_read_ends_the_measurement(tmp_path):
-    root = write(tmp_path, {**POWER, f"{RAILS}/curr1_input": "?"})
-    with Meter(root, interval=0.01) as meter:
+@pytest.mark.parametrize("files", [{}, {**POWER, f"{RAILS}/curr1_input": "?"}])
+def test_without_a_rail_that_can_be_read_there_is_no_figure(tmp_path, files):
+    with Meter(write(tmp_path, files), interval=0.01) as meter:
         pass
     assert meter.joules is None
 

@@ -47,9 +47,8 @@ def test_what_a_trial_finds(monkeypatch):
     tensorrt = try_provider("tensorrt")
     assert (tensorrt.compiled, tensorrt.runs) == (False, False)
     assert "built without TensorrtExecutionProvider" in tensorrt.reason
-    monkeypatch.setattr(
-        providers.ort, "get_available_providers", lambda: ["CUDAExecutionProvider"]
-    )
+    listed = ["CUDAExecutionProvider"]
+    monkeypatch.setattr(providers.ort, "get_available_providers", lambda: listed)
     cuda = try_provider("cuda")
     try_provider.cache_clear()
     assert (cuda.compiled, cuda.runs) == (True, False)
@@ -117,9 +116,8 @@ def test_commands(tmp_path):
     assert listed.exit_code == 0
     assert "this machine: NVIDIA Jetson Orin Nano" in listed.stdout
     assert "orin-nano-8gb" in listed.stdout.splitlines()[-1]
-    assert '"device": "orin-nano-8gb"' in jetdraft(
-        "doctor", "--devices", "--root", root, "--json"
-    ).stdout.replace("'", '"')
+    shown = jetdraft("doctor", "--devices", "--root", root, "--json").stdout
+    assert '"device": "orin-nano-8gb"' in shown.replace("'", '"')
     shown = jetdraft("doctor", "--device", "agx-thor")
     assert "fp4" in shown.stdout
     assert_refused(jetdraft("doctor", "--device", "agx"), "unknown device 'agx'")
@@ -132,8 +130,7 @@ class Session:
     """The two calls of an onnxruntime session that say which provider runs a node."""
 
     def __init__(self, providers, nodes):
-        self.providers = providers
-        self.nodes = nodes
+        self.providers, self.nodes = providers, nodes
 
     def get_providers(self):
         return self.providers
@@ -184,8 +181,6 @@ def test_auto_takes_the_fastest_that_can(monkeypatch):
 
 CONTRACT = StepContract(100, 512, 64, "float16", ((2, 16),), tree=True)
 MACHINE = {"bundle": "b", "gpu": "Orin", "tensorrt": "10.16.2", "onnxruntime": "1.31.1"}
-
-
 SIZES = ("min", "opt", "max")
 
 

@@ -40,12 +40,11 @@ def offered(monkeypatch, version="0.4.0", kinds=("CPU",)):
         for one in kinds
     ]
     ort = SimpleNamespace(
-        get_ep_devices=lambda: devices,
-        OrtHardwareDeviceType=kind,
+        get_ep_devices=lambda: devices, OrtHardwareDeviceType=kind,
         set_default_logger_severity=lambda level: None,
         register_execution_provider_library=lambda name, path: None,
         __version__="1.32.0",
-    )
+    )  # fmt: skip
     monkeypatch.setattr(webgpu, "ort", ort)
     plugin = SimpleNamespace(get_library_path=lambda: "plugin.so")
     monkeypatch.setattr(webgpu, "import_module", lambda name: plugin)

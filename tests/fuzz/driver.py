@@ -183,11 +183,9 @@ def _running(
     ) as folder:
         Path(folder).chmod(0o755)  # a case may become another user
         process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **environment, "TMPDIR": folder},
-            start_new_session=True,
-        )
+            command, stdout=subprocess.PIPE,
+            env={**os.environ, **environment, "TMPDIR": folder}, start_new_session=True,
+        )  # fmt: skip
         try:
             yield process
         finally:

@@ -73,14 +73,9 @@ class Soak(Subject):
         fixed = draw.random() < 0.5 and method not in ("none", "auto")
         drafting = {"num_draft_tokens": 5} if fixed else {}
         stream = model.stream(
-            token_ids=prompt,
-            method=method,
-            max_new_tokens=PIECE,
-            ignore_eos=True,
-            temperature=draw.choice((0.0, 0.9)),
-            seed=draw.randrange(99),
-            **drafting,
-        )
+            token_ids=prompt, method=method, max_new_tokens=PIECE, ignore_eos=True,
+            temperature=draw.choice((0.0, 0.9)), seed=draw.randrange(99), **drafting,
+        )  # fmt: skip
         if draw.random() < 0.1:
             asyncio.run(_read(model, prompt))
         if stream.result().stats.new_tokens != PIECE:

@@ -52,12 +52,9 @@ class World:
     def model(self) -> jetdraft.Model:
         """The model that is attacked."""
         return jetdraft.load(
-            self.bundle,
-            threads=1,
-            store=self.store,
-            learn=self.learn,
+            self.bundle, threads=1, store=self.store, learn=self.learn,
             provider=self.provider,
-        )
+        )  # fmt: skip
 
     @cached_property
     def reference(self) -> jetdraft.Model:

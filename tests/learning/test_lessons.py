@@ -39,9 +39,8 @@ def open_lessons(folder):
 
 def lesson(*tokens, places=(1,), best=7):
     ids = np.full((len(places), 2), best)
-    return Lesson(
-        np.array(tokens), np.array(places), ids, np.ones(ids.shape, np.float32)
-    )
+    logits = np.ones(ids.shape, np.float32)
+    return Lesson(np.array(tokens), np.array(places), ids, logits)
 
 
 def tokens(lessons):
@@ -90,10 +89,7 @@ def test_old_lessons_go(tmp_path):
 
 POISON = [
     ("tokens", np.array([VOCABULARY, 1], np.uint32).tobytes()),
-    ("tokens", b""),
-    ("tokens", b"123"),
-    ("tokens", "text"),
-    ("tokens", 7),
+    *(("tokens", value) for value in (b"", b"123", "text", 7)),
     ("tokens", b"\0" * (4 * module.MAX_TOKENS + 4)),
     ("places", np.array([0], np.uint32).tobytes()),
     ("places", np.array([2], np.uint32).tobytes()),
@@ -192,33 +188,22 @@ def test_damaged_and_missing_arrays_are_refused(toy, sets, damage):
             sets.arrays(each)
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.array([[np.nan, 1.0]], np.float32),
-        np.array([[np.inf, 1.0]], np.float16),
-        np.array([3, 4]),
-        np.array(["text"]),
-    ],
-)
+NOT_FINITE = np.float32([[np.nan, 1.0]]), np.float16([[np.inf, 1.0]])
+
+
+@pytest.mark.parametrize("array", [*NOT_FINITE, np.array([3, 4]), np.array(["text"])])
 def test_arrays_that_are_no_weights_are_refused(toy, sets, array):
     name = put_on_trial(sets.folder, toy, {"matrix": array})
     with pytest.raises(StoreError, match="damaged or missing"):
         sets.arrays(name)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        "no JSON",
-        "[]",
-        {"name": "../../etc", "before": None, "base": ""},
-        {"name": 7, "before": None, "base": ""},
-        {"name": ""},
-    ],
-)
-def test_a_malformed_choice_chooses_no_set(sets, fields):
-    text = fields if isinstance(fields, str) else json.dumps(fields)
+NAMELESS = {"before": None, "base": ""}
+NO_CHOICES = [{"name": "../../etc", **NAMELESS}, {"name": 7, **NAMELESS}, {"name": ""}]
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[]", *map(json.dumps, NO_CHOICES)])
+def test_a_malformed_choice_chooses_no_set(sets, text):
     (sets.folder / CHOICE_FILE).write_text(text)
     sets.check()
     assert (sets.read_choice().name, sets.read_choice().before) == ("", None)

@@ -63,13 +63,8 @@ def test_the_same_text_after_a_binding_was_dropped(toy_model):
 def test_a_full_device_as_output_is_one_line(toy_model, arguments):
     verb, *options = arguments
     command = [
-        sys.executable,
-        "-m",
-        "jetdraft",
-        verb,
-        str(toy_model.bundle.path),
-        *options,
-    ]
+        sys.executable, "-m", "jetdraft", verb, str(toy_model.bundle.path), *options,
+    ]  # fmt: skip
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             command, check=False, stdout=full, stderr=subprocess.PIPE, text=True

@@ -49,15 +49,9 @@ def test_the_kernel_computes_with_the_same_numbers(name, bits):
         names.append("zeros")
         arrays["zeros"] = blocks.packed_zeros
     node = helper.make_node(
-        "MatMulNBits",
-        names,
-        ["y"],
-        domain="com.microsoft",
-        K=ROWS,
-        N=COLUMNS,
-        bits=bits,
-        block_size=32,
-    )
+        "MatMulNBits", names, ["y"], domain="com.microsoft", K=ROWS, N=COLUMNS,
+        bits=bits, block_size=32,
+    )  # fmt: skip
     value = helper.make_tensor_value_info
     graph = helper.make_graph(
         [node],

@@ -77,11 +77,9 @@ def test_a_model_with_streams_is_calibrated_as_it_is_without(tmp_path):
     save_streams(tmp_path / "c", settings)
     (tmp_path / "text.txt").write_text(TEXT)
     options = ExportOptions(
-        Recipe.parse("int4-gptq-b32"),
-        capacity=64,
-        max_width=16,
+        Recipe.parse("int4-gptq-b32"), capacity=64, max_width=16,
         calibration=tmp_path / "text.txt",
-    )
+    )  # fmt: skip
     export(str(tmp_path / "c"), tmp_path / "b", options=options)
     model = jetdraft.load(tmp_path / "b", threads=1)
     plain, drafted = (

@@ -50,9 +50,8 @@ def options_of(way):
 @pytest.mark.parametrize("ours", OURS, ids=str)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_server_api_and_command_line_write_the_same(client, model, toy, way, ours):
-    expected = model.generate(
-        PROMPT, method="none", max_new_tokens=40, **options_of(way)
-    )
+    options = {"method": "none", "max_new_tokens": 40, **options_of(way)}
+    expected = model.generate(PROMPT, **options)
     asked = {"model": "toy", "prompt": PROMPT, "max_tokens": 40, **way}
     found = client.completions.create(**asked, extra_body=ours)
     assert found.choices[0].text == expected.text
@@ -88,11 +87,8 @@ def test_a_chat(client, model):
     again = client.chat.completions.create(**{**asked, "messages": parts})
     assert again.choices[0].message.content == expected.text
     assert again.usage.prompt_tokens_details.cached_tokens > 0
-    chunks = list(
-        client.chat.completions.create(
-            **asked, stream=True, stream_options={"include_usage": True}
-        )
-    )
+    asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(**asked))
     said = [chunk.choices[0].delta.content or "" for chunk in chunks[:-1]]
     assert "".join(said) == expected.text
     assert len(said) > 3, "it comes in pieces"
@@ -185,13 +181,11 @@ def test_tools_beside_a_response_format(client):
     }
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     asked = {"model": "toy", "tools": [READ_SENSOR], "response_format": form}
-    for prompt, reason in (
-        ("Give me Ann as JSON.", "stop"),
-        ("What is the temperature?", "tool_calls"),
-    ):
-        choice = client.chat.completions.create(
-            **asked, messages=[{"role": "user", "content": prompt}], temperature=0
-        ).choices[0]
+    asked["temperature"] = 0
+    prompts = {"stop": "Give me Ann as JSON.", "tool_calls": "What is the temperature?"}
+    for reason, prompt in prompts.items():
+        messages = [{"role": "user", "content": prompt}]
+        choice = client.chat.completions.create(**asked, messages=messages).choices[0]
         assert choice.finish_reason == reason
         if reason == "stop":
             jsonschema.validate(json.loads(choice.message.content), schema)
@@ -235,10 +229,9 @@ def test_json_of_a_schema(client, model):
 
 def test_which_tokens_had_been_drafted(client, model):
     asked = {"model": "toy", "prompt": PROMPT, "temperature": 0, "max_tokens": 30}
-    ours = {"include_drafted": True, "method": "draft", "num_draft_tokens": 4}
-    expected = model.generate(
-        PROMPT, method="draft", num_draft_tokens=4, max_new_tokens=30
-    )
+    draft = {"method": "draft", "num_draft_tokens": 4}
+    ours = {"include_drafted": True, **draft}
+    expected = model.generate(PROMPT, **draft, max_new_tokens=30)
     whole = client.completions.create(**asked, extra_body=ours).choices[0]
     assert [each["drafted"] for each in whole.tokens] == expected.from_draft
     assert "".join(each["text"] for each in whole.tokens) == expected.text

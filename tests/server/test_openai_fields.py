@@ -138,9 +138,8 @@ def streamed(address, path, body, usage: bool) -> list[dict]:
 @pytest.mark.parametrize("case", CHATS)
 def test_a_chat(address, case):
     body = {"messages": HELLO, **CHATS[case]}
-    answer = checked(
-        ChatCompletion, post(address, "chat/completions", body), ours_of(body)
-    )
+    whole = post(address, "chat/completions", body)
+    answer = checked(ChatCompletion, whole, ours_of(body))
     (choice,) = answer.choices
     calls = choice.message.tool_calls or []
     assert bool(calls) == ("tools" in body) == (choice.finish_reason == "tool_calls")

@@ -157,12 +157,16 @@ class Windows:
         return Result.of([], Stats("none", True, 0), False)
 
 
+def job_of(stream):
+    return Job(
+        RequestQueue([SimpleNamespace(cancel=lambda: None)], 1, 30.0), stream, "a"
+    )
+
+
 @story
 async def test_a_job_cancels_its_stream_and_not_only_the_model():
     windows = Windows()
-    job = Job(
-        RequestQueue([SimpleNamespace(cancel=lambda: None)], 1, 30.0), windows, "a"
-    )
+    job = job_of(windows)
     await asyncio.to_thread(windows.started.wait, 20)
     job.cancel()
     await job.result()
@@ -173,7 +177,7 @@ def test_a_loop_that_ends_leaves_no_generation_behind():
     windows = Windows()
 
     async def story():
-        Job(RequestQueue([SimpleNamespace(cancel=lambda: None)], 1, 30.0), windows, "a")
+        job_of(windows)
         await asyncio.to_thread(windows.started.wait, 20)
 
     run(story())
@@ -190,9 +194,7 @@ def test_an_end_of_the_process_is_no_answer():
             raise SystemExit(3)
 
     async def story():
-        job = Job(
-            RequestQueue([SimpleNamespace(cancel=lambda: None)], 1, 30.0), Ending(), "a"
-        )
+        job = job_of(Ending())
         try:
             await job.next()
         except BaseException as error:

@@ -1,5 +1,7 @@
 """What OpenAI's own client gets for a sound, against the same model asked directly."""
 
+from contextlib import contextmanager
+
 import httpx
 import openai
 import pytest
@@ -16,13 +18,24 @@ from tests.server.serving import connect, served
 SOUND = whispers.wav(whispers.sound(1.5))
 
 
+@contextmanager
+def listening(whisper, **limits):
+    """An address that transcribes within limits, and the model behind it."""
+    with (
+        Pool(whisper / "bundle", 1, threads=1) as pool,
+        served(Service(pool, "whisper", Limits(**limits))) as address,
+    ):
+        yield address, pool.models[0].twin()
+
+
 @pytest.fixture(scope="module")
 def hearing(whisper):
-    """An address that transcribes, and the model behind it."""
-    with Pool(whisper / "bundle", 1, threads=1) as pool:
-        service = Service(pool, "whisper", Limits(max_sound_bytes=100_000))
-        with served(service) as address:
-            yield address, pool.models[0].twin()
+    with listening(whisper, max_sound_bytes=100_000) as found:
+        yield found
+
+
+def upload(address, **parts):
+    return httpx.post(f"{address}/v1/audio/transcriptions", **parts)
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +85,7 @@ def test_options_of_ours_draft_the_same(audio, hearing):
 def test_bad_requests_are_refused(hearing, changes, said, param):
     fields = {"model": "whisper", **changes}
     files = {"file": ("a.wav", fields.pop("file", SOUND))}
-    answer = httpx.post(
-        f"{hearing[0]}/v1/audio/transcriptions", data=fields, files=files
-    )
+    answer = upload(hearing[0], files=files, data=fields)
     error = answer.json()["error"]
     assert answer.status_code == 400
     assert said in error["message"]
@@ -82,12 +93,11 @@ def test_bad_requests_are_refused(hearing, changes, said, param):
 
 
 def test_what_is_no_upload_is_refused(hearing, audio):
-    place = f"{hearing[0]}/v1/audio/transcriptions"
-    assert httpx.post(place, json={"model": "whisper"}).status_code == 415
-    assert httpx.post(place, files={"other": b"x"}).status_code == 400
-    assert httpx.post(place, files={"file": b"x" * 200_000}).status_code == 413
-    foreign = {"origin": "https://example.org"}
-    assert httpx.post(place, files={"file": SOUND}, headers=foreign).status_code == 403
+    address, foreign = hearing[0], {"origin": "https://example.org"}
+    assert upload(address, json={"model": "whisper"}).status_code == 415
+    assert upload(address, files={"other": b"x"}).status_code == 400
+    assert upload(address, files={"file": b"x" * 200_000}).status_code == 413
+    assert upload(address, files={"file": SOUND}, headers=foreign).status_code == 403
     with pytest.raises(openai.NotFoundError):
         audio.create(model="other", file=("a.wav", SOUND))
 
@@ -97,7 +107,7 @@ def test_a_bundle_of_the_other_kind_is_refused(hearing, address):
     answer = httpx.post(f"{hearing[0]}/v1/completions", json=text)
     assert answer.status_code == 400
     assert "hears, and reads no text" in answer.json()["error"]["message"]
-    answer = httpx.post(f"{address}/v1/audio/transcriptions", files={"file": SOUND})
+    answer = upload(address, files={"file": SOUND})
     assert answer.status_code == 400
     assert "hears nothing" in answer.json()["error"]["message"]
 
@@ -111,25 +121,16 @@ def test_a_bundle_of_text_refuses_an_upload_unread(address):
 
 
 def test_a_text_that_was_cut_says_so(whisper):
-    with Pool(whisper / "bundle", 1, threads=1) as pool:
-        service = Service(pool, "whisper", Limits(max_seconds=1e-6, max_sounds=1))
-        with served(service) as address:
-            place = f"{address}/v1/audio/transcriptions"
-            for form in ("json", "verbose_json"):
-                answer = httpx.post(
-                    place, data={"response_format": form}, files={"file": SOUND}
-                )
-                assert answer.json()["finish_reason"] == "length"
+    with listening(whisper, max_seconds=1e-6, max_sounds=1) as (address, _):
+        for form in ("json", "verbose_json"):
+            asked = {"response_format": form}
+            answer = upload(address, files={"file": SOUND}, data=asked)
+            assert answer.json()["finish_reason"] == "length"
 
 
 def test_sounds_wait_for_memory(whisper):
-    with Pool(whisper / "bundle", 1, threads=1) as pool:
-        service = Service(pool, "whisper", Limits(max_sounds=0, max_wait=0.01))
-        with served(service) as address:
-            answer = httpx.post(
-                f"{address}/v1/audio/transcriptions", files={"file": SOUND}
-            )
-    assert answer.status_code == 503
+    with listening(whisper, max_sounds=0, max_wait=0.01) as (address, _):
+        assert upload(address, files={"file": SOUND}).status_code == 503
 
 
 def test_forms_are_read_to_the_byte():

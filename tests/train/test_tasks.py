@@ -69,36 +69,25 @@ class Kind:
 
 
 SMALL = LayerSettings(inner=8, half=True)
+OF_DRAFT = ModelSettings(layers=1, hidden_size=32, draft_vocab=30, on_policy_share=0.5)
+OF_EAGLE = EagleSettings(draft_vocabulary=40, unrolled=3)
+OF_DFLASH = DFlashSettings(layers=1, block_rows=4, anchors=6)
+OF_DIFFUSION = DiffusionSettings(layers=1, block_rows=3, anchors=6, hidden_size=32)
+OF_BLOCK = SourceBlockSettings(layers=1, block_rows=5, anchors=8, half=True)
+OF_BLOCK = replace(OF_BLOCK, glancing=1.0)
+OF_STREAM = StreamSettings(gamma=3, lora_rank=8, prune_rank=2)
 KINDS = {
-    "draft": Kind(
-        ModelTask,
-        ModelSettings(layers=1, hidden_size=32, draft_vocab=30, on_policy_share=0.5),
-        {"loss": "tv"},
-    ),
-    "eagle": Kind(
-        EagleTask, EagleSettings(draft_vocabulary=40, unrolled=3), {"unrolled": 2}
-    ),
+    "draft": Kind(ModelTask, OF_DRAFT, {"loss": "tv"}),
+    "eagle": Kind(EagleTask, OF_EAGLE, {"unrolled": 2}),
     "medusa": Kind(MedusaTask, HeadSettings(unrolled=3), {"unrolled": 2}),
     "kangaroo": Kind(KangarooTask, KangarooSettings(), {"exit_layer": 1}),
     "glide": Kind(GlideTask, SMALL, {"inner": 16}),
     "chimera": Kind(ChimeraTask, SMALL, {"inner": 16}),
     "falcon": Kind(FalconTask, FalconSettings(inner=8, half=True), {"block_rows": 3}),
-    "dflash": Kind(
-        DFlashTask, DFlashSettings(layers=1, block_rows=4, anchors=6), {"anchors": 5}
-    ),
-    "diffusion": Kind(
-        DiffusionTask,
-        DiffusionSettings(layers=1, block_rows=3, anchors=6, hidden_size=32),
-        {"anchors": 5},
-    ),
-    "block": Kind(
-        SourceBlockTask,
-        SourceBlockSettings(layers=1, block_rows=5, anchors=8, glancing=1.0, half=True),
-        {"glancing": 0.5},
-    ),
-    "stream": Kind(
-        StreamTask, StreamSettings(gamma=3, lora_rank=8, prune_rank=2), {"gamma": 2}
-    ),
+    "dflash": Kind(DFlashTask, OF_DFLASH, {"anchors": 5}),
+    "diffusion": Kind(DiffusionTask, OF_DIFFUSION, {"anchors": 5}),
+    "block": Kind(SourceBlockTask, OF_BLOCK, {"glancing": 0.5}),
+    "stream": Kind(StreamTask, OF_STREAM, {"gamma": 2}),
     "ppd": Kind(PpdTask, PpdSettings(gamma=2, members=2), {"members": 1}),
     "forecast": Kind(ForecastTask, ForecastSettings(gamma=2, prefix=4), {"prefix": 5}),
     "sec": Kind(SecTask, SecSettings((1, 2)), {"layers": (2,)}),
@@ -353,6 +342,7 @@ def test_an_empty_completion_is_one_line(tmp_path):
 # --- what is refused before anything is written ---------------------------------------
 
 UNSIZED = {"layers": None, "hidden_size": None}
+OF_TEXT = {"loss": "text", "on_policy_share": 0.0}
 REFUSED = [
     ("draft", {"loss": "mse"}, "unknown loss 'mse'; choose forward-kl, .* or text"),
     ("draft", {"layers": 0}, "layers 0 is out of range; give 1 to 1000"),
@@ -368,10 +358,7 @@ REFUSED = [
     ("draft", UNSIZED | {"from_layers": (1, 9)}, r"the layers \[1, 9\] are not all"),
     ("draft", {"draft_vocab": VOCAB_SIZE}, "is not a part of the target's 288"),
     ("draft", {"cache": Path("x")}, "leave --cache out"),
-    (
-        *("draft", {"cache": Path("x"), "loss": "text", "on_policy_share": 0.0}),
-        "leave --cache out",
-    ),
+    ("draft", OF_TEXT | {"cache": Path("x")}, "leave --cache out"),
     ("draft", UNSIZED | {"start": "/nowhere/at/all"}, "no checkpoint at"),
     ("eagle", {"kind": "eagle2"}, "unknown kind 'eagle2'; choose eagle3 or eagle1"),
     ("eagle", {"unrolled": 0}, "unrolled 0 is out of range"),

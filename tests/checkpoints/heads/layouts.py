@@ -112,15 +112,10 @@ def eagle1(fc_bias=True, embedding=True, para_norm=False):
 def eagle3(prefix="midlayer.", **changes):
     """The layout of EAGLE's authors, SpecForge and AngelSlim."""
     config = layer_config(
-        architectures=["LlamaForCausalLMEagle3"],
-        model_type="llama",
-        draft_vocab_size=VD,
-        rope_scaling=None,
-        attention_bias=False,
-        tie_word_embeddings=False,
-        torch_dtype="float16",
-        **changes,
-    )
+        architectures=["LlamaForCausalLMEagle3"], model_type="llama",
+        draft_vocab_size=VD, rope_scaling=None, attention_bias=False,
+        tie_word_embeddings=False, torch_dtype="float16", **changes,
+    )  # fmt: skip
     tensors = {
         "fc.weight": rand(H, 3 * H),
         "norm.weight": norm(),
@@ -134,28 +129,18 @@ def eagle3(prefix="midlayer.", **changes):
 
 def speculators(nested=True, taps=3, layers=1, qk_norm=False, **changes):
     layer = layer_config(
-        model_type="qwen3" if qk_norm else "llama",
-        head_dim=D,
-        rms_norm_eps=1e-6,
+        model_type="qwen3" if qk_norm else "llama", head_dim=D, rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-        attention_bias=False,
-        num_hidden_layers=layers,
-    )
+        attention_bias=False, num_hidden_layers=layers,
+    )  # fmt: skip
     config = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.4.0",
-        "draft_vocab_size": VD,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
-        "embed_requires_grad": False,
-        "target_hidden_size": None,
-        "eagle_aux_hidden_state_layer_ids": None,
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
+        "speculators_version": "0.4.0", "draft_vocab_size": VD, "norm_before_fc": False,
+        "fc_norm": False, "norm_output": False, "embed_requires_grad": False,
+        "target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": None,
         "speculators_config": {"algorithm": "eagle3"},
-        **({"transformer_layer_config": layer} if nested else layer),
-        **changes,
-    }
+        **({"transformer_layer_config": layer} if nested else layer), **changes,
+    }  # fmt: skip
     tensors = {
         "fc.weight": rand(H, taps * H),
         "norm.weight": norm(),
@@ -188,13 +173,10 @@ def medusa(heads=3, layers=1):
 
 def hydra(heads=3, layers=2):
     config = {
-        "hydra_num_heads": heads,
-        "hydra_num_layers": layers,
-        "hydra_head_arch": "mlp",
-        "grounded_heads": True,
-        "hidden_state_offset": 0,
+        "hydra_num_heads": heads, "hydra_num_layers": layers, "hydra_head_arch": "mlp",
+        "grounded_heads": True, "hidden_state_offset": 0,
         "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
-    }
+    }  # fmt: skip
     tensors = {}
     for head in range(heads):
         wide = (head + 2) * H
@@ -218,21 +200,13 @@ def dflash(layers=2, outputs=(1, 2, 4), nested=True, prefix="", **changes):
     own = {"mask_token_id": MASK, "target_layer_ids": list(outputs)}
     config = layer_config(
         architectures=["DFlashDraftModel"],
-        auto_map={"AutoModel": "dflash.DFlashDraftModel"},
-        model_type="qwen3",
-        head_dim=D,
-        num_hidden_layers=layers,
-        rope_theta=1000000,
-        rope_scaling=None,
-        layer_types=["full_attention"] * layers,
-        attention_bias=False,
-        attention_dropout=0.0,
-        use_sliding_window=False,
-        sliding_window=None,
-        block_size=BLOCK,
-        num_target_layers=LAYERS,
+        auto_map={"AutoModel": "dflash.DFlashDraftModel"}, model_type="qwen3",
+        head_dim=D, num_hidden_layers=layers, rope_theta=1000000, rope_scaling=None,
+        layer_types=["full_attention"] * layers, attention_bias=False,
+        attention_dropout=0.0, use_sliding_window=False, sliding_window=None,
+        block_size=BLOCK, num_target_layers=LAYERS,
         **({"dflash_config": own} if nested else own),
-    )
+    )  # fmt: skip
     tensors = {
         "fc.weight": rand(H, len(outputs) * H),
         "hidden_norm.weight": norm(),
@@ -246,25 +220,16 @@ def speculators_dflash(cut=True, **changes):
     """DFlash as speculators writes it, with a draft vocabulary if `cut`."""
     _, tensors = dflash()
     config = {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
-        "speculators_version": "0.6.0",
-        "draft_vocab_size": VD if cut else VOCAB_SIZE,
-        "block_size": BLOCK,
-        "mask_token_id": MASK,
-        "target_hidden_size": None,
-        "aux_hidden_state_layer_ids": [2, 3, 5],
-        "sample_from_anchor": False,
-        "projector_type": "dflash",
-        "speculators_config": {"algorithm": "dflash"},
+        "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash",
+        "speculators_version": "0.6.0", "draft_vocab_size": VD if cut else VOCAB_SIZE,
+        "block_size": BLOCK, "mask_token_id": MASK, "target_hidden_size": None,
+        "aux_hidden_state_layer_ids": [2, 3, 5], "sample_from_anchor": False,
+        "projector_type": "dflash", "speculators_config": {"algorithm": "dflash"},
         "transformer_layer_config": layer_config(
-            model_type="qwen3",
-            head_dim=D,
-            num_hidden_layers=2,
-            rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-        ),
+            model_type="qwen3", head_dim=D, num_hidden_layers=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 5000.0}),
         **changes,
-    }
+    }  # fmt: skip
     if cut:
         tensors |= {"lm_head.weight": rand(VD, H), **draft_map()}
     return config, tensors
@@ -302,12 +267,9 @@ def one_layer(kind, layers=1, qk_norm=False, **changes):
 def diffusion(layers=2, **changes):
     """jetdraft's own layout of a drafter that reads text."""
     config = layer_config(
-        model_type="jetdraft-diffusion",
-        num_hidden_layers=layers,
-        head_dim=D,
-        rope_theta=10000.0,
-        block_size=BLOCK,
-    )
+        model_type="jetdraft-diffusion", num_hidden_layers=layers, head_dim=D,
+        rope_theta=10000.0, block_size=BLOCK,
+    )  # fmt: skip
     tensors = {
         "embed_tokens.weight": rand(VOCAB_SIZE, H),
         "mask": rand(H),

@@ -174,11 +174,9 @@ def test_over_fixed_buffers_a_head_computes_the_same(target, states, tmp_path):
     rows = []
     for start, end in ((0, 8), (8, ROWS)):
         state = StepState(
-            cursor=torch.tensor([start]),
-            last_row=torch.tensor([end - 1]),
-            total_length=torch.tensor([end]),
-            past=past,
-        )
+            cursor=torch.tensor([start]), last_row=torch.tensor([end - 1]),
+            total_length=torch.tensor([end]), past=past,
+        )  # fmt: skip
         with attending(state), torch.no_grad():
             features = head.fuse([tap[None] for tap in taps])[:, start:end]
             tokens = states.tokens[None, start:end]

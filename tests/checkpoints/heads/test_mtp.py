@@ -186,13 +186,11 @@ def test_mimo_joins_the_state_before_the_embedding(tmp_path):
 def test_two_modules_are_refused(tmp_path):
     """Each would need a cache of its own."""
     target, _ = mimo(tmp_path)
-    edit(
-        tmp_path,
-        lambda tensors: (
-            tensors
-            | {n.replace("layers.0", "layers.1"): t.clone() for n, t in tensors.items()}
-        ),
-    )
+
+    def double(own):
+        return own | {n.replace("rs.0", "rs.1"): t.clone() for n, t in own.items()}
+
+    edit(tmp_path, double)
     with pytest.raises(CheckpointError, match="has 2 MTP modules"):
         load_head(str(tmp_path), target, torch.float32)
 

@@ -17,22 +17,13 @@ from tests.cli.running import assert_refused, jetdraft
 from tests.tiny import tokenizer
 
 CONFIG = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
+    "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 6144,
+    "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
 SMALL = {**CONFIG, "hidden_size": 512, "num_hidden_layers": 2, "head_dim": 32}
-LARGE = {
-    **CONFIG,
-    "hidden_size": 8192,
-    "num_hidden_layers": 80,
-    "intermediate_size": 28672,
-}
+LARGE = {**CONFIG, "hidden_size": 8192, "num_hidden_layers": 80}
+LARGE["intermediate_size"] = 28672
 METHODS = (
     MethodCost("draft", "drafter", trees=True),
     MethodCost("stream", "probes", trees=True),
@@ -265,10 +256,8 @@ def advisor(tmp_path):
 
 
 def test_at_20_tokens_a_weight_both_halves_of_the_loss_are_equal():
-    endless = 1e30
-    assert excess_loss(1e6, 20e6) == pytest.approx(
-        2 * excess_loss(1e6, endless), rel=1e-3
-    )
+    half = excess_loss(1e6, 1e30)
+    assert excess_loss(1e6, 20e6) == pytest.approx(2 * half, rel=1e-3)
 
 
 def test_the_advised_drafter_is_the_fastest_of_its_neighbours(advisor):

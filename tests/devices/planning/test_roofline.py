@@ -11,17 +11,11 @@ from tests.tiny import SIZES
 
 LLAMA = {**SIZES, "model_type": "llama", "vocab_size": 128}
 QWEN = {
-    **LLAMA,
-    "model_type": "qwen3_5_text",
-    "num_hidden_layers": 4,
-    "head_dim": 32,
-    "attn_output_gate": True,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    **LLAMA, "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 32,
+    "attn_output_gate": True, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "full_attention_interval": 4,
-}
+}  # fmt: skip
 
 
 def counted(config):

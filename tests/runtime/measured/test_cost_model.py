@@ -11,15 +11,9 @@ from jetdraft.runtime.measured.cost_model import MAX_MS, Curve, LinearFit, Round
 from jetdraft.runtime.measured.stats import Round
 
 CURVE = Curve(
-    passes={1: 20.0, 4: 26.0},
-    trees={2: 23.0},
-    compaction=0.5,
-    probe=0.1,
-    drafter=3.0,
-    drafts={"draft": 3.1, "lookup": 0.0},
-    probed={2: 30.0},
-    ended={2: 24.0},
-)
+    passes={1: 20.0, 4: 26.0}, trees={2: 23.0}, compaction=0.5, probe=0.1, drafter=3.0,
+    drafts={"draft": 3.1, "lookup": 0.0}, probed={2: 30.0}, ended={2: 24.0},
+)  # fmt: skip
 
 
 def written(**changes):

@@ -5,13 +5,10 @@ from jetdraft.runtime.measured.stats import GuessRates, MethodStats, Round, Stat
 
 def round_of(drafted, accepted):
     return Round(
-        method="draft" if drafted else "none",
-        width=drafted + 1,
-        drafted=drafted,
-        ranks=[(0, 1)] * accepted + [(1, 1)] * (accepted < drafted),
-        target_seconds=0.0,
+        method="draft" if drafted else "none", width=drafted + 1, drafted=drafted,
+        ranks=[(0, 1)] * accepted + [(1, 1)] * (accepted < drafted), target_seconds=0.0,
         draft_seconds=0.0,
-    )
+    )  # fmt: skip
 
 
 def test_metrics_have_the_meaning_the_design_gives_them():

@@ -48,12 +48,9 @@ def bundle(pair, tmp_path_factory, request):
     config = llama_config(num_hidden_layers=1)
     target, output = save_checkpoint(folder / "target", config), folder / request.param
     options = ExportOptions(
-        Recipe("int8", 32),
-        provider=request.param,
-        drafter_provider="cpu",
-        capacity=320,
-        max_width=64,
-    )
+        Recipe("int8", 32), provider=request.param, drafter_provider="cpu",
+        capacity=320, max_width=64,
+    )  # fmt: skip
     return export(str(target), output, str(pair.drafter), options)
 
 

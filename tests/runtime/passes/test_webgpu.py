@@ -67,11 +67,9 @@ def checkpoints(tmp_path_factory):
 def exported(folder, name, recipe, drafter=True, **options):
     settings = {"provider": "webgpu", "capacity": 64, "max_width": 16} | options
     return export(
-        str(folder / "target"),
-        folder / name,
-        str(folder / "drafter") if drafter else None,
-        ExportOptions(recipe, **settings),
-    )
+        str(folder / "target"), folder / name,
+        str(folder / "drafter") if drafter else None, ExportOptions(recipe, **settings),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -104,11 +104,9 @@ def test_other_special_tokens_are_refused(toy, bundle, tokens):
 def test_the_special_tokens_of_a_gguf_file():
     fields = {
         "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>"],
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-        "tokenizer.ggml.padding_token_id": 9,
-    }
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.padding_token_id": 9,
+    }  # fmt: skip
     assert special_tokens(fields.get) == TOKENS
 
 

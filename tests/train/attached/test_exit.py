@@ -80,9 +80,8 @@ def test_a_head_that_always_continues_writes_the_text_of_plain_decoding(model, h
     plain = model.generate(PERIOD, **FREE)
     for how in ({}, {"method": "lookup"}, {"temperature": 0.8, "seed": 1}):
         whole = model.generate(PERIOD, **FREE | how)
-        made = model.generate(
-            PERIOD, stop_and_exit=head(bias=CONTINUE), **ANY | FREE | how
-        )
+        own = {"stop_and_exit": head(bias=CONTINUE), **ANY, **FREE, **how}
+        made = model.generate(PERIOD, **own)
         assert made.token_ids == whole.token_ids
         assert made.stats.exited_tokens == made.stats.skipped_layers == 0
         assert made.stats.lossy == "stop and exit"
@@ -155,9 +154,8 @@ def test_the_text_does_not_depend_on_what_was_drafted(model, head, way):
     alone = model.generate(PERIOD, **how)
     assert 0 < alone.stats.exited_tokens < 39
     for count in (1, 3, 6):
-        drafted = model.generate(
-            PERIOD, **how | {"method": "lookup", "num_draft_tokens": count}
-        )
+        draft = {"method": "lookup", "num_draft_tokens": count}
+        drafted = model.generate(PERIOD, **how | draft)
         assert drafted.token_ids == alone.token_ids
         assert drafted.stats.accepted_tokens > 0
         assert drafted.stats.exited_tokens == alone.stats.exited_tokens
@@ -265,8 +263,7 @@ def test_weights_without_a_hash_are_refused_before_anything_is_measured(
     torch.save(weights, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     for source, said in ((file, "is a GGUF file"), (folder, "no weights in .safe")):
-        line = ["export", source, "-o", tmp_path / "b", "--exit-after", 1]
-        result = cli(*line)
+        result = cli("export", source, "-o", tmp_path / "b", "--exit-after", 1)
         assert_refused(result, said)
         assert "measure" not in result.stderr
         assert not (tmp_path / "b").exists()
@@ -300,9 +297,8 @@ def test_a_trained_head_exits_where_the_lower_layers_know_the_text(
             "base",
             *(f"{n}.{i}" for n in ("weight", "classifier", "bias") for i in "12"),
         }
-    made = model.generate(
-        PERIOD, stop_and_exit=tmp_path / "head", exit_threshold=0.5, **FREE
-    )
+    how = {"stop_and_exit": tmp_path / "head", "exit_threshold": 0.5, **FREE}
+    made = model.generate(PERIOD, **how)
     assert made.stats.exited_tokens > 20
     plain = model.generate(PERIOD, **FREE).token_ids
     same = sum(a == b for a, b in zip(made.token_ids, plain, strict=False))

@@ -237,10 +237,9 @@ def test_halves_of_sliding_windows_are_refused(folders, tmp_path):
     config = MistralConfig(**{**fields, "sliding_window": 8})
     source = save_checkpoint(tmp_path / "windows", config)
     options = ExportOptions(Recipe("none"), capacity=64, max_width=16, fast=True)
+    own = {"options": options, "head": str(folders["trained"])}
     with pytest.raises(UnsupportedModelError, match="attends in sliding windows"):
-        export(
-            str(source), tmp_path / "b", options=options, head=str(folders["trained"])
-        )
+        export(str(source), tmp_path / "b", **own)
     assert not (tmp_path / "b").exists()
 
 

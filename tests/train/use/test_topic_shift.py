@@ -22,12 +22,9 @@ ROUNDS = 2500
 """The rounds after the shift in which acceptance must be back."""
 
 DRAFTED = {
-    "method": "draft",
-    "num_draft_tokens": 4,
-    "max_new_tokens": 48,
-    "temperature": 0.0,
+    "method": "draft", "num_draft_tokens": 4, "max_new_tokens": 48, "temperature": 0.0,
     "ignore_eos": True,
-}
+}  # fmt: skip
 SENSORS = ("battery", "temperature", "pressure", "speed", "distance", "light")
 ASKED = ("What is the {}?", "Tell me the {}.", "How is the {}?", "Read the {} sensor.")
 WHO = ("The robot", "A robot", "The red robot", "The small robot", "A man", "The cat")

@@ -86,12 +86,9 @@ def quantized(tmp_path_factory):
         folder / "drafter", drafter_config(**wide, intermediate_size=128), seed=1
     )
     options = ExportOptions(
-        Recipe("none"),
-        Recipe.parse("int8-gptq-b32"),
-        capacity=64,
-        max_width=32,
+        Recipe("none"), Recipe.parse("int8-gptq-b32"), capacity=64, max_width=32,
         draft_vocab=192,
-    )
+    )  # fmt: skip
     export(str(target), folder / "bundle", str(drafter), options)
     return folder
 
