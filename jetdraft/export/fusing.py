@@ -227,9 +227,6 @@ def fuse(
     model.graph.sort()
 
 
-# --- projections ----------------------------------------------------------------------
-
-
 def split_gemms(graph: ir.Graph) -> None:
     """Replace Gemm of a constant matrix by MatMul and Add, to be quantized."""
     for node in list(graph):
@@ -337,9 +334,6 @@ def pack_projections(attention: ir.Node) -> None:
     attention.replace_input_with(0, split.inputs[0])
     attention.replace_input_with(1, None)
     attention.replace_input_with(2, None)
-
-
-# --- norms ----------------------------------------------------------------------------
 
 
 def fuse_norms(graph: ir.Graph) -> None:

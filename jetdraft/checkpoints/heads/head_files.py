@@ -215,9 +215,8 @@ class HeadFiles:
         head_dim and the number of layers come from the tensors: published configs have
         wrong numbers.
         """
-        hidden, heads = map(
-            self.positive_integer, ("hidden_size", "num_attention_heads")
-        )
+        hidden = self.positive_integer("hidden_size")
+        heads = self.positive_integer("num_attention_heads")
         query = tensors.get(f"{FIRST_LAYER}self_attn.q_proj.weight")
         if query is None or query.shape[0] % heads:
             raise CheckpointError(
