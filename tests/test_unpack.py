@@ -23,7 +23,9 @@ from click.testing import CliRunner
 from onnx import helper, numpy_helper
 
 from jetdraft.errors import JetdraftError
+from tests.ggufs import adding, write_gguf
 from tests.programs import module_of
+from tests.tiny import llama_config
 
 SMALL = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2}
 UNPACK_T5 = "examples/real/unpack_t5.py"
@@ -462,3 +464,21 @@ def test_prompts_are_messages_and_no_more_than_asked_for(
         assert "\n\ndef " in message["content"]
     wrong = CliRunner().invoke(code_prompts.main, ["-o", str(file), "--count", "0"])
     assert wrong.exit_code == 2
+
+
+@pytest.mark.parametrize("tools", [None, "{{ tools }}"])
+def test_a_gguf_file_becomes_a_folder_with_its_chat_templates(
+    tools, tmp_path, monkeypatch
+):
+    field = {"tokenizer.chat_template.tool_use": tools}
+    change = adding(field) if tools else lambda writer: None
+    file, template = tmp_path / "model.gguf", "{{ messages[0]['content'] }}"
+    config = llama_config(num_hidden_layers=1)
+    write_gguf(file, config, template=template, change=change)
+    module_of("examples/real/unpack.py", monkeypatch).unpack(file, tmp_path / "folder")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
+    message = [{"role": "user", "content": "the self"}]
+    for given in (None, tools and [{"name": "clock"}]):
+        text = tokenizer.apply_chat_template(message, tools=given, tokenize=False)
+        assert text == (str(given) if given else "the self")
+    tokenizer.save_pretrained(tmp_path / "copy")

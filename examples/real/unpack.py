@@ -41,7 +41,9 @@ def unpack(file: Path, output: Path) -> None:
     (output / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": templates["default"],
+        "chat_template": [
+            {"name": name, "template": text} for name, text in templates.items() if text
+        ],
         **special_tokens,
     }
     (output / "tokenizer_config.json").write_text(json.dumps(settings))
