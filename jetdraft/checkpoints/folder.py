@@ -113,7 +113,7 @@ _MAX_INDEX_BYTES = 1 << 28
 
 
 def check_shards(folder: Path) -> None:
-    """Raise `CheckpointError` for a shard outside the folder, or a missing one."""
+    """Raise `CheckpointError` for shards outside the folder, or if only some are there."""
     for index in sorted(folder.glob("*.index.json")):
         shards = sorted(set(_shard_names(index)))
         for name in shards:
@@ -124,6 +124,7 @@ def check_shards(folder: Path) -> None:
                     "is outside the folder; fetch the files again"
                 )
         missing = [name for name in shards if not (folder / name).is_file()]
+        # An index without any shard is of a format that was not fetched.
         if missing and len(missing) < len(shards):
             raise CheckpointError(
                 f"{printable(folder)} lacks the shard {printable(missing[0], 60)}, "

@@ -98,13 +98,13 @@ def add_bias(graph: ir.Graph, bias: ir.Value) -> None:
             node.replace_input_with(place, bias)
 
 
-def sum_bias(graph: ir.Graph, bias: ir.Value) -> None:
-    """Add `bias` [1, 1, n, slots] to the bias by distance that all attentions share."""
+def add_to_position_bias(graph: ir.Graph, mask: ir.Value) -> None:
+    """Add `mask` [1, 1, n, slots] to the position bias that all attentions share."""
     own = find_bias(graph)
     assert own is not None
     producer = own.producer()
     assert producer is not None
-    both = ir.node("Add", [own, bias])
+    both = ir.node("Add", [own, mask])
     for node in attentions(graph):
         node.replace_input_with(_BIAS_INPUTS[node.op_type], both.outputs[0])
     graph.insert_after(producer, both)

@@ -26,8 +26,8 @@ from jetdraft.export.attentions import (
     OPSET,
     add_bias,
     add_mask,
+    add_to_position_bias,
     find_bias,
-    sum_bias,
     windowed,
 )
 from jetdraft.export.step import CUT, Specs, Step, make_state, present_buffers, zeros
@@ -50,7 +50,7 @@ def make_tree_graph(
             )
         return None
     if contract.relative_positions:
-        sum_bias(graph, add_mask(graph, replace(contract, tree=True)))
+        add_to_position_bias(graph, add_mask(graph, replace(contract, tree=True)))
     else:
         add_bias(graph, _row_bias(graph, contract))
         graph.sort()  # layers below the probes read the rows' part of the bias

@@ -128,7 +128,7 @@ class GridMatrix:
         return Blocks.of(blocks, floats, None, bits, self.rows)
 
     def packed(self) -> tuple[Bytes, Bytes]:
-        """The integers and the scales, both uint8 [bytes], for the library."""
+        """Integers and scales as `jetdraft.native` reads them, both uint8 [bytes]."""
         spare = -len(self.data) % _COLUMNS
         whole = replace(self, data=np.pad(self.data, ((0, spare), (0, 0))))
         starts = range(0, len(whole.data), COLUMNS_AT_ONCE)

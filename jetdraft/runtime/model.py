@@ -119,7 +119,7 @@ class Model:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary that constraints need; raises `OptionError` without it."""
+        """The vocabulary for constraints; its process is started if it is not yet."""
         vocabulary = self.parts.vocabulary
         vocabulary.start()
         return vocabulary

@@ -182,7 +182,7 @@ class BlockTask(Task):
         return lesson, self.blocks(run, batch, learns)
 
     def blocks(self, run: Run, batch: Batch, learns: bool) -> Blocks:
-        """Return the blocks of a batch: drawn if it `learns`, else evenly spread."""
+        """Return a batch's blocks: drawn in training (`learns`), else evenly spread."""
         if not learns:
             return Blocks.spread(batch, VALIDATED_BLOCKS, self.first_anchor)
         return Blocks.draw(

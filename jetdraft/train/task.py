@@ -363,7 +363,10 @@ class Task(ABC):
         return batch
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
-        """Return the arguments of `sums` for a batch, without drafter and `learns`."""
+        """Return the arguments of `sums` for a batch, without drafter and `learns`.
+
+        `learns` is true in a training step, false in a validation.
+        """
         raise NotImplementedError
 
     def sums(self, drafter: Any, *lesson: Any) -> Any:

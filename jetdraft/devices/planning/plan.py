@@ -300,11 +300,11 @@ class Board:
                 ratio = speed / plain
                 yield Choice(name, method.cost, shape, width, tokens, speed, ratio)
 
-    def _draft_ms(self, cost: str, levels: list[tuple[int, float]]) -> float:
+    def _draft_ms(self, cost_kind: str, levels: list[tuple[int, float]]) -> float:
         """Predict the ms of a draft; `levels` are from `expected_levels`."""
-        if cost == DRAFTER and self.drafter is not None:
+        if cost_kind == DRAFTER and self.drafter is not None:
             return sum(self._pass_ms(self.drafter, rows) for rows, _ in levels)
-        if cost != PROBES:
+        if cost_kind != PROBES:
             return 0.0
         # Each row carries a probe for each level; they run through the top layers and
         # the head only.

@@ -102,7 +102,7 @@ class AheadCache(DraftCache):
         self._run_rows(context, rows, self._most_rows)
         first = len(self.tokens)
         tokens = context[first + 1 : rows + 1]
-        features = self._known_features(first, len(tokens))
+        features = self._target_features(first, len(tokens))
         known = Block((), features, self._tokens_before(context, first))
         self.block = self._run_block(known, tokens)
         if self.block is None:
@@ -192,7 +192,7 @@ class AheadCache(DraftCache):
             tokens = text[first + 1 : first + 1 + count]
             tail = self._tokens_before(text, first)
             recent = sliding_window_view([*tail, *tokens[:-1]], self.size - 1)
-            features = self._known_features(first, count)
+            features = self._target_features(first, count)
             windows = sliding_window_view(features, self.size, axis=0)
             self.graph.run(
                 tokens,
@@ -207,10 +207,10 @@ class AheadCache(DraftCache):
         last = text[max(row + 2 - self.size, 1) : row + 1]
         return (*[0] * (self.size - 1 - len(last)), *last)
 
-    def _known_features(self, row: int, count: int) -> Float32s:
-        """The features [k - 1 + count, w] of `count` rows from `row` on, k - 1 before.
+    def _target_features(self, row: int, count: int) -> Float32s:
+        """The target's features of rows from `row` - (k - 1) to `row` + count - 1.
 
-        Zeros stand for rows before the text.
+        Float32 [k - 1 + count, w]; k is `self.size`. Zeros stand for rows before 0.
         """
         start = len(self.seen) - len(self._features)
         width = self.graph.contract.feature_input
