@@ -113,7 +113,7 @@ _MAX_INDEX_BYTES = 1 << 28
 
 
 def check_shards(folder: Path) -> None:
-    """Raise `CheckpointError` for shards outside the folder, or if only some are there."""
+    """Raise `CheckpointError` for shards outside the folder, and for missing shards."""
     for index in sorted(folder.glob("*.index.json")):
         shards = sorted(set(_shard_names(index)))
         for name in shards:
