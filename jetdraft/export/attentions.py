@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from jetdraft import native
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.step import Step, dtype_of
@@ -25,6 +26,9 @@ _LAST_ROW, _TOTAL_LENGTH, _POSITIONS = 5, 6, 9
 
 SCALE_INPUTS = 12, 13
 """GroupQueryAttention's inputs for the scales of keys and of values."""
+
+_OWN_INPUTS = 11
+"""The inputs that attention of `jetdraft.native` has, up to the bias."""
 
 PAST_KEY = 3
 """GroupQueryAttention's input for the past keys."""
@@ -110,6 +114,37 @@ def add_to_position_bias(graph: ir.Graph, mask: ir.Value) -> None:
     graph.insert_after(producer, both)
 
 
+def use_own_attention(graph: ir.Graph) -> None:
+    """Let `jetdraft.native` compute the attentions that it can compute, in place.
+
+    It has the same inputs, and needs all attributes.
+    """
+    for node in attentions(graph):
+        number = node.attributes.get_int
+        past = node.inputs[PAST_KEY]
+        size = past.shape[3] if past is not None and past.shape is not None else 0
+        further = [value for value in node.inputs[_OWN_INPUTS:] if value is not None]
+        if (
+            not isinstance(size, int)
+            or not size
+            or size % 16
+            or further
+            or number("smooth_softmax", 0)
+            or node.attributes.get_float("softcap", 0.0)
+        ):
+            continue
+        node.resize_inputs(_OWN_INPUTS)
+        node.domain = native.DOMAIN
+        window = max(number("local_window_size", -1), 0)
+        integers = {"local_window_size": window, "do_rotary": number("do_rotary", 0)}
+        integers["rotary_interleaved"] = number("rotary_interleaved", 0)
+        for name, value in integers.items():
+            node.attributes[name] = ir.AttrInt64(name, value)
+        scale = node.attributes.get_float("scale", 0.0) or size**-0.5
+        node.attributes["scale"] = ir.AttrFloat32("scale", scale)
+    graph.opset_imports[native.DOMAIN] = 1
+
+
 def attend_as_two(graph: ir.Graph) -> None:
     """Let a pass of one row attend as two equal rows, in place.
 
@@ -118,7 +153,10 @@ def attend_as_two(graph: ir.Graph) -> None:
     other operators run on one row only. The second row fills the slot after the first,
     so the buffers need a spare slot.
     """
-    first = attentions(graph)[0]
+    theirs = [n for n in attentions(graph) if n.domain != native.DOMAIN]
+    if not theirs:
+        return
+    first = theirs[0]
     make = Maker(graph, first)
     one, two = make.constant("twins.one", [1]), make.constant("twins.two", [2])
     own_rows = make("Shape", graph.inputs[0], start=1, end=2)
@@ -132,7 +170,7 @@ def attend_as_two(graph: ir.Graph) -> None:
     total = make("Max", first.inputs[_TOTAL_LENGTH], filled)
     start = make.constant("twins.start", [0])
     expanded: dict[ir.Value, ir.Value] = {}
-    for node in attentions(graph):
+    for node in theirs:
         for place in (0, 1, 2, _POSITIONS):
             rows = node.inputs[place] if place < len(node.inputs) else None
             if rows is None:

@@ -40,6 +40,7 @@ from jetdraft.export.tracer import trace
 from jetdraft.manifest import GraphEntry, Halves
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.weights import Quantization
+from jetdraft.recipe import KERNELS
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the stage, the steps done and the number of steps."""
@@ -124,7 +125,8 @@ def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
     else:
         forms = {name: kept.form for name, kept in job.quantization.packed.items()}
         rotation_nodes = job.options.provider_of(job.name).name == "webgpu"
-        fuse(model, entry.contract, forms, rotation_nodes)
+        own = job.options.kernel_of(job.name) == KERNELS[0] and not job.scales
+        fuse(model, entry.contract, forms, rotation_nodes, own_attention=own)
     job.report(stage, 1, 1)
     stage = f"quantize {job.name}"
     job.quantization.apply(model, lambda done, of: job.report(stage, done, of))

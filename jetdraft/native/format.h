@@ -83,6 +83,25 @@ struct Product {
   RowBlock* read;
 };
 
+// Attention of `rows` queries [rows][heads][size], whose keys and values lie in slots from
+// `cursor` on of the buffers [kv_heads][capacity][size]. A row sees the slots up to its
+// own, the last `window` of them if it is not 0. A bias [rows][bias_slots] is added to
+// scores, which is the same for all heads if `bias_head` is 0. `size` is a multiple of
+// LANES.
+struct Attention {
+  static constexpr int LANES = 16;
+  struct Part { int64_t first_row, last_row, first_head, last_head; };
+
+  int64_t heads, kv_heads, size, rows, cursor, capacity, window;
+  float scale;
+  const float *queries, *keys, *values, *bias;
+  int64_t bias_slots, bias_head;
+  float* y;
+
+  // The scores of a row and a head, whole vectors of them, and then their sum.
+  int64_t line() const { return (cursor + rows + LANES - 1) / LANES * LANES + 2 * LANES; }
+};
+
 bool has_avx2(), has_avxvnni(), has_avx512vnni(), has_dotprod(), has_i8mm();  // cpu.cpp
 
 // What a processor computes; every entry is by the number of the format.
@@ -91,6 +110,7 @@ struct Isa {
   bool (*runs)();
   void (*quantize[FORMAT_COUNT])(const Product&, int64_t row);
   void (*multiply[FORMAT_COUNT])(const Product&, int64_t first_group, int64_t end);
+  void (*attend)(const Attention&, const Attention::Part&, float* scratch);
 };
 
 extern const Isa PORTABLE, AVX2, AVXVNNI, AVX512VNNI, DOTPROD, I8MM;

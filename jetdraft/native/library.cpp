@@ -1,10 +1,13 @@
-// Two operators for onnxruntime's CPU provider, in the domain "jetdraft":
+// Operators for onnxruntime's CPU provider, in the domain "jetdraft":
 //
 //   MatMulPacked(x float [..., K], integers, scales uint8 [bytes]) -> float [..., N]
 //   GatherPacked(ids int64 [...], integers, scales) -> float [..., K]: columns
+//   GroupQueryAttention: onnxruntime's operator of this name with its inputs up to the
+//       bias, for floats, one sequence, and past and present in the same buffers
 //
-// Attributes: N, K, format (a row of FORMATS), layout (LAYOUT_VERSION). A bundle may come
-// from anywhere, so nothing is read before its size and type are checked.
+// Attributes of the first two: N, K, format (a row of FORMATS), layout (LAYOUT_VERSION).
+// A bundle may come from anywhere, so nothing is read before its size and type are
+// checked.
 //
 // The library needs no C++ runtime: neither exceptions nor containers.
 #include <algorithm>
@@ -12,6 +15,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
+#include <iterator>
 #include <utility>
 
 #include "format.h"
@@ -57,7 +62,10 @@ struct Tensor {
   int64_t size;
 };
 
+// An input that is left out has no data.
 OrtStatus* read_tensor(const OrtValue* value, int type, Tensor* tensor) {
+  *tensor = {};
+  if (value == nullptr) return nullptr;
   OrtTensorTypeAndShapeInfo* info = nullptr;
   TRY(ort::call(ort::GET_TENSOR_TYPE_AND_SHAPE, value, &info));
   int found = 0;
@@ -83,15 +91,17 @@ OrtStatus* input(OrtKernelContext* context, size_t index, const OrtValue** value
                    value);
 }
 
-OrtStatus* read_rows(OrtKernelContext* context, int type, Tensor* tensor) {
+OrtStatus* read_input(OrtKernelContext* context, int type, Tensor* tensor,
+                      size_t index = 0) {
   const OrtValue* value = nullptr;
-  TRY(input(context, 0, &value));
+  TRY(input(context, index, &value));
   return read_tensor(value, type, tensor);
 }
 
-OrtStatus* make_output(OrtKernelContext* context, const Tensor& shape, float** data) {
+OrtStatus* make_output(OrtKernelContext* context, const Tensor& shape, float** data,
+                       size_t index = 0) {
   OrtValue* value = nullptr;
-  TRY(ort::call(ort::KERNEL_CONTEXT_GET_OUTPUT, context, size_t(0),
+  TRY(ort::call(ort::KERNEL_CONTEXT_GET_OUTPUT, context, index,
                 (const int64_t*)shape.dims, shape.rank, &value));
   return ort::call(ort::GET_TENSOR_MUTABLE_DATA, value, (void**)data);
 }
@@ -193,7 +203,7 @@ OrtStatus* multiply_packed(void* data, OrtKernelContext* context) {
   Tensor x;
   Job job{};
   Product& p = job.product;
-  TRY(read_rows(context, ort::FLOAT, &x));
+  TRY(read_input(context, ort::FLOAT, &x));
   TRY(k.read_matrix(context, &p.integers, &p.scales));
   if (x.rank < 1 || x.dims[x.rank - 1] != k.numbers)
     return failed("the rows have another width than the matrix");
@@ -261,7 +271,7 @@ OrtStatus* gather_packed(void* data, OrtKernelContext* context) {
   const Kernel& k = *(Kernel*)data;
   Tensor ids;
   const uint8_t *integers, *scales;
-  TRY(read_rows(context, ort::INT64, &ids));
+  TRY(read_input(context, ort::INT64, &ids));
   TRY(k.read_matrix(context, &integers, &scales));
   if (ids.rank == MAX_AXES) return failed("the ids have too many axes");
   const auto* id = (const int64_t*)ids.data;
@@ -278,22 +288,206 @@ OrtStatus* gather_packed(void* data, OrtKernelContext* context) {
   return nullptr;
 }
 
-template <OrtStatus* (*COMPUTE)(void*, OrtKernelContext*), int FIRST_TYPE>
+// --- attention ------------------------------------------------------------------------
+
+constexpr int64_t ROWS_OF_PART = 8, MIN_PARTS = 4;  // of attention
+
+struct AttentionKernel {
+  int64_t heads, kv_heads, rotary, interleaved, window;
+  float scale;
+};
+
+OrtStatus* create_attention(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info,
+                            void** made) {
+  AttentionKernel k{};
+  for (auto [name, number] :
+       {std::pair{"num_heads", &k.heads}, std::pair{"kv_num_heads", &k.kv_heads},
+        std::pair{"do_rotary", &k.rotary}, std::pair{"rotary_interleaved", &k.interleaved},
+        std::pair{"local_window_size", &k.window}})
+    TRY(ort::call(ort::KERNEL_INFO_GET_ATTRIBUTE_INT64, info, name, number));
+  TRY(ort::call(ort::KERNEL_INFO_GET_ATTRIBUTE_FLOAT, info, "scale", &k.scale));
+  if (k.kv_heads < 1 || k.heads < 1 || k.heads >= MAX_SIZE || k.heads % k.kv_heads != 0)
+    return failed("attention has numbers of heads that do not fit each other");
+  *made = std::malloc(sizeof k);
+  if (*made == nullptr) return failed("out of memory");
+  std::memcpy(*made, &k, sizeof k);
+  return nullptr;
+}
+
+struct AttentionJob {
+  Attention a;
+  const AttentionKernel* kernel;
+  const float *q, *k, *v, *cosines, *sines;
+  int64_t q_step, kv_step;
+  const int64_t* positions;
+  float *queries, *keys, *values;
+  int64_t row_parts, head_parts;
+  bool out_of_memory;
+};
+
+// One head of one row, rotated by its position.
+void rotate(const AttentionJob& job, int64_t row, const float* x, float* y) {
+  const int64_t size = job.a.size, half = size / 2;
+  if (!job.kernel->rotary) return (void)std::memcpy(y, x, size * sizeof(float));
+  const float* c = job.cosines + job.positions[row] * half;
+  const float* s = job.sines + job.positions[row] * half;
+  const int64_t step = job.kernel->interleaved ? 2 : 1;
+  const int64_t other = job.kernel->interleaved ? 1 : half;
+  for (int64_t i = 0; i < half; i++) {
+    const float first = x[step * i], second = x[step * i + other];
+    y[step * i] = first * c[i] - second * s[i];
+    y[step * i + other] = second * c[i] + first * s[i];
+  }
+}
+
+void place_row(void* data, size_t index) {
+  const AttentionJob& job = *(AttentionJob*)data;
+  const Attention& a = job.a;
+  const int64_t row = int64_t(index);
+  for (int64_t head = 0; head < a.heads; head++)
+    rotate(job, row, job.q + row * job.q_step + head * a.size,
+           job.queries + (row * a.heads + head) * a.size);
+  for (int64_t head = 0; head < a.kv_heads; head++) {
+    const int64_t slot = (head * a.capacity + a.cursor + row) * a.size;
+    rotate(job, row, job.k + row * job.kv_step + head * a.size, job.keys + slot);
+    std::memcpy(job.values + slot, job.v + row * job.kv_step + head * a.size,
+                a.size * sizeof(float));
+  }
+}
+
+void attend_part(void* data, size_t index) {
+  AttentionJob& job = *(AttentionJob*)data;
+  const Attention& a = job.a;
+  const int64_t rows = int64_t(index) % job.row_parts, rest = int64_t(index) / job.row_parts;
+  const int64_t group = a.heads / a.kv_heads, part = rest % job.head_parts;
+  const int64_t first = rest / job.head_parts * group;
+  const Attention::Part p{rows * ROWS_OF_PART, std::min(a.rows, (rows + 1) * ROWS_OF_PART),
+                          first + group * part / job.head_parts,
+                          first + group * (part + 1) / job.head_parts};
+  const int64_t lines = (p.last_row - p.first_row) * (p.last_head - p.first_head);
+  const Memory memory(lines * a.line() * int64_t(sizeof(float)));
+  if (memory.data == nullptr) {
+    job.out_of_memory = true;
+  } else {
+    isa->attend(a, p, (float*)memory.data);
+  }
+}
+
+bool has_dims(const Tensor& tensor, std::initializer_list<int64_t> dims) {
+  return tensor.data != nullptr && tensor.rank == dims.size() &&
+         std::equal(dims.begin(), dims.end(), tensor.dims);
+}
+
+OrtStatus* attend_rows(void* data, OrtKernelContext* context) {
+  const AttentionKernel& k = *(AttentionKernel*)data;
+  Tensor inputs[11];
+  constexpr int types[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT,
+                           ort::FLOAT, ort::INT32, ort::INT32, ort::FLOAT,
+                           ort::FLOAT, ort::INT64, ort::FLOAT};
+  for (size_t i = 0; i < std::size(inputs); i++)
+    TRY(read_input(context, types[i], &inputs[i], i));
+  const auto& [q, key, value, past_key, past_value, last, total, cosines, sines, positions,
+               bias] = inputs;
+  AttentionJob job{};
+  Attention& a = job.a;
+  if (past_key.rank != 4 || q.rank != 3) return failed("attention has inputs of another rank");
+  a.heads = k.heads, a.kv_heads = k.kv_heads, a.rows = q.dims[1];
+  a.capacity = past_key.dims[2], a.size = past_key.dims[3];
+  if (!has_dims(past_key, {1, a.kv_heads, a.capacity, a.size}) ||
+      !has_dims(past_value, {1, a.kv_heads, a.capacity, a.size}) || a.size < 1 ||
+      a.size % Attention::LANES != 0 || a.size >= MAX_SIZE / a.heads / 4)
+    return failed("attention has buffers of another shape than its heads need");
+  const int64_t q_width = a.heads * a.size, kv_width = a.kv_heads * a.size;
+  const bool packed = key.data == nullptr;
+  if (packed ? !has_dims(q, {1, a.rows, q_width + 2 * kv_width})
+             : !has_dims(q, {1, a.rows, q_width}) ||
+                   !has_dims(key, {1, a.rows, kv_width}) ||
+                   !has_dims(value, {1, a.rows, kv_width}))
+    return failed("attention has rows of another width than its heads need");
+  if (!has_dims(last, {1})) return failed("attention needs the index of its last row");
+  a.cursor = *(const int32_t*)last.data + int64_t(1) - a.rows;
+  if (a.cursor < 0 || a.cursor + a.rows > a.capacity)
+    return failed("the rows of a pass do not fit into the buffers of attention");
+  if (k.rotary) {
+    if (cosines.rank != 2 || !has_dims(cosines, {cosines.dims[0], a.size / 2}) ||
+        !has_dims(sines, {cosines.dims[0], a.size / 2}) || !has_dims(positions, {1, a.rows}))
+      return failed("attention has tables or positions of another shape");
+    job.positions = (const int64_t*)positions.data;
+    for (int64_t row = 0; row < a.rows; row++)
+      if (job.positions[row] < 0 || job.positions[row] >= cosines.dims[0])
+        return failed("position %lld has no row in the tables of attention",
+                      (long long)job.positions[row]);
+  }
+  if (bias.data != nullptr) {
+    if (bias.rank != 4 || !has_dims(bias, {1, bias.dims[1], a.rows, bias.dims[3]}) ||
+        (bias.dims[1] != 1 && bias.dims[1] != a.heads) ||
+        bias.dims[3] < a.cursor + a.rows)
+      return failed("attention has a bias of another shape");
+    a.bias_slots = bias.dims[3];
+    a.bias_head = bias.dims[1] == 1 ? 0 : a.rows * a.bias_slots;
+  }
+  Tensor shape = q;
+  shape.dims[2] = q_width;
+  TRY(make_output(context, shape, &a.y));
+  TRY(make_output(context, past_key, &job.keys, 1));
+  TRY(make_output(context, past_value, &job.values, 2));
+  if (a.rows == 0) return nullptr;
+  for (auto [to, from] : {std::pair{job.keys, &past_key}, std::pair{job.values, &past_value}})
+    if (to != from->data) std::memcpy(to, from->data, from->size * sizeof(float));
+
+  const Memory queries(a.rows * q_width * int64_t(sizeof(float)));
+  if (queries.data == nullptr) return failed("out of memory");
+  job.kernel = &k;
+  job.q = (const float*)q.data;
+  job.k = packed ? job.q + q_width : (const float*)key.data;
+  job.v = packed ? job.k + kv_width : (const float*)value.data;
+  job.q_step = q.dims[2], job.kv_step = packed ? q.dims[2] : kv_width;
+  job.cosines = (const float*)cosines.data, job.sines = (const float*)sines.data;
+  job.queries = (float*)queries.data;
+  a.queries = job.queries, a.keys = job.keys, a.values = job.values;
+  a.bias = (const float*)bias.data, a.scale = k.scale, a.window = k.window;
+  if (a.rows < ROWS_OF_PART) {
+    for (int64_t row = 0; row < a.rows; row++) place_row(&job, size_t(row));
+  } else {
+    TRY(for_each(context, place_row, a.rows, &job));
+  }
+  job.row_parts = (a.rows + ROWS_OF_PART - 1) / ROWS_OF_PART;
+  const int64_t parts = a.kv_heads * job.row_parts;
+  job.head_parts = std::clamp((MIN_PARTS + parts - 1) / parts, int64_t(1), a.heads / a.kv_heads);
+  TRY(for_each(context, attend_part, parts * job.head_parts, &job));
+  return job.out_of_memory ? failed("out of memory") : nullptr;
+}
+
+// --- registration ---------------------------------------------------------------------
+
+using Create = OrtStatus*(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*, void**);
+using Compute = OrtStatus*(void*, OrtKernelContext*);
+
+constexpr int OPTIONAL = 1;
+
+template <Create* CREATE, Compute* COMPUTE, int OUTPUTS, int... TYPES>
 OrtCustomOp make_operator(const char* (*name)(const OrtCustomOp*)) {
   OrtCustomOp op{};
   op.version = ort::VERSION;
   op.GetName = name;
   op.GetExecutionProviderType = [](auto) { return "CPUExecutionProvider"; };
-  op.GetInputTypeCount = [](auto) { return size_t(3); };
-  op.GetInputType = [](auto, size_t i) { return int(i == 0 ? FIRST_TYPE : ort::UINT8); };
-  op.GetOutputTypeCount = [](auto) { return size_t(1); };
+  op.GetInputTypeCount = [](auto) { return sizeof...(TYPES); };
+  op.GetInputType = [](auto, size_t i) {
+    constexpr int types[] = {TYPES...};
+    return types[i];
+  };
+  op.GetOutputTypeCount = [](auto) { return size_t(OUTPUTS); };
   op.GetOutputType = [](auto, size_t) { return int(ort::FLOAT); };
   op.KernelDestroy = [](void* kernel) { std::free(kernel); };
-  op.GetInputCharacteristic = op.GetOutputCharacteristic = [](auto, size_t) { return 0; };
+  // Of the operators here only attention has inputs that can be left out.
+  op.GetInputCharacteristic = [](auto, size_t i) {
+    return OUTPUTS > 1 && i != 0 && (i < 3 || i > 6) ? OPTIONAL : 0;
+  };
+  op.GetOutputCharacteristic = [](auto, size_t) { return 0; };
   op.GetInputMemoryType = [](auto, size_t) { return 0; };
   op.GetVariadicInputMinArity = op.GetVariadicOutputMinArity = [](auto) { return 1; };
   op.GetVariadicInputHomogeneity = op.GetVariadicOutputHomogeneity = [](auto) { return 1; };
-  op.CreateKernelV2 = create;
+  op.CreateKernelV2 = CREATE;
   op.KernelComputeV2 = COMPUTE;
   op.GetStartVersion = op.GetEndVersion = [](auto) { return 1; };
   op.GetMayInplace = op.GetAliasMap = [](int**, int**) { return size_t(0); };
@@ -317,13 +511,18 @@ EXPORTED OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBa
   isa = choose_isa();
   if (isa == nullptr)
     return failed("this processor lacks what JETDRAFT_ISA names; leave it out");
-  static const OrtCustomOp multiply = make_operator<multiply_packed, ort::FLOAT>(
+  static const OrtCustomOp multiply = make_operator<create, multiply_packed, 1, ort::FLOAT, ort::UINT8, ort::UINT8>(
       [](auto) { return "MatMulPacked"; });
-  static const OrtCustomOp gather = make_operator<gather_packed, ort::INT64>(
+  static const OrtCustomOp gather = make_operator<create, gather_packed, 1, ort::INT64, ort::UINT8, ort::UINT8>(
       [](auto) { return "GatherPacked"; });
+  using namespace ort;
+  static const OrtCustomOp attention =
+      make_operator<create_attention, attend_rows, 3, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT,
+                    INT32, INT32, FLOAT, FLOAT, INT64, FLOAT>(
+          [](auto) { return "GroupQueryAttention"; });
   OrtCustomOpDomain* domain = nullptr;
   TRY(ort::call(ort::CREATE_CUSTOM_OP_DOMAIN, "jetdraft", &domain));
-  for (const OrtCustomOp* op : {&multiply, &gather})
+  for (const OrtCustomOp* op : {&multiply, &gather, &attention})
     TRY(ort::call(ort::CUSTOM_OP_DOMAIN_ADD, domain, op));
   return ort::call(ort::ADD_CUSTOM_OP_DOMAIN, options, domain);
 }
