@@ -111,7 +111,7 @@ def test_without_prompts_there_are_some_of_its_own(lone_bundle):
     assert "4/4" in result.stdout
 
 
-NOTHING = {"one token wanted": [1, 2, 3], "no room": [1] * 256, "for one": [1] * 255}
+NOTHING = {"one wanted": [1, 2, 3], "no room": [1] * 256, "room for one": [1] * 255}
 
 
 @pytest.mark.parametrize("prompt", NOTHING.values(), ids=NOTHING)

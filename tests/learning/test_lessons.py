@@ -198,8 +198,8 @@ def test_arrays_that_are_no_weights_are_refused(toy, sets, array):
         sets.arrays(name)
 
 
-NAMELESS = {"before": None, "base": ""}
-NO_CHOICES = [{"name": "../../etc", **NAMELESS}, {"name": 7, **NAMELESS}, {"name": ""}]
+REST = {"before": None, "base": ""}
+NO_CHOICES = [REST | {"name": "../../etc"}, REST | {"name": 7}, {"name": ""}]
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[]", *map(json.dumps, NO_CHOICES)])

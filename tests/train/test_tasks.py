@@ -73,8 +73,9 @@ OF_DRAFT = ModelSettings(layers=1, hidden_size=32, draft_vocab=30, on_policy_sha
 OF_EAGLE = EagleSettings(draft_vocabulary=40, unrolled=3)
 OF_DFLASH = DFlashSettings(layers=1, block_rows=4, anchors=6)
 OF_DIFFUSION = DiffusionSettings(layers=1, block_rows=3, anchors=6, hidden_size=32)
-OF_BLOCK = SourceBlockSettings(layers=1, block_rows=5, anchors=8, half=True)
-OF_BLOCK = replace(OF_BLOCK, glancing=1.0)
+OF_BLOCK = SourceBlockSettings(
+    layers=1, block_rows=5, anchors=8, glancing=1.0, half=True
+)
 OF_STREAM = StreamSettings(gamma=3, lora_rank=8, prune_rank=2)
 KINDS = {
     "draft": Kind(ModelTask, OF_DRAFT, {"loss": "tv"}),

@@ -188,7 +188,8 @@ def test_two_modules_are_refused(tmp_path):
     target, _ = mimo(tmp_path)
 
     def double(own):
-        return own | {n.replace("rs.0", "rs.1"): t.clone() for n, t in own.items()}
+        copies = {n.replace("layers.0", "layers.1"): t.clone() for n, t in own.items()}
+        return own | copies
 
     edit(tmp_path, double)
     with pytest.raises(CheckpointError, match="has 2 MTP modules"):
