@@ -107,10 +107,9 @@ def export(
         check_head(files, target)
     models = _load_checkpoints(sources, options, report)
     options = settle_source(models[TARGET], options)
+    reader = None if files is None else load_draft_head(files, models[TARGET], options)
     if own is not None and models[TARGET].streams is None:
         head, reader = own, _load_own_head(own, models[TARGET], options)
-    else:
-        reader = files and load_draft_head(files, models[TARGET], options)
     check_draft_vocabulary(options, models, reader)
     if reader is not None:
         models[TARGET] = replace(models[TARGET], taps=head_taps(reader))
@@ -255,10 +254,11 @@ def _make_contract(
 ) -> StepContract:
     """Return the contract of a checkpoint's graph."""
     model, probes = checkpoint.model, checkpoint.streams
-    if checkpoint.reads_source:
-        sizes = {"kv_shapes": source_kv_shapes(model)}
-    else:
-        sizes = buffer_sizes(model)
+    sizes = (
+        {"kv_shapes": source_kv_shapes(model)}
+        if checkpoint.reads_source
+        else buffer_sizes(model)
+    )
     own_ids = checkpoint.draft_ids
     draft_vocab = (options.draft_vocab or 0) if own_ids is None else len(own_ids)
     contract = StepContract(
