@@ -111,7 +111,7 @@ def test_what_is_refused_is_said_with_the_way_on(tmp_path):
     transformers.JambaConfig().save_pretrained(tmp_path / "m")
     assert refusal(tmp_path / "m", tmp_path / "bundle") == (
         f"{tmp_path / 'm'} is a mixture of experts (num_experts 16) and has recurrent "
-        "layers (layers_block_type mamba), which jetdraft does not export yet; it "
+        "layers (layer_types linear_attention), which jetdraft does not export yet; it "
         "exports dense decoders like Llama, Qwen3 and Gemma 3, see docs/models.md"
     )
 

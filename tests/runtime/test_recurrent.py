@@ -103,6 +103,19 @@ def test_drafts_that_are_right_now_and_then(model, sampling, exact):
     assert max(accepted) > 6
 
 
+@pytest.fixture(autouse=True)
+def chains(monkeypatch):
+    """Who asks for a tree is refused; a method that is not asked drafts its chain."""
+    shapes = [{}, {"num_draft_tokens": 4}]
+    monkeypatch.setattr(conformance, "drafts_of", lambda method: shapes)
+
+
+def test_a_tree_is_refused_by_name(model):
+    for method in {*methods_for(model)} & {"eagle"}:
+        with pytest.raises(OptionError, match="or has recurrent states; leave the tre"):
+            conformance.text(model, method, drafting={"tree": "best"})
+
+
 def methods_for(model):
     entry = Bundle.open(model.bundle.path)
     drafted = ["eagle"] if entry.drafter is not None else []
