@@ -151,10 +151,10 @@ def _attend(
 
 def _make_node(
     rows: list[Tensor], past: Tensor, gates: list[Tensor]
-) -> tuple[Tensor, ...]:
+) -> Sequence[Tensor]:
     """Make one LinearAttention node; return its output and the new state."""
     heads = past.shape[1]
-    made: tuple[Tensor, ...] = torch.onnx.ops.symbolic_multi_out(
+    made: Sequence[Tensor] = torch.onnx.ops.symbolic_multi_out(
         "com.microsoft::LinearAttention",
         [*rows, past, *gates],
         attrs=attention_attributes(heads, len(gates)),
@@ -174,7 +174,7 @@ def attention_attributes(heads: int, gates: int) -> dict[str, Any]:
 
 def _run_eagerly(
     rows: list[Tensor], past: Tensor, gates: list[Tensor]
-) -> tuple[Tensor, ...]:
+) -> Sequence[Tensor]:
     """Compute what `_make_node`'s node does, row by row."""
     heads = past.shape[1]
     split = [x[0].reshape(x.shape[1], heads, -1) for x in (*rows, *gates)]

@@ -266,7 +266,7 @@ class ExitStep(Step):
         upper = self.split.upper
         return self.split.exit_inputs, upper.buffers("past"), upper.outputs
 
-    def forward(  # type: ignore[override]  # it has other inputs than a whole pass
+    def forward(
         self,
         hidden: Tensor,
         position_ids: Tensor,

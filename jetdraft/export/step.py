@@ -352,7 +352,7 @@ class ProbeStep(Step):
         """The weights of the probes, which stay floats, by name."""
         return self.model.task
 
-    def forward(  # type: ignore[override]  # the contract of probes has more inputs
+    def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
