@@ -247,8 +247,7 @@ class Graph:
             return None
         # Prefills have few passes of any width, which are not worth a capture.
         is_prefill = size.width > WIDEST
-        key = size, length, self.cache.turn
-        return self.captures.run_options(None if is_prefill else key)
+        return self.captures.run_options(None if is_prefill else (size, length))
 
     def _total_length(self, filled: int, biased: bool) -> int:
         """The `total_length` of a pass that ends at row `filled` of the buffers."""
