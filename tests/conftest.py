@@ -38,7 +38,7 @@ from tools.forecast.kernel_table import TABLES
 # does in a trace down for it.
 logging.getLogger("torch.__trace").propagate = True
 
-# jsonschema would make grammars of URIs for seconds; no test lets it check one.
+# jsonschema builds grammars of URIs for seconds when imported; no test checks a URI.
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 
 pytest_plugins = ["tests.fast"]

@@ -114,7 +114,7 @@ class _Search:
             yield from self.found(part)
 
     def found(self, what: object) -> Iterator[object]:
-        """It, if it is of a slow room, else what is behind it."""
+        """`what`, if it is of a slow room, else the slow functions that it reaches."""
         if isinstance(what, str) and re.fullmatch(r"tests\.[\w.]+:\w+", what):
             what = pkgutil.resolve_name(what)
         if _is_slow(what):
@@ -166,7 +166,7 @@ def _room(what: object) -> str:
 
 
 def _is_slow(what: object) -> bool:
-    """Whether it is of a slow room, and not a class that only holds options."""
+    """Whether `what` is of a slow room, and not a class that only holds options."""
     if isinstance(what, type) and not what.__name__.endswith("Training"):
         return False
     return _room(what).startswith(SLOW_ROOMS) and not _room(what).startswith(

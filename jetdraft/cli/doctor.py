@@ -9,13 +9,13 @@ from pathlib import Path
 
 import click
 
-from jetdraft import native
 from jetdraft.cli.command import Command, option
 from jetdraft.cli.flags import PATH, json_option
 from jetdraft.devices.detection import Machine, detect_machine
 from jetdraft.devices.device import Device
 from jetdraft.devices.providers import PROVIDERS, Presence, try_provider
 from jetdraft.errors import CheckError, ProviderError
+from jetdraft.native import isa
 from jetdraft.ort import ort
 
 LEAST_FREE_MB = 1000.0
@@ -151,7 +151,7 @@ def _check_onnxruntime() -> Iterator[Finding]:
 def _check_products() -> Finding:
     """Return a finding about the library, whose instructions multiply matrices."""
     try:
-        return Finding("products", native.isa())
+        return Finding("products", isa())
     except ProviderError as error:
         found, _, fix = str(error).rpartition("; ")
         return Finding("products", found, fix)

@@ -142,7 +142,7 @@ OrtStatus* create(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info,
   if (k.columns < 1 || k.numbers < 1 || k.columns >= MAX_SIZE || k.numbers >= MAX_SIZE)
     return failed("a matrix has a size out of range");
   k.padded = round_up(k.numbers, has_supers(FORMATS[k.format].scales) ? SUPER : BLOCK);
-  // Constants are checked when the session opens; others, in each pass, as these are.
+  // Here a session with wrong constants is refused; each pass checks all arrays again.
   for (size_t index : {1, 2}) {
     int is_constant = 0;
     const OrtValue* value = nullptr;

@@ -19,7 +19,7 @@ namespace jetdraft {
 namespace {
 
 constexpr int64_t CACHED_BYTES = 1 << 18;  // of a matrix that all rows read in turn
-// Of weights, from the memory: processors fetch ahead within a page of 4096 bytes only.
+// Weights are fetched so many bytes ahead, since processors stop at the end of a page.
 constexpr int64_t AHEAD = 2048;
 
 // The integers of a row: each block is scaled so that its largest number becomes 127.

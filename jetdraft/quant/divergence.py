@@ -111,7 +111,7 @@ class Divergence:
         self._blocks.clear()
 
     def rounded(self, recipe: Recipe) -> dict[str, GridMatrix]:
-        """Return the cached weights, by name, that are in types of llama.cpp."""
+        """Return the matrices that a recipe rounded to types of llama.cpp, by name."""
         matrices = {
             name: self._blocks.get((name, recipe.of_unit(unit)))
             for unit, layers in self.units.items()

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from jetdraft import native
 from jetdraft.errors import CheckpointError, OptionError
+from jetdraft.native import DOMAIN, GATHER, MULTIPLY
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.blocks import Blocks, Floats
 from jetdraft.quant.edits import (
@@ -85,7 +85,7 @@ class Quantization:
             if isinstance(blocks, GridMatrix):
                 packed = quantized[source] = _add_packed(graph, source, blocks)
                 read = node.inputs[0]
-                _replace_node(make, node, packed.operator(make, native.MULTIPLY, read))
+                _replace_node(make, node, packed.operator(make, MULTIPLY, read))
             elif blocks is not None and self.standard:
                 _dequantize(make, node, source, blocks)
             elif blocks is not None:
@@ -131,7 +131,7 @@ class Quantization:
             )
         if all(each in self.rounded for each in names):
             rounded = GridMatrix.concatenated([self.rounded.pop(n) for n in names])
-            if (rounded.rows, len(rounded.data)) == matrix.shape:  # no head that is cut
+            if (rounded.rows, len(rounded.data)) == matrix.shape:  # a cut head differs
                 return rounded
         if recipe.needs_moments and name not in self.moments:
             raise OptionError(
@@ -175,7 +175,7 @@ class PackedMatrix:
         return make(
             name,
             *(read, self.weight, self.scales),
-            domain=native.DOMAIN,
+            domain=DOMAIN,
             K=matrix.rows,
             N=len(matrix.data),
             format=GRIDS.index(matrix.grid),
@@ -265,7 +265,7 @@ def _replace_gather(make: Maker, node: ir.Node, packed: PackedMatrix) -> None:
     """
     weight, blocks, ids = packed.weight, packed.blocks, node.inputs[1]
     if isinstance(blocks, GridMatrix):
-        _replace_node(make, node, packed.operator(make, native.GATHER, ids))
+        _replace_node(make, node, packed.operator(make, GATHER, ids))
         return
     scales = blocks.scales[..., None]
     inputs = [weight, ids, make.array(f"{weight.name}.row_scales", scales)]

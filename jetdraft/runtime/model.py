@@ -119,7 +119,7 @@ class Model:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary for constraints; its process is started if it is not yet."""
+        """The vocabulary for constraints; its first use starts a process to read it."""
         vocabulary = self.parts.vocabulary
         vocabulary.start()
         return vocabulary

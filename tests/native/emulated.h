@@ -1,5 +1,5 @@
-// AVX-512 and AVX-VNNI for a processor that has AVX2 alone, by SIMDe: comes first into
-// the sources of these instructions. What SIMDe 0.8 lacks, or hides, is added.
+// SIMDe computes AVX-512 and AVX-VNNI on a processor that has AVX2 alone. The compiler
+// includes this file before a source; it adds what SIMDe 0.8 lacks or hides.
 #pragma once
 #include <immintrin.h>
 

@@ -11,6 +11,7 @@ from jetdraft import native
 from jetdraft.cli.doctor import examine
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
+from jetdraft.runtime.passes import session as sessions
 from tests.cli.running import assert_refused, jetdraft
 from tests.fuzz.damages import hash_again
 
@@ -50,7 +51,8 @@ def fault(request, tmp_path, monkeypatch):
     }[request.param]
     if content is not None:
         library.write_bytes(content)
-    monkeypatch.setattr(native, "LIBRARY", library)
+    for module in (native, sessions):
+        monkeypatch.setattr(module, "LIBRARY", library)
     if request.param == "unknown":
         monkeypatch.setenv("JETDRAFT_ISA", "abacus")
     native.isa.cache_clear()

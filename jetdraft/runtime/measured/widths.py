@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from jetdraft import native
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import StepContract
@@ -22,6 +21,7 @@ from jetdraft.devices.detection import detect_machine, processor_digest, process
 from jetdraft.errors import ProviderError
 from jetdraft.files import replacing
 from jetdraft.manifest import SEAL, seal_hash
+from jetdraft.native import isa
 from jetdraft.ort import ort
 from jetdraft.parsing import in_range, read_json_file, read_record
 from jetdraft.runtime.measured.cost_model import Curve
@@ -114,7 +114,7 @@ class Profiles:
             "bundle": bundle.sha256,
         }
         with suppress(ProviderError):
-            self.machine["isa"] = native.isa()
+            self.machine["isa"] = isa()
         if provider != "cpu":
             self.machine["gpu"] = detect_machine().gpu
 

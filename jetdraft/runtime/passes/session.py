@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft import native
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import check_tensors
 from jetdraft.devices.memory import release_files
@@ -24,6 +23,7 @@ from jetdraft.devices.providers import (
     try_provider,
 )
 from jetdraft.errors import ContractError, OptionError, ProviderError
+from jetdraft.native import GATHER, LIBRARY, MULTIPLY, isa
 from jetdraft.ort import ort
 
 SIZE_OPERATORS = {"Shape", "Size", "Squeeze", "Unsqueeze", "Cast", "Concat"}
@@ -93,8 +93,8 @@ def open_session(
     weights = weights or {}
     no_library = None
     try:
-        if provider == "cpu" and native.isa():
-            options.register_custom_ops_library(str(native.LIBRARY))
+        if provider == "cpu" and isa():
+            options.register_custom_ops_library(str(LIBRARY))
     except ProviderError as error:  # most graphs do without
         no_library = error
     try:
@@ -110,7 +110,7 @@ def open_session(
         )
     except Exception as error:  # onnxruntime's exceptions have no common base
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        if no_library and (native.MULTIPLY in reason or native.GATHER in reason):
+        if no_library and (MULTIPLY in reason or GATHER in reason):
             raise no_library from error
         if provider != "cpu":
             raise ProviderError(

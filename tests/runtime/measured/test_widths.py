@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import jetdraft
-from jetdraft import native
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime import claim
 from jetdraft.runtime.claim import StoppedError
 from jetdraft.runtime.measured import survey as surveys
+from jetdraft.runtime.measured import widths
 from jetdraft.runtime.measured.survey import FIRST_WIDTHS, Survey, pass_times
 from jetdraft.runtime.measured.widths import Profiles, Widths
 
@@ -219,7 +219,7 @@ def test_kept_for_this_machine_only(model, profiles):
 def test_kept_for_these_instructions_only(model, profiles, monkeypatch):
     graphs = model.parts.target, model.parts.drafter
     Survey(*graphs, profiles()).begin()
-    monkeypatch.setattr(native, "isa", lambda: "others")
+    monkeypatch.setattr(widths, "isa", lambda: "others")
     assert profiles().read_survey() is None
     Survey(*graphs, profiles()).begin()
     assert '"isa": "others"' in profiles().file.read_text()
