@@ -55,8 +55,6 @@ ONLY_PARSED = {
     "jetdraft store list bundles/pycode learned": "needs lessons; tests/cli",
     "jetdraft train eagle": "takes a quarter of an hour; tests/train",
     "jetdraft train kangaroo": "takes minutes; tests/train",
-    "jetdraft train sec": "takes minutes; tests/train",
-    "jetdraft generate bundles/completing": "needs an export; tests/train",
     "jetdraft train glide": "takes minutes; tests/train",
     "jetdraft train falcon": "takes minutes; tests/train",
     "jetdraft generate bundles/with-falcon": "needs an export; tests/train",
@@ -93,7 +91,6 @@ NO_COMMAND = {
     ],
     "docs/devices.md": ["ms(width) = ", "bandwidth 0.818"],
     "docs/quantization.md": ["target: q8_0"],
-    "docs/stop-and-exit.md": ["stop      no exit"],
     "docs/streaming.md": ["rows      the root", '{"prompt": '],
     "docs/training.md": ["accelerate launch "],
 }

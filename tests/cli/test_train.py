@@ -237,7 +237,6 @@ def test_ctrl_c_before_the_first_step_is_one_line(target, text, tmp_path, monkey
         ("draft --beta 0.3", "leave --beta out"),
         ("draft --steps 0", "steps 0 is out of range"),
         ("kangaroo --exit-layer 9", "give 1 to 2"),
-        ("sec --exits 0", "give 1 to 2"),
         ("glide --inner -1", "inner -1 is out of range"),
     ],
 )
