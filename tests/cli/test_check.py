@@ -50,37 +50,6 @@ def test_says_same_for_every_method_greedy_and_sampling(report, method, setting)
     assert f"text {method} {setting} same 96 tokens" in lines
 
 
-@pytest.fixture
-def without_texts(monkeypatch):
-    monkeypatch.setattr(check, "compare_methods", lambda model: iter([]))
-
-
-def test_says_what_the_tokenizer_makes_of_texts(bundle, tmp_path, without_texts):
-    file = tmp_path / "english.txt"
-    file.write_text("the self the self 12")
-    flags = ("--tokenize", file, "--threads", "1")
-    lines = jetdraft("check", bundle, *flags).stdout.splitlines()
-    shown = [line.split()[1:3] for line in lines if line.startswith("tokenizer")]
-    assert shown == [["english.txt", part] for part in ("all", "latin", "signs")]
-    assert any("tokens/s" in line and "characters/s" in line for line in lines)
-    fields = json.loads(jetdraft("check", bundle, *flags, "--json").stdout)
-    assert fields["tokenizer"][0]["characters"] == 20
-    assert fields["plain_tokens_per_second"] > 0
-
-
-def test_texts_need_no_run_and_must_be_there(bundle, tmp_path):
-    missing = ("--tokenize", tmp_path / "none", "--threads", "1")
-    assert_refused(jetdraft("check", bundle, *missing), "no data file")
-    text = tmp_path / "english.txt"
-    text.write_text("the self.")
-    flags = ("check", bundle, "--tokenize", text, "--no-run")
-    lines = jetdraft(*flags).stdout.splitlines()
-    assert any(line.startswith("tokenizer  english.txt") for line in lines)
-    assert not any("tokens/s" in line for line in lines)
-    fields = json.loads(jetdraft(*flags, "--json").stdout)
-    assert fields["tokenizer"][0]["characters"] == 9
-
-
 def test_another_text_is_an_error(bundle, monkeypatch):
     differing = Comparison("draft", 2, {}, tokens=9, first_difference=4)
     monkeypatch.setattr(check, "compare_methods", lambda model: iter([differing]))

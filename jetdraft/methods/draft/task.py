@@ -19,8 +19,12 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.draft_vocabulary import vocabulary_tensors
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.checkpoints.parameters import store_weights_in
-from jetdraft.devices.planning.cost_model import Dimensions, LoadedDecoder
-from jetdraft.devices.planning.drafter_advice import MAX_READ_SHARE, TOKENS_PER_WEIGHT
+from jetdraft.devices.planning.cost_model import (
+    MAX_READ_SHARE,
+    TOKENS_PER_WEIGHT,
+    Dimensions,
+    LoadedDecoder,
+)
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.draft_vocab import check_tokens
 from jetdraft.options import setting
