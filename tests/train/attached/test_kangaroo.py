@@ -46,7 +46,6 @@ class TestKangaroo(AttachedDrafter):
     """At the end of the buffers a lower pass with its padding does not fit."""
 
     method = "kangaroo"
-    title = "a Kangaroo adapter"
     parts: ClassVar = {"norm"}
     fields: ClassVar = {"architectures": ["KangarooAdapter"], "exit_layer": 1}
     gain, has_mlp = 0.5, False
