@@ -4,7 +4,6 @@ The table is the registry: a method that is not in `method_bundles.MAKE` fails h
 """
 
 import json
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 
 import jetdraft
 from jetdraft.bundle import TARGET, Bundle
-from jetdraft.errors import BundleError, OptionError
+from jetdraft.errors import OptionError
 from jetdraft.methods import OWN, methods
 from jetdraft.runtime.conversation import Conversation
 from tests.runtime.method_bundles import MAKE
@@ -181,19 +180,6 @@ def test_a_conversation(model_of, method):
             ["".join(p.text for p in chat.say(w)) for w in ("Hello", "So?", "A")]
         )
     assert texts[0] == texts[1]
-
-
-@every_method
-def test_a_damaged_file_is_refused(method_bundles, method, tmp_path):
-    copy = shutil.copytree(method_bundles[method], tmp_path / "copy")
-    bundle = Bundle.open(copy)
-    entry = bundle.target if bundle.drafter is None else bundle.drafter
-    file = copy / entry.file
-    damaged = bytearray(file.read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    file.write_bytes(damaged)
-    with pytest.raises(BundleError, match=entry.file):
-        jetdraft.load(copy, threads=1)
 
 
 @every_method
