@@ -30,6 +30,10 @@ def test_says_that_files_contracts_widths_and_texts_are_right(report):
     assert all(line.endswith(" same 96 tokens") for line in texts)
     # The longest name is stream tree=best,prune_threshold=0.05.
     assert len({line.index(" same ") for line in texts}) == 1
+    shown = {" ".join(line.split()) for line in texts}
+    for way in ("draft 1 greedy", "lookup 4 greedy", "auto temperature=0.8 seed=1"):
+        assert f"text {way} same 96 tokens" in shown
+    assert "text draft tree=heap temperature=0.8 seed=1 same 96 tokens" in shown
     assert report[-1] == "verdict    pass: 60 texts as by plain decoding"
 
 
@@ -39,15 +43,6 @@ def test_another_class_of_widths_does_not_look_like_a_fault():
     assert other.split()[:5] == ["1", "left", "out", "when", "exact:"]
     assert other.endswith("7.8e-02")
     assert exact.split() == ["2..4", "exact"]
-
-
-@pytest.mark.parametrize(
-    "method", ["draft 1", "draft", "lookup 4", "draft tree=heap", "auto"]
-)
-@pytest.mark.parametrize("setting", ["greedy", "temperature=0.8 seed=1"])
-def test_says_same_for_every_method_greedy_and_sampling(report, method, setting):
-    lines = [" ".join(line.split()) for line in report]
-    assert f"text {method} {setting} same 96 tokens" in lines
 
 
 def test_another_text_is_an_error(bundle, monkeypatch):
