@@ -51,12 +51,7 @@ _TOKENS = 96
 )
 @flags.runtime_options()
 @flags.json_option
-def command(
-    bundle: Path,
-    run: bool,
-    runtime: LoadOptions,
-    as_json: bool,
-) -> None:
+def command(bundle: Path, run: bool, runtime: LoadOptions, as_json: bool) -> None:
     """Check BUNDLE's files and contracts, width classes, and every method's text."""
     checked = Bundle.open(bundle, again=True)
     if not run:

@@ -9,7 +9,7 @@ from jetdraft.cli import check
 from jetdraft.cli.check import Comparison
 from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.planning.registry import methods_of
-from tests.cli.running import assert_refused, jetdraft
+from tests.cli.running import jetdraft
 
 
 @pytest.fixture(scope="module")

@@ -223,5 +223,5 @@ def test_a_drafter_that_is_off(method_bundles, method, tmp_path):
             plain = text(model, "none").token_ids
             assert text(model, method).token_ids == plain
             return
-        with pytest.raises(OptionError, match="needs .* do not pass --drafter-provider"):
+        with pytest.raises(OptionError, match=r"needs .* do not pass --drafter-prov"):
             text(model, method)
