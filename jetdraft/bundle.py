@@ -5,7 +5,6 @@ target.onnx       step graph of the target, weights in target.onnx.data
 target-tree.onnx  step graph for branching drafts, with the same weights file
 target-compaction.onnx   moves an accepted branch together in the KV buffers
 target-lower.onnx, target-upper.onnx, ...   the target in two halves
-target-exit.onnx  what stands for the upper half where its layers are left out
 drafter.onnx, drafter-tree.onnx, ...   the same graphs of a drafter
 target-encoder.onnx, ...   the encoder of a target that reads a source
 drafter-vocabulary.npy   the draft vocabulary of a head: its token ids

@@ -171,8 +171,8 @@ class Halves:
     """The graphs of a model that is cut below its top `layers`.
 
     `hidden_size` is the width of the states between the halves; with `scores` the lower
-    half has an early exit. The graph `exit` leaves the upper layers out, for heads that
-    were trained for weights with the hash `base`; both are empty without that graph.
+    half has an early exit. Earlier versions wrote a graph `exit` for weights with the
+    hash `base`; both are ignored.
     """
 
     lower: FileName
@@ -188,9 +188,7 @@ class Halves:
     @property
     def files(self) -> list[str]:
         """The names of all its graph files."""
-        compactions = [self.lower_compaction, self.upper_compaction]
-        exits = [] if self.exit is None else [self.exit]
-        return [self.lower, self.upper, *compactions, *exits]
+        return [self.lower, self.upper, self.lower_compaction, self.upper_compaction]
 
 
 @dataclass(frozen=True)

@@ -285,6 +285,13 @@ def test_an_entry_stores_where_it_is_cut():
     assert not read.split_contract.scores
 
 
+def test_a_graph_that_earlier_versions_wrote_is_ignored():
+    """Halves had a graph `exit`, which left the upper layers out."""
+    before = {**asdict(HALVES), "exit": "e.onnx", "base": "0a"}
+    read = read_record(Halves, before)
+    assert read.files == HALVES.files
+
+
 def test_a_cut_outside_the_layers_is_refused():
     entry = GraphEntry("a.onnx", CONTRACT, {}, "here", 1, halves=HALVES)
     with pytest.raises(ContractError, match="1 layers cannot be cut below the top 1"):

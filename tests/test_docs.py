@@ -55,8 +55,6 @@ ONLY_PARSED = {
     "jetdraft store list bundles/pycode learned": "needs lessons; tests/cli",
     "jetdraft train eagle": "takes a quarter of an hour; tests/train",
     "jetdraft train kangaroo": "takes minutes; tests/train",
-    "jetdraft train sec": "takes minutes; tests/train",
-    "jetdraft generate bundles/completing": "needs an export; tests/train",
     "jetdraft train glide": "takes minutes; tests/train",
     "jetdraft train falcon": "takes minutes; tests/train",
     "jetdraft generate bundles/with-falcon": "needs an export; tests/train",
@@ -68,7 +66,7 @@ ONLY_PARSED = {
     "jetdraft generate bundles/flan": "needs an export; tests/export",
     "jetdraft generate bundles/long": "needs an export; tests/export",
     "jetdraft transcribe bundles/whisper": "needs an export; tests/cli",
-    "jetdraft plan TARGET --device orin-nx-16gb --tokenize": "needs texts",
+    "python tools/texts.py TARGET": "needs texts; tests/tools",
     "jetdraft generate bundles/with-block": "needs an export; tests/export",
     "jetdraft generate bundles/with-head": "needs an export; tests/test_pycode.py",
     "jetdraft generate bundles/streams": "needs a trained bundle; tests/runtime",
@@ -93,7 +91,6 @@ NO_COMMAND = {
     ],
     "docs/devices.md": ["ms(width) = ", "bandwidth 0.818"],
     "docs/quantization.md": ["target: q8_0"],
-    "docs/stop-and-exit.md": ["stop      no exit"],
     "docs/streaming.md": ["rows      the root", '{"prompt": '],
     "docs/training.md": ["accelerate launch "],
 }
@@ -105,6 +102,7 @@ PEERS = ["xllamacpp"]
 OTHER_OPTIONS = {
     "--extra-index-url": "pip",
     "--force-reinstall": "pip",
+    "--coverage": "tools/advice.py",
     "--text": "benchmarks/human_eval.py, tools/recipes",
     "--picture": "tools/recipes",
 }
@@ -119,7 +117,7 @@ NAMES = {"jetdraft": jetdraft, "schema": ROBOT, "lark": 'start: "left" | "right"
 def reader(tmp_path_factory):
     """A reader's folder: the repository's examples, and bundles of the toy pair."""
     folder = tmp_path_factory.mktemp("reader")
-    for name in ("examples", "benchmarks"):
+    for name in ("examples", "benchmarks", "tools"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "TARGET").symlink_to(ROOT / "examples/pycode/target")
     (folder / "DRAFTER").symlink_to(ROOT / "examples/pycode/drafter")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -188,11 +187,6 @@ class Checkpoint:
                 "this folder has; train the streams again"
             )
         return load_probes(self.model, self.streams, folder, scale)
-
-    @cached_property
-    def sha256(self) -> str:
-        """One hash over the weights; raises `CheckpointError` without safetensors."""
-        return weights_sha256(checkpoint_folder(self.source))
 
     @property
     def vocab_size(self) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 import click
 import numpy as np
 
-from jetdraft.bench.text_figures import WHOLE_TEXT, TextFigures, text_figures
 from jetdraft.bundle import Bundle
 from jetdraft.cli import flags
 from jetdraft.cli.command import Command, option
@@ -21,7 +20,6 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckError, OptionError, printable
 from jetdraft.export.draft_acceptance import TOLERANCE, compare_acceptance, has_fallen
 from jetdraft.manifest import GraphEntry
-from jetdraft.runtime.measured.survey import pass_times
 from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.passes.opener import LoadOptions
@@ -51,28 +49,16 @@ _TOKENS = 96
     show_default=True,
     help="Run the bundle; --no-run only checks its files and prints its manifest.",
 )
-@flags.texts_option
 @flags.runtime_options()
 @flags.json_option
-def command(
-    bundle: Path,
-    run: bool,
-    texts: tuple[Path, ...],
-    runtime: LoadOptions,
-    as_json: bool,
-) -> None:
+def command(bundle: Path, run: bool, runtime: LoadOptions, as_json: bool) -> None:
     """Check BUNDLE's files and contracts, width classes, and every method's text."""
     checked = Bundle.open(bundle, again=True)
-    figures = _read_text_figures(checked, texts)
-    if not run and as_json:
-        rows = {"tokenizer": [row.to_json() for row in figures]} if figures else {}
-        click.echo(json.dumps(checked.to_json() | rows, indent=2))
-        return
     if not run:
-        click.echo("\n".join([describe_bundle(checked), *_figure_lines(figures, 0.0)]))
+        text = json.dumps(checked.to_json(), indent=2)
+        click.echo(text if as_json else describe_bundle(checked))
         return
     model = load(bundle, **runtime)
-    speed = 1e3 / pass_times(model.parts.target, [1])[1] if figures else 0.0
     with ProgressBars() as bars:
         bars("measure widths", 0, 1)
         model.measure_again()
@@ -83,9 +69,8 @@ def command(
     if not as_json:
         click.echo(f"files      {files} present, hashes right")
         click.echo(f"contract   {graphs} graphs as declared")
-        shown = [f"widths     {line}" for line in _width_lines(widths)]
-        for line in (*shown, *_figure_lines(figures, speed)):
-            click.echo(line)
+        for line in _width_lines(widths):
+            click.echo(f"widths     {line}")
     for comparison in compare_methods(model):
         comparisons.append(comparison)
         if not as_json:
@@ -101,8 +86,6 @@ def command(
             "texts": [asdict(comparison) for comparison in comparisons],
             "acceptance": acceptance
             and dict(zip(("exported", "measured"), acceptance, strict=True)),
-            "tokenizer": [row.to_json() for row in figures],
-            "plain_tokens_per_second": speed or None,
         }
         click.echo(json.dumps(fields))
     _warn_of_lost_acceptance(acceptance)
@@ -125,29 +108,6 @@ def _warn_of_lost_acceptance(acceptance: Sequence[list[float]] | None) -> None:
             "again, or choose another provider for it",
             err=True,
         )
-
-
-def _read_text_figures(bundle: Bundle, texts: Sequence[Path]) -> list[TextFigures]:
-    """Count tokens of text files by the bundle's tokenizer; raises `OptionError`."""
-    if not texts:
-        return []
-    if bundle.tokenizer is None:
-        raise OptionError("the bundle has no tokenizer; leave --tokenize out")
-    ids = None if bundle.drafter is None else bundle.draft_vocabulary()
-    vocabulary = None if ids is None else frozenset(ids.tolist())
-    return text_figures(bundle.tokenizer, texts, vocabulary)
-
-
-def _figure_lines(figures: Sequence[TextFigures], speed: float) -> Iterator[str]:
-    """Yield a line for each row, and the `speed` in tokens/s; 0.0 if not measured."""
-    for row in figures:
-        yield f"tokenizer  {row.line()}"
-    for row in figures:
-        if speed and row.script == WHOLE_TEXT:
-            yield (
-                f"plain      {row.text:16} {speed:.1f} tokens/s, "
-                f"{speed * row.characters_per_token:.1f} characters/s"
-            )
 
 
 def _width_lines(widths: Widths) -> Iterator[str]:

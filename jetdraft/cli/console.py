@@ -240,8 +240,7 @@ def stats_line(stats: Stats) -> str:
     chosen = " ".join(f"{choice} x{rounds}" for choice, rounds in choices)
     ends = [f"{stats.method}: {chosen}", stats.finish_reason]
     if stats.lossy:
-        exits = f", {stats.exited_tokens} exits" if stats.exited_tokens else ""
-        ends.append(f"lossy: {stats.lossy}{exits}")
+        ends.append(f"lossy: {stats.lossy}")
     return f"[{', '.join(parts)}; {'; '.join(ends)}]"
 
 

@@ -49,16 +49,6 @@ prompts_option = option(
     help='JSON lines with "prompt" or "token_ids"; default: four short texts.',
 )
 
-texts_option = option(
-    "measurement",
-    "--tokenize",
-    "texts",
-    multiple=True,
-    type=PATH,
-    help="Say what the tokenizer makes of this text file, by script; give it several "
-    "times, for example once for each language.",
-)
-
 explain_option = option(
     "output",
     "--explain",

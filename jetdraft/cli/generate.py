@@ -44,7 +44,6 @@ ENDING = ("max_new_tokens", "stop", "ignore_eos")
     *flags.CONSTRAINTS,
     *flags.DRAFTING,
     "repetition_penalty",
-    "stop_and_exit",
     max_new_tokens=128,
 )
 @flags.runtime_options("store")

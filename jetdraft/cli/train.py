@@ -1,4 +1,4 @@
-"""jetdraft train: one command for each method that learns, and three beside them."""
+"""jetdraft train: one command for each method that learns, and two beside them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from jetdraft.errors import importing
 from jetdraft.runtime.planning.registry import load_object, methods
 
 TRAININGS = {
-    "sec": ("a head that stops a text", "jetdraft.train.sec:SecTask"),
     "acceptance": (
         "when the drafter should stop, for stopping=learned",
         "jetdraft.cli.trainings:acceptance",

@@ -420,13 +420,3 @@ class SplitContract:
     def upper_inputs(self) -> tuple[TensorSpec, ...]:
         """All inputs of the upper half, in graph order."""
         return (self.hidden, *self.upper.inputs[1:])
-
-    @property
-    def exit_inputs(self) -> tuple[TensorSpec, ...]:
-        """The inputs of the exit graph, which runs in place of the upper half.
-
-        Its layers make keys and values of `hidden`; its LM head reads `exit_hidden`.
-        """
-        exit_hidden = replace(self.hidden, name="exit_hidden")
-        buffers = self.upper.buffers("past")
-        return (self.hidden, *self.whole.inputs[1:5], exit_hidden, *buffers)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from jetdraft.bundle import CONTRIB, DRAFTER, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.draft_module import DraftModule
-from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.checkpoints.streams import SHARED
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.devices.providers import HALVES, check_on_cpu
@@ -35,7 +34,7 @@ def check_drafter(
 
 def check_checkpoint(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
     """Raise a `JetdraftError` if the options cannot export the checkpoint `name`."""
-    for rule in (_check_source, _check_probes, _check_taps, _check_exit, _check_select):
+    for rule in (_check_source, _check_probes, _check_taps, _check_select):
         rule(name, checkpoint, options)
 
 
@@ -93,37 +92,6 @@ def _check_taps(name: str, checkpoint: Checkpoint, options: ExportOptions) -> No
         fix = "export for --provider cpu, or with another head"
         check_on_cpu(HALVES, options.provider_of(name).name, fix)
     checkpoint.taps.check(checkpoint.model)
-
-
-def _check_exit(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Raise `OptionError` for an exit layer that the model or its head does not fit.
-
-    Raises `CheckpointError` for a checkpoint without a hash, which the heads of
-    `jetdraft train sec` name.
-    """
-    layer = options.exit_layer
-    if name != TARGET or layer is None:
-        return
-    layers = len(decoder_layers(checkpoint.model))
-    if not 1 <= layer < layers:
-        raise OptionError(
-            f"exit layer {layer} does not cut {layers} layers in two; give 1 to "
-            f"{layers - 1}"
-        )
-    fix = "export for --provider cpu, or leave --exit-after out"
-    check_on_cpu(HALVES, options.provider_of(name).name, fix)
-    if checkpoint.reads_source or checkpoint.streams is not None:
-        raise OptionError(
-            f"{checkpoint.source} is an encoder-decoder or has probes, and these run "
-            "through all layers; leave --exit-after out"
-        )
-    if checkpoint.taps is not None and checkpoint.taps.cut != layer:
-        raise OptionError(
-            f"the head reads states that a text without the layers from {layer} on "
-            "does not have; leave --head or --exit-after out, or give the layer of a "
-            "Kangaroo adapter"
-        )
-    _ = checkpoint.sha256  # refuses before anything is measured
 
 
 def _check_select(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:

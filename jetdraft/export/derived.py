@@ -1,24 +1,16 @@
 """Graphs that are made of the chain graph: for branching drafts, and in two halves.
 
-Another graph moves an accepted path together. In the place of the upper half can run a
-graph without its layers (SEC, 2401.09964): a row that skips them gets their keys and
-values from the state of the lower layers.
+Another graph moves an accepted path together.
 """
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import torch
 from onnx_ir.passes import common
-from torch import Tensor, nn
 
-from jetdraft.checkpoints.attention import attending
-from jetdraft.checkpoints.layers import decoder_layers, final_norm
 from jetdraft.contracts.step_contract import PARENTS, SplitContract, StepContract
 from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.errors import UnsupportedModelError
@@ -30,7 +22,7 @@ from jetdraft.export.attentions import (
     find_bias,
     windowed,
 )
-from jetdraft.export.step import CUT, Specs, Step, make_state, present_buffers, zeros
+from jetdraft.export.step import CUT, Step
 from jetdraft.quant.edits import Maker, initializer, new_value, replace_values
 
 
@@ -197,51 +189,3 @@ def _extract(
     part = ir.Model(graph, ir_version=whole.ir_version)
     common.RemoveUnusedNodesPass()(part)
     return part
-
-
-class ExitStep(Step):
-    """The pass of the exit graph, see `SplitContract.exit_inputs`."""
-
-    def __init__(self, model: Any, split: SplitContract) -> None:
-        super().__init__(model, replace(split.upper, tree=False))
-        self.split = split
-
-    @property
-    def declared_tensors(self) -> tuple[Specs, Specs, Specs]:
-        """The inputs of the exit graph, its past buffers, and its outputs."""
-        upper = self.split.upper
-        return self.split.exit_inputs, upper.buffers("past"), upper.outputs
-
-    def forward(  # type: ignore[override]  # it has other inputs than a whole pass
-        self,
-        hidden: Tensor,
-        position_ids: Tensor,
-        cursor: Tensor,
-        total_length: Tensor,
-        answer_rows: Tensor,
-        exit_hidden: Tensor,
-        past: list[Tensor],
-    ) -> list[Tensor]:
-        """Return the outputs of the upper half, in the order of the contract."""
-        unused = [zeros(spec) for spec in self.split.lower.buffers("past")]
-        state = make_state(position_ids, cursor, total_length, [*unused, *past])
-        ids = torch.zeros_like(position_ids)
-        upper = decoder_layers(self.model)[len(self.split.lower.kv_shapes) :]
-        with contextlib.ExitStack() as hooks:
-            for layer in upper:
-                hooks.callback(_replace_input(layer, hidden).remove)
-            hooks.callback(_replace_input(final_norm(self.model), exit_hidden).remove)
-            hooks.enter_context(attending(state))
-            logits = self.logits(state, ids, position_ids, answer_rows)
-        return [*self.answers(logits), *present_buffers(state)[len(unused) :]]
-
-
-def _replace_input(module: nn.Module, states: Tensor) -> Any:
-    """Register a hook that makes `states` a module's input; return its handle."""
-
-    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if args:
-            return (states, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": states}
-
-    return module.register_forward_pre_hook(hook, with_kwargs=True)

@@ -32,9 +32,8 @@ class ExportOptions:
     `adapter_scale`, 0 to 1, is how far streams of the shared mode move the weights from
     the base. `calibration` is a text file for all measures; without it the target
     writes a text. A drafter chooses among the `draft_vocab` tokens that are most
-    frequent there, or among all. With an `exit_layer` the target can leave out the
-    layers from that number on, for heads of `train sec`. With `select_kv` a graph of
-    the target can read only that many of the committed rows.
+    frequent there, or among all. With `select_kv` a graph of the target can read only
+    that many of the committed rows.
 
         ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)
     """
@@ -53,7 +52,6 @@ class ExportOptions:
     limit: Limit | None = None
     fast: bool = False
     draft_vocab: int | None = None
-    exit_layer: int | None = None
     select_kv: int | None = None
 
     def __post_init__(self) -> None:

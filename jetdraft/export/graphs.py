@@ -20,11 +20,10 @@ from jetdraft.bundle import SCATTERED, STREAMS, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.parameters import make_inputs_constant
 from jetdraft.checkpoints.streams import StreamedModel
-from jetdraft.contracts.step_contract import SCORES, SplitContract, StepContract
+from jetdraft.contracts.step_contract import SCORES, StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import quantize_cache, windowed
 from jetdraft.export.derived import (
-    ExitStep,
     drop_extra_values,
     make_compaction_graph,
     make_tree_graph,
@@ -92,9 +91,8 @@ def _make_plain_step(job: Job, contract: StepContract) -> Step:
     model, taps = job.checkpoint.model, job.checkpoint.taps
     if job.checkpoint.reads_source:
         return SourceStep(model, contract)
-    layer = job.options.exit_layer if job.name == TARGET else None
-    layer = layer if taps is None else taps.cut
-    above = len(contract.kv_shapes) - layer if layer else 0
+    cut = 0 if taps is None else taps.cut
+    above = len(contract.kv_shapes) - cut if cut else 0
     return Step(model, contract, cut=above, ids=job.ids, taps=taps)
 
 
@@ -165,8 +163,7 @@ def _write_halves(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
     """Write the halves of a cut step; drop its extra values from the chain graph."""
     chain = job.folder / entry.file
     if 0 < step.cut < len(entry.contract.kv_shapes):
-        halves = _write_exit(job, entry, _write_split(job, entry, step))
-        entry = replace(entry, halves=halves)
+        entry = replace(entry, halves=_write_split(job, entry, step))
     if step.extra_outputs:
         model = ir.load(chain)
         drop_extra_values(model, step)
@@ -203,26 +200,6 @@ def _write_split(job: Job, entry: GraphEntry, step: Step) -> Halves:
     ):
         ir.save(graph, job.folder / name)
     return halves
-
-
-def _write_exit(job: Job, entry: GraphEntry, halves: Halves) -> Halves:
-    """Write the exit graph, if there is an exit layer; return `halves` with it."""
-    if job.name != TARGET or job.options.exit_layer is None:
-        return halves
-    file = job.graph_file("exit")
-    whole = replace(entry.contract, kv_bits=0, tree=True)
-    cut = SplitContract.of(whole, halves.layers, halves.hidden_size)
-    below, contract = len(cut.lower.kv_shapes), replace(cut.upper, tree=False)
-    write_chain(
-        replace(job, scales=job.scales[2 * below :]),
-        replace(entry, file=file.name, contract=contract),
-        ExitStep(job.checkpoint.model, cut),
-    )
-    share_weights(file, job.folder / entry.file)
-    own_weights = file.with_name(f"{file.name}.data")
-    if not own_weights.stat().st_size:
-        own_weights.unlink()
-    return replace(halves, exit=file.name, base=job.checkpoint.sha256)
 
 
 def write_tree(job: Job, entry: GraphEntry) -> GraphEntry:

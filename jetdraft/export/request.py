@@ -57,12 +57,6 @@ class ExportRequest:
         "GliDe, Chimera or Falcon, or of the target itself for its MTP module.",
         kind=str,
     )
-    exit_layer: int | None = _checkpoint(
-        None,
-        "Let the text leave the target after this many layers: for generate "
-        "--stop-and-exit, with a head that jetdraft train sec trained for them.",
-        names=("--exit-after",),
-    )
     adapter_scale: float = _checkpoint(
         1.0, "How far streams of the shared mode move the target from its base, 0 to 1."
     )
@@ -227,17 +221,8 @@ def export(request: ExportRequest) -> Bundle:
 
 
 _COPIED_FIELDS = (
-    *(
-        "dtype",
-        "capacity",
-        "flavour",
-        "kernel",
-        "adapter_scale",
-        "provider",
-        "drafter_provider",
-        "fast",
-    ),
-    *("draft_vocab", "exit_layer", "select_kv"),
+    *("dtype", "capacity", "flavour", "kernel", "adapter_scale", "provider"),
+    *("drafter_provider", "fast", "draft_vocab", "select_kv"),
 )
 """The fields that are `ExportOptions` as they are."""
 

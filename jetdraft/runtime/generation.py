@@ -26,7 +26,7 @@ from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.stats import Round, Stats
 from jetdraft.runtime.measured.widths import prefill_widths
-from jetdraft.runtime.passes.answer import Answer, EarlyStop, Target
+from jetdraft.runtime.passes.answer import Answer, Target
 from jetdraft.runtime.passes.buffers import SourceInput, source_tokens
 from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.piece import Piece
@@ -37,13 +37,7 @@ from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Logprob
 from jetdraft.runtime.sampling.processors import LogitsProcessor, PenaltyProcessor
 from jetdraft.runtime.text.constraint import Matcher
-from jetdraft.runtime.text.stops import (
-    CANCELLED,
-    EARLY_STOP,
-    INTERRUPTED,
-    LENGTH,
-    StopWatcher,
-)
+from jetdraft.runtime.text.stops import CANCELLED, INTERRUPTED, LENGTH, StopWatcher
 
 
 class Generation:
@@ -86,10 +80,9 @@ class Generation:
             self._matcher = Matcher(
                 parts.vocabulary, options.constraint, len(prompt), must_end
             )
-        self._rule = options.exiting.rule(parts)
         if prepared:
             self.prepare()
-        learns = not options.is_truncated
+        learns = not drafting.select_kv  # the text may not be the model's
         self.proposer_set = planner.proposer_set(drafting, self._matcher, learns)
         self.proposers = self.proposer_set.proposers
         self.observers = self.proposer_set.observers
@@ -155,7 +148,7 @@ class Generation:
             response = [token for piece in self.pieces for token in piece.token_ids]
             user = self.options.drafting.user
             request = source_tokens(self._source) or self._prompt
-            if not self.options.is_truncated:
+            if not self.options.drafting.select_kv:
                 self.parts.remember(request, response, user)
             for observer in self.observers:
                 observer.end(self._prompt, response, user, self.stats)
@@ -164,7 +157,7 @@ class Generation:
         """Read source and prompt, yield a piece per round, then the text held back."""
         self.prepare()
         parts, exact = self.parts, self.options.drafting.exact
-        self._target = self.planner.target_for(self.options.drafting, self._rule)
+        self._target = self.planner.target_for(self.options.drafting)
         if self.verifier.name != WALK and parts.draft_cache is not None:
             # This verifier reads the drafter's probabilities. Their last bits must not
             # depend on what an earlier generation left in the drafter's cache.
@@ -183,8 +176,7 @@ class Generation:
             self._prefill(kept)
             yield from self._decode(sequence, start)
         finally:
-            # After an exit, rows of the upper layers are not the whole target's.
-            prefix.record(sequence if self._rule is None else self._prompt, exact)
+            prefix.record(sequence, exact)
         if rest := self.watcher.rest():
             yield Piece(rest, [], 0)
 
@@ -235,9 +227,6 @@ class Generation:
         while len(sequence) < limit and not (watcher.reason or watcher.must_end()):
             try:
                 round_, piece = self._run_round(sequence, limit)
-            except EarlyStop:
-                watcher.end(EARLY_STOP)
-                return
             except ConstraintError:
                 if watcher.must_end():  # so the constraint was given up
                     return
@@ -306,7 +295,6 @@ class Generation:
             asked={p.traits.name: spent for p, spent in offer.asked.items()},
             evidence=offer.evidence,
             seconds=time.perf_counter() - started,
-            skipped_layers=answer.skipped_layers,
         )
         self.proposer_set.controller.observe(round_)
         for observer in self.observers:
@@ -363,10 +351,11 @@ class Generation:
 
 def _check_options(options: Options, parts: LoadedBundle) -> None:
     """Raise `OptionError` for an unusable option; warn if the text is not stored."""
-    if parts.store_of(options.drafting.user) is not None and options.is_truncated:
+    drafting = options.drafting
+    if parts.store_of(drafting.user) is not None and drafting.select_kv:
         warnings.warn(
-            "with stop and exit or selected KV rows the store keeps nothing of the "
-            "text, which may not be the model's; it is drafted from",
+            "with selected KV rows the store keeps nothing of the text, which may not "
+            "be the model's; it is drafted from",
             stacklevel=2,
         )
     vocabulary = parts.bundle.target.contract.vocab_size

@@ -214,7 +214,6 @@ class LoadedBundle:
             opener.session(halves.lower, self._lower_weights, threads=threads),
             opener.session(halves.upper, self._upper_weights, threads=threads),
             self.bundle.target.split_contract,
-            opener.session(halves.exit, threads=threads) if halves.exit else None,
         )
 
     def store_of(self, user: str) -> ResponseStore | None:

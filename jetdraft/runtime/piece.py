@@ -30,11 +30,10 @@ class Result:
     """An ended generation; `token_ids` has the new tokens, end-of-text included.
 
     `from_draft` says of each token whether it had been drafted. `finish_reason` is
-    "stop" (end of text or a stop string), "length", "cancelled", "deadline",
-    "interrupted" or "early stop" (a head of `Exiting`). If a stop string ended the
-    text, the last token completed it. `calls` are the calls in the text, where
-    `Model.chat` had tools. `texts` has the text that each token completed, the stop
-    string too.
+    "stop" (end of text or a stop string), "length", "cancelled", "deadline" or
+    "interrupted". If a stop string ended the text, the last token completed it. `calls`
+    are the calls in the text, where `Model.chat` had tools. `texts` has the text that
+    each token completed, the stop string too.
 
         model.generate("def fib(n):").text
     """

@@ -158,7 +158,6 @@ class PromptTask(Task):
         return {f"prompts.{name}": weight for name, weight in named}
 
     def begin(self, run: Run) -> None:
-        """Create the output folder with the target's files."""
         run.folder.add_target(run.source, run.base)
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:

@@ -43,9 +43,8 @@ class RunFolder:
         weights: str = WEIGHTS,
         settings: str = SETTINGS,
         learned: str = "streams",
-        serialize: Callable[[dict[str, Tensor]], bytes] = serialized,
     ) -> None:
-        self.path, self.serialize = path, serialize
+        self.path = path
         self.weights, self.settings, self.learned = weights, settings, learned
         if path.exists() and not (path / UNFINISHED).is_file():
             fact = (
@@ -117,7 +116,7 @@ class RunFolder:
         """Write state, weights and description; if `finished`, delete the state."""
         text = json.dumps(description, indent=2) + "\n"
         self._replace_file(STATE_FILE, lambda file: torch.save(state, file))
-        contents = self.serialize(weights)
+        contents = serialized(weights)
         self._replace_file(self.weights, lambda file: file.write_bytes(contents))
         self.write(self.settings, text)
         if finished:

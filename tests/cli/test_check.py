@@ -9,7 +9,7 @@ from jetdraft.cli import check
 from jetdraft.cli.check import Comparison
 from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.planning.registry import methods_of
-from tests.cli.running import assert_refused, jetdraft
+from tests.cli.running import jetdraft
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +30,10 @@ def test_says_that_files_contracts_widths_and_texts_are_right(report):
     assert all(line.endswith(" same 96 tokens") for line in texts)
     # The longest name is stream tree=best,prune_threshold=0.05.
     assert len({line.index(" same ") for line in texts}) == 1
+    shown = {" ".join(line.split()) for line in texts}
+    for way in ("draft 1 greedy", "lookup 4 greedy", "auto temperature=0.8 seed=1"):
+        assert f"text {way} same 96 tokens" in shown
+    assert "text draft tree=heap temperature=0.8 seed=1 same 96 tokens" in shown
     assert report[-1] == "verdict    pass: 60 texts as by plain decoding"
 
 
@@ -39,46 +43,6 @@ def test_another_class_of_widths_does_not_look_like_a_fault():
     assert other.split()[:5] == ["1", "left", "out", "when", "exact:"]
     assert other.endswith("7.8e-02")
     assert exact.split() == ["2..4", "exact"]
-
-
-@pytest.mark.parametrize(
-    "method", ["draft 1", "draft", "lookup 4", "draft tree=heap", "auto"]
-)
-@pytest.mark.parametrize("setting", ["greedy", "temperature=0.8 seed=1"])
-def test_says_same_for_every_method_greedy_and_sampling(report, method, setting):
-    lines = [" ".join(line.split()) for line in report]
-    assert f"text {method} {setting} same 96 tokens" in lines
-
-
-@pytest.fixture
-def without_texts(monkeypatch):
-    monkeypatch.setattr(check, "compare_methods", lambda model: iter([]))
-
-
-def test_says_what_the_tokenizer_makes_of_texts(bundle, tmp_path, without_texts):
-    file = tmp_path / "english.txt"
-    file.write_text("the self the self 12")
-    flags = ("--tokenize", file, "--threads", "1")
-    lines = jetdraft("check", bundle, *flags).stdout.splitlines()
-    shown = [line.split()[1:3] for line in lines if line.startswith("tokenizer")]
-    assert shown == [["english.txt", part] for part in ("all", "latin", "signs")]
-    assert any("tokens/s" in line and "characters/s" in line for line in lines)
-    fields = json.loads(jetdraft("check", bundle, *flags, "--json").stdout)
-    assert fields["tokenizer"][0]["characters"] == 20
-    assert fields["plain_tokens_per_second"] > 0
-
-
-def test_texts_need_no_run_and_must_be_there(bundle, tmp_path):
-    missing = ("--tokenize", tmp_path / "none", "--threads", "1")
-    assert_refused(jetdraft("check", bundle, *missing), "no data file")
-    text = tmp_path / "english.txt"
-    text.write_text("the self.")
-    flags = ("check", bundle, "--tokenize", text, "--no-run")
-    lines = jetdraft(*flags).stdout.splitlines()
-    assert any(line.startswith("tokenizer  english.txt") for line in lines)
-    assert not any("tokens/s" in line for line in lines)
-    fields = json.loads(jetdraft(*flags, "--json").stdout)
-    assert fields["tokenizer"][0]["characters"] == 9
 
 
 def test_another_text_is_an_error(bundle, monkeypatch):

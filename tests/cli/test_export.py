@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
@@ -18,13 +17,7 @@ from jetdraft.recipe import FAST_DEFAULTS, RUNGS, Recipe
 from jetdraft.testing import toy_bundle
 from tests.cli.running import jetdraft, without
 from tests.programs import ended
-from tests.tiny import (
-    VOCAB_SIZE,
-    WORDS,
-    drafter_config,
-    save_checkpoint,
-    save_tokenizer,
-)
+from tests.tiny import VOCAB_SIZE, save_checkpoint
 
 
 def assert_refused(result, *said: str) -> None:
@@ -150,10 +143,6 @@ def others(pair, tmp_path_factory) -> dict[str, Path]:
     (folder / "empty").mkdir()
     toy_bundle(folder / "bundle")
     (folder / "file").write_text("")
-    words = shutil.copytree(pair.drafter, folder / "words")
-    save_tokenizer(words, WORDS[::-1])
-    large = drafter_config(vocab_size=9999)
-    save_checkpoint(folder / "large", large, tokenizer=False)
     mamba(folder / "mamba")
     return {"target": pair.target, "drafter": pair.drafter, "tmp": folder}
 
@@ -167,8 +156,6 @@ def others(pair, tmp_path_factory) -> dict[str, Path]:
         ("{tmp}/mamba", ["has recurrent layers", "see docs/models.md"]),
         ("{target} --drafter {tmp}/nothing", ["no checkpoint at", "nothing"]),
         ("{target} --drafter {tmp}/mamba", ["{tmp}/mamba has recurrent layers"]),
-        ("{target} --drafter {tmp}/large", ["has 9999 tokens", "choose a drafter"]),
-        ("{target} --drafter {tmp}/words", ["another tokenizer", "choose a drafter"]),
         ("{target} --drafter ''", []),
         ("{target} --head ''", []),
         ("{target} --quantize-drafter ''", []),
@@ -222,29 +209,6 @@ def test_other_defaults_need_no_text_either(pair, output, given, expected):
     result = jetdraft("export", pair.drafter, "-o", output, "--capacity=64", *given)
     assert result.exit_code == 0, result.stderr
     assert expected in jetdraft("check", "--no-run", output).stdout
-
-
-def test_the_calibration_text_takes_the_place_of_the_own_text(pair, output, measured):
-    text = output.parent / "text.txt"
-    text.write_text("def f(self):\n    return self.x\n" * 60)
-    given = ("--capacity=64", "--calibration", text)
-    assert jetdraft("export", pair.drafter, "-o", output, *given).exit_code == 0
-    kl = Bundle.open(output).target.quantization["kl"]
-    assert kl != measured[0].target.quantization["kl"]
-
-
-def test_output_that_is_no_bundle_is_refused_and_untouched(pair, tmp_path):
-    (tmp_path / "precious").write_text("precious")
-    result = jetdraft("export", pair.target, "-o", tmp_path)
-    assert_refused(result, "is not a bundle", "choose another")
-    assert [file.read_text() for file in tmp_path.iterdir()] == ["precious"]
-
-
-def test_refused_export_leaves_an_earlier_bundle(copied_bundle, tmp_path):
-    before = Bundle.open(copied_bundle).sha256
-    result = jetdraft("export", tmp_path / "nothing", "-o", copied_bundle)
-    assert_refused(result, "no checkpoint at")
-    assert Bundle.open(copied_bundle).sha256 == before
 
 
 def test_without_torch_the_extra_is_named(pair, output):

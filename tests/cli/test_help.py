@@ -55,7 +55,7 @@ def test_the_walk_reaches_every_command():
     assert found == set(VERBS)
     trained = {words.split()[1] for words in COMMANDS if words.startswith("train")}
     methods_with_a_task = {name for name, method in methods().items() if method.task}
-    assert trained == methods_with_a_task | {"acceptance", "sec", "use"}
+    assert trained == methods_with_a_task | {"acceptance", "use"}
     others = {"lookup", "recall", "cascade", "select"}
     assert set(methods()) - methods_with_a_task == others
 
@@ -197,8 +197,8 @@ def test_other_programs_keep_their_warnings():
     assert warnings.showwarning is before
 
 
-def test_generate_has_at_most_27_options():
-    assert len(options(generate)) <= 27
+def test_generate_has_at_most_26_options():
+    assert len(options(generate)) <= 26
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_generate_has_at_most_27_options():
     [
         *((name, "export, generate") for name in ("inspect", "devices", "quantize")),
         ("train dream", "draft"),
-        ("train dream", "sec, acceptance, use"),
+        ("train dream", "acceptance, use"),
     ],
 )
 def test_an_unknown_command_is_told_the_known_commands(words, known):

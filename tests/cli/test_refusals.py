@@ -198,6 +198,7 @@ DAMAGES = [
     ("target.onnx.data", lambda file: os.truncate(file, 9), "target.onnx.data has"),
     ("tokenizer.json", lambda f: f.write_text("{}"), "tokenizer.json has 2 bytes"),
     ("target.onnx.data", altered, "was altered"),
+    ("drafter.onnx", altered, "drafter.onnx was altered"),
     (MANIFEST, newer, "update jetdraft"),
 ]
 

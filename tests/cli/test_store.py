@@ -73,6 +73,7 @@ def test_list_shows_what_is_learned(bundle, tmp_path):
     fields = jetdraft("store", "list", bundle, tmp_path, "--user", "bo", "--json")
     kept = json.loads(fields.stdout)
     assert (kept["weights"], kept["on_trial_against"]) == (name, "")
+    assert kept["others"] == {"ann": 2}
     assert kept["lessons"] == [{"wrong_places": 1, "text": text([30, 31, 32, 33])}]
 
 
@@ -185,17 +186,6 @@ def test_refusals(toy, tmp_path):
         jetdraft(*command, "--watts", 5, "--from", tmp_path), "no power monitors"
     )
     assert_refused(jetdraft(*command, "--steps", 0, "--from", tmp_path), "steps 0")
-
-
-def test_a_list_names_the_other_users(toy, tmp_path):
-    learn(toy, tmp_path, drafting={"user": "ann"})
-    listed = jetdraft("store", "list", toy, tmp_path)
-    assert listed.stdout.splitlines() == [
-        "weights: the bundle's own drafter",
-        "lessons of --user 'ann': 1",
-    ]
-    listed = jetdraft("store", "list", toy, tmp_path, "--json")
-    assert json.loads(listed.stdout)["others"] == {"ann": 1}
 
 
 def test_the_server_learns_for_each_client(toy, tmp_path):

@@ -184,22 +184,6 @@ def test_the_targets_matrices_are_read_from_its_file(made):
     assert any(dims[0] == VOCAB_SIZE for dims in sizes), sizes
 
 
-@pytest.mark.parametrize("layout", ["dflash", "diffusion"])
-def test_a_saved_prefix_keeps_the_drafts(made, tmp_path, layout):
-    bundle, tokens = made(layout).bundle, list(TOKENS)
-    how = {"token_ids": tokens, "max_new_tokens": 9, "ignore_eos": True}
-    with jetdraft.load(bundle.path, threads=1) as model:
-        model.save_prefix(tmp_path / "prefix", tokens)
-        expected = model.generate(method=layout, **how)
-        assert expected.token_ids == model.generate(method="none", **how).token_ids
-    with jetdraft.load(bundle.path, threads=1) as model:
-        model.load_prefix(tmp_path / "prefix")
-        drafted = model.generate(method=layout, **how)
-        assert drafted.stats.reused_tokens > 0
-        assert drafted.token_ids == expected.token_ids
-        assert drafted.stats.accepted_tokens == expected.stats.accepted_tokens
-
-
 def test_only_some_lm_heads_can_be_cut(made):
     """A DFlash head drafts fewer tokens; a diffusion drafter refuses."""
     bundle = made("dflash", draft_vocab=50).bundle

@@ -10,8 +10,6 @@ import jetdraft
 from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
-from jetdraft.runtime.drafts.rows import NO_PROBES, Rows
-from jetdraft.runtime.passes.split.halves import PlacedRows
 from tests.quant.test_calibration import TEXT
 
 PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
@@ -37,7 +35,6 @@ def options(folder):
         capacity=256,
         max_width=64,
         calibration=folder / "text.txt",
-        exit_layer=1,
     )
 
 
@@ -68,31 +65,6 @@ def test_buffers_are_a_quarter(quantized, model):
     assert quantized.parts.target.contract.kv_bits == 8
     assert nbytes(quantized.parts.target) * 4 == nbytes(model.parts.target)
     assert nbytes(quantized.parts.drafter) * 4 == nbytes(model.parts.drafter)
-
-
-def test_an_exit_writes_the_integers_of_the_first_layer_left_out(quantized):
-    """That layer reads the same states, whether or not the text leaves."""
-    leading, rows = quantized.parts.leading, Rows.chain(PROMPT[:4])
-    leading.prepare([4])
-    leading.cache.rewind(0)
-    placed, states = PlacedRows.of(rows), leading.lead(rows.tokens)
-
-    def layers():
-        buffers = leading.cache.buffers.values()
-        written = [np.array(buffer.numpy()[:, :, :4]) for buffer in buffers]
-        return list(zip(written[::2], written[1::2], strict=True))
-
-    leading.halves.run_upper(placed, states, (4, 4, NO_PROBES), 0)
-    whole = layers()
-    for buffer in list(leading.cache.buffers.values())[2:]:
-        buffer.update_inplace(np.zeros_like(buffer.numpy()))
-    leading.halves.run_exit(placed, states, states, 4, 0)
-    left = layers()
-    assert len(left) == 3
-    for place, same in enumerate((True, True, False)):
-        for one, other in zip(whole[place], left[place], strict=True):
-            assert other.any()
-            assert np.array_equal(one, other) == same
 
 
 def test_the_numbers_are_nearly_those_of_floats(quantized, model):

@@ -1,5 +1,7 @@
 """A target that can read selected KV rows only, as itself and as its own drafter."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import onnx
 import pytest
@@ -17,6 +19,7 @@ from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.proposers.proposer import Observer
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as run
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
@@ -319,6 +322,23 @@ def test_selected_rows_as_the_target_are_lossy_and_say_so(few, prompt):
     exact = few.generate(token_ids=prompt, **how)
     assert exact.stats.reused_tokens == 0  # its rows would be lossy
     assert text.token_ids != exact.token_ids
+
+
+def test_a_lossy_text_teaches_nothing(few, prompt, tmp_path, monkeypatch):
+    class Spy(Observer):
+        def observe(self, seen):
+            taught.append(seen)
+
+    how = {"token_ids": prompt, "exact": False, "max_new_tokens": 8, "method": "none"}
+    store = tmp_path / "store"
+    with jetdraft.load(few.bundle.path, threads=1, store=store) as own:
+        monkeypatch.setattr(own.planner, "_learners", [Spy()])
+        for selects in (True, False):
+            taught = []
+            warned = pytest.warns(match="keeps nothing") if selects else nullcontext()
+            with warned:
+                own.generate(**how, drafting={"select_kv": selects})
+            assert bool(taught) == bool(own.parts.store.entries) != selects
 
 
 def test_a_survey_reads_all_rows_after_a_lossy_generation(few, monkeypatch):

@@ -47,9 +47,6 @@ def test_bad_input_of_the_command_line(target, text, tmp_path):
     out, bundle = tmp_path / "out", tmp_path / "bundle"
     command = ("train", "ppd", target, "--data", text, "-o", out)
     size = ("--batch-size", "2", "--sequence-length", "32")
-    refused = run_jetdraft(*command, "--insertions", "0", *size)
-    assert_refused(refused, "insertions 0 is out of range; give 1 to 4096")
-    assert not out.exists()
     trained = run_jetdraft(*command, "--steps", "2", *size)
     assert trained.exit_code == 0, trained.output
     assert "training 192 weights of 3 prompt tokens, 0." in trained.stderr
@@ -67,8 +64,6 @@ def test_forecasts_from_the_command_line(target, text, tmp_path):
     out, bundle = tmp_path / "out", tmp_path / "bundle"
     command = ("train", "forecast", target, "--data", text, "-o", out)
     size = ("--batch-size", "2", "--sequence-length", "32", "--steps", "2")
-    refused = run_jetdraft(*command, "--prefix", "0", *size)
-    assert_refused(refused, "prefix 0 is out of range; give 1 to 1024")
     trained = run_jetdraft(*command, "--prefix", "3", *size)
     assert trained.exit_code == 0, trained.output
     assert "training 1024 weights of 4 forecasts" in trained.stderr

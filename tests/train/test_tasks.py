@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -43,7 +42,6 @@ from jetdraft.methods.stream.task import StreamTask
 from jetdraft.runtime.planning.registry import load_object, methods
 from jetdraft.train.heads import HeadSettings, LayerSettings
 from jetdraft.train.run_folder import STATE_FILE, RunFolder
-from jetdraft.train.sec import SecSettings, SecTask
 from jetdraft.train.task import Task, TrainingOptions
 from tests.programs import ROOT, printed
 from tests.sources import CONFIGS, save
@@ -91,14 +89,13 @@ KINDS = {
     "stream": Kind(StreamTask, OF_STREAM, {"gamma": 2}),
     "ppd": Kind(PpdTask, PpdSettings(gamma=2, members=2), {"members": 1}),
     "forecast": Kind(ForecastTask, ForecastSettings(gamma=2, prefix=4), {"prefix": 5}),
-    "sec": Kind(SecTask, SecSettings((1, 2)), {"layers": (2,)}),
 }
 
 
 def test_the_table_has_all_tasks():
     named = {m.task for m in methods().values() if m.task}
     tasks = {load_object(name) for name in named if not name.endswith(":command")}
-    assert tasks | {SecTask} == {kind.task for kind in KINDS.values()}
+    assert tasks == {kind.task for kind in KINDS.values()}
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +120,7 @@ def prepared(targets, name, output, changes=(), options=OPTIONS, data=None):
 
 def weights_of(run) -> dict[str, Tensor]:
     """What a training has written."""
-    file = run.folder.path / run.folder.weights
-    if file.suffix != ".npz":
-        return load_file(file)
-    with np.load(file) as arrays:
-        return {n: torch.tensor(a) for n, a in arrays.items() if a.dtype.kind == "f"}
+    return load_file(run.folder.path / run.folder.weights)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -208,7 +201,7 @@ def test_weights_that_are_no_numbers_are_never_saved(targets, tmp_path, name):
 # --- a folder after a stop ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("last", ["training.pt", "exit.npz", "exit.json"])
+@pytest.mark.parametrize("last", ["training.pt", "model.safetensors", "config.json"])
 def test_a_kill_in_the_last_save_is_mended_by_the_next_run(
     targets, tmp_path, monkeypatch, last
 ):
@@ -217,17 +210,19 @@ def test_a_kill_in_the_last_save_is_mended_by_the_next_run(
 
     def killed(folder, name, contents):
         write(folder, name, contents)
+        if name != last:
+            return
         state = torch.load(folder.path / STATE_FILE, weights_only=True)
-        if name == last and state["step"] == 2:
+        if state["step"] == 2:
             raise SystemExit
 
-    whole = prepared(targets, "sec", tmp_path / "whole", options=options)
+    whole = prepared(targets, "kangaroo", tmp_path / "whole", options=options)
     whole.run(nothing)
     monkeypatch.setattr(RunFolder, "_replace_file", killed)
     with pytest.raises(SystemExit):
-        prepared(targets, "sec", tmp_path / "out", options=options).run(nothing)
+        prepared(targets, "kangaroo", tmp_path / "out", options=options).run(nothing)
     monkeypatch.undo()
-    mended = prepared(targets, "sec", tmp_path / "out", options=options)
+    mended = prepared(targets, "kangaroo", tmp_path / "out", options=options)
     mended.run(nothing)
     assert names_in(mended) == names_in(whole)
     torch.testing.assert_close(weights_of(mended), weights_of(whole))
@@ -388,8 +383,6 @@ REFUSED = [
     ("ppd", {"members": 65}, "ensemble 65 is out of range"),
     ("ppd", {"insertions": 0}, "insertions 0 is out of range; give 1 to 4096"),
     ("forecast", {"prefix": 0}, "prefix 0 is out of range; give 1 to 1024"),
-    ("sec", {"layers": (0,)}, "give 1 to 5"),
-    ("sec", {"layers": (6,)}, "give 1 to 5"),
 ]
 SHORT = {
     **dict.fromkeys(("kangaroo", "glide"), (9, "too short for drafts of 5; give 10")),
@@ -445,7 +438,7 @@ assert PartialState().num_processes == 2
 TOGETHER = {
     "draft": replace(KINDS["draft"].settings, regenerate=True),
     "eagle": KINDS["eagle"].settings,
-    "sec": KINDS["sec"].settings,
+    "stream": KINDS["stream"].settings,
 }
 
 

@@ -42,6 +42,14 @@ buffers."""
 RUNTIME_MB = 846.0
 """MB of 10^6 bytes of a session beside weights and KV; fitted, see docs/devices.md."""
 
+MAX_READ_SHARE = 0.05
+"""The most bytes that a draft step should read, as a share of the bytes that a pass of
+the target reads; reading bounds the time of both (docs/devices.md)."""
+
+TOKENS_PER_WEIGHT = 200
+"""Tokens to train on for each weight: they leave half of what the usual 20 leave above
+the loss of endless training. Training costs once, a weight in every draft."""
+
 
 @dataclass(frozen=True)
 class Dimensions:

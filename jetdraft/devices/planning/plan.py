@@ -191,8 +191,7 @@ class Question:
     provider: str = declared(
         "runtime",
         CPU,
-        "What will run the target. Methods and a drafter's size are predicted for "
-        "the GPU only.",
+        "What will run the target. Methods are predicted for the GPU only.",
         choices=PROVIDERS,
     )
 
@@ -275,11 +274,6 @@ class Board:
     def pass_ms(self, width: int) -> float:
         """The predicted milliseconds of a pass of the target with `width` rows."""
         return self._pass_ms(self.target, width)
-
-    @property
-    def draft_ms(self) -> float:
-        """The predicted milliseconds of a draft step; 0.0 without a drafter."""
-        return 0.0 if self.drafter is None else self._pass_ms(self.drafter, 1)
 
     def choices(
         self, methods: tuple[MethodCost, ...], acceptance: float

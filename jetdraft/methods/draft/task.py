@@ -19,8 +19,12 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.draft_vocabulary import vocabulary_tensors
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.checkpoints.parameters import store_weights_in
-from jetdraft.devices.planning.cost_model import Dimensions, LoadedDecoder
-from jetdraft.devices.planning.drafter_advice import MAX_READ_SHARE, TOKENS_PER_WEIGHT
+from jetdraft.devices.planning.cost_model import (
+    MAX_READ_SHARE,
+    TOKENS_PER_WEIGHT,
+    Dimensions,
+    LoadedDecoder,
+)
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.draft_vocab import check_tokens
 from jetdraft.options import setting
@@ -327,7 +331,6 @@ class ModelTask(Task):
         }
 
     def headline(self, run: Run) -> str:
-        """Return the line that describes the training before it starts."""
         config = self.model.config.get_text_config(decoder=True)
         size, count = run.options.batch_size, run.parameters
         tokens = run.steps * size * run.options.sequence_length
@@ -351,7 +354,6 @@ class ModelTask(Task):
         return f", a step at {share:.1%} of a pass (advised {MAX_READ_SHARE:.0%})"
 
     def summary_line(self, figures: Mapping[str, Any]) -> str:
-        """Return the line that describes the figures of a validation."""
         sampled, greedy = (
             " ".join(f"{rate:.2f}" for rate in figures[name])
             for name in ("acceptance", "agreement")
@@ -363,7 +365,6 @@ class ModelTask(Task):
         )
 
     def settings_of_run(self, run: Run) -> dict[str, Any]:
-        """Return the settings that a resumed run must repeat."""
         # The folder may move, but labels that are cut to the best tokens are others.
         is_cached = self.settings.cache is not None
         own = asdict(self.settings) | {"cache": is_cached, "target": run.base}

@@ -45,7 +45,6 @@ class StreamTask(Task):
         return self.settings.gamma + 2, f"{self.settings.gamma} streams"
 
     def folder(self, output: Path) -> RunFolder:
-        """Return the run folder; nothing is written yet."""
         return RunFolder(output)
 
     def load(self, source: str) -> tuple[Checkpoint, str]:
@@ -105,7 +104,6 @@ class StreamTask(Task):
         return dict(run.module.task)
 
     def begin(self, run: Run) -> None:
-        """Add the target's files to the run folder."""
         run.folder.add_target(run.source, run.base)
 
     def loss(self, run: Run, module: Any, batch: Batch) -> Tensor:
@@ -133,7 +131,6 @@ class StreamTask(Task):
         }
 
     def headline(self, run: Run) -> str:
-        """Return the line that describes the training before it starts."""
         counts = self.counts(run)
         return (
             f"training {counts['streams']} weights of the streams and "
@@ -145,7 +142,6 @@ class StreamTask(Task):
         return {"streams": own, "lora": run.parameters - own}
 
     def summary_line(self, figures: Mapping[str, Any]) -> str:
-        """Return the line that describes the figures of a validation."""
         rates = " ".join(f"{share:.2f}" for share in figures["acceptance"])
         stream_losses = " ".join(f"{loss:.2f}" for loss in figures["stream_losses"])
         return (
@@ -154,7 +150,6 @@ class StreamTask(Task):
         )
 
     def settings_of_run(self, run: Run) -> dict[str, Any]:
-        """Return the settings that a resumed run must repeat."""
         return asdict(self.settings)
 
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:

@@ -23,7 +23,7 @@ class Round(NamedTuple):
     draft. `asked` maps each method that was asked to the number of rows that it offered
     and its seconds. `evidence` is the proposer's for this draft. `seconds` is the time
     of the whole round, 0 if it was not taken; `draft_seconds` is the time until the
-    draft was there, or given up. The pass left `skipped_layers` out.
+    draft was there, or given up.
     """
 
     method: str
@@ -37,7 +37,6 @@ class Round(NamedTuple):
     asked: Mapping[str, tuple[int, float]] = MappingProxyType({})
     evidence: int = 0
     seconds: float = 0.0
-    skipped_layers: int = 0
 
     @property
     def evaluated(self) -> int:
@@ -82,9 +81,8 @@ class Stats:
     `plain_ms` is the time of a pass without a draft on this machine. `off` counts the
     rounds without a draft by their reason. `reused_tokens` of the prompt were in the
     buffers already. `lossy` names the options that may change the distribution of the
-    text. Exits wrote `exited_tokens`, and left out `skipped_layers` layers for them in
-    all. `seed` is the seed of a sampled text, also where it was drawn at random. A pass
-    read `select_kv` of the committed KV rows; None for all.
+    text. `seed` is the seed of a sampled text, also where it was drawn at random. A
+    pass read `select_kv` of the committed KV rows; None for all.
     """
 
     method: str
@@ -92,8 +90,6 @@ class Stats:
     prompt_tokens: int
     seed: int | None = None
     lossy: str = ""
-    exited_tokens: int = 0
-    skipped_layers: int = 0
     select_kv: int | None = None
     reused_tokens: int = 0
     generations: int = 0
@@ -118,8 +114,6 @@ class Stats:
         self.target_passes += 1
         self.new_tokens += committed
         self.drafted_tokens += round_.drafted
-        self.exited_tokens += committed if round_.skipped_layers else 0
-        self.skipped_layers += committed * round_.skipped_layers
         grow = round_.evaluated - len(self.evaluated_by_position)
         self.evaluated_by_position += [0] * grow
         self.accepted_counts += [0] * grow
@@ -208,11 +202,11 @@ class Stats:
 _SUM_NAMES = (
     *("generations", "prompt_tokens", "reused_tokens", "new_tokens", "first_tokens"),
     *("target_passes", "drafted_tokens", "decode_seconds", "session_seconds"),
-    *("exited_tokens", "skipped_layers", "rounds_by_choice", "off"),
+    *("rounds_by_choice", "off"),
 )
 _METRICS = (
-    *("method", "exact", "lossy", "exited_tokens", "skipped_layers", "select_kv"),
-    *("seed", "finish_reason", "prompt_tokens", "reused_tokens"),
+    *("method", "exact", "lossy", "select_kv", "seed", "finish_reason"),
+    *("prompt_tokens", "reused_tokens"),
     *("new_tokens", "target_passes", "drafted_tokens", "accepted_tokens"),
     *("acceptance_rate", "accepted_by_position", "tokens_per_pass"),
     *("tokens_per_second", "time_to_first_token", "outside_ms_per_round"),

@@ -36,8 +36,7 @@ class Answer:
     candidates only: their logits are all its `logits`. `features` [n, w] and `carried`
     [n, c] have a row per row of the pass, answered or not. `probes` maps each row that
     carried probes to their answer. Logits, and a `logsumexp` that the graph did not
-    give, are fetched or computed when they are first read. The pass left
-    `skipped_layers` out.
+    give, are fetched or computed when they are first read.
     """
 
     candidates: Int64s
@@ -48,7 +47,6 @@ class Answer:
     features: Float32s | None = None
     carried: Float32s | None = None
     probes: Mapping[int, Answer] = field(default_factory=dict, repr=False)
-    skipped_layers: int = 0
     _parts: dict[int, Answer] = field(default_factory=dict, repr=False, init=False)
     _source: LogitsSource | None = field(default=None, repr=False)
     _pick: Pick | None = field(default=None, repr=False)
@@ -136,10 +134,6 @@ def _answer_from(tensors: Mapping[str, Tensor], prefix: str) -> Answer:
     return Answer(ids, values, sums, logits, _source=tensors[f"{prefix}logits"])
 
 
-class EarlyStop(Exception):  # noqa: N818  # nothing went wrong
-    """Raised by `Target.verify` to end the text before its next token."""
-
-
 class Target(Protocol):
     """Runs passes over its cache and commits the rows that were right."""
 
@@ -168,7 +162,6 @@ class Target(Protocol):
         """Run a draft in a pass of that width, and probes beside it.
 
         Returns the rows that were run, maybe a part of the draft, and their answer.
-        Raises `EarlyStop` to end the text.
         """
         ...
 

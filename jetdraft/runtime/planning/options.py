@@ -10,11 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict, Unpack
 
 from jetdraft.contracts.constants import CANDIDATES
-from jetdraft.devices.providers import HALVES, check_on_cpu
 from jetdraft.errors import OptionError
-from jetdraft.options import Flag, Range, check_ranges, range_between
-from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.passes.split.exit_head import FIELD, ExitHead, ExitRule
+from jetdraft.options import Flag, check_ranges, range_between
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import MethodOptions
@@ -22,64 +19,6 @@ from jetdraft.runtime.sampling.chooser import Sampling
 from jetdraft.runtime.sampling.processors import Penalties
 from jetdraft.runtime.text.constraint import Constraint
 from jetdraft.runtime.text.stops import Ending
-
-_PROBABILITY = Range(lambda p: 0.0 <= p <= 1.0, "0 to 1 (never)", optional=True)
-_EXIT_RANGES = {"stop_threshold": _PROBABILITY, "exit_threshold": _PROBABILITY}
-
-THRESHOLD = 0.7
-"""Both thresholds where a generation gives no threshold."""
-
-
-@dataclass(frozen=True)
-class Exiting:
-    """Stop and Exit (SEC, 2401.09964), which is lossy and off by default.
-
-    `stop_and_exit` is the folder of a head that `jetdraft train sec` wrote. It stops
-    the text where it is surer than `stop_threshold` that the next token will be wrong,
-    and leaves the upper layers out where it is surer than `exit_threshold` that the
-    lower layers know the token; without them it is `THRESHOLD`.
-    """
-
-    stop_and_exit: str | Path | None = None
-    stop_threshold: float | None = None
-    exit_threshold: float | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.stop_and_exit, (str, Path, type(None))):
-            raise OptionError(
-                f"stop and exit {self.stop_and_exit!r} is not a path; give the folder "
-                "of a head",
-                FIELD,
-            )
-        check_ranges(self, _EXIT_RANGES)
-        for name in _EXIT_RANGES if self.stop_and_exit is None else ():
-            if getattr(self, name) is not None:
-                raise OptionError(
-                    f"{name.replace('_', ' ')} has no meaning without a head; give "
-                    "stop and exit too, or leave it out",
-                    name,
-                )
-
-    def rule(self, parts: LoadedBundle) -> ExitRule | None:
-        """The rule that decides after the lower layers; None without a head.
-
-        Raises `OptionError` or `PairError` for a head that does not fit the bundle.
-        """
-        if self.stop_and_exit is None:
-            return None
-        cut = parts.bundle.target.halves
-        if cut is None or cut.exit is None:
-            raise OptionError(
-                "the bundle has no exit; export with --exit-after, or leave stop and "
-                "exit out",
-                FIELD,
-            )
-        fix = "choose --provider cpu, or leave stop and exit out"
-        check_on_cpu(HALVES, parts.provider, fix, FIELD)
-        layer = len(parts.bundle.target.contract.kv_shapes) - cut.layers
-        head = ExitHead.load(Path(self.stop_and_exit), cut.base, layer, cut.hidden_size)
-        thresholds = (self.stop_threshold, self.exit_threshold)
-        return ExitRule(head, *(THRESHOLD if t is None else t for t in thresholds))
 
 
 def _method_help() -> str:
@@ -129,16 +68,6 @@ class GenerateOptions(TypedDict, total=False):
     exact: Annotated[
         bool, _drafting("Use only pass widths whose rows agree bit by bit.")
     ]
-    stop_and_exit: Annotated[
-        str | Path | None,
-        _drafting(
-            "Let this head end a text that goes wrong, and leave layers out where it "
-            "may: jetdraft train sec makes it. Lossy, so it needs --no-exact.",
-            metavar="HEAD",
-        ),
-    ]
-    stop_threshold: float | None
-    exit_threshold: float | None
     temperature: Annotated[
         float,
         _sampling(
@@ -213,7 +142,6 @@ class Options:
     ending      when the text ends, see `Ending`
     constraint  a JSON schema, a regular expression or a grammar (Lark's notation) that
                 the text must match; `max_new_tokens` may end the text before
-    exiting     whether a head may stop the text or skip layers, see `Exiting`
     logprobs    give the log probability of each token, and of this many best tokens
 
         Options.of(max_new_tokens=64, temperature=0.8, drafting={"tree": "best"})
@@ -224,12 +152,11 @@ class Options:
     # A factory, since `Drafting` loads the packages of methods, which import jetdraft.
     drafting: Drafting = field(default_factory=Drafting)
     ending: Ending = Ending()
-    exiting: Exiting = Exiting()
     constraint: Constraint | None = None
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for part in (Sampling, Penalties, Drafting, Ending, Exiting, Constraint):
+        for part in (Sampling, Penalties, Drafting, Ending, Constraint):
             name = part.__name__.lower()
             absent = part is Constraint and self.constraint is None
             if not absent and not isinstance(getattr(self, name), part):
@@ -239,19 +166,6 @@ class Options:
                     name,
                 )
         check_ranges(self, _RANGES)
-        exits = self.exiting.stop_and_exit is not None
-        if exits and self.drafting.exact:
-            raise OptionError(
-                "stop and exit keeps neither the text nor the distribution of plain "
-                "decoding; add --no-exact (exact=False)",
-                FIELD,
-            )
-        if exits and self.drafting.select_kv:
-            raise OptionError(
-                "stop and exit runs the target in two halves, which read all KV rows; "
-                "leave stop and exit or select_kv out",
-                FIELD,
-            )
         if self.constraint is not None and self.ending.ignore_eos:
             raise OptionError(
                 f"a text with a {self.constraint.kind} ends by itself; leave ignore "
@@ -265,15 +179,9 @@ class Options:
         verifier = self.drafting.checker
         reasons = {
             f"verifier {verifier.name}": verifier.lossy,
-            "stop and exit": self.exiting.stop_and_exit is not None,
             "selected KV rows": self.drafting.select_kv,
         }
         return ", ".join(reason for reason, holds in reasons.items() if holds)
-
-    @property
-    def is_truncated(self) -> bool:
-        """Whether answers lack layers or KV rows, so that nothing learns from them."""
-        return self.exiting.stop_and_exit is not None or self.drafting.select_kv
 
     @classmethod
     def of(cls, **options: Unpack[GenerateOptions]) -> Options:
@@ -295,7 +203,6 @@ class Options:
             "sampling": Sampling(**sampling),
             "penalties": Penalties(**take(Penalties)),
             "ending": Ending(**take(Ending)),
-            "exiting": Exiting(**take(Exiting)),
             "drafting": Drafting(**take(_DRAFTING_FIELDS), settings=settings),
             "constraint": Constraint.of(**take(_CONSTRAINT_FIELDS)),
             "logprobs": rest.pop("logprobs", None),

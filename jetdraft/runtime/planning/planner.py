@@ -22,7 +22,6 @@ from jetdraft.runtime.loaded import Learning, LoadedBundle
 from jetdraft.runtime.measured.cost_model import Profit
 from jetdraft.runtime.measured.stats import Acceptance, Stats
 from jetdraft.runtime.passes.answer import Target
-from jetdraft.runtime.passes.split.exit_head import ExitRule
 from jetdraft.runtime.planning.controller import (
     AdaptiveController,
     Controller,
@@ -267,15 +266,12 @@ class Planner:
     def widths(self, drafting: Drafting) -> list[int]:
         return self.parts.widths.allowed(drafting.exact)
 
-    def target_for(self, drafting: Drafting, rule: ExitRule | None = None) -> Target:
-        """Prepare and return the target that verifies; `rule` may end passes early."""
+    def target_for(self, drafting: Drafting) -> Target:
+        """Prepare and return the target that verifies."""
         widths = self.widths(drafting)  # a first call measures, so it comes before
         # Any other target reads prompts with the bundle's own, so it comes first too.
         reading = Reading.TURNED if drafting.select_kv else Reading.ALL
         self.parts.target.prepare(drafting.exact, reading)
-        if rule is not None:
-            self.parts.leading.prepare(widths, rule)
-            return self.parts.leading
         for name, options in drafting.options.items():
             make = methods()[name].target
             other = None if make is None else make(self.parts, options, widths)

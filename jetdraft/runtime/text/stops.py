@@ -14,7 +14,6 @@ from jetdraft.runtime.text.codec import TextStream
 
 STOP, LENGTH = "stop", "length"
 CANCELLED, DEADLINE, INTERRUPTED = "cancelled", "deadline", "interrupted"
-EARLY_STOP = "early stop"
 """Why a generation ended: values of `finish_reason`."""
 
 

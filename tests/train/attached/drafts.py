@@ -18,7 +18,6 @@ import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from tests.train.periodic import PERIOD, QUICK
@@ -26,7 +25,6 @@ from tests.train.periodic import PERIOD, QUICK
 STILL = replace(QUICK, steps=1, learning_rate=0.0)
 WAYS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 1}]
 LONG: dict[str, Any] = {"max_new_tokens": 80, "ignore_eos": True}
-METHODS = {"eagle", "draft", "kangaroo", "glide", "chimera", "falcon"}
 SMALL = ExportOptions(Recipe("int4", 32), capacity=256, max_width=32, fast=True)
 
 
@@ -61,8 +59,7 @@ def in_floats(
 class AttachedDrafter:
     """The tests that every attached drafter must pass; a subclass names its method.
 
-    `title` is what a refusal calls the drafter, `parts` are what the names of its
-    tensors begin with, and `fields` what its config says.
+    `parts` are what the names of its tensors begin with, `fields` what its config says.
 
     A trained drafter takes `gain` tokens a pass more than the one in the bundle
     `untrained`, and the target accepts more than `floor` of its tokens at each of
@@ -70,7 +67,7 @@ class AttachedDrafter:
     `drafting` the options of chains.
     """
 
-    method, title = "", ""
+    method = ""
     parts: ClassVar[set[str]] = set()
     fields: ClassVar[dict[str, Any]] = {}
     has_mlp = True
@@ -139,15 +136,3 @@ class AttachedDrafter:
         assert fresh.stats.reused_tokens == 0
         assert again.token_ids == fresh.token_ids
         assert again.stats.accepted_counts == fresh.stats.accepted_counts
-
-    def test_it_needs_its_drafter(self, bundles):
-        with (
-            jetdraft.load(bundles["trained"].path, drafter_provider="off") as model,
-            pytest.raises(OptionError, match=f"needs {self.title}"),
-        ):
-            model.generate(PERIOD, method=self.method)
-
-    def test_it_is_no_drafter_of_another_method(self, model):
-        for method in METHODS - {self.method}:
-            with pytest.raises(OptionError, match="export with --"):
-                model.generate(PERIOD, method=method)

@@ -21,7 +21,6 @@ LEARNING = replace(QUICK, steps=60, sequence_length=48, learning_rate=1e-2)
 
 class TestChimera(AttachedDrafter):
     method = "chimera"
-    title = "a Chimera drafter"
     parts: ClassVar = {"trigram", "norm", "out"}
     fields: ClassVar = {"architectures": ["ChimeraDrafter"]}
 

@@ -53,7 +53,6 @@ def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
 
 class TestFalcon(AttachedDrafter):
     method = "falcon"
-    title = "a Falcon drafter"
     parts: ClassVar = {"recurrence"}
     fields: ClassVar = {"architectures": ["FalconDrafter"], "block_size": 2}
     untrained = "2"
@@ -82,14 +81,6 @@ def test_a_saved_prefix(model, plain, tmp_path):
     made = model.generate(token_ids=tokens, **how)
     assert made.token_ids == plain[0]
     assert made.stats.accepted_counts == expected
-
-
-def test_forced_tokens_are_fed_like_drafted_tokens(model):
-    how = {"regex": "(for self ){9}", "max_new_tokens": 40}
-    text = model.generate(PERIOD, method="none", **how).text
-    for draft in ({"num_draft_tokens": 5}, {"drafting": {"tree": "best"}}):
-        made = model.generate(PERIOD, method="falcon", **draft, **how)
-        assert made.text == text
 
 
 TEXT = np.random.default_rng(6).integers(1, 288, 34).tolist()

@@ -28,7 +28,6 @@ LEARNING = replace(QUICK, steps=80, sequence_length=48, learning_rate=1e-2)
 
 class TestGlide(AttachedDrafter):
     method = "glide"
-    title = "a GliDe drafter"
     parts: ClassVar = {"cross", "norm"}
     fields: ClassVar = {"architectures": ["GlideDrafter"]}
 

@@ -46,7 +46,6 @@ class TestKangaroo(AttachedDrafter):
     """At the end of the buffers a lower pass with its padding does not fit."""
 
     method = "kangaroo"
-    title = "a Kangaroo adapter"
     parts: ClassVar = {"norm"}
     fields: ClassVar = {"architectures": ["KangarooAdapter"], "exit_layer": 1}
     gain, has_mlp = 0.5, False
@@ -119,6 +118,14 @@ def test_all_caches_hold_what_a_fresh_prefill_holds(model, plain, accepted):
     fresh = rows_of(model.parts.drafter.cache.buffers, fed)
     for one, other in zip(adapter, fresh, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_halves_leave_the_cores_to_each_other(model):
+    """Threads that spin after a pass made the other half twice as slow."""
+    sessions = model.parts.leading.halves._sessions
+    for session in (sessions.lower, sessions.upper):
+        options = session.get_session_options()
+        assert options.get_session_config_entry("session.force_spinning_stop") == "1"
 
 
 def test_each_row_runs_through_the_lower_half_once(model, plain, monkeypatch):
@@ -221,6 +228,20 @@ def test_the_adapter_in_the_graph_is_the_module(target, folders, tmp_path):
         how = {"max_new_tokens": 60, "ignore_eos": True}
         plain = model.generate(PERIOD, method="none", **how)
         made = model.generate(PERIOD, method="kangaroo", num_draft_tokens=3, **how)
+    assert made.token_ids == plain.token_ids
+    assert made.stats.accepted_tokens > 10
+
+
+def test_halves_over_integer_buffers_write_the_text_of_plain_decoding(
+    target, folders, tmp_path
+):
+    options = replace(SMALL, recipe=Recipe("int8", 32, kv="int8"))
+    adapter = str(folders["trained"])
+    bundle = export(target, tmp_path / "b", options=options, head=adapter)
+    assert bundle.target.split_contract.lower.kv_bits == 8
+    with jetdraft.load(bundle.path, threads=1) as model:
+        plain = model.generate(PERIOD, method="none", **LONG)
+        made = model.generate(PERIOD, method="kangaroo", num_draft_tokens=3, **LONG)
     assert made.token_ids == plain.token_ids
     assert made.stats.accepted_tokens > 10
 

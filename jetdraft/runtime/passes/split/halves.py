@@ -5,10 +5,6 @@ in the target's own buffers; the upper half takes up the states when rows are ve
 
     the upper half's cursor   the committed rows, as in any target
     the lower half's cursor   the committed rows, and the rows that it ran ahead
-
-With a head that decides after the lower half (SEC, 2401.09964), each row gets the
-decision of its own state, so a text does not depend on what was drafted. All widths of
-passes agree bit by bit, so a row has the same bits alone and among others.
 """
 
 from __future__ import annotations
@@ -30,25 +26,23 @@ from jetdraft.runtime.drafts.rows import (
     Rows,
     Tokens,
 )
-from jetdraft.runtime.passes.answer import Answer, EarlyStop, answer_of
+from jetdraft.runtime.passes.answer import Answer, answer_of
 from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.passes.buffers import Cache
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
-from jetdraft.runtime.passes.split.exit_head import Decision, ExitRule
 
 Buffers = Mapping[str, ort.OrtValue]
-LOWER, UPPER, EXIT = "lower half", "upper half", "exit"
+LOWER, UPPER = "lower half", "upper half"
 """The graphs of a target, as bindings are kept for them and as errors name them."""
 
 
 class SplitSessions(NamedTuple):
-    """The sessions of both halves, and of a graph that leaves the upper layers out."""
+    """The sessions of both halves, and their contract."""
 
     lower: ort.InferenceSession
     upper: ort.InferenceSession
     contract: SplitContract
-    exit: ort.InferenceSession | None = None
 
 
 class PlacedRows(NamedTuple):
@@ -79,17 +73,15 @@ class Halves:
     def __init__(
         self, sessions: SplitSessions, lower_buffers: Buffers, upper_buffers: Buffers
     ) -> None:
-        lower, upper, contract, leaving = sessions
+        lower, upper, contract = sessions
         self._sessions, self.contract = sessions, contract
         self._graphs = {
             LOWER: (lower, contract.lower_inputs, contract.lower_outputs),
             UPPER: (upper, contract.upper_inputs, contract.upper.outputs),
-            EXIT: (leaving, contract.exit_inputs, contract.upper.outputs),
         }
         for name, (session, inputs, outputs) in self._graphs.items():
-            if session is not None:
-                check_tensors(inputs, session.get_inputs(), f"the {name}'s inputs")
-                check_tensors(outputs, session.get_outputs(), f"the {name}'s outputs")
+            check_tensors(inputs, session.get_inputs(), f"the {name}'s inputs")
+            check_tensors(outputs, session.get_outputs(), f"the {name}'s outputs")
         self._buffers = {LOWER: lower_buffers, UPPER: upper_buffers}
         self._bindings: dict[tuple[str, int, int, Probes], PassBinding] = {}
         self.seconds = 0.0
@@ -127,28 +119,6 @@ class Halves:
         self.passes += 1
         return answer_of(bound.tensors, self.contract.upper, probes)
 
-    def run_exit(
-        self,
-        rows: PlacedRows,
-        states: Float32s,
-        exit_states: Float32s,
-        width: int,
-        cursor: int,
-    ) -> Answer:
-        """Answer for rows without the upper layers, but fill these layers' buffers.
-
-        The lower half has given the `states` [n, h]; the LM head reads `exit_states`.
-        """
-        bound = self._bind(EXIT, width, width)
-        bound.fill_rows("hidden", states)
-        bound.fill_rows("exit_hidden", exit_states)
-        depths = [*rows.depths, *[0] * (width - len(rows.tokens))]
-        bound.arrays["position_ids"][0] = [cursor + depth for depth in depths]
-        bound.cursor[0], bound.total_length[0] = cursor, cursor + width
-        self.seconds += bound.run()
-        self.passes += 1
-        return answer_of(bound.tensors, self.contract.upper, NO_PROBES)
-
     def _bind(
         self, name: str, width: int, answers: int = 0, probes: Probes = NO_PROBES
     ) -> PassBinding:
@@ -156,9 +126,7 @@ class Halves:
         key = name, width, answers, probes
         if key not in self._bindings:
             session, inputs, outputs = self._graphs[name]
-            assert session is not None
-            buffers = self._buffers[LOWER if name == LOWER else UPPER]
-            total = probes.total
+            buffers, total = self._buffers[name], probes.total
             bound = PassBinding(
                 session, inputs, outputs, buffers, width, answers, total
             )
@@ -206,13 +174,10 @@ class LeadingHalf:
             above[f"{kind}.{int(layer) - first}"] = buffers[name]
         self.halves = Halves(sessions, below, above)
         self.widths: Sequence[int] = ()
-        self.rule: ExitRule | None = None
         self.ahead: list[int] = []
         self._states = np.zeros((0, sessions.contract.hidden_size), np.float32)
         self._base = 0
         """How many rows of the last `lead` are not committed."""
-        self._is_first = True
-        """Whether no round of this generation has been verified yet."""
 
     @property
     def cache(self) -> Cache:
@@ -227,9 +192,9 @@ class LeadingHalf:
     def passes(self) -> int:
         return self.whole.passes + self.halves.passes
 
-    def prepare(self, widths: Sequence[int], rule: ExitRule | None = None) -> None:
-        """Begin a generation with these widths; a `rule` may skip the upper half."""
-        self.widths, self.rule, self._is_first = sorted(widths), rule, True
+    def prepare(self, widths: Sequence[int]) -> None:
+        """Begin a generation with these widths."""
+        self.widths = sorted(widths)
         self._keep_ahead(0)
 
     def run(self, tokens: Tokens, last_only: bool = False, width: int = 0) -> Answer:
@@ -267,48 +232,14 @@ class LeadingHalf:
     ) -> tuple[Rows, Answer]:
         rows.check()
         self._keep_ahead(self._count_shared(rows))
-        leads = (self.ahead or self.rule) and not probing.streams
+        leads = self.ahead and not probing.streams
         states = self._run_ahead(rows) if leads else None
         if states is None:
             self._keep_ahead(0)
             return self.whole.verify(rows, width, probing)
-        if self.rule is not None:
-            return self._verify_by_rule(rows, states, self.rule)
-        return rows, self._run_upper(rows, states, width)
-
-    def _verify_by_rule(
-        self, rows: Rows, states: Float32s, rule: ExitRule
-    ) -> tuple[Rows, Answer]:
-        """Verify a draft up to the first row whose decision is not the root's.
-
-        `states` [n, h] leave the lower half. By the root's decision the kept rows run
-        the upper half or skip it. Returns those rows and their answer; raises
-        `EarlyStop` if the decision is to stop.
-        """
-        decisions = rule.decide(states)
-        if self._is_first:
-            decisions[0] = Decision.CONTINUE
-        self._is_first, decision = False, decisions[0]
-        if decision == Decision.STOP:
-            raise EarlyStop
-        kept = next((i for i, d in enumerate(decisions) if d != decision), len(rows))
-        rows, states = rows.only(list(range(kept))), states[:kept]
-        width = next(width for width in self.widths if kept <= width)
-        if decision == Decision.CONTINUE:
-            return rows, self._run_upper(rows, states, width)
-        leaving, at = rule.head.exit_states(states), self.cache.length
-        answer = self.halves.run_exit(PlacedRows.of(rows), states, leaving, width, at)
-        layers = len(self.halves.contract.upper.kv_shapes)
-        answer = replace(answer.first(kept), features=states, skipped_layers=layers)
-        return rows, answer
-
-    def _run_upper(self, rows: Rows, states: Float32s, width: int) -> Answer:
-        """Run the upper half over rows with the lower half's `states`; their answer."""
-        size = (width, width, NO_PROBES)
-        answer = self.halves.run_upper(
-            PlacedRows.of(rows), states, size, self.cache.length
-        )
-        return replace(answer.first(len(rows)), features=states)
+        placed, size = PlacedRows.of(rows), (width, width, NO_PROBES)
+        answer = self.halves.run_upper(placed, states, size, self.cache.length)
+        return rows, replace(answer.first(len(rows)), features=states)
 
     def commit(self, path: Sequence[int], exact: bool) -> int:
         """Commit the rows of a path, see `Target.commit`; no rows are ahead then."""

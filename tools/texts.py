@@ -1,7 +1,13 @@
-"""How a tokenizer divides texts: characters per token, by script (Qtok, 2410.12989)."""
+"""Says what a tokenizer makes of texts: characters per token (Qtok, 2410.12989).
+
+    python tools/texts.py SOURCE english.txt german.txt --draft-vocab 32768
+
+SOURCE is a checkpoint, or a bundle, whose draft vocabulary is then looked for.
+"""
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -10,10 +16,16 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import click
 from tokenizers import Tokenizer
 
+from jetdraft.bundle import TOKENIZER, Bundle
+from jetdraft.cli import StandaloneCommand
+from jetdraft.cli.command import option
+from jetdraft.cli.flags import PATH, json_option
 from jetdraft.errors import DataError, printable
 from jetdraft.files import read_text
+from jetdraft.manifest import MANIFEST
 
 WHOLE_TEXT = "all"
 """The `script` of the row for a whole text."""
@@ -162,3 +174,34 @@ def _script(piece: str) -> str:
     if letter is None:
         return SIGNS
     return unicodedata.name(letter, "other").split()[0].lower()
+
+
+@click.command("texts", cls=StandaloneCommand)
+@click.argument("source", type=PATH)
+@click.argument("texts", type=PATH, nargs=-1, required=True)
+@option(
+    "drafting",
+    "--draft-vocab",
+    type=click.IntRange(1),
+    help="How much this many tokens, the most frequent in the first halves of the "
+    "texts, cover of the second halves.",
+)
+@json_option
+def main(
+    source: Path, texts: tuple[Path, ...], draft_vocab: int | None, as_json: bool
+) -> None:
+    """Say what the tokenizer of SOURCE makes of TEXTS, a file for each language."""
+    vocabulary = None
+    if draft_vocab is None and (source / MANIFEST).is_file():
+        bundle = Bundle.open(source)
+        ids = None if bundle.drafter is None else bundle.draft_vocabulary()
+        vocabulary = None if ids is None else frozenset(ids.tolist())
+    rows = text_figures(source / TOKENIZER, texts, vocabulary, draft_vocab)
+    if as_json:
+        click.echo(json.dumps([row.to_json() for row in rows]))
+    else:
+        click.echo("\n".join(row.line() for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 
-from jetdraft.bench.text_figures import SIGNS, WHOLE_TEXT, TextFigures, text_figures
+from jetdraft.bundle import Bundle
 from jetdraft.errors import DataError
+from tests.cli.running import assert_refused, jetdraft
 from tests.tiny import tokenizer
+from tools.texts import SIGNS, WHOLE_TEXT, TextFigures, main, text_figures
 
 ENGLISH, RUSSIAN = "the self the 1 2", "да the"
 
@@ -89,3 +94,27 @@ def test_a_file_without_text_is_refused(file, write, text):
 def test_what_is_no_tokenizer_is_refused(write):
     with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
         text_figures(write("tokenizer.json", "{}"), [write("x", ENGLISH)])
+
+
+def test_the_program_says_what_the_tokenizer_makes_of_texts(bundle, write, tmp_path):
+    text = write("english.txt", "the self the self 12")
+    lines = jetdraft(bundle, text, command=main).stdout.splitlines()
+    shown = [line.split()[:2] for line in lines]
+    assert shown == [["english.txt", part] for part in ("all", "latin", "signs")]
+    fields = json.loads(jetdraft(bundle, text, "--json", command=main).stdout)
+    assert fields[0]["characters"] == 20
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    text = write("english.txt", " the self" * 40)
+    how = (tmp_path, text, "--draft-vocab", 1, "--json")
+    assert json.loads(jetdraft(*how, command=main).stdout)[0]["coverage"] == 0.5
+    assert_refused(jetdraft(bundle, tmp_path / "x", command=main), "no data file")
+    (tmp_path / "tokenizer.json").unlink()
+    assert_refused(jetdraft(*how, command=main), "is not a tokenizer.json")
+
+
+def test_the_draft_vocabulary_of_a_bundle_is_looked_for(bundle, write, monkeypatch):
+    the = tokenizer().encode(" the", add_special_tokens=False).ids
+    monkeypatch.setattr(Bundle, "draft_vocabulary", lambda *_: np.array(the))
+    text = write("english.txt", " the self" * 40)
+    fields = json.loads(jetdraft(bundle, text, "--json", command=main).stdout)
+    assert fields[0]["coverage"] == 0.5

@@ -1,4 +1,6 @@
-"""Which drafter pays on a device: its size, and the tokens that it should see.
+"""Says which drafter pays on a device: its size, and the tokens that it should see.
+
+    python tools/advice.py TARGET --device orin-nx-16gb --acceptance 0.7
 
 The law of over-training (2403.08540) for a model of N weights that saw D tokens:
 
@@ -13,29 +15,35 @@ to loss - E.
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import click
+
+from jetdraft.cli import StandaloneCommand
+from jetdraft.cli.command import keyword_flags, option
+from jetdraft.cli.flags import PATH, json_option
 from jetdraft.contracts.constants import WIDEST
-from jetdraft.devices.planning.cost_model import Dimensions, LoadedDecoder
+from jetdraft.devices.planning.cost_model import (
+    MAX_READ_SHARE,
+    TOKENS_PER_WEIGHT,
+    Dimensions,
+    LoadedDecoder,
+)
 from jetdraft.devices.planning.plan import DRAFTER, Board, Choice, MethodCost, Question
 from jetdraft.recipe import Recipe
-
-MAX_READ_SHARE = 0.05
-"""The most bytes that a draft step should read, as a share of the bytes that a pass of
-the target reads; reading bounds the time of both (docs/devices.md)."""
-
-TOKENS_PER_WEIGHT = 200
-"""Tokens to train on for each weight: they leave half of what the usual 20 leave above
-the loss of endless training. Training costs once, a weight in every draft."""
 
 EXPONENT = 0.3
 """The exponent e of the law; an assumption."""
 
 USUAL_TOKENS_PER_WEIGHT = 20
 """Tokens per weight at which more weights and more tokens gain alike."""
+
+OTHER_BUDGETS = (20, 2000)
+"""Training tokens per weight that are shown beside `TOKENS_PER_WEIGHT`."""
 
 LAYERS = (1, 2, 3, 4)
 WIDTH_STEPS = 16
@@ -163,8 +171,9 @@ class Advisor:
         missed = (1.0 - question.acceptance) * own_excess / usual_excess
         acceptance = max(0.0, 1.0 - missed) * self.coverage
         target = LoadedDecoder(self._target, question.recipe)
-        mode = question.profile.power_mode(question.power_mode)
-        board = Board(question.profile, mode, question.context, target, drafter)
+        device, context = question.profile, question.context
+        mode = device.power_mode(question.power_mode)
+        board = Board(device, mode, context, target, drafter)
         chains = board.choices(_CHAINS, acceptance)
         choices = (choice for choice in chains if choice.width <= WIDEST)
         return Drafter(
@@ -172,7 +181,69 @@ class Advisor:
             hidden_size=width,
             weights=weights,
             tokens=tokens_per_weight * weights,
-            draft_ms=board.draft_ms,
+            draft_ms=drafter.pass_ms(1, context, mode, device.compute_capability),
             acceptance=acceptance,
             choice=max(choices, key=lambda choice: choice.tokens_per_second),
         )
+
+
+def show(drafters: list[Drafter]) -> None:
+    """Print which drafter to train, and what fewer or more tokens would change."""
+    best = drafters[0]
+    if best.choice.speedup <= 1.0:
+        click.echo("no drafter: plain decoding is as fast")
+        return
+    click.echo(
+        f"a drafter of width {best.hidden_size}, layers: {best.layers}: "
+        f"{best.weights / 1e6:.1f} M weights, a draft step {best.draft_ms:.1f} ms"
+    )
+    for drafter in drafters:
+        click.echo(
+            f"  {drafter.tokens / 1e6:9.0f} M tokens ({drafter.tokens // best.weights} "
+            f"a weight) acceptance {drafter.acceptance:.2f} "
+            f"{drafter.choice.width:3} rows {drafter.choice.tokens_per_second:7.1f} "
+            f"tokens/s {drafter.choice.speedup:5.2f}x"
+        )
+
+
+@click.command("advice", cls=StandaloneCommand)
+@click.argument("target", type=PATH)
+@keyword_flags(
+    Question,
+    only=("device", "drafter", "quantization", "context", "acceptance", "power_mode"),
+)
+@option(
+    "drafting",
+    "--draft-vocab",
+    type=click.IntRange(1),
+    help="Tokens that the drafter can draft; default: all.",
+)
+@option(
+    "drafting",
+    "--coverage",
+    type=click.FloatRange(0.0, 1.0),
+    default=1.0,
+    help="The share of a text's tokens among them, which tools/texts.py counts.",
+)
+@json_option
+def main(
+    target: Path,
+    draft_vocab: int | None,
+    coverage: float,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Say which drafter pays for TARGET, a config.json or its folder, on a GPU."""
+    question = Question(target, **options, provider="cuda")
+    advisor = Advisor(question, draft_vocab, coverage)
+    best = advisor.best()
+    shape = best.layers, best.hidden_size
+    drafters = [best, *(advisor.predict(*shape, budget) for budget in OTHER_BUDGETS)]
+    if as_json:
+        click.echo(json.dumps([drafter.to_json() for drafter in drafters]))
+    else:
+        show(drafters)
+
+
+if __name__ == "__main__":
+    main()
