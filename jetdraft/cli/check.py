@@ -18,6 +18,7 @@ from jetdraft.cli import flags
 from jetdraft.cli.command import Command, option
 from jetdraft.cli.console import ProgressBars
 from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.errors import CheckError, OptionError, printable
 from jetdraft.export.draft_acceptance import TOLERANCE, compare_acceptance, has_fallen
 from jetdraft.manifest import GraphEntry
@@ -292,10 +293,7 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
     contract = entry.contract
     yield ""
     yield f"{name}  {entry.file} from {entry.source}"
-    if entry.tree_file is None and contract.kv_shapes and not contract.block:
-        yield "  trees         none: the model attends in sliding windows"
-    elif entry.tree_file is not None:
-        yield f"  trees         {entry.tree_file}, weights of {entry.file}.data"
+    yield from _tree_lines(entry)
     if entry.encoder_file is not None:
         most = f"sources of up to {contract.source_slots} tokens"
         if contract.source_bins:
@@ -320,11 +318,7 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
         shapes = sorted(set(contract.kv_shapes))
         heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)
         yield f"  layers        {len(contract.kv_shapes)}, KV heads {heads}"
-        size = sum(
-            int(np.prod(spec.shape_for())) * np.dtype(spec.dtype).itemsize
-            for spec in contract.buffers("past")
-        )
-        yield f"  KV buffers    {size / 1e6:.1f} MB"
+        yield f"  KV buffers    {_megabytes(contract.buffers('past')):.1f} MB"
     for side, specs in (("inputs", contract.inputs), ("outputs", contract.outputs)):
         yield f"  {side}"
         for spec in specs:
@@ -332,6 +326,25 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
             if spec.name.endswith(".0") or "." not in spec.name:
                 axes = " x ".join(map(str, spec.shape))
                 yield f"    {spec.name:22} {spec.dtype:8} {axes}"
+
+
+def _tree_lines(entry: GraphEntry) -> Iterator[str]:
+    """Yield the lines about trees, and about the states that allow none."""
+    contract = entry.contract
+    if states := contract.states("past"):
+        kinds = f"{len(contract.windows)} windows, {len(contract.matrices)} matrices"
+        yield f"  states        {kinds}, {_megabytes(states):.1f} MB, twice"
+        yield "  trees         none: the model has recurrent states"
+    elif entry.tree_file is not None:
+        yield f"  trees         {entry.tree_file}, weights of {entry.file}.data"
+    elif contract.kv_shapes and not contract.block:
+        yield "  trees         none: the model attends in sliding windows"
+
+
+def _megabytes(specs: Sequence[TensorSpec]) -> float:
+    """The MB of 10^6 bytes of tensors of fixed shape."""
+    sizes = (np.prod(s.shape_for()) * np.dtype(s.dtype).itemsize for s in specs)
+    return float(sum(sizes)) / 1e6
 
 
 def _drafter_lines(contract: StepContract) -> Iterator[str]:

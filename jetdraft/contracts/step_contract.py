@@ -76,6 +76,29 @@ SOURCE = "source"
 """The name of the dynamic axis of a source's tokens."""
 
 
+STATE_ROWS = TensorSpec("state_rows", "int64", (1,))
+"""The input with the number of rows that states go over; the others are padding."""
+
+
+@dataclass(frozen=True)
+class MatrixState:
+    """A state of `heads` matrices [key, value], to which each row adds k x v.
+
+    `gates` numbers of a row and head say how: its decay alone, or beta too.
+    """
+
+    heads: Size
+    key: Size
+    value: Size
+    gates: Annotated[int, in_range(1, 2)]
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The widths of what is kept of a row: keys, values, decays, betas."""
+        sizes = self.key, self.value, *([1] * self.gates)
+        return tuple(self.heads * size for size in sizes)
+
+
 @dataclass(frozen=True)
 class StepContract:
     """The sizes that fix every shape of a step graph.
@@ -101,6 +124,11 @@ class StepContract:
     `relative_positions` its attention adds a bias by the distance between rows.
     With a `selection` a pass may read selected rows only. Sizes that contradict each
     other raise `ContractError`.
+
+    Layers with a recurrent state have no buffer of rows but states, which a pass reads
+    in one place and writes in another: `windows`, the last rows of a convolution, as
+    (rows, channels), and `matrices`. Of each row a pass gives what a state needs to go
+    over it again.
 
         contract = StepContract(
             vocab_size=4096, capacity=2048, max_width=128, dtype="float32",
@@ -133,6 +161,8 @@ class StepContract:
     source_bins: Count = 0
     relative_positions: bool = False
     selection: Selection | None = None
+    windows: tuple[tuple[Size, Size], ...] = ()
+    matrices: tuple[MatrixState, ...] = ()
 
     def __post_init__(self) -> None:
         contradictions = {
@@ -208,7 +238,9 @@ class StepContract:
             *((SOURCE_LENGTH, *self.cross_inputs) if self.source_slots else ()),
             *([SELECTING] if self.selection else []),
             *self.selections("past"),
+            *([STATE_ROWS] if self.states("past") else []),
             *self.buffers("past"),
+            *self.states("past"),
         )
 
     @property
@@ -307,7 +339,42 @@ class StepContract:
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """All outputs, in graph order."""
-        return (*self.answers, *self.selections("present"), *self.buffers("present"))
+        return (
+            *self.answers,
+            *self.selections("present"),
+            *self.kept_rows,
+            *self.buffers("present"),
+            *self.states("present"),
+        )
+
+    def states(self, side: str) -> tuple[TensorSpec, ...]:
+        """The states `{side}_window.{i}` and `{side}_matrix.{i}`, in graph order."""
+        return (
+            *(
+                TensorSpec(f"{side}_window.{i}", self.dtype, (1, *shape))
+                for i, shape in enumerate(self.windows)
+            ),
+            *(
+                TensorSpec(
+                    f"{side}_matrix.{i}", "float32", (1, m.heads, m.key, m.value)
+                )
+                for i, m in enumerate(self.matrices)
+            ),
+        )
+
+    @property
+    def kept_rows(self) -> tuple[TensorSpec, ...]:
+        """What a pass keeps of its rows for each state: `window_rows.{i}`, ..."""
+        return (
+            *(
+                TensorSpec(f"window_rows.{i}", self.dtype, (1, ROWS, channels))
+                for i, (_, channels) in enumerate(self.windows)
+            ),
+            *(
+                TensorSpec(f"matrix_rows.{i}", "float32", (1, ROWS, sum(m.parts)))
+                for i, m in enumerate(self.matrices)
+            ),
+        )
 
     def selections(self, side: str) -> tuple[TensorSpec, ...]:
         """The tensors `{side}_rows.{i}`, `{side}_query.{i}`; () without a selection."""

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 
 from jetdraft.checkpoints.attention import attending
 from jetdraft.checkpoints.layers import decoder_layers, final_norm
-from jetdraft.contracts.step_contract import PARENTS, SplitContract, StepContract
+from jetdraft.checkpoints.recurrence import attention_attributes
+from jetdraft.contracts.step_contract import (
+    PARENTS,
+    STATE_ROWS,
+    SplitContract,
+    StepContract,
+)
 from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import (
@@ -31,7 +37,13 @@ from jetdraft.export.attentions import (
     windowed,
 )
 from jetdraft.export.step import CUT, Specs, Step, make_state, present_buffers, zeros
-from jetdraft.quant.edits import Maker, initializer, new_value, replace_values
+from jetdraft.quant.edits import (
+    CONTRIB_DOMAIN,
+    Maker,
+    initializer,
+    new_value,
+    replace_values,
+)
 
 
 def make_tree_graph(
@@ -39,11 +51,11 @@ def make_tree_graph(
 ) -> ir.Model | None:
     """Add a draft mask to the chain graph, in place, and return the graph.
 
-    None for a model without layers, or with sliding windows. If the chain graph itself
-    needs a mask, windows raise `UnsupportedModelError`.
+    None for a model with states, without layers, or with sliding windows. If the chain
+    graph itself needs a mask, windows raise `UnsupportedModelError`.
     """
     graph = chain.graph
-    if not contract.kv_shapes or windowed(graph):
+    if contract.states("past") or not contract.kv_shapes or windowed(graph):
         if contract.has_mask:
             raise UnsupportedModelError(
                 f"{source} attends in sliding windows; streams need plain attention"
@@ -109,6 +121,48 @@ def make_compaction_graph(contract: StepContract, scatter_nd: bool = False) -> i
                 "TensorScatter", [buffer, rows, target], {"axis": 2}, outputs=[after]
             )
         graph.append(node)
+    return ir.Model(graph, ir_version=11)
+
+
+def make_replay_graph(contract: StepContract) -> ir.Model:
+    """Make the graph that lets states go over the first rows of a pass again.
+
+    It has no weights. It reads `state_rows`, what the pass kept of its rows, and the
+    states before the pass, and writes the states after that many rows.
+    """
+    specs = (STATE_ROWS, *contract.kept_rows, *contract.states("past"))
+    values = {spec.name: new_value(spec) for spec in specs}
+    outputs = [new_value(spec) for spec in contract.states("present")]
+    graph = ir.Graph(
+        list(values.values()), [], nodes=[],
+        opset_imports={"": OPSET, CONTRIB_DOMAIN: 1}, name="replay",
+    )  # fmt: skip
+    make, rows = Maker(graph), values[STATE_ROWS.name]
+    start, axis = make.constant("start", [0]), make.constant("axis", [1])
+    for output in outputs:
+        name = str(output.name).removeprefix("present_")
+        kept = values[name.replace(".", "_rows.")]
+        past = values[f"past_{name}"]
+        if past.shape is not None and len(past.shape) == 3:
+            size = make.constant(f"size_{past.shape[1]}", [past.shape[1]])
+            whole = make("Concat", past, kept, axis=1)
+            cut = [whole, rows, make("Add", rows, size), axis]
+            graph.append(ir.node("Slice", cut, outputs=[output]))
+        else:
+            sizes = contract.matrices[int(name.partition(".")[2])]
+            used = make("Slice", kept, start, rows, axis)
+            widths = make.constant(f"widths_{name}", sizes.parts)
+            parts = make.several("Split", len(sizes.parts), used, widths, axis=2)
+            # A state needs no query: keys stand in for queries.
+            inputs = [parts[0], *parts[:2], past, *parts[2:]]
+            unread = ir.Value(name=f"unread_{name}")
+            attributes = attention_attributes(sizes.heads, sizes.gates)
+            node = ir.node(
+                "LinearAttention", inputs, attributes, domain=CONTRIB_DOMAIN,
+                outputs=[unread, output],
+            )  # fmt: skip
+            graph.append(node)
+        graph.outputs.append(output)
     return ir.Model(graph, ir_version=11)
 
 
@@ -212,7 +266,7 @@ class ExitStep(Step):
         upper = self.split.upper
         return self.split.exit_inputs, upper.buffers("past"), upper.outputs
 
-    def forward(  # type: ignore[override]  # it has other inputs than a whole pass
+    def forward(
         self,
         hidden: Tensor,
         position_ids: Tensor,

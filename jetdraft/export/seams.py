@@ -24,12 +24,13 @@ from jetdraft.checkpoints.attention import (
     set_attention,
 )
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.recurrence import States
 from jetdraft.contracts.constants import FRAMES_PER_SLOT
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.source_step import EncoderStep, SourceStep, source_sizes
-from jetdraft.export.step import Step, dtype_of, export_error
+from jetdraft.export.step import Step, dtype_of, export_error, zeros
 from jetdraft.recipe import RUNGS, Recipe
 
 _FEWEST_TOKENS = 24
@@ -112,11 +113,13 @@ def _two_passes(
     `others` are the step's inputs between `answer_rows` and the buffers.
     """
     dtype, count = dtype_of(step.contract), ids.shape[1]
+    states = step.contract.states("past")
     past = [
         torch.zeros(1, heads, slots, size, dtype=dtype)
         for heads, size in step.contract.kv_shapes
         for _ in ("key", "value")
     ]
+    past += [zeros(spec) for spec in states]
     logits, windows = [], set()
     for start, end in pairwise((0, 2 * count // 3, count)):
         outputs = step(
@@ -125,7 +128,7 @@ def _two_passes(
             torch.tensor([start], dtype=torch.int32),
             torch.tensor([end], dtype=torch.int32),
             torch.arange(end - start),
-            *others,
+            *([torch.tensor([end - start])] if states else others),
             past,
         )
         logits.append(outputs[3])
@@ -142,6 +145,7 @@ def _check_last_position(model: Any, contract: StepContract) -> None:
         for heads, size in contract.kv_shapes
     ]
     state = StepState(cursor=one - 1, last_row=one - 1, total_length=one, past=past)
+    state.states = States(one.long(), {})
     try:
         with attending(state), torch.no_grad():
             model(

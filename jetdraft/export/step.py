@@ -17,9 +17,16 @@ from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.attention import PassThroughCache, StepState, attending
 from jetdraft.checkpoints.layers import Taps, decoder_layers, watch_input
+from jetdraft.checkpoints.recurrence import MATRIX, WINDOW, States
 from jetdraft.checkpoints.streams import ProbedModel, PromptedModel, StreamedModel
 from jetdraft.contracts.constants import HIDDEN
-from jetdraft.contracts.step_contract import PARENTS, SCORES, StepContract
+from jetdraft.contracts.step_contract import (
+    PARENTS,
+    SCORES,
+    STATE_ROWS,
+    MatrixState,
+    StepContract,
+)
 from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.errors import UnsupportedModelError
 
@@ -74,7 +81,8 @@ class Step(torch.nn.Module):
     def declared_tensors(self) -> tuple[Specs, Specs, Specs]:
         """The declared inputs, the inputs that are buffers, and the outputs."""
         contract = self.contract
-        return contract.inputs, contract.buffers("past"), contract.outputs
+        past = *contract.buffers("past"), *contract.states("past")
+        return contract.inputs, past, contract.outputs
 
     def example_inputs(self) -> list[Tensor]:
         """Return values to trace with for the inputs before the buffers."""
@@ -86,6 +94,7 @@ class Step(torch.nn.Module):
             "total_length": torch.tensor([TRACED_ROWS], dtype=torch.int32),
             "answer_rows": rows[:TRACED_ANSWERS],
             "probe_rows": rows[:TRACED_PROBES],
+            STATE_ROWS.name: rows[-1:],
         }
         inputs, buffers, _ = self.declared_tensors
         return [
@@ -100,10 +109,20 @@ class Step(torch.nn.Module):
         cursor: Tensor,
         total_length: Tensor,
         answer_rows: Tensor,
-        past: list[Tensor],
+        *rest: Any,
     ) -> list[Tensor]:
-        """Return the outputs of `StepContract.outputs`, then extra outputs."""
-        state = make_state(position_ids, cursor, total_length, past)
+        """Return the outputs of `StepContract.outputs`, then extra outputs.
+
+        `rest` is `state_rows`, if the contract has states; then a list of the past
+        buffers and states.
+        """
+        *rows, past = rest
+        buffers = len(self.contract.buffers("past"))
+        state = make_state(position_ids, cursor, total_length, past[:buffers])
+        if rows:
+            end = buffers + len(self.contract.windows)
+            parts = {WINDOW: past[buffers:end], MATRIX: past[end:]}
+            state.states = States(rows[0], parts)
         return self.outputs(state, input_ids, position_ids, answer_rows)
 
     def outputs(
@@ -137,8 +156,9 @@ class Step(torch.nn.Module):
                 "values; models with recurrent or shared layers cannot be exported"
             )
         hidden = [head[0].float()] if self.contract.hidden_size else []
-        rows = [*self.answers(logits), *hidden, *features]
-        return [*rows, *present_buffers(state), *cut]
+        rows = [*self.answers(logits), *hidden, *features, *states_of(state, "kept")]
+        buffers = [*present_buffers(state), *states_of(state, "present")]
+        return [*rows, *buffers, *cut]
 
     def logits(
         self,
@@ -221,6 +241,12 @@ def present_buffers(state: StepState) -> list[Tensor]:
     return [buffer for i in sorted(state.present) for buffer in state.present[i]]
 
 
+def states_of(state: StepState, side: str) -> list[Tensor]:
+    """Return the states `present`, or what is `kept` for them, as the contract does."""
+    sides = getattr(state.states, side, {})
+    return [*sides.get(WINDOW, ()), *sides.get(MATRIX, ())]
+
+
 def dtype_of(contract: StepContract) -> torch.dtype:
     """The type that a graph computes in."""
     dtype: torch.dtype = getattr(torch, contract.dtype)
@@ -228,7 +254,16 @@ def dtype_of(contract: StepContract) -> torch.dtype:
 
 
 def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
-    """Return (kv_heads, head_dim) of each layer, measured in a pass over one row."""
+    """Return (kv_heads, head_dim) of each layer that attends, see `buffer_sizes`."""
+    shapes: tuple[tuple[int, int], ...] = buffer_sizes(model)["kv_shapes"]
+    return shapes
+
+
+def buffer_sizes(model: Any) -> dict[str, Any]:
+    """Measure `kv_shapes`, `windows` and `matrices` of a contract, in a pass of a row.
+
+    In a model without states all layers must attend.
+    """
     row = torch.zeros(1, 1, dtype=torch.long)
 
     def run(cache: Cache) -> None:
@@ -236,18 +271,30 @@ def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
 
     state = run_one_row(model, run)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if len(state.past) != layers or sorted(state.present) != list(range(layers)):
+    windows, kept = states_of(state, "present"), states_of(state, "kept")
+    matrices = [m for m in zip(windows, kept, strict=True) if m[0].ndim == 4]
+    numbers = sorted(state.present)
+    if len(state.past) != len(numbers) or not (windows or numbers == [*range(layers)]):
         raise UnsupportedModelError(
-            f"{type(model).__name__} keeps keys and values in {len(state.present)} of "
-            f"its {layers} layers; recurrent and hybrid models cannot be exported"
+            f"{type(model).__name__} keeps keys and values in {len(numbers)} of its "
+            f"{layers} layers; see docs/models.md"
         )
-    return tuple((key.shape[1], key.shape[3]) for key, _ in state.past)
+    return {
+        "kv_shapes": tuple((key.shape[1], key.shape[3]) for key, _ in state.past),
+        "windows": tuple(tuple(w.shape[1:]) for w in windows if w.ndim == 3),
+        "matrices": tuple(
+            MatrixState(heads, key, value, rows.shape[2] // heads - key - value)
+            for matrix, rows in matrices
+            for heads, key, value in [matrix.shape[1:]]
+        ),
+    }
 
 
 def run_one_row(model: Any, run: Callable[[Cache], object]) -> StepState:
     """Let `run` run the model on one row; return the state with the layers' buffers."""
     one = torch.ones(1, dtype=torch.int32)
     state = StepState(cursor=one - 1, last_row=one - 1, total_length=one, past=[])
+    state.states = States(one.long(), {})
     try:
         with attending(state), torch.no_grad():
             run(_BufferMaker(state))
@@ -305,7 +352,7 @@ class ProbeStep(Step):
         """The weights of the probes, which stay floats, by name."""
         return self.model.task
 
-    def forward(  # type: ignore[override]  # the contract of probes has more inputs
+    def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,

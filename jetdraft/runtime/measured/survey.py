@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from threading import RLock
 
 import numpy as np
@@ -269,9 +270,12 @@ class Survey:
         """Run `rows` rows in passes of one width; logits float32 [rows, vocab]."""
         tokens = random_tokens(self.target, rows)
         logits = np.zeros((rows, self.target.contract.vocab_size), np.float32)
-        for end in [*range(width, rows, width), rows]:
-            first = end - width
-            logits[first:end] = self._run_pass(start + first, tokens[first:end], PLAIN)
+        self.target.cache.set_states({})
+        firsts = [*range(0, rows - width, width), rows - width]
+        for first, following in pairwise([*firsts, rows]):
+            part = tokens[first : first + width]
+            logits[first : first + width] = self._run_pass(start + first, part, PLAIN)
+            self.target.cache.advance(following - first)
         return logits
 
     def _run_pass(
@@ -320,7 +324,9 @@ class Survey:
             for wide in prefill_widths(graph.contract):
                 if wide > graph.contract.capacity - start:
                     continue
+                graph.cache.set_states({})
                 self._run_pass(start, random_tokens(graph, wide), PLAIN, last_only=True)
+                graph.cache.advance(wide)
                 rows = _copy_rows(graph, start, wide)
                 self._width_logits(start, wide, step)
                 yield all(map(np.array_equal, rows, _copy_rows(graph, start, wide)))
@@ -345,9 +351,13 @@ def _time_pass(graph: Graph, tokens: Tokens, probing: Probing = NO_PROBING) -> f
 
 
 def _copy_rows(graph: Graph, start: int, rows: int) -> list[np.ndarray]:
-    """Copies of the KV rows from `start` on, [1, kv_heads, rows, head_dim] each."""
+    """Copies of the KV rows from `start` on, [1, kv_heads, rows, head_dim] each.
+
+    Behind them the states.
+    """
     buffers = graph.cache.buffers.values()
-    return [b.numpy()[:, :, start : start + rows].copy() for b in buffers]
+    copies = [b.numpy()[:, :, start : start + rows].copy() for b in buffers]
+    return [*copies, *graph.cache.copy_states().values()]
 
 
 def probe_modes(contract: StepContract) -> list[PassMode]:
@@ -387,7 +397,7 @@ def randomized(graph: Graph) -> Iterator[list[int]]:
     """
     cache, passes = graph.cache, graph.passes
     length = cache.length if cache.room >= _MIN_ROOM else 0
-    is_lost = length < cache.length
+    is_lost, states = length < cache.length, cache.copy_states()
     random, arrays = np.random.default_rng(1), dict[tuple[int, ...], np.ndarray]()
     for spec in graph.contract.buffers("past"):
         shape, buffer = spec.shape_for(), cache.buffers[spec.name]
@@ -406,13 +416,13 @@ def randomized(graph: Graph) -> Iterator[list[int]]:
         yield sorted({early, (early + late) // 2, late})
     finally:
         set_cursor(graph, length)
+        cache.set_states({} if is_lost else states)
         if not is_lost:
             graph.passes = passes
 
 
 def set_cursor(graph: Graph, start: int) -> None:
-    graph.cache.rewind(0)
-    graph.cache.advance(start)
+    graph.cache.place(start)
 
 
 def run_until_captured(graph: Graph, run: Callable[[], object]) -> None:

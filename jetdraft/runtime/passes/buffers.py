@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.contracts.step_contract import SOURCE_LENGTH, StepContract
-from jetdraft.contracts.tensors import Float32s, check_tensors
+from jetdraft.contracts.step_contract import SOURCE_LENGTH, STATE_ROWS, StepContract
+from jetdraft.contracts.tensors import Float32s, TensorSpec, check_tensors
 from jetdraft.errors import ContractError
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.rows import gapless_length
@@ -95,6 +95,10 @@ class Memory:
                     value.update_inplace(array)
         return Tensor(array, value, self)
 
+    def tensors(self, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+        """New tensors of zeros by name; their declared shapes are fixed."""
+        return {spec.name: self.tensor(spec.shape_for(), spec.dtype) for spec in specs}
+
     def exclusive_use(self) -> AbstractContextManager[object]:
         """The lock to hold while a session or a copy uses this memory, if any."""
         return _WEBGPU_LOCK if self.device == "webgpu" else nullcontext()
@@ -108,6 +112,12 @@ class Cache:
     """Fixed buffers, allocated once, and a cursor; rows beyond `length` are stale.
 
     A `compaction` session moves the rows of an accepted branch together, in `seconds`.
+    `replay_seconds` is the part of it that states took.
+
+    Recurrent states have no rows to go back to. A pass reads them in one place and
+    writes them in another, so the states before it are still there: to commit a part of
+    its rows, the compaction session goes over these rows again. A longer way back leads
+    to 0, or to the one length whose states `keep` has copied.
     """
 
     def __init__(
@@ -121,15 +131,18 @@ class Cache:
         # which counts the positions of such a pass in place of reading them.
         self._widest = contract.slots - int(contract.has_bias)
         self.length = 0
-        self.seconds = 0.0
+        self.seconds = self.replay_seconds = 0.0
         self.memory = memory
-        tensors = {
-            spec.name: memory.tensor(spec.shape_for(), spec.dtype)
-            for spec in contract.buffers("past")
-        }
+        tensors = memory.tensors(contract.buffers("past"))
         self.buffers = {name: tensor.value for name, tensor in tensors.items()}
         self._compaction = compaction
         self._moves: dict[int, _MoveBinding] = {}
+        # `turn` says which of both places the next pass reads.
+        places = [memory.tensors(contract.states("past")) for _ in range(2)]
+        self._states, self.turn = places if places[0] else [], 0
+        self._kept: tuple[int, dict[str, npt.NDArray[Any]]] = 0, {}
+        self._last_pass: tuple[int, Mapping[str, Tensor]] | None = None
+        self._replays: dict[tuple[int, int], _ReplayBinding] = {}
 
     @property
     def room(self) -> int:
@@ -140,18 +153,105 @@ class Cache:
         """Commit the next `rows` rows; raises `ValueError` if they do not fit."""
         if not 0 <= rows <= self.room:
             raise ValueError(f"cannot commit {rows} rows, {self.room} fit")
+        if self._states and rows:
+            self._advance_states(rows)
         self.length += rows
 
     def rewind(self, length: int) -> None:
-        """Go back to `length` committed rows, without a copy."""
-        if not 0 <= length <= self.length:
+        """Go back to `length` committed rows, without a copy of rows.
+
+        Raises `ValueError` for a length that is not `resumable`.
+        """
+        if not 0 <= length <= self.length or length != self.resumable(length):
             raise ValueError(f"cannot rewind from {self.length} rows to {length}")
+        if self._states and length < self.length:
+            at, kept = self._kept
+            self.set_states(kept if at == length else {})
+        self.place(length)
+
+    def place(self, length: int) -> None:
+        """Let whatever the buffers and states hold count as `length` rows."""
         self.length = length
+        if self._kept[0] > length:
+            self._kept = 0, {}
+
+    def resumable(self, length: int) -> int:
+        """The most rows, up to `length`, that a sequence can go on from."""
+        if not self._states or length >= self.length:
+            return min(length, self.length)
+        return self._kept[0] if self._kept[0] <= length else 0
+
+    def keep(self) -> None:
+        """Copy the states, if there are any, so that `rewind` can come back here."""
+        if self._states:
+            self._kept = self.length, self.copy_states()
+
+    def states(self, turn: int) -> dict[str, ort.OrtValue]:
+        """The values that a pass of that turn reads and writes, by name; or {}."""
+        if not self._states:
+            return {}
+        past, present = self._states[turn], self._states[1 - turn]
+        named = {n.replace("past_", "present_"): t.value for n, t in present.items()}
+        return {name: tensor.value for name, tensor in past.items()} | named
+
+    @property
+    def turns(self) -> int:
+        """How many bindings a pass needs, since states change their places."""
+        return len(self._states) or 1
+
+    def passed(self, rows: int, tensors: Mapping[str, Tensor]) -> None:
+        """Record a pass of `rows` rows without padding, and what it kept of them."""
+        self._last_pass = rows, tensors
+
+    def _advance_states(self, rows: int) -> None:
+        """Let the states go over the first `rows` rows of the last pass."""
+        if self._last_pass is None or rows > self._last_pass[0]:
+            raise ValueError(f"no pass has run the {rows} rows to commit")
+        count, tensors = self._last_pass
+        if rows < count:
+            assert self._compaction is not None
+            key = id(tensors), self.turn
+            if key not in self._replays:
+                self._replays[key] = _ReplayBinding(self._compaction, self, tensors)
+            with self.memory.exclusive_use():
+                start = time.perf_counter()
+                self._replays[key].run(rows)
+                spent = time.perf_counter() - start
+            self.seconds += spent
+            self.replay_seconds += spent
+        self.turn, self._last_pass = 1 - self.turn, None
+
+    def copy_states(self) -> dict[str, npt.NDArray[Any]]:
+        """Copies of the states by name; {} without states."""
+        now = self._states[self.turn] if self._states else {}
+        for tensor in now.values():
+            tensor.download()
+        return {name: tensor.array.copy() for name, tensor in now.items()}
+
+    def set_states(self, stored: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Write states that `copy_states` has copied; what is missing becomes zero."""
+        for name, tensor in self._states[self.turn].items() if self._states else ():
+            np.copyto(tensor.array, stored.get(name, 0))
+            tensor.upload()
+        self._last_pass = None
+
+    def forms(self, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """The shapes and types of what `copy_rows` gives."""
+        shapes = {
+            name: ((*buffer.shape()[:2], rows, buffer.shape()[3]), buffer.numpy().dtype)
+            for name, buffer in self.buffers.items()
+        }
+        states = self._states[0] if self._states else {}
+        return shapes | {n: (t.array.shape, t.array.dtype) for n, t in states.items()}
 
     def copy_rows(self, rows: int) -> dict[str, npt.NDArray[Any]]:
-        """Copies of the first `rows` rows by buffer, [1, kv_heads, rows, head_dim]."""
+        """Copies of the first `rows` rows by buffer, [1, kv_heads, rows, head_dim].
+
+        With them the states after these rows, which must be `resumable`.
+        """
+        states = self.copy_states() if rows == self.length else self._kept[1]
         with self.memory.exclusive_use():
-            return {
+            return states | {
                 name: np.ascontiguousarray(buffer.numpy()[:, :, :rows])
                 for name, buffer in self.buffers.items()
             }
@@ -163,7 +263,10 @@ class Cache:
                 whole = np.array(buffer.numpy())
                 whole[:, :, :rows] = stored[name]
                 buffer.update_inplace(whole)
+        self.set_states(stored)
+        self._kept = 0, {}
         self.length = rows
+        self.keep()
 
     def compact(self, path: Sequence[int]) -> None:
         """Commit the rows `path` of the last pass, and close its gaps in place."""
@@ -185,6 +288,36 @@ class Cache:
             move.set(source, target)
             self._compaction.run_with_iobinding(move.io)
             self.seconds += time.perf_counter() - start
+
+
+class _ReplayBinding:
+    """The binding of the session that goes over rows again, after a pass of one kind.
+
+    `tensors` are the pass's, by name.
+    """
+
+    def __init__(
+        self, session: ort.InferenceSession, cache: Cache, tensors: Mapping[str, Tensor]
+    ) -> None:
+        self._session, self._tensors = session, tensors  # which must stay alive
+        self._rows = cache.memory.tensor(STATE_ROWS.shape_for(), STATE_ROWS.dtype)
+        self._io = session.io_binding()
+        states = cache.states(cache.turn)
+        for value in session.get_inputs():
+            if value.name == STATE_ROWS.name:
+                self._io.bind_ortvalue_input(value.name, self._rows.value)
+            else:
+                kept = tensors.get(value.name)
+                bound = states[value.name] if kept is None else kept.value
+                self._io.bind_ortvalue_input(value.name, bound)
+        for value in session.get_outputs():
+            self._io.bind_ortvalue_output(value.name, states[value.name])
+
+    def run(self, rows: int) -> None:
+        """Write the states after `rows` rows."""
+        self._rows.array[0] = rows
+        self._rows.upload()
+        run_bound(self._session, self._io)
 
 
 class _MoveBinding:
@@ -237,10 +370,7 @@ class SourceBuffers:
         self.seconds = 0.0
         self._material: npt.NDArray[Any] = np.zeros(0)
         self._session, self._memory = session, memory
-        self._buffers = {
-            spec.name: memory.tensor(spec.shape_for(), spec.dtype)
-            for spec in contract.cross_inputs
-        }
+        self._buffers = memory.tensors(contract.cross_inputs)
         # Passes that are compared before any source is read must differ.
         for seed, tensor in enumerate(self._buffers.values()):
             random = np.random.default_rng(seed)

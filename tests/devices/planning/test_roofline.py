@@ -17,6 +17,15 @@ QWEN = {
     "full_attention_interval": 4,
 }  # fmt: skip
 
+LFM2 = {
+    **LLAMA,
+    "model_type": "lfm2",
+    "tie_embedding": True,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "block_auto_adjust_ff_dim": True,
+    "block_multiple_of": 32,
+}
+
 
 def counted(config):
     """The weights of the matrices in transformers' model of a config."""
@@ -26,7 +35,7 @@ def counted(config):
 
 
 @pytest.mark.parametrize(
-    "config", [LLAMA, {**LLAMA, "tie_word_embeddings": True}, QWEN]
+    "config", [LLAMA, {**LLAMA, "tie_word_embeddings": True}, QWEN, LFM2]
 )
 def test_weights_are_those_of_the_model(config):
     assert Dimensions.of(config).weights == counted(config)
@@ -37,7 +46,23 @@ def test_the_values_that_a_token_adds_to_the_caches():
     assert sizes.kv_values == 3 * 2 * 2 * 16
     hybrid = Dimensions.of(QWEN)
     assert hybrid.kv_values == 1 * 2 * 2 * 32
-    assert hybrid.state_values == 3 * 4 * 16 * 16
+    assert hybrid.state_values == 3 * (4 * 16 * 16 + 3 * (2 * 32 + 64))
+    assert Dimensions.of(LFM2).kv_values == 1 * 2 * 2 * 16
+    assert Dimensions.of(LFM2).state_values == 2 * 2 * 64
+
+
+def test_states_are_memory():
+    """Before a pass, after it, and at the end of the prompt."""
+    sizes = Dimensions.of(LFM2)
+    less = dataclasses.replace(sizes, state_values=0)
+    recipe = Recipe.parse("int4-b64-headnone")
+    whole, rest = (LoadedDecoder(n, recipe).memory_mb(10) for n in (sizes, less))
+    assert whole - rest == pytest.approx(3 * sizes.state_values * 4 / 1e6)
+
+
+def test_mamba_is_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match="Mamba layers"):
+        Dimensions.of({**LLAMA, "mamba_d_state": 16})
 
 
 def test_a_vision_model_is_its_text_part():
