@@ -56,7 +56,7 @@ class StepState:
     bias: Tensor | None = None
     prefix: list[tuple[Tensor, Tensor]] | None = None
     rows: int = 0
-    states: States | None = None
+    states: States = field(default_factory=States)
 
 
 _active_states: list[StepState] = []

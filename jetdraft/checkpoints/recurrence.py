@@ -23,32 +23,28 @@ from transformers.activations import ACT2FN
 
 @dataclass
 class States:
-    """The recurrent states before and after a pass, in the order of the layers.
+    """The recurrent states before and after a pass, in the order in which layers run.
 
-    A window is [1, rows, channels], a matrix [1, heads, key, value]. The states after
-    the pass are those after its first `rows` rows, int64 [1]: the others are padding.
-    `kept` has what each state needs of the rows, [1, n, size]. Without `past` states
-    they are zeros, made when their layer runs.
+    The rows of a pass after its first `rows` are padding, int64 [1], and leave no trace
+    in the states. Without `past` the states before the pass are zeros. `kept` has what
+    each state needs to go over the rows again, [1, n, size].
     """
 
-    rows: Tensor
-    past: dict[str, Sequence[Tensor]]
-    present: dict[str, list[Tensor]] = field(default_factory=dict)
-    kept: dict[str, list[Tensor]] = field(default_factory=dict)
+    rows: Tensor | int = 1
+    past: Sequence[Tensor] = ()
+    present: list[Tensor] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
 
-    def next(self, kind: str, *shape: int, dtype: torch.dtype) -> Tensor:
+    def before(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the state before the pass of the layer that runs now."""
-        past, place = self.past.get(kind), len(self.present.get(kind, ()))
-        return past[place] if past else torch.zeros(1, *shape, dtype=dtype)
+        if self.past:
+            return self.past[len(self.present)]
+        return torch.zeros(shape, dtype=dtype)
 
-    def add(self, kind: str, present: Tensor, kept: Tensor) -> None:
-        """Add the state after the pass, and what it needs of the rows."""
-        self.present.setdefault(kind, []).append(present)
-        self.kept.setdefault(kind, []).append(kept)
-
-
-WINDOW, MATRIX = "window", "matrix"
-"""The kinds of states, in the order of the contract."""
+    def add(self, present: Tensor, kept: Tensor) -> None:
+        """Add the state after the pass, and what is kept of the rows."""
+        self.present.append(present)
+        self.kept.append(kept)
 
 
 def convolve(
@@ -64,7 +60,7 @@ def convolve(
     As sums of products: onnxruntime's operator is slower, see docs/log/recurrent.md.
     """
     rows, size = hidden_states.transpose(1, 2), weight.shape[1]
-    past = states.next(WINDOW, size - 1, rows.shape[2], dtype=rows.dtype)
+    past = states.before(1, size - 1, rows.shape[2], dtype=rows.dtype)
     whole = torch.cat([past, rows], 1)
     mixed = whole[:, : rows.shape[1]] * weight[:, 0]
     for at in range(1, size):
@@ -72,7 +68,7 @@ def convolve(
     if bias is not None:
         mixed = mixed + bias
     last = states.rows + torch.arange(size - 1)
-    states.add(WINDOW, whole.index_select(1, last), rows)
+    states.add(whole.index_select(1, last), rows)
     mixed = mixed if activation is None else ACT2FN[activation](mixed)
     return mixed.transpose(1, 2)
 
@@ -141,11 +137,11 @@ def _attend(
         value = value * is_row[..., None]
     else:
         gates.append(beta * is_row)
-    past = states.next(MATRIX, heads, key.shape[3], width, dtype=torch.float32)
+    past = states.before(1, heads, key.shape[3], width)
     flat = [x.reshape(1, count, -1) for x in (query, key, value)]
     compute = _make_node if torch.compiler.is_exporting() else _run_eagerly
     output, present = compute(flat, past, gates)
-    states.add(MATRIX, present, torch.cat([*flat[1:], *gates], 2))
+    states.add(present, torch.cat([*flat[1:], *gates], 2))
     return output.reshape(value.shape)
 
 
@@ -166,7 +162,7 @@ def _make_node(
 
 
 def attention_attributes(heads: int, gates: int) -> dict[str, Any]:
-    """The attributes of a LinearAttention node; `gates` as in `MatrixState`."""
+    """The attributes of a LinearAttention node with a decay, or with beta too."""
     rule = "gated" if gates == 1 else "gated_delta"
     counts = {"q_num_heads": heads, "kv_num_heads": heads}
     return {**counts, "update_rule": rule, "scale": 1.0}

@@ -118,7 +118,7 @@ class UnsupportedKind:
     """A kind of models: its name in `words`, and what shows it in a config.
 
     It has `least` or more parts in one of `fields`, unless the field `unless` is false,
-    or a layer of one of `types`. Families in `but` are exported.
+    or a layer of one of `types`, unless it is of a family in `but`.
     """
 
     words: str
@@ -160,17 +160,11 @@ REFUSED_KINDS = (
     ),
     UnsupportedKind(
         "has recurrent layers",
-        ("ssm.state_size", "wkv.head_size"),
+        ("wkv.head_size",),
         (
             *("linear_attention", "hybrid", "hybrid_sliding", "recurrent"),
             *("mamba", "mamba2"),
         ),
-        but=RECURRENT_FAMILIES,
-    ),
-    UnsupportedKind(
-        "has convolution layers",
-        ("shortconv.l_cache",),
-        ("conv",),
         but=RECURRENT_FAMILIES,
     ),
     UnsupportedKind(

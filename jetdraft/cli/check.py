@@ -293,7 +293,12 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
     contract = entry.contract
     yield ""
     yield f"{name}  {entry.file} from {entry.source}"
-    yield from _tree_lines(entry)
+    if entry.tree_file is not None:
+        yield f"  trees         {entry.tree_file}, weights of {entry.file}.data"
+    elif contract.states:
+        yield "  trees         none: the model has recurrent states"
+    elif contract.kv_shapes and not contract.block:
+        yield "  trees         none: the model attends in sliding windows"
     if entry.encoder_file is not None:
         most = f"sources of up to {contract.source_slots} tokens"
         if contract.source_bins:
@@ -319,6 +324,9 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
         heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)
         yield f"  layers        {len(contract.kv_shapes)}, KV heads {heads}"
         yield f"  KV buffers    {_megabytes(contract.buffers('past')):.1f} MB"
+    if contract.states:
+        size = _megabytes(contract.state_tensors("past"))
+        yield f"  states        {len(contract.states)}, 3 x {size:.1f} MB"
     for side, specs in (("inputs", contract.inputs), ("outputs", contract.outputs)):
         yield f"  {side}"
         for spec in specs:
@@ -326,19 +334,6 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
             if spec.name.endswith(".0") or "." not in spec.name:
                 axes = " x ".join(map(str, spec.shape))
                 yield f"    {spec.name:22} {spec.dtype:8} {axes}"
-
-
-def _tree_lines(entry: GraphEntry) -> Iterator[str]:
-    """Yield the lines about trees, and about the states that allow none."""
-    contract = entry.contract
-    if states := contract.states("past"):
-        kinds = f"{len(contract.windows)} windows, {len(contract.matrices)} matrices"
-        yield f"  states        {kinds}, {_megabytes(states):.1f} MB, twice"
-        yield "  trees         none: the model has recurrent states"
-    elif entry.tree_file is not None:
-        yield f"  trees         {entry.tree_file}, weights of {entry.file}.data"
-    elif contract.kv_shapes and not contract.block:
-        yield "  trees         none: the model attends in sliding windows"
 
 
 def _megabytes(specs: Sequence[TensorSpec]) -> float:

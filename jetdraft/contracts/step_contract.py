@@ -81,22 +81,28 @@ STATE_ROWS = TensorSpec("state_rows", "int64", (1,))
 
 
 @dataclass(frozen=True)
-class MatrixState:
-    """A state of `heads` matrices [key, value], to which each row adds k x v.
+class State:
+    """A recurrent state of a layer, of which a pass keeps `kept` numbers for each row.
 
-    `gates` numbers of a row and head say how: its decay alone, or beta too.
+    A convolution has its last rows, (rows, channels). Linear attention has matrices,
+    (heads, key, value), to which each row adds k x v; the gates of a row and head, its
+    decay alone or beta too, say how.
     """
 
-    heads: Size
-    key: Size
-    value: Size
-    gates: Annotated[int, in_range(1, 2)]
+    shape: tuple[Size, ...]
+    kept: Size
+
+    @property
+    def has_matrices(self) -> bool:
+        """Whether the state is of linear attention."""
+        return len(self.shape) == 3
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """The widths of what is kept of a row: keys, values, decays, betas."""
-        sizes = self.key, self.value, *([1] * self.gates)
-        return tuple(self.heads * size for size in sizes)
+        """The widths of what is kept of a row for matrices: keys, values, gates."""
+        heads, key, value = self.shape
+        gates = self.kept // heads - key - value
+        return tuple(heads * size for size in (key, value, *[1] * gates))
 
 
 @dataclass(frozen=True)
@@ -125,10 +131,8 @@ class StepContract:
     With a `selection` a pass may read selected rows only. Sizes that contradict each
     other raise `ContractError`.
 
-    Layers with a recurrent state have no buffer of rows but states, which a pass reads
-    in one place and writes in another: `windows`, the last rows of a convolution, as
-    (rows, channels), and `matrices`. Of each row a pass gives what a state needs to go
-    over it again.
+    A layer with a recurrent state has no rows in a buffer, but `states`, which a pass
+    reads in one place and writes in another.
 
         contract = StepContract(
             vocab_size=4096, capacity=2048, max_width=128, dtype="float32",
@@ -161,8 +165,7 @@ class StepContract:
     source_bins: Count = 0
     relative_positions: bool = False
     selection: Selection | None = None
-    windows: tuple[tuple[Size, Size], ...] = ()
-    matrices: tuple[MatrixState, ...] = ()
+    states: tuple[State, ...] = ()
 
     def __post_init__(self) -> None:
         contradictions = {
@@ -238,9 +241,9 @@ class StepContract:
             *((SOURCE_LENGTH, *self.cross_inputs) if self.source_slots else ()),
             *([SELECTING] if self.selection else []),
             *self.selections("past"),
-            *([STATE_ROWS] if self.states("past") else []),
+            *([STATE_ROWS] if self.states else []),
             *self.buffers("past"),
-            *self.states("past"),
+            *self.state_tensors("past"),
         )
 
     @property
@@ -344,37 +347,29 @@ class StepContract:
             *self.selections("present"),
             *self.kept_rows,
             *self.buffers("present"),
-            *self.states("present"),
+            *self.state_tensors("present"),
         )
 
-    def states(self, side: str) -> tuple[TensorSpec, ...]:
-        """The states `{side}_window.{i}` and `{side}_matrix.{i}`, in graph order."""
-        return (
-            *(
-                TensorSpec(f"{side}_window.{i}", self.dtype, (1, *shape))
-                for i, shape in enumerate(self.windows)
-            ),
-            *(
-                TensorSpec(
-                    f"{side}_matrix.{i}", "float32", (1, m.heads, m.key, m.value)
-                )
-                for i, m in enumerate(self.matrices)
-            ),
+    def state_tensors(self, side: str) -> tuple[TensorSpec, ...]:
+        """The states `{side}_state.{i}`, in the order of the layers."""
+        return tuple(
+            TensorSpec(f"{side}_state.{i}", self._state_dtype(state), (1, *state.shape))
+            for i, state in enumerate(self.states)
         )
 
     @property
     def kept_rows(self) -> tuple[TensorSpec, ...]:
-        """What a pass keeps of its rows for each state: `window_rows.{i}`, ..."""
-        return (
-            *(
-                TensorSpec(f"window_rows.{i}", self.dtype, (1, ROWS, channels))
-                for i, (_, channels) in enumerate(self.windows)
-            ),
-            *(
-                TensorSpec(f"matrix_rows.{i}", "float32", (1, ROWS, sum(m.parts)))
-                for i, m in enumerate(self.matrices)
-            ),
+        """The outputs `kept_rows.{i}`: what a state needs to go over the rows again."""
+        return tuple(
+            TensorSpec(
+                f"kept_rows.{i}", self._state_dtype(state), (1, ROWS, state.kept)
+            )
+            for i, state in enumerate(self.states)
         )
+
+    def _state_dtype(self, state: State) -> str:
+        """The type of a state: matrices add up a whole text, so they are float32."""
+        return "float32" if state.has_matrices else self.dtype
 
     def selections(self, side: str) -> tuple[TensorSpec, ...]:
         """The tensors `{side}_rows.{i}`, `{side}_query.{i}`; () without a selection."""

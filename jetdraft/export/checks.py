@@ -150,7 +150,7 @@ def check_states(
     name: str, contract: StepContract, checkpoint: Checkpoint, options: ExportOptions
 ) -> None:
     """Raise a `JetdraftError` for what a model with recurrent states cannot do."""
-    if not contract.states("past"):
+    if not contract.states:
         return
     taps = checkpoint.taps
     cuts = options.exit_layer is not None or (taps is not None and taps.cut)
@@ -212,7 +212,7 @@ def check_raised(
 ) -> None:
     """Raise `OptionError` for a recipe that raises a layer which the model lacks."""
     layers = len(contract.kv_shapes)
-    if contract.windows:  # not all layers attend
+    if contract.states:  # not all layers attend
         layers = len(decoder_layers(checkpoint.model))
     if recipe.raised and recipe.raised[-1] >= layers:
         raise OptionError(

@@ -1,8 +1,9 @@
 """Graphs that are made of the chain graph: for branching drafts, and in two halves.
 
-Another graph moves an accepted path together. In the place of the upper half can run a
-graph without its layers (SEC, 2401.09964): a row that skips them gets their keys and
-values from the state of the lower layers.
+Another graph moves an accepted path together, or lets recurrent states go over it
+again. In the place of the upper half can run a graph without its layers (SEC,
+2401.09964): a row that skips them gets their keys and values from the state of the
+lower layers.
 """
 
 from __future__ import annotations
@@ -20,12 +21,7 @@ from torch import Tensor, nn
 from jetdraft.checkpoints.attention import attending
 from jetdraft.checkpoints.layers import decoder_layers, final_norm
 from jetdraft.checkpoints.recurrence import attention_attributes
-from jetdraft.contracts.step_contract import (
-    PARENTS,
-    STATE_ROWS,
-    SplitContract,
-    StepContract,
-)
+from jetdraft.contracts.step_contract import PARENTS, SplitContract, StepContract
 from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import (
@@ -37,6 +33,7 @@ from jetdraft.export.attentions import (
     windowed,
 )
 from jetdraft.export.step import CUT, Specs, Step, make_state, present_buffers, zeros
+from jetdraft.parsing import MAX_SIZE
 from jetdraft.quant.edits import (
     CONTRIB_DOMAIN,
     Maker,
@@ -55,7 +52,7 @@ def make_tree_graph(
     graph itself needs a mask, windows raise `UnsupportedModelError`.
     """
     graph = chain.graph
-    if contract.states("past") or not contract.kv_shapes or windowed(graph):
+    if contract.states or not contract.kv_shapes or windowed(graph):
         if contract.has_mask:
             raise UnsupportedModelError(
                 f"{source} attends in sliding windows; streams need plain attention"
@@ -127,42 +124,34 @@ def make_compaction_graph(contract: StepContract, scatter_nd: bool = False) -> i
 def make_replay_graph(contract: StepContract) -> ir.Model:
     """Make the graph that lets states go over the first rows of a pass again.
 
-    It has no weights. It reads `state_rows`, what the pass kept of its rows, and the
-    states before the pass, and writes the states after that many rows.
+    It has no weights. It reads what the pass kept of these rows, and the states before
+    the pass, and writes the states after the rows.
     """
-    specs = (STATE_ROWS, *contract.kept_rows, *contract.states("past"))
-    values = {spec.name: new_value(spec) for spec in specs}
-    outputs = [new_value(spec) for spec in contract.states("present")]
+    specs = (contract.kept_rows, *map(contract.state_tensors, ("past", "present")))
+    kept_rows, pasts, presents = ([*map(new_value, part)] for part in specs)
     graph = ir.Graph(
-        list(values.values()), [], nodes=[],
+        [*kept_rows, *pasts], presents, nodes=[],
         opset_imports={"": OPSET, CONTRIB_DOMAIN: 1}, name="replay",
     )  # fmt: skip
-    make, rows = Maker(graph), values[STATE_ROWS.name]
-    start, axis = make.constant("start", [0]), make.constant("axis", [1])
-    for output in outputs:
-        name = str(output.name).removeprefix("present_")
-        kept = values[name.replace(".", "_rows.")]
-        past = values[f"past_{name}"]
-        if past.shape is not None and len(past.shape) == 3:
-            size = make.constant(f"size_{past.shape[1]}", [past.shape[1]])
-            whole = make("Concat", past, kept, axis=1)
-            cut = [whole, rows, make("Add", rows, size), axis]
-            graph.append(ir.node("Slice", cut, outputs=[output]))
-        else:
-            sizes = contract.matrices[int(name.partition(".")[2])]
-            used = make("Slice", kept, start, rows, axis)
-            widths = make.constant(f"widths_{name}", sizes.parts)
-            parts = make.several("Split", len(sizes.parts), used, widths, axis=2)
+    make, values = Maker(graph), zip(kept_rows, pasts, presents, strict=True)
+    end, axis = make.constant("end", [MAX_SIZE]), make.constant("axis", [1])
+    for state, (kept, past, present) in zip(contract.states, values, strict=True):
+        if state.has_matrices:
+            widths = make.constant(f"widths_of_{past.name}", state.parts)
+            parts = make.several("Split", len(state.parts), kept, widths, axis=2)
             # A state needs no query: keys stand in for queries.
-            inputs = [parts[0], *parts[:2], past, *parts[2:]]
-            unread = ir.Value(name=f"unread_{name}")
-            attributes = attention_attributes(sizes.heads, sizes.gates)
+            arguments = [parts[0], *parts[:2], past, *parts[2:]]
+            attributes = attention_attributes(state.shape[0], len(parts) - 2)
+            unread = ir.Value(name=f"answers_to_{past.name}")
             node = ir.node(
-                "LinearAttention", inputs, attributes, domain=CONTRIB_DOMAIN,
-                outputs=[unread, output],
+                "LinearAttention", arguments, attributes, domain=CONTRIB_DOMAIN,
+                outputs=[unread, present],
             )  # fmt: skip
-            graph.append(node)
-        graph.outputs.append(output)
+        else:
+            first = make.constant(f"first_of_{past.name}", [-state.shape[0]])
+            rows = make("Concat", past, kept, axis=1)
+            node = ir.node("Slice", [rows, first, end, axis], outputs=[present])
+        graph.append(node)
     return ir.Model(graph, ir_version=11)
 
 

@@ -254,8 +254,8 @@ def _make_contract(
 ) -> StepContract:
     """Return the contract of a checkpoint's graph."""
     model, probes = checkpoint.model, checkpoint.streams
-    sizes = (
-        {"kv_shapes": source_kv_shapes(model)}
+    shapes, states = (
+        (source_kv_shapes(model), ())
         if checkpoint.reads_source
         else buffer_sizes(model)
     )
@@ -266,7 +266,8 @@ def _make_contract(
         capacity=options.capacity,
         max_width=options.max_width,
         dtype=DTYPES[options.dtype_of(name)],
-        **sizes,
+        kv_shapes=shapes,
+        states=states,
         # A drafter's last hidden state predicts acceptance (SpecDec++).
         hidden_size=model.get_output_embeddings().weight.shape[1]
         if name == DRAFTER

@@ -232,7 +232,7 @@ def write_tree(job: Job, entry: GraphEntry) -> GraphEntry:
     For a model with states, whose drafts are chains, write its replay.
     """
     compaction = job.graph_file("compaction")
-    if entry.contract.states("past"):
+    if entry.contract.states:
         ir.save(make_replay_graph(entry.contract), compaction)
         return replace(entry, compaction_file=compaction.name)
     chain = ir.load(job.folder / entry.file)

@@ -24,7 +24,6 @@ from jetdraft.checkpoints.attention import (
     set_attention,
 )
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.recurrence import States
 from jetdraft.contracts.constants import FRAMES_PER_SLOT
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import UnsupportedModelError
@@ -113,12 +112,12 @@ def _two_passes(
     `others` are the step's inputs between `answer_rows` and the buffers.
     """
     dtype, count = dtype_of(step.contract), ids.shape[1]
-    states = step.contract.states("past")
     past = [
         torch.zeros(1, heads, slots, size, dtype=dtype)
         for heads, size in step.contract.kv_shapes
         for _ in ("key", "value")
     ]
+    states = step.contract.state_tensors("past")
     past += [zeros(spec) for spec in states]
     logits, windows = [], set()
     for start, end in pairwise((0, 2 * count // 3, count)):
@@ -145,7 +144,6 @@ def _check_last_position(model: Any, contract: StepContract) -> None:
         for heads, size in contract.kv_shapes
     ]
     state = StepState(cursor=one - 1, last_row=one - 1, total_length=one, past=past)
-    state.states = States(one.long(), {})
     try:
         with attending(state), torch.no_grad():
             model(

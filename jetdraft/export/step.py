@@ -17,14 +17,14 @@ from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.attention import PassThroughCache, StepState, attending
 from jetdraft.checkpoints.layers import Taps, decoder_layers, watch_input
-from jetdraft.checkpoints.recurrence import MATRIX, WINDOW, States
+from jetdraft.checkpoints.recurrence import States
 from jetdraft.checkpoints.streams import ProbedModel, PromptedModel, StreamedModel
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import (
     PARENTS,
     SCORES,
     STATE_ROWS,
-    MatrixState,
+    State,
     StepContract,
 )
 from jetdraft.contracts.tensors import TensorSpec
@@ -81,7 +81,7 @@ class Step(torch.nn.Module):
     def declared_tensors(self) -> tuple[Specs, Specs, Specs]:
         """The declared inputs, the inputs that are buffers, and the outputs."""
         contract = self.contract
-        past = *contract.buffers("past"), *contract.states("past")
+        past = *contract.buffers("past"), *contract.state_tensors("past")
         return contract.inputs, past, contract.outputs
 
     def example_inputs(self) -> list[Tensor]:
@@ -120,9 +120,7 @@ class Step(torch.nn.Module):
         buffers = len(self.contract.buffers("past"))
         state = make_state(position_ids, cursor, total_length, past[:buffers])
         if rows:
-            end = buffers + len(self.contract.windows)
-            parts = {WINDOW: past[buffers:end], MATRIX: past[end:]}
-            state.states = States(rows[0], parts)
+            state.states = States(rows[0], past[buffers:])
         return self.outputs(state, input_ids, position_ids, answer_rows)
 
     def outputs(
@@ -153,12 +151,11 @@ class Step(torch.nn.Module):
         if len(state.present) != len(state.past):
             raise UnsupportedModelError(
                 f"only {len(state.present)} of {len(state.past)} layers keep keys and "
-                "values; models with recurrent or shared layers cannot be exported"
+                "values; models with shared layers cannot be exported"
             )
         hidden = [head[0].float()] if self.contract.hidden_size else []
-        rows = [*self.answers(logits), *hidden, *features, *states_of(state, "kept")]
-        buffers = [*present_buffers(state), *states_of(state, "present")]
-        return [*rows, *buffers, *cut]
+        rows = [*self.answers(logits), *hidden, *features, *state.states.kept]
+        return [*rows, *present_buffers(state), *state.states.present, *cut]
 
     def logits(
         self,
@@ -241,12 +238,6 @@ def present_buffers(state: StepState) -> list[Tensor]:
     return [buffer for i in sorted(state.present) for buffer in state.present[i]]
 
 
-def states_of(state: StepState, side: str) -> list[Tensor]:
-    """Return the states `present`, or what is `kept` for them, as the contract does."""
-    sides = getattr(state.states, side, {})
-    return [*sides.get(WINDOW, ()), *sides.get(MATRIX, ())]
-
-
 def dtype_of(contract: StepContract) -> torch.dtype:
     """The type that a graph computes in."""
     dtype: torch.dtype = getattr(torch, contract.dtype)
@@ -255,15 +246,11 @@ def dtype_of(contract: StepContract) -> torch.dtype:
 
 def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
     """Return (kv_heads, head_dim) of each layer that attends, see `buffer_sizes`."""
-    shapes: tuple[tuple[int, int], ...] = buffer_sizes(model)["kv_shapes"]
-    return shapes
+    return buffer_sizes(model)[0]
 
 
-def buffer_sizes(model: Any) -> dict[str, Any]:
-    """Measure `kv_shapes`, `windows` and `matrices` of a contract, in a pass of a row.
-
-    In a model without states all layers must attend.
-    """
+def buffer_sizes(model: Any) -> tuple[tuple[tuple[int, int], ...], tuple[State, ...]]:
+    """Return (kv_heads, head_dim) by layer, and states, measured in a pass of a row."""
     row = torch.zeros(1, 1, dtype=torch.long)
 
     def run(cache: Cache) -> None:
@@ -271,30 +258,23 @@ def buffer_sizes(model: Any) -> dict[str, Any]:
 
     state = run_one_row(model, run)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    windows, kept = states_of(state, "present"), states_of(state, "kept")
-    matrices = [m for m in zip(windows, kept, strict=True) if m[0].ndim == 4]
-    numbers = sorted(state.present)
-    if len(state.past) != len(numbers) or not (windows or numbers == [*range(layers)]):
+    numbers, states = sorted(state.present), state.states
+    is_whole = bool(states.present) or numbers == list(range(layers))
+    if len(state.past) != len(numbers) or not is_whole:
         raise UnsupportedModelError(
             f"{type(model).__name__} keeps keys and values in {len(numbers)} of its "
             f"{layers} layers; see docs/models.md"
         )
-    return {
-        "kv_shapes": tuple((key.shape[1], key.shape[3]) for key, _ in state.past),
-        "windows": tuple(tuple(w.shape[1:]) for w in windows if w.ndim == 3),
-        "matrices": tuple(
-            MatrixState(heads, key, value, rows.shape[2] // heads - key - value)
-            for matrix, rows in matrices
-            for heads, key, value in [matrix.shape[1:]]
-        ),
-    }
+    return tuple((key.shape[1], key.shape[3]) for key, _ in state.past), tuple(
+        State(tuple(present.shape[1:]), kept.shape[2])
+        for present, kept in zip(states.present, states.kept, strict=True)
+    )
 
 
 def run_one_row(model: Any, run: Callable[[Cache], object]) -> StepState:
     """Let `run` run the model on one row; return the state with the layers' buffers."""
     one = torch.ones(1, dtype=torch.int32)
     state = StepState(cursor=one - 1, last_row=one - 1, total_length=one, past=[])
-    state.states = States(one.long(), {})
     try:
         with attending(state), torch.no_grad():
             run(_BufferMaker(state))

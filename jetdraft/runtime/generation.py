@@ -213,7 +213,7 @@ class Generation:
             cache.advance(len(tokens))
             rows, path = Rows.chain(tokens), range(len(tokens))
             self._notify_observers(Seen(cache.length + 1, rows, path, answer))
-        cache.keep()
+        cache.mark()
 
     def _prefill_width(self, unread: int, prefills: Sequence[int]) -> int:
         """The width of the next pass, with `unread` tokens of the prompt left."""
@@ -263,7 +263,7 @@ class Generation:
     def _run_round(self, context: Sequence[int], limit: int) -> tuple[Round, Piece]:
         """Run a round after `context`; the piece has no text and may exceed `limit`."""
         target, matcher, started = self._target, self._matcher, time.perf_counter()
-        target_before = target.seconds + target.cache.replay_seconds
+        target_before, commit_before = target.seconds, target.cache.seconds
 
         # Propose rows below the root, and below what the last pass left unproven.
         room = self._most_draft_rows(len(context), limit)
@@ -300,8 +300,9 @@ class Generation:
             drafted=offer.rows.drafted,
             # The first entries are about carried tokens, which no proposer drafted now.
             ranks=rows.ranks(path)[len(carried) :],
-            target_seconds=target.seconds + target.cache.replay_seconds - target_before,
+            target_seconds=target.seconds - target_before,
             draft_seconds=draft_seconds,
+            commit_seconds=target.cache.seconds - commit_before,
             probes=answer.probe_count,
             off=self._no_draft_reason(limit - len(context), offer),
             asked={p.traits.name: spent for p, spent in offer.asked.items()},

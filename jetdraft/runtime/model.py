@@ -349,8 +349,7 @@ class Model:
             # All proposers see the prompt, since a head reads the target's features.
             self.generate(token_ids=tokens, method=AUTO, max_new_tokens=1)
             # A prompt as long as the buffers leaves its last token unread.
-            # With recurrent states it is always left unread.
-            rows, waiting = tokens[: parts.target.cache.resumable(len(tokens))], None
+            rows, waiting = tokens[: parts.target.cache.length], None
             if parts.draft_cache is not None:
                 parts.draft_cache.follow(tokens)
                 waiting = parts.draft_cache.waiting(rows)

@@ -3,47 +3,48 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
-from itertools import zip_longest
+from functools import partial
 
 import numpy as np
+import onnx
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import jetdraft
-from jetdraft.bundle import Bundle
-from jetdraft.errors import OptionError
+from jetdraft.bundle import CHAT_TEMPLATE, Bundle
+from jetdraft.errors import OptionError, ProviderError
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.methods import Proposer, Rows, Traits
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.sampling.chooser import Sampling
 from tests.checkpoints.heads import layouts
+from tests.checkpoints.heads.test_mtp import edit
 from tests.cli import running
-from tests.hybrids import CONFIGS
 from tests.runtime import test_conformance as conformance
 from tests.runtime.fake_method import tokens_of
-from tests.tiny import save_checkpoint
+from tests.runtime.test_generation import CHAINS, Scripted
+from tests.runtime.test_generation import PROMPT as SCRIPTED
+from tests.tiny import HYBRIDS, save_checkpoint
 
-PROMPT = conformance.PROMPT
-H = layouts.H
+PROMPT, H = conformance.PROMPT, layouts.H
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
 OPTIONS = ExportOptions(
-    Recipe("none"), Recipe("none"), capacity=96, max_width=16, fast=True
+    Recipe("none"), Recipe("none"), capacity=96, max_width=32, fast=True
 )
+PLAIN = {"method": "none", "max_new_tokens": 12, "ignore_eos": True}
 
 
 def add_mtp(folder, config) -> None:
     """Add an MTP module of random weights to a checkpoint of Qwen3.5."""
     torch.manual_seed(11)
-    heads, size = config.num_attention_heads, config.head_dim
+    rows = 2 * config.num_attention_heads * config.head_dim  # queries and their gates
     norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     tensors = {f"mtp.{name}.weight": layouts.norm() for name in norms}
     tensors["mtp.fc.weight"] = layouts.rand(H, 2 * H)
-    layer = layouts.layer_tensors("mtp.layers.0.", qk_norm=True)
-    gated = "mtp.layers.0.self_attn.q_proj.weight"
-    tensors |= {**layer, gated: layouts.rand(2 * heads * size, H)}
-    file = folder / "model.safetensors"
-    save_file(load_file(file) | tensors, file, {"format": "pt"})
+    tensors |= layouts.layer_tensors("mtp.layers.0.", qk_norm=True)
+    tensors["mtp.layers.0.self_attn.q_proj.weight"] = layouts.rand(rows, H)
+    edit(folder, lambda own: own | tensors)
 
 
 BUNDLES = {"lfm2": "q4_0", "qwen3_5": "int8-rtn-b32", "granitemoehybrid": "int4-b32"}
@@ -51,15 +52,16 @@ BUNDLES = {"lfm2": "q4_0", "qwen3_5": "int8-rtn-b32", "granitemoehybrid": "int4-
 one of them for the native product."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def bundles(tmp_path_factory):
     folder, made = tmp_path_factory.mktemp("recurrent"), {}
     for name, recipe in BUNDLES.items():
-        config = CONFIGS[name]()
+        config = HYBRIDS[name]()
         source = save_checkpoint(folder / name, config)
-        options = replace(OPTIONS, recipe=Recipe.parse(recipe))
+        (source / CHAT_TEMPLATE).write_text(TEMPLATE)
         if name == "qwen3_5":
             add_mtp(source, config)
+        options = replace(OPTIONS, recipe=Recipe.parse(recipe))
         made[name] = folder / f"{name}-bundle"
         export(str(source), made[name], options=options)
     return made
@@ -72,111 +74,82 @@ def model(request, bundles, tmp_path_factory):
         yield model
 
 
-class Knowing(Proposer):
-    """Drafts a known text, each of whose tokens is wrong by a chance."""
-
-    traits = Traits("fake", max_draft_tokens=15)
-
-    def __init__(self, text, chance, seed):
-        self.text, self.chance = text, chance
-        self.random = np.random.default_rng(seed)
-
-    def propose(self, context, budget, parents=None):
-        tokens = np.array(self.text[len(context) : len(context) + budget])
-        wrong = self.random.random(len(tokens)) < self.chance
-        return Rows.chain([context[-1], *((tokens + wrong) % 288).tolist()])
-
-
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=3)])
 def test_drafts_that_are_right_now_and_then(model, sampling):
-    plain, _ = tokens_of(model, PROMPT, sampling, tokens=48)
-    accepted = set()
-    for number, chance in enumerate((0.0, 0.2, 0.5, 1.0)):
-        proposer = Knowing([*PROMPT, *plain], chance, number)
-        tokens, stats = tokens_of(model, PROMPT, sampling, proposer, tokens=48)
+    """Of 15 tokens: all right, none, some; and none drafted."""
+    plain, _ = tokens_of(model, SCRIPTED, sampling, tokens=48)
+    speeds = []
+    for spoil in CHAINS:
+        proposer = Scripted(np.array(plain), spoil)
+        tokens, stats = tokens_of(
+            model, SCRIPTED, sampling, proposer, length=15, tokens=48
+        )
         assert tokens == plain
-        accepted.add(stats.tokens_per_pass)
-    assert min(accepted) == 1
-    assert max(accepted) > 6
+        speeds.append(stats.tokens_per_pass)
+    assert speeds[0] > 6
+    assert speeds[0] > speeds[3] > speeds[1] == speeds[2] == 1
 
 
-@pytest.fixture(autouse=True)
-def chains(monkeypatch):
-    """Who asks for a tree is refused; a method that is not asked drafts its chain."""
+REQUIRED = [
+    conformance.test_a_prompt_that_goes_another_way,
+    conformance.test_the_end_of_the_buffers,
+    conformance.test_a_cancelled_generation,
+    conformance.test_a_conversation,
+    *(
+        partial(conformance.test_the_text_is_that_of_plain_decoding, way=way)
+        for way in conformance.WAYS.values()
+    ),
+]
+
+
+@pytest.mark.parametrize("required", REQUIRED)
+def test_what_every_method_must_do(model, required, monkeypatch):
+    """With chains: a method that is not asked for a tree drafts its chain."""
     shapes = [{}, {"num_draft_tokens": 4}]
     monkeypatch.setattr(conformance, "drafts_of", lambda method: shapes)
-
-
-def test_a_tree_is_refused_by_name(model):
-    for method in {*methods_for(model)} & {"eagle"}:
-        with pytest.raises(OptionError, match="or has recurrent states; leave the tre"):
-            conformance.text(model, method, drafting={"tree": "best"})
-
-
-def methods_for(model):
-    entry = Bundle.open(model.bundle.path)
-    drafted = ["eagle"] if entry.drafter is not None else []
-    return ["lookup", "trigram", "recall", *drafted]
-
-
-@pytest.mark.parametrize(
-    "test",
-    [
-        conformance.test_a_prompt_that_goes_another_way,
-        conformance.test_the_end_of_the_buffers,
-        conformance.test_a_cancelled_generation,
-    ],
-)
-def test_what_every_method_must_do(model, test):
-    for method in methods_for(model):
-        test(lambda _: model, method)
-
-
-@pytest.mark.parametrize("way", conformance.WAYS.values(), ids=conformance.WAYS)
-def test_the_text_is_that_of_plain_decoding(model, way):
-    for method in methods_for(model):
-        conformance.test_the_text_is_that_of_plain_decoding(
-            lambda _: model, method, way
-        )
+    for method in model.methods[1:]:
+        required(lambda _: model, method)
 
 
 def test_a_restored_prefix(model, tmp_path):
     conformance.test_a_restored_prefix(lambda _: model, "lookup", tmp_path)
 
 
-def test_a_text_that_goes_on_is_not_read_again(model):
+def test_a_continued_text_is_not_read_again(model):
     """From its end, or from the end of its prompt; from nowhere between."""
-    how = {"method": "none", "max_new_tokens": 8, "ignore_eos": True}
     model.forget()
-    text = model.generate(token_ids=PROMPT, **how).token_ids
+    text = model.generate(token_ids=PROMPT, **PLAIN).token_ids
     sequence = [*PROMPT, *text]
-    fresh = {}
+    reused = []
     for prompt in ([*sequence, 5, 6], [*PROMPT, 9, 9, 9], PROMPT[:20]):
         model.forget()
-        fresh[tuple(prompt)] = model.generate(token_ids=prompt, **how).token_ids
-    reused = []
-    for prompt, wanted in fresh.items():
-        model.forget()
-        model.generate(token_ids=PROMPT, **how)
-        result = model.generate(token_ids=list(prompt), **how)
-        assert result.token_ids == wanted
+        fresh = model.generate(token_ids=prompt, **PLAIN)
+        model.generate(token_ids=PROMPT, **PLAIN)
+        result = model.generate(token_ids=prompt, **PLAIN)
+        assert result.token_ids == fresh.token_ids
         reused.append(result.stats.reused_tokens)
     assert reused == [len(sequence) - 1, len(PROMPT) - 1, 0]
 
 
 def test_two_sessions_share_nothing(model):
     prompts = PROMPT, PROMPT[5:]
-    how = {"method": "none", "max_new_tokens": 12, "ignore_eos": True}
-    alone = [model.generate(token_ids=p, **how).token_ids for p in prompts]
+    alone = [model.generate(token_ids=p, **PLAIN).token_ids for p in prompts]
     with jetdraft.load(model.bundle.path, threads=1) as other:
-        streams = [
-            m.stream(token_ids=p, **how)
-            for m, p in zip((other, model), prompts, strict=True)
-        ]
-        turns = list(zip_longest(*streams))
-    sides = zip(*turns, strict=True)
-    texts = [[t for piece in side if piece for t in piece.token_ids] for side in sides]
-    assert texts == alone
+        stream = other.stream(token_ids=PROMPT, **PLAIN)
+        begun = next(stream).token_ids
+        between = model.generate(token_ids=PROMPT[5:], **PLAIN).token_ids
+        ended = [token for piece in stream for token in piece.token_ids]
+    assert [[*begun, *ended], between] == alone
+
+
+def test_replays_are_timed_and_passes_share_what_is_kept_of_rows(model):
+    """Each pass with rows of its own would take more memory than the states."""
+    assert sorted(model.parts.curve.replays) == [1, 7]
+    target = model.parts.target
+    kept = {spec.name for spec in target.contract.kept_rows}
+    passes = [*target._bindings.values(), *target._wide_bindings.values()]
+    assert not kept & {name for one in passes for name in one.tensors}
+    assert passes
 
 
 def test_the_head_is_the_target_s_own(bundles):
@@ -184,6 +157,9 @@ def test_the_head_is_the_target_s_own(bundles):
     assert bundle.drafter is not None
     assert bundle.drafter.contract.carried_size == H
     assert bundle.target.tree_file is None
+    with jetdraft.load(bundle.path, threads=1) as model:
+        with pytest.raises(OptionError, match="or has recurrent states; leave the tre"):
+            conformance.text(model, "eagle", drafting={"tree": "best"})
 
 
 @pytest.mark.parametrize(
@@ -196,7 +172,7 @@ def test_the_head_is_the_target_s_own(bundles):
     ],
 )
 def test_what_states_cannot_do_is_refused_by_name(tmp_path, changes, words):
-    source = save_checkpoint(tmp_path / "lfm2", CONFIGS["lfm2"]())
+    source = save_checkpoint(tmp_path / "lfm2", HYBRIDS["lfm2"]())
     with pytest.raises(OptionError, match="has recurrent states, ") as refusal:
         export(str(source), tmp_path / "b", options=replace(OPTIONS, **changes))
     assert words in str(refusal.value)
@@ -206,11 +182,38 @@ def test_what_states_cannot_do_is_refused_by_name(tmp_path, changes, words):
 
 
 def test_layer_types_that_do_not_fit_the_weights_are_refused(tmp_path):
-    source = save_checkpoint(tmp_path / "lfm2", CONFIGS["lfm2"]())
+    source = save_checkpoint(tmp_path / "lfm2", HYBRIDS["lfm2"]())
     file = source / "config.json"
     fields = json.loads(file.read_text())
-    fields["layer_types"].reverse()
-    fields["layer_types"][1:] = ["conv", "full_attention"]
+    fields["layer_types"] = ["conv", "conv", "full_attention"]
     file.write_text(json.dumps(fields))
     result = running.jetdraft("export", source, "-o", tmp_path / "bundle")
     running.assert_refused(result, "lacks the weights")
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_other_providers_are_refused_before_they_are_tried(bundles):
+    words = "recurrent states run on the CPU only; choose --provider cpu"
+    with pytest.raises(ProviderError, match=words):
+        jetdraft.load(bundles["lfm2"], provider="webgpu")
+    with jetdraft.load(bundles["lfm2"], provider="auto") as model:
+        assert model.provider == "cpu"
+
+
+def test_a_graph_for_another_version_of_the_operator_is_refused(bundles, tmp_path):
+    others = shutil.ignore_patterns("bundle.json", "profiles")
+    copy = shutil.copytree(bundles["qwen3_5"], tmp_path / "copy", ignore=others)
+    graph = onnx.load(copy / "target.onnx", load_external_data=False)
+    node = next(n for n in graph.graph.node if n.op_type == "LinearAttention")
+    node.attribute.append(onnx.helper.make_attribute("of_another_version", 1))
+    onnx.save(graph, copy / "target.onnx")
+    replace(Bundle.open(bundles["qwen3_5"]), path=copy, files={}).save()
+    words = "of_another_version", "export the bundle again with this version"
+    running.assert_refused(running.jetdraft("check", copy), *words)
+
+
+def test_check_counts_states_as_memory(bundles):
+    result = running.jetdraft("check", "--no-run", bundles["granitemoehybrid"])
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert "states 2, 3 x 0.0 MB" in lines
+    assert "trees none: the model has recurrent states" in lines

@@ -74,7 +74,8 @@ def check_head(files: HeadFiles, target: str) -> None:
 def find_own_head(target: str) -> str | None:
     """Return `target` if its folder holds a head of its own; None without one."""
     names: set[str] = set()
-    with contextlib.suppress(OSError, SafetensorError):  # loading it says what is wrong
+    # What is wrong with the files, loading them says.
+    with contextlib.suppress(OSError, ValueError, SafetensorError):
         for file in Path(target).glob("*.safetensors"):
             with safe_open(file, "pt") as opened:
                 names |= {*opened.keys()}

@@ -116,7 +116,9 @@ class Dimensions:
                 "a mixture of experts reads only some weights per pass, which a plan "
                 "cannot predict; give a dense model"
             )
-        if any(config.get(name) for name in ("mamba_d_state", "ssm_state_size")):
+        kinds = config.get("layer_types") or ()
+        mamba = any(config.get(name) for name in ("mamba_d_state", "ssm_state_size"))
+        if mamba and {*kinds} != {"attention"}:
             raise UnsupportedModelError(
                 "the config has Mamba layers, whose passes a plan cannot predict; "
                 "export the model and measure it on the device"
@@ -144,22 +146,19 @@ class Dimensions:
             window = int(config.get("linear_conv_kernel_dim") or 4) - 1
             state = values * config["linear_key_head_dim"]
             state += window * (2 * keys + values)
-        convolving = list(config.get("layer_types") or ()).count("conv")
-        short = 4 * hidden * hidden  # three parts, and the output
+        convolving = list(kinds).count("conv")
+        short = convolving * 4 * hidden * hidden  # three parts, and the output
+        rows = int(config.get("conv_L_cache") or 3) - 1
         full = layers - linear - convolving
         mlp = 3 * hidden * _inner_size(config)
         return cls(
             hidden_size=hidden,
             layers=layers,
-            matrices=full * attention
-            + linear * gated_delta
-            + convolving * short
-            + layers * mlp,
+            matrices=full * attention + linear * gated_delta + short + layers * mlp,
             head=hidden * config["vocab_size"],
             tied=bool(tied),
             kv_values=full * 2 * kv_heads * head_size,
-            state_values=linear * state
-            + convolving * (int(config.get("conv_L_cache") or 3) - 1) * hidden,
+            state_values=linear * state + convolving * rows * hidden,
         )
 
     @property

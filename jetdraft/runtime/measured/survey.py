@@ -37,8 +37,11 @@ MIN_ROWS, MAX_ROWS = 8, 36
 FIRST_MS = 1500.0
 """How long widths beyond `FIRST_WIDTHS` are compared before the first text, at most."""
 
-PROBE_TURNS, DRAFTER_TURNS, PASS_TURNS = 5, 3, 5
-"""How often a pass with probes, of the drafter and of each width is timed."""
+PROBE_TURNS, DRAFTER_TURNS, REPLAY_TURNS, PASS_TURNS = 5, 3, 3, 5
+"""How often a pass with probes, of the drafter, a replay and each width is timed."""
+
+REPLAYED_WIDTHS = (2, 8)
+"""The widths of the passes whose rows but the last are replayed to be timed."""
 
 _FIRST_PLACE = 12
 """The first row of the earliest place in empty buffers."""
@@ -108,6 +111,7 @@ class Survey:
             with randomized(self.target) as self._starts:
                 widths = self._compare_first_widths()
                 self._curve.probe = self._measure_probe_ms()
+                self._curve.replays = self._measure_replays()
             if self.drafter is not None:  # its buffers stay nearly empty
                 times = (_time_pass(self.drafter, [0]) for _ in range(DRAFTER_TURNS))
                 self._curve.drafter = 1e3 * min(times)
@@ -342,6 +346,21 @@ class Survey:
             shortest.append(min(times))
         return 1e3 * max(shortest[1] - shortest[0], 0.0) / (2 * streams)
 
+    def _measure_replays(self) -> dict[int, float]:
+        """The milliseconds of replays by their rows; {} without recurrent states."""
+        graph, cache, replays = self.target, self.target.cache, dict[int, float]()
+        for width in REPLAYED_WIDTHS if graph.contract.states else ():
+            tokens = random_tokens(graph, min(width, graph.contract.max_width))
+            times = list[float]()
+            for _ in range(REPLAY_TURNS):
+                set_cursor(graph, self._starts[0])
+                graph.run(tokens)
+                before = cache.seconds
+                cache.advance(len(tokens) - 1)
+                times.append(1e3 * (cache.seconds - before))
+            replays[len(tokens) - 1] = min(times)
+        return replays
+
 
 def _time_pass(graph: Graph, tokens: Tokens, probing: Probing = NO_PROBING) -> float:
     """Run a chain pass; returns the seconds inside `session.run`."""
@@ -351,10 +370,7 @@ def _time_pass(graph: Graph, tokens: Tokens, probing: Probing = NO_PROBING) -> f
 
 
 def _copy_rows(graph: Graph, start: int, rows: int) -> list[np.ndarray]:
-    """Copies of the KV rows from `start` on, [1, kv_heads, rows, head_dim] each.
-
-    Behind them the states.
-    """
+    """Copies of KV rows from `start` on, [1, kv_heads, rows, head_dim], and states."""
     buffers = graph.cache.buffers.values()
     copies = [b.numpy()[:, :, start : start + rows].copy() for b in buffers]
     return [*copies, *graph.cache.copy_states().values()]

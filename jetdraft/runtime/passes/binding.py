@@ -33,7 +33,7 @@ class PassBinding:
 
     `tensors` holds them by name, `arrays` their arrays on the host. `buffers` are KV
     buffers, by name of the input; `borrowed` buffers of another graph are only read.
-    `states` has the recurrent states of each turn by the names of inputs and outputs.
+    `turns` has the recurrent states of each turn, by the names of inputs and outputs.
     """
 
     def __init__(
@@ -49,23 +49,23 @@ class PassBinding:
         members: int = 1,
         prefix: int = 0,
         borrowed: Mapping[str, ort.OrtValue] = MappingProxyType({}),
-        states: Sequence[Mapping[str, ort.OrtValue]] = ({},),
+        turns: Sequence[Mapping[str, ort.OrtValue]] = ({},),
     ) -> None:
         self.session = session
         self._memory = memory
-        self.ios, self.turn = [session.io_binding() for _ in states], 0
+        self.ios, self.turn = [session.io_binding() for _ in turns], 0
         # A value can share the memory of its array, so both must stay alive.
         self.tensors: dict[str, Tensor] = {}
         presents = {name: name.replace("past_", "present_") for name in buffers}
         fixed = {**buffers, **{presents[n]: b for n, b in buffers.items()}, **borrowed}
         for spec in (*inputs, *outputs):
-            if spec.name not in fixed and spec.name not in states[0]:
+            if spec.name not in fixed and spec.name not in turns[0]:
                 place = HOST if spec.name in memory.on_host else memory
                 shape = spec.shape_for(rows, answers, probes, members, prefix)
                 self.tensors[spec.name] = place.tensor(shape, spec.dtype)
         own = {name: tensor.value for name, tensor in self.tensors.items()}
-        for io, of_turn in zip(self.ios, states, strict=True):
-            values = {**own, **fixed, **of_turn}
+        for io, states in zip(self.ios, turns, strict=True):
+            values = {**own, **fixed, **states}
             for spec in inputs:
                 io.bind_ortvalue_input(spec.name, values[spec.name])
             for spec in outputs:
@@ -78,10 +78,8 @@ class PassBinding:
         others = [(n, n in read, t) for n, t in self.tensors.items() if n not in STEADY]
         self._uploads = [tensor for _, is_read, tensor in others if is_read]
         self._on_request = [self.tensors[n] for n in ON_REQUEST if n in self.tensors]
-        self._downloads = [  # not what is kept for states, named "window_rows.0"
-            t
-            for n, is_read, t in others
-            if not (is_read or n in ON_REQUEST or "." in n)
+        self._downloads = [
+            t for n, is_read, t in others if not (is_read or n in ON_REQUEST)
         ]
         self._mask_shows: _Visibility | None = None
         # To set an item of a view takes a tenth of the time of a numpy call.

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.contracts.step_contract import SOURCE_LENGTH, STATE_ROWS, StepContract
+from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.step_contract import SOURCE_LENGTH, StepContract
 from jetdraft.contracts.tensors import Float32s, TensorSpec, check_tensors
 from jetdraft.errors import ContractError
 from jetdraft.ort import ort
@@ -107,17 +108,19 @@ class Memory:
 HOST = Memory()
 """The memory of the CPU provider; nothing is copied."""
 
+Arrays = dict[str, npt.NDArray[Any]]
+"""Rows or states by name."""
+
 
 class Cache:
     """Fixed buffers, allocated once, and a cursor; rows beyond `length` are stale.
 
     A `compaction` session moves the rows of an accepted branch together, in `seconds`.
-    `replay_seconds` is the part of it that states took.
 
     Recurrent states have no rows to go back to. A pass reads them in one place and
     writes them in another, so the states before it are still there: to commit a part of
-    its rows, the compaction session goes over these rows again. A longer way back leads
-    to 0, or to the one length whose states `keep` has copied.
+    its rows, the session, which then is a replay, goes over this part again. A longer
+    way back leads to 0, or to the one length whose states `mark` has copied.
     """
 
     def __init__(
@@ -131,18 +134,24 @@ class Cache:
         # which counts the positions of such a pass in place of reading them.
         self._widest = contract.slots - int(contract.has_bias)
         self.length = 0
-        self.seconds = self.replay_seconds = 0.0
+        self.seconds = 0.0
         self.memory = memory
         tensors = memory.tensors(contract.buffers("past"))
         self.buffers = {name: tensor.value for name, tensor in tensors.items()}
         self._compaction = compaction
         self._moves: dict[int, _MoveBinding] = {}
-        # `turn` says which of both places the next pass reads.
-        places = [memory.tensors(contract.states("past")) for _ in range(2)]
-        self._states, self.turn = places if places[0] else [], 0
-        self._kept: tuple[int, dict[str, npt.NDArray[Any]]] = 0, {}
-        self._last_pass: tuple[int, Mapping[str, Tensor]] | None = None
-        self._replays: dict[tuple[int, int], _ReplayBinding] = {}
+        # `turn` says in which of both places the states are.
+        pasts = contract.state_tensors("past")
+        self._states, self.turn = [memory.tensors(pasts) for _ in range(2)], 0
+        # Rows and width of a pass that is not committed yet.
+        self.last_pass = 0, 0
+        # What the last pass has kept of its rows, whatever its width.
+        self._kept_rows = {
+            spec.name: np.zeros(spec.shape_for(WIDEST), spec.dtype)
+            for spec in contract.kept_rows
+        }
+        self._mark: tuple[int, Arrays] = 0, {}
+        self._replays: dict[tuple[int, int], ort.IOBinding] = {}
 
     @property
     def room(self) -> int:
@@ -153,9 +162,52 @@ class Cache:
         """Commit the next `rows` rows; raises `ValueError` if they do not fit."""
         if not 0 <= rows <= self.room:
             raise ValueError(f"cannot commit {rows} rows, {self.room} fit")
-        if self._states and rows:
+        if self._states[0] and rows:
             self._advance_states(rows)
         self.length += rows
+
+    def _advance_states(self, rows: int) -> None:
+        """Let the states go over the first `rows` rows of the last pass."""
+        count, width = self.last_pass
+        if rows > count or (rows < count and width > WIDEST):
+            raise ValueError(f"cannot commit {rows} rows of a pass over {count}")
+        if rows < count:
+            self._replay(rows)
+        self.turn, self.last_pass = 1 - self.turn, (0, 0)
+
+    def _replay(self, rows: int) -> None:
+        """Go over the first `rows` rows of the last pass again."""
+        assert self._compaction is not None
+        if (rows, self.turn) not in self._replays:
+            io, values = self._compaction.io_binding(), self.states_of(rows)[self.turn]
+            for declared in self._compaction.get_inputs():
+                io.bind_ortvalue_input(declared.name, values[declared.name])
+            for declared in self._compaction.get_outputs():
+                io.bind_ortvalue_output(declared.name, values[declared.name])
+            self._replays[rows, self.turn] = io
+        with self.memory.exclusive_use():
+            start = time.perf_counter()
+            run_bound(self._compaction, self._replays[rows, self.turn])
+            self.seconds += time.perf_counter() - start
+
+    def states_of(self, rows: int) -> list[dict[str, ort.OrtValue]]:
+        """What passes over `rows` rows read and write of states, by name, in each turn.
+
+        That is the states before and after the pass, and what a narrow pass keeps of
+        its rows; a wide pass is committed whole. [{}] without states.
+        """
+        kept = {
+            name: ort.OrtValue.ortvalue_from_numpy(array[:, :rows])
+            for name, array in self._kept_rows.items()
+            if rows <= WIDEST
+        }
+        turns = []
+        for past, present in (self._states, self._states[::-1]):
+            values = {name: tensor.value for name, tensor in past.items()}
+            for name, tensor in present.items():
+                values[name.replace("past_", "present_")] = tensor.value
+            turns.append(values | kept)
+        return turns if self._states[0] else [{}]
 
     def rewind(self, length: int) -> None:
         """Go back to `length` committed rows, without a copy of rows.
@@ -164,76 +216,38 @@ class Cache:
         """
         if not 0 <= length <= self.length or length != self.resumable(length):
             raise ValueError(f"cannot rewind from {self.length} rows to {length}")
-        if self._states and length < self.length:
-            at, kept = self._kept
-            self.set_states(kept if at == length else {})
+        if self._states[0] and length < self.length:
+            self.set_states(self._mark[1] if self._mark[0] == length else {})
         self.place(length)
 
     def place(self, length: int) -> None:
         """Let whatever the buffers and states hold count as `length` rows."""
         self.length = length
-        if self._kept[0] > length:
-            self._kept = 0, {}
+        if self._mark[0] > length:
+            self._mark = 0, {}
 
     def resumable(self, length: int) -> int:
-        """The most rows, up to `length`, that a sequence can go on from."""
-        if not self._states or length >= self.length:
+        """The most rows, up to `length`, that a sequence can continue from."""
+        if not self._states[0] or length >= self.length:
             return min(length, self.length)
-        return self._kept[0] if self._kept[0] <= length else 0
+        return self._mark[0] if self._mark[0] <= length else 0
 
-    def keep(self) -> None:
+    def mark(self) -> None:
         """Copy the states, if there are any, so that `rewind` can come back here."""
-        if self._states:
-            self._kept = self.length, self.copy_states()
+        self._mark = self.length, self.copy_states()
 
-    def states(self, turn: int) -> dict[str, ort.OrtValue]:
-        """The values that a pass of that turn reads and writes, by name; or {}."""
-        if not self._states:
-            return {}
-        past, present = self._states[turn], self._states[1 - turn]
-        named = {n.replace("past_", "present_"): t.value for n, t in present.items()}
-        return {name: tensor.value for name, tensor in past.items()} | named
-
-    @property
-    def turns(self) -> int:
-        """How many bindings a pass needs, since states change their places."""
-        return len(self._states) or 1
-
-    def passed(self, rows: int, tensors: Mapping[str, Tensor]) -> None:
-        """Record a pass of `rows` rows without padding, and what it kept of them."""
-        self._last_pass = rows, tensors
-
-    def _advance_states(self, rows: int) -> None:
-        """Let the states go over the first `rows` rows of the last pass."""
-        if self._last_pass is None or rows > self._last_pass[0]:
-            raise ValueError(f"no pass has run the {rows} rows to commit")
-        count, tensors = self._last_pass
-        if rows < count:
-            assert self._compaction is not None
-            key = id(tensors), self.turn
-            if key not in self._replays:
-                self._replays[key] = _ReplayBinding(self._compaction, self, tensors)
-            with self.memory.exclusive_use():
-                start = time.perf_counter()
-                self._replays[key].run(rows)
-                spent = time.perf_counter() - start
-            self.seconds += spent
-            self.replay_seconds += spent
-        self.turn, self._last_pass = 1 - self.turn, None
-
-    def copy_states(self) -> dict[str, npt.NDArray[Any]]:
+    def copy_states(self) -> Arrays:
         """Copies of the states by name; {} without states."""
-        now = self._states[self.turn] if self._states else {}
-        for tensor in now.values():
+        for tensor in self._states[self.turn].values():
             tensor.download()
-        return {name: tensor.array.copy() for name, tensor in now.items()}
+        return {n: tensor.array.copy() for n, tensor in self._states[self.turn].items()}
 
-    def set_states(self, stored: Mapping[str, npt.NDArray[Any]]) -> None:
+    def set_states(self, stored: Arrays) -> None:
         """Write states that `copy_states` has copied; what is missing becomes zero."""
-        for name, tensor in self._states[self.turn].items() if self._states else ():
+        for name, tensor in self._states[self.turn].items():
             np.copyto(tensor.array, stored.get(name, 0))
             tensor.upload()
-        self._last_pass = None
+        self.last_pass = 0, 0
 
     def forms(self, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """The shapes and types of what `copy_rows` gives."""
@@ -241,32 +255,30 @@ class Cache:
             name: ((*buffer.shape()[:2], rows, buffer.shape()[3]), buffer.numpy().dtype)
             for name, buffer in self.buffers.items()
         }
-        states = self._states[0] if self._states else {}
-        return shapes | {n: (t.array.shape, t.array.dtype) for n, t in states.items()}
+        states = {n: t.array for n, t in self._states[0].items()}
+        return shapes | {n: (array.shape, array.dtype) for n, array in states.items()}
 
-    def copy_rows(self, rows: int) -> dict[str, npt.NDArray[Any]]:
+    def copy_rows(self, rows: int) -> Arrays:
         """Copies of the first `rows` rows by buffer, [1, kv_heads, rows, head_dim].
 
-        With them the states after these rows, which must be `resumable`.
+        With them the states, if there are any; then `rows` must be all rows.
         """
-        states = self.copy_states() if rows == self.length else self._kept[1]
         with self.memory.exclusive_use():
-            return states | {
+            return self.copy_states() | {
                 name: np.ascontiguousarray(buffer.numpy()[:, :, :rows])
                 for name, buffer in self.buffers.items()
             }
 
-    def restore(self, stored: Mapping[str, npt.NDArray[Any]], rows: int) -> None:
-        """Write the rows that `copy_rows` has copied, and commit `rows` rows."""
+    def restore(self, stored: Arrays, rows: int) -> None:
+        """Write what `copy_rows` has copied, and commit `rows` rows."""
         with self.memory.exclusive_use():
             for name, buffer in self.buffers.items():
                 whole = np.array(buffer.numpy())
                 whole[:, :, :rows] = stored[name]
                 buffer.update_inplace(whole)
         self.set_states(stored)
-        self._kept = 0, {}
         self.length = rows
-        self.keep()
+        self.mark()
 
     def compact(self, path: Sequence[int]) -> None:
         """Commit the rows `path` of the last pass, and close its gaps in place."""
@@ -288,36 +300,6 @@ class Cache:
             move.set(source, target)
             self._compaction.run_with_iobinding(move.io)
             self.seconds += time.perf_counter() - start
-
-
-class _ReplayBinding:
-    """The binding of the session that goes over rows again, after a pass of one kind.
-
-    `tensors` are the pass's, by name.
-    """
-
-    def __init__(
-        self, session: ort.InferenceSession, cache: Cache, tensors: Mapping[str, Tensor]
-    ) -> None:
-        self._session, self._tensors = session, tensors  # which must stay alive
-        self._rows = cache.memory.tensor(STATE_ROWS.shape_for(), STATE_ROWS.dtype)
-        self._io = session.io_binding()
-        states = cache.states(cache.turn)
-        for value in session.get_inputs():
-            if value.name == STATE_ROWS.name:
-                self._io.bind_ortvalue_input(value.name, self._rows.value)
-            else:
-                kept = tensors.get(value.name)
-                bound = states[value.name] if kept is None else kept.value
-                self._io.bind_ortvalue_input(value.name, bound)
-        for value in session.get_outputs():
-            self._io.bind_ortvalue_output(value.name, states[value.name])
-
-    def run(self, rows: int) -> None:
-        """Write the states after `rows` rows."""
-        self._rows.array[0] = rows
-        self._rows.upload()
-        run_bound(self._session, self._io)
 
 
 class _MoveBinding:

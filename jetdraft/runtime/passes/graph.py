@@ -130,7 +130,7 @@ class Graph:
             binding.show_all()
         # Here and not in a method: each frame above a pass costs time in every round.
         self.seconds += binding.run(self._set_inputs(binding, cursor))
-        self.cache.passed(rows, binding.tensors)
+        self.cache.last_pass = rows, width
         self.passes += 1
         if last_only or width == rows or self.contract.guesses:
             return binding.answer
@@ -281,11 +281,13 @@ class _GraphBinding(PassBinding):
 
     def __init__(self, graph: Graph, session: StepSession, size: _PassSize) -> None:
         contract, probes = session.contract, size.probes
+        # A wide pass is committed whole, so that nothing is kept of its rows.
+        unread = contract.kept_rows if size.width > WIDEST else ()
         selected = {name: tensor.value for name, tensor in graph.selected.items()}
         super().__init__(
             session.session,
             contract.inputs,
-            contract.outputs,
+            [spec for spec in contract.outputs if spec not in unread],
             {**graph.cache.buffers, **selected},
             size.width,
             size.answers,
@@ -294,7 +296,7 @@ class _GraphBinding(PassBinding):
             contract.members,
             contract.prefix,
             _borrowed(graph),
-            [graph.cache.states(turn) for turn in range(graph.cache.turns)],
+            graph.cache.states_of(size.width),
         )
         self.size = size
         self.has_bias = contract.has_bias
