@@ -76,7 +76,7 @@ _DELTA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
     "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
 }  # fmt: skip
-_GROUPED = {**_DELTA, "linear_num_value_heads": 4}
+GROUPED = {**_DELTA, "linear_num_value_heads": 4}
 _MAMBA = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16,
     "mamba_expand": 2,
@@ -87,9 +87,9 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
         **_THREE, layer_types=["conv", "full_attention", "conv"],
         block_auto_adjust_ff_dim=False,
     ),
-    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**_TWO, **_GROUPED),
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**_TWO, **GROUPED),
     "qwen3_next": lambda: transformers.Qwen3NextConfig(
-        **_TWO, **_GROUPED, num_experts=0
+        **_TWO, **GROUPED, num_experts=0
     ),
     "olmo_hybrid": lambda: transformers.OlmoHybridConfig(**_TWO, **_DELTA),
     "bamba": lambda: transformers.BambaConfig(**_TWO, **_MAMBA, attn_layer_indices=[1]),

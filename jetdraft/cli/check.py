@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from jetdraft.cli import flags
 from jetdraft.cli.command import Command, option
 from jetdraft.cli.console import ProgressBars
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.errors import CheckError, OptionError, printable
 from jetdraft.export.draft_acceptance import TOLERANCE, compare_acceptance, has_fallen
 from jetdraft.manifest import GraphEntry
@@ -319,14 +319,7 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
     yield from _drafter_lines(contract)
     yield f"  parameters    {entry.parameters:,}"
     yield f"  quantization  {entry.scheme}; floats are {contract.dtype}"
-    if contract.kv_shapes:
-        shapes = sorted(set(contract.kv_shapes))
-        heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)
-        yield f"  layers        {len(contract.kv_shapes)}, KV heads {heads}"
-        yield f"  KV buffers    {_megabytes(contract.buffers('past')):.1f} MB"
-    if contract.states:
-        size = _megabytes(contract.state_tensors("past"))
-        yield f"  states        {len(contract.states)}, 3 x {size:.1f} MB"
+    yield from _memory_lines(contract)
     for side, specs in (("inputs", contract.inputs), ("outputs", contract.outputs)):
         yield f"  {side}"
         for spec in specs:
@@ -336,10 +329,19 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
                 yield f"    {spec.name:22} {spec.dtype:8} {axes}"
 
 
-def _megabytes(specs: Sequence[TensorSpec]) -> float:
-    """The MB of 10^6 bytes of tensors of fixed shape."""
-    sizes = (np.prod(s.shape_for()) * np.dtype(s.dtype).itemsize for s in specs)
-    return float(sum(sizes)) / 1e6
+def _memory_lines(contract: StepContract) -> Iterator[str]:
+    """Yield the lines about layers, and what they keep between passes, 10^6 bytes."""
+    buffers, states = (
+        1e-6 * sum(prod(s.shape_for()) * np.dtype(s.dtype).itemsize for s in specs)
+        for specs in (contract.buffers("past"), contract.state_tensors("past"))
+    )
+    if contract.kv_shapes:
+        shapes = sorted(set(contract.kv_shapes))
+        heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)
+        yield f"  layers        {len(contract.kv_shapes)}, KV heads {heads}"
+        yield f"  KV buffers    {buffers:.1f} MB"
+    if states:
+        yield f"  states        {len(contract.states)}, 3 x {states:.1f} MB"
 
 
 def _drafter_lines(contract: StepContract) -> Iterator[str]:

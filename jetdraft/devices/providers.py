@@ -156,9 +156,7 @@ def _is_software(name: str) -> bool:
     return name != "cpu" and try_provider(name).software
 
 
-def _why_unable(
-    provider: Provider, graphs: list[tuple[str, str]], states: bool
-) -> str:
+def _why_unable(provider: Provider, graphs: list[tuple[str, str]], states: bool) -> str:
     """Return why a provider cannot run the graphs; "" if it can. May run a trial."""
     refusals = (provider.refusal(*graph, states) for graph in graphs)
     if reason := next(filter(None, refusals), ""):

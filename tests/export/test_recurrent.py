@@ -1,7 +1,5 @@
 """Families with recurrent states through the real path, against transformers."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Targets with recurrent states: chains of all methods give the text of plain ones."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 import jetdraft
-from jetdraft.bundle import CHAT_TEMPLATE, Bundle
+from jetdraft.bundle import CHAT_TEMPLATE
 from jetdraft.errors import OptionError, ProviderError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
@@ -62,15 +60,14 @@ def bundles(tmp_path_factory):
         if name == "qwen3_5":
             add_mtp(source, config)
         options = replace(OPTIONS, recipe=Recipe.parse(recipe))
-        made[name] = folder / f"{name}-bundle"
-        export(str(source), made[name], options=options)
+        made[name] = export(str(source), folder / f"{name}-bundle", options=options)
     return made
 
 
 @pytest.fixture(scope="module", params=BUNDLES)
 def model(request, bundles, tmp_path_factory):
     store = tmp_path_factory.mktemp("store") / "texts.sqlite"
-    with jetdraft.load(bundles[request.param], threads=1, store=store) as model:
+    with jetdraft.load(bundles[request.param].path, threads=1, store=store) as model:
         yield model
 
 
@@ -153,13 +150,13 @@ def test_replays_are_timed_and_passes_share_what_is_kept_of_rows(model):
 
 
 def test_the_head_is_the_target_s_own(bundles):
-    bundle = Bundle.open(bundles["qwen3_5"])
+    bundle = bundles["qwen3_5"]
     assert bundle.drafter is not None
     assert bundle.drafter.contract.carried_size == H
     assert bundle.target.tree_file is None
-    with jetdraft.load(bundle.path, threads=1) as model:
-        with pytest.raises(OptionError, match="or has recurrent states; leave the tre"):
-            conformance.text(model, "eagle", drafting={"tree": "best"})
+    refusal = pytest.raises(OptionError, match="or has recurrent states; leave the tre")
+    with jetdraft.load(bundle.path, threads=1) as model, refusal:
+        conformance.text(model, "eagle", drafting={"tree": "best"})
 
 
 @pytest.mark.parametrize(
@@ -195,25 +192,25 @@ def test_layer_types_that_do_not_fit_the_weights_are_refused(tmp_path):
 def test_other_providers_are_refused_before_they_are_tried(bundles):
     words = "recurrent states run on the CPU only; choose --provider cpu"
     with pytest.raises(ProviderError, match=words):
-        jetdraft.load(bundles["lfm2"], provider="webgpu")
-    with jetdraft.load(bundles["lfm2"], provider="auto") as model:
+        jetdraft.load(bundles["lfm2"].path, provider="webgpu")
+    with jetdraft.load(bundles["lfm2"].path, provider="auto") as model:
         assert model.provider == "cpu"
 
 
 def test_a_graph_for_another_version_of_the_operator_is_refused(bundles, tmp_path):
     others = shutil.ignore_patterns("bundle.json", "profiles")
-    copy = shutil.copytree(bundles["qwen3_5"], tmp_path / "copy", ignore=others)
+    copy = shutil.copytree(bundles["qwen3_5"].path, tmp_path / "copy", ignore=others)
     graph = onnx.load(copy / "target.onnx", load_external_data=False)
     node = next(n for n in graph.graph.node if n.op_type == "LinearAttention")
     node.attribute.append(onnx.helper.make_attribute("of_another_version", 1))
     onnx.save(graph, copy / "target.onnx")
-    replace(Bundle.open(bundles["qwen3_5"]), path=copy, files={}).save()
+    replace(bundles["qwen3_5"], path=copy, files={}).save()
     words = "of_another_version", "export the bundle again with this version"
     running.assert_refused(running.jetdraft("check", copy), *words)
 
 
 def test_check_counts_states_as_memory(bundles):
-    result = running.jetdraft("check", "--no-run", bundles["granitemoehybrid"])
+    result = running.jetdraft("check", "--no-run", bundles["granitemoehybrid"].path)
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert "states 2, 3 x 0.0 MB" in lines
     assert "trees none: the model has recurrent states" in lines
