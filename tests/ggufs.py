@@ -32,6 +32,12 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "post_attention_layernorm": "ffn_norm",
+    **{"model.embedding_norm": "token_embd_norm", "self_attn.out_proj": "attn_output"},
+    **{"operator_norm": "attn_norm", "ffn_norm": "ffn_norm"},
+    **{f"self_attn.{n}_layernorm": f"attn_{n}_norm" for n in "qk"},
+    **{f"conv.{n}": f"shortconv.{n}" for n in ("conv", "in_proj", "out_proj")},
+    **{"feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down"},
+    **{"feed_forward.w3": "ffn_up"},
 }
 GEMMA = {
     **NAMES,
@@ -155,7 +161,7 @@ def _write_weight(
     kind = kinds(name) if weight.ndim == 2 else Type.F32
     if kind is None:
         return
-    floats = weight.numpy().copy()
+    floats = weight.numpy().squeeze().copy()  # a convolution has an axis of size 1
     if family == "gemma3" and "norm" in name:
         floats += 1
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -182,8 +188,13 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    heads = config.num_key_value_heads
+    if config.model_type == "lfm2":  # its layers of convolutions have none
+        heads = [heads * (kind != "conv") for kind in config.layer_types]
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    writer.add_head_count_kv(heads)
+    epsilon = "norm_eps" if config.model_type == "lfm2" else "rms_norm_eps"
+    writer.add_layer_norm_rms_eps(getattr(config, epsilon))
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     size = getattr(config, "head_dim", None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -67,6 +68,44 @@ def drafter_config(**changes: Any) -> LlamaConfig:
         "num_key_value_heads": 1, "intermediate_size": 48,
     }  # fmt: skip
     return llama_config(**{**small, **changes})
+
+
+_THREE = {**SIZES, "num_hidden_layers": 3}
+_TWO = {**SIZES, "num_hidden_layers": 2, "head_dim": 16}
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
+}  # fmt: skip
+GROUPED = {**_DELTA, "linear_num_value_heads": 4}
+_MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16,
+    "mamba_expand": 2,
+}  # fmt: skip
+
+HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "lfm2": lambda: transformers.Lfm2Config(
+        **_THREE, layer_types=["conv", "full_attention", "conv"],
+        block_auto_adjust_ff_dim=False,
+    ),
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**_TWO, **GROUPED),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **_TWO, **GROUPED, num_experts=0
+    ),
+    "olmo_hybrid": lambda: transformers.OlmoHybridConfig(**_TWO, **_DELTA),
+    "bamba": lambda: transformers.BambaConfig(**_TWO, **_MAMBA, attn_layer_indices=[1]),
+    "falcon_h1": lambda: transformers.FalconH1Config(
+        **_TWO, **_MAMBA, mamba_d_ssm=128
+    ),
+    "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(
+        **_TWO, **_MAMBA, layer_types=["mamba", "attention"], num_local_experts=0,
+        shared_intermediate_size=96,
+    ),
+    "nemotron_h": lambda: transformers.NemotronHConfig(
+        **_THREE, layers_block_type=["mamba", "attention", "mlp"], mamba_num_heads=8,
+        mamba_head_dim=16, n_groups=2, ssm_state_size=16, expand=2, head_dim=16,
+    ),
+}  # fmt: skip
+"""How a config of each family with recurrent states is made."""
 
 
 def save_checkpoint(

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from jetdraft.checkpoints.recurrence import States
 from jetdraft.errors import UnsupportedModelError
 
 IMPLEMENTATION = "jetdraft"
@@ -43,6 +44,7 @@ class StepState:
     layer. `last_row` is int32 [1], the index of the pass's last row in them. `windows`
     has the sliding windows of the layers, 0 for none; a `bias` [1, 1, n, capacity] is
     added to the scores. Rows after the first `rows` see each layer's `prefix` too.
+    Recurrent layers have `states`.
     """
 
     cursor: Tensor
@@ -54,6 +56,7 @@ class StepState:
     bias: Tensor | None = None
     prefix: list[tuple[Tensor, Tensor]] | None = None
     rows: int = 0
+    states: States = field(default_factory=States)
 
 
 _active_states: list[StepState] = []
@@ -74,8 +77,13 @@ def active_state() -> StepState:
     return _active_states[-1]
 
 
+def active_states() -> States | None:
+    """The recurrent states of the pass that runs now; None outside of a pass."""
+    return _active_states[-1].states if _active_states else None
+
+
 class PassThroughCache(Cache):  # type: ignore[misc]  # transformers is untyped
-    """A cache that stores nothing: attention itself writes the fixed buffers."""
+    """A cache that stores nothing: the layers themselves write the fixed buffers."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -85,6 +93,17 @@ class PassThroughCache(Cache):  # type: ignore[misc]  # transformers is untyped
     ) -> tuple[Tensor, Tensor]:
         """Return the new keys and values unchanged."""
         return key_states, value_states
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        """None: a convolution then reads all of its rows, see `recurrence`."""
+
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return the new rows unchanged."""
+        return conv_states
+
+    update_recurrent_state = get_conv_state
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Always 0: positions are given explicitly, so no length is needed."""
@@ -121,14 +140,15 @@ def attend(
             f"{type(module).__name__} attends twice in one layer; see docs/models.md"
         )
     state.windows.add(sliding_window or 0)
-    prefix = None if state.prefix is None else state.prefix[layer]
+    place = len(state.present)
+    prefix = None if state.prefix is None else state.prefix[place]
     if prefix is not None:
         query, key, value = _insert_prefix((query, key, value), prefix, state.rows)
     call = _AttentionInputs(
         query,
         key,
         value,
-        *state.past[layer],
+        *state.past[place],
         scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
         window=sliding_window or 0,
         softcap=softcap or 0.0,

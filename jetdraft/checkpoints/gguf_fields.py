@@ -25,7 +25,8 @@ _NOT_COMPUTED = "no model that can be read from a GGUF file computes with it"
 # fmt: off
 MODEL_FIELDS = (
     Rule("context_length embedding_length block_count feed_forward_length vocab_size "
-        "attention.head_count attention.head_count_kv attention.key_length", HONOURED,
+        "attention.head_count attention.head_count_kv attention.key_length "
+        "shortconv.l_cache", HONOURED,
         "the sizes of the model"),
     Rule("attention.layer_norm_epsilon attention.layer_norm_rms_epsilon "
         "attention.sliding_window attn_logit_softcapping final_logit_softcapping "

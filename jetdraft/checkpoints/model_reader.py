@@ -18,6 +18,7 @@ from jetdraft.bundle import HOP, SAMPLE_RATE, WINDOW, Speech, is_token_name
 from jetdraft.checkpoints.attention import (
     IMPLEMENTATION,
     SOURCE_ATTENTION,
+    active_states,
     set_attention,
 )
 from jetdraft.checkpoints.defaults import read_fields
@@ -30,6 +31,7 @@ from jetdraft.checkpoints.folder import (
 )
 from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
 from jetdraft.checkpoints.packed import PackedWeights
+from jetdraft.checkpoints.recurrence import connect
 from jetdraft.checkpoints.refusals import (
     Bounds,
     build_skeleton,
@@ -190,8 +192,10 @@ def _check_loaded(
         )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     check_unread(source, names, info["unexpected_keys"])
-    # What an encoder-decoder does beside the interface, `check_source_seams` sees.
-    if not (model._supports_attention_backend or model.config.is_encoder_decoder):
+    # What encoder-decoders and hybrids do beside the interface, `check_source_seams`
+    # and `check_seams` see.
+    is_seen = connect(model, active_states) or model.config.is_encoder_decoder
+    if not (model._supports_attention_backend or is_seen):
         raise UnsupportedModelError(
             f"{type(model).__name__} attends by code of its own, or not at all, in "
             "place of transformers' AttentionInterface; see docs/models.md"

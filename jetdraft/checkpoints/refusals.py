@@ -118,7 +118,7 @@ class UnsupportedKind:
     """A kind of models: its name in `words`, and what shows it in a config.
 
     It has `least` or more parts in one of `fields`, unless the field `unless` is false,
-    or a layer of one of `types`.
+    or a layer of one of `types`, unless it is of a family in `but`.
     """
 
     words: str
@@ -126,9 +126,12 @@ class UnsupportedKind:
     types: tuple[str, ...] = ()
     least: int = 1
     unless: str = ""
+    but: tuple[str, ...] = ()
 
     def find_signs(self, field: Callable[[str], Any]) -> Iterator[str]:
         """Yield the fields and layer types that show that a model is of this kind."""
+        if field("model_type") in self.but:
+            return
         for name in self.fields if field(self.unless) is not False else ():
             value = field(name)
             counts = value if isinstance(value, list) else [value]
@@ -141,6 +144,12 @@ class UnsupportedKind:
                 yield from (f"{name} {t}" for t in self.types if t in types)
 
 
+RECURRENT_FAMILIES = (
+    *("lfm2", "qwen3_5_text", "qwen3_next", "olmo_hybrid"),
+    *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"),
+)
+"""The `model_type`s with recurrent states that are exported, see `recurrence.SEAMS`."""
+
 REFUSED_KINDS = (
     UnsupportedKind(
         "is a mixture of experts",
@@ -151,13 +160,13 @@ REFUSED_KINDS = (
     ),
     UnsupportedKind(
         "has recurrent layers",
-        ("ssm.state_size", "wkv.head_size"),
+        ("wkv.head_size",),
         (
             *("linear_attention", "hybrid", "hybrid_sliding", "recurrent"),
             *("mamba", "mamba2"),
         ),
+        but=RECURRENT_FAMILIES,
     ),
-    UnsupportedKind("has convolution layers", ("shortconv.l_cache",), ("conv",)),
     UnsupportedKind(
         "has layers that share keys and values",
         ("num_kv_shared_layers", "attention.shared_kv_layers"),

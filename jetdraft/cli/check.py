@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -252,10 +253,12 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
     contract = entry.contract
     yield ""
     yield f"{name}  {entry.file} from {entry.source}"
-    if entry.tree_file is None and contract.kv_shapes and not contract.block:
-        yield "  trees         none: the model attends in sliding windows"
-    elif entry.tree_file is not None:
+    if entry.tree_file is not None:
         yield f"  trees         {entry.tree_file}, weights of {entry.file}.data"
+    elif contract.states:
+        yield "  trees         none: the model has recurrent states"
+    elif contract.kv_shapes and not contract.block:
+        yield "  trees         none: the model attends in sliding windows"
     if entry.encoder_file is not None:
         most = f"sources of up to {contract.source_slots} tokens"
         if contract.source_bins:
@@ -276,15 +279,7 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
     yield from _drafter_lines(contract)
     yield f"  parameters    {entry.parameters:,}"
     yield f"  quantization  {entry.scheme}; floats are {contract.dtype}"
-    if contract.kv_shapes:
-        shapes = sorted(set(contract.kv_shapes))
-        heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)
-        yield f"  layers        {len(contract.kv_shapes)}, KV heads {heads}"
-        size = sum(
-            int(np.prod(spec.shape_for())) * np.dtype(spec.dtype).itemsize
-            for spec in contract.buffers("past")
-        )
-        yield f"  KV buffers    {size / 1e6:.1f} MB"
+    yield from _memory_lines(contract)
     for side, specs in (("inputs", contract.inputs), ("outputs", contract.outputs)):
         yield f"  {side}"
         for spec in specs:
@@ -292,6 +287,21 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
             if spec.name.endswith(".0") or "." not in spec.name:
                 axes = " x ".join(map(str, spec.shape))
                 yield f"    {spec.name:22} {spec.dtype:8} {axes}"
+
+
+def _memory_lines(contract: StepContract) -> Iterator[str]:
+    """Yield the lines about layers, and what they keep between passes, 10^6 bytes."""
+    buffers, states = (
+        1e-6 * sum(prod(s.shape_for()) * np.dtype(s.dtype).itemsize for s in specs)
+        for specs in (contract.buffers("past"), contract.state_tensors("past"))
+    )
+    if contract.kv_shapes:
+        shapes = sorted(set(contract.kv_shapes))
+        heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)
+        yield f"  layers        {len(contract.kv_shapes)}, KV heads {heads}"
+        yield f"  KV buffers    {buffers:.1f} MB"
+    if states:
+        yield f"  states        {len(contract.states)}, 3 x {states:.1f} MB"
 
 
 def _drafter_lines(contract: StepContract) -> Iterator[str]:

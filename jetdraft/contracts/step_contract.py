@@ -76,6 +76,35 @@ SOURCE = "source"
 """The name of the dynamic axis of a source's tokens."""
 
 
+STATE_ROWS = TensorSpec("state_rows", "int64", (1,))
+"""The input with the number of rows that states go over; the others are padding."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A recurrent state of a layer, of which a pass keeps `kept` numbers for each row.
+
+    A convolution has its last rows, (rows, channels). Linear attention has matrices,
+    (heads, key, value), to which each row adds k x v; the gates of a row and head, its
+    decay alone or beta too, say how.
+    """
+
+    shape: tuple[Size, ...]
+    kept: Size
+
+    @property
+    def has_matrices(self) -> bool:
+        """Whether the state is of linear attention."""
+        return len(self.shape) == 3
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The widths of what is kept of a row for matrices: keys, values, gates."""
+        heads, key, value = self.shape
+        gates = self.kept // heads - key - value
+        return tuple(heads * size for size in (key, value, *[1] * gates))
+
+
 @dataclass(frozen=True)
 class StepContract:
     """The sizes that fix every shape of a step graph.
@@ -101,6 +130,9 @@ class StepContract:
     `relative_positions` its attention adds a bias by the distance between rows.
     With a `selection` a pass may read selected rows only. Sizes that contradict each
     other raise `ContractError`.
+
+    A layer with a recurrent state has no rows in a buffer, but `states`, which a pass
+    reads in one place and writes in another.
 
         contract = StepContract(
             vocab_size=4096, capacity=2048, max_width=128, dtype="float32",
@@ -133,6 +165,7 @@ class StepContract:
     source_bins: Count = 0
     relative_positions: bool = False
     selection: Selection | None = None
+    states: tuple[State, ...] = ()
 
     def __post_init__(self) -> None:
         contradictions = {
@@ -208,7 +241,9 @@ class StepContract:
             *((SOURCE_LENGTH, *self.cross_inputs) if self.source_slots else ()),
             *([SELECTING] if self.selection else []),
             *self.selections("past"),
+            *([STATE_ROWS] if self.states else []),
             *self.buffers("past"),
+            *self.state_tensors("past"),
         )
 
     @property
@@ -307,7 +342,34 @@ class StepContract:
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """All outputs, in graph order."""
-        return (*self.answers, *self.selections("present"), *self.buffers("present"))
+        return (
+            *self.answers,
+            *self.selections("present"),
+            *self.kept_rows,
+            *self.buffers("present"),
+            *self.state_tensors("present"),
+        )
+
+    def state_tensors(self, side: str) -> tuple[TensorSpec, ...]:
+        """The states `{side}_state.{i}`, in the order of the layers."""
+        return tuple(
+            TensorSpec(f"{side}_state.{i}", self._state_dtype(state), (1, *state.shape))
+            for i, state in enumerate(self.states)
+        )
+
+    @property
+    def kept_rows(self) -> tuple[TensorSpec, ...]:
+        """The outputs `kept_rows.{i}`: what a state needs to go over the rows again."""
+        return tuple(
+            TensorSpec(
+                f"kept_rows.{i}", self._state_dtype(state), (1, ROWS, state.kept)
+            )
+            for i, state in enumerate(self.states)
+        )
+
+    def _state_dtype(self, state: State) -> str:
+        """The type of a state: matrices add up a whole text, so they are float32."""
+        return "float32" if state.has_matrices else self.dtype
 
     def selections(self, side: str) -> tuple[TensorSpec, ...]:
         """The tensors `{side}_rows.{i}`, `{side}_query.{i}`; () without a selection."""

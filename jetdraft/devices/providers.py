@@ -49,8 +49,10 @@ class Provider:
         runs = self.name, flavour or self.flavour, dtype or self.dtype
         return KERNELS[runs != ("cpu", CONTRIB, "fp32")]
 
-    def refusal(self, flavour: str, dtype: str) -> str:
-        """Return why it cannot run graphs of a flavour and dtype; "" if it can."""
+    def refusal(self, flavour: str, dtype: str, states: bool = False) -> str:
+        """Return why it cannot run such graphs, `states` or not; "" if it can."""
+        if states and self.name != "cpu":
+            return "recurrent states run on the CPU only; choose --provider cpu"
         if self.name == "tensorrt" and flavour == CONTRIB:
             return (
                 "TensorRT cannot read contrib operators; export with --flavour standard"
@@ -121,8 +123,10 @@ def provider_named(name: str) -> Provider:
     return PROVIDERS[name]
 
 
-def choose_provider(name: str, graphs: Iterable[tuple[str, str]]) -> Provider:
-    """Choose the provider that runs graphs of these flavours and numpy dtypes.
+def choose_provider(
+    name: str, graphs: Iterable[tuple[str, str]], states: bool = False
+) -> Provider:
+    """Choose the provider that runs graphs of these flavours and dtypes, and `states`.
 
     "auto" chooses the fastest provider that can; any other name is only checked.
     Raises `ProviderError`, with the reason, if no provider can.
@@ -132,7 +136,7 @@ def choose_provider(name: str, graphs: Iterable[tuple[str, str]]) -> Provider:
         names = ", ".join((*PROVIDERS, AUTO))
         raise ProviderError(f"unknown provider {name!r}; choose {names}")
     for candidate in PROVIDERS if name == AUTO else [name]:
-        reason = _why_unable(PROVIDERS[candidate], graphs)
+        reason = _why_unable(PROVIDERS[candidate], graphs, states)
         if not reason and (name != AUTO or not _is_software(candidate)):
             return PROVIDERS[candidate]
     raise ProviderError(f"provider {name!r} cannot run this bundle here: {reason}")
@@ -152,9 +156,9 @@ def _is_software(name: str) -> bool:
     return name != "cpu" and try_provider(name).software
 
 
-def _why_unable(provider: Provider, graphs: list[tuple[str, str]]) -> str:
+def _why_unable(provider: Provider, graphs: list[tuple[str, str]], states: bool) -> str:
     """Return why a provider cannot run the graphs; "" if it can. May run a trial."""
-    refusals = (provider.refusal(*graph) for graph in graphs)
+    refusals = (provider.refusal(*graph, states) for graph in graphs)
     if reason := next(filter(None, refusals), ""):
         return reason
     # The CPU provider is always present, and a trial takes time at every load.

@@ -114,6 +114,35 @@ def _check_select(name: str, checkpoint: Checkpoint, options: ExportOptions) -> 
             raise OptionError(f"a selection of KV rows (--select-kv) {fact}")
 
 
+def check_states(
+    name: str, contract: StepContract, checkpoint: Checkpoint, options: ExportOptions
+) -> None:
+    """Raise a `JetdraftError` for what a model with recurrent states cannot do."""
+    if not contract.states:
+        return
+    taps = checkpoint.taps
+    cuts = options.exit_layer is not None or (taps is not None and taps.cut)
+    recipe = options.recipe_of(name)
+    for is_wrong, fact in (
+        (name != TARGET, "so it is no drafter; choose a drafter of attention alone"),
+        (
+            options.provider_of(name).name != "cpu"
+            or options.effective_flavour != CONTRIB,
+            "which only the CPU provider runs so far; leave --provider and --flavour "
+            "out",
+        ),
+        (options.select_kv is not None, "so no KV rows of it are selected; leave "
+         "--select-kv out"),
+        (cuts, "so it is not cut in halves; leave --exit-after out, or choose another "
+         "head"),
+        (checkpoint.streams is not None, "and its rows carry no probes; choose a "
+         "target without streams"),
+        (recipe.kv_bits, "and its KV buffers are floats; leave kv out of the recipe"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise OptionError(f"{checkpoint.source} has recurrent states, {fact}")
+
+
 def check_draft_vocabulary(
     options: ExportOptions,
     checkpoints: Mapping[str, Checkpoint],
@@ -146,9 +175,13 @@ def check_draft_vocabulary(
             )
 
 
-def check_raised(recipe: Recipe, contract: StepContract) -> None:
+def check_raised(
+    recipe: Recipe, contract: StepContract, checkpoint: Checkpoint
+) -> None:
     """Raise `OptionError` for a recipe that raises a layer which the model lacks."""
     layers = len(contract.kv_shapes)
+    if contract.states:  # not all layers attend
+        layers = len(decoder_layers(checkpoint.model))
     if recipe.raised and recipe.raised[-1] >= layers:
         raise OptionError(
             f"{recipe.name} raises layer {recipe.raised[-1]}; the model has layers 0 "

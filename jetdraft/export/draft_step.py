@@ -57,6 +57,7 @@ def drafter_contract(
         reads=((last, *target.kv_shapes[last]),) if reads.target_kv else (),
         recent=config.slots - 1 if reads.windows else reads.tokens - 1,
         ahead=config.slots if reads.windows else 0,
+        states=(),
     )
     if (0, 0) not in contract.kv_shapes:
         return contract

@@ -29,18 +29,19 @@ from jetdraft.checkpoints.attention import relative_bias_module
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.draft_module import DraftModule
 from jetdraft.checkpoints.heads.head_files import HeadFiles
-from jetdraft.checkpoints.heads.head_reader import check_head
+from jetdraft.checkpoints.heads.head_reader import check_head, find_own_head
 from jetdraft.checkpoints.model_reader import check_exportable
 from jetdraft.checkpoints.silence import silenced
 from jetdraft.checkpoints.streams import PromptSettings
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.errors import printable
+from jetdraft.errors import CheckpointError, printable
 from jetdraft.export.attentions import measure_scales
 from jetdraft.export.checks import (
     check_checkpoint,
     check_draft_vocabulary,
     check_drafter,
     check_raised,
+    check_states,
 )
 from jetdraft.export.draft_acceptance import with_acceptance
 from jetdraft.export.draft_vocab import (
@@ -62,7 +63,7 @@ from jetdraft.export.seams import (
     warn_of_length,
 )
 from jetdraft.export.source_step import source_sizes
-from jetdraft.export.step import kv_shapes
+from jetdraft.export.step import buffer_sizes
 from jetdraft.manifest import GraphEntry
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.choice import Limit
@@ -71,6 +72,9 @@ from jetdraft.recipe import KERNELS
 from jetdraft.staging import writing
 
 __all__ = ["ExportOptions", "Limit", "export"]
+
+NO_HEAD = "none"
+"""The name of a head that leaves the target's own out."""
 
 
 @silenced(logging.WARNING)
@@ -85,13 +89,18 @@ def export(
     """Export a target, and a drafter beside it, to the bundle folder `output`.
 
     Checkpoints are local folders, GGUF files or hub ids. A `head`, given in place of a
-    drafter, reads the target's states. Raises a `JetdraftError` before it writes.
+    drafter, reads the target's states; without both, an MTP module in the target's
+    files is the head, unless that is `NO_HEAD`. Raises a `JetdraftError` before it
+    writes.
 
         export("target/", "bundle", drafter="drafter/")
     """
     options = options or ExportOptions()
     report = progress or (lambda stage, done, total: None)
-    check_drafter(options, drafter, head)
+    is_own = drafter is None and head is None and options.exit_layer is None
+    own = find_own_head(target) if is_own else None
+    head = None if head == NO_HEAD else head
+    check_drafter(options, drafter, head or own)
     sources = {TARGET: target} | ({} if drafter is None else {DRAFTER: drafter})
     files = None if head is None else HeadFiles.read(head)
     if files is not None:
@@ -99,6 +108,8 @@ def export(
     models = _load_checkpoints(sources, options, report)
     options = settle_source(models[TARGET], options)
     reader = None if files is None else load_draft_head(files, models[TARGET], options)
+    if own is not None and models[TARGET].streams is None:
+        head, reader = own, _load_own_head(own, models[TARGET], options)
     check_draft_vocabulary(options, models, reader)
     if reader is not None:
         models[TARGET] = replace(models[TARGET], taps=head_taps(reader))
@@ -127,6 +138,17 @@ def export(
             with_acceptance(bundle, measures.prompts).save_manifest()
             report("measure acceptance", 1, 1)
     return Bundle.open(output)
+
+
+def _load_own_head(
+    source: str, target: Checkpoint, options: ExportOptions
+) -> DraftModule | None:
+    """Return the head in a target's own files; None, with a warning, if it is unfit."""
+    try:
+        return load_draft_head(HeadFiles.read(source), target, options)
+    except CheckpointError as error:
+        warnings.warn(f"passed over: {error}", stacklevel=4)
+        return None
 
 
 def _make_bundle(
@@ -218,6 +240,7 @@ def _check_and_contract(
         for name, checkpoint in checkpoints.items()
     }
     for name, checkpoint in checkpoints.items():
+        check_states(name, contracts[name], checkpoint, options)
         check = check_source_seams if checkpoint.reads_source else check_seams
         check(checkpoint.model, contracts[name])
         warn_of_length(checkpoint.model, contracts[name].capacity)
@@ -231,7 +254,11 @@ def _make_contract(
 ) -> StepContract:
     """Return the contract of a checkpoint's graph."""
     model, probes = checkpoint.model, checkpoint.streams
-    shapes = source_kv_shapes if checkpoint.reads_source else kv_shapes
+    shapes, states = (
+        (source_kv_shapes(model), ())
+        if checkpoint.reads_source
+        else buffer_sizes(model)
+    )
     own_ids = checkpoint.draft_ids
     draft_vocab = (options.draft_vocab or 0) if own_ids is None else len(own_ids)
     contract = StepContract(
@@ -239,7 +266,8 @@ def _make_contract(
         capacity=options.capacity,
         max_width=options.max_width,
         dtype=DTYPES[options.dtype_of(name)],
-        kv_shapes=shapes(model),
+        kv_shapes=shapes,
+        states=states,
         # A drafter's last hidden state predicts acceptance (SpecDec++).
         hidden_size=model.get_output_embeddings().weight.shape[1]
         if name == DRAFTER
@@ -289,7 +317,7 @@ def _make_job_and_entry(
     """
     checkpoint, options = measures.checkpoints[name], measures.options
     contract, recipe = measures.contracts[name], options.recipe_of(name)
-    check_raised(recipe, contract)
+    check_raised(recipe, contract, checkpoint)
     packed, kl = checkpoint.packed, measures.kl.get(name)
     ids = cut.ids if cut is not None and name == DRAFTER else None
     entry = GraphEntry(

@@ -22,7 +22,7 @@ from onnxscript.rewriter import pattern, rewrite
 
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.attentions import attend_as_two, attentions
-from jetdraft.export.step import CUT
+from jetdraft.export.step import CUT, PACKET
 from jetdraft.ort import ort
 from jetdraft.quant.edits import (
     CONTRIB_DOMAIN,
@@ -216,6 +216,7 @@ def fuse(
     for node in attentions(model.graph):
         fuse_rotation(model.graph, node, tables, rotation_nodes)
     drop_identity_reshapes(model.graph)
+    fill_packets(model.graph)
     split_gemms(model.graph)
     merge_projections(model.graph, forms or {})
     for node in attentions(model.graph):
@@ -407,6 +408,20 @@ def same_rows(shape: ir.Shape | None, other: ir.Shape | None) -> bool:
         return False
     width = shape[2]
     return shape[0] == other[0] == 1 and isinstance(width, int) and width == other[2]
+
+
+def fill_packets(graph: ir.Graph) -> None:
+    """Let each Softplus fill whole packets with every row, see `PACKET`, in place."""
+    for node in [node for node in graph if node.op_type == "Softplus"]:
+        x, make = node.inputs[0], Maker(graph, node)
+        width = x.shape[-1] if x is not None and x.shape is not None else None
+        if isinstance(width, int) and width % PACKET == 0:
+            continue
+        copies = make.constant("packet", np.ones(PACKET), np.float32)
+        filled = make("Mul", make("Unsqueeze", x, make.constant("last", [-1])), copies)
+        result = make("Softplus", filled)
+        first = make("Gather", result, make.constant("first", 0), axis=-1)
+        replace_values(node.outputs, [first])
 
 
 def replace_gather_nd(graph: ir.Graph) -> None:

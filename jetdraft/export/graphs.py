@@ -26,6 +26,7 @@ from jetdraft.export.attentions import quantize_cache, windowed
 from jetdraft.export.derived import (
     drop_extra_values,
     make_compaction_graph,
+    make_replay_graph,
     make_tree_graph,
     split_graph,
 )
@@ -203,12 +204,19 @@ def _write_split(job: Job, entry: GraphEntry, step: Step) -> Halves:
 
 
 def write_tree(job: Job, entry: GraphEntry) -> GraphEntry:
-    """Write the tree graph and its compaction, if the model can have a tree graph."""
+    """Write the tree graph and its compaction, if the model can have a tree graph.
+
+    For a model with states, whose drafts are chains, write its replay.
+    """
+    compaction = job.graph_file("compaction")
+    if entry.contract.states:
+        ir.save(make_replay_graph(entry.contract), compaction)
+        return replace(entry, compaction_file=compaction.name)
     chain = ir.load(job.folder / entry.file)
     model = make_tree_graph(chain, entry.contract, job.checkpoint.source)
     if model is None:
         return entry
-    tree, compaction = job.graph_file("tree"), job.graph_file("compaction")
+    tree = job.graph_file("tree")
     ir.save(model, tree)
     scatter_nd = job.options.provider_of(job.name).name == "webgpu"
     ir.save(make_compaction_graph(entry.contract, scatter_nd), compaction)

@@ -29,7 +29,7 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.source_step import EncoderStep, SourceStep, source_sizes
-from jetdraft.export.step import Step, dtype_of, export_error
+from jetdraft.export.step import Step, dtype_of, export_error, zeros
 from jetdraft.recipe import RUNGS, Recipe
 
 _FEWEST_TOKENS = 24
@@ -117,6 +117,8 @@ def _two_passes(
         for heads, size in step.contract.kv_shapes
         for _ in ("key", "value")
     ]
+    states = step.contract.state_tensors("past")
+    past += [zeros(spec) for spec in states]
     logits, windows = [], set()
     for start, end in pairwise((0, 2 * count // 3, count)):
         outputs = step(
@@ -125,7 +127,7 @@ def _two_passes(
             torch.tensor([start], dtype=torch.int32),
             torch.tensor([end], dtype=torch.int32),
             torch.arange(end - start),
-            *others,
+            *([torch.tensor([end - start])] if states else others),
             past,
         )
         logits.append(outputs[3])

@@ -69,7 +69,7 @@ class SourceStep(Step):
             if id(weight) not in hidden:
                 yield name, weight
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,

@@ -17,9 +17,16 @@ from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.attention import PassThroughCache, StepState, attending
 from jetdraft.checkpoints.layers import Taps, decoder_layers, watch_input
+from jetdraft.checkpoints.recurrence import States
 from jetdraft.checkpoints.streams import ProbedModel, PromptedModel, StreamedModel
 from jetdraft.contracts.constants import HIDDEN
-from jetdraft.contracts.step_contract import PARENTS, SCORES, StepContract
+from jetdraft.contracts.step_contract import (
+    PARENTS,
+    SCORES,
+    STATE_ROWS,
+    State,
+    StepContract,
+)
 from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.errors import UnsupportedModelError
 
@@ -74,7 +81,8 @@ class Step(torch.nn.Module):
     def declared_tensors(self) -> tuple[Specs, Specs, Specs]:
         """The declared inputs, the inputs that are buffers, and the outputs."""
         contract = self.contract
-        return contract.inputs, contract.buffers("past"), contract.outputs
+        past = *contract.buffers("past"), *contract.state_tensors("past")
+        return contract.inputs, past, contract.outputs
 
     def example_inputs(self) -> list[Tensor]:
         """Return values to trace with for the inputs before the buffers."""
@@ -86,6 +94,7 @@ class Step(torch.nn.Module):
             "total_length": torch.tensor([TRACED_ROWS], dtype=torch.int32),
             "answer_rows": rows[:TRACED_ANSWERS],
             "probe_rows": rows[:TRACED_PROBES],
+            STATE_ROWS.name: rows[-1:],
         }
         inputs, buffers, _ = self.declared_tensors
         return [
@@ -100,10 +109,18 @@ class Step(torch.nn.Module):
         cursor: Tensor,
         total_length: Tensor,
         answer_rows: Tensor,
-        past: list[Tensor],
+        *rest: Any,
     ) -> list[Tensor]:
-        """Return the outputs of `StepContract.outputs`, then extra outputs."""
-        state = make_state(position_ids, cursor, total_length, past)
+        """Return the outputs of `StepContract.outputs`, then extra outputs.
+
+        `rest` is `state_rows`, if the contract has states; then a list of the past
+        buffers and states.
+        """
+        *rows, past = rest
+        buffers = len(self.contract.buffers("past"))
+        state = make_state(position_ids, cursor, total_length, past[:buffers])
+        if rows:
+            state.states = States(rows[0], past[buffers:])
         return self.outputs(state, input_ids, position_ids, answer_rows)
 
     def outputs(
@@ -134,11 +151,11 @@ class Step(torch.nn.Module):
         if len(state.present) != len(state.past):
             raise UnsupportedModelError(
                 f"only {len(state.present)} of {len(state.past)} layers keep keys and "
-                "values; models with recurrent or shared layers cannot be exported"
+                "values; models with shared layers cannot be exported"
             )
         hidden = [head[0].float()] if self.contract.hidden_size else []
-        rows = [*self.answers(logits), *hidden, *features]
-        return [*rows, *present_buffers(state), *cut]
+        rows = [*self.answers(logits), *hidden, *features, *state.states.kept]
+        return [*rows, *present_buffers(state), *state.states.present, *cut]
 
     def logits(
         self,
@@ -228,7 +245,12 @@ def dtype_of(contract: StepContract) -> torch.dtype:
 
 
 def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
-    """Return (kv_heads, head_dim) of each layer, measured in a pass over one row."""
+    """Return (kv_heads, head_dim) of each layer that attends, see `buffer_sizes`."""
+    return buffer_sizes(model)[0]
+
+
+def buffer_sizes(model: Any) -> tuple[tuple[tuple[int, int], ...], tuple[State, ...]]:
+    """Return (kv_heads, head_dim) by layer, and states, measured in a pass of a row."""
     row = torch.zeros(1, 1, dtype=torch.long)
 
     def run(cache: Cache) -> None:
@@ -236,12 +258,17 @@ def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
 
     state = run_one_row(model, run)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if len(state.past) != layers or sorted(state.present) != list(range(layers)):
+    numbers, states = sorted(state.present), state.states
+    is_whole = bool(states.present) or numbers == list(range(layers))
+    if len(state.past) != len(numbers) or not is_whole:
         raise UnsupportedModelError(
-            f"{type(model).__name__} keeps keys and values in {len(state.present)} of "
-            f"its {layers} layers; recurrent and hybrid models cannot be exported"
+            f"{type(model).__name__} keeps keys and values in {len(numbers)} of its "
+            f"{layers} layers; see docs/models.md"
         )
-    return tuple((key.shape[1], key.shape[3]) for key, _ in state.past)
+    return tuple((key.shape[1], key.shape[3]) for key, _ in state.past), tuple(
+        State(tuple(present.shape[1:]), kept.shape[2])
+        for present, kept in zip(states.present, states.kept, strict=True)
+    )
 
 
 def run_one_row(model: Any, run: Callable[[Cache], object]) -> StepState:
@@ -305,7 +332,7 @@ class ProbeStep(Step):
         """The weights of the probes, which stay floats, by name."""
         return self.model.task
 
-    def forward(  # type: ignore[override]  # the contract of probes has more inputs
+    def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,

@@ -170,7 +170,7 @@ class Generation:
         sequence = array("I", self._prompt)
         kept = prefix.reusable_rows(self._prompt, exact)
         for proposer in self.proposers:
-            kept = proposer.keep(kept)
+            kept = self._target.cache.resumable(proposer.keep(kept))
         self.stats.reused_tokens = kept
         try:
             self._prefill(kept)
@@ -205,6 +205,7 @@ class Generation:
             cache.advance(len(tokens))
             rows, path = Rows.chain(tokens), range(len(tokens))
             self._notify_observers(Seen(cache.length + 1, rows, path, answer))
+        cache.mark()
 
     def _prefill_width(self, unread: int, prefills: Sequence[int]) -> int:
         """The width of the next pass, with `unread` tokens of the prompt left."""
@@ -251,7 +252,7 @@ class Generation:
     def _run_round(self, context: Sequence[int], limit: int) -> tuple[Round, Piece]:
         """Run a round after `context`; the piece has no text and may exceed `limit`."""
         target, matcher, started = self._target, self._matcher, time.perf_counter()
-        target_before = target.seconds
+        target_before, commit_before = target.seconds, target.cache.seconds
 
         # Propose rows below the root, and below what the last pass left unproven.
         room = self._most_draft_rows(len(context), limit)
@@ -290,6 +291,7 @@ class Generation:
             ranks=rows.ranks(path)[len(carried) :],
             target_seconds=target.seconds - target_before,
             draft_seconds=draft_seconds,
+            commit_seconds=target.cache.seconds - commit_before,
             probes=answer.probe_count,
             off=self._no_draft_reason(limit - len(context), offer),
             asked={p.traits.name: spent for p, spent in offer.asked.items()},

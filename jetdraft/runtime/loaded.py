@@ -269,7 +269,8 @@ class LoadedBundle:
 
     def _choose_provider(self, entry: GraphEntry, name: str) -> Provider:
         """The provider `name`; raises `ProviderError` if it cannot run the graph."""
-        return choose_provider(name, [(self.bundle.flavour, entry.contract.dtype)])
+        graphs = [(self.bundle.flavour, entry.contract.dtype)]
+        return choose_provider(name, graphs, states=bool(entry.contract.states))
 
     def _make_openers(
         self, target: Provider, drafter: Provider | None

@@ -24,7 +24,7 @@ from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as command
 from tests.ggufs import adding, one, random_bytes, write_gguf
 from tests.native.operators import gathered
-from tests.tiny import SIZES, drafter_config, llama_config, save_checkpoint
+from tests.tiny import HYBRIDS, SIZES, drafter_config, llama_config, save_checkpoint
 from tools.recipes.__main__ import main as recipes
 
 IDS = list(range(5, 29))
@@ -58,6 +58,7 @@ CASES = {
     "qwen2 Q5_0": ("qwen2", QWEN2, one(Type.Q5_0)),
     "qwen3 Q4_1": ("qwen3", QWEN3, one(Type.Q4_1)),
     "gemma3 Q8_0": ("gemma3", GEMMA, one(Type.Q8_0)),
+    "lfm2 Q4_0": ("lfm2", HYBRIDS["lfm2"](), one(Type.Q4_0)),
 }
 
 
@@ -375,9 +376,8 @@ def repeat_a_token(writer):
         ({"change": adding({"split.count": 3})}, "one of 3 parts"),
         (of("qwen3moe", "expert_count"), "is a mixture of experts (expert"),
         (of("deepseek2", "attention.kv_lora_rank"), "latent attention"),
-        (of("lfm2", "shortconv.l_cache"), "has convolution layers (short"),
         (of("rwkv6", "wkv.head_size"), "has recurrent layers (wkv"),
-        (of("falcon-h1", "ssm.state_size"), "has recurrent layers (ssm"),
+        (of("falcon-h1", "ssm.state_size"), "export its Hugging Face folder"),
         (of("gemma3n", "attention.shared_kv_layers"), "share keys and val"),
     ],
 )

@@ -18,7 +18,7 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.fusing import fuse
 from jetdraft.export.seams import check_seams
-from jetdraft.export.step import Step, kv_shapes
+from jetdraft.export.step import Step, buffer_sizes
 from jetdraft.export.tracer import trace
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import StepSessions, open_session
@@ -118,13 +118,15 @@ def load(config, folder) -> Checkpoint:
 
 
 def contract_of(checkpoint: Checkpoint, capacity: int = CAPACITY) -> StepContract:
+    shapes, states = buffer_sizes(checkpoint.model)
     return StepContract(
         vocab_size=checkpoint.vocab_size,
         capacity=capacity,
         max_width=32,
         dtype="float32",
-        kv_shapes=kv_shapes(checkpoint.model),
+        kv_shapes=shapes,
         spare_slots=1,
+        states=states,
     )
 
 
@@ -134,14 +136,14 @@ def traced(checkpoint: Checkpoint, contract: StepContract) -> ir.Model:
     return model
 
 
-def transformers_logits(config, weights) -> np.ndarray:
+def transformers_logits(config, weights, tokens=TOKENS) -> np.ndarray:
     """What transformers computes for all tokens at once, with its eager attention."""
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager"
     ).eval()
     model.load_state_dict(weights)
     with torch.no_grad():
-        return model(torch.tensor(TOKENS)[None]).logits[0].numpy()
+        return model(torch.tensor(tokens)[None]).logits[0].numpy()
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

@@ -105,6 +105,9 @@ class DraftModule(nn.Module):
     speculators: ClassVar[str] = ""
     """The name of such heads in the library speculators; "" if it has none."""
 
+    in_target: ClassVar[bool] = False
+    """Whether it lies in the files of its target, and is exported with it."""
+
     recognized_last: ClassVar[bool] = False
     """Whether it is tried last, since its files have no mark of their own."""
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.initialization import no_init_weights
 
@@ -66,6 +69,19 @@ def check_head(files: HeadFiles, target: str) -> None:
     """Raise `CheckpointError` for files without a head, before the target is loaded."""
     with as_checkpoint_error(files.source):
         find_drafter_class(files, target).check(files)
+
+
+def find_own_head(target: str) -> str | None:
+    """Return `target` if its folder holds a head of its own; None without one."""
+    names: set[str] = set()
+    # What is wrong with the files, loading them says.
+    with contextlib.suppress(OSError, ValueError, SafetensorError):
+        for file in Path(target).glob("*.safetensors"):
+            with safe_open(file, "pt") as opened:
+                names |= {*opened.keys()}
+    files = HeadFiles(target, {}, dict.fromkeys(names, torch.empty(0)))
+    own = (kind for kind in drafter_classes() if kind.in_target)
+    return target if any(kind.recognizes(files) for kind in own) else None
 
 
 def find_drafter_class(files: HeadFiles, target: str) -> type[DraftModule]:

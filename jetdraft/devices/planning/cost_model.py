@@ -19,8 +19,9 @@ from jetdraft.parsing import read_json_file
 from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe
 
 CONFIG = "config.json"
-STATE_BYTES = 4
-"""Bytes of a number in the state of linear attention."""
+STATE_BYTES, STATE_PLACES = 4, 3
+"""Bytes of a number in a recurrent state, and how often the runtime has each state: as
+it was before a pass, after it, and at the end of the prompt."""
 
 MAX_SIZE = 10_000_000
 """The largest size that a config may have."""
@@ -57,8 +58,8 @@ class Dimensions:
 
     `matrices` counts the weights of the layers' matrices, `head` the weights of the LM
     head; the embedding has as many, and where `tied` the two are one matrix.
-    `kv_values` are stored per token. `state_values` are stored once, by layers of
-    linear attention, which read and write them in every pass.
+    `kv_values` are stored per token. `state_values` belong to layers with a recurrent
+    state, which read and write them in every pass.
     """
 
     hidden_size: int
@@ -114,7 +115,7 @@ class Dimensions:
                 "the config is of an encoder-decoder, and a plan predicts decoders "
                 "only; export the model and measure it on the device"
             )
-        tied = config.get("tie_word_embeddings")
+        tied = config.get("tie_word_embeddings", config.get("tie_embedding"))
         config = config.get("text_config", config)
         experts = [config.get(name) for name in EXPERTS]
         most = max((n for n in experts if isinstance(n, int)), default=0)
@@ -122,6 +123,13 @@ class Dimensions:
             raise UnsupportedModelError(
                 "a mixture of experts reads only some weights per pass, which a plan "
                 "cannot predict; give a dense model"
+            )
+        kinds = config.get("layer_types") or ()
+        mamba = any(config.get(name) for name in ("mamba_d_state", "ssm_state_size"))
+        if mamba and {*kinds} != {"attention"}:
+            raise UnsupportedModelError(
+                "the config has Mamba layers, whose passes a plan cannot predict; "
+                "export the model and measure it on the device"
             )
         tied = config.get("tie_word_embeddings", False) if tied is None else tied
         linear = _count_linear_layers(config)
@@ -143,22 +151,38 @@ class Dimensions:
             keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
             values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
             gated_delta = hidden * (2 * keys + 3 * values)
+            window = int(config.get("linear_conv_kernel_dim") or 4) - 1
             state = values * config["linear_key_head_dim"]
-        full, mlp = layers - linear, 3 * hidden * config["intermediate_size"]
+            state += window * (2 * keys + values)
+        convolving = list(kinds).count("conv")
+        short = convolving * 4 * hidden * hidden  # three parts, and the output
+        rows = int(config.get("conv_L_cache") or 3) - 1
+        full = layers - linear - convolving
+        mlp = 3 * hidden * _inner_size(config)
         return cls(
             hidden_size=hidden,
             layers=layers,
-            matrices=full * attention + linear * gated_delta + layers * mlp,
+            matrices=full * attention + linear * gated_delta + short + layers * mlp,
             head=hidden * config["vocab_size"],
             tied=bool(tied),
             kv_values=full * 2 * kv_heads * head_size,
-            state_values=linear * state,
+            state_values=linear * state + convolving * rows * hidden,
         )
 
     @property
     def weights(self) -> int:
         """The number of weights, embedding included and norms left out."""
         return self.matrices + self.head * (1 if self.tied else 2)
+
+
+def _inner_size(config: dict[str, Any]) -> int:
+    """The width inside the MLP of a layer, which LFM2 computes from its config."""
+    size = int(config["intermediate_size"])
+    if config.get("block_auto_adjust_ff_dim"):
+        part = int(float(config.get("block_ffn_dim_multiplier") or 1) * (2 * size // 3))
+        multiple = int(config.get("block_multiple_of") or 256)
+        size = -(-part // multiple) * multiple
+    return size
 
 
 def _check_sizes(config: dict[str, Any], needed: tuple[str, ...]) -> None:
@@ -247,7 +271,7 @@ class LoadedDecoder:
         # A tied head and embedding of the same format are one tensor.
         embedding = 0.0 if sizes.tied else sizes.head * self.head_bytes
         cache = capacity * sizes.kv_values * self.kv_bytes
-        cache += sizes.state_values * STATE_BYTES
+        cache += STATE_PLACES * sizes.state_values * STATE_BYTES
         weights = sizes.matrices * self.weight_bytes + sizes.head * self.head_bytes
         return (weights + embedding + cache) / 1e6
 

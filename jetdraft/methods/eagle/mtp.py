@@ -54,6 +54,7 @@ class Mtp(Eagle):
 
     published = "MTP"
     speculators = ""
+    in_target = True
     recognized_last = False
 
     def _make_stack(self, target: Any) -> HeadLayers:

@@ -16,7 +16,7 @@ from jetdraft.runtime.measured.stats import Round
 PassMs = Callable[[int, int], float]
 """The milliseconds of a pass, by its rows and its probes."""
 
-MIN_PROBE_MS = 1e-3
+MIN_MS = 1e-3
 """A lower bound: `_blend_estimate` could never raise an estimate of 0."""
 
 MAX_MS = 1e6
@@ -41,6 +41,7 @@ class Curve:
     passes[w]       a pass of the target over a chain of w rows
     trees[w]        a pass of the target over w rows that branch
     compaction      moving the rows of an accepted branch together
+    replays[n]      letting recurrent states go over n accepted rows again
     probe           what one probe adds to a pass
     probed[w]       a pass over w rows that all carry all their probes
     ended[w]        a pass over w rows of which the last one carries its probes
@@ -58,6 +59,7 @@ class Curve:
     drafts: dict[str, float] = field(default_factory=dict)
     probed: dict[Size, float] = field(default_factory=dict)
     ended: dict[Size, float] = field(default_factory=dict)
+    replays: dict[Size, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._recent: dict[str, deque[float]] = {}
@@ -88,6 +90,10 @@ class Curve:
         ms = max(self.trees.get(width, 0.0), self.pass_ms(width))
         return ms if exact else ms + self.compaction
 
+    def replay_ms(self, rows: float) -> float:
+        """The milliseconds of going over `rows` rows again."""
+        return max(_ms_between(self.replays, rows), MIN_MS)
+
     def adopt(self, tuned: Curve) -> None:
         """Replace the times by the times that `jetdraft tune` measured."""
         self.passes |= {w: ms for w, ms in tuned.passes.items() if w <= WIDEST}
@@ -105,14 +111,18 @@ class Curve:
         self._rounds += 1
         if round_.probes:
             added = round_.target_seconds * 1e3 - self.pass_ms(round_.width)
-            per_probe = max(added / round_.probes, MIN_PROBE_MS)
-            self.probe = _blend_estimate(max(self.probe, MIN_PROBE_MS), per_probe)
+            per_probe = max(added / round_.probes, MIN_MS)
+            self.probe = _blend_estimate(max(self.probe, MIN_MS), per_probe)
         elif round_.width in self.passes:
             before = self.passes[round_.width]
             after = _blend_estimate(before, round_.target_seconds * 1e3)
             self._last_used[round_.width] = self._rounds
             self._scale_idle_times(after / before)
             self.passes[round_.width] = after
+        if self.replays and round_.commit_seconds:
+            before = self.replay_ms(1 + round_.accepted)
+            ratio = _blend_estimate(before, 1e3 * round_.commit_seconds) / before
+            self.replays = {rows: ratio * ms for rows, ms in self.replays.items()}
         for method in round_.asked.keys() & self.drafts.keys():
             drafted, seconds = round_.asked[method]
             if not drafted:
@@ -141,7 +151,7 @@ class Curve:
     def from_json(cls, fields: Any) -> Curve:
         """Read its fields from JSON; raises `ValueError` where they are malformed."""
         curve: Curve = read_record(cls, fields)
-        by_width = (curve.passes, curve.trees, curve.probed, curve.ended)
+        by_width = (curve.passes, curve.trees, curve.probed, curve.ended, curve.replays)
         passes = [ms for times in by_width for ms in times.values()]
         others = [curve.compaction, curve.probe, curve.drafter, *curve.drafts.values()]
         plausible = [0 < ms < MAX_MS for ms in passes]
@@ -151,10 +161,10 @@ class Curve:
         return curve
 
 
-def _ms_between(times: Mapping[int, float], width: int) -> float:
+def _ms_between(times: Mapping[int, float], width: float) -> float:
     """The milliseconds of a width, on a line through the nearest measured widths."""
     if width in times:
-        return times[width]
+        return times[int(width)]
     if len(times) == 1:
         return next(iter(times.values()))
     widths = sorted(times)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from threading import RLock
 
 import numpy as np
@@ -36,8 +37,11 @@ MIN_ROWS, MAX_ROWS = 8, 36
 FIRST_MS = 1500.0
 """How long widths beyond `FIRST_WIDTHS` are compared before the first text, at most."""
 
-PROBE_TURNS, DRAFTER_TURNS, PASS_TURNS = 5, 3, 5
-"""How often a pass with probes, of the drafter and of each width is timed."""
+PROBE_TURNS, DRAFTER_TURNS, REPLAY_TURNS, PASS_TURNS = 5, 3, 3, 5
+"""How often a pass with probes, of the drafter, a replay and each width is timed."""
+
+REPLAYED_WIDTHS = (2, 8)
+"""The widths of the passes whose rows but the last are replayed to be timed."""
 
 _FIRST_PLACE = 12
 """The first row of the earliest place in empty buffers."""
@@ -107,6 +111,7 @@ class Survey:
             with randomized(self.target) as self._starts:
                 widths = self._compare_first_widths()
                 self._curve.probe = self._measure_probe_ms()
+                self._curve.replays = self._measure_replays()
             if self.drafter is not None:  # its buffers stay nearly empty
                 times = (_time_pass(self.drafter, [0]) for _ in range(DRAFTER_TURNS))
                 self._curve.drafter = 1e3 * min(times)
@@ -269,9 +274,12 @@ class Survey:
         """Run `rows` rows in passes of one width; logits float32 [rows, vocab]."""
         tokens = random_tokens(self.target, rows)
         logits = np.zeros((rows, self.target.contract.vocab_size), np.float32)
-        for end in [*range(width, rows, width), rows]:
-            first = end - width
-            logits[first:end] = self._run_pass(start + first, tokens[first:end], PLAIN)
+        self.target.cache.set_states({})
+        firsts = [*range(0, rows - width, width), rows - width]
+        for first, following in pairwise([*firsts, rows]):
+            part = tokens[first : first + width]
+            logits[first : first + width] = self._run_pass(start + first, part, PLAIN)
+            self.target.cache.advance(following - first)
         return logits
 
     def _run_pass(
@@ -320,7 +328,9 @@ class Survey:
             for wide in prefill_widths(graph.contract):
                 if wide > graph.contract.capacity - start:
                     continue
+                graph.cache.set_states({})
                 self._run_pass(start, random_tokens(graph, wide), PLAIN, last_only=True)
+                graph.cache.advance(wide)
                 rows = _copy_rows(graph, start, wide)
                 self._width_logits(start, wide, step)
                 yield all(map(np.array_equal, rows, _copy_rows(graph, start, wide)))
@@ -336,6 +346,21 @@ class Survey:
             shortest.append(min(times))
         return 1e3 * max(shortest[1] - shortest[0], 0.0) / (2 * streams)
 
+    def _measure_replays(self) -> dict[int, float]:
+        """The milliseconds of replays by their rows; {} without recurrent states."""
+        graph, cache, replays = self.target, self.target.cache, dict[int, float]()
+        for width in REPLAYED_WIDTHS if graph.contract.states else ():
+            tokens = random_tokens(graph, min(width, graph.contract.max_width))
+            times = list[float]()
+            for _ in range(REPLAY_TURNS):
+                set_cursor(graph, self._starts[0])
+                graph.run(tokens)
+                before = cache.seconds
+                cache.advance(len(tokens) - 1)
+                times.append(1e3 * (cache.seconds - before))
+            replays[len(tokens) - 1] = min(times)
+        return replays
+
 
 def _time_pass(graph: Graph, tokens: Tokens, probing: Probing = NO_PROBING) -> float:
     """Run a chain pass; returns the seconds inside `session.run`."""
@@ -345,9 +370,10 @@ def _time_pass(graph: Graph, tokens: Tokens, probing: Probing = NO_PROBING) -> f
 
 
 def _copy_rows(graph: Graph, start: int, rows: int) -> list[np.ndarray]:
-    """Copies of the KV rows from `start` on, [1, kv_heads, rows, head_dim] each."""
+    """Copies of KV rows from `start` on, [1, kv_heads, rows, head_dim], and states."""
     buffers = graph.cache.buffers.values()
-    return [b.numpy()[:, :, start : start + rows].copy() for b in buffers]
+    copies = [b.numpy()[:, :, start : start + rows].copy() for b in buffers]
+    return [*copies, *graph.cache.copy_states().values()]
 
 
 def probe_modes(contract: StepContract) -> list[PassMode]:
@@ -387,7 +413,7 @@ def randomized(graph: Graph) -> Iterator[list[int]]:
     """
     cache, passes = graph.cache, graph.passes
     length = cache.length if cache.room >= _MIN_ROOM else 0
-    is_lost = length < cache.length
+    is_lost, states = length < cache.length, cache.copy_states()
     random, arrays = np.random.default_rng(1), dict[tuple[int, ...], np.ndarray]()
     for spec in graph.contract.buffers("past"):
         shape, buffer = spec.shape_for(), cache.buffers[spec.name]
@@ -406,13 +432,13 @@ def randomized(graph: Graph) -> Iterator[list[int]]:
         yield sorted({early, (early + late) // 2, late})
     finally:
         set_cursor(graph, length)
+        cache.set_states({} if is_lost else states)
         if not is_lost:
             graph.passes = passes
 
 
 def set_cursor(graph: Graph, start: int) -> None:
-    graph.cache.rewind(0)
-    graph.cache.advance(start)
+    graph.cache.place(start)
 
 
 def run_until_captured(graph: Graph, run: Callable[[], object]) -> None:

@@ -33,6 +33,7 @@ class PassBinding:
 
     `tensors` holds them by name, `arrays` their arrays on the host. `buffers` are KV
     buffers, by name of the input; `borrowed` buffers of another graph are only read.
+    `turns` has the recurrent states of each turn, by the names of inputs and outputs.
     """
 
     def __init__(
@@ -48,31 +49,27 @@ class PassBinding:
         members: int = 1,
         prefix: int = 0,
         borrowed: Mapping[str, ort.OrtValue] = MappingProxyType({}),
+        turns: Sequence[Mapping[str, ort.OrtValue]] = ({},),
     ) -> None:
         self.session = session
         self._memory = memory
-        self.io = session.io_binding()
+        self.ios, self.turn = [session.io_binding() for _ in turns], 0
         # A value can share the memory of its array, so both must stay alive.
         self.tensors: dict[str, Tensor] = {}
         presents = {name: name.replace("past_", "present_") for name in buffers}
-        buffer_names = {*presents, *presents.values(), *borrowed}
-        for specs, bind in (
-            (inputs, self.io.bind_ortvalue_input),
-            (outputs, self.io.bind_ortvalue_output),
-        ):
-            for spec in specs:
-                if spec.name in buffer_names:
-                    continue  # bound below
+        fixed = {**buffers, **{presents[n]: b for n, b in buffers.items()}, **borrowed}
+        for spec in (*inputs, *outputs):
+            if spec.name not in fixed and spec.name not in turns[0]:
                 place = HOST if spec.name in memory.on_host else memory
                 shape = spec.shape_for(rows, answers, probes, members, prefix)
-                tensor = place.tensor(shape, spec.dtype)
-                self.tensors[spec.name] = tensor
-                bind(spec.name, tensor.value)
-        for name, buffer in buffers.items():
-            self.io.bind_ortvalue_input(name, buffer)
-            self.io.bind_ortvalue_output(presents[name], buffer)
-        for name, buffer in borrowed.items():
-            self.io.bind_ortvalue_input(name, buffer)
+                self.tensors[spec.name] = place.tensor(shape, spec.dtype)
+        own = {name: tensor.value for name, tensor in self.tensors.items()}
+        for io, states in zip(self.ios, turns, strict=True):
+            values = {**own, **fixed, **states}
+            for spec in inputs:
+                io.bind_ortvalue_input(spec.name, values[spec.name])
+            for spec in outputs:
+                io.bind_ortvalue_output(spec.name, values[spec.name])
         self.arrays = {name: tensor.array for name, tensor in self.tensors.items()}
         self._copies = memory.copies
         # Steady inputs are uploaded before the next pass if their names are here.
@@ -103,7 +100,7 @@ class PassBinding:
                 for tensor in (*self._uploads, *steady):
                     tensor.upload()
                 self._changed.clear()
-            run_bound(self.session, self.io, options)
+            run_bound(self.session, self.ios[self.turn], options)
             if self._copies:
                 for tensor in self._downloads:
                     tensor.download()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import RLock
@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import SOURCE_LENGTH, StepContract
-from jetdraft.contracts.tensors import Float32s, check_tensors
+from jetdraft.contracts.tensors import Float32s, TensorSpec, check_tensors
 from jetdraft.errors import ContractError
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.rows import gapless_length
@@ -95,6 +96,10 @@ class Memory:
                     value.update_inplace(array)
         return Tensor(array, value, self)
 
+    def tensors(self, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+        """New tensors of zeros by name; their declared shapes are fixed."""
+        return {spec.name: self.tensor(spec.shape_for(), spec.dtype) for spec in specs}
+
     def exclusive_use(self) -> AbstractContextManager[object]:
         """The lock to hold while a session or a copy uses this memory, if any."""
         return _WEBGPU_LOCK if self.device == "webgpu" else nullcontext()
@@ -103,11 +108,19 @@ class Memory:
 HOST = Memory()
 """The memory of the CPU provider; nothing is copied."""
 
+Arrays = dict[str, npt.NDArray[Any]]
+"""Rows or states by name."""
+
 
 class Cache:
     """Fixed buffers, allocated once, and a cursor; rows beyond `length` are stale.
 
     A `compaction` session moves the rows of an accepted branch together, in `seconds`.
+
+    Recurrent states have no rows to go back to. A pass reads them in one place and
+    writes them in another, so the states before it are still there: to commit a part of
+    its rows, the session, which then is a replay, goes over this part again. A longer
+    way back leads to 0, or to the one length whose states `mark` has copied.
     """
 
     def __init__(
@@ -123,13 +136,22 @@ class Cache:
         self.length = 0
         self.seconds = 0.0
         self.memory = memory
-        tensors = {
-            spec.name: memory.tensor(spec.shape_for(), spec.dtype)
-            for spec in contract.buffers("past")
-        }
+        tensors = memory.tensors(contract.buffers("past"))
         self.buffers = {name: tensor.value for name, tensor in tensors.items()}
         self._compaction = compaction
         self._moves: dict[int, _MoveBinding] = {}
+        # `turn` says in which of both places the states are.
+        pasts = contract.state_tensors("past")
+        self._states, self.turn = [memory.tensors(pasts) for _ in range(2)], 0
+        # Rows and width of a pass that is not committed yet.
+        self.last_pass = 0, 0
+        # What the last pass has kept of its rows, whatever its width.
+        self._kept_rows = {
+            spec.name: np.zeros(spec.shape_for(WIDEST), spec.dtype)
+            for spec in contract.kept_rows
+        }
+        self._mark: tuple[int, Arrays] = 0, {}
+        self._replays: dict[tuple[int, int], ort.IOBinding] = {}
 
     @property
     def room(self) -> int:
@@ -140,30 +162,123 @@ class Cache:
         """Commit the next `rows` rows; raises `ValueError` if they do not fit."""
         if not 0 <= rows <= self.room:
             raise ValueError(f"cannot commit {rows} rows, {self.room} fit")
+        if self._states[0] and rows:
+            self._advance_states(rows)
         self.length += rows
 
-    def rewind(self, length: int) -> None:
-        """Go back to `length` committed rows, without a copy."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot rewind from {self.length} rows to {length}")
-        self.length = length
+    def _advance_states(self, rows: int) -> None:
+        """Let the states go over the first `rows` rows of the last pass."""
+        count, width = self.last_pass
+        if rows > count or (rows < count and width > WIDEST):
+            raise ValueError(f"cannot commit {rows} rows of a pass over {count}")
+        if rows < count:
+            self._replay(rows)
+        self.turn, self.last_pass = 1 - self.turn, (0, 0)
 
-    def copy_rows(self, rows: int) -> dict[str, npt.NDArray[Any]]:
-        """Copies of the first `rows` rows by buffer, [1, kv_heads, rows, head_dim]."""
+    def _replay(self, rows: int) -> None:
+        """Go over the first `rows` rows of the last pass again."""
+        assert self._compaction is not None
+        if (rows, self.turn) not in self._replays:
+            io, values = self._compaction.io_binding(), self.states_of(rows)[self.turn]
+            for declared in self._compaction.get_inputs():
+                io.bind_ortvalue_input(declared.name, values[declared.name])
+            for declared in self._compaction.get_outputs():
+                io.bind_ortvalue_output(declared.name, values[declared.name])
+            self._replays[rows, self.turn] = io
         with self.memory.exclusive_use():
-            return {
+            start = time.perf_counter()
+            run_bound(self._compaction, self._replays[rows, self.turn])
+            self.seconds += time.perf_counter() - start
+
+    def states_of(self, rows: int) -> list[dict[str, ort.OrtValue]]:
+        """What passes over `rows` rows read and write of states, by name, in each turn.
+
+        That is the states before and after the pass, and what a narrow pass keeps of
+        its rows; a wide pass is committed whole. [{}] without states.
+        """
+        kept = {
+            name: ort.OrtValue.ortvalue_from_numpy(array[:, :rows])
+            for name, array in self._kept_rows.items()
+            if rows <= WIDEST
+        }
+        turns = []
+        for past, present in (self._states, self._states[::-1]):
+            values = {name: tensor.value for name, tensor in past.items()}
+            for name, tensor in present.items():
+                values[name.replace("past_", "present_")] = tensor.value
+            turns.append(values | kept)
+        return turns if self._states[0] else [{}]
+
+    def rewind(self, length: int) -> None:
+        """Go back to `length` committed rows, without a copy of rows.
+
+        Raises `ValueError` for a length that is not `resumable`.
+        """
+        if not 0 <= length <= self.length or length != self.resumable(length):
+            raise ValueError(f"cannot rewind from {self.length} rows to {length}")
+        if self._states[0] and length < self.length:
+            self.set_states(self._mark[1] if self._mark[0] == length else {})
+        self.place(length)
+
+    def place(self, length: int) -> None:
+        """Let whatever the buffers and states hold count as `length` rows."""
+        self.length = length
+        if self._mark[0] > length:
+            self._mark = 0, {}
+
+    def resumable(self, length: int) -> int:
+        """The most rows, up to `length`, that a sequence can continue from."""
+        if not self._states[0] or length >= self.length:
+            return min(length, self.length)
+        return self._mark[0] if self._mark[0] <= length else 0
+
+    def mark(self) -> None:
+        """Copy the states, if there are any, so that `rewind` can come back here."""
+        self._mark = self.length, self.copy_states()
+
+    def copy_states(self) -> Arrays:
+        """Copies of the states by name; {} without states."""
+        for tensor in self._states[self.turn].values():
+            tensor.download()
+        return {n: tensor.array.copy() for n, tensor in self._states[self.turn].items()}
+
+    def set_states(self, stored: Arrays) -> None:
+        """Write states that `copy_states` has copied; what is missing becomes zero."""
+        for name, tensor in self._states[self.turn].items():
+            np.copyto(tensor.array, stored.get(name, 0))
+            tensor.upload()
+        self.last_pass = 0, 0
+
+    def forms(self, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """The shapes and types of what `copy_rows` gives."""
+        shapes = {
+            name: ((*buffer.shape()[:2], rows, buffer.shape()[3]), buffer.numpy().dtype)
+            for name, buffer in self.buffers.items()
+        }
+        states = {n: t.array for n, t in self._states[0].items()}
+        return shapes | {n: (array.shape, array.dtype) for n, array in states.items()}
+
+    def copy_rows(self, rows: int) -> Arrays:
+        """Copies of the first `rows` rows by buffer, [1, kv_heads, rows, head_dim].
+
+        With them the states, if there are any; then `rows` must be all rows.
+        """
+        with self.memory.exclusive_use():
+            return self.copy_states() | {
                 name: np.ascontiguousarray(buffer.numpy()[:, :, :rows])
                 for name, buffer in self.buffers.items()
             }
 
-    def restore(self, stored: Mapping[str, npt.NDArray[Any]], rows: int) -> None:
-        """Write the rows that `copy_rows` has copied, and commit `rows` rows."""
+    def restore(self, stored: Arrays, rows: int) -> None:
+        """Write what `copy_rows` has copied, and commit `rows` rows."""
         with self.memory.exclusive_use():
             for name, buffer in self.buffers.items():
                 whole = np.array(buffer.numpy())
                 whole[:, :, :rows] = stored[name]
                 buffer.update_inplace(whole)
+        self.set_states(stored)
         self.length = rows
+        self.mark()
 
     def compact(self, path: Sequence[int]) -> None:
         """Commit the rows `path` of the last pass, and close its gaps in place."""
@@ -237,10 +352,7 @@ class SourceBuffers:
         self.seconds = 0.0
         self._material: npt.NDArray[Any] = np.zeros(0)
         self._session, self._memory = session, memory
-        self._buffers = {
-            spec.name: memory.tensor(spec.shape_for(), spec.dtype)
-            for spec in contract.cross_inputs
-        }
+        self._buffers = memory.tensors(contract.cross_inputs)
         # Passes that are compared before any source is read must differ.
         for seed, tensor in enumerate(self._buffers.values()):
             random = np.random.default_rng(seed)

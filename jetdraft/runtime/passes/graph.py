@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jetdraft.contracts.constants import WIDEST
-from jetdraft.contracts.step_contract import SELECTING, Reading
+from jetdraft.contracts.step_contract import SELECTING, STATE_ROWS, Reading
 from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.rows import (
@@ -130,6 +130,7 @@ class Graph:
             binding.show_all()
         # Here and not in a method: each frame above a pass costs time in every round.
         self.seconds += binding.run(self._set_inputs(binding, cursor))
+        self.cache.last_pass = rows, width
         self.passes += 1
         if last_only or width == rows or self.contract.guesses:
             return binding.answer
@@ -237,6 +238,7 @@ class Graph:
         length = self._total_length(cursor + size.width, binding.has_bias)
         binding.cursor[0] = cursor
         binding.total_length[0] = length
+        binding.turn = self.cache.turn
         if self.target_cache is not None:
             binding.arrays["target_length"][0] = self.target_cache.length
         if self.contract.selection is not None:
@@ -279,11 +281,13 @@ class _GraphBinding(PassBinding):
 
     def __init__(self, graph: Graph, session: StepSession, size: _PassSize) -> None:
         contract, probes = session.contract, size.probes
+        # A wide pass is committed whole, so that nothing is kept of its rows.
+        unread = contract.kept_rows if size.width > WIDEST else ()
         selected = {name: tensor.value for name, tensor in graph.selected.items()}
         super().__init__(
             session.session,
             contract.inputs,
-            contract.outputs,
+            [spec for spec in contract.outputs if spec not in unread],
             {**graph.cache.buffers, **selected},
             size.width,
             size.answers,
@@ -292,6 +296,7 @@ class _GraphBinding(PassBinding):
             contract.members,
             contract.prefix,
             _borrowed(graph),
+            graph.cache.states_of(size.width),
         )
         self.size = size
         self.has_bias = contract.has_bias
@@ -309,6 +314,8 @@ class _GraphBinding(PassBinding):
 
     def fill(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
         """Set the rows' tokens and positions; padding rows get the last token."""
+        if STATE_ROWS.name in self.arrays:
+            self.arrays[STATE_ROWS.name][0] = len(tokens)
         for row, position in enumerate(positions):
             self.input_ids[row] = tokens[row] if row < len(tokens) else tokens[-1]
             self.position_ids[row] = position

@@ -48,7 +48,8 @@ class Prefix:
         """
         if self.target.passes != self._passes or (exact and not self._exact):
             return 0
-        return min(common_length(self._tokens, prompt), len(prompt) - 1)
+        common = min(common_length(self._tokens, prompt), len(prompt) - 1)
+        return self.target.cache.resumable(common)
 
     def restore(self, tokens: Sequence[int], exact: bool) -> None:
         """Record that the buffers now hold the rows of these tokens."""
@@ -126,12 +127,9 @@ def load_prefix(
             f"{file} was saved with another bundle; save it again with this one"
         )
     forms = {
-        f"{owner}/{name}": (
-            (*buffer.shape()[:2], len(tokens), buffer.shape()[3]),
-            buffer.numpy().dtype,
-        )
+        f"{owner}/{name}": form
         for owner, cache in caches.items()
-        for name, buffer in cache.buffers.items()
+        for name, form in cache.forms(len(tokens)).items()
     }
     stored = {name: (array.shape, array.dtype) for name, array in arrays.items()}
     waiting = arrays.get(WAITING) if size else None
@@ -141,6 +139,6 @@ def load_prefix(
     if is_too_long or any(stored.get(name) != forms[name] for name in forms):
         raise refusal
     for owner, cache in caches.items():
-        rows = {name: arrays[f"{owner}/{name}"] for name in cache.buffers}
+        rows = {name: arrays[f"{owner}/{name}"] for name in cache.forms(0)}
         cache.restore(rows, len(tokens))
     return tokens, origin == identity, waiting

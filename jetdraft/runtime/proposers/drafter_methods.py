@@ -240,5 +240,5 @@ def check_trees(*graphs: Graph) -> None:
     if not all(graph.contract.tree for graph in graphs):
         raise DraftingError(
             "the bundle verifies chains only, since one of its models attends in "
-            "sliding windows; leave the tree out"
+            "sliding windows or has recurrent states; leave the tree out"
         )

@@ -25,11 +25,7 @@ SIZES = {**tiny.SIZES, "num_hidden_layers": 2}
 EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 
 # fmt: off
-RECURRENT = {
-    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"],
-}
+RECURRENT = {**tiny.GROUPED, "head_dim": 16}
 LATENT = {
     "n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,

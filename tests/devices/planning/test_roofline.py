@@ -17,6 +17,12 @@ QWEN = {
     "full_attention_interval": 4,
 }  # fmt: skip
 
+LFM2 = {
+    **LLAMA, "model_type": "lfm2", "tie_embedding": True, "block_multiple_of": 32,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "block_auto_adjust_ff_dim": True,
+}  # fmt: skip
+
 
 def counted(config):
     """The weights of the matrices in transformers' model of a config."""
@@ -26,7 +32,7 @@ def counted(config):
 
 
 @pytest.mark.parametrize(
-    "config", [LLAMA, {**LLAMA, "tie_word_embeddings": True}, QWEN]
+    "config", [LLAMA, {**LLAMA, "tie_word_embeddings": True}, QWEN, LFM2]
 )
 def test_weights_are_those_of_the_model(config):
     assert Dimensions.of(config).weights == counted(config)
@@ -37,7 +43,16 @@ def test_the_values_that_a_token_adds_to_the_caches():
     assert sizes.kv_values == 3 * 2 * 2 * 16
     hybrid = Dimensions.of(QWEN)
     assert hybrid.kv_values == 1 * 2 * 2 * 32
-    assert hybrid.state_values == 3 * 4 * 16 * 16
+    assert hybrid.state_values == 3 * (4 * 16 * 16 + 3 * (2 * 32 + 64))
+    assert Dimensions.of(LFM2).kv_values == 1 * 2 * 2 * 16
+    assert Dimensions.of(LFM2).state_values == 2 * 2 * 64
+
+
+def test_mamba_is_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match="Mamba layers"):
+        Dimensions.of({**LLAMA, "mamba_d_state": 16})
+    attends = {**LLAMA, "mamba_d_state": 16, "layer_types": ["attention"] * 3}
+    assert Dimensions.of(attends) == Dimensions.of(LLAMA)
 
 
 def test_a_vision_model_is_its_text_part():
@@ -45,12 +60,16 @@ def test_a_vision_model_is_its_text_part():
     assert Dimensions.of(whole) == Dimensions.of(LLAMA)
 
 
-def test_memory_counts_a_tied_head_once():
-    sizes = Dimensions.of(LLAMA)
-    tied = dataclasses.replace(sizes, tied=True)
-    recipe = Recipe.parse("int4-b64-headnone")
-    more, less = (LoadedDecoder(n, recipe).memory_mb(10) for n in (sizes, tied))
-    assert more - less == pytest.approx(sizes.head * 2 / 1e6)
+@pytest.mark.parametrize(
+    ("config", "change", "size"),
+    [(LLAMA, {"tied": True}, 2 * 128 * 64), (LFM2, {"state_values": 0}, 3 * 4 * 256)],
+)
+def test_memory_counts_a_tied_head_once_and_states_thrice(config, change, size):
+    """States before a pass, after it, and at the end of the prompt."""
+    sizes, recipe = Dimensions.of(config), Recipe.parse("int4-b64-headnone")
+    changed = dataclasses.replace(sizes, **change)
+    more, less = (LoadedDecoder(n, recipe).memory_mb(10) for n in (sizes, changed))
+    assert more - less == pytest.approx(size / 1e6)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from jetdraft.runtime.measured.stats import Round
 CURVE = Curve(
     passes={1: 20.0, 4: 26.0}, trees={2: 23.0}, compaction=0.5, probe=0.1, drafter=3.0,
     drafts={"draft": 3.1, "lookup": 0.0}, probed={2: 30.0}, ended={2: 24.0},
+    replays={1: 0.5, 7: 2.0},
 )  # fmt: skip
 
 
@@ -36,7 +37,7 @@ def refuse(**changes):
 
 
 @pytest.mark.parametrize("ms", [0.0, -1.0, MAX_MS, NAN, INFINITY])
-@pytest.mark.parametrize("field", ["passes", "trees", "probed", "ended"])
+@pytest.mark.parametrize("field", ["passes", "trees", "probed", "ended", "replays"])
 def test_passes_that_take_no_time_or_for_ever(field, ms):
     refuse(**{field: {"1": 2.0, "2": ms}})
 

@@ -372,6 +372,16 @@ def test_trees_cost_what_was_measured_of_trees():
     assert controller.curve.tree_ms(4, exact=False) == 10.0
 
 
+def test_the_replay_after_a_wrong_draft_counts():
+    free, dear = adaptive(), adaptive()
+    dear.curve.replays = {1: 3.0, 7: 9.0}
+    assert free.assign(15, {}).budget > dear.assign(15, {}).budget
+    for _ in range(200):
+        dear.observe(outcome(drafted=6, accepted=3)._replace(commit_seconds=0.003))
+    assert dear.curve.replay_ms(4) == pytest.approx(3.0, rel=0.05)
+    assert dear.curve.replays[7] == pytest.approx(3 * dear.curve.replays[1])
+
+
 def test_each_evidence_has_a_rate_of_its_own():
     """A long match is worth a long draft, however often short matches were wrong."""
     free = Named("lookup")

@@ -1,0 +1,134 @@
+"""Families with recurrent states through the real path, against transformers."""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from jetdraft.export.derived import make_replay_graph
+from jetdraft.export.seams import check_seams
+from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.session import StepSessions, open_session
+from tests.export import test_architectures as architectures
+from tests.tiny import HYBRIDS, VOCAB_SIZE
+from tools.forecast.forecast import forecast
+
+TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 500)
+DRAFT = 5
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def case(request, tmp_path_factory):
+    """One family, traced once: its graph, and what transformers says of its weights.
+
+    Gated delta rules are computed by transformers' function for decoding, row by row.
+    Its function for prompts solves a system for each 64 rows: the logits of both differ
+    by up to 1.7e-4.
+    """
+    config, folder = HYBRIDS[request.param](), tmp_path_factory.mktemp("hybrid")
+    checkpoint = architectures.load(config, folder / "checkpoint")
+    with pytest.MonkeyPatch.context() as patch:
+        scope = sys.modules[type(checkpoint.model).__module__]
+        by_row = getattr(scope, "torch_recurrent_gated_delta_rule", None)
+        patch.setattr(scope, "torch_chunk_gated_delta_rule", by_row, raising=False)
+        weights = checkpoint.model.state_dict()
+        expected = architectures.transformers_logits(config, weights, TOKENS)
+    contract = architectures.contract_of(checkpoint, 512)
+    check_seams(checkpoint.model, contract)
+    ir.save(architectures.traced(checkpoint, contract), folder / "step.onnx")
+    replay = folder / "replay.onnx"
+    ir.save(make_replay_graph(contract), replay)
+    sessions = StepSessions(open_session(folder / "step.onnx", "cpu"), contract)
+    graph = Graph(sessions, open_session(replay, "cpu"))
+    return SimpleNamespace(graph=graph, expected=expected, replay=replay)
+
+
+def restart(graph: Graph, tokens=()) -> None:
+    """Begin a text with these tokens, in one pass."""
+    graph.cache.rewind(0)
+    if len(tokens):
+        graph.run(tokens, last_only=True)
+        graph.cache.advance(len(tokens))
+
+
+def states(graph: Graph) -> list[bytes]:
+    return [state.tobytes() for state in graph.cache.copy_states().values()]
+
+
+@pytest.mark.parametrize("length", [1, 63, 500])
+def test_a_prompt_in_chunks_equals_transformers(case, length):
+    """In passes of 32 rows, the last of which is filled up where they are many."""
+    graph, expected = case.graph, case.expected
+    # Otherwise this, and everything below, would prove little.
+    assert expected.std(axis=-1).min() > 0.1
+    restart(graph)
+    for start in range(0, length, 32):
+        end = min(length, start + 32)
+        logits = graph.run(TOKENS[start:end], width=32 if length > 400 else 0).logits
+        architectures.assert_close(logits, expected[start:end])
+        np.testing.assert_array_equal(logits.argmax(-1), expected[start:end].argmax(-1))
+        graph.cache.advance(end - start)
+
+
+@pytest.mark.parametrize("accepted", range(DRAFT + 1))
+def test_the_state_after_every_outcome_is_that_of_row_by_row(case, accepted):
+    """To the bit: of a pass whose last rows are wrong, and of the passes after it."""
+    graph, width = case.graph, DRAFT + 1
+    prompt, true = TOKENS[:21], TOKENS[21 : 21 + width]
+    restart(graph, prompt)
+    rows = []
+    for token in true[: accepted + 1]:
+        rows.append(graph.run([token], width=width).logits[0].copy())
+        graph.cache.advance(1)
+    by_row = states(graph)
+    following = graph.run([7], width=width).logits.copy()
+
+    restart(graph, prompt)
+    wrong = (true + 1) % VOCAB_SIZE
+    draft = [*true[: accepted + 1], *wrong[accepted + 1 :]]
+    for _ in range(2):  # a pass that nobody commits leaves no trace
+        logits = graph.run(draft).logits.copy()
+    graph.cache.advance(accepted + 1)
+    assert states(graph) == by_row
+    np.testing.assert_array_equal(logits[: accepted + 1], rows)
+    np.testing.assert_array_equal(graph.run([7], width=width).logits, following)
+
+
+def test_ways_back(case):
+    """Lead to the beginning and to the states that were marked, nowhere else."""
+    graph, cache = case.graph, case.graph.cache
+    restart(graph, TOKENS[:20])
+    cache.mark()
+    before, stored = states(graph), cache.copy_rows(20)
+    graph.run(TOKENS[20:30])
+    cache.advance(7)
+    assert [cache.resumable(n) for n in (99, 27, 26, 20, 19)] == [27, 27, 20, 20, 0]
+    with pytest.raises(ValueError, match="cannot rewind from 27 rows to 26"):
+        cache.rewind(26)
+    cache.rewind(20)
+    assert states(graph) == before
+    cache.rewind(0)
+    assert not any(map(any, states(graph)))
+    cache.restore(stored, 20)
+    assert states(graph) == before
+    assert cache.resumable(20) == 20
+
+
+def test_rows_that_cannot_be_committed(case):
+    """Rows that no pass has run, and a part of a wide pass, which keeps no rows."""
+    restart(case.graph, TOKENS[:4])
+    with pytest.raises(ValueError, match="cannot commit 1 rows of a pass over 0"):
+        case.graph.cache.advance(1)
+    case.graph.run(TOKENS[4:9], width=32)
+    with pytest.raises(ValueError, match="cannot commit 2 rows of a pass over 5"):
+        case.graph.cache.advance(2)
+
+
+@pytest.mark.parametrize("provider", ["cuda", "webgpu", "tensorrt"])
+def test_only_tensorrt_lacks_an_operator_of_states(case, provider):
+    states = case.graph.contract.states
+    lacks = provider == "tensorrt" and any(state.has_matrices for state in states)
+    refused = {verdict.operator for verdict in forecast(case.replay, provider).refused}
+    assert refused == ({"com.microsoft.LinearAttention"} if lacks else set())

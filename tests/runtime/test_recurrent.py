@@ -1,0 +1,216 @@
+"""Targets with recurrent states: chains of all methods give the text of plain ones."""
+
+import json
+import shutil
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+import jetdraft
+from jetdraft.bundle import CHAT_TEMPLATE
+from jetdraft.errors import OptionError, ProviderError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.sampling.chooser import Sampling
+from tests.checkpoints.heads import layouts
+from tests.checkpoints.heads.test_mtp import edit
+from tests.cli import running
+from tests.runtime import test_conformance as conformance
+from tests.runtime.fake_method import tokens_of
+from tests.runtime.test_generation import CHAINS, Scripted
+from tests.runtime.test_generation import PROMPT as SCRIPTED
+from tests.tiny import HYBRIDS, save_checkpoint
+
+PROMPT, H = conformance.PROMPT, layouts.H
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+OPTIONS = ExportOptions(
+    Recipe("none"), Recipe("none"), capacity=96, max_width=32, fast=True
+)
+PLAIN = {"method": "none", "max_new_tokens": 12, "ignore_eos": True}
+
+
+def add_mtp(folder, config) -> None:
+    """Add an MTP module of random weights to a checkpoint of Qwen3.5."""
+    torch.manual_seed(11)
+    rows = 2 * config.num_attention_heads * config.head_dim  # queries and their gates
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    tensors = {f"mtp.{name}.weight": layouts.norm() for name in norms}
+    tensors["mtp.fc.weight"] = layouts.rand(H, 2 * H)
+    tensors |= layouts.layer_tensors("mtp.layers.0.", qk_norm=True)
+    tensors["mtp.layers.0.self_attn.q_proj.weight"] = layouts.rand(rows, H)
+    edit(folder, lambda own: own | tensors)
+
+
+BUNDLES = {"lfm2": "q4_0", "qwen3_5": "int8-rtn-b32", "granitemoehybrid": "int4-b32"}
+"""Convolutions alone; the gated delta rule, with an MTP module; Mamba2. Their recipes,
+one of them for the native product."""
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory):
+    folder, made = tmp_path_factory.mktemp("recurrent"), {}
+    for name, recipe in BUNDLES.items():
+        config = HYBRIDS[name]()
+        source = save_checkpoint(folder / name, config)
+        (source / CHAT_TEMPLATE).write_text(TEMPLATE)
+        if name == "qwen3_5":
+            add_mtp(source, config)
+        options = replace(OPTIONS, recipe=Recipe.parse(recipe))
+        made[name] = export(str(source), folder / f"{name}-bundle", options=options)
+    return made
+
+
+@pytest.fixture(scope="module", params=BUNDLES)
+def model(request, bundles, tmp_path_factory):
+    store = tmp_path_factory.mktemp("store") / "texts.sqlite"
+    with jetdraft.load(bundles[request.param].path, threads=1, store=store) as model:
+        yield model
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=3)])
+def test_drafts_that_are_right_now_and_then(model, sampling):
+    """Of 15 tokens: all right, none, some; and none drafted."""
+    plain, _ = tokens_of(model, SCRIPTED, sampling, tokens=48)
+    speeds = []
+    for spoil in CHAINS:
+        proposer = Scripted(np.array(plain), spoil)
+        tokens, stats = tokens_of(
+            model, SCRIPTED, sampling, proposer, length=15, tokens=48
+        )
+        assert tokens == plain
+        speeds.append(stats.tokens_per_pass)
+    assert speeds[0] > 6
+    assert speeds[0] > speeds[3] > speeds[1] == speeds[2] == 1
+
+
+REQUIRED = [
+    conformance.test_a_prompt_that_goes_another_way,
+    conformance.test_the_end_of_the_buffers,
+    conformance.test_a_cancelled_generation,
+    conformance.test_a_conversation,
+    *(
+        partial(conformance.test_the_text_is_that_of_plain_decoding, way=way)
+        for way in conformance.WAYS.values()
+    ),
+]
+
+
+@pytest.mark.parametrize("required", REQUIRED)
+def test_what_every_method_must_do(model, required, monkeypatch):
+    """With chains: a method that is not asked for a tree drafts its chain."""
+    shapes = [{}, {"num_draft_tokens": 4}]
+    monkeypatch.setattr(conformance, "drafts_of", lambda method: shapes)
+    for method in model.methods[1:]:
+        required(lambda _: model, method)
+
+
+def test_a_restored_prefix(model, tmp_path):
+    conformance.test_a_restored_prefix(lambda _: model, "lookup", tmp_path)
+
+
+def test_a_continued_text_is_not_read_again(model):
+    """From its end, or from the end of its prompt; from nowhere between."""
+    model.forget()
+    text = model.generate(token_ids=PROMPT, **PLAIN).token_ids
+    sequence = [*PROMPT, *text]
+    reused = []
+    for prompt in ([*sequence, 5, 6], [*PROMPT, 9, 9, 9], PROMPT[:20]):
+        model.forget()
+        fresh = model.generate(token_ids=prompt, **PLAIN)
+        model.generate(token_ids=PROMPT, **PLAIN)
+        result = model.generate(token_ids=prompt, **PLAIN)
+        assert result.token_ids == fresh.token_ids
+        reused.append(result.stats.reused_tokens)
+    assert reused == [len(sequence) - 1, len(PROMPT) - 1, 0]
+
+
+def test_two_sessions_share_nothing(model):
+    prompts = PROMPT, PROMPT[5:]
+    alone = [model.generate(token_ids=p, **PLAIN).token_ids for p in prompts]
+    with jetdraft.load(model.bundle.path, threads=1) as other:
+        stream = other.stream(token_ids=PROMPT, **PLAIN)
+        begun = next(stream).token_ids
+        between = model.generate(token_ids=PROMPT[5:], **PLAIN).token_ids
+        ended = [token for piece in stream for token in piece.token_ids]
+    assert [[*begun, *ended], between] == alone
+
+
+def test_replays_are_timed_and_passes_share_what_is_kept_of_rows(model):
+    """Each pass with rows of its own would take more memory than the states."""
+    assert sorted(model.parts.curve.replays) == [1, 7]
+    target = model.parts.target
+    kept = {spec.name for spec in target.contract.kept_rows}
+    passes = [*target._bindings.values(), *target._wide_bindings.values()]
+    assert not kept & {name for one in passes for name in one.tensors}
+    assert passes
+
+
+def test_the_head_is_the_target_s_own(bundles):
+    bundle = bundles["qwen3_5"]
+    assert bundle.drafter is not None
+    assert bundle.drafter.contract.carried_size == H
+    assert bundle.target.tree_file is None
+    refusal = pytest.raises(OptionError, match="or has recurrent states; leave the tre")
+    with jetdraft.load(bundle.path, threads=1) as model, refusal:
+        conformance.text(model, "eagle", drafting={"tree": "best"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"select_kv": 16}, "--select-kv"),
+        ({"exit_layer": 1}, "--exit-after"),
+        ({"provider": "webgpu"}, "only the CPU provider"),
+        ({"recipe": Recipe.parse("int4-b32-kv8")}, "leave kv out"),
+    ],
+)
+def test_what_states_cannot_do_is_refused_by_name(tmp_path, changes, words):
+    source = save_checkpoint(tmp_path / "lfm2", HYBRIDS["lfm2"]())
+    with pytest.raises(OptionError, match="has recurrent states, ") as refusal:
+        export(str(source), tmp_path / "b", options=replace(OPTIONS, **changes))
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(OptionError, match="so it is no drafter"):
+        export(str(source), tmp_path / "b", drafter=str(source), options=OPTIONS)
+
+
+def test_layer_types_that_do_not_fit_the_weights_are_refused(tmp_path):
+    source = save_checkpoint(tmp_path / "lfm2", HYBRIDS["lfm2"]())
+    file = source / "config.json"
+    fields = json.loads(file.read_text())
+    fields["layer_types"] = ["conv", "conv", "full_attention"]
+    file.write_text(json.dumps(fields))
+    result = running.jetdraft("export", source, "-o", tmp_path / "bundle")
+    running.assert_refused(result, "lacks the weights")
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_other_providers_are_refused_before_they_are_tried(bundles):
+    words = "recurrent states run on the CPU only; choose --provider cpu"
+    with pytest.raises(ProviderError, match=words):
+        jetdraft.load(bundles["lfm2"].path, provider="webgpu")
+    with jetdraft.load(bundles["lfm2"].path, provider="auto") as model:
+        assert model.provider == "cpu"
+
+
+def test_a_graph_for_another_version_of_the_operator_is_refused(bundles, tmp_path):
+    others = shutil.ignore_patterns("bundle.json", "profiles")
+    copy = shutil.copytree(bundles["qwen3_5"].path, tmp_path / "copy", ignore=others)
+    graph = onnx.load(copy / "target.onnx", load_external_data=False)
+    node = next(n for n in graph.graph.node if n.op_type == "LinearAttention")
+    node.attribute.append(onnx.helper.make_attribute("of_another_version", 1))
+    onnx.save(graph, copy / "target.onnx")
+    replace(bundles["qwen3_5"], path=copy, files={}).save()
+    words = "of_another_version", "export the bundle again with this version"
+    running.assert_refused(running.jetdraft("check", copy), *words)
+
+
+def test_check_counts_states_as_memory(bundles):
+    result = running.jetdraft("check", "--no-run", bundles["granitemoehybrid"].path)
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert "states 2, 3 x 0.0 MB" in lines
+    assert "trees none: the model has recurrent states" in lines
