@@ -15,7 +15,7 @@ from jetdraft.export.step import Step, dtype_of
 from jetdraft.native import DOMAIN
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows
-from jetdraft.quant.edits import Maker, initializer, new_value, replace_values
+from jetdraft.quant.edits import Maker, initializer, new_value
 
 OPSET = 24
 """The first that has TensorScatter and Attention over a part of a buffer."""

@@ -165,78 +165,102 @@ inline void to_shares(float* scores, int64_t count, const float* bias, float sof
     store(scores + t, exponential(load(scores + t) - largest));
 }
 
+// Heads of a row that follow each other: the row and the first of them, its line of
+// scores, which the lines of the others follow, and the slots that the row sees.
+struct Some {
+  int64_t row, head;
+  float* line;
+  int64_t begin, end;
+};
+
+// Scores of the keys from slot `from` to `until`.
 template <int N>
-using Heads = std::integral_constant<int, N>;
+void score(const Attention& a, const Some& s, const float* keys, int64_t from,
+           int64_t until) {
+  const float* q = a.queries + (s.row * a.heads + s.head) * a.size;
+  const int64_t line = a.line();
+  until = std::min(until, s.end);
+  for (int64_t t = std::max(from, s.begin); t < until; t += KEYS) {
+    // Instead of keys beyond the last, it again: these scores are written over.
+    const float* some[KEYS];
+    float scores[N][KEYS];
+    for (int k = 0; k < KEYS; k++) some[k] = keys + std::min(t + k, until - 1) * a.size;
+    multiply_keys<N>(q, some, a.size, scores);
+    for (int n = 0; n < N; n++)
+      std::memcpy(s.line + n * line + t, scores[n], sizeof scores[n]);
+  }
+}
+
+// Scores become shares; their totals, in the last places of lines, and answers become 0.
+template <int N>
+void share(const Attention& a, const Some& s) {
+  for (int n = 0; n < N; n++) {
+    const float* bias = a.bias == nullptr ? nullptr
+                        : a.bias + (s.head + n) * a.bias_head + s.row * a.bias_slots;
+    float* line = s.line + n * a.line();
+    to_shares(line + s.begin, s.end - s.begin, bias ? bias + s.begin : bias, a.softcap);
+    line[a.line() - 1] = 0.0f;
+  }
+  float* y = a.y + (s.row * a.heads + s.head) * a.size;
+  std::memset(y, 0, N * a.size * sizeof(float));
+}
+
+// Adds the values from slot `from` to `until`, times their shares, to answers.
+template <int N>
+void mix(const Attention& a, const Some& s, const float* values, int64_t from,
+         int64_t until) {
+  const int64_t first = std::max(from, s.begin), count = std::min(until, s.end) - first;
+  const auto add = [&](auto* add_some, int step, int64_t d) {
+    float* total = s.line + a.line() - 1;
+    add_some(s.line + first, a.line(), values + first * a.size + d, count, a.size,
+             a.y + (s.row * a.heads + s.head) * a.size + d, d == 0 ? total : nullptr);
+    return d + step;
+  };
+  constexpr int COUNT = SUMS / N, STEP = COUNT * LANES;
+  int64_t d = 0;
+  while (d + STEP <= a.size) d = add(add_values<Lanes, N, COUNT>, STEP, d);
+  while (d + LANES <= a.size) d = add(add_values<Lanes, N, 1>, LANES, d);
+  while (d < a.size) d = add(add_values<float, N, 1>, 1, d);
+}
+
+template <int N>
+void divide(const Attention& a, const Some& s) {
+  float* y = a.y + (s.row * a.heads + s.head) * a.size;
+  for (int n = 0; n < N; n++, y += a.size) {
+    const float total = s.line[(n + 1) * a.line() - 1];
+    for (int64_t d = 0; d < a.size; d++) y[d] /= total;
+  }
+}
 
 // Some rows and some heads, which share a head of keys and values. `scratch` has a line
 // of `Attention::line` numbers for each row and head.
 void attend(const Attention& a, const Attention::Part& part, float* scratch) {
-  const int64_t line = a.line(), size = a.size;
-  const int64_t buffer = part.first_head / (a.heads / a.kv_heads) * a.capacity * size;
-  const float *keys = a.keys + buffer, *values = a.values + buffer;
-  // Heads in pairs, which read a key or a value once. The function gets their number, the
-  // row, the first head, its line, and the slots that the row sees.
+  const int64_t line = a.line();
+  const auto begin = [&](int64_t row) {
+    return a.window > 0 ? std::max<int64_t>(0, a.cursor + row + 1 - a.window) : 0;
+  };
+  // Heads in pairs, which read a key or a value once.
   const auto each = [&](auto function) {
-    float* at = scratch;
-    for (int64_t row = part.first_row; row < part.last_row; row++) {
-      const int64_t end = a.cursor + row + 1;
-      const int64_t begin = a.window > 0 ? std::max<int64_t>(0, end - a.window) : 0;
-      int64_t head = part.first_head;
-      for (; head + 2 <= part.last_head; head += 2, at += 2 * line)
-        function(Heads<2>{}, row, head, at, begin, end);
-      for (; head < part.last_head; head++, at += line)
-        function(Heads<1>{}, row, head, at, begin, end);
+    Some s{part.first_row, 0, scratch, 0, 0};
+    for (; s.row < part.last_row; s.row++) {
+      s.begin = begin(s.row), s.end = a.cursor + s.row + 1, s.head = part.first_head;
+      for (; s.head + 2 <= part.last_head; s.head += 2, s.line += 2 * line)
+        function(std::integral_constant<int, 2>{}, s);
+      for (; s.head < part.last_head; s.head++, s.line += line)
+        function(std::integral_constant<int, 1>{}, s);
     }
   };
-  const int64_t last = a.cursor + part.last_row, seen = a.cursor + part.first_row + 1;
-  const int64_t start = a.window > 0 ? std::max<int64_t>(0, seen - a.window) : 0;
-  const int64_t tile = std::max<int64_t>(KEYS, TILE_BYTES / (size * sizeof(float)));
-  for (int64_t from = start; from < last; from += tile)
-    each([&](auto heads, int64_t row, int64_t head, float* scores, int64_t begin,
-             int64_t end) {
-      const float* q = a.queries + (row * a.heads + head) * size;
-      const int64_t until = std::min(from + tile, end);
-      for (int64_t t = std::max(from, begin); t < until; t += KEYS) {
-        // Instead of keys beyond the last, it again: their scores are not read.
-        const float* some[KEYS];
-        float products[heads][KEYS];
-        for (int k = 0; k < KEYS; k++) some[k] = keys + std::min(t + k, until - 1) * size;
-        multiply_keys<heads>(q, some, size, products);
-        for (int n = 0; n < heads; n++)
-          std::memcpy(scores + n * line + t, products[n], sizeof products[n]);
-      }
-    });
-  each([&](auto heads, int64_t row, int64_t head, float* scores, int64_t begin,
-           int64_t end) {
-    const float* bias = a.bias == nullptr ? nullptr : a.bias + row * a.bias_slots + begin;
-    for (int n = 0; n < heads; n++, scores += line) {
-      const float* own = bias == nullptr ? nullptr : bias + (head + n) * a.bias_head;
-      to_shares(scores + begin, end - begin, own, a.softcap);
-      scores[line - 1] = 0.0f;  // the total
-    }
-    std::memset(a.y + (row * a.heads + head) * size, 0, heads * size * sizeof(float));
-  });
-  for (int64_t from = start; from < last; from += tile)
-    each([&](auto heads, int64_t row, int64_t head, float* shares, int64_t begin,
-             int64_t end) {
-      const int64_t first = std::max(from, begin), until = std::min(from + tile, end);
-      const auto add = [&](auto vectors, auto* add_some, int64_t d) {
-        add_some(shares + first, line, values + first * size + d, until - first, size,
-                 a.y + (row * a.heads + head) * size + d,
-                 d == 0 ? shares + line - 1 : nullptr);
-        return d + vectors;
-      };
-      constexpr int N = heads, COUNT = SUMS / N;
-      int64_t d = 0;
-      while (d + COUNT * LANES <= size) d = add(COUNT * LANES, add_values<Lanes, N, COUNT>, d);
-      while (d + LANES <= size) d = add(LANES, add_values<Lanes, N, 1>, d);
-      while (d < size) d = add(1, add_values<float, N, 1>, d);
-    });
-  each([&](auto heads, int64_t row, int64_t head, float* shares, int64_t, int64_t) {
-    float* y = a.y + (row * a.heads + head) * size;
-    for (int n = 0; n < heads; n++, y += size, shares += line)
-      for (int64_t d = 0; d < size; d++) y[d] /= shares[line - 1];
-  });
+  const int64_t buffer = part.first_head / (a.heads / a.kv_heads) * a.capacity * a.size;
+  const float *keys = a.keys + buffer, *values = a.values + buffer;
+  const int64_t first = begin(part.first_row), last = a.cursor + part.last_row;
+  const int64_t bytes = a.size * int64_t(sizeof(float));
+  const int64_t tile = std::max<int64_t>(KEYS, TILE_BYTES / bytes);
+  for (int64_t t = first; t < last; t += tile)
+    each([&](auto n, const Some& s) { score<n>(a, s, keys, t, t + tile); });
+  each([&](auto n, const Some& s) { share<n>(a, s); });
+  for (int64_t t = first; t < last; t += tile)
+    each([&](auto n, const Some& s) { mix<n>(a, s, values, t, t + tile); });
+  each([&](auto n, const Some& s) { divide<n>(a, s); });
 }
 
 }  // namespace

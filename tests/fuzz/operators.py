@@ -61,17 +61,13 @@ class Operators(Subject):
 
     def _attend(self, draw: Random) -> str:
         """Attention in a pass of a few rows, with and without a bias."""
-        heads, size, rows = (draw.choice(n) for n in ((1, 2, 6), (2, 8, 20), (0, 1, 9)))
-        case = Attending(
-            *(heads, draw.choice((1, heads)), size, 40, draw.random() < 0.5),
-            do_rotary=draw.choice((0, 1)),
-            local_window_size=draw.choice((0, 3)),
-        )
+        heads, size, rows = map(draw.choice, ((1, 2, 6), (2, 8, 20), (0, 1, 9)))
+        kv_heads, packed, rotates = draw.choice((1, heads)), *draw.choices((0, 1), k=2)
+        case = Attending(heads, kv_heads, size, 40, packed, do_rotary=rotates)
+        case.attributes["local_window_size"] = draw.choice((0, 3))
         bias = np.zeros((1, draw.choice((1, heads)), rows, 30), np.float32)
-        feeds = case.feeds(
-            *(range(rows), draw.randrange(20), case.buffers(30)),
-            draw.choice((None, bias)),
-        )
+        given = draw.choice((None, bias))
+        feeds = case.feeds(range(rows), draw.randrange(20), case.buffers(30), given)
         attributes, damage = case.attributes, draw.choice((0, 1, 1, 2))
         for name in draw.sample([*feeds, *attributes], damage):
             number = draw.choice((*NUMBERS, *range(12)))

@@ -120,8 +120,11 @@ class Attending:
             "num_heads": heads,
             "kv_num_heads": kv_heads,
             "scale": size**-0.5,
-            **dict.fromkeys(("do_rotary", "rotary_interleaved"), 0),
-            **{"local_window_size": 0, "softcap": 0.0, **changed},
+            "do_rotary": 0,
+            "rotary_interleaved": 0,
+            "local_window_size": 0,
+            "softcap": 0.0,
+            **changed,
         }
 
     def buffers(self, capacity):
@@ -131,13 +134,16 @@ class Attending:
 
     def feeds(self, rows, cursor, buffers, bias=None):
         """The inputs of a pass over these rows of the text, at the slot `cursor`."""
+        rows = np.array(rows, np.int64)
         parts = [part[:, rows] for part in self.parts]
         parts = [np.concatenate(parts, 2)] if self.packed else parts
         last = np.array([cursor + len(rows) - 1], np.int32)
-        places = dict(zip(ATTENTION_INPUTS[3:7], [*buffers, last, last + 1], strict=True))
+        places = dict(
+            zip(ATTENTION_INPUTS[3:7], [*buffers, last, last + 1], strict=True)
+        )
         feeds = dict(zip(ATTENTION_INPUTS, parts, strict=False)) | places
         if self.attributes["do_rotary"]:
-            feeds |= {**self.tables, "positions": np.array(rows)[None]}
+            feeds |= {**self.tables, "positions": rows[None]}
         return feeds if bias is None else {**feeds, "bias": bias}
 
     def read(self, width, capacity=96, bias=None, **options):
