@@ -22,6 +22,7 @@ import onnxruntime
 from jetdraft.bundle import Bundle
 from jetdraft.devices.providers import PROVIDERS, try_provider
 from jetdraft.errors import ProviderError
+from jetdraft.native import LIBRARY
 from jetdraft.runtime.passes.opener import shared_weights
 
 CASES = ("none", "one", "two over a file", "two over shared weights")
@@ -47,6 +48,8 @@ def session(
     """Open a session and run it once."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
+    if provider == "cpu":
+        options.register_custom_ops_library(str(LIBRARY))
     for name, value in shared.items():
         options.add_initializer(name, value)
     opened = onnxruntime.InferenceSession(

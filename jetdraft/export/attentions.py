@@ -12,25 +12,21 @@ import torch
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.step import Step, dtype_of
+from jetdraft.native import DOMAIN
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows
-from jetdraft.quant.edits import Maker, initializer, new_value, replace_values
+from jetdraft.quant.edits import Maker, initializer, new_value
 
 OPSET = 24
 """The first that has TensorScatter and Attention over a part of a buffer."""
 
 _BIAS_INPUTS = {"GroupQueryAttention": 10, "Attention": 3}
-_LAST_ROW, _TOTAL_LENGTH, _POSITIONS = 5, 6, 9
-"""GroupQueryAttention's inputs that say where its rows are."""
 
 SCALE_INPUTS = 12, 13
 """GroupQueryAttention's inputs for the scales of keys and of values."""
 
 PAST_KEY = 3
 """GroupQueryAttention's input for the past keys."""
-
-_ATTENDED = "attended_rows"
-"""The axis of the rows that attend, and the value that has their shape in a bias."""
 
 
 def attentions(graph: ir.Graph) -> list[ir.Node]:
@@ -87,7 +83,6 @@ def add_mask(
 
 def add_bias(graph: ir.Graph, bias: ir.Value) -> None:
     """Add `bias` to the scores of every attention that has no bias yet, in place."""
-    bias = _expand_bias(graph, bias)
     for node in graph:
         place = _BIAS_INPUTS.get(node.op_type)
         if place is None:
@@ -110,56 +105,18 @@ def add_to_position_bias(graph: ir.Graph, mask: ir.Value) -> None:
     graph.insert_after(producer, both)
 
 
-def attend_as_two(graph: ir.Graph) -> None:
-    """Let a pass of one row attend as two equal rows, in place.
+def use_own_attention(graph: ir.Graph) -> None:
+    """Let `jetdraft.native` compute all attentions over buffers of floats, in place.
 
-    onnxruntime multiplies one row with another kernel than several rows, and the last
-    bits differ. With its row twice, attention has the bits of wider passes, and all
-    other operators run on one row only. The second row fills the slot after the first,
-    so the buffers need a spare slot.
+    It has the same inputs, and needs every attribute.
     """
-    first = attentions(graph)[0]
-    make = Maker(graph, first)
-    one, two = make.constant("twins.one", [1]), make.constant("twins.two", [2])
-    own_rows = make("Shape", graph.inputs[0], start=1, end=2)
-    count = make("Max", own_rows, two)
-    row_shape = make("Concat", one, count, one, axis=0)
-    position_shape = make("Concat", one, count, axis=0)
-    row_shape.name = _ATTENDED
-    added = make("Cast", make("Sub", count, own_rows), to=ir.DataType.INT32)
-    last = make("Add", first.inputs[_LAST_ROW], added)
-    filled = make("Add", last, make.constant("twins.one32", [1], np.int32))
-    total = make("Max", first.inputs[_TOTAL_LENGTH], filled)
-    start = make.constant("twins.start", [0])
-    expanded: dict[ir.Value, ir.Value] = {}
     for node in attentions(graph):
-        for place in (0, 1, 2, _POSITIONS):
-            rows = node.inputs[place] if place < len(node.inputs) else None
-            if rows is None:
-                continue
-            if rows not in expanded:
-                shape = row_shape if place != _POSITIONS else position_shape
-                expanded[rows] = Maker(graph, node)("Expand", rows, shape)
-            node.replace_input_with(place, expanded[rows])
-        node.replace_input_with(_LAST_ROW, last)
-        node.replace_input_with(_TOTAL_LENGTH, total)
-        output = node.outputs[0]
-        answer = ir.node("Slice", [output, start, own_rows, one])
-        replace_values([output], answer.outputs)
-        answer.replace_input_with(0, output)
-        if output.shape is not None:
-            output.shape = ir.Shape([1, _ATTENDED, output.shape[2]])
-        graph.insert_after(node, answer)
-
-
-def _expand_bias(graph: ir.Graph, bias: ir.Value) -> ir.Value:
-    """Return the bias with a row for each attending row, after `attend_as_two`."""
-    node = next((node for node in graph if node.outputs[0].name == _ATTENDED), None)
-    if node is None:
-        return bias
-    expand = ir.node("Expand", [bias, node.outputs[0]])
-    graph.insert_after(node, expand)
-    return expand.outputs[0]
+        node.domain, attributes = DOMAIN, node.attributes
+        for name in ("local_window_size", "do_rotary", "rotary_interleaved"):
+            number = max(attributes.get_int(name, 0), 0)
+            attributes[name] = ir.AttrInt64(name, number)
+        softcap = attributes.get_float("softcap", 0.0)
+        attributes["softcap"] = ir.AttrFloat32("softcap", softcap)
 
 
 def measure_scales(

@@ -26,9 +26,10 @@ class ExportOptions:
     `max_width` the most rows of one pass. `provider` and `drafter_provider` will run
     the graphs; they give the defaults of `dtype`, "fp32" or "fp16" for activations and
     buffers, and of `flavour`: "contrib" graphs have onnxruntime's own operators,
-    "standard" graphs only operators of ai.onnx. Matrices are multiplied by a `kernel`
-    of "jetdraft", which holds llama.cpp's types as they are, or of "onnxruntime". With
-    a `limit`, some layers of the target get more bits than its recipe gives.
+    "standard" graphs only operators of ai.onnx. Matrices are multiplied, and attention
+    over floats is computed, by a `kernel` of "jetdraft", which holds llama.cpp's types
+    as they are, or of "onnxruntime". With a `limit`, some layers of the target get more
+    bits than its recipe gives.
     `adapter_scale`, 0 to 1, is how far streams of the shared mode move the weights from
     the base. `calibration` is a text file for all measures; without it the target
     writes a text. A drafter chooses among the `draft_vocab` tokens that are most

@@ -274,7 +274,6 @@ def _make_contract(
         else 0,
         feature_size=checkpoint.taps.size if checkpoint.taps else 0,
         draft_vocab=draft_vocab if name == DRAFTER else 0,
-        spare_slots=int(_attends_as_two(name, checkpoint, options)),
     )
     if probes is not None:
         contract = replace(contract, streams=probes.gamma)
@@ -287,24 +286,8 @@ def _make_contract(
             source_slots=slots or contract.capacity,
             source_bins=bins,
             relative_positions=relative_bias_module(model) is not None,
-            spare_slots=0,
         )
     return contract
-
-
-def _attends_as_two(name: str, checkpoint: Checkpoint, options: ExportOptions) -> bool:
-    """Whether a pass of one row attends as two rows, see `attend_as_two`.
-
-    Only a target must round alike at all widths. In half precision and on a GPU other
-    kernels depend on the width too, so attention alone would change nothing.
-    """
-    return (
-        name == TARGET
-        and options.provider_of(name).name == "cpu"
-        and options.effective_flavour == CONTRIB
-        and options.dtype_of(name) == "fp32"
-        and checkpoint.streams is None
-    )
 
 
 def _make_job_and_entry(

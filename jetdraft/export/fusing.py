@@ -21,7 +21,7 @@ from onnx_ir.passes import common
 from onnxscript.rewriter import pattern, rewrite
 
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.export.attentions import attend_as_two, attentions
+from jetdraft.export.attentions import attentions, use_own_attention
 from jetdraft.export.step import CUT, PACKET
 from jetdraft.ort import ort
 from jetdraft.quant.edits import (
@@ -203,11 +203,13 @@ def fuse(
     contract: StepContract,
     forms: Mapping[str, object] | None = None,
     rotation_nodes: bool = False,
+    own_attention: bool = False,
 ) -> None:
     """Apply every rewrite to `model`, in place.
 
     `forms` maps matrices, by their names in the checkpoint, to `Blocks.form`; only
     matrices with equal forms are merged. `rotation_nodes` rotate before attention.
+    With `own_attention` it is computed by `jetdraft.native`.
     """
     rewrite(model, [RotationInHalves.rule()])
     # Each layer computes the same cosine; merge them, so that all share one table.
@@ -222,8 +224,8 @@ def fuse(
     for node in attentions(model.graph):
         pack_projections(node)
     fuse_norms(model.graph)
-    if contract.spare_slots and not contract.block:
-        attend_as_two(model.graph)
+    if own_attention:
+        use_own_attention(model.graph)
     common.RemoveUnusedNodesPass()(model)
     model.graph.sort()
 

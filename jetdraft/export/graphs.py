@@ -40,6 +40,7 @@ from jetdraft.export.tracer import trace
 from jetdraft.manifest import GraphEntry, Halves
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.weights import Quantization
+from jetdraft.recipe import KERNELS
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the stage, the steps done and the number of steps."""
@@ -62,6 +63,11 @@ class Job:
     report: Progress = lambda stage, done, total: None
     scales: list[Floats] = field(default_factory=list)
     ids: Tensor | None = None
+
+    @property
+    def own_attention(self) -> bool:
+        """Whether `jetdraft.native` attends: it has no buffers of integers."""
+        return self.options.kernel_of(self.name) == KERNELS[0] and not self.scales
 
     def graph_file(self, kind: str) -> Path:
         """Return the file of another graph of this model, for example "tree"."""
@@ -123,7 +129,7 @@ def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
     else:
         forms = {name: kept.form for name, kept in job.quantization.packed.items()}
         rotation_nodes = job.options.provider_of(job.name).name == "webgpu"
-        fuse(model, entry.contract, forms, rotation_nodes)
+        fuse(model, entry.contract, forms, rotation_nodes, job.own_attention)
     job.report(stage, 1, 1)
     stage = f"quantize {job.name}"
     job.quantization.apply(model, lambda done, of: job.report(stage, done, of))

@@ -78,8 +78,8 @@ class ExportRequest:
     )
     kernel: str | None = _checkpoint(
         None,
-        "Whose operators multiply matrices on the CPU: jetdraft's hold llama.cpp's "
-        "types, for which it needs its library; onnxruntime's need none, and a GGUF "
+        "Whose operators multiply matrices and attend on the CPU: jetdraft's hold "
+        "llama.cpp's types, and need its library; onnxruntime's need none, and a GGUF "
         "file loses minima there. Default: jetdraft.",
         choices=KERNELS,
     )

@@ -83,6 +83,25 @@ struct Product {
   RowBlock* read;
 };
 
+// Attention of `rows` queries [rows][heads][size], times the scale, whose keys and values
+// lie from slot `cursor` on in the buffers [kv_heads][capacity][size]. A row sees the slots
+// up to its own, the last `window` of them if it is not 0. A score x becomes softcap
+// tanh(x / softcap), if that is not 0, and then a bias [rows][bias_slots] is added, which is
+// the same for all heads if `bias_head` is 0.
+struct Attention {
+  static constexpr int LANES = 8;
+  struct Part { int64_t first_row, last_row, first_head, last_head; };
+
+  int64_t heads, kv_heads, size, rows, cursor, capacity, window;
+  float softcap;
+  const float *queries, *keys, *values, *bias;
+  int64_t bias_slots, bias_head;
+  float* y;
+
+  // The scores of a row and a head, whole vectors of them, and last their sum.
+  int64_t line() const { return round_up(cursor + rows, LANES) + 2 * LANES; }
+};
+
 bool has_avx2(), has_avxvnni(), has_avx512vnni(), has_dotprod(), has_i8mm();  // cpu.cpp
 
 // What a processor computes; every entry is by the number of the format.
@@ -91,6 +110,7 @@ struct Isa {
   bool (*runs)();
   void (*quantize[FORMAT_COUNT])(const Product&, int64_t row);
   void (*multiply[FORMAT_COUNT])(const Product&, int64_t first_group, int64_t end);
+  void (*attend)(const Attention&, const Attention::Part&, float* scratch);
 };
 
 extern const Isa PORTABLE, AVX2, AVXVNNI, AVX512VNNI, DOTPROD, I8MM;

@@ -1,29 +1,29 @@
-// Two operators for onnxruntime's CPU provider, in the domain "jetdraft":
+// Operators for onnxruntime's CPU provider, in the domain "jetdraft":
 //
 //   MatMulPacked(x float [..., K], integers, scales uint8 [bytes]) -> float [..., N]
 //   GatherPacked(ids int64 [...], integers, scales) -> float [..., K]: columns
+//   GroupQueryAttention: onnxruntime's operator of this name with its inputs up to the
+//       bias, for floats and one sequence, with all attributes but those of 0
 //
-// Attributes: N, K, format (a row of FORMATS), layout (LAYOUT_VERSION). A bundle may come
-// from anywhere, so nothing is read before its size and type are checked.
+// Attributes of the first two: N, K, format (a row of FORMATS), layout (LAYOUT_VERSION).
 //
 // The library needs no C++ runtime: neither exceptions nor containers.
 #include <algorithm>
-#include <cstdarg>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
+#include "attention.h"
 #include "format.h"
 #include "ort.h"
+#include "tensors.h"
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 namespace jetdraft {
 namespace {
 
-constexpr int INVALID_ARGUMENT = 2, MAX_AXES = 8;
-constexpr int64_t MAX_SIZE = int64_t(1) << 31;
 constexpr int64_t PARTS = 16;             // of a product, for the session's threads
 constexpr int64_t SMALL_BYTES = 1 << 15;  // of a matrix that one thread multiplies
 
@@ -34,66 +34,6 @@ const Isa* choose_isa() {
     if ((*isa)->runs() && (forced == nullptr || std::strcmp(forced, (*isa)->name) == 0))
       return *isa;
   return nullptr;
-}
-
-const Isa* isa;
-
-__attribute__((format(printf, 1, 2))) OrtStatus* failed(const char* format, ...) {
-  char reason[256];
-  va_list arguments;
-  va_start(arguments, format);
-  std::vsnprintf(reason, sizeof reason, format, arguments);
-  va_end(arguments);
-  return ort::call(ort::CREATE_STATUS, INVALID_ARGUMENT, (const char*)reason);
-}
-
-#define TRY(expression) \
-  if (OrtStatus* status = (expression)) return status
-
-struct Tensor {
-  void* data;
-  int64_t dims[MAX_AXES];
-  size_t rank;
-  int64_t size;
-};
-
-OrtStatus* read_tensor(const OrtValue* value, int type, Tensor* tensor) {
-  OrtTensorTypeAndShapeInfo* info = nullptr;
-  TRY(ort::call(ort::GET_TENSOR_TYPE_AND_SHAPE, value, &info));
-  int found = 0;
-  ort::call(ort::GET_TENSOR_ELEMENT_TYPE, (const OrtTensorTypeAndShapeInfo*)info, &found);
-  ort::call(ort::GET_DIMENSIONS_COUNT, (const OrtTensorTypeAndShapeInfo*)info,
-            &tensor->rank);
-  const bool fits = tensor->rank <= MAX_AXES;
-  if (fits)
-    ort::call(ort::GET_DIMENSIONS, (const OrtTensorTypeAndShapeInfo*)info, tensor->dims,
-              tensor->rank);
-  ort::call<void>(ort::RELEASE_TENSOR_TYPE_AND_SHAPE_INFO, info);
-  if (!fits) return failed("an input has more than 8 axes");
-  if (found != type) return failed("an input has another type than declared");
-  tensor->size = 1;
-  for (size_t axis = 0; axis < tensor->rank; axis++)
-    if (__builtin_mul_overflow(tensor->size, tensor->dims[axis], &tensor->size))
-      return failed("an input is too large");
-  return ort::call(ort::GET_TENSOR_MUTABLE_DATA, (OrtValue*)value, &tensor->data);
-}
-
-OrtStatus* input(OrtKernelContext* context, size_t index, const OrtValue** value) {
-  return ort::call(ort::KERNEL_CONTEXT_GET_INPUT, (const OrtKernelContext*)context, index,
-                   value);
-}
-
-OrtStatus* read_rows(OrtKernelContext* context, int type, Tensor* tensor) {
-  const OrtValue* value = nullptr;
-  TRY(input(context, 0, &value));
-  return read_tensor(value, type, tensor);
-}
-
-OrtStatus* make_output(OrtKernelContext* context, const Tensor& shape, float** data) {
-  OrtValue* value = nullptr;
-  TRY(ort::call(ort::KERNEL_CONTEXT_GET_OUTPUT, context, size_t(0),
-                (const int64_t*)shape.dims, shape.rank, &value));
-  return ort::call(ort::GET_TENSOR_MUTABLE_DATA, value, (void**)data);
 }
 
 struct Kernel {
@@ -157,12 +97,6 @@ OrtStatus* create(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info,
   return nullptr;
 }
 
-OrtStatus* for_each(OrtKernelContext* context, void (*function)(void*, size_t),
-                    int64_t count, void* data) {
-  return ort::call(ort::KERNEL_CONTEXT_PARALLEL_FOR, (const OrtKernelContext*)context,
-                   function, size_t(count), size_t(0), data);
-}
-
 struct Job {
   Product product;
   int64_t format, groups, parts;
@@ -180,20 +114,12 @@ void multiply_part(void* data, size_t part) {
   isa->multiply[job.format](job.product, from, to);
 }
 
-struct Memory {
-  void* data;
-  explicit Memory(int64_t bytes)
-      : data(std::aligned_alloc(64, size_t(round_up(bytes, 64)))) {}
-  Memory(const Memory&) = delete;
-  ~Memory() { std::free(data); }
-};
-
 OrtStatus* multiply_packed(void* data, OrtKernelContext* context) {
   const Kernel& k = *(Kernel*)data;
   Tensor x;
   Job job{};
   Product& p = job.product;
-  TRY(read_rows(context, ort::FLOAT, &x));
+  TRY(read_input(context, ort::FLOAT, &x));
   TRY(k.read_matrix(context, &p.integers, &p.scales));
   if (x.rank < 1 || x.dims[x.rank - 1] != k.numbers)
     return failed("the rows have another width than the matrix");
@@ -261,7 +187,7 @@ OrtStatus* gather_packed(void* data, OrtKernelContext* context) {
   const Kernel& k = *(Kernel*)data;
   Tensor ids;
   const uint8_t *integers, *scales;
-  TRY(read_rows(context, ort::INT64, &ids));
+  TRY(read_input(context, ort::INT64, &ids));
   TRY(k.read_matrix(context, &integers, &scales));
   if (ids.rank == MAX_AXES) return failed("the ids have too many axes");
   const auto* id = (const int64_t*)ids.data;
@@ -278,22 +204,35 @@ OrtStatus* gather_packed(void* data, OrtKernelContext* context) {
   return nullptr;
 }
 
-template <OrtStatus* (*COMPUTE)(void*, OrtKernelContext*), int FIRST_TYPE>
+// --- registration ---------------------------------------------------------------------
+
+using Create = OrtStatus*(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*, void**);
+using Compute = OrtStatus*(void*, OrtKernelContext*);
+
+constexpr int PRODUCT_TYPES[] = {ort::FLOAT, ort::UINT8, ort::UINT8};
+constexpr int GATHER_TYPES[] = {ort::INT64, ort::UINT8, ort::UINT8};
+constexpr int OPTIONAL = 1;
+
+template <Create* CREATE, Compute* COMPUTE, int OUTPUTS, const auto& TYPES>
 OrtCustomOp make_operator(const char* (*name)(const OrtCustomOp*)) {
   OrtCustomOp op{};
   op.version = ort::VERSION;
   op.GetName = name;
   op.GetExecutionProviderType = [](auto) { return "CPUExecutionProvider"; };
-  op.GetInputTypeCount = [](auto) { return size_t(3); };
-  op.GetInputType = [](auto, size_t i) { return int(i == 0 ? FIRST_TYPE : ort::UINT8); };
-  op.GetOutputTypeCount = [](auto) { return size_t(1); };
+  op.GetInputTypeCount = [](auto) { return std::size(TYPES); };
+  op.GetInputType = [](auto, size_t i) { return TYPES[i]; };
+  op.GetOutputTypeCount = [](auto) { return size_t(OUTPUTS); };
   op.GetOutputType = [](auto, size_t) { return int(ort::FLOAT); };
   op.KernelDestroy = [](void* kernel) { std::free(kernel); };
-  op.GetInputCharacteristic = op.GetOutputCharacteristic = [](auto, size_t) { return 0; };
+  // Of the operators here only attention has inputs that can be left out.
+  op.GetInputCharacteristic = [](auto, size_t i) {
+    return OUTPUTS > 1 && i != 0 && (i < 3 || i > 6) ? OPTIONAL : 0;
+  };
+  op.GetOutputCharacteristic = [](auto, size_t) { return 0; };
   op.GetInputMemoryType = [](auto, size_t) { return 0; };
   op.GetVariadicInputMinArity = op.GetVariadicOutputMinArity = [](auto) { return 1; };
   op.GetVariadicInputHomogeneity = op.GetVariadicOutputHomogeneity = [](auto) { return 1; };
-  op.CreateKernelV2 = create;
+  op.CreateKernelV2 = CREATE;
   op.KernelComputeV2 = COMPUTE;
   op.GetStartVersion = op.GetEndVersion = [](auto) { return 1; };
   op.GetMayInplace = op.GetAliasMap = [](int**, int**) { return size_t(0); };
@@ -317,13 +256,17 @@ EXPORTED OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBa
   isa = choose_isa();
   if (isa == nullptr)
     return failed("this processor lacks what JETDRAFT_ISA names; leave it out");
-  static const OrtCustomOp multiply = make_operator<multiply_packed, ort::FLOAT>(
-      [](auto) { return "MatMulPacked"; });
-  static const OrtCustomOp gather = make_operator<gather_packed, ort::INT64>(
+  static const OrtCustomOp multiply =
+      make_operator<create, multiply_packed, 1, PRODUCT_TYPES>(
+          [](auto) { return "MatMulPacked"; });
+  static const OrtCustomOp gather = make_operator<create, gather_packed, 1, GATHER_TYPES>(
       [](auto) { return "GatherPacked"; });
+  static const OrtCustomOp attention =
+      make_operator<create_attention, attend_rows, 3, ATTENTION_TYPES>(
+          [](auto) { return "GroupQueryAttention"; });
   OrtCustomOpDomain* domain = nullptr;
   TRY(ort::call(ort::CREATE_CUSTOM_OP_DOMAIN, "jetdraft", &domain));
-  for (const OrtCustomOp* op : {&multiply, &gather})
+  for (const OrtCustomOp* op : {&multiply, &gather, &attention})
     TRY(ort::call(ort::CUSTOM_OP_DOMAIN_ADD, domain, op));
   return ort::call(ort::ADD_CUSTOM_OP_DOMAIN, options, domain);
 }

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <utility>
 
+#include "attend.h"
 #include "format.h"
 
 namespace jetdraft {
@@ -162,7 +163,7 @@ void multiply(const Product& p, int64_t first, int64_t end) {
 template <class V, int... F>
 constexpr Isa make_isa(const char* name, bool (*runs)(),
                        std::integer_sequence<int, F...>) {
-  return {name, runs, {quantize<V, F>...}, {multiply<V, F>...}};
+  return {name, runs, {quantize<V, F>...}, {multiply<V, F>...}, attend};
 }
 
 template <class V>

@@ -78,7 +78,7 @@ def test_shows_graphs_shapes_quantization_and_bytes(bundle):
         "layers 1, KV heads 1 x 16",
         "input_ids int64 1 x n",
         "answer_rows int64 m",
-        "past_key.0 float32 1 x 2 x 257 x 16",
+        "past_key.0 float32 1 x 2 x 256 x 16",
         "past_key.0 float32 1 x 1 x 256 x 16",
         "candidates int64 1 x m x 64",
         "logits float32 1 x m x 288",

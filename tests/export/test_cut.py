@@ -14,6 +14,7 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.graphs import Job
 from jetdraft.export.step import Step
 from jetdraft.recipe import Recipe
+from jetdraft.runtime.passes.session import open_session
 from tests.tiny import llama_config, save_checkpoint
 
 ROWS, CURSOR = 5, 3
@@ -50,9 +51,7 @@ def test_every_export_writes_the_same_bytes(bundle, request):
 
 
 def session(bundle, file) -> onnxruntime.InferenceSession:
-    return onnxruntime.InferenceSession(
-        bundle.path / file, providers=["CPUExecutionProvider"]
-    )
+    return open_session(bundle.path / file, "cpu")
 
 
 def run(session, inputs, outputs, feeds) -> dict[str, np.ndarray]:

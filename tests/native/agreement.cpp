@@ -1,6 +1,6 @@
-// Compares every processor's products that run here with the portable ones, bit by bit:
-// all formats, whole and cut blocks and groups, passes of 1 to 19 rows and each row by
-// itself. Prints a line for each processor; ends with 1 if two numbers differ. With an
+// Compares every processor's products and attention that run here with the portable ones,
+// bit by bit: all formats, whole and cut blocks and groups, passes of 1 to 19 rows and each
+// row by itself. Prints a line for each processor; ends with 1 if two numbers differ. With an
 // argument it takes all processors, whose instructions are then emulated.
 #include <cstdio>
 #include <cstdlib>
@@ -87,6 +87,43 @@ bool agrees(const Isa& isa, const Matrix& matrix, int64_t rows) {
   return same;
 }
 
+// Each head of keys by itself, for all rows.
+void attend(const Isa& isa, const Attention& a) {
+  const int64_t group = a.heads / a.kv_heads;
+  const Array<float> scratch(a.rows * group * a.line());
+  for (int64_t head = 0; head < a.heads; head += group)
+    isa.attend(a, {0, a.rows, head, head + group}, scratch.at);
+}
+
+// Whether attention of this shape has the portable bits, and each row alone has them too.
+bool agrees(const Isa& isa, Attention a) {
+  const int64_t width = a.heads * a.size, buffer = a.kv_heads * a.capacity * a.size;
+  Array<float> queries(a.rows * width), keys(buffer), values(buffer),
+      bias(a.rows * a.bias_slots), y(a.rows * width), expected(a.rows * width), alone(width);
+  for (const Array<float>* all : {&queries, &keys, &values, &bias})
+    for (int64_t i = 0; i < all->size; i++) all->at[i] = float(random_bits()) / 32768 - 1;
+  a.queries = queries.at, a.keys = keys.at, a.values = values.at;
+  if (a.bias_slots > 0) a.bias = bias.at;
+  a.y = expected.at, attend(PORTABLE, a);
+  a.y = y.at, attend(isa, a);
+  bool same = equal(y.at, expected.at, y.size);
+  Attention one = a;
+  one.rows = 1, one.y = alone.at;
+  for (int64_t row = 0; row < a.rows; row++, one.cursor++, one.queries += width) {
+    if (a.bias != nullptr) one.bias = a.bias + row * a.bias_slots;
+    attend(isa, one);
+    same &= equal(y.at + row * width, alone.at, width);
+  }
+  return same;
+}
+
+constexpr Attention ATTENTIONS[] = {
+    {.heads = 4, .kv_heads = 2, .size = 64, .cursor = 70, .capacity = 99},
+    {.heads = 3, .kv_heads = 1, .size = 20, .cursor = 5, .capacity = 30, .window = 7},
+    {.heads = 2, .kv_heads = 2, .size = 7, .capacity = 20, .softcap = 0.5f},
+    {.heads = 6, .kv_heads = 2, .size = 128, .cursor = 40, .capacity = 60, .bias_slots = 60},
+};
+
 struct Size {
   int64_t columns, numbers;
 };
@@ -100,7 +137,7 @@ int main(int count, char**) {
   int all_wrong = 0;
   for (const Isa* const* isa = ISAS; *isa != nullptr; isa++) {
     if (count == 1 && !(*isa)->runs()) continue;
-    int products = 0, wrong = 0;
+    int products = 0, attentions = 0, wrong = 0;
     state = 0;
     for (int format = 0; format < FORMAT_COUNT; format++)
       for (const Size& size : SIZES) {
@@ -110,7 +147,13 @@ int main(int count, char**) {
           wrong += !agrees(**isa, matrix, rows);
         }
       }
-    std::printf("%s: %d products, %d differ\n", (*isa)->name, products, wrong);
+    for (Attention a : ATTENTIONS)
+      for (const int64_t rows : WIDTHS) {
+        a.rows = rows, attentions++;
+        wrong += !agrees(**isa, a);
+      }
+    std::printf("%s: %d products, %d attentions, %d differ\n", (*isa)->name, products,
+                attentions, wrong);
     all_wrong += wrong;
   }
   return all_wrong != 0;

@@ -37,7 +37,15 @@ def open_session(kind, arrays, threads, fields):
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
         [numpy_helper.from_array(a, n) for a, n in zip(arrays, ARRAYS, strict=True)],
     )
-    domains = [helper.make_opsetid("", 21), helper.make_opsetid("jetdraft", 1)]
+    return session_of(graph, threads)
+
+
+def session_of(graph, threads):
+    """A session of a graph, with the library."""
+    domains = [
+        helper.make_opsetid(domain, version)
+        for domain, version in (("", 21), (native.DOMAIN, 1), ("com.microsoft", 1))
+    ]
     model = helper.make_model(graph, opset_imports=domains, ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -68,3 +76,84 @@ def random_matrix(grid, columns, rows, seed=0):
         halves[::7] = np.float16(6e-8)
         data[..., place : place + 2] = halves[..., None].view(np.uint8)
     return GridMatrix(grid, data.reshape(columns, -1), rows)
+
+
+ATTENTION_INPUTS = (
+    *("query", "key", "value", "past_key", "past_value", "last_row", "total_length"),
+    *("cosines", "sines", "positions", "bias"),
+)
+
+
+def attention_session(feeds, *, threads=1, domain=native.DOMAIN, **attributes):
+    """A session of GroupQueryAttention, of `native` or onnxruntime, for such inputs."""
+    kinds = {np.float32: TensorProto.FLOAT, np.int32: TensorProto.INT32}
+    kinds |= {np.int64: TensorProto.INT64}
+    node = helper.make_node(
+        "GroupQueryAttention",
+        [name if name in feeds else "" for name in ATTENTION_INPUTS],
+        ["y", "present_key", "present_value"],
+        domain=domain,
+        **attributes,
+    )
+    inputs = [
+        helper.make_tensor_value_info(name, kinds[array.dtype.type], None)
+        for name, array in feeds.items()
+    ]
+    outputs = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+        for name in node.output
+    ]
+    return session_of(helper.make_graph([node], "attention", inputs, outputs), threads)
+
+
+class Attending:
+    """Attention over a random text of `length` rows."""
+
+    def __init__(self, heads=4, kv_heads=2, size=64, length=80, packed=True, **changed):
+        random, self.length, self.packed = np.random.default_rng(0), length, packed
+        widths = [count * size for count in (heads, kv_heads, kv_heads)]
+        self.parts = [random.standard_normal((1, length, w), "f4") for w in widths]
+        angles = random.uniform(0, 7, (length, size // 2)).astype(np.float32)
+        self.tables = {"cosines": np.cos(angles), "sines": np.sin(angles)}
+        self.buffer = kv_heads, size
+        self.attributes = {
+            "num_heads": heads,
+            "kv_num_heads": kv_heads,
+            "scale": size**-0.5,
+            "do_rotary": 0,
+            "rotary_interleaved": 0,
+            "local_window_size": 0,
+            "softcap": 0.0,
+            **changed,
+        }
+
+    def buffers(self, capacity):
+        """Buffers of keys and values without a row."""
+        heads, size = self.buffer
+        return [np.zeros((1, heads, capacity, size), np.float32) for _ in range(2)]
+
+    def feeds(self, rows, cursor, buffers, bias=None):
+        """The inputs of a pass over these rows of the text, at the slot `cursor`."""
+        rows = np.array(rows, np.int64)
+        parts = [part[:, rows] for part in self.parts]
+        parts = [np.concatenate(parts, 2)] if self.packed else parts
+        last = np.array([cursor + len(rows) - 1], np.int32)
+        places = dict(
+            zip(ATTENTION_INPUTS[3:7], [*buffers, last, last + 1], strict=True)
+        )
+        feeds = dict(zip(ATTENTION_INPUTS, parts, strict=False)) | places
+        if self.attributes["do_rotary"]:
+            feeds |= {**self.tables, "positions": rows[None]}
+        return feeds if bias is None else {**feeds, "bias": bias}
+
+    def read(self, width, capacity=96, bias=None, **options):
+        """Read the text in passes of a width; the answers [length, heads * size]."""
+        buffers, answers, opened = self.buffers(capacity), [], None
+        for start in range(0, self.length, width):
+            rows = range(start, min(start + width, self.length))
+            some = None if bias is None else bias[:, :, rows]
+            feeds = self.feeds(rows, start, buffers, some)
+            opened = opened or attention_session(feeds, **self.attributes | options)
+            answer, *buffers = opened.run(None, feeds)
+            answers += [*answer[0]]
+        return np.array(answers)

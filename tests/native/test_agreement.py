@@ -52,9 +52,10 @@ def zig(*arguments):
 
 
 def agreeing(*command):
-    """The processors whose products had the portable bits."""
+    """The processors whose products and attention had the portable bits."""
     lines = printed(*command).splitlines()
-    found = [re.fullmatch(r"(\w+): 400 products, 0 differ", line) for line in lines]
+    whole = r"(\w+): 400 products, 40 attentions, 0 differ"
+    found = [re.fullmatch(whole, line) for line in lines]
     return {match[1] for match in found}
 
 

@@ -24,9 +24,10 @@ def packed(pair, once):
     return make(pair, once, Recipe("q4_0"))
 
 
-def make(pair, once, recipe):
-    options = ExportOptions(recipe, capacity=256, max_width=16)
-    return once(recipe.name, lambda to: export(str(pair.target), to, None, options))
+def make(pair, once, recipe, kernel=None):
+    options = ExportOptions(recipe, capacity=256, max_width=16, kernel=kernel)
+    name = f"{recipe.name}-{kernel}"
+    return once(name, lambda to: export(str(pair.target), to, None, options))
 
 
 @pytest.fixture
@@ -64,14 +65,17 @@ def generated(bundle):
     return jetdraft("generate", bundle, "-p", "the", "-n", 4, "-t", 1)
 
 
-def test_a_bundle_says_what_it_lacks(packed, fault):
+def test_a_bundle_says_what_it_lacks(packed, pair, once, fault):
+    """For products and attention, or for attention alone."""
     fix = () if fault == UNKNOWN else (INSTALL,)
-    assert_refused(generated(packed), fault, *fix)
+    for bundle in (packed, make(pair, once, Recipe("int8", 16))):
+        assert_refused(generated(bundle), fault, *fix)
 
 
 def test_other_bundles_do_without(pair, once, fault):
     assert fault
-    assert generated(make(pair, once, Recipe("int8", 16))).exit_code == 0
+    other = make(pair, once, Recipe("int8", 16), "onnxruntime")
+    assert generated(other).exit_code == 0
 
 
 def test_doctor_says_what_is_lacking(fault):

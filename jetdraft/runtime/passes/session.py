@@ -23,7 +23,7 @@ from jetdraft.devices.providers import (
     try_provider,
 )
 from jetdraft.errors import ContractError, OptionError, ProviderError
-from jetdraft.native import GATHER, LIBRARY, MULTIPLY, isa
+from jetdraft.native import DOMAIN, LIBRARY, isa
 from jetdraft.ort import ort
 
 SIZE_OPERATORS = {"Shape", "Size", "Squeeze", "Unsqueeze", "Cast", "Concat"}
@@ -95,7 +95,7 @@ def open_session(
     try:
         if provider == "cpu" and isa():
             options.register_custom_ops_library(str(LIBRARY))
-    except ProviderError as error:  # most graphs do without
+    except ProviderError as error:  # some graphs do without
         no_library = error
     try:
         options.add_external_initializers(
@@ -110,7 +110,7 @@ def open_session(
         )
     except Exception as error:  # onnxruntime's exceptions have no common base
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        if no_library and (MULTIPLY in reason or GATHER in reason):
+        if no_library and f"{DOMAIN}:" in reason:  # before the name of an operator
             raise no_library from error
         if provider != "cpu":
             raise ProviderError(
