@@ -149,7 +149,7 @@ def optimizers_of(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     ]
     # Few steps fit into half an hour, and Muon makes more of each than AdamW.
     return [
-        Muon(layers, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        Muon(layers, lr=0.0),
         torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True),
     ]
 
