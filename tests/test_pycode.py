@@ -1,9 +1,12 @@
 """The trained pair: the same text over a thousand tokens, and a drafter that lives."""
 
+import importlib
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import jetdraft
 from jetdraft.export.exporter import ExportOptions, export
@@ -111,3 +114,16 @@ def test_the_head_is_right_often_and_never_changes_the_text(with_head, temperatu
 def test_the_head_is_small():
     size = sum(file.stat().st_size for file in (FOLDER / "head").iterdir())
     assert size <= HEAD_MEGABYTES * 10**6
+
+
+def test_the_recipe_takes_a_step(tmp_path, monkeypatch):
+    """Its trainings take half an hour, so no other test runs them."""
+    monkeypatch.syspath_prepend(FOLDER)
+    train = importlib.import_module("train")
+    model = train.build(width=192, layers=1, heads=3, hidden=64)
+    before = model.model.layers[0].mlp.up_proj.weight.clone()
+    stream = torch.randint(train.corpus.VOCABULARY, (8192,))
+    source = partial(train.corpus_batches, stream, 0)
+    stage = train.Stage("target", 1e-3, 4e-3, tmp_path)
+    assert train.fit(model, stage, train.label_loss, source) == 1
+    assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, before)

@@ -141,15 +141,15 @@ def rate(stage: Stage, spent: float) -> float:
 
 def optimizers_of(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     """Return Muon for the layers' matrices and AdamW for all the rest."""
-    layers = [p for p in model.model.layers.parameters() if p.ndim > 1]
-    gains = [p for p in model.parameters() if p.ndim < 2]
+    layers = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    gains = [p for p in model.parameters() if p.ndim != 2]
     groups = [
         {"params": [model.model.embed_tokens.weight], "weight_decay": 0.1},
         {"params": gains, "weight_decay": 0.0},
     ]
     # Few steps fit into half an hour, and Muon makes more of each than AdamW.
     return [
-        Muon(layers, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        Muon(layers, lr=0.0),
         torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True),
     ]
 
@@ -253,7 +253,7 @@ def train_drafter(
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     """Write a checkpoint folder that Transformers loads."""
     # A copy, because the drafter still learns from the unrounded target.
-    half = LlamaForCausalLM(model.config)
+    half = type(model)(model.config)
     half.load_state_dict(model.state_dict())
     half.half().save_pretrained(folder)
     wrapped = PreTrainedTokenizerFast(

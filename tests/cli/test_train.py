@@ -156,7 +156,7 @@ def test_a_head_from_a_text(tmp_path, text):
     command = ("train", "eagle", target, "--data", text, "-o", tmp_path / "head")
     trained = jetdraft(*command, "--draft-vocab", 50, *sizes)
     assert trained.exit_code == 0, trained.output
-    assert "weights of an eagle3 head over 50 tokens" in trained.stderr
+    assert "weights of a head (eagle3) over 50 tokens" in trained.stderr
     assert "step 2: validation loss" in trained.stderr
     assert "right by place" in trained.stderr
     fields = json.loads((tmp_path / "head" / "config.json").read_text())

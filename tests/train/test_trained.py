@@ -70,6 +70,7 @@ class Kind(NamedTuple):
 KINDS = {
     "eagle3": Kind(EagleTask, EagleSettings(draft_vocabulary=40, unrolled=3), ()),
     "eagle1": Kind(EagleTask, EagleSettings(kind="eagle1", unrolled=3), ()),
+    "mtp": Kind(EagleTask, EagleSettings(kind="mtp", unrolled=3)),
     "medusa": Kind(MedusaTask, HeadSettings(unrolled=3), (CHAIN, BEST), others=2.0),
     "draft": Kind(
         ModelTask,

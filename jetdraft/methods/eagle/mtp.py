@@ -45,6 +45,9 @@ _LAYOUTS = {
         },
     ),
 }
+HIDDEN_FIRST = "mtp_hidden_states_first"
+"""The key of a config with which fc joins the state before the embedding."""
+
 _COPIED_PREFIXES = ("shared_head.head.", "embed_tokens.")
 """Prefixes of tensors that are copies of the target's matrices."""
 
@@ -97,23 +100,28 @@ class Mtp(Eagle):
         named = _stack_experts(_rename_tensors(layout, own, shared))
         tensors.clear()
         tensors.update(named)
-        if getattr(text, "mtp_use_dedicated_embeddings", False):
-            raise CheckpointError(
-                f"the MTP module of {files.source} has an embedding of its own, which "
-                "jetdraft does not read; export without the head"
-            )
-        config = EagleConfig(
-            hidden_size=text.hidden_size,
-            target_hidden_size=text.hidden_size,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=target.vocab_size,
-            join_norms=True,
-            # MiMo joins the state before the embedding.
-            hidden_first=layout == "mimo"
-            or bool(getattr(text, "mtp_hidden_states_first", False)),
-            carries_normed=True,
+        # MiMo joins the state before the embedding.
+        first = files.config.get(HIDDEN_FIRST, layout == "mimo")
+        return mtp_config(target, hidden_first=bool(first)), None
+
+
+def mtp_config(target: Checkpoint, hidden_first: bool = False) -> EagleConfig:
+    """Return the sizes and flags of an MTP head for `target`; may refuse its config."""
+    text = target.model.config.get_text_config(decoder=True)
+    if getattr(text, "mtp_use_dedicated_embeddings", False):
+        raise CheckpointError(
+            f"the MTP module of {target.source} has an embedding of its own, which "
+            "jetdraft does not read; export without the head"
         )
-        return config, None
+    return EagleConfig(
+        hidden_size=text.hidden_size,
+        target_hidden_size=text.hidden_size,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
+        join_norms=True,
+        hidden_first=hidden_first or bool(getattr(text, HIDDEN_FIRST, False)),
+        carries_normed=True,
+    )
 
 
 def _find_layout(files: HeadFiles) -> str | None:
@@ -165,6 +173,15 @@ def _rename_tensors(
             if not name.startswith(_COPIED_PREFIXES):
                 named[table.get(old, others) + name.removeprefix(old)] = tensor
     return named
+
+
+def stored_name(name: str) -> str:
+    """Return the name that Qwen's layout has for a tensor of `Mtp`."""
+    if name.startswith("stack."):
+        return name.replace("stack", "mtp", 1)
+    table = _LAYOUTS["qwen"][1]
+    old = next(old for old, new in table.items() if name.startswith(new))
+    return f"mtp.{name.replace(table[old], old, 1)}"
 
 
 def _stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""How an EAGLE head is trained: EAGLE-3 with training-time test, or EAGLE-1."""
+"""How an EAGLE or MTP head is trained: EAGLE-3 and MTP over the steps of a draft."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.draft_vocabulary import vocabulary_tensors
+from jetdraft.checkpoints.heads.head_reader import find_own_head, load_head
 from jetdraft.checkpoints.layers import decoder_layers
+from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.errors import OptionError
 from jetdraft.methods.eagle.module import Eagle, EagleConfig
+from jetdraft.methods.eagle.mtp import HIDDEN_FIRST, Mtp, mtp_config, stored_name
 from jetdraft.options import setting
 from jetdraft.train.heads import (
     HeadSettings,
     HeadTask,
+    copy_weights,
     layer_fields,
     make_config,
     stored_tensors,
@@ -26,7 +31,8 @@ from jetdraft.train.heads import (
 from jetdraft.train.task import Published, Run, Tensors
 from jetdraft.train.teacher import Lesson, shift_rows
 
-EAGLE1, EAGLE3 = "eagle1", "eagle3"
+EAGLE1, EAGLE3, MTP = "eagle1", "eagle3", "mtp"
+KINDS = (EAGLE3, EAGLE1, MTP)
 ARCHITECTURES = {EAGLE1: "LlamaForCausalLMEagle", EAGLE3: "LlamaForCausalLMEagle3"}
 
 CROSS_ENTROPY, NOISE_WIDTH = 0.1, 0.2
@@ -35,10 +41,10 @@ CROSS_ENTROPY, NOISE_WIDTH = 0.1, 0.2
 
 @dataclass(frozen=True)
 class EagleSettings(HeadSettings):
-    """Settings of an EAGLE head; EAGLE-1 learns one step, and validates more."""
+    """Settings of a head; EAGLE-1 learns one step, and validates more."""
 
     kind: str = setting(
-        EAGLE3, f"The kind of head: {EAGLE3} or {EAGLE1}.", choices=(EAGLE3, EAGLE1)
+        EAGLE3, f"The kind of head: {', '.join(KINDS)}.", choices=KINDS
     )
     draft_vocabulary: int = setting(
         32000,
@@ -54,12 +60,17 @@ class EagleSettings(HeadSettings):
         unset="2, the middle and the last but two",
     )
     inner: int = setting(
-        0, "Width inside the MLP of the drafter.", (0, 10**6), unset="the target's"
+        0, "Width inside an EAGLE head's MLP.", (0, 10**6), unset="the target's"
     )
 
 
 class EagleTask(HeadTask):
-    """Trains EAGLE-3, or EAGLE-1, which learns features too, in its authors' layout."""
+    """Trains EAGLE-3, MTP, or EAGLE-1, which learns features too.
+
+    The files have the authors' layout, and Qwen's for MTP. An MTP head begins as the
+    target's own (FastMTP, 2509.18362); without one its layer begins as the target's
+    last layer of the same kind.
+    """
 
     Settings = EagleSettings
     help = "Train a head that drafts for TARGET, a checkpoint folder or hub id."
@@ -79,6 +90,8 @@ class EagleTask(HeadTask):
     def new_drafter(self, run: Run) -> Eagle:
         """Set `ids` and `config`, and make a head; EAGLE-3's LM head is a copy."""
         settings, target = self.settings, run.target
+        if settings.kind == MTP:
+            return self._new_mtp(target)
         is_third = settings.kind == EAGLE3
         if is_third:
             self.ids = run.frequent_tokens(settings.draft_vocabulary)
@@ -101,6 +114,19 @@ class EagleTask(HeadTask):
             head.lm_head.weight.data.copy_(own)
         return head
 
+    def _new_mtp(self, target: Checkpoint) -> Eagle:
+        """Load the target's own MTP head, or make a head of its layers; sets `config`."""
+        if own := find_own_head(target.source):
+            head: Any = load_head(own, target, torch.float32)
+            store_weights_in(head, torch.float32)
+        else:
+            head = Mtp(mtp_config(target), target.model)
+            for layer in decoder_layers(target.model):
+                # The last layer of the same kind stays.
+                copy_weights(head.first_layer, layer)
+        self.config = head.config
+        return head
+
     def predictions(
         self, drafter: Eagle, lesson: Lesson, learns: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -114,7 +140,7 @@ class EagleTask(HeadTask):
     def losses(self, step: int, state: Tensor, scores: Tensor, lesson: Any) -> Tensor:
         """Return the cross entropy; for EAGLE-1 a tenth, plus the features' loss."""
         losses = super().losses(step, state, scores, lesson)
-        if self.settings.kind == EAGLE3:
+        if self.settings.kind != EAGLE1:
             return losses
         wanted = shift_rows(lesson.final, 1 + step)
         apart = F.smooth_l1_loss(state, wanted, reduction="none").mean(-1)
@@ -122,10 +148,13 @@ class EagleTask(HeadTask):
 
     def description(self, run: Run) -> str:
         tokens = f"{self.config.draft_vocab_size} tokens"
-        return f"an {self.settings.kind} head over {tokens}"
+        return f"a head ({self.settings.kind}) over {tokens}"
 
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         config, is_third = self.config, self.settings.kind == EAGLE3
+        if self.settings.kind == MTP:
+            _, tensors = stored_tensors(weights, self.settings.half, stored_name)
+            return {HIDDEN_FIRST: config.hidden_first}, tensors
         layer = "midlayer." if is_third else "layers.0."
         dtype, tensors = stored_tensors(
             weights,
