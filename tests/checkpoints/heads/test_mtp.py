@@ -111,7 +111,7 @@ def case(request, tmp_path_factory):
     save_file(load_file(file) | own, file, {"format": "pt"})
     if config.model_type in ("glm4_moe", "deepseek_v3"):
         target = Checkpoint.load(str(folder), torch.float32)
-    else:  # a target with recurrent layers cannot be exported, but its head can be read
+    else:  # a head can be read even where its target cannot be exported
         target = Checkpoint(str(folder), model, None, None, ())
     return str(folder), target, oracle
 
