@@ -117,7 +117,8 @@ class EagleTask(HeadTask):
     def _new_mtp(self, target: Checkpoint) -> Eagle:
         """Load the target's own MTP head, or make a head of its layers; sets `config`."""
         if own := find_own_head(target.source):
-            head: Any = load_head(own, target, torch.float32)
+            head = load_head(own, target, torch.float32)
+            assert isinstance(head, Mtp)
             store_weights_in(head, torch.float32)
         else:
             head = Mtp(mtp_config(target), target.model)
