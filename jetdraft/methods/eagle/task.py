@@ -43,9 +43,7 @@ CROSS_ENTROPY, NOISE_WIDTH = 0.1, 0.2
 class EagleSettings(HeadSettings):
     """Settings of a head; EAGLE-1 learns one step, and validates more."""
 
-    kind: str = setting(
-        EAGLE3, f"The kind of head: {', '.join(KINDS)}.", choices=KINDS
-    )
+    kind: str = setting(EAGLE3, f"The kind of head: {', '.join(KINDS)}.", choices=KINDS)
     draft_vocabulary: int = setting(
         32000,
         "Tokens that EAGLE-3 can draft, the most frequent in the data.",
@@ -115,7 +113,7 @@ class EagleTask(HeadTask):
         return head
 
     def _new_mtp(self, target: Checkpoint) -> Eagle:
-        """Load the target's own MTP head, or make a head of its layers; sets `config`."""
+        """Load the target's own MTP head, or make one; sets `config`."""
         if own := find_own_head(target.source):
             head = load_head(own, target, torch.float32)
             assert isinstance(head, Mtp)
