@@ -11,8 +11,6 @@ in an environment of its own, see benchmarks/peers/README.md.
         --json benchmarks/results/compare.json
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

@@ -7,8 +7,6 @@ onnxruntime's profile by operator. The floor is the bytes of the weights and of 
 filled KV rows over the measured bandwidth. Run nothing beside it.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import tempfile

@@ -9,8 +9,6 @@ is noted with its reason and the others go on. `--provider cpu` runs all parts w
 GPU, which shows only that the script works.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

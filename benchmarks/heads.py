@@ -13,8 +13,6 @@ positions and `draft ms` are measured on the longest chain and whose tokens per 
 on the fastest; then tokens a pass and speed-up of other ways.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

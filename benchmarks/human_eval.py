@@ -9,8 +9,6 @@ in a process of its own, with limits of time, memory and files, and without the 
 environment. It is code that a model wrote: run this where nothing can be broken.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

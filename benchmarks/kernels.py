@@ -5,8 +5,6 @@ the provider computes, and timed as the median of runs that each end with a
 synchronization.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Sequence

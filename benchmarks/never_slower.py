@@ -16,8 +16,6 @@ turns in one process; the figures are ratios inside the run:
 fastest plain decoding, which only generations that are not exact may compare with.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

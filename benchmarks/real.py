@@ -11,8 +11,6 @@ output folder, and writes STEP.json. `--peer` is for the step `compare`, as in
 compare.py. Run nothing beside it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

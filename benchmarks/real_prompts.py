@@ -7,8 +7,6 @@ story.jsonl, random.jsonl (random tokens, without a template), and everyday.json
 code, a rewrite, two questions, a story and JSON. A line has `token_ids`.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -8,8 +8,6 @@ counted and dropped: none is shown or kept.
     python benchmarks/refusals.py BUNDLE --json OUT
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

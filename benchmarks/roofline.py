@@ -6,8 +6,6 @@ Prints the constants of `jetdraft.devices.planning.cost_model` and the tables of
 docs/devices.md.
 """
 
-from __future__ import annotations
-
 import statistics
 import tomllib
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ process of its own, with one pass, since kernels pack weights then. On a GPU, it
 memory of the device.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

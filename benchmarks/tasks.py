@@ -7,8 +7,6 @@ so there is one exact match and one Rouge-L. The bundle should have all methods:
 `jetdraft export CHECKPOINT --drafter DRAFTER`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from copy import deepcopy

@@ -11,8 +11,6 @@ round outside `session.run`. The texts must be the same. `--old-python` compares
 versions of onnxruntime; tune both bundles first, so that no survey runs meanwhile.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -6,8 +6,6 @@ Every round has the same width: a proposer guesses the last tokens again, which 
 nothing. Settings run in turns; the median over the repeats is shown.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Fixtures of all tests: the toy bundle, a tiny pair, and what a run makes once."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import hashlib

@@ -1,7 +1,5 @@
 """The commands and programs in README.md and docs/, as a reader would copy them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Small tokenizers of each family that checkpoints come with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tokenizers import (

@@ -7,8 +7,6 @@ functions, and in programs that are written as strings; of a table only the rows
 that the test's parameters name, if they name any.
 """
 
-from __future__ import annotations
-
 import dis
 import functools
 import pkgutil

@@ -1,7 +1,5 @@
 """Writes tiny GGUF files as llama.cpp's converter does, from random models."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ Tries it over a bundle with the text OLD, or over nothing, and prints as JSON th
 number of kills and what the output held after them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Manifests that are changed as by a program that knows their hash."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

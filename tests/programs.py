@@ -1,7 +1,5 @@
 """Programs of the repository as modules, and processes whose output a test reads."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

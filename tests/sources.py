@@ -1,7 +1,5 @@
 """Tiny encoder-decoders, and block drafters for them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ Prints as JSON, for each step of a swap, the number of kills and which weights d
 after them: the old, the new, or the bundle's own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """What README.md and docs/ say: their tables, their commands and their programs."""
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import glob

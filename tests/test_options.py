@@ -1,7 +1,5 @@
 """An annotated field is a flag, a keyword and a row of the reference."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The public names, and types that mypy and the runtime both refuse."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import inspect

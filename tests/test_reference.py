@@ -1,7 +1,5 @@
 """The site of the documents, and its reference of the Python API."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

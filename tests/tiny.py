@@ -1,7 +1,5 @@
 """Tiny random checkpoints, made in a moment and never downloaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace

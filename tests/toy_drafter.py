@@ -1,7 +1,5 @@
 """The toy bundle's drafter: its arrays, its checkpoint, and sets of other weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict

@@ -8,8 +8,6 @@ made itself can hide among its rows. A guess of a block is right as often, but r
 the best guess before it unless that token is known.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A tiny random Whisper, and sounds for it to hear."""
 
-from __future__ import annotations
-
 import io
 import wave
 from pathlib import Path

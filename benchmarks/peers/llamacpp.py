@@ -8,8 +8,6 @@ starts, so every method has a server of its own; they idle while another decodes
 and `D` are the same checkpoints as folders; only T's tokenizer is read.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

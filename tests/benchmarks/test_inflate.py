@@ -1,7 +1,5 @@
 """What drafters, prompt tokens and forecasts say before and after their growth."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import inflate

@@ -1,7 +1,5 @@
 """What may be in the folder of a checkpoint, and the errors of its loaders."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

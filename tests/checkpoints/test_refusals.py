@@ -1,7 +1,5 @@
 """Checkpoints that are another model than their config says, or of no known kind."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

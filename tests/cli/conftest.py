@@ -1,7 +1,5 @@
 """Bundles that tests may damage."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

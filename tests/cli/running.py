@@ -1,7 +1,5 @@
 """Running commands in this process, and what a refusal looks like."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from subprocess import CompletedProcess

@@ -1,7 +1,5 @@
 """jetdraft generate and transcribe: what they print, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The verbs, and what their help says of every option."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """optimum's own main, which must find our registration where it looks."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

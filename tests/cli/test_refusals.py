@@ -1,7 +1,5 @@
 """What the verbs refuse, each in one line that says what to do."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

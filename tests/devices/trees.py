@@ -1,7 +1,5 @@
 """Trees of a Jetson's files, which tests write below a folder and read as its root."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 MODES = """

@@ -1,7 +1,5 @@
 """Bundles of tiny targets with published heads, each exported once for all tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A graph can be cut without streams: its halves do what the whole graph does."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnxruntime
 import pytest

@@ -1,7 +1,5 @@
 """A target gives features for a head, and changes nothing else."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

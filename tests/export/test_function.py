@@ -1,7 +1,5 @@
 """`jetdraft.export` in Python: the same export as on the command line."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from pathlib import Path

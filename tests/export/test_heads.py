@@ -1,7 +1,5 @@
 """A published head becomes the drafter of its target's bundle, in every precision."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A trace serves all exports that would make the same graph."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

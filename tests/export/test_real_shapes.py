@@ -1,7 +1,5 @@
 """What published checkpoints have and tiny ones lack, each in a tiny checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

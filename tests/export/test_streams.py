@@ -1,7 +1,5 @@
 """Streams around a model: masks, positions, and the graph against its module."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Damage to a bundle's files, with or without the hashes that go with it."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

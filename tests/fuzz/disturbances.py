@@ -1,7 +1,5 @@
 """What may happen to a model before a generation, and must not change its text."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from random import Random

@@ -4,8 +4,6 @@ The process says which case it begins, so a case that kills it is known. A fault
 printed with the command that repeats it, and the run continues behind it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

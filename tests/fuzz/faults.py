@@ -4,8 +4,6 @@ Whatever was being written is as it was or as it should become, never half of it
 Each case forks a process that never ran onnxruntime, so its threads are not missed.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

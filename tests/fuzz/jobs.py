@@ -1,7 +1,5 @@
 """What writes to disk, as jobs that can be ended anywhere and looked at afterwards."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sqlite3

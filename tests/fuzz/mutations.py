@@ -1,7 +1,5 @@
 """Damage to files: to their bytes, to values in JSON, to arrays in an npz."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

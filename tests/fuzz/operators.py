@@ -1,7 +1,5 @@
 """Our operators with damaged sizes, types, attributes and ids, under sanitizers."""
 
-from __future__ import annotations
-
 import platform
 import runpy
 import subprocess

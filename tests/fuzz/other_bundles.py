@@ -1,7 +1,5 @@
 """Bundles beside the toy: with other buffers, another tokenizer, or streams."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Requests for a generation, drawn: prompts, options, constraints and drafting."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 from typing import Any

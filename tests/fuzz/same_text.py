@@ -1,7 +1,5 @@
 """Any request gives the text of plain decoding, whatever is drafted and was before."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """A server under hostile requests: it answers in OpenAI's shape and stays whole."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

@@ -1,7 +1,5 @@
 """Many tokens through a model, a pool and a server: nothing grows."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -1,7 +1,5 @@
 """The bundles at hand, loaded once: what generations are compared on."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Damaged manifests and files beside a bundle: one line or no effect."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """A package brings a method: with no change to jetdraft it is a method like others."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What the tests of the runtime share."""
 
-from __future__ import annotations
-
 import shutil
 import time
 

@@ -1,7 +1,5 @@
 """A small bundle for each method of jetdraft, with a drafter that need not be good."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ Whatever the drafter wants, every method gives the target's own tokens. Only a v
 that is marked lossy lets the drafter's answer through.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import cross_entropy

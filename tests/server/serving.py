@@ -1,7 +1,5 @@
 """A service that listens in a thread of this process, or in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

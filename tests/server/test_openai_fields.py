@@ -1,7 +1,5 @@
 """Every answer, field by field, against the models of OpenAI's own client."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

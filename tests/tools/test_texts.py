@@ -1,7 +1,5 @@
 """Characters per token by script, and what a draft vocabulary covers."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the tests of trainings share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

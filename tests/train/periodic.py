@@ -1,7 +1,5 @@
 """A text that repeats, and targets that know it: cheap to learn, easy to draft."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

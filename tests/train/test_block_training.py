@@ -1,7 +1,5 @@
 """Training drafters of blocks: what a block sees, what is learned and kept."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Losses are the plain formulas: of streams carrier by carrier, and DistillSpec's."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from types import SimpleNamespace

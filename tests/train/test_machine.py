@@ -1,7 +1,5 @@
 """The machine that trains: what it is fast with, its processes, and Ctrl-C."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """Training prompt tokens and streams: what they see, what stays, what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

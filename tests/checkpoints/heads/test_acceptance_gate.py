@@ -5,8 +5,6 @@ target to draft it (heads that read early states must attend to do so). Then eac
 mistake that an engine has made with a published head is made here.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, replace
 from types import SimpleNamespace

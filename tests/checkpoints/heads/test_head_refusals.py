@@ -1,7 +1,5 @@
 """A folder of a head may hold anything: it is refused in one line that names it."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

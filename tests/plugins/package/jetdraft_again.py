@@ -1,7 +1,5 @@
 """Drafts what followed the last token the last time; all of it from outside."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A curve is read as it was written, and refused where its times are impossible."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

@@ -1,7 +1,5 @@
 """Options of a method are read from text and from Python; methods are registered."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

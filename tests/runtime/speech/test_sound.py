@@ -1,7 +1,5 @@
 """WAV files of all kinds become the same sound, whose timestamps cut windows."""
 
-from __future__ import annotations
-
 import struct
 import tracemalloc
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The trained drafter of a test file, loaded, and what plain decoding writes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What every attached drafter must do: draft much, and change no text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Three tokens and the target's states draft: trained, exported, drafting."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """A head drafts several tokens in a pass: trained, exported, drafting."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """A layer drafts from the target's keys and values: trained, exported, drafting."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

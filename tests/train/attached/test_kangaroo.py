@@ -1,7 +1,5 @@
 """The target's lower layers draft: an adapter is trained, exported, and drafts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 
