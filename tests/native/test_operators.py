@@ -250,7 +250,6 @@ UNALIGNED = np.zeros(3 * 512 * 4 + 1, np.uint8)[1:].view(np.float32)
         ("past_key", floats(1, 2, 8, 64), BUFFERS),
         ("past_value", floats(1, 2, 9, 32), BUFFERS),
         ("last_row", np.array([1], np.int32), ENDS),
-        ("last_row", np.array([9], np.int32), ENDS),
         ("last_row", np.array([2**31 - 1], np.int32), ENDS),
         ("last_row", np.zeros(0, np.int32), "the index of its last row"),
         ("last_row", np.array([5]), "int64"),
