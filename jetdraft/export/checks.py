@@ -157,8 +157,8 @@ def check_states(
     provider, dtype = options.provider_of(name).name, options.dtype_of(name)
     for is_wrong, fact in (
         (name != TARGET, "so it is no drafter; choose a drafter of attention alone"),
-        ((provider, options.effective_flavour, dtype) != ("cpu", CONTRIB, "fp32"), "which "
-         "only the CPU provider runs so far, in fp32; leave --provider, --dtype and "
+        ((provider, options.effective_flavour, dtype) != ("cpu", CONTRIB, "fp32"),
+         "which only the CPU provider runs so far, in fp32; leave --provider, --dtype and "
          "--flavour out"),
         (options.select_kv is not None, "so no KV rows of it are selected; leave "
          "--select-kv out"),
