@@ -158,8 +158,8 @@ def check_states(
     for is_wrong, fact in (
         (name != TARGET, "so it is no drafter; choose a drafter of attention alone"),
         ((provider, options.effective_flavour, dtype) != ("cpu", CONTRIB, "fp32"),
-         "which only the CPU provider runs so far, in fp32; leave --provider, --dtype and "
-         "--flavour out"),
+         "which only the CPU provider runs so far, in fp32; leave --provider, --dtype "
+         "and --flavour out"),
         (options.select_kv is not None, "so no KV rows of it are selected; leave "
          "--select-kv out"),
         (cuts, "so it is not cut in halves; leave --exit-after out, or choose another "
