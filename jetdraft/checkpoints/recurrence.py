@@ -70,7 +70,7 @@ def convolve(
     last = states.rows + torch.arange(size - 1)
     states.add(whole.index_select(1, last), rows)
     mixed = mixed if activation is None else ACT2FN[activation](mixed)
-    return mixed.transpose(1, 2)
+    return mixed.to(rows.dtype).transpose(1, 2)
 
 
 def delta_rule(

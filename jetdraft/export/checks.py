@@ -123,11 +123,12 @@ def check_states(
         return
     taps = checkpoint.taps
     cuts = taps is not None and taps.cut
-    runs_on = options.provider_of(name).name, options.effective_flavour
+    provider, dtype = options.provider_of(name).name, options.dtype_of(name)
     for is_wrong, fact in (
         (name != TARGET, "so it is no drafter; choose a drafter of attention alone"),
-        (runs_on != ("cpu", CONTRIB), "which only the CPU provider runs so far; leave "
-         "--provider and --flavour out"),
+        ((provider, options.effective_flavour, dtype) != ("cpu", CONTRIB, "fp32"),
+         "which only the CPU provider runs so far, in fp32; leave --provider, --dtype "
+         "and --flavour out"),
         (options.select_kv is not None, "so no KV rows of it are selected; leave "
          "--select-kv out"),
         (cuts, "so it is not cut in halves; choose another head"),

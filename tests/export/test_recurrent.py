@@ -24,8 +24,8 @@ def case(request, tmp_path_factory):
     """One family, traced once: its graph, and what transformers says of its weights.
 
     Gated delta rules are computed by transformers' function for decoding, row by row.
-    Its function for prompts solves a system for each 64 rows: the logits of both differ
-    by up to 1.7e-4.
+    Its function for prompts sums chunks of 64 rows: its logits are up to 2.5e-4 away
+    from float64, more than the tolerance, and row by row they are up to 0.9e-4 away.
     """
     config, folder = HYBRIDS[request.param](), tmp_path_factory.mktemp("hybrid")
     checkpoint = architectures.load(config, folder / "checkpoint")

@@ -164,6 +164,7 @@ def test_the_head_is_the_target_s_own(bundles):
     [
         ({"select_kv": 16}, "--select-kv"),
         ({"provider": "webgpu"}, "only the CPU provider"),
+        ({"dtype": "fp16"}, "in fp32"),
         ({"recipe": Recipe.parse("int4-b32-kv8")}, "leave kv out"),
     ],
 )
