@@ -53,11 +53,7 @@ def session(
     opened = onnxruntime.InferenceSession(
         str(file), options, providers=[PROVIDERS[provider].full]
     )
-    kinds = {
-        "tensor(int64)": np.int64,
-        "tensor(int32)": np.int32,
-        "tensor(uint8)": np.uint8,
-    }
+    kinds = {f"tensor({n})": getattr(np, n) for n in ("int64", "int32", "uint8")}
     feeds = {}
     for value in opened.get_inputs():
         # One row, and one probe where there are streams: a mask has both.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from jetdraft.bundle import CONTRIB, DRAFTER, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.draft_module import DraftModule
+from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.checkpoints.streams import SHARED
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.devices.providers import HALVES, check_on_cpu
@@ -121,7 +122,7 @@ def check_states(
     if not contract.states:
         return
     taps = checkpoint.taps
-    cuts = options.exit_layer is not None or (taps is not None and taps.cut)
+    cuts = taps is not None and taps.cut
     recipe = options.recipe_of(name)
     for is_wrong, fact in (
         (name != TARGET, "so it is no drafter; choose a drafter of attention alone"),
@@ -133,8 +134,7 @@ def check_states(
         ),
         (options.select_kv is not None, "so no KV rows of it are selected; leave "
          "--select-kv out"),
-        (cuts, "so it is not cut in halves; leave --exit-after out, or choose another "
-         "head"),
+        (cuts, "so it is not cut in halves; choose another head"),
         (checkpoint.streams is not None, "and its rows carry no probes; choose a "
          "target without streams"),
         (recipe.kv_bits, "and its KV buffers are floats; leave kv out of the recipe"),

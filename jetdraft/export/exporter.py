@@ -97,8 +97,7 @@ def export(
     """
     options = options or ExportOptions()
     report = progress or (lambda stage, done, total: None)
-    is_own = drafter is None and head is None and options.exit_layer is None
-    own = find_own_head(target) if is_own else None
+    own = find_own_head(target) if drafter is None and head is None else None
     head = None if head == NO_HEAD else head
     check_drafter(options, drafter, head or own)
     sources = {TARGET: target} | ({} if drafter is None else {DRAFTER: drafter})

@@ -92,11 +92,11 @@ struct Attention {
   static constexpr int LANES = 8;
   struct Part { int64_t first_row, last_row, first_head, last_head; };
 
-  int64_t heads, kv_heads, size, rows, cursor, capacity, window;
-  float softcap;
-  const float *queries, *keys, *values, *bias;
-  int64_t bias_slots, bias_head;
-  float* y;
+  int64_t heads = 0, kv_heads = 0, size = 0, rows = 0, cursor = 0, capacity = 0, window = 0;
+  float softcap = 0.0f;
+  const float *queries = nullptr, *keys = nullptr, *values = nullptr, *bias = nullptr;
+  int64_t bias_slots = 0, bias_head = 0;
+  float* y = nullptr;
 
   // The scores of a row and a head, whole vectors of them, and last their sum.
   int64_t line() const { return round_up(cursor + rows, LANES) + 2 * LANES; }

@@ -148,10 +148,7 @@ def transformers_logits(config, weights, tokens=TOKENS) -> np.ndarray:
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def case(request, tmp_path_factory):
-    """One architecture, traced once: its graph, and what it should say.
-
-    `other` has attention of onnxruntime in place of ours.
-    """
+    """One architecture, traced once: our attention, the `other`, and its logits."""
     config = CONFIGS[request.param]
     folder = tmp_path_factory.mktemp("architecture")
     checkpoint = load(config, folder / "checkpoint")

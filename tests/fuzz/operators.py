@@ -12,13 +12,7 @@ import numpy as np
 from jetdraft import native
 from jetdraft.quant.grids import GRIDS
 from tests.fuzz.subject import Subject
-from tests.native.operators import (
-    ARRAYS,
-    Attending,
-    attention_session,
-    random_matrix,
-    session,
-)
+from tests.native.operators import ARRAYS, Attending, random_matrix, session
 from tests.programs import ROOT
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -62,24 +56,20 @@ class Operators(Subject):
         heads, size, rows = map(draw.choice, ((1, 2, 6), (2, 8, 20), (0, 1, 9)))
         kv_heads, packed, rotates = draw.choice((1, heads)), *draw.choices((0, 1), k=2)
         case = Attending(heads, kv_heads, size, 40, packed, do_rotary=rotates)
-        case.attributes["local_window_size"] = draw.choice((0, 3))
-        bias = np.zeros((1, draw.choice((1, heads)), rows, 30), np.float32)
-        given = draw.choice((None, bias))
-        feeds = case.feeds(range(rows), draw.randrange(20), case.buffers(30), given)
+        bias = draw.choice((None, np.zeros((1, heads, rows, 30), np.float32)))
+        feeds = case.feeds(range(rows), draw.randrange(20), case.buffers(30), bias)
         attributes, damage = case.attributes, draw.choice((0, 1, 1, 2))
         for name in draw.sample([*feeds, *attributes], damage):
             number = draw.choice((*NUMBERS, *range(12)))
             if name in attributes:
-                kind = type(attributes[name])
-                attributes[name] = kind(number)
+                attributes[name] = type(attributes[name])(number)
             elif feeds[name].dtype != np.float32 and draw.random() < 0.7:
                 feeds[name] = np.full_like(feeds[name], np.array(number).astype("i4"))
             else:
                 shape = [draw.choice((n, n, n + 1, 0)) for n in feeds[name].shape]
                 feeds[name] = np.resize(feeds[name], shape[draw.choice((0, 0, 1)) :])
         try:
-            opened = attention_session(feeds, threads=draw.randint(1, 3), **attributes)
-            opened.run(None, feeds)
+            case.session(feeds, threads=draw.randint(1, 3)).run(None, feeds)
         except Exception as error:  # onnxruntime's exceptions have no common base
             return "refused by jetdraft" if "attention" in str(error) else "refused"
         return "computed damage" if damage else "computed"

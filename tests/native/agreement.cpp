@@ -100,8 +100,9 @@ bool agrees(const Isa& isa, Attention a) {
   const int64_t width = a.heads * a.size, buffer = a.kv_heads * a.capacity * a.size;
   Array<float> queries(a.rows * width), keys(buffer), values(buffer),
       bias(a.rows * a.bias_slots), y(a.rows * width), expected(a.rows * width), alone(width);
-  for (const Array<float>* all : {&queries, &keys, &values, &bias})
-    for (int64_t i = 0; i < all->size; i++) all->at[i] = float(random_bits()) / 32768 - 1;
+  const Array<float>* inputs[] = {&queries, &keys, &values, &bias};
+  for (const Array<float>* one : inputs)
+    for (int64_t i = 0; i < one->size; i++) one->at[i] = float(random_bits()) / 32768 - 1;
   a.queries = queries.at, a.keys = keys.at, a.values = values.at;
   if (a.bias_slots > 0) a.bias = bias.at;
   a.y = expected.at, attend(PORTABLE, a);

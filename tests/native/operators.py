@@ -42,10 +42,8 @@ def open_session(kind, arrays, threads, fields):
 
 def session_of(graph, threads):
     """A session of a graph, with the library."""
-    domains = [
-        helper.make_opsetid(domain, version)
-        for domain, version in (("", 21), (native.DOMAIN, 1), ("com.microsoft", 1))
-    ]
+    domains = {"": 21, native.DOMAIN: 1, "com.microsoft": 1}
+    domains = [helper.make_opsetid(*domain) for domain in domains.items()]
     model = helper.make_model(graph, opset_imports=domains, ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -82,28 +80,7 @@ ATTENTION_INPUTS = (
     *("query", "key", "value", "past_key", "past_value", "last_row", "total_length"),
     *("cosines", "sines", "positions", "bias"),
 )
-
-
-def attention_session(feeds, *, threads=1, domain=native.DOMAIN, **attributes):
-    """A session of GroupQueryAttention, of `native` or onnxruntime, for such inputs."""
-    kinds = {np.float32: TensorProto.FLOAT, np.int32: TensorProto.INT32}
-    kinds |= {np.int64: TensorProto.INT64}
-    node = helper.make_node(
-        "GroupQueryAttention",
-        [name if name in feeds else "" for name in ATTENTION_INPUTS],
-        ["y", "present_key", "present_value"],
-        domain=domain,
-        **attributes,
-    )
-    inputs = [
-        helper.make_tensor_value_info(name, kinds[array.dtype.type], None)
-        for name, array in feeds.items()
-    ]
-    outputs = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
-        for name in node.output
-    ]
-    return session_of(helper.make_graph([node], "attention", inputs, outputs), threads)
+FLAGS = "do_rotary", "rotary_interleaved", "local_window_size"
 
 
 class Attending:
@@ -116,19 +93,11 @@ class Attending:
         angles = random.uniform(0, 7, (length, size // 2)).astype(np.float32)
         self.tables = {"cosines": np.cos(angles), "sines": np.sin(angles)}
         self.buffer = kv_heads, size
-        self.attributes = {
-            "num_heads": heads,
-            "kv_num_heads": kv_heads,
-            "scale": size**-0.5,
-            "do_rotary": 0,
-            "rotary_interleaved": 0,
-            "local_window_size": 0,
-            "softcap": 0.0,
-            **changed,
-        }
+        sizes = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": size**-0.5}
+        sizes |= {"softcap": 0.0, **dict.fromkeys(FLAGS, 0)}
+        self.attributes = sizes | changed
 
     def buffers(self, capacity):
-        """Buffers of keys and values without a row."""
         heads, size = self.buffer
         return [np.zeros((1, heads, capacity, size), np.float32) for _ in range(2)]
 
@@ -138,22 +107,35 @@ class Attending:
         parts = [part[:, rows] for part in self.parts]
         parts = [np.concatenate(parts, 2)] if self.packed else parts
         last = np.array([cursor + len(rows) - 1], np.int32)
-        places = dict(
-            zip(ATTENTION_INPUTS[3:7], [*buffers, last, last + 1], strict=True)
-        )
-        feeds = dict(zip(ATTENTION_INPUTS, parts, strict=False)) | places
+        feeds = dict(zip(ATTENTION_INPUTS, parts, strict=False))
+        feeds |= zip(ATTENTION_INPUTS[3:7], [*buffers, last, last + 1], strict=True)
         if self.attributes["do_rotary"]:
             feeds |= {**self.tables, "positions": rows[None]}
         return feeds if bias is None else {**feeds, "bias": bias}
 
-    def read(self, width, capacity=96, bias=None, **options):
-        """Read the text in passes of a width; the answers [length, heads * size]."""
-        buffers, answers, opened = self.buffers(capacity), [], None
-        for start in range(0, self.length, width):
-            rows = range(start, min(start + width, self.length))
-            some = None if bias is None else bias[:, :, rows]
-            feeds = self.feeds(rows, start, buffers, some)
-            opened = opened or attention_session(feeds, **self.attributes | options)
+    def session(self, feeds, *, threads=1, domain=native.DOMAIN, **changed):
+        """A session of GroupQueryAttention, of `native` or onnxruntime."""
+        read = [name if name in feeds else "" for name in ATTENTION_INPUTS]
+        made, kind = ["y", "present_key", "present_value"], "GroupQueryAttention"
+        attributes = {**self.attributes, **changed, "domain": domain}
+        node = helper.make_node(kind, read, made, **attributes)
+        kinds = {n: helper.np_dtype_to_tensor_dtype(a.dtype) for n, a in feeds.items()}
+        inputs, outputs = (
+            [helper.make_tensor_value_info(*pair, None) for pair in pairs.items()]
+            for pairs in (kinds, dict.fromkeys(made, TensorProto.FLOAT))
+        )
+        return session_of(helper.make_graph([node], kind, inputs, outputs), threads)
+
+    def read(self, width, capacity=96, bias=None, rows=None, **options):
+        """Read rows in passes of a width; the answers [rows, heads * size]."""
+        buffers, answers = self.buffers(capacity), []
+        rows = np.arange(self.length) if rows is None else np.array(rows)
+        for start in range(0, len(rows), width):
+            some = slice(start, start + width)
+            part = None if bias is None else bias[:, :, some]
+            feeds = self.feeds(rows[some], start, buffers, part)
+            if start == 0:
+                opened = self.session(feeds, **options)
             answer, *buffers = opened.run(None, feeds)
             answers += [*answer[0]]
         return np.array(answers)

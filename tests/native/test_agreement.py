@@ -87,7 +87,7 @@ def test_code_for_all_processors_has_no_newer_instructions(tmp_path, source):
     """None of AVX, whose mnemonics begin with v."""
     assembly = tmp_path / "source.s"
     target = ["-target", f"x86_64-linux-gnu.{SETUP['GLIBC']}"]
-    names = ["-S", str(FOLDER / f"{source}.cpp"), "-o", str(assembly)]
+    names = ["-S", "-g0", str(FOLDER / f"{source}.cpp"), "-o", str(assembly)]
     zig("c++", *FLAGS, *SOURCES["x86_64"][source], *target, *names)
     found = set(re.findall(r"^\t([a-z]\w*)", assembly.read_text(), re.MULTILINE))
     assert {"ret", "retq"} & found

@@ -163,7 +163,6 @@ def test_the_head_is_the_target_s_own(bundles):
     ("changes", "words"),
     [
         ({"select_kv": 16}, "--select-kv"),
-        ({"exit_layer": 1}, "--exit-after"),
         ({"provider": "webgpu"}, "only the CPU provider"),
         ({"recipe": Recipe.parse("int4-b32-kv8")}, "leave kv out"),
     ],

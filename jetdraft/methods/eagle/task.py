@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,9 +44,7 @@ CROSS_ENTROPY, NOISE_WIDTH = 0.1, 0.2
 class EagleSettings(HeadSettings):
     """Settings of a head; EAGLE-1 learns one step, and validates more."""
 
-    kind: str = setting(
-        EAGLE3, f"The kind of head: {', '.join(KINDS)}.", choices=KINDS
-    )
+    kind: str = setting(EAGLE3, f"The kind of head: {', '.join(KINDS)}.", choices=KINDS)
     draft_vocabulary: int = setting(
         32000,
         "Tokens that EAGLE-3 can draft, the most frequent in the data.",
@@ -75,6 +74,8 @@ class EagleTask(HeadTask):
     Settings = EagleSettings
     help = "Train a head that drafts for TARGET, a checkpoint folder or hub id."
     product = "a head"
+    fixed: Mapping[str, Tensor] = MappingProxyType({})
+    """What an MTP head has beside weights: the balance of its experts."""
 
     def check(self, run: Run) -> None:
         if self.settings.kind != EAGLE3:
@@ -115,9 +116,10 @@ class EagleTask(HeadTask):
         return head
 
     def _new_mtp(self, target: Checkpoint) -> Eagle:
-        """Load the target's own MTP head, or make a head of its layers; sets `config`."""
+        """Load the target's own MTP head, or make one; sets `config`."""
         if own := find_own_head(target.source):
-            head: Any = load_head(own, target, torch.float32)
+            head = load_head(own, target, torch.float32)
+            assert isinstance(head, Mtp)
             store_weights_in(head, torch.float32)
         else:
             head = Mtp(mtp_config(target), target.model)
@@ -125,6 +127,8 @@ class EagleTask(HeadTask):
                 # The last layer of the same kind stays.
                 copy_weights(head.first_layer, layer)
         self.config = head.config
+        learned = dict(head.named_parameters())
+        self.fixed = {n: t for n, t in head.state_dict().items() if n not in learned}
         return head
 
     def predictions(
@@ -153,7 +157,8 @@ class EagleTask(HeadTask):
     def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
         config, is_third = self.config, self.settings.kind == EAGLE3
         if self.settings.kind == MTP:
-            _, tensors = stored_tensors(weights, self.settings.half, stored_name)
+            whole = {**weights, **self.fixed}
+            _, tensors = stored_tensors(whole, self.settings.half, stored_name)
             return {HIDDEN_FIRST: config.hidden_first}, tensors
         layer = "midlayer." if is_third else "layers.0."
         dtype, tensors = stored_tensors(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers.modeling_layers import MtpModel
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import CheckpointError
+from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from tests import tiny
 from tests.checkpoints.heads import layouts, reference
 from tests.checkpoints.heads.conftest import ROWS
@@ -111,7 +113,7 @@ def case(request, tmp_path_factory):
     save_file(load_file(file) | own, file, {"format": "pt"})
     if config.model_type in ("glm4_moe", "deepseek_v3"):
         target = Checkpoint.load(str(folder), torch.float32)
-    else:  # a target with recurrent layers cannot be exported, but its head can be read
+    else:  # a head can be read even where its target cannot be exported
         target = Checkpoint(str(folder), model, None, None, ())
     return str(folder), target, oracle
 
@@ -135,6 +137,26 @@ def test_a_module_computes_what_transformers_computes(case):
     assert torch.equal(carried, hidden)
 
 
+def check_training(target, folder):
+    """A training begins with the target's module; what it writes is read as that."""
+    head = load_head(target.source, target, torch.float32)
+    task = EagleTask(EagleSettings(kind="mtp"))
+    pupil = task.new_drafter(SimpleNamespace(target=target))
+    task_run = SimpleNamespace(target=target, module=SimpleNamespace(drafter=pupil))
+    fields, tensors = task.published(task_run, task.weights(task_run), None)
+    layouts.write(folder, fields, tensors)
+    again = load_head(str(folder), target, torch.float32)
+    assert again.config == head.config
+    wanted = head.state_dict()
+    for found in (pupil.state_dict(), again.state_dict()):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_training_begins_with_the_module(case, tmp_path):
+    check_training(case[1], tmp_path / "head")
+
+
 def mimo(folder):
     """A Qwen2 target with a module as MiMo-7B publishes it, and its tensors."""
     torch.manual_seed(7)
@@ -152,6 +174,10 @@ def mimo(folder):
     save_file(load_file(file) | tensors, file, {"format": "pt"})
     weights = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     return Checkpoint.load(str(folder), torch.float32), weights
+
+
+def test_a_training_of_mimo_keeps_its_order(tmp_path):
+    check_training(mimo(tmp_path / "target")[0], tmp_path / "head")
 
 
 def edit(folder, change):

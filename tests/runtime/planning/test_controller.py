@@ -374,8 +374,8 @@ def test_trees_cost_what_was_measured_of_trees():
 
 def test_the_replay_after_a_wrong_draft_counts():
     free, dear = adaptive(), adaptive()
-    dear.curve.replays = {1: 3.0, 7: 9.0}
-    assert free.assign(15, {}).budget > dear.assign(15, {}).budget
+    dear.curve.replays = {1: 30.0, 7: 90.0}
+    assert free.assign(15, {}).budget > dear.assign(15, {}).budget == 0
     for _ in range(200):
         dear.observe(outcome(drafted=6, accepted=3)._replace(commit_seconds=0.003))
     assert dear.curve.replay_ms(4) == pytest.approx(3.0, rel=0.05)

@@ -1,0 +1,273 @@
+"""The operators compute what llama.cpp's types and attention stand for, in any pass."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from copy import copy
+
+import numpy as np
+import pytest
+
+from jetdraft.contracts.constants import HIDDEN
+from jetdraft.quant.grids import GRIDS
+from tests.native.operators import Attending, random_matrix, run, session
+
+SHAPES = ((48, 512), (40, 200), (7, 31))
+
+
+def rounded_to_int8(x):
+    """Rows as the operator reads them: int8 in blocks of 32."""
+    blocks = np.pad(x, ((0, 0), (0, -x.shape[1] % 32))).reshape(len(x), -1, 32)
+    scales = np.abs(blocks).max(-1, keepdims=True) / np.float32(127)
+    integers = np.rint(blocks / np.where(scales == 0, 1, scales))
+    return (integers * scales).reshape(len(x), -1)[:, : x.shape[1]].astype(np.float64)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize(("columns", "rows"), SHAPES)
+def test_a_product_is_exact_but_for_rounded_rows(grid, columns, rows):
+    matrix = random_matrix(grid, columns, rows)
+    x = np.random.default_rng(1).standard_normal((19, rows)).astype(np.float32)
+    x[3], x[5, : rows // 2] = 0, 0
+    expected = rounded_to_int8(x) @ matrix.floats.astype(np.float64)
+    found = run("MatMulPacked", matrix, x)
+    np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_row_has_the_same_bits_in_every_pass(grid):
+    matrix = random_matrix(grid, 48, 512)
+    x = np.random.default_rng(1).standard_normal((19, 512)).astype(np.float32)
+    two, one = session("MatMulPacked", matrix), session("MatMulPacked", matrix)
+    whole = two.run(None, {"x": x})[0]
+    for width in range(1, 19):
+        part = one.run(None, {"x": x[19 - width :]})[0]
+        np.testing.assert_array_equal(part, whole[19 - width :])
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_change_no_bit(threads):
+    matrix = random_matrix("Q4_K", 400, 512)
+    x = np.random.default_rng(1).standard_normal((9, 512)).astype(np.float32)
+    found = run("MatMulPacked", matrix, x, threads=threads)
+    np.testing.assert_array_equal(found, run("MatMulPacked", matrix, x))
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize(("columns", "rows"), SHAPES)
+def test_a_column_is_gathered_exactly(grid, columns, rows):
+    matrix = random_matrix(grid, columns, rows)
+    ids = np.array([[0, columns - 1], [columns // 2, 0]])
+    found = run("GatherPacked", matrix, ids)
+    np.testing.assert_array_equal(found, matrix.floats.T[ids])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_spoils_itself_only(bad):
+    matrix = random_matrix("Q4_0", 32, 64)
+    x = np.ones((3, 64), np.float32)
+    plain = run("MatMulPacked", matrix, x)
+    x[1, 40] = bad
+    found = run("MatMulPacked", matrix, x)
+    assert np.isnan(found[1]).all()
+    np.testing.assert_array_equal(found[[0, 2]], plain[[0, 2]])
+
+
+def test_a_pass_may_have_no_rows():
+    found = run("MatMulPacked", random_matrix("Q8_0", 32, 64), np.ones((0, 64), "f4"))
+    assert found.shape == (0, 32)
+
+
+SHORT = np.zeros(8, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"integers": SHORT}, "another size"),
+        ({"scales": SHORT}, "another size"),
+        ({"integers": SHORT.astype(np.float32)}, "float"),
+        ({"N": 64}, "another size"),
+        ({"K": 60}, "another width"),
+        ({"K": 96}, "another size"),
+        ({"N": 2**62}, "out of range"),
+        ({"K": 0}, "out of range"),
+        ({"K": -32}, "out of range"),
+        ({"format": len(GRIDS)}, "unknown format"),
+        ({"format": -1}, "unknown format"),
+        ({"layout": 2}, "packed in layout 2, and this version reads layout 1"),
+    ],
+)
+def test_a_damaged_matrix_is_refused(changed, reason):
+    matrix, x = random_matrix("Q4_0", 32, 64), np.ones((1, 64), "f4")
+    with pytest.raises(Exception, match=reason):
+        run("MatMulPacked", matrix, x, **changed)
+
+
+@pytest.mark.parametrize("wrong", [-1, 32, 2**40])
+def test_an_id_outside_the_vocabulary_is_refused(wrong):
+    matrix = random_matrix("Q4_0", 32, 64)
+    said = f"the id {wrong} is not in the vocabulary of 32"
+    with pytest.raises(Exception, match=said):
+        run("GatherPacked", matrix, np.array([0, wrong]))
+
+
+def run_isa(name):
+    code = "from jetdraft import native; print(native.isa())"
+    environment = {**os.environ, "JETDRAFT_ISA": name}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_environment_names_the_instructions():
+    assert run_isa("portable").stdout == "portable\n"
+    refused = run_isa("abacus")
+    assert refused.returncode
+    assert "JETDRAFT_ISA names; leave it out" in refused.stderr
+
+
+ROTATED = {"do_rotary": 1}
+ATTENTIONS = {
+    "plain": Attending(packed=False),
+    "rotated": Attending(**ROTATED),
+    "interleaved": Attending(3, 1, 32, **ROTATED, rotary_interleaved=1),
+    "wide heads": Attending(6, 2, 128, **ROTATED),
+    "a head of keys for each": Attending(3, 3, 16),
+    "a size of no whole vector": Attending(3, 1, 20),
+    "less than a vector": Attending(4, 2, 6, packed=False),
+    "window": Attending(local_window_size=9, **ROTATED),
+    "softcap": Attending(softcap=1.5),
+}
+
+
+@pytest.fixture(params=ATTENTIONS)
+def attention(request):
+    return ATTENTIONS[request.param]
+
+
+@pytest.mark.parametrize("width", [1, 7, 80])
+def test_attention_is_close_to_onnxruntimes(attention, width):
+    """Whose sizes are multiples of 8; others are filled up with zeros."""
+    heads, size = attention.attributes["num_heads"], attention.buffer[1]
+    more = ((0, 0), (0, 0), (0, -size % 8))
+    whole = copy(attention)
+    whole.buffer = attention.buffer[0], size + -size % 8
+    parts = [np.pad(part.reshape(80, -1, size), more) for part in attention.parts]
+    whole.parts = [part.reshape(1, 80, -1) for part in parts]
+    window = attention.attributes["local_window_size"] or -1
+    options = {"domain": "com.microsoft", "local_window_size": window}
+    expected = whole.read(width, **options).reshape(80, heads, -1)[..., :size]
+    found = attention.read(width).reshape(80, heads, -1)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_attention_gives_a_row_the_same_bits_everywhere(attention, monkeypatch):
+    """In every pass, at any number of threads, in any buffer, and by portable code."""
+    whole = attention.read(80)
+    for width in (*range(1, 17), 64):
+        found = attention.read(width, 80 + 7 * width, threads=1 + width % 2)
+        np.testing.assert_array_equal(found, whole)
+    monkeypatch.setenv("JETDRAFT_ISA", "portable")
+    np.testing.assert_array_equal(attention.read(5), whole)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_bias_is_added_for_all_heads_or_for_each(heads):
+    attention = ATTENTIONS["rotated"]
+    bias = np.random.default_rng(1).standard_normal((1, heads, 80, 80), "f4")
+    whole = attention.read(80, 80, bias)
+    expected = attention.read(80, 80, bias, domain="com.microsoft")
+    np.testing.assert_allclose(whole, expected, atol=2e-6)
+    for width in (1, 2, 9):
+        np.testing.assert_array_equal(attention.read(width, 80, bias), whole)
+
+
+@pytest.mark.parametrize("width", [1, 4, 83])
+def test_hidden_slots_change_no_bit_of_attention(width):
+    """Rows beyond a gap of three slots, as in a pass with branches."""
+    rows = [*range(40), 7, 60, 3, *range(40, 80)]
+    bias = np.zeros((1, 1, 83, 99), np.float32)
+    bias[:, :, 43:, 40:43] = HIDDEN
+    found = ATTENTIONS["rotated"].read(width, 99, bias, rows)
+    whole = ATTENTIONS["rotated"].read(80)
+    np.testing.assert_array_equal(np.delete(found, [40, 41, 42], axis=0), whole)
+
+
+def attend(attention, rows, cursor, buffers, **changed):
+    feeds = attention.feeds(rows, cursor, buffers)
+    attributes = {n: changed.pop(n) for n in attention.attributes if n in changed}
+    feeds |= changed
+    return attention.session(feeds, **attributes).run(None, feeds)
+
+
+def test_attention_writes_keys_and_values_into_buffers():
+    attention = ATTENTIONS["plain"]
+    _, *buffers = attend(attention, range(3), 2, attention.buffers(9))
+    for buffer, rows in zip(buffers, attention.parts[1:], strict=True):
+        by_head = rows[0, :3].reshape(3, 2, 64).transpose(1, 0, 2)
+        np.testing.assert_array_equal(buffer[0, :, 2:5], by_head)
+        assert not np.delete(buffer, [2, 3, 4], axis=2).any()
+
+
+def test_attention_may_have_no_rows():
+    attention = ATTENTIONS["rotated"]
+    y, *buffers = attend(attention, [], 5, [b + 1 for b in attention.buffers(9)])
+    assert y.shape == (1, 0, 256)
+    assert all((buffer == 1).all() for buffer in buffers)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_query_that_is_not_finite_spoils_its_row_only(bad):
+    attention = Attending(packed=False)
+    plain = attention.read(80)
+    attention.parts[0][0, 40, :64] = bad
+    found = attention.read(80)
+    assert np.isnan(found[40, :64]).all()
+    found[40, :64] = plain[40, :64]
+    np.testing.assert_array_equal(found, plain)
+
+
+def floats(*shape):
+    return np.zeros(shape, np.float32)
+
+
+ROWS, BUFFERS, ENDS = "rows of another width", "buffers of another", "do not fit into"
+TABLES, HEADS = "tables or positions of another shape", "numbers of heads"
+UNALIGNED = np.zeros(3 * 512 * 4 + 1, np.uint8)[1:].view(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("query", floats(1, 3, 500), ROWS),
+        ("query", floats(2, 3, 512), ROWS),
+        ("query", UNALIGNED.reshape(1, 3, 512), "a multiple of its numbers' size"),
+        ("key", floats(1, 3, 128), ROWS),
+        ("past_key", floats(1, 2, 8, 64), BUFFERS),
+        ("past_value", floats(1, 2, 9, 32), BUFFERS),
+        ("last_row", np.array([1], np.int32), ENDS),
+        ("last_row", np.array([9], np.int32), ENDS),
+        ("last_row", np.array([2**31 - 1], np.int32), ENDS),
+        ("last_row", np.zeros(0, np.int32), "the index of its last row"),
+        ("last_row", np.array([5]), "int64"),
+        ("cosines", floats(80, 31), TABLES),
+        ("sines", floats(79, 32), TABLES),
+        ("positions", np.array([[0, 1]]), TABLES),
+        ("positions", np.array([[0, -1, 2]]), "position -1 has no row"),
+        ("positions", np.array([[0, 1, 80]]), "position 80 has no row"),
+        ("bias", floats(1, 1, 3, 5), "a bias of another shape"),
+        ("bias", floats(1, 3, 3, 9), "a bias of another shape"),
+        ("num_heads", 3, HEADS),
+        ("num_heads", 2**40, HEADS),
+        ("kv_num_heads", 0, HEADS),
+        ("scale", 1, "type don.t match"),
+    ],
+)
+def test_damage_of_attention_is_refused(name, value, reason):
+    attention = ATTENTIONS["rotated"]
+    with pytest.raises(Exception, match=reason):
+        attend(attention, range(3), 3, attention.buffers(9), **{name: value})
