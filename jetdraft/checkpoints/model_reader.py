@@ -33,6 +33,7 @@ from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.recurrence import connect
 from jetdraft.checkpoints.refusals import (
+    RECURRENT_FAMILIES,
     Bounds,
     build_skeleton,
     check_kinds,
@@ -194,7 +195,9 @@ def _check_loaded(
     check_unread(source, names, info["unexpected_keys"])
     # What encoder-decoders and hybrids do beside the interface, `check_source_seams`
     # and `check_seams` see.
-    is_seen = connect(model, active_states) or model.config.is_encoder_decoder
+    family = model.config.get_text_config(decoder=True).model_type
+    is_seen = family in RECURRENT_FAMILIES and connect(model, active_states)
+    is_seen = is_seen or model.config.is_encoder_decoder
     if not (model._supports_attention_backend or is_seen):
         raise UnsupportedModelError(
             f"{type(model).__name__} attends by code of its own, or not at all, in "

@@ -123,21 +123,18 @@ def check_states(
         return
     taps = checkpoint.taps
     cuts = taps is not None and taps.cut
-    recipe = options.recipe_of(name)
+    runs_on = options.provider_of(name).name, options.effective_flavour
     for is_wrong, fact in (
         (name != TARGET, "so it is no drafter; choose a drafter of attention alone"),
-        (
-            options.provider_of(name).name != "cpu"
-            or options.effective_flavour != CONTRIB,
-            "which only the CPU provider runs so far; leave --provider and --flavour "
-            "out",
-        ),
+        (runs_on != ("cpu", CONTRIB), "which only the CPU provider runs so far; leave "
+         "--provider and --flavour out"),
         (options.select_kv is not None, "so no KV rows of it are selected; leave "
          "--select-kv out"),
         (cuts, "so it is not cut in halves; choose another head"),
         (checkpoint.streams is not None, "and its rows carry no probes; choose a "
          "target without streams"),
-        (recipe.kv_bits, "and its KV buffers are floats; leave kv out of the recipe"),
+        (options.recipe_of(name).kv_bits, "and its KV buffers are floats; leave kv out "
+         "of the recipe"),
     ):  # fmt: skip
         if is_wrong:
             raise OptionError(f"{checkpoint.source} has recurrent states, {fact}")
