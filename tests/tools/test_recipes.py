@@ -12,7 +12,7 @@ import pytest
 
 from jetdraft.cli.console import ProgressBars
 from tests.cli.running import assert_refused, jetdraft
-from tests.quant.test_calibration import TEXT
+from tests.quant.test_sensitivity import TEXT
 from tests.tiny import llama_config, save_checkpoint
 from tools.recipes.__main__ import main as command
 

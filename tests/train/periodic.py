@@ -52,6 +52,16 @@ def learned_target(folder: Path, layers: int) -> str:
     return tuned(str(base), write_periodic(folder / "text.txt"), folder / "tuned")
 
 
+def teach(model: Any, ids: torch.Tensor, steps: int) -> None:
+    """Train a model on one text."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
 def tuned(target: str, text: Path, folder: Path) -> str:
     """The target after a plain training on the text."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -59,12 +69,7 @@ def tuned(target: str, text: Path, folder: Path) -> str:
     model = AutoModelForCausalLM.from_pretrained(target)
     words = AutoTokenizer.from_pretrained(target)
     ids = torch.tensor([words(text.read_text())["input_ids"][:96]])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(120):
-        loss = model(input_ids=ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    teach(model, ids, 120)
     model.save_pretrained(folder)
     words.save_pretrained(folder)
     return str(folder)

@@ -23,6 +23,7 @@ from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.conftest import watched
 from tests.checkpoints.heads.layouts import LAYERS, VD, H, write
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
+from tests.train.periodic import teach
 
 SYMBOLS, ORDER = 5, 3
 TAPS = [0, 1, 2]
@@ -70,12 +71,7 @@ def taught(tmp_path_factory):
     )
     save_checkpoint(folder, config, tokenizer=False)
     model, ids = AutoModelForCausalLM.from_pretrained(folder), text()[None]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(130):
-        loss = model(input_ids=ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    teach(model, ids, 130)
     model.save_pretrained(folder)
     target = Checkpoint.load(str(folder), torch.float32)
     target.model.set_attn_implementation("eager")
