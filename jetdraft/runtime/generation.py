@@ -300,7 +300,7 @@ class Generation:
         )
         self.proposer_set.controller.observe(round_)
         for observer in self.observers:
-            observer.time(round_)
+            observer.learn_times(round_)
         return round_, Piece("", committed, len(path) - 1, logprobs)
 
     def _most_draft_rows(self, length: int, limit: int) -> int:

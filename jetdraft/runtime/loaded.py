@@ -333,7 +333,7 @@ class LoadedBundle:
         return Learning(lessons, LearnedWeights(sets, opener, entry))
 
     def _read_stream_weights(self) -> tuple[Weights, Weights]:
-        """Read the file `streams`: weights of the lower half, and of other graphs."""
+        """Read the option `streams`: the weights of the early exit, and all others."""
         file = self.options.get("streams")
         if file is None:
             return {}, {}

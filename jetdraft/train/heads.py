@@ -19,8 +19,8 @@ from jetdraft.options import setting
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.task import (
+    Contents,
     DrafterSettings,
-    Published,
     Run,
     Sums,
     Task,
@@ -343,7 +343,7 @@ class NextTokenTask(Task):
     def settings_of_run(self, run: Run) -> dict[str, Any]:
         return asdict(self.settings) | self.own_fields() | {"target": run.base}
 
-    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
+    def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
         """Return a Llama config and weights, under the names of transformers."""
         dtype, tensors = stored_tensors(weights, self.settings.half)
         fields = {

@@ -23,7 +23,7 @@ from jetdraft.train.heads import decayed_means
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.task import (
     REGENERATE,
-    Published,
+    Contents,
     Run,
     Sums,
     Task,
@@ -224,7 +224,7 @@ class PromptTask(Task):
         insertions, regenerate = self.settings.insertions, self.settings.regenerate
         return own | {"insertions": insertions, "regenerate": regenerate}
 
-    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
+    def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
         """Return the fields of streams.json, and the weights as they are."""
         own = {"step": run.step, "parameters": run.parameters, "validation": figures}
         return asdict(self.prompts) | own, weights

@@ -177,7 +177,7 @@ class Run:
 
 
 Tensors = dict[str, Tensor]
-Published = tuple[dict[str, Any], Tensors]
+Contents = tuple[dict[str, Any], Tensors]
 """The fields of a config, and the tensors, as the export reads them."""
 
 REGENERATE = "Let the target complete the texts itself, and train on what it writes."
@@ -433,14 +433,14 @@ class Task(ABC):
         run.folder.create()
 
     @abstractmethod
-    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
+    def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
         """Return the config's fields and the tensors that the export will read."""
 
     def save(
         self, run: Run, weights: dict[str, Tensor], state: Any, figures: Any
     ) -> None:
         """Write config, tensors, state, and `figures`, which may be None."""
-        config, tensors = self.published(run, weights, figures)
+        config, tensors = self.contents(run, weights, figures)
         if self.figures_file:
             record = {**self.settings_of_run(run), "step": run.step}
             record["validation"] = figures

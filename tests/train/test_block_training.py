@@ -34,7 +34,7 @@ def target(tmp_path_factory) -> str:
 
 def test_a_dflash_folder_has_the_published_names(target, text, tmp_path):
     run = prepare(target, tmp_path / "out", text, "dflash", half=True)
-    fields, tensors = run.task.published(run, run.weights, None)
+    fields, tensors = run.task.contents(run, run.weights, None)
     assert fields["architectures"] == ["DFlashDraftModel"]
     assert fields["block_size"] == 4
     assert fields["num_target_layers"] == 5

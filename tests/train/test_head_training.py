@@ -27,7 +27,7 @@ def test_an_eagle3_folder_has_the_published_names(target, text, tmp_path):
     """What other engines look for; in half precision, of weights in float32."""
     small = replace(SETTINGS, inner=8, half=True)
     run = prepared(target, tmp_path / "out", text, small)
-    fields, tensors = run.task.published(run, run.weights, None)
+    fields, tensors = run.task.contents(run, run.weights, None)
     assert fields["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (fields["draft_vocab_size"], fields["intermediate_size"]) == (40, 8)
     outputs = fields["eagle_config"]["eagle_aux_hidden_state_layer_ids"]

@@ -254,11 +254,11 @@ class HeadFiles:
                 f"{self.source} reads states of {reads} numbers, but {target.source} "
                 f"has {size}; give the head of this target"
             )
-        vocabulary = self.vocabulary_size(target)
+        vocabulary = self.check_vocabulary(target)
         return fields | {"target_hidden_size": int(size), "vocab_size": vocabulary}
 
-    def vocabulary_size(self, target: Checkpoint, own: int | None = None) -> int:
-        """Return the target's number of tokens; `own` may differ by padding only."""
+    def check_vocabulary(self, target: Checkpoint, own: int | None = None) -> int:
+        """Return the target's number of tokens; refuse a head for another, `own`."""
         own = self.positive_integer("vocab_size") if own is None else own
         if abs(own - target.vocab_size) > MAX_PADDING:
             raise CheckpointError(
@@ -301,7 +301,7 @@ class HeadFiles:
         first = tensors.get("lm_heads.0.weight")
         if first is None or first.ndim != 2:
             raise CheckpointError(f"{self.source} has no first LM head; fetch it again")
-        rows = self.vocabulary_size(target, len(first))
+        rows = self.check_vocabulary(target, len(first))
         for name, rows_of_head in tensors.items():
             if name.startswith("lm_heads.") and len(rows_of_head) > rows:
                 tensors[name] = rows_of_head[:rows]

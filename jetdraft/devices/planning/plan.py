@@ -219,7 +219,7 @@ class Question:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the target's weights."""
+        """The quantization recipe of the target's weights, from `quantization`."""
         return Recipe.parse(self.quantization)
 
     @property

@@ -58,7 +58,7 @@ class SourceDrafter(DraftModule):
         return self.model.get_encoder()
 
     def get_decoder(self) -> Any:
-        """The few layers of the decoder."""
+        """The decoder: a module that keeps some of the target's layers."""
         return self.model.get_decoder()
 
     def get_input_embeddings(self) -> Any:

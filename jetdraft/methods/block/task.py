@@ -33,7 +33,7 @@ from jetdraft.train.blocks import Blocks, BlockSettings, BlockTask, block_mask
 from jetdraft.train.data import IGNORED, Batch, Example, collate, split_batch
 from jetdraft.train.heads import stored_tensors
 from jetdraft.train.machine import precision
-from jetdraft.train.task import Published, Pupil, Run, Sums, Tensors
+from jetdraft.train.task import Contents, Pupil, Run, Sums, Tensors
 from jetdraft.train.teacher import Lesson, rows_at
 from jetdraft.train.written_texts import source_continuations
 
@@ -255,6 +255,6 @@ class SourceBlockTask(BlockTask):
         decoder = run.module.drafter.get_decoder()
         return self.steps_for(run, sum(w.numel() for w in decoder.parameters()))
 
-    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
+    def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
         fields = source_fields(run.target, self.config)
         return fields, stored_tensors(weights, self.settings.half, lambda name: name)[1]

@@ -16,7 +16,7 @@ from jetdraft.methods.dflash.module import Dflash, default_output_layers
 from jetdraft.options import setting
 from jetdraft.train.blocks import BlockSettings, BlockTask
 from jetdraft.train.heads import layer_fields, make_config, stored_tensors
-from jetdraft.train.task import Published, Run, Tensors
+from jetdraft.train.task import Contents, Run, Tensors
 
 MAX_LAYERS, FEWEST_TAPS = 5, 3
 """The layers of the published heads, and the taps of a head with one layer or two."""
@@ -67,7 +67,7 @@ class DFlashTask(BlockTask):
         self.config = replace(self.config, mask_token=_choose_mask_token(run))
         return Dflash(self.config, run.target.model)
 
-    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
+    def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
         config = self.config
         dtype, tensors = stored_tensors(weights, self.settings.half)
         fields = layer_fields(config) | {

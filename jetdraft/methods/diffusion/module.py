@@ -62,7 +62,7 @@ class Diffusion(BlockDrafter):
         config_of_drafter = BlockConfig(
             target_hidden_size=files.positive_integer("hidden_size"),
             slots=read_block_size(files, least=1),
-            vocab_size=files.vocabulary_size(target),
+            vocab_size=files.check_vocabulary(target),
             draft_vocab_size=rows if ids is None else own,
             **files.layer_fields(tensors),
         )

@@ -14,7 +14,7 @@ from jetdraft.methods.diffusion.module import MODEL_TYPE, Diffusion
 from jetdraft.options import setting
 from jetdraft.train.blocks import BlockSettings, BlockTask
 from jetdraft.train.heads import layer_fields, make_config, stored_tensors
-from jetdraft.train.task import Published, Run, Tensors
+from jetdraft.train.task import Contents, Run, Tensors
 
 LAYERS = 2
 SPREAD = 0.02
@@ -71,7 +71,7 @@ class DiffusionTask(BlockTask):
             nn.init.normal_(weight, std=SPREAD)
         return drafter
 
-    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
+    def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
         dtype, tensors = stored_tensors(weights, self.settings.half)
         own = {"model_type": MODEL_TYPE, "block_size": self.config.slots}
         return layer_fields(self.config) | {"dtype": dtype} | own, tensors

@@ -46,8 +46,8 @@ from jetdraft.train.labels import (
 )
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.task import (
+    Contents,
     DrafterSettings,
-    Published,
     Run,
     Task,
     Tensors,
@@ -378,7 +378,7 @@ class ModelTask(Task):
         if settings.is_file():
             run.folder.write(settings.name, settings.read_text(encoding="utf-8"))
 
-    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
+    def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
         dtype, tensors = stored_tensors(weights, self.settings.half, lambda name: name)
         fields = json.loads(self.model.config.to_json_string(use_diff=True))
         fields |= {"architectures": [type(self.model).__name__], "dtype": dtype}

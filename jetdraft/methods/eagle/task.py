@@ -29,7 +29,7 @@ from jetdraft.train.heads import (
     stored_tensors,
     unroll,
 )
-from jetdraft.train.task import Published, Run, Tensors
+from jetdraft.train.task import Contents, Run, Tensors
 from jetdraft.train.teacher import Lesson, shift_rows
 
 EAGLE1, EAGLE3, MTP = "eagle1", "eagle3", "mtp"
@@ -154,7 +154,7 @@ class EagleTask(HeadTask):
         tokens = f"{self.config.draft_vocab_size} tokens"
         return f"a head ({self.settings.kind}) over {tokens}"
 
-    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
+    def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
         config, is_third = self.config, self.settings.kind == EAGLE3
         if self.settings.kind == MTP:
             whole = {**weights, **self.fixed}

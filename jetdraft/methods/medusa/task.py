@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from jetdraft.methods.medusa.module import Medusa, MedusaConfig
 from jetdraft.train.heads import HeadSettings, HeadTask, make_config, stored_tensors
-from jetdraft.train.task import Published, Run, Tensors
+from jetdraft.train.task import Contents, Run, Tensors
 from jetdraft.train.teacher import Lesson, shift_rows
 
 
@@ -49,7 +49,7 @@ class MedusaTask(HeadTask):
         config = self.config
         return f"{config.slots} Medusa heads over {config.draft_vocab_size} tokens"
 
-    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
+    def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
         blocks = self.config.blocks
 
         def name(own: str) -> str:

@@ -98,7 +98,7 @@ class PromptProposer(ProbeProposer):
         self._next_look, self._all_until = FIRST_REPLAN, ALL_COMPARED
         self._resting, self._next_rest = 0, RESTS[0]
 
-    def time(self, round_: Round) -> None:
+    def learn_times(self, round_: Round) -> None:
         self.costs.learn(round_)
 
     def observe(self, seen: Seen) -> None:

@@ -25,7 +25,7 @@ from jetdraft.errors import CheckpointError
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.task import Published, Run, Task, Tensors
+from jetdraft.train.task import Contents, Run, Task, Tensors
 from jetdraft.train.teacher import refuse_gguf
 
 MAIN_WEIGHT, STREAM_WEIGHT = 1.0, 0.1
@@ -152,7 +152,7 @@ class StreamTask(Task):
     def settings_of_run(self, run: Run) -> dict[str, Any]:
         return asdict(self.settings)
 
-    def published(self, run: Run, weights: Tensors, figures: Any) -> Published:
+    def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
         own = {"step": run.step, "parameters": self.counts(run), "validation": figures}
         return asdict(self.settings) | own, weights
 

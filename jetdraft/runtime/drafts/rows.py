@@ -177,7 +177,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Probes:
-    """The probes of one pass: row i carries the first `counts[i]` streams."""
+    """Probes of one pass, for the next draft: row i carries `counts[i]` streams."""
 
     counts: tuple[int, ...] = ()
 

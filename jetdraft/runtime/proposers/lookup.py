@@ -82,9 +82,9 @@ class Guess(NamedTuple):
     match: int
 
     def evidence(self, place: int) -> int:
-        """The length of the match before the token at `place`, in doublings.
+        """The grade of the match before the token at `place`: 0 without a match.
 
-        The guessed tokens before it belong to the match.
+        Grades 1 to 5 are 1, 2-3, 4-7, 8-15, and 16 or more tokens, guesses included.
         """
         return min((self.match + place).bit_length(), MAX_EVIDENCE)
 

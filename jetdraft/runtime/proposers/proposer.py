@@ -63,7 +63,7 @@ class Observer:
     def observe(self, seen: Seen) -> None:
         """Take a pass of the target, whoever proposed its rows."""
 
-    def time(self, round_: Round) -> None:
+    def learn_times(self, round_: Round) -> None:
         """Learn from the times of a round, after `observe` has seen its pass."""
 
     def end(self, prompt: Tokens, response: Tokens, user: str, stats: Stats) -> None:

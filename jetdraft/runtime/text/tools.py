@@ -174,7 +174,7 @@ class Tools:
                 raise OptionError(f"tool {name!r}: {error}", "constraint") from error
 
     def calls(self, text: str) -> list[ToolCall]:
-        """The calls in a text; an incomplete call at its end is left out."""
+        """The calls in a text, up to the first broken call; [] if a name is unknown."""
         calls, at = list[ToolCall](), self._find_call(text, 0)
         decode = json.JSONDecoder().raw_decode
         with suppress(ValueError, TypeError, KeyError, RecursionError):

@@ -1,4 +1,4 @@
-"""Published heads and diffusion drafters compute what their authors' code computes."""
+"""Contents heads and diffusion drafters compute what their authors' code computes."""
 
 import pickle
 import re

@@ -143,7 +143,7 @@ def check_training(target, folder):
     task = EagleTask(EagleSettings(kind="mtp"))
     pupil = task.new_drafter(SimpleNamespace(target=target))
     task_run = SimpleNamespace(target=target, module=SimpleNamespace(drafter=pupil))
-    fields, tensors = task.published(task_run, task.weights(task_run), None)
+    fields, tensors = task.contents(task_run, task.weights(task_run), None)
     layouts.write(folder, fields, tensors)
     again = load_head(str(folder), target, torch.float32)
     assert again.config == head.config

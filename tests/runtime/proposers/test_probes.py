@@ -583,7 +583,7 @@ def test_a_plan_learns_what_rounds_take(models):
     assert len(proposer.plan(15).trees[3].parents) == 15
     for drafted in (0, 15, 15):
         seconds = 1e-3 * (1.1 + 0.5 * drafted)
-        proposer.time(Round("ppd", 16, drafted, [], 1e-3, 0.0, seconds=seconds))
+        proposer.learn_times(Round("ppd", 16, drafted, [], 1e-3, 0.0, seconds=seconds))
     proposer.rates.settled = ppd.FIRST_REPLAN
     assert len(proposer.plan(15).trees[3].parents) < 5
 
