@@ -196,11 +196,12 @@ class GraphEntry:
     """One model: its step graph, contract, quantization and source.
 
     `tree_file` and `compaction_file` are its graphs for branching drafts, None if its
-    attention does not allow branching. `streams` are the settings of its streams,
-    `halves` its graphs below and above a cut. `vocabulary_file` is the draft vocabulary
-    of a head, see `Bundle.draft_vocabulary`, and `encoder_file` the encoder's graph of
-    a decoder that reads a source. `select_file` is a graph that can also read the rows
-    of a `selection` only.
+    attention does not allow branching; with recurrent states the latter is their
+    replay. `streams` are the settings of its streams, `halves` its graphs below and
+    above a cut. `vocabulary_file` is the draft vocabulary of a head, see
+    `Bundle.draft_vocabulary`, and `encoder_file` the encoder's graph of a decoder that
+    reads a source. `select_file` is a graph that can also read the rows of a
+    `selection` only. Graphs with `own_operators` of jetdraft run on the CPU only.
     """
 
     file: FileName
@@ -216,6 +217,7 @@ class GraphEntry:
     vocabulary_file: FileName | None = None
     select_file: FileName | None = None
     selection: Selection | None = None
+    own_operators: bool = False
 
     def check(self) -> None:
         """Raise `BundleError` or `ValueError` if the fields contradict each other."""
@@ -228,6 +230,8 @@ class GraphEntry:
             raise ValueError("a decoder that reads a source comes with an encoder")
         if (self.selection is None) != (self.select_file is None):
             raise ValueError("a selection of rows and its graph come together")
+        if self.contract.states and self.compaction_file is None:
+            raise ValueError("recurrent states and their replay come together")
 
     @property
     def files(self) -> list[str]:

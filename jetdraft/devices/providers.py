@@ -45,14 +45,14 @@ class Provider:
     dtype: str
 
     def kernel(self, flavour: str | None, dtype: str | None) -> str:
-        """Whose operators multiply matrices of graphs that it runs, of `KERNELS`."""
+        """Whose operators multiply and attend in its graphs, of `KERNELS`."""
         runs = self.name, flavour or self.flavour, dtype or self.dtype
         return KERNELS[runs != ("cpu", CONTRIB, "fp32")]
 
-    def refusal(self, flavour: str, dtype: str, states: bool = False) -> str:
-        """Return why it cannot run such graphs, `states` or not; "" if it can."""
-        if states and self.name != "cpu":
-            return "recurrent states run on the CPU only; choose --provider cpu"
+    def refusal(self, flavour: str, dtype: str, only_on_cpu: str = "") -> str:
+        """Return why it cannot run such graphs; "" if it can."""
+        if only_on_cpu and self.name != "cpu":
+            return f"{only_on_cpu} run on the CPU only; choose --provider cpu"
         if self.name == "tensorrt" and flavour == CONTRIB:
             return (
                 "TensorRT cannot read contrib operators; export with --flavour standard"
@@ -124,11 +124,12 @@ def provider_named(name: str) -> Provider:
 
 
 def choose_provider(
-    name: str, graphs: Iterable[tuple[str, str]], states: bool = False
+    name: str, graphs: Iterable[tuple[str, str]], only_on_cpu: str = ""
 ) -> Provider:
-    """Choose the provider that runs graphs of these flavours and dtypes, and `states`.
+    """Choose the provider that runs graphs of these flavours and dtypes.
 
-    "auto" chooses the fastest provider that can; any other name is only checked.
+    "auto" chooses the fastest provider that can; any other name is only checked. What
+    runs `only_on_cpu` is a part of a message.
     Raises `ProviderError`, with the reason, if no provider can.
     """
     graphs = list(graphs)
@@ -136,7 +137,7 @@ def choose_provider(
         names = ", ".join((*PROVIDERS, AUTO))
         raise ProviderError(f"unknown provider {name!r}; choose {names}")
     for candidate in PROVIDERS if name == AUTO else [name]:
-        reason = _why_unable(PROVIDERS[candidate], graphs, states)
+        reason = _why_unable(PROVIDERS[candidate], graphs, only_on_cpu)
         if not reason and (name != AUTO or not _is_software(candidate)):
             return PROVIDERS[candidate]
     raise ProviderError(f"provider {name!r} cannot run this bundle here: {reason}")
@@ -156,9 +157,11 @@ def _is_software(name: str) -> bool:
     return name != "cpu" and try_provider(name).software
 
 
-def _why_unable(provider: Provider, graphs: list[tuple[str, str]], states: bool) -> str:
+def _why_unable(
+    provider: Provider, graphs: list[tuple[str, str]], only_on_cpu: str
+) -> str:
     """Return why a provider cannot run the graphs; "" if it can. May run a trial."""
-    refusals = (provider.refusal(*graph, states) for graph in graphs)
+    refusals = (provider.refusal(*graph, only_on_cpu) for graph in graphs)
     if reason := next(filter(None, refusals), ""):
         return reason
     # The CPU provider is always present, and a trial takes time at every load.

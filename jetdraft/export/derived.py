@@ -40,11 +40,11 @@ def make_tree_graph(
 ) -> ir.Model | None:
     """Add a draft mask to the chain graph, in place, and return the graph.
 
-    None for a model with states, without layers, or with sliding windows. If the chain
-    graph itself needs a mask, windows raise `UnsupportedModelError`.
+    None for a model without layers, or with sliding windows. If the chain graph itself
+    needs a mask, windows raise `UnsupportedModelError`.
     """
     graph = chain.graph
-    if contract.states or not contract.kv_shapes or windowed(graph):
+    if not contract.kv_shapes or windowed(graph):
         if contract.has_mask:
             raise UnsupportedModelError(
                 f"{source} attends in sliding windows; streams need plain attention"

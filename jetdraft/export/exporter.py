@@ -29,7 +29,7 @@ from jetdraft.checkpoints.attention import relative_bias_module
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.draft_module import DraftModule
 from jetdraft.checkpoints.heads.head_files import HeadFiles
-from jetdraft.checkpoints.heads.head_reader import check_head, find_own_head
+from jetdraft.checkpoints.heads.head_reader import check_head, has_own_head
 from jetdraft.checkpoints.model_reader import check_exportable
 from jetdraft.checkpoints.silence import silenced
 from jetdraft.checkpoints.streams import PromptSettings
@@ -97,18 +97,20 @@ def export(
     """
     options = options or ExportOptions()
     report = progress or (lambda stage, done, total: None)
-    own = find_own_head(target) if drafter is None and head is None else None
-    head = None if head == NO_HEAD else head
-    check_drafter(options, drafter, head or own)
+    is_own = drafter is None and head is None and has_own_head(target)
+    head = target if is_own else None if head == NO_HEAD else head
+    check_drafter(options, drafter, head)
     sources = {TARGET: target} | ({} if drafter is None else {DRAFTER: drafter})
-    files = None if head is None else HeadFiles.read(head)
+    files = None if head is None or is_own else HeadFiles.read(head)
     if files is not None:
         check_head(files, target)
     models = _load_checkpoints(sources, options, report)
     options = settle_source(models[TARGET], options)
     reader = None if files is None else load_draft_head(files, models[TARGET], options)
-    if own is not None and models[TARGET].streams is None:
-        head, reader = own, _load_own_head(own, models[TARGET], options)
+    if is_own:
+        reader = _load_own_head(target, models[TARGET], options)
+        head = None if reader is None else target
+        check_drafter(options, drafter, head)
     check_draft_vocabulary(options, models, reader)
     if reader is not None:
         models[TARGET] = replace(models[TARGET], taps=head_taps(reader))
@@ -143,6 +145,8 @@ def _load_own_head(
     source: str, target: Checkpoint, options: ExportOptions
 ) -> DraftModule | None:
     """Return the head in a target's own files; None, with a warning, if it is unfit."""
+    if target.streams is not None:
+        return None
     try:
         return load_draft_head(HeadFiles.read(source), target, options)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Rewrites of a traced step graph: they save nodes and never change a result.
+"""Rewrites of a traced step graph, which save nodes or make rows independent.
 
 Each is optional: where its pattern does not match, the graph stays as it was traced.
 
@@ -8,6 +8,7 @@ Each is optional: where its pattern does not match, the graph stays as it was tr
 - projections: MatMuls that share their input become one MatMul; query, key and value
   then enter attention packed
 - norms: residual Add and RMSNormalization become SkipSimplifiedLayerNormalization
+- Softplus fills whole packets, and attention may become jetdraft's own
 """
 
 from __future__ import annotations
@@ -416,6 +417,8 @@ def fill_packets(graph: ir.Graph) -> None:
     """Let each Softplus fill whole packets with every row, see `PACKET`, in place."""
     for node in [node for node in graph if node.op_type == "Softplus"]:
         x, make = node.inputs[0], Maker(graph, node)
+        if x is not None and x.dtype != ir.DataType.FLOAT:
+            continue  # on GPUs, whose kernels have no packets
         width = x.shape[-1] if x is not None and x.shape is not None else None
         if isinstance(width, int) and width % PACKET == 0:
             continue

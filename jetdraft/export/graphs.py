@@ -38,6 +38,7 @@ from jetdraft.export.standard import standardize
 from jetdraft.export.step import CUT, ProbeStep, Step, StreamStep, write_probe_weights
 from jetdraft.export.tracer import trace
 from jetdraft.manifest import GraphEntry, Halves
+from jetdraft.native import DOMAIN
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import KERNELS
@@ -137,6 +138,8 @@ def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
         bits = job.quantization.recipe.kv_bits
         contract = quantize_cache(model, entry.contract, job.scales, bits)
         entry = replace(entry, contract=contract)
+    own_operators = any(node.domain == DOMAIN for node in model.graph)
+    entry = replace(entry, own_operators=own_operators)
     make_inputs_constant(model, step.unquantized_weights, {})
     _save_with_weights(model, job.folder / entry.file)
     return entry

@@ -54,7 +54,7 @@ class ExportRequest:
         "A head that reads the target's states, or a drafter that fills blocks, in "
         "place of a drafter: the folder or hub id of EAGLE-1, 2 or 3 (speculators' "
         "too), Medusa, Hydra, DFlash, a diffusion or block drafter, Kangaroo, "
-        "GliDe, Chimera or Falcon; default: the MTP module in the target's own files, "
+        "GliDe, Chimera or Falcon; default: the MTP module in the target's own folder, "
         "if there is one; none: leave it out.",
         kind=str,
     )

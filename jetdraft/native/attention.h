@@ -156,7 +156,7 @@ void attend_part(void* data, size_t index) {
   const int64_t lines = (p.last_row - p.first_row) * (p.last_head - p.first_head);
   const Memory memory(lines * a.line() * int64_t(sizeof(float)));
   if (memory.data == nullptr) {
-    job.out_of_memory = true;
+    __atomic_store_n(&job.out_of_memory, true, __ATOMIC_RELAXED);
   } else {
     isa->attend(a, p, (float*)memory.data);
   }

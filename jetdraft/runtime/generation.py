@@ -172,8 +172,10 @@ class Generation:
         for proposer in self.proposers:
             kept = self._target.cache.resumable(proposer.keep(kept))
         self.stats.reused_tokens = kept
+        prefix.forget()  # while rows and states change, Ctrl-C leaves nothing to reuse
+        self._target.cache.rewind(kept)
         try:
-            self._prefill(kept)
+            self._prefill()
             yield from self._decode(sequence, start)
         finally:
             prefix.record(sequence, exact)
@@ -192,11 +194,10 @@ class Generation:
         may_reuse = bits_agree and has_same_buffers and not selects
         return self.parts.prefix if may_reuse else Prefix(self._target)
 
-    def _prefill(self, kept: int) -> None:
-        """Run the prompt from row `kept` on, all but its last token, in wide passes."""
+    def _prefill(self) -> None:
+        """Run what the cache lacks of the prompt, without its last token, in passes."""
         cache, prompt = self._target.cache, self._prompt
         prefills = prefill_widths(self._target.contract)
-        cache.rewind(kept)
         while cache.length < len(prompt) - 1 and not self.watcher.must_end():
             unread = len(prompt) - 1 - cache.length
             width = self._prefill_width(unread, prefills)

@@ -270,7 +270,10 @@ class LoadedBundle:
     def _choose_provider(self, entry: GraphEntry, name: str) -> Provider:
         """The provider `name`; raises `ProviderError` if it cannot run the graph."""
         graphs = [(self.bundle.flavour, entry.contract.dtype)]
-        return choose_provider(name, graphs, states=bool(entry.contract.states))
+        only_on_cpu = "jetdraft's operators" if entry.own_operators else ""
+        if entry.contract.states:
+            only_on_cpu = "recurrent states"
+        return choose_provider(name, graphs, only_on_cpu)
 
     def _make_openers(
         self, target: Provider, drafter: Provider | None

@@ -173,6 +173,7 @@ def test_auto_takes_the_fastest_that_can(monkeypatch):
         ("contrib", "float32", "webgpu"),
     ):
         assert choose_provider("auto", [(flavour, dtype)]).name == name
+        assert choose_provider("auto", [(flavour, dtype)], "states").name == "cpu"
     runs = replace(runs, software=True)
     assert choose_provider("auto", [("contrib", "float32")]).name == "cpu"
 

@@ -107,6 +107,8 @@ def test_ways_back(case):
     assert [cache.resumable(n) for n in (99, 27, 26, 20, 19)] == [27, 27, 20, 20, 0]
     with pytest.raises(ValueError, match="cannot rewind from 27 rows to 26"):
         cache.rewind(26)
+    with pytest.raises(ValueError, match="states are of 27 rows, not of 20"):
+        cache.copy_rows(20)
     cache.rewind(20)
     assert states(graph) == before
     cache.rewind(0)

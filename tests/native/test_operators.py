@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from jetdraft.contracts.constants import HIDDEN
+from jetdraft.errors import ContractError
 from jetdraft.quant.grids import GRIDS
+from jetdraft.runtime.passes.buffers import run_bound
 from tests.native.operators import Attending, random_matrix, run, session
 
 SHAPES = ((48, 512), (40, 200), (7, 31))
@@ -270,3 +272,17 @@ def test_damage_of_attention_is_refused(name, value, reason):
     attention = ATTENTIONS["rotated"]
     with pytest.raises(Exception, match=reason):
         attend(attention, range(3), 3, attention.buffers(9), **{name: value})
+
+
+def test_attention_that_refuses_a_pass_is_one_line():
+    attention = ATTENTIONS["rotated"]
+    feeds = attention.feeds(range(3), 3, attention.buffers(9))
+    feeds["positions"] = np.array([[0, 1, 80]])
+    opened = attention.session(feeds)
+    io = opened.io_binding()
+    for name, array in feeds.items():
+        io.bind_cpu_input(name, array)
+    for output in opened.get_outputs():
+        io.bind_output(output.name)
+    with pytest.raises(ContractError, match=r"position 80 has no row.*; export the b"):
+        run_bound(opened, io)

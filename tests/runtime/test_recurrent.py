@@ -189,6 +189,11 @@ def test_layer_types_that_do_not_fit_the_weights_are_refused(tmp_path):
     assert not (tmp_path / "bundle").exists()
 
 
+def test_states_come_with_their_replay(bundles):
+    with pytest.raises(ValueError, match="recurrent states and their replay come tog"):
+        replace(bundles["lfm2"].target, compaction_file=None).check()
+
+
 def test_other_providers_are_refused_before_they_are_tried(bundles):
     words = "recurrent states run on the CPU only; choose --provider cpu"
     with pytest.raises(ProviderError, match=words):

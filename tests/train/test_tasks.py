@@ -357,6 +357,7 @@ REFUSED = [
     ("draft", OF_TEXT | {"cache": Path("x")}, "leave --cache out"),
     ("draft", UNSIZED | {"start": "/nowhere/at/all"}, "no checkpoint at"),
     ("eagle", {"kind": "eagle2"}, "kind 'eagle2'; choose eagle3, eagle1 or mtp"),
+    ("eagle", {"kind": "mtp"}, "leave --inner, --taps and --draft-vocab out"),
     ("eagle", {"unrolled": 0}, "unrolled 0 is out of range"),
     ("eagle", {"draft_vocabulary": 0}, "draft vocabulary 0 is out of range"),
     ("eagle", {"taps": (2, 9)}, r"the taps \[2, 9\] are not all layers"),

@@ -94,7 +94,8 @@ class HeadLayers(nn.Module):
 
     def norm(self, width: int) -> nn.Module:
         """Return a new norm over `width` numbers, as these layers have them."""
-        return self.norm_class(width, eps=self.config.rms_norm_eps)
+        name = "rms_norm_eps" if hasattr(self.config, "rms_norm_eps") else "norm_eps"
+        return self.norm_class(width, eps=getattr(self.config, name))
 
     def forward(
         self,
@@ -181,27 +182,29 @@ def _family_config(config: HeadConfig) -> Any:
 def make_target_layers(model: Any, count: int) -> HeadLayers:
     """Make `count` new layers of the target's kind; raises `UnsupportedModelError`."""
     config = copy.deepcopy(model.config.get_text_config(decoder=True))
-    config.num_hidden_layers = count
-    if hasattr(config, "layer_types"):
-        kinds = getattr(config, "mtp_layer_types", None)
-        config.layer_types = list(kinds or ["full_attention"] * count)
-    if hasattr(config, "first_k_dense_replace"):
-        config.first_k_dense_replace = 0  # all layers after the dense ones have experts
-    if hasattr(config, "mlp_layer_types"):
-        kinds = getattr(config, "mtp_mlp_layer_types", None)
-        config.mlp_layer_types = list(kinds or ["sparse"] * count)
     layer_class = type(decoder_layers(model)[-1])
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     try:
+        config.num_hidden_layers = count
+        if hasattr(config, "layer_types"):
+            kinds = getattr(config, "mtp_layer_types", None)
+            config.layer_types = list(kinds or ["full_attention"] * count)
+        if hasattr(config, "first_k_dense_replace"):
+            config.first_k_dense_replace = (
+                0  # all layers after the dense ones have experts
+            )
+        if hasattr(config, "mlp_layer_types"):
+            kinds = getattr(config, "mtp_mlp_layer_types", None)
+            config.mlp_layer_types = list(kinds or ["sparse"] * count)
         layers = [layer_class(config, index) for index in range(count)]
     except Exception as error:  # an unknown architecture may raise anything
         raise UnsupportedModelError(
             f"no MTP layer can be made of {layer_class.__name__} ({error}); export "
-            "without the head"
+            "without the head (--head none)"
         ) from error
     if rotary is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no rotary embedding, so its MTP layer cannot "
-            "be made; export without the head"
+            "be made; export without the head (--head none)"
         )
     return HeadLayers(layers, copy.deepcopy(rotary), config)

@@ -71,17 +71,17 @@ def check_head(files: HeadFiles, target: str) -> None:
         find_drafter_class(files, target).check(files)
 
 
-def find_own_head(target: str) -> str | None:
-    """Return `target` if its folder holds a head of its own; None without one."""
+def has_own_head(target: str | Path) -> bool:
+    """Whether the folder of a target holds a head too; false for a hub id."""
     names: set[str] = set()
     # What is wrong with the files, loading them says.
     with contextlib.suppress(OSError, ValueError, SafetensorError):
         for file in Path(target).glob("*.safetensors"):
             with safe_open(file, "pt") as opened:
                 names |= {*opened.keys()}
-    files = HeadFiles(target, {}, dict.fromkeys(names, torch.empty(0)))
+    files = HeadFiles(str(target), {}, dict.fromkeys(names, torch.empty(0)))
     own = (kind for kind in drafter_classes() if kind.in_target)
-    return target if any(kind.recognizes(files) for kind in own) else None
+    return any(kind.recognizes(files) for kind in own)
 
 
 def find_drafter_class(files: HeadFiles, target: str) -> type[DraftModule]:

@@ -111,7 +111,7 @@ def mtp_config(target: Checkpoint, hidden_first: bool = False) -> EagleConfig:
     if getattr(text, "mtp_use_dedicated_embeddings", False):
         raise CheckpointError(
             f"the MTP module of {target.source} has an embedding of its own, which "
-            "jetdraft does not read; export without the head"
+            "jetdraft does not read; leave it out (--head none)"
         )
     return EagleConfig(
         hidden_size=text.hidden_size,

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.draft_vocabulary import vocabulary_tensors
-from jetdraft.checkpoints.heads.head_reader import find_own_head, load_head
+from jetdraft.checkpoints.folder import checkpoint_folder
+from jetdraft.checkpoints.heads.head_reader import has_own_head, load_head
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.errors import OptionError
@@ -78,7 +79,15 @@ class EagleTask(HeadTask):
     """What an MTP head has beside weights: the balance of its experts."""
 
     def check(self, run: Run) -> None:
-        if self.settings.kind != EAGLE3:
+        settings, plain = self.settings, EagleSettings()
+        own = "inner", "taps", "draft_vocabulary"
+        is_given = any(getattr(settings, n) != getattr(plain, n) for n in own)
+        if settings.kind == MTP and is_given:
+            raise OptionError(
+                "an MTP head has a layer of the target and all its tokens; leave "
+                "--inner, --taps and --draft-vocab out"
+            )
+        if settings.kind != EAGLE3:
             return
         layers = len(decoder_layers(run.target.model))
         self.taps = tuple(self.settings.taps) or (2, layers // 2, layers - 3)
@@ -116,16 +125,18 @@ class EagleTask(HeadTask):
         return head
 
     def _new_mtp(self, target: Checkpoint) -> Eagle:
-        """Load the target's own MTP head, or make one; sets `config`."""
-        if own := find_own_head(target.source):
-            head = load_head(own, target, torch.float32)
+        """Load the target's own MTP head, or make one; sets `config` and `fixed`."""
+        folder = checkpoint_folder(target.source)
+        if has_own_head(folder):
+            head = load_head(str(folder), target, torch.float32)
             assert isinstance(head, Mtp)
             store_weights_in(head, torch.float32)
         else:
             head = Mtp(mtp_config(target), target.model)
+            names = head.first_layer.state_dict().keys()
             for layer in decoder_layers(target.model):
-                # The last layer of the same kind stays.
-                copy_weights(head.first_layer, layer)
+                if layer.state_dict().keys() == names:  # the last such layer stays
+                    copy_weights(head.first_layer, layer)
         self.config = head.config
         learned = dict(head.named_parameters())
         self.fixed = {n: t for n, t in head.state_dict().items() if n not in learned}

@@ -289,7 +289,7 @@ class Survey:
         if self._must_stop():
             raise StoppedError
         graph, (probing, branching) = self.target, mode
-        set_cursor(graph, start)
+        graph.cache.place(start)
         run = partial(graph.run, tokens, last_only, probing=probing)
         if branching:
             places = range(len(tokens))
@@ -340,7 +340,7 @@ class Survey:
         graph, streams, shortest = self.target, self.target.contract.streams, []
         if not streams:
             return 0.0
-        set_cursor(graph, self._starts[0])
+        graph.cache.place(self._starts[0])
         for probing in (NO_PROBING, Probing(streams)):
             times = (_time_pass(graph, [0, 0], probing) for _ in range(PROBE_TURNS))
             shortest.append(min(times))
@@ -353,7 +353,7 @@ class Survey:
             tokens = random_tokens(graph, min(width, graph.contract.max_width))
             times = list[float]()
             for _ in range(REPLAY_TURNS):
-                set_cursor(graph, self._starts[0])
+                graph.cache.place(self._starts[0])
                 graph.run(tokens)
                 before = cache.seconds
                 cache.advance(len(tokens) - 1)
@@ -431,14 +431,10 @@ def randomized(graph: Graph) -> Iterator[list[int]]:
     try:
         yield sorted({early, (early + late) // 2, late})
     finally:
-        set_cursor(graph, length)
+        graph.cache.place(length)
         cache.set_states({} if is_lost else states)
         if not is_lost:
             graph.passes = passes
-
-
-def set_cursor(graph: Graph, start: int) -> None:
-    graph.cache.place(start)
 
 
 def run_until_captured(graph: Graph, run: Callable[[], object]) -> None:
@@ -457,7 +453,7 @@ def pass_times(
     only. Noise only makes a pass longer.
     """
     with randomized(graph) as starts:
-        set_cursor(graph, starts[0])
+        graph.cache.place(starts[0])
         tokens = random_tokens(graph, max(widths))
         for width in widths:
             run_until_captured(graph, partial(graph.run, tokens[:width]))

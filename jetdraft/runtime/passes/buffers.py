@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,10 +31,9 @@ def run_bound(
     try:
         session.run_with_iobinding(io, options)
     except RuntimeError as error:
-        _, node, reason = str(error).partition("Packed node. ")
-        if not node:
+        if not re.search(r"(Packed|GroupQueryAttention) node\. ", str(error)):
             raise
-        reason = reason.partition("Status Message: ")[2]
+        reason = str(error).partition("Status Message: ")[2]
         raise ContractError(
             f"a graph of the bundle cannot run ({reason}); export the bundle again "
             "with this version"
@@ -118,9 +118,10 @@ class Cache:
     A `compaction` session moves the rows of an accepted branch together, in `seconds`.
 
     Recurrent states have no rows to go back to. A pass reads them in one place and
-    writes them in another, so the states before it are still there: to commit a part of
-    its rows, the session, which then is a replay, goes over this part again. A longer
-    way back leads to 0, or to the one length whose states `mark` has copied.
+    writes them in another, and a commit lets the places change their roles. To commit a
+    part of a pass's rows, the session is a replay: from the states before the pass it
+    goes over this part again. A longer way back leads to 0, or to the one length whose
+    states `mark` has copied.
     """
 
     def __init__(
@@ -163,17 +164,14 @@ class Cache:
         if not 0 <= rows <= self.room:
             raise ValueError(f"cannot commit {rows} rows, {self.room} fit")
         if self._states[0] and rows:
-            self._advance_states(rows)
+            count, width = self.last_pass
+            if rows > count or (rows < count and width > WIDEST):
+                raise ValueError(f"cannot commit {rows} rows of a pass over {count}")
+            if rows < count:
+                self._replay(rows)
+            # No call from here on, so that Ctrl-C falls before or after all of it.
+            self.turn, self.last_pass = 1 - self.turn, (0, 0)
         self.length += rows
-
-    def _advance_states(self, rows: int) -> None:
-        """Let the states go over the first `rows` rows of the last pass."""
-        count, width = self.last_pass
-        if rows > count or (rows < count and width > WIDEST):
-            raise ValueError(f"cannot commit {rows} rows of a pass over {count}")
-        if rows < count:
-            self._replay(rows)
-        self.turn, self.last_pass = 1 - self.turn, (0, 0)
 
     def _replay(self, rows: int) -> None:
         """Go over the first `rows` rows of the last pass again."""
@@ -261,8 +259,11 @@ class Cache:
     def copy_rows(self, rows: int) -> Arrays:
         """Copies of the first `rows` rows by buffer, [1, kv_heads, rows, head_dim].
 
-        With them the states, if there are any; then `rows` must be all rows.
+        With them the states, if there are any; then `rows` must be all rows, or
+        `ValueError` is raised.
         """
+        if self._states[0] and rows != self.length:
+            raise ValueError(f"states are of {self.length} rows, not of {rows}")
         with self.memory.exclusive_use():
             return self.copy_states() | {
                 name: np.ascontiguousarray(buffer.numpy()[:, :, :rows])

@@ -14,13 +14,13 @@ from transformers.modeling_layers import MtpModel
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.errors import CheckpointError
+from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from tests import tiny
 from tests.checkpoints.heads import layouts, reference
 from tests.checkpoints.heads.conftest import ROWS
 from tests.checkpoints.heads.layouts import H, rand
-from tests.tiny import VOCAB_SIZE, save_checkpoint
+from tests.tiny import HYBRIDS, VOCAB_SIZE, save_checkpoint
 
 CLOSE = {"rtol": 0, "atol": 5e-5}
 SIZES = {**tiny.SIZES, "num_hidden_layers": 2}
@@ -178,6 +178,23 @@ def mimo(folder):
 
 def test_a_training_of_mimo_keeps_its_order(tmp_path):
     check_training(mimo(tmp_path / "target")[0], tmp_path / "head")
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_lends_its_layer_or_is_refused_in_a_line(name, tmp_path):
+    """The copied weights are of a layer that attends too."""
+    save_checkpoint(tmp_path, HYBRIDS[name](), tokenizer=False)
+    run = SimpleNamespace(target=Checkpoint.load(str(tmp_path), torch.float32))
+    task, layers = EagleTask(EagleSettings(kind="mtp")), run.target.model.model.layers
+    if name in ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"):
+        with pytest.raises(UnsupportedModelError, match="MTP layer"):
+            task.new_drafter(run)
+        return
+    own = task.new_drafter(run).first_layer.state_dict()
+    [attends] = [
+        w for layer in layers if (w := layer.state_dict()).keys() == own.keys()
+    ]
+    assert all(torch.equal(attends[name], own[name]) for name in own)
 
 
 def edit(folder, change):
