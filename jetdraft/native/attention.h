@@ -111,7 +111,8 @@ OrtStatus* read_attention(OrtKernelContext* context, Tensor (&inputs)[ATTENTION_
   return k.rotary ? check_rotation(*job, cosines, sines, positions) : nullptr;
 }
 
-// One head of one row, rotated by its position, times a factor.
+// One head of one row, rotated by its position, times a factor. With fused operations, as
+// onnxruntime's RotaryEmbedding, so that a graph that rotates by it has the same bits.
 void rotate(const AttentionJob& job, int64_t row, const float* x, float factor, float* y) {
   const int64_t size = job.a.size, half = size / 2;
   if (!job.kernel.rotary) {
@@ -124,8 +125,8 @@ void rotate(const AttentionJob& job, int64_t row, const float* x, float factor, 
   const int64_t other = job.kernel.interleaved ? 1 : half;
   for (int64_t i = 0; i < half; i++) {
     const float first = x[step * i], second = x[step * i + other];
-    y[step * i] = (first * c[i] - second * s[i]) * factor;
-    y[step * i + other] = (second * c[i] + first * s[i]) * factor;
+    y[step * i] = __builtin_fmaf(first, c[i], -(second * s[i])) * factor;
+    y[step * i + other] = __builtin_fmaf(first, s[i], second * c[i]) * factor;
   }
 }
 

@@ -40,7 +40,7 @@ HALF_BYTES, SINGLE_BYTES = 2.0, 4.0
 """Bytes of a float on a GPU, and on a CPU: of a weight, a scale, or a number in the KV
 buffers."""
 
-RUNTIME_MB = 846.0
+RUNTIME_MB = 813.0
 """MB of 10^6 bytes of a session beside weights and KV; fitted, see docs/devices.md."""
 
 MAX_READ_SHARE = 0.05

@@ -138,7 +138,7 @@ class EagleTask(HeadTask):
                 if layer.state_dict().keys() == names:  # the last such layer stays
                     copy_weights(head.first_layer, layer)
         self.config = head.config
-        learned = dict(head.named_parameters())
+        learned = dict(head.named_parameters(remove_duplicate=False))
         self.fixed = {n: t for n, t in head.state_dict().items() if n not in learned}
         return head
 
