@@ -6,13 +6,16 @@ from types import SimpleNamespace
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 
+from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.export.derived import make_replay_graph
 from jetdraft.export.seams import check_seams
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import StepSessions, open_session
+from tests.checkpoints.heads.test_mtp import edit
 from tests.export import test_architectures as architectures
-from tests.tiny import HYBRIDS, VOCAB_SIZE
+from tests.tiny import HYBRIDS, VOCAB_SIZE, save_checkpoint
 from tools.forecast.forecast import forecast
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 500)
@@ -70,6 +73,15 @@ def test_a_prompt_in_chunks_equals_transformers(case, length):
         architectures.assert_close(logits, expected[start:end])
         np.testing.assert_array_equal(logits.argmax(-1), expected[start:end].argmax(-1))
         graph.cache.advance(end - start)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_weights_of_half_precision_are_converted_in_every_layer(name, tmp_path):
+    """A layer that convolves with weights of bfloat16 rounds its rows to it."""
+    save_checkpoint(tmp_path, HYBRIDS[name](), tokenizer=False)
+    edit(tmp_path, lambda own: {n: t.bfloat16() for n, t in own.items()})
+    checkpoint = Checkpoint.load(str(tmp_path), torch.float32)
+    check_seams(checkpoint.model, architectures.contract_of(checkpoint))
 
 
 @pytest.mark.parametrize("accepted", range(DRAFT + 1))
