@@ -12,18 +12,27 @@ from onnxscript.optimizer import fold_constants
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
+from jetdraft.checkpoints.refusals import RECURRENT_FAMILIES
 from jetdraft.quant.edits import PARAMETER, add_derived
 
 _MAX_FOLDED_BYTES = 1 << 16
 """The largest constant that is folded, in bytes; a norm's weights are smaller."""
 
 _MAX_CONVERTED = 1 << 20
-"""The most numbers of a norm or a convolution whose weights are converted for good."""
+"""The most numbers of a norm or convolution that is converted when it is loaded."""
 
 
 def set_compute_dtype(model: Any, dtype: torch.dtype) -> None:
-    """Let `model` run in `dtype`; its weights keep the type they have."""
+    """Let `model` run in `dtype`; its weights keep the type they have.
+
+    Recurrent layers take weights of norms and convolutions, or their type, without
+    running the modules, so these weights are converted.
+    """
     _recompute_buffers(model, dtype)
+    if model.config.get_text_config(decoder=True).model_type in RECURRENT_FAMILIES:
+        for weight in model.parameters():
+            if weight.ndim != 2 and weight.numel() <= _MAX_CONVERTED:
+                weight.data = weight.data.to(dtype)
     convert_while_running(model, dtype)
 
 
@@ -33,11 +42,7 @@ def convert_while_running(
     """Let hooks convert weights to `dtype` while modules run; not `skipped` ids."""
     for module in model.modules():
         own = [p for p in module.parameters(recurse=False) if id(p) not in skipped]
-        if all(p.ndim != 2 and p.numel() <= _MAX_CONVERTED for p in own):
-            # Some layers take such weights, or their type, and run no module.
-            for weight in own:
-                weight.data = weight.data.to(dtype)
-        elif any(weight.dtype != dtype for weight in own):
+        if any(weight.dtype != dtype for weight in own):
             conversion = _WeightConversion(dtype)
             module.register_forward_pre_hook(conversion.before)
             module.register_forward_hook(conversion.after, always_call=True)
