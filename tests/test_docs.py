@@ -87,7 +87,7 @@ NO_COMMAND = {
     "docs/architecture.md": [
         *("cli/generate.py ", "row = root", "methods/<name>", "[build-system]")
     ],
-    "docs/devices.md": ["ms(width) = ", "bandwidth 0.818"],
+    "docs/devices.md": ["ms(width) = ", "bandwidth 0.819"],
     "docs/quantization.md": ["target: q8_0"],
     "docs/streaming.md": ["rows      the root", '{"prompt": '],
     "docs/training.md": ["accelerate launch "],
