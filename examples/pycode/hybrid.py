@@ -6,8 +6,8 @@
     jetdraft export hybrid --head hybrid-mtp -o bundles/hybrid
     jetdraft bench bundles/hybrid --prompts examples/pycode/prompts.jsonl
 
-No folder with the weights is kept here. The texts are those of `train.py`, and none of
-the held-out files is among them.
+The repository does not keep the trained weights. The texts are those of `train.py`,
+without the held-out files.
 """
 
 from functools import partial

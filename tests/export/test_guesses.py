@@ -102,13 +102,17 @@ def test_untrained_drafters_draft_what_the_module_guesses(made, layout):
     assert stats.tokens_per_pass < 1.5
 
 
+def graph_and_features(bundle):
+    """The graph of a drafter, and what it reads of 14 tokens; None without features."""
+    target, graph = graphs(bundle)
+    features = target.run(TOKENS[:14]).features
+    return graph, None if features is None else features.copy()
+
+
 @pytest.mark.parametrize("layout", ["dflash", "diffusion"])
 def test_rows_of_a_block_are_no_context(made, layout):
     """After a block the same context gives the same bits, as if it had not been."""
-    bundle = made(layout).bundle
-    target, graph = graphs(bundle)
-    features = target.run(TOKENS[:14]).features
-    features = None if features is None else features.copy()
+    graph, features = graph_and_features(made(layout).bundle)
     in_graph(graph, features, 0, 5)
     graph.cache.advance(5)
     first = in_graph(graph, features, 5, 8).logits.copy()
@@ -128,10 +132,7 @@ def test_rows_of_a_block_are_no_context(made, layout):
 @pytest.mark.parametrize("layout", ["dflash", "diffusion"])
 def test_the_last_tokens_of_a_block_change_the_first(made, layout):
     """Attention goes both ways: what is known behind a mask changes its guess."""
-    bundle = made(layout).bundle
-    target, graph = graphs(bundle)
-    features = target.run(TOKENS[:14]).features
-    features = None if features is None else features.copy()
+    graph, features = graph_and_features(made(layout).bundle)
     count = graph.contract.block
     unknown = [VOCAB_SIZE] * (count - 1)
     one, other = (

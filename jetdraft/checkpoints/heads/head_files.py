@@ -258,7 +258,7 @@ class HeadFiles:
         return fields | {"target_hidden_size": int(size), "vocab_size": vocabulary}
 
     def check_vocabulary(self, target: Checkpoint, own: int | None = None) -> int:
-        """Return the target's number of tokens; refuse a head for another, `own`."""
+        """Return the target's number of tokens; raise if the head's number differs."""
         own = self.positive_integer("vocab_size") if own is None else own
         if abs(own - target.vocab_size) > MAX_PADDING:
             raise CheckpointError(

@@ -67,16 +67,16 @@ class EagleSettings(HeadSettings):
 class EagleTask(HeadTask):
     """Trains EAGLE-3, MTP, or EAGLE-1, which learns features too.
 
-    The files have the authors' layout, and Qwen's for MTP. An MTP head begins as the
-    target's own (FastMTP, 2509.18362); without one its layer begins as the target's
-    last layer of the same kind.
+    The files have the authors' layout, and Qwen's for MTP. A training of MTP begins
+    with the target's own head (FastMTP, 2509.18362). If the target has no head, the new
+    head's layer begins as a copy of the target's last layer of the same kind.
     """
 
     Settings = EagleSettings
     help = "Train a head that drafts for TARGET, a checkpoint folder or hub id."
     product = "a head"
     fixed: Mapping[str, Tensor] = MappingProxyType({})
-    """What an MTP head has beside weights: the balance of its experts."""
+    """The tensors of an MTP head that are not trained, by name: biases of experts."""
 
     def check(self, run: Run) -> None:
         settings, plain = self.settings, EagleSettings()

@@ -169,7 +169,7 @@ class Cache:
                 raise ValueError(f"cannot commit {rows} rows of a pass over {count}")
             if rows < count:
                 self._replay(rows)
-            # No call from here on, so that Ctrl-C falls before or after all of it.
+            # Without a call in between, Ctrl-C cannot separate these assignments.
             self.turn, self.last_pass = 1 - self.turn, (0, 0)
         self.length += rows
 

@@ -84,7 +84,7 @@ class Guess(NamedTuple):
     def evidence(self, place: int) -> int:
         """The grade of the match before the token at `place`: 0 without a match.
 
-        Grades 1 to 5 are 1, 2-3, 4-7, 8-15, and 16 or more tokens, guesses included.
+        Grades 1 to 5 are matches of 1, 2-3, 4-7, 8-15, and 16 or more tokens.
         """
         return min((self.match + place).bit_length(), MAX_EVIDENCE)
 

@@ -143,8 +143,7 @@ def check_training(target, folder):
     task = EagleTask(EagleSettings(kind="mtp"))
     pupil = task.new_drafter(SimpleNamespace(target=target))
     task_run = SimpleNamespace(target=target, module=SimpleNamespace(drafter=pupil))
-    fields, tensors = task.contents(task_run, task.weights(task_run), None)
-    layouts.write(folder, fields, tensors)
+    layouts.write(folder, *task.contents(task_run, task.weights(task_run), None))
     again = load_head(str(folder), target, torch.float32)
     assert again.config == head.config
     wanted = head.state_dict()
