@@ -52,7 +52,7 @@ class Provider:
     def refusal(self, flavour: str, dtype: str, only_on_cpu: str = "") -> str:
         """Return why it cannot run such graphs; "" if it can."""
         if only_on_cpu and self.name != "cpu":
-            return f"{only_on_cpu} run on the CPU only; choose --provider cpu"
+            return only_on_cpu
         if self.name == "tensorrt" and flavour == CONTRIB:
             return (
                 "TensorRT cannot read contrib operators; export with --flavour standard"
@@ -128,8 +128,8 @@ def choose_provider(
 ) -> Provider:
     """Choose the provider that runs graphs of these flavours and dtypes.
 
-    "auto" chooses the fastest provider that can; any other name is only checked. What
-    runs `only_on_cpu` is a part of a message.
+    "auto" chooses the fastest provider that can; any other name is only checked.
+    `only_on_cpu` says why no other provider can; "" if others may.
     Raises `ProviderError`, with the reason, if no provider can.
     """
     graphs = list(graphs)

@@ -270,9 +270,11 @@ class LoadedBundle:
     def _choose_provider(self, entry: GraphEntry, name: str) -> Provider:
         """The provider `name`; raises `ProviderError` if it cannot run the graph."""
         graphs = [(self.bundle.flavour, entry.contract.dtype)]
-        only_on_cpu = "jetdraft's operators" if entry.own_operators else ""
+        cpu, only_on_cpu = "run on the CPU only; choose --provider cpu", ""
         if entry.contract.states:
-            only_on_cpu = "recurrent states"
+            only_on_cpu = f"recurrent states {cpu}"
+        elif entry.own_operators:
+            only_on_cpu = f"jetdraft's operators {cpu}, or export with --provider {name}"
         return choose_provider(name, graphs, only_on_cpu)
 
     def _make_openers(

@@ -50,8 +50,8 @@ REFUSED = [
     (GENERATE + "--grammar {tmp}/latin", "cannot read"),
     # Providers, methods and their options.
     (GENERATE + "--provider=abacus", "unknown provider 'abacus'"),
-    (GENERATE + "--provider=cuda", "no fp32 kernel on CUDA"),
-    (GENERATE + "--provider=tensorrt", "export with --flavour standard"),
+    (GENERATE + "--provider=cuda", "or export with --provider cuda"),
+    (GENERATE + "--provider=tensorrt", "or export with --provider tensorrt"),
     (GENERATE + "--drafter-provider=abacus", "unknown provider 'abacus'"),
     (GENERATE + "--drafter-provider off --method draft", "no method 'draft'"),
     (GENERATE + "--method magic", ("'magic'", "auto, none, lookup")),

@@ -9,6 +9,8 @@ import pytest
 
 import jetdraft
 from jetdraft.bench.tuning import tune
+from jetdraft.bundle import CONTRIB, STANDARD
+from jetdraft.devices.providers import PROVIDERS
 from jetdraft.errors import LengthError, OptionError, ProviderError
 from jetdraft.runtime.measured.cost_model import Curve
 
@@ -94,19 +96,24 @@ def test_bad_input_is_refused_before_anything_runs(model, options, words):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"provider": "cuda"}, "no fp32 kernel on CUDA; export with --dtype fp16"),
-        (
-            {"provider": "tensorrt"},
-            "cannot read contrib operators; export with --flavour",
-        ),
+        ({"provider": "cuda"}, "operators run on the CPU only; .* --provider cuda"),
+        ({"provider": "tensorrt"}, "or export with --provider tensorrt"),
         ({"provider": "abacus"}, "'abacus'; choose tensorrt, cuda, webgpu, cpu"),
         ({"drafter_provider": "abacus"}, "unknown provider 'abacus'"),
-        ({"drafter_provider": "cuda"}, "no fp32 kernel on CUDA"),
+        ({"drafter_provider": "cuda"}, "or export with --provider cuda"),
     ],
 )
 def test_a_provider_that_cannot_run_is_refused(bundle, options, reason):
     with pytest.raises(ProviderError, match=reason):
         jetdraft.load(bundle, **options)
+
+
+def test_each_provider_names_the_graphs_that_it_cannot_run():
+    refusals = {name: PROVIDERS[name].refusal for name in PROVIDERS}
+    assert "export with --dtype fp16" in refusals["cuda"](CONTRIB, "float32")
+    assert "export with --flavour standard" in refusals["tensorrt"](CONTRIB, "float16")
+    assert "export with --flavour contrib" in refusals["webgpu"](STANDARD, "float32")
+    assert not refusals["cuda"](CONTRIB, "float16")
 
 
 def test_auto_takes_what_runs(bundle):
