@@ -3,10 +3,10 @@
 The public sequence, prompt and committed tokens, is the source of truth. Before each
 round the target's cache holds all of it but the last token, the root.
 
-An exact generation commits the path only up to its first gap in the buffer: a row
-beyond a gap adds up its attention in another order than plain decoding does. The token
-chosen there is a good guess but not proven, so it begins the next draft. An inexact
-generation commits the whole path and moves its rows together.
+The rows of an accepted path are moved together. Where attention adds up in an order
+that a gap in the buffer changes (see `Widths.skips_agree`), an exact generation commits
+the path only up to its first gap. The token chosen beyond is a good guess but not
+proven, so it begins the next draft.
 
 Invariants: the cursor is the length of the sequence minus one; a pass never reaches
 past the buffer; whatever was drafted, plain decoding chooses the same tokens.
@@ -89,6 +89,7 @@ class Generation:
         self.verifier = self.proposer_set.verifier
         self.chooser = Chooser(options.sampling, self._logits_processors(prompt, rules))
         self.widths = planner.widths(drafting)
+        self._ends_at_gap = parts.widths.ends_at_gap(drafting.exact)
         selection = parts.bundle.target.selection
         self.stats = Stats(
             method=drafting.method,
@@ -280,7 +281,7 @@ class Generation:
         logprobs = self._logprobs(answer, path, tokens)
         if matcher is not None and self.proposers:
             matcher.request_forced(context, tokens)
-        proven = target.commit(path, self.options.drafting.exact)
+        proven = target.commit(path, self._ends_at_gap)
         committed, self._carried = tokens[:proven], tokens[proven:]
         self._notify_observers(Seen(len(context) + len(tokens), rows, path, answer))
 

@@ -116,7 +116,7 @@ def test_every_outcome_of_a_round_leaves_the_buffers_right(few, prompt, right):
     _, answer = graph.verify(rows, 5)
     chosen = answer.candidates[:, 0].tolist()
     path = rows.walk(chosen)
-    graph.commit(path, exact=True)
+    graph.commit(path, ends_at_gap=True)
     assert [chosen[row] for row in path] == text[: right + 1]
     after = graph.run([chosen[path[-1]]], width=2).candidates[0, 0]
     assert after == text[right + 1]

@@ -76,7 +76,7 @@ class Curve:
         On the line through a pass of one row with all its `streams` and a pass where
         all rows have them: the first probe costs more than the others.
         """
-        bare = self.tree_ms(width, exact=True)
+        bare = self.tree_ms(width, ends_at_gap=True)
         if not probes:
             return bare
         if not (self.ended and self.probed):
@@ -85,10 +85,10 @@ class Curve:
         each = (many - few) / (streams * max(1, width - 1))
         return max(bare, few + (probes - streams) * max(0.0, each))
 
-    def tree_ms(self, width: int, exact: bool) -> float:
-        """The milliseconds of a branching pass; an inexact one also moves rows."""
+    def tree_ms(self, width: int, ends_at_gap: bool) -> float:
+        """The milliseconds of a branching pass; a commit across gaps moves rows."""
         ms = max(self.trees.get(width, 0.0), self.pass_ms(width))
-        return ms if exact else ms + self.compaction
+        return ms if ends_at_gap else ms + self.compaction
 
     def replay_ms(self, rows: float) -> float:
         """The milliseconds of going over `rows` rows again."""

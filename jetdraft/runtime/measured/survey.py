@@ -53,10 +53,11 @@ _MIN_ROOM = 2 * MAX_ROWS
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
 
-PassMode = tuple[Probing, bool]
-"""How to run a chain: the probes of its rows, and whether the pass is one for trees."""
+PassMode = tuple[Probing, int | None]
+"""How to run a chain: the probes of its rows, and None, or how many rows a branching
+pass has between the root and the rest of the chain."""
 
-PLAIN: PassMode = (NO_PROBING, False)
+PLAIN: PassMode = (NO_PROBING, None)
 
 
 def _never_stop() -> bool:
@@ -198,12 +199,14 @@ class Survey:
         return self._with_modes(replace(known, gaps=self._gaps_to_exact(known)))
 
     def _with_modes(self, known: Widths) -> Widths:
-        """Return `known`, with `probes_agree` and `trees_agree` measured."""
+        """Return `known`, with the agreement of probes, trees and skips measured."""
         contract, exact = self.target.contract, known.exact
+        skips = contract.tree and all(self._agrees(w, skip_modes(w)) for w in exact)
         return replace(
             known,
             probes_agree=all(self._agrees(w, probe_modes(contract)) for w in exact),
-            trees_agree=all(self._agrees(w, self._tree_modes) for w in exact),
+            trees_agree=skips or all(self._agrees(w, self._tree_modes) for w in exact),
+            skips_agree=skips,
         )
 
     def _do_next_step(self) -> None:
@@ -244,6 +247,8 @@ class Survey:
             return True
         modes = probe_modes(self.target.contract) if known.probes_agree else []
         trees = self._tree_modes if known.trees_agree else []
+        if known.skips_agree:
+            trees = skip_modes(width)
         return self._agrees(width, [*modes, *trees])
 
     def _gaps_to_exact(self, known: Widths) -> dict[int, float]:
@@ -288,22 +293,25 @@ class Survey:
         """Run and time a pass at `start`; returns logits. Raises `StoppedError`."""
         if self._must_stop():
             raise StoppedError
-        graph, (probing, branching) = self.target, mode
+        graph, (probing, skipped) = self.target, mode
         graph.cache.place(start)
         run = partial(graph.run, tokens, last_only, probing=probing)
-        if branching:
-            places = range(len(tokens))
-            above = [list(range(row)) for row in places]
-            run = partial(graph.run_branches, tokens, places, above, probing=probing)
+        chain = [*range(len(tokens))]
+        if skipped is not None:
+            chain = [0, *chain[1 + skipped :]]
+            depths = [0, *[1] * skipped, *range(1, len(chain))]
+            below = (chain[:row] for row in range(1, len(chain)))
+            above = [[], *[[0]] * skipped, *below]
+            run = partial(graph.run_branches, tokens, depths, above, probing=probing)
         run_until_captured(graph, run)
         before = graph.seconds
         logits = run().logits
         ms, times = 1e3 * (graph.seconds - before), self._curve.passes
         if probing.streams:
             times = self._curve.ended if probing.last_only else self._curve.probed
-        if len(tokens) <= WIDEST and (probing.streams or not branching):
+        if len(tokens) <= WIDEST and (probing.streams or skipped is None):
             times[len(tokens)] = min(ms, times.get(len(tokens), ms))
-        return logits
+        return logits if last_only else logits[chain]
 
     def _agrees(self, width: int, modes: list[PassMode]) -> bool:
         """Whether passes of all modes give the bits of a chain pass."""
@@ -311,7 +319,10 @@ class Survey:
         for start in self._starts if modes else []:
             chain = self._run_pass(start, tokens, PLAIN).copy()
             for mode in modes:
-                if not np.array_equal(chain, self._run_pass(start, tokens, mode)):
+                skipped = mode[1] or 0
+                kept = len(tokens) - skipped
+                rows = [tokens[0], *tokens[kept:], *tokens[1:kept]]
+                if not np.array_equal(chain[:kept], self._run_pass(start, rows, mode)):
                     return False
         return True
 
@@ -319,7 +330,7 @@ class Survey:
     def _tree_modes(self) -> list[PassMode]:
         """The mode of tree passes; empty where one session runs chains and trees."""
         sessions = self.target.sessions
-        return [] if sessions.chain is sessions.any else [(NO_PROBING, True)]
+        return [] if sessions.chain is sessions.any else [(NO_PROBING, 0)]
 
     def _compare_prefills(self) -> Iterator[bool]:
         """Yield for each wide pass whether it leaves the KV rows of decoding."""
@@ -381,10 +392,15 @@ def probe_modes(contract: StepContract) -> list[PassMode]:
     if not contract.streams:
         return []
     return [
-        (Probing(contract.streams, last_only), branching)
-        for branching in ((False, True) if contract.tree else (False,))
+        (Probing(contract.streams, last_only), skipped)
+        for skipped in ((None, 0) if contract.tree else (None,))
         for last_only in (False, True)
     ]
+
+
+def skip_modes(width: int) -> list[PassMode]:
+    """The modes of branching passes in which a part of the chain skips rows."""
+    return [(NO_PROBING, skipped) for skipped in sorted({1, width // 2}) if skipped < width]
 
 
 def decoding_widths(graph: Graph) -> list[int]:

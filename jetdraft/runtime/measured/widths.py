@@ -39,6 +39,8 @@ class Widths:
     untried         widths that were not compared yet; no exact pass has such a width
     probes_agree    probes change no bit of the rows of an exact pass
     trees_agree     a branching pass gives a chain's rows the same bits
+    skips_agree     and a row that skips slots in the buffer has the bits of one that does
+                    not, so an exact commit may move rows
     prefills_agree  the wide passes that read a prompt give the bits of decoding;
                     None if they were not compared yet
     """
@@ -49,6 +51,7 @@ class Widths:
     untried: tuple[Width, ...] = ()
     probes_agree: bool = True
     trees_agree: bool = True
+    skips_agree: bool = False
     prefills_agree: bool | None = None
 
     @property
@@ -65,6 +68,10 @@ class Widths:
     def allowed(self, exact: bool) -> list[int]:
         """The widths that a generation may use, ascending."""
         return self.exact if exact else sorted({*self.gaps, *self.untried})
+
+    def ends_at_gap(self, exact: bool) -> bool:
+        """Whether a generation commits a path only up to its first gap."""
+        return exact and not self.skips_agree
 
     @classmethod
     def from_json(cls, fields: Any) -> Widths:

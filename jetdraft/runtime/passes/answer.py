@@ -165,10 +165,10 @@ class Target(Protocol):
         """
         ...
 
-    def commit(self, path: Sequence[int], exact: bool) -> int:
+    def commit(self, path: Sequence[int], ends_at_gap: bool) -> int:
         """Commit the rows of a path of the last pass; returns how many.
 
-        An `exact` commit ends where the path leaves a gap in the buffer; an inexact
-        commit closes the gaps by moving the rows after them.
+        A commit `ends_at_gap` of the path in the buffer, or closes the gaps by moving
+        the rows after them.
         """
         ...

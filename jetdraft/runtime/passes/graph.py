@@ -149,9 +149,9 @@ class Graph:
         )
         return rows, answer
 
-    def commit(self, path: Sequence[int], exact: bool) -> int:
+    def commit(self, path: Sequence[int], ends_at_gap: bool) -> int:
         """Commit the rows of a path of the last pass, see `Target.commit`."""
-        if not exact:
+        if not ends_at_gap:
             self.cache.compact(path)
             return len(path)
         proven = gapless_length(path)

@@ -122,13 +122,13 @@ class AdaptiveController:
         acceptance: dict[str, Acceptance],
         widths: Sequence[int],
         max_draft_tokens: int,
-        exact: bool = True,
+        ends_at_gap: bool = True,
         branching: bool = False,
         profit: Profit | None = None,
     ) -> None:
         self.proposers = list(proposers)
         self.curve = curve
-        self.exact = exact
+        self.ends_at_gap = ends_at_gap
         self.branching = branching
         # widths[n] is the narrowest allowed width that holds n rows.
         allowed = sorted(widths)
@@ -254,13 +254,13 @@ class AdaptiveController:
     ) -> Iterator[_Promise]:
         """The promises of the likeliest trees that fill a pass.
 
-        In an exact generation the next pass runs an accepted row again, unless it is on
-        the first path. So it is worth one token minus the cost of a row.
+        Where a commit ends at a gap, the next pass runs an accepted row again, unless it
+        is on the first path. So it is worth one token minus the cost of a row.
         """
         # A round without a draft commits one token.
         plain_ms, widest_ms = self.curve.pass_ms(1), self.curve.pass_ms(WIDEST)
         row_tokens = (widest_ms - plain_ms) / (WIDEST - 1) / plain_ms
-        worth = 1.0 - row_tokens if self.exact else 1.0
+        worth = 1.0 - row_tokens if self.ends_at_gap else 1.0
         others = self.acceptance[proposer.traits.name].sibling_shares(MAX_SIBLINGS)
         if worth * (1.0 - min(rates)) * others[0] < row_tokens:
             return  # not even the best branch pays for its row
@@ -282,7 +282,7 @@ class AdaptiveController:
         probes = probing.of(rows).total if probing.streams else 0
         width, probes_ms = self.widths[rows], probes * self.curve.probe
         if branches:
-            return probes_ms + self.curve.tree_ms(width, self.exact)
+            return probes_ms + self.curve.tree_ms(width, self.ends_at_gap)
         return probes_ms + self.curve.pass_ms(width)
 
     def _replay_ms(self, promise: _Promise) -> float:

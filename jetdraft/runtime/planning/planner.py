@@ -346,7 +346,7 @@ class Planner:
             self.acceptance,
             self.widths(drafting),
             count or MAX_DRAFT_TOKENS,
-            drafting.exact,
+            self.parts.widths.ends_at_gap(drafting.exact),
             self._trees_agree(drafting)
             and all(options.may_branch for options in drafting.options.values()),
             self._profits[drafting.names],

@@ -73,8 +73,8 @@ def test_careful_times_replace_quick_ones():
 
 def test_branches_never_cost_less_than_chains():
     curve = Curve({2: 5.0, 4: 9.0}, {4: 8.0}, compaction=1.0)
-    assert curve.tree_ms(4, exact=True) == 9.0
-    assert curve.tree_ms(2, exact=False) == 6.0
+    assert curve.tree_ms(4, ends_at_gap=True) == 9.0
+    assert curve.tree_ms(2, ends_at_gap=False) == 6.0
 
 
 def test_the_first_probe_costs_more_than_the_others():

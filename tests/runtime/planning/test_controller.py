@@ -223,14 +223,14 @@ def test_another_proposer_may_draft_while_probes_prepare():
 # --- trees ----------------------------------------------------------------------------
 
 
-def branching(slope, rate=0.5, exact=True, allowed=True):
+def branching(slope, rate=0.5, ends_at_gap=True, allowed=True):
     """Streams that can be asked for trees."""
     curve = Curve({w: 1 + slope * (w - 1) for w in range(1, 17)})
     known = Acceptance()
     known.places.successes, known.places.trials = [1000 * rate] * 4, [1000.0] * 4
     streams = Streaming(max_draft_tokens=15, branches=True)
     return AdaptiveController(
-        [streams], curve, {"stream": known}, WIDTHS, 15, exact, allowed
+        [streams], curve, {"stream": known}, WIDTHS, 15, ends_at_gap, allowed
     )
 
 
@@ -248,8 +248,8 @@ def test_free_rows_become_branches():
         ({"slope": 0.02, "rate": 1.0}, False),  # drafts that are always right
         ({"slope": 0.0, "allowed": False}, False),
         # A branch is worth less where it must be proven.
-        ({"slope": 0.1, "exact": False}, True),
-        ({"slope": 0.1, "exact": True}, False),
+        ({"slope": 0.1, "ends_at_gap": False}, True),
+        ({"slope": 0.1, "ends_at_gap": True}, False),
     ],
     ids=str,
 )
@@ -367,9 +367,9 @@ def test_trees_cost_what_was_measured_of_trees():
     assert controller.assign(15, {}).parents is not None
     controller.curve.trees = dict.fromkeys(range(2, 33), 9.0)
     assert controller.assign(15, {}).parents is None
-    assert controller.curve.tree_ms(4, exact=True) == 9.0
+    assert controller.curve.tree_ms(4, ends_at_gap=True) == 9.0
     controller.curve.compaction = 1.0
-    assert controller.curve.tree_ms(4, exact=False) == 10.0
+    assert controller.curve.tree_ms(4, ends_at_gap=False) == 10.0
 
 
 def test_the_replay_after_a_wrong_draft_counts():

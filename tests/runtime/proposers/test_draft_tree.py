@@ -68,18 +68,19 @@ def test_every_path_has_the_logits_of_a_chain(float_model, seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_without_gaps_are_those_of_a_chain_bit_by_bit(model, seed):
+def test_all_paths_are_those_of_a_chain_bit_by_bit(model, seed):
     """What an exact generation rests on."""
     random = np.random.default_rng(seed)
     graph, width = model.parts.target, 8
+    assert model.parts.widths.skips_agree
     tokens = random.integers(0, 288, width).tolist()
-    rows = Rows(tokens, random_parents(random, width)).depth_first()
-    spine = next(i for i in range(1, width) if rows.parents[i] != i - 1 or i == 7)
+    rows = Rows(tokens, random_parents(random, width))
     prefill(graph, PROMPT)
-    logits = run_tree(graph, rows).logits[:spine].copy()
-    prefill(graph, PROMPT)
-    chain = graph.run(rows.tokens[:spine] + [7] * (width - spine)).logits[:spine]
-    assert np.array_equal(logits, chain)
+    logits = run_tree(graph, rows).logits.copy()
+    for path in paths(rows):
+        prefill(graph, PROMPT)
+        chain = graph.run([rows.tokens[row] for row in path]).logits
+        assert np.array_equal(logits[path], chain)
 
 
 def test_a_chain_after_a_tree_sees_everything_again(model):
@@ -168,7 +169,9 @@ def rounded(rows, answer, positions, chooser):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_no_choice_beyond_a_gap_is_ever_committed(model, plain, sampling):
+def test_no_unproven_choice_is_ever_committed(model, plain, sampling, monkeypatch):
+    known = replace(model.parts.widths, skips_agree=False)
+    monkeypatch.setattr(model.parts.survey, "_widths", known)
     walk = replace(VERIFIERS["walk"], choose=rounded)
     ids, stats = generate(model, sampling, Branching(plain[sampling]), verifier=walk)
     assert ids == plain[sampling]

@@ -432,7 +432,7 @@ def test_both_halves_hold_what_a_fresh_prefill_holds(models, exact):
     finally:
         del halves._prune
     assert kept.tokens == [9, 7, 6, 5]
-    committed = halves.commit([0, 1, 2], exact)
+    committed = halves.commit([0, 1, 2], ends_at_gap=exact)
     assert committed == (1 if exact else 3)
     length = len(PROMPT) + committed
     buffers = [

@@ -98,7 +98,7 @@ def test_all_caches_hold_what_a_fresh_prefill_holds(model, plain, accepted):
     assert leading.whole.passes == whole_passes
     path = rows.walk(answer.candidates[:, 0].tolist())
     assert len(path) == 1 + accepted
-    assert leading.commit(path, exact=True) == len(path)
+    assert leading.commit(path, ends_at_gap=True) == len(path)
     assert leading.ahead == []
     sequence = [*prompt, *draft[: 1 + accepted]]
     first = len(prompt)

@@ -241,10 +241,10 @@ class LeadingHalf:
         answer = self.halves.run_upper(placed, states, size, self.cache.length)
         return rows, replace(answer.first(len(rows)), features=states)
 
-    def commit(self, path: Sequence[int], exact: bool) -> int:
+    def commit(self, path: Sequence[int], ends_at_gap: bool) -> int:
         """Commit the rows of a path, see `Target.commit`; no rows are ahead then."""
         self._keep_ahead(0)
-        return self.whole.commit(path, exact)
+        return self.whole.commit(path, ends_at_gap)
 
     def _count_shared(self, rows: Rows) -> int:
         """How many rows at the beginning of a draft the lower half has run."""

@@ -192,12 +192,12 @@ class PrunedHalves:
         answer = self._run_upper(kept_rows, below, self._kept, (width, width, probes))
         return kept_rows, answer.first(len(kept_rows))
 
-    def commit(self, path: Sequence[int], exact: bool) -> int:
+    def commit(self, path: Sequence[int], ends_at_gap: bool) -> int:
         """Commit the rows of a path; a row's places in the two buffers differ."""
         lower = [self._kept[row] for row in path]
         if self.adaptive is not None:
             self.adaptive.observe(self.threshold, lambda t: self._outcome_at(lower, t))
-        if not exact:
+        if not ends_at_gap:
             self.cache.compact_both(lower, path)
             return len(path)
         proven = gapless_length(lower)
