@@ -54,7 +54,8 @@ def drafts_of(method):
     """Ways to ask a method for drafts: as it likes, of a length, and of a shape."""
     record = methods()[method]
     yield {}
-    yield from ({"drafting": sample} for sample in record.samples[:1])
+    # The third of `ppd` drafts whatever passes cost on this machine.
+    yield from ({"drafting": sample} for sample in record.samples[::2])
     if record.options().draft_size is None:
         yield {"num_draft_tokens": 4}
 
