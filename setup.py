@@ -46,7 +46,6 @@ SOURCES = {
         "avx2": _AVX2,
         "avxvnni": (*_AVX2, "-mavxvnni"),
         "avx512vnni": (*_AVX2, *_AVX512),
-        "amx": (*_AVX2, *_AVX512, "-mamx-tile", "-mamx-int8"),
     },
     "aarch64": {
         "library": (),

@@ -4,8 +4,6 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 namespace jetdraft {
 namespace {
@@ -44,14 +42,6 @@ bool has_avx512vnni() {
     if (bit == 16 || bit == 17 || bit > 29)  // F, DQ, BW, VL
       if (!cpu_has(7, 0, EBX, bit)) return false;
   return has_avx2() && cpu_has(7, 0, ECX, 11) && system_saves(0xe6);
-}
-
-bool has_amx() {
-  const bool tiles = cpu_has(7, 0, EDX, 24), int8 = cpu_has(7, 0, EDX, 25);
-  if (!has_avx512vnni() || !tiles || !int8 || !system_saves(0x60000)) return false;
-  // A process asks Linux for the registers of tiles: they take 8 kB in each thread.
-  constexpr long REQUEST = 0x1023, TILES = 18;
-  return syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
 }
 
 }  // namespace jetdraft

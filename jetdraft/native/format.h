@@ -102,8 +102,7 @@ struct Attention {
   int64_t line() const { return round_up(cursor + rows, LANES) + 2 * LANES; }
 };
 
-// In cpu.cpp.
-bool has_avx2(), has_avxvnni(), has_avx512vnni(), has_amx(), has_dotprod(), has_i8mm();
+bool has_avx2(), has_avxvnni(), has_avx512vnni(), has_dotprod(), has_i8mm();  // cpu.cpp
 
 // What a processor computes; every entry is by the number of the format.
 struct Isa {
@@ -114,12 +113,12 @@ struct Isa {
   void (*attend)(const Attention&, const Attention::Part&, float* scratch);
 };
 
-extern const Isa PORTABLE, AVX2, AVXVNNI, AVX512VNNI, AMX, DOTPROD, I8MM;
+extern const Isa PORTABLE, AVX2, AVXVNNI, AVX512VNNI, DOTPROD, I8MM;
 
 // All of this machine's kind, the fastest first and PORTABLE last, then null.
 constexpr const Isa* ISAS[] = {
 #if defined(__x86_64__)
-    &AMX, &AVX512VNNI, &AVXVNNI, &AVX2,
+    &AVX512VNNI, &AVXVNNI, &AVX2,
 #elif defined(__aarch64__)
     &I8MM, &DOTPROD,
 #endif

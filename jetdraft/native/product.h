@@ -78,8 +78,6 @@ void multiply_tile(const Product& p, int64_t group, int lane, int64_t row) {
 #pragma unroll
   for (int m = 0; m < M; m++) sum[m] = V::floats(0.0f);
   typename V::Floats d{}, minimum{};
-  constexpr int quads = f.scales == Scales::SUPER_HALVES ? QUADS / 2 : QUADS;
-  if constexpr (requires { V::end(); }) V::template begin<quads, M>();
   for (int64_t b = 0; b < blocks; b++, w += bytes, read += M) {
     if (lane == 0)
       for (int line = 0; line < bytes; line += 64) __builtin_prefetch(w + AHEAD + line);
@@ -110,12 +108,12 @@ void multiply_tile(const Product& p, int64_t group, int lane, int64_t row) {
     };
     typename V::Ints n[M];
     if constexpr (f.scales == Scales::SUPER_HALVES) {
-      V::template dots<f.bits, 0, quads, M>(w, read, n);
+      V::template dots<f.bits, 0, QUADS / 2, M>(w, read, n);
       add(n, d);
-      V::template dots<f.bits, quads, quads, M>(w, read, n);
+      V::template dots<f.bits, QUADS / 2, QUADS / 2, M>(w, read, n);
       add(n, minimum);  // here: the second half's scales
     } else {
-      V::template dots<f.bits, 0, quads, M>(w, read, n);
+      V::template dots<f.bits, 0, QUADS, M>(w, read, n);
       add(n, d);
     }
     if constexpr (minima)
@@ -160,7 +158,6 @@ void multiply(const Product& p, int64_t first, int64_t end) {
           multiply_rows<V, F>(rows, p, group, lane, row, sizes);
     }
   }
-  if constexpr (requires { V::end(); }) V::end();
 }
 
 template <class V, int... F>
