@@ -1,7 +1,5 @@
 """Reads and writes files: texts, arrays, files that appear whole; and locks them."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator, Mapping

@@ -8,8 +8,6 @@ The command line makes `--context` of it (`jetdraft.cli.command`), `takes` a Pyt
 function with the keyword `context`, and the function's reference lists its help.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Untrusted JSON: read within limits, then as the types that a program declares."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

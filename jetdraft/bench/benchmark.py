@@ -1,7 +1,5 @@
 """Compares methods in one process, prompt by prompt, so that noise hits all of them."""
 
-from __future__ import annotations
-
 import os
 import platform
 import resource

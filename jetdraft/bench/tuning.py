@@ -1,7 +1,5 @@
 """Measures pass times on this machine: more widths than at load, all proposers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict

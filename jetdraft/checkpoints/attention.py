@@ -9,8 +9,6 @@ buffers of a fixed size whose unused slots a bias hides. A decoder has positions
 text, which they are not.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

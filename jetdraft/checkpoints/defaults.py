@@ -1,7 +1,5 @@
 """The fields by which a checkpoint chooses its text, and what becomes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,7 +175,7 @@ class GenerationFields:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, source: str) -> GenerationFields:
+    def read(cls, source: str) -> "GenerationFields":
         """Read the fields of a local folder or a hub id.
 
         As in transformers, config.json has them where the file is missing. Raises

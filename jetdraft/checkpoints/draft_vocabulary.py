@@ -4,8 +4,6 @@ As EAGLE-3's authors store it, `d2t` int64 [n] has the target's id less the row,
 `t2d` bool [vocabulary] marks the ids. Drafters of `jetdraft train draft` have both too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

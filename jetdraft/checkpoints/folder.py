@@ -1,7 +1,5 @@
 """The folder of a checkpoint: its place, its files, its hash, and loaders' errors."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Reads GGUF files of llama.cpp; transformers maps the names of configs and weights."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,7 +76,7 @@ def is_gguf(source: str) -> bool:
 
 
 @contextmanager
-def opened_gguf(source: str) -> Iterator[GgufFile]:
+def opened_gguf(source: str) -> "Iterator[GgufFile]":
     """Open a file to read; raises `CheckpointError` or `UnsupportedModelError`."""
     try:
         yield GgufFile(source)

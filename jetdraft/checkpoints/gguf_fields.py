@@ -3,8 +3,6 @@
 A number that transformers leaves out would keep another model's default.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

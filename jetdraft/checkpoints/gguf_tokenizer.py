@@ -1,7 +1,5 @@
 """Makes a tokenizer.json of the vocabulary in a GGUF file."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any

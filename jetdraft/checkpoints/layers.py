@@ -1,7 +1,5 @@
 """The layers of a decoder: what a head reads of their states, and LoRA in them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial

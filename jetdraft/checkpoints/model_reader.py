@@ -1,7 +1,5 @@
 """Reads a checkpoint's config, model, tokenizer, and what it says of speech."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Collection, Iterable, Iterator

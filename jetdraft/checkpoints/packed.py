@@ -11,8 +11,6 @@ compressed-tensors  weight_packed int32 [out, in / w], or weight int8 [out, in]
 bitsandbytes        weight int8 [out, in], a scale per output (2208.07339)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,7 +44,7 @@ class PackedWeights:
     forms: dict[str, str]
 
     @classmethod
-    def read(cls, folder: Path, settings: Mapping[str, Any]) -> PackedWeights:
+    def read(cls, folder: Path, settings: Mapping[str, Any]) -> "PackedWeights":
         """Read all files; raises `CheckpointError` for weights that cannot be kept."""
         method = str(settings.get("quant_method"))
         if method not in LAYER_READERS:

@@ -1,7 +1,5 @@
 """Keeps weights in the type they are stored in, until they are used or written."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

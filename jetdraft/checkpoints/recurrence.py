@@ -7,8 +7,6 @@ linear attention: Mamba2's recurrence is linear attention too, with a decay per 
 query C, key B and value x dt.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What is refused: configs beyond bounds, kinds of models, and layers not read."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -48,7 +46,7 @@ class Bounds:
     weights: int = MAX_WEIGHTS
 
     @classmethod
-    def of(cls, source: str) -> Bounds:
+    def of(cls, source: str) -> "Bounds":
         """Return the bounds that the files of a folder set; defaults otherwise."""
         files = list(Path(source).glob("*.safetensors")) if source else []
         names = size = 0

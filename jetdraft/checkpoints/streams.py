@@ -20,8 +20,6 @@ Qualcomm ships them, also see a learned prefix: keys and values in every layer, 
 other row sees.
 """
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -426,7 +424,7 @@ class Prompts(nn.Module):
             self.values = nn.Parameter(values.detach().clone().float())
 
     @classmethod
-    def empty(cls, settings: PromptSettings, model: Any) -> Prompts:
+    def empty(cls, settings: PromptSettings, model: Any) -> "Prompts":
         """Make prompts of zeros, in the shapes that settings and model require."""
         config = model.config.get_text_config(decoder=True)
         rows = settings.gamma * settings.members

@@ -1,7 +1,5 @@
 """The command line: one command, one module per verb."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

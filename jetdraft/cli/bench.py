@@ -1,7 +1,5 @@
 """jetdraft bench: compares every method with plain decoding."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

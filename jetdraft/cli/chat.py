@@ -1,7 +1,5 @@
 """jetdraft chat: a conversation in the terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from pathlib import Path

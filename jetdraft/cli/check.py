@@ -1,7 +1,5 @@
 """jetdraft check: what a bundle holds, and whether all its methods give one text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -147,7 +145,7 @@ def _acceptance_line(exported: list[float], measured: list[float]) -> str:
     return f"by position {now}, at export {before}"
 
 
-def _text_line(comparison: Comparison) -> str:
+def _text_line(comparison: "Comparison") -> str:
     """Return the line of a comparison: method, options, where its text differs."""
     name = comparison.method
     if comparison.num_draft_tokens:

@@ -1,7 +1,5 @@
 """Commands whose help lists options in groups, and options made of declared fields."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Collection, Mapping
 from functools import wraps

@@ -1,7 +1,5 @@
 """Reads prompts and lines for verbs; prints progress, texts and stats."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys
@@ -170,7 +168,7 @@ class ProgressBars:
             self._bar.render_finish()
             self._bar = None
 
-    def __enter__(self) -> ProgressBars:
+    def __enter__(self) -> "ProgressBars":
         self._printer.start()
         return self
 

@@ -1,7 +1,5 @@
 """jetdraft doctor: this machine's faults, and the devices that jetdraft knows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Options and arguments that several verbs share."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

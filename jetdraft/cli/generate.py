@@ -1,7 +1,5 @@
 """jetdraft generate: a text from a bundle."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

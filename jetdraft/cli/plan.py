@@ -1,7 +1,5 @@
 """jetdraft plan: predicts the memory and speed of a model on another device."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

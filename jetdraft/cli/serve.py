@@ -1,7 +1,5 @@
 """jetdraft serve: a bundle behind OpenAI's HTTP API."""
 
-from __future__ import annotations
-
 import logging
 import os
 from contextlib import ExitStack

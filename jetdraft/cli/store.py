@@ -1,7 +1,5 @@
 """jetdraft store: lists and clears what a store or a learning folder keeps."""
 
-from __future__ import annotations
-
 import json
 from datetime import datetime
 from pathlib import Path

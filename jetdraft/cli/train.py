@@ -1,7 +1,5 @@
 """jetdraft train: one command for each method that learns, and two beside them."""
 
-from __future__ import annotations
-
 import click
 
 from jetdraft.cli.command import LazyGroup

@@ -1,7 +1,5 @@
 """The commands that train; torch is imported with this module."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial

@@ -1,7 +1,5 @@
 """jetdraft transcribe: what is said in a WAV file."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The numbers that the exporter and the runtime must agree on."""
 
-from __future__ import annotations
-
 CANDIDATES = 64
 """K: how many candidates a graph returns for a row, or the whole vocabulary."""
 

@@ -2,8 +2,6 @@
 tables in full.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -439,7 +437,7 @@ class SplitContract:
     @classmethod
     def of(
         cls, whole: StepContract, layers: int, hidden_size: int, scores: bool = False
-    ) -> SplitContract:
+    ) -> "SplitContract":
         """Split a contract below its top `layers`; raises `ContractError`."""
         below = len(whole.kv_shapes) - layers
         if layers < 1 or below < 1:

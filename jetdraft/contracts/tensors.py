@@ -1,7 +1,5 @@
 """Tensors of graphs: their declarations, a check of sessions, and types of arrays."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

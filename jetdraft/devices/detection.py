@@ -1,7 +1,5 @@
 """Detects this machine: the board and its state, and the processor."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

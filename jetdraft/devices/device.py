@@ -1,7 +1,5 @@
 """Profiles of devices, read from `profiles/*.toml`; every figure names its source."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +73,7 @@ class Device:
         return sorted(file.stem for file in PROFILES_FOLDER.glob("*.toml"))
 
     @classmethod
-    def named(cls, name: str) -> Device:
+    def named(cls, name: str) -> "Device":
         """Read the profile of that name; raises `DeviceError` for an unknown name."""
         if name not in cls.names():
             raise DeviceError(
@@ -84,7 +82,7 @@ class Device:
         return cls.read(PROFILES_FOLDER / f"{name}.toml")
 
     @classmethod
-    def read(cls, file: Path) -> Device:
+    def read(cls, file: Path) -> "Device":
         """Read a profile; raises `DeviceError` if the file is not a profile."""
         try:
             table = tomllib.loads(file.read_text(encoding="utf-8"))

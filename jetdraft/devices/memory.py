@@ -1,7 +1,5 @@
 """Advice to Linux about this process's memory; on other systems it does nothing."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import re

@@ -1,7 +1,5 @@
 """The execution providers: what they can run, and which have run on this machine."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """Power and energy of a Jetson, from its INA3221 monitors through sysfs."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import dataclass
@@ -60,7 +58,7 @@ class Meter:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> "Meter":
         if self._rails:
             self._thread = threading.Thread(target=self._integrate, daemon=True)
             self._thread.start()

@@ -6,8 +6,6 @@ A broken driver may end the process, and onnxruntime names a missing library on 
 only. The last line on stdout says that the graph ran.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

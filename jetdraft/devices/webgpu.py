@@ -1,7 +1,5 @@
 """onnxruntime's WebGPU provider, a plug-in that runs on Vulkan, Metal or Direct3D."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

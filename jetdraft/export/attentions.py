@@ -1,7 +1,5 @@
 """The attention nodes of a step graph, and their buffers in integers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 A pair's text is right whatever it drafts: only this shows a drafter that went wrong.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One pass of a drafter as a torch module, and its contract, from what it declares."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The tokens of a pair, and the part of them that a drafter may draft."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,7 +69,7 @@ class CutHead:
     blocks: Mapping[str, Matrix]
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, ids: Tensor, dtype: torch.dtype) -> CutHead:
+    def of(cls, checkpoint: Checkpoint, ids: Tensor, dtype: torch.dtype) -> "CutHead":
         """Cut the LM head of the checkpoint's model, in place; it runs in `dtype`."""
         model, whole = checkpoint.model, checkpoint.lm_head_name
         weight = model.get_output_embeddings().weight

@@ -1,7 +1,5 @@
 """The graphs of a drafter beside its target, and their arrays after more training."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The options of an export."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

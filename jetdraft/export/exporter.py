@@ -1,7 +1,5 @@
 """Exports checkpoints to a bundle."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import logging

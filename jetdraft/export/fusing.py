@@ -11,8 +11,6 @@ Each is optional: where its pattern does not match, the graph stays as it was tr
 - Softplus fills whole packets, and attention may become jetdraft's own
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ of it and read its weights file: the halves first, which remove the extra output
 chain graph, then the tree graph, and of that the graph that selects rows.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace

@@ -1,7 +1,5 @@
 """What an export measures before it writes: texts, moments, and recipes left open."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

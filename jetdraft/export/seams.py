@@ -4,8 +4,6 @@ transformers builds no mask for an attention that it does not know, so what a mo
 expresses through masks alone (chunks, windows) would be lost without an error.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from itertools import pairwise

@@ -9,8 +9,6 @@ stays while the mean query is like the query that made it. Beyond the trained le
 keys of selected rows are shifted to positions just before the pass.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The two passes of an encoder-decoder as torch modules: encoder, and decoder step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Probes are streams (2402.11131) or prompt tokens.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from pathlib import Path

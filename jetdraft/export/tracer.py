@@ -1,7 +1,5 @@
 """Traces a pass, as a torch module, into a step graph; equal passes are traced once."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

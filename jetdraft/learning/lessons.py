@@ -9,8 +9,6 @@ A set is a folder with the arrays of a graph; its name is the hash of their file
 kill at any point leaves one whole set; several processes may share the folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

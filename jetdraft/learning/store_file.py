@@ -1,7 +1,5 @@
 """Creates, checks and, if damaged, replaces the SQLite files of users' texts."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import sqlite3

@@ -3,8 +3,6 @@
 `setup.py` compiles it when jetdraft is installed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import platform

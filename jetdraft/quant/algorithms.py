@@ -12,8 +12,6 @@ gptq     rounds input by input; the later inputs correct each rounding error, we
 llama.cpp's types have one algorithm, `rounding.round_to_grid`.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Chooses recipes: the cheapest that keeps a target's text, and a pair's fastest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace

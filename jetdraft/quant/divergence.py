@@ -4,8 +4,6 @@ Weights are what their integers stand for, inputs are rounded as the CPU's kerne
 them: the result is within a tenth of the bundle's (docs/log/quantization.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -80,7 +78,7 @@ class Divergence:
         return total / rows
 
     def overlap(
-        self, recipe: Recipe, other: Divergence, ids: torch.Tensor | None = None
+        self, recipe: Recipe, other: "Divergence", ids: torch.Tensor | None = None
     ) -> float:
         """Return the mean of sum(min(p, q)), with this model's q and another model's p.
 

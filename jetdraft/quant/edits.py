@@ -1,7 +1,5 @@
 """Small edits of onnx_ir graphs, shared by fusion and quantization."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ layout, which `native/format.h` describes, holds integers, scales and factors as
 are: nothing is rounded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -83,11 +81,11 @@ class GridMatrix:
     block_size = 32
 
     @classmethod
-    def concatenated(cls, parts: Sequence[GridMatrix]) -> GridMatrix:
+    def concatenated(cls, parts: "Sequence[GridMatrix]") -> "GridMatrix":
         """Return one matrix with the columns of several, which have the same `form`."""
         return replace(parts[0], data=np.concatenate([part.data for part in parts]))
 
-    def select_columns(self, which: npt.NDArray[np.int64]) -> GridMatrix:
+    def select_columns(self, which: npt.NDArray[np.int64]) -> "GridMatrix":
         """Return the matrix of the columns with the numbers `which`, int64 [n]."""
         return replace(self, data=self.data[which])
 

@@ -7,8 +7,6 @@ a number is the second moment of what it is multiplied with; without moments it 
 llama.cpp's guess, which counts large numbers more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -5,8 +5,6 @@
 `GatherPacked` reads embeddings from the head's quantized matrix: one tensor for both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,7 +49,7 @@ class Quantization:
     moments: Mapping[str, Floats] = field(default_factory=dict)
     packed: Mapping[str, Matrix] = field(default_factory=dict)
     borrowed: Mapping[str, str] = field(default_factory=dict)
-    lender: Quantization | None = None
+    lender: "Quantization | None" = None
     rounded: dict[str, GridMatrix] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -100,7 +98,7 @@ class Quantization:
                 _replace_gather(Maker(graph, node), node, own)
         common.RemoveUnusedNodesPass()(model)
 
-    def _packed_table(self, graph: ir.Graph, table: ir.Value) -> PackedMatrix | None:
+    def _packed_table(self, graph: ir.Graph, table: ir.Value) -> "PackedMatrix | None":
         """Return the lender's packed LM head that an embedding is tied to, or None."""
         lender, name = self.lender, self.borrowed.get(_checkpoint_names(table)[0])
         if self.standard or lender is None or name != lender.head:

@@ -1,7 +1,5 @@
 """Who may use the buffers of a model: a generation, a measurement, or idle work."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Lock, Thread, get_ident, main_thread

@@ -1,7 +1,5 @@
 """Conversations: turns that add to one text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -12,8 +12,6 @@ Invariants: the cursor is the length of the sequence minus one; a pass never rea
 past the buffer; whatever was drafted, plain decoding chooses the same tokens.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from array import array
@@ -220,7 +218,7 @@ class Generation:
         fitting = [width for width in self.widths if width <= self._target.cache.room]
         return fitting[-1] if fitting else unread
 
-    def _decode(self, sequence: array[int], start: float) -> Iterator[Piece]:
+    def _decode(self, sequence: "array[int]", start: float) -> Iterator[Piece]:
         """Yield a piece per round until the text ends; its tokens extend `sequence`."""
         cache, watcher = self._target.cache, self.watcher
         # Even the last round must have room for a pass of the narrowest width.

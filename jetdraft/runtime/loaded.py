@@ -1,7 +1,5 @@
 """A loaded bundle: what proposers are made of and generations run on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -63,7 +61,7 @@ class LoadedBundle:
     """
 
     def __init__(
-        self, bundle: Bundle, options: LoadOptions, like: LoadedBundle | None = None
+        self, bundle: Bundle, options: LoadOptions, like: "LoadedBundle | None" = None
     ) -> None:
         check_load_options(options)
         self.bundle, self.options = bundle, options

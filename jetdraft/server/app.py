@@ -1,7 +1,5 @@
 """The routes of the server, its answers to bad requests, and its metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -4,8 +4,6 @@ A board answers without a proxy, and uvicorn has no limit for requests that come
 for answers that are not read, or for the connections of one peer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import ipaddress
@@ -65,7 +63,7 @@ class ConnectionLimiter:
         self._by_peer: dict[str, list[Connection]] = defaultdict(list)
         self._outside: list[Connection] = []
 
-    def admit(self, connection: Connection) -> bool:
+    def admit(self, connection: "Connection") -> bool:
         """Count a new connection; False if it may ask for /health only."""
         own = self._by_peer.get(connection.peer, [])
         full = None
@@ -84,7 +82,7 @@ class ConnectionLimiter:
         self._outside.append(connection)
         return False
 
-    def discard(self, connection: Connection) -> None:
+    def discard(self, connection: "Connection") -> None:
         """Stop counting a connection; nothing happens if it is not counted."""
         own = self._by_peer.get(connection.peer, [])
         for connections in (own, self._outside):

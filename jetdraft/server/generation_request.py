@@ -1,7 +1,5 @@
 """A request for a generation, checked before it waits for a model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """uvicorn's server: listening sockets, limits, a log, and the service manager."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

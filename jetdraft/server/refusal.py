@@ -1,7 +1,5 @@
 """Refusals in the form of OpenAI's errors."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Replies in the form of OpenAI's API: whole, or as server-sent events."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """The queue in which requests wait for a model, and the job that runs a request."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """A request for a transcript: a multipart form (RFC 7578), as OpenAI's API has it."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

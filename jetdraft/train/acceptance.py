@@ -1,7 +1,5 @@
 """The training of an acceptance head (SpecDec++, 2405.19715, 3.3), on real rounds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ for each of its C carriers, carrier by carrier. A stream attends only to the seq
 and to its carrier's streams, so there are C * gamma * (T + gamma) scores of streams.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

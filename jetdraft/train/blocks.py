@@ -3,8 +3,6 @@
 A block sees itself and the context before it, and no other block.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -77,7 +75,7 @@ class Blocks:
         known_share: float,
         generators: list[torch.Generator],
         first: int = 1,
-    ) -> Blocks:
+    ) -> "Blocks":
         """Draw `count` anchors from `first` on in each sequence, with its generator."""
         parts = []
         for labels, generator in zip(batch.labels.cpu(), generators, strict=True):
@@ -93,7 +91,7 @@ class Blocks:
         return cls(*_stack_parts(parts, batch.ids.device))
 
     @classmethod
-    def spread(cls, batch: Batch, count: int, first: int = 1) -> Blocks:
+    def spread(cls, batch: Batch, count: int, first: int = 1) -> "Blocks":
         """Spread `count` anchors evenly from `first` on; no token is shown."""
         parts = []
         for labels in batch.labels.cpu():

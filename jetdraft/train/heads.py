@@ -1,7 +1,5 @@
 """New heads for a target: their sizes, their layouts, and what they learn by place."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """What a small model learns from a target: labels, divergences, expected acceptance."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The machine that trains: its processes, the numbers it is fast with, and Ctrl-C."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

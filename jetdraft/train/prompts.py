@@ -3,8 +3,6 @@
 They follow the target's rows in the cache; each sees the rows up to its place alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The output folder of a training: a checkpoint, and the state to resume from."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ A run has options, target, texts, devices and seeds; a task lesson, loss, figure
 folder.
 """
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -208,7 +206,9 @@ class Sums:
     accepted: Tensor | None = None
 
     @classmethod
-    def of(cls, losses: Tensor, right: Tensor, place: Tensor, learned: Tensor) -> Sums:
+    def of(
+        cls, losses: Tensor, right: Tensor, place: Tensor, learned: Tensor
+    ) -> "Sums":
         """Add up the `losses` [k] and the hits `right` bool [k] of k guesses.
 
         Guess i counts at `place[i]`, int64 [k]. `learned` bool [..., places] has a

@@ -1,7 +1,5 @@
 """The target as a teacher: its states and logits for texts, computed or from a disk."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -81,7 +79,7 @@ def make_lesson(
     batch: Batch,
     taps: Sequence[int] = (),
     ids: Tensor | None = None,
-    cache: TensorCache | None = None,
+    cache: "TensorCache | None" = None,
 ) -> Lesson:
     """Run the target on a batch, on the batch's device; returns the lesson.
 
@@ -105,7 +103,7 @@ def make_lesson(
 
 
 def _tap_states(
-    model: Any, batch: Batch, taps: Sequence[int], cache: TensorCache | None
+    model: Any, batch: Batch, taps: Sequence[int], cache: "TensorCache | None"
 ) -> Tensor:
     """Return the states at the taps, joined to [b, T, s], from the cache or into it."""
     if cache is None:

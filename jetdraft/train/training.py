@@ -1,7 +1,5 @@
 """The one loop of all trainings: steps, validations, saving, stopping and resuming."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Texts that the target writes itself: a drafter learns what it will have to guess."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -5,8 +5,6 @@ twice: their keys are written first, then their queries follow in further rows, 
 keys are copies that a bias hides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A drafter as a torch module that declares what it reads, whatever its method."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

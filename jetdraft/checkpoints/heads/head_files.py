@@ -1,7 +1,5 @@
 """The files of a head, and what their config and their tensors say of it."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -70,7 +68,7 @@ class HeadFiles:
     tensors: dict[str, Tensor]
 
     @classmethod
-    def read(cls, source: str) -> HeadFiles:
+    def read(cls, source: str) -> "HeadFiles":
         """Read a folder or a hub id, without code; raises `CheckpointError`."""
         folder = _find_folder(source)
         try:
@@ -142,7 +140,7 @@ class HeadFiles:
 
     # --- the config -------------------------------------------------------------------
 
-    def configured(self, config: dict[str, Any]) -> HeadFiles:
+    def configured(self, config: dict[str, Any]) -> "HeadFiles":
         """These files with another config."""
         return replace(self, config=config)
 

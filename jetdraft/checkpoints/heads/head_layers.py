@@ -1,7 +1,5 @@
 """The sizes of drafters, and their decoder layers from the code of transformers."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Mapping

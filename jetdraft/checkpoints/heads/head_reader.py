@@ -1,7 +1,5 @@
 """Recognizes a published head and loads it for a target."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Mapping

@@ -5,8 +5,6 @@
 In published figures the two times add up (docs/devices.md has the fit).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +69,7 @@ class Dimensions:
     state_values: int
 
     @classmethod
-    def read(cls, path: Path) -> Dimensions:
+    def read(cls, path: Path) -> "Dimensions":
         """Read a config.json, or the folder with it; raises `CheckpointError`."""
         file = path / CONFIG if path.is_dir() else path
         if (path / MANIFEST).is_file():
@@ -105,7 +103,7 @@ class Dimensions:
             ) from error
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> Dimensions:
+    def of(cls, config: dict[str, Any]) -> "Dimensions":
         """Count the weights of a parsed config.json, or of its text_config.
 
         Raises `CheckpointError`, or `UnsupportedModelError` for what no plan predicts.

@@ -4,8 +4,6 @@ With an assumed acceptance p the n-th child of a row is right with probability
 p (1 - p)^(n - 1); a chain is a tree of first children.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, replace

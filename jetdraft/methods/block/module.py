@@ -1,7 +1,5 @@
 """Spec-Drafter (SpecDec, 2203.16487): a block drafter for an encoder-decoder."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from typing import Any

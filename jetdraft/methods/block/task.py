@@ -1,7 +1,5 @@
 """How a block drafter of an encoder-decoder is trained: `jetdraft train block`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,7 +57,7 @@ class SourceBatch(Batch):
     filled: Tensor
 
     @classmethod
-    def of(cls, batch: Batch, start: Sequence[int]) -> SourceBatch:
+    def of(cls, batch: Batch, start: Sequence[int]) -> "SourceBatch":
         """Split each row: its prompt is the source, the rest is the decoder's text.
 
         Each text begins with the decoder's tokens `start`, which are not learned.
@@ -114,7 +112,7 @@ def make_source_lesson(model: Any, batch: SourceBatch, glancing: float) -> Sourc
 class SourcePupil(Pupil):
     """A drafter whose dropout stays off, since short trainings do not need it."""
 
-    def train(self, mode: bool = True) -> SourcePupil:
+    def train(self, mode: bool = True) -> "SourcePupil":
         super().train(mode)
         self.drafter.eval()
         return self

@@ -9,8 +9,6 @@ copied name after a long match. A head, whose rows read what the row before carr
 cannot review several tokens in a pass: it drafts what follows the trusted tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import takewhile, zip_longest
 from typing import NamedTuple

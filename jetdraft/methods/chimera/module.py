@@ -3,8 +3,6 @@
 Row t reads tokens t - 2 to t and the features of row t - 1, and predicts token t + 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

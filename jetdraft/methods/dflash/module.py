@@ -4,8 +4,6 @@ Ids of layers name outputs in its authors' and SpecForge's configs, inputs in
 speculators' configs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

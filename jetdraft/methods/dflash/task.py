@@ -1,7 +1,5 @@
 """How a DFlash head is trained: `jetdraft train dflash`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any

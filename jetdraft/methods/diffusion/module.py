@@ -1,7 +1,5 @@
 """SpecDiff (2408.05636): a small diffusion model that reads text and fills masks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """How a masked diffusion model that drafts is trained: `jetdraft train diffusion`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

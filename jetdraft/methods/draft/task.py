@@ -1,7 +1,5 @@
 """`jetdraft train draft`: a drafter model; DistillSpec (2310.08461) has the losses."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """MTP modules (2412.19437): layers after a target's last, which transformers drops."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How an EAGLE or MTP head is trained: EAGLE-3 and MTP over the steps of a draft."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -4,8 +4,6 @@ A chain of n tokens takes n / k passes, and a tree a pass for k levels: its rows
 level share a guess with all rows that have the same block before them.
 """
 
-from __future__ import annotations
-
 from jetdraft.runtime.drafters.ahead_cache import AheadCache, Block
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.noise import Distribution

@@ -5,8 +5,6 @@ Every row of a block of k sees the whole block. A graph's attention is causal: t
 runtime has a copy of each row after the block, and the mask of a tree.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -10,8 +10,6 @@ L         SmoothL1(features) + 0.1 (0.9 KL(p || q) + 0.1 CE(argmax p; q)), p the
           target and q the drafter
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

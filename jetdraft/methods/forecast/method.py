@@ -1,7 +1,5 @@
 """Drafting with forecasts, prompt tokens that see a learned prefix (Qualcomm)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from jetdraft.runtime.loaded import LoadedBundle

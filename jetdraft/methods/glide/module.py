@@ -3,8 +3,6 @@
 Row t reads token t and predicts token t + 1.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

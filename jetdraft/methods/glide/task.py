@@ -1,7 +1,5 @@
 """How a GliDe drafter is trained: `jetdraft train glide`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -3,8 +3,6 @@
 Row t reads a state between two layers, and predicts token t + 1.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How a Kangaroo adapter is trained: `jetdraft train kangaroo`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

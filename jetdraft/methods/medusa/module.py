@@ -1,7 +1,5 @@
 """Medusa (2401.10774) and Hydra (2402.05109): heads that each guess a token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Drafting with prompt tokens in sparse trees (2405.18628)."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

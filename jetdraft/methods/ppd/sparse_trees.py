@@ -16,8 +16,6 @@ The paper scans the sizes of the trees, with one number of slots for all states;
 may also have fewer probes than another, or rows that lead to no guess.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -67,7 +65,7 @@ class SparseTree:
             ends[parent] -= chance
         return ends
 
-    def with_probes(self, worth: Sequence[float], probes: int) -> SparseTree:
+    def with_probes(self, worth: Sequence[float], probes: int) -> "SparseTree":
         """Return the same rows with at most `probes` probes, the most useful.
 
         `worth[d]` are the expected tokens of a round in state d.

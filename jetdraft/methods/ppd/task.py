@@ -1,7 +1,5 @@
 """How prompt tokens are trained: `jetdraft train ppd`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from jetdraft.checkpoints.streams import PromptSettings

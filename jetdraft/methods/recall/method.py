@@ -4,8 +4,6 @@ Two requests are similar if their mean embeddings point the same way. Where they
 different words, the new request's words replace the earlier request's in its response.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher

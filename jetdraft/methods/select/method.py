@@ -3,8 +3,6 @@
 It gains where reading the rows takes longer than reading the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from jetdraft.contracts.step_contract import Reading

@@ -1,7 +1,5 @@
 """Drafting by the target itself, in the pass that verifies (2402.11131)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """How streams are trained, on the next n-gram (2402.11131): `jetdraft train stream`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Drafting from a table of the tokens that follow two tokens (ADED, 2407.12021)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rows of a graph that drafts k tokens in a pass (Falcon, 2412.12639)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

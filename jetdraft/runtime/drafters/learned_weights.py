@@ -1,7 +1,5 @@
 """The drafter's weights that were learned from use: tried, then kept or taken back."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from threading import Lock

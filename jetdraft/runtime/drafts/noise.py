@@ -16,8 +16,6 @@ which is a standard exponential variate:
 number generators, 2014).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import lt

@@ -4,8 +4,6 @@ They lie in one SQLite file that only its owner can read; their number and age a
 bounded. A wrong or poisoned entry costs time, but never changes a text.
 """
 
-from __future__ import annotations
-
 import sqlite3
 import time
 import warnings
@@ -82,7 +80,7 @@ class ResponseStore:
         """The user's entries, latest first."""
         self.entries = self._open_and_read()
 
-    def of(self, user: str) -> ResponseStore:
+    def of(self, user: str) -> "ResponseStore":
         """Return another user's store in the same file; raises `StoreError`."""
         if user not in self._by_user:
             store = copy(self)

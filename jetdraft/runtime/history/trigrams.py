@@ -4,8 +4,6 @@ The table of ADED (2407.12021), and the trigrams of each round. The corpus lies 
 sorted arrays with a binary search; dictionaries would take ten times the memory.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,7 +50,7 @@ class Counts:
     weights: npt.NDArray[np.float32]
 
     @classmethod
-    def of(cls, documents: Iterable[Sequence[int]]) -> Counts:
+    def of(cls, documents: Iterable[Sequence[int]]) -> "Counts":
         """Count the trigrams of documents."""
         (pairs, tokens), times = _count_trigrams(documents)
         # The trigrams are sorted; a new pair starts at each place in `first`.
@@ -85,7 +83,7 @@ class Counts:
         write_arrays(file, {"tokenizer": np.array(tokenizer), **vars(self)})
 
     @classmethod
-    def load(cls, file: Path, tokenizer: str, vocab_size: int) -> Counts:
+    def load(cls, file: Path, tokenizer: str, vocab_size: int) -> "Counts":
         """Read what `save` wrote; raise `StoreError` for another tokenizer's file."""
         refusal = StoreError(
             f"cannot read a table from {file}; give a file of jetdraft train trigram"

@@ -1,7 +1,5 @@
 """What passes, drafts and probes cost on this machine: measured, then learned."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -94,7 +92,7 @@ class Curve:
         """The milliseconds of going over `rows` rows again."""
         return max(_ms_between(self.replays, rows), MIN_MS)
 
-    def adopt(self, tuned: Curve) -> None:
+    def adopt(self, tuned: "Curve") -> None:
         """Replace the times by the times that `jetdraft tune` measured."""
         self.passes |= {w: ms for w, ms in tuned.passes.items() if w <= WIDEST}
         self.drafts |= tuned.drafts
@@ -148,7 +146,7 @@ class Curve:
         return self._rounds - self._last_used.get(key, -IDLE_ROUNDS) >= IDLE_ROUNDS
 
     @classmethod
-    def from_json(cls, fields: Any) -> Curve:
+    def from_json(cls, fields: Any) -> "Curve":
         """Read its fields from JSON; raises `ValueError` where they are malformed."""
         curve: Curve = read_record(cls, fields)
         by_width = (curve.passes, curve.trees, curve.probed, curve.ended, curve.replays)

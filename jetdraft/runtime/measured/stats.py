@@ -3,8 +3,6 @@
 Each metric has one meaning. Rates are running estimates, by place and by rank.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,7 +68,7 @@ class MethodStats:
     saved_ms: float = 0.0
     evaluated_tokens: int = 0
 
-    def merge(self, other: MethodStats) -> None:
+    def merge(self, other: "MethodStats") -> None:
         """Add what the method did in another generation."""
         _add(self, other, vars(other))
 
@@ -151,7 +149,7 @@ class Stats:
         self.session_seconds = session_seconds
         self.decode_seconds = elapsed - self.time_to_first_token
 
-    def merge(self, other: Stats) -> None:
+    def merge(self, other: "Stats") -> None:
         """Add another generation's sums to these."""
         _add(self, other, _SUM_NAMES)
         for name in ("evaluated_by_position", "accepted_counts"):

@@ -5,8 +5,6 @@ generations, compares the rest. An exact generation uses a width only after its 
 the bits of the exact class at all places in the buffers: kernels split a long context.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Binds a session's inputs, outputs and KV buffers once, for passes of one size."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

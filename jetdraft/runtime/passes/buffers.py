@@ -1,7 +1,5 @@
 """What sessions read and write in place: tensors, KV buffers, and an encoded source."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Sequence
@@ -48,7 +46,7 @@ class Tensor:
     """
 
     def __init__(
-        self, array: npt.NDArray[Any], value: ort.OrtValue, memory: Memory
+        self, array: npt.NDArray[Any], value: ort.OrtValue, memory: "Memory"
     ) -> None:
         self.array = array
         self.value = value

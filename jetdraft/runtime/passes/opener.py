@@ -1,7 +1,5 @@
 """Opens the graphs of a bundle on one provider: CPU, CUDA, TensorRT or WebGPU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial

@@ -5,8 +5,6 @@ Prompts are read in passes whose rows have the bits of decoding
 exact generation does not use rows that an inexact generation left.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

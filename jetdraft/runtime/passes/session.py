@@ -1,7 +1,5 @@
 """Opens onnxruntime sessions, and chooses the session of a step graph for a pass."""
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence

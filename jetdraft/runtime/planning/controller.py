@@ -1,7 +1,5 @@
 """Decides which proposer drafts in a round and how many rows, perhaps no rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

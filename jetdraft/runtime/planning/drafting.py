@@ -1,7 +1,5 @@
 """Which methods draft in a generation, how much, and with which options."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -1,7 +1,5 @@
 """How to generate, checked before anything runs."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -184,7 +182,7 @@ class Options:
         return ", ".join(reason for reason, holds in reasons.items() if holds)
 
     @classmethod
-    def of(cls, **options: Unpack[GenerateOptions]) -> Options:
+    def of(cls, **options: Unpack[GenerateOptions]) -> "Options":
         """Make options from the keywords of `GenerateOptions`; raises `OptionError`.
 
         Without a `seed`, or with None, a random seed is drawn for a sampled text.

@@ -1,7 +1,5 @@
 """Who may propose in a generation, who decides, and which target verifies."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, MutableMapping, Sequence

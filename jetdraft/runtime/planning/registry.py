@@ -6,8 +6,6 @@ A package brings a method with an entry point, for example in its pyproject.toml
     repeat = "my_package.repeat:METHOD"
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

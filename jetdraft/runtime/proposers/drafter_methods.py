@@ -1,7 +1,5 @@
 """Methods that draft with a bundle's drafter: a record each, made of a few facts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ The proposer drafts what followed the longest ending of the text that occurred b
 in it or in the responses to earlier requests; the likelier draft wins.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -68,7 +66,7 @@ class LookupProposer(Proposer):
         for source in self._lookups:
             source.read(context)
 
-    def guess_after(self, drafted: Sequence[int], count: int) -> Guess:
+    def guess_after(self, drafted: Sequence[int], count: int) -> "Guess":
         """The best guess of `count` tokens after the context and `drafted` tokens."""
         guesses = [source.guess_after(drafted, count) for source in self._lookups]
         return max(guesses, key=lambda guess: guess.score)

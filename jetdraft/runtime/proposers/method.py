@@ -1,7 +1,5 @@
 """A method of drafting: one record, registered once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache

@@ -1,7 +1,5 @@
 """Drafting with a graph, token by token or level by level, and when a draft ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +115,7 @@ class AcceptanceHead:
             np.savez(handle, bundle=np.array(bundle), **vars(self))
 
     @classmethod
-    def load(cls, file: Path, bundle: str, size: int) -> AcceptanceHead:
+    def load(cls, file: Path, bundle: str, size: int) -> "AcceptanceHead":
         """Read the file that `save` wrote; raises `StoreError`."""
         if not file.exists():
             raise StoreError(

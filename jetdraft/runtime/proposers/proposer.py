@@ -1,7 +1,5 @@
 """The interface of proposers and observers; a generation knows nothing else of them."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Options of methods that can draft trees: shape, siblings and verifier."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

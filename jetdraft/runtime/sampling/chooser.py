@@ -11,8 +11,6 @@ the best tokens. If the graph's K candidates are enough to know this number, the
 logits are never fetched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -259,7 +257,7 @@ class Logprob:
     names: dict[int, bytes | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, answer: Answer, row: int, token: int, top: int) -> Logprob:
+    def of(cls, answer: Answer, row: int, token: int, top: int) -> "Logprob":
         """Compute it for the token after a row, and for the `top` best candidates."""
         # A kernel may sum the graph's own logsumexp in another order in another row.
         whole = answer.logits[row]

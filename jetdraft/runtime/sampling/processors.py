@@ -6,8 +6,6 @@ neither a candidate nor changed is no better than the last candidate. The change
 of all tokens are computed when they are first read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -119,7 +117,7 @@ class Mask:
     count: int
 
     @classmethod
-    def of(cls, allowed: npt.NDArray[np.bool_]) -> Mask:
+    def of(cls, allowed: npt.NDArray[np.bool_]) -> "Mask":
         """The mask of the allowed tokens, bool [vocab]."""
         bits = np.packbits(allowed, bitorder="little")
         return cls(bits, len(allowed), int(np.count_nonzero(allowed)))
@@ -270,7 +268,7 @@ class PenaltyProcessor:
 
     def _penalize(
         self, logits: Float32s, ids: Int64s, path: Sequence[int]
-    ) -> _Penalized:
+    ) -> "_Penalized":
         """The new logits of a row, after the tokens of a path to the row."""
         new = np.setdiff1d(np.array(path, np.int64), ids)
         ids = np.concatenate([ids, new])

@@ -16,8 +16,6 @@ Rules take p and q as float64 [m] over the same tokens, and the children as indi
 them in the order they were drawn. They return pi, float64 [m].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -61,7 +59,7 @@ class Verifier:
     single_child: bool = False
     settings: Mapping[str, float] = field(default_factory=dict)
 
-    def with_settings(self, settings: Mapping[str, float]) -> Verifier:
+    def with_settings(self, settings: Mapping[str, float]) -> "Verifier":
         """This verifier with other values of its `settings`."""
         choose: Any = self.choose
         return replace(self, choose=partial(choose, **settings))

@@ -1,7 +1,5 @@
 """From a WAV file to the log-mel spectrum that Whisper's encoder reads."""
 
-from __future__ import annotations
-
 import io
 import struct
 import warnings

@@ -1,7 +1,5 @@
 """A transcription under way: a sound in windows, each of which is a generation."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -115,7 +113,7 @@ class Transcription:
         self._cancelled = False
         self._segments = self._transcribe()
 
-    def __iter__(self) -> Transcription:
+    def __iter__(self) -> "Transcription":
         return self
 
     def __next__(self) -> Segment:

@@ -1,7 +1,5 @@
 """Turns text into token ids, checks them, and turns ids into text as they arrive."""
 
-from __future__ import annotations
-
 import codecs
 import json
 import re
@@ -93,7 +91,7 @@ class TextCodec:
         prompt: Sequence[int],
         ends: Iterable[int] = (),
         show_special: bool = False,
-    ) -> TextStream:
+    ) -> "TextStream":
         """Make a stream of text after `prompt`, which may end inside a character.
 
         It hides the tokens in `ends`, and special tokens unless `show_special`.

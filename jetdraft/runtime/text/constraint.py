@@ -4,8 +4,6 @@ The library llguidance does the work in a process apart, see worker_process.py. 
 is masked by its own prefix, as plain decoding would mask it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -95,7 +93,7 @@ class Constraint:
         json_schema: str | Mapping[str, Any] | None = None,
         regex: str | None = None,
         grammar: str | None = None,
-    ) -> Constraint | None:
+    ) -> "Constraint | None":
         """The constraint of the option that is set, or None; raises `OptionError`."""
         if isinstance(json_schema, Mapping):
             try:

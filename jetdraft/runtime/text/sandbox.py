@@ -5,8 +5,6 @@ or a filter makes, and the time of the thread. A step that may make too much at 
 refused before it starts. Steps inside C code work on `MAX_SIZE` characters at most.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading

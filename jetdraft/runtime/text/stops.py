@@ -1,7 +1,5 @@
 """Decides when a generation ends, and how much of its text may be shown until then."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Turns chat messages into a prompt with the checkpoint's own chat template."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A call is {"name": ..., "arguments": {...}}. It stands between <tool_call> and
 </tool_call> if the chat template says so, for example in Hermes and Qwen.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -113,7 +111,7 @@ class Tools:
             raise OptionError(f"tool_choice {self.choice!r} is {others}")
 
     @classmethod
-    def of(cls, functions: object, choice: object, **more: Any) -> Tools | None:
+    def of(cls, functions: object, choice: object, **more: Any) -> "Tools | None":
         """Read `tools` and `tool_choice` of a request; None without tools to call."""
         match choice:
             case {"type": "function", "function": {"name": str(name)}}:

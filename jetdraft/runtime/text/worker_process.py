@@ -1,7 +1,5 @@
 """The process that follows constraints, from the runtime's side; see worker_main.py."""
 
-from __future__ import annotations
-
 import json
 import socket
 import struct

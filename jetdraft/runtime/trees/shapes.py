@@ -14,8 +14,6 @@ to try the row. Siblings x_1, x_2, ... are tried in turn:
     reach(x_i's child)  = reach(x_i) share(x_i)
 """
 
-from __future__ import annotations
-
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Online Speculative Decoding (2310.07177) trains all weights while the model serv
 LoRA (2106.09685) is trained and merged, and the running model judges the result.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

@@ -1,7 +1,5 @@
 """A bundle's drafter as it learns from use: its weights in floats, and its loss."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +53,7 @@ class LessonBatch:
     logits: Tensor
 
     @classmethod
-    def of(cls, lessons: Sequence[Lesson]) -> LessonBatch:
+    def of(cls, lessons: Sequence[Lesson]) -> "LessonBatch":
         """Join at least one lesson to a batch."""
         widest = max(lesson.ids.shape[1] for lesson in lessons)
 
@@ -74,7 +72,7 @@ class LessonBatch:
             widened((lesson.logits for lesson in lessons), -torch.inf),
         )
 
-    def select(self, chosen: Tensor) -> LessonBatch:
+    def select(self, chosen: Tensor) -> "LessonBatch":
         """Return the batch with the wrong places where `chosen` bool [w] is true."""
         parts = (self.rows, self.places, self.ids, self.logits)
         return LessonBatch(self.tokens, *(part[chosen] for part in parts))

@@ -7,8 +7,6 @@ in the target's own buffers; the upper half takes up the states when rows are ve
     the lower half's cursor   the committed rows, and the rows that it ran ahead
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -57,7 +55,7 @@ class PlacedRows(NamedTuple):
     filled: int = 0
 
     @classmethod
-    def of(cls, rows: Rows, first: int = 0, end: int | None = None) -> PlacedRows:
+    def of(cls, rows: Rows, first: int = 0, end: int | None = None) -> "PlacedRows":
         """The rows `first` to `end` of a draft, each in the slot of its number."""
         part = slice(first, end)
         return cls(rows.tokens[part], rows.depths[part], rows.ancestors[part], first)

@@ -9,8 +9,6 @@ With the walk, a dropped row can shorten the accepted path, but never change it.
 verifier that reads draft probabilities would be biased by it.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
