@@ -13,11 +13,10 @@ import numpy.typing as npt
 
 from jetdraft.errors import DataError, JetdraftError, OutputError
 
+# The bytes that `check_writable` writes: a full disk may still take an empty file.
 TRIAL_FILE_BYTES = 4096
-"""The bytes that `check_writable` writes: a full disk may still take an empty file."""
-
+# The most bytes that are read from a device or a pipe, which may never end.
 MAX_BYTES = 1 << 28
-"""The most bytes that are read from a device or a pipe, which may never end."""
 
 
 def check_name(file: Path) -> None:

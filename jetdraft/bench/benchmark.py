@@ -21,8 +21,7 @@ from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.planning.registry import AUTO, NONE
 
-CURVE_WIDTHS = range(1, 9)
-"""The widths whose pass times a report gives."""
+CURVE_WIDTHS = range(1, 9)  # The widths whose pass times a report gives.
 
 
 @dataclass

@@ -21,15 +21,9 @@ from jetdraft.runtime.proposers.proposer import Proposer, Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
 Tick = Callable[[], None]
-
-WIDEST_MEASURED = 32
-"""The largest width that is measured."""
-
-TURNS = 7
-"""How often each width is measured; the shortest time counts."""
-
-DRAFT_TOKENS = 4
-"""Tokens per draft when proposers are timed."""
+WIDEST_MEASURED = 32  # The largest width that is measured.
+TURNS = 7  # How often each width is measured; the shortest time counts.
+DRAFT_TOKENS = 4  # Tokens per draft when proposers are timed.
 
 
 def tune(model: Model, tick: Tick = lambda: None) -> Curve:

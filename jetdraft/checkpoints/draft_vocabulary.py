@@ -14,13 +14,11 @@ from torch import Tensor, nn
 
 from jetdraft.errors import CheckpointError
 
-D2T, T2D = "d2t", "t2d"
-"""The names of the two tensors of a draft vocabulary."""
-
+D2T, T2D = "d2t", "t2d"  # The names of the two tensors of a draft vocabulary.
+# The most rows by which paddings of one vocabulary differ; DeepSeek has 2,385 rows
+# without a token. Where a tokenizer is missing, matrices that differ by more belong to
+# two vocabularies.
 MAX_PADDING = 4096
-"""The most rows by which paddings of one vocabulary differ; DeepSeek has 2,385 rows
-without a token. Where a tokenizer is missing, matrices that differ by more belong to
-two vocabularies."""
 
 
 def limit_vocab(model: Any, tokens: int, target_tokens: int) -> None:

@@ -17,8 +17,8 @@ from jetdraft.errors import CheckpointError, JetdraftError, printable
 from jetdraft.manifest import MANIFEST
 from jetdraft.parsing import JsonError, read_json_file
 
+# Types by their names in safetensors.
 _DTYPES_BY_NAME = {"F16": torch.float16, "BF16": torch.bfloat16}
-"""Types by their names in safetensors."""
 
 
 def check_folder(source: str) -> None:
@@ -106,8 +106,8 @@ def stored_dtype(source: str) -> torch.dtype:
     return _DTYPES_BY_NAME.get(only, torch.float32)
 
 
+# The most bytes of an index of shards; the largest published have some 20 MB.
 _MAX_INDEX_BYTES = 1 << 28
-"""The most bytes of an index of shards; the largest published have some 20 MB."""
 
 
 def check_shards(folder: Path) -> None:
@@ -148,8 +148,7 @@ NO_OWN_CODE = {"trust_remote_code": False}
 
 Without them they ask on the terminal whether to run it."""
 
-_LONGEST_MESSAGE = 200
-"""The most letters of a message that is shown whole."""
+_LONGEST_MESSAGE = 200  # The most letters of a message that is shown whole.
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from jetdraft.checkpoints.defaults import (
 from jetdraft.errors import UnsupportedModelError, printable
 
 _NOT_COMPUTED = "no model that can be read from a GGUF file computes with it"
-
+# Fields whose names follow the name of the family, as in llama.context_length.
 # fmt: off
 MODEL_FIELDS = (
     Rule("context_length embedding_length block_count feed_forward_length vocab_size "
@@ -71,8 +71,7 @@ MODEL_FIELDS = (
         "dense_2_feat_in dense_2_feat_out dense_3_feat_in dense_3_feat_out", NO_TEXT,
         "llama.cpp does not read it for decoders, or not for text"),
 )
-"""Fields whose names follow the name of the family, as in llama.context_length."""
-
+# Fields of the file, by their whole names.
 FILE_FIELDS = (
     Rule("general.architecture", HONOURED, "the family"),
     Rule("general.alignment", HONOURED, "where weights begin"),
@@ -126,10 +125,10 @@ FILE_FIELDS = (
     Rule("imatrix.* clip.* quantize.* GGUF.*", NO_TEXT,
         "of quantization, of other parts, or of the format"),
 )
-"""Fields of the file, by their whole names."""
 # fmt: on
 
 
+# Fields of a family, and the attributes of configs that hold the same number.
 _CONFIG_NAMES = {
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
     "attention.layer_norm_epsilon": (
@@ -138,15 +137,11 @@ _CONFIG_NAMES = {
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
 }
-"""Fields of a family, and the attributes of configs that hold the same number."""
-
 _NO_SUCH_NUMBER = "the models of this family have no such number"
-
+# The number of layers by which the models of 27 B are recognized, by family.
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-"""The number of layers by which the models of 27 B are recognized, by family."""
-
+# The base of the rotary embedding of a file without `rope.freq_base`.
 _DEFAULT_ROPE_BASE = 10000.0
-"""The base of the rotary embedding of a file without `rope.freq_base`."""
 
 
 @dataclass(frozen=True)

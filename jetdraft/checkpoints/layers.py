@@ -40,8 +40,8 @@ def final_norm(model: Any) -> nn.Module:
     return norms[-1]
 
 
+# Makes the features [1, n, size] of the tapped states, a list of [1, n, h].
 Fuse = Callable[[list[Tensor]], Tensor]
-"""Makes the features [1, n, size] of the tapped states, a list of [1, n, h]."""
 
 
 def join_states(states: list[Tensor]) -> Tensor:

@@ -27,8 +27,8 @@ from jetdraft.quant.blocks import Blocks, Bytes, Floats, Order, into_blocks, unp
 from jetdraft.quant.grids import Matrix
 from jetdraft.recipe import BLOCK_SIZES
 
+# The place of each of eight columns in a packed int32.
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""The place of each of eight columns in a packed int32."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class _UnsupportedFormError(Exception):
     """Says which property of a matrix MatMulNBits cannot hold."""
 
 
+# The exceptions that the layer readers raise for malformed tensors and settings.
 _MALFORMED_ERRORS = LookupError, ValueError, TypeError, AttributeError, RuntimeError
-"""The exceptions that the layer readers raise for malformed tensors and settings."""
 
 
 def _load_tensors(folder: Path) -> dict[str, Tensor]:
@@ -108,11 +108,9 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+# The tensors of a module, by the last part of their names.
 Parts = Mapping[str, Tensor]
-"""The tensors of a module, by the last part of their names."""
-
-Settings = Mapping[str, Any]
-"""The quantization config of a checkpoint."""
+Settings = Mapping[str, Any]  # The quantization config of a checkpoint.
 
 
 def _read_gptq(parts: Parts, settings: Settings) -> Blocks | None:

@@ -183,12 +183,12 @@ def _run_eagerly(
     return torch.stack(outputs)[None], state[None]
 
 
+# The functions that keep a state, by their names in transformers' modules.
 SEAMS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": convolve,
     "torch_chunk_gated_delta_rule": delta_rule,
     "mamba2_chunk_scan": mamba_scan,
 }
-"""The functions that keep a state, by their names in transformers' modules."""
 
 
 def connect(model: Any, active: Callable[[], States | None]) -> bool:

@@ -170,8 +170,7 @@ def carrier_values(rows: Tensor, carriers: Tensor) -> Tensor:
     return rows[torch.arange(len(rows), device=rows.device)[:, None], carriers]
 
 
-SETTINGS = "streams.json"
-"""The file with the settings of the probes of a checkpoint."""
+SETTINGS = "streams.json"  # The file with the settings of the probes of a checkpoint.
 
 UNFINISHED = ".unfinished"
 """A file in the folder of a training that has not ended.
@@ -179,16 +178,13 @@ UNFINISHED = ".unfinished"
 In a copy of the target it names what the training adds. Until that is saved, the copy
 is refused as a checkpoint."""
 
-WEIGHTS = "streams.safetensors"
-"""The file with the trained weights of the probes."""
-
+WEIGHTS = "streams.safetensors"  # The file with the trained weights of the probes.
 SHARED, LOSSLESS = "shared", "lossless"
 MODES = (SHARED, LOSSLESS)
+# The attribute in which attention modules keep the `Layout` of the current pass.
 LAYOUT_ATTRIBUTE = "layout_of_streams"
-"""The attribute in which attention modules keep the `Layout` of the current pass."""
-
+# The name of the LoRA, and of the module with the streams' own weights.
 _ADAPTER = "streams"
-"""The name of the LoRA, and of the module with the streams' own weights."""
 
 
 @dataclass(frozen=True)
@@ -363,12 +359,10 @@ def load_probe_weights(probed: ProbedModel, folder: Path, kind: str) -> None:
         ) from error
 
 
+# The values of `mode` in the settings of prompt tokens.
 PROMPTS, FORECAST = "prompts", "forecast"
 PROMPT_MODES = (PROMPTS, FORECAST)
-"""The values of `mode` in the settings of prompt tokens."""
-
-MAX_RANKS = 8
-"""The most guesses of a prompt token whose acceptance rates are stored."""
+MAX_RANKS = 8  # The most guesses of a prompt token whose acceptance rates are stored.
 
 
 @dataclass(frozen=True)

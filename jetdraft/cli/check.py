@@ -26,9 +26,8 @@ from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods, methods_of
 from jetdraft.runtime.speech.segments import SLOT_SECONDS
 
-MAX_LINE_CHARS = 1000
-"""The most characters of a line, which may hold a long path."""
-
+MAX_LINE_CHARS = 1000  # The most characters of a line, which may hold a long path.
+# How `compare_methods` generates: options, draft lengths, new tokens of a text.
 _SETTINGS: tuple[dict[str, float | int], ...] = (
     {},
     {"temperature": 0.8, "seed": 1},
@@ -36,7 +35,6 @@ _SETTINGS: tuple[dict[str, float | int], ...] = (
 )
 _DRAFT_LENGTHS = (1, 2, 4, None)
 _TOKENS = 96
-"""How `compare_methods` generates: options, draft lengths, new tokens of a text."""
 
 
 @click.command("check", cls=Command)

@@ -11,6 +11,7 @@ import click
 from jetdraft.options import Option as Declared
 from jetdraft.options import declared_options, is_required
 
+# The groups of options, in the order in which help prints them.
 GROUPS = (
     "prompt",
     "checkpoint",
@@ -27,8 +28,6 @@ GROUPS = (
     "runtime",
     "output",
 )
-"""The groups of options, in the order in which help prints them."""
-
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 

@@ -16,11 +16,9 @@ from jetdraft.errors import CheckError, ProviderError
 from jetdraft.native import isa
 from jetdraft.ort import ort
 
+# Below this much free memory, in 10^6 bytes, `examine` gives a fix.
 LEAST_FREE_MB = 1000.0
-"""Below this much free memory, in 10^6 bytes, `examine` gives a fix."""
-
-OLDEST_ORT = (1, 29)
-"""The oldest version of onnxruntime that jetdraft runs with."""
+OLDEST_ORT = (1, 29)  # The oldest version of onnxruntime that jetdraft runs with.
 
 
 @click.command("doctor", cls=Command)
@@ -231,6 +229,8 @@ def _check_provider(state: Presence, machine: Machine) -> Finding:
     return Finding(what, state.reason, _PROVIDER_FIXES.get(kind, "") if may_run else "")
 
 
+# What to do, by words in the reason why a provider cannot run; the first that occurs
+# counts.
 _PROVIDER_FIXES = {
     "plug-in": "pip install --upgrade 'jetdraft[webgpu]'",
     "libvulkan": "apt install libvulkan1",
@@ -240,5 +240,3 @@ _PROVIDER_FIXES = {
     "driver": "install a newer driver, or an older build",
     "without": "install a build that has it: deploy/jetson",
 }
-"""What to do, by words in the reason why a provider cannot run; the first that
-occurs counts."""

@@ -14,10 +14,10 @@ from jetdraft.runtime.piece import Piece
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.text.template import user_message
 
+# Fields of a `Result` that --json prints.
 RESULT_FIELDS = ("text", "token_ids", "from_draft", "prompt_tokens", "finish_reason")
-"""Fields of a `Result` that --json prints."""
+# Fields of `GenerateOptions` that end a text.
 ENDING = ("max_new_tokens", "stop", "ignore_eos")
-"""Fields of `GenerateOptions` that end a text."""
 
 
 @click.command("generate", cls=Command)

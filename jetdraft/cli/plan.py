@@ -20,17 +20,16 @@ from jetdraft.devices.planning.plan import (
 )
 from jetdraft.runtime.planning.registry import methods
 
+# What the assumed acceptance means for a method, by the cost of its drafts.
 COST_NOTES = {
     PROBES: "for a target that jetdraft train stream has trained",
     FREE: "for a text that repeats itself that often; it drafts nothing else",
 }
-"""What the assumed acceptance means for a method, by the cost of its drafts."""
-
+# What is printed instead of methods for the CPU.
 NO_METHODS_LINE = (
     "methods    not predicted: what a further row costs on this CPU was never "
     "measured; on the board: jetdraft tune BUNDLE, jetdraft bench BUNDLE"
 )
-"""What is printed instead of methods for the CPU."""
 
 
 @click.command("plan", cls=Command)

@@ -18,9 +18,7 @@ from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.pool import Pool
 from jetdraft.server.limits import Limits
 
-KEY_VARIABLE = "JETDRAFT_API_KEY"
-"""The environment variable with the API key."""
-
+KEY_VARIABLE = "JETDRAFT_API_KEY"  # The environment variable with the API key.
 _server = partial(declared, "server")
 
 

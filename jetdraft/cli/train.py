@@ -6,6 +6,7 @@ from jetdraft.cli.command import LazyGroup
 from jetdraft.errors import importing
 from jetdraft.runtime.planning.registry import load_object, methods
 
+# Trainings that belong to no method: summaries, and where their commands are.
 TRAININGS = {
     "acceptance": (
         "when the drafter should stop, for stopping=learned",
@@ -16,7 +17,6 @@ TRAININGS = {
         "jetdraft.cli.trainings:use",
     ),
 }
-"""Trainings that belong to no method: summaries, and where their commands are."""
 
 
 class Trainers(LazyGroup):

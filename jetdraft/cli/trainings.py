@@ -30,8 +30,7 @@ from jetdraft.train.use.learning import (
 )
 from jetdraft.train.use.students import load_student
 
-INTERRUPTED = 130
-"""The exit code after Ctrl-C."""
+INTERRUPTED = 130  # The exit code after Ctrl-C.
 
 
 def make_command(name: str, task: type[Task]) -> click.Command:

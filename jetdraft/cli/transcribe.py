@@ -14,11 +14,11 @@ from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.speech.segments import Segment, clock
 from jetdraft.runtime.speech.transcription import TRANSCRIBE, TranscribeOptions
 
+# Fields of a `Transcript` that --json prints.
 RESULT_FIELDS = (
     *("text", "language", "seconds", "segments", "token_ids", "from_draft"),
     "finish_reason",
 )
-"""Fields of a `Transcript` that --json prints."""
 
 
 @click.command("transcribe", cls=Command)

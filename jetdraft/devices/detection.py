@@ -127,11 +127,11 @@ def _gpu_name(root: Path, board: str | None) -> str | None:
     return f"{name[1]}, driver {version[1]}" if version else name[1]
 
 
+# Device files of GPUs: most drivers, NVIDIA's, Jetsons, Windows below Linux.
 _GPU_FILES = (
     *("dev/dri/renderD*", "dev/nvidia[0-9]*", "dev/nvgpu", "dev/nvhost-gpu"),
     "dev/dxg",
 )
-"""Device files of GPUs: most drivers, NVIDIA's, Jetsons, Windows below Linux."""
 
 
 def _gpu_mhz(root: Path, file: str) -> float | None:

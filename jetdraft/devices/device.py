@@ -9,12 +9,9 @@ from jetdraft.errors import DeviceError, OptionError
 from jetdraft.parsing import Rule, one_of, read_record
 from jetdraft.recipe import Recipe
 
-PROFILES_FOLDER = Path(__file__).with_name("profiles")
-"""The folder of the profiles."""
-
+PROFILES_FOLDER = Path(__file__).with_name("profiles")  # The folder of the profiles.
+# The number formats that a profile may name.
 Quantization = Annotated[str, one_of("none", "int8", "int4", "fp8", "fp4")]
-"""The number formats that a profile may name."""
-
 _POSITIVE = Rule("a positive number", lambda number: number > 0)
 Count = Annotated[int, _POSITIVE]
 Amount = Annotated[float, _POSITIVE]

@@ -5,14 +5,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-INTERVAL_SECONDS = 0.05
-"""The seconds between two readings of a `Meter`."""
-
-MONITORS = "sys/bus/i2c/drivers/ina3221"
-"""The folder of the power monitors."""
-
+INTERVAL_SECONDS = 0.05  # The seconds between two readings of a `Meter`.
+MONITORS = "sys/bus/i2c/drivers/ina3221"  # The folder of the power monitors.
+# Names of rails that feed the whole module; other rails feed parts of it.
 MODULE_RAILS = ("VDD_IN", "VIN_SYS_5V0", "VIN")
-"""Names of rails that feed the whole module; other rails feed parts of it."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from jetdraft.errors import OptionError
 from jetdraft.quant.choice import Limit
 from jetdraft.recipe import KERNELS, Recipe
 
+# numpy's and torch's names of the types that a graph can compute in.
 DTYPES = {"fp32": "float32", "fp16": "float16"}
-"""numpy's and torch's names of the types that a graph can compute in."""
 
 
 @dataclass(frozen=True)

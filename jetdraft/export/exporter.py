@@ -70,9 +70,7 @@ from jetdraft.recipe import KERNELS
 from jetdraft.staging import writing
 
 __all__ = ["ExportOptions", "Limit", "export"]
-
-NO_HEAD = "none"
-"""The name of a head that leaves the target's own out."""
+NO_HEAD = "none"  # The name of a head that leaves the target's own out.
 
 
 @silenced(logging.WARNING)
@@ -363,9 +361,9 @@ def _write_texts(folder: Path, target: Checkpoint) -> None:
             (folder / name).write_text(text, encoding="utf-8")
 
 
+# The width of a projected embedding, and the seed of the projection.
 _SIMILARITY_SIZE = 64
 _SEED = 20_11_21
-"""The width of a projected embedding, and the seed of the projection."""
 
 
 def _write_similarity(folder: Path, model: Any) -> None:

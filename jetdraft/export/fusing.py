@@ -142,8 +142,8 @@ def fuse_rotation(
     rotate(graph, attention, (cosines[0], sines[0], cosines[1]), interleaved)
 
 
+# Cosines and sines [capacity, d / 2], and the positions that choose their rows.
 Tables = tuple[ir.Value, ir.Value, ir.Value]
-"""Cosines and sines [capacity, d / 2], and the positions that choose their rows."""
 
 
 def _rotate_in_attention(

@@ -41,8 +41,8 @@ from jetdraft.quant.blocks import Floats
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import KERNELS
 
+# Called with the name of the stage, the steps done and the number of steps.
 Progress = Callable[[str, int, int], None]
-"""Called with the name of the stage, the steps done and the number of steps."""
 
 
 @dataclass(frozen=True)
@@ -244,8 +244,8 @@ def _write_selection(job: Job, entry: GraphEntry) -> GraphEntry:
 
 # --- weights that two graphs share ----------------------------------------------------
 
+# A large tensor begins at a page of its file, so that it can be mapped alone.
 _PAGE, _LARGE = 4096, 1 << 16
-"""A large tensor begins at a page of its file, so that it can be mapped alone."""
 
 
 def share_weights(file: Path, other: Path) -> None:

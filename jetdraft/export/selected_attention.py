@@ -61,8 +61,8 @@ class Branch(Maker):
         return ir.Graph([], outputs, nodes=self.nodes, name=self.name)
 
 
+# The cosine of two queries from which on a selection stays, as in the paper.
 MIN_SIMILARITY = 0.9
-"""The cosine of two queries from which on a selection stays, as in the paper."""
 
 
 class SelectedAttention:

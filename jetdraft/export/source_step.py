@@ -20,8 +20,7 @@ from jetdraft.checkpoints.attention import (
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.export.step import Specs, Step, dtype_of, make_state, zeros
 
-_TRACED_SOURCE = 9
-"""Tokens of the source that the tracer sees."""
+_TRACED_SOURCE = 9  # Tokens of the source that the tracer sees.
 
 
 def cross_attentions(model: Any) -> list[Any]:

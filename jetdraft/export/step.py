@@ -32,13 +32,12 @@ from jetdraft.errors import UnsupportedModelError
 TRACED_ROWS, TRACED_ANSWERS, TRACED_PROBES = 7, 5, 6
 
 
+# The extra output of a graph traced with a cut: the hidden states at the cut.
 CUT = "cut_hidden"
-"""The extra output of a graph traced with a cut: the hidden states at the cut."""
 
 
+# The names of a fusion's weights in the graph begin with it.
 _FUSION_PREFIX = "features"
-"""The names of a fusion's weights in the graph begin with it."""
-
 Specs = tuple[TensorSpec, ...]
 
 
@@ -219,8 +218,7 @@ def make_state(
     )
 
 
-PACKET = 16
-"""The most numbers that a processor takes a logarithm of at once."""
+PACKET = 16  # The most numbers that a processor takes a logarithm of at once.
 
 
 def log_sum_exp(logits: Tensor, largest: Tensor) -> Tensor:

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from jetdraft.errors import ProviderError
 
+# The domain of the operators in a graph, and their names.
 DOMAIN, MULTIPLY, GATHER = "jetdraft", "MatMulPacked", "GatherPacked"
-"""The domain of the operators in a graph, and their names."""
-
+# The file for this kind of processor; it may be missing.
 LIBRARY = Path(__file__).with_name(f"{platform.machine()}.so")
-"""The file for this kind of processor; it may be missing."""
 
 
 @functools.cache

@@ -13,11 +13,8 @@ from jetdraft.errors import DataError
 from jetdraft.files import read_text
 from jetdraft.quant.blocks import Floats
 
-WINDOW = 256
-"""The most tokens of a window, which a model reads in one pass."""
-
-MAX_WINDOWS = 32
-"""The most windows that are taken of a text."""
+WINDOW = 256  # The most tokens of a window, which a model reads in one pass.
+MAX_WINDOWS = 32  # The most windows that are taken of a text.
 
 
 class Windows:

@@ -12,27 +12,21 @@ from jetdraft.errors import OptionError
 from jetdraft.quant.divergence import Divergence
 from jetdraft.recipe import RAISED, RUNGS, Recipe, Unit
 
+# The largest mean KL divergence from the unquantized model, in nats per token.
 KL_BOUND = 0.03
-"""The largest mean KL divergence from the unquantized model, in nats per token."""
-
+# A mix is taken only if it has less than this share of the bytes of one scheme.
 MIX_SHARE = 0.9
-"""A mix is taken only if it has less than this share of the bytes of one scheme."""
-
+# The recipes that a drafter can get with each kernel, the smaller first.
 DRAFTER_CHOICES = {
     "jetdraft": ("q4_k-headq6_k", "q8_0"),
     "onnxruntime": ("int4-rtn-b32", "int8-rtn-b32"),
 }
-"""The recipes that a drafter can get with each kernel, the smaller first."""
-
+# The fixed cost of a pass as bytes that memory delivers in that time: about 0.25 ms on
+# two cores at 16 GB/s.
 PASS_BYTES = 4e6
-"""The fixed cost of a pass as bytes that memory delivers in that time: about 0.25 ms
-on two cores at 16 GB/s."""
-
-MAX_DRAFT_TOKENS = 8
-"""The longest draft for which the speed of a pair is computed."""
-
+MAX_DRAFT_TOKENS = 8  # The longest draft for which the speed of a pair is computed.
+# The acceptance rate that a drafter may lose by four bits, as a difference.
 MAX_ACCEPTANCE_LOSS = 0.01
-"""The acceptance rate that a drafter may lose by four bits, as a difference."""
 
 
 def choose_recipe(

@@ -17,11 +17,10 @@ from jetdraft.quant.calibration import Windows
 from jetdraft.quant.grids import GridMatrix, Matrix
 from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe, Unit, grid_for, unit_of
 
+# The most tokens that are compared; their log probabilities stay in memory.
 MAX_TOKENS = 512
-"""The most tokens that are compared; their log probabilities stay in memory."""
-
+# About how many tokens a pass reads; each pass may convert all weights.
 BATCH_TOKENS = 256
-"""About how many tokens a pass reads; each pass may convert all weights."""
 
 
 class Divergence:

@@ -9,12 +9,9 @@ import onnx_ir as ir
 
 from jetdraft.contracts.tensors import TensorSpec
 
-CONTRIB_DOMAIN = "com.microsoft"
-"""The domain of onnxruntime's own operators."""
-
+CONTRIB_DOMAIN = "com.microsoft"  # The domain of onnxruntime's own operators.
+# Metadata key of a value: the checkpoint's names of its weights, one a line.
 PARAMETER = "parameter"
-"""Metadata key of a value: the checkpoint's names of its weights, one a line."""
-
 Array = npt.NDArray[np.generic]
 
 

@@ -250,8 +250,8 @@ def _dequantize(make: Maker, node: ir.Node, source: ir.Value, blocks: Blocks) ->
             consumer.replace_input_with(0, rows)
 
 
+# The types of integers that DequantizeLinear reads, by the number of bits.
 _SIGNED: dict[int, npt.DTypeLike] = {4: ml_dtypes.int4, 8: np.int8}
-"""The types of integers that DequantizeLinear reads, by the number of bits."""
 
 
 def _replace_gather(make: Maker, node: ir.Node, packed: PackedMatrix) -> None:

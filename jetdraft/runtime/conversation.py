@@ -16,9 +16,9 @@ from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.template import Message, check_messages, user_message
 from jetdraft.runtime.text.tools import ToolCall, Tools
 
+# The share of the capacity that remains filled where turns are dropped: then the whole
+# prompt is read again, so the next few turns should not drop turns too.
 KEPT_SHARE = 0.75
-"""The share of the capacity that remains filled where turns are dropped: then the whole
-prompt is read again, so the next few turns should not drop turns too."""
 
 
 class Conversation:

@@ -24,26 +24,21 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jetdraft.errors import OptionError
 from jetdraft.server.refusal import RequestError, refusal_fields, refusal_response
 
+# The most seconds that a connection may take to send the head of a request.
 REQUEST_SECONDS = 10.0
-"""The most seconds that a connection may take to send the head of a request."""
-
+# The most seconds that a client may read nothing of an answer that was written.
 UNREAD_SECONDS = 60.0
-"""The most seconds that a client may read nothing of an answer that was written."""
-
+# The seconds between two checks of a client that has closed its sending half.
 CLIENT_CHECK_SECONDS = 0.25
-"""The seconds between two checks of a client that has closed its sending half."""
-
+# Connections beyond the limits that may still ask for /health.
 CROWDED_CONNECTIONS = 16
-"""Connections beyond the limits that may still ask for /health."""
-
+# File descriptors left for connections that are not counted yet, and for files.
 SPARE_FILES = 128
-"""File descriptors left for connections that are not counted yet, and for files."""
-
+# The name of a Unix user begins with the first; what a Host header and an API key may
+# look like.
 _USER_PREFIX = "uid "
 _HOST_RE = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
 _KEY_PATTERN = re.compile(r"[!-~]+")
-"""The name of a Unix user begins with the first; what a Host header and an API key may
-look like."""
 
 
 class ConnectionLimiter:

@@ -16,37 +16,30 @@ from jetdraft.runtime.text.tools import Tools
 from jetdraft.server.refusal import RequestError
 
 Body = Mapping[str, Any]
-
+# Fields that are options of `Model.generate`; from `top_k` on OpenAI has none.
 OPTION_FIELDS = (
     *("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
     *("top_k", "min_p", "repetition_penalty", "method", "num_draft_tokens"),
     *("ignore_eos", "max_seconds", "json_schema", "regex", "grammar"),
 )
-"""Fields that are options of `Model.generate`; from `top_k` on OpenAI has none."""
-
+# Other fields that are read.
 READ_FIELDS = (
     *("model", "stream", "stream_options", "include_drafted", "logit_bias"),
     *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n"),
     *("prompt", "echo", "suffix", "best_of"),
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
 )
-"""Other fields that are read."""
-
+# Fields of OpenAI that mean nothing on a device; they are accepted and unused.
 IGNORED_FIELDS = (
     *("metadata", "store", "service_tier", "verbosity", "reasoning_effort"),
     *("safety_identifier", "prompt_cache_key", "user"),
 )
-"""Fields of OpenAI that mean nothing on a device; they are accepted and unused."""
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Who writes a message."""
-
+ROLES = ("system", "developer", "user", "assistant", "tool")  # Who writes a message.
+# The most stop strings and characters of one: each token is compared with all.
 MAX_STOPS, MAX_STOP_CHARS = 16, 1000
-"""The most stop strings and characters of one: each token is compared with all."""
-
+# The most characters of a constraint, and of all tools. A shorter one that takes too
+# much time or memory is refused while it is compiled, see `Matcher`.
 MAX_SOURCE_CHARS = 64_000
-"""The most characters of a constraint, and of all tools. A shorter one that takes too
-much time or memory is refused while it is compiled, see `Matcher`."""
 
 
 @dataclass(frozen=True)

@@ -23,30 +23,19 @@ from jetdraft.server.connection import Connection, ConnectionLimiter
 from jetdraft.server.reply import STATUS_KEY
 from jetdraft.server.request_queue import WRITTEN_TOKENS
 
+# Connections of a client beside its waiting requests: idle ones, and /health.
 SPARE_CONNECTIONS = 64
-"""Connections of a client beside its waiting requests: idle ones, and /health."""
-
+# The number of clients that may use their full number of connections at once.
 MAX_BUSY_CLIENTS = 4
-"""The number of clients that may use their full number of connections at once."""
-
+# The seconds after the drain in which the answers of cut texts are sent.
 END_SECONDS = 5
-"""The seconds after the drain in which the answers of cut texts are sent."""
-
-SWEEP_SECONDS = 0.5
-"""The seconds between two runs of the checks in `HttpServer`."""
-
+SWEEP_SECONDS = 0.5  # The seconds between two runs of the checks in `HttpServer`.
+# Connections accepted at once; they use file descriptors before they are counted.
 ACCEPTED_AT_ONCE = 8
-"""Connections accepted at once; they use file descriptors before they are counted."""
-
-BACKLOG = 128
-"""Connections that the kernel holds until they are accepted."""
-
+BACKLOG = 128  # Connections that the kernel holds until they are accepted.
+# Paths that monitors ask all the time: answers with status 200 are not logged.
 POLLED_PATHS = ("/health", "/metrics")
-"""Paths that monitors ask all the time: answers with status 200 are not logged."""
-
-MAX_PATH_CHARS = 200
-"""The most characters of a path in the log."""
-
+MAX_PATH_CHARS = 200  # The most characters of a path in the log.
 log = logging.getLogger("jetdraft.server")
 
 

@@ -20,11 +20,10 @@ from jetdraft.server.refusal import RequestError
 from jetdraft.server.transcription_request import TranscriptionRequest
 
 AnyRequest = GenerationRequest | TranscriptionRequest
-
+# A list for each HTTP request; its jobs append their numbers of new tokens to it.
 WRITTEN_TOKENS: ContextVar[list[int] | None] = ContextVar(
     "WRITTEN_TOKENS", default=None
 )
-"""A list for each HTTP request; its jobs append their numbers of new tokens to it."""
 
 
 class RequestQueue:

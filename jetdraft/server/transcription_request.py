@@ -17,19 +17,15 @@ from jetdraft.runtime.speech.transcription import TranscribeOptions, Transcripti
 from jetdraft.runtime.text.stops import LENGTH, STOP
 from jetdraft.server.refusal import RequestError
 
-FORMATS = ("json", "text", "verbose_json", "srt", "vtt")
-"""Values of response_format."""
+FORMATS = ("json", "text", "verbose_json", "srt", "vtt")  # Values of response_format.
+# Fields of a form that are read: texts, and numbers with their types.
 FIELDS = ("file", "model", "language", "response_format", "timestamp_granularities[]")
 NUMBER_FIELDS = {"temperature": float, "seed": int, "num_draft_tokens": int}
-"""Fields of a form that are read: texts, and numbers with their types."""
+# Fields of OpenAI that would change the answer, and are not supported.
 REFUSED_FIELDS = ("prompt", "include[]", "chunking_strategy")
-"""Fields of OpenAI that would change the answer, and are not supported."""
-
-MAX_FIELD_CHARS = 1000
-"""The most characters of a field that is not a file."""
-
+MAX_FIELD_CHARS = 1000  # The most characters of a field that is not a file.
+# The most fields of a form, and the most bytes of a field's headers.
 MAX_PARTS, MAX_HEAD_BYTES = 32, 4096
-"""The most fields of a form, and the most bytes of a field's headers."""
 
 
 @dataclass(frozen=True)

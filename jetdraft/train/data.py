@@ -15,8 +15,7 @@ from jetdraft.errors import DataError, OptionError
 from jetdraft.files import read_bytes, read_text
 from jetdraft.runtime.text.template import ChatTemplate, Message
 
-IGNORED = -100
-"""The label of tokens that the loss ignores."""
+IGNORED = -100  # The label of tokens that the loss ignores.
 
 
 @dataclass(frozen=True)

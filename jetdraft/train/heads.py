@@ -122,8 +122,8 @@ def copy_norm(norm: nn.Module, other: nn.Module, width: int) -> None:
 
 # --- heads that are unrolled ----------------------------------------------------------
 
+# The weight of step i is DECAY to the power i (EAGLE-3, 3.2; Medusa, 2.2.1).
 DECAY = 0.8
-"""The weight of step i is DECAY to the power i (EAGLE-3, 3.2; Medusa, 2.2.1)."""
 
 
 @dataclass(frozen=True)
@@ -263,8 +263,7 @@ class HeadTask(Task):
 
 # --- drafters of the next token -------------------------------------------------------
 
-DRAFT_ROWS = 5
-"""Rows of a draft, as in GliDe's training."""
+DRAFT_ROWS = 5  # Rows of a draft, as in GliDe's training.
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.machine import precision
 from jetdraft.train.teacher import TensorCache, cache_key, logits_at
 
+# The least probability of all other tokens, so that its logarithm is finite.
 SMALLEST = 1e-6
-"""The least probability of all other tokens, so that its logarithm is finite."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def exact_labels(model: Any, batch: Batch, ids: Tensor | None) -> Labels:
 
 # --- labels on a disk -----------------------------------------------------------------
 
+# The fields of labels, each a tensor of its own.
 LABEL_FIELDS = ("wanted", "mass", "known", "tokens")
-"""The fields of labels, each a tensor of its own."""
 
 
 class LabelCache:
@@ -152,12 +152,10 @@ def _cache_keys(batch: Batch) -> list[str]:
 
 # --- divergences ----------------------------------------------------------------------
 
+# Names of divergences.
 FORWARD_KL, REVERSE_KL = "forward-kl", "reverse-kl"
 JENSEN_SHANNON, TOTAL_VARIATION = "js", "tv"
-"""Names of divergences."""
-
-BETA = 0.5
-"""The default weight of Jensen-Shannon."""
+BETA = 0.5  # The default weight of Jensen-Shannon.
 
 
 def forward_kl(wanted: Tensor, got: Tensor, beta: float = BETA) -> Tensor:
@@ -187,20 +185,19 @@ def _kl(one: Tensor, other: Tensor) -> Tensor:
     return (one.exp() * (one - other)).sum(-1)
 
 
+# The grid of DistillSpec (2310.08461): each takes log probabilities of target and
+# drafter.
 DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     FORWARD_KL: forward_kl,
     REVERSE_KL: reverse_kl,
     JENSEN_SHANNON: jensen_shannon,
     TOTAL_VARIATION: total_variation,
 }
-"""The grid of DistillSpec (2310.08461): each takes log probabilities of target and
-drafter."""
 
 
 # --- predicted acceptance -------------------------------------------------------------
 
-PREDICTED_TOKENS = 4
-"""Tokens of a draft whose acceptance is predicted."""
+PREDICTED_TOKENS = 4  # Tokens of a draft whose acceptance is predicted.
 
 
 def rates_by_place(chances: Sequence[Tensor]) -> list[float]:

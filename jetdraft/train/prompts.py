@@ -32,8 +32,8 @@ from jetdraft.train.task import (
 )
 from jetdraft.train.teacher import rows_at
 
+# Places of a validation sequence where prompt tokens guess, evenly spread.
 VALIDATED_PLACES = 64
-"""Places of a validation sequence where prompt tokens guess, evenly spread."""
 
 
 @dataclass(frozen=True)

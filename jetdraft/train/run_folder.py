@@ -19,11 +19,9 @@ from jetdraft.checkpoints.streams import SETTINGS, UNFINISHED, WEIGHTS
 from jetdraft.errors import OutputError
 from jetdraft.files import check_writable, replacing
 
-STATE_FILE = "training.pt"
-"""The file with the state to resume from."""
-
+STATE_FILE = "training.pt"  # The file with the state to resume from.
+# Files of the target from this size on, its weights, are linked and not copied.
 LINKED_BYTES = 1 << 20
-"""Files of the target from this size on, its weights, are linked and not copied."""
 
 
 class RunFolder:

@@ -25,8 +25,8 @@ from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.teacher import load_target
 from jetdraft.train.written_texts import continuations
 
+# The help of the option `seed`.
 SEED_HELP = "Seed of the random numbers; the same seed gives the same training."
-"""The help of the option `seed`."""
 
 
 @dataclass(frozen=True)
@@ -175,11 +175,10 @@ class Run:
 
 
 Tensors = dict[str, Tensor]
+# The fields of a config, and the tensors, as the export reads them.
 Contents = tuple[dict[str, Any], Tensors]
-"""The fields of a config, and the tensors, as the export reads them."""
-
+# The help of the setting `regenerate`.
 REGENERATE = "Let the target complete the texts itself, and train on what it writes."
-"""The help of the setting `regenerate`."""
 
 
 @dataclass(frozen=True)

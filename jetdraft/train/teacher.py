@@ -182,11 +182,8 @@ def shift_rows(rows: Tensor, places: int, fill: float = 0) -> Tensor:
 
 # --- tensors on a disk ----------------------------------------------------------------
 
-SHARD_TENSORS = 64
-"""Tensors in a file of the cache."""
-
-OWNER_FILE = "owner.txt"
-"""The file that says what the tensors were computed with."""
+SHARD_TENSORS = 64  # Tensors in a file of the cache.
+OWNER_FILE = "owner.txt"  # The file that says what the tensors were computed with.
 
 
 def check_cache_folder(folder: Path | None) -> None:

@@ -18,17 +18,13 @@ from jetdraft.train.machine import defer_interrupts, this_process
 from jetdraft.train.task import Run, Task, TrainingOptions
 from jetdraft.train.written_texts import WrittenTexts
 
-WARM_UP_SHARE = 0.03
-"""The share of the steps in which the learning rate rises."""
-
+WARM_UP_SHARE = 0.03  # The share of the steps in which the learning rate rises.
+# Texts that the target writes at a time; each step reads all weights once.
 TEXTS_AT_ONCE, MAX_TEXTS_AT_ONCE = 32, 256
-"""Texts that the target writes at a time; each step reads all weights once."""
-
+# A GPU writes `TEXTS_AT_ONCE` texts for every 16 GiB of its memory.
 GPU_BYTES = 16 << 30
-"""A GPU writes `TEXTS_AT_ONCE` texts for every 16 GiB of its memory."""
-
+# Called with a stage and its progress: (stage, done, total).
 ReportStage = Callable[[str, int, int], None]
-"""Called with a stage and its progress: (stage, done, total)."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +37,7 @@ class Progress:
     validation: dict[str, Any] | None = None
 
 
-Report = Callable[[Progress], None]
-"""Called after each step, and before the first one."""
+Report = Callable[[Progress], None]  # Called after each step, and before the first one.
 
 
 class Training(Run):

@@ -17,17 +17,10 @@ from jetdraft.errors import DataError, TrainingError
 from jetdraft.files import write_text
 from jetdraft.train.data import Example
 
-PROMPT_TOKENS = 16
-"""Tokens that are kept of a text without a prompt."""
-
-SHARD_TEXTS = 64
-"""Texts in a shard."""
-
-WAIT_SECONDS = 3600.0
-"""The most seconds of a wait for a shard of another process."""
-
-LOOK_SECONDS = 1.0
-"""The seconds between two looks for such a shard."""
+PROMPT_TOKENS = 16  # Tokens that are kept of a text without a prompt.
+SHARD_TEXTS = 64  # Texts in a shard.
+WAIT_SECONDS = 3600.0  # The most seconds of a wait for a shard of another process.
+LOOK_SECONDS = 1.0  # The seconds between two looks for such a shard.
 
 # --- the sampler ----------------------------------------------------------------------
 

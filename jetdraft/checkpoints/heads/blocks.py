@@ -28,12 +28,10 @@ from jetdraft.checkpoints.heads.head_layers import (
 )
 from jetdraft.errors import CheckpointError
 
+# Called with a layer's module, query [b, heads, q, d], key and value [b, kv_heads, k,
+# d]; returns the mixed values [b, q, heads, d].
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-"""Called with a layer's module, query [b, heads, q, d], key and value
-[b, kv_heads, k, d]; returns the mixed values [b, q, heads, d]."""
-
-MAX_BLOCK_TOKENS = 64
-"""The most tokens of a block that a drafter may fill."""
+MAX_BLOCK_TOKENS = 64  # The most tokens of a block that a drafter may fill.
 
 
 @dataclass(frozen=True)

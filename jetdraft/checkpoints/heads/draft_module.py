@@ -80,14 +80,12 @@ class DraftInputs:
     cache: Cache = field(default_factory=PassThroughCache)
 
 
+# Pairs of a pattern of names in files and a name in a module; None drops a tensor.
 Renames = tuple[tuple[str, str | None], ...]
-"""Pairs of a pattern of names in files and a name in a module; None drops a tensor."""
-
+# The renaming of the tensors of decoder layers.
 LAYER_RENAME = (r"(layers\..*)", r"stack.\1")
-"""The renaming of the tensors of decoder layers."""
-
+# Renames for a drafter whose embedding and LM head are the target's.
 TARGET_RENAMES: Renames = ((r"(lm_head|embed_tokens)\..*", None), LAYER_RENAME)
-"""Renames for a drafter whose embedding and LM head are the target's."""
 
 
 class DraftModule(nn.Module):

@@ -27,25 +27,21 @@ from jetdraft.errors import DeviceError, OptionError
 from jetdraft.options import declared
 from jetdraft.recipe import GRIDS, Recipe
 
+# Rows of a pass that are compared.
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 60, 64)
-"""Rows of a pass that are compared."""
-
+# MB of 10^6 bytes that the system keeps, without a desktop; an assumption.
 SYSTEM_MB = 1500.0
-"""MB of 10^6 bytes that the system keeps, without a desktop; an assumption."""
-
+# The method of plain decoding, and the shapes of drafts.
 NONE, CHAIN, TREE = "none", "chain", "tree"
-"""The method of plain decoding, and the shapes of drafts."""
-
+# Costs of a draft: passes of the drafter, probes in the target's pass, nothing.
 DRAFTER, PROBES, FREE = "drafter", "probes", "free"
-"""Costs of a draft: passes of the drafter, probes in the target's pass, nothing."""
-
+# Quantizations that can be exported; a device may have arithmetic for others.
 SCHEMES = ("none", "int8", "int4")
-"""Quantizations that can be exported; a device may have arithmetic for others."""
-
+# Providers that a plan may be for; all but the CPU are planned as the GPU.
 CPU = "cpu"
 PROVIDERS = (CPU, "cuda", "tensorrt")
-"""Providers that a plan may be for; all but the CPU are planned as the GPU."""
 
+# The `basis` of a plan for the CPU and for the GPU.
 ON_CPU = (
     "at most, for the CPU: the memory's bandwidth alone, and another engine's memory "
     "of the runtime; jetdraft has never run on a Jetson"
@@ -54,10 +50,8 @@ ON_GPU = (
     "for the GPU, by the constants of another engine, TensorRT Edge-LLM 0.10; jetdraft "
     "has never run on a Jetson"
 )
-"""The `basis` of a plan for the CPU and for the GPU."""
-
+# Top layers that probes run through, by default in `jetdraft train stream`.
 STREAM_LAYERS = 2
-"""Top layers that probes run through, by default in `jetdraft train stream`."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
-MODEL_TYPE = "jetdraft-block"
-"""What the config of a drafter calls itself."""
+MODEL_TYPE = "jetdraft-block"  # What the config of a drafter calls itself.
 
 
 class SourceDrafter(DraftModule):

@@ -35,8 +35,7 @@ from jetdraft.train.task import Contents, Pupil, Run, Sums, Tensors
 from jetdraft.train.teacher import Lesson, rows_at
 from jetdraft.train.written_texts import source_continuations
 
-LAYERS = 2
-"""Layers of a new drafter's decoder: the paper's is as shallow."""
+LAYERS = 2  # Layers of a new drafter's decoder: the paper's is as shallow.
 
 
 @dataclass(frozen=True)

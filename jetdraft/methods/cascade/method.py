@@ -87,8 +87,8 @@ class Trust:
         return self._rates.setdefault(evidence, new)
 
 
+# After this many tokens, the drafter's own or trusted, lookup drafts alone.
 REVIEWED = 5
-"""After this many tokens, the drafter's own or trusted, lookup drafts alone."""
 
 
 class CascadeProposer(ModelProposer):

@@ -15,8 +15,7 @@ from jetdraft.checkpoints.heads.head_files import (
     resize_rows,
 )
 
-MODEL_TYPE = "jetdraft-diffusion"
-"""What the config of a drafter calls itself."""
+MODEL_TYPE = "jetdraft-diffusion"  # What the config of a drafter calls itself.
 
 
 class Diffusion(BlockDrafter):

@@ -54,17 +54,10 @@ from jetdraft.train.task import (
 from jetdraft.train.teacher import check_cache_folder
 from jetdraft.train.written_texts import continuations, prompt_size, text_seed
 
-MAX_READINGS = 50
-"""The most readings of a text by default; the trainer warns of more."""
-
-VALIDATED_TEXTS = 64
-"""All texts of a large corpus would take longer than the training."""
-
+MAX_READINGS = 50  # The most readings of a text by default; the trainer warns of more.
+VALIDATED_TEXTS = 64  # All texts of a large corpus would take longer than the training.
 TOKENIZER, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
-
-TEXT = "text"
-"""The loss of a drafter that learns from the text alone."""
-
+TEXT = "text"  # The loss of a drafter that learns from the text alone.
 LOSSES = (*DIVERGENCES, TEXT)
 
 
@@ -397,18 +390,14 @@ def text_scores(batch: Batch, scores: Tensor, ids: Tensor | None) -> Tensor:
 
 # --- drafters before they are trained -------------------------------------------------
 
+# The tokens in both caches for which the cost of a step is computed.
 COST_CONTEXT = 1024
-"""The tokens in both caches for which the cost of a step is computed."""
-
+# Sizes of an attention head; the first that divides the width is taken.
 HEAD_SIZES = (64, 32, 16, 8)
-"""Sizes of an attention head; the first that divides the width is taken."""
-
-WIDTH_STEP = 64
-"""New widths are multiples of it."""
-
+WIDTH_STEP = 64  # New widths are multiples of it.
+# A drafter is wide rather than deep, since each layer launches its kernels.
 MAX_LAYERS = 4
 WIDTH_PER_LAYER = 96
-"""A drafter is wide rather than deep, since each layer launches its kernels."""
 
 
 def cost_share(

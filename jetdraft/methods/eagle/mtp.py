@@ -43,11 +43,10 @@ _LAYOUTS = {
         },
     ),
 }
+# The key of a config with which fc joins the state before the embedding.
 HIDDEN_FIRST = "mtp_hidden_states_first"
-"""The key of a config with which fc joins the state before the embedding."""
-
+# Prefixes of tensors that are copies of the target's matrices.
 _COPIED_PREFIXES = ("shared_head.head.", "embed_tokens.")
-"""Prefixes of tensors that are copies of the target's matrices."""
 
 
 class Mtp(Eagle):

@@ -34,9 +34,8 @@ from jetdraft.train.teacher import Lesson, shift_rows
 EAGLE1, EAGLE3, MTP = "eagle1", "eagle3", "mtp"
 KINDS = (EAGLE3, EAGLE1, MTP)
 ARCHITECTURES = {EAGLE1: "LlamaForCausalLMEagle", EAGLE3: "LlamaForCausalLMEagle3"}
-
+# EAGLE-1's weight of the cross entropy, and the width of its noise on features.
 CROSS_ENTROPY, NOISE_WIDTH = 0.1, 0.2
-"""EAGLE-1's weight of the cross entropy, and the width of its noise on features."""
 
 
 @dataclass(frozen=True)

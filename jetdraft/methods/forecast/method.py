@@ -9,12 +9,10 @@ from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.proposers.tree_options import AUTO, CHAIN, TreeOptions
 from jetdraft.runtime.trees.shapes import Shape, Static
 
-NAME = "forecast"
-"""The method, and the mode of such probes in the manifest."""
-
+NAME = "forecast"  # The method, and the mode of such probes in the manifest.
+# The parents of rows 1, 2, ...: three children of the root, and two below each. The
+# likeliest come first, so that a shorter draft has them.
 BRANCHES, DEPTH = (0, 1, 0, 1, 0, 3, 5, 3, 5), 2
-"""The parents of rows 1, 2, ...: three children of the root, and two below each. The
-likeliest come first, so that a shorter draft has them."""
 
 
 @dataclass(frozen=True)

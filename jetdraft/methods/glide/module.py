@@ -20,8 +20,7 @@ from jetdraft.checkpoints.heads.head_layers import (
 )
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
-ARCHITECTURE = "GlideDrafter"
-"""What the config of a drafter calls it."""
+ARCHITECTURE = "GlideDrafter"  # What the config of a drafter calls it.
 
 
 class Glide(DraftModule):

@@ -21,8 +21,7 @@ from jetdraft.checkpoints.heads.head_layers import CACHE, HeadConfig, make_layer
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import CheckpointError
 
-ARCHITECTURE = "KangarooAdapter"
-"""What the config of an adapter calls it."""
+ARCHITECTURE = "KangarooAdapter"  # What the config of an adapter calls it.
 
 
 class Kangaroo(DraftModule):

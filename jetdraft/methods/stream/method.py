@@ -11,8 +11,8 @@ from jetdraft.runtime.proposers.method import WALK, Method
 from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
 
+# A prune threshold that no probability reaches: only the root is verified.
 DROP_ALL = 2.0
-"""A prune threshold that no probability reaches: only the root is verified."""
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.task import Contents, Run, Task, Tensors
 from jetdraft.train.teacher import refuse_gguf
 
+# The weights alpha_0 and alpha_j of the losses of main rows and of streams.
 MAIN_WEIGHT, STREAM_WEIGHT = 1.0, 0.1
-"""The weights alpha_0 and alpha_j of the losses of main rows and of streams."""
 
 
 class StreamTask(Task):

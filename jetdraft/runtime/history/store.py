@@ -18,16 +18,12 @@ from jetdraft.contracts.tensors import Float32s
 from jetdraft.errors import BundleError, StoreError
 from jetdraft.learning.store_file import DAMAGE, StoreFile, check_user, entry_times
 
+# The most entries of a user, and the most days that an entry is kept.
 MAX_ENTRIES = 256
 MAX_DAYS = 30.0
-"""The most entries of a user, and the most days that an entry is kept."""
-
+# The most tokens of a request and its response together; longer ones are not kept.
 MAX_TOKENS = 8192
-"""The most tokens of a request and its response together; longer ones are not kept."""
-
-MAX_USERS = 64
-"""The most users whose entries are kept in memory."""
-
+MAX_USERS = 64  # The most users whose entries are kept in memory.
 _MAX_BYTES = 4 * MAX_TOKENS
 
 _TABLES = """

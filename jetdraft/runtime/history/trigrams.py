@@ -16,24 +16,16 @@ import numpy.typing as npt
 from jetdraft.errors import StoreError
 from jetdraft.files import read_arrays, write_arrays
 
-MAX_SUCCESSORS = 12
-"""Successors kept per pair, the most frequent first."""
-
-WINDOW = 16
-"""How many last tokens of the context a round learns from."""
-
+MAX_SUCCESSORS = 12  # Successors kept per pair, the most frequent first.
+WINDOW = 16  # How many last tokens of the context a round learns from.
+# The weight that a round adds to a successor, and the largest weight.
 WEIGHT_STEP, MAX_WEIGHT = 0.04, 3.0
-"""The weight that a round adds to a successor, and the largest weight."""
-
+# The most pairs that decoding learns, half a kilobyte each, for each model and user;
+# beyond that the oldest pairs are forgotten.
 MAX_LEARNED = 8192
-"""The most pairs that decoding learns, half a kilobyte each, for each model and user;
-beyond that the oldest pairs are forgotten."""
-
-C1, C2 = 32.0, 8.0
-"""The constants of `puct`: a larger C1 explores more."""
-
+C1, C2 = 32.0, 8.0  # The constants of `puct`: a larger C1 explores more.
+# The tokens that follow two tokens, with their weights.
 Successors = Callable[[int, int], Mapping[int, float]]
-"""The tokens that follow two tokens, with their weights."""
 
 
 @dataclass(frozen=True)

@@ -11,25 +11,17 @@ from jetdraft.contracts.constants import WIDEST
 from jetdraft.parsing import Size, read_record
 from jetdraft.runtime.measured.stats import Round
 
+# The milliseconds of a pass, by its rows and its probes.
 PassMs = Callable[[int, int], float]
-"""The milliseconds of a pass, by its rows and its probes."""
-
-MIN_MS = 1e-3
-"""A lower bound: `_blend_estimate` could never raise an estimate of 0."""
-
-MAX_MS = 1e6
-"""A quarter of an hour; a file with a longer time is refused."""
-
-ROUND_WEIGHT = 0.05
-"""The weight of one round in an estimate; one stall says little."""
-
+MIN_MS = 1e-3  # A lower bound: `_blend_estimate` could never raise an estimate of 0.
+MAX_MS = 1e6  # A quarter of an hour; a file with a longer time is refused.
+ROUND_WEIGHT = 0.05  # The weight of one round in an estimate; one stall says little.
+# A time that this many rounds did not take is scaled like the times that they took.
 IDLE_ROUNDS = 32
-"""A time that this many rounds did not take is scaled like the times that they took."""
-
+# Rounds whose median is the time of a drafted token, or of a round without a plan. It
+# depends on how tokens are chosen, so a new generation may need another time at once,
+# and two stalls change it little.
 RECENT_ROUNDS = 5
-"""Rounds whose median is the time of a drafted token, or of a round without a plan. It
-depends on how tokens are chosen, so a new generation may need another time at once, and
-two stalls change it little."""
 
 
 @dataclass
@@ -225,9 +217,8 @@ class RoundCosts:
     """
 
     MEMORY = 0.98
-
+    # A round counts as at most this many times what was expected of it.
     MAX_STALL = 3.0
-    """A round counts as at most this many times what was expected of it."""
 
     def __init__(self, pass_ms: PassMs) -> None:
         self._pass_ms = pass_ms
@@ -276,14 +267,9 @@ class Profit:
     So planning that gains nothing takes `SHARE` of the time.
     """
 
-    WEIGHT = 0.1
-    """The weight of one planned round."""
-
-    SHARE = 0.01
-    """The share of the time that vain planning may take."""
-
-    MAX_REST = 64
-    """The most rounds without a plan in a row."""
+    WEIGHT = 0.1  # The weight of one planned round.
+    SHARE = 0.01  # The share of the time that vain planning may take.
+    MAX_REST = 64  # The most rounds without a plan in a row.
 
     def __init__(self) -> None:
         self.average_ms = 0.0

@@ -214,8 +214,8 @@ _METRICS = (
 )
 
 
+# For each depth, how often the best, the second, ... guess is right.
 RankRates = Sequence[Sequence[float]]
-"""For each depth, how often the best, the second, ... guess is right."""
 
 
 class PositionRates:
@@ -226,12 +226,9 @@ class PositionRates:
     of a third, such a run happens once in a hundred rounds.
     """
 
-    WEIGHT = 1.0
-    """How many trials the prior counts for."""
-
+    WEIGHT = 1.0  # How many trials the prior counts for.
+    # The factors of the counts at a new event, and after a round without an event.
     MEMORY, FADING = 0.95, 0.99
-    """The factors of the counts at a new event, and after a round without an event."""
-
     RUN = 12
 
     def __init__(self, prior: float) -> None:
@@ -360,9 +357,7 @@ class GuessRates:
     A guess is compared with the text whether it was drafted or not.
     """
 
-    WEIGHT = 40.0
-    """How many guesses the priors count for."""
-
+    WEIGHT = 40.0  # How many guesses the priors count for.
     MEMORY = 0.995
 
     def __init__(self, priors: RankRates) -> None:

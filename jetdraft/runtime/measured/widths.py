@@ -96,9 +96,7 @@ def prefill_widths(contract: StepContract) -> list[int]:
     return widths
 
 
-MAX_THREADS = 1024
-"""The most threads of a drafter that a tuning file may give."""
-
+MAX_THREADS = 1024  # The most threads of a drafter that a tuning file may give.
 _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 

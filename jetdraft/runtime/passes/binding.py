@@ -13,17 +13,14 @@ from jetdraft.contracts.tensors import Float32s, Int64s, TensorSpec
 from jetdraft.ort import ort
 from jetdraft.runtime.passes.buffers import HOST, Memory, Tensor, run_bound
 
+# For each row of a draft, the slots that it attends to, without its own slot.
 VisibleSlots = Sequence[Sequence[int]]
-"""For each row of a draft, the slots that it attends to, without its own slot."""
-
+# What a mask shows: slots for each row, and how many slots earlier passes filled.
 _Visibility = tuple[tuple[tuple[int, ...], ...], int]
-"""What a mask shows: slots for each row, and how many slots earlier passes filled."""
-
+# Inputs that most passes do not change.
 STEADY = ("answer_rows", "probe_rows", "probe_ids", "prefix_rows", "draft_mask")
-"""Inputs that most passes do not change."""
-
+# Outputs that stay on the device until the host reads them.
 ON_REQUEST = ("logits", "probe_logits")
-"""Outputs that stay on the device until the host reads them."""
 
 
 class PassBinding:

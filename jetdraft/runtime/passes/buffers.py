@@ -18,8 +18,8 @@ from jetdraft.errors import ContractError
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.rows import gapless_length
 
+# WebGPU's sessions share one queue: two threads in it end the process.
 _WEBGPU_LOCK = RLock()
-"""WebGPU's sessions share one queue: two threads in it end the process."""
 
 
 def run_bound(
@@ -103,11 +103,8 @@ class Memory:
         return _WEBGPU_LOCK if self.device == "webgpu" else nullcontext()
 
 
-HOST = Memory()
-"""The memory of the CPU provider; nothing is copied."""
-
-Arrays = dict[str, npt.NDArray[Any]]
-"""Rows or states by name."""
+HOST = Memory()  # The memory of the CPU provider; nothing is copied.
+Arrays = dict[str, npt.NDArray[Any]]  # Rows or states by name.
 
 
 class Cache:
@@ -323,8 +320,8 @@ class _MoveBinding:
         self.target.upload()
 
 
+# What an encoder reads: token ids, or a sound's features float32 [bins, frames].
 SourceInput = Sequence[int] | Float32s
-"""What an encoder reads: token ids, or a sound's features float32 [bins, frames]."""
 
 
 def source_tokens(material: SourceInput) -> list[int]:

@@ -21,9 +21,9 @@ from jetdraft.parsing import read_json
 from jetdraft.runtime.passes.answer import Target
 from jetdraft.runtime.passes.buffers import Cache
 
+# Names of arrays in a saved prefix beside the rows; `WAITING`: unread features.
 TOKENS, IDENTITY, DIGEST = "tokens", "identity", "sha256"
 WAITING = "waiting"
-"""Names of arrays in a saved prefix beside the rows; `WAITING`: unread features."""
 
 
 class Prefix:

@@ -27,16 +27,13 @@ class Assignment:
 
 
 NO_DRAFT = Assignment(None, 0)
-
+# A plan replaces a simpler plan if it promises this many times its value, since its
+# rates rest on less evidence.
 MARGIN = 1.02
-"""A plan replaces a simpler plan if it promises this many times its value, since its
-rates rest on less evidence."""
-
+# Drafted tokens with a smaller probability of being accepted are not planned.
 NEGLIGIBLE = 0.01
-"""Drafted tokens with a smaller probability of being accepted are not planned."""
-
+# A row of a planned tree has at most this many children beside its first child.
 MAX_SIBLINGS = 3
-"""A row of a planned tree has at most this many children beside its first child."""
 
 
 class FixedController:
@@ -305,5 +302,5 @@ class AdaptiveController:
                 acceptance.fade()
 
 
+# Assigns the draft of each round and learns from the round.
 Controller = FixedController | AdaptiveController
-"""Assigns the draft of each round and learns from the round."""

@@ -110,8 +110,8 @@ class Learner(Observer):
         self._notes = {}
 
 
+# The most proposers that are kept: requests can bring ever new options.
 MAX_PROPOSERS = 64
-"""The most proposers that are kept: requests can bring ever new options."""
 
 
 @dataclass

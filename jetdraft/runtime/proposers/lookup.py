@@ -14,15 +14,12 @@ from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
+# The most tokens of earlier responses that are indexed, half a kilobyte each.
 MAX_INDEXED = 32768
-"""The most tokens of earlier responses that are indexed, half a kilobyte each."""
-
-MAX_EVIDENCE = 5
-"""Matches of 16 tokens and more are alike."""
-
+MAX_EVIDENCE = 5  # Matches of 16 tokens and more are alike.
 ROOT = 0
+# Links that are followed to count occurrences: repetitions form long chains.
 MAX_LINKS = 64
-"""Links that are followed to count occurrences: repetitions form long chains."""
 
 
 class LookupProposer(Proposer):

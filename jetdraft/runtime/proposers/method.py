@@ -32,9 +32,7 @@ _RANGES = {
     "top": range_between(1, CANDIDATES),
     "tolerance": Range(lambda gap: gap >= 0.0, "0 or more"),
 }
-
-WALK = "walk"
-"""The verifier that gives the text of plain decoding."""
+WALK = "walk"  # The verifier that gives the text of plain decoding.
 
 
 @dataclass(frozen=True)
@@ -140,9 +138,8 @@ def check_choice(
 _field_types = cache(get_type_hints)
 
 OptionsT = TypeVar("OptionsT", bound=MethodOptions)
-
+# A draft costs nothing, a drafter's pass per token, or rows of the target's pass.
 Cost = Literal["free", "drafter", "probes"]
-"""A draft costs nothing, a drafter's pass per token, or rows of the target's pass."""
 
 
 # Equal by identity: a planner keeps a proposer for each method and its options.
@@ -222,7 +219,8 @@ def _integers(items: Sequence[Any]) -> tuple[int, ...]:
 
 
 _BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
-
+# Per type of a field, in the order of trying: the Python types that it takes, how a
+# value of them and a text are read, and the words for the type.
 _READERS: dict[Any, tuple[Any, Callable[[Any], Any], Callable[[str], Any], str]] = {
     bool: (bool, bool, _BOOLEANS.__getitem__, "true or false"),
     int: (Integral, int, int, "an integer"),
@@ -236,8 +234,6 @@ _READERS: dict[Any, tuple[Any, Callable[[Any], Any], Callable[[str], Any], str]]
     ),
     str: (str, str, str, "a text"),
 }
-"""Per type of a field, in the order of trying: the Python types that it takes, how a
-value of them and a text are read, and the words for the type."""
 
 
 def _read_value(key: str, value: object, hint: Any) -> Any:

@@ -19,8 +19,7 @@ from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Traits
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.trees.shapes import Shape, Static, Tree
 
-REPEATS = 3
-"""How often an acceptance head applies its block (D in SpecDec++)."""
+REPEATS = 3  # How often an acceptance head applies its block (D in SpecDec++).
 
 THRESHOLDS = {"confidence": 0.6, "product": 0.3, "learned": 0.3}
 """The rules, and the rate below which each stops where no threshold is given.

@@ -20,17 +20,13 @@ from jetdraft.runtime.trees.shapes import (
 )
 
 AUTO, CHAIN = "auto", "chain"
-DEFAULT_SIZE = 7
-"""Rows of a tree whose options give no size."""
+DEFAULT_SIZE = 7  # Rows of a tree whose options give no size.
 
 SHAPES: dict[str, type[Best | Heap | ReachThreshold | Rerank | Comb | Merged]] = {
     shape.name: shape for shape in (Best, Heap, ReachThreshold, Rerank, Comb, Merged)
 }
-TREES = (AUTO, CHAIN, *SHAPES, Kary.name, Static.name)
-"""The values of `tree`."""
-
-SIBLINGS = tuple(kind.value for kind in Kind)
-"""The values of `siblings`."""
+TREES = (AUTO, CHAIN, *SHAPES, Kary.name, Static.name)  # The values of `tree`.
+SIBLINGS = tuple(kind.value for kind in Kind)  # The values of `siblings`.
 
 
 @dataclass(frozen=True)

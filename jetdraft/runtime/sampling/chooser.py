@@ -54,9 +54,9 @@ class Sampling:
         object.__setattr__(self, "seed", int(self.seed))
 
 
+# The temperature of a drafter's probabilities in greedy decoding, where they only rank
+# rows: at 1 a small drafter is too unsure (docs/log/trees-and-verifiers.md).
 GREEDY_DRAFT_TEMPERATURE = 0.4
-"""The temperature of a drafter's probabilities in greedy decoding, where they only rank
-rows: at 1 a small drafter is too unsure (docs/log/trees-and-verifiers.md)."""
 
 
 class Chooser:
@@ -222,11 +222,9 @@ class Chooser:
                 scores[row], chosen[row] = rival, token
 
 
-_WIDER = 8
-"""How many times the candidates are fetched where the filters may keep more."""
-
+_WIDER = 8  # How many times the candidates are fetched where the filters may keep more.
+# Instead of a number of tokens: the filters may keep tokens beyond the candidates.
 _OPEN = -1
-"""Instead of a number of tokens: the filters may keep tokens beyond the candidates."""
 
 
 def _softmax(answer: Answer, scaled: Float64s, kept: int) -> Distribution:

@@ -27,12 +27,10 @@ from jetdraft.runtime.speech.sound import MIN_SECONDS, log_mel
 from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.stops import CANCELLED, LENGTH, STOP
 
+# The task of writing in the language that is spoken; the other is "translate".
 TRANSCRIBE = "transcribe"
-"""The task of writing in the language that is spoken; the other is "translate"."""
-
+# The mean log probability of a window's tokens, and the probability of no speech.
 Scores = tuple[float | None, float | None]
-"""The mean log probability of a window's tokens, and the probability of no speech."""
-
 _SAMPLES_PER_SLOT = round(SLOT_SECONDS * SAMPLE_RATE)
 
 
@@ -58,8 +56,8 @@ class TranscribeOptions:
                 raise OptionError(f"the model has no {name} {wanted!r}; {fix}", name)
 
 
+# A transcript with timestamps, in the detected language.
 DEFAULT_TRANSCRIPT = TranscribeOptions()
-"""A transcript with timestamps, in the detected language."""
 
 
 def check_speech(parts: LoadedBundle) -> Speech:

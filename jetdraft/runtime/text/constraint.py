@@ -26,23 +26,20 @@ from jetdraft.runtime.text.worker_process import (
     never,
 )
 
+# How long the compilation of a constraint may compute, and then each look at a text.
+# Useful constraints take milliseconds, or 200 for 1000 optional properties.
 COMPILE_SECONDS, STEP_SECONDS = 5.0, 2.0
-"""How long the compilation of a constraint may compute, and then each look at a text.
-Useful constraints take milliseconds, or 200 for 1000 optional properties."""
-
+# Limits of the library's parser and lexer; a state takes up to 2 kB.
 MAX_ITEMS, MAX_STATES = 500, 50_000
-"""Limits of the library's parser and lexer; a state takes up to 2 kB."""
-
 TOO_MUCH = "it takes too much time or memory"
 
+# Keywords of a JSON schema whose numbers are limits.
 _LIMITS = ("const", "enum", "minimum", "maximum", "multipleOf")
 _EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
-"""Keywords of a JSON schema whose numbers are limits."""
 _NAMED_PARTS = {"properties", "patternProperties", "$defs", "definitions"}
 _NAMED_PARTS |= {"dependentSchemas", "dependencies"}
 """Keywords of a JSON schema whose objects have names for keys."""
-_DATA = ("default", "examples")
-"""Keywords whose values are no schemas."""
+_DATA = ("default", "examples")  # Keywords whose values are no schemas.
 
 
 @dataclass(frozen=True)

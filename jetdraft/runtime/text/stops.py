@@ -10,9 +10,9 @@ from jetdraft.errors import OptionError
 from jetdraft.options import Range, check_flags, check_ranges
 from jetdraft.runtime.text.codec import TextStream
 
+# Why a generation ended: values of `finish_reason`.
 STOP, LENGTH = "stop", "length"
 CANCELLED, DEADLINE, INTERRUPTED = "cancelled", "deadline", "interrupted"
-"""Why a generation ended: values of `finish_reason`."""
 
 
 _RANGES = {

@@ -7,11 +7,10 @@ from typing import Any
 
 from jetdraft.errors import OptionError, printable
 
+# A dict with a `role` and a `content`, as templates of transformers expect.
 Message = dict[str, Any]
-"""A dict with a `role` and a `content`, as templates of transformers expect."""
-
+# The fields for a message's reasoning, in different programs.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The fields for a message's reasoning, in different programs."""
 
 
 class ChatTemplate:

@@ -24,12 +24,10 @@ from jetdraft.runtime.text.stops import overlap
 from jetdraft.runtime.text.worker_main import SPACING
 from jetdraft.runtime.text.worker_process import Vocabulary
 
-Schema = dict[str, Any]
-"""A JSON schema."""
-
+Schema = dict[str, Any]  # A JSON schema.
+# The tags around a call, where a chat template has them.
 BEGIN_TAG, END_TAG = "<tool_call>", "</tool_call>"
-"""The tags around a call, where a chat template has them."""
-
+# The rule of a text without a call, for marked calls and for unmarked calls.
 _TAGGED_RULES = f"""
 before[suffix="{BEGIN_TAG}"]: /(.|\\n)*/
 begin: {{}}
@@ -40,7 +38,6 @@ _TEXT_RULES = {
     True: f"answer: TEXT\nTEXT: /(.|\\n)*/ & ~/(.|\\n)*{BEGIN_TAG}(.|\\n)*/",
     False: "answer: TEXT |\nTEXT: /[^{](.|\\n)*/",
 }
-"""The rule of a text without a call, for marked calls and for unmarked calls."""
 
 
 @dataclass(frozen=True)

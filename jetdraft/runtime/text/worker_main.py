@@ -24,17 +24,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+# JSON on one line; the "x-guidance" of a schema overrides this.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON on one line; the "x-guidance" of a schema overrides this."""
-
-MAX_ERROR_CHARS = 400
-"""The library may repeat a whole expression in an error."""
-
-Reply = tuple[Any, bytes]
-"""What is sent back: a value for JSON, and masks."""
-
-FORBIDDEN = b""
-"""In place of the mask of a row that may not come."""
+MAX_ERROR_CHARS = 400  # The library may repeat a whole expression in an error.
+Reply = tuple[Any, bytes]  # What is sent back: a value for JSON, and masks.
+FORBIDDEN = b""  # In place of the mask of a row that may not come.
 
 
 class RefusalError(Exception):

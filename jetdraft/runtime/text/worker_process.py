@@ -16,24 +16,16 @@ from weakref import finalize
 
 from jetdraft.errors import OptionError
 
-SLICE_SECONDS = 0.05
-"""How long a wait blocks before it checks whether it must end."""
-
+SLICE_SECONDS = 0.05  # How long a wait blocks before it checks whether it must end.
+# A worker counts the seconds that it computes, and ends itself in time. Where other
+# programs have the cores, it is given up after `PATIENCE` times its limit.
 PATIENCE = 10.0
-"""A worker counts the seconds that it computes, and ends itself in time. Where other
-programs have the cores, it is given up after `PATIENCE` times its limit."""
-
-MIN_READ_BYTES = 4096
-"""Bytes read at once, so that a short reply is read by one call."""
-
-MAX_BYTES = 256 << 20
-"""Memory that one constraint may take beside the vocabulary's."""
-
+MIN_READ_BYTES = 4096  # Bytes read at once, so that a short reply is read by one call.
+MAX_BYTES = 256 << 20  # Memory that one constraint may take beside the vocabulary's.
+# The longest start; a vocabulary of 150,000 tokens is read in 2 s.
 START_SECONDS = 60.0
-"""The longest start; a vocabulary of 150,000 tokens is read in 2 s."""
-
+# Whether a wait must end: the generation is cancelled, or its time is over.
 MustEnd = Callable[[], bool]
-"""Whether a wait must end: the generation is cancelled, or its time is over."""
 
 
 class EndedError(Exception):

@@ -28,9 +28,9 @@ from jetdraft.runtime.drafts.noise import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.sampling.chooser import Sampling
 
+# How often the first, the second, ... coupled sibling is right
+# (docs/log/trees-and-verifiers.md).
 RANK_RATES = (0.63, 0.13, 0.06, 0.036, 0.024, 0.016, 0.013, 0.01)
-"""How often the first, the second, ... coupled sibling is right
-(docs/log/trees-and-verifiers.md)."""
 
 
 @dataclass
@@ -105,8 +105,8 @@ class Shape(ABC):
         return tree.rows()
 
 
+# Makes the draws of a draft independent of the noise that chooses target tokens.
 _SALT = 0x6A09E667F3BCC908
-"""Makes the draws of a draft independent of the noise that chooses target tokens."""
 
 
 def draw_siblings(
@@ -213,8 +213,8 @@ class Kary(Shape):
         return deeper if tree.room else []
 
 
+# Kinds of siblings that may be dropped without a bias.
 _RANK_KINDS = frozenset({Kind.DETERMINISTIC, Kind.COUPLED})
-"""Kinds of siblings that may be dropped without a bias."""
 
 
 def _log_probability(q: Distribution, token: int) -> float:
@@ -259,8 +259,8 @@ class Comb(Shape):
 
     name = "comb"
     kinds = _RANK_KINDS
+    # Pairs (p, n): add n siblings if the best token's probability is at most p.
     EXTRA = ((0.3, 7), (0.6, 5), (0.8, 3), (1.0, 1))
-    """Pairs (p, n): add n siblings if the best token's probability is at most p."""
 
     def __init__(self, depth: int = 4) -> None:
         self.depth = depth
@@ -349,8 +349,8 @@ class Merged(Shape):
         return Rows(tokens, parents, tree.kind)
 
 
+# Kinds whose siblings all have different tokens.
 _DISTINCT_KINDS = frozenset({Kind.DISTINCT, Kind.COUPLED, Kind.DETERMINISTIC})
-"""Kinds whose siblings all have different tokens."""
 
 
 def _family(tree: Tree, row: int, q: Distribution) -> list[tuple[int, float]]:

@@ -49,23 +49,14 @@ from jetdraft.train.task import SEED_HELP
 from jetdraft.train.training import ReportStage
 from jetdraft.train.use.students import Missed, Student, join_missed
 
-ADAPTER = "use"
-"""The name of the LoRA."""
-
+ADAPTER = "use"  # The name of the LoRA.
+# One lesson in `HELD_OUT` is held out, and at most `MAX_HELD_OUT` lessons are.
 HELD_OUT, MAX_HELD_OUT = 8, 32
-"""One lesson in `HELD_OUT` is held out, and at most `MAX_HELD_OUT` lessons are."""
-
-STEPS_BETWEEN_LOOKS = 10
-"""Steps between two measurements of the held-out loss."""
-
-WARM_UP_STEPS = 10
-"""Steps in which the learning rate rises."""
-
-REST_SECONDS = 1.0
-"""Seconds between two looks at the power while a training waits."""
-
+STEPS_BETWEEN_LOOKS = 10  # Steps between two measurements of the held-out loss.
+WARM_UP_STEPS = 10  # Steps in which the learning rate rises.
+REST_SECONDS = 1.0  # Seconds between two looks at the power while a training waits.
+# Seconds between two looks at the lessons while a training in the background waits.
 LOOK_SECONDS = 5.0
-"""Seconds between two looks at the lessons while a training in the background waits."""
 
 
 class Pace:
@@ -329,8 +320,8 @@ class Background:
 
 # --- learned weights ----------------------------------------------------------------
 
+# The merged weights of a set in floats, by the checkpoint's names.
 TRAINED = "trained.safetensors"
-"""The merged weights of a set in floats, by the checkpoint's names."""
 
 
 def publish(

@@ -31,8 +31,8 @@ from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
 
 Buffers = Mapping[str, ort.OrtValue]
+# The graphs of a target, as bindings are kept for them and as errors name them.
 LOWER, UPPER = "lower half", "upper half"
-"""The graphs of a target, as bindings are kept for them and as errors name them."""
 
 
 class SplitSessions(NamedTuple):

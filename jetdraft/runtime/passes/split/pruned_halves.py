@@ -29,8 +29,8 @@ from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.passes.buffers import Cache
 from jetdraft.runtime.passes.split.halves import Halves, PlacedRows, SplitSessions
 
+# The thresholds: a drafted row stays if its probability is at least this.
 THRESHOLD_CHOICES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
-"""The thresholds: a drafted row stays if its probability is at least this."""
 
 
 class Threshold:
@@ -39,9 +39,7 @@ class Threshold:
     A round shows it for any higher threshold; every `REFRESH` rounds keeps all rows.
     """
 
-    MEMORY = 0.97
-    """The factor of earlier rounds' tokens and times at each round."""
-
+    MEMORY = 0.97  # The factor of earlier rounds' tokens and times at each round.
     REFRESH = 16
 
     def __init__(self) -> None:
@@ -68,8 +66,7 @@ class Threshold:
                 self._ms[index] = self._ms[index] * self.MEMORY + ms
 
 
-_TIMING_TURNS = 3
-"""How often each width of the upper half is timed."""
+_TIMING_TURNS = 3  # How often each width of the upper half is timed.
 
 
 class _PairedCache(Cache):
