@@ -182,7 +182,6 @@ class Halves:
 
     @property
     def files(self) -> list[str]:
-        """The names of all its graph files."""
         return [self.lower, self.upper, self.lower_compaction, self.upper_compaction]
 
 
@@ -251,12 +250,10 @@ class GraphEntry:
 
     @property
     def tree_contract(self) -> StepContract:
-        """The contract of `tree_file`."""
         return replace(self.contract, tree=True)
 
     @property
     def widest_contract(self) -> StepContract:
-        """The contract of `widest_file`."""
         branching = self.contract.tree or self.tree_file is not None
         return replace(self.contract, tree=branching, selection=self.selection)
 

@@ -158,7 +158,6 @@ def takes(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]
 
 
 def is_required(option: Option) -> bool:
-    """Whether an option has no default, and so must be given."""
     return option.default is MISSING
 
 

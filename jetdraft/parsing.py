@@ -130,14 +130,12 @@ def _parse_integer(digits: str) -> int:
 
 
 def _parse_exact_integer(digits: str) -> int:
-    """Parse an integer of any size that Python reads; raises `JsonError`."""
     if len(digits) > _MAX_EXACT_DIGITS:
         raise JsonError(f"an integer has {len(digits)} digits")
     return int(digits)
 
 
 def _parse_float(digits: str) -> float:
-    """Parse a number; raises `JsonError` if a float cannot hold it."""
     value = float(digits)
     if not math.isfinite(value):
         raise JsonError(f"a number is too large: {printable(digits, 40)}")
@@ -166,12 +164,10 @@ class Rule:
 
 
 def in_range(least: float, most: float) -> Rule:
-    """Return the rule that a number is from `least` to `most`."""
     return Rule(f"{least} to {most}", lambda value: least <= value <= most)
 
 
 def one_of(*choices: object) -> Rule:
-    """Return the rule that a value is one of `choices`."""
     words = "one of " + ", ".join(map(str, choices))
     return Rule(words, lambda value: value in choices)
 
@@ -240,12 +236,10 @@ def _required_fields(kind: Any) -> frozenset[str]:
 
 @cache
 def _field_hints(kind: Any) -> Mapping[str, Any]:
-    """Return the annotations of a class by field, with their rules."""
     return get_type_hints(kind, include_extras=True)
 
 
 def _read_list(hint: Any, value: Any, where: str) -> Any:
-    """Convert a JSON list to the list or tuple type `hint`; raises `RecordError`."""
     if not isinstance(value, list):
         raise _record_error(where, "a list", value)
     kind, types = get_origin(hint), get_args(hint)
@@ -259,7 +253,6 @@ def _read_list(hint: Any, value: Any, where: str) -> Any:
 
 
 def _read_dict(hint: Any, value: Any, where: str) -> dict[Any, Any]:
-    """Convert a JSON object to the dict type `hint`; raises `RecordError`."""
     key_kind, kind = get_args(hint)
     entries: dict[Any, Any] = {}
     for key, entry in _check_object(value, where).items():
@@ -270,7 +263,6 @@ def _read_dict(hint: Any, value: Any, where: str) -> dict[Any, Any]:
 
 
 def _read_key(kind: Any, key: str, where: str) -> str | int:
-    """Return a key as text, or as an int if `kind` is not a text type."""
     if kind is str or get_args(kind)[:1] == (str,):
         return key
     if key.isascii() and key.isdigit() and len(key) < 10:
@@ -279,14 +271,12 @@ def _read_key(kind: Any, key: str, where: str) -> str | int:
 
 
 def _check_object(value: Any, where: str) -> dict[str, Any]:
-    """Return `value` if it is a JSON object; raises `RecordError` otherwise."""
     if not isinstance(value, dict):
         raise _record_error(where, "an object", value)
     return value
 
 
 def _read_scalar(kind: Any, value: Any, where: str) -> Any:
-    """Return a text, number or bool of the type `kind`; raises `RecordError`."""
     if kind is Any:
         return value
     # A bool is an int, and an int is a float, unless the exact type is compared.
@@ -305,6 +295,5 @@ def _path_of_field(where: str, name: str) -> str:
 
 
 def _record_error(where: str, words: str, value: Any) -> RecordError:
-    """Return the error for a value at `where` that must be what `words` say."""
     shown = printable(repr(value), 40)
     return RecordError(f"{where or 'it'} must be {words}, not {shown}")

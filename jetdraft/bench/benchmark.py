@@ -159,7 +159,6 @@ def make_report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
 
 
 def _pass_ms(graph: Graph | None) -> dict[int, float]:
-    """Measure the milliseconds of a pass by width in `CURVE_WIDTHS`; {} for None."""
     if graph is None:
         return {}
     widths = [width for width in decoding_widths(graph) if width in CURVE_WIDTHS]

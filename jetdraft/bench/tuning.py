@@ -125,7 +125,6 @@ def _round_seconds(target: Graph, drafter: Graph) -> float:
 
 
 def _ms(run: Callable[[], Any], timed: Graph | Cache) -> float:
-    """Call `run`, and return the milliseconds that `timed` spent in its session."""
     seconds_before = timed.seconds
     run()
     return 1e3 * (timed.seconds - seconds_before)

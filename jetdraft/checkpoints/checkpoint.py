@@ -149,7 +149,6 @@ class Checkpoint:
 
     @property
     def lm_head_name(self) -> str:
-        """The name of the LM head's weight."""
         return self.weight_names()[id(self.model.get_output_embeddings().weight)]
 
     @property

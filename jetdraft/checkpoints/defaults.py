@@ -236,7 +236,6 @@ class GenerationFields:
             raise self._field_error(f"is malformed ({error})") from error
 
     def _field_error(self, fact: str) -> CheckpointError:
-        """Return the error that says what is wrong with the file."""
         return CheckpointError(
             f"{self.file} of {self.source} {fact}; correct or remove it"
         )

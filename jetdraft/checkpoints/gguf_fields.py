@@ -260,14 +260,12 @@ class FamilyFields:
         }
 
     def _check_equal(self, name: str, expected: object) -> None:
-        """Raise `UnsupportedModelError` if a field differs from `expected`."""
         if self.family_field(name) not in (None, expected):
             raise self._unsupported_field(name, f"its model here has {expected}")
 
     def _unsupported_field(
         self, name: str, why: str = _NO_SUCH_NUMBER
     ) -> UnsupportedModelError:
-        """Return the error for a field of the family."""
         return field_error(
             self.source, f"{self.family}.{name}", self.family_field(name), why
         )
@@ -282,6 +280,5 @@ def field_error(file: str, name: str, value: object, why: str) -> UnsupportedMod
 
 
 def head_size(config: Any) -> int:
-    """The width of an attention head."""
     size = getattr(config, "head_dim", None)
     return int(size or config.hidden_size // config.num_attention_heads)

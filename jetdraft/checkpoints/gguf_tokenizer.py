@@ -169,7 +169,6 @@ def end_token_ids(field: Field) -> list[int]:
 
 
 def _id_of(field: Field, name: str) -> int | None:
-    """Return the id of a special token; None if the file does not name it."""
     id = field(f"tokenizer.ggml.{name}_token_id")
     if id is None and field("tokenizer.ggml.model") == "llama":
         return _LLAMA_IDS.get(name)

@@ -45,7 +45,6 @@ Fuse = Callable[[list[Tensor]], Tensor]
 
 
 def join_states(states: list[Tensor]) -> Tensor:
-    """Concatenate states [b, n, h] along their last axis."""
     return torch.cat(states, -1)
 
 

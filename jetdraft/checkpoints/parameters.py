@@ -73,7 +73,6 @@ class _WeightConversion:
         self.stored: dict[str, Tensor] = {}
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """Hook: convert the module's own weights."""
         for name, parameter in module.named_parameters(recurse=False):
             # A trace has replaced some weights with weights of the right type.
             if parameter.dtype != self.dtype:
@@ -81,7 +80,6 @@ class _WeightConversion:
                 parameter.data = parameter.data.to(self.dtype)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hook: put the stored weights back."""
         for name, stored in self.stored.items():
             getattr(module, name).data = stored
         self.stored.clear()

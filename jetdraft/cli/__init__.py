@@ -182,7 +182,6 @@ def _fail(message: str) -> NoReturn:
 
 
 def _one_line(message: str) -> str:
-    """Return a message as one printable line of at most `MAX_MESSAGE_CHARS`."""
     return printable(" ".join(message.split()), MAX_MESSAGE_CHARS)
 
 

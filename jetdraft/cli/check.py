@@ -215,7 +215,6 @@ def describe_bundle(bundle: Bundle) -> str:
 
 
 def _bundle_lines(bundle: Bundle) -> Iterator[str]:
-    """Yield the lines of `describe_bundle`."""
     contract = bundle.target.contract
     ends = ", ".join(map(str, bundle.eos_token_ids)) or "none"
     yield f"bundle      {bundle.path} (sha256 {bundle.sha256[:12]})"
@@ -245,7 +244,6 @@ def _bundle_lines(bundle: Bundle) -> Iterator[str]:
 
 
 def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
-    """Yield the lines about one graph of a bundle."""
     contract = entry.contract
     yield ""
     yield f"{name}  {entry.file} from {entry.source}"

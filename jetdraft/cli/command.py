@@ -66,7 +66,6 @@ class LazyGroup(click.Group):
     summaries: Mapping[str, str]
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names of the commands, in the order of `summaries`."""
         return list(self.summaries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -124,7 +123,6 @@ def keyword_flags(
 
 
 def _chosen_options(record: type[Any], only: Collection[str] | None) -> list[Declared]:
-    """The declared options of a record; with `only`, the options of these names."""
     return [o for o in declared_options(record) if only is None or o.name in only]
 
 
@@ -221,5 +219,4 @@ class _Choice(click.Choice):  # type: ignore[type-arg]
         self.kind = kind
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Convert a choice to the type of the values; raises `BadParameter`."""
         return self.kind(super().convert(str(value), param, ctx))

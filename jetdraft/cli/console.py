@@ -150,7 +150,6 @@ class ProgressBars:
                 self._print_line()
 
     def _print_line(self) -> None:
-        """Print the latest state with the seconds since the command began."""
         seconds = time.monotonic() - self._started
         click.echo(f"after {seconds:.0f} s: {self._line}", err=True)
 

@@ -87,7 +87,6 @@ def _print_devices(machine: Machine, as_json: bool) -> None:
 
 
 def _print_profile(device: Device, as_json: bool) -> None:
-    """Print the profile of a device, as text or as JSON."""
     if as_json:
         click.echo(json.dumps(asdict(device)))
         return
@@ -138,7 +137,6 @@ def examine(
 
 
 def _check_onnxruntime() -> Iterator[Finding]:
-    """Yield a finding about the version of onnxruntime."""
     parts = tuple(int(part) for part in ort.__version__.split(".")[:2])
     fix = "" if parts >= OLDEST_ORT else "pip install 'onnxruntime>=1.29'"
     yield Finding("onnxruntime", ort.__version__, fix, wrong=bool(fix))

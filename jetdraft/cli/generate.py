@@ -81,5 +81,4 @@ def command(
 
 
 def _print_piece(piece: Piece | None) -> None:
-    """Print a piece of the text, or the line end for None."""
     click.echo("" if piece is None else piece.text, nl=piece is None)

@@ -96,7 +96,6 @@ def _print_methods(prediction: Plan) -> None:
 
 
 def _choice_line(choice: Choice) -> str:
-    """Return the line of a choice: method, shape, rows, tokens per pass and second."""
     return (
         f"  {choice.method:7} {choice.shape:5} {choice.width:3} rows "
         f"{choice.tokens_per_pass:6.2f} tokens/pass {choice.tokens_per_second:7.1f} "

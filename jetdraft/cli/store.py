@@ -106,7 +106,6 @@ def _print_folder(
 
 
 def _open_lessons(bundle: Bundle, folder: Path) -> Lessons:
-    """Open the lessons in a folder for the bundle's tokenizer; raises `StoreError`."""
     vocab_size = bundle.target.contract.vocab_size
     return Lessons(folder, bundle.tokenizer_sha256, vocab_size)
 
@@ -127,5 +126,4 @@ def _open_store(bundle: Bundle, file: Path, user: str) -> ResponseStore:
 
 
 def _shorten(text: str, width: int = 36) -> str:
-    """Return a text as one printable line of at most `width` characters."""
     return printable(" ".join(text.split()), width)

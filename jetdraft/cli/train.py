@@ -29,7 +29,6 @@ class Trainers(LazyGroup):
         return trained | {name: summary for name, (summary, _) in TRAININGS.items()}
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a task and make its command, or None for an unknown name."""
         if cmd_name not in self.summaries:
             return None
         is_listed = cmd_name in TRAININGS

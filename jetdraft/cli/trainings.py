@@ -92,7 +92,6 @@ def run_training(
 
 
 def _print_progress(bars: ProgressBars, run: Training, progress: Progress) -> None:
-    """Show a step in `bars`, and print the figures of a validation."""
     if progress.validation is not None:
         bars.close()
         line = run.task.summary_line(progress.validation)

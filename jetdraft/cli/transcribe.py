@@ -74,7 +74,6 @@ def command(
 
 
 def _print_segment(segment: Segment | None, timestamps: bool) -> None:
-    """Print a segment as a line, with its times if `timestamps`; nothing for None."""
     if segment is None:
         return
     times = f"[{clock(segment.start)} --> {clock(segment.end)}] " if timestamps else ""

@@ -81,7 +81,6 @@ def detect_machine(root: Path = Path("/")) -> Machine:
 
 
 def _read_text(file: Path) -> str | None:
-    """Return a file's text, stripped of line ends and NUL; None if empty or missing."""
     try:
         text = file.read_text(encoding="utf-8", errors="replace").strip("\0\n ")
     except OSError:

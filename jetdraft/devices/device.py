@@ -66,7 +66,6 @@ class Device:
 
     @classmethod
     def names(cls) -> list[str]:
-        """The names of all profiles, sorted."""
         return sorted(file.stem for file in PROFILES_FOLDER.glob("*.toml"))
 
     @classmethod

@@ -40,7 +40,6 @@ class _Mapping(NamedTuple):
 
 
 def _mappings() -> Iterator[_Mapping]:
-    """Yield all mapped ranges of this process, from /proc/self/smaps."""
     for found in _MAPPING.finditer(_read_text("/proc/self/smaps")):
         sizes = (1024 * int(found[key]) for key in ("resident", "written", "huge"))
         path = found["path"] if int(found["file"]) else ""
@@ -56,7 +55,6 @@ def _read_text(file: str) -> str:
 
 
 def _advise(first: int, end: int, advice: int) -> bool:
-    """Call madvise for a range of addresses; False if Linux refuses."""
     size = ctypes.c_size_t(end - first)
     done = ctypes.CDLL(None).madvise(ctypes.c_void_p(first), size, advice)
     return int(done) == 0

@@ -66,7 +66,6 @@ def find_adapter() -> Adapter:
 
 
 def _is_software(device: Any) -> bool:
-    """Whether a device of onnxruntime computes on the CPU."""
     return bool(device.device.type == ort.OrtHardwareDeviceType.CPU)
 
 

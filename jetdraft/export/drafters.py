@@ -294,13 +294,11 @@ def _differing_arrays(exported: ir.Model, trained: ir.Model) -> Arrays:
 
 
 def _constants(model: ir.Model) -> dict[str, ir.TensorProtocol]:
-    """Return the tensors of a graph by name."""
     values = model.graph.initializers.items()
     return {n: v.const_value for n, v in values if v.const_value is not None}
 
 
 def _pair_error(part: str) -> PairError:
-    """Return the error for an array or a checkpoint of another form."""
     return PairError(
         f"{part} does not have the form of the bundle's drafter; give the checkpoint "
         "that was exported, or export the bundle again with this version"

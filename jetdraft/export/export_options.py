@@ -124,7 +124,6 @@ class ExportOptions:
             )
 
     def provider_of(self, name: str) -> Provider:
-        """The provider that will run the graph of that name."""
         beside = self.drafter_provider if name == DRAFTER else None
         return provider_named(beside or self.provider)
 
@@ -140,7 +139,6 @@ class ExportOptions:
         return KERNELS[1] if self.kernel == KERNELS[1] else best
 
     def dtype_of(self, name: str) -> str:
-        """The dtype of the graph of that name."""
         return self.dtype or self.provider_of(name).dtype
 
     def recipe_of(self, name: str) -> Recipe:

@@ -251,7 +251,6 @@ def _check_and_contract(
 def _make_contract(
     name: str, checkpoint: Checkpoint, options: ExportOptions
 ) -> StepContract:
-    """Return the contract of a checkpoint's graph."""
     model, probes = checkpoint.model, checkpoint.streams
     shapes, states = (
         (source_kv_shapes(model), ())
@@ -354,7 +353,6 @@ def _describe_packed(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _write_texts(folder: Path, target: Checkpoint) -> None:
-    """Write the tokenizer and the chat template of the target into the folder."""
     texts = {TOKENIZER: target.tokenizer, CHAT_TEMPLATE: target.chat_template}
     for name, text in texts.items():
         if isinstance(text, str):

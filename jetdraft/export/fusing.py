@@ -268,7 +268,6 @@ def merge_projections(graph: ir.Graph, forms: Mapping[str, object]) -> None:
 
 
 def _is_matrix(value: ir.Value | None) -> bool:
-    """Whether a value is a constant matrix."""
     return (
         value is not None
         and value.const_value is not None

@@ -281,17 +281,14 @@ def share_weights(file: Path, other: Path) -> None:
 
 
 def _external_tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
-    """Return the tensors of a graph that are stored in another file."""
     return [t for t in model.graph.initializer if t.external_data]
 
 
 def _stored_place(tensor: onnx.TensorProto) -> dict[str, str]:
-    """Return where a tensor is stored: location, offset and length."""
     return {entry.key: entry.value for entry in tensor.external_data}
 
 
 def _set_stored_place(tensor: onnx.TensorProto, place: dict[str, str]) -> None:
-    """Set where a tensor is stored, in place."""
     del tensor.external_data[:]
     for key in ("location", "offset", "length"):
         tensor.external_data.add(key=key, value=place[key])
@@ -304,7 +301,6 @@ def _tensor_digest(folder: Path, tensor: onnx.TensorProto) -> tuple[object, ...]
 
 
 def _read_bytes(folder: Path, place: dict[str, str]) -> bytes:
-    """Read the bytes of a tensor from its file."""
     with (folder / place["location"]).open("rb") as weights:
         weights.seek(int(place["offset"]))
         return weights.read(int(place["length"]))

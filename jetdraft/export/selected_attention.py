@@ -298,7 +298,6 @@ class SelectedAttention:
         return outputs
 
     def _set_state_types(self, values: list[Value]) -> list[Value]:
-        """Give rows and query the types and shapes of the state; return them."""
         for value, old in zip(values, (self.rows, self.query), strict=True):
             value.type, value.shape = old.type, old.shape
         return values

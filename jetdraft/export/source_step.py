@@ -87,7 +87,6 @@ class SourceStep(Step):
     def logits(
         self, state: Any, input_ids: Tensor, position_ids: Tensor, answer_rows: Tensor
     ) -> Tensor:
-        """Run the model; return the logits of the answered rows, float32 [1, m, n]."""
         rows = slice(None), answer_rows
         with at_positions(self.model, position_ids), answering_rows(self.model, rows):
             logits: Tensor = self.model(
@@ -156,7 +155,6 @@ class EncoderStep(Step):
                 yield name, weight
 
     def example_inputs(self) -> list[Tensor]:
-        """A source to trace with."""
         if self.contract.source_bins:
             return [zeros(self.contract.encoder_input)]
         return [torch.zeros(1, _TRACED_SOURCE, dtype=torch.long)]

@@ -71,7 +71,6 @@ class Step(torch.nn.Module):
 
     @property
     def decoder(self) -> Any:
-        """The model of transformers that this step runs."""
         return self.model
 
     @property
@@ -320,7 +319,6 @@ class ProbeStep(Step):
 
     @property
     def decoder(self) -> Any:
-        """The model without its probes."""
         return self.model.model
 
     @property

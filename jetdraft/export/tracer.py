@@ -251,7 +251,6 @@ class _FingerprintWriter:
             next(writers, _FingerprintWriter.write_object)(self, value)
 
     def write_all(self, kind: str, values: Iterable[Any]) -> None:
-        """Write several objects in their order."""
         self._add(kind, "")
         for value in values:
             self.write(value)
@@ -313,7 +312,6 @@ class _FingerprintWriter:
                 self._add("method", f"{name} {place}")
 
     def _add(self, kind: str, text: str) -> None:
-        """Add a text and its kind to the digest."""
         self.digest.update(f"{kind}:{len(text)}:{text};".encode())
 
 

@@ -364,7 +364,6 @@ class Tally:
 
     @property
     def is_full(self) -> bool:
-        """Whether `VERDICT_TOKENS` were evaluated."""
         return self.evaluated >= VERDICT_TOKENS
 
     @property

@@ -161,7 +161,6 @@ class Sensitivity:
         return mixes[high]
 
     def _added_bytes(self, unit: Unit) -> int:
-        """Return the bytes that a unit takes in addition with more bits."""
         less, more = (
             self.divergence.bytes_of_unit(unit, recipe.of_unit(unit))
             for recipe in (self.recipe, self.recipe.raise_units([unit]))

@@ -104,7 +104,6 @@ class Divergence:
         return sum(_matrix_bytes(layer, recipe) for layer in self.units[unit].values())
 
     def drop_blocks(self) -> None:
-        """Free the quantized weights that are cached for recipes measured so far."""
         self._blocks.clear()
 
     def rounded(self, recipe: Recipe) -> dict[str, GridMatrix]:
@@ -117,7 +116,6 @@ class Divergence:
         return {n: m for n, m in matrices.items() if isinstance(m, GridMatrix)}
 
     def _blocks_of(self, name: str, layer: torch.nn.Linear, recipe: Recipe) -> Matrix:
-        """Return a weight quantized by a recipe; it is computed once and cached."""
         key = name, recipe
         if key not in self._blocks:
             matrix = layer.weight.detach().float().numpy().T

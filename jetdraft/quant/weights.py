@@ -293,6 +293,5 @@ def _replace_gather(make: Maker, node: ir.Node, packed: PackedMatrix) -> None:
 
 
 def _replace_node(make: Maker, old: ir.Node, result: ir.Value) -> None:
-    """Replace a node by others; the output of the last replaces its output."""
     replace_values(old.outputs, [result])
     make.graph.remove(old, safe=True)

@@ -91,7 +91,6 @@ class Conversation:
     def _start_reply(
         self, added: list[Message], options: GenerateOptions
     ) -> Iterator[Piece]:
-        """Start the reply to the messages `added`; returns its pieces."""
         fields: GenerateOptions = {**self.options, **options}
         messages, ids = self._fit_messages([*self.messages, *added], fields)
         if self.tools is None:

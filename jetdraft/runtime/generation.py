@@ -314,13 +314,11 @@ class Generation:
             observer.observe(seen)
 
     def _pass_width(self, rows: int) -> int:
-        """The width of the narrowest allowed pass that holds `rows` rows."""
         return self.widths[bisect_left(self.widths, rows)]
 
     def _logprobs(
         self, answer: Answer, path: Sequence[int], tokens: Sequence[int]
     ) -> list[Logprob]:
-        """The model's own log probability of each chosen token; empty if not asked."""
         count = self.options.logprobs
         pairs = () if count is None else zip(path, tokens, strict=True)
         return [Logprob.of(answer, row, token, count or 0) for row, token in pairs]

@@ -229,7 +229,6 @@ def _read_prompt(prompt: object) -> str | list[int]:
 
 
 def _read_messages(messages: object) -> list[Message]:
-    """Check messages and convert them for chat templates; raises `JetdraftError`."""
     return [
         _read_message(message, f"messages[{place}]")
         for place, message in enumerate(check_messages(messages))
@@ -311,5 +310,4 @@ def _read_call(call: Any, at: str) -> Any:
 
 
 def _field_error(at: str, rule: str) -> RequestError:
-    """The error for a field at `at` that must be what `rule` says."""
     return RequestError(f"{at} must be {rule}", at)

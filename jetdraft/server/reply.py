@@ -187,7 +187,6 @@ class Reply:
 
 
 def _draft_marks(texts: Sequence[str], flags: Sequence[bool]) -> list[Json]:
-    """Return an object for each token: its text, and whether it was drafted."""
     return [
         {"text": text, "drafted": drafted}
         for text, drafted in zip(texts, flags, strict=True)

@@ -47,12 +47,10 @@ class RequestQueue:
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait for a model."""
         return sum(len(queue) for queue in self._waiting.values())
 
     @property
     def generating(self) -> int:
-        """The number of models in use."""
         return len(self.models) - len(self._free)
 
     @property
@@ -234,5 +232,4 @@ class Job:
         self._post_event(result)
 
     def _post_event(self, event: Piece | Result) -> None:
-        """Hand an event from the thread to the event loop, for `next`."""
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)

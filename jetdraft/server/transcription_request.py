@@ -194,5 +194,4 @@ def _header_parameter(header: str, name: str) -> str | None:
 
 
 def _form_error(reason: str) -> RequestError:
-    """The error for a body that is not a multipart form."""
     return RequestError(f"the body is not a multipart form ({reason}); send a form")

@@ -157,7 +157,6 @@ class BlockTask(Task):
         """Make the config of the drafter; raises `OptionError`."""
 
     def check(self, run: Run) -> None:
-        """Set `config`, before the target writes for hours."""
         self.config = self.new_config(run)
 
     def advised_steps(self, run: Run) -> int:
@@ -171,7 +170,6 @@ class BlockTask(Task):
         return max(200, TOKENS_PER_WEIGHT * weights // guesses)
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
-        """Return the target's lesson of a batch, and its blocks."""
         lesson = make_lesson(run.teacher, batch, self.config.taps)
         return lesson, self.blocks(run, batch, learns)
 
@@ -271,7 +269,6 @@ class BlockTask(Task):
         return (weights * sums.losses / places.clamp(min=1)).sum()
 
     def description(self, run: Run) -> str:
-        """Return the product with its layers and the rows of a block."""
         size = f"layers: {self.config.num_layers}"
         return f"{self.product}, {size}, for blocks of {self.settings.block_rows},"
 

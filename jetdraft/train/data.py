@@ -49,7 +49,6 @@ class Batch:
     labels: Tensor
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device."""
         return Batch(self.ids.to(device), self.labels.to(device))
 
 

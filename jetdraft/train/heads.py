@@ -201,12 +201,10 @@ class HeadTask(Task):
         return self.settings.unrolled + 2, f"{self.settings.unrolled} steps"
 
     def folder(self, output: Path) -> RunFolder:
-        """Return the output folder; raises `OutputError` for it or for `cache`."""
         check_cache_folder(self.settings.cache)
         return super().folder(output)
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
-        """Return the `Lesson` of a batch, with states from `cache` if that is set."""
         folder = self.settings.cache
         if self._cache is None and folder is not None:
             owner = f"{run.base} {list(self.taps)}"

@@ -140,12 +140,10 @@ class LabelCache:
         return kept
 
     def flush(self) -> None:
-        """Write the labels that are in no file yet; raises `OutputError`."""
         self._tensors.flush()
 
 
 def _cache_keys(batch: Batch) -> list[str]:
-    """Return the key of each text in a batch: a hash of its ids and its labels."""
     rows = torch.stack([batch.ids, batch.labels], dim=1)
     return [cache_key(row[:, : int((row[1] >= 0).nonzero()[-1]) + 1]) for row in rows]
 

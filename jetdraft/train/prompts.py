@@ -151,7 +151,6 @@ class PromptTask(Task):
         return Prompts(self.prompts, embeddings, *rows)
 
     def weights(self, run: Run) -> dict[str, Tensor]:
-        """Return the trained weights, by their names in the checkpoint's file."""
         named = run.module.drafter.named_parameters()
         return {f"prompts.{name}": weight for name, weight in named}
 
@@ -223,7 +222,6 @@ class PromptTask(Task):
         return own | {"insertions": insertions, "regenerate": regenerate}
 
     def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
-        """Return the fields of streams.json, and the weights as they are."""
         own = {"step": run.step, "parameters": run.parameters, "validation": figures}
         return asdict(self.prompts) | own, weights
 

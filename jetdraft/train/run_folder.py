@@ -53,7 +53,6 @@ class RunFolder:
 
     @property
     def has_weights(self) -> bool:
-        """Whether a training has saved weights in the folder."""
         return (self.path / self.settings).is_file()
 
     def add_target(self, source: Path, sha256: str) -> None:
@@ -140,7 +139,6 @@ class RunFolder:
         self._replace_file(name, lambda file: file.write_text(text, encoding="utf-8"))
 
     def _replace_file(self, name: str, write: Callable[[Path], Any]) -> None:
-        """Let `write` fill a temporary path, then rename it to the file `name`."""
         with self._convert_errors(), replacing(self.path / name) as partial:
             write(partial)
 
@@ -169,7 +167,6 @@ def _link_or_copy(source: str, copy: str) -> str:
 
 
 def _changed_names(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the names of settings and options that differ between two runs."""
     changed = [] if one["data"] == other["data"] else ["data"]
     for part in ("settings", "options"):
         names = one[part].keys() | other[part].keys()

@@ -74,7 +74,6 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all steps are done."""
         return self.step == self.steps
 
     @property
@@ -98,13 +97,11 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """The device of this process."""
         device: torch.device = self.accelerator.device
         return device
 
     @property
     def processes(self) -> int:
-        """The number of processes that train together."""
         return int(self.accelerator.num_processes)
 
     @cached_property

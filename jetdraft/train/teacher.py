@@ -275,7 +275,6 @@ class TensorCache:
 
 @contextmanager
 def _convert_errors(file: Path) -> Iterator[None]:
-    """Raise `DataError` for errors of reading a shard in the block."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -180,7 +180,6 @@ class Training(Run):
     def _report(
         self, report: Report, loss: float, figures: dict[str, Any] | None
     ) -> None:
-        """Call `report` in the main process; `figures` is None without a validation."""
         if self.accelerator.is_main_process:
             report(Progress(self.step, self.steps, loss, figures))
 
@@ -211,7 +210,6 @@ class Training(Run):
         return loss.item()
 
     def _run_validation(self, module: Any) -> dict[str, Any]:
-        """Validate without gradients; returns the figures."""
         module.eval()
         with torch.no_grad(), self.accelerator.autocast():
             figures = self.task.validate(self, self.accelerator.unwrap_model(module))

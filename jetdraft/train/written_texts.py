@@ -211,11 +211,9 @@ class WrittenTexts:
         return finished
 
     def delete(self) -> None:
-        """Delete all shards."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _shard_file(self, shard: int) -> Path:
-        """Return the path of a shard; its name has a hash of the identity."""
         digest = hashlib.sha256(self.identity.encode()).hexdigest()[:12]
         return self.folder / f"{digest}-{shard:06}.json"
 

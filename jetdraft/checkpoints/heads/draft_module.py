@@ -214,7 +214,6 @@ class DraftModule(nn.Module):
 
     @property
     def first_layer(self) -> Any:
-        """The first decoder layer."""
         return self.stack.layers[0]
 
     def fuse(self, taps: Sequence[Tensor]) -> Tensor:
@@ -248,11 +247,9 @@ class DraftModule(nn.Module):
     # --- as models of transformers ----------------------------------------------------
 
     def get_input_embeddings(self) -> Any:
-        """The embedding."""
         return self.embed_tokens
 
     def get_output_embeddings(self) -> Any:
-        """The LM head."""
         return self.lm_head
 
 

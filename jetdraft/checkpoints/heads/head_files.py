@@ -136,7 +136,6 @@ class HeadFiles:
     # --- the config -------------------------------------------------------------------
 
     def configured(self, config: dict[str, Any]) -> "HeadFiles":
-        """These files with another config."""
         return replace(self, config=config)
 
     def check_keys(self, known: Iterable[str]) -> None:

@@ -108,7 +108,6 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has enough memory."""
         return self.needed_mb <= self.available_mb
 
     @property
@@ -211,12 +210,10 @@ class Question:
 
     @property
     def recipe(self) -> Recipe:
-        """The quantization recipe of the target's weights, from `quantization`."""
         return Recipe.parse(self.quantization)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the prediction is for the device's CPU."""
         return self.provider == CPU
 
 
@@ -264,7 +261,6 @@ class Board:
     efficiency: Efficiency = FITTED
 
     def pass_ms(self, width: int) -> float:
-        """The predicted milliseconds of a pass of the target with `width` rows."""
         return self._pass_ms(self.target, width)
 
     def choices(
@@ -303,7 +299,6 @@ class Board:
         return probes * part * row_ms
 
     def _pass_ms(self, decoder: LoadedDecoder, width: int) -> float:
-        """The milliseconds of a pass of the target or the drafter with `width` rows."""
         capability = self.device.compute_capability
         return decoder.pass_ms(
             width, self.context, self.mode, capability, self.efficiency
@@ -356,7 +351,6 @@ def _what_fits(question: Question) -> str:
 
 
 def _choice_json(choice: Choice) -> dict[str, Any]:
-    """A choice as a JSON object, rounded."""
     return {
         name: round(value, 3) if isinstance(value, float) else value
         for name, value in asdict(choice).items()

@@ -51,7 +51,6 @@ class SourceDrafter(DraftModule):
         return self.model.get_output_embeddings()
 
     def get_encoder(self) -> Any:
-        """The encoder."""
         return self.model.get_encoder()
 
     def get_decoder(self) -> Any:
@@ -59,7 +58,6 @@ class SourceDrafter(DraftModule):
         return self.model.get_decoder()
 
     def get_input_embeddings(self) -> Any:
-        """The target's embedding."""
         return self.model.get_input_embeddings()
 
     def forward(

@@ -137,7 +137,6 @@ class SourceBlockTask(BlockTask):
         set_attention(target.model, "sdpa")
 
     def max_positions(self, model: Any) -> int | None:
-        """Return the most positions that a text may have; None without a limit."""
         return position_limit(model)
 
     def check_texts(self, run: Run) -> None:

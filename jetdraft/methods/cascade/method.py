@@ -82,7 +82,6 @@ class Trust:
                 break
 
     def _rates_of(self, evidence: int) -> tuple[PositionRates, PositionRates]:
-        """Return the rates of the drafter and of guesses at this evidence."""
         new = PositionRates(Acceptance.PRIOR), PositionRates(prior_of(evidence))
         return self._rates.setdefault(evidence, new)
 
@@ -167,7 +166,6 @@ def _common_length(tokens: list[int], others: list[int]) -> int:
 def _make_proposer(
     name: str, loaded: LoadedBundle, cache: DraftCache, options: MethodOptions
 ) -> Proposer:
-    """Make a cascade of the drafter in `cache` and a lookup."""
     store = loaded.store_of(options.user)
     below = LookupProposer(store=store, source=lambda: loaded.source)
     return CascadeProposer(cache, below, loaded.curve.drafter)

@@ -57,7 +57,6 @@ class Dflash(BlockDrafter):
         self.hidden_norm = self.stack.norm(config.hidden_size)
 
     def fuse(self, taps: Sequence[Tensor]) -> Tensor:
-        """Fuse the states at the taps to features [b, n, h], in fc's type, float32."""
         states = [state.to(self.fc.weight.dtype) for state in taps]
         features: Tensor = self.hidden_norm(self.fc(torch.cat(states, dim=-1)))
         return features

@@ -58,7 +58,6 @@ class Mtp(Eagle):
     recognized_last = False
 
     def _make_stack(self, target: Any) -> HeadLayers:
-        """Make layers of the target's own kind."""
         return make_target_layers(target, self.config.num_layers)
 
     def kv_shapes(self, target: StepContract) -> tuple[tuple[int, int], ...]:

@@ -70,7 +70,6 @@ class BlockLevels:
 def _make_proposer(
     name: str, loaded: LoadedBundle, cache: DraftCache, options: DraftOptions
 ) -> Proposer:
-    """Make a proposer of chains, or of trees if the options branch."""
     assert isinstance(cache, AheadCache)
     check_trees(cache.graph)
     stop = make_draft_stop(options.stopping, options.stop_threshold, loaded)

@@ -57,7 +57,6 @@ class FalconTask(LayerTask):
     architecture = ARCHITECTURE
 
     def new_config(self, target: Checkpoint) -> HeadConfig:
-        """Return the config of a new drafter, with the rows of a block."""
         return replace(super().new_config(target), slots=self.settings.block_rows)
 
     def new_drafter(self, run: Run) -> Falcon:
@@ -106,7 +105,6 @@ class FalconTask(LayerTask):
         return sums_by_place(losses, right, learned, int(places[0]), size)
 
     def own_fields(self) -> dict[str, Any]:
-        """Return the further fields of config.json: the rows of a block."""
         return {**super().own_fields(), "block_size": self.config.slots}
 
 

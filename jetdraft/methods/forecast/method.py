@@ -33,7 +33,6 @@ class ForecastOptions(TreeOptions):
 
 
 def _make_proposer(loaded: LoadedBundle, options: ForecastOptions) -> Proposer:
-    """Make a proposer of chains, or of trees if the options branch."""
     streams = loaded.target.contract.streams
     probes = min(DEPTH, streams) if options.tree == AUTO else streams
     return probe_proposer(NAME, loaded, options, probes)

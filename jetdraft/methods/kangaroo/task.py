@@ -64,5 +64,4 @@ class KangarooTask(NextTokenTask):
         return hidden
 
     def own_fields(self) -> dict[str, Any]:
-        """Return the further fields of config.json: the exit layer."""
         return {**super().own_fields(), "exit_layer": self.config.taps[0]}

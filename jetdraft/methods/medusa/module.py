@@ -28,7 +28,6 @@ class GuessingHeads(DraftModule):
     lm_heads: nn.ModuleList
 
     def _make_lm_heads(self) -> nn.ModuleList:
-        """Make an LM head for each slot, that is for each guessed token."""
         config = self.config
         return nn.ModuleList(
             nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)

@@ -159,7 +159,6 @@ class PromptProposer(ProbeProposer):
 
 
 def _make_proposer(loaded: LoadedBundle, options: PromptOptions) -> Proposer:
-    """Make a proposer of sparse trees, or of another shape that the options name."""
     contract = loaded.target.contract
     if options.tree != AUTO:
         return probe_proposer(NAME, loaded, options)

@@ -30,5 +30,4 @@ class PpdTask(PromptTask):
     kind = "prompt tokens"
 
     def prompt_settings(self) -> PromptSettings:
-        """Return the settings of prompt tokens with ensembles."""
         return PromptSettings(self.settings.gamma, self.settings.members)

@@ -50,7 +50,6 @@ class SelectProposer(Proposer):
         return Rows.chain(tokens, self.traits.kind)
 
     def _run_pass(self, tokens: Sequence[int]) -> Answer:
-        """Run one pass over the tokens, and move the cursor past them."""
         answer = self.graph.run(tokens, last_only=True)
         self.graph.cache.advance(len(tokens))
         return answer

@@ -52,7 +52,6 @@ class StreamOptions(TreeOptions):
 
 
 def _make_proposer(loaded: LoadedBundle, options: StreamOptions) -> Proposer:
-    """Make a proposer of chains or trees, as options and graph allow."""
     may_branch = options.may_branch and options.prune_threshold is None
     return probe_proposer("stream", loaded, options, branches=may_branch)
 

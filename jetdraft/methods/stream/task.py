@@ -46,7 +46,6 @@ class StreamTask(Task):
         return RunFolder(output)
 
     def load(self, source: str) -> tuple[Checkpoint, str]:
-        """Load the target, with float32 weights; refuse a GGUF file."""
         refuse_gguf(source, self.kind)
         target = Checkpoint.load(source, torch.float32)
         store_weights_in(target.model, torch.float32)
@@ -98,7 +97,6 @@ class StreamTask(Task):
         return module
 
     def weights(self, run: Run) -> dict[str, Tensor]:
-        """Return the trained weights, by name: streams and LoRA."""
         return dict(run.module.task)
 
     def begin(self, run: Run) -> None:

@@ -56,7 +56,6 @@ class TrigramProposer(Proposer):
 
 
 def _make_proposer(loaded: LoadedBundle, options: TrigramOptions) -> Proposer:
-    """Make a proposer over a new table, or over a corpus table that is loaded."""
     counts = None
     if options.table is not None:
         vocabulary = loaded.bundle.target.contract.vocab_size

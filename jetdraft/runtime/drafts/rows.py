@@ -182,7 +182,6 @@ class Probes:
 
     @property
     def total(self) -> int:
-        """The number of probes."""
         return sum(self.counts)
 
     @property

@@ -249,7 +249,6 @@ class TreeSearch:
         return path
 
     def _puct(self, index: int, parent_visits: int) -> float:
-        """`puct` of a node, whose parent has `parent_visits` visits."""
         node = self._nodes[index]
         return puct(node.score, node.visits, parent_visits, node.share)
 

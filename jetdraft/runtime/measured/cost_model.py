@@ -127,14 +127,12 @@ class Curve:
             self.drafts[method] = median_low(recent)
 
     def _scale_idle_times(self, ratio: float) -> None:
-        """Multiply the times that no recent round took by `ratio`."""
         for width in filter(self._is_idle, [*self.passes]):
             self.passes[width] *= ratio
         for method in filter(self._is_idle, [*self.drafts]):
             self.drafts[method] *= ratio
 
     def _is_idle(self, key: int | str) -> bool:
-        """Whether no recent round had this width, or drafted with this method."""
         return self._rounds - self._last_used.get(key, -IDLE_ROUNDS) >= IDLE_ROUNDS
 
     @classmethod

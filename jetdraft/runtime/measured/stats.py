@@ -334,7 +334,6 @@ class Acceptance:
         return self.places.rates(length)
 
     def _evidence_rates(self, evidence: int) -> PositionRates:
-        """The rates of drafts with this evidence, made at the first call."""
         return self.by_evidence.setdefault(evidence, PositionRates(prior_of(evidence)))
 
     def sibling_shares(self, count: int) -> list[float]:

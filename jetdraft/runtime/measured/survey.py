@@ -82,7 +82,6 @@ class Survey:
 
     @property
     def steps_left(self) -> int:
-        """The number of steps that `finish` still has to do."""
         return len(self.widths.untried) + (self.widths.prefills_agree is None)
 
     def begin(self) -> None:
@@ -128,7 +127,6 @@ class Survey:
             return True
 
     def finish(self) -> None:
-        """Do all steps that are left."""
         while self.step():
             pass
 
@@ -154,7 +152,6 @@ class Survey:
             self._save()
 
     def _save(self) -> None:
-        """Write the results to the profile, if there is a profile."""
         if self.profiles is not None:
             self.profiles.write_survey(self.widths, self._curve)
 
@@ -358,7 +355,6 @@ class Survey:
 
 
 def _time_pass(graph: Graph, tokens: Tokens, probing: Probing = NO_PROBING) -> float:
-    """Run a chain pass; returns the seconds inside `session.run`."""
     before = graph.seconds
     graph.run(tokens, probing=probing)
     return graph.seconds - before

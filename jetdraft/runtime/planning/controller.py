@@ -60,7 +60,6 @@ class FixedController:
 
 
 def _most_tokens(proposer: Proposer, room: int, offers: Mapping[Proposer, int]) -> int:
-    """The most rows that this round can get from a proposer."""
     return min(room, offers.get(proposer, proposer.traits.max_draft_tokens))
 
 
@@ -273,7 +272,6 @@ class AdaptiveController:
                 yield _Promise(length, max(depths), tokens, 0.0, shape)
 
     def _pass_ms(self, rows: int, probing: Probing, branches: bool = False) -> float:
-        """The milliseconds of a pass over `rows` rows with the probes they carry."""
         probes = probing.of(rows).total if probing.streams else 0
         width, probes_ms = self.widths[rows], probes * self.curve.probe
         if branches:

@@ -20,7 +20,6 @@ from jetdraft.runtime.text.stops import Ending
 
 
 def _method_help() -> str:
-    """The help of `--method`, with the names of all methods."""
     return f"{', '.join((AUTO, NONE, *methods()))}; or a comma list to pick from."
 
 

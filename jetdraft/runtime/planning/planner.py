@@ -240,7 +240,6 @@ class Planner:
         return self._proposers[key]
 
     def _make_proposer(self, method: Method[Any], options: MethodOptions) -> Proposer:
-        """Make a proposer; raises `OptionError` with the reason if that fails."""
         try:
             if reason := method.lacks(self.parts.bundle):
                 raise OptionError(reason, "method")

@@ -50,7 +50,6 @@ class LookupProposer(Proposer):
             source.begin()
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """A chain of the tokens after the best match."""
         self.read(context)
         guess = self.guess_after([], min(budget, self.traits.max_draft_tokens))
         self.evidence = guess.evidence(0)
@@ -149,7 +148,6 @@ class _ResponseLookup(_SequenceLookup):
                 self._automaton.extend(entry.response)
 
     def _latest_entries(self) -> list[Entry]:
-        """The latest entries, as many as the automaton should hold."""
         sizes = accumulate(len(entry.response) for entry in self._store.entries)
         within = sum(size <= MAX_INDEXED for size in sizes)
         return self._store.entries[:within]
@@ -199,7 +197,6 @@ class SuffixAutomaton:
         return self._last if occurred_before else max(self._link[self._last], ROOT)
 
     def length(self, state: int) -> int:
-        """The number of tokens of the longest text of a state."""
         return self._length[state]
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:

@@ -193,7 +193,6 @@ class ModelProposer(Proposer):
         self.cache.observe(seen.length - 1 - end, tokens, rows)
 
     def catch_up(self, context: Tokens) -> None:
-        """Run most of what the graph has missed; see `DraftCache.catch_up`."""
         self.cache.catch_up(context)
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:

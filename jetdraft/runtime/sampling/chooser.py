@@ -107,7 +107,6 @@ class Chooser:
 
     @property
     def _is_unfiltered(self) -> bool:
-        """Whether top-k, top-p and min-p are all off."""
         sampling = self.sampling
         return sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0
 

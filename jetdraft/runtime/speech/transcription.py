@@ -143,7 +143,6 @@ class Transcription:
         )
 
     def _set_finish_reason(self, reason: str) -> None:
-        """Set why the text ends, unless a reason is set already."""
         self.stats.finish_reason = self.stats.finish_reason or reason
 
     def _transcribe(self) -> Iterator[Segment]:

@@ -52,7 +52,6 @@ class TextCodec:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is a tokenizer."""
         return self._tokenizer is not None
 
     def token(self, id: int) -> str:

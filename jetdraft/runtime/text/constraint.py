@@ -202,7 +202,6 @@ class Matcher:
         return pipe
 
     def close(self) -> None:
-        """End the worker process."""
         if self._pipe is not None:
             self._pipe.close()
 
@@ -313,7 +312,6 @@ class Matcher:
         return value, masks
 
     def _follow_error(self, problem: str) -> ConstraintError:
-        """The error for a constraint that a text cannot follow."""
         return ConstraintError(
             f"the constraint cannot be followed ({problem}); make it simpler",
             self._constraint.field,

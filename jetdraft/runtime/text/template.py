@@ -98,7 +98,6 @@ def check_messages(messages: object) -> list[Message]:
 
 
 def user_message(content: str) -> Message:
-    """A message of the user."""
     return {"role": "user", "content": content}
 
 

@@ -163,7 +163,6 @@ class Reader:
         return not fresh
 
     def _alias(self, token: int) -> list[int]:
-        """A list of the token's alias, or of the token if it has no alias."""
         return [self._aliases.get(token, token)]
 
     def _check_limits(self) -> None:

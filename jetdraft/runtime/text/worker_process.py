@@ -90,7 +90,6 @@ class Pipe:
         return data
 
     def _check_wait(self, until: float, must_end: MustEnd) -> None:
-        """Raise `EndedError`, and close, if a wait must end."""
         if time.monotonic() > until or must_end():
             raise self._close_with_error()
 
@@ -237,7 +236,6 @@ def _start_error(problem: object) -> OptionError:
 
 
 def _end_process(process: subprocess.Popen[bytes], control: Pipe) -> None:
-    """Close the control sockets, kill the process and wait for its end."""
     control.close()
     process.kill()
     process.wait()

@@ -52,7 +52,6 @@ class Tree:
 
     @property
     def room(self) -> int:
-        """How many rows may still be drafted."""
         return self.budget + 1 - len(self.tokens)
 
     def children_of(self, row: int, q: Distribution, count: int) -> list[int]:
@@ -79,7 +78,6 @@ class Tree:
         return path
 
     def rows(self) -> Rows:
-        """The whole tree as rows to verify."""
         return Rows(self.tokens, self.parents, self.kind, self.drawn_from)
 
 
@@ -218,7 +216,6 @@ _RANK_KINDS = frozenset({Kind.DETERMINISTIC, Kind.COUPLED})
 
 
 def _log_probability(q: Distribution, token: int) -> float:
-    """The log probability of a token that `q` lists."""
     return float(np.log(q.probabilities[q.ids == token][0]))
 
 

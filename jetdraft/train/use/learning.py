@@ -228,7 +228,6 @@ class _LoraRun:
         return step
 
     def _keep_if_best(self) -> None:
-        """Copy the LoRA if its held-out loss is the least so far."""
         loss = self.held_out().loss.item()
         if loss < self._least:
             self._least, self._best = loss, self._copy_lora()
@@ -253,7 +252,6 @@ class _LoraRun:
 
     @torch.no_grad()
     def held_out(self) -> Missed:
-        """Return the figures of the held-out lessons with the LoRA as it is."""
         size, held = self.options.batch_size, self._held
         parts = [held[start : start + size] for start in range(0, len(held), size)]
         return join_missed([self._student.missed(self.model, part) for part in parts])

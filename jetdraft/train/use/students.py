@@ -183,7 +183,6 @@ class ModelStudent(Student):
         return model
 
     def layers(self, model: Any) -> Iterable[nn.Module]:
-        """Return the layers of the decoder."""
         return decoder_layers(model)
 
     def missed(self, model: Any, lessons: Sequence[Lesson]) -> Missed:
@@ -206,7 +205,6 @@ class ModelStudent(Student):
         return checkpoint.fit_to_target(self.bundle.target.contract.vocab_size)
 
     def _load_with(self, weights: Mapping[str, Tensor]) -> Checkpoint:
-        """Load the checkpoint in float32; `weights` replace some of its own."""
         checkpoint = self._checkpoint()
         store_weights_in(checkpoint.model, torch.float32)
         self.replace_weights(checkpoint.model, weights)
@@ -234,7 +232,6 @@ class HeadStudent(Student):
         return head
 
     def layers(self, model: Any) -> Iterable[nn.Module]:
-        """Return the layers of the head itself."""
         layers: nn.ModuleList = model.stack.layers
         return layers
 

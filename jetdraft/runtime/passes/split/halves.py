@@ -250,17 +250,14 @@ class LeadingHalf:
         return common_length(rows.parents[:same], range(-1, same - 1))
 
     def _keep_ahead(self, count: int) -> None:
-        """Keep only the first `count` rows that ran ahead, and their states."""
         del self.ahead[count:]
         self._states = self._states[:count]
 
     def _append_ahead(self, tokens: Tokens, states: Float32s) -> None:
-        """Add rows that ran ahead, and their states [n, h]."""
         self.ahead += tokens
         self._states = np.concatenate([self._states, states])
 
     def _fitting_width(self, rows: int, filled: int) -> int | None:
-        """The narrowest allowed width that holds the rows; None if too wide."""
         room = self.whole.draft_room(filled)
         return next((w for w in self.widths if rows <= w <= room), None)
 

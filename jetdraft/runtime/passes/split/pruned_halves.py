@@ -222,7 +222,6 @@ class PrunedHalves:
         return kept
 
     def _run_lower(self, rows: Rows, width: int) -> PassBinding:
-        """Run the lower half over a draft; returns the binding with its outputs."""
         parents = [0, *rows.parents[1:]]
         return self.halves.run_lower(
             PlacedRows.of(rows), width, self.cache.length, parents
@@ -235,7 +234,6 @@ class PrunedHalves:
         kept: list[int],
         size: tuple[int, int, Probes],
     ) -> Answer:
-        """Run the rows `kept` of a draft through the upper half."""
         states = below.arrays["hidden"][0][kept]
         return self.halves.run_upper(
             PlacedRows.of(rows), states, size, self.cache.length
