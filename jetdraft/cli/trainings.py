@@ -20,14 +20,7 @@ from jetdraft.train.acceptance import fit_head, record_verdicts, save_head
 from jetdraft.train.machine import this_process
 from jetdraft.train.task import Task, TrainingOptions
 from jetdraft.train.training import Progress, Training
-from jetdraft.train.use.learning import (
-    Background,
-    Learned,
-    Pace,
-    UseOptions,
-    UseTraining,
-    lower_priority,
-)
+from jetdraft.train.use import learning
 from jetdraft.train.use.students import load_student
 
 INTERRUPTED = 130  # The exit code after Ctrl-C.
@@ -151,7 +144,7 @@ def acceptance(
     help="The target's checkpoint, whose states a head reads; default: where the "
     "export read it.",
 )
-@record_flags("settings", UseOptions)
+@record_flags("settings", learning.UseOptions)
 @option(
     "training",
     "--seconds",
@@ -179,28 +172,28 @@ def use(
     seconds: float | None,
     watts: float | None,
     background: bool,
-    settings: UseOptions,
+    settings: learning.UseOptions,
 ) -> None:
     """Train BUNDLE's drafter on its wrong drafts, which serve --learn keeps in DIR.
 
     A model that runs with the same DIR takes the weights between two texts, and takes
     them back if fewer of their tokens are accepted.
     """
-    pace = Pace(seconds, watts)
+    pace = learning.Pace(seconds, watts)
     if not has_learned(folder) and not (background and is_free(folder)):
         raise StoreError(
             f"no lessons are kept in {folder}; give the folder of serve --learn"
         )
     if background:
-        lower_priority()
+        learning.lower_priority()
     student = load_student(Bundle.open(bundle), source, target)
-    training = UseTraining(student, folder, settings)
+    training = learning.UseTraining(student, folder, settings)
     if background:
 
         def wait(reason: str) -> None:
             click.echo(f"waiting: {reason}", err=True)
 
-        Background(training, pace, wait).run(_print_learned)
+        learning.Background(training, pace, wait).run(_print_learned)
         return
     choice = training.sets.read_choice()
     if choice.before is not None:
@@ -211,7 +204,7 @@ def use(
     _print_learned(learned)
 
 
-def _print_learned(learned: Learned) -> None:
+def _print_learned(learned: learning.Learned) -> None:
     """Print the steps and losses of a training, and whether its weights are used."""
     before, after = learned.before, learned.after
     if learned.name is not None:

@@ -19,12 +19,7 @@ from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.errors import DataError, OptionError
 from jetdraft.export.seams import position_limit
-from jetdraft.methods.block.module import (
-    SourceDrafter,
-    find_decoder_layers,
-    source_config,
-    source_fields,
-)
+from jetdraft.methods.block import module
 from jetdraft.options import setting
 from jetdraft.train.attention import Masked, Masks
 from jetdraft.train.blocks import Blocks, BlockSettings, BlockTask, block_mask
@@ -133,7 +128,7 @@ class SourceBlockTask(BlockTask):
 
     def check_target(self, target: Checkpoint) -> None:
         """Raise `UnsupportedModelError` for a target that reads no source of text."""
-        source_config(target, 1, 1)
+        module.source_config(target, 1, 1)
         set_attention(target.model, "sdpa")
 
     def max_positions(self, model: Any) -> int | None:
@@ -154,17 +149,17 @@ class SourceBlockTask(BlockTask):
 
     def new_config(self, run: Run) -> HeadConfig:
         """Make the config that the settings ask for, by default of two layers."""
-        depth = len(find_decoder_layers(run.target.model)[1])
+        depth = len(module.find_decoder_layers(run.target.model)[1])
         layers = self.settings.layers or min(LAYERS, depth)
         if layers > depth:
             raise OptionError(
                 f"a drafter begins with the target's layers, of which its decoder has "
                 f"{depth}; give --layers 1 to {depth}"
             )
-        return source_config(run.target, layers, self.settings.block_rows)
+        return module.source_config(run.target, layers, self.settings.block_rows)
 
-    def new_drafter(self, run: Run) -> SourceDrafter:
-        drafter = SourceDrafter(self.config, run.target.model)
+    def new_drafter(self, run: Run) -> module.SourceDrafter:
+        drafter = module.SourceDrafter(self.config, run.target.model)
         words = drafter.get_input_embeddings().weight
         nn.init.normal_(drafter.masks, std=float(words.std()))
         return drafter
@@ -252,5 +247,5 @@ class SourceBlockTask(BlockTask):
         return self.steps_for(run, sum(w.numel() for w in decoder.parameters()))
 
     def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
-        fields = source_fields(run.target, self.config)
+        fields = module.source_fields(run.target, self.config)
         return fields, stored_tensors(weights, self.settings.half, lambda name: name)[1]

@@ -19,15 +19,7 @@ from jetdraft.errors import OptionError
 from jetdraft.methods.eagle.module import Eagle, EagleConfig
 from jetdraft.methods.eagle.mtp import HIDDEN_FIRST, Mtp, mtp_config, stored_name
 from jetdraft.options import setting
-from jetdraft.train.heads import (
-    HeadSettings,
-    HeadTask,
-    copy_weights,
-    layer_fields,
-    make_config,
-    stored_tensors,
-    unroll,
-)
+from jetdraft.train import heads
 from jetdraft.train.task import Contents, Run, Tensors
 from jetdraft.train.teacher import Lesson, shift_rows
 
@@ -39,7 +31,7 @@ CROSS_ENTROPY, NOISE_WIDTH = 0.1, 0.2
 
 
 @dataclass(frozen=True)
-class EagleSettings(HeadSettings):
+class EagleSettings(heads.HeadSettings):
     """Settings of a head; EAGLE-1 learns one step, and validates more."""
 
     kind: str = setting(EAGLE3, f"The kind of head: {', '.join(KINDS)}.", choices=KINDS)
@@ -61,7 +53,7 @@ class EagleSettings(HeadSettings):
     )
 
 
-class EagleTask(HeadTask):
+class EagleTask(heads.HeadTask):
     """Trains EAGLE-3, MTP, or EAGLE-1, which learns features too.
 
     The files have the authors' layout, and Qwen's for MTP. A training of MTP begins
@@ -103,7 +95,7 @@ class EagleTask(HeadTask):
         if is_third:
             self.ids = run.frequent_tokens(settings.draft_vocabulary)
         size = target.vocab_size if self.ids is None else len(self.ids)
-        self.config = make_config(
+        self.config = heads.make_config(
             target,
             EagleConfig,
             settings.inner,
@@ -133,7 +125,7 @@ class EagleTask(HeadTask):
             names = head.first_layer.state_dict().keys()
             for layer in decoder_layers(target.model):
                 if layer.state_dict().keys() == names:  # the last such layer stays
-                    copy_weights(head.first_layer, layer)
+                    heads.copy_weights(head.first_layer, layer)
         self.config = head.config
         learned = dict(head.named_parameters(remove_duplicate=False))
         self.fixed = {n: t for n, t in head.state_dict().items() if n not in learned}
@@ -146,7 +138,7 @@ class EagleTask(HeadTask):
         if self.settings.kind == EAGLE1 and learns:
             features = features + (torch.rand_like(features) - 0.5) * NOISE_WIDTH
             steps = 1
-        for hidden, carried in unroll(drafter, lesson.ids, features, steps):
+        for hidden, carried in heads.unroll(drafter, lesson.ids, features, steps):
             yield carried, drafter.lm_head(hidden)
 
     def losses(self, step: int, state: Tensor, scores: Tensor, lesson: Any) -> Tensor:
@@ -166,10 +158,10 @@ class EagleTask(HeadTask):
         config, is_third = self.config, self.settings.kind == EAGLE3
         if self.settings.kind == MTP:
             whole = {**weights, **self.fixed}
-            _, tensors = stored_tensors(whole, self.settings.half, stored_name)
+            _, tensors = heads.stored_tensors(whole, self.settings.half, stored_name)
             return {HIDDEN_FIRST: config.hidden_first}, tensors
         layer = "midlayer." if is_third else "layers.0."
-        dtype, tensors = stored_tensors(
+        dtype, tensors = heads.stored_tensors(
             weights,
             self.settings.half,
             lambda name: name.replace("stack.layers.0.", layer),
@@ -179,7 +171,7 @@ class EagleTask(HeadTask):
         fields = {
             "architectures": [ARCHITECTURES[self.settings.kind]],
             "model_type": "llama",
-            **layer_fields(config),
+            **heads.layer_fields(config),
             "tie_word_embeddings": False,
         }
         if not is_third:

@@ -16,14 +16,8 @@ from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.errors import CheckpointError
+from jetdraft.export import drafters
 from jetdraft.export.draft_vocab import cut_head
-from jetdraft.export.drafters import (
-    Arrays,
-    check_swappable,
-    check_trainable,
-    drafter_arrays,
-    head_arrays,
-)
 from jetdraft.learning.lessons import Lesson
 from jetdraft.methods.eagle.module import Eagle
 from jetdraft.train.heads import unroll
@@ -152,7 +146,7 @@ class Student(ABC):
         """Return the figures of a loaded drafter at the wrong places of lessons."""
 
     @abstractmethod
-    def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> Arrays:
+    def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> drafters.Arrays:
         """Return the arrays of the bundle's graph that these weights change, by name.
 
         A recipe that needs a text reads `text`, token ids int64 [n].
@@ -175,7 +169,7 @@ class ModelStudent(Student):
 
     def __init__(self, bundle: Bundle, source: str) -> None:
         super().__init__(bundle, source)
-        check_trainable(bundle, self._checkpoint())
+        drafters.check_trainable(bundle, self._checkpoint())
 
     def load(self, weights: Mapping[str, Tensor]) -> Any:
         model = self._load_with(weights).model
@@ -191,8 +185,8 @@ class ModelStudent(Student):
         logits = logits_at(model, batch.tokens, batch.rows, batch.places - 1)
         return compare_missed(logits, batch, self.can_draft)
 
-    def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> Arrays:
-        return drafter_arrays(self.bundle, self._load_with(weights), text)
+    def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> drafters.Arrays:
+        return drafters.drafter_arrays(self.bundle, self._load_with(weights), text)
 
     def _checkpoint(self) -> Checkpoint:
         """Load the drafter's checkpoint in its type; raises `CheckpointError`."""
@@ -251,11 +245,11 @@ class HeadStudent(Student):
             )
         return join_missed(parts)
 
-    def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> Arrays:
+    def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> drafters.Arrays:
         target = Checkpoint.load(self._target.source, self.dtype)
         head = self._load_head(target, self.dtype)
         self.replace_weights(head, weights)
-        return head_arrays(self.bundle, target, head)
+        return drafters.head_arrays(self.bundle, target, head)
 
     def _pad_logits(self, logits: Tensor, head: Eagle) -> Tensor:
         """Return logits of all tokens, minus infinity where they cannot be drafted."""
@@ -290,7 +284,7 @@ def load_student(bundle: Bundle, source: str = "", target: str = "") -> Student:
     An empty name is the checkpoint from which the bundle was exported. Raises
     `CheckpointError`, `PairError` or `OptionError`.
     """
-    entry = check_swappable(bundle)
+    entry = drafters.check_swappable(bundle)
     source = source or entry.source
     if entry.contract.feature_input:
         return HeadStudent(bundle, source, target or bundle.target.source)
