@@ -54,8 +54,7 @@ SIMILARITY = "similarity.npy"
 # zero.
 MAX_WEIGHT = 1e4
 SAMPLE_RATE = 16_000  # Samples per second of the sound that a speech model reads.
-# Samples from one frame of the spectrum to the next, and samples in a frame.
-HOP, WINDOW = 160, 400
+HOP, WINDOW = 160, 400  # Samples from one frame to the next, and in a frame.
 # Names in `Bundle.graphs`.
 TARGET = "target"
 DRAFTER = "drafter"

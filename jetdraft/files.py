@@ -13,10 +13,8 @@ import numpy.typing as npt
 
 from jetdraft.errors import DataError, JetdraftError, OutputError
 
-# The bytes that `check_writable` writes: a full disk may still take an empty file.
-TRIAL_FILE_BYTES = 4096
-# The most bytes that are read from a device or a pipe, which may never end.
-MAX_BYTES = 1 << 28
+TRIAL_FILE_BYTES = 4096  # An empty file may fit on a full disk.
+MAX_BYTES = 1 << 28  # A device or a pipe may never end.
 
 
 def check_name(file: Path) -> None:

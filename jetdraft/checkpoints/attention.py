@@ -24,8 +24,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from jetdraft.checkpoints.recurrence import States
 from jetdraft.errors import UnsupportedModelError
 
-# The name under which the attention is registered with transformers.
-IMPLEMENTATION = "jetdraft"
+IMPLEMENTATION = "jetdraft"  # Its name in transformers.
 # Plain words for the names of arguments, in error messages.
 _ARGUMENT_WORDS = {"s_aux": "attention sinks (s_aux)"}
 # Arguments that do not change what attention computes here.
@@ -261,8 +260,7 @@ def _run_eagerly(call: _AttentionInputs, state: StepState) -> tuple[Tensor, ...]
 AttentionInterface.register(IMPLEMENTATION, attend)
 
 
-# The name under which the attention is registered with transformers.
-SOURCE_ATTENTION = "jetdraft-source"
+SOURCE_ATTENTION = "jetdraft-source"  # Its name in transformers.
 # Called with a layer's module, query [1, heads, n, d], key and value [1, kv_heads, n,
 # d]; returns the mixed values [1, n, heads, d].
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]

@@ -106,8 +106,7 @@ def stored_dtype(source: str) -> torch.dtype:
     return _DTYPES_BY_NAME.get(only, torch.float32)
 
 
-# The most bytes of an index of shards; the largest published have some 20 MB.
-_MAX_INDEX_BYTES = 1 << 28
+_MAX_INDEX_BYTES = 1 << 28  # Indexes of shards have at most some 20 MB.
 
 
 def check_shards(folder: Path) -> None:

@@ -138,10 +138,8 @@ _CONFIG_NAMES = {
     "final_logit_softcapping": ("final_logit_softcapping",),
 }
 _NO_SUCH_NUMBER = "the models of this family have no such number"
-# The number of layers by which the models of 27 B are recognized, by family.
-_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-# The base of the rotary embedding of a file without `rope.freq_base`.
-_DEFAULT_ROPE_BASE = 10000.0
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # The layers of the models of 27 B.
+_DEFAULT_ROPE_BASE = 10000.0  # The base without `rope.freq_base`.
 
 
 @dataclass(frozen=True)

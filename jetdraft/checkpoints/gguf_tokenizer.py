@@ -29,8 +29,7 @@ _WHOLE_WORDS = (
 )
 # Rules that split digits one by one before GPT-2's split.
 _DIGIT_RULES = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-# Rules that split as GPT-2 does.
-_GPT2_RULES = ("gpt-2", "phi-2", "mpt", "olmo", "jais")
+_GPT2_RULES = ("gpt-2", "phi-2", "mpt", "olmo", "jais")  # They split as GPT-2 does.
 # The expressions by which llama.cpp splits the text of a file without a rule.
 _EXPRESSIONS = (
     r"[\p{P}\$\+<=>\^~\|]+",
@@ -57,21 +56,18 @@ _INFILLING_TOKENS = {
     "fim_mid": "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim▁end\uff5c> "
     "<MID> ▁<MID> <|code_middle|> <|middle|>",
 }
-# The marks that end a text: behind them another file would begin.
-_FILE_END_MARKS = ("fim_pad", "fim_rep", "fim_sep")
+_FILE_END_MARKS = ("fim_pad", "fim_rep", "fim_sep")  # Another file would follow.
 # The special tokens of transformers, and their names in a file.
 _SPECIAL_NAMES = {
     **{"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown"},
     **{"sep_token": "seperator", "pad_token": "padding"},  # spelled so in GGUF
     **{"cls_token": "cls", "mask_token": "mask"},
 }
-# The special tokens of SentencePiece in a file that does not name them.
-_LLAMA_IDS = {"unknown": 0, "bos": 1, "eos": 2}
+_LLAMA_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # For a file that does not name them.
 # In a model of this name, tokens but these take the spaces behind them.
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
 _PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
-# The value of a field by its name; None for a field that the file lacks.
-Field = Callable[[str], Any]
+Field = Callable[[str], Any]  # The value of a field by its name, or None.
 
 
 def make_tokenizer_json(source: str, field: Field) -> str | None:

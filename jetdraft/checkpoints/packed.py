@@ -27,8 +27,7 @@ from jetdraft.quant.blocks import Blocks, Bytes, Floats, Order, into_blocks, unp
 from jetdraft.quant.grids import Matrix
 from jetdraft.recipe import BLOCK_SIZES
 
-# The place of each of eight columns in a packed int32.
-_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # The place of each of eight columns in an int32.
 
 
 @dataclass(frozen=True)
@@ -108,8 +107,7 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-# The tensors of a module, by the last part of their names.
-Parts = Mapping[str, Tensor]
+Parts = Mapping[str, Tensor]  # A module's tensors by the last part of the name.
 Settings = Mapping[str, Any]  # The quantization config of a checkpoint.
 
 

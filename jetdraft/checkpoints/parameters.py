@@ -13,10 +13,8 @@ from transformers.initialization import no_init_weights
 from jetdraft.checkpoints.refusals import RECURRENT_FAMILIES
 from jetdraft.quant.edits import PARAMETER, add_derived
 
-# The largest constant that is folded, in bytes; a norm's weights are smaller.
-_MAX_FOLDED_BYTES = 1 << 16
-# The most numbers of a norm or convolution that is converted when it is loaded.
-_MAX_CONVERTED = 1 << 20
+_MAX_FOLDED_BYTES = 1 << 16  # Of a folded constant; the weights of norms are smaller.
+_MAX_CONVERTED = 1 << 20  # Larger norms and convolutions are not converted.
 
 
 def set_compute_dtype(model: Any, dtype: torch.dtype) -> None:

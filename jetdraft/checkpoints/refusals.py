@@ -23,8 +23,7 @@ LAYER_COUNT_FIELDS = {
     *("decoder_num_hidden_layers", "num_encoder_blocks", "num_stages"),
     *("num_mtp_layers", "num_nextn_predict_layers", "num_residual_layers"),
 }
-# The most layers of a config; the deepest published models have some hundreds.
-MAX_LAYERS = 10_000
+MAX_LAYERS = 10_000  # The deepest published models have some hundreds.
 # The bounds of a model whose files do not tell how many tensors they hold.
 MAX_TENSORS, MAX_WEIGHTS = 100_000, 10**13
 # How many times more tensors a model may have than its files. It registers a tied

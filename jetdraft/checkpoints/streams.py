@@ -183,8 +183,7 @@ SHARED, LOSSLESS = "shared", "lossless"
 MODES = (SHARED, LOSSLESS)
 # The attribute in which attention modules keep the `Layout` of the current pass.
 LAYOUT_ATTRIBUTE = "layout_of_streams"
-# The name of the LoRA, and of the module with the streams' own weights.
-_ADAPTER = "streams"
+_ADAPTER = "streams"  # The LoRA, and the module with the streams' own weights.
 
 
 @dataclass(frozen=True)
@@ -359,8 +358,7 @@ def load_probe_weights(probed: ProbedModel, folder: Path, kind: str) -> None:
         ) from error
 
 
-# The values of `mode` in the settings of prompt tokens.
-PROMPTS, FORECAST = "prompts", "forecast"
+PROMPTS, FORECAST = "prompts", "forecast"  # Values of `mode`.
 PROMPT_MODES = (PROMPTS, FORECAST)
 MAX_RANKS = 8  # The most guesses of a prompt token whose acceptance rates are stored.
 

@@ -45,8 +45,7 @@ VERBS = {
     "train": "Train a model to draft.",
     "store": "List or clear what a store or a learning folder keeps.",
 }
-# numpy's error for a write on a full disk; it has no errno.
-_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")
+_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # numpy, on a full disk.
 # The keyword or function of Python that a message names behind a flag.
 _PYTHON_HINT = re.compile(r" \((?:\w+=\w*|Model\.\w+)\)")
 

@@ -24,10 +24,8 @@ DEFAULT_PROMPTS = (
     "The quick brown fox jumps over the lazy dog. The quick brown fox",
     "for i in range(10):\n    for j in range(10):\n        if",
 )
-# The most characters of an input; a device or a pipe may never end.
-MAX_INPUT_CHARS = 64_000_000
-# The seconds between two lines of progress where there is no terminal.
-SECONDS_BETWEEN_LINES = 10.0
+MAX_INPUT_CHARS = 64_000_000  # A device or a pipe may never end.
+SECONDS_BETWEEN_LINES = 10.0  # Lines of progress where there is no terminal.
 
 
 def read_input(file: Path | None) -> str:

@@ -16,8 +16,7 @@ from jetdraft.errors import CheckError, ProviderError
 from jetdraft.native import isa
 from jetdraft.ort import ort
 
-# Below this much free memory, in 10^6 bytes, `examine` gives a fix.
-LEAST_FREE_MB = 1000.0
+LEAST_FREE_MB = 1000.0  # 10^6 bytes; below this, `examine` gives a fix.
 OLDEST_ORT = (1, 29)  # The oldest version of onnxruntime that jetdraft runs with.
 
 

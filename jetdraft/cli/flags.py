@@ -17,8 +17,7 @@ from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.planning.registry import AUTO
 
-# The type of arguments and options that are paths, whether or not they exist.
-PATH = click.Path(path_type=Path)
+PATH = click.Path(path_type=Path)  # Arguments and options that are paths.
 # Fields that several verbs share: of `LoadOptions`, then of `GenerateOptions`.
 RUNTIME = ("threads", "provider", "drafter_provider", "streams")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")

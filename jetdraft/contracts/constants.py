@@ -1,10 +1,8 @@
 """The numbers that the exporter and the runtime must agree on."""
 
-# K: how many candidates a graph returns for a row, or the whole vocabulary.
-CANDIDATES = 64
+CANDIDATES = 64  # K: a row's candidates, or the whole vocabulary.
 WIDEST = 16  # The most rows of a pass that a controller plans.
-# Defaults of an export: rows of the KV buffers, and rows of the widest pass.
-CAPACITY, MAX_WIDTH = 2048, 128
+CAPACITY, MAX_WIDTH = 2048, 128  # Defaults of an export.
 MIN_SELECTED = 16  # The least rows that a selecting pass reads.
 HIDDEN = -1e4  # Added to the score of a slot that a row may not see; fits float16.
 # The fields of configs that count experts.

@@ -63,8 +63,7 @@ class Selection:
 
 # The input with the number of committed rows in the target's buffers.
 TARGET_LENGTH = TensorSpec("target_length", "int32", (1,))
-# The input that says which rows the pass reads, a `Reading`.
-SELECTING = TensorSpec("selecting", "int32", (1,))
+SELECTING = TensorSpec("selecting", "int32", (1,))  # The rows to read: a `Reading`.
 # The input with the number of slots that a source fills; the others are hidden.
 SOURCE_LENGTH = TensorSpec("source_length", "int32", (1,))
 SOURCE = "source"  # The name of the dynamic axis of a source's tokens.

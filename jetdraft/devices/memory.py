@@ -8,15 +8,11 @@ from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
-# Linux's numbers of MADV_DONTNEED, MADV_HUGEPAGE and MADV_COLLAPSE.
-_DONTNEED, _HUGE, _COLLAPSE = 4, 14, 25
+_DONTNEED, _HUGE, _COLLAPSE = 4, 14, 25  # Linux's numbers of MADV_DONTNEED and so on.
 HUGE_PAGE = 1 << 21  # The bytes of a huge page.
-# The bytes that one call gathers; meanwhile no other thread can map memory.
-_STEP_BYTES = 16 * HUGE_PAGE
-# The bytes of a page's entry in /proc/self/pagemap; its highest bit means resident.
-_ENTRY_BYTES = 8
-# The bytes of the smallest mapping that is gathered.
-_MIN_MAPPING_BYTES = 2 * HUGE_PAGE
+_STEP_BYTES = 16 * HUGE_PAGE  # One call; meanwhile no thread can map memory.
+_ENTRY_BYTES = 8  # A page's entry in pagemap; its highest bit means resident.
+_MIN_MAPPING_BYTES = 2 * HUGE_PAGE  # A smaller mapping is not gathered.
 # A mapping in /proc/self/smaps.
 _MAPPING = re.compile(
     r"^(?P<first>[0-9a-f]+)-(?P<end>[0-9a-f]+) \S+ \S+ \S+ (?P<file>\d+)"

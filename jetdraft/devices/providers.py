@@ -25,8 +25,7 @@ from jetdraft.recipe import KERNELS
 AUTO = "auto"  # Asks for the fastest of `PROVIDERS` that runs a bundle on this machine.
 # The fix in messages about a provider that does not run.
 PROVIDER_FIX = "choose --provider cpu, or see jetdraft doctor"
-# The most seconds of a trial run, in which TensorRT builds an engine.
-TRIAL_SECONDS = 120.0
+TRIAL_SECONDS = 120.0  # TensorRT builds an engine in a trial.
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,7 @@ def check_on_cpu(work: str, provider: str, fix: str, field: str = "") -> None:
         raise OptionError(f"{work} on the CPU, not on {provider}; {fix}", field)
 
 
-# A provider's options by onnxruntime's names; "1" is true.
-ProviderOptions = dict[str, str]
+ProviderOptions = dict[str, str]  # By onnxruntime's names; "1" is true.
 # The options of the CUDA and the WebGPU provider in all sessions.
 CUDA_OPTIONS: ProviderOptions = {
     "device_id": "0",
@@ -242,10 +240,8 @@ def failure_reason(code: int, stderr: str) -> str:
     return f"a small graph failed: {(lines or ['no message'])[-1][:200]}"
 
 
-# Widths with a TensorRT engine of their own, which holds a copy of the weights.
-ENGINE_WIDTHS = (2, 4, 8)
-# The file in a folder of engines that says on which machine they were built.
-_MACHINE_FILE = "made-by.json"
+ENGINE_WIDTHS = (2, 4, 8)  # Each has an engine, which holds a copy of the weights.
+_MACHINE_FILE = "made-by.json"  # Where the engines of a folder were built.
 
 
 def engine_options(

@@ -7,8 +7,7 @@ from pathlib import Path
 
 INTERVAL_SECONDS = 0.05  # The seconds between two readings of a `Meter`.
 MONITORS = "sys/bus/i2c/drivers/ina3221"  # The folder of the power monitors.
-# Names of rails that feed the whole module; other rails feed parts of it.
-MODULE_RAILS = ("VDD_IN", "VIN_SYS_5V0", "VIN")
+MODULE_RAILS = ("VDD_IN", "VIN_SYS_5V0", "VIN")  # They feed the whole module.
 
 
 @dataclass(frozen=True)

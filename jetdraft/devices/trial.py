@@ -22,8 +22,7 @@ RAN = "ran"  # The last line on stdout after a trial that succeeded.
 # Lines on stdout about the adapter.
 SOFTWARE = "on a software adapter"
 NO_HALF = "without half precision"
-# Begins a line on stderr that says why the provider cannot run here.
-REASON = "reason: "
+REASON = "reason: "  # Begins the line on stderr that says why not.
 CPU_PROVIDER = "CPUExecutionProvider"
 
 

@@ -17,8 +17,7 @@ from jetdraft.quant.edits import Maker, initializer, new_value
 
 OPSET = 24  # The first that has TensorScatter and Attention over a part of a buffer.
 _BIAS_INPUTS = {"GroupQueryAttention": 10, "Attention": 3}
-# GroupQueryAttention's inputs for the scales of keys and of values.
-SCALE_INPUTS = 12, 13
+SCALE_INPUTS = 12, 13  # GroupQueryAttention's inputs for scales.
 PAST_KEY = 3  # GroupQueryAttention's input for the past keys.
 
 

@@ -13,8 +13,7 @@ from jetdraft.manifest import AcceptanceRecord
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.registry import methods
 
-# Tokens of a draft, and of the text that the target writes after each prompt.
-DRAFT_TOKENS, NEW_TOKENS = 4, 32
+DRAFT_TOKENS, NEW_TOKENS = 4, 32  # In a draft, and in the text after a prompt.
 # The most prompts, and the most tokens of a prompt that are kept.
 MAX_PROMPTS, MAX_PROMPT_TOKENS = 12, 64
 # A fall that is more than another machine's rounding: the share of about a hundred

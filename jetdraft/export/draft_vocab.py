@@ -21,8 +21,7 @@ from jetdraft.quant.calibration import Windows, own_attention
 from jetdraft.quant.grids import Matrix
 from jetdraft.quant.weights import Quantization
 
-# About how many tokens of the text the expected counts are summed over.
-ASKED_TOKENS = 512
+ASKED_TOKENS = 512  # About how many the expected counts are summed over.
 
 
 def frequent_tokens(

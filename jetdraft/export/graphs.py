@@ -41,8 +41,7 @@ from jetdraft.quant.blocks import Floats
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import KERNELS
 
-# Called with the name of the stage, the steps done and the number of steps.
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]  # Stage, steps done, steps in all.
 
 
 @dataclass(frozen=True)
@@ -244,8 +243,7 @@ def _write_selection(job: Job, entry: GraphEntry) -> GraphEntry:
 
 # --- weights that two graphs share ----------------------------------------------------
 
-# A large tensor begins at a page of its file, so that it can be mapped alone.
-_PAGE, _LARGE = 4096, 1 << 16
+_PAGE, _LARGE = 4096, 1 << 16  # Large tensors begin at a page, to be mapped alone.
 
 
 def share_weights(file: Path, other: Path) -> None:

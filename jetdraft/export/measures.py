@@ -48,8 +48,7 @@ QUESTIONS = (
     "Turn this into JSON: Anna is 31 years old and lives in Oslo.",
     "Which planets have rings, and why?",
 )
-# Tokens of each reply: few, since a large checkpoint takes seconds for each.
-REPLY_TOKENS = 24
+REPLY_TOKENS = 24  # Few: a large checkpoint takes seconds for each.
 TEMPERATURE = 0.8  # The temperature at which replies are sampled.
 
 

@@ -32,12 +32,10 @@ from jetdraft.errors import UnsupportedModelError
 TRACED_ROWS, TRACED_ANSWERS, TRACED_PROBES = 7, 5, 6
 
 
-# The extra output of a graph traced with a cut: the hidden states at the cut.
-CUT = "cut_hidden"
+CUT = "cut_hidden"  # An extra output: the hidden states at the cut.
 
 
-# The names of a fusion's weights in the graph begin with it.
-_FUSION_PREFIX = "features"
+_FUSION_PREFIX = "features"  # Begins the names of a fusion's weights.
 Specs = tuple[TensorSpec, ...]
 
 

@@ -315,12 +315,10 @@ class _FingerprintWriter:
         self.digest.update(f"{kind}:{len(text)}:{text};".encode())
 
 
-# The flag of classes that are written in Python, Py_TPFLAGS_HEAPTYPE.
-_HEAP_TYPE_FLAG = 1 << 9
+_HEAP_TYPE_FLAG = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class is written in Python.
 # Fields of transformers' models that no pass reads; they are left out.
 _UNREAD_FIELDS = {"_name_or_path", "name_or_path", "generation_config"}
-# The beginnings of the names of a module's fields that are keyed by hooks.
-_HOOK_FIELDS = ("_forward_hooks", "_forward_pre_hooks")
+_HOOK_FIELDS = ("_forward_hooks", "_forward_pre_hooks")  # Fields keyed by hooks.
 _PLAIN_TYPES = (str, int, float, bool, type(None), bytes, Enum)
 _NAMED_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 

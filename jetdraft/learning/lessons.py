@@ -199,11 +199,9 @@ def _parse_row(row: tuple[bytes, ...], vocab_size: int) -> Iterator[Lesson]:
 ARRAYS = "arrays.npz"  # The file of a set with its arrays, by their names in the graph.
 CHOICE_FILE = "choice.json"  # The file that says which set drafts.
 OWN = ""  # The name of the weights in the bundle.
-# The types of learned arrays, floats and packed integers; indexes are not learned.
-LEARNED_TYPES = ("float32", "float16", "uint8")
+LEARNED_TYPES = ("float32", "float16", "uint8")  # Indexes are not learned.
 PARTIAL = ".partial-"  # The prefix of a set's folder while it is written.
-# The evaluated tokens that a verdict needs, with the old weights and with the new.
-VERDICT_TOKENS = 256
+VERDICT_TOKENS = 256  # Evaluated with each of two sets before a verdict.
 EARLY_TOKENS = 64  # Evaluated tokens after which a clear loss ends a trial.
 # Standard errors by which worse weights go early: a false alarm in 1 of 700 looks. A
 # trial has several looks: with texts of 16 tokens one trial in 170 ends by chance.

@@ -12,8 +12,7 @@ from jetdraft.errors import ProviderError
 
 # The domain of the operators in a graph, and their names.
 DOMAIN, MULTIPLY, GATHER = "jetdraft", "MatMulPacked", "GatherPacked"
-# The file for this kind of processor; it may be missing.
-LIBRARY = Path(__file__).with_name(f"{platform.machine()}.so")
+LIBRARY = Path(__file__).with_name(f"{platform.machine()}.so")  # It may be missing.
 
 
 @functools.cache

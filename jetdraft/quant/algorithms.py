@@ -33,8 +33,7 @@ from jetdraft.quant.grids import GridMatrix, Matrix
 from jetdraft.quant.rounding import round_to_grid
 from jetdraft.recipe import GRIDS, Recipe, grid_for
 
-# The share of the mean second moment that is added to all: the paper's value.
-DAMPING = 0.01
+DAMPING = 0.01  # Share of the mean second moment that is added; the paper's.
 GPTQ_COLUMNS = 4096  # Columns that are quantized at once, in double precision.
 
 

@@ -12,10 +12,8 @@ from jetdraft.errors import OptionError
 from jetdraft.quant.divergence import Divergence
 from jetdraft.recipe import RAISED, RUNGS, Recipe, Unit
 
-# The largest mean KL divergence from the unquantized model, in nats per token.
-KL_BOUND = 0.03
-# A mix is taken only if it has less than this share of the bytes of one scheme.
-MIX_SHARE = 0.9
+KL_BOUND = 0.03  # The largest mean KL from the floats, in nats per token.
+MIX_SHARE = 0.9  # A mix has less than this share of one scheme's bytes.
 # The recipes that a drafter can get with each kernel, the smaller first.
 DRAFTER_CHOICES = {
     "jetdraft": ("q4_k-headq6_k", "q8_0"),

@@ -17,10 +17,8 @@ from jetdraft.quant.calibration import Windows
 from jetdraft.quant.grids import GridMatrix, Matrix
 from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe, Unit, grid_for, unit_of
 
-# The most tokens that are compared; their log probabilities stay in memory.
-MAX_TOKENS = 512
-# About how many tokens a pass reads; each pass may convert all weights.
-BATCH_TOKENS = 256
+MAX_TOKENS = 512  # The log probabilities of compared tokens stay in memory.
+BATCH_TOKENS = 256  # Tokens of a pass, about; each may convert all weights.
 
 
 class Divergence:

@@ -18,10 +18,8 @@ from gguf.quants import Q4_K, dequantize
 
 from jetdraft.quant.blocks import Blocks, Bytes, Floats
 
-# Of the layout that `GridMatrix.packed` returns; the library reads no other.
-LAYOUT_VERSION = 1
-# Columns that are unpacked together: their integers are floats for a moment.
-COLUMNS_AT_ONCE = 4096
+LAYOUT_VERSION = 1  # Of `GridMatrix.packed`; the library reads no other.
+COLUMNS_AT_ONCE = 4096  # Unpacked together: they are floats for a moment.
 _COLUMNS, _BLOCK = 16, 32  # Columns that lie together, and numbers of a block.
 _ONE, _ZERO = b"\0\x3c", b"\0\0"  # 1 and 0 as halves.
 

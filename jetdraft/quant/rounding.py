@@ -15,8 +15,7 @@ from torch import Tensor
 
 from jetdraft.quant.blocks import Bytes, Floats
 
-# Columns that are rounded together: their numbers stay in the cache.
-COLUMNS_AT_ONCE = 256
+COLUMNS_AT_ONCE = 256  # Rounded together: they stay in the cache.
 # What is added to the largest integer, to try other scales.
 AFFINE_TRIES = torch.arange(-1.0, 1.05, 0.125)
 SYMMETRIC_TRIES = torch.arange(-0.9, 0.95, 0.15)

@@ -42,8 +42,7 @@ from jetdraft.runtime.passes.split.pruned_halves import PrunedHalves
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.worker_process import Vocabulary
 
-# A drafter with at least this many gets all threads, unless `tune` chose a number.
-LARGE_DRAFTER_PARAMETERS = 30_000_000
+LARGE_DRAFTER_PARAMETERS = 30_000_000  # A larger drafter gets all threads.
 
 
 class Learning(NamedTuple):

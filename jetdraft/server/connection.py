@@ -24,16 +24,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jetdraft.errors import OptionError
 from jetdraft.server.refusal import RequestError, refusal_fields, refusal_response
 
-# The most seconds that a connection may take to send the head of a request.
-REQUEST_SECONDS = 10.0
-# The most seconds that a client may read nothing of an answer that was written.
-UNREAD_SECONDS = 60.0
-# The seconds between two checks of a client that has closed its sending half.
-CLIENT_CHECK_SECONDS = 0.25
-# Connections beyond the limits that may still ask for /health.
-CROWDED_CONNECTIONS = 16
-# File descriptors left for connections that are not counted yet, and for files.
-SPARE_FILES = 128
+REQUEST_SECONDS = 10.0  # The time to send the head of a request.
+UNREAD_SECONDS = 60.0  # A client that reads nothing for longer is dropped.
+CLIENT_CHECK_SECONDS = 0.25  # Between checks of a half-closed client.
+CROWDED_CONNECTIONS = 16  # Further connections, which may ask for /health.
+SPARE_FILES = 128  # File descriptors for files and uncounted connections.
 # The name of a Unix user begins with the first; what a Host header and an API key may
 # look like.
 _USER_PREFIX = "uid "

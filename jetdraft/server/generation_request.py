@@ -35,8 +35,7 @@ IGNORED_FIELDS = (
     *("safety_identifier", "prompt_cache_key", "user"),
 )
 ROLES = ("system", "developer", "user", "assistant", "tool")  # Who writes a message.
-# The most stop strings and characters of one: each token is compared with all.
-MAX_STOPS, MAX_STOP_CHARS = 16, 1000
+MAX_STOPS, MAX_STOP_CHARS = 16, 1000  # Each token is compared with all.
 # The most characters of a constraint, and of all tools. A shorter one that takes too
 # much time or memory is refused while it is compiled, see `Matcher`.
 MAX_SOURCE_CHARS = 64_000

@@ -21,8 +21,7 @@ from jetdraft.server.request_queue import Job
 
 Json = dict[str, Any]
 T = TypeVar("T")
-# The key in an ASGI scope of a stream's final status; its HTTP status is 200.
-STATUS_KEY = "jetdraft.status"
+STATUS_KEY = "jetdraft.status"  # In an ASGI scope: the final status of a stream.
 # OpenAI's finish reasons by our finish reasons, for texts that were not cut.
 _REASONS = {STOP: "stop", LENGTH: "length", DEADLINE: "length"}
 

@@ -24,8 +24,7 @@ NUMBER_FIELDS = {"temperature": float, "seed": int, "num_draft_tokens": int}
 # Fields of OpenAI that would change the answer, and are not supported.
 REFUSED_FIELDS = ("prompt", "include[]", "chunking_strategy")
 MAX_FIELD_CHARS = 1000  # The most characters of a field that is not a file.
-# The most fields of a form, and the most bytes of a field's headers.
-MAX_PARTS, MAX_HEAD_BYTES = 32, 4096
+MAX_PARTS, MAX_HEAD_BYTES = 32, 4096  # Fields; bytes of a field's headers.
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,8 @@ from jetdraft.checkpoints.attention import set_attention, unknown_arguments
 from jetdraft.checkpoints.streams import LAYOUT_ATTRIBUTE, Layout
 from jetdraft.errors import UnsupportedModelError
 
-# The name under which the attention is registered with transformers.
-IMPLEMENTATION = "jetdraft-training"
-# The attribute of attention modules with the `Masked` of their model.
-_MASKED_BY = "masked_by_training"
+IMPLEMENTATION = "jetdraft-training"  # Its name in transformers.
+_MASKED_BY = "masked_by_training"  # Has the `Masked` of a module's model.
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from jetdraft.train.task import DrafterSettings, Run, Sums, Task, TrainingOption
 from jetdraft.train.teacher import make_lesson, rows_at
 
 FORWARD_KL, TEXT = "forward-kl", "text"  # Values of the setting `loss`.
-# Guesses to learn for each weight, the best at a given cost (2203.15556).
-TOKENS_PER_WEIGHT = 20
+TOKENS_PER_WEIGHT = 20  # Guesses: the best at a given cost (2203.15556).
 VALIDATED_BLOCKS = 16  # Blocks of a sequence that a validation fills.
 
 

@@ -14,8 +14,7 @@ from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.machine import precision
 from jetdraft.train.teacher import TensorCache, cache_key, logits_at
 
-# The least probability of all other tokens, so that its logarithm is finite.
-SMALLEST = 1e-6
+SMALLEST = 1e-6  # The least rest, so that its logarithm is finite.
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,7 @@ def exact_labels(model: Any, batch: Batch, ids: Tensor | None) -> Labels:
 
 # --- labels on a disk -----------------------------------------------------------------
 
-# The fields of labels, each a tensor of its own.
-LABEL_FIELDS = ("wanted", "mass", "known", "tokens")
+LABEL_FIELDS = ("wanted", "mass", "known", "tokens")  # Each a tensor of its own.
 
 
 class LabelCache:

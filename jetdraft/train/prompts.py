@@ -22,8 +22,7 @@ from jetdraft.train.heads import decayed_means
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.teacher import rows_at
 
-# Places of a validation sequence where prompt tokens guess, evenly spread.
-VALIDATED_PLACES = 64
+VALIDATED_PLACES = 64  # Per validation sequence, evenly spread.
 
 
 @dataclass(frozen=True)

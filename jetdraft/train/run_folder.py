@@ -20,8 +20,7 @@ from jetdraft.errors import OutputError
 from jetdraft.files import check_writable, replacing
 
 STATE_FILE = "training.pt"  # The file with the state to resume from.
-# Files of the target from this size on, its weights, are linked and not copied.
-LINKED_BYTES = 1 << 20
+LINKED_BYTES = 1 << 20  # Larger files of the target are linked, not copied.
 
 
 class RunFolder:

@@ -172,8 +172,7 @@ class Run:
 
 
 Tensors = dict[str, Tensor]
-# The fields of a config, and the tensors, as the export reads them.
-Contents = tuple[dict[str, Any], Tensors]
+Contents = tuple[dict[str, Any], Tensors]  # A config and tensors for the export.
 # The help of the setting `regenerate`.
 REGENERATE = "Let the target complete the texts itself, and train on what it writes."
 

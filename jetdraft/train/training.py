@@ -21,10 +21,8 @@ from jetdraft.train.written_texts import WrittenTexts
 WARM_UP_SHARE = 0.03  # The share of the steps in which the learning rate rises.
 # Texts that the target writes at a time; each step reads all weights once.
 TEXTS_AT_ONCE, MAX_TEXTS_AT_ONCE = 32, 256
-# A GPU writes `TEXTS_AT_ONCE` texts for every 16 GiB of its memory.
-GPU_BYTES = 16 << 30
-# Called with a stage and its progress: (stage, done, total).
-ReportStage = Callable[[str, int, int], None]
+GPU_BYTES = 16 << 30  # A GPU writes `TEXTS_AT_ONCE` texts for each 16 GiB.
+ReportStage = Callable[[str, int, int], None]  # Stage, steps done, steps in all.
 
 
 @dataclass(frozen=True)

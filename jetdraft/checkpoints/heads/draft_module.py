@@ -82,8 +82,7 @@ class DraftInputs:
 
 # Pairs of a pattern of names in files and a name in a module; None drops a tensor.
 Renames = tuple[tuple[str, str | None], ...]
-# The renaming of the tensors of decoder layers.
-LAYER_RENAME = (r"(layers\..*)", r"stack.\1")
+LAYER_RENAME = (r"(layers\..*)", r"stack.\1")  # Tensors of decoder layers.
 # Renames for a drafter whose embedding and LM head are the target's.
 TARGET_RENAMES: Renames = ((r"(lm_head|embed_tokens)\..*", None), LAYER_RENAME)
 

@@ -33,8 +33,7 @@ LINEAR_SIZES = (
 # Bytes of a float on a GPU, and on a CPU: of a weight, a scale, or a number in the KV
 # buffers.
 HALF_BYTES, SINGLE_BYTES = 2.0, 4.0
-# MB of 10^6 bytes of a session beside weights and KV; fitted, see docs/devices.md.
-RUNTIME_MB = 813.0
+RUNTIME_MB = 813.0  # A session beside weights and KV; fitted, see docs/devices.md.
 # The most bytes that a draft step should read, as a share of the bytes that a pass of
 # the target reads; reading bounds the time of both (docs/devices.md).
 MAX_READ_SHARE = 0.05

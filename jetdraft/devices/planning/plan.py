@@ -27,16 +27,13 @@ from jetdraft.errors import DeviceError, OptionError
 from jetdraft.options import declared
 from jetdraft.recipe import GRIDS, Recipe
 
-# Rows of a pass that are compared.
-WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 60, 64)
-# MB of 10^6 bytes that the system keeps, without a desktop; an assumption.
-SYSTEM_MB = 1500.0
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 60, 64)  # Rows of a pass.
+SYSTEM_MB = 1500.0  # The system without a desktop; an assumption.
 # The method of plain decoding, and the shapes of drafts.
 NONE, CHAIN, TREE = "none", "chain", "tree"
 # Costs of a draft: passes of the drafter, probes in the target's pass, nothing.
 DRAFTER, PROBES, FREE = "drafter", "probes", "free"
-# Quantizations that can be exported; a device may have arithmetic for others.
-SCHEMES = ("none", "int8", "int4")
+SCHEMES = ("none", "int8", "int4")  # Quantizations that can be exported.
 # Providers that a plan may be for; all but the CPU are planned as the GPU.
 CPU = "cpu"
 PROVIDERS = (CPU, "cuda", "tensorrt")
@@ -50,8 +47,7 @@ ON_GPU = (
     "for the GPU, by the constants of another engine, TensorRT Edge-LLM 0.10; jetdraft "
     "has never run on a Jetson"
 )
-# Top layers that probes run through, by default in `jetdraft train stream`.
-STREAM_LAYERS = 2
+STREAM_LAYERS = 2  # The default of `jetdraft train stream`.
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, SPECULATOR_KEYS, H
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import CheckpointError
 
-# Keys that DFlash has in its `dflash_config`, or beside it.
-_NESTED_KEYS = {"mask_token_id", "target_layer_ids"}
+_NESTED_KEYS = {"mask_token_id", "target_layer_ids"}  # Or beside `dflash_config`.
 # Flags of DFlash's descendants, with their values for off.
 _SPECULATOR_KEYS = SPECULATOR_KEYS | {
     *("draft_vocab_size", "block_size", "target_hidden_size", "mask_token_id"),

@@ -385,10 +385,8 @@ def text_scores(batch: Batch, scores: Tensor, ids: Tensor | None) -> Tensor:
 
 # --- drafters before they are trained -------------------------------------------------
 
-# The tokens in both caches for which the cost of a step is computed.
-COST_CONTEXT = 1024
-# Sizes of an attention head; the first that divides the width is taken.
-HEAD_SIZES = (64, 32, 16, 8)
+COST_CONTEXT = 1024  # Tokens in both caches, for the cost of a step.
+HEAD_SIZES = (64, 32, 16, 8)  # The first that divides the width is taken.
 WIDTH_STEP = 64  # New widths are multiples of it.
 # A drafter is wide rather than deep, since each layer launches its kernels.
 MAX_LAYERS = 4

@@ -45,8 +45,7 @@ _LAYOUTS = {
 }
 # The key of a config with which fc joins the state before the embedding.
 HIDDEN_FIRST = "mtp_hidden_states_first"
-# Prefixes of tensors that are copies of the target's matrices.
-_COPIED_PREFIXES = ("shared_head.head.", "embed_tokens.")
+_COPIED_PREFIXES = ("shared_head.head.", "embed_tokens.")  # Copies of the target's.
 
 
 class Mtp(Eagle):

@@ -26,8 +26,7 @@ from jetdraft.train.heads import LayerSettings, LayerTask, sums_by_place
 from jetdraft.train.task import Run, Sums
 from jetdraft.train.teacher import Lesson, shift_rows
 
-# The share of wrong tokens that is shown in the first step; it falls to zero.
-GLANCED_SHARE = 0.4
+GLANCED_SHARE = 0.4  # Of the wrong tokens in the first step; it falls to zero.
 # EAGLE-1's weight of the loss of the tokens, and its noise on features.
 CROSS_ENTROPY, NOISE_WIDTH = 0.1, 0.2
 CHOICE_SHARE = 0.1  # The share of the target's choice in the loss of the tokens.

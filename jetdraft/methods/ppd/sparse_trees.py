@@ -29,8 +29,7 @@ from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.measured.cost_model import PassMs
 from jetdraft.runtime.measured.stats import RankRates
 
-# The chance that a round begins without guesses, as the first round of a text does.
-_LEAK = 1e-3
+_LEAK = 1e-3  # The chance that a round begins without guesses.
 _MAX_IMPROVEMENTS = 20  # Most improvements of a plan; a few suffice.
 
 

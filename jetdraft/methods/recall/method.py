@@ -18,8 +18,7 @@ from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
-# Requests count as similar if the cosine of their embeddings is at least this.
-MIN_SIMILARITY = 0.8
+MIN_SIMILARITY = 0.8  # The cosine from which requests count as similar.
 MAX_SCRIPTS = 4  # The most entries whose responses are followed.
 LONGEST_SLOT = 32  # The most tokens that a replacement takes out or puts in.
 MAX_CHANGES = 64  # The most places at which a response is adapted.
@@ -29,8 +28,7 @@ MAX_COMPARED = 1024
 # The most pairs of equal tokens in two requests that are compared; equal beginnings and
 # ends aside.
 MAX_PAIRS = 1 << 16
-# The most last tokens of the output that are searched for in a response.
-LONGEST_ENDING = 3
+LONGEST_ENDING = 3  # Last tokens of the output that are searched for.
 SEARCHED_TOKENS = 64  # How many tokens ahead a response is searched.
 
 

@@ -11,8 +11,7 @@ from jetdraft.runtime.proposers.method import WALK, Method
 from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
 
-# A prune threshold that no probability reaches: only the root is verified.
-DROP_ALL = 2.0
+DROP_ALL = 2.0  # No probability reaches it: only the root is verified.
 
 
 @dataclass(frozen=True)

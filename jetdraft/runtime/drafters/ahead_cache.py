@@ -13,8 +13,7 @@ from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
 
-# The most new rows of a pass with the copies of a block; more are run before it.
-_MAX_NEW_ROWS = 16
+_MAX_NEW_ROWS = 16  # In a pass with the copies of a block.
 
 
 @dataclass(frozen=True)

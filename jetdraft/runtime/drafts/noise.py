@@ -26,8 +26,7 @@ import numpy as np
 from jetdraft.contracts.tensors import Float64s, Int64s, UInt64s
 
 BLOCK = 256  # Ids whose largest noise is drawn first.
-# Positions whose blocks are drawn together, since a text visits all of them.
-STRIP = 32
+STRIP = 32  # Positions drawn together, since a text visits them all.
 _GOLDEN = 0x9E3779B97F4A7C15  # g above; the two below are the factors in `mix`
 _FACTOR_1 = 0xBF58476D1CE4E5B9
 _FACTOR_2 = 0x94D049BB133111EB

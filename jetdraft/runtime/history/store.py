@@ -21,8 +21,7 @@ from jetdraft.learning.store_file import DAMAGE, StoreFile, check_user, entry_ti
 # The most entries of a user, and the most days that an entry is kept.
 MAX_ENTRIES = 256
 MAX_DAYS = 30.0
-# The most tokens of a request and its response together; longer ones are not kept.
-MAX_TOKENS = 8192
+MAX_TOKENS = 8192  # Of a request with its response; longer ones are not kept.
 MAX_USERS = 64  # The most users whose entries are kept in memory.
 _MAX_BYTES = 4 * MAX_TOKENS
 

@@ -11,8 +11,7 @@ from jetdraft.contracts.constants import WIDEST
 from jetdraft.parsing import Size, read_record
 from jetdraft.runtime.measured.stats import Round
 
-# The milliseconds of a pass, by its rows and its probes.
-PassMs = Callable[[int, int], float]
+PassMs = Callable[[int, int], float]  # The ms of a pass by rows and probes.
 MIN_MS = 1e-3  # A lower bound: `_blend_estimate` could never raise an estimate of 0.
 MAX_MS = 1e6  # A quarter of an hour; a file with a longer time is refused.
 ROUND_WEIGHT = 0.05  # The weight of one round in an estimate; one stall says little.

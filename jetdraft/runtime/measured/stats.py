@@ -214,8 +214,7 @@ _METRICS = (
 )
 
 
-# For each depth, how often the best, the second, ... guess is right.
-RankRates = Sequence[Sequence[float]]
+RankRates = Sequence[Sequence[float]]  # By depth: of the best guess, the second, ...
 
 
 class PositionRates:
@@ -227,8 +226,7 @@ class PositionRates:
     """
 
     WEIGHT = 1.0  # How many trials the prior counts for.
-    # The factors of the counts at a new event, and after a round without an event.
-    MEMORY, FADING = 0.95, 0.99
+    MEMORY, FADING = 0.95, 0.99  # Factors: at an event, after a round without.
     RUN = 12
 
     def __init__(self, prior: float) -> None:

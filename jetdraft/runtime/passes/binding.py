@@ -13,14 +13,11 @@ from jetdraft.contracts.tensors import Float32s, Int64s, TensorSpec
 from jetdraft.ort import ort
 from jetdraft.runtime.passes.buffers import HOST, Memory, Tensor, run_bound
 
-# For each row of a draft, the slots that it attends to, without its own slot.
-VisibleSlots = Sequence[Sequence[int]]
-# What a mask shows: slots for each row, and how many slots earlier passes filled.
-_Visibility = tuple[tuple[tuple[int, ...], ...], int]
+VisibleSlots = Sequence[Sequence[int]]  # Slots that a row attends to beside its own.
+_Visibility = tuple[tuple[tuple[int, ...], ...], int]  # Slots by row; slots filled.
 # Inputs that most passes do not change.
 STEADY = ("answer_rows", "probe_rows", "probe_ids", "prefix_rows", "draft_mask")
-# Outputs that stay on the device until the host reads them.
-ON_REQUEST = ("logits", "probe_logits")
+ON_REQUEST = ("logits", "probe_logits")  # Copied when the host reads them.
 
 
 class PassBinding:

@@ -18,8 +18,7 @@ from jetdraft.errors import ContractError
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.rows import gapless_length
 
-# WebGPU's sessions share one queue: two threads in it end the process.
-_WEBGPU_LOCK = RLock()
+_WEBGPU_LOCK = RLock()  # Its sessions share a queue: two threads end the process.
 
 
 def run_bound(
@@ -320,8 +319,7 @@ class _MoveBinding:
         self.target.upload()
 
 
-# What an encoder reads: token ids, or a sound's features float32 [bins, frames].
-SourceInput = Sequence[int] | Float32s
+SourceInput = Sequence[int] | Float32s  # Token ids, or [bins, frames] of a sound.
 
 
 def source_tokens(material: SourceInput) -> list[int]:

@@ -24,8 +24,7 @@ from jetdraft.runtime.passes.binding import PassBinding, VisibleSlots
 from jetdraft.runtime.passes.buffers import HOST, Cache, Memory, SourceBuffers
 from jetdraft.runtime.passes.session import Captures, StepSession, StepSessions
 
-# The sizes of passes over prompts that stay bound; a prompt may have any length.
-MAX_WIDE_BINDINGS = 8
+MAX_WIDE_BINDINGS = 8  # Bindings for prompts, which may have any length.
 MIN_LENGTH = 256  # The smallest `total_length` of captured graphs.
 
 

@@ -107,8 +107,7 @@ def check_load_options(options: LoadOptions) -> None:
         )
 
 
-# Arrays that replace a graph's initializers, by the initializers' names.
-Weights = Mapping[str, npt.NDArray[np.generic]]
+Weights = Mapping[str, npt.NDArray[np.generic]]  # By the initializers' names.
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ SIZE_OPERATORS |= {"Range", "Add", "Expand"}
 """Operators that a provider may leave to the CPU: they compute sizes of a pass."""
 
 EAGER = "-1"  # onnxruntime's id of a run that neither captures nor replays.
-# The most threads: with more they wait for each other, some for minutes.
-MAX_THREADS_PER_CORE = 8
+MAX_THREADS_PER_CORE = 8  # With more, threads wait for each other for long.
 
 
 class Spinning(Enum):

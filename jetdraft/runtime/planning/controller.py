@@ -30,10 +30,8 @@ NO_DRAFT = Assignment(None, 0)
 # A plan replaces a simpler plan if it promises this many times its value, since its
 # rates rest on less evidence.
 MARGIN = 1.02
-# Drafted tokens with a smaller probability of being accepted are not planned.
-NEGLIGIBLE = 0.01
-# A row of a planned tree has at most this many children beside its first child.
-MAX_SIBLINGS = 3
+NEGLIGIBLE = 0.01  # Less likely tokens are not planned.
+MAX_SIBLINGS = 3  # Children of a planned row beside its first child.
 
 
 class FixedController:

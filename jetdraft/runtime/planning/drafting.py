@@ -12,8 +12,7 @@ from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import WALK, MethodOptions, unknown_key_error
 from jetdraft.runtime.sampling.verifiers import VERIFIERS, Verifier
 
-# The longest draft: the widest decoding pass without the root.
-MAX_DRAFT_TOKENS = WIDEST - 1
+MAX_DRAFT_TOKENS = WIDEST - 1  # The widest decoding pass without the root.
 _RANGES = {"num_draft_tokens": range_between(1, MAX_DRAFT_TOKENS, optional=True)}
 
 

@@ -110,8 +110,7 @@ class Learner(Observer):
         self._notes = {}
 
 
-# The most proposers that are kept: requests can bring ever new options.
-MAX_PROPOSERS = 64
+MAX_PROPOSERS = 64  # Requests can bring ever new options.
 
 
 @dataclass

@@ -32,8 +32,7 @@ from jetdraft.runtime.trees.shapes import Shape
 
 # Options that `jetdraft check` tries beside the defaults.
 SAMPLES = ({"tree": "best"}, {"tree": "heap"}, {"tree": "comb"})
-# The range of a probability that 0 switches off.
-PROBABILITY = Range(lambda p: 0.0 <= p <= 1.0, "0 (off) to 1")
+PROBABILITY = Range(lambda p: 0.0 <= p <= 1.0, "0 (off) to 1")  # 0 switches it off.
 # Makes the proposer of a method of that name, which drafts with that cache.
 Make = Callable[[str, LoadedBundle, DraftCache, OptionsT], Proposer]
 # Whether a method drafts with a drafter of this contract for that target.

@@ -14,12 +14,10 @@ from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
-# The most tokens of earlier responses that are indexed, half a kilobyte each.
-MAX_INDEXED = 32768
+MAX_INDEXED = 32768  # Tokens of earlier responses, half a kilobyte each.
 MAX_EVIDENCE = 5  # Matches of 16 tokens and more are alike.
 ROOT = 0
-# Links that are followed to count occurrences: repetitions form long chains.
-MAX_LINKS = 64
+MAX_LINKS = 64  # Links followed to count occurrences, as chains are long.
 
 
 class LookupProposer(Proposer):

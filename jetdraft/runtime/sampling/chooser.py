@@ -222,8 +222,7 @@ class Chooser:
 
 
 _WIDER = 8  # How many times the candidates are fetched where the filters may keep more.
-# Instead of a number of tokens: the filters may keep tokens beyond the candidates.
-_OPEN = -1
+_OPEN = -1  # Instead of a count: tokens beyond the candidates may be kept.
 
 
 def _softmax(answer: Answer, scaled: Float64s, kept: int) -> Distribution:

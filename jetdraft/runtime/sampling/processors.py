@@ -20,14 +20,12 @@ from jetdraft.options import Range, check_ranges, range_between
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 
-# The logit of a forbidden token: finite, but so low that no noise makes it win.
-NEVER = np.float32(-1e30)
+NEVER = np.float32(-1e30)  # A logit so low that no noise makes it win.
 # Up to `FEW_TOKENS` allowed tokens it is cheap to look at each; with more than
 # `MANY_TOKENS` it costs as much as to search the whole row.
 FEW_TOKENS, MANY_TOKENS = 512, 4096
 _Best = tuple[Int64s, Float32s]
-# Candidates that must be left of a row, or the whole row is searched for the best.
-MIN_CANDIDATES = 8
+MIN_CANDIDATES = 8  # With fewer left, the whole row is searched for the best.
 
 
 class LogitsProcessor(Protocol):

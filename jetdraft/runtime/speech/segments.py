@@ -6,8 +6,7 @@ from itertools import pairwise
 
 from jetdraft.runtime.piece import Result
 
-# The seconds of a slot of the encoder, and of a step between timestamps.
-SLOT_SECONDS = 0.02
+SLOT_SECONDS = 0.02  # A slot of the encoder; a step between timestamps.
 
 
 @dataclass(frozen=True)

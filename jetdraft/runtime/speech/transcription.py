@@ -27,10 +27,8 @@ from jetdraft.runtime.speech.sound import MIN_SECONDS, log_mel
 from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.stops import CANCELLED, LENGTH, STOP
 
-# The task of writing in the language that is spoken; the other is "translate".
-TRANSCRIBE = "transcribe"
-# The mean log probability of a window's tokens, and the probability of no speech.
-Scores = tuple[float | None, float | None]
+TRANSCRIBE = "transcribe"  # Or "translate".
+Scores = tuple[float | None, float | None]  # Mean logprob, and P(no speech).
 _SAMPLES_PER_SLOT = round(SLOT_SECONDS * SAMPLE_RATE)
 
 

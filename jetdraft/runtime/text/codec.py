@@ -16,8 +16,7 @@ from jetdraft.contracts.tensors import Int64s
 from jetdraft.errors import BundleError, LengthError, OptionError
 from jetdraft.runtime.text.worker_process import Vocabulary
 
-# A prompt with more characters for each token of the capacity is not even encoded.
-CHARACTERS_PER_TOKEN = 64
+CHARACTERS_PER_TOKEN = 64  # A longer prompt is not even encoded.
 
 
 class TextCodec:
@@ -137,8 +136,7 @@ _LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 _PRINTABLE = {letter: ord(letter) for letter in _LETTERS if ord(letter) < 256}
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE.values())
 _BYTE_OF = _PRINTABLE | dict(zip(_LETTERS[len(_PRINTABLE) :], _OTHERS, strict=True))
-# Tokens that are decoded before a token, so that it is not the first of a text.
-_CONTEXT_TOKENS = 4
+_CONTEXT_TOKENS = 4  # Decoded before a token, so that it is not the first.
 
 
 class TextStream:

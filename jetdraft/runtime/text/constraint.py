@@ -29,8 +29,7 @@ from jetdraft.runtime.text.worker_process import (
 # How long the compilation of a constraint may compute, and then each look at a text.
 # Useful constraints take milliseconds, or 200 for 1000 optional properties.
 COMPILE_SECONDS, STEP_SECONDS = 5.0, 2.0
-# Limits of the library's parser and lexer; a state takes up to 2 kB.
-MAX_ITEMS, MAX_STATES = 500, 50_000
+MAX_ITEMS, MAX_STATES = 500, 50_000  # Parser and lexer; a state takes 2 kB.
 TOO_MUCH = "it takes too much time or memory"
 
 # Keywords of a JSON schema whose numbers are limits.

@@ -25,13 +25,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-# Characters and items of a value that a template makes, and of the whole prompt.
-MAX_SIZE = 2**21
+MAX_SIZE = 2**21  # Characters and items of a value, and of the whole prompt.
 MAX_TOTAL_SIZE = 2**26  # Characters and items of all values together.
 MAX_BITS = 2**14  # Bits of an integer.
 MAX_SECONDS = 5.0  # Time of the thread for one prompt.
-# Filters that no template can name.
-_STEP, _WEIGH, _JOIN = "(step)", "(weigh)", "(join)"
+_STEP, _WEIGH, _JOIN = "(step)", "(weigh)", "(join)"  # No template can name them.
 _WIDE = re.compile(r"\*|\d{5}|:[^}]*\{")  # What may make a format's field very wide.
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from jetdraft.errors import OptionError, printable
 
-# A dict with a `role` and a `content`, as templates of transformers expect.
-Message = dict[str, Any]
+Message = dict[str, Any]  # With `role` and `content`, as in transformers.
 # The fields for a message's reasoning, in different programs.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 

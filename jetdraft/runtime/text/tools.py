@@ -25,8 +25,7 @@ from jetdraft.runtime.text.worker_main import SPACING
 from jetdraft.runtime.text.worker_process import Vocabulary
 
 Schema = dict[str, Any]  # A JSON schema.
-# The tags around a call, where a chat template has them.
-BEGIN_TAG, END_TAG = "<tool_call>", "</tool_call>"
+BEGIN_TAG, END_TAG = "<tool_call>", "</tool_call>"  # Where a template has them.
 # The rule of a text without a call, for marked calls and for unmarked calls.
 _TAGGED_RULES = f"""
 before[suffix="{BEGIN_TAG}"]: /(.|\\n)*/

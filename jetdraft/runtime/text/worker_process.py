@@ -22,10 +22,8 @@ SLICE_SECONDS = 0.05  # How long a wait blocks before it checks whether it must 
 PATIENCE = 10.0
 MIN_READ_BYTES = 4096  # Bytes read at once, so that a short reply is read by one call.
 MAX_BYTES = 256 << 20  # Memory that one constraint may take beside the vocabulary's.
-# The longest start; a vocabulary of 150,000 tokens is read in 2 s.
-START_SECONDS = 60.0
-# Whether a wait must end: the generation is cancelled, or its time is over.
-MustEnd = Callable[[], bool]
+START_SECONDS = 60.0  # A vocabulary of 150,000 tokens is read in 2 s.
+MustEnd = Callable[[], bool]  # Whether it is cancelled, or its time is over.
 
 
 class EndedError(Exception):

@@ -103,8 +103,7 @@ class Shape(ABC):
         return tree.rows()
 
 
-# Makes the draws of a draft independent of the noise that chooses target tokens.
-_SALT = 0x6A09E667F3BCC908
+_SALT = 0x6A09E667F3BCC908  # Makes a draft's draws independent of the noise.
 
 
 def draw_siblings(

@@ -50,13 +50,11 @@ from jetdraft.train.training import ReportStage
 from jetdraft.train.use.students import Missed, Student, join_missed
 
 ADAPTER = "use"  # The name of the LoRA.
-# One lesson in `HELD_OUT` is held out, and at most `MAX_HELD_OUT` lessons are.
-HELD_OUT, MAX_HELD_OUT = 8, 32
+HELD_OUT, MAX_HELD_OUT = 8, 32  # One lesson of 8, and at most 32.
 STEPS_BETWEEN_LOOKS = 10  # Steps between two measurements of the held-out loss.
 WARM_UP_STEPS = 10  # Steps in which the learning rate rises.
 REST_SECONDS = 1.0  # Seconds between two looks at the power while a training waits.
-# Seconds between two looks at the lessons while a training in the background waits.
-LOOK_SECONDS = 5.0
+LOOK_SECONDS = 5.0  # Between two looks at the lessons in the background.
 
 
 class Pace:

@@ -23,8 +23,7 @@ from jetdraft.methods.eagle.module import Eagle
 from jetdraft.train.heads import unroll
 from jetdraft.train.teacher import load_target, logits_at, states_at
 
-# Steps of a draft in which a wrong place may be reached; it counts once in each.
-UNROLLED_STEPS = 4
+UNROLLED_STEPS = 4  # A wrong place counts once in each step of a draft.
 
 
 # --- wrong places -------------------------------------------------------------------
