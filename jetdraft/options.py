@@ -11,7 +11,7 @@ function with the keyword `context`, and the function's reference lists its help
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from functools import wraps
 from math import inf
 from numbers import Integral, Real
@@ -155,10 +155,6 @@ def takes(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]
         return call
 
     return decorate
-
-
-def is_required(option: Option) -> bool:
-    return option.default is MISSING
 
 
 class Range(NamedTuple):

@@ -44,10 +44,6 @@ def final_norm(model: Any) -> nn.Module:
 Fuse = Callable[[list[Tensor]], Tensor]
 
 
-def join_states(states: list[Tensor]) -> Tensor:
-    return torch.cat(states, -1)
-
-
 class Taps(nn.Module):
     """Reads states of a target and fuses them to `size` features for each row.
 
@@ -65,7 +61,7 @@ class Taps(nn.Module):
         self,
         layers: tuple[int, ...],
         size: int,
-        fuse: Fuse = join_states,
+        fuse: Fuse = lambda states: torch.cat(states, -1),
         parts: Mapping[str, nn.Module] = MappingProxyType({}),
         cut: int = 0,
     ) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING
 from functools import wraps
 from pathlib import Path
 from typing import Any, is_typeddict
@@ -9,7 +10,7 @@ from typing import Any, is_typeddict
 import click
 
 from jetdraft.options import Option as Declared
-from jetdraft.options import declared_options, is_required
+from jetdraft.options import declared_options
 
 # The groups of options, in the order in which help prints them.
 GROUPS = (
@@ -173,7 +174,7 @@ def _click_option(declared_option: Declared, defaults: Mapping[str, Any]) -> Dec
         names = flag.names or (long,)
         settings["type"] = _click_type(declared_option)
         settings["multiple"] = declared_option.multiple
-        if is_required(declared_option) and declared_option.name not in defaults:
+        if declared_option.default is MISSING and declared_option.name not in defaults:
             settings["required"] = True
         elif default not in (None, (), ""):
             settings |= {"default": default, "show_default": flag.show_default}

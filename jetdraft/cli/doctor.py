@@ -129,16 +129,13 @@ def examine(
 ) -> list[Finding]:
     """Return all findings in the order in which to fix them, wrong findings first."""
     machine = detect_machine(root)
-    findings = [*_check_onnxruntime(), _check_products()]
+    parts = tuple(int(part) for part in ort.__version__.split(".")[:2])
+    fix = "" if parts >= OLDEST_ORT else "pip install 'onnxruntime>=1.29'"
+    findings = [Finding("onnxruntime", ort.__version__, fix, wrong=bool(fix))]
+    findings.append(_check_products())
     findings += [*_check_system(machine), *_check_state(machine)]
     findings += [_check_provider(presence_of(n), machine) for n in reversed(PROVIDERS)]
     return sorted(findings, key=lambda finding: (not finding.wrong, not finding.fix))
-
-
-def _check_onnxruntime() -> Iterator[Finding]:
-    parts = tuple(int(part) for part in ort.__version__.split(".")[:2])
-    fix = "" if parts >= OLDEST_ORT else "pip install 'onnxruntime>=1.29'"
-    yield Finding("onnxruntime", ort.__version__, fix, wrong=bool(fix))
 
 
 def _check_products() -> Finding:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import click
 
-from jetdraft.cli.command import Decorator, keyword_flags, option, record_flags
+from jetdraft.cli.command import Decorator, option, record_flags
 from jetdraft.cli.console import read_input
 from jetdraft.files import check_writable, write_text
 from jetdraft.runtime.model import Model
@@ -34,9 +34,6 @@ json_option = option(
     help="Print JSON, and nothing else, to standard output.",
 )
 
-threads_option = keyword_flags(LoadOptions, only=("threads",))
-temperature_option = keyword_flags(GenerateOptions, only=("temperature",))
-
 prompts_option = option(
     "prompt",
     "--prompts",
@@ -56,11 +53,6 @@ explain_option = option(
 def runtime_options(*more: str) -> Decorator:
     """Decorate a command with flags of `LoadOptions`; it gets them as `runtime`."""
     return record_flags("runtime", LoadOptions, only=(*RUNTIME, *more))
-
-
-def new_tokens_option(most: int) -> Decorator:
-    """Return the option -n/--max-new-tokens; its default is `most`."""
-    return keyword_flags(GenerateOptions, only=("max_new_tokens",), max_new_tokens=most)
 
 
 def generate_options(*names: str, **defaults: Any) -> Decorator:

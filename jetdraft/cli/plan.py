@@ -38,7 +38,12 @@ NO_METHODS_LINE = (
 @json_option
 def command(target: Path, as_json: bool, **options: Any) -> None:
     """Predict memory and speed of TARGET, a config.json or the folder with it."""
-    question = Question(target, **options, methods=method_costs())
+    costs = tuple(
+        MethodCost(method.name, method.cost, method.trees)
+        for method in methods().values()
+        if method.cost is not None  # it cannot be predicted on a device
+    )
+    question = Question(target, **options, methods=costs)
     prediction = plan(question)
     if as_json:
         click.echo(json.dumps(prediction.to_json()))
@@ -50,15 +55,6 @@ def command(target: Path, as_json: bool, **options: Any) -> None:
             click.echo(NO_METHODS_LINE)
         else:
             _print_methods(prediction)
-
-
-def method_costs() -> tuple[MethodCost, ...]:
-    """The costs of the registered methods that can be predicted on a device."""
-    return tuple(
-        MethodCost(method.name, method.cost, method.trees)
-        for method in methods().values()
-        if method.cost is not None
-    )
 
 
 def _print_plan(prediction: Plan, question: Question) -> None:

@@ -16,6 +16,8 @@ from jetdraft.errors import StoreError
 from jetdraft.files import is_free
 from jetdraft.learning.lessons import has_learned, label
 from jetdraft.runtime.model import load
+from jetdraft.runtime.passes.opener import LoadOptions
+from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.train.acceptance import fit_head, record_verdicts, save_head
 from jetdraft.train.machine import this_process
 from jetdraft.train.task import Task, TrainingOptions
@@ -95,10 +97,11 @@ def _print_progress(bars: ProgressBars, run: Training, progress: Progress) -> No
 @click.command("acceptance", cls=Command)
 @flags.bundle_argument
 @flags.prompts_option
-@flags.new_tokens_option(128)
-@flags.temperature_option
+@keyword_flags(
+    GenerateOptions, only=("max_new_tokens", "temperature"), max_new_tokens=128
+)
 @keyword_flags(TrainingOptions, only=("seed",))
-@flags.threads_option
+@keyword_flags(LoadOptions, only=("threads",))
 def acceptance(
     bundle: Path,
     prompts_file: Path | None,

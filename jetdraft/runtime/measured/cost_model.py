@@ -106,7 +106,10 @@ class Curve:
             before = self.passes[round_.width]
             after = _blend_estimate(before, round_.target_seconds * 1e3)
             self._last_used[round_.width] = self._rounds
-            self._scale_idle_times(after / before)
+            for width in filter(self._is_idle, [*self.passes]):
+                self.passes[width] *= after / before
+            for method in filter(self._is_idle, [*self.drafts]):
+                self.drafts[method] *= after / before
             self.passes[round_.width] = after
         if self.replays and round_.commit_seconds:
             before = self.replay_ms(1 + round_.accepted)
@@ -124,12 +127,6 @@ class Curve:
                 recent.append(self.drafts[method])
             recent.append(seconds * 1e3 / drafted)
             self.drafts[method] = median_low(recent)
-
-    def _scale_idle_times(self, ratio: float) -> None:
-        for width in filter(self._is_idle, [*self.passes]):
-            self.passes[width] *= ratio
-        for method in filter(self._is_idle, [*self.drafts]):
-            self.drafts[method] *= ratio
 
     def _is_idle(self, key: int | str) -> bool:
         return self._rounds - self._last_used.get(key, -IDLE_ROUNDS) >= IDLE_ROUNDS

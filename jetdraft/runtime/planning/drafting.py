@@ -128,12 +128,6 @@ class Drafting:
         """Whether a method may need the drafter: only drafts that are free never do."""
         return any(methods()[name].cost != "free" for name in self.options)
 
-    @property
-    def sized_options(self) -> MethodOptions | None:
-        """The options of a method that fixes the size of every draft, or None."""
-        options = (o for o in self.options.values() if o.draft_size is not None)
-        return next(options, None)
-
     def _refuse_settings(self) -> None:
         """Raise `OptionError` for options of drafting: plain decoding has no draft."""
         count = self.num_draft_tokens

@@ -321,9 +321,10 @@ class Planner:
         self, drafting: Drafting, proposers: Sequence[Proposer]
     ) -> Controller:
         """Make the controller: a fixed plan, or a plan by measured times and rates."""
-        count, sized = drafting.num_draft_tokens, drafting.sized_options
         if not proposers:
             return FixedController(None, 0)
+        count, options = drafting.num_draft_tokens, drafting.options.values()
+        sized = next((o for o in options if o.draft_size is not None), None)
         if sized is not None:
             size = sized.draft_size or MAX_DRAFT_TOKENS
             widest = self.widths(drafting)[-1]
@@ -343,8 +344,7 @@ class Planner:
             self.widths(drafting),
             count or MAX_DRAFT_TOKENS,
             self.parts.widths.ends_at_gap(drafting.exact),
-            self._trees_agree(drafting)
-            and all(options.may_branch for options in drafting.options.values()),
+            self._trees_agree(drafting) and all(own.may_branch for own in options),
             self._profits[drafting.names],
         )
 

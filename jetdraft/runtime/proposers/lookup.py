@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.drafts.rows import Rows, Tokens
-from jetdraft.runtime.history.store import Entry, ResponseStore
+from jetdraft.runtime.history.store import ResponseStore
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
@@ -134,7 +134,9 @@ class _ResponseLookup(_SequenceLookup):
 
     def begin(self) -> None:
         self._restart()
-        entries = self._latest_entries()
+        entries = self._store.entries
+        sizes = accumulate(len(entry.response) for entry in entries)
+        entries = entries[: sum(size <= MAX_INDEXED for size in sizes)]
         if len(self._indexed) > 2 * len(entries):
             self._automaton, self._indexed = SuffixAutomaton(), set()
         for entry in reversed(entries):
@@ -144,11 +146,6 @@ class _ResponseLookup(_SequenceLookup):
                 self._indexed.add(key)
                 self._automaton.begin()
                 self._automaton.extend(entry.response)
-
-    def _latest_entries(self) -> list[Entry]:
-        sizes = accumulate(len(entry.response) for entry in self._store.entries)
-        within = sum(size <= MAX_INDEXED for size in sizes)
-        return self._store.entries[:within]
 
     def _learn(self, fresh: Sequence[int]) -> None:
         for token in fresh:
