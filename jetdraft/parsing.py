@@ -4,20 +4,13 @@ import dataclasses
 import json
 import math
 import re
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import Annotated, Any, get_args, get_origin, get_type_hints, is_typeddict
 
 from jetdraft.errors import printable
 
@@ -194,7 +187,7 @@ def read_record(hint: Any, value: Any, where: str = "") -> Any:
             elif not rule.holds(value):
                 raise _record_error(where, rule.words, value)
         return value
-    if origin in (Union, UnionType):
+    if origin in (typing.Union, UnionType):
         [kind] = (kind for kind in types if kind is not NoneType)
         return None if value is None else read_record(kind, value, where)
     if origin in (tuple, list):

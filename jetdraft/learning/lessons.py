@@ -370,7 +370,7 @@ class Tally:
         return self.accepted / max(1, self.evaluated)
 
 
-def decide_trial(before: Tally, after: Tally) -> bool | None:
+def judge_trial(before: Tally, after: Tally) -> bool | None:
     """Whether to keep the weights of `after`; None while that is open.
 
     They go if their rate is lower: at `EARLY_TOKENS` if it is lower by `CLEAR_LOSS`

@@ -22,19 +22,14 @@ from jetdraft.runtime.measured.stats import Acceptance, Stats
 from jetdraft.runtime.passes.answer import Target
 from jetdraft.runtime.planning.controller import (
     AdaptiveController,
+    Assignment,
     Controller,
     FixedController,
 )
 from jetdraft.runtime.planning.drafting import MAX_DRAFT_TOKENS, Drafting
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import WALK, Method, MethodOptions
-from jetdraft.runtime.proposers.proposer import (
-    Observer,
-    Parents,
-    Proposer,
-    Seen,
-    constrain,
-)
+from jetdraft.runtime.proposers.proposer import Observer, Proposer, Seen, constrain
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.sampling.verifiers import Verifier
 from jetdraft.runtime.text.constraint import Matcher
@@ -153,8 +148,7 @@ class ProposerSet:
             if proposer not in drafts:
                 proposer.catch_up(context)
                 start = time.perf_counter()
-                parents = assignment.parents
-                rows = _propose(proposer, context, budget, parents, self.vocab_size)
+                rows = _propose(assignment, context, self.vocab_size)
                 offer.asked[proposer] = rows.drafted, time.perf_counter() - start
                 drafts[proposer] = rows
                 if not rows.drafted and rows.probes is not None:
@@ -167,15 +161,15 @@ class ProposerSet:
         return offer
 
 
-def _propose(
-    proposer: Proposer, context: Tokens, budget: int, parents: Parents, size: int
-) -> Rows:
-    """Ask a proposer for rows; raises `OptionError` if it fails or the rows are wrong.
+def _propose(assignment: Assignment, context: Tokens, size: int) -> Rows:
+    """Ask a proposer for rows, of tokens below `size`.
 
-    Token ids must be below `size`."""
-    root, problem = context[-1], ""
+    Raises `OptionError` if it fails, or if the rows are wrong.
+    """
+    proposer, root, problem = assignment.proposer, context[-1], ""
+    assert proposer is not None
     try:
-        rows = proposer.propose(context, budget, parents)
+        rows = proposer.propose(context, assignment.budget, assignment.parents)
         given: object = rows.tokens[:1] if isinstance(rows, Rows) else rows
         if given != [root]:
             problem = (

@@ -1,5 +1,6 @@
 """A method of drafting: one record, registered once."""
 
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -7,17 +8,7 @@ from numbers import Integral, Real
 from operator import index
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import (
-    Any,
-    Generic,
-    Literal,
-    Self,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import CANDIDATES
@@ -113,7 +104,7 @@ class MethodOptions:
         return tuple(option.name for option in fields(cls))
 
     @classmethod
-    def of(cls, settings: Mapping[str, object]) -> Self:
+    def of(cls, settings: Mapping[str, object]) -> typing.Self:
         """Make options from `settings`; raises `OptionError` for an unknown key."""
         keys = cls.option_names()
         for key in settings:
@@ -238,7 +229,7 @@ _READERS: dict[Any, tuple[Any, Callable[[Any], Any], Callable[[str], Any], str]]
 
 def _read_value(key: str, value: object, hint: Any) -> Any:
     """Read a text or a Python value as its field's type; raises `DraftingError`."""
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = get_args(hint) if get_origin(hint) in (typing.Union, UnionType) else (hint,)
     if unreadable := {*kinds} - {*_READERS, NoneType}:
         raise DraftingError(
             f"drafting option {key} has a field of type {unreadable.pop()}; declare it "

@@ -18,13 +18,7 @@ from jetdraft.parsing import JsonError, read_json
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.processors import Mask, apply_changes
-from jetdraft.runtime.text.worker_process import (
-    EndedError,
-    MustEnd,
-    Pipe,
-    Vocabulary,
-    never,
-)
+from jetdraft.runtime.text.worker_process import EndedError, MustEnd, Pipe, Vocabulary
 
 # How long the compilation of a constraint may compute, and then each look at a text.
 # Useful constraints take milliseconds, or 200 for 1000 optional properties.
@@ -161,7 +155,7 @@ class Matcher:
         vocabulary: Vocabulary,
         constraint: Constraint,
         start: int,
-        must_end: MustEnd = never,
+        must_end: MustEnd = lambda: False,
     ) -> None:
         self._vocabulary, self._constraint = vocabulary, constraint
         self._must_end = must_end

@@ -412,3 +412,9 @@ class ReachThreshold(Shape):
                 tokens.append(token)
             fresh += tree.add(row, q, tokens)
         return [row for row in fresh if self._reach[row] >= least] if tree.room else []
+
+
+# The shapes that an option's value is enough for, by name.
+SHAPES: dict[str, type[Best | Heap | ReachThreshold | Rerank | Comb | Merged]] = {
+    shape.name: shape for shape in (Best, Heap, ReachThreshold, Rerank, Comb, Merged)
+}

@@ -16,14 +16,7 @@ import numpy as np
 from jetdraft.contracts.step_contract import SplitContract
 from jetdraft.contracts.tensors import Float32s, check_tensors
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.rows import (
-    NO_PROBES,
-    NO_PROBING,
-    Probes,
-    Probing,
-    Rows,
-    Tokens,
-)
+from jetdraft.runtime.drafts.rows import NO_PROBES, NO_PROBING, Probes, Probing, Rows
 from jetdraft.runtime.passes.answer import Answer, answer_of
 from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.passes.buffers import Cache
@@ -195,11 +188,13 @@ class LeadingHalf:
         self.widths = sorted(widths)
         self._keep_ahead(0)
 
-    def run(self, tokens: Tokens, last_only: bool = False, width: int = 0) -> Answer:
+    def run(
+        self, tokens: Sequence[int], last_only: bool = False, width: int = 0
+    ) -> Answer:
         self._keep_ahead(0)
         return self.whole.run(tokens, last_only, width)
 
-    def lead(self, text: Tokens) -> Float32s | None:
+    def lead(self, text: Sequence[int]) -> Float32s | None:
         """Run the lower half over the rows of `text` that are not committed yet.
 
         Returns the states [n, h] that leave it, or None if the rows do not fit. The
@@ -249,7 +244,7 @@ class LeadingHalf:
         del self.ahead[count:]
         self._states = self._states[:count]
 
-    def _append_ahead(self, tokens: Tokens, states: Float32s) -> None:
+    def _append_ahead(self, tokens: Sequence[int], states: Float32s) -> None:
         self.ahead += tokens
         self._states = np.concatenate([self._states, states])
 
