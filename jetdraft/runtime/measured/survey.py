@@ -438,9 +438,7 @@ def run_until_captured(graph: Graph, run: Callable[[], object]) -> None:
         run()
 
 
-def pass_times(
-    graph: Graph, widths: Sequence[int], turns: int = PASS_TURNS
-) -> dict[int, float]:
+def pass_times(graph: Graph, widths: Sequence[int]) -> dict[int, float]:
     """The shortest time in milliseconds of a chain pass, by width.
 
     The widths take turns, since a busy second would else slow the passes of one width
@@ -452,7 +450,7 @@ def pass_times(
         for width in widths:
             run_until_captured(graph, partial(graph.run, tokens[:width]))
         seconds: dict[int, list[float]] = {width: [] for width in widths}
-        for _ in range(turns):
+        for _ in range(PASS_TURNS):
             for width in widths:
                 seconds[width].append(_time_pass(graph, tokens[:width]))
     return {width: 1e3 * min(times) for width, times in seconds.items()}
