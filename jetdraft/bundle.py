@@ -329,14 +329,9 @@ def check_pair(
 
 def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
     """Read the arrays of a `streams.npz`; raises `BundleError` unless they fit."""
+    advice = "give a streams.npz that jetdraft export wrote"
     weights, own_weights = (
-        read_arrays(
-            path,
-            BundleError(
-                f"cannot read streams from {path}; give a streams.npz that jetdraft "
-                "export wrote"
-            ),
-        )
+        read_arrays(path, BundleError(f"cannot read streams from {path}; {advice}"))
         for path in (file, bundle.path / STREAMS)
     )
     base = str(weights.pop("base", ""))

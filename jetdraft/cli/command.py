@@ -14,19 +14,8 @@ from jetdraft.options import declared_options
 
 # The groups of options, in the order in which help prints them.
 GROUPS = (
-    "prompt",
-    "checkpoint",
-    "quantization",
-    "ending",
-    "sampling",
-    "constraint",
-    "drafting",
-    "training",
-    "measurement",
-    "device",
-    "server",
-    "limits",
-    "runtime",
+    *("prompt", "checkpoint", "quantization", "ending", "sampling", "constraint"),
+    *("drafting", "training", "measurement", "device", "server", "limits", "runtime"),
     "output",
 )
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]

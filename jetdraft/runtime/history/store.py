@@ -103,18 +103,13 @@ class ResponseStore:
     def _read_entries(self) -> list[Entry]:
         """Read the user's entries, latest first; reuses the entries in memory."""
         known = {(entry.id, entry.used): entry for entry in self.entries}
-        entries = []
+        times, entries = entry_times(self.most_days), list[Entry]()
         with self._store_file.connect() as database:
             keys = database.execute(
                 "select id, used from entries where user = ? and used between ? and ?"
                 " and length(prompt) + length(response) <= ?"
                 " order by used desc limit ?",
-                (
-                    self.user,
-                    *entry_times(self.most_days),
-                    _MAX_BYTES,
-                    self.most_entries,
-                ),
+                (self.user, *times, _MAX_BYTES, self.most_entries),
             ).fetchall()
             for key in keys:
                 entry = known.get(key)
