@@ -41,25 +41,23 @@ from jetdraft.manifest import (
 )
 from jetdraft.parsing import Count, Rule, one_of, read_fields
 
+# Graphs with onnxruntime's own operators; graphs with operators of ai.onnx only; and
+# such graphs without TensorScatter, for a TensorRT that cannot read it.
 CONTRIB, STANDARD, SCATTERED = FLAVOURS = "contrib", "standard", "standard-scatternd"
-"""Graphs with onnxruntime's own operators; graphs with operators of ai.onnx only; and
-such graphs without TensorScatter, for a TensorRT that cannot read it."""
+# Files of a bundle, see above.
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 STREAMS = "streams.npz"
-MAX_WEIGHT = 1e4
-"""The largest absolute weight of streams; trained ones are far below. Products of
-larger numbers may overflow, and NaN would change the text even where it is multiplied
-by zero."""
 SIMILARITY = "similarity.npy"
-"""Files of a bundle, see above."""
-SAMPLE_RATE = 16_000
-"""Samples per second of the sound that a speech model reads."""
-HOP, WINDOW = 160, 400
-"""Samples from one frame of the spectrum to the next, and samples in a frame."""
+# The largest absolute weight of streams; trained ones are far below. Products of larger
+# numbers may overflow, and NaN would change the text even where it is multiplied by
+# zero.
+MAX_WEIGHT = 1e4
+SAMPLE_RATE = 16_000  # Samples per second of the sound that a speech model reads.
+HOP, WINDOW = 160, 400  # Samples from one frame to the next, and in a frame.
+# Names in `Bundle.graphs`.
 TARGET = "target"
 DRAFTER = "drafter"
-"""Names in `Bundle.graphs`."""
 
 Provider = Annotated[
     str, Rule("a provider's name", lambda n: bool(re.fullmatch("[a-z0-9-]{1,32}", n)))
@@ -331,14 +329,9 @@ def check_pair(
 
 def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
     """Read the arrays of a `streams.npz`; raises `BundleError` unless they fit."""
+    advice = "give a streams.npz that jetdraft export wrote"
     weights, own_weights = (
-        read_arrays(
-            path,
-            BundleError(
-                f"cannot read streams from {path}; give a streams.npz that jetdraft "
-                "export wrote"
-            ),
-        )
+        read_arrays(path, BundleError(f"cannot read streams from {path}; {advice}"))
         for path in (file, bundle.path / STREAMS)
     )
     base = str(weights.pop("base", ""))

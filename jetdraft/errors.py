@@ -138,7 +138,6 @@ def printable(text: object, most: int = 200) -> str:
 
 
 def _escape(character: str) -> str:
-    """Return a character if it is printable, else its escape in Python."""
     if character.isprintable():
         return character
     return character.encode("unicode_escape").decode("ascii")

@@ -1,7 +1,5 @@
 """Reads and writes files: texts, arrays, files that appear whole; and locks them."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator, Mapping
@@ -15,11 +13,8 @@ import numpy.typing as npt
 
 from jetdraft.errors import DataError, JetdraftError, OutputError
 
-TRIAL_FILE_BYTES = 4096
-"""The bytes that `check_writable` writes: a full disk may still take an empty file."""
-
-MAX_BYTES = 1 << 28
-"""The most bytes that are read from a device or a pipe, which may never end."""
+TRIAL_FILE_BYTES = 4096  # An empty file may fit on a full disk.
+MAX_BYTES = 1 << 28  # A device or a pipe may never end.
 
 
 def check_name(file: Path) -> None:

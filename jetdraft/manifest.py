@@ -15,18 +15,13 @@ from jetdraft.files import replacing
 from jetdraft.parsing import Count, Rule, Size, in_range, read_json_file
 from jetdraft.recipe import Recipe
 
-MANIFEST = "bundle.json"
-"""The file of a bundle with its manifest."""
-
+MANIFEST = "bundle.json"  # The file of a bundle with its manifest.
+# The file, in a bundle, of the hashes that were checked, and of the sizes, inodes and
+# times of the files at that moment.
 CHECKED_FILES = Path("profiles", "checked.json")
-"""The file, in a bundle, of the hashes that were checked, and of the sizes, inodes and
-times of the files at that moment."""
-
-SCHEMA_VERSION = 6
-"""The version of manifests that this jetdraft reads and writes."""
-
+SCHEMA_VERSION = 6  # The version of manifests that this jetdraft reads and writes.
+# The fields of a manifest with its schema, and with the hash of all others.
 VERSION, SEAL = "schema_version", "sha256"
-"""The fields of a manifest with its schema, and with the hash of all others."""
 
 
 def seal_hash(manifest: dict[str, Any]) -> str:
@@ -187,7 +182,6 @@ class Halves:
 
     @property
     def files(self) -> list[str]:
-        """The names of all its graph files."""
         return [self.lower, self.upper, self.lower_compaction, self.upper_compaction]
 
 
@@ -256,12 +250,10 @@ class GraphEntry:
 
     @property
     def tree_contract(self) -> StepContract:
-        """The contract of `tree_file`."""
         return replace(self.contract, tree=True)
 
     @property
     def widest_contract(self) -> StepContract:
-        """The contract of `widest_file`."""
         branching = self.contract.tree or self.tree_file is not None
         return replace(self.contract, tree=branching, selection=self.selection)
 

@@ -8,35 +8,23 @@ The command line makes `--context` of it (`jetdraft.cli.command`), `takes` a Pyt
 function with the keyword `context`, and the function's reference lists its help.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from functools import wraps
 from math import inf
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    NamedTuple,
-    ParamSpec,
-    TypeVar,
-    Union,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
 
 from jetdraft.errors import OptionError
 
-P = ParamSpec("P")
-R = TypeVar("R")
-T = TypeVar("T")
+P = typing.ParamSpec("P")
+R = typing.TypeVar("R")
+T = typing.TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -110,7 +98,7 @@ def declared_options(record: type[Any]) -> Iterator[Option]:
 def _value_type(hint: Any) -> tuple[type, bool]:
     """Return the type of a field's single value, and whether it takes several."""
     origin, types = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
+    if origin in (typing.Union, UnionType):
         kinds = [_value_type(part) for part in types if part is not NoneType]
         several = [kind for kind in kinds if kind[1]]
         paths = [kind for kind in kinds if kind[0] is Path]
@@ -159,12 +147,7 @@ def takes(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]
     return decorate
 
 
-def is_required(option: Option) -> bool:
-    """Whether an option has no default, and so must be given."""
-    return option.default is MISSING
-
-
-class Range(NamedTuple):
+class Range(typing.NamedTuple):
     """The numbers that an option allows, and the words for them in errors."""
 
     contains: Callable[[Any], bool]

@@ -1,7 +1,5 @@
 """Imports onnxruntime; if it is missing, any use of `ort` raises `ProviderError`."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,39 +1,27 @@
 """Untrusted JSON: read within limits, then as the types that a program declares."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
 import re
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import Annotated, Any, get_args, get_origin, get_type_hints, is_typeddict
 
 from jetdraft.errors import printable
 
+# A whole string, so that the brackets in it do not count, or one bracket.
 _BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
-"""A whole string, so that the brackets in it do not count, or one bracket."""
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-"""An escape of one half of a surrogate pair."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # One half of a surrogate pair.
+# The most characters of an integer of 64 bits, and of an `exact` integer: Python itself
+# refuses a few hundred more.
 _MAX_DIGITS, _MAX_EXACT_DIGITS = 20, 4000
-"""The most characters of an integer of 64 bits, and of an `exact` integer: Python
-itself refuses a few hundred more."""
 _MIN_INTEGER, _MAX_INTEGER = -(2**63), 2**64 - 1
-
-MAX_SIZE = 2**31 - 1
-"""The largest number of rows, tokens or bytes of a row that graphs can address."""
+MAX_SIZE = 2**31 - 1  # Of rows, tokens or bytes that graphs can address.
 
 
 class JsonError(ValueError):
@@ -133,14 +121,12 @@ def _parse_integer(digits: str) -> int:
 
 
 def _parse_exact_integer(digits: str) -> int:
-    """Parse an integer of any size that Python reads; raises `JsonError`."""
     if len(digits) > _MAX_EXACT_DIGITS:
         raise JsonError(f"an integer has {len(digits)} digits")
     return int(digits)
 
 
 def _parse_float(digits: str) -> float:
-    """Parse a number; raises `JsonError` if a float cannot hold it."""
     value = float(digits)
     if not math.isfinite(value):
         raise JsonError(f"a number is too large: {printable(digits, 40)}")
@@ -169,12 +155,10 @@ class Rule:
 
 
 def in_range(least: float, most: float) -> Rule:
-    """Return the rule that a number is from `least` to `most`."""
     return Rule(f"{least} to {most}", lambda value: least <= value <= most)
 
 
 def one_of(*choices: object) -> Rule:
-    """Return the rule that a value is one of `choices`."""
     words = "one of " + ", ".join(map(str, choices))
     return Rule(words, lambda value: value in choices)
 
@@ -203,7 +187,7 @@ def read_record(hint: Any, value: Any, where: str = "") -> Any:
             elif not rule.holds(value):
                 raise _record_error(where, rule.words, value)
         return value
-    if origin in (Union, UnionType):
+    if origin in (typing.Union, UnionType):
         [kind] = (kind for kind in types if kind is not NoneType)
         return None if value is None else read_record(kind, value, where)
     if origin in (tuple, list):
@@ -243,12 +227,10 @@ def _required_fields(kind: Any) -> frozenset[str]:
 
 @cache
 def _field_hints(kind: Any) -> Mapping[str, Any]:
-    """Return the annotations of a class by field, with their rules."""
     return get_type_hints(kind, include_extras=True)
 
 
 def _read_list(hint: Any, value: Any, where: str) -> Any:
-    """Convert a JSON list to the list or tuple type `hint`; raises `RecordError`."""
     if not isinstance(value, list):
         raise _record_error(where, "a list", value)
     kind, types = get_origin(hint), get_args(hint)
@@ -262,7 +244,6 @@ def _read_list(hint: Any, value: Any, where: str) -> Any:
 
 
 def _read_dict(hint: Any, value: Any, where: str) -> dict[Any, Any]:
-    """Convert a JSON object to the dict type `hint`; raises `RecordError`."""
     key_kind, kind = get_args(hint)
     entries: dict[Any, Any] = {}
     for key, entry in _check_object(value, where).items():
@@ -273,7 +254,6 @@ def _read_dict(hint: Any, value: Any, where: str) -> dict[Any, Any]:
 
 
 def _read_key(kind: Any, key: str, where: str) -> str | int:
-    """Return a key as text, or as an int if `kind` is not a text type."""
     if kind is str or get_args(kind)[:1] == (str,):
         return key
     if key.isascii() and key.isdigit() and len(key) < 10:
@@ -282,14 +262,12 @@ def _read_key(kind: Any, key: str, where: str) -> str | int:
 
 
 def _check_object(value: Any, where: str) -> dict[str, Any]:
-    """Return `value` if it is a JSON object; raises `RecordError` otherwise."""
     if not isinstance(value, dict):
         raise _record_error(where, "an object", value)
     return value
 
 
 def _read_scalar(kind: Any, value: Any, where: str) -> Any:
-    """Return a text, number or bool of the type `kind`; raises `RecordError`."""
     if kind is Any:
         return value
     # A bool is an int, and an int is a float, unless the exact type is compared.
@@ -308,6 +286,5 @@ def _path_of_field(where: str, name: str) -> str:
 
 
 def _record_error(where: str, words: str, value: Any) -> RecordError:
-    """Return the error for a value at `where` that must be what `words` say."""
     shown = printable(repr(value), 40)
     return RecordError(f"{where or 'it'} must be {words}, not {shown}")

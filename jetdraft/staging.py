@@ -1,7 +1,5 @@
 """Writing a bundle: it appears whole or not at all."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

@@ -6,8 +6,6 @@ Usage, in a test of a program that embeds jetdraft:
         assert model.chat([{"role": "user", "content": "Hello"}]).text
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

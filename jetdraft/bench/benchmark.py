@@ -1,7 +1,5 @@
 """Compares methods in one process, prompt by prompt, so that noise hits all of them."""
 
-from __future__ import annotations
-
 import os
 import platform
 import resource
@@ -23,8 +21,7 @@ from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.planning.registry import AUTO, NONE
 
-CURVE_WIDTHS = range(1, 9)
-"""The widths whose pass times a report gives."""
+CURVE_WIDTHS = range(1, 9)  # The widths whose pass times a report gives.
 
 
 @dataclass
@@ -162,7 +159,6 @@ def make_report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
 
 
 def _pass_ms(graph: Graph | None) -> dict[int, float]:
-    """Measure the milliseconds of a pass by width in `CURVE_WIDTHS`; {} for None."""
     if graph is None:
         return {}
     widths = [width for width in decoding_widths(graph) if width in CURVE_WIDTHS]

@@ -1,7 +1,5 @@
 """Measures pass times on this machine: more widths than at load, all proposers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -23,15 +21,9 @@ from jetdraft.runtime.proposers.proposer import Proposer, Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
 Tick = Callable[[], None]
-
-WIDEST_MEASURED = 32
-"""The largest width that is measured."""
-
-TURNS = 7
-"""How often each width is measured; the shortest time counts."""
-
-DRAFT_TOKENS = 4
-"""Tokens per draft when proposers are timed."""
+WIDEST_MEASURED = 32  # The largest width that is measured.
+TURNS = 7  # How often each width is measured; the shortest time counts.
+DRAFT_TOKENS = 4  # Tokens per draft when proposers are timed.
 
 
 def tune(model: Model, tick: Tick = lambda: None) -> Curve:
@@ -133,7 +125,6 @@ def _round_seconds(target: Graph, drafter: Graph) -> float:
 
 
 def _ms(run: Callable[[], Any], timed: Graph | Cache) -> float:
-    """Call `run`, and return the milliseconds that `timed` spent in its session."""
     seconds_before = timed.seconds
     run()
     return 1e3 * (timed.seconds - seconds_before)

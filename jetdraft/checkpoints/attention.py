@@ -9,8 +9,6 @@ buffers of a fixed size whose unused slots a bias hides. A decoder has positions
 text, which they are not.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,14 +24,11 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from jetdraft.checkpoints.recurrence import States
 from jetdraft.errors import UnsupportedModelError
 
-IMPLEMENTATION = "jetdraft"
-"""The name under which the attention is registered with transformers."""
-
+IMPLEMENTATION = "jetdraft"  # Its name in transformers.
+# Plain words for the names of arguments, in error messages.
 _ARGUMENT_WORDS = {"s_aux": "attention sinks (s_aux)"}
-"""Plain words for the names of arguments, in error messages."""
-
+# Arguments that do not change what attention computes here.
 _IGNORED = {"dropout", "position_ids", "is_causal", "use_cache", "cache_position"}
-"""Arguments that do not change what attention computes here."""
 
 
 @dataclass
@@ -265,15 +260,12 @@ def _run_eagerly(call: _AttentionInputs, state: StepState) -> tuple[Tensor, ...]
 AttentionInterface.register(IMPLEMENTATION, attend)
 
 
-SOURCE_ATTENTION = "jetdraft-source"
-"""The name under which the attention is registered with transformers."""
-
+SOURCE_ATTENTION = "jetdraft-source"  # Its name in transformers.
+# Called with a layer's module, query [1, heads, n, d], key and value [1, kv_heads, n,
+# d]; returns the mixed values [1, n, heads, d].
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-"""Called with a layer's module, query [1, heads, n, d], key and value
-[1, kv_heads, n, d]; returns the mixed values [1, n, heads, d]."""
-
+# The keys and values [1, heads, slots, head_dim] of each layer.
 KeysAndValues = list[tuple[Tensor, Tensor]]
-"""The keys and values [1, heads, slots, head_dim] of each layer."""
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """Reads a Hugging Face checkpoint: its model, tokenizer and special tokens."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -80,7 +78,7 @@ class Checkpoint:
     @classmethod
     def load(
         cls, source: str, dtype: torch.dtype, keeps_grids: bool = False
-    ) -> Checkpoint:
+    ) -> "Checkpoint":
         """Load a local folder, a GGUF file or a hub id; raises `CheckpointError`.
 
         The model computes in `dtype`; its weights keep the type they are stored in. A
@@ -120,7 +118,7 @@ class Checkpoint:
     @classmethod
     def _load_gguf(
         cls, source: str, dtype: torch.dtype, keeps_grids: bool
-    ) -> Checkpoint:
+    ) -> "Checkpoint":
         """Load a GGUF file."""
         with silenced(logging.WARNING), no_progress_bars():
             with opened_gguf(source) as file:
@@ -151,7 +149,6 @@ class Checkpoint:
 
     @property
     def lm_head_name(self) -> str:
-        """The name of the LM head's weight."""
         return self.weight_names()[id(self.model.get_output_embeddings().weight)]
 
     @property
@@ -194,7 +191,7 @@ class Checkpoint:
         rows = int(self.model.get_output_embeddings().weight.shape[0])
         return min(rows, self.target_rows or rows)
 
-    def fit_to_target(self, target_rows: int) -> Checkpoint:
+    def fit_to_target(self, target_rows: int) -> "Checkpoint":
         """Fit this drafter to a target of `target_rows` by `limit_vocab`; return it."""
         limit_vocab(self.model, self.vocab_size, target_rows)
         ids = self.draft_ids

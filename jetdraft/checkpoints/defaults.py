@@ -1,7 +1,5 @@
 """The fields by which a checkpoint chooses its text, and what becomes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +13,10 @@ from jetdraft.parsing import RecordError, read_json_file, read_record
 from jetdraft.runtime.sampling.chooser import Sampling
 from jetdraft.runtime.sampling.processors import Penalties
 
+# The fates of a field in an export.
 HONOURED, NO_TEXT = "honoured", "changes no text"
 WARNED, REFUSED = "warned of", "refused"
-"""The fates of a field in an export."""
-
-MAX_VALUE_LETTERS = 60
-"""The most characters of a value that a warning shows."""
+MAX_VALUE_LETTERS = 60  # The most characters of a value that a warning shows.
 
 
 def neutral(*values: Any) -> Callable[[Any], bool]:
@@ -38,6 +34,7 @@ class Rule:
     neutral: Callable[[Any], bool] = neutral()
 
 
+# Rules for generation_config.json, or for config.json where that is missing.
 # fmt: off
 GENERATION_FIELDS = (
     Rule("do_sample temperature top_k top_p min_p", HONOURED,
@@ -89,20 +86,17 @@ GENERATION_FIELDS = (
     Rule("transformers_version _from_model_config _commit_hash generation_kwargs",
         NO_TEXT, "where the file comes from"),
 )
-"""Rules for generation_config.json, or for config.json where that is missing."""
-
+# Rules for files with `do_sample`; they override `GENERATION_FIELDS`.
 SAMPLING_FIELDS = (
     Rule("top_h typical_p epsilon_cutoff eta_cutoff", WARNED,
         "sampling has no such filter", neutral(0, 1)),
 )
-"""Rules for files with `do_sample`; they override `GENERATION_FIELDS`."""
-
+# Rules for encoder-decoders; they override `GENERATION_FIELDS`.
 SOURCE_FIELDS = (
     Rule("decoder_start_token_id forced_bos_token_id", HONOURED,
         "a text begins with them"),
 )
-"""Rules for encoder-decoders; they override `GENERATION_FIELDS`."""
-
+# Rules for speech models; they override the rules above.
 SPEECH_FIELDS = (
     Rule("no_timestamps_token_id lang_to_id task_to_id suppress_tokens "
         "begin_suppress_tokens max_initial_timestamp_index", HONOURED,
@@ -115,7 +109,6 @@ SPEECH_FIELDS = (
         "alignment_heads prev_sot_token_id median_filter_width", NO_TEXT,
         "windows have their own length and beginning, and words no times"),
 )
-"""Rules for speech models; they override the rules above."""
 # fmt: on
 
 
@@ -141,18 +134,15 @@ def passed_over_fields(
             yield f"{file}: {name} {printable(value, MAX_VALUE_LETTERS)}: {rule.why}"
 
 
+# The rule of fields that no table names.
 _UNKNOWN_FIELD = Rule("", WARNED, "this version does not know it")
-"""The rule of fields that no table names."""
 
 
+# The file with the fields, and the file that has them where it is missing.
 FILE, CONFIG = "generation_config.json", "config.json"
-"""The file with the fields, and the file that has them where it is missing."""
-
-NEVER_BIAS = -1e30
-"""The logit bias of a token that must never be chosen."""
-
+NEVER_BIAS = -1e30  # The logit bias of a token that must never be chosen.
+# The fields of sampling that are options of the same name.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-"""The fields of sampling that are options of the same name."""
 
 
 def read_fields(source: str, name: str) -> dict[str, Any] | None:
@@ -177,7 +167,7 @@ class GenerationFields:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, source: str) -> GenerationFields:
+    def read(cls, source: str) -> "GenerationFields":
         """Read the fields of a local folder or a hub id.
 
         As in transformers, config.json has them where the file is missing. Raises
@@ -246,7 +236,6 @@ class GenerationFields:
             raise self._field_error(f"is malformed ({error})") from error
 
     def _field_error(self, fact: str) -> CheckpointError:
-        """Return the error that says what is wrong with the file."""
         return CheckpointError(
             f"{self.file} of {self.source} {fact}; correct or remove it"
         )

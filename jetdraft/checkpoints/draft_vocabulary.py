@@ -4,8 +4,6 @@ As EAGLE-3's authors store it, `d2t` int64 [n] has the target's id less the row,
 `t2d` bool [vocabulary] marks the ids. Drafters of `jetdraft train draft` have both too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,11 @@ from torch import Tensor, nn
 
 from jetdraft.errors import CheckpointError
 
-D2T, T2D = "d2t", "t2d"
-"""The names of the two tensors of a draft vocabulary."""
-
+D2T, T2D = "d2t", "t2d"  # The names of the two tensors of a draft vocabulary.
+# The most rows by which paddings of one vocabulary differ; DeepSeek has 2,385 rows
+# without a token. Where a tokenizer is missing, matrices that differ by more belong to
+# two vocabularies.
 MAX_PADDING = 4096
-"""The most rows by which paddings of one vocabulary differ; DeepSeek has 2,385 rows
-without a token. Where a tokenizer is missing, matrices that differ by more belong to
-two vocabularies."""
 
 
 def limit_vocab(model: Any, tokens: int, target_tokens: int) -> None:

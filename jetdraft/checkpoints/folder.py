@@ -1,7 +1,5 @@
 """The folder of a checkpoint: its place, its files, its hash, and loaders' errors."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator
@@ -19,8 +17,8 @@ from jetdraft.errors import CheckpointError, JetdraftError, printable
 from jetdraft.manifest import MANIFEST
 from jetdraft.parsing import JsonError, read_json_file
 
+# Types by their names in safetensors.
 _DTYPES_BY_NAME = {"F16": torch.float16, "BF16": torch.bfloat16}
-"""Types by their names in safetensors."""
 
 
 def check_folder(source: str) -> None:
@@ -108,8 +106,7 @@ def stored_dtype(source: str) -> torch.dtype:
     return _DTYPES_BY_NAME.get(only, torch.float32)
 
 
-_MAX_INDEX_BYTES = 1 << 28
-"""The most bytes of an index of shards; the largest published have some 20 MB."""
+_MAX_INDEX_BYTES = 1 << 28  # Indexes of shards have at most some 20 MB.
 
 
 def check_shards(folder: Path) -> None:
@@ -150,8 +147,7 @@ NO_OWN_CODE = {"trust_remote_code": False}
 
 Without them they ask on the terminal whether to run it."""
 
-_LONGEST_MESSAGE = 200
-"""The most letters of a message that is shown whole."""
+_LONGEST_MESSAGE = 200  # The most letters of a message that is shown whole.
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Reads GGUF files of llama.cpp; transformers maps the names of configs and weights."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,22 +52,17 @@ from jetdraft.recipe import Recipe
 
 _MAGIC = b"GGUF"
 
+# The names of tensors in a GGUF file: LM head, embedding, factors of frequencies.
 HEAD_TENSOR, EMBEDDING_TENSOR = "output.weight", "token_embd.weight"
 ROPE_TENSOR = "rope_freqs.weight"
-"""The names of tensors in a GGUF file: LM head, embedding, factors of frequencies."""
-
+# The cosine above which head and embedding are two copies of one matrix. Two random
+# matrices have 0, copies of 4 and 8 bits 0.997.
 _TIED_COSINE = 0.98
-"""The cosine above which head and embedding are two copies of one matrix. Two random
-matrices have 0, copies of 4 and 8 bits 0.997."""
-
-_COMPARED_ROWS = 64
-"""Rows of head and embedding that are compared."""
-
+_COMPARED_ROWS = 64  # Rows of head and embedding that are compared.
+# The exceptions that the reader raises for a file that is cut off.
 _MALFORMED = (ValueError, IndexError, KeyError, TypeError, OverflowError, RuntimeError)
-"""The exceptions that the reader raises for a file that is cut off."""
-
+# llama.cpp's defaults of the missing fields where a file has some of these.
 _DEFAULTS = {"temp": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-"""llama.cpp's defaults of the missing fields where a file has some of these."""
 
 
 def is_gguf(source: str) -> bool:
@@ -78,7 +71,7 @@ def is_gguf(source: str) -> bool:
 
 
 @contextmanager
-def opened_gguf(source: str) -> Iterator[GgufFile]:
+def opened_gguf(source: str) -> "Iterator[GgufFile]":
     """Open a file to read; raises `CheckpointError` or `UnsupportedModelError`."""
     try:
         yield GgufFile(source)

@@ -3,8 +3,6 @@
 A number that transformers leaves out would keep another model's default.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from jetdraft.checkpoints.defaults import (
 from jetdraft.errors import UnsupportedModelError, printable
 
 _NOT_COMPUTED = "no model that can be read from a GGUF file computes with it"
-
+# Fields whose names follow the name of the family, as in llama.context_length.
 # fmt: off
 MODEL_FIELDS = (
     Rule("context_length embedding_length block_count feed_forward_length vocab_size "
@@ -73,8 +71,7 @@ MODEL_FIELDS = (
         "dense_2_feat_in dense_2_feat_out dense_3_feat_in dense_3_feat_out", NO_TEXT,
         "llama.cpp does not read it for decoders, or not for text"),
 )
-"""Fields whose names follow the name of the family, as in llama.context_length."""
-
+# Fields of the file, by their whole names.
 FILE_FIELDS = (
     Rule("general.architecture", HONOURED, "the family"),
     Rule("general.alignment", HONOURED, "where weights begin"),
@@ -128,10 +125,10 @@ FILE_FIELDS = (
     Rule("imatrix.* clip.* quantize.* GGUF.*", NO_TEXT,
         "of quantization, of other parts, or of the format"),
 )
-"""Fields of the file, by their whole names."""
 # fmt: on
 
 
+# Fields of a family, and the attributes of configs that hold the same number.
 _CONFIG_NAMES = {
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
     "attention.layer_norm_epsilon": (
@@ -140,15 +137,9 @@ _CONFIG_NAMES = {
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
 }
-"""Fields of a family, and the attributes of configs that hold the same number."""
-
 _NO_SUCH_NUMBER = "the models of this family have no such number"
-
-_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-"""The number of layers by which the models of 27 B are recognized, by family."""
-
-_DEFAULT_ROPE_BASE = 10000.0
-"""The base of the rotary embedding of a file without `rope.freq_base`."""
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # The layers of the models of 27 B.
+_DEFAULT_ROPE_BASE = 10000.0  # The base without `rope.freq_base`.
 
 
 @dataclass(frozen=True)
@@ -267,14 +258,12 @@ class FamilyFields:
         }
 
     def _check_equal(self, name: str, expected: object) -> None:
-        """Raise `UnsupportedModelError` if a field differs from `expected`."""
         if self.family_field(name) not in (None, expected):
             raise self._unsupported_field(name, f"its model here has {expected}")
 
     def _unsupported_field(
         self, name: str, why: str = _NO_SUCH_NUMBER
     ) -> UnsupportedModelError:
-        """Return the error for a field of the family."""
         return field_error(
             self.source, f"{self.family}.{name}", self.family_field(name), why
         )
@@ -289,6 +278,5 @@ def field_error(file: str, name: str, value: object, why: str) -> UnsupportedMod
 
 
 def head_size(config: Any) -> int:
-    """The width of an attention head."""
     size = getattr(config, "head_dim", None)
     return int(size or config.hidden_size // config.num_attention_heads)

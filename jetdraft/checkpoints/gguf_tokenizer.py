@@ -1,7 +1,5 @@
 """Makes a tokenizer.json of the vocabulary in a GGUF file."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,40 +19,32 @@ from transformers.tokenization_utils_base import generate_merges
 
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
+# Types of tokens that are no pieces of words.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
-"""Types of tokens that are no pieces of words."""
-
-_SPACE = "▁"
-"""The space in a vocabulary of SentencePiece."""
-
+_SPACE = "▁"  # The space in a vocabulary of SentencePiece.
+# Rules whose words are not merged if they are tokens; BOS comes before a text.
 _WHOLE_WORDS = (
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral"),
     *("midm-2.0", "lfm2", "jina-v5-nano"),
 )
-"""Rules whose words are not merged if they are tokens; BOS comes before a text."""
-
+# Rules that split digits one by one before GPT-2's split.
 _DIGIT_RULES = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-"""Rules that split digits one by one before GPT-2's split."""
-
-_GPT2_RULES = ("gpt-2", "phi-2", "mpt", "olmo", "jais")
-"""Rules that split as GPT-2 does."""
-
+_GPT2_RULES = ("gpt-2", "phi-2", "mpt", "olmo", "jais")  # They split as GPT-2 does.
+# The expressions by which llama.cpp splits the text of a file without a rule.
 _EXPRESSIONS = (
     r"[\p{P}\$\+<=>\^~\|]+",
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
     r"\p{N}+",
     r"[0-9][0-9][0-9]",
 )
-"""The expressions by which llama.cpp splits the text of a file without a rule."""
-
+# Tokens that end a turn or a text, by llama.cpp's list.
 _END_TOKENS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
     *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>"),
     *("_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>"),
     *("<turn|>", "<|tool_response>", "<\uff5cend▁of▁sentence\uff5c>", "[e~["),
 )
-"""Tokens that end a turn or a text, by llama.cpp's list."""
-
+# Marks for infilling, and their tokens where the file has no id; by the same list.
 _INFILLING_TOKENS = {
     "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",
     "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
@@ -66,27 +56,18 @@ _INFILLING_TOKENS = {
     "fim_mid": "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim▁end\uff5c> "
     "<MID> ▁<MID> <|code_middle|> <|middle|>",
 }
-"""Marks for infilling, and their tokens where the file has no id; by the same list."""
-
-_FILE_END_MARKS = ("fim_pad", "fim_rep", "fim_sep")
-"""The marks that end a text: behind them another file would begin."""
-
+_FILE_END_MARKS = ("fim_pad", "fim_rep", "fim_sep")  # Another file would follow.
+# The special tokens of transformers, and their names in a file.
 _SPECIAL_NAMES = {
     **{"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown"},
     **{"sep_token": "seperator", "pad_token": "padding"},  # spelled so in GGUF
     **{"cls_token": "cls", "mask_token": "mask"},
 }
-"""The special tokens of transformers, and their names in a file."""
-
-_LLAMA_IDS = {"unknown": 0, "bos": 1, "eos": 2}
-"""The special tokens of SentencePiece in a file that does not name them."""
-
+_LLAMA_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # For a file that does not name them.
+# In a model of this name, tokens but these take the spaces behind them.
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
 _PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
-"""In a model of this name, tokens but these take the spaces behind them."""
-
-Field = Callable[[str], Any]
-"""The value of a field by its name; None for a field that the file lacks."""
+Field = Callable[[str], Any]  # The value of a field by its name, or None.
 
 
 def make_tokenizer_json(source: str, field: Field) -> str | None:
@@ -184,7 +165,6 @@ def end_token_ids(field: Field) -> list[int]:
 
 
 def _id_of(field: Field, name: str) -> int | None:
-    """Return the id of a special token; None if the file does not name it."""
     id = field(f"tokenizer.ggml.{name}_token_id")
     if id is None and field("tokenizer.ggml.model") == "llama":
         return _LLAMA_IDS.get(name)

@@ -1,7 +1,5 @@
 """The layers of a decoder: what a head reads of their states, and LoRA in them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -42,13 +40,8 @@ def final_norm(model: Any) -> nn.Module:
     return norms[-1]
 
 
+# Makes the features [1, n, size] of the tapped states, a list of [1, n, h].
 Fuse = Callable[[list[Tensor]], Tensor]
-"""Makes the features [1, n, size] of the tapped states, a list of [1, n, h]."""
-
-
-def join_states(states: list[Tensor]) -> Tensor:
-    """Concatenate states [b, n, h] along their last axis."""
-    return torch.cat(states, -1)
 
 
 class Taps(nn.Module):
@@ -68,7 +61,7 @@ class Taps(nn.Module):
         self,
         layers: tuple[int, ...],
         size: int,
-        fuse: Fuse = join_states,
+        fuse: Fuse = lambda states: torch.cat(states, -1),
         parts: Mapping[str, nn.Module] = MappingProxyType({}),
         cut: int = 0,
     ) -> None:

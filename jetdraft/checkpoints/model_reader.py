@@ -1,7 +1,5 @@
 """Reads a checkpoint's config, model, tokenizer, and what it says of speech."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Collection, Iterable, Iterator
@@ -44,14 +42,13 @@ from jetdraft.checkpoints.silence import no_progress_bars, silenced
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 from jetdraft.parsing import RecordError, read_record
 
+# The tasks of decoders alone, of encoder-decoders, and of those that hear, as optimum
+# names them.
 _DECODER_TASK, _SOURCE_TASK = "text-generation", "text2text-generation"
 _SPEECH_TASK = "automatic-speech-recognition"
-"""The tasks of decoders alone, of encoder-decoders, and of those that hear, as optimum
-names them."""
-
+# Model types that come with their own code, which is never run, and the type of
+# transformers that computes the same: MiMo is Qwen2 with an MTP module.
 _KNOWN_ARCHITECTURES = {"mimo": "qwen2"}
-"""Model types that come with their own code, which is never run, and the type of
-transformers that computes the same: MiMo is Qwen2 with an MTP module."""
 
 
 def load_config(source: str) -> Any:
@@ -211,9 +208,8 @@ def _check_loaded(
         )
 
 
+# The file that describes the spectrum of a speech model.
 PREPROCESSOR = "preprocessor_config.json"
-"""The file that describes the spectrum of a speech model."""
-
 _SPECTRUM_FIELDS = {"sampling_rate": SAMPLE_RATE, "hop_length": HOP, "n_fft": WINDOW}
 
 
@@ -313,10 +309,10 @@ def special_tokens(tokenizer: Any) -> dict[str, str]:
     return {name: token for name, token in tokens.items() if is_token_name(name)}
 
 
+# The setting with which transformers removes spaces in the text of BPE too.
 _BPE_CLEANUP_SETTING = (
     "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 )
-"""The setting with which transformers removes spaces in the text of BPE too."""
 
 
 def passed_over_settings(tokenizer: Any, ends: Collection[int]) -> Iterator[str]:

@@ -11,8 +11,6 @@ compressed-tensors  weight_packed int32 [out, in / w], or weight int8 [out, in]
 bitsandbytes        weight int8 [out, in], a scale per output (2208.07339)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,8 +27,7 @@ from jetdraft.quant.blocks import Blocks, Bytes, Floats, Order, into_blocks, unp
 from jetdraft.quant.grids import Matrix
 from jetdraft.recipe import BLOCK_SIZES
 
-_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""The place of each of eight columns in a packed int32."""
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # The place of each of eight columns in an int32.
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class PackedWeights:
     forms: dict[str, str]
 
     @classmethod
-    def read(cls, folder: Path, settings: Mapping[str, Any]) -> PackedWeights:
+    def read(cls, folder: Path, settings: Mapping[str, Any]) -> "PackedWeights":
         """Read all files; raises `CheckpointError` for weights that cannot be kept."""
         method = str(settings.get("quant_method"))
         if method not in LAYER_READERS:
@@ -93,8 +90,8 @@ class _UnsupportedFormError(Exception):
     """Says which property of a matrix MatMulNBits cannot hold."""
 
 
+# The exceptions that the layer readers raise for malformed tensors and settings.
 _MALFORMED_ERRORS = LookupError, ValueError, TypeError, AttributeError, RuntimeError
-"""The exceptions that the layer readers raise for malformed tensors and settings."""
 
 
 def _load_tensors(folder: Path) -> dict[str, Tensor]:
@@ -110,11 +107,8 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-Parts = Mapping[str, Tensor]
-"""The tensors of a module, by the last part of their names."""
-
-Settings = Mapping[str, Any]
-"""The quantization config of a checkpoint."""
+Parts = Mapping[str, Tensor]  # A module's tensors by the last part of the name.
+Settings = Mapping[str, Any]  # The quantization config of a checkpoint.
 
 
 def _read_gptq(parts: Parts, settings: Settings) -> Blocks | None:

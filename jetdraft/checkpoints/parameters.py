@@ -1,7 +1,5 @@
 """Keeps weights in the type they are stored in, until they are used or written."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -15,11 +13,8 @@ from transformers.initialization import no_init_weights
 from jetdraft.checkpoints.refusals import RECURRENT_FAMILIES
 from jetdraft.quant.edits import PARAMETER, add_derived
 
-_MAX_FOLDED_BYTES = 1 << 16
-"""The largest constant that is folded, in bytes; a norm's weights are smaller."""
-
-_MAX_CONVERTED = 1 << 20
-"""The most numbers of a norm or convolution that is converted when it is loaded."""
+_MAX_FOLDED_BYTES = 1 << 16  # Of a folded constant; the weights of norms are smaller.
+_MAX_CONVERTED = 1 << 20  # Larger norms and convolutions are not converted.
 
 
 def set_compute_dtype(model: Any, dtype: torch.dtype) -> None:
@@ -76,7 +71,6 @@ class _WeightConversion:
         self.stored: dict[str, Tensor] = {}
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """Hook: convert the module's own weights."""
         for name, parameter in module.named_parameters(recurse=False):
             # A trace has replaced some weights with weights of the right type.
             if parameter.dtype != self.dtype:
@@ -84,7 +78,6 @@ class _WeightConversion:
                 parameter.data = parameter.data.to(self.dtype)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hook: put the stored weights back."""
         for name, stored in self.stored.items():
             getattr(module, name).data = stored
         self.stored.clear()

@@ -7,8 +7,6 @@ linear attention: Mamba2's recurrence is linear attention too, with a decay per 
 query C, key B and value x dt.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -185,12 +183,12 @@ def _run_eagerly(
     return torch.stack(outputs)[None], state[None]
 
 
+# The functions that keep a state, by their names in transformers' modules.
 SEAMS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": convolve,
     "torch_chunk_gated_delta_rule": delta_rule,
     "mamba2_chunk_scan": mamba_scan,
 }
-"""The functions that keep a state, by their names in transformers' modules."""
 
 
 def connect(model: Any, active: Callable[[], States | None]) -> bool:

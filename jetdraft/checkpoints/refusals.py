@@ -1,7 +1,5 @@
 """What is refused: configs beyond bounds, kinds of models, and layers not read."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,26 +16,21 @@ from jetdraft.contracts.constants import EXPERTS
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 from jetdraft.parsing import JsonError, read_json_file
 
+# The fields in which configs of transformers count layers.
 LAYER_COUNT_FIELDS = {
     *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "layers", "depth"),
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
     *("decoder_num_hidden_layers", "num_encoder_blocks", "num_stages"),
     *("num_mtp_layers", "num_nextn_predict_layers", "num_residual_layers"),
 }
-"""The fields in which configs of transformers count layers."""
-
-MAX_LAYERS = 10_000
-"""The most layers of a config; the deepest published models have some hundreds."""
-
+MAX_LAYERS = 10_000  # The deepest published models have some hundreds.
+# The bounds of a model whose files do not tell how many tensors they hold.
 MAX_TENSORS, MAX_WEIGHTS = 100_000, 10**13
-"""The bounds of a model whose files do not tell how many tensors they hold."""
-
+# How many times more tensors a model may have than its files. It registers a tied
+# matrix up to four times, and the parts of a fused matrix each.
 SPARE = 4
-"""How many times more tensors a model may have than its files. It registers a tied
-matrix up to four times, and the parts of a fused matrix each."""
-
+# The most weights in a byte of the files: packed integers have two bits or more.
 WEIGHTS_PER_BYTE = 8
-"""The most weights in a byte of the files: packed integers have two bits or more."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,7 @@ class Bounds:
     weights: int = MAX_WEIGHTS
 
     @classmethod
-    def of(cls, source: str) -> Bounds:
+    def of(cls, source: str) -> "Bounds":
         """Return the bounds that the files of a folder set; defaults otherwise."""
         files = list(Path(source).glob("*.safetensors")) if source else []
         names = size = 0
@@ -144,12 +137,11 @@ class UnsupportedKind:
                 yield from (f"{name} {t}" for t in self.types if t in types)
 
 
+# The `model_type`s with recurrent states that are exported, see `recurrence.SEAMS`.
 RECURRENT_FAMILIES = (
     *("lfm2", "qwen3_5_text", "qwen3_next", "olmo_hybrid"),
     *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"),
 )
-"""The `model_type`s with recurrent states that are exported, see `recurrence.SEAMS`."""
-
 REFUSED_KINDS = (
     UnsupportedKind(
         "is a mixture of experts",
@@ -188,12 +180,11 @@ def check_kinds(source: str, field: Callable[[str], Any]) -> None:
         )
 
 
+# A stack of layers, a layer's number, and a weight in it.
 _LAYER_PATTERN = re.compile(r"((?:.*?\.)?(?:layers?|blocks?|h))\.(\d+)\.(.*)")
-"""A stack of layers, a layer's number, and a weight in it."""
-
+# DeepSeek, GLM and their kin number an MTP module as a layer behind the last, and this
+# weight of it tells; only --head reads the module.
 _MTP_WEIGHT = "eh_proj."
-"""DeepSeek, GLM and their kin number an MTP module as a layer behind the last, and this
-weight of it tells; only --head reads the module."""
 
 
 def check_unread(source: str, read: Iterable[str], unread: Iterable[str]) -> None:

@@ -1,7 +1,5 @@
 """Keeping other libraries quiet."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

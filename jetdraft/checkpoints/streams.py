@@ -20,8 +20,6 @@ Qualcomm ships them, also see a learned prefix: keys and values in every layer, 
 other row sees.
 """
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -172,8 +170,7 @@ def carrier_values(rows: Tensor, carriers: Tensor) -> Tensor:
     return rows[torch.arange(len(rows), device=rows.device)[:, None], carriers]
 
 
-SETTINGS = "streams.json"
-"""The file with the settings of the probes of a checkpoint."""
+SETTINGS = "streams.json"  # The file with the settings of the probes of a checkpoint.
 
 UNFINISHED = ".unfinished"
 """A file in the folder of a training that has not ended.
@@ -181,16 +178,12 @@ UNFINISHED = ".unfinished"
 In a copy of the target it names what the training adds. Until that is saved, the copy
 is refused as a checkpoint."""
 
-WEIGHTS = "streams.safetensors"
-"""The file with the trained weights of the probes."""
-
+WEIGHTS = "streams.safetensors"  # The file with the trained weights of the probes.
 SHARED, LOSSLESS = "shared", "lossless"
 MODES = (SHARED, LOSSLESS)
+# The attribute in which attention modules keep the `Layout` of the current pass.
 LAYOUT_ATTRIBUTE = "layout_of_streams"
-"""The attribute in which attention modules keep the `Layout` of the current pass."""
-
-_ADAPTER = "streams"
-"""The name of the LoRA, and of the module with the streams' own weights."""
+_ADAPTER = "streams"  # The LoRA, and the module with the streams' own weights.
 
 
 @dataclass(frozen=True)
@@ -365,12 +358,9 @@ def load_probe_weights(probed: ProbedModel, folder: Path, kind: str) -> None:
         ) from error
 
 
-PROMPTS, FORECAST = "prompts", "forecast"
+PROMPTS, FORECAST = "prompts", "forecast"  # Values of `mode`.
 PROMPT_MODES = (PROMPTS, FORECAST)
-"""The values of `mode` in the settings of prompt tokens."""
-
-MAX_RANKS = 8
-"""The most guesses of a prompt token whose acceptance rates are stored."""
+MAX_RANKS = 8  # The most guesses of a prompt token whose acceptance rates are stored.
 
 
 @dataclass(frozen=True)
@@ -426,7 +416,7 @@ class Prompts(nn.Module):
             self.values = nn.Parameter(values.detach().clone().float())
 
     @classmethod
-    def empty(cls, settings: PromptSettings, model: Any) -> Prompts:
+    def empty(cls, settings: PromptSettings, model: Any) -> "Prompts":
         """Make prompts of zeros, in the shapes that settings and model require."""
         config = model.config.get_text_config(decoder=True)
         rows = settings.gamma * settings.members

@@ -1,7 +1,5 @@
 """The command line: one command, one module per verb."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -24,18 +22,15 @@ from jetdraft.checkpoints.silence import silenced
 from jetdraft.cli.command import Command, LazyGroup
 from jetdraft.errors import DraftingError, JetdraftError, ProviderError, printable
 
-MAX_MESSAGE_CHARS = 2000
-"""The most characters of an error or a warning."""
-
+MAX_MESSAGE_CHARS = 2000  # The most characters of an error or a warning.
+# The seconds until a signal that came during a finalizer is sent again.
 FINALIZING_SECONDS = 0.01
-"""The seconds until a signal that came during a finalizer is sent again."""
-
+# Errors of the system for a file that it does not open, write or examine.
 FILE_ERRORS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.EISDIR, errno.ENOTDIR, errno.EINVAL),
 )
-"""Errors of the system for a file that it does not open, write or examine."""
-
+# A line of help for each verb; the module `jetdraft.cli.NAME` has its command.
 VERBS = {
     "export": "Export checkpoints to a bundle.",
     "generate": "Generate a text.",
@@ -50,13 +45,9 @@ VERBS = {
     "train": "Train a model to draft.",
     "store": "List or clear what a store or a learning folder keeps.",
 }
-"""A line of help for each verb; the module `jetdraft.cli.NAME` has its command."""
-
-_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")
-"""numpy's error for a write on a full disk; it has no errno."""
-
+_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # numpy, on a full disk.
+# The keyword or function of Python that a message names behind a flag.
 _PYTHON_HINT = re.compile(r" \((?:\w+=\w*|Model\.\w+)\)")
-"""The keyword or function of Python that a message names behind a flag."""
 
 
 class OneLineErrors(click.Command):
@@ -190,7 +181,6 @@ def _fail(message: str) -> NoReturn:
 
 
 def _one_line(message: str) -> str:
-    """Return a message as one printable line of at most `MAX_MESSAGE_CHARS`."""
     return printable(" ".join(message.split()), MAX_MESSAGE_CHARS)
 
 

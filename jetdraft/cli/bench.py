@@ -1,7 +1,5 @@
 """jetdraft bench: compares every method with plain decoding."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
@@ -125,6 +123,5 @@ def _print_report(report: dict[str, Any]) -> None:
 
 
 def _cell(value: float | None, digits: int, width: int = 8) -> str:
-    """A number with `digits` decimals, or a dash for None, right-aligned in `width`."""
     text = "-" if value is None else f"{value:.{digits}f}"
     return f"{text:>{width}}"

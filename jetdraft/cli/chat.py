@@ -1,7 +1,5 @@
 """jetdraft chat: a conversation in the terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from pathlib import Path
@@ -18,12 +16,12 @@ from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.text.template import user_message
 
+# What /help prints.
 HELP_TEXT = """/stats       print the stats of the last reply
 /reset       start again
 /save FILE   save the conversation
 /load FILE   continue a saved conversation
 /quit        end, like Ctrl-D; Ctrl-C only stops a reply"""
-"""What /help prints."""
 
 
 @click.command("chat", cls=Command)

@@ -1,7 +1,5 @@
 """jetdraft check: what a bundle holds, and whether all its methods give one text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -28,9 +26,8 @@ from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods, methods_of
 from jetdraft.runtime.speech.segments import SLOT_SECONDS
 
-MAX_LINE_CHARS = 1000
-"""The most characters of a line, which may hold a long path."""
-
+MAX_LINE_CHARS = 1000  # The most characters of a line, which may hold a long path.
+# How `compare_methods` generates: options, draft lengths, new tokens of a text.
 _SETTINGS: tuple[dict[str, float | int], ...] = (
     {},
     {"temperature": 0.8, "seed": 1},
@@ -38,7 +35,6 @@ _SETTINGS: tuple[dict[str, float | int], ...] = (
 )
 _DRAFT_LENGTHS = (1, 2, 4, None)
 _TOKENS = 96
-"""How `compare_methods` generates: options, draft lengths, new tokens of a text."""
 
 
 @click.command("check", cls=Command)
@@ -147,7 +143,7 @@ def _acceptance_line(exported: list[float], measured: list[float]) -> str:
     return f"by position {now}, at export {before}"
 
 
-def _text_line(comparison: Comparison) -> str:
+def _text_line(comparison: "Comparison") -> str:
     """Return the line of a comparison: method, options, where its text differs."""
     name = comparison.method
     if comparison.num_draft_tokens:
@@ -219,7 +215,6 @@ def describe_bundle(bundle: Bundle) -> str:
 
 
 def _bundle_lines(bundle: Bundle) -> Iterator[str]:
-    """Yield the lines of `describe_bundle`."""
     contract = bundle.target.contract
     ends = ", ".join(map(str, bundle.eos_token_ids)) or "none"
     yield f"bundle      {bundle.path} (sha256 {bundle.sha256[:12]})"
@@ -249,7 +244,6 @@ def _bundle_lines(bundle: Bundle) -> Iterator[str]:
 
 
 def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
-    """Yield the lines about one graph of a bundle."""
     contract = entry.contract
     yield ""
     yield f"{name}  {entry.file} from {entry.source}"

@@ -1,9 +1,8 @@
 """Commands whose help lists options in groups, and options made of declared fields."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING
 from functools import wraps
 from pathlib import Path
 from typing import Any, is_typeddict
@@ -11,26 +10,14 @@ from typing import Any, is_typeddict
 import click
 
 from jetdraft.options import Option as Declared
-from jetdraft.options import declared_options, is_required
+from jetdraft.options import declared_options
 
+# The groups of options, in the order in which help prints them.
 GROUPS = (
-    "prompt",
-    "checkpoint",
-    "quantization",
-    "ending",
-    "sampling",
-    "constraint",
-    "drafting",
-    "training",
-    "measurement",
-    "device",
-    "server",
-    "limits",
-    "runtime",
+    *("prompt", "checkpoint", "quantization", "ending", "sampling", "constraint"),
+    *("drafting", "training", "measurement", "device", "server", "limits", "runtime"),
     "output",
 )
-"""The groups of options, in the order in which help prints them."""
-
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -69,7 +56,6 @@ class LazyGroup(click.Group):
     summaries: Mapping[str, str]
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names of the commands, in the order of `summaries`."""
         return list(self.summaries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -127,7 +113,6 @@ def keyword_flags(
 
 
 def _chosen_options(record: type[Any], only: Collection[str] | None) -> list[Declared]:
-    """The declared options of a record; with `only`, the options of these names."""
     return [o for o in declared_options(record) if only is None or o.name in only]
 
 
@@ -178,7 +163,7 @@ def _click_option(declared_option: Declared, defaults: Mapping[str, Any]) -> Dec
         names = flag.names or (long,)
         settings["type"] = _click_type(declared_option)
         settings["multiple"] = declared_option.multiple
-        if is_required(declared_option) and declared_option.name not in defaults:
+        if declared_option.default is MISSING and declared_option.name not in defaults:
             settings["required"] = True
         elif default not in (None, (), ""):
             settings |= {"default": default, "show_default": flag.show_default}
@@ -224,5 +209,4 @@ class _Choice(click.Choice):  # type: ignore[type-arg]
         self.kind = kind
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Convert a choice to the type of the values; raises `BadParameter`."""
         return self.kind(super().convert(str(value), param, ctx))

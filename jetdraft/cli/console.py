@@ -1,7 +1,5 @@
 """Reads prompts and lines for verbs; prints progress, texts and stats."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys
@@ -26,12 +24,8 @@ DEFAULT_PROMPTS = (
     "The quick brown fox jumps over the lazy dog. The quick brown fox",
     "for i in range(10):\n    for j in range(10):\n        if",
 )
-
-MAX_INPUT_CHARS = 64_000_000
-"""The most characters of an input; a device or a pipe may never end."""
-
-SECONDS_BETWEEN_LINES = 10.0
-"""The seconds between two lines of progress where there is no terminal."""
+MAX_INPUT_CHARS = 64_000_000  # A device or a pipe may never end.
+SECONDS_BETWEEN_LINES = 10.0  # Lines of progress where there is no terminal.
 
 
 def read_input(file: Path | None) -> str:
@@ -154,7 +148,6 @@ class ProgressBars:
                 self._print_line()
 
     def _print_line(self) -> None:
-        """Print the latest state with the seconds since the command began."""
         seconds = time.monotonic() - self._started
         click.echo(f"after {seconds:.0f} s: {self._line}", err=True)
 
@@ -170,7 +163,7 @@ class ProgressBars:
             self._bar.render_finish()
             self._bar = None
 
-    def __enter__(self) -> ProgressBars:
+    def __enter__(self) -> "ProgressBars":
         self._printer.start()
         return self
 

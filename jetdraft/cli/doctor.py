@@ -1,7 +1,5 @@
 """jetdraft doctor: this machine's faults, and the devices that jetdraft knows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -18,11 +16,8 @@ from jetdraft.errors import CheckError, ProviderError
 from jetdraft.native import isa
 from jetdraft.ort import ort
 
-LEAST_FREE_MB = 1000.0
-"""Below this much free memory, in 10^6 bytes, `examine` gives a fix."""
-
-OLDEST_ORT = (1, 29)
-"""The oldest version of onnxruntime that jetdraft runs with."""
+LEAST_FREE_MB = 1000.0  # 10^6 bytes; below this, `examine` gives a fix.
+OLDEST_ORT = (1, 29)  # The oldest version of onnxruntime that jetdraft runs with.
 
 
 @click.command("doctor", cls=Command)
@@ -91,7 +86,6 @@ def _print_devices(machine: Machine, as_json: bool) -> None:
 
 
 def _print_profile(device: Device, as_json: bool) -> None:
-    """Print the profile of a device, as text or as JSON."""
     if as_json:
         click.echo(json.dumps(asdict(device)))
         return
@@ -135,17 +129,13 @@ def examine(
 ) -> list[Finding]:
     """Return all findings in the order in which to fix them, wrong findings first."""
     machine = detect_machine(root)
-    findings = [*_check_onnxruntime(), _check_products()]
+    parts = tuple(int(part) for part in ort.__version__.split(".")[:2])
+    fix = "" if parts >= OLDEST_ORT else "pip install 'onnxruntime>=1.29'"
+    findings = [Finding("onnxruntime", ort.__version__, fix, wrong=bool(fix))]
+    findings.append(_check_products())
     findings += [*_check_system(machine), *_check_state(machine)]
     findings += [_check_provider(presence_of(n), machine) for n in reversed(PROVIDERS)]
     return sorted(findings, key=lambda finding: (not finding.wrong, not finding.fix))
-
-
-def _check_onnxruntime() -> Iterator[Finding]:
-    """Yield a finding about the version of onnxruntime."""
-    parts = tuple(int(part) for part in ort.__version__.split(".")[:2])
-    fix = "" if parts >= OLDEST_ORT else "pip install 'onnxruntime>=1.29'"
-    yield Finding("onnxruntime", ort.__version__, fix, wrong=bool(fix))
 
 
 def _check_products() -> Finding:
@@ -233,6 +223,8 @@ def _check_provider(state: Presence, machine: Machine) -> Finding:
     return Finding(what, state.reason, _PROVIDER_FIXES.get(kind, "") if may_run else "")
 
 
+# What to do, by words in the reason why a provider cannot run; the first that occurs
+# counts.
 _PROVIDER_FIXES = {
     "plug-in": "pip install --upgrade 'jetdraft[webgpu]'",
     "libvulkan": "apt install libvulkan1",
@@ -242,5 +234,3 @@ _PROVIDER_FIXES = {
     "driver": "install a newer driver, or an older build",
     "without": "install a build that has it: deploy/jetson",
 }
-"""What to do, by words in the reason why a provider cannot run; the first that
-occurs counts."""

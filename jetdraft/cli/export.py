@@ -1,7 +1,5 @@
 """jetdraft export: makes a bundle from checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Options and arguments that several verbs share."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +9,7 @@ from typing import Any, cast
 
 import click
 
-from jetdraft.cli.command import Decorator, keyword_flags, option, record_flags
+from jetdraft.cli.command import Decorator, option, record_flags
 from jetdraft.cli.console import read_input
 from jetdraft.files import check_writable, write_text
 from jetdraft.runtime.model import Model
@@ -19,14 +17,12 @@ from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.planning.registry import AUTO
 
-PATH = click.Path(path_type=Path)
-"""The type of arguments and options that are paths, whether or not they exist."""
-
+PATH = click.Path(path_type=Path)  # Arguments and options that are paths.
+# Fields that several verbs share: of `LoadOptions`, then of `GenerateOptions`.
 RUNTIME = ("threads", "provider", "drafter_provider", "streams")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 CONSTRAINTS = ("json_schema", "regex", "grammar")
 DRAFTING = ("method", "num_draft_tokens", "drafting", "exact")
-"""Fields that several verbs share: of `LoadOptions`, then of `GenerateOptions`."""
 
 bundle_argument = click.argument("bundle", type=PATH)
 
@@ -37,9 +33,6 @@ json_option = option(
     is_flag=True,
     help="Print JSON, and nothing else, to standard output.",
 )
-
-threads_option = keyword_flags(LoadOptions, only=("threads",))
-temperature_option = keyword_flags(GenerateOptions, only=("temperature",))
 
 prompts_option = option(
     "prompt",
@@ -60,11 +53,6 @@ explain_option = option(
 def runtime_options(*more: str) -> Decorator:
     """Decorate a command with flags of `LoadOptions`; it gets them as `runtime`."""
     return record_flags("runtime", LoadOptions, only=(*RUNTIME, *more))
-
-
-def new_tokens_option(most: int) -> Decorator:
-    """Return the option -n/--max-new-tokens; its default is `most`."""
-    return keyword_flags(GenerateOptions, only=("max_new_tokens",), max_new_tokens=most)
 
 
 def generate_options(*names: str, **defaults: Any) -> Decorator:

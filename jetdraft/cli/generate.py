@@ -1,7 +1,5 @@
 """jetdraft generate: a text from a bundle."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click
@@ -16,10 +14,10 @@ from jetdraft.runtime.piece import Piece
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.text.template import user_message
 
+# Fields of a `Result` that --json prints.
 RESULT_FIELDS = ("text", "token_ids", "from_draft", "prompt_tokens", "finish_reason")
-"""Fields of a `Result` that --json prints."""
+# Fields of `GenerateOptions` that end a text.
 ENDING = ("max_new_tokens", "stop", "ignore_eos")
-"""Fields of `GenerateOptions` that end a text."""
 
 
 @click.command("generate", cls=Command)
@@ -79,9 +77,8 @@ def command(
     else:
         ids = model.chat_prompt([user_message(text)])
         stream = model.stream(token_ids=ids, **fields)
-    return print_generation(stream, _print_piece, RESULT_FIELDS, as_json, explain)
 
+    def show(piece: Piece | None) -> None:
+        click.echo("" if piece is None else piece.text, nl=piece is None)
 
-def _print_piece(piece: Piece | None) -> None:
-    """Print a piece of the text, or the line end for None."""
-    click.echo("" if piece is None else piece.text, nl=piece is None)
+    return print_generation(stream, show, RESULT_FIELDS, as_json, explain)

@@ -1,7 +1,5 @@
 """jetdraft plan: predicts the memory and speed of a model on another device."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,16 @@ from jetdraft.devices.planning.plan import (
 )
 from jetdraft.runtime.planning.registry import methods
 
+# What the assumed acceptance means for a method, by the cost of its drafts.
 COST_NOTES = {
     PROBES: "for a target that jetdraft train stream has trained",
     FREE: "for a text that repeats itself that often; it drafts nothing else",
 }
-"""What the assumed acceptance means for a method, by the cost of its drafts."""
-
+# What is printed instead of methods for the CPU.
 NO_METHODS_LINE = (
     "methods    not predicted: what a further row costs on this CPU was never "
     "measured; on the board: jetdraft tune BUNDLE, jetdraft bench BUNDLE"
 )
-"""What is printed instead of methods for the CPU."""
 
 
 @click.command("plan", cls=Command)
@@ -41,7 +38,12 @@ NO_METHODS_LINE = (
 @json_option
 def command(target: Path, as_json: bool, **options: Any) -> None:
     """Predict memory and speed of TARGET, a config.json or the folder with it."""
-    question = Question(target, **options, methods=method_costs())
+    costs = tuple(
+        MethodCost(method.name, method.cost, method.trees)
+        for method in methods().values()
+        if method.cost is not None  # it cannot be predicted on a device
+    )
+    question = Question(target, **options, methods=costs)
     prediction = plan(question)
     if as_json:
         click.echo(json.dumps(prediction.to_json()))
@@ -53,15 +55,6 @@ def command(target: Path, as_json: bool, **options: Any) -> None:
             click.echo(NO_METHODS_LINE)
         else:
             _print_methods(prediction)
-
-
-def method_costs() -> tuple[MethodCost, ...]:
-    """The costs of the registered methods that can be predicted on a device."""
-    return tuple(
-        MethodCost(method.name, method.cost, method.trees)
-        for method in methods().values()
-        if method.cost is not None
-    )
 
 
 def _print_plan(prediction: Plan, question: Question) -> None:
@@ -99,7 +92,6 @@ def _print_methods(prediction: Plan) -> None:
 
 
 def _choice_line(choice: Choice) -> str:
-    """Return the line of a choice: method, shape, rows, tokens per pass and second."""
     return (
         f"  {choice.method:7} {choice.shape:5} {choice.width:3} rows "
         f"{choice.tokens_per_pass:6.2f} tokens/pass {choice.tokens_per_second:7.1f} "

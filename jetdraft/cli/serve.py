@@ -1,7 +1,5 @@
 """jetdraft serve: a bundle behind OpenAI's HTTP API."""
 
-from __future__ import annotations
-
 import logging
 import os
 from contextlib import ExitStack
@@ -20,9 +18,7 @@ from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.pool import Pool
 from jetdraft.server.limits import Limits
 
-KEY_VARIABLE = "JETDRAFT_API_KEY"
-"""The environment variable with the API key."""
-
+KEY_VARIABLE = "JETDRAFT_API_KEY"  # The environment variable with the API key.
 _server = partial(declared, "server")
 
 

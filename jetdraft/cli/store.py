@@ -1,7 +1,5 @@
 """jetdraft store: lists and clears what a store or a learning folder keeps."""
 
-from __future__ import annotations
-
 import json
 from datetime import datetime
 from pathlib import Path
@@ -108,7 +106,6 @@ def _print_folder(
 
 
 def _open_lessons(bundle: Bundle, folder: Path) -> Lessons:
-    """Open the lessons in a folder for the bundle's tokenizer; raises `StoreError`."""
     vocab_size = bundle.target.contract.vocab_size
     return Lessons(folder, bundle.tokenizer_sha256, vocab_size)
 
@@ -129,5 +126,4 @@ def _open_store(bundle: Bundle, file: Path, user: str) -> ResponseStore:
 
 
 def _shorten(text: str, width: int = 36) -> str:
-    """Return a text as one printable line of at most `width` characters."""
     return printable(" ".join(text.split()), width)

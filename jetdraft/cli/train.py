@@ -1,24 +1,16 @@
 """jetdraft train: one command for each method that learns, and two beside them."""
 
-from __future__ import annotations
-
 import click
 
 from jetdraft.cli.command import LazyGroup
 from jetdraft.errors import importing
 from jetdraft.runtime.planning.registry import load_object, methods
 
+# Summaries of the commands in `cli/trainings.py`, which belong to no method.
 TRAININGS = {
-    "acceptance": (
-        "when the drafter should stop, for stopping=learned",
-        "jetdraft.cli.trainings:acceptance",
-    ),
-    "use": (
-        "the wrong drafts that serve --learn has kept",
-        "jetdraft.cli.trainings:use",
-    ),
+    "acceptance": "when the drafter should stop, for stopping=learned",
+    "use": "the wrong drafts that serve --learn has kept",
 }
-"""Trainings that belong to no method: summaries, and where their commands are."""
 
 
 class Trainers(LazyGroup):
@@ -28,16 +20,15 @@ class Trainers(LazyGroup):
     def summaries(self) -> dict[str, str]:  # type: ignore[override]
         """A line of help for each method with a task, and for `TRAININGS`."""
         trained = {name: m.summary for name, m in methods().items() if m.task}
-        return trained | {name: summary for name, (summary, _) in TRAININGS.items()}
+        return trained | TRAININGS
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a task and make its command, or None for an unknown name."""
         if cmd_name not in self.summaries:
             return None
-        is_listed = cmd_name in TRAININGS
-        name = TRAININGS[cmd_name][1] if is_listed else methods()[cmd_name].task
+        is_own = cmd_name in TRAININGS
+        place = f"jetdraft.cli.trainings:{cmd_name}"
         with importing("training", "train"):
-            loaded = load_object(name)
+            loaded = load_object(place if is_own else methods()[cmd_name].task)
             if isinstance(loaded, click.Command):
                 return loaded
             from jetdraft.cli.trainings import make_command

@@ -1,7 +1,5 @@
 """The commands that train; torch is imported with this module."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -18,22 +16,16 @@ from jetdraft.errors import StoreError
 from jetdraft.files import is_free
 from jetdraft.learning.lessons import has_learned, label
 from jetdraft.runtime.model import load
+from jetdraft.runtime.passes.opener import LoadOptions
+from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.train.acceptance import fit_head, record_verdicts, save_head
 from jetdraft.train.machine import this_process
 from jetdraft.train.task import Task, TrainingOptions
 from jetdraft.train.training import Progress, Training
-from jetdraft.train.use.learning import (
-    Background,
-    Learned,
-    Pace,
-    UseOptions,
-    UseTraining,
-    lower_priority,
-)
+from jetdraft.train.use import learning
 from jetdraft.train.use.students import load_student
 
-INTERRUPTED = 130
-"""The exit code after Ctrl-C."""
+INTERRUPTED = 130  # The exit code after Ctrl-C.
 
 
 def make_command(name: str, task: type[Task]) -> click.Command:
@@ -95,7 +87,6 @@ def run_training(
 
 
 def _print_progress(bars: ProgressBars, run: Training, progress: Progress) -> None:
-    """Show a step in `bars`, and print the figures of a validation."""
     if progress.validation is not None:
         bars.close()
         line = run.task.summary_line(progress.validation)
@@ -106,10 +97,11 @@ def _print_progress(bars: ProgressBars, run: Training, progress: Progress) -> No
 @click.command("acceptance", cls=Command)
 @flags.bundle_argument
 @flags.prompts_option
-@flags.new_tokens_option(128)
-@flags.temperature_option
+@keyword_flags(
+    GenerateOptions, only=("max_new_tokens", "temperature"), max_new_tokens=128
+)
 @keyword_flags(TrainingOptions, only=("seed",))
-@flags.threads_option
+@keyword_flags(LoadOptions, only=("threads",))
 def acceptance(
     bundle: Path,
     prompts_file: Path | None,
@@ -155,7 +147,7 @@ def acceptance(
     help="The target's checkpoint, whose states a head reads; default: where the "
     "export read it.",
 )
-@record_flags("settings", UseOptions)
+@record_flags("settings", learning.UseOptions)
 @option(
     "training",
     "--seconds",
@@ -183,28 +175,28 @@ def use(
     seconds: float | None,
     watts: float | None,
     background: bool,
-    settings: UseOptions,
+    settings: learning.UseOptions,
 ) -> None:
     """Train BUNDLE's drafter on its wrong drafts, which serve --learn keeps in DIR.
 
     A model that runs with the same DIR takes the weights between two texts, and takes
     them back if fewer of their tokens are accepted.
     """
-    pace = Pace(seconds, watts)
+    pace = learning.Pace(seconds, watts)
     if not has_learned(folder) and not (background and is_free(folder)):
         raise StoreError(
             f"no lessons are kept in {folder}; give the folder of serve --learn"
         )
     if background:
-        lower_priority()
+        learning.lower_priority()
     student = load_student(Bundle.open(bundle), source, target)
-    training = UseTraining(student, folder, settings)
+    training = learning.UseTraining(student, folder, settings)
     if background:
 
         def wait(reason: str) -> None:
             click.echo(f"waiting: {reason}", err=True)
 
-        Background(training, pace, wait).run(_print_learned)
+        learning.Background(training, pace, wait).run(_print_learned)
         return
     choice = training.sets.read_choice()
     if choice.before is not None:
@@ -215,7 +207,7 @@ def use(
     _print_learned(learned)
 
 
-def _print_learned(learned: Learned) -> None:
+def _print_learned(learned: learning.Learned) -> None:
     """Print the steps and losses of a training, and whether its weights are used."""
     before, after = learned.before, learned.after
     if learned.name is not None:

@@ -1,7 +1,5 @@
 """jetdraft transcribe: what is said in a WAV file."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +14,11 @@ from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.speech.segments import Segment, clock
 from jetdraft.runtime.speech.transcription import TRANSCRIBE, TranscribeOptions
 
+# Fields of a `Transcript` that --json prints.
 RESULT_FIELDS = (
     *("text", "language", "seconds", "segments", "token_ids", "from_draft"),
     "finish_reason",
 )
-"""Fields of a `Transcript` that --json prints."""
 
 
 @click.command("transcribe", cls=Command)
@@ -76,7 +74,6 @@ def command(
 
 
 def _print_segment(segment: Segment | None, timestamps: bool) -> None:
-    """Print a segment as a line, with its times if `timestamps`; nothing for None."""
     if segment is None:
         return
     times = f"[{clock(segment.start)} --> {clock(segment.end)}] " if timestamps else ""

@@ -1,7 +1,5 @@
 """jetdraft tune: measures the times of passes and proposers on this machine."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,24 +1,10 @@
 """The numbers that the exporter and the runtime must agree on."""
 
-from __future__ import annotations
-
-CANDIDATES = 64
-"""K: how many candidates a graph returns for a row, or the whole vocabulary."""
-
-WIDEST = 16
-"""The most rows of a pass that a controller plans."""
-
-CAPACITY, MAX_WIDTH = 2048, 128
-"""Defaults of an export: rows of the KV buffers, and rows of the widest pass."""
-
-MIN_SELECTED = 16
-"""The least rows that a selecting pass reads."""
-
-HIDDEN = -1e4
-"""Added to the score of a slot that a row may not see; fits float16."""
-
+CANDIDATES = 64  # K: a row's candidates, or the whole vocabulary.
+WIDEST = 16  # The most rows of a pass that a controller plans.
+CAPACITY, MAX_WIDTH = 2048, 128  # Defaults of an export.
+MIN_SELECTED = 16  # The least rows that a selecting pass reads.
+HIDDEN = -1e4  # Added to the score of a slot that a row may not see; fits float16.
+# The fields of configs that count experts.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""The fields of configs that count experts."""
-
-FRAMES_PER_SLOT = 2
-"""Frames of a spectrum that Whisper's encoder makes one slot of."""
+FRAMES_PER_SLOT = 2  # Frames of a spectrum that Whisper's encoder makes one slot of.

@@ -2,8 +2,6 @@
 tables in full.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -63,21 +61,16 @@ class Selection:
         return self.rows - self.first - self.recent
 
 
+# The input with the number of committed rows in the target's buffers.
 TARGET_LENGTH = TensorSpec("target_length", "int32", (1,))
-"""The input with the number of committed rows in the target's buffers."""
-
-SELECTING = TensorSpec("selecting", "int32", (1,))
-"""The input that says which rows the pass reads, a `Reading`."""
-
+SELECTING = TensorSpec("selecting", "int32", (1,))  # The rows to read: a `Reading`.
+# The input with the number of slots that a source fills; the others are hidden.
 SOURCE_LENGTH = TensorSpec("source_length", "int32", (1,))
-"""The input with the number of slots that a source fills; the others are hidden."""
-
-SOURCE = "source"
-"""The name of the dynamic axis of a source's tokens."""
+SOURCE = "source"  # The name of the dynamic axis of a source's tokens.
 
 
+# The input with the number of rows that states go over; the others are padding.
 STATE_ROWS = TensorSpec("state_rows", "int64", (1,))
-"""The input with the number of rows that states go over; the others are padding."""
 
 
 @dataclass(frozen=True)
@@ -412,14 +405,12 @@ def _optional_tensor(name: str, axis: str, size: int) -> tuple[TensorSpec, ...]:
     return (TensorSpec(name, "float32", (1, axis, size)),) if size else ()
 
 
+# The weights of the pruning adapter, which only the lower half of a graph has.
 EARLY_EXIT = ("streams.narrow.weight", "streams.widen.weight")
-"""The weights of the pruning adapter, which only the lower half of a graph has."""
-
+# The input with the parent of each row, for an early exit; the root has itself.
 PARENTS = TensorSpec("parents", "int64", (ROWS,))
-"""The input with the parent of each row, for an early exit; the root has itself."""
-
+# The output of an early exit: the log probability of each row's token.
 SCORES = TensorSpec("scores", "float32", (1, ROWS))
-"""The output of an early exit: the log probability of each row's token."""
 
 
 @dataclass(frozen=True)
@@ -439,7 +430,7 @@ class SplitContract:
     @classmethod
     def of(
         cls, whole: StepContract, layers: int, hidden_size: int, scores: bool = False
-    ) -> SplitContract:
+    ) -> "SplitContract":
         """Split a contract below its top `layers`; raises `ContractError`."""
         below = len(whole.kv_shapes) - layers
         if layers < 1 or below < 1:

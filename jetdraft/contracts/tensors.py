@@ -1,7 +1,5 @@
 """Tensors of graphs: their declarations, a check of sessions, and types of arrays."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +12,11 @@ Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
-
+# The names of the dynamic axes: the rows of a pass, the rows it answers for, its
+# probes, the rows of their prefix, and the slots of all these together.
 ROWS, ANSWERS, PROBES, PREFIX, ALL = "n", "m", "r", "p", "n+b"
-"""The names of the dynamic axes: the rows of a pass, the rows it answers for, its
-probes, the rows of their prefix, and the slots of all these together."""
-
+# The name of the axis of slots in buffers of another graph, which may have more.
 SLOTS = "s"
-"""The name of the axis of slots in buffers of another graph, which may have more."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """The tree of drafted rows that is most likely to be accepted."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 

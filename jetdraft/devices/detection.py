@@ -1,7 +1,5 @@
 """Detects this machine: the board and its state, and the processor."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform
@@ -83,7 +81,6 @@ def detect_machine(root: Path = Path("/")) -> Machine:
 
 
 def _read_text(file: Path) -> str | None:
-    """Return a file's text, stripped of line ends and NUL; None if empty or missing."""
     try:
         text = file.read_text(encoding="utf-8", errors="replace").strip("\0\n ")
     except OSError:
@@ -129,11 +126,11 @@ def _gpu_name(root: Path, board: str | None) -> str | None:
     return f"{name[1]}, driver {version[1]}" if version else name[1]
 
 
+# Device files of GPUs: most drivers, NVIDIA's, Jetsons, Windows below Linux.
 _GPU_FILES = (
     *("dev/dri/renderD*", "dev/nvidia[0-9]*", "dev/nvgpu", "dev/nvhost-gpu"),
     "dev/dxg",
 )
-"""Device files of GPUs: most drivers, NVIDIA's, Jetsons, Windows below Linux."""
 
 
 def _gpu_mhz(root: Path, file: str) -> float | None:

@@ -1,7 +1,5 @@
 """Profiles of devices, read from `profiles/*.toml`; every figure names its source."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +9,9 @@ from jetdraft.errors import DeviceError, OptionError
 from jetdraft.parsing import Rule, one_of, read_record
 from jetdraft.recipe import Recipe
 
-PROFILES_FOLDER = Path(__file__).with_name("profiles")
-"""The folder of the profiles."""
-
+PROFILES_FOLDER = Path(__file__).with_name("profiles")  # The folder of the profiles.
+# The number formats that a profile may name.
 Quantization = Annotated[str, one_of("none", "int8", "int4", "fp8", "fp4")]
-"""The number formats that a profile may name."""
-
 _POSITIVE = Rule("a positive number", lambda number: number > 0)
 Count = Annotated[int, _POSITIVE]
 Amount = Annotated[float, _POSITIVE]
@@ -71,11 +66,10 @@ class Device:
 
     @classmethod
     def names(cls) -> list[str]:
-        """The names of all profiles, sorted."""
         return sorted(file.stem for file in PROFILES_FOLDER.glob("*.toml"))
 
     @classmethod
-    def named(cls, name: str) -> Device:
+    def named(cls, name: str) -> "Device":
         """Read the profile of that name; raises `DeviceError` for an unknown name."""
         if name not in cls.names():
             raise DeviceError(
@@ -84,7 +78,7 @@ class Device:
         return cls.read(PROFILES_FOLDER / f"{name}.toml")
 
     @classmethod
-    def read(cls, file: Path) -> Device:
+    def read(cls, file: Path) -> "Device":
         """Read a profile; raises `DeviceError` if the file is not a profile."""
         try:
             table = tomllib.loads(file.read_text(encoding="utf-8"))

@@ -1,7 +1,5 @@
 """Advice to Linux about this process's memory; on other systems it does nothing."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import re
@@ -10,21 +8,12 @@ from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
-_DONTNEED, _HUGE, _COLLAPSE = 4, 14, 25
-"""Linux's numbers of MADV_DONTNEED, MADV_HUGEPAGE and MADV_COLLAPSE."""
-
-HUGE_PAGE = 1 << 21
-"""The bytes of a huge page."""
-
-_STEP_BYTES = 16 * HUGE_PAGE
-"""The bytes that one call gathers; meanwhile no other thread can map memory."""
-
-_ENTRY_BYTES = 8
-"""The bytes of a page's entry in /proc/self/pagemap; its highest bit means resident."""
-
-_MIN_MAPPING_BYTES = 2 * HUGE_PAGE
-"""The bytes of the smallest mapping that is gathered."""
-
+_DONTNEED, _HUGE, _COLLAPSE = 4, 14, 25  # Linux's numbers of MADV_DONTNEED and so on.
+HUGE_PAGE = 1 << 21  # The bytes of a huge page.
+_STEP_BYTES = 16 * HUGE_PAGE  # One call; meanwhile no thread can map memory.
+_ENTRY_BYTES = 8  # A page's entry in pagemap; its highest bit means resident.
+_MIN_MAPPING_BYTES = 2 * HUGE_PAGE  # A smaller mapping is not gathered.
+# A mapping in /proc/self/smaps.
 _MAPPING = re.compile(
     r"^(?P<first>[0-9a-f]+)-(?P<end>[0-9a-f]+) \S+ \S+ \S+ (?P<file>\d+)"
     r" *(?P<path>.*)$"
@@ -33,7 +22,6 @@ _MAPPING = re.compile(
     r"(?:\n(?!AnonHuge)[A-Z].*)*\nAnonHugePages: +(?P<huge>\d+) kB",
     re.MULTILINE,
 )
-"""A mapping in /proc/self/smaps."""
 
 
 class _Mapping(NamedTuple):
@@ -48,7 +36,6 @@ class _Mapping(NamedTuple):
 
 
 def _mappings() -> Iterator[_Mapping]:
-    """Yield all mapped ranges of this process, from /proc/self/smaps."""
     for found in _MAPPING.finditer(_read_text("/proc/self/smaps")):
         sizes = (1024 * int(found[key]) for key in ("resident", "written", "huge"))
         path = found["path"] if int(found["file"]) else ""
@@ -64,7 +51,6 @@ def _read_text(file: str) -> str:
 
 
 def _advise(first: int, end: int, advice: int) -> bool:
-    """Call madvise for a range of addresses; False if Linux refuses."""
     size = ctypes.c_size_t(end - first)
     done = ctypes.CDLL(None).madvise(ctypes.c_void_p(first), size, advice)
     return int(done) == 0

@@ -1,7 +1,5 @@
 """The execution providers: what they can run, and which have run on this machine."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -24,14 +22,10 @@ from jetdraft.errors import OptionError, ProviderError
 from jetdraft.ort import ort
 from jetdraft.recipe import KERNELS
 
-AUTO = "auto"
-"""Asks for the fastest of `PROVIDERS` that runs a bundle on this machine."""
-
+AUTO = "auto"  # Asks for the fastest of `PROVIDERS` that runs a bundle on this machine.
+# The fix in messages about a provider that does not run.
 PROVIDER_FIX = "choose --provider cpu, or see jetdraft doctor"
-"""The fix in messages about a provider that does not run."""
-
-TRIAL_SECONDS = 120.0
-"""The most seconds of a trial run, in which TensorRT builds an engine."""
+TRIAL_SECONDS = 120.0  # TensorRT builds an engine in a trial.
 
 
 @dataclass(frozen=True)
@@ -70,6 +64,7 @@ class Provider:
         return ""
 
 
+# All providers by name, the fastest first.
 PROVIDERS = {
     provider.name: provider
     for provider in (
@@ -79,10 +74,8 @@ PROVIDERS = {
         Provider("cpu", "CPUExecutionProvider", "cpu", CONTRIB, "fp32"),
     )
 }
-"""All providers by name, the fastest first."""
-
+# Work that only the CPU does; see `check_on_cpu`.
 HALVES, SELECTION = "the halves of a target run", "KV rows are selected"
-"""Work that only the CPU does; see `check_on_cpu`."""
 
 
 def check_on_cpu(work: str, provider: str, fix: str, field: str = "") -> None:
@@ -91,9 +84,8 @@ def check_on_cpu(work: str, provider: str, fix: str, field: str = "") -> None:
         raise OptionError(f"{work} on the CPU, not on {provider}; {fix}", field)
 
 
-ProviderOptions = dict[str, str]
-"""A provider's options by onnxruntime's names; "1" is true."""
-
+ProviderOptions = dict[str, str]  # By onnxruntime's names; "1" is true.
+# The options of the CUDA and the WebGPU provider in all sessions.
 CUDA_OPTIONS: ProviderOptions = {
     "device_id": "0",
     "enable_cuda_graph": "1",
@@ -103,7 +95,6 @@ CUDA_OPTIONS: ProviderOptions = {
     "use_tf32": "0",
 }
 WEBGPU_OPTIONS: ProviderOptions = {"enableInt64": "1", "enableGraphCapture": "0"}
-"""The options of the CUDA and the WebGPU provider in all sessions."""
 
 
 def session_providers(
@@ -224,6 +215,7 @@ def try_provider(name: str) -> Presence:
     return Presence(name, True, False, failure_reason(done.returncode, done.stderr))
 
 
+# Patterns in the stderr of a failed trial, and the reasons that they stand for.
 _REASONS = {
     f"^{REASON}(.+)$": "{}",
     r"error: (\S+): cannot open shared object file": "it needs {}, which the loader "
@@ -235,7 +227,6 @@ _REASONS = {
     "(driver version is insufficient|CUDA failure 35)": "the GPU's driver is older "
     "than this build's CUDA",
 }
-"""Patterns in the stderr of a failed trial, and the reasons that they stand for."""
 
 
 def failure_reason(code: int, stderr: str) -> str:
@@ -249,11 +240,8 @@ def failure_reason(code: int, stderr: str) -> str:
     return f"a small graph failed: {(lines or ['no message'])[-1][:200]}"
 
 
-ENGINE_WIDTHS = (2, 4, 8)
-"""Widths with a TensorRT engine of their own, which holds a copy of the weights."""
-
-_MACHINE_FILE = "made-by.json"
-"""The file in a folder of engines that says on which machine they were built."""
+ENGINE_WIDTHS = (2, 4, 8)  # Each has an engine, which holds a copy of the weights.
+_MACHINE_FILE = "made-by.json"  # Where the engines of a folder were built.
 
 
 def engine_options(

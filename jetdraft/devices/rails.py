@@ -1,20 +1,13 @@
 """Power and energy of a Jetson, from its INA3221 monitors through sysfs."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-INTERVAL_SECONDS = 0.05
-"""The seconds between two readings of a `Meter`."""
-
-MONITORS = "sys/bus/i2c/drivers/ina3221"
-"""The folder of the power monitors."""
-
-MODULE_RAILS = ("VDD_IN", "VIN_SYS_5V0", "VIN")
-"""Names of rails that feed the whole module; other rails feed parts of it."""
+INTERVAL_SECONDS = 0.05  # The seconds between two readings of a `Meter`.
+MONITORS = "sys/bus/i2c/drivers/ina3221"  # The folder of the power monitors.
+MODULE_RAILS = ("VDD_IN", "VIN_SYS_5V0", "VIN")  # They feed the whole module.
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,7 @@ class Meter:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> "Meter":
         if self._rails:
             self._thread = threading.Thread(target=self._integrate, daemon=True)
             self._thread.start()

@@ -6,8 +6,6 @@ A broken driver may end the process, and onnxruntime names a missing library on 
 only. The last line on stdout says that the graph ran.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,20 +15,14 @@ import numpy as np
 from jetdraft.devices import webgpu
 from jetdraft.errors import ProviderError
 
-GRAPH = Path(__file__).with_name("trial.onnx")
-"""The graph of a small product, float32."""
+GRAPH = Path(__file__).with_name("trial.onnx")  # The graph of a small product, float32.
+# The same product in half precision.
 HALF_GRAPH = Path(__file__).with_name("trial-half.onnx")
-"""The same product in half precision."""
-
-RAN = "ran"
-"""The last line on stdout after a trial that succeeded."""
-
+RAN = "ran"  # The last line on stdout after a trial that succeeded.
+# Lines on stdout about the adapter.
 SOFTWARE = "on a software adapter"
 NO_HALF = "without half precision"
-"""Lines on stdout about the adapter."""
-
-REASON = "reason: "
-"""Begins a line on stderr that says why the provider cannot run here."""
+REASON = "reason: "  # Begins the line on stderr that says why not.
 CPU_PROVIDER = "CPUExecutionProvider"
 
 

@@ -1,7 +1,5 @@
 """onnxruntime's WebGPU provider, a plug-in that runs on Vulkan, Metal or Direct3D."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math
@@ -19,23 +17,15 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import ProviderError
 from jetdraft.ort import import_onnx, ort
 
-PLUGIN = "onnxruntime_ep_webgpu"
-"""The package that holds the plug-in."""
-
-EP_NAME = "WebGpuExecutionProvider"
-"""onnxruntime's name of the provider."""
-
+PLUGIN = "onnxruntime_ep_webgpu"  # The package that holds the plug-in.
+EP_NAME = "WebGpuExecutionProvider"  # onnxruntime's name of the provider.
+# The message of a `ProviderError` without the plug-in.
 MISSING_MESSAGE = "the WebGPU plug-in is not installed; pip install 'jetdraft[webgpu]'"
-"""The message of a `ProviderError` without the plug-in."""
-
+# The first version of the plug-in whose values can be bound without a session.
 OLDEST_PLUGIN = (0, 4)
-"""The first version of the plug-in whose values can be bound without a session."""
-
+# An environment variable: with 1 the plug-in also offers drivers on the CPU.
 _SOFTWARE_VARIABLE = "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER"
-"""An environment variable: with 1 the plug-in also offers drivers on the CPU."""
-
-_ERRORS_ONLY = 3
-"""onnxruntime's level of logs with errors only."""
+_ERRORS_ONLY = 3  # onnxruntime's level of logs with errors only.
 
 
 @dataclass(frozen=True)
@@ -76,7 +66,6 @@ def find_adapter() -> Adapter:
 
 
 def _is_software(device: Any) -> bool:
-    """Whether a device of onnxruntime computes on the CPU."""
     return bool(device.device.type == ort.OrtHardwareDeviceType.CPU)
 
 
@@ -130,18 +119,13 @@ def check_buffers(file: Path, contract: StepContract) -> None:
         )
 
 
-_LOADER = "libvulkan.so.1"
-"""The library that loads Vulkan's drivers."""
-
+_LOADER = "libvulkan.so.1"  # The library that loads Vulkan's drivers.
+# VK_STRUCTURE_TYPE_INSTANCE_CREATE_INFO and VK_PHYSICAL_DEVICE_TYPE_CPU.
 _INSTANCE, _CPU_TYPE = 1, 4
-"""VK_STRUCTURE_TYPE_INSTANCE_CREATE_INFO and VK_PHYSICAL_DEVICE_TYPE_CPU."""
-
+# The bytes before `deviceName` and `limits.maxStorageBufferRange` in
+# VkPhysicalDeviceProperties.
 _NAME, _STORAGE_RANGE = 20, 324
-"""The bytes before `deviceName` and `limits.maxStorageBufferRange` in
-VkPhysicalDeviceProperties."""
-
-_MAX_DEVICES = 16
-"""The most devices that are listed."""
+_MAX_DEVICES = 16  # The most devices that are listed.
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """The attention nodes of a step graph, and their buffers in integers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +15,10 @@ from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows
 from jetdraft.quant.edits import Maker, initializer, new_value
 
-OPSET = 24
-"""The first that has TensorScatter and Attention over a part of a buffer."""
-
+OPSET = 24  # The first that has TensorScatter and Attention over a part of a buffer.
 _BIAS_INPUTS = {"GroupQueryAttention": 10, "Attention": 3}
-
-SCALE_INPUTS = 12, 13
-"""GroupQueryAttention's inputs for the scales of keys and of values."""
-
-PAST_KEY = 3
-"""GroupQueryAttention's input for the past keys."""
+SCALE_INPUTS = 12, 13  # GroupQueryAttention's inputs for scales.
+PAST_KEY = 3  # GroupQueryAttention's input for the past keys.
 
 
 def attentions(graph: ir.Graph) -> list[ir.Node]:

@@ -1,7 +1,5 @@
 """What an export refuses: checkpoints and heads that do not fit its options."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from jetdraft.bundle import CONTRIB, DRAFTER, TARGET

@@ -4,8 +4,6 @@ Another graph moves an accepted path together, or lets recurrent states go over 
 again.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One pass of a drafter as a torch module, and its contract, from what it declares."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,7 +96,6 @@ class DraftStep(Step):
         answer_rows: Tensor,
         *inputs: Any,
     ) -> list[Tensor]:
-        """Return the contract's outputs; `inputs` are its other inputs, then past."""
         *others, past = inputs
         drafter, contract, dtype = self.model, self.contract, dtype_of(self.contract)
         names = (spec.name for spec in contract.inputs[5 : 5 + len(others)])
@@ -179,7 +176,6 @@ class SourceBlockStep(SourceStep):
 
     @property
     def decoder(self) -> Any:
-        """The model of transformers."""
         return self.model.model
 
     def forward(

@@ -1,7 +1,5 @@
 """The tokens of a pair, and the part of them that a drafter may draft."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +21,7 @@ from jetdraft.quant.calibration import Windows, own_attention
 from jetdraft.quant.grids import Matrix
 from jetdraft.quant.weights import Quantization
 
-ASKED_TOKENS = 512
-"""About how many tokens of the text the expected counts are summed over."""
+ASKED_TOKENS = 512  # About how many the expected counts are summed over.
 
 
 def frequent_tokens(
@@ -71,7 +68,7 @@ class CutHead:
     blocks: Mapping[str, Matrix]
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, ids: Tensor, dtype: torch.dtype) -> CutHead:
+    def of(cls, checkpoint: Checkpoint, ids: Tensor, dtype: torch.dtype) -> "CutHead":
         """Cut the LM head of the checkpoint's model, in place; it runs in `dtype`."""
         model, whole = checkpoint.model, checkpoint.lm_head_name
         weight = model.get_output_embeddings().weight

@@ -1,7 +1,5 @@
 """The graphs of a drafter beside its target, and their arrays after more training."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -296,13 +294,11 @@ def _differing_arrays(exported: ir.Model, trained: ir.Model) -> Arrays:
 
 
 def _constants(model: ir.Model) -> dict[str, ir.TensorProtocol]:
-    """Return the tensors of a graph by name."""
     values = model.graph.initializers.items()
     return {n: v.const_value for n, v in values if v.const_value is not None}
 
 
 def _pair_error(part: str) -> PairError:
-    """Return the error for an array or a checkpoint of another form."""
     return PairError(
         f"{part} does not have the form of the bundle's drafter; give the checkpoint "
         "that was exported, or export the bundle again with this version"

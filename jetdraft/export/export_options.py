@@ -1,7 +1,5 @@
 """The options of an export."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +10,8 @@ from jetdraft.errors import OptionError
 from jetdraft.quant.choice import Limit
 from jetdraft.recipe import KERNELS, Recipe
 
+# numpy's and torch's names of the types that a graph can compute in.
 DTYPES = {"fp32": "float32", "fp16": "float16"}
-"""numpy's and torch's names of the types that a graph can compute in."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,6 @@ class ExportOptions:
             )
 
     def provider_of(self, name: str) -> Provider:
-        """The provider that will run the graph of that name."""
         beside = self.drafter_provider if name == DRAFTER else None
         return provider_named(beside or self.provider)
 
@@ -142,7 +139,6 @@ class ExportOptions:
         return KERNELS[1] if self.kernel == KERNELS[1] else best
 
     def dtype_of(self, name: str) -> str:
-        """The dtype of the graph of that name."""
         return self.dtype or self.provider_of(name).dtype
 
     def recipe_of(self, name: str) -> Recipe:

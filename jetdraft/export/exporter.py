@@ -1,7 +1,5 @@
 """Exports checkpoints to a bundle."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import logging
@@ -72,9 +70,7 @@ from jetdraft.recipe import KERNELS
 from jetdraft.staging import writing
 
 __all__ = ["ExportOptions", "Limit", "export"]
-
-NO_HEAD = "none"
-"""The name of a head that leaves the target's own out."""
+NO_HEAD = "none"  # The name of a head that leaves the target's own out.
 
 
 @silenced(logging.WARNING)
@@ -255,7 +251,6 @@ def _check_and_contract(
 def _make_contract(
     name: str, checkpoint: Checkpoint, options: ExportOptions
 ) -> StepContract:
-    """Return the contract of a checkpoint's graph."""
     model, probes = checkpoint.model, checkpoint.streams
     shapes, states = (
         (source_kv_shapes(model), ())
@@ -358,16 +353,15 @@ def _describe_packed(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _write_texts(folder: Path, target: Checkpoint) -> None:
-    """Write the tokenizer and the chat template of the target into the folder."""
     texts = {TOKENIZER: target.tokenizer, CHAT_TEMPLATE: target.chat_template}
     for name, text in texts.items():
         if isinstance(text, str):
             (folder / name).write_text(text, encoding="utf-8")
 
 
+# The width of a projected embedding, and the seed of the projection.
 _SIMILARITY_SIZE = 64
 _SEED = 20_11_21
-"""The width of a projected embedding, and the seed of the projection."""
 
 
 def _write_similarity(folder: Path, model: Any) -> None:

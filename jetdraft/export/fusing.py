@@ -11,8 +11,6 @@ Each is optional: where its pattern does not match, the graph stays as it was tr
 - Softplus fills whole packets, and attention may become jetdraft's own
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -144,8 +142,8 @@ def fuse_rotation(
     rotate(graph, attention, (cosines[0], sines[0], cosines[1]), interleaved)
 
 
+# Cosines and sines [capacity, d / 2], and the positions that choose their rows.
 Tables = tuple[ir.Value, ir.Value, ir.Value]
-"""Cosines and sines [capacity, d / 2], and the positions that choose their rows."""
 
 
 def _rotate_in_attention(
@@ -270,7 +268,6 @@ def merge_projections(graph: ir.Graph, forms: Mapping[str, object]) -> None:
 
 
 def _is_matrix(value: ir.Value | None) -> bool:
-    """Whether a value is a constant matrix."""
     return (
         value is not None
         and value.const_value is not None

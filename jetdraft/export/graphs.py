@@ -5,8 +5,6 @@ of it and read its weights file: the halves first, which remove the extra output
 chain graph, then the tree graph, and of that the graph that selects rows.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -43,8 +41,7 @@ from jetdraft.quant.blocks import Floats
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import KERNELS
 
-Progress = Callable[[str, int, int], None]
-"""Called with the name of the stage, the steps done and the number of steps."""
+Progress = Callable[[str, int, int], None]  # Stage, steps done, steps in all.
 
 
 @dataclass(frozen=True)
@@ -246,8 +243,7 @@ def _write_selection(job: Job, entry: GraphEntry) -> GraphEntry:
 
 # --- weights that two graphs share ----------------------------------------------------
 
-_PAGE, _LARGE = 4096, 1 << 16
-"""A large tensor begins at a page of its file, so that it can be mapped alone."""
+_PAGE, _LARGE = 4096, 1 << 16  # Large tensors begin at a page, to be mapped alone.
 
 
 def share_weights(file: Path, other: Path) -> None:
@@ -283,17 +279,14 @@ def share_weights(file: Path, other: Path) -> None:
 
 
 def _external_tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
-    """Return the tensors of a graph that are stored in another file."""
     return [t for t in model.graph.initializer if t.external_data]
 
 
 def _stored_place(tensor: onnx.TensorProto) -> dict[str, str]:
-    """Return where a tensor is stored: location, offset and length."""
     return {entry.key: entry.value for entry in tensor.external_data}
 
 
 def _set_stored_place(tensor: onnx.TensorProto, place: dict[str, str]) -> None:
-    """Set where a tensor is stored, in place."""
     del tensor.external_data[:]
     for key in ("location", "offset", "length"):
         tensor.external_data.add(key=key, value=place[key])
@@ -306,7 +299,6 @@ def _tensor_digest(folder: Path, tensor: onnx.TensorProto) -> tuple[object, ...]
 
 
 def _read_bytes(folder: Path, place: dict[str, str]) -> bytes:
-    """Read the bytes of a tensor from its file."""
     with (folder / place["location"]).open("rb") as weights:
         weights.seek(int(place["offset"]))
         return weights.read(int(place["length"]))

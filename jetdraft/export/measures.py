@@ -1,7 +1,5 @@
 """What an export measures before it writes: texts, moments, and recipes left open."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -35,6 +33,7 @@ from jetdraft.quant.grids import GridMatrix
 from jetdraft.recipe import KERNELS, RUNGS, Recipe
 from jetdraft.runtime.text.template import ChatTemplate, user_message
 
+# Asked of every model; a model without a chat template continues them.
 QUESTIONS = (
     "What is the capital of France?",
     "Write a Python function that checks whether a number is prime.",
@@ -49,13 +48,8 @@ QUESTIONS = (
     "Turn this into JSON: Anna is 31 years old and lives in Oslo.",
     "Which planets have rings, and why?",
 )
-"""Asked of every model; a model without a chat template continues them."""
-
-REPLY_TOKENS = 24
-"""Tokens of each reply: few, since a large checkpoint takes seconds for each."""
-
-TEMPERATURE = 0.8
-"""The temperature at which replies are sampled."""
+REPLY_TOKENS = 24  # Few: a large checkpoint takes seconds for each.
+TEMPERATURE = 0.8  # The temperature at which replies are sampled.
 
 
 def sample_text(

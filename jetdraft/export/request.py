@@ -1,7 +1,5 @@
 """An export as the command line and Python ask for it; torch loads when it starts."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace

@@ -4,8 +4,6 @@ transformers builds no mask for an attention that it does not know, so what a mo
 expresses through masks alone (chunks, windows) would be lost without an error.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from itertools import pairwise
@@ -32,13 +30,12 @@ from jetdraft.export.source_step import EncoderStep, SourceStep, source_sizes
 from jetdraft.export.step import Step, dtype_of, export_error, zeros
 from jetdraft.recipe import RUNGS, Recipe
 
+# The bounds of the number of tokens that are compared.
 _FEWEST_TOKENS = 24
 _MAX_TOKENS = 512
-"""The bounds of the number of tokens that are compared."""
-
+# The largest difference, relative to the largest logit; a lost mask makes a difference
+# a thousand times as large.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2}
-"""The largest difference, relative to the largest logit; a lost mask makes a difference
-a thousand times as large."""
 
 
 def trained_length(model: Any) -> int | None:
@@ -163,8 +160,7 @@ def _check_last_position(model: Any, contract: StepContract) -> None:
 # --- encoder-decoders -----------------------------------------------------------------
 
 
-_SOURCE_TOKENS = 24
-"""The most tokens of source and text that are compared."""
+_SOURCE_TOKENS = 24  # The most tokens of source and text that are compared.
 
 
 def source_kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:

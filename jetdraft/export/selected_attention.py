@@ -9,8 +9,6 @@ stays while the mean query is like the query that made it. Beyond the trained le
 keys of selected rows are shifted to positions just before the pass.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 
@@ -63,8 +61,8 @@ class Branch(Maker):
         return ir.Graph([], outputs, nodes=self.nodes, name=self.name)
 
 
+# The cosine of two queries from which on a selection stays, as in the paper.
 MIN_SIMILARITY = 0.9
-"""The cosine of two queries from which on a selection stays, as in the paper."""
 
 
 class SelectedAttention:
@@ -300,7 +298,6 @@ class SelectedAttention:
         return outputs
 
     def _set_state_types(self, values: list[Value]) -> list[Value]:
-        """Give rows and query the types and shapes of the state; return them."""
         for value, old in zip(values, (self.rows, self.query), strict=True):
             value.type, value.shape = old.type, old.shape
         return values

@@ -1,7 +1,5 @@
 """The two passes of an encoder-decoder as torch modules: encoder, and decoder step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +20,7 @@ from jetdraft.checkpoints.attention import (
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.export.step import Specs, Step, dtype_of, make_state, zeros
 
-_TRACED_SOURCE = 9
-"""Tokens of the source that the tracer sees."""
+_TRACED_SOURCE = 9  # Tokens of the source that the tracer sees.
 
 
 def cross_attentions(model: Any) -> list[Any]:
@@ -90,7 +87,6 @@ class SourceStep(Step):
     def logits(
         self, state: Any, input_ids: Tensor, position_ids: Tensor, answer_rows: Tensor
     ) -> Tensor:
-        """Run the model; return the logits of the answered rows, float32 [1, m, n]."""
         rows = slice(None), answer_rows
         with at_positions(self.model, position_ids), answering_rows(self.model, rows):
             logits: Tensor = self.model(
@@ -159,7 +155,6 @@ class EncoderStep(Step):
                 yield name, weight
 
     def example_inputs(self) -> list[Tensor]:
-        """A source to trace with."""
         if self.contract.source_bins:
             return [zeros(self.contract.encoder_input)]
         return [torch.zeros(1, _TRACED_SOURCE, dtype=torch.long)]

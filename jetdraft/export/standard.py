@@ -5,8 +5,6 @@ and Attention-24, and norms their primitives. ScatterND, which copies the buffer
 an importer that does not know TensorScatter.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 from onnx_ir import Value

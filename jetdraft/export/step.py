@@ -3,8 +3,6 @@
 Probes are streams (2402.11131) or prompt tokens.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
@@ -34,13 +32,10 @@ from jetdraft.errors import UnsupportedModelError
 TRACED_ROWS, TRACED_ANSWERS, TRACED_PROBES = 7, 5, 6
 
 
-CUT = "cut_hidden"
-"""The extra output of a graph traced with a cut: the hidden states at the cut."""
+CUT = "cut_hidden"  # An extra output: the hidden states at the cut.
 
 
-_FUSION_PREFIX = "features"
-"""The names of a fusion's weights in the graph begin with it."""
-
+_FUSION_PREFIX = "features"  # Begins the names of a fusion's weights.
 Specs = tuple[TensorSpec, ...]
 
 
@@ -74,7 +69,6 @@ class Step(torch.nn.Module):
 
     @property
     def decoder(self) -> Any:
-        """The model of transformers that this step runs."""
         return self.model
 
     @property
@@ -221,8 +215,7 @@ def make_state(
     )
 
 
-PACKET = 16
-"""The most numbers that a processor takes a logarithm of at once."""
+PACKET = 16  # The most numbers that a processor takes a logarithm of at once.
 
 
 def log_sum_exp(logits: Tensor, largest: Tensor) -> Tensor:
@@ -324,7 +317,6 @@ class ProbeStep(Step):
 
     @property
     def decoder(self) -> Any:
-        """The model without its probes."""
         return self.model.model
 
     @property

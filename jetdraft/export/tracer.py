@@ -1,7 +1,5 @@
 """Traces a pass, as a torch module, into a step graph; equal passes are traced once."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io
@@ -25,11 +23,8 @@ from jetdraft.contracts.tensors import ANSWERS, PREFIX, PROBES, ROWS, TensorSpec
 from jetdraft.errors import JetdraftError, UnsupportedModelError
 from jetdraft.export.step import TRACED_ROWS, Step, export_error, zeros
 
-OPSET = 23
-"""The ai.onnx opset of traced graphs."""
-
-MAX_TRACES = 4
-"""The most graphs that are kept; without weights they are small."""
+OPSET = 23  # The ai.onnx opset of traced graphs.
+MAX_TRACES = 4  # The most graphs that are kept; without weights they are small.
 
 
 class KeptTraces:
@@ -62,8 +57,7 @@ class KeptTraces:
         self._files[key] = file
 
 
-KEPT_TRACES = KeptTraces()
-"""The last traces of this process."""
+KEPT_TRACES = KeptTraces()  # The last traces of this process.
 
 
 class _StepWithWeights(torch.nn.Module):
@@ -257,7 +251,6 @@ class _FingerprintWriter:
             next(writers, _FingerprintWriter.write_object)(self, value)
 
     def write_all(self, kind: str, values: Iterable[Any]) -> None:
-        """Write several objects in their order."""
         self._add(kind, "")
         for value in values:
             self.write(value)
@@ -319,19 +312,13 @@ class _FingerprintWriter:
                 self._add("method", f"{name} {place}")
 
     def _add(self, kind: str, text: str) -> None:
-        """Add a text and its kind to the digest."""
         self.digest.update(f"{kind}:{len(text)}:{text};".encode())
 
 
-_HEAP_TYPE_FLAG = 1 << 9
-"""The flag of classes that are written in Python, Py_TPFLAGS_HEAPTYPE."""
-
+_HEAP_TYPE_FLAG = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class is written in Python.
+# Fields of transformers' models that no pass reads; they are left out.
 _UNREAD_FIELDS = {"_name_or_path", "name_or_path", "generation_config"}
-"""Fields of transformers' models that no pass reads; they are left out."""
-
-_HOOK_FIELDS = ("_forward_hooks", "_forward_pre_hooks")
-"""The beginnings of the names of a module's fields that are keyed by hooks."""
-
+_HOOK_FIELDS = ("_forward_hooks", "_forward_pre_hooks")  # Fields keyed by hooks.
 _PLAIN_TYPES = (str, int, float, bool, type(None), bytes, Enum)
 _NAMED_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 

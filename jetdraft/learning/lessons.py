@@ -9,8 +9,6 @@ A set is a folder with the arrays of a graph; its name is the hash of their file
 kill at any point leaves one whole set; several processes may share the folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -38,25 +36,13 @@ from jetdraft.learning.store_file import DAMAGE, StoreFile, check_user, entry_ti
 from jetdraft.manifest import sha256_of
 from jetdraft.parsing import Rule, read_json_file, read_record
 
-LESSONS_FILE = "lessons.sqlite"
-"""The file of lessons in a folder."""
-
-MAX_LESSONS = 256
-"""The most lessons of one user."""
-
-MAX_IN_ALL = 4096
-"""The most lessons of all users."""
-MAX_DAYS = 30.0
-"""The days after which a lesson is deleted."""
-MAX_TOKENS = 1024
-"""The most tokens of a lesson; of a longer text the end is kept."""
-
-MAX_PLACES = 128
-"""The most wrong places of a lesson; of more the last are kept."""
-
-CANDIDATES = 32
-"""How many of the target's best tokens are kept of each place."""
-
+LESSONS_FILE = "lessons.sqlite"  # The file of lessons in a folder.
+MAX_LESSONS = 256  # The most lessons of one user.
+MAX_IN_ALL = 4096  # The most lessons of all users.
+MAX_DAYS = 30.0  # The days after which a lesson is deleted.
+MAX_TOKENS = 1024  # The most tokens of a lesson; of a longer text the end is kept.
+MAX_PLACES = 128  # The most wrong places of a lesson; of more the last are kept.
+CANDIDATES = 32  # How many of the target's best tokens are kept of each place.
 _TABLES = """
 create table if not exists lessons (
     id integer primary key, user text not null, kept real not null,
@@ -210,31 +196,16 @@ def _parse_row(row: tuple[bytes, ...], vocab_size: int) -> Iterator[Lesson]:
         return
 
 
-ARRAYS = "arrays.npz"
-"""The file of a set with its arrays, by their names in the graph."""
-
-CHOICE_FILE = "choice.json"
-"""The file that says which set drafts."""
-
-OWN = ""
-"""The name of the weights in the bundle."""
-
-LEARNED_TYPES = ("float32", "float16", "uint8")
-"""The types of learned arrays, floats and packed integers; indexes are not learned."""
-
-PARTIAL = ".partial-"
-"""The prefix of a set's folder while it is written."""
-
-VERDICT_TOKENS = 256
-"""The evaluated tokens that a verdict needs, with the old weights and with the new."""
-
-EARLY_TOKENS = 64
-"""Evaluated tokens after which a clear loss ends a trial."""
-
+ARRAYS = "arrays.npz"  # The file of a set with its arrays, by their names in the graph.
+CHOICE_FILE = "choice.json"  # The file that says which set drafts.
+OWN = ""  # The name of the weights in the bundle.
+LEARNED_TYPES = ("float32", "float16", "uint8")  # Indexes are not learned.
+PARTIAL = ".partial-"  # The prefix of a set's folder while it is written.
+VERDICT_TOKENS = 256  # Evaluated with each of two sets before a verdict.
+EARLY_TOKENS = 64  # Evaluated tokens after which a clear loss ends a trial.
+# Standard errors by which worse weights go early: a false alarm in 1 of 700 looks. A
+# trial has several looks: with texts of 16 tokens one trial in 170 ends by chance.
 CLEAR_LOSS = 3.0
-"""Standard errors by which worse weights go early: a false alarm in 1 of 700 looks. A
-trial has several looks: with texts of 16 tokens one trial in 170 ends by chance."""
-
 _HASH = re.compile("[0-9a-f]{64}")
 Name = Annotated[
     str, Rule("a hash", lambda name: name == OWN or bool(_HASH.fullmatch(name)))
@@ -391,7 +362,6 @@ class Tally:
 
     @property
     def is_full(self) -> bool:
-        """Whether `VERDICT_TOKENS` were evaluated."""
         return self.evaluated >= VERDICT_TOKENS
 
     @property
@@ -400,7 +370,7 @@ class Tally:
         return self.accepted / max(1, self.evaluated)
 
 
-def decide_trial(before: Tally, after: Tally) -> bool | None:
+def judge_trial(before: Tally, after: Tally) -> bool | None:
     """Whether to keep the weights of `after`; None while that is open.
 
     They go if their rate is lower: at `EARLY_TOKENS` if it is lower by `CLEAR_LOSS`

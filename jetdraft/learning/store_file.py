@@ -1,7 +1,5 @@
 """Creates, checks and, if damaged, replaces the SQLite files of users' texts."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import sqlite3
@@ -16,22 +14,14 @@ from pathlib import Path
 from jetdraft.errors import StoreError, printable
 from jetdraft.files import check_name
 
-DAMAGE = (sqlite3.Error, UnicodeDecodeError)
-"""The exceptions that reading a damaged file raises."""
-
-_APPLICATION_ID = 0x4A444654
-"""The id in the file's header, which a database of another program lacks."""
-_ID_OFFSET = 68
-"""The byte of the file's header where SQLite keeps the application id."""
-
-_DAMAGED_SUFFIX = ".damaged"
-"""What a damaged file's name ends with; a number may follow."""
-
+DAMAGE = (sqlite3.Error, UnicodeDecodeError)  # What a damaged file raises.
+_APPLICATION_ID = 0x4A444654  # In the file's header, unlike other databases.
+_ID_OFFSET = 68  # The byte of the file's header where SQLite keeps the application id.
+_DAMAGED_SUFFIX = ".damaged"  # Ends a damaged file's name; a number may follow.
 _ABOUT_TABLE = "create table if not exists about (tokenizer text not null);"
 
 _SECONDS_PER_DAY = 86400.0
-_NEVER = 1e11
-"""A time in the year 5138. Texts and blobs are larger, as SQLite compares them."""
+_NEVER = 1e11  # In the year 5138; texts and blobs are larger for SQLite.
 
 
 class StoreFile:

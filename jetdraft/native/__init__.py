@@ -3,8 +3,6 @@
 `setup.py` compiles it when jetdraft is installed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import platform
@@ -12,11 +10,9 @@ from pathlib import Path
 
 from jetdraft.errors import ProviderError
 
+# The domain of the operators in a graph, and their names.
 DOMAIN, MULTIPLY, GATHER = "jetdraft", "MatMulPacked", "GatherPacked"
-"""The domain of the operators in a graph, and their names."""
-
-LIBRARY = Path(__file__).with_name(f"{platform.machine()}.so")
-"""The file for this kind of processor; it may be missing."""
+LIBRARY = Path(__file__).with_name(f"{platform.machine()}.so")  # It may be missing.
 
 
 @functools.cache

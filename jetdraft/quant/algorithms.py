@@ -12,8 +12,6 @@ gptq     rounds input by input; the later inputs correct each rounding error, we
 llama.cpp's types have one algorithm, `rounding.round_to_grid`.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 
@@ -35,11 +33,8 @@ from jetdraft.quant.grids import GridMatrix, Matrix
 from jetdraft.quant.rounding import round_to_grid
 from jetdraft.recipe import GRIDS, Recipe, grid_for
 
-DAMPING = 0.01
-"""The share of the mean second moment that is added to all: the paper's value."""
-
-GPTQ_COLUMNS = 4096
-"""Columns that are quantized at once, in double precision."""
+DAMPING = 0.01  # Share of the mean second moment that is added; the paper's.
+GPTQ_COLUMNS = 4096  # Columns that are quantized at once, in double precision.
 
 
 def rtn(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> Blocks:
@@ -171,13 +166,12 @@ def _inverse_factor(moments: Floats, size: int) -> Tensor:
     return upper
 
 
+# Quantizes a matrix [rows, columns] by bits, block size and moments [rows, rows].
 Algorithm = Callable[[Floats, int, int, Floats | None], Blocks]
-"""Quantizes a matrix [rows, columns] by bits, block size and moments [rows, rows]."""
-
+# The algorithms by the names that recipes have for them.
 ALGORITHMS: dict[str, Algorithm] = {
     algorithm.__name__: algorithm for algorithm in (rtn, k_quant, hqq, gptq)
 }
-"""The algorithms by the names that recipes have for them."""
 
 
 def quantize(matrix: Floats, recipe: Recipe, moments: Floats | None) -> Matrix:

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.floating]
 Bytes = npt.NDArray[np.uint8]
-Order = npt.NDArray[np.int64]
-"""The input that each row of a matrix belongs to."""
+Order = npt.NDArray[np.int64]  # The input that each row of a matrix belongs to.
 
 
 @dataclass(frozen=True)

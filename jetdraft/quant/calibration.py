@@ -1,7 +1,5 @@
 """Measures the second moments of the inputs of a model's matrices over a text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +13,8 @@ from jetdraft.errors import DataError
 from jetdraft.files import read_text
 from jetdraft.quant.blocks import Floats
 
-WINDOW = 256
-"""The most tokens of a window, which a model reads in one pass."""
-
-MAX_WINDOWS = 32
-"""The most windows that are taken of a text."""
+WINDOW = 256  # The most tokens of a window, which a model reads in one pass.
+MAX_WINDOWS = 32  # The most windows that are taken of a text.
 
 
 class Windows:
@@ -37,7 +32,7 @@ class Windows:
         self.tokens = ids[:, -self.scored :].flatten() if tokens is None else tokens
 
     @classmethod
-    def of(cls, file: Path, tokenizer: str | None, longest: int = WINDOW) -> Windows:
+    def of(cls, file: Path, tokenizer: str | None, longest: int = WINDOW) -> "Windows":
         """Read equal windows of at most `longest` tokens, spread evenly over a file.
 
         `tokenizer` is the JSON of a tokenizers.Tokenizer. Raises `DataError` without

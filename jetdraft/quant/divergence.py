@@ -4,8 +4,6 @@ Weights are what their integers stand for, inputs are rounded as the CPU's kerne
 them: the result is within a tenth of the bundle's (docs/log/quantization.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,11 +17,8 @@ from jetdraft.quant.calibration import Windows
 from jetdraft.quant.grids import GridMatrix, Matrix
 from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe, Unit, grid_for, unit_of
 
-MAX_TOKENS = 512
-"""The most tokens that are compared; their log probabilities stay in memory."""
-
-BATCH_TOKENS = 256
-"""About how many tokens a pass reads; each pass may convert all weights."""
+MAX_TOKENS = 512  # The log probabilities of compared tokens stay in memory.
+BATCH_TOKENS = 256  # Tokens of a pass, about; each may convert all weights.
 
 
 class Divergence:
@@ -80,7 +75,7 @@ class Divergence:
         return total / rows
 
     def overlap(
-        self, recipe: Recipe, other: Divergence, ids: torch.Tensor | None = None
+        self, recipe: Recipe, other: "Divergence", ids: torch.Tensor | None = None
     ) -> float:
         """Return the mean of sum(min(p, q)), with this model's q and another model's p.
 
@@ -107,7 +102,6 @@ class Divergence:
         return sum(_matrix_bytes(layer, recipe) for layer in self.units[unit].values())
 
     def drop_blocks(self) -> None:
-        """Free the quantized weights that are cached for recipes measured so far."""
         self._blocks.clear()
 
     def rounded(self, recipe: Recipe) -> dict[str, GridMatrix]:
@@ -120,7 +114,6 @@ class Divergence:
         return {n: m for n, m in matrices.items() if isinstance(m, GridMatrix)}
 
     def _blocks_of(self, name: str, layer: torch.nn.Linear, recipe: Recipe) -> Matrix:
-        """Return a weight quantized by a recipe; it is computed once and cached."""
         key = name, recipe
         if key not in self._blocks:
             matrix = layer.weight.detach().float().numpy().T

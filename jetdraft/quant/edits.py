@@ -1,7 +1,5 @@
 """Small edits of onnx_ir graphs, shared by fusion and quantization."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,12 +9,9 @@ import onnx_ir as ir
 
 from jetdraft.contracts.tensors import TensorSpec
 
-CONTRIB_DOMAIN = "com.microsoft"
-"""The domain of onnxruntime's own operators."""
-
+CONTRIB_DOMAIN = "com.microsoft"  # The domain of onnxruntime's own operators.
+# Metadata key of a value: the checkpoint's names of its weights, one a line.
 PARAMETER = "parameter"
-"""Metadata key of a value: the checkpoint's names of its weights, one a line."""
-
 Array = npt.NDArray[np.generic]
 
 

@@ -7,8 +7,6 @@ layout, which `native/format.h` describes, holds integers, scales and factors as
 are: nothing is rounded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -20,17 +18,10 @@ from gguf.quants import Q4_K, dequantize
 
 from jetdraft.quant.blocks import Blocks, Bytes, Floats
 
-LAYOUT_VERSION = 1
-"""Of the layout that `GridMatrix.packed` returns; the library reads no other."""
-
-COLUMNS_AT_ONCE = 4096
-"""Columns that are unpacked together: their integers are floats for a moment."""
-
-_COLUMNS, _BLOCK = 16, 32
-"""Columns that lie together, and numbers of a block."""
-
-_ONE, _ZERO = b"\0\x3c", b"\0\0"
-"""1 and 0 as halves."""
+LAYOUT_VERSION = 1  # Of `GridMatrix.packed`; the library reads no other.
+COLUMNS_AT_ONCE = 4096  # Unpacked together: they are floats for a moment.
+_COLUMNS, _BLOCK = 16, 32  # Columns that lie together, and numbers of a block.
+_ONE, _ZERO = b"\0\x3c", b"\0\0"  # 1 and 0 as halves.
 
 
 @dataclass(frozen=True)
@@ -47,11 +38,11 @@ class _Grid:
 
 _SCALE = MappingProxyType({0: _ONE})
 _MINIMUM = MappingProxyType({0: _ONE, 2: _ZERO})
+# Eight factors of 1 and eight of 0, in 6 bits each, behind scale and minimum.
 _FACTORS = MappingProxyType({**_MINIMUM, 4: b"\1\1\1\1\0\0\0\0\1\1\1\1"})
-"""Eight factors of 1 and eight of 0, in 6 bits each, behind scale and minimum."""
 
 _BYTE_FACTORS = MappingProxyType({192: bytes([1] * 16), 208: _ONE})
-
+# In the order of their numbers in graphs.
 _GRIDS = {
     "Q4_0": _Grid(4, 8, _SCALE),
     "Q4_1": _Grid(4, 0, _MINIMUM),
@@ -62,8 +53,6 @@ _GRIDS = {
     "Q5_K": _Grid(5, 0, _FACTORS),
     "Q6_K": _Grid(6, 32, _BYTE_FACTORS),
 }
-"""In the order of their numbers in graphs."""
-
 GRIDS = tuple(_GRIDS)
 
 
@@ -83,11 +72,11 @@ class GridMatrix:
     block_size = 32
 
     @classmethod
-    def concatenated(cls, parts: Sequence[GridMatrix]) -> GridMatrix:
+    def concatenated(cls, parts: "Sequence[GridMatrix]") -> "GridMatrix":
         """Return one matrix with the columns of several, which have the same `form`."""
         return replace(parts[0], data=np.concatenate([part.data for part in parts]))
 
-    def select_columns(self, which: npt.NDArray[np.int64]) -> GridMatrix:
+    def select_columns(self, which: npt.NDArray[np.int64]) -> "GridMatrix":
         """Return the matrix of the columns with the numbers `which`, int64 [n]."""
         return replace(self, data=self.data[which])
 
@@ -160,8 +149,8 @@ class GridMatrix:
         return fields
 
 
+# A quantized matrix of either kind; both have `order`, `floats`, `form` and more.
 Matrix = Blocks | GridMatrix
-"""A quantized matrix of either kind; both have `order`, `floats`, `form` and more."""
 
 
 def _pack_integers(integers: Bytes, bits: int) -> Bytes:

@@ -7,8 +7,6 @@ a number is the second moment of what it is multiplied with; without moments it 
 llama.cpp's guess, which counts large numbers more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -17,12 +15,9 @@ from torch import Tensor
 
 from jetdraft.quant.blocks import Bytes, Floats
 
-COLUMNS_AT_ONCE = 256
-"""Columns that are rounded together: their numbers stay in the cache."""
-
+COLUMNS_AT_ONCE = 256  # Rounded together: they stay in the cache.
+# What is added to the largest integer, to try other scales.
 AFFINE_TRIES = torch.arange(-1.0, 1.05, 0.125)
-"""What is added to the largest integer, to try other scales."""
-
 SYMMETRIC_TRIES = torch.arange(-0.9, 0.95, 0.15)
 
 _TINY = 1e-30

@@ -5,8 +5,6 @@
 `GatherPacked` reads embeddings from the head's quantized matrix: one tensor for both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,16 +17,9 @@ from onnx_ir.passes import common
 
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.native import DOMAIN, GATHER, MULTIPLY
+from jetdraft.quant import edits
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.blocks import Blocks, Floats
-from jetdraft.quant.edits import (
-    CONTRIB_DOMAIN,
-    PARAMETER,
-    Maker,
-    initializer,
-    producer,
-    replace_values,
-)
 from jetdraft.quant.grids import GRIDS, LAYOUT_VERSION, GridMatrix, Matrix
 from jetdraft.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
 
@@ -51,7 +42,7 @@ class Quantization:
     moments: Mapping[str, Floats] = field(default_factory=dict)
     packed: Mapping[str, Matrix] = field(default_factory=dict)
     borrowed: Mapping[str, str] = field(default_factory=dict)
-    lender: Quantization | None = None
+    lender: "Quantization | None" = None
     rounded: dict[str, GridMatrix] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -77,7 +68,7 @@ class Quantization:
             assert matrix is not None
             source, transposed = matrix
             blocks = self._quantize(source, transposed, _checkpoint_names(source))
-            make = Maker(graph, node)
+            make = edits.Maker(graph, node)
             if blocks is not None and blocks.order is not None:
                 order = make.array(f"{node.outputs[0].name}.order", blocks.order)
                 inputs = make("Gather", node.inputs[0], order, axis=-1)
@@ -97,10 +88,10 @@ class Quantization:
                 continue
             own = quantized.get(table) or self._packed_table(graph, table)
             if own is not None:
-                _replace_gather(Maker(graph, node), node, own)
+                _replace_gather(edits.Maker(graph, node), node, own)
         common.RemoveUnusedNodesPass()(model)
 
-    def _packed_table(self, graph: ir.Graph, table: ir.Value) -> PackedMatrix | None:
+    def _packed_table(self, graph: ir.Graph, table: ir.Value) -> "PackedMatrix | None":
         """Return the lender's packed LM head that an embedding is tied to, or None."""
         lender, name = self.lender, self.borrowed.get(_checkpoint_names(table)[0])
         if self.standard or lender is None or name != lender.head:
@@ -157,7 +148,7 @@ class Quantization:
 def _checkpoint_names(source: ir.Value) -> list[str]:
     """Return a matrix's names in its checkpoint; several if matrices were merged."""
     name = source.name or "unnamed"
-    return source.metadata_props.get(PARAMETER, name).splitlines()
+    return source.metadata_props.get(edits.PARAMETER, name).splitlines()
 
 
 @dataclass(frozen=True)
@@ -168,7 +159,7 @@ class PackedMatrix:
     blocks: Matrix
     scales: ir.Value | None = None
 
-    def operator(self, make: Maker, name: str, read: ir.Value | None) -> ir.Value:
+    def operator(self, make: edits.Maker, name: str, read: ir.Value | None) -> ir.Value:
         """The output of an operator of `jetdraft.native` that reads a grid matrix."""
         matrix = self.blocks
         assert isinstance(matrix, GridMatrix)
@@ -187,12 +178,12 @@ def _add_packed(graph: ir.Graph, source: ir.Value, blocks: Matrix) -> PackedMatr
     """Add the initializer with the integers of a matrix."""
     if isinstance(blocks, GridMatrix):
         integers, scales = (
-            initializer(graph, f"{source.name}.{blocks.grid}.{part}", array)
+            edits.initializer(graph, f"{source.name}.{blocks.grid}.{part}", array)
             for part, array in zip(("integers", "scales"), blocks.packed(), strict=True)
         )
         return PackedMatrix(integers, blocks, scales)
     name = f"{source.name}.int{blocks.bits}"
-    return PackedMatrix(initializer(graph, name, blocks.packed), blocks)
+    return PackedMatrix(edits.initializer(graph, name, blocks.packed), blocks)
 
 
 def _constant_matrix(node: ir.Node) -> tuple[ir.Value, bool] | None:
@@ -200,7 +191,7 @@ def _constant_matrix(node: ir.Node) -> tuple[ir.Value, bool] | None:
     if node.op_type != "MatMul" or node.inputs[1] is None:
         return None
     value = node.inputs[1]
-    transpose = producer(value, "Transpose")
+    transpose = edits.producer(value, "Transpose")
     if transpose is not None and transpose.inputs[0] is not None:
         value = transpose.inputs[0]
     constant = value.const_value
@@ -210,7 +201,7 @@ def _constant_matrix(node: ir.Node) -> tuple[ir.Value, bool] | None:
 
 
 def _replace_product(
-    make: Maker, node: ir.Node, source: ir.Value, blocks: Blocks
+    make: edits.Maker, node: ir.Node, source: ir.Value, blocks: Blocks
 ) -> PackedMatrix:
     """Replace the MatMul by a product with packed integers."""
     packed, read = _add_packed(make.graph, source, blocks), node.inputs[0]
@@ -220,7 +211,7 @@ def _replace_product(
     product = make(
         "MatMulNBits",
         *inputs,
-        domain=CONTRIB_DOMAIN,
+        domain=edits.CONTRIB_DOMAIN,
         K=blocks.rows,
         N=len(blocks.packed),
         bits=blocks.bits,
@@ -231,7 +222,9 @@ def _replace_product(
     return packed
 
 
-def _dequantize(make: Maker, node: ir.Node, source: ir.Value, blocks: Blocks) -> None:
+def _dequantize(
+    make: edits.Maker, node: ir.Node, source: ir.Value, blocks: Blocks
+) -> None:
     """Insert a DequantizeLinear of integers [rows, columns] before the MatMul."""
     middle, dtype = 1 << (blocks.bits - 1), _SIGNED[blocks.bits]
     signed = blocks.integers.astype(np.int16) - middle
@@ -252,11 +245,11 @@ def _dequantize(make: Maker, node: ir.Node, source: ir.Value, blocks: Blocks) ->
             consumer.replace_input_with(0, rows)
 
 
+# The types of integers that DequantizeLinear reads, by the number of bits.
 _SIGNED: dict[int, npt.DTypeLike] = {4: ml_dtypes.int4, 8: np.int8}
-"""The types of integers that DequantizeLinear reads, by the number of bits."""
 
 
-def _replace_gather(make: Maker, node: ir.Node, packed: PackedMatrix) -> None:
+def _replace_gather(make: edits.Maker, node: ir.Node, packed: PackedMatrix) -> None:
     """Read embeddings out of the LM head's quantized matrix.
 
     Each column of the matrix [columns, blocks, bytes] is the embedding of a token, in
@@ -275,7 +268,7 @@ def _replace_gather(make: Maker, node: ir.Node, packed: PackedMatrix) -> None:
     gathered = make(
         "GatherBlockQuantized",
         *inputs,
-        domain=CONTRIB_DOMAIN,
+        domain=edits.CONTRIB_DOMAIN,
         bits=blocks.bits,
         block_size=blocks.block_size,
         gather_axis=0,
@@ -294,7 +287,6 @@ def _replace_gather(make: Maker, node: ir.Node, packed: PackedMatrix) -> None:
     _replace_node(make, node, rows)
 
 
-def _replace_node(make: Maker, old: ir.Node, result: ir.Value) -> None:
-    """Replace a node by others; the output of the last replaces its output."""
-    replace_values(old.outputs, [result])
+def _replace_node(make: edits.Maker, old: ir.Node, result: ir.Value) -> None:
+    edits.replace_values(old.outputs, [result])
     make.graph.remove(old, safe=True)

@@ -1,7 +1,5 @@
 """Who may use the buffers of a model: a generation, a measurement, or idle work."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Lock, Thread, get_ident, main_thread
@@ -10,14 +8,10 @@ from weakref import WeakMethod
 from jetdraft.errors import JetdraftError
 from jetdraft.runtime.text.stops import StopWatcher
 
-QUIET_SECONDS = 0.25
-"""Idle work begins this long after the last generation."""
-
-QUIET_TURNS = 5
-"""How often the idle thread checks in this time whether it must stop."""
-
+QUIET_SECONDS = 0.25  # Idle work begins this long after the last generation.
+QUIET_TURNS = 5  # How often the idle thread checks in this time whether it must stop.
+# The message of a `JetdraftError` after `close`.
 CLOSED_MESSAGE = "this model is closed; load the bundle again"
-"""The message of a `JetdraftError` after `close`."""
 
 Work = Callable[[Callable[[], bool]], bool]
 """Does one step; returns False when no step is left.

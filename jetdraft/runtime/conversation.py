@@ -1,7 +1,5 @@
 """Conversations: turns that add to one text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,9 +16,9 @@ from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.template import Message, check_messages, user_message
 from jetdraft.runtime.text.tools import ToolCall, Tools
 
+# The share of the capacity that remains filled where turns are dropped: then the whole
+# prompt is read again, so the next few turns should not drop turns too.
 KEPT_SHARE = 0.75
-"""The share of the capacity that remains filled where turns are dropped: then the whole
-prompt is read again, so the next few turns should not drop turns too."""
 
 
 class Conversation:
@@ -93,7 +91,6 @@ class Conversation:
     def _start_reply(
         self, added: list[Message], options: GenerateOptions
     ) -> Iterator[Piece]:
-        """Start the reply to the messages `added`; returns its pieces."""
         fields: GenerateOptions = {**self.options, **options}
         messages, ids = self._fit_messages([*self.messages, *added], fields)
         if self.tools is None:

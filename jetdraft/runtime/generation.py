@@ -12,8 +12,6 @@ Invariants: the cursor is the length of the sequence minus one; a pass never rea
 past the buffer; whatever was drafted, plain decoding chooses the same tokens.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from array import array
@@ -220,7 +218,7 @@ class Generation:
         fitting = [width for width in self.widths if width <= self._target.cache.room]
         return fitting[-1] if fitting else unread
 
-    def _decode(self, sequence: array[int], start: float) -> Iterator[Piece]:
+    def _decode(self, sequence: "array[int]", start: float) -> Iterator[Piece]:
         """Yield a piece per round until the text ends; its tokens extend `sequence`."""
         cache, watcher = self._target.cache, self.watcher
         # Even the last round must have room for a pass of the narrowest width.
@@ -316,13 +314,11 @@ class Generation:
             observer.observe(seen)
 
     def _pass_width(self, rows: int) -> int:
-        """The width of the narrowest allowed pass that holds `rows` rows."""
         return self.widths[bisect_left(self.widths, rows)]
 
     def _logprobs(
         self, answer: Answer, path: Sequence[int], tokens: Sequence[int]
     ) -> list[Logprob]:
-        """The model's own log probability of each chosen token; empty if not asked."""
         count = self.options.logprobs
         pairs = () if count is None else zip(path, tokens, strict=True)
         return [Logprob.of(answer, row, token, count or 0) for row, token in pairs]

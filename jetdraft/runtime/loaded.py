@@ -1,7 +1,5 @@
 """A loaded bundle: what proposers are made of and generations run on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -44,8 +42,7 @@ from jetdraft.runtime.passes.split.pruned_halves import PrunedHalves
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.worker_process import Vocabulary
 
-LARGE_DRAFTER_PARAMETERS = 30_000_000
-"""A drafter with at least this many gets all threads, unless `tune` chose a number."""
+LARGE_DRAFTER_PARAMETERS = 30_000_000  # A larger drafter gets all threads.
 
 
 class Learning(NamedTuple):
@@ -63,7 +60,7 @@ class LoadedBundle:
     """
 
     def __init__(
-        self, bundle: Bundle, options: LoadOptions, like: LoadedBundle | None = None
+        self, bundle: Bundle, options: LoadOptions, like: "LoadedBundle | None" = None
     ) -> None:
         check_load_options(options)
         self.bundle, self.options = bundle, options

@@ -1,7 +1,5 @@
 """Several models over one set of weights, for several generations at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -63,7 +61,7 @@ class Pool:
         for model in self.models:
             model.close()
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> "Pool":
         return self
 
     def __exit__(self, *error: object) -> None:

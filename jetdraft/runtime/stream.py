@@ -144,5 +144,4 @@ class AsyncStream:
             raise
 
     def _submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Start `work` in the stream's thread, as a future of the running loop."""
         return asyncio.get_running_loop().run_in_executor(self._thread, work)

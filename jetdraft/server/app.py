@@ -1,7 +1,5 @@
 """The routes of the server, its answers to bad requests, and its metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -37,19 +35,15 @@ from jetdraft.server.reply import EventStream, Reply, wait_unless_gone
 from jetdraft.server.request_queue import AnyRequest, Job, RequestQueue
 from jetdraft.server.transcription_request import TranscriptionRequest, read_form
 
-RECEIVE_SECONDS = 30.0
-"""The most seconds that a body may take to arrive."""
-
+RECEIVE_SECONDS = 30.0  # The most seconds that a body may take to arrive.
 DEFAULT_LIMITS = Limits()
-
+# The paths of chats and of transcriptions.
 CHAT_PATH, SPEECH_PATH = "/v1/chat/completions", "/v1/audio/transcriptions"
-"""The paths of chats and of transcriptions."""
-
+# Paths that are counted under their names; others are counted together.
 COUNTED_PATHS = ("/v1/completions", CHAT_PATH, SPEECH_PATH, "/v1/models", "/metrics")
-"""Paths that are counted under their names; others are counted together."""
+# The content types of requests.
 JSON_TYPE, FORM_TYPE = "application/json", "multipart/form-data"
-"""The content types of requests."""
-
+# Metrics by name with their help: counters, and gauges of the stats or the queue.
 COUNTERS = {
     "prompt_tokens": "Tokens of prompts.",
     "new_tokens": "Tokens that were generated.",
@@ -65,7 +59,6 @@ GAUGES = {
     "waiting": "Requests that wait for a model.",
     "generating": "Models in use.",
 }
-"""Metrics by name with their help: counters, and gauges of the stats or the queue."""
 
 
 class Service:

@@ -4,8 +4,6 @@ A board answers without a proxy, and uvicorn has no limit for requests that come
 for answers that are not read, or for the connections of one peer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import ipaddress
@@ -26,26 +24,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jetdraft.errors import OptionError
 from jetdraft.server.refusal import RequestError, refusal_fields, refusal_response
 
-REQUEST_SECONDS = 10.0
-"""The most seconds that a connection may take to send the head of a request."""
-
-UNREAD_SECONDS = 60.0
-"""The most seconds that a client may read nothing of an answer that was written."""
-
-CLIENT_CHECK_SECONDS = 0.25
-"""The seconds between two checks of a client that has closed its sending half."""
-
-CROWDED_CONNECTIONS = 16
-"""Connections beyond the limits that may still ask for /health."""
-
-SPARE_FILES = 128
-"""File descriptors left for connections that are not counted yet, and for files."""
-
+REQUEST_SECONDS = 10.0  # The time to send the head of a request.
+UNREAD_SECONDS = 60.0  # A client that reads nothing for longer is dropped.
+CLIENT_CHECK_SECONDS = 0.25  # Between checks of a half-closed client.
+CROWDED_CONNECTIONS = 16  # Further connections, which may ask for /health.
+SPARE_FILES = 128  # File descriptors for files and uncounted connections.
+# The name of a Unix user begins with the first; what a Host header and an API key may
+# look like.
 _USER_PREFIX = "uid "
 _HOST_RE = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
 _KEY_PATTERN = re.compile(r"[!-~]+")
-"""The name of a Unix user begins with the first; what a Host header and an API key may
-look like."""
 
 
 class ConnectionLimiter:
@@ -65,7 +53,7 @@ class ConnectionLimiter:
         self._by_peer: dict[str, list[Connection]] = defaultdict(list)
         self._outside: list[Connection] = []
 
-    def admit(self, connection: Connection) -> bool:
+    def admit(self, connection: "Connection") -> bool:
         """Count a new connection; False if it may ask for /health only."""
         own = self._by_peer.get(connection.peer, [])
         full = None
@@ -84,7 +72,7 @@ class ConnectionLimiter:
         self._outside.append(connection)
         return False
 
-    def discard(self, connection: Connection) -> None:
+    def discard(self, connection: "Connection") -> None:
         """Stop counting a connection; nothing happens if it is not counted."""
         own = self._by_peer.get(connection.peer, [])
         for connections in (own, self._outside):

@@ -1,7 +1,5 @@
 """A request for a generation, checked before it waits for a model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,37 +16,29 @@ from jetdraft.runtime.text.tools import Tools
 from jetdraft.server.refusal import RequestError
 
 Body = Mapping[str, Any]
-
+# Fields that are options of `Model.generate`; from `top_k` on OpenAI has none.
 OPTION_FIELDS = (
     *("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
     *("top_k", "min_p", "repetition_penalty", "method", "num_draft_tokens"),
     *("ignore_eos", "max_seconds", "json_schema", "regex", "grammar"),
 )
-"""Fields that are options of `Model.generate`; from `top_k` on OpenAI has none."""
-
+# Other fields that are read.
 READ_FIELDS = (
     *("model", "stream", "stream_options", "include_drafted", "logit_bias"),
     *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n"),
     *("prompt", "echo", "suffix", "best_of"),
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
 )
-"""Other fields that are read."""
-
+# Fields of OpenAI that mean nothing on a device; they are accepted and unused.
 IGNORED_FIELDS = (
     *("metadata", "store", "service_tier", "verbosity", "reasoning_effort"),
     *("safety_identifier", "prompt_cache_key", "user"),
 )
-"""Fields of OpenAI that mean nothing on a device; they are accepted and unused."""
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Who writes a message."""
-
-MAX_STOPS, MAX_STOP_CHARS = 16, 1000
-"""The most stop strings and characters of one: each token is compared with all."""
-
+ROLES = ("system", "developer", "user", "assistant", "tool")  # Who writes a message.
+MAX_STOPS, MAX_STOP_CHARS = 16, 1000  # Each token is compared with all.
+# The most characters of a constraint, and of all tools. A shorter one that takes too
+# much time or memory is refused while it is compiled, see `Matcher`.
 MAX_SOURCE_CHARS = 64_000
-"""The most characters of a constraint, and of all tools. A shorter one that takes too
-much time or memory is refused while it is compiled, see `Matcher`."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +228,6 @@ def _read_prompt(prompt: object) -> str | list[int]:
 
 
 def _read_messages(messages: object) -> list[Message]:
-    """Check messages and convert them for chat templates; raises `JetdraftError`."""
     return [
         _read_message(message, f"messages[{place}]")
         for place, message in enumerate(check_messages(messages))
@@ -320,5 +309,4 @@ def _read_call(call: Any, at: str) -> Any:
 
 
 def _field_error(at: str, rule: str) -> RequestError:
-    """The error for a field at `at` that must be what `rule` says."""
     return RequestError(f"{at} must be {rule}", at)

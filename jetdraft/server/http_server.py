@@ -1,7 +1,5 @@
 """uvicorn's server: listening sockets, limits, a log, and the service manager."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -25,30 +23,15 @@ from jetdraft.server.connection import Connection, ConnectionLimiter
 from jetdraft.server.reply import STATUS_KEY
 from jetdraft.server.request_queue import WRITTEN_TOKENS
 
-SPARE_CONNECTIONS = 64
-"""Connections of a client beside its waiting requests: idle ones, and /health."""
-
+SPARE_CONNECTIONS = 64  # Beside a client's waiting requests: idle, or /health.
+# The number of clients that may use their full number of connections at once.
 MAX_BUSY_CLIENTS = 4
-"""The number of clients that may use their full number of connections at once."""
-
-END_SECONDS = 5
-"""The seconds after the drain in which the answers of cut texts are sent."""
-
-SWEEP_SECONDS = 0.5
-"""The seconds between two runs of the checks in `HttpServer`."""
-
-ACCEPTED_AT_ONCE = 8
-"""Connections accepted at once; they use file descriptors before they are counted."""
-
-BACKLOG = 128
-"""Connections that the kernel holds until they are accepted."""
-
-POLLED_PATHS = ("/health", "/metrics")
-"""Paths that monitors ask all the time: answers with status 200 are not logged."""
-
-MAX_PATH_CHARS = 200
-"""The most characters of a path in the log."""
-
+END_SECONDS = 5  # After the drain, to send the answers of cut texts.
+SWEEP_SECONDS = 0.5  # The seconds between two runs of the checks in `HttpServer`.
+ACCEPTED_AT_ONCE = 8  # They use file descriptors before they are counted.
+BACKLOG = 128  # Connections that the kernel holds until they are accepted.
+POLLED_PATHS = ("/health", "/metrics")  # Monitors' paths: 200 is not logged.
+MAX_PATH_CHARS = 200  # The most characters of a path in the log.
 log = logging.getLogger("jetdraft.server")
 
 

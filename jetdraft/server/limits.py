@@ -1,7 +1,5 @@
 """The limits of a server, for `jetdraft serve` and `Service`; imports no package."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

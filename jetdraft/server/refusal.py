@@ -1,7 +1,5 @@
 """Refusals in the form of OpenAI's errors."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -9,11 +7,10 @@ from starlette.responses import Response
 
 from jetdraft.errors import JetdraftError, LengthError, printable
 
+# OpenAI's types and codes of errors, by HTTP status.
 ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {429: "rate_limit_exceeded"}
-"""OpenAI's types and codes of errors, by HTTP status."""
-MAX_MESSAGE_CHARS = 1000
-"""The most characters of an error's message."""
+MAX_MESSAGE_CHARS = 1000  # The most characters of an error's message.
 
 
 class RequestError(JetdraftError):

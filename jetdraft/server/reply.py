@@ -1,7 +1,5 @@
 """Replies in the form of OpenAI's API: whole, or as server-sent events."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -23,12 +21,9 @@ from jetdraft.server.request_queue import Job
 
 Json = dict[str, Any]
 T = TypeVar("T")
-
-STATUS_KEY = "jetdraft.status"
-"""The key in an ASGI scope of a stream's final status; its HTTP status is 200."""
-
+STATUS_KEY = "jetdraft.status"  # In an ASGI scope: the final status of a stream.
+# OpenAI's finish reasons by our finish reasons, for texts that were not cut.
 _REASONS = {STOP: "stop", LENGTH: "length", DEADLINE: "length"}
-"""OpenAI's finish reasons by our finish reasons, for texts that were not cut."""
 
 
 class Reply:
@@ -191,7 +186,6 @@ class Reply:
 
 
 def _draft_marks(texts: Sequence[str], flags: Sequence[bool]) -> list[Json]:
-    """Return an object for each token: its text, and whether it was drafted."""
     return [
         {"text": text, "drafted": drafted}
         for text, drafted in zip(texts, flags, strict=True)

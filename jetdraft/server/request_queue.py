@@ -1,7 +1,5 @@
 """The queue in which requests wait for a model, and the job that runs a request."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque
@@ -22,11 +20,10 @@ from jetdraft.server.refusal import RequestError
 from jetdraft.server.transcription_request import TranscriptionRequest
 
 AnyRequest = GenerationRequest | TranscriptionRequest
-
+# A list for each HTTP request; its jobs append their numbers of new tokens to it.
 WRITTEN_TOKENS: ContextVar[list[int] | None] = ContextVar(
     "WRITTEN_TOKENS", default=None
 )
-"""A list for each HTTP request; its jobs append their numbers of new tokens to it."""
 
 
 class RequestQueue:
@@ -50,12 +47,10 @@ class RequestQueue:
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait for a model."""
         return sum(len(queue) for queue in self._waiting.values())
 
     @property
     def generating(self) -> int:
-        """The number of models in use."""
         return len(self.models) - len(self._free)
 
     @property
@@ -237,5 +232,4 @@ class Job:
         self._post_event(result)
 
     def _post_event(self, event: Piece | Result) -> None:
-        """Hand an event from the thread to the event loop, for `next`."""
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)

@@ -1,7 +1,5 @@
 """A request for a transcript: a multipart form (RFC 7578), as OpenAI's API has it."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,19 +17,14 @@ from jetdraft.runtime.speech.transcription import TranscribeOptions, Transcripti
 from jetdraft.runtime.text.stops import LENGTH, STOP
 from jetdraft.server.refusal import RequestError
 
-FORMATS = ("json", "text", "verbose_json", "srt", "vtt")
-"""Values of response_format."""
+FORMATS = ("json", "text", "verbose_json", "srt", "vtt")  # Values of response_format.
+# Fields of a form that are read: texts, and numbers with their types.
 FIELDS = ("file", "model", "language", "response_format", "timestamp_granularities[]")
 NUMBER_FIELDS = {"temperature": float, "seed": int, "num_draft_tokens": int}
-"""Fields of a form that are read: texts, and numbers with their types."""
+# Fields of OpenAI that would change the answer, and are not supported.
 REFUSED_FIELDS = ("prompt", "include[]", "chunking_strategy")
-"""Fields of OpenAI that would change the answer, and are not supported."""
-
-MAX_FIELD_CHARS = 1000
-"""The most characters of a field that is not a file."""
-
-MAX_PARTS, MAX_HEAD_BYTES = 32, 4096
-"""The most fields of a form, and the most bytes of a field's headers."""
+MAX_FIELD_CHARS = 1000  # The most characters of a field that is not a file.
+MAX_PARTS, MAX_HEAD_BYTES = 32, 4096  # Fields; bytes of a field's headers.
 
 
 @dataclass(frozen=True)
@@ -200,5 +193,4 @@ def _header_parameter(header: str, name: str) -> str | None:
 
 
 def _form_error(reason: str) -> RequestError:
-    """The error for a body that is not a multipart form."""
     return RequestError(f"the body is not a multipart form ({reason}); send a form")

@@ -1,7 +1,5 @@
 """The training of an acceptance head (SpecDec++, 2405.19715, 3.3), on real rounds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,17 +21,10 @@ from jetdraft.runtime.proposers.model_proposer import (
     ModelProposer,
 )
 
-LOOK_EVERY = 10
-"""Training steps between two measurements of the held-out loss."""
-
-REJECTED_WEIGHT = 6.0
-"""The weight of rejected tokens in the loss; they are few."""
-
-DRAFT_LENGTH = 8
-"""Drafted tokens of each round that is watched."""
-
-LEAST_TOKENS = 50
-"""The fewest compared tokens that a head can learn from."""
+LOOK_EVERY = 10  # Training steps between two measurements of the held-out loss.
+REJECTED_WEIGHT = 6.0  # The weight of rejected tokens in the loss; they are few.
+DRAFT_LENGTH = 8  # Drafted tokens of each round that is watched.
+LEAST_TOKENS = 50  # The fewest compared tokens that a head can learn from.
 
 
 class StateRecorder(DraftStop):

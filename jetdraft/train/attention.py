@@ -5,8 +5,6 @@ for each of its C carriers, carrier by carrier. A stream attends only to the seq
 and to its carrier's streams, so there are C * gamma * (T + gamma) scores of streams.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,11 +19,8 @@ from jetdraft.checkpoints.attention import set_attention, unknown_arguments
 from jetdraft.checkpoints.streams import LAYOUT_ATTRIBUTE, Layout
 from jetdraft.errors import UnsupportedModelError
 
-IMPLEMENTATION = "jetdraft-training"
-"""The name under which the attention is registered with transformers."""
-
-_MASKED_BY = "masked_by_training"
-"""The attribute of attention modules with the `Masked` of their model."""
+IMPLEMENTATION = "jetdraft-training"  # Its name in transformers.
+_MASKED_BY = "masked_by_training"  # Has the `Masked` of a module's model.
 
 
 @dataclass(frozen=True)
@@ -116,15 +111,8 @@ def attend(
     scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
     layout: Layout | None = getattr(module, LAYOUT_ATTRIBUTE, None)
     rows = query.shape[2] if layout is None else layout.rows
-    parts = [
-        F.scaled_dot_product_attention(
-            query[:, :, :rows],
-            key[:, :, :rows],
-            value[:, :, :rows],
-            is_causal=True,
-            scale=scale,
-        )
-    ]
+    text = (x[:, :, :rows] for x in (query, key, value))
+    parts = [F.scaled_dot_product_attention(*text, is_causal=True, scale=scale)]
     if layout is not None and rows < query.shape[2]:
         parts.append(_attend_streams(query * scale, key, value, layout))
     return torch.cat(parts, 2).transpose(1, 2), None

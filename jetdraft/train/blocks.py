@@ -3,8 +3,6 @@
 A block sees itself and the context before it, and no other block.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,14 +19,9 @@ from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.task import DrafterSettings, Run, Sums, Task, TrainingOptions
 from jetdraft.train.teacher import make_lesson, rows_at
 
-FORWARD_KL, TEXT = "forward-kl", "text"
-"""Values of the setting `loss`."""
-
-TOKENS_PER_WEIGHT = 20
-"""Guesses to learn for each weight, the best at a given cost (2203.15556)."""
-
-VALIDATED_BLOCKS = 16
-"""Blocks of a sequence that a validation fills."""
+FORWARD_KL, TEXT = "forward-kl", "text"  # Values of the setting `loss`.
+TOKENS_PER_WEIGHT = 20  # Guesses: the best at a given cost (2203.15556).
+VALIDATED_BLOCKS = 16  # Blocks of a sequence that a validation fills.
 
 
 @dataclass(frozen=True)
@@ -77,7 +70,7 @@ class Blocks:
         known_share: float,
         generators: list[torch.Generator],
         first: int = 1,
-    ) -> Blocks:
+    ) -> "Blocks":
         """Draw `count` anchors from `first` on in each sequence, with its generator."""
         parts = []
         for labels, generator in zip(batch.labels.cpu(), generators, strict=True):
@@ -93,7 +86,7 @@ class Blocks:
         return cls(*_stack_parts(parts, batch.ids.device))
 
     @classmethod
-    def spread(cls, batch: Batch, count: int, first: int = 1) -> Blocks:
+    def spread(cls, batch: Batch, count: int, first: int = 1) -> "Blocks":
         """Spread `count` anchors evenly from `first` on; no token is shown."""
         parts = []
         for labels in batch.labels.cpu():
@@ -163,7 +156,6 @@ class BlockTask(Task):
         """Make the config of the drafter; raises `OptionError`."""
 
     def check(self, run: Run) -> None:
-        """Set `config`, before the target writes for hours."""
         self.config = self.new_config(run)
 
     def advised_steps(self, run: Run) -> int:
@@ -177,7 +169,6 @@ class BlockTask(Task):
         return max(200, TOKENS_PER_WEIGHT * weights // guesses)
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
-        """Return the target's lesson of a batch, and its blocks."""
         lesson = make_lesson(run.teacher, batch, self.config.taps)
         return lesson, self.blocks(run, batch, learns)
 
@@ -277,7 +268,6 @@ class BlockTask(Task):
         return (weights * sums.losses / places.clamp(min=1)).sum()
 
     def description(self, run: Run) -> str:
-        """Return the product with its layers and the rows of a block."""
         size = f"layers: {self.config.num_layers}"
         return f"{self.product}, {size}, for blocks of {self.settings.block_rows},"
 

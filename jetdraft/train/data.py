@@ -1,7 +1,5 @@
 """Reads texts to train on, and makes batches of token sequences."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -17,8 +15,7 @@ from jetdraft.errors import DataError, OptionError
 from jetdraft.files import read_bytes, read_text
 from jetdraft.runtime.text.template import ChatTemplate, Message
 
-IGNORED = -100
-"""The label of tokens that the loss ignores."""
+IGNORED = -100  # The label of tokens that the loss ignores.
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class Example:
     learned: list[bool]
 
     @classmethod
-    def completed(cls, ids: list[int], prompt_size: int) -> Example:
+    def completed(cls, ids: list[int], prompt_size: int) -> "Example":
         """Make an example whose tokens from index `prompt_size` on are learned."""
         return cls(ids, [place >= prompt_size for place in range(len(ids))])
 
@@ -51,8 +48,7 @@ class Batch:
     ids: Tensor
     labels: Tensor
 
-    def to(self, device: torch.device) -> Batch:
-        """The batch on a device."""
+    def to(self, device: torch.device) -> "Batch":
         return Batch(self.ids.to(device), self.labels.to(device))
 
 
@@ -90,7 +86,7 @@ class Corpus:
         seed: int = 0,
         prompts_alone: bool = False,
         template: ChatTemplate | None = None,
-    ) -> Corpus:
+    ) -> "Corpus":
         """Read files; sequences have at most `length` and at least `least` tokens.
 
         The first token of `end` ends each text; a `share` of the sequences validates.

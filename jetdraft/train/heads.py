@@ -1,7 +1,5 @@
 """New heads for a target: their sizes, their layouts, and what they learn by place."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,18 +14,9 @@ from transformers import DynamicCache
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.options import setting
+from jetdraft.train import task
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.task import (
-    Contents,
-    DrafterSettings,
-    Run,
-    Sums,
-    Task,
-    Tensors,
-    round_figures,
-    sum_fields,
-)
 from jetdraft.train.teacher import (
     Lesson,
     TensorCache,
@@ -124,12 +113,12 @@ def copy_norm(norm: nn.Module, other: nn.Module, width: int) -> None:
 
 # --- heads that are unrolled ----------------------------------------------------------
 
+# The weight of step i is DECAY to the power i (EAGLE-3, 3.2; Medusa, 2.2.1).
 DECAY = 0.8
-"""The weight of step i is DECAY to the power i (EAGLE-3, 3.2; Medusa, 2.2.1)."""
 
 
 @dataclass(frozen=True)
-class HeadSettings(DrafterSettings):
+class HeadSettings(task.DrafterSettings):
     """Settings of heads that are unrolled over the steps of a draft."""
 
     unrolled: int = setting(
@@ -179,13 +168,13 @@ def unrolled_mask(count: int, step: int, like: Tensor) -> Tensor:
     return mask.masked_fill(~visible, torch.finfo(like.dtype).min)[None, None]
 
 
-def decayed_means(sums: Sums, places: Tensor) -> Tensor:
+def decayed_means(sums: task.Sums, places: Tensor) -> Tensor:
     """Return the mean loss of each place i, times `DECAY` to the power i: [places]."""
     weights = DECAY ** torch.arange(len(sums.losses), device=sums.losses.device)
     return weights * sums.losses / places.clamp(min=1)
 
 
-class HeadTask(Task):
+class HeadTask(task.Task):
     """A head of EAGLE or Medusa; a subclass makes `config` and the drafter.
 
     Step i in row t predicts token t + 2 + i; the target's row t + 1 + i teaches it.
@@ -203,12 +192,10 @@ class HeadTask(Task):
         return self.settings.unrolled + 2, f"{self.settings.unrolled} steps"
 
     def folder(self, output: Path) -> RunFolder:
-        """Return the output folder; raises `OutputError` for it or for `cache`."""
         check_cache_folder(self.settings.cache)
         return super().folder(output)
 
-    def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
-        """Return the `Lesson` of a batch, with states from `cache` if that is set."""
+    def lesson(self, run: task.Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
         folder = self.settings.cache
         if self._cache is None and folder is not None:
             owner = f"{run.base} {list(self.taps)}"
@@ -226,7 +213,7 @@ class HeadTask(Task):
         teacher = shift_rows(lesson.logits, 1 + step).float()
         return -(teacher.softmax(-1) * scores).sum(-1)
 
-    def sums(self, drafter: Any, lesson: Lesson, learns: bool) -> Sums:
+    def sums(self, drafter: Any, lesson: Lesson, learns: bool) -> task.Sums:
         """Return the sums by step, over the tokens of a batch that are learned."""
         parts = []
         predictions = self.predictions(drafter, lesson, learns)
@@ -239,25 +226,25 @@ class HeadTask(Task):
             losses = torch.where(learned, losses, 0.0).sum()
             right = ((logits.argmax(-1) == best) & learned).sum().float()
             parts.append((losses, learned.sum().float(), right))
-        return Sums(*(torch.stack(sums) for sums in zip(*parts, strict=True)))
+        return task.Sums(*(torch.stack(sums) for sums in zip(*parts, strict=True)))
 
-    def total(self, sums: Sums, places: Tensor) -> Tensor:
+    def total(self, sums: task.Sums, places: Tensor) -> Tensor:
         """Return the sum of the steps' mean losses; later steps weigh less."""
         return decayed_means(sums, places).sum()
 
-    def figures(self, run: Run, parts: Sequence[Any]) -> dict[str, Any]:
+    def figures(self, run: task.Run, parts: Sequence[Any]) -> dict[str, Any]:
         """Return losses and shares of right tokens by step; writes the cache."""
         if self._cache is not None:
             self._cache.flush()
-        losses, right, places = sum_fields(parts, "losses", "right", "places")
+        losses, right, places = task.sum_fields(parts, "losses", "right", "places")
         run.check_finite(losses)
         places = places.clamp(min=1)
         return {
-            "losses": round_figures(losses / places),
-            "acceptance": round_figures(right / places),
+            "losses": task.round_figures(losses / places),
+            "acceptance": task.round_figures(right / places),
         }
 
-    def settings_of_run(self, run: Run) -> dict[str, Any]:
+    def settings_of_run(self, run: task.Run) -> dict[str, Any]:
         own = super().settings_of_run(run) | {"taps": list(self.taps)}
         del own["cache"]  # the folder may move
         return own
@@ -265,12 +252,11 @@ class HeadTask(Task):
 
 # --- drafters of the next token -------------------------------------------------------
 
-DRAFT_ROWS = 5
-"""Rows of a draft, as in GliDe's training."""
+DRAFT_ROWS = 5  # Rows of a draft, as in GliDe's training.
 
 
 @dataclass(frozen=True)
-class LayerSettings(DrafterSettings):
+class LayerSettings(task.DrafterSettings):
     """Settings of drafters with a layer of the target's kind."""
 
     inner: int = setting(
@@ -278,7 +264,7 @@ class LayerSettings(DrafterSettings):
     )
 
 
-class NextTokenTask(Task):
+class NextTokenTask(task.Task):
     """A drafter whose row t predicts token t + 1, as the target does.
 
     Each sequence is cut into drafts of `DRAFT_ROWS` rows, since a drafter may know less
@@ -303,7 +289,7 @@ class NextTokenTask(Task):
         """
         raise NotImplementedError
 
-    def sums(self, drafter: Any, lesson: Any, first: int, learns: bool) -> Sums:
+    def sums(self, drafter: Any, lesson: Any, first: int, learns: bool) -> task.Sums:
         """Return the sums by the row's place in its draft; drafts begin at row `first`.
 
         The loss is the cross entropy to the target's distribution in the same row.
@@ -321,10 +307,10 @@ class NextTokenTask(Task):
         right = scores.argmax(-1) == teacher.argmax(-1)
         return sums_by_place(losses, right, learned, DRAFT_ROWS - first)
 
-    def check(self, run: Run) -> None:
+    def check(self, run: task.Run) -> None:
         self.config = self.new_config(run.target)
 
-    def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
+    def lesson(self, run: task.Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
         """Return the target's lesson, and the first draft's row, random in training."""
         first = 1
         if learns:
@@ -332,7 +318,7 @@ class NextTokenTask(Task):
             first = int(torch.randint(1, DRAFT_ROWS + 1, (1,), generator=draw))
         return self.target_lesson(run, batch), first
 
-    def target_lesson(self, run: Run, batch: Batch) -> Any:
+    def target_lesson(self, run: task.Run, batch: Batch) -> Any:
         """Make the lesson of a batch, with the target's states at the config's taps."""
         return make_lesson(run.teacher, batch, self.config.taps)
 
@@ -340,10 +326,12 @@ class NextTokenTask(Task):
         """Return the fields of config.json that only this kind of drafter has."""
         return {"architectures": [self.architecture]}
 
-    def settings_of_run(self, run: Run) -> dict[str, Any]:
+    def settings_of_run(self, run: task.Run) -> dict[str, Any]:
         return asdict(self.settings) | self.own_fields() | {"target": run.base}
 
-    def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
+    def contents(
+        self, run: task.Run, weights: task.Tensors, figures: Any
+    ) -> task.Contents:
         """Return a Llama config and weights, under the names of transformers."""
         dtype, tensors = stored_tensors(weights, self.settings.half)
         fields = {
@@ -367,7 +355,7 @@ class LayerTask(NextTokenTask):
 
 def sums_by_place(
     losses: Tensor, right: Tensor, learned: Tensor, start: int, size: int = DRAFT_ROWS
-) -> Sums:
+) -> task.Sums:
     """Sum losses and right guesses by a row's place in its draft of `size` rows.
 
     `learned` bool [b, T] says which rows count; `losses` and `right` have one value for
@@ -376,4 +364,4 @@ def sums_by_place(
     behind = -(start + learned.shape[1]) % size
     drafts = F.pad(learned, (start, behind)).view(len(learned), -1, size)
     places = torch.arange(size, device=drafts.device).expand(drafts.shape)
-    return Sums.of(losses, right, places[drafts], drafts)
+    return task.Sums.of(losses, right, places[drafts], drafts)

@@ -1,7 +1,5 @@
 """What a small model learns from a target: labels, divergences, expected acceptance."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +14,7 @@ from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.machine import precision
 from jetdraft.train.teacher import TensorCache, cache_key, logits_at
 
-SMALLEST = 1e-6
-"""The least probability of all other tokens, so that its logarithm is finite."""
+SMALLEST = 1e-6  # The least rest, so that its logarithm is finite.
 
 
 @dataclass(frozen=True)
@@ -94,8 +91,7 @@ def exact_labels(model: Any, batch: Batch, ids: Tensor | None) -> Labels:
 
 # --- labels on a disk -----------------------------------------------------------------
 
-LABEL_FIELDS = ("wanted", "mass", "known", "tokens")
-"""The fields of labels, each a tensor of its own."""
+LABEL_FIELDS = ("wanted", "mass", "known", "tokens")  # Each a tensor of its own.
 
 
 class LabelCache:
@@ -142,24 +138,20 @@ class LabelCache:
         return kept
 
     def flush(self) -> None:
-        """Write the labels that are in no file yet; raises `OutputError`."""
         self._tensors.flush()
 
 
 def _cache_keys(batch: Batch) -> list[str]:
-    """Return the key of each text in a batch: a hash of its ids and its labels."""
     rows = torch.stack([batch.ids, batch.labels], dim=1)
     return [cache_key(row[:, : int((row[1] >= 0).nonzero()[-1]) + 1]) for row in rows]
 
 
 # --- divergences ----------------------------------------------------------------------
 
+# Names of divergences.
 FORWARD_KL, REVERSE_KL = "forward-kl", "reverse-kl"
 JENSEN_SHANNON, TOTAL_VARIATION = "js", "tv"
-"""Names of divergences."""
-
-BETA = 0.5
-"""The default weight of Jensen-Shannon."""
+BETA = 0.5  # The default weight of Jensen-Shannon.
 
 
 def forward_kl(wanted: Tensor, got: Tensor, beta: float = BETA) -> Tensor:
@@ -189,20 +181,19 @@ def _kl(one: Tensor, other: Tensor) -> Tensor:
     return (one.exp() * (one - other)).sum(-1)
 
 
+# The grid of DistillSpec (2310.08461): each takes log probabilities of target and
+# drafter.
 DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     FORWARD_KL: forward_kl,
     REVERSE_KL: reverse_kl,
     JENSEN_SHANNON: jensen_shannon,
     TOTAL_VARIATION: total_variation,
 }
-"""The grid of DistillSpec (2310.08461): each takes log probabilities of target and
-drafter."""
 
 
 # --- predicted acceptance -------------------------------------------------------------
 
-PREDICTED_TOKENS = 4
-"""Tokens of a draft whose acceptance is predicted."""
+PREDICTED_TOKENS = 4  # Tokens of a draft whose acceptance is predicted.
 
 
 def rates_by_place(chances: Sequence[Tensor]) -> list[float]:

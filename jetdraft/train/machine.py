@@ -1,7 +1,5 @@
 """The machine that trains: its processes, the numbers it is fast with, and Ctrl-C."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -97,9 +95,9 @@ class Muon(torch.optim.Optimizer):
         return loss
 
 
+# The coefficients and the number of the iterations.
 NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
-"""The coefficients and the number of the iterations."""
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

@@ -3,8 +3,6 @@
 They follow the target's rows in the cache; each sees the rows up to its place alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,25 +15,14 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streams import MAX_RANKS, Prompts, PromptSettings
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.options import Checked, setting
+from jetdraft.train import task
 from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.heads import decayed_means
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.task import (
-    REGENERATE,
-    Contents,
-    Run,
-    Sums,
-    Task,
-    Tensors,
-    TrainingOptions,
-    round_figures,
-    sum_fields,
-)
 from jetdraft.train.teacher import rows_at
 
-VALIDATED_PLACES = 64
-"""Places of a validation sequence where prompt tokens guess, evenly spread."""
+VALIDATED_PLACES = 64  # Per validation sequence, evenly spread.
 
 
 @dataclass(frozen=True)
@@ -47,7 +34,7 @@ class InsertionSettings(Checked):
         "Random places of a sequence where a step inserts what is trained.",
         (1, 4096),
     )
-    regenerate: bool = setting(False, REGENERATE)
+    regenerate: bool = setting(False, task.REGENERATE)
 
 
 def prompt_logits(
@@ -101,10 +88,10 @@ def prompt_mask(anchors: Tensor, rows: int, settings: PromptSettings) -> Tensor:
     return torch.cat([past, own.expand(len(anchors), -1, -1)], -1)[:, None]
 
 
-class PromptTask(Task):
+class PromptTask(task.Task):
     """Trains prompt tokens; the checkpoint has the target's files too."""
 
-    options = TrainingOptions(learning_rate=1e-2)
+    options = task.TrainingOptions(learning_rate=1e-2)
     figures_file, largest_norm = "", 1.0
     has_muon, betas = False, (0.9, 0.999)
     _model: Any = None
@@ -140,7 +127,7 @@ class PromptTask(Task):
                 "plain attention, so choose another model"
             )
 
-    def new_drafter(self, run: Run) -> Prompts:
+    def new_drafter(self, run: task.Run) -> Prompts:
         """Make prompt tokens from frequent tokens' embeddings, a prefix from text."""
         self.prompts = replace(self.prompts, base=run.base)
         model, count = run.target.model, self.prompts.gamma * self.prompts.members
@@ -152,15 +139,14 @@ class PromptTask(Task):
         rows = _prefix_rows(run, self.prompts.prefix) if self.prompts.prefix else ()
         return Prompts(self.prompts, embeddings, *rows)
 
-    def weights(self, run: Run) -> dict[str, Tensor]:
-        """Return the trained weights, by their names in the checkpoint's file."""
+    def weights(self, run: task.Run) -> dict[str, Tensor]:
         named = run.module.drafter.named_parameters()
         return {f"prompts.{name}": weight for name, weight in named}
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: task.Run) -> None:
         run.folder.add_target(run.source, run.base)
 
-    def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
+    def lesson(self, run: task.Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
         """Return a batch, and blocks whose anchors are rows before prompt tokens."""
         self._model = run.teacher
         if not learns:
@@ -170,7 +156,7 @@ class PromptTask(Task):
 
     def sums(
         self, drafter: Prompts, batch: Batch, places: Blocks, learns: bool
-    ) -> Sums:
+    ) -> task.Sums:
         """Return the sums by prompt token; they follow the rows `places.anchors`.
 
         The loss is KL(p || q), p the target's distribution after the true tokens and q
@@ -194,44 +180,45 @@ class PromptTask(Task):
         losses = (p.exp() * (p - logits.log_softmax(-1))).sum(-1)
         best = logits.detach().topk(min(MAX_RANKS, logits.shape[-1]), -1).indices
         right = (best == p.argmax(-1, keepdim=True)) & learned[..., None]
-        return Sums(
+        return task.Sums(
             torch.where(learned, losses, 0.0).sum((0, 1)),
             learned.sum((0, 1)).float(),
             right.sum((0, 1)).float(),
         )
 
-    def total(self, sums: Sums, places: Tensor) -> Tensor:
+    def total(self, sums: task.Sums, places: Tensor) -> Tensor:
         """Return the mean of the tokens' mean losses; later tokens weigh less."""
         return decayed_means(sums, places).mean()
 
-    def figures(self, run: Run, parts: Sequence[Any]) -> dict[str, Any]:
+    def figures(self, run: task.Run, parts: Sequence[Any]) -> dict[str, Any]:
         """Return losses and acceptance by prompt token; sets `prompts.ranks`."""
-        losses, places, right = sum_fields(parts, "losses", "places", "right")
+        losses, places, right = task.sum_fields(parts, "losses", "places", "right")
         run.check_finite(losses)
         places = places.clamp(min=1)
         ranks = (right / places[:, None])[:, :MAX_RANKS].tolist()
         by_rank = tuple(tuple(round(rate, 4) for rate in rates) for rates in ranks)
         self.prompts = replace(self.prompts, ranks=by_rank)
         acceptance = [rates[0] for rates in by_rank]
-        return {"losses": round_figures(losses / places), "acceptance": acceptance}
+        return {"losses": task.round_figures(losses / places), "acceptance": acceptance}
 
-    def description(self, run: Run) -> str:
+    def description(self, run: task.Run) -> str:
         share = 100 * run.parameters / run.target.parameters
         return f"{self.prompts.gamma} {self.product}, {share:.2g}% of the target's,"
 
-    def settings_of_run(self, run: Run) -> dict[str, Any]:
+    def settings_of_run(self, run: task.Run) -> dict[str, Any]:
         own = asdict(replace(self.prompts, ranks=()))
         insertions, regenerate = self.settings.insertions, self.settings.regenerate
         return own | {"insertions": insertions, "regenerate": regenerate}
 
-    def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
-        """Return the fields of streams.json, and the weights as they are."""
+    def contents(
+        self, run: task.Run, weights: task.Tensors, figures: Any
+    ) -> task.Contents:
         own = {"step": run.step, "parameters": run.parameters, "validation": figures}
         return asdict(self.prompts) | own, weights
 
 
 @torch.no_grad()
-def _prefix_rows(run: Run, count: int) -> tuple[Tensor, Tensor]:
+def _prefix_rows(run: task.Run, count: int) -> tuple[Tensor, Tensor]:
     """Return keys and values of a text's start, [layers, kv_heads, count, d] both."""
     model = run.target.model
     ids = torch.tensor([run.corpus.training[0].ids], device=model.device)

@@ -1,7 +1,5 @@
 """The output folder of a training: a checkpoint, and the state to resume from."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -21,11 +19,8 @@ from jetdraft.checkpoints.streams import SETTINGS, UNFINISHED, WEIGHTS
 from jetdraft.errors import OutputError
 from jetdraft.files import check_writable, replacing
 
-STATE_FILE = "training.pt"
-"""The file with the state to resume from."""
-
-LINKED_BYTES = 1 << 20
-"""Files of the target from this size on, its weights, are linked and not copied."""
+STATE_FILE = "training.pt"  # The file with the state to resume from.
+LINKED_BYTES = 1 << 20  # Larger files of the target are linked, not copied.
 
 
 class RunFolder:
@@ -57,7 +52,6 @@ class RunFolder:
 
     @property
     def has_weights(self) -> bool:
-        """Whether a training has saved weights in the folder."""
         return (self.path / self.settings).is_file()
 
     def add_target(self, source: Path, sha256: str) -> None:
@@ -144,7 +138,6 @@ class RunFolder:
         self._replace_file(name, lambda file: file.write_text(text, encoding="utf-8"))
 
     def _replace_file(self, name: str, write: Callable[[Path], Any]) -> None:
-        """Let `write` fill a temporary path, then rename it to the file `name`."""
         with self._convert_errors(), replacing(self.path / name) as partial:
             write(partial)
 
@@ -173,7 +166,6 @@ def _link_or_copy(source: str, copy: str) -> str:
 
 
 def _changed_names(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the names of settings and options that differ between two runs."""
     changed = [] if one["data"] == other["data"] else ["data"]
     for part in ("settings", "options"):
         names = one[part].keys() | other[part].keys()

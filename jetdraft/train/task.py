@@ -4,8 +4,6 @@ A run has options, target, texts, devices and seeds; a task lesson, loss, figure
 folder.
 """
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +25,8 @@ from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.teacher import load_target
 from jetdraft.train.written_texts import continuations
 
+# The help of the option `seed`.
 SEED_HELP = "Seed of the random numbers; the same seed gives the same training."
-"""The help of the option `seed`."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,6 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all steps are done."""
         return self.step == self.steps
 
     @property
@@ -100,13 +97,11 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """The device of this process."""
         device: torch.device = self.accelerator.device
         return device
 
     @property
     def processes(self) -> int:
-        """The number of processes that train together."""
         return int(self.accelerator.num_processes)
 
     @cached_property
@@ -177,11 +172,9 @@ class Run:
 
 
 Tensors = dict[str, Tensor]
-Contents = tuple[dict[str, Any], Tensors]
-"""The fields of a config, and the tensors, as the export reads them."""
-
+Contents = tuple[dict[str, Any], Tensors]  # A config and tensors for the export.
+# The help of the setting `regenerate`.
 REGENERATE = "Let the target complete the texts itself, and train on what it writes."
-"""The help of the setting `regenerate`."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +201,9 @@ class Sums:
     accepted: Tensor | None = None
 
     @classmethod
-    def of(cls, losses: Tensor, right: Tensor, place: Tensor, learned: Tensor) -> Sums:
+    def of(
+        cls, losses: Tensor, right: Tensor, place: Tensor, learned: Tensor
+    ) -> "Sums":
         """Add up the `losses` [k] and the hits `right` bool [k] of k guesses.
 
         Guess i counts at `place[i]`, int64 [k]. `learned` bool [..., places] has a

@@ -1,7 +1,5 @@
 """The target as a teacher: its states and logits for texts, computed or from a disk."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -81,7 +79,7 @@ def make_lesson(
     batch: Batch,
     taps: Sequence[int] = (),
     ids: Tensor | None = None,
-    cache: TensorCache | None = None,
+    cache: "TensorCache | None" = None,
 ) -> Lesson:
     """Run the target on a batch, on the batch's device; returns the lesson.
 
@@ -105,7 +103,7 @@ def make_lesson(
 
 
 def _tap_states(
-    model: Any, batch: Batch, taps: Sequence[int], cache: TensorCache | None
+    model: Any, batch: Batch, taps: Sequence[int], cache: "TensorCache | None"
 ) -> Tensor:
     """Return the states at the taps, joined to [b, T, s], from the cache or into it."""
     if cache is None:
@@ -184,11 +182,8 @@ def shift_rows(rows: Tensor, places: int, fill: float = 0) -> Tensor:
 
 # --- tensors on a disk ----------------------------------------------------------------
 
-SHARD_TENSORS = 64
-"""Tensors in a file of the cache."""
-
-OWNER_FILE = "owner.txt"
-"""The file that says what the tensors were computed with."""
+SHARD_TENSORS = 64  # Tensors in a file of the cache.
+OWNER_FILE = "owner.txt"  # The file that says what the tensors were computed with.
 
 
 def check_cache_folder(folder: Path | None) -> None:
@@ -280,7 +275,6 @@ class TensorCache:
 
 @contextmanager
 def _convert_errors(file: Path) -> Iterator[None]:
-    """Raise `DataError` for errors of reading a shard in the block."""
     try:
         yield
     except (OSError, SafetensorError) as error:

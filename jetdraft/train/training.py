@@ -1,7 +1,5 @@
 """The one loop of all trainings: steps, validations, saving, stopping and resuming."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,17 +18,11 @@ from jetdraft.train.machine import defer_interrupts, this_process
 from jetdraft.train.task import Run, Task, TrainingOptions
 from jetdraft.train.written_texts import WrittenTexts
 
-WARM_UP_SHARE = 0.03
-"""The share of the steps in which the learning rate rises."""
-
+WARM_UP_SHARE = 0.03  # The share of the steps in which the learning rate rises.
+# Texts that the target writes at a time; each step reads all weights once.
 TEXTS_AT_ONCE, MAX_TEXTS_AT_ONCE = 32, 256
-"""Texts that the target writes at a time; each step reads all weights once."""
-
-GPU_BYTES = 16 << 30
-"""A GPU writes `TEXTS_AT_ONCE` texts for every 16 GiB of its memory."""
-
-ReportStage = Callable[[str, int, int], None]
-"""Called with a stage and its progress: (stage, done, total)."""
+GPU_BYTES = 16 << 30  # A GPU writes `TEXTS_AT_ONCE` texts for each 16 GiB.
+ReportStage = Callable[[str, int, int], None]  # Stage, steps done, steps in all.
 
 
 @dataclass(frozen=True)
@@ -43,8 +35,7 @@ class Progress:
     validation: dict[str, Any] | None = None
 
 
-Report = Callable[[Progress], None]
-"""Called after each step, and before the first one."""
+Report = Callable[[Progress], None]  # Called after each step, and before the first one.
 
 
 class Training(Run):
@@ -187,7 +178,6 @@ class Training(Run):
     def _report(
         self, report: Report, loss: float, figures: dict[str, Any] | None
     ) -> None:
-        """Call `report` in the main process; `figures` is None without a validation."""
         if self.accelerator.is_main_process:
             report(Progress(self.step, self.steps, loss, figures))
 
@@ -218,7 +208,6 @@ class Training(Run):
         return loss.item()
 
     def _run_validation(self, module: Any) -> dict[str, Any]:
-        """Validate without gradients; returns the figures."""
         module.eval()
         with torch.no_grad(), self.accelerator.autocast():
             figures = self.task.validate(self, self.accelerator.unwrap_model(module))

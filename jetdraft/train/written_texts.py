@@ -1,7 +1,5 @@
 """Texts that the target writes itself: a drafter learns what it will have to guess."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -19,17 +17,10 @@ from jetdraft.errors import DataError, TrainingError
 from jetdraft.files import write_text
 from jetdraft.train.data import Example
 
-PROMPT_TOKENS = 16
-"""Tokens that are kept of a text without a prompt."""
-
-SHARD_TEXTS = 64
-"""Texts in a shard."""
-
-WAIT_SECONDS = 3600.0
-"""The most seconds of a wait for a shard of another process."""
-
-LOOK_SECONDS = 1.0
-"""The seconds between two looks for such a shard."""
+PROMPT_TOKENS = 16  # Tokens that are kept of a text without a prompt.
+SHARD_TEXTS = 64  # Texts in a shard.
+WAIT_SECONDS = 3600.0  # The most seconds of a wait for a shard of another process.
+LOOK_SECONDS = 1.0  # The seconds between two looks for such a shard.
 
 # --- the sampler ----------------------------------------------------------------------
 
@@ -220,11 +211,9 @@ class WrittenTexts:
         return finished
 
     def delete(self) -> None:
-        """Delete all shards."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _shard_file(self, shard: int) -> Path:
-        """Return the path of a shard; its name has a hash of the identity."""
         digest = hashlib.sha256(self.identity.encode()).hexdigest()[:12]
         return self.folder / f"{digest}-{shard:06}.json"
 

@@ -24,8 +24,8 @@ from jetdraft.learning.lessons import (
     Lessons,
     Tally,
     WeightSets,
-    decide_trial,
     drafter_sha256,
+    judge_trial,
 )
 from tests.programs import printed
 from tests.toy_drafter import put_on_trial
@@ -265,7 +265,7 @@ def test_only_the_latest_generations_count():
     ],
 )
 def test_verdicts(before, after, verdict):
-    assert decide_trial(tally(*before), tally(*after)) is verdict
+    assert judge_trial(tally(*before), tally(*after)) is verdict
 
 
 def trial(draw, old, new):
@@ -273,7 +273,7 @@ def trial(draw, old, new):
     before, after = Tally(), Tally()
     while not before.is_full:
         before.add(sum(draw.random() < old for _ in range(10)), 10)
-    while (verdict := decide_trial(before, after)) is None:
+    while (verdict := judge_trial(before, after)) is None:
         after.add(sum(draw.random() < new for _ in range(10)), 10)
     return verdict, after.evaluated
 

@@ -5,8 +5,6 @@ twice: their keys are written first, then their queries follow in further rows, 
 keys are copies that a bias hides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +28,10 @@ from jetdraft.checkpoints.heads.head_layers import (
 )
 from jetdraft.errors import CheckpointError
 
+# Called with a layer's module, query [b, heads, q, d], key and value [b, kv_heads, k,
+# d]; returns the mixed values [b, q, heads, d].
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-"""Called with a layer's module, query [b, heads, q, d], key and value
-[b, kv_heads, k, d]; returns the mixed values [b, q, heads, d]."""
-
-MAX_BLOCK_TOKENS = 64
-"""The most tokens of a block that a drafter may fill."""
+MAX_BLOCK_TOKENS = 64  # The most tokens of a block that a drafter may fill.
 
 
 @dataclass(frozen=True)

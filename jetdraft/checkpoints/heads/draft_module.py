@@ -1,7 +1,5 @@
 """A drafter as a torch module that declares what it reads, whatever its method."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -82,14 +80,11 @@ class DraftInputs:
     cache: Cache = field(default_factory=PassThroughCache)
 
 
+# Pairs of a pattern of names in files and a name in a module; None drops a tensor.
 Renames = tuple[tuple[str, str | None], ...]
-"""Pairs of a pattern of names in files and a name in a module; None drops a tensor."""
-
-LAYER_RENAME = (r"(layers\..*)", r"stack.\1")
-"""The renaming of the tensors of decoder layers."""
-
+LAYER_RENAME = (r"(layers\..*)", r"stack.\1")  # Tensors of decoder layers.
+# Renames for a drafter whose embedding and LM head are the target's.
 TARGET_RENAMES: Renames = ((r"(lm_head|embed_tokens)\..*", None), LAYER_RENAME)
-"""Renames for a drafter whose embedding and LM head are the target's."""
 
 
 class DraftModule(nn.Module):
@@ -218,7 +213,6 @@ class DraftModule(nn.Module):
 
     @property
     def first_layer(self) -> Any:
-        """The first decoder layer."""
         return self.stack.layers[0]
 
     def fuse(self, taps: Sequence[Tensor]) -> Tensor:
@@ -252,11 +246,9 @@ class DraftModule(nn.Module):
     # --- as models of transformers ----------------------------------------------------
 
     def get_input_embeddings(self) -> Any:
-        """The embedding."""
         return self.embed_tokens
 
     def get_output_embeddings(self) -> Any:
-        """The LM head."""
         return self.lm_head
 
 

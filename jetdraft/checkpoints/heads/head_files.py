@@ -1,7 +1,5 @@
 """The files of a head, and what their config and their tensors say of it."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -26,26 +24,23 @@ from jetdraft.checkpoints.folder import check_file_types, check_shards
 from jetdraft.errors import CheckpointError, printable
 from jetdraft.parsing import read_json_file
 
+# The last is Medusa's and Hydra's; other files of torch belong to a training.
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
-"""The last is Medusa's and Hydra's; other files of torch belong to a training."""
-
+# Names of tensors in a `DraftModule`.
 FIRST_LAYER = "stack.layers.0."
 EMBEDDING_WEIGHT, LM_HEAD_WEIGHT = "embed_tokens.weight", "lm_head.weight"
-"""Names of tensors in a `DraftModule`."""
-
+# The keys of its config that a head with decoder layers may have.
 LAYER_KEYS = {
     *("hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
     *("num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_theta"),
     *("rope_scaling", "rope_parameters", "max_position_embeddings", "vocab_size"),
     *("attention_bias", "mlp_bias", "model_type"),
 }
-"""The keys of its config that a head with decoder layers may have."""
-
 SPECULATOR_KEYS = {
     *("speculators_model_type", "speculators_version", "speculators_config"),
     *("transformer_layer_config", "embed_requires_grad"),
 }
-
+# Keys without an effect on what a head computes.
 _IGNORED_KEYS = {
     *("attention_dropout", "auto_map", "bos_token_id", "eos_token_id", "use_cache"),
     *("initializer_range", "pad_token_id", "pretraining_tp", "torch_dtype"),
@@ -55,10 +50,8 @@ _IGNORED_KEYS = {
     "tie_word_embeddings",  # the tensors say it
     *PreTrainedConfig().to_dict(),
 }
-"""Keys without an effect on what a head computes."""
-
+# Features that jetdraft does not support, with the values that turn them off.
 _OFF = {"use_sliding_window": False, "sliding_window": None, "qkv_bias": False}
-"""Features that jetdraft does not support, with the values that turn them off."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +63,7 @@ class HeadFiles:
     tensors: dict[str, Tensor]
 
     @classmethod
-    def read(cls, source: str) -> HeadFiles:
+    def read(cls, source: str) -> "HeadFiles":
         """Read a folder or a hub id, without code; raises `CheckpointError`."""
         folder = _find_folder(source)
         try:
@@ -142,8 +135,7 @@ class HeadFiles:
 
     # --- the config -------------------------------------------------------------------
 
-    def configured(self, config: dict[str, Any]) -> HeadFiles:
-        """These files with another config."""
+    def configured(self, config: dict[str, Any]) -> "HeadFiles":
         return replace(self, config=config)
 
     def check_keys(self, known: Iterable[str]) -> None:

@@ -1,7 +1,5 @@
 """The sizes of drafters, and their decoder layers from the code of transformers."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Mapping
@@ -22,8 +20,8 @@ from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import UnsupportedModelError
 
 _PARAMETERS = inspect.signature(LlamaDecoderLayer.forward).parameters
+# The name of the cache in the layers of this transformers.
 CACHE = "cache" if "cache" in _PARAMETERS else "past_key_values"
-"""The name of the cache in the layers of this transformers."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Recognizes a published head and loads it for a target."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Mapping
@@ -20,8 +18,8 @@ from jetdraft.checkpoints.parameters import convert_while_running
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 from jetdraft.runtime.planning.registry import load_object, methods
 
+# The types in which the weights of a head may be stored.
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-"""The types in which the weights of a head may be stored."""
 
 
 def drafter_classes() -> list[type[DraftModule]]:

@@ -5,8 +5,6 @@
 In published figures the two times add up (docs/devices.md has the fit).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,11 @@ from jetdraft.parsing import read_json_file
 from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe
 
 CONFIG = "config.json"
+# Bytes of a number in a recurrent state, and how often the runtime has each state: as
+# it was before a pass, after it, and at the end of the prompt.
 STATE_BYTES, STATE_PLACES = 4, 3
-"""Bytes of a number in a recurrent state, and how often the runtime has each state: as
-it was before a pass, after it, and at the end of the prompt."""
-
-MAX_SIZE = 10_000_000
-"""The largest size that a config may have."""
-
+MAX_SIZE = 10_000_000  # The largest size that a config may have.
+# Sizes that a config must have, and further ones for layers of linear attention.
 SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     "vocab_size",
@@ -34,22 +30,16 @@ LINEAR_SIZES = (
     *("linear_num_key_heads", "linear_num_value_heads"),
     *("linear_key_head_dim", "linear_value_head_dim"),
 )
-"""Sizes that a config must have, and further ones for layers of linear attention."""
-
+# Bytes of a float on a GPU, and on a CPU: of a weight, a scale, or a number in the KV
+# buffers.
 HALF_BYTES, SINGLE_BYTES = 2.0, 4.0
-"""Bytes of a float on a GPU, and on a CPU: of a weight, a scale, or a number in the KV
-buffers."""
-
-RUNTIME_MB = 813.0
-"""MB of 10^6 bytes of a session beside weights and KV; fitted, see docs/devices.md."""
-
+RUNTIME_MB = 813.0  # A session beside weights and KV; fitted, see docs/devices.md.
+# The most bytes that a draft step should read, as a share of the bytes that a pass of
+# the target reads; reading bounds the time of both (docs/devices.md).
 MAX_READ_SHARE = 0.05
-"""The most bytes that a draft step should read, as a share of the bytes that a pass of
-the target reads; reading bounds the time of both (docs/devices.md)."""
-
+# Tokens to train on for each weight: they leave half of what the usual 20 leave above
+# the loss of endless training. Training costs once, a weight in every draft.
 TOKENS_PER_WEIGHT = 200
-"""Tokens to train on for each weight: they leave half of what the usual 20 leave above
-the loss of endless training. Training costs once, a weight in every draft."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +61,7 @@ class Dimensions:
     state_values: int
 
     @classmethod
-    def read(cls, path: Path) -> Dimensions:
+    def read(cls, path: Path) -> "Dimensions":
         """Read a config.json, or the folder with it; raises `CheckpointError`."""
         file = path / CONFIG if path.is_dir() else path
         if (path / MANIFEST).is_file():
@@ -105,7 +95,7 @@ class Dimensions:
             ) from error
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> Dimensions:
+    def of(cls, config: dict[str, Any]) -> "Dimensions":
         """Count the weights of a parsed config.json, or of its text_config.
 
         Raises `CheckpointError`, or `UnsupportedModelError` for what no plan predicts.
@@ -221,13 +211,12 @@ class Efficiency:
     compute: dict[str, float]
 
 
+# From TensorRT Edge-LLM's published rows, by `benchmarks/roofline.py`. onnxruntime has
+# not been measured on these devices.
 FITTED = Efficiency(0.818, 1.062, {"8.7": 0.339, "11.0": 0.095})
-"""From TensorRT Edge-LLM's published rows, by `benchmarks/roofline.py`. onnxruntime
-has not been measured on these devices."""
-
+# The limits of the device: no pass of one row is faster, on any of its processors. What
+# a further row costs on a CPU is not known.
 BOUND = Efficiency(1.0, 0.0, {})
-"""The limits of the device: no pass of one row is faster, on any of its processors.
-What a further row costs on a CPU is not known."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ With an assumed acceptance p the n-th child of a row is right with probability
 p (1 - p)^(n - 1); a chain is a tree of first children.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, replace
@@ -29,25 +27,18 @@ from jetdraft.errors import DeviceError, OptionError
 from jetdraft.options import declared
 from jetdraft.recipe import GRIDS, Recipe
 
-WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 60, 64)
-"""Rows of a pass that are compared."""
-
-SYSTEM_MB = 1500.0
-"""MB of 10^6 bytes that the system keeps, without a desktop; an assumption."""
-
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 60, 64)  # Rows of a pass.
+SYSTEM_MB = 1500.0  # The system without a desktop; an assumption.
+# The method of plain decoding, and the shapes of drafts.
 NONE, CHAIN, TREE = "none", "chain", "tree"
-"""The method of plain decoding, and the shapes of drafts."""
-
+# Costs of a draft: passes of the drafter, probes in the target's pass, nothing.
 DRAFTER, PROBES, FREE = "drafter", "probes", "free"
-"""Costs of a draft: passes of the drafter, probes in the target's pass, nothing."""
-
-SCHEMES = ("none", "int8", "int4")
-"""Quantizations that can be exported; a device may have arithmetic for others."""
-
+SCHEMES = ("none", "int8", "int4")  # Quantizations that can be exported.
+# Providers that a plan may be for; all but the CPU are planned as the GPU.
 CPU = "cpu"
 PROVIDERS = (CPU, "cuda", "tensorrt")
-"""Providers that a plan may be for; all but the CPU are planned as the GPU."""
 
+# The `basis` of a plan for the CPU and for the GPU.
 ON_CPU = (
     "at most, for the CPU: the memory's bandwidth alone, and another engine's memory "
     "of the runtime; jetdraft has never run on a Jetson"
@@ -56,10 +47,7 @@ ON_GPU = (
     "for the GPU, by the constants of another engine, TensorRT Edge-LLM 0.10; jetdraft "
     "has never run on a Jetson"
 )
-"""The `basis` of a plan for the CPU and for the GPU."""
-
-STREAM_LAYERS = 2
-"""Top layers that probes run through, by default in `jetdraft train stream`."""
+STREAM_LAYERS = 2  # The default of `jetdraft train stream`.
 
 
 @dataclass(frozen=True)
@@ -116,7 +104,6 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has enough memory."""
         return self.needed_mb <= self.available_mb
 
     @property
@@ -219,12 +206,10 @@ class Question:
 
     @property
     def recipe(self) -> Recipe:
-        """The quantization recipe of the target's weights, from `quantization`."""
         return Recipe.parse(self.quantization)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the prediction is for the device's CPU."""
         return self.provider == CPU
 
 
@@ -272,7 +257,6 @@ class Board:
     efficiency: Efficiency = FITTED
 
     def pass_ms(self, width: int) -> float:
-        """The predicted milliseconds of a pass of the target with `width` rows."""
         return self._pass_ms(self.target, width)
 
     def choices(
@@ -311,7 +295,6 @@ class Board:
         return probes * part * row_ms
 
     def _pass_ms(self, decoder: LoadedDecoder, width: int) -> float:
-        """The milliseconds of a pass of the target or the drafter with `width` rows."""
         capability = self.device.compute_capability
         return decoder.pass_ms(
             width, self.context, self.mode, capability, self.efficiency
@@ -364,7 +347,6 @@ def _what_fits(question: Question) -> str:
 
 
 def _choice_json(choice: Choice) -> dict[str, Any]:
-    """A choice as a JSON object, rounded."""
     return {
         name: round(value, 3) if isinstance(value, float) else value
         for name, value in asdict(choice).items()

@@ -1,7 +1,5 @@
 """Spec-Drafter (SpecDec, 2203.16487): a block drafter for an encoder-decoder."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from typing import Any
@@ -23,8 +21,7 @@ from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
-MODEL_TYPE = "jetdraft-block"
-"""What the config of a drafter calls itself."""
+MODEL_TYPE = "jetdraft-block"  # What the config of a drafter calls itself.
 
 
 class SourceDrafter(DraftModule):
@@ -54,7 +51,6 @@ class SourceDrafter(DraftModule):
         return self.model.get_output_embeddings()
 
     def get_encoder(self) -> Any:
-        """The encoder."""
         return self.model.get_encoder()
 
     def get_decoder(self) -> Any:
@@ -62,7 +58,6 @@ class SourceDrafter(DraftModule):
         return self.model.get_decoder()
 
     def get_input_embeddings(self) -> Any:
-        """The target's embedding."""
         return self.model.get_input_embeddings()
 
     def forward(

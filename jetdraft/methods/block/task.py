@@ -1,7 +1,5 @@
 """How a block drafter of an encoder-decoder is trained: `jetdraft train block`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,12 +19,7 @@ from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.errors import DataError, OptionError
 from jetdraft.export.seams import position_limit
-from jetdraft.methods.block.module import (
-    SourceDrafter,
-    find_decoder_layers,
-    source_config,
-    source_fields,
-)
+from jetdraft.methods.block import module
 from jetdraft.options import setting
 from jetdraft.train.attention import Masked, Masks
 from jetdraft.train.blocks import Blocks, BlockSettings, BlockTask, block_mask
@@ -37,8 +30,7 @@ from jetdraft.train.task import Contents, Pupil, Run, Sums, Tensors
 from jetdraft.train.teacher import Lesson, rows_at
 from jetdraft.train.written_texts import source_continuations
 
-LAYERS = 2
-"""Layers of a new drafter's decoder: the paper's is as shallow."""
+LAYERS = 2  # Layers of a new drafter's decoder: the paper's is as shallow.
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,7 @@ class SourceBatch(Batch):
     filled: Tensor
 
     @classmethod
-    def of(cls, batch: Batch, start: Sequence[int]) -> SourceBatch:
+    def of(cls, batch: Batch, start: Sequence[int]) -> "SourceBatch":
         """Split each row: its prompt is the source, the rest is the decoder's text.
 
         Each text begins with the decoder's tokens `start`, which are not learned.
@@ -114,7 +106,7 @@ def make_source_lesson(model: Any, batch: SourceBatch, glancing: float) -> Sourc
 class SourcePupil(Pupil):
     """A drafter whose dropout stays off, since short trainings do not need it."""
 
-    def train(self, mode: bool = True) -> SourcePupil:
+    def train(self, mode: bool = True) -> "SourcePupil":
         super().train(mode)
         self.drafter.eval()
         return self
@@ -136,11 +128,10 @@ class SourceBlockTask(BlockTask):
 
     def check_target(self, target: Checkpoint) -> None:
         """Raise `UnsupportedModelError` for a target that reads no source of text."""
-        source_config(target, 1, 1)
+        module.source_config(target, 1, 1)
         set_attention(target.model, "sdpa")
 
     def max_positions(self, model: Any) -> int | None:
-        """Return the most positions that a text may have; None without a limit."""
         return position_limit(model)
 
     def check_texts(self, run: Run) -> None:
@@ -158,17 +149,17 @@ class SourceBlockTask(BlockTask):
 
     def new_config(self, run: Run) -> HeadConfig:
         """Make the config that the settings ask for, by default of two layers."""
-        depth = len(find_decoder_layers(run.target.model)[1])
+        depth = len(module.find_decoder_layers(run.target.model)[1])
         layers = self.settings.layers or min(LAYERS, depth)
         if layers > depth:
             raise OptionError(
                 f"a drafter begins with the target's layers, of which its decoder has "
                 f"{depth}; give --layers 1 to {depth}"
             )
-        return source_config(run.target, layers, self.settings.block_rows)
+        return module.source_config(run.target, layers, self.settings.block_rows)
 
-    def new_drafter(self, run: Run) -> SourceDrafter:
-        drafter = SourceDrafter(self.config, run.target.model)
+    def new_drafter(self, run: Run) -> module.SourceDrafter:
+        drafter = module.SourceDrafter(self.config, run.target.model)
         words = drafter.get_input_embeddings().weight
         nn.init.normal_(drafter.masks, std=float(words.std()))
         return drafter
@@ -256,5 +247,5 @@ class SourceBlockTask(BlockTask):
         return self.steps_for(run, sum(w.numel() for w in decoder.parameters()))
 
     def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
-        fields = source_fields(run.target, self.config)
+        fields = module.source_fields(run.target, self.config)
         return fields, stored_tensors(weights, self.settings.half, lambda name: name)[1]

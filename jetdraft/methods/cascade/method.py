@@ -9,8 +9,6 @@ copied name after a long match. A head, whose rows read what the row before carr
 cannot review several tokens in a pass: it drafts what follows the trusted tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import takewhile, zip_longest
 from typing import NamedTuple
@@ -84,13 +82,12 @@ class Trust:
                 break
 
     def _rates_of(self, evidence: int) -> tuple[PositionRates, PositionRates]:
-        """Return the rates of the drafter and of guesses at this evidence."""
         new = PositionRates(Acceptance.PRIOR), PositionRates(prior_of(evidence))
         return self._rates.setdefault(evidence, new)
 
 
+# After this many tokens, the drafter's own or trusted, lookup drafts alone.
 REVIEWED = 5
-"""After this many tokens, the drafter's own or trusted, lookup drafts alone."""
 
 
 class CascadeProposer(ModelProposer):
@@ -169,7 +166,6 @@ def _common_length(tokens: list[int], others: list[int]) -> int:
 def _make_proposer(
     name: str, loaded: LoadedBundle, cache: DraftCache, options: MethodOptions
 ) -> Proposer:
-    """Make a cascade of the drafter in `cache` and a lookup."""
     store = loaded.store_of(options.user)
     below = LookupProposer(store=store, source=lambda: loaded.source)
     return CascadeProposer(cache, below, loaded.curve.drafter)

@@ -3,8 +3,6 @@
 Row t reads tokens t - 2 to t and the features of row t - 1, and predicts token t + 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -24,15 +22,11 @@ from jetdraft.checkpoints.heads.head_layers import (
 )
 from jetdraft.errors import CheckpointError
 
-ARCHITECTURE = "ChimeraDrafter"
-"""What the config of a drafter calls it."""
-
-ROW_TOKENS = 3
-"""The tokens that the trigram encoder reads."""
-
+ARCHITECTURE = "ChimeraDrafter"  # What the config of a drafter calls it.
+ROW_TOKENS = 3  # The tokens that the trigram encoder reads.
+# Called with the attention's module, the rotated query [b, heads, n, d], key and value
+# [b, kv_heads, n, d]; returns the mixed values [b, n, heads, d].
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-"""Called with the attention's module, the rotated query [b, heads, n, d], key and value
-[b, kv_heads, n, d]; returns the mixed values [b, n, heads, d]."""
 
 
 class Chimera(DraftModule):

@@ -1,7 +1,5 @@
 """How a Chimera drafter is trained: `jetdraft train chimera`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

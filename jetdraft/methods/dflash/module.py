@@ -4,8 +4,6 @@ Ids of layers name outputs in its authors' and SpecForge's configs, inputs in
 speculators' configs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +17,8 @@ from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, SPECULATOR_KEYS, H
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import CheckpointError
 
-_NESTED_KEYS = {"mask_token_id", "target_layer_ids"}
-"""Keys that DFlash has in its `dflash_config`, or beside it."""
-
+_NESTED_KEYS = {"mask_token_id", "target_layer_ids"}  # Or beside `dflash_config`.
+# Flags of DFlash's descendants, with their values for off.
 _SPECULATOR_KEYS = SPECULATOR_KEYS | {
     *("draft_vocab_size", "block_size", "target_hidden_size", "mask_token_id"),
     "aux_hidden_state_layer_ids",
@@ -35,7 +32,6 @@ _OFF = {
     "shift_label": False,
     "sliding_window_non_causal": False,
 }
-"""Flags of DFlash's descendants, with their values for off."""
 
 
 class Dflash(BlockDrafter):
@@ -60,7 +56,6 @@ class Dflash(BlockDrafter):
         self.hidden_norm = self.stack.norm(config.hidden_size)
 
     def fuse(self, taps: Sequence[Tensor]) -> Tensor:
-        """Fuse the states at the taps to features [b, n, h], in fc's type, float32."""
         states = [state.to(self.fc.weight.dtype) for state in taps]
         features: Tensor = self.hidden_norm(self.fc(torch.cat(states, dim=-1)))
         return features

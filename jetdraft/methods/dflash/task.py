@@ -1,7 +1,5 @@
 """How a DFlash head is trained: `jetdraft train dflash`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +16,8 @@ from jetdraft.train.blocks import BlockSettings, BlockTask
 from jetdraft.train.heads import layer_fields, make_config, stored_tensors
 from jetdraft.train.task import Contents, Run, Tensors
 
+# The layers of the published heads, and the taps of a head with one layer or two.
 MAX_LAYERS, FEWEST_TAPS = 5, 3
-"""The layers of the published heads, and the taps of a head with one layer or two."""
 
 
 @dataclass(frozen=True)

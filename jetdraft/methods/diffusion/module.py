@@ -1,24 +1,16 @@
 """SpecDiff (2408.05636): a small diffusion model that reads text and fills masks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads import head_files
 from jetdraft.checkpoints.heads.blocks import BlockConfig, BlockDrafter, read_block_size
 from jetdraft.checkpoints.heads.draft_module import Reads, lm_head_rows
-from jetdraft.checkpoints.heads.head_files import (
-    EMBEDDING_WEIGHT,
-    LAYER_KEYS,
-    HeadFiles,
-    resize_rows,
-)
 
-MODEL_TYPE = "jetdraft-diffusion"
-"""What the config of a drafter calls itself."""
+MODEL_TYPE = "jetdraft-diffusion"  # What the config of a drafter calls itself.
 
 
 class Diffusion(BlockDrafter):
@@ -26,7 +18,7 @@ class Diffusion(BlockDrafter):
 
     cuts_vocabulary = False
     reads = Reads(guesses=True)
-    keys = LAYER_KEYS | {"block_size"}
+    keys = head_files.LAYER_KEYS | {"block_size"}
     reads_text = True
 
     def __init__(self, config: BlockConfig, target: Any = None) -> None:
@@ -45,19 +37,19 @@ class Diffusion(BlockDrafter):
         return torch.where(is_mask[..., None], self.mask.to(rows.dtype), rows)
 
     @classmethod
-    def recognizes(cls, files: HeadFiles) -> bool:
+    def recognizes(cls, files: head_files.HeadFiles) -> bool:
         return files.config.get("model_type") == MODEL_TYPE
 
     @classmethod
     def configure(
-        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
+        cls, files: head_files.HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[BlockConfig, Tensor | None]:
         """Read the config and the draft vocabulary; resizes the embedding in place."""
         files.check_keys(cls.keys)
         own, rows = files.positive_integer("vocab_size"), target.vocab_size
-        table = tensors.get(EMBEDDING_WEIGHT)
+        table = tensors.get(head_files.EMBEDDING_WEIGHT)
         if table is not None and len(table) == own:
-            tensors[EMBEDDING_WEIGHT] = resize_rows(table, rows)
+            tensors[head_files.EMBEDDING_WEIGHT] = head_files.resize_rows(table, rows)
         ids = torch.arange(own) if own < rows else None
         config_of_drafter = BlockConfig(
             target_hidden_size=files.positive_integer("hidden_size"),

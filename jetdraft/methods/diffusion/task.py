@@ -1,7 +1,5 @@
 """How a masked diffusion model that drafts is trained: `jetdraft train diffusion`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +15,7 @@ from jetdraft.train.heads import layer_fields, make_config, stored_tensors
 from jetdraft.train.task import Contents, Run, Tensors
 
 LAYERS = 2
-SPREAD = 0.02
-"""The standard deviation of new embeddings, as in the first GPT."""
+SPREAD = 0.02  # The standard deviation of new embeddings, as in the first GPT.
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """`jetdraft train draft`: a drafter model; DistillSpec (2310.08461) has the losses."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import itertools
@@ -29,6 +27,7 @@ from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.draft_vocab import check_tokens
 from jetdraft.options import setting
 from jetdraft.recipe import Recipe
+from jetdraft.train import task
 from jetdraft.train.data import Batch, Example, collate, split_batch
 from jetdraft.train.heads import stored_tensors
 from jetdraft.train.labels import (
@@ -45,33 +44,18 @@ from jetdraft.train.labels import (
     tokens_per_pass,
 )
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.task import (
-    Contents,
-    DrafterSettings,
-    Run,
-    Task,
-    Tensors,
-    TrainingOptions,
-)
 from jetdraft.train.teacher import check_cache_folder
 from jetdraft.train.written_texts import continuations, prompt_size, text_seed
 
-MAX_READINGS = 50
-"""The most readings of a text by default; the trainer warns of more."""
-
-VALIDATED_TEXTS = 64
-"""All texts of a large corpus would take longer than the training."""
-
+MAX_READINGS = 50  # The most readings of a text by default; the trainer warns of more.
+VALIDATED_TEXTS = 64  # All texts of a large corpus would take longer than the training.
 TOKENIZER, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
-
-TEXT = "text"
-"""The loss of a drafter that learns from the text alone."""
-
+TEXT = "text"  # The loss of a drafter that learns from the text alone.
 LOSSES = (*DIVERGENCES, TEXT)
 
 
 @dataclass(frozen=True)
-class ModelSettings(DrafterSettings):
+class ModelSettings(task.DrafterSettings):
     layers: int | None = setting(
         None,
         "Layers of a new drafter.",
@@ -171,11 +155,11 @@ class ModelSums(NamedTuple):
     scores: Tensor
 
 
-class ModelTask(Task):
+class ModelTask(task.Task):
     """Trains a model in the folder of a checkpoint, for `export --drafter`."""
 
     Settings = ModelSettings
-    options = TrainingOptions(steps=None)
+    options = task.TrainingOptions(steps=None)
     help = "Train a small model that drafts for TARGET, a checkpoint folder or hub id."
     product, kind, folder_holds = "a drafter", "drafters", "drafter"
     figures_file, least_tokens, largest_norm = "drafter.json", 2, 1.0
@@ -190,7 +174,7 @@ class ModelTask(Task):
         check_cache_folder(self.settings.cache)
         return super().folder(output)
 
-    def check(self, run: Run) -> None:
+    def check(self, run: task.Run) -> None:
         """Make the drafter `model`, before the target writes for hours."""
         settings, rows = self.settings, run.target.vocab_size
         if settings.draft_vocab is not None and settings.draft_vocab >= rows:
@@ -229,24 +213,24 @@ class ModelTask(Task):
             )
         return checkpoint.model
 
-    def new_drafter(self, run: Run) -> Any:
+    def new_drafter(self, run: task.Run) -> Any:
         """Return `model`, and set `ids`, the draft vocabulary, by the texts."""
         if self.settings.draft_vocab is not None:
             self.ids = run.frequent_tokens(self.settings.draft_vocab)
         return self.model.requires_grad_(True)
 
-    def tables(self, run: Run) -> set[str]:
+    def tables(self, run: task.Run) -> set[str]:
         ends = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         of_ends = {id(end.weight) for end in ends}
         return {name for name, w in run.weights.items() if id(w) in of_ends}
 
-    def advised_steps(self, run: Run) -> int:
+    def advised_steps(self, run: task.Run) -> int:
         """Return the steps for `TOKENS_PER_WEIGHT`, or for `MAX_READINGS` if fewer."""
         size, length = run.options.batch_size, run.options.sequence_length
         steps = TOKENS_PER_WEIGHT * run.parameters // (size * length)
         return max(1, min(steps, MAX_READINGS * len(run.corpus.training) // size))
 
-    def batch(self, run: Run, batch: Batch) -> Batch:
+    def batch(self, run: task.Run, batch: Batch) -> Batch:
         """Let the drafter complete a share of the texts; returns the new batch."""
         share = self.settings.on_policy_share
         numbers = run.sequence_numbers(len(batch.ids))
@@ -270,7 +254,7 @@ class ModelTask(Task):
             texts[row] = Example.completed(ids, size)
         return collate(texts)
 
-    def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
+    def lesson(self, run: task.Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
         """Return a batch, and its labels, or None where the text is enough."""
         needs_labels = not learns or self.settings.loss != TEXT
         return batch, self.labels(run, batch) if needs_labels else None
@@ -291,7 +275,7 @@ class ModelTask(Task):
         places = torch.tensor([float(len(scores))], device=scores.device)
         return ModelSums(losses[None], places, scores)
 
-    def labels(self, run: Run, batch: Batch) -> Labels:
+    def labels(self, run: task.Run, batch: Batch) -> Labels:
         """Return the target's labels of a batch, computed or read from the cache."""
         folder = self.settings.cache
         if self._cache is None and folder is not None:
@@ -307,7 +291,7 @@ class ModelTask(Task):
         labels = exact_labels(run.teacher, batch, ids)
         return cache.write(batch, labels) if cache else labels
 
-    def validate(self, run: Run, module: Any) -> dict[str, Any]:
+    def validate(self, run: task.Run, module: Any) -> dict[str, Any]:
         """Return the loss, and acceptance by place of sampled and greedy drafts."""
         losses, count = torch.zeros(1), 0
         sampled, greedy = list[Tensor](), list[Tensor]()
@@ -330,7 +314,7 @@ class ModelTask(Task):
             "tokens_per_pass": [round(tokens_per_pass(r), 3) for r in rates],
         }
 
-    def headline(self, run: Run) -> str:
+    def headline(self, run: task.Run) -> str:
         config = self.model.config.get_text_config(decoder=True)
         size, count = run.options.batch_size, run.parameters
         tokens = run.steps * size * run.options.sequence_length
@@ -343,7 +327,7 @@ class ModelTask(Task):
             f"{TOKENS_PER_WEIGHT}), from {run.reading_line}{advice}"
         )
 
-    def _describe_cost(self, run: Run) -> str:
+    def _describe_cost(self, run: task.Run) -> str:
         """Return a phrase with the cost of a draft step; "" if it cannot be planned."""
         target, rows = run.target.model.config, self.ids
         size = None if rows is None else len(rows)
@@ -364,13 +348,13 @@ class ModelTask(Task):
             f"{figures['tokens_per_pass'][1]:.2f} tokens a pass"
         )
 
-    def settings_of_run(self, run: Run) -> dict[str, Any]:
+    def settings_of_run(self, run: task.Run) -> dict[str, Any]:
         # The folder may move, but labels that are cut to the best tokens are others.
         is_cached = self.settings.cache is not None
         own = asdict(self.settings) | {"cache": is_cached, "target": run.base}
         return own | {"from_layers": list(self.settings.from_layers)}
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: task.Run) -> None:
         """Create the run folder, with the target's tokenizer and its settings."""
         run.folder.create()
         run.folder.write(TOKENIZER, run.target.tokenizer or "")
@@ -378,7 +362,9 @@ class ModelTask(Task):
         if settings.is_file():
             run.folder.write(settings.name, settings.read_text(encoding="utf-8"))
 
-    def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
+    def contents(
+        self, run: task.Run, weights: task.Tensors, figures: Any
+    ) -> task.Contents:
         dtype, tensors = stored_tensors(weights, self.settings.half, lambda name: name)
         fields = json.loads(self.model.config.to_json_string(use_diff=True))
         fields |= {"architectures": [type(self.model).__name__], "dtype": dtype}
@@ -399,18 +385,12 @@ def text_scores(batch: Batch, scores: Tensor, ids: Tensor | None) -> Tensor:
 
 # --- drafters before they are trained -------------------------------------------------
 
-COST_CONTEXT = 1024
-"""The tokens in both caches for which the cost of a step is computed."""
-
-HEAD_SIZES = (64, 32, 16, 8)
-"""Sizes of an attention head; the first that divides the width is taken."""
-
-WIDTH_STEP = 64
-"""New widths are multiples of it."""
-
+COST_CONTEXT = 1024  # Tokens in both caches, for the cost of a step.
+HEAD_SIZES = (64, 32, 16, 8)  # The first that divides the width is taken.
+WIDTH_STEP = 64  # New widths are multiples of it.
+# A drafter is wide rather than deep, since each layer launches its kernels.
 MAX_LAYERS = 4
 WIDTH_PER_LAYER = 96
-"""A drafter is wide rather than deep, since each layer launches its kernels."""
 
 
 def cost_share(

@@ -4,8 +4,6 @@ Row t reads the features of row t and token t + 1, and predicts token t + 2. Its
 stands for the features of row t + 1 in the next step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """MTP modules (2412.19437): layers after a target's last, which transformers drops."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -45,11 +43,9 @@ _LAYOUTS = {
         },
     ),
 }
+# The key of a config with which fc joins the state before the embedding.
 HIDDEN_FIRST = "mtp_hidden_states_first"
-"""The key of a config with which fc joins the state before the embedding."""
-
-_COPIED_PREFIXES = ("shared_head.head.", "embed_tokens.")
-"""Prefixes of tensors that are copies of the target's matrices."""
+_COPIED_PREFIXES = ("shared_head.head.", "embed_tokens.")  # Copies of the target's.
 
 
 class Mtp(Eagle):
@@ -61,7 +57,6 @@ class Mtp(Eagle):
     recognized_last = False
 
     def _make_stack(self, target: Any) -> HeadLayers:
-        """Make layers of the target's own kind."""
         return make_target_layers(target, self.config.num_layers)
 
     def kv_shapes(self, target: StepContract) -> tuple[tuple[int, int], ...]:

@@ -1,7 +1,5 @@
 """How an EAGLE or MTP head is trained: EAGLE-3 and MTP over the steps of a draft."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,28 +19,19 @@ from jetdraft.errors import OptionError
 from jetdraft.methods.eagle.module import Eagle, EagleConfig
 from jetdraft.methods.eagle.mtp import HIDDEN_FIRST, Mtp, mtp_config, stored_name
 from jetdraft.options import setting
-from jetdraft.train.heads import (
-    HeadSettings,
-    HeadTask,
-    copy_weights,
-    layer_fields,
-    make_config,
-    stored_tensors,
-    unroll,
-)
+from jetdraft.train import heads
 from jetdraft.train.task import Contents, Run, Tensors
 from jetdraft.train.teacher import Lesson, shift_rows
 
 EAGLE1, EAGLE3, MTP = "eagle1", "eagle3", "mtp"
 KINDS = (EAGLE3, EAGLE1, MTP)
 ARCHITECTURES = {EAGLE1: "LlamaForCausalLMEagle", EAGLE3: "LlamaForCausalLMEagle3"}
-
+# EAGLE-1's weight of the cross entropy, and the width of its noise on features.
 CROSS_ENTROPY, NOISE_WIDTH = 0.1, 0.2
-"""EAGLE-1's weight of the cross entropy, and the width of its noise on features."""
 
 
 @dataclass(frozen=True)
-class EagleSettings(HeadSettings):
+class EagleSettings(heads.HeadSettings):
     """Settings of a head; EAGLE-1 learns one step, and validates more."""
 
     kind: str = setting(EAGLE3, f"The kind of head: {', '.join(KINDS)}.", choices=KINDS)
@@ -64,7 +53,7 @@ class EagleSettings(HeadSettings):
     )
 
 
-class EagleTask(HeadTask):
+class EagleTask(heads.HeadTask):
     """Trains EAGLE-3, MTP, or EAGLE-1, which learns features too.
 
     The files have the authors' layout, and Qwen's for MTP. A training of MTP begins
@@ -106,7 +95,7 @@ class EagleTask(HeadTask):
         if is_third:
             self.ids = run.frequent_tokens(settings.draft_vocabulary)
         size = target.vocab_size if self.ids is None else len(self.ids)
-        self.config = make_config(
+        self.config = heads.make_config(
             target,
             EagleConfig,
             settings.inner,
@@ -136,7 +125,7 @@ class EagleTask(HeadTask):
             names = head.first_layer.state_dict().keys()
             for layer in decoder_layers(target.model):
                 if layer.state_dict().keys() == names:  # the last such layer stays
-                    copy_weights(head.first_layer, layer)
+                    heads.copy_weights(head.first_layer, layer)
         self.config = head.config
         learned = dict(head.named_parameters(remove_duplicate=False))
         self.fixed = {n: t for n, t in head.state_dict().items() if n not in learned}
@@ -149,7 +138,7 @@ class EagleTask(HeadTask):
         if self.settings.kind == EAGLE1 and learns:
             features = features + (torch.rand_like(features) - 0.5) * NOISE_WIDTH
             steps = 1
-        for hidden, carried in unroll(drafter, lesson.ids, features, steps):
+        for hidden, carried in heads.unroll(drafter, lesson.ids, features, steps):
             yield carried, drafter.lm_head(hidden)
 
     def losses(self, step: int, state: Tensor, scores: Tensor, lesson: Any) -> Tensor:
@@ -169,10 +158,10 @@ class EagleTask(HeadTask):
         config, is_third = self.config, self.settings.kind == EAGLE3
         if self.settings.kind == MTP:
             whole = {**weights, **self.fixed}
-            _, tensors = stored_tensors(whole, self.settings.half, stored_name)
+            _, tensors = heads.stored_tensors(whole, self.settings.half, stored_name)
             return {HIDDEN_FIRST: config.hidden_first}, tensors
         layer = "midlayer." if is_third else "layers.0."
-        dtype, tensors = stored_tensors(
+        dtype, tensors = heads.stored_tensors(
             weights,
             self.settings.half,
             lambda name: name.replace("stack.layers.0.", layer),
@@ -182,7 +171,7 @@ class EagleTask(HeadTask):
         fields = {
             "architectures": [ARCHITECTURES[self.settings.kind]],
             "model_type": "llama",
-            **layer_fields(config),
+            **heads.layer_fields(config),
             "tie_word_embeddings": False,
         }
         if not is_third:

@@ -4,8 +4,6 @@ A chain of n tokens takes n / k passes, and a tree a pass for k levels: its rows
 level share a guess with all rows that have the same block before them.
 """
 
-from __future__ import annotations
-
 from jetdraft.runtime.drafters.ahead_cache import AheadCache, Block
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.noise import Distribution
@@ -72,7 +70,6 @@ class BlockLevels:
 def _make_proposer(
     name: str, loaded: LoadedBundle, cache: DraftCache, options: DraftOptions
 ) -> Proposer:
-    """Make a proposer of chains, or of trees if the options branch."""
     assert isinstance(cache, AheadCache)
     check_trees(cache.graph)
     stop = make_draft_stop(options.stopping, options.stop_threshold, loaded)

@@ -5,8 +5,6 @@ Every row of a block of k sees the whole block. A graph's attention is causal: t
 runtime has a copy of each row after the block, and the mask of a tree.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +18,8 @@ from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles
 from jetdraft.checkpoints.heads.head_layers import HeadConfig, make_layers
 from jetdraft.errors import CheckpointError
 
-ARCHITECTURE = "FalconDrafter"
-"""What the config of a drafter calls it."""
-
-MAX_ROWS = 8
-"""The most rows of a block; the paper has 2 to 4."""
+ARCHITECTURE = "FalconDrafter"  # What the config of a drafter calls it.
+MAX_ROWS = 8  # The most rows of a block; the paper has 2 to 4.
 
 
 class Recurrence(nn.Module):

@@ -10,8 +10,6 @@ L         SmoothL1(features) + 0.1 (0.9 KL(p || q) + 0.1 CE(argmax p; q)), p the
           target and q the drafter
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,14 +26,10 @@ from jetdraft.train.heads import LayerSettings, LayerTask, sums_by_place
 from jetdraft.train.task import Run, Sums
 from jetdraft.train.teacher import Lesson, shift_rows
 
-GLANCED_SHARE = 0.4
-"""The share of wrong tokens that is shown in the first step; it falls to zero."""
-
+GLANCED_SHARE = 0.4  # Of the wrong tokens in the first step; it falls to zero.
+# EAGLE-1's weight of the loss of the tokens, and its noise on features.
 CROSS_ENTROPY, NOISE_WIDTH = 0.1, 0.2
-"""EAGLE-1's weight of the loss of the tokens, and its noise on features."""
-
-CHOICE_SHARE = 0.1
-"""The share of the target's choice in the loss of the tokens."""
+CHOICE_SHARE = 0.1  # The share of the target's choice in the loss of the tokens.
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,6 @@ class FalconTask(LayerTask):
     architecture = ARCHITECTURE
 
     def new_config(self, target: Checkpoint) -> HeadConfig:
-        """Return the config of a new drafter, with the rows of a block."""
         return replace(super().new_config(target), slots=self.settings.block_rows)
 
     def new_drafter(self, run: Run) -> Falcon:
@@ -111,7 +104,6 @@ class FalconTask(LayerTask):
         return sums_by_place(losses, right, learned, int(places[0]), size)
 
     def own_fields(self) -> dict[str, Any]:
-        """Return the further fields of config.json: the rows of a block."""
         return {**super().own_fields(), "block_size": self.config.slots}
 
 

@@ -1,7 +1,5 @@
 """Drafting with forecasts, prompt tokens that see a learned prefix (Qualcomm)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from jetdraft.runtime.loaded import LoadedBundle
@@ -11,12 +9,10 @@ from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.proposers.tree_options import AUTO, CHAIN, TreeOptions
 from jetdraft.runtime.trees.shapes import Shape, Static
 
-NAME = "forecast"
-"""The method, and the mode of such probes in the manifest."""
-
+NAME = "forecast"  # The method, and the mode of such probes in the manifest.
+# The parents of rows 1, 2, ...: three children of the root, and two below each. The
+# likeliest come first, so that a shorter draft has them.
 BRANCHES, DEPTH = (0, 1, 0, 1, 0, 3, 5, 3, 5), 2
-"""The parents of rows 1, 2, ...: three children of the root, and two below each. The
-likeliest come first, so that a shorter draft has them."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,6 @@ class ForecastOptions(TreeOptions):
 
 
 def _make_proposer(loaded: LoadedBundle, options: ForecastOptions) -> Proposer:
-    """Make a proposer of chains, or of trees if the options branch."""
     streams = loaded.target.contract.streams
     probes = min(DEPTH, streams) if options.tree == AUTO else streams
     return probe_proposer(NAME, loaded, options, probes)

@@ -1,7 +1,5 @@
 """How forecasts are trained: `jetdraft train forecast`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from jetdraft.checkpoints.streams import FORECAST, PromptSettings

@@ -3,8 +3,6 @@
 Row t reads token t and predicts token t + 1.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -12,18 +10,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads import head_layers
 from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
 from jetdraft.checkpoints.heads.head_files import HeadFiles
-from jetdraft.checkpoints.heads.head_layers import (
-    CACHE,
-    HeadConfig,
-    make_layers,
-    rotate_rows,
-)
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
-ARCHITECTURE = "GlideDrafter"
-"""What the config of a drafter calls it."""
+ARCHITECTURE = "GlideDrafter"  # What the config of a drafter calls it.
 
 
 class Glide(DraftModule):
@@ -41,11 +33,11 @@ class Glide(DraftModule):
     one_layer = True
     reads = Reads(target_kv=True)
 
-    def __init__(self, config: HeadConfig, target: Any) -> None:
+    def __init__(self, config: head_layers.HeadConfig, target: Any) -> None:
         super().__init__(config, target)
         self.embed_tokens = target.get_input_embeddings()
         self.lm_head = target.get_output_embeddings()
-        self.stack = make_layers(config)
+        self.stack = head_layers.make_layers(config)
         rotary = getattr(target.get_decoder(), "rotary_emb", None)
         if rotary is None:
             raise UnsupportedModelError(
@@ -84,7 +76,7 @@ class Glide(DraftModule):
             layer.input_layernorm(states),
             position_embeddings=turns,
             attention_mask=None,
-            **{CACHE: cache},
+            **{head_layers.CACHE: cache},
         )[0]
         states = states + mixed
         states = states + self._cross_attend(states, turns, keys, values, bias)
@@ -102,7 +94,7 @@ class Glide(DraftModule):
     ) -> Tensor:
         """Attend to the target's keys and values: states [b, n, h] to [b, n, h]."""
         query = self.cross["q_proj"](states).unflatten(-1, (-1, self.config.head_dim))
-        rows: Any = rotate_rows(query.transpose(1, 2), turns)
+        rows: Any = head_layers.rotate_rows(query.transpose(1, 2), turns)
         # The heads of a group lie beside each other: [b, kv_heads, group, n, d].
         query = rows.unflatten(1, (keys.shape[1], -1))
         scores = (query @ keys[:, :, None].transpose(3, 4)).float()
@@ -124,7 +116,7 @@ class Glide(DraftModule):
     @classmethod
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
-    ) -> tuple[HeadConfig, Tensor | None]:
+    ) -> tuple[head_layers.HeadConfig, Tensor | None]:
         config, ids = super().configure(files, target, tensors)
         text = target.model.config.get_text_config(decoder=True)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

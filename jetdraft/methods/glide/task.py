@@ -1,7 +1,5 @@
 """How a GliDe drafter is trained: `jetdraft train glide`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +32,6 @@ class GlideTask(LayerTask):
     architecture = ARCHITECTURE
 
     def new_drafter(self, run: Run) -> Glide:
-        """Make a layer, whose last norm begins as the target's."""
         model = run.target.model
         drafter = Glide(self.config, model)
         copy_norm(drafter.norm, final_norm(model), self.config.hidden_size)

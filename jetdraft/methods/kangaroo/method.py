@@ -4,8 +4,6 @@ An adapter of one attention layer maps the lower half's state to what the LM hea
 reads. What the lower half computed is kept for the pass that verifies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

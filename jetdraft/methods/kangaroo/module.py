@@ -3,8 +3,6 @@
 Row t reads a state between two layers, and predicts token t + 1.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +21,7 @@ from jetdraft.checkpoints.heads.head_layers import CACHE, HeadConfig, make_layer
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import CheckpointError
 
-ARCHITECTURE = "KangarooAdapter"
-"""What the config of an adapter calls it."""
+ARCHITECTURE = "KangarooAdapter"  # What the config of an adapter calls it.
 
 
 class Kangaroo(DraftModule):

@@ -1,7 +1,5 @@
 """How a Kangaroo adapter is trained: `jetdraft train kangaroo`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +16,7 @@ from jetdraft.train.heads import NextTokenTask, copy_norm, copy_weights, make_co
 from jetdraft.train.task import DrafterSettings, Run
 from jetdraft.train.teacher import Lesson
 
-SHARE, FEWEST_LAYERS = 0.07, 2
-"""The layers below the exit by default, of all; the paper has 2 of 32, 3 of 40."""
+SHARE, FEWEST_LAYERS = 0.07, 2  # Of all layers; the paper: 2 of 32, 3 of 40.
 
 
 @dataclass(frozen=True)
@@ -66,5 +63,4 @@ class KangarooTask(NextTokenTask):
         return hidden
 
     def own_fields(self) -> dict[str, Any]:
-        """Return the further fields of config.json: the exit layer."""
         return {**super().own_fields(), "exit_layer": self.config.taps[0]}

@@ -7,7 +7,6 @@ from jetdraft.runtime.proposers.proposer import Proposer
 
 
 def _make_proposer(loaded: LoadedBundle, options: MethodOptions) -> Proposer:
-    """Make a lookup over the text, the store and the source."""
     store = loaded.store_of(options.user)
     return LookupProposer(store=store, source=lambda: loaded.source)
 

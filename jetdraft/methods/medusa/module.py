@@ -1,7 +1,5 @@
 """Medusa (2401.10774) and Hydra (2402.05109): heads that each guess a token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +28,6 @@ class GuessingHeads(DraftModule):
     lm_heads: nn.ModuleList
 
     def _make_lm_heads(self) -> nn.ModuleList:
-        """Make an LM head for each slot, that is for each guessed token."""
         config = self.config
         return nn.ModuleList(
             nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)

@@ -1,7 +1,5 @@
 """How Medusa heads are trained: `jetdraft train medusa`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

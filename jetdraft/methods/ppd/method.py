@@ -1,7 +1,5 @@
 """Drafting with prompt tokens in sparse trees (2405.18628)."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -54,15 +52,13 @@ class PromptOptions(TreeOptions):
         return self.rows or WIDEST - 1 if self.tree == AUTO else super().draft_size
 
 
+# After how many compared guesses a plan is made again: the first time, and at most.
 FIRST_REPLAN, MAX_REPLAN_GAP = 24, 512
-"""After how many compared guesses a plan is made again: the first time, and at most."""
-
+# The first guesses are compared in every round. Later only some places are, since the
+# order of sampled siblings costs as much as a draft; after a rest all, until a look.
 ALL_COMPARED, COMPARED_EVERY = 96, 8
-"""The first guesses are compared in every round. Later only some places are, since the
-order of sampled siblings costs as much as a draft; after a rest all, until a look."""
-
+# Rounds without drafts and probes where no plan pays: the first time, and at most.
 RESTS = (64, 512)
-"""Rounds without drafts and probes where no plan pays: the first time, and at most."""
 
 
 class PromptProposer(ProbeProposer):
@@ -163,7 +159,6 @@ class PromptProposer(ProbeProposer):
 
 
 def _make_proposer(loaded: LoadedBundle, options: PromptOptions) -> Proposer:
-    """Make a proposer of sparse trees, or of another shape that the options name."""
     contract = loaded.target.contract
     if options.tree != AUTO:
         return probe_proposer(NAME, loaded, options)

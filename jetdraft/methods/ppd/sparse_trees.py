@@ -16,8 +16,6 @@ The paper scans the sizes of the trees, with one number of slots for all states;
 may also have fewer probes than another, or rows that lead to no guess.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,11 +29,8 @@ from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.measured.cost_model import PassMs
 from jetdraft.runtime.measured.stats import RankRates
 
-_LEAK = 1e-3
-"""The chance that a round begins without guesses, as the first round of a text does."""
-
-_MAX_IMPROVEMENTS = 20
-"""Most improvements of a plan; a few suffice."""
+_LEAK = 1e-3  # The chance that a round begins without guesses.
+_MAX_IMPROVEMENTS = 20  # Most improvements of a plan; a few suffice.
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ class SparseTree:
             ends[parent] -= chance
         return ends
 
-    def with_probes(self, worth: Sequence[float], probes: int) -> SparseTree:
+    def with_probes(self, worth: Sequence[float], probes: int) -> "SparseTree":
         """Return the same rows with at most `probes` probes, the most useful.
 
         `worth[d]` are the expected tokens of a round in state d.

@@ -1,7 +1,5 @@
 """How prompt tokens are trained: `jetdraft train ppd`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from jetdraft.checkpoints.streams import PromptSettings
@@ -32,5 +30,4 @@ class PpdTask(PromptTask):
     kind = "prompt tokens"
 
     def prompt_settings(self) -> PromptSettings:
-        """Return the settings of prompt tokens with ensembles."""
         return PromptSettings(self.settings.gamma, self.settings.members)

@@ -4,8 +4,6 @@ Two requests are similar if their mean embeddings point the same way. Where they
 different words, the new request's words replace the earlier request's in its response.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
@@ -20,31 +18,18 @@ from jetdraft.runtime.proposers.method import Method, MethodOptions
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
-MIN_SIMILARITY = 0.8
-"""Requests count as similar if the cosine of their embeddings is at least this."""
-
-MAX_SCRIPTS = 4
-"""The most entries whose responses are followed."""
-
-LONGEST_SLOT = 32
-"""The most tokens that a replacement takes out or puts in."""
-
-MAX_CHANGES = 64
-"""The most places at which a response is adapted."""
-
+MIN_SIMILARITY = 0.8  # The cosine from which requests count as similar.
+MAX_SCRIPTS = 4  # The most entries whose responses are followed.
+LONGEST_SLOT = 32  # The most tokens that a replacement takes out or puts in.
+MAX_CHANGES = 64  # The most places at which a response is adapted.
+# The most tokens from the first to the last difference of two requests; the time to
+# compare them grows with the square.
 MAX_COMPARED = 1024
-"""The most tokens from the first to the last difference of two requests; the time to
-compare them grows with the square."""
-
+# The most pairs of equal tokens in two requests that are compared; equal beginnings and
+# ends aside.
 MAX_PAIRS = 1 << 16
-"""The most pairs of equal tokens in two requests that are compared; equal beginnings
-and ends aside."""
-
-LONGEST_ENDING = 3
-"""The most last tokens of the output that are searched for in a response."""
-
-SEARCHED_TOKENS = 64
-"""How many tokens ahead a response is searched."""
+LONGEST_ENDING = 3  # Last tokens of the output that are searched for.
+SEARCHED_TOKENS = 64  # How many tokens ahead a response is searched.
 
 
 class RecallProposer(Proposer):

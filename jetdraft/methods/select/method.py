@@ -3,8 +3,6 @@
 It gains where reading the rows takes longer than reading the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from jetdraft.contracts.step_contract import Reading
@@ -52,7 +50,6 @@ class SelectProposer(Proposer):
         return Rows.chain(tokens, self.traits.kind)
 
     def _run_pass(self, tokens: Sequence[int]) -> Answer:
-        """Run one pass over the tokens, and move the cursor past them."""
         answer = self.graph.run(tokens, last_only=True)
         self.graph.cache.advance(len(tokens))
         return answer

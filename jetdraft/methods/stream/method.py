@@ -1,7 +1,5 @@
 """Drafting by the target itself, in the pass that verifies (2402.11131)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +11,7 @@ from jetdraft.runtime.proposers.method import WALK, Method
 from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
 
-DROP_ALL = 2.0
-"""A prune threshold that no probability reaches: only the root is verified."""
+DROP_ALL = 2.0  # No probability reaches it: only the root is verified.
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,6 @@ class StreamOptions(TreeOptions):
 
 
 def _make_proposer(loaded: LoadedBundle, options: StreamOptions) -> Proposer:
-    """Make a proposer of chains or trees, as options and graph allow."""
     may_branch = options.may_branch and options.prune_threshold is None
     return probe_proposer("stream", loaded, options, branches=may_branch)
 

@@ -1,7 +1,5 @@
 """How streams are trained, on the next n-gram (2402.11131): `jetdraft train stream`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,8 +26,8 @@ from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.task import Contents, Run, Task, Tensors
 from jetdraft.train.teacher import refuse_gguf
 
+# The weights alpha_0 and alpha_j of the losses of main rows and of streams.
 MAIN_WEIGHT, STREAM_WEIGHT = 1.0, 0.1
-"""The weights alpha_0 and alpha_j of the losses of main rows and of streams."""
 
 
 class StreamTask(Task):
@@ -48,7 +46,6 @@ class StreamTask(Task):
         return RunFolder(output)
 
     def load(self, source: str) -> tuple[Checkpoint, str]:
-        """Load the target, with float32 weights; refuse a GGUF file."""
         refuse_gguf(source, self.kind)
         target = Checkpoint.load(source, torch.float32)
         store_weights_in(target.model, torch.float32)
@@ -100,7 +97,6 @@ class StreamTask(Task):
         return module
 
     def weights(self, run: Run) -> dict[str, Tensor]:
-        """Return the trained weights, by name: streams and LoRA."""
         return dict(run.module.task)
 
     def begin(self, run: Run) -> None:

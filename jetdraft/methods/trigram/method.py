@@ -1,7 +1,5 @@
 """Drafting from a table of the tokens that follow two tokens (ADED, 2407.12021)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +56,6 @@ class TrigramProposer(Proposer):
 
 
 def _make_proposer(loaded: LoadedBundle, options: TrigramOptions) -> Proposer:
-    """Make a proposer over a new table, or over a corpus table that is loaded."""
     counts = None
     if options.table is not None:
         vocabulary = loaded.bundle.target.contract.vocab_size

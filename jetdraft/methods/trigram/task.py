@@ -1,7 +1,5 @@
 """How a trigram table is counted: `jetdraft train trigram`; torch is not needed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rows of a graph that drafts k tokens in a pass (Falcon, 2412.12639)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,8 +13,7 @@ from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
 
-_MAX_NEW_ROWS = 16
-"""The most new rows of a pass with the copies of a block; more are run before it."""
+_MAX_NEW_ROWS = 16  # In a pass with the copies of a block.
 
 
 @dataclass(frozen=True)

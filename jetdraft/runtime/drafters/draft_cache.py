@@ -11,8 +11,6 @@ A drafter's rows of drafted tokens stay until a sequence differs from them. Rows
 head drafted from what it carries are dropped once the target's features are known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,20 +1,11 @@
 """The drafter's weights that were learned from use: tried, then kept or taken back."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from threading import Lock
 
 from jetdraft.errors import JetdraftError
-from jetdraft.learning.lessons import (
-    OWN,
-    Choice,
-    Tally,
-    WeightSets,
-    decide_trial,
-    label,
-)
+from jetdraft.learning.lessons import OWN, Choice, Tally, WeightSets, judge_trial, label
 from jetdraft.manifest import GraphEntry
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.opener import Opener, Weights
@@ -26,7 +17,7 @@ class LearnedWeights:
     """Chooses the drafter's weights, for all twins of a model.
 
     A new set is on trial. The earlier weights draft until `VERDICT_TOKENS` of their
-    drafts have been evaluated; then the set drafts, and `decide_trial` compares both.
+    drafts have been evaluated; then the set drafts, and `judge_trial` compares both.
     `version` counts the changes: a twin whose graph is of another version takes `graph`
     between two of its generations.
     """
@@ -88,7 +79,7 @@ class LearnedWeights:
             self._tally.add(accepted, evaluated)
             if self._tally_before is None:
                 return
-            verdict = decide_trial(self._tally_before, self._tally)
+            verdict = judge_trial(self._tally_before, self._tally)
             if verdict is None:
                 return
             rates = self._tally.rate, self._tally_before.rate

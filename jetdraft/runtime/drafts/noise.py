@@ -16,8 +16,6 @@ which is a standard exponential variate:
 number generators, 2014).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import lt
@@ -27,12 +25,8 @@ import numpy as np
 
 from jetdraft.contracts.tensors import Float64s, Int64s, UInt64s
 
-BLOCK = 256
-"""Ids whose largest noise is drawn first."""
-
-STRIP = 32
-"""Positions whose blocks are drawn together, since a text visits all of them."""
-
+BLOCK = 256  # Ids whose largest noise is drawn first.
+STRIP = 32  # Positions drawn together, since a text visits them all.
 _GOLDEN = 0x9E3779B97F4A7C15  # g above; the two below are the factors in `mix`
 _FACTOR_1 = 0xBF58476D1CE4E5B9
 _FACTOR_2 = 0x94D049BB133111EB

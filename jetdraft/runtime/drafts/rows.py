@@ -13,8 +13,7 @@ from enum import Enum
 from jetdraft.errors import DraftingError
 from jetdraft.runtime.drafts.noise import Distribution
 
-Tokens = Sequence[int]
-"""Token ids: the prompt and what follows it."""
+Tokens = Sequence[int]  # Token ids: the prompt and what follows it.
 
 
 def gapless_length(path: Sequence[int]) -> int:
@@ -183,7 +182,6 @@ class Probes:
 
     @property
     def total(self) -> int:
-        """The number of probes."""
         return sum(self.counts)
 
     @property

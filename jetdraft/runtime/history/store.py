@@ -4,8 +4,6 @@ They lie in one SQLite file that only its owner can read; their number and age a
 bounded. A wrong or poisoned entry costs time, but never changes a text.
 """
 
-from __future__ import annotations
-
 import sqlite3
 import time
 import warnings
@@ -20,16 +18,11 @@ from jetdraft.contracts.tensors import Float32s
 from jetdraft.errors import BundleError, StoreError
 from jetdraft.learning.store_file import DAMAGE, StoreFile, check_user, entry_times
 
+# The most entries of a user, and the most days that an entry is kept.
 MAX_ENTRIES = 256
 MAX_DAYS = 30.0
-"""The most entries of a user, and the most days that an entry is kept."""
-
-MAX_TOKENS = 8192
-"""The most tokens of a request and its response together; longer ones are not kept."""
-
-MAX_USERS = 64
-"""The most users whose entries are kept in memory."""
-
+MAX_TOKENS = 8192  # Of a request with its response; longer ones are not kept.
+MAX_USERS = 64  # The most users whose entries are kept in memory.
 _MAX_BYTES = 4 * MAX_TOKENS
 
 _TABLES = """
@@ -82,7 +75,7 @@ class ResponseStore:
         """The user's entries, latest first."""
         self.entries = self._open_and_read()
 
-    def of(self, user: str) -> ResponseStore:
+    def of(self, user: str) -> "ResponseStore":
         """Return another user's store in the same file; raises `StoreError`."""
         if user not in self._by_user:
             store = copy(self)
@@ -110,18 +103,13 @@ class ResponseStore:
     def _read_entries(self) -> list[Entry]:
         """Read the user's entries, latest first; reuses the entries in memory."""
         known = {(entry.id, entry.used): entry for entry in self.entries}
-        entries = []
+        times, entries = entry_times(self.most_days), list[Entry]()
         with self._store_file.connect() as database:
             keys = database.execute(
                 "select id, used from entries where user = ? and used between ? and ?"
                 " and length(prompt) + length(response) <= ?"
                 " order by used desc limit ?",
-                (
-                    self.user,
-                    *entry_times(self.most_days),
-                    _MAX_BYTES,
-                    self.most_entries,
-                ),
+                (self.user, *times, _MAX_BYTES, self.most_entries),
             ).fetchall()
             for key in keys:
                 entry = known.get(key)

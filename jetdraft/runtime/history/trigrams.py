@@ -4,8 +4,6 @@ The table of ADED (2407.12021), and the trigrams of each round. The corpus lies 
 sorted arrays with a binary search; dictionaries would take ten times the memory.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,24 +16,16 @@ import numpy.typing as npt
 from jetdraft.errors import StoreError
 from jetdraft.files import read_arrays, write_arrays
 
-MAX_SUCCESSORS = 12
-"""Successors kept per pair, the most frequent first."""
-
-WINDOW = 16
-"""How many last tokens of the context a round learns from."""
-
+MAX_SUCCESSORS = 12  # Successors kept per pair, the most frequent first.
+WINDOW = 16  # How many last tokens of the context a round learns from.
+# The weight that a round adds to a successor, and the largest weight.
 WEIGHT_STEP, MAX_WEIGHT = 0.04, 3.0
-"""The weight that a round adds to a successor, and the largest weight."""
-
+# The most pairs that decoding learns, half a kilobyte each, for each model and user;
+# beyond that the oldest pairs are forgotten.
 MAX_LEARNED = 8192
-"""The most pairs that decoding learns, half a kilobyte each, for each model and user;
-beyond that the oldest pairs are forgotten."""
-
-C1, C2 = 32.0, 8.0
-"""The constants of `puct`: a larger C1 explores more."""
-
+C1, C2 = 32.0, 8.0  # The constants of `puct`: a larger C1 explores more.
+# The tokens that follow two tokens, with their weights.
 Successors = Callable[[int, int], Mapping[int, float]]
-"""The tokens that follow two tokens, with their weights."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +42,7 @@ class Counts:
     weights: npt.NDArray[np.float32]
 
     @classmethod
-    def of(cls, documents: Iterable[Sequence[int]]) -> Counts:
+    def of(cls, documents: Iterable[Sequence[int]]) -> "Counts":
         """Count the trigrams of documents."""
         (pairs, tokens), times = _count_trigrams(documents)
         # The trigrams are sorted; a new pair starts at each place in `first`.
@@ -85,7 +75,7 @@ class Counts:
         write_arrays(file, {"tokenizer": np.array(tokenizer), **vars(self)})
 
     @classmethod
-    def load(cls, file: Path, tokenizer: str, vocab_size: int) -> Counts:
+    def load(cls, file: Path, tokenizer: str, vocab_size: int) -> "Counts":
         """Read what `save` wrote; raise `StoreError` for another tokenizer's file."""
         refusal = StoreError(
             f"cannot read a table from {file}; give a file of jetdraft train trigram"
@@ -259,7 +249,6 @@ class TreeSearch:
         return path
 
     def _puct(self, index: int, parent_visits: int) -> float:
-        """`puct` of a node, whose parent has `parent_visits` visits."""
         node = self._nodes[index]
         return puct(node.score, node.visits, parent_visits, node.share)
 

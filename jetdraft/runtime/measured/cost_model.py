@@ -1,7 +1,5 @@
 """What passes, drafts and probes cost on this machine: measured, then learned."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -13,25 +11,16 @@ from jetdraft.contracts.constants import WIDEST
 from jetdraft.parsing import Size, read_record
 from jetdraft.runtime.measured.stats import Round
 
-PassMs = Callable[[int, int], float]
-"""The milliseconds of a pass, by its rows and its probes."""
-
-MIN_MS = 1e-3
-"""A lower bound: `_blend_estimate` could never raise an estimate of 0."""
-
-MAX_MS = 1e6
-"""A quarter of an hour; a file with a longer time is refused."""
-
-ROUND_WEIGHT = 0.05
-"""The weight of one round in an estimate; one stall says little."""
-
+PassMs = Callable[[int, int], float]  # The ms of a pass by rows and probes.
+MIN_MS = 1e-3  # A lower bound: `_blend_estimate` could never raise an estimate of 0.
+MAX_MS = 1e6  # A quarter of an hour; a file with a longer time is refused.
+ROUND_WEIGHT = 0.05  # The weight of one round in an estimate; one stall says little.
+# A time that this many rounds did not take is scaled like the times that they took.
 IDLE_ROUNDS = 32
-"""A time that this many rounds did not take is scaled like the times that they took."""
-
+# Rounds whose median is the time of a drafted token, or of a round without a plan. It
+# depends on how tokens are chosen, so a new generation may need another time at once,
+# and two stalls change it little.
 RECENT_ROUNDS = 5
-"""Rounds whose median is the time of a drafted token, or of a round without a plan. It
-depends on how tokens are chosen, so a new generation may need another time at once, and
-two stalls change it little."""
 
 
 @dataclass
@@ -94,7 +83,7 @@ class Curve:
         """The milliseconds of going over `rows` rows again."""
         return max(_ms_between(self.replays, rows), MIN_MS)
 
-    def adopt(self, tuned: Curve) -> None:
+    def adopt(self, tuned: "Curve") -> None:
         """Replace the times by the times that `jetdraft tune` measured."""
         self.passes |= {w: ms for w, ms in tuned.passes.items() if w <= WIDEST}
         self.drafts |= tuned.drafts
@@ -117,7 +106,10 @@ class Curve:
             before = self.passes[round_.width]
             after = _blend_estimate(before, round_.target_seconds * 1e3)
             self._last_used[round_.width] = self._rounds
-            self._scale_idle_times(after / before)
+            for width in filter(self._is_idle, [*self.passes]):
+                self.passes[width] *= after / before
+            for method in filter(self._is_idle, [*self.drafts]):
+                self.drafts[method] *= after / before
             self.passes[round_.width] = after
         if self.replays and round_.commit_seconds:
             before = self.replay_ms(1 + round_.accepted)
@@ -136,19 +128,11 @@ class Curve:
             recent.append(seconds * 1e3 / drafted)
             self.drafts[method] = median_low(recent)
 
-    def _scale_idle_times(self, ratio: float) -> None:
-        """Multiply the times that no recent round took by `ratio`."""
-        for width in filter(self._is_idle, [*self.passes]):
-            self.passes[width] *= ratio
-        for method in filter(self._is_idle, [*self.drafts]):
-            self.drafts[method] *= ratio
-
     def _is_idle(self, key: int | str) -> bool:
-        """Whether no recent round had this width, or drafted with this method."""
         return self._rounds - self._last_used.get(key, -IDLE_ROUNDS) >= IDLE_ROUNDS
 
     @classmethod
-    def from_json(cls, fields: Any) -> Curve:
+    def from_json(cls, fields: Any) -> "Curve":
         """Read its fields from JSON; raises `ValueError` where they are malformed."""
         curve: Curve = read_record(cls, fields)
         by_width = (curve.passes, curve.trees, curve.probed, curve.ended, curve.replays)
@@ -227,9 +211,8 @@ class RoundCosts:
     """
 
     MEMORY = 0.98
-
+    # A round counts as at most this many times what was expected of it.
     MAX_STALL = 3.0
-    """A round counts as at most this many times what was expected of it."""
 
     def __init__(self, pass_ms: PassMs) -> None:
         self._pass_ms = pass_ms
@@ -278,14 +261,9 @@ class Profit:
     So planning that gains nothing takes `SHARE` of the time.
     """
 
-    WEIGHT = 0.1
-    """The weight of one planned round."""
-
-    SHARE = 0.01
-    """The share of the time that vain planning may take."""
-
-    MAX_REST = 64
-    """The most rounds without a plan in a row."""
+    WEIGHT = 0.1  # The weight of one planned round.
+    SHARE = 0.01  # The share of the time that vain planning may take.
+    MAX_REST = 64  # The most rounds without a plan in a row.
 
     def __init__(self) -> None:
         self.average_ms = 0.0

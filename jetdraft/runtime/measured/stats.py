@@ -3,8 +3,6 @@
 Each metric has one meaning. Rates are running estimates, by place and by rank.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,7 +68,7 @@ class MethodStats:
     saved_ms: float = 0.0
     evaluated_tokens: int = 0
 
-    def merge(self, other: MethodStats) -> None:
+    def merge(self, other: "MethodStats") -> None:
         """Add what the method did in another generation."""
         _add(self, other, vars(other))
 
@@ -151,7 +149,7 @@ class Stats:
         self.session_seconds = session_seconds
         self.decode_seconds = elapsed - self.time_to_first_token
 
-    def merge(self, other: Stats) -> None:
+    def merge(self, other: "Stats") -> None:
         """Add another generation's sums to these."""
         _add(self, other, _SUM_NAMES)
         for name in ("evaluated_by_position", "accepted_counts"):
@@ -216,8 +214,7 @@ _METRICS = (
 )
 
 
-RankRates = Sequence[Sequence[float]]
-"""For each depth, how often the best, the second, ... guess is right."""
+RankRates = Sequence[Sequence[float]]  # By depth: of the best guess, the second, ...
 
 
 class PositionRates:
@@ -228,12 +225,8 @@ class PositionRates:
     of a third, such a run happens once in a hundred rounds.
     """
 
-    WEIGHT = 1.0
-    """How many trials the prior counts for."""
-
-    MEMORY, FADING = 0.95, 0.99
-    """The factors of the counts at a new event, and after a round without an event."""
-
+    WEIGHT = 1.0  # How many trials the prior counts for.
+    MEMORY, FADING = 0.95, 0.99  # Factors: at an event, after a round without.
     RUN = 12
 
     def __init__(self, prior: float) -> None:
@@ -339,7 +332,6 @@ class Acceptance:
         return self.places.rates(length)
 
     def _evidence_rates(self, evidence: int) -> PositionRates:
-        """The rates of drafts with this evidence, made at the first call."""
         return self.by_evidence.setdefault(evidence, PositionRates(prior_of(evidence)))
 
     def sibling_shares(self, count: int) -> list[float]:
@@ -362,9 +354,7 @@ class GuessRates:
     A guess is compared with the text whether it was drafted or not.
     """
 
-    WEIGHT = 40.0
-    """How many guesses the priors count for."""
-
+    WEIGHT = 40.0  # How many guesses the priors count for.
     MEMORY = 0.995
 
     def __init__(self, priors: RankRates) -> None:

@@ -5,8 +5,6 @@ generations, compares the rest. An exact generation uses a width only after its 
 the bits of the exact class at all places in the buffers: kernels split a long context.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,38 +23,22 @@ from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.measured.widths import Profiles, Widths, prefill_widths
 from jetdraft.runtime.passes.graph import Graph
 
-FIRST_WIDTHS = (2, 4)
-"""The widths that the first generation waits for, if they agree."""
-
-NEXT_WIDTHS = (1, 8, 6, 3)
-"""The widths that come after these, before all others."""
-
-MIN_ROWS, MAX_ROWS = 8, 36
-"""The rows whose logits are compared at each place, at least and at most."""
-
+FIRST_WIDTHS = (2, 4)  # The widths that the first generation waits for, if they agree.
+NEXT_WIDTHS = (1, 8, 6, 3)  # The widths that come after these, before all others.
+MIN_ROWS, MAX_ROWS = 8, 36  # Rows that are compared at each place.
+# How long widths beyond `FIRST_WIDTHS` are compared before the first text, at most.
 FIRST_MS = 1500.0
-"""How long widths beyond `FIRST_WIDTHS` are compared before the first text, at most."""
-
+# How often a pass with probes, of the drafter, a replay and each width is timed.
 PROBE_TURNS, DRAFTER_TURNS, REPLAY_TURNS, PASS_TURNS = 5, 3, 3, 5
-"""How often a pass with probes, of the drafter, a replay and each width is timed."""
-
-REPLAYED_WIDTHS = (2, 8)
-"""The widths of the passes whose rows but the last are replayed to be timed."""
-
-_FIRST_PLACE = 12
-"""The first row of the earliest place in empty buffers."""
-
-_MIN_ROOM = 2 * MAX_ROWS
-"""Rows of room without which the committed rows are given up."""
-
+REPLAYED_WIDTHS = (2, 8)  # Passes whose rows but the last are replayed.
+_FIRST_PLACE = 12  # The first row of the earliest place in empty buffers.
+_MIN_ROOM = 2 * MAX_ROWS  # Rows of room without which the committed rows are given up.
 # The bounds of the gap between logits that differ.
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
-
+# How to run a chain: the probes of its rows, and None, or how many rows a branching
+# pass has between the root and the rest of the chain.
 PassMode = tuple[Probing, int | None]
-"""How to run a chain: the probes of its rows, and None, or how many rows a branching
-pass has between the root and the rest of the chain."""
-
 PLAIN: PassMode = (NO_PROBING, None)
 
 
@@ -98,7 +80,6 @@ class Survey:
 
     @property
     def steps_left(self) -> int:
-        """The number of steps that `finish` still has to do."""
         return len(self.widths.untried) + (self.widths.prefills_agree is None)
 
     def begin(self) -> None:
@@ -144,7 +125,6 @@ class Survey:
             return True
 
     def finish(self) -> None:
-        """Do all steps that are left."""
         while self.step():
             pass
 
@@ -170,7 +150,6 @@ class Survey:
             self._save()
 
     def _save(self) -> None:
-        """Write the results to the profile, if there is a profile."""
         if self.profiles is not None:
             self.profiles.write_survey(self.widths, self._curve)
 
@@ -374,7 +353,6 @@ class Survey:
 
 
 def _time_pass(graph: Graph, tokens: Tokens, probing: Probing = NO_PROBING) -> float:
-    """Run a chain pass; returns the seconds inside `session.run`."""
     before = graph.seconds
     graph.run(tokens, probing=probing)
     return graph.seconds - before
@@ -460,9 +438,7 @@ def run_until_captured(graph: Graph, run: Callable[[], object]) -> None:
         run()
 
 
-def pass_times(
-    graph: Graph, widths: Sequence[int], turns: int = PASS_TURNS
-) -> dict[int, float]:
+def pass_times(graph: Graph, widths: Sequence[int]) -> dict[int, float]:
     """The shortest time in milliseconds of a chain pass, by width.
 
     The widths take turns, since a busy second would else slow the passes of one width
@@ -474,7 +450,7 @@ def pass_times(
         for width in widths:
             run_until_captured(graph, partial(graph.run, tokens[:width]))
         seconds: dict[int, list[float]] = {width: [] for width in widths}
-        for _ in range(turns):
+        for _ in range(PASS_TURNS):
             for width in widths:
                 seconds[width].append(_time_pass(graph, tokens[:width]))
     return {width: 1e3 * min(times) for width, times in seconds.items()}

@@ -5,8 +5,6 @@ that its text cannot depend on how rows were grouped into passes. The bundle's f
 `profiles` keeps what was measured.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from contextlib import suppress
@@ -74,7 +72,7 @@ class Widths:
         return exact and not self.skips_agree
 
     @classmethod
-    def from_json(cls, fields: Any) -> Widths:
+    def from_json(cls, fields: Any) -> "Widths":
         """Read its fields from JSON; raises `ValueError` where they are malformed."""
         known: Widths = read_record(cls, fields)
         widths = [width for members in known.classes for width in members]
@@ -98,9 +96,7 @@ def prefill_widths(contract: StepContract) -> list[int]:
     return widths
 
 
-MAX_THREADS = 1024
-"""The most threads of a drafter that a tuning file may give."""
-
+MAX_THREADS = 1024  # The most threads of a drafter that a tuning file may give.
 _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 

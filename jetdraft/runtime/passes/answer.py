@@ -22,8 +22,7 @@ class LogitsSource(Protocol):
         """Fill the array, unless that was done before."""
 
 
-Pick = Callable[[Int64s, Int64s], Float32s]
-"""Gives single logits of an answer, for pairs of row and token."""
+Pick = Callable[[Int64s, Int64s], Float32s]  # The logits of pairs of row and token.
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Binds a session's inputs, outputs and KV buffers once, for passes of one size."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -15,17 +13,11 @@ from jetdraft.contracts.tensors import Float32s, Int64s, TensorSpec
 from jetdraft.ort import ort
 from jetdraft.runtime.passes.buffers import HOST, Memory, Tensor, run_bound
 
-VisibleSlots = Sequence[Sequence[int]]
-"""For each row of a draft, the slots that it attends to, without its own slot."""
-
-_Visibility = tuple[tuple[tuple[int, ...], ...], int]
-"""What a mask shows: slots for each row, and how many slots earlier passes filled."""
-
+VisibleSlots = Sequence[Sequence[int]]  # Slots that a row attends to beside its own.
+_Visibility = tuple[tuple[tuple[int, ...], ...], int]  # Slots by row; slots filled.
+# Inputs that most passes do not change.
 STEADY = ("answer_rows", "probe_rows", "probe_ids", "prefix_rows", "draft_mask")
-"""Inputs that most passes do not change."""
-
-ON_REQUEST = ("logits", "probe_logits")
-"""Outputs that stay on the device until the host reads them."""
+ON_REQUEST = ("logits", "probe_logits")  # Copied when the host reads them.
 
 
 class PassBinding:

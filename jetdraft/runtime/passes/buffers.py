@@ -1,7 +1,5 @@
 """What sessions read and write in place: tensors, KV buffers, and an encoded source."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Sequence
@@ -20,8 +18,7 @@ from jetdraft.errors import ContractError
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.rows import gapless_length
 
-_WEBGPU_LOCK = RLock()
-"""WebGPU's sessions share one queue: two threads in it end the process."""
+_WEBGPU_LOCK = RLock()  # Its sessions share a queue: two threads end the process.
 
 
 def run_bound(
@@ -48,7 +45,7 @@ class Tensor:
     """
 
     def __init__(
-        self, array: npt.NDArray[Any], value: ort.OrtValue, memory: Memory
+        self, array: npt.NDArray[Any], value: ort.OrtValue, memory: "Memory"
     ) -> None:
         self.array = array
         self.value = value
@@ -105,11 +102,8 @@ class Memory:
         return _WEBGPU_LOCK if self.device == "webgpu" else nullcontext()
 
 
-HOST = Memory()
-"""The memory of the CPU provider; nothing is copied."""
-
-Arrays = dict[str, npt.NDArray[Any]]
-"""Rows or states by name."""
+HOST = Memory()  # The memory of the CPU provider; nothing is copied.
+Arrays = dict[str, npt.NDArray[Any]]  # Rows or states by name.
 
 
 class Cache:
@@ -325,8 +319,7 @@ class _MoveBinding:
         self.target.upload()
 
 
-SourceInput = Sequence[int] | Float32s
-"""What an encoder reads: token ids, or a sound's features float32 [bins, frames]."""
+SourceInput = Sequence[int] | Float32s  # Token ids, or [bins, frames] of a sound.
 
 
 def source_tokens(material: SourceInput) -> list[int]:

@@ -24,11 +24,8 @@ from jetdraft.runtime.passes.binding import PassBinding, VisibleSlots
 from jetdraft.runtime.passes.buffers import HOST, Cache, Memory, SourceBuffers
 from jetdraft.runtime.passes.session import Captures, StepSession, StepSessions
 
-MAX_WIDE_BINDINGS = 8
-"""The sizes of passes over prompts that stay bound; a prompt may have any length."""
-
-MIN_LENGTH = 256
-"""The smallest `total_length` of captured graphs."""
+MAX_WIDE_BINDINGS = 8  # Bindings for prompts, which may have any length.
+MIN_LENGTH = 256  # The smallest `total_length` of captured graphs.
 
 
 class Graph:

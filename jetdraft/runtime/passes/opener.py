@@ -1,7 +1,5 @@
 """Opens the graphs of a bundle on one provider: CPU, CUDA, TensorRT or WebGPU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,12 +36,11 @@ from jetdraft.runtime.passes.session import (
     open_session,
 )
 
-OFF = "off"
-"""The value of `drafter_provider` that leaves the drafter out."""
+OFF = "off"  # The value of `drafter_provider` that leaves the drafter out.
 
 
+# Flags in each section of help.
 _runtime, _drafting = (partial(Flag, group) for group in ("runtime", "drafting"))
-"""Flags in each section of help."""
 
 
 class LoadOptions(TypedDict, total=False):
@@ -110,8 +107,7 @@ def check_load_options(options: LoadOptions) -> None:
         )
 
 
-Weights = Mapping[str, npt.NDArray[np.generic]]
-"""Arrays that replace a graph's initializers, by the initializers' names."""
+Weights = Mapping[str, npt.NDArray[np.generic]]  # By the initializers' names.
 
 
 @dataclass(frozen=True)

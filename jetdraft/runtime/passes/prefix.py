@@ -5,8 +5,6 @@ Prompts are read in passes whose rows have the bits of decoding
 exact generation does not use rows that an inexact generation left.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -23,9 +21,9 @@ from jetdraft.parsing import read_json
 from jetdraft.runtime.passes.answer import Target
 from jetdraft.runtime.passes.buffers import Cache
 
+# Names of arrays in a saved prefix beside the rows; `WAITING`: unread features.
 TOKENS, IDENTITY, DIGEST = "tokens", "identity", "sha256"
 WAITING = "waiting"
-"""Names of arrays in a saved prefix beside the rows; `WAITING`: unread features."""
 
 
 class Prefix:

@@ -1,7 +1,5 @@
 """Opens onnxruntime sessions, and chooses the session of a step graph for a pass."""
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
@@ -30,11 +28,8 @@ SIZE_OPERATORS = {"Shape", "Size", "Squeeze", "Unsqueeze", "Cast", "Concat"}
 SIZE_OPERATORS |= {"Range", "Add", "Expand"}
 """Operators that a provider may leave to the CPU: they compute sizes of a pass."""
 
-EAGER = "-1"
-"""onnxruntime's id of a run that neither captures nor replays."""
-
-MAX_THREADS_PER_CORE = 8
-"""The most threads: with more they wait for each other, some for minutes."""
+EAGER = "-1"  # onnxruntime's id of a run that neither captures nor replays.
+MAX_THREADS_PER_CORE = 8  # With more, threads wait for each other for long.
 
 
 class Spinning(Enum):

@@ -1,7 +1,5 @@
 """Decides which proposer drafts in a round and how many rows, perhaps no rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,16 +27,11 @@ class Assignment:
 
 
 NO_DRAFT = Assignment(None, 0)
-
+# A plan replaces a simpler plan if it promises this many times its value, since its
+# rates rest on less evidence.
 MARGIN = 1.02
-"""A plan replaces a simpler plan if it promises this many times its value, since its
-rates rest on less evidence."""
-
-NEGLIGIBLE = 0.01
-"""Drafted tokens with a smaller probability of being accepted are not planned."""
-
-MAX_SIBLINGS = 3
-"""A row of a planned tree has at most this many children beside its first child."""
+NEGLIGIBLE = 0.01  # Less likely tokens are not planned.
+MAX_SIBLINGS = 3  # Children of a planned row beside its first child.
 
 
 class FixedController:
@@ -65,7 +58,6 @@ class FixedController:
 
 
 def _most_tokens(proposer: Proposer, room: int, offers: Mapping[Proposer, int]) -> int:
-    """The most rows that this round can get from a proposer."""
     return min(room, offers.get(proposer, proposer.traits.max_draft_tokens))
 
 
@@ -278,7 +270,6 @@ class AdaptiveController:
                 yield _Promise(length, max(depths), tokens, 0.0, shape)
 
     def _pass_ms(self, rows: int, probing: Probing, branches: bool = False) -> float:
-        """The milliseconds of a pass over `rows` rows with the probes they carry."""
         probes = probing.of(rows).total if probing.streams else 0
         width, probes_ms = self.widths[rows], probes * self.curve.probe
         if branches:
@@ -307,5 +298,5 @@ class AdaptiveController:
                 acceptance.fade()
 
 
+# Assigns the draft of each round and learns from the round.
 Controller = FixedController | AdaptiveController
-"""Assigns the draft of each round and learns from the round."""

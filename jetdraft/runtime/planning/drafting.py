@@ -1,7 +1,5 @@
 """Which methods draft in a generation, how much, and with which options."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,9 +12,7 @@ from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import WALK, MethodOptions, unknown_key_error
 from jetdraft.runtime.sampling.verifiers import VERIFIERS, Verifier
 
-MAX_DRAFT_TOKENS = WIDEST - 1
-"""The longest draft: the widest decoding pass without the root."""
-
+MAX_DRAFT_TOKENS = WIDEST - 1  # The widest decoding pass without the root.
 _RANGES = {"num_draft_tokens": range_between(1, MAX_DRAFT_TOKENS, optional=True)}
 
 
@@ -131,12 +127,6 @@ class Drafting:
     def may_ask_drafter(self) -> bool:
         """Whether a method may need the drafter: only drafts that are free never do."""
         return any(methods()[name].cost != "free" for name in self.options)
-
-    @property
-    def sized_options(self) -> MethodOptions | None:
-        """The options of a method that fixes the size of every draft, or None."""
-        options = (o for o in self.options.values() if o.draft_size is not None)
-        return next(options, None)
 
     def _refuse_settings(self) -> None:
         """Raise `OptionError` for options of drafting: plain decoding has no draft."""

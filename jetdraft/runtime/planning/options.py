@@ -1,7 +1,5 @@
 """How to generate, checked before anything runs."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -22,14 +20,13 @@ from jetdraft.runtime.text.stops import Ending
 
 
 def _method_help() -> str:
-    """The help of `--method`, with the names of all methods."""
     return f"{', '.join((AUTO, NONE, *methods()))}; or a comma list to pick from."
 
 
+# Flags in each section of help.
 _ending, _drafting, _sampling, _constraint = (
     partial(Flag, group) for group in ("ending", "drafting", "sampling", "constraint")
 )
-"""Flags in each section of help."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -184,7 +181,7 @@ class Options:
         return ", ".join(reason for reason, holds in reasons.items() if holds)
 
     @classmethod
-    def of(cls, **options: Unpack[GenerateOptions]) -> Options:
+    def of(cls, **options: Unpack[GenerateOptions]) -> "Options":
         """Make options from the keywords of `GenerateOptions`; raises `OptionError`.
 
         Without a `seed`, or with None, a random seed is drawn for a sampled text.

@@ -1,7 +1,5 @@
 """Who may propose in a generation, who decides, and which target verifies."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, MutableMapping, Sequence
@@ -24,19 +22,14 @@ from jetdraft.runtime.measured.stats import Acceptance, Stats
 from jetdraft.runtime.passes.answer import Target
 from jetdraft.runtime.planning.controller import (
     AdaptiveController,
+    Assignment,
     Controller,
     FixedController,
 )
 from jetdraft.runtime.planning.drafting import MAX_DRAFT_TOKENS, Drafting
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import WALK, Method, MethodOptions
-from jetdraft.runtime.proposers.proposer import (
-    Observer,
-    Parents,
-    Proposer,
-    Seen,
-    constrain,
-)
+from jetdraft.runtime.proposers.proposer import Observer, Proposer, Seen, constrain
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.sampling.verifiers import Verifier
 from jetdraft.runtime.text.constraint import Matcher
@@ -112,8 +105,7 @@ class Learner(Observer):
         self._notes = {}
 
 
-MAX_PROPOSERS = 64
-"""The most proposers that are kept: requests can bring ever new options."""
+MAX_PROPOSERS = 64  # Requests can bring ever new options.
 
 
 @dataclass
@@ -156,8 +148,7 @@ class ProposerSet:
             if proposer not in drafts:
                 proposer.catch_up(context)
                 start = time.perf_counter()
-                parents = assignment.parents
-                rows = _propose(proposer, context, budget, parents, self.vocab_size)
+                rows = _propose(assignment, context, self.vocab_size)
                 offer.asked[proposer] = rows.drafted, time.perf_counter() - start
                 drafts[proposer] = rows
                 if not rows.drafted and rows.probes is not None:
@@ -170,15 +161,15 @@ class ProposerSet:
         return offer
 
 
-def _propose(
-    proposer: Proposer, context: Tokens, budget: int, parents: Parents, size: int
-) -> Rows:
-    """Ask a proposer for rows; raises `OptionError` if it fails or the rows are wrong.
+def _propose(assignment: Assignment, context: Tokens, size: int) -> Rows:
+    """Ask a proposer for rows, of tokens below `size`.
 
-    Token ids must be below `size`."""
-    root, problem = context[-1], ""
+    Raises `OptionError` if it fails, or if the rows are wrong.
+    """
+    proposer, root, problem = assignment.proposer, context[-1], ""
+    assert proposer is not None
     try:
-        rows = proposer.propose(context, budget, parents)
+        rows = proposer.propose(context, assignment.budget, assignment.parents)
         given: object = rows.tokens[:1] if isinstance(rows, Rows) else rows
         if given != [root]:
             problem = (
@@ -242,7 +233,6 @@ class Planner:
         return self._proposers[key]
 
     def _make_proposer(self, method: Method[Any], options: MethodOptions) -> Proposer:
-        """Make a proposer; raises `OptionError` with the reason if that fails."""
         try:
             if reason := method.lacks(self.parts.bundle):
                 raise OptionError(reason, "method")
@@ -325,9 +315,10 @@ class Planner:
         self, drafting: Drafting, proposers: Sequence[Proposer]
     ) -> Controller:
         """Make the controller: a fixed plan, or a plan by measured times and rates."""
-        count, sized = drafting.num_draft_tokens, drafting.sized_options
         if not proposers:
             return FixedController(None, 0)
+        count, options = drafting.num_draft_tokens, drafting.options.values()
+        sized = next((o for o in options if o.draft_size is not None), None)
         if sized is not None:
             size = sized.draft_size or MAX_DRAFT_TOKENS
             widest = self.widths(drafting)[-1]
@@ -347,8 +338,7 @@ class Planner:
             self.widths(drafting),
             count or MAX_DRAFT_TOKENS,
             self.parts.widths.ends_at_gap(drafting.exact),
-            self._trees_agree(drafting)
-            and all(options.may_branch for options in drafting.options.values()),
+            self._trees_agree(drafting) and all(own.may_branch for own in options),
             self._profits[drafting.names],
         )
 

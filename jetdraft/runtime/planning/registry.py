@@ -6,8 +6,6 @@ A package brings a method with an entry point, for example in its pyproject.toml
     repeat = "my_package.repeat:METHOD"
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,11 +18,9 @@ from typing import Any
 from jetdraft.bundle import Bundle
 from jetdraft.runtime.proposers.method import Method
 
-GROUP = "jetdraft.methods"
-"""The group of entry points that bring methods."""
-
+GROUP = "jetdraft.methods"  # The group of entry points that bring methods.
+# Names in place of a method: the methods that promise most, and plain decoding.
 AUTO, NONE = "auto", "none"
-"""Names in place of a method: the methods that promise most, and plain decoding."""
 
 
 def load_object(name: str) -> Any:

@@ -1,7 +1,5 @@
 """Methods that draft with a bundle's drafter: a record each, made of a few facts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -32,17 +30,13 @@ from jetdraft.runtime.proposers.proposer import Proposer, Traits
 from jetdraft.runtime.proposers.tree_options import TreeOptions
 from jetdraft.runtime.trees.shapes import Shape
 
+# Options that `jetdraft check` tries beside the defaults.
 SAMPLES = ({"tree": "best"}, {"tree": "heap"}, {"tree": "comb"})
-"""Options that `jetdraft check` tries beside the defaults."""
-
-PROBABILITY = Range(lambda p: 0.0 <= p <= 1.0, "0 (off) to 1")
-"""The range of a probability that 0 switches off."""
-
+PROBABILITY = Range(lambda p: 0.0 <= p <= 1.0, "0 (off) to 1")  # 0 switches it off.
+# Makes the proposer of a method of that name, which drafts with that cache.
 Make = Callable[[str, LoadedBundle, DraftCache, OptionsT], Proposer]
-"""Makes the proposer of a method of that name, which drafts with that cache."""
-
+# Whether a method drafts with a drafter of this contract for that target.
 Fits = Callable[[StepContract, GraphEntry], object]
-"""Whether a method drafts with a drafter of this contract for that target."""
 
 
 @dataclass(frozen=True)
@@ -192,11 +186,11 @@ def drafter_method(
     return Method(name, summary, make_checked, options, **(own | more))
 
 
+# The record of a method whose drafter drafts token by token.
 token_drafter = partial(
     drafter_method, make=token_proposer, options=DraftOptions, cost="drafter", alone={}
 )
-"""The record of a method whose drafter drafts token by token."""
-
+# The record of a method whose drafter fills a block.
 block_drafter = partial(
     drafter_method,
     make=block_proposer,
@@ -204,7 +198,6 @@ block_drafter = partial(
     samples=(*SAMPLES, {"steps": 2}),
     alone={"confidence": 0.0},
 )
-"""The record of a method whose drafter fills a block."""
 
 
 def probe_proposer(

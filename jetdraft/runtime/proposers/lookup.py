@@ -4,27 +4,20 @@ The proposer drafts what followed the longest ending of the text that occurred b
 in it or in the responses to earlier requests; the likelier draft wins.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.drafts.rows import Rows, Tokens
-from jetdraft.runtime.history.store import Entry, ResponseStore
+from jetdraft.runtime.history.store import ResponseStore
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
-MAX_INDEXED = 32768
-"""The most tokens of earlier responses that are indexed, half a kilobyte each."""
-
-MAX_EVIDENCE = 5
-"""Matches of 16 tokens and more are alike."""
-
+MAX_INDEXED = 32768  # Tokens of earlier responses, half a kilobyte each.
+MAX_EVIDENCE = 5  # Matches of 16 tokens and more are alike.
 ROOT = 0
-MAX_LINKS = 64
-"""Links that are followed to count occurrences: repetitions form long chains."""
+MAX_LINKS = 64  # Links followed to count occurrences, as chains are long.
 
 
 class LookupProposer(Proposer):
@@ -55,7 +48,6 @@ class LookupProposer(Proposer):
             source.begin()
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        """A chain of the tokens after the best match."""
         self.read(context)
         guess = self.guess_after([], min(budget, self.traits.max_draft_tokens))
         self.evidence = guess.evidence(0)
@@ -68,7 +60,7 @@ class LookupProposer(Proposer):
         for source in self._lookups:
             source.read(context)
 
-    def guess_after(self, drafted: Sequence[int], count: int) -> Guess:
+    def guess_after(self, drafted: Sequence[int], count: int) -> "Guess":
         """The best guess of `count` tokens after the context and `drafted` tokens."""
         guesses = [source.guess_after(drafted, count) for source in self._lookups]
         return max(guesses, key=lambda guess: guess.score)
@@ -142,7 +134,9 @@ class _ResponseLookup(_SequenceLookup):
 
     def begin(self) -> None:
         self._restart()
-        entries = self._latest_entries()
+        entries = self._store.entries
+        sizes = accumulate(len(entry.response) for entry in entries)
+        entries = entries[: sum(size <= MAX_INDEXED for size in sizes)]
         if len(self._indexed) > 2 * len(entries):
             self._automaton, self._indexed = SuffixAutomaton(), set()
         for entry in reversed(entries):
@@ -152,12 +146,6 @@ class _ResponseLookup(_SequenceLookup):
                 self._indexed.add(key)
                 self._automaton.begin()
                 self._automaton.extend(entry.response)
-
-    def _latest_entries(self) -> list[Entry]:
-        """The latest entries, as many as the automaton should hold."""
-        sizes = accumulate(len(entry.response) for entry in self._store.entries)
-        within = sum(size <= MAX_INDEXED for size in sizes)
-        return self._store.entries[:within]
 
     def _learn(self, fresh: Sequence[int]) -> None:
         for token in fresh:
@@ -204,7 +192,6 @@ class SuffixAutomaton:
         return self._last if occurred_before else max(self._link[self._last], ROOT)
 
     def length(self, state: int) -> int:
-        """The number of tokens of the longest text of a state."""
         return self._length[state]
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """A method of drafting: one record, registered once."""
 
-from __future__ import annotations
-
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -9,17 +8,7 @@ from numbers import Integral, Real
 from operator import index
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import (
-    Any,
-    Generic,
-    Literal,
-    Self,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.constants import CANDIDATES
@@ -34,9 +23,7 @@ _RANGES = {
     "top": range_between(1, CANDIDATES),
     "tolerance": Range(lambda gap: gap >= 0.0, "0 or more"),
 }
-
-WALK = "walk"
-"""The verifier that gives the text of plain decoding."""
+WALK = "walk"  # The verifier that gives the text of plain decoding.
 
 
 @dataclass(frozen=True)
@@ -117,7 +104,7 @@ class MethodOptions:
         return tuple(option.name for option in fields(cls))
 
     @classmethod
-    def of(cls, settings: Mapping[str, object]) -> Self:
+    def of(cls, settings: Mapping[str, object]) -> typing.Self:
         """Make options from `settings`; raises `OptionError` for an unknown key."""
         keys = cls.option_names()
         for key in settings:
@@ -142,9 +129,8 @@ def check_choice(
 _field_types = cache(get_type_hints)
 
 OptionsT = TypeVar("OptionsT", bound=MethodOptions)
-
+# A draft costs nothing, a drafter's pass per token, or rows of the target's pass.
 Cost = Literal["free", "drafter", "probes"]
-"""A draft costs nothing, a drafter's pass per token, or rows of the target's pass."""
 
 
 # Equal by identity: a planner keeps a proposer for each method and its options.
@@ -224,7 +210,8 @@ def _integers(items: Sequence[Any]) -> tuple[int, ...]:
 
 
 _BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
-
+# Per type of a field, in the order of trying: the Python types that it takes, how a
+# value of them and a text are read, and the words for the type.
 _READERS: dict[Any, tuple[Any, Callable[[Any], Any], Callable[[str], Any], str]] = {
     bool: (bool, bool, _BOOLEANS.__getitem__, "true or false"),
     int: (Integral, int, int, "an integer"),
@@ -238,13 +225,11 @@ _READERS: dict[Any, tuple[Any, Callable[[Any], Any], Callable[[str], Any], str]]
     ),
     str: (str, str, str, "a text"),
 }
-"""Per type of a field, in the order of trying: the Python types that it takes, how a
-value of them and a text are read, and the words for the type."""
 
 
 def _read_value(key: str, value: object, hint: Any) -> Any:
     """Read a text or a Python value as its field's type; raises `DraftingError`."""
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = get_args(hint) if get_origin(hint) in (typing.Union, UnionType) else (hint,)
     if unreadable := {*kinds} - {*_READERS, NoneType}:
         raise DraftingError(
             f"drafting option {key} has a field of type {unreadable.pop()}; declare it "

@@ -1,7 +1,5 @@
 """Drafting with a graph, token by token or level by level, and when a draft ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +19,7 @@ from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Traits
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.trees.shapes import Shape, Static, Tree
 
-REPEATS = 3
-"""How often an acceptance head applies its block (D in SpecDec++)."""
+REPEATS = 3  # How often an acceptance head applies its block (D in SpecDec++).
 
 THRESHOLDS = {"confidence": 0.6, "product": 0.3, "learned": 0.3}
 """The rules, and the rate below which each stops where no threshold is given.
@@ -117,7 +114,7 @@ class AcceptanceHead:
             np.savez(handle, bundle=np.array(bundle), **vars(self))
 
     @classmethod
-    def load(cls, file: Path, bundle: str, size: int) -> AcceptanceHead:
+    def load(cls, file: Path, bundle: str, size: int) -> "AcceptanceHead":
         """Read the file that `save` wrote; raises `StoreError`."""
         if not file.exists():
             raise StoreError(
@@ -196,7 +193,6 @@ class ModelProposer(Proposer):
         self.cache.observe(seen.length - 1 - end, tokens, rows)
 
     def catch_up(self, context: Tokens) -> None:
-        """Run most of what the graph has missed; see `DraftCache.catch_up`."""
         self.cache.catch_up(context)
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:

@@ -1,7 +1,5 @@
 """The interface of proposers and observers; a generation knows nothing else of them."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +11,7 @@ from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.text.constraint import Matcher
 
-Parents = Sequence[int] | None
-"""The parents of rows 1, 2, ...; row 0 is the root."""
+Parents = Sequence[int] | None  # The parents of rows 1, 2, ...; row 0 is the root.
 
 
 @dataclass(frozen=True)

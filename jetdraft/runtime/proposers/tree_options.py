@@ -1,7 +1,5 @@
 """Options of methods that can draft trees: shape, siblings and verifier."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,30 +7,13 @@ from dataclasses import dataclass
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.proposers.method import MethodOptions, check_choice
-from jetdraft.runtime.trees.shapes import (
-    Best,
-    Comb,
-    Heap,
-    Kary,
-    Merged,
-    ReachThreshold,
-    Rerank,
-    Shape,
-    Static,
-)
+from jetdraft.runtime.trees.shapes import SHAPES, Kary, Shape, Static
 
 AUTO, CHAIN = "auto", "chain"
-DEFAULT_SIZE = 7
-"""Rows of a tree whose options give no size."""
+DEFAULT_SIZE = 7  # Rows of a tree whose options give no size.
 
-SHAPES: dict[str, type[Best | Heap | ReachThreshold | Rerank | Comb | Merged]] = {
-    shape.name: shape for shape in (Best, Heap, ReachThreshold, Rerank, Comb, Merged)
-}
-TREES = (AUTO, CHAIN, *SHAPES, Kary.name, Static.name)
-"""The values of `tree`."""
-
-SIBLINGS = tuple(kind.value for kind in Kind)
-"""The values of `siblings`."""
+TREES = (AUTO, CHAIN, *SHAPES, Kary.name, Static.name)  # The values of `tree`.
+SIBLINGS = tuple(kind.value for kind in Kind)  # The values of `siblings`.
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ the best tokens. If the graph's K candidates are enough to know this number, the
 logits are never fetched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -56,9 +54,9 @@ class Sampling:
         object.__setattr__(self, "seed", int(self.seed))
 
 
+# The temperature of a drafter's probabilities in greedy decoding, where they only rank
+# rows: at 1 a small drafter is too unsure (docs/log/trees-and-verifiers.md).
 GREEDY_DRAFT_TEMPERATURE = 0.4
-"""The temperature of a drafter's probabilities in greedy decoding, where they only rank
-rows: at 1 a small drafter is too unsure (docs/log/trees-and-verifiers.md)."""
 
 
 class Chooser:
@@ -109,7 +107,6 @@ class Chooser:
 
     @property
     def _is_unfiltered(self) -> bool:
-        """Whether top-k, top-p and min-p are all off."""
         sampling = self.sampling
         return sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0
 
@@ -224,11 +221,8 @@ class Chooser:
                 scores[row], chosen[row] = rival, token
 
 
-_WIDER = 8
-"""How many times the candidates are fetched where the filters may keep more."""
-
-_OPEN = -1
-"""Instead of a number of tokens: the filters may keep tokens beyond the candidates."""
+_WIDER = 8  # How many times the candidates are fetched where the filters may keep more.
+_OPEN = -1  # Instead of a count: tokens beyond the candidates may be kept.
 
 
 def _softmax(answer: Answer, scaled: Float64s, kept: int) -> Distribution:
@@ -259,7 +253,7 @@ class Logprob:
     names: dict[int, bytes | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, answer: Answer, row: int, token: int, top: int) -> Logprob:
+    def of(cls, answer: Answer, row: int, token: int, top: int) -> "Logprob":
         """Compute it for the token after a row, and for the `top` best candidates."""
         # A kernel may sum the graph's own logsumexp in another order in another row.
         whole = answer.logits[row]

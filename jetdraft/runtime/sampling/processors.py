@@ -6,8 +6,6 @@ neither a candidate nor changed is no better than the last candidate. The change
 of all tokens are computed when they are first read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,16 +20,12 @@ from jetdraft.options import Range, check_ranges, range_between
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 
-NEVER = np.float32(-1e30)
-"""The logit of a forbidden token: finite, but so low that no noise makes it win."""
-
+NEVER = np.float32(-1e30)  # A logit so low that no noise makes it win.
+# Up to `FEW_TOKENS` allowed tokens it is cheap to look at each; with more than
+# `MANY_TOKENS` it costs as much as to search the whole row.
 FEW_TOKENS, MANY_TOKENS = 512, 4096
-"""Up to `FEW_TOKENS` allowed tokens it is cheap to look at each; with more than
-`MANY_TOKENS` it costs as much as to search the whole row."""
-
 _Best = tuple[Int64s, Float32s]
-MIN_CANDIDATES = 8
-"""Candidates that must be left of a row, or the whole row is searched for the best."""
+MIN_CANDIDATES = 8  # With fewer left, the whole row is searched for the best.
 
 
 class LogitsProcessor(Protocol):
@@ -119,7 +113,7 @@ class Mask:
     count: int
 
     @classmethod
-    def of(cls, allowed: npt.NDArray[np.bool_]) -> Mask:
+    def of(cls, allowed: npt.NDArray[np.bool_]) -> "Mask":
         """The mask of the allowed tokens, bool [vocab]."""
         bits = np.packbits(allowed, bitorder="little")
         return cls(bits, len(allowed), int(np.count_nonzero(allowed)))
@@ -270,7 +264,7 @@ class PenaltyProcessor:
 
     def _penalize(
         self, logits: Float32s, ids: Int64s, path: Sequence[int]
-    ) -> _Penalized:
+    ) -> "_Penalized":
         """The new logits of a row, after the tokens of a path to the row."""
         new = np.setdiff1d(np.array(path, np.int64), ids)
         ids = np.concatenate([ids, new])

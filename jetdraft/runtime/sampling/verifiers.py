@@ -16,8 +16,6 @@ Rules take p and q as float64 [m] over the same tokens, and the children as indi
 them in the order they were drawn. They return pi, float64 [m].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,17 +30,12 @@ from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
+# Maps (p, q, children, kind) to the distribution of the chosen token.
 Rule = Callable[[Float64s, Float64s, Sequence[int], Kind], Float64s]
-"""Maps (p, q, children, kind) to the distribution of the chosen token."""
-
+# A token per row, for these absolute positions; -1 where the walk cannot come.
 Choose = Callable[[Rows, Answer, Sequence[int], Chooser], list[int]]
-"""A token per row, for these absolute positions; -1 where the walk cannot come."""
-
-EPSILON, DELTA = 0.09, 0.3
-"""The parameters of typical acceptance."""
-
-TOP, TOLERANCE = 3, 1.0
-"""The tolerant verifier's defaults."""
+EPSILON, DELTA = 0.09, 0.3  # The parameters of typical acceptance.
+TOP, TOLERANCE = 3, 1.0  # The tolerant verifier's defaults.
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,7 @@ class Verifier:
     single_child: bool = False
     settings: Mapping[str, float] = field(default_factory=dict)
 
-    def with_settings(self, settings: Mapping[str, float]) -> Verifier:
+    def with_settings(self, settings: Mapping[str, float]) -> "Verifier":
         """This verifier with other values of its `settings`."""
         choose: Any = self.choose
         return replace(self, choose=partial(choose, **settings))
@@ -261,6 +254,4 @@ _TABLE = (
     _rule_verifier("typical", _ALL_KINDS, _typical, lossy=True),
     Verifier("tolerant", _ALL_KINDS, _tolerant, lossy=True, settings=_TOLERANT),
 )
-
-VERIFIERS = {verifier.name: verifier for verifier in _TABLE}
-"""All verifiers by name."""
+VERIFIERS = {verifier.name: verifier for verifier in _TABLE}  # All verifiers by name.

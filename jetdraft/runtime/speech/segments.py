@@ -1,15 +1,12 @@
 """Cuts a window's tokens at its timestamps (2212.04356, 3.8); writes transcripts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from jetdraft.runtime.piece import Result
 
-SLOT_SECONDS = 0.02
-"""The seconds of a slot of the encoder, and of a step between timestamps."""
+SLOT_SECONDS = 0.02  # A slot of the encoder; a step between timestamps.
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Window:
     slots: int
 
     @classmethod
-    def of(cls, tokens: Sequence[int], first_timestamp: int, slots: int) -> Window:
+    def of(cls, tokens: Sequence[int], first_timestamp: int, slots: int) -> "Window":
         """Cut the tokens of a window of `slots` slots at pairs of timestamps."""
         times = [token - first_timestamp for token in tokens]
         ends = [i for i in range(1, len(times)) if times[i - 1] >= 0 <= times[i]]

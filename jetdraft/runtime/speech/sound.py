@@ -1,7 +1,5 @@
 """From a WAV file to the log-mel spectrum that Whisper's encoder reads."""
 
-from __future__ import annotations
-
 import io
 import struct
 import warnings
@@ -17,39 +15,21 @@ from jetdraft.bundle import HOP, SAMPLE_RATE, WINDOW
 from jetdraft.contracts.tensors import Float32s, Float64s
 from jetdraft.errors import OptionError, printable
 
-MIN_SECONDS, MAX_SECONDS = 0.1, 2 * 3600.0
-"""Seconds of a sound that is read."""
-
-_UNKNOWN_SIZE = 2**62
-"""In place of the bytes of sound that a header does not know, as from a pipe."""
-
-_MAX_CHUNKS = 1000
-"""The most chunks of a file before its sound."""
-
+MIN_SECONDS, MAX_SECONDS = 0.1, 2 * 3600.0  # Seconds of a sound that is read.
+_UNKNOWN_SIZE = 2**62  # The header may not say the size, as from a pipe.
+_MAX_CHUNKS = 1000  # The most chunks of a file before its sound.
+# Formats of samples in a WAV header; the last has the format in another field.
 _PCM, _FLOATS, _EXTENSIBLE = 1, 3, 0xFFFE
-"""Formats of samples in a WAV header; the last has the format in another field."""
-
+# Bytes of a sample in each format that is read.
 _SAMPLE_BYTES = {_PCM: (1, 2, 3, 4), _FLOATS: (4, 8)}
-"""Bytes of a sample in each format that is read."""
-
-_RATES = range(1000, 768_001)
-"""Samples a second of a file that is read."""
-
+_RATES = range(1000, 768_001)  # Samples a second of a file that is read.
 _ADVICE = "convert it with ffmpeg -i IN -ac 1 -ar 16000 -c:a pcm_s16le OUT.wav"
-_ZERO_CROSSINGS = 16
-"""Zero crossings of the resampling filter on each side."""
-
-_MAX_WEIGHTS = 100_000
-"""The most weights of all filters of a rate; 44,100 samples/s need 14,400."""
-
+_ZERO_CROSSINGS = 16  # Zero crossings of the resampling filter on each side.
+_MAX_WEIGHTS = 100_000  # All filters of a rate; 44,100 samples/s need 14,400.
+# Slaney's scale: linear to 1000 Hz, which are 15 mels, logarithmic above.
 _LINEAR_HERTZ, _LINEAR_MELS = 1000.0, 15.0
-"""Slaney's scale: linear to 1000 Hz, which are 15 mels, logarithmic above."""
-
-_LOG_STEP = np.log(6.4) / 27.0
-"""The logarithm of a mel above 1000 Hz: 27 mels are a factor of 6.4."""
-
-_FLOOR, _RANGE = 1e-10, 8.0
-"""The least power, and the powers of ten below the largest power that are kept."""
+_LOG_STEP = np.log(6.4) / 27.0  # Above 1000 Hz 27 mels are a factor of 6.4.
+_FLOOR, _RANGE = 1e-10, 8.0  # The least power; the powers of ten that are kept.
 
 
 def read_sound(file: str | Path | bytes) -> Float32s:

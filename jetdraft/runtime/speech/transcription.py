@@ -1,7 +1,5 @@
 """A transcription under way: a sound in windows, each of which is a generation."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,12 +27,8 @@ from jetdraft.runtime.speech.sound import MIN_SECONDS, log_mel
 from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.stops import CANCELLED, LENGTH, STOP
 
-TRANSCRIBE = "transcribe"
-"""The task of writing in the language that is spoken; the other is "translate"."""
-
-Scores = tuple[float | None, float | None]
-"""The mean log probability of a window's tokens, and the probability of no speech."""
-
+TRANSCRIBE = "transcribe"  # Or "translate".
+Scores = tuple[float | None, float | None]  # Mean logprob, and P(no speech).
 _SAMPLES_PER_SLOT = round(SLOT_SECONDS * SAMPLE_RATE)
 
 
@@ -60,8 +54,8 @@ class TranscribeOptions:
                 raise OptionError(f"the model has no {name} {wanted!r}; {fix}", name)
 
 
+# A transcript with timestamps, in the detected language.
 DEFAULT_TRANSCRIPT = TranscribeOptions()
-"""A transcript with timestamps, in the detected language."""
 
 
 def check_speech(parts: LoadedBundle) -> Speech:
@@ -115,7 +109,7 @@ class Transcription:
         self._cancelled = False
         self._segments = self._transcribe()
 
-    def __iter__(self) -> Transcription:
+    def __iter__(self) -> "Transcription":
         return self
 
     def __next__(self) -> Segment:
@@ -147,7 +141,6 @@ class Transcription:
         )
 
     def _set_finish_reason(self, reason: str) -> None:
-        """Set why the text ends, unless a reason is set already."""
         self.stats.finish_reason = self.stats.finish_reason or reason
 
     def _transcribe(self) -> Iterator[Segment]:

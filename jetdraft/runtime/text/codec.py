@@ -1,7 +1,5 @@
 """Turns text into token ids, checks them, and turns ids into text as they arrive."""
 
-from __future__ import annotations
-
 import codecs
 import json
 import re
@@ -18,8 +16,7 @@ from jetdraft.contracts.tensors import Int64s
 from jetdraft.errors import BundleError, LengthError, OptionError
 from jetdraft.runtime.text.worker_process import Vocabulary
 
-CHARACTERS_PER_TOKEN = 64
-"""A prompt with more characters for each token of the capacity is not even encoded."""
+CHARACTERS_PER_TOKEN = 64  # A longer prompt is not even encoded.
 
 
 class TextCodec:
@@ -54,7 +51,6 @@ class TextCodec:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is a tokenizer."""
         return self._tokenizer is not None
 
     def token(self, id: int) -> str:
@@ -93,7 +89,7 @@ class TextCodec:
         prompt: Sequence[int],
         ends: Iterable[int] = (),
         show_special: bool = False,
-    ) -> TextStream:
+    ) -> "TextStream":
         """Make a stream of text after `prompt`, which may end inside a character.
 
         It hides the tokens in `ends`, and special tokens unless `show_special`.
@@ -131,19 +127,16 @@ class TokenBytes:
         return new[len(old) :].encode()
 
 
-_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-"""The name of a token that is a byte."""
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # The name of a token that is a byte.
 
 
+# The bytes by the letters that byte-level tokenizers write: printable bytes are their
+# own letters, the others have the letters after 255, in order.
 _LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 _PRINTABLE = {letter: ord(letter) for letter in _LETTERS if ord(letter) < 256}
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE.values())
 _BYTE_OF = _PRINTABLE | dict(zip(_LETTERS[len(_PRINTABLE) :], _OTHERS, strict=True))
-"""The bytes by the letters that byte-level tokenizers write: printable bytes are their
-own letters, the others have the letters after 255, in order."""
-
-_CONTEXT_TOKENS = 4
-"""Tokens that are decoded before a token, so that it is not the first of a text."""
+_CONTEXT_TOKENS = 4  # Decoded before a token, so that it is not the first.
 
 
 class TextStream:

@@ -4,8 +4,6 @@ The library llguidance does the work in a process apart, see worker_process.py. 
 is masked by its own prefix, as plain decoding would mask it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,31 +18,21 @@ from jetdraft.parsing import JsonError, read_json
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.processors import Mask, apply_changes
-from jetdraft.runtime.text.worker_process import (
-    EndedError,
-    MustEnd,
-    Pipe,
-    Vocabulary,
-    never,
-)
+from jetdraft.runtime.text.worker_process import EndedError, MustEnd, Pipe, Vocabulary
 
+# How long the compilation of a constraint may compute, and then each look at a text.
+# Useful constraints take milliseconds, or 200 for 1000 optional properties.
 COMPILE_SECONDS, STEP_SECONDS = 5.0, 2.0
-"""How long the compilation of a constraint may compute, and then each look at a text.
-Useful constraints take milliseconds, or 200 for 1000 optional properties."""
-
-MAX_ITEMS, MAX_STATES = 500, 50_000
-"""Limits of the library's parser and lexer; a state takes up to 2 kB."""
-
+MAX_ITEMS, MAX_STATES = 500, 50_000  # Parser and lexer; a state takes 2 kB.
 TOO_MUCH = "it takes too much time or memory"
 
+# Keywords of a JSON schema whose numbers are limits.
 _LIMITS = ("const", "enum", "minimum", "maximum", "multipleOf")
 _EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
-"""Keywords of a JSON schema whose numbers are limits."""
 _NAMED_PARTS = {"properties", "patternProperties", "$defs", "definitions"}
 _NAMED_PARTS |= {"dependentSchemas", "dependencies"}
 """Keywords of a JSON schema whose objects have names for keys."""
-_DATA = ("default", "examples")
-"""Keywords whose values are no schemas."""
+_DATA = ("default", "examples")  # Keywords whose values are no schemas.
 
 
 @dataclass(frozen=True)
@@ -95,7 +83,7 @@ class Constraint:
         json_schema: str | Mapping[str, Any] | None = None,
         regex: str | None = None,
         grammar: str | None = None,
-    ) -> Constraint | None:
+    ) -> "Constraint | None":
         """The constraint of the option that is set, or None; raises `OptionError`."""
         if isinstance(json_schema, Mapping):
             try:
@@ -167,7 +155,7 @@ class Matcher:
         vocabulary: Vocabulary,
         constraint: Constraint,
         start: int,
-        must_end: MustEnd = never,
+        must_end: MustEnd = lambda: False,
     ) -> None:
         self._vocabulary, self._constraint = vocabulary, constraint
         self._must_end = must_end
@@ -207,7 +195,6 @@ class Matcher:
         return pipe
 
     def close(self) -> None:
-        """End the worker process."""
         if self._pipe is not None:
             self._pipe.close()
 
@@ -318,7 +305,6 @@ class Matcher:
         return value, masks
 
     def _follow_error(self, problem: str) -> ConstraintError:
-        """The error for a constraint that a text cannot follow."""
         return ConstraintError(
             f"the constraint cannot be followed ({problem}); make it simpler",
             self._constraint.field,

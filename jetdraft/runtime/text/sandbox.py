@@ -5,8 +5,6 @@ or a filter makes, and the time of the thread. A step that may make too much at 
 refused before it starts. Steps inside C code work on `MAX_SIZE` characters at most.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -27,23 +25,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-MAX_SIZE = 2**21
-"""Characters and items of a value that a template makes, and of the whole prompt."""
-
-MAX_TOTAL_SIZE = 2**26
-"""Characters and items of all values together."""
-
-MAX_BITS = 2**14
-"""Bits of an integer."""
-
-MAX_SECONDS = 5.0
-"""Time of the thread for one prompt."""
-
-_STEP, _WEIGH, _JOIN = "(step)", "(weigh)", "(join)"
-"""Filters that no template can name."""
-
-_WIDE = re.compile(r"\*|\d{5}|:[^}]*\{")
-"""What may make a format's field very wide."""
+MAX_SIZE = 2**21  # Characters and items of a value, and of the whole prompt.
+MAX_TOTAL_SIZE = 2**26  # Characters and items of all values together.
+MAX_BITS = 2**14  # Bits of an integer.
+MAX_SECONDS = 5.0  # Time of the thread for one prompt.
+_STEP, _WEIGH, _JOIN = "(step)", "(weigh)", "(join)"  # No template can name them.
+_WIDE = re.compile(r"\*|\d{5}|:[^}]*\{")  # What may make a format's field very wide.
 
 
 class Sandbox(ImmutableSandboxedEnvironment):

@@ -1,7 +1,5 @@
 """Decides when a generation ends, and how much of its text may be shown until then."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +10,9 @@ from jetdraft.errors import OptionError
 from jetdraft.options import Range, check_flags, check_ranges
 from jetdraft.runtime.text.codec import TextStream
 
+# Why a generation ended: values of `finish_reason`.
 STOP, LENGTH = "stop", "length"
 CANCELLED, DEADLINE, INTERRUPTED = "cancelled", "deadline", "interrupted"
-"""Why a generation ended: values of `finish_reason`."""
 
 
 _RANGES = {

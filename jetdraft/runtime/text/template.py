@@ -1,7 +1,5 @@
 """Turns chat messages into a prompt with the checkpoint's own chat template."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,11 +7,9 @@ from typing import Any
 
 from jetdraft.errors import OptionError, printable
 
-Message = dict[str, Any]
-"""A dict with a `role` and a `content`, as templates of transformers expect."""
-
+Message = dict[str, Any]  # With `role` and `content`, as in transformers.
+# The fields for a message's reasoning, in different programs.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The fields for a message's reasoning, in different programs."""
 
 
 class ChatTemplate:
@@ -101,7 +97,6 @@ def check_messages(messages: object) -> list[Message]:
 
 
 def user_message(content: str) -> Message:
-    """A message of the user."""
     return {"role": "user", "content": content}
 
 

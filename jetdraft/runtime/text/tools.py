@@ -4,8 +4,6 @@ A call is {"name": ..., "arguments": {...}}. It stands between <tool_call> and
 </tool_call> if the chat template says so, for example in Hermes and Qwen.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -26,12 +24,9 @@ from jetdraft.runtime.text.stops import overlap
 from jetdraft.runtime.text.worker_main import SPACING
 from jetdraft.runtime.text.worker_process import Vocabulary
 
-Schema = dict[str, Any]
-"""A JSON schema."""
-
-BEGIN_TAG, END_TAG = "<tool_call>", "</tool_call>"
-"""The tags around a call, where a chat template has them."""
-
+Schema = dict[str, Any]  # A JSON schema.
+BEGIN_TAG, END_TAG = "<tool_call>", "</tool_call>"  # Where a template has them.
+# The rule of a text without a call, for marked calls and for unmarked calls.
 _TAGGED_RULES = f"""
 before[suffix="{BEGIN_TAG}"]: /(.|\\n)*/
 begin: {{}}
@@ -42,7 +37,6 @@ _TEXT_RULES = {
     True: f"answer: TEXT\nTEXT: /(.|\\n)*/ & ~/(.|\\n)*{BEGIN_TAG}(.|\\n)*/",
     False: "answer: TEXT |\nTEXT: /[^{](.|\\n)*/",
 }
-"""The rule of a text without a call, for marked calls and for unmarked calls."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ class Tools:
             raise OptionError(f"tool_choice {self.choice!r} is {others}")
 
     @classmethod
-    def of(cls, functions: object, choice: object, **more: Any) -> Tools | None:
+    def of(cls, functions: object, choice: object, **more: Any) -> "Tools | None":
         """Read `tools` and `tool_choice` of a request; None without tools to call."""
         match choice:
             case {"type": "function", "function": {"name": str(name)}}:

@@ -8,8 +8,6 @@ used up, or when the other end of its second socket is closed.
 It runs as a script and imports nothing of jetdraft; `worker_process.py` starts it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -26,17 +24,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+# JSON on one line; the "x-guidance" of a schema overrides this.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON on one line; the "x-guidance" of a schema overrides this."""
-
-MAX_ERROR_CHARS = 400
-"""The library may repeat a whole expression in an error."""
-
-Reply = tuple[Any, bytes]
-"""What is sent back: a value for JSON, and masks."""
-
-FORBIDDEN = b""
-"""In place of the mask of a row that may not come."""
+MAX_ERROR_CHARS = 400  # The library may repeat a whole expression in an error.
+Reply = tuple[Any, bytes]  # What is sent back: a value for JSON, and masks.
+FORBIDDEN = b""  # In place of the mask of a row that may not come.
 
 
 class RefusalError(Exception):
@@ -101,7 +93,9 @@ class Reader:
     `RefusalError` says that no text can follow, or the library's limits are reached.
     """
 
-    def __init__(self, inner: LLMatcher, words: LibraryVocabulary, source: str) -> None:
+    def __init__(
+        self, inner: "LLMatcher", words: LibraryVocabulary, source: str
+    ) -> None:
         self._inner, self._words = inner, words
         self._aliases = words.aliases_for(source)
         self._path: list[int] = []
@@ -169,7 +163,6 @@ class Reader:
         return not fresh
 
     def _alias(self, token: int) -> list[int]:
-        """A list of the token's alias, or of the token if it has no alias."""
         return [self._aliases.get(token, token)]
 
     def _check_limits(self) -> None:
@@ -204,7 +197,7 @@ def compile_constraint(
 
 def _matcher(
     words: LibraryVocabulary, limits: dict[str, Any], kind: str, source: str
-) -> LLMatcher:
+) -> "LLMatcher":
     """The library's matcher; its `get_error` says what is wrong with the source."""
     from llguidance import LLMatcher, LLParserLimits
 
@@ -220,7 +213,9 @@ def _matcher(
     return LLMatcher(words.tokenizer, grammar, log_level=0, limits=parser_limits)
 
 
-def _schema_path(matcher: Callable[[str], LLMatcher], schema: Any, problem: str) -> str:
+def _schema_path(
+    matcher: "Callable[[str], LLMatcher]", schema: Any, problem: str
+) -> str:
     """The path to the innermost part of a schema that has the same problem."""
     for path, part in _inner_schemas(schema):
         if matcher(json.dumps(part)).get_error() == problem:

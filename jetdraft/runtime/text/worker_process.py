@@ -1,7 +1,5 @@
 """The process that follows constraints, from the runtime's side; see worker_main.py."""
 
-from __future__ import annotations
-
 import json
 import socket
 import struct
@@ -18,24 +16,14 @@ from weakref import finalize
 
 from jetdraft.errors import OptionError
 
-SLICE_SECONDS = 0.05
-"""How long a wait blocks before it checks whether it must end."""
-
+SLICE_SECONDS = 0.05  # How long a wait blocks before it checks whether it must end.
+# A worker counts the seconds that it computes, and ends itself in time. Where other
+# programs have the cores, it is given up after `PATIENCE` times its limit.
 PATIENCE = 10.0
-"""A worker counts the seconds that it computes, and ends itself in time. Where other
-programs have the cores, it is given up after `PATIENCE` times its limit."""
-
-MIN_READ_BYTES = 4096
-"""Bytes read at once, so that a short reply is read by one call."""
-
-MAX_BYTES = 256 << 20
-"""Memory that one constraint may take beside the vocabulary's."""
-
-START_SECONDS = 60.0
-"""The longest start; a vocabulary of 150,000 tokens is read in 2 s."""
-
-MustEnd = Callable[[], bool]
-"""Whether a wait must end: the generation is cancelled, or its time is over."""
+MIN_READ_BYTES = 4096  # Bytes read at once, so that a short reply is read by one call.
+MAX_BYTES = 256 << 20  # Memory that one constraint may take beside the vocabulary's.
+START_SECONDS = 60.0  # A vocabulary of 150,000 tokens is read in 2 s.
+MustEnd = Callable[[], bool]  # Whether it is cancelled, or its time is over.
 
 
 class EndedError(Exception):
@@ -100,7 +88,6 @@ class Pipe:
         return data
 
     def _check_wait(self, until: float, must_end: MustEnd) -> None:
-        """Raise `EndedError`, and close, if a wait must end."""
         if time.monotonic() > until or must_end():
             raise self._close_with_error()
 
@@ -247,7 +234,6 @@ def _start_error(problem: object) -> OptionError:
 
 
 def _end_process(process: subprocess.Popen[bytes], control: Pipe) -> None:
-    """Close the control sockets, kill the process and wait for its end."""
     control.close()
     process.kill()
     process.wait()

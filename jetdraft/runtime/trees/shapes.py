@@ -14,8 +14,6 @@ to try the row. Siblings x_1, x_2, ... are tried in turn:
     reach(x_i's child)  = reach(x_i) share(x_i)
 """
 
-from __future__ import annotations
-
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -30,9 +28,9 @@ from jetdraft.runtime.drafts.noise import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.sampling.chooser import Sampling
 
+# How often the first, the second, ... coupled sibling is right
+# (docs/log/trees-and-verifiers.md).
 RANK_RATES = (0.63, 0.13, 0.06, 0.036, 0.024, 0.016, 0.013, 0.01)
-"""How often the first, the second, ... coupled sibling is right
-(docs/log/trees-and-verifiers.md)."""
 
 
 @dataclass
@@ -54,7 +52,6 @@ class Tree:
 
     @property
     def room(self) -> int:
-        """How many rows may still be drafted."""
         return self.budget + 1 - len(self.tokens)
 
     def children_of(self, row: int, q: Distribution, count: int) -> list[int]:
@@ -81,7 +78,6 @@ class Tree:
         return path
 
     def rows(self) -> Rows:
-        """The whole tree as rows to verify."""
         return Rows(self.tokens, self.parents, self.kind, self.drawn_from)
 
 
@@ -107,8 +103,7 @@ class Shape(ABC):
         return tree.rows()
 
 
-_SALT = 0x6A09E667F3BCC908
-"""Makes the draws of a draft independent of the noise that chooses target tokens."""
+_SALT = 0x6A09E667F3BCC908  # Makes a draft's draws independent of the noise.
 
 
 def draw_siblings(
@@ -215,12 +210,11 @@ class Kary(Shape):
         return deeper if tree.room else []
 
 
+# Kinds of siblings that may be dropped without a bias.
 _RANK_KINDS = frozenset({Kind.DETERMINISTIC, Kind.COUPLED})
-"""Kinds of siblings that may be dropped without a bias."""
 
 
 def _log_probability(q: Distribution, token: int) -> float:
-    """The log probability of a token that `q` lists."""
     return float(np.log(q.probabilities[q.ids == token][0]))
 
 
@@ -261,8 +255,8 @@ class Comb(Shape):
 
     name = "comb"
     kinds = _RANK_KINDS
+    # Pairs (p, n): add n siblings if the best token's probability is at most p.
     EXTRA = ((0.3, 7), (0.6, 5), (0.8, 3), (1.0, 1))
-    """Pairs (p, n): add n siblings if the best token's probability is at most p."""
 
     def __init__(self, depth: int = 4) -> None:
         self.depth = depth
@@ -351,8 +345,8 @@ class Merged(Shape):
         return Rows(tokens, parents, tree.kind)
 
 
+# Kinds whose siblings all have different tokens.
 _DISTINCT_KINDS = frozenset({Kind.DISTINCT, Kind.COUPLED, Kind.DETERMINISTIC})
-"""Kinds whose siblings all have different tokens."""
 
 
 def _family(tree: Tree, row: int, q: Distribution) -> list[tuple[int, float]]:
@@ -418,3 +412,9 @@ class ReachThreshold(Shape):
                 tokens.append(token)
             fresh += tree.add(row, q, tokens)
         return [row for row in fresh if self._reach[row] >= least] if tree.room else []
+
+
+# The shapes that an option's value is enough for, by name.
+SHAPES: dict[str, type[Best | Heap | ReachThreshold | Rerank | Comb | Merged]] = {
+    shape.name: shape for shape in (Best, Heap, ReachThreshold, Rerank, Comb, Merged)
+}

@@ -4,8 +4,6 @@ Online Speculative Decoding (2310.07177) trains all weights while the model serv
 LoRA (2106.09685) is trained and merged, and the running model judges the result.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random
@@ -51,23 +49,12 @@ from jetdraft.train.task import SEED_HELP
 from jetdraft.train.training import ReportStage
 from jetdraft.train.use.students import Missed, Student, join_missed
 
-ADAPTER = "use"
-"""The name of the LoRA."""
-
-HELD_OUT, MAX_HELD_OUT = 8, 32
-"""One lesson in `HELD_OUT` is held out, and at most `MAX_HELD_OUT` lessons are."""
-
-STEPS_BETWEEN_LOOKS = 10
-"""Steps between two measurements of the held-out loss."""
-
-WARM_UP_STEPS = 10
-"""Steps in which the learning rate rises."""
-
-REST_SECONDS = 1.0
-"""Seconds between two looks at the power while a training waits."""
-
-LOOK_SECONDS = 5.0
-"""Seconds between two looks at the lessons while a training in the background waits."""
+ADAPTER = "use"  # The name of the LoRA.
+HELD_OUT, MAX_HELD_OUT = 8, 32  # One lesson of 8, and at most 32.
+STEPS_BETWEEN_LOOKS = 10  # Steps between two measurements of the held-out loss.
+WARM_UP_STEPS = 10  # Steps in which the learning rate rises.
+REST_SECONDS = 1.0  # Seconds between two looks at the power while a training waits.
+LOOK_SECONDS = 5.0  # Between two looks at the lessons in the background.
 
 
 class Pace:
@@ -239,7 +226,6 @@ class _LoraRun:
         return step
 
     def _keep_if_best(self) -> None:
-        """Copy the LoRA if its held-out loss is the least so far."""
         loss = self.held_out().loss.item()
         if loss < self._least:
             self._least, self._best = loss, self._copy_lora()
@@ -264,7 +250,6 @@ class _LoraRun:
 
     @torch.no_grad()
     def held_out(self) -> Missed:
-        """Return the figures of the held-out lessons with the LoRA as it is."""
         size, held = self.options.batch_size, self._held
         parts = [held[start : start + size] for start in range(0, len(held), size)]
         return join_missed([self._student.missed(self.model, part) for part in parts])
@@ -331,8 +316,8 @@ class Background:
 
 # --- learned weights ----------------------------------------------------------------
 
+# The merged weights of a set in floats, by the checkpoint's names.
 TRAINED = "trained.safetensors"
-"""The merged weights of a set in floats, by the checkpoint's names."""
 
 
 def publish(

@@ -1,7 +1,5 @@
 """A bundle's drafter as it learns from use: its weights in floats, and its loss."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,21 +16,14 @@ from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.errors import CheckpointError
+from jetdraft.export import drafters
 from jetdraft.export.draft_vocab import cut_head
-from jetdraft.export.drafters import (
-    Arrays,
-    check_swappable,
-    check_trainable,
-    drafter_arrays,
-    head_arrays,
-)
 from jetdraft.learning.lessons import Lesson
 from jetdraft.methods.eagle.module import Eagle
 from jetdraft.train.heads import unroll
 from jetdraft.train.teacher import load_target, logits_at, states_at
 
-UNROLLED_STEPS = 4
-"""Steps of a draft in which a wrong place may be reached; it counts once in each."""
+UNROLLED_STEPS = 4  # A wrong place counts once in each step of a draft.
 
 
 # --- wrong places -------------------------------------------------------------------
@@ -55,7 +46,7 @@ class LessonBatch:
     logits: Tensor
 
     @classmethod
-    def of(cls, lessons: Sequence[Lesson]) -> LessonBatch:
+    def of(cls, lessons: Sequence[Lesson]) -> "LessonBatch":
         """Join at least one lesson to a batch."""
         widest = max(lesson.ids.shape[1] for lesson in lessons)
 
@@ -74,7 +65,7 @@ class LessonBatch:
             widened((lesson.logits for lesson in lessons), -torch.inf),
         )
 
-    def select(self, chosen: Tensor) -> LessonBatch:
+    def select(self, chosen: Tensor) -> "LessonBatch":
         """Return the batch with the wrong places where `chosen` bool [w] is true."""
         parts = (self.rows, self.places, self.ids, self.logits)
         return LessonBatch(self.tokens, *(part[chosen] for part in parts))
@@ -154,7 +145,7 @@ class Student(ABC):
         """Return the figures of a loaded drafter at the wrong places of lessons."""
 
     @abstractmethod
-    def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> Arrays:
+    def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> drafters.Arrays:
         """Return the arrays of the bundle's graph that these weights change, by name.
 
         A recipe that needs a text reads `text`, token ids int64 [n].
@@ -177,7 +168,7 @@ class ModelStudent(Student):
 
     def __init__(self, bundle: Bundle, source: str) -> None:
         super().__init__(bundle, source)
-        check_trainable(bundle, self._checkpoint())
+        drafters.check_trainable(bundle, self._checkpoint())
 
     def load(self, weights: Mapping[str, Tensor]) -> Any:
         model = self._load_with(weights).model
@@ -185,7 +176,6 @@ class ModelStudent(Student):
         return model
 
     def layers(self, model: Any) -> Iterable[nn.Module]:
-        """Return the layers of the decoder."""
         return decoder_layers(model)
 
     def missed(self, model: Any, lessons: Sequence[Lesson]) -> Missed:
@@ -194,8 +184,8 @@ class ModelStudent(Student):
         logits = logits_at(model, batch.tokens, batch.rows, batch.places - 1)
         return compare_missed(logits, batch, self.can_draft)
 
-    def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> Arrays:
-        return drafter_arrays(self.bundle, self._load_with(weights), text)
+    def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> drafters.Arrays:
+        return drafters.drafter_arrays(self.bundle, self._load_with(weights), text)
 
     def _checkpoint(self) -> Checkpoint:
         """Load the drafter's checkpoint in its type; raises `CheckpointError`."""
@@ -208,7 +198,6 @@ class ModelStudent(Student):
         return checkpoint.fit_to_target(self.bundle.target.contract.vocab_size)
 
     def _load_with(self, weights: Mapping[str, Tensor]) -> Checkpoint:
-        """Load the checkpoint in float32; `weights` replace some of its own."""
         checkpoint = self._checkpoint()
         store_weights_in(checkpoint.model, torch.float32)
         self.replace_weights(checkpoint.model, weights)
@@ -236,7 +225,6 @@ class HeadStudent(Student):
         return head
 
     def layers(self, model: Any) -> Iterable[nn.Module]:
-        """Return the layers of the head itself."""
         layers: nn.ModuleList = model.stack.layers
         return layers
 
@@ -256,11 +244,11 @@ class HeadStudent(Student):
             )
         return join_missed(parts)
 
-    def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> Arrays:
+    def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> drafters.Arrays:
         target = Checkpoint.load(self._target.source, self.dtype)
         head = self._load_head(target, self.dtype)
         self.replace_weights(head, weights)
-        return head_arrays(self.bundle, target, head)
+        return drafters.head_arrays(self.bundle, target, head)
 
     def _pad_logits(self, logits: Tensor, head: Eagle) -> Tensor:
         """Return logits of all tokens, minus infinity where they cannot be drafted."""
@@ -295,7 +283,7 @@ def load_student(bundle: Bundle, source: str = "", target: str = "") -> Student:
     An empty name is the checkpoint from which the bundle was exported. Raises
     `CheckpointError`, `PairError` or `OptionError`.
     """
-    entry = check_swappable(bundle)
+    entry = drafters.check_swappable(bundle)
     source = source or entry.source
     if entry.contract.feature_input:
         return HeadStudent(bundle, source, target or bundle.target.source)

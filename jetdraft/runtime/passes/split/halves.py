@@ -7,8 +7,6 @@ in the target's own buffers; the upper half takes up the states when rows are ve
     the lower half's cursor   the committed rows, and the rows that it ran ahead
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -18,14 +16,7 @@ import numpy as np
 from jetdraft.contracts.step_contract import SplitContract
 from jetdraft.contracts.tensors import Float32s, check_tensors
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.rows import (
-    NO_PROBES,
-    NO_PROBING,
-    Probes,
-    Probing,
-    Rows,
-    Tokens,
-)
+from jetdraft.runtime.drafts.rows import NO_PROBES, NO_PROBING, Probes, Probing, Rows
 from jetdraft.runtime.passes.answer import Answer, answer_of
 from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.passes.buffers import Cache
@@ -33,8 +24,8 @@ from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
 
 Buffers = Mapping[str, ort.OrtValue]
+# The graphs of a target, as bindings are kept for them and as errors name them.
 LOWER, UPPER = "lower half", "upper half"
-"""The graphs of a target, as bindings are kept for them and as errors name them."""
 
 
 class SplitSessions(NamedTuple):
@@ -57,7 +48,7 @@ class PlacedRows(NamedTuple):
     filled: int = 0
 
     @classmethod
-    def of(cls, rows: Rows, first: int = 0, end: int | None = None) -> PlacedRows:
+    def of(cls, rows: Rows, first: int = 0, end: int | None = None) -> "PlacedRows":
         """The rows `first` to `end` of a draft, each in the slot of its number."""
         part = slice(first, end)
         return cls(rows.tokens[part], rows.depths[part], rows.ancestors[part], first)
@@ -197,11 +188,13 @@ class LeadingHalf:
         self.widths = sorted(widths)
         self._keep_ahead(0)
 
-    def run(self, tokens: Tokens, last_only: bool = False, width: int = 0) -> Answer:
+    def run(
+        self, tokens: Sequence[int], last_only: bool = False, width: int = 0
+    ) -> Answer:
         self._keep_ahead(0)
         return self.whole.run(tokens, last_only, width)
 
-    def lead(self, text: Tokens) -> Float32s | None:
+    def lead(self, text: Sequence[int]) -> Float32s | None:
         """Run the lower half over the rows of `text` that are not committed yet.
 
         Returns the states [n, h] that leave it, or None if the rows do not fit. The
@@ -231,7 +224,8 @@ class LeadingHalf:
         self, rows: Rows, width: int, probing: Probing = NO_PROBING
     ) -> tuple[Rows, Answer]:
         rows.check()
-        self._keep_ahead(self._count_shared(rows))
+        same = common_length(self.ahead, rows.tokens)
+        self._keep_ahead(common_length(rows.parents[:same], range(-1, same - 1)))
         leads = self.ahead and not probing.streams
         states = self._run_ahead(rows) if leads else None
         if states is None:
@@ -246,23 +240,15 @@ class LeadingHalf:
         self._keep_ahead(0)
         return self.whole.commit(path, ends_at_gap)
 
-    def _count_shared(self, rows: Rows) -> int:
-        """How many rows at the beginning of a draft the lower half has run."""
-        same = common_length(self.ahead, rows.tokens)
-        return common_length(rows.parents[:same], range(-1, same - 1))
-
     def _keep_ahead(self, count: int) -> None:
-        """Keep only the first `count` rows that ran ahead, and their states."""
         del self.ahead[count:]
         self._states = self._states[:count]
 
-    def _append_ahead(self, tokens: Tokens, states: Float32s) -> None:
-        """Add rows that ran ahead, and their states [n, h]."""
+    def _append_ahead(self, tokens: Sequence[int], states: Float32s) -> None:
         self.ahead += tokens
         self._states = np.concatenate([self._states, states])
 
     def _fitting_width(self, rows: int, filled: int) -> int | None:
-        """The narrowest allowed width that holds the rows; None if too wide."""
         room = self.whole.draft_room(filled)
         return next((w for w in self.widths if rows <= w <= room), None)
 

@@ -9,8 +9,6 @@ With the walk, a dropped row can shorten the accepted path, but never change it.
 verifier that reads draft probabilities would be biased by it.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -31,8 +29,8 @@ from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.passes.buffers import Cache
 from jetdraft.runtime.passes.split.halves import Halves, PlacedRows, SplitSessions
 
+# The thresholds: a drafted row stays if its probability is at least this.
 THRESHOLD_CHOICES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
-"""The thresholds: a drafted row stays if its probability is at least this."""
 
 
 class Threshold:
@@ -41,9 +39,7 @@ class Threshold:
     A round shows it for any higher threshold; every `REFRESH` rounds keeps all rows.
     """
 
-    MEMORY = 0.97
-    """The factor of earlier rounds' tokens and times at each round."""
-
+    MEMORY = 0.97  # The factor of earlier rounds' tokens and times at each round.
     REFRESH = 16
 
     def __init__(self) -> None:
@@ -70,8 +66,7 @@ class Threshold:
                 self._ms[index] = self._ms[index] * self.MEMORY + ms
 
 
-_TIMING_TURNS = 3
-"""How often each width of the upper half is timed."""
+_TIMING_TURNS = 3  # How often each width of the upper half is timed.
 
 
 class _PairedCache(Cache):
@@ -227,7 +222,6 @@ class PrunedHalves:
         return kept
 
     def _run_lower(self, rows: Rows, width: int) -> PassBinding:
-        """Run the lower half over a draft; returns the binding with its outputs."""
         parents = [0, *rows.parents[1:]]
         return self.halves.run_lower(
             PlacedRows.of(rows), width, self.cache.length, parents
@@ -240,7 +234,6 @@ class PrunedHalves:
         kept: list[int],
         size: tuple[int, int, Probes],
     ) -> Answer:
-        """Run the rows `kept` of a draft through the upper half."""
         states = below.arrays["hidden"][0][kept]
         return self.halves.run_upper(
             PlacedRows.of(rows), states, size, self.cache.length
