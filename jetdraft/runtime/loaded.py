@@ -267,11 +267,12 @@ class LoadedBundle:
     def _choose_provider(self, entry: GraphEntry, name: str) -> Provider:
         """The provider `name`; raises `ProviderError` if it cannot run the graph."""
         graphs = [(self.bundle.flavour, entry.contract.dtype)]
-        cpu, only_on_cpu = "run on the CPU only; choose --provider cpu", ""
+        fix, only_on_cpu = "run on the CPU only; choose --provider cpu", ""
         if entry.contract.states:
-            only_on_cpu = f"recurrent states {cpu}"
+            only_on_cpu = f"recurrent states {fix}"
         elif entry.own_operators:
-            only_on_cpu = f"jetdraft's operators {cpu}, or export with --provider {name}"
+            fix += f", or export with --provider {name}"
+            only_on_cpu = f"jetdraft's operators {fix}"
         return choose_provider(name, graphs, only_on_cpu)
 
     def _make_openers(

@@ -378,7 +378,7 @@ def probe_modes(contract: StepContract) -> list[PassMode]:
 
 def skip_modes(width: int) -> list[PassMode]:
     """The modes of branching passes in which a part of the chain skips rows."""
-    return [(NO_PROBING, skipped) for skipped in sorted({1, width // 2}) if skipped < width]
+    return [(NO_PROBING, n) for n in sorted({1, width // 2}) if n < width]
 
 
 def decoding_widths(graph: Graph) -> list[int]:

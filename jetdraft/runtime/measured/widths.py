@@ -37,8 +37,8 @@ class Widths:
     untried         widths that were not compared yet; no exact pass has such a width
     probes_agree    probes change no bit of the rows of an exact pass
     trees_agree     a branching pass gives a chain's rows the same bits
-    skips_agree     and a row that skips slots in the buffer has the bits of one that does
-                    not, so an exact commit may move rows
+    skips_agree     and a row that skips slots in the buffer has the bits of a row that
+                    does not, so an exact commit may move rows
     prefills_agree  the wide passes that read a prompt give the bits of decoding;
                     None if they were not compared yet
     """

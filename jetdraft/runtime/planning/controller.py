@@ -246,8 +246,8 @@ class AdaptiveController:
     ) -> Iterator[_Promise]:
         """The promises of the likeliest trees that fill a pass.
 
-        Where a commit ends at a gap, the next pass runs an accepted row again, unless it
-        is on the first path. So it is worth one token minus the cost of a row.
+        Where a commit ends at a gap, the next pass runs an accepted row again, unless
+        it is on the first path. So it is worth one token minus the cost of a row.
         """
         # A round without a draft commits one token.
         plain_ms, widest_ms = self.curve.pass_ms(1), self.curve.pass_ms(WIDEST)
