@@ -47,6 +47,7 @@ class Graph:
         memory: Memory = HOST,
         captures: Captures | None = None,
         cache: Cache | None = None,
+        replay: ort.InferenceSession | None = None,
     ) -> None:
         self.sessions = sessions
         self.contract = sessions.any.contract
@@ -63,7 +64,7 @@ class Graph:
             for spec in self.contract.selections("past")
         }
         self.prepare(exact=True)
-        self.cache = cache or Cache(self.contract, compaction, memory)
+        self.cache = cache or Cache(self.contract, compaction, memory, replay)
         self.seconds = 0.0
         self.passes = 0
         self._bindings: dict[_PassSize, _GraphBinding] = {}
@@ -238,7 +239,7 @@ class Graph:
         length = self._total_length(cursor + size.width, binding.has_bias)
         binding.cursor[0] = cursor
         binding.total_length[0] = length
-        binding.turn = self.cache.turn
+        binding.parity = self.cache.parity
         if self.target_cache is not None:
             binding.arrays["target_length"][0] = self.target_cache.length
         if self.contract.selection is not None:

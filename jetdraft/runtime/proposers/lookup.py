@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.drafts.rows import Rows, Tokens
-from jetdraft.runtime.history.store import Entry, ResponseStore
+from jetdraft.runtime.history.store import ResponseStore
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
@@ -142,7 +142,8 @@ class _ResponseLookup(_SequenceLookup):
 
     def begin(self) -> None:
         self._restart()
-        entries = self._latest_entries()
+        sizes = accumulate(len(entry.response) for entry in self._store.entries)
+        entries = self._store.entries[: sum(size <= MAX_INDEXED for size in sizes)]
         if len(self._indexed) > 2 * len(entries):
             self._automaton, self._indexed = SuffixAutomaton(), set()
         for entry in reversed(entries):
@@ -152,12 +153,6 @@ class _ResponseLookup(_SequenceLookup):
                 self._indexed.add(key)
                 self._automaton.begin()
                 self._automaton.extend(entry.response)
-
-    def _latest_entries(self) -> list[Entry]:
-        """The latest entries, as many as the automaton should hold."""
-        sizes = accumulate(len(entry.response) for entry in self._store.entries)
-        within = sum(size <= MAX_INDEXED for size in sizes)
-        return self._store.entries[:within]
 
     def _learn(self, fresh: Sequence[int]) -> None:
         for token in fresh:

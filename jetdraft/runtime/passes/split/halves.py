@@ -231,7 +231,8 @@ class LeadingHalf:
         self, rows: Rows, width: int, probing: Probing = NO_PROBING
     ) -> tuple[Rows, Answer]:
         rows.check()
-        self._keep_ahead(self._count_shared(rows))
+        same = common_length(self.ahead, rows.tokens)
+        self._keep_ahead(common_length(rows.parents[:same], range(-1, same - 1)))
         leads = self.ahead and not probing.streams
         states = self._run_ahead(rows) if leads else None
         if states is None:
@@ -245,11 +246,6 @@ class LeadingHalf:
         """Commit the rows of a path, see `Target.commit`; no rows are ahead then."""
         self._keep_ahead(0)
         return self.whole.commit(path, exact)
-
-    def _count_shared(self, rows: Rows) -> int:
-        """How many rows at the beginning of a draft the lower half has run."""
-        same = common_length(self.ahead, rows.tokens)
-        return common_length(rows.parents[:same], range(-1, same - 1))
 
     def _keep_ahead(self, count: int) -> None:
         """Keep only the first `count` rows that ran ahead, and their states."""
