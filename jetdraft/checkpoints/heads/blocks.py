@@ -43,6 +43,11 @@ class BlockConfig(HeadConfig):
     """The sizes of a block drafter, and the token whose embedding stands for a mask."""
 
     mask_token: int = 0
+    anchor_drafts: bool = False
+    """Whether the row of the last token drafts too, and each mask one token later."""
+
+    markov_rank: int = 0
+    """The width of a Markov head, 0 without it."""
 
 
 class BlockDrafter(DraftModule):
@@ -96,12 +101,17 @@ class BlockDrafter(DraftModule):
         """Return the masks' states [..., slots, h] out of a block's [..., m, h]."""
         return states[..., -self.config.slots :, :]
 
+    def logits(self, states: Tensor, block: Tensor) -> Tensor:
+        """Return the logits [b, slots, choices] of a block's states and tokens."""
+        logits: Tensor = self.lm_head(self.mask_states(states))
+        return logits
+
     def draft(self, given: DraftInputs) -> tuple[Tensor, None]:
         """Return the logits [1, slots, choices] of the masks; no carried state."""
         context = given.tokens if self.reads_text else given.features
         attention = block_attention(self.block_rows, self.reads_text)
         states = self(context, given.block, given.positions, attention)
-        return self.lm_head(self.mask_states(states)), None
+        return self.logits(states, given.block), None
 
 
 def masked_attention(mask: Tensor | None) -> Attention:

@@ -14,6 +14,8 @@ from jetdraft.checkpoints.heads.head_files import (
     EMBEDDING_WEIGHT,
     LAYER_KEYS,
     HeadFiles,
+    Sizes,
+    Tensors,
     resize_rows,
 )
 
@@ -49,9 +51,7 @@ class Diffusion(BlockDrafter):
         return files.config.get("model_type") == MODEL_TYPE
 
     @classmethod
-    def configure(
-        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
-    ) -> tuple[BlockConfig, Tensor | None]:
+    def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         """Read the config and the draft vocabulary; resizes the embedding in place."""
         files.check_keys(cls.keys)
         own, rows = files.positive_integer("vocab_size"), target.vocab_size

@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
-from jetdraft.checkpoints.heads.head_files import HeadFiles
+from jetdraft.checkpoints.heads.head_files import HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.heads.head_layers import (
     CACHE,
     HeadConfig,
@@ -46,13 +47,16 @@ class Glide(DraftModule):
         self.embed_tokens = target.get_input_embeddings()
         self.lm_head = target.get_output_embeddings()
         self.stack = make_layers(config)
-        rotary = getattr(target.get_decoder(), "rotary_emb", None)
-        if rotary is None:
+        rotary, turned = getattr(target.get_decoder(), "rotary_emb", None), 0
+        if rotary is not None:
+            self.stack.rotary = copy.deepcopy(rotary)
+            row = torch.zeros(1, 1)
+            turned = self.stack.rotations(row[None], row)[0].shape[-1]
+        if turned != config.head_dim:
             raise UnsupportedModelError(
-                f"{type(target).__name__} has no rotary embedding, with which GliDe "
-                "reads its keys; choose another drafter"
+                f"{type(target).__name__} rotates {turned} of {config.head_dim} numbers "
+                "of its keys, and GliDe reads whole rotations; choose another drafter"
             )
-        self.stack.rotary = copy.deepcopy(rotary)
         width, inner = config.hidden_size, config.num_heads * config.head_dim
         self.cross = nn.ModuleDict(
             {
@@ -122,9 +126,7 @@ class Glide(DraftModule):
         return "cross.q_proj.weight" in files.tensors
 
     @classmethod
-    def configure(
-        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
-    ) -> tuple[HeadConfig, Tensor | None]:
+    def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         config, ids = super().configure(files, target, tensors)
         text = target.model.config.get_text_config(decoder=True)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
