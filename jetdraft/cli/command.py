@@ -14,19 +14,8 @@ from jetdraft.options import Option as Declared
 from jetdraft.options import declared_options, is_required
 
 GROUPS = (
-    "prompt",
-    "checkpoint",
-    "quantization",
-    "ending",
-    "sampling",
-    "constraint",
-    "drafting",
-    "training",
-    "measurement",
-    "device",
-    "server",
-    "limits",
-    "runtime",
+    *("prompt", "checkpoint", "quantization", "ending", "sampling", "constraint"),
+    *("drafting", "training", "measurement", "device", "server", "limits", "runtime"),
     "output",
 )
 """The groups of options, in the order in which help prints them."""

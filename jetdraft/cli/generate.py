@@ -79,9 +79,8 @@ def command(
     else:
         ids = model.chat_prompt([user_message(text)])
         stream = model.stream(token_ids=ids, **fields)
-    return print_generation(stream, _print_piece, RESULT_FIELDS, as_json, explain)
 
+    def show(piece: Piece | None) -> None:
+        click.echo("" if piece is None else piece.text, nl=piece is None)
 
-def _print_piece(piece: Piece | None) -> None:
-    """Print a piece of the text, or the line end for None."""
-    click.echo("" if piece is None else piece.text, nl=piece is None)
+    return print_generation(stream, show, RESULT_FIELDS, as_json, explain)

@@ -102,6 +102,24 @@ def head_worlds(folder: Path) -> Iterator[World]:
         yield World(f"toy-{method}", toy_block(folder / f"toy-{method}", method))
 
 
+def hybrid_worlds(folder: Path, light: bool) -> Iterator[World]:
+    """Every family with recurrent states; Qwen3.5 has an MTP module."""
+    from jetdraft.export.exporter import ExportOptions, export
+    from jetdraft.recipe import Recipe
+    from tests.runtime.test_recurrent import add_mtp
+    from tests.tiny import HYBRIDS, save_checkpoint
+
+    recipes = "none", "q4_0", "int8-rtn-b32", "int4-b32"
+    for index, (name, make) in enumerate([*HYBRIDS.items()][: 2 if light else None]):
+        source = save_checkpoint(folder / f"{name}-checkpoint", make())
+        if name == "qwen3_5":
+            add_mtp(source, make())
+        recipe = Recipe.parse(recipes[index % len(recipes)])
+        options = ExportOptions(recipe, capacity=96, max_width=32, fast=True)
+        bundle = export(str(source), folder / name, options=options)
+        yield World(name, bundle.path, folder / f"{name}.sqlite")
+
+
 def other_worlds(folder: Path) -> Iterator[World]:
     """Streams, bundles that were named or exported, and worlds on other providers."""
     yield World("streamed", streamed_bundle(folder / "streamed"))
