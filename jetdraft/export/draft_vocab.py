@@ -103,14 +103,13 @@ class CutHead:
 def cut_head(head: DraftModule, ids: Tensor, dtype: torch.dtype) -> None:
     """Cut the LM heads of a `DraftModule` to the tokens `ids` int64 [n], in place."""
 
-
     def cut(lm_head: nn.Module) -> nn.Module:
         rows = lm_head_rows(lm_head, ids)
         convert_while_running(rows, dtype)
         return rows
 
-    if hasattr(head, "lm_heads"):
-        head.lm_heads = nn.ModuleList(map(cut, head.lm_heads))
+    if isinstance(heads := getattr(head, "lm_heads", None), nn.ModuleList):
+        head.lm_heads = nn.ModuleList(map(cut, heads))
     for name in {"lm_head", "markov_w2"} & dict(head.named_children()).keys():
         setattr(head, name, cut(getattr(head, name)))
     head.ids = ids

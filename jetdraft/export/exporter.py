@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import logging
-import os
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -99,9 +98,7 @@ def export(
     """
     options = options or ExportOptions()
     report = progress or (lambda stage, done, total: None)
-    # The files of a hub id are fetched with the model, and may hold a head too.
-    may_hold = has_own_head(target) or not os.path.exists(target)
-    is_own = drafter is None and head is None and may_hold
+    is_own = drafter is None and head is None and has_own_head(target)
     head = target if is_own else None if head == NO_HEAD else head
     check_drafter(options, drafter, head)
     sources = {TARGET: target} | ({} if drafter is None else {DRAFTER: drafter})

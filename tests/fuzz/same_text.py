@@ -1,11 +1,10 @@
 """Any request gives the text of plain decoding, whatever is drafted and was before."""
 
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from jetdraft.errors import BundleError, OptionError, StoreError
 from jetdraft.methods import Method, Proposer, Rows, Traits, registered
@@ -21,13 +20,7 @@ from tests.fuzz.requests import (
     words,
 )
 from tests.fuzz.subject import Fault, Subject
-from tests.fuzz.worlds import (
-    World,
-    head_worlds,
-    hybrid_worlds,
-    other_worlds,
-    toy_worlds,
-)
+from tests.fuzz.worlds import World, hybrid_worlds, worlds_of
 
 Options = dict[str, Any]
 REFUSALS = (OptionError, StoreError, BundleError)
@@ -42,25 +35,19 @@ class SameText(Subject):
 
     name = "same-text"
     seconds = 120.0
+    make_worlds = staticmethod(worlds_of)
     always = ""
     """The method that drafts in every case, beside those that are drawn."""
 
     def __init__(self, folder: Path, light: bool = False) -> None:
         super().__init__(folder, light)
-        self.worlds = [*self.worlds_in(folder)]
+        self.worlds = [*self.make_worlds(folder, light)]
         self.disturbances = Disturbances(folder)
         self.table = table_of_texts(folder, self.worlds[0].reference)
         self._verbose = bool(os.environ.get("JETDRAFT_FUZZ_VERBOSE"))
         self._earlier: list[int] = []
         self._set_inputs = Graph._set_inputs
         Graph._set_inputs = _checked(Graph._set_inputs)  # type: ignore[method-assign]
-
-    def worlds_in(self, folder: Path) -> Iterator[World]:
-        """The worlds, made in a folder."""
-        yield from toy_worlds(folder)
-        yield from head_worlds(folder)
-        if not self.light:
-            yield from other_worlds(folder)
 
     def run(self, draw: Random) -> str:
         """Disturb a model up to three times, then compare up to three ways to draft."""
@@ -163,7 +150,7 @@ class Oracle(Proposer):
     """Drafts what plain decoding wrote, with an error now and then."""
 
     traits = Traits("oracle", max_draft_tokens=15)
-    text: list[int] = []
+    text: ClassVar[list[int]] = []
 
     def propose(self, context: Any, budget: int, parents: Any = None) -> Rows:
         draw, rest = Random(len(context)), self.text[len(context) :]
@@ -178,15 +165,13 @@ class Hybrids(SameText):
     """
 
     name, always = "hybrids", "oracle"
+    make_worlds = staticmethod(hybrid_worlds)
 
     def __init__(self, folder: Path, light: bool = False) -> None:
         self._registered = ExitStack()
-        method = Method("oracle", "the text of plain decoding", lambda *_: Oracle())
+        method: Method[Any] = Method("oracle", "plain text", lambda *_: Oracle())
         self._registered.enter_context(registered(method))
         super().__init__(folder, light)
-
-    def worlds_in(self, folder: Path) -> Iterator[World]:
-        yield from hybrid_worlds(folder, self.light)
 
     def close(self) -> None:
         super().close()

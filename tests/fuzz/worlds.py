@@ -83,6 +83,14 @@ class World:
                     vars(self).pop(name).close()
 
 
+def worlds_of(folder: Path, light: bool) -> Iterator[World]:
+    """All worlds but hybrids; a `light` subject does without the last."""
+    yield from toy_worlds(folder)
+    yield from head_worlds(folder)
+    if not light:
+        yield from other_worlds(folder)
+
+
 def toy_worlds(folder: Path) -> Iterator[World]:
     """The toy bundle, which has a store and learns, and its siblings."""
     toy = toy_bundle(folder / "toy")

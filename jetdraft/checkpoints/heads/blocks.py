@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from jetdraft.checkpoints.heads.draft_module import (
     LAYER_RENAME,
     DraftInputs,
     DraftModule,
+    Renames,
 )
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_layers import (
@@ -60,7 +61,7 @@ class BlockDrafter(DraftModule):
     reads_text = False
     """Whether the context is made of tokens; otherwise it is made of features."""
 
-    renames = (
+    renames: ClassVar[Renames] = (
         (r"(?:model\.)?verifier_.*", None),
         (r"(?:model\.)?" + LAYER_RENAME[0], LAYER_RENAME[1]),
         (r"model\.(.*)", r"\1"),

@@ -171,7 +171,7 @@ class HeadFiles:
                 "know; a head is never read in part, so give another head"
             )
 
-    def flattened(self, keys: set[str], outer: set[str]) -> HeadFiles:
+    def flattened(self, keys: Iterable[str], outer: Iterable[str]) -> HeadFiles:
         """These files with one flat config; speculators has `keys` inside of `outer`.
 
         Raises `CheckpointError` for other keys.
@@ -179,7 +179,7 @@ class HeadFiles:
         if not self.is_speculators:
             self.check_keys(keys)
             return self
-        self.check_keys(outer | SPECULATOR_KEYS)
+        self.check_keys({*outer, *SPECULATOR_KEYS})
         layer = self.config.get("transformer_layer_config") or {}
         self.configured(layer).check_keys(keys)
         return self.configured({**self.config, **layer})

@@ -168,14 +168,11 @@ def project_heads(module: Any, name: str, rows: Tensor) -> Tensor:
 
 def make_layers(config: HeadConfig) -> HeadLayers:
     """Return new layers of a config: Llama's, or with `qk_norm` Qwen3's."""
-    family: Any = (LlamaConfig, LlamaDecoderLayer)
-    fields = config.fields | {"rope_parameters": dict(config.rope)}
-    if config.qk_norm:
-        family = (Qwen3Config, Qwen3DecoderLayer)
-    else:
-        fields["mlp_bias"] = config.mlp_bias
-    config_class, layer_class = family
-    whole = config_class(**fields, bos_token_id=None, eos_token_id=None)
+    config_class: Any = Qwen3Config if config.qk_norm else LlamaConfig
+    layer_class = Qwen3DecoderLayer if config.qk_norm else LlamaDecoderLayer
+    own: dict[str, Any] = {} if config.qk_norm else {"mlp_bias": config.mlp_bias}
+    own |= {"bos_token_id": None, "eos_token_id": None}
+    whole = config_class(**config.fields, **own, rope_parameters=dict(config.rope))
     layers = [layer_class(whole, index) for index in range(config.num_layers)]
     return HeadLayers(layers, LlamaRotaryEmbedding(whole), whole)
 

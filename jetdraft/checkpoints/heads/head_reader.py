@@ -72,7 +72,9 @@ def check_head(files: HeadFiles, target: str) -> None:
 
 
 def has_own_head(target: str | Path) -> bool:
-    """Whether the folder of a target holds a head too; false without a folder."""
+    """Whether a target's folder holds a head too; a hub id may, and its files tell."""
+    if not os.path.exists(target):
+        return True
     names: set[str] = set()
     # What is wrong with the files, loading them says.
     with contextlib.suppress(OSError, ValueError, SafetensorError):

@@ -103,13 +103,13 @@ class Dflash(BlockDrafter):
         if not self.config.markov_rank:
             return logits
         slots: list[Tensor] = []
-        for index, slot in enumerate(logits.split(1, dim=1)):
+        for index, slot in enumerate(logits.unbind(1)):
             token = block[:, index : index + 1]
             if slots:
                 best = slots[-1].argmax(-1)
                 best = best if self.ids is None else self.ids[best]
                 token = torch.where(token < self.config.vocab_size, token, best)
-            slots.append(slot + self.markov_w2(self.markov_w1(token)))
+            slots.append(slot[:, None] + self.markov_w2(self.markov_w1(token)))
         return torch.cat(slots, dim=1)
 
     @classmethod

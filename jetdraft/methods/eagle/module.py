@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class Eagle(DraftModule):
     """
 
     published = "EAGLE-1, EAGLE-2, EAGLE-3"
-    speculators = ("eagle3",)
+    speculators: ClassVar[tuple[str, ...]] = ("eagle3",)
     recognized_last = True
     reads = Reads(features=True, carries=True)
     keys = LAYER_KEYS | {"bias", "add_para_norm"}

@@ -47,15 +47,15 @@ class Glide(DraftModule):
         self.embed_tokens = target.get_input_embeddings()
         self.lm_head = target.get_output_embeddings()
         self.stack = make_layers(config)
-        rotary, turned = getattr(target.get_decoder(), "rotary_emb", None), 0
-        if rotary is not None:
-            self.stack.rotary = copy.deepcopy(rotary)
-            row = torch.zeros(1, 1)
-            turned = self.stack.rotations(row[None], row)[0].shape[-1]
+        rotary: Any = getattr(target.get_decoder(), "rotary_emb", None)
+        row = torch.zeros(1, 1)
+        self.stack.rotary = copy.deepcopy(rotary)
+        turned = self.stack.rotations(row[None], row)[0].shape[-1] if rotary else 0
         if turned != config.head_dim:
             raise UnsupportedModelError(
-                f"{type(target).__name__} rotates {turned} of {config.head_dim} numbers "
-                "of its keys, and GliDe reads whole rotations; choose another drafter"
+                f"{type(target).__name__} rotates {turned} of {config.head_dim} "
+                "numbers of its keys, and GliDe reads whole rotations; choose another "
+                "drafter"
             )
         width, inner = config.hidden_size, config.num_heads * config.head_dim
         self.cross = nn.ModuleDict(

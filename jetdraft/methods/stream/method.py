@@ -67,7 +67,9 @@ METHOD = Method(
     "stream",
     "the target itself, in the pass that verifies",
     lambda loaded, options: probe_proposer(
-        "stream", loaded, options,
+        "stream",
+        loaded,
+        options,
         branches=options.may_branch and options.prune_threshold is None,
     ),
     StreamOptions,

@@ -236,7 +236,11 @@ class Graph:
     def _set_inputs(self, binding: _GraphBinding, cursor: int) -> ort.RunOptions | None:
         """Set the inputs that are one number; returns the options to run the pass."""
         size = binding.size
-        length = self._total_length(cursor + size.width, binding.has_bias)
+        length = filled = cursor + size.width
+        if binding.has_bias:
+            length = self.contract.slots
+        elif self.lengths:
+            length = next(length for length in self.lengths if length >= filled)
         binding.cursor[0] = cursor
         binding.total_length[0] = length
         binding.parity = self.cache.parity
@@ -249,12 +253,6 @@ class Graph:
         # Prefills have few passes of any width, which are not worth a capture.
         is_prefill = size.width > WIDEST
         return self.captures.run_options(None if is_prefill else (size, length))
-
-    def _total_length(self, filled: int, biased: bool) -> int:
-        """The `total_length` of a pass that ends at row `filled` of the buffers."""
-        if biased:
-            return self.contract.slots
-        return next((length for length in self.lengths if length >= filled), filled)
 
 
 def _borrowed(graph: Graph) -> dict[str, ort.OrtValue]:

@@ -131,13 +131,8 @@ class Opener:
 
     def graph(self, entry: GraphEntry, weights: Weights | None = None) -> Graph:
         """Open a graph with new KV buffers; `weights` replace initializers, by name."""
-        open_on = {
-            "cpu": self._open_on_cpu,
-            "cuda": self._open_on_cuda,
-            "webgpu": self._open_on_webgpu,
-            "tensorrt": self._open_on_tensorrt,
-        }
-        sessions, memory, captures = open_on[self.provider.name](entry, weights or {})
+        open_on = getattr(self, f"_open_on_{self.provider.name}")
+        sessions, memory, captures = open_on(entry, weights or {})
         files = entry.compaction_file, entry.replay
         compaction, replay = map(self.commit_session, files)
         graph = Graph(sessions, compaction, memory, captures, replay=replay)

@@ -237,30 +237,24 @@ def speculators_dflash(cut=True, **changes):
     return config, tensors
 
 
-def dspark(kind="authors", taps=(2, 3, 5), rank=8, **changes):
+def dspark(kind="authors", taps=(2, 3, 5), **changes):
     """DSpark as its authors, SpecForge (nested) and speculators write it."""
-    own = {
-        "markov_rank": rank, "markov_head_type": "vanilla",
-        "enable_confidence_head": True, "confidence_head_with_markov": True,
-    }  # fmt: skip
+    outputs, rows, rank = [tap - 1 for tap in taps], VOCAB_SIZE, 8
+    own = {"markov_rank": rank, "markov_head_type": "vanilla"}
+    own |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
     if kind == "speculators":
-        config, tensors = speculators_dflash(
-            speculators_model_type="dspark", sample_from_anchor=True, **own,
-            aux_hidden_state_layer_ids=list(taps),
-        )  # fmt: skip
+        config, tensors = speculators_dflash(aux_hidden_state_layer_ids=list(taps))
+        own |= {"speculators_model_type": "dspark", "sample_from_anchor": True}
+        config, rows = config | own, VD
     else:
         nested = kind == "nested"
-        outputs = [tap - 1 for tap in taps]
         config, tensors = dflash(outputs=outputs, nested=nested, num_target_layers=None)
         own |= {"attention_mode": "gqa", "projector_type": "dspark"} if nested else {}
         (config["dflash_config"] if nested else config).update(own)
         config["architectures"] = ["DSparkDraftModel" if nested else "Qwen3DSparkModel"]
-    rows = VD if kind == "speculators" else VOCAB_SIZE
-    tensors |= {
-        "markov_head.markov_w1.weight": rand(VOCAB_SIZE, rank) * rank,
-        "markov_head.markov_w2.weight": rand(rows, rank),
-        "confidence_head.proj.weight": rand(1, H + rank),
-    }
+    head = {"markov_w1": rank * rand(VOCAB_SIZE, rank), "markov_w2": rand(rows, rank)}
+    tensors |= {f"markov_head.{name}.weight": weight for name, weight in head.items()}
+    tensors["confidence_head.proj.weight"] = rand(1, H + rank)
     return config | changes, tensors
 
 

@@ -17,8 +17,8 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.glide.task import GlideTask
 from jetdraft.recipe import Recipe
 from jetdraft.train.heads import DRAFT_ROWS
-from tests.train.attached.drafts import QUICK, AttachedDrafter
 from tests.tiny import HYBRIDS, save_checkpoint
+from tests.train.attached.drafts import QUICK, AttachedDrafter
 from tests.train.periodic import made
 
 TASK, LAYERS = GlideTask, 2
