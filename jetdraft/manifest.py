@@ -190,11 +190,11 @@ class GraphEntry:
     """One model: its step graph, contract, quantization and source.
 
     `tree_file` and `compaction_file` are its graphs for branching drafts, None if its
-    attention does not allow branching; with recurrent states the latter is their
-    replay. `streams` are the settings of its streams, `halves` its graphs below and
-    above a cut. `vocabulary_file` is the draft vocabulary of a head, see
-    `Bundle.draft_vocabulary`, and `encoder_file` the encoder's graph of a decoder that
-    reads a source. `select_file` is a graph that can also read the rows of a
+    attention does not allow branching. `replay_file` is the graph that lets recurrent
+    states go over rows again. `streams` are the settings of its streams, `halves` its
+    graphs below and above a cut. `vocabulary_file` is the draft vocabulary of a head,
+    see `Bundle.draft_vocabulary`, and `encoder_file` the encoder's graph of a decoder
+    that reads a source. `select_file` is a graph that can also read the rows of a
     `selection` only. Graphs with `own_operators` of jetdraft run on the CPU only.
     """
 
@@ -212,6 +212,7 @@ class GraphEntry:
     select_file: FileName | None = None
     selection: Selection | None = None
     own_operators: bool = False
+    replay_file: FileName | None = None
 
     def check(self) -> None:
         """Raise `BundleError` or `ValueError` if the fields contradict each other."""
@@ -224,22 +225,28 @@ class GraphEntry:
             raise ValueError("a decoder that reads a source comes with an encoder")
         if (self.selection is None) != (self.select_file is None):
             raise ValueError("a selection of rows and its graph come together")
-        if self.contract.states and self.compaction_file is None:
+        if self.contract.states and self.replay is None:
             raise ValueError("recurrent states and their replay come together")
 
     @property
     def files(self) -> list[str]:
         """The names of all its files but the weights."""
-        names = (
-            self.file,
-            self.tree_file,
-            self.compaction_file,
-            self.vocabulary_file,
-            self.encoder_file,
-            self.select_file,
-            *(self.halves.files if self.halves else ()),
-        )
-        return [name for name in names if name is not None]
+        own = [v for name, v in vars(self).items() if name.endswith("file") and v]
+        return own + (self.halves.files if self.halves else [])
+
+    def only_on_cpu(self, provider: str) -> str:
+        """Return why a `provider` beside the CPU cannot run it; "" if some may."""
+        fix = "run on the CPU only; choose --provider cpu"
+        if self.contract.states:
+            return f"recurrent states {fix}"
+        own = f"jetdraft's operators {fix}, or export with --provider {provider}"
+        return own if self.own_operators else ""
+
+    @property
+    def replay(self) -> str | None:
+        """Its `replay_file`, which the first versions wrote as `compaction_file`."""
+        old = self.compaction_file if self.contract.states else None
+        return self.replay_file or old
 
     @property
     def split_contract(self) -> SplitContract:

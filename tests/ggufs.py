@@ -16,19 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from tests.tiny import tokenizer
 
 NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm",
+    "lm_head": "output", "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "post_attention_layernorm": "ffn_norm",
     **{"model.embedding_norm": "token_embd_norm", "self_attn.out_proj": "attn_output"},
     **{"operator_norm": "attn_norm", "ffn_norm": "ffn_norm"},
@@ -36,7 +29,7 @@ NAMES = {
     **{f"conv.{n}": f"shortconv.{n}" for n in ("conv", "in_proj", "out_proj")},
     **{"feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down"},
     **{"feed_forward.w3": "ffn_up"},
-}
+}  # fmt: skip
 GEMMA = {
     **NAMES,
     "post_attention_layernorm": "post_attention_norm",

@@ -32,16 +32,14 @@ def reported(specs):
 
 def test_declares_the_inputs_in_graph_order():
     assert [(s.name, s.dtype, s.shape) for s in CONTRACT.inputs] == [
-        ("input_ids", "int64", (1, "n")),
-        ("position_ids", "int64", (1, "n")),
-        ("cursor", "int32", (1,)),
-        ("total_length", "int32", (1,)),
+        ("input_ids", "int64", (1, "n")), ("position_ids", "int64", (1, "n")),
+        ("cursor", "int32", (1,)), ("total_length", "int32", (1,)),
         ("answer_rows", "int64", ("m",)),
         ("past_key.0", "float16", (1, 2, 32, 16)),
         ("past_value.0", "float16", (1, 2, 32, 16)),
         ("past_key.1", "float16", (1, 1, 32, 32)),
         ("past_value.1", "float16", (1, 1, 32, 32)),
-    ]
+    ]  # fmt: skip
 
 
 def test_declares_the_outputs_in_graph_order():
@@ -79,14 +77,9 @@ def test_survives_json():
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        {"kv_shapes": [[2]]},
-        {"kv_shapes": None},
-        {"kv_shapes": [["two", 16]]},
-        {"colour": "red"},
-        {"kv_bits": 4},
-    ],
-)
+    [{"kv_shapes": [[2]]}, {"kv_shapes": None}, {"kv_shapes": [["two", 16]]},
+     {"colour": "red"}, {"kv_bits": 4}],
+)  # fmt: skip
 def test_malformed_json_is_refused(damage):
     with pytest.raises(RecordError, match=next(iter(damage))):
         read_record(StepContract, {**json.loads(TEXT), **damage})

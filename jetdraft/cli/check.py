@@ -16,6 +16,7 @@ from jetdraft.cli import flags
 from jetdraft.cli.command import Command, option
 from jetdraft.cli.console import ProgressBars
 from jetdraft.contracts.step_contract import StepContract
+from jetdraft.devices.providers import PROVIDERS
 from jetdraft.errors import CheckError, OptionError, printable
 from jetdraft.export.draft_acceptance import TOLERANCE, compare_acceptance, has_fallen
 from jetdraft.manifest import GraphEntry
@@ -26,8 +27,12 @@ from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods, methods_of
 from jetdraft.runtime.speech.segments import SLOT_SECONDS
 
-MAX_LINE_CHARS = 1000  # The most characters of a line, which may hold a long path.
-# How `compare_methods` generates: options, draft lengths, new tokens of a text.
+MAX_LINE_CHARS = 1000
+"""The most characters of a line, which may hold a long path."""
+
+LINEAR_ATTENTION = {"cuda": "onnxruntime-gpu", "webgpu": "onnxruntime-ep-webgpu"}
+"""The packages, by provider, in which tools/kernels.py found a kernel for float32."""
+
 _SETTINGS: tuple[dict[str, float | int], ...] = (
     {},
     {"temperature": 0.8, "seed": 1},
@@ -46,11 +51,24 @@ _TOKENS = 96
     show_default=True,
     help="Run the bundle; --no-run only checks its files and prints its manifest.",
 )
+@option(
+    "measurement",
+    "--for",
+    "other",
+    type=click.Choice([name for name in PROVIDERS if name != "cpu"]),
+    help="Run nothing; say what this provider has for recurrent states, and refuse "
+    "graphs that it cannot run.",
+)
 @flags.runtime_options()
 @flags.json_option
-def command(bundle: Path, run: bool, runtime: LoadOptions, as_json: bool) -> None:
+def command(
+    bundle: Path, run: bool, other: str | None, runtime: LoadOptions, as_json: bool
+) -> None:
     """Check BUNDLE's files and contracts, width classes, and every method's text."""
     checked = Bundle.open(bundle, again=True)
+    if other is not None:
+        _check_provider(checked, other)
+        return
     if not run:
         text = json.dumps(checked.to_json(), indent=2)
         click.echo(text if as_json else describe_bundle(checked))
@@ -94,6 +112,22 @@ def command(bundle: Path, run: bool, runtime: LoadOptions, as_json: bool) -> Non
         )
     if not as_json:
         click.echo(f"verdict    pass: {len(comparisons)} texts as by plain decoding")
+
+
+def _check_provider(bundle: Bundle, name: str) -> None:
+    """Print what a provider has for states; `CheckError` for graphs it cannot run."""
+    reasons = []
+    for graph, entry in bundle.graphs.items():
+        contract, own = entry.contract, entry.only_on_cpu(name)
+        if any(state.has_matrices for state in contract.states):
+            package = LINEAR_ATTENTION.get(name)
+            found = f"a kernel of {package}" if package else "no kernel"
+            click.echo(f"{graph:10} LinearAttention: {found}")
+        if why := PROVIDERS[name].refusal(bundle.flavour, contract.dtype, own):
+            reasons.append(f"{entry.file}: {why}")
+    if reasons:
+        raise CheckError(f"{name} cannot run {'; '.join(reasons)}")
+    click.echo(f"verdict    {name} can run all graphs, by their flavour and types")
 
 
 def _warn_of_lost_acceptance(acceptance: Sequence[list[float]] | None) -> None:

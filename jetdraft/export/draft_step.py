@@ -137,7 +137,8 @@ class DraftStep(Step):
         first = positions[:, -1:] + 1
         given.block = read["block"]
         if self.model.reads.anchored:
-            given.block = torch.cat([given.tokens[:, -1:], given.block], dim=1)
+            block = torch.cat([given.tokens[:, -1:], given.block], dim=1)
+            given.block = block[:, :size]
         given.positions = torch.cat([positions, first + torch.arange(size)], dim=1)
         pass_inputs = given.positions, cursor, total_length, past
         return make_block_state(*pass_inputs, size, self.contract)

@@ -99,14 +99,16 @@ class CutHead:
 
 def cut_head(head: DraftModule, ids: Tensor, dtype: torch.dtype) -> None:
     """Cut the LM heads of a `DraftModule` to the tokens `ids` int64 [n], in place."""
-    heads = getattr(head, "lm_heads", None)
-    cuts = [lm_head_rows(lm_head, ids) for lm_head in heads or [head.lm_head]]
-    for lm_head in cuts:
-        convert_while_running(lm_head, dtype)
-    if heads is None:
-        head.lm_head = cuts[0]
-    else:
-        head.lm_heads = nn.ModuleList(cuts)
+
+    def cut(lm_head: nn.Module) -> nn.Module:
+        rows = lm_head_rows(lm_head, ids)
+        convert_while_running(rows, dtype)
+        return rows
+
+    if isinstance(heads := getattr(head, "lm_heads", None), nn.ModuleList):
+        head.lm_heads = nn.ModuleList(map(cut, heads))
+    for name in {"lm_head", "markov_w2"} & dict(head.named_children()).keys():
+        setattr(head, name, cut(getattr(head, name)))
     head.ids = ids
 
 

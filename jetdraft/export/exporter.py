@@ -25,6 +25,7 @@ from jetdraft.bundle import (
 )
 from jetdraft.checkpoints.attention import relative_bias_module
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.folder import checkpoint_folder
 from jetdraft.checkpoints.heads.draft_module import DraftModule
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_reader import check_head, has_own_head
@@ -127,7 +128,6 @@ def export(
             )
         bundle = _make_bundle(folder, graphs, models[TARGET], options)
         _write_texts(folder, models[TARGET])
-        _write_similarity(folder, models[TARGET].model)
         bundle.save()
         on_cpu = all(options.provider_of(name).name == "cpu" for name in graphs)
         if DRAFTER in graphs and on_cpu and not options.fast:
@@ -140,11 +140,13 @@ def export(
 def _load_own_head(
     source: str, target: Checkpoint, options: ExportOptions
 ) -> DraftModule | None:
-    """Return the head in a target's own files; None, with a warning, if it is unfit."""
-    if target.streams is not None:
+    """Return the head in a target's own files, or None; warns of an unfit head."""
+    folder = checkpoint_folder(source)
+    if target.streams is not None or not has_own_head(folder):
         return None
     try:
-        return load_draft_head(HeadFiles.read(source), target, options)
+        files = replace(HeadFiles.read(str(folder)), source=source)
+        return load_draft_head(files, target, options)
     except CheckpointError as error:
         warnings.warn(f"passed over: {error}", stacklevel=4)
         return None
@@ -162,19 +164,16 @@ def _make_bundle(
     for tool in tools:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[tool] = importlib.metadata.version(tool)
+    copied = "eos_token_ids", "generation", "passed_over", "special_tokens", "speech"
     return Bundle(
         path=folder,
         graphs=graphs,
-        eos_token_ids=target.eos_token_ids,
         provider=options.provider,
         flavour=options.effective_flavour,
         drafter_provider=options.drafter_provider,
-        generation=target.generation,
-        passed_over=target.passed_over,
-        special_tokens=target.special_tokens,
         start_token_ids=target.start_token_ids,
-        speech=target.speech,
         tools=versions,
+        **{name: getattr(target, name) for name in copied},
     )
 
 
@@ -352,21 +351,20 @@ def _describe_packed(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"packed": packed.method, "kept": dict(kept), "others": others}
 
 
-def _write_texts(folder: Path, target: Checkpoint) -> None:
-    texts = {TOKENIZER: target.tokenizer, CHAT_TEMPLATE: target.chat_template}
-    for name, text in texts.items():
-        if isinstance(text, str):
-            (folder / name).write_text(text, encoding="utf-8")
-
-
-# The width of a projected embedding, and the seed of the projection.
 _SIMILARITY_SIZE = 64
 _SEED = 20_11_21
 
 
-def _write_similarity(folder: Path, model: Any) -> None:
-    """Write int8 [vocab, 64], a random projection of embeddings, which keeps angles."""
-    table = model.get_input_embeddings().weight.detach().float()
+def _write_texts(folder: Path, target: Checkpoint) -> None:
+    """Write the tokenizer, the chat template and the similarity of tokens.
+
+    That is int8 [vocab, 64], a random projection of embeddings, which keeps angles.
+    """
+    texts = {TOKENIZER: target.tokenizer, CHAT_TEMPLATE: target.chat_template}
+    for name, text in texts.items():
+        if isinstance(text, str):
+            (folder / name).write_text(text, encoding="utf-8")
+    table = target.model.get_input_embeddings().weight.detach().float()
     random = torch.Generator().manual_seed(_SEED)
     projection = torch.randn(table.shape[1], _SIMILARITY_SIZE, generator=random)
     small = torch.nn.functional.normalize((table - table.mean(0)) @ projection)

@@ -214,10 +214,10 @@ def write_tree(job: Job, entry: GraphEntry) -> GraphEntry:
 
     For a model with states, whose drafts are chains, write its replay.
     """
-    compaction = job.graph_file("compaction")
+    compaction, replay = map(job.graph_file, ("compaction", "replay"))
     if entry.contract.states:
-        ir.save(make_replay_graph(entry.contract), compaction)
-        return replace(entry, compaction_file=compaction.name)
+        ir.save(make_replay_graph(entry.contract), replay)
+        return replace(entry, replay_file=replay.name)
     chain = ir.load(job.folder / entry.file)
     model = make_tree_graph(chain, entry.contract, job.checkpoint.source)
     if model is None:

@@ -124,7 +124,8 @@ def _two_passes(
             torch.tensor([start], dtype=torch.int32),
             torch.tensor([end], dtype=torch.int32),
             torch.arange(end - start),
-            *([torch.tensor([end - start])] if states else others),
+            *others,
+            *([torch.tensor([end - start])] if states else ()),
             past,
         )
         logits.append(outputs[3])

@@ -375,7 +375,8 @@ class ProbeStep(Step):
         all_answers = self.answers(logits.float())
         rows = answer_rows.shape[0]
         row_answers, probe_answers = (
-            [_slice_rows(x, start, end) for x in all_answers]
+            # As floats, since WebGPU slices no integers.
+            [x.to(torch.float32)[:, start:end].to(x.dtype) for x in all_answers]
             for start, end in ((0, rows), (rows, None))
         )
         return [*row_answers, *probe_answers, *present_buffers(state), *extra_outputs]
@@ -402,8 +403,10 @@ class StreamStep(ProbeStep):
     ) -> list[Tensor]:
         """Return logits, states at the cut, and scores of rows with these parents."""
         logits, early, hidden = self.model(*rows_and_probes, early=slice(None), **extra)
-        scores = _early_exit_scores(early.float(), rows_and_probes[0], parents)
-        return [logits, hidden, scores]
+        # Each row's log probability after its parent, float32 [1, n].
+        early, tokens = early.float(), rows_and_probes[0]
+        chosen = early[:, parents].gather(-1, tokens[..., None])[..., 0]
+        return [logits, hidden, chosen - torch.logsumexp(early, -1)[:, parents]]
 
 
 def _mask_bias(mask: Tensor, start: Tensor, contract: StepContract) -> Tensor:
@@ -411,17 +414,6 @@ def _mask_bias(mask: Tensor, start: Tensor, contract: StepContract) -> Tensor:
     slots = torch.arange(1, contract.slots + 1)
     lines = (slots - start.to(torch.int64)).clamp(0, contract.draft_slots)
     return (mask.to(dtype_of(contract)) * HIDDEN)[lines].T[None, None]
-
-
-def _slice_rows(answer: Tensor, start: int, end: int | None) -> Tensor:
-    """Slice rows of an answer [1, m, ...], as floats: WebGPU slices no integers."""
-    return answer.to(torch.float32)[:, start:end].to(answer.dtype)
-
-
-def _early_exit_scores(logits: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
-    """Return each row's log probability after its parent, float32 [1, n]."""
-    chosen = logits[:, parents].gather(-1, tokens[..., None])[..., 0]
-    return chosen - torch.logsumexp(logits, -1)[:, parents]
 
 
 def write_probe_weights(file: Path, probed: ProbedModel, dtype: str) -> None:

@@ -24,23 +24,10 @@ from jetdraft.runtime.proposers.tree_options import TreeOptions
 from jetdraft.runtime.sampling.chooser import Chooser
 
 __all__ = [
-    "Answer",
-    "Chooser",
-    "Kind",
-    "LoadedBundle",
-    "Method",
-    "MethodOptions",
-    "OWN",
-    "Probing",
-    "Proposer",
-    "Rows",
-    "Seen",
-    "Target",
-    "Traits",
-    "TreeOptions",
-    "methods",
+    "Answer", "Chooser", "Kind", "LoadedBundle", "Method", "MethodOptions", "OWN",
+    "Probing", "Proposer", "Rows", "Seen", "Target", "Traits", "TreeOptions", "methods",
     "registered",
-]
+]  # fmt: skip
 
 OWN = (
     *("lookup", "draft", "eagle", "kangaroo", "glide", "chimera", "falcon", "select"),

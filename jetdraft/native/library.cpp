@@ -226,7 +226,8 @@ OrtCustomOp make_operator(const char* (*name)(const OrtCustomOp*)) {
   op.KernelDestroy = [](void* kernel) { std::free(kernel); };
   // Of the operators here only attention has inputs that can be left out.
   op.GetInputCharacteristic = [](auto, size_t i) {
-    return OUTPUTS > 1 && i != 0 && (i < 3 || i > 6) ? OPTIONAL : 0;
+    const bool attends = COMPUTE == &attend_rows;
+    return attends && i != 0 && (i < 3 || i > 6) ? OPTIONAL : 0;
   };
   op.GetOutputCharacteristic = [](auto, size_t) { return 0; };
   op.GetInputMemoryType = [](auto, size_t) { return 0; };

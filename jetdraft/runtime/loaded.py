@@ -188,8 +188,8 @@ class LoadedBundle:
         sessions = self._open_halves("leave the prune threshold out")
         entry = self.bundle.target.halves
         assert entry is not None
-        moves = (entry.lower_compaction, entry.upper_compaction)
-        return PrunedHalves(sessions, *map(self._opener.compaction, moves))
+        files = entry.lower_compaction, entry.upper_compaction
+        return PrunedHalves(sessions, [*map(self._opener.commit_session, files)])
 
     @cached_property
     def leading(self) -> LeadingHalf:
@@ -267,13 +267,7 @@ class LoadedBundle:
     def _choose_provider(self, entry: GraphEntry, name: str) -> Provider:
         """The provider `name`; raises `ProviderError` if it cannot run the graph."""
         graphs = [(self.bundle.flavour, entry.contract.dtype)]
-        fix, only_on_cpu = "run on the CPU only; choose --provider cpu", ""
-        if entry.contract.states:
-            only_on_cpu = f"recurrent states {fix}"
-        elif entry.own_operators:
-            fix += f", or export with --provider {name}"
-            only_on_cpu = f"jetdraft's operators {fix}"
-        return choose_provider(name, graphs, only_on_cpu)
+        return choose_provider(name, graphs, entry.only_on_cpu(name))
 
     def _make_openers(
         self, target: Provider, drafter: Provider | None

@@ -60,21 +60,8 @@ def make_config(
 
 def layer_fields(config: HeadConfig) -> dict[str, Any]:
     """Return the fields of a config.json that describe a head's layers."""
-    return {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "num_hidden_layers": config.num_layers,
-        "hidden_act": config.hidden_act,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope["rope_theta"],
-        "rope_scaling": None,
-        "max_position_embeddings": config.max_positions,
-        "vocab_size": config.vocab_size,
-        "attention_bias": False,
-    }
+    rope = {"rope_theta": config.rope["rope_theta"], "rope_scaling": None}
+    return config.fields | rope
 
 
 def stored_tensors(

@@ -85,15 +85,10 @@ def test_a_damaged_profile_is_left_out(own, content):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("passes", {"1": 0.0, "2": 0.0}),
-        ("passes", {"1": 1e12}),
-        ("passes", {"1": float("nan")}),
-        ("passes", {}),
-        ("drafts", {"lookup": -100.0}),
-        ("compaction", -1.0),
-    ],
-)
+    [("passes", {"1": 0.0, "2": 0.0}), ("passes", {"1": 1e12}),
+     ("passes", {"1": float("nan")}), ("passes", {}), ("drafts", {"lookup": -100.0}),
+     ("compaction", -1.0)],
+)  # fmt: skip
 def test_times_that_cannot_be_are_left_out(own, field, value):
     stored = json.loads((own / TUNED).read_text())
     stored["curve"]["trees"] = {}

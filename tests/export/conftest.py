@@ -53,6 +53,10 @@ KINDS = {
         partial(layouts.speculators_dflash, aux_hidden_state_layer_ids=TAPS),
         3,
     ),
+    **{
+        f"{kind}-dspark": Kind("dflash", partial(layouts.dspark, kind, taps=TAPS), 3)
+        for kind in ("authors", "nested", "speculators")
+    },
     # It reads no layer of its target.
     "diffusion": Kind("diffusion", layouts.diffusion),
 }
@@ -154,7 +158,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Made]:
         recipes = Recipe.parse(recipe, 32), Recipe.parse(drafter or recipe, 32)
         settings = ExportOptions(*recipes, **{**SMALL, **options})
         output = folder / f"bundle-{make.cache_info().misses}"
-        bundle = export(base, output, options=settings, head=source)
+        own = None if name in MTP else source  # a module is found without a name
+        bundle = export(base, output, options=settings, head=own)
         return Made(bundle, base, source, tensors)
 
     return make

@@ -55,62 +55,37 @@ YARN_ROPE = {
 
 CONFIGS = {
     "llama with biases, yarn": llama_config(
-        num_hidden_layers=1,
-        attention_bias=True,
-        mlp_bias=True,
-        rope_parameters=YARN_ROPE,
-    ),
+        num_hidden_layers=1, attention_bias=True, mlp_bias=True,
+        rope_parameters=YARN_ROPE),
     "gemma2, soft caps": transformers.Gemma2Config(
-        **SIZES,
-        head_dim=16,
-        query_pre_attn_scalar=20,
-        sliding_window=8,
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=1.0,
-    ),
+        **SIZES, head_dim=16, query_pre_attn_scalar=20, sliding_window=8,
+        attn_logit_softcapping=2.0, final_logit_softcapping=1.0),
     "granite, scales": transformers.GraniteConfig(
-        **SIZE,
-        embedding_multiplier=3.0,
-        residual_multiplier=0.5,
-        attention_multiplier=0.3,
-        logits_scaling=2.0,
-    ),
+        **SIZE, embedding_multiplier=3.0, residual_multiplier=0.5,
+        attention_multiplier=0.3, logits_scaling=2.0),
     "llama grouped tied": llama_config(num_hidden_layers=2),
     "llama multi-head untied, head_dim not hidden/heads, "
     "dynamic rope within its limit": llama_config(
-        num_hidden_layers=1,
-        num_key_value_heads=4,
-        head_dim=24,
-        intermediate_size=VOCAB_SIZE,
-        tie_word_embeddings=False,
-        rope_parameters=DYNAMIC_ROPE,
-        max_position_embeddings=CAPACITY,
-    ),
+        num_hidden_layers=1, num_key_value_heads=4, head_dim=24,
+        intermediate_size=VOCAB_SIZE, tie_word_embeddings=False,
+        rope_parameters=DYNAMIC_ROPE, max_position_embeddings=CAPACITY),
     "qwen2": transformers.Qwen2Config(**SIZE),
     "qwen3": transformers.Qwen3Config(**SIZE, head_dim=32),
     "mistral, window of 8": transformers.MistralConfig(**SIZE, sliding_window=8),
     "phi3": transformers.Phi3Config(**SIZE),
     "phi3 partly rotary, longrope within its limit": transformers.Phi3Config(
-        **SIZE,
-        partial_rotary_factor=0.5,
-        rope_parameters=LONG_ROPE,
-        original_max_position_embeddings=CAPACITY,
-    ),
+        **SIZE, partial_rotary_factor=0.5, rope_parameters=LONG_ROPE,
+        original_max_position_embeddings=CAPACITY),
     "smollm3, a layer without positions": transformers.SmolLM3Config(
-        **SIZES, no_rope_layers=[1, 0]
-    ),
+        **SIZES, no_rope_layers=[1, 0]),
     "gemma3, windows of 8": transformers.Gemma3TextConfig(
-        **SIZES, **WINDOWS, head_dim=32, query_pre_attn_scalar=20
-    ),
+        **SIZES, **WINDOWS, head_dim=32, query_pre_attn_scalar=20),
     "gemma3n, embeddings of each layer": transformers.Gemma3nTextConfig(
         **{**SIZES, **WINDOWS, **OF_EACH_LAYER, "altup_num_inputs": 2},
-        activation_sparsity_pattern=[0.0, 0.0],
-        laurel_rank=8,
-    ),
+        activation_sparsity_pattern=[0.0, 0.0], laurel_rank=8),
     "gemma4, embeddings of each layer": transformers.Gemma4TextConfig(
-        **SIZES, **WINDOWS, **OF_EACH_LAYER, global_head_dim=16
-    ),
-}
+        **SIZES, **WINDOWS, **OF_EACH_LAYER, global_head_dim=16),
+}  # fmt: skip
 
 
 def load(config, folder) -> Checkpoint:

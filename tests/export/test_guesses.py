@@ -18,16 +18,17 @@ from tests.export.head_passes import TOKENS, drafts_of, graphs
 from tests.tiny import VOCAB_SIZE
 
 PROMPT = " the self"
-MASKS = {"dflash": BLOCK - 1, "diffusion": BLOCK}
 HEADS = 3
-LAYOUTS = ["dflash", "diffusion", "speculators-dflash"]
+MASKS = {"dflash": BLOCK - 1, "diffusion": BLOCK, "speculators-dflash": BLOCK - 1}
+DSPARK = ["authors-dspark", "nested-dspark", "speculators-dspark"]
+LAYOUTS = [*MASKS, *DSPARK]
 
 
 def in_torch(drafter, features, count, known=(), tokens=TOKENS):
     """The logits of the block behind `count` rows, from all rows at once."""
-    slots = drafter.config.slots
-    block = [*known, *[VOCAB_SIZE] * (slots - len(known))]
     size = drafter.block_rows
+    masks = size - drafter.reads.anchored
+    block = [*known, *[VOCAB_SIZE] * (masks - len(known))]
     if drafter.reads_text:
         context = torch.tensor([tokens[:count]])
         mask = torch.ones(count + size, count + size, dtype=torch.bool).tril()
@@ -36,11 +37,10 @@ def in_torch(drafter, features, count, known=(), tokens=TOKENS):
         context, mask = torch.tensor(features)[None, :count], None
         block = [tokens[count], *block]
     positions = torch.arange(count + size)[None]
+    rows = torch.tensor([block])
     with torch.no_grad():
-        states = drafter(
-            context, torch.tensor([block]), positions, masked_attention(mask)
-        )
-        return drafter.lm_head(drafter.mask_states(states))[0].numpy()
+        states = drafter(context, rows, positions, masked_attention(mask))
+        return drafter.logits(states, rows)[0].numpy()
 
 
 def in_graph(graph, features, start, end, known=()):
@@ -85,19 +85,21 @@ def test_the_graph_does_what_the_module_does(made, layout):
     assert compared == 8
 
 
-@pytest.mark.parametrize("layout", ["dflash", "diffusion"])
+@pytest.mark.parametrize("layout", ["dflash", "diffusion", *DSPARK[1:]])
 def test_untrained_drafters_draft_what_the_module_guesses(made, layout):
     """And are seldom right."""
     bundle, source, folder, _ = made(layout)
     checkpoint = Checkpoint.load(source, torch.float32)
     drafter = load_head(folder, checkpoint, torch.float32)
     target, _ = graphs(bundle)
-    drafts, stats = drafts_of(bundle, layout, confidence=0.0)
+    method = layout if layout == "diffusion" else "dflash"
+    drafts, stats = drafts_of(bundle, method, confidence=0.0)
     for context, drafted in drafts:
         features = target.run(context[:-1]).features
         count = len(context) - (not drafter.reads_text)
         wanted = in_torch(drafter, features, count, tokens=context)
-        assert drafted == wanted[: len(drafted)].argmax(-1).tolist()
+        best = torch.tensor(wanted[: len(drafted)].argmax(-1))
+        assert drafted == (best if drafter.ids is None else drafter.ids[best]).tolist()
     assert stats.drafted_tokens > 12
     assert stats.tokens_per_pass < 1.5
 
@@ -163,11 +165,12 @@ def test_what_the_bundle_says(made, layout):
     bundle = made(layout).bundle
     entry = bundle.drafter
     kind = "diffusion" if layout == "diffusion" else "dflash"
-    assert entry.contract.block == entry.contract.guesses == MASKS[kind]
+    guesses = MASKS.get(layout, BLOCK)
+    assert entry.contract.block == entry.contract.guesses == guesses
     assert entry.contract.kv_shapes == ((2, 16),) * 2
     assert entry.tree_file is entry.compaction_file is None
     lines = describe_bundle(bundle).split("\ndrafter")[1]
-    assert f"guesses       {MASKS[kind]} tokens in a block behind the last row" in lines
+    assert f"guesses       {guesses} tokens in a block behind the last row" in lines
     assert "sliding" not in lines
     assert ("features of width 64" in lines) == (kind == "dflash")
     assert bundle.target.contract.feature_size == (64 if kind == "dflash" else 0)
@@ -188,9 +191,10 @@ def test_the_targets_matrices_are_read_from_its_file(made):
     assert any(dims[0] == VOCAB_SIZE for dims in sizes), sizes
 
 
-def test_only_some_lm_heads_can_be_cut(made):
+@pytest.mark.parametrize("layout", ["dflash", "nested-dspark"])
+def test_only_some_lm_heads_can_be_cut(made, layout):
     """A DFlash head drafts fewer tokens; a diffusion drafter refuses."""
-    bundle = made("dflash", draft_vocab=50).bundle
+    bundle = made(layout, recipe="int4", draft_vocab=50).bundle
     assert bundle.drafter.contract.draft_vocab == 50
     with jetdraft.load(bundle.path, threads=1) as model:
         how = {"max_new_tokens": 20, "ignore_eos": True}

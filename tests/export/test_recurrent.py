@@ -44,7 +44,7 @@ def case(request, tmp_path_factory):
     replay = folder / "replay.onnx"
     ir.save(make_replay_graph(contract), replay)
     sessions = StepSessions(open_session(folder / "step.onnx", "cpu"), contract)
-    graph = Graph(sessions, open_session(replay, "cpu"))
+    graph = Graph(sessions, replay=open_session(replay, "cpu"))
     return SimpleNamespace(graph=graph, expected=expected, replay=replay)
 
 

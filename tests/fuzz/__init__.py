@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 SUBJECTS = {
     "same-text": "tests.fuzz.same_text:SameText",
+    "hybrids": "tests.fuzz.same_text:Hybrids",
     "bundles": "tests.fuzz.bundles:Bundles",
     "operators": "tests.fuzz.operators:Operators",
     "server": "tests.fuzz.serving:Serving",

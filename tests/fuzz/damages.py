@@ -125,14 +125,9 @@ def _tokenizer(draw: Random, bundle: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Random, Path], None]] = {
-    "bytes": _bytes,
-    "swapped": _swapped,
-    "removed": _removed,
-    "renamed": _renamed,
-    "linked": _linked,
-    "external": _external,
-    "tokenizer": _tokenizer,
-}
+    "bytes": _bytes, "swapped": _swapped, "removed": _removed, "renamed": _renamed,
+    "linked": _linked, "external": _external, "tokenizer": _tokenizer,
+}  # fmt: skip
 
 
 def poison(draw: Random, file: Path, table: str, columns: Sequence[str]) -> None:

@@ -1,11 +1,13 @@
 """Any request gives the text of plain decoding, whatever is drafted and was before."""
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from jetdraft.errors import BundleError, OptionError, StoreError
+from jetdraft.methods import Method, Proposer, Rows, Traits, registered
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.text.stops import StopWatcher
@@ -18,7 +20,7 @@ from tests.fuzz.requests import (
     words,
 )
 from tests.fuzz.subject import Fault, Subject
-from tests.fuzz.worlds import World, head_worlds, other_worlds, toy_worlds
+from tests.fuzz.worlds import World, hybrid_worlds, worlds_of
 
 Options = dict[str, Any]
 REFUSALS = (OptionError, StoreError, BundleError)
@@ -33,12 +35,13 @@ class SameText(Subject):
 
     name = "same-text"
     seconds = 120.0
+    make_worlds = staticmethod(worlds_of)
+    always = ""
+    """The method that drafts in every case, beside those that are drawn."""
 
     def __init__(self, folder: Path, light: bool = False) -> None:
         super().__init__(folder, light)
-        self.worlds = [*toy_worlds(folder), *head_worlds(folder)]
-        if not light:
-            self.worlds += other_worlds(folder)
+        self.worlds = [*self.make_worlds(folder, light)]
         self.disturbances = Disturbances(folder)
         self.table = table_of_texts(folder, self.worlds[0].reference)
         self._verbose = bool(os.environ.get("JETDRAFT_FUZZ_VERBOSE"))
@@ -64,15 +67,18 @@ class SameText(Subject):
         """Compare a drawn request with plain decoding, with one to three methods."""
         ids = draw_prompt(draw, world.model, self._earlier)
         options = draw_options(draw, world.model)
-        table = self.table if world.name.startswith("toy") else None
+        table = self.table if world.name.startswith("toy") or self.always else None
         count = draw.randint(1, 3)
         ways = [draw_drafting(draw, world.model, table) for _ in range(count)]
+        if self.always:
+            length = draw.choice((1, 2, 4, 7, 15))
+            ways.append({"method": self.always, "num_draft_tokens": length})
         self._say(f"{world.name}: token_ids={ids}, {words(options)}")
         try:
             plain = world.plain(ids, _plainly(options))
         except OptionError:
             return "refused"
-        self._earlier = ids + plain.token_ids
+        self._earlier = Oracle.text = ids + plain.token_ids
         self._read_again(draw, world, ids, options, plain)
         outcomes = [self._one(world, ids, options, way) for way in ways]
         return "same" if "same" in outcomes else "refused"
@@ -138,6 +144,38 @@ class SameText(Subject):
         Graph._set_inputs = self._set_inputs  # type: ignore[method-assign]
         for world in self.worlds:
             world.close()
+
+
+class Oracle(Proposer):
+    """Drafts what plain decoding wrote, with an error now and then."""
+
+    traits = Traits("oracle", max_draft_tokens=15)
+    text: ClassVar[list[int]] = []
+
+    def propose(self, context: Any, budget: int, parents: Any = None) -> Rows:
+        draw, rest = Random(len(context)), self.text[len(context) :]
+        tokens = [token ^ (draw.random() < 0.2) for token in rest[:budget]]
+        return Rows.chain([int(context[-1]), *tokens])
+
+
+class Hybrids(SameText):
+    """Compares texts of the families with recurrent states, of two if it is `light`.
+
+    An oracle with errors drafts too, since no method guesses much of a random model.
+    """
+
+    name, always = "hybrids", "oracle"
+    make_worlds = staticmethod(hybrid_worlds)
+
+    def __init__(self, folder: Path, light: bool = False) -> None:
+        self._registered = ExitStack()
+        method: Method[Any] = Method("oracle", "plain text", lambda *_: Oracle())
+        self._registered.enter_context(registered(method))
+        super().__init__(folder, light)
+
+    def close(self) -> None:
+        super().close()
+        self._registered.close()
 
 
 def _checked(run: Any) -> Any:

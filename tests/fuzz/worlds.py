@@ -83,6 +83,14 @@ class World:
                     vars(self).pop(name).close()
 
 
+def worlds_of(folder: Path, light: bool) -> Iterator[World]:
+    """All worlds but hybrids; a `light` subject does without the last."""
+    yield from toy_worlds(folder)
+    yield from head_worlds(folder)
+    if not light:
+        yield from other_worlds(folder)
+
+
 def toy_worlds(folder: Path) -> Iterator[World]:
     """The toy bundle, which has a store and learns, and its siblings."""
     toy = toy_bundle(folder / "toy")
@@ -100,6 +108,24 @@ def head_worlds(folder: Path) -> Iterator[World]:
     yield World("toy-eagle", toy_eagle(folder / "toy-eagle"), folder / "eagle.sqlite")
     for method in METHODS:
         yield World(f"toy-{method}", toy_block(folder / f"toy-{method}", method))
+
+
+def hybrid_worlds(folder: Path, light: bool) -> Iterator[World]:
+    """Every family with recurrent states; Qwen3.5 has an MTP module."""
+    from jetdraft.export.exporter import ExportOptions, export
+    from jetdraft.recipe import Recipe
+    from tests.runtime.test_recurrent import add_mtp
+    from tests.tiny import HYBRIDS, save_checkpoint
+
+    recipes = "none", "q4_0", "int8-rtn-b32", "int4-b32"
+    for index, (name, make) in enumerate([*HYBRIDS.items()][: 2 if light else None]):
+        source = save_checkpoint(folder / f"{name}-checkpoint", make())
+        if name == "qwen3_5":
+            add_mtp(source, make())
+        recipe = Recipe.parse(recipes[index % len(recipes)])
+        options = ExportOptions(recipe, capacity=96, max_width=32, fast=True)
+        bundle = export(str(source), folder / name, options=options)
+        yield World(name, bundle.path, folder / f"{name}.sqlite")
 
 
 def other_worlds(folder: Path) -> Iterator[World]:

@@ -92,17 +92,13 @@ POISON = [
     *(("tokens", value) for value in (b"", b"123", "text", 7)),
     ("tokens", b"\0" * (4 * module.MAX_TOKENS + 4)),
     ("places", np.array([0], np.uint32).tobytes()),
-    ("places", np.array([2], np.uint32).tobytes()),
-    ("places", b""),
+    ("places", np.array([2], np.uint32).tobytes()), ("places", b""),
     ("places", np.ones(module.MAX_PLACES + 1, np.uint32).tobytes()),
-    ("ids", np.array([1, VOCABULARY], np.uint32).tobytes()),
-    ("ids", b""),
+    ("ids", np.array([1, VOCABULARY], np.uint32).tobytes()), ("ids", b""),
     ("logits", np.array([1, np.nan], np.float32).tobytes()),
-    ("logits", np.array([1], np.float32).tobytes()),
-    ("logits", "text"),
-    ("kept", 1e300),
-    ("kept", "text"),
-]
+    ("logits", np.array([1], np.float32).tobytes()), ("logits", "text"),
+    ("kept", 1e300), ("kept", "text"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("column", "value"), POISON)

@@ -87,19 +87,12 @@ def test_a_damaged_pickle_is_one_line(folder, content):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"hidden_size": "16"},
-        {"num_attention_heads": None},
-        {"num_hidden_layers": [1]},
-        {"vocab_size": {}},
-        {"rms_norm_eps": "small"},
-        {"rope_parameters": 5},
-        {"model_type": 5},
-        {"quantization_config": 5},
-        {"eos_token_id": "x"},
-        {"eos_token_id": [[1]]},
-        {"architectures": 5},
+        {"hidden_size": "16"}, {"num_attention_heads": None},
+        {"num_hidden_layers": [1]}, {"vocab_size": {}}, {"rms_norm_eps": "small"},
+        {"rope_parameters": 5}, {"model_type": 5}, {"quantization_config": 5},
+        {"eos_token_id": "x"}, {"eos_token_id": [[1]]}, {"architectures": 5},
     ],
-)
+)  # fmt: skip
 def test_a_config_of_wrong_types_is_one_line(folder, changes):
     (folder / "generation_config.json").unlink(missing_ok=True)
     edit(folder, **changes)

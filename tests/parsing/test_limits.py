@@ -108,32 +108,18 @@ def test_exact_integers_have_a_limit_too():
 
 @pytest.mark.parametrize(
     ("data", "why"),
-    [
-        ("", "no valid JSON"),
-        ("[1,]", "no valid JSON"),
-        ('{"a": "x', "no valid JSON"),
-        ("\ufeff{}", "no valid JSON"),
-        ("[NaN]", "NaN"),
-        ("[-Infinity]", "Infinity"),
-        ("[1e999]", "too large"),
-        ("[-1e999]", "too large"),
-        ("18446744073709551616", "64 bits"),
-        ("-9223372036854775809", "64 bits"),
-        ("9" * 100_000, "64 bits"),
-        ('"\\ud800"', "surrogate"),
-        ('["\\uDFFF\\ud83d"]', "surrogate"),
-        ('{"\\ud800": 1}', "surrogate"),
-        ('"\ud800"', "UTF-8"),
-        (b'"\xff"', "UTF-8"),
-        ('{"a": 1, "a": 2}', "twice"),
-        ("[" * 65 + "]" * 65, "deeper than 64"),
-        ('{"a":' * 65 + "1" + "}" * 65, "deeper than 64"),
-        ("[" * 500_000, "deeper than 64"),
-        ('"\\""' + "[" * 65, "deeper than 64"),
-        (b"1" + b" " * 1_000_000, "bytes"),
-        ('"' + "é" * 600_000 + '"', "bytes"),
-    ],
-)
+    [("", "no valid JSON"), ("[1,]", "no valid JSON"), ('{"a": "x', "no valid JSON"),
+     ("\ufeff{}", "no valid JSON"), ("[NaN]", "NaN"), ("[-Infinity]", "Infinity"),
+     ("[1e999]", "too large"), ("[-1e999]", "too large"),
+     ("18446744073709551616", "64 bits"), ("-9223372036854775809", "64 bits"),
+     ("9" * 100_000, "64 bits"), ('"\\ud800"', "surrogate"),
+     ('["\\uDFFF\\ud83d"]', "surrogate"), ('{"\\ud800": 1}', "surrogate"),
+     ('"\ud800"', "UTF-8"), (b'"\xff"', "UTF-8"), ('{"a": 1, "a": 2}', "twice"),
+     ("[" * 65 + "]" * 65, "deeper than 64"),
+     ('{"a":' * 65 + "1" + "}" * 65, "deeper than 64"),
+     ("[" * 500_000, "deeper than 64"), ('"\\""' + "[" * 65, "deeper than 64"),
+     (b"1" + b" " * 1_000_000, "bytes"), ('"' + "é" * 600_000 + '"', "bytes")],
+)  # fmt: skip
 def test_refuses_the_rest(data, why):
     with pytest.raises(JsonError, match=why) as refused:
         read_json(data)
@@ -169,16 +155,11 @@ def test_takes_time_in_proportion():
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [
-        ("plain, é, 字", "plain, é, 字"),
-        ("a\x1b[2Jb\n\t\x7f\x9b", "a\\x1b[2Jb\\n\\t\\x7f\\x9b"),
-        ("\u202eevil\u2066\u200b", "\\u202eevil\\u2066\\u200b"),
-        ("\ud800", "\\ud800"),
-        ("\u2028x", "\\u2028x"),
-        (ValueError("no\nway"), "no\\nway"),
-        (None, "None"),
-    ],
-)
+    [("plain, é, 字", "plain, é, 字"),
+     ("a\x1b[2Jb\n\t\x7f\x9b", "a\\x1b[2Jb\\n\\t\\x7f\\x9b"),
+     ("\u202eevil\u2066\u200b", "\\u202eevil\\u2066\\u200b"), ("\ud800", "\\ud800"),
+     ("\u2028x", "\\u2028x"), (ValueError("no\nway"), "no\\nway"), (None, "None")],
+)  # fmt: skip
 def test_shows_what_would_steer_the_terminal(text, shown):
     assert printable(text) == shown
     printable(text).encode("utf-8")

@@ -284,17 +284,9 @@ def test_names_of_recipes():
     assert Recipe.parse("int4", 64) == Recipe("int4", 64)
     assert Recipe.parse("int4-headnone").of_unit(HEAD).bits is None
     for wrong in (
-        "int3",
-        "int4-best",
-        "int4-b31",
-        "int4-b0",
-        "int4-head9",
-        "",
-        "int4-",
-        "int8-up0",
-        "int4-up",
-        "none-head8",
-    ):
+        "int3", "int4-best", "int4-b31", "int4-b0", "int4-head9", "", "int4-",
+        "int8-up0", "int4-up", "none-head8",
+    ):  # fmt: skip
         with pytest.raises(OptionError):
             Recipe.parse(wrong)
 

@@ -72,22 +72,16 @@ def test_width_one_is_used_only_when_not_exact(model):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [
-        ({"prompt": ""}, "empty"),
-        ({"token_ids": []}, "empty"),
-        ({"token_ids": [[1]]}, "integers"),
-        ({"token_ids": ["x"]}, "integers"),
-        ({"token_ids": [288]}, "outside the vocabulary"),
-        ({"token_ids": [-1]}, "outside the vocabulary"),
-        ({"token_ids": [1] * 257}, "capacity is 256"),
-        ({}, "either"),
-        ({"prompt": "a", "token_ids": [1]}, "either"),
-        ({"prompt": [1, 2]}, "token_ids="),
-        ({"prompt": "a", "max_new_tokens": 0}, "1 or more"),
-        ({"prompt": "a", "temperature": -1.0}, "temperature"),
-        ({"prompt": "a", "beams": 4}, "beams"),
-    ],
-)
+    [({"prompt": ""}, "empty"), ({"token_ids": []}, "empty"),
+     ({"token_ids": [[1]]}, "integers"), ({"token_ids": ["x"]}, "integers"),
+     ({"token_ids": [288]}, "outside the vocabulary"),
+     ({"token_ids": [-1]}, "outside the vocabulary"),
+     ({"token_ids": [1] * 257}, "capacity is 256"), ({}, "either"),
+     ({"prompt": "a", "token_ids": [1]}, "either"), ({"prompt": [1, 2]}, "token_ids="),
+     ({"prompt": "a", "max_new_tokens": 0}, "1 or more"),
+     ({"prompt": "a", "temperature": -1.0}, "temperature"),
+     ({"prompt": "a", "beams": 4}, "beams")],
+)  # fmt: skip
 def test_bad_input_is_refused_before_anything_runs(model, options, words):
     with pytest.raises(OptionError, match=words):
         model.stream(**options)
@@ -207,10 +201,8 @@ def test_a_closed_model_says_so(bundle, tmp_path):
     waiting = model.stream("a", max_new_tokens=3)
     model.close()
     calls = [
-        lambda: model.generate("a"),
-        lambda: model.generate(token_ids=[1]),
-        lambda: model.generate("a", options),
-        lambda: model.stream("a"),
+        lambda: model.generate("a"), lambda: model.generate(token_ids=[1]),
+        lambda: model.generate("a", options), lambda: model.stream("a"),
         lambda: model.astream("a"),
         lambda: model.chat([{"role": "user", "content": "a"}]),
         lambda: model.chat_prompt([{"role": "user", "content": "a"}]),
@@ -218,12 +210,9 @@ def test_a_closed_model_says_so(bundle, tmp_path):
         lambda: model.save_prefix(tmp_path / "prefix.npz", [1]),
         lambda: model.load_prefix(tmp_path / "prefix.npz"),
         lambda: (model.methods, model.provider, model.vocabulary),
-        lambda: model.planner,
-        partial(tune, model),
-        model.measure_again,
-        model.forget,
+        lambda: model.planner, partial(tune, model), model.measure_again, model.forget,
         model.twin,
-    ]
+    ]  # fmt: skip
     for call in calls:
         with pytest.raises(jetdraft.JetdraftError, match="this model is closed"):
             call()

@@ -12,6 +12,7 @@ import torch
 
 import jetdraft
 from jetdraft.bundle import CHAT_TEMPLATE
+from jetdraft.cli.check import LINEAR_ATTENTION
 from jetdraft.errors import OptionError, ProviderError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
@@ -19,11 +20,13 @@ from jetdraft.runtime.sampling.chooser import Sampling
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.test_mtp import edit
 from tests.cli import running
+from tests.export.conftest import MTP
 from tests.runtime import test_conformance as conformance
 from tests.runtime.fake_method import tokens_of
 from tests.runtime.test_generation import CHAINS, Scripted
 from tests.runtime.test_generation import PROMPT as SCRIPTED
 from tests.tiny import HYBRIDS, save_checkpoint
+from tools.forecast.kernel_table import TABLES, KernelTable
 
 PROMPT, H = conformance.PROMPT, layouts.H
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -37,10 +40,7 @@ def add_mtp(folder, config) -> None:
     """Add an MTP module of random weights to a checkpoint of Qwen3.5."""
     torch.manual_seed(11)
     rows = 2 * config.num_attention_heads * config.head_dim  # queries and their gates
-    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-    tensors = {f"mtp.{name}.weight": layouts.norm() for name in norms}
-    tensors["mtp.fc.weight"] = layouts.rand(H, 2 * H)
-    tensors |= layouts.layer_tensors("mtp.layers.0.", qk_norm=True)
+    tensors = MTP["qwen"][1]()
     tensors["mtp.layers.0.self_attn.q_proj.weight"] = layouts.rand(rows, H)
     edit(folder, lambda own: own | tensors)
 
@@ -190,8 +190,14 @@ def test_layer_types_that_do_not_fit_the_weights_are_refused(tmp_path):
 
 
 def test_states_come_with_their_replay(bundles):
+    """The first versions called its file a compaction."""
+    entry = bundles["lfm2"].target
+    without = replace(entry, replay_file=None)
+    old = replace(without, compaction_file=entry.replay_file)
+    old.check()
+    assert entry.replay == old.replay == "target-replay.onnx"
     with pytest.raises(ValueError, match="recurrent states and their replay come tog"):
-        replace(bundles["lfm2"].target, compaction_file=None).check()
+        without.check()
 
 
 def test_other_providers_are_refused_before_they_are_tried(bundles):
@@ -202,16 +208,50 @@ def test_other_providers_are_refused_before_they_are_tried(bundles):
         assert model.provider == "cpu"
 
 
-def test_a_graph_for_another_version_of_the_operator_is_refused(bundles, tmp_path):
+def other_version(graph):
+    node = next(n for n in graph.node if n.op_type == "LinearAttention")
+    node.attribute.append(onnx.helper.make_attribute("of_another_version", 1))
+
+
+def other_input(graph):
+    for node in graph.node:
+        node.input[:] = [name.replace("kept_rows.0", "rows") for name in node.input]
+    next(one for one in graph.input if one.name == "kept_rows.0").name = "rows"
+
+
+@pytest.mark.parametrize(
+    ("file", "edit_graph", "words"),
+    [
+        ("target.onnx", other_version, "of_another_version"),
+        ("target-replay.onnx", other_input, "the replay's inputs lack 'kept_rows.0'"),
+    ],
+)
+def test_an_edited_graph_is_refused_in_a_line(
+    bundles, tmp_path, file, edit_graph, words
+):
+    """With an operator of another version, or with inputs for other states."""
     others = shutil.ignore_patterns("bundle.json", "profiles")
     copy = shutil.copytree(bundles["qwen3_5"].path, tmp_path / "copy", ignore=others)
-    graph = onnx.load(copy / "target.onnx", load_external_data=False)
-    node = next(n for n in graph.graph.node if n.op_type == "LinearAttention")
-    node.attribute.append(onnx.helper.make_attribute("of_another_version", 1))
-    onnx.save(graph, copy / "target.onnx")
+    model = onnx.load(copy / file, load_external_data=False)
+    edit_graph(model.graph)
+    onnx.save(model, copy / file)
     replace(bundles["qwen3_5"], path=copy, files={}).save()
-    words = "of_another_version", "export the bundle again with this version"
-    running.assert_refused(running.jetdraft("check", copy), *words)
+    refused = running.jetdraft("check", copy)
+    running.assert_refused(refused, words, "export the bundle again")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_check_says_which_operators_of_states_a_provider_has(bundles, name):
+    table, said = KernelTable.of(name), "no kernel"
+    if ("com.microsoft", "LinearAttention") in table.kernels:
+        assert table.source.startswith(LINEAR_ATTENTION[name])
+        said = f"a kernel of {LINEAR_ATTENTION[name]}"
+    for family, line in (("lfm2", ""), ("qwen3_5", f"LinearAttention: {said}")):
+        result = running.jetdraft("check", "--for", name, bundles[family].path)
+        assert result.exit_code == 2
+        assert f"{name} cannot run target.onnx: recurrent states run" in result.stderr
+        assert result.stderr.count("\n") == 1
+        assert result.stdout.strip().endswith(line)
 
 
 def test_check_counts_states_as_memory(bundles):

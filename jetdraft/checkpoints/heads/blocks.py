@@ -7,7 +7,7 @@ keys are copies that a bias hides.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from jetdraft.checkpoints.heads.draft_module import (
     LAYER_RENAME,
     DraftInputs,
     DraftModule,
+    Renames,
 )
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_layers import (
@@ -39,6 +40,11 @@ class BlockConfig(HeadConfig):
     """The sizes of a block drafter, and the token whose embedding stands for a mask."""
 
     mask_token: int = 0
+    anchor_drafts: bool = False
+    """Whether the row of the last token drafts too, and each mask one token later."""
+
+    markov_rank: int = 0
+    """The width of a Markov head, 0 without it."""
 
 
 class BlockDrafter(DraftModule):
@@ -51,7 +57,7 @@ class BlockDrafter(DraftModule):
     reads_text = False
     """Whether the context is made of tokens; otherwise it is made of features."""
 
-    renames = (
+    renames: ClassVar[Renames] = (
         (r"(?:model\.)?verifier_.*", None),
         (r"(?:model\.)?" + LAYER_RENAME[0], LAYER_RENAME[1]),
         (r"model\.(.*)", r"\1"),
@@ -92,12 +98,17 @@ class BlockDrafter(DraftModule):
         """Return the masks' states [..., slots, h] out of a block's [..., m, h]."""
         return states[..., -self.config.slots :, :]
 
+    def logits(self, states: Tensor, block: Tensor) -> Tensor:
+        """Return the logits [b, slots, choices] of a block's states and tokens."""
+        logits: Tensor = self.lm_head(self.mask_states(states))
+        return logits
+
     def draft(self, given: DraftInputs) -> tuple[Tensor, None]:
         """Return the logits [1, slots, choices] of the masks; no carried state."""
         context = given.tokens if self.reads_text else given.features
         attention = block_attention(self.block_rows, self.reads_text)
         states = self(context, given.block, given.positions, attention)
-        return self.lm_head(self.mask_states(states)), None
+        return self.logits(states, given.block), None
 
 
 def masked_attention(mask: Tensor | None) -> Attention:

@@ -15,6 +15,8 @@ from jetdraft.checkpoints.heads.head_files import (
     LAYER_KEYS,
     LM_HEAD_WEIGHT,
     HeadFiles,
+    Sizes,
+    Tensors,
 )
 from jetdraft.checkpoints.heads.head_layers import HeadConfig, HeadLayers
 from jetdraft.contracts.step_contract import StepContract
@@ -97,8 +99,8 @@ class DraftModule(nn.Module):
     published: ClassVar[str] = ""
     """The published heads that this class reads, as users call them: "EAGLE-1"."""
 
-    speculators: ClassVar[str] = ""
-    """The name of such heads in the library speculators; "" if it has none."""
+    speculators: ClassVar[tuple[str, ...]] = ()
+    """The names of such heads in the library speculators."""
 
     in_target: ClassVar[bool] = False
     """Whether it lies in the files of its target, and is exported with it."""
@@ -154,9 +156,7 @@ class DraftModule(nn.Module):
         return files.rename_tensors(cls.renames)
 
     @classmethod
-    def configure(
-        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
-    ) -> tuple[HeadConfig, Tensor | None]:
+    def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         """Return the config and `ids`, here None for all; raises `CheckpointError`."""
         files.check_keys(cls.keys)
         fields = files.fields_beside(tensors, target)

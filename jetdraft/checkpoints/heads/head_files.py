@@ -21,6 +21,7 @@ from transformers.activations import ACT2FN
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.draft_vocabulary import D2T, MAX_PADDING, T2D, ids_from_d2t
 from jetdraft.checkpoints.folder import check_file_types, check_shards
+from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.errors import CheckpointError, printable
 from jetdraft.parsing import read_json_file
 
@@ -52,6 +53,13 @@ _IGNORED_KEYS = {
 }
 # Features that jetdraft does not support, with the values that turn them off.
 _OFF = {"use_sliding_window": False, "sliding_window": None, "qkv_bias": False}
+
+
+Tensors = dict[str, Tensor]
+"""The tensors of a head by their names."""
+
+Sizes = tuple[HeadConfig, Tensor | None]
+"""The config of a drafter, and the target's ids of its LM head's rows, None for all."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +162,19 @@ class HeadFiles:
                 f"the config of {self.source} has {names}, which jetdraft does not "
                 "know; a head is never read in part, so give another head"
             )
+
+    def flattened(self, keys: Iterable[str], outer: Iterable[str]) -> "HeadFiles":
+        """These files with one flat config; speculators has `keys` inside of `outer`.
+
+        Raises `CheckpointError` for other keys.
+        """
+        if not self.is_speculators:
+            self.check_keys(keys)
+            return self
+        self.check_keys({*outer, *SPECULATOR_KEYS})
+        layer = self.config.get("transformer_layer_config") or {}
+        self.configured(layer).check_keys(keys)
+        return self.configured({**self.config, **layer})
 
     def positive_integer(self, name: str, default: int = 0) -> int:
         """Return a whole number of the config, from 1 on; default 0: it is required."""
@@ -298,6 +319,17 @@ class HeadFiles:
             if name.startswith("lm_heads.") and len(rows_of_head) > rows:
                 tensors[name] = rows_of_head[:rows]
         return min(len(first), rows)
+
+    def taps_of(self, ids: Any, layers: int, shift: int = 0) -> tuple[int, ...]:
+        """Return `ids` plus `shift` as taps; `CheckpointError` unless all are there."""
+        known = isinstance(ids, list) and all(type(index) is int for index in ids)
+        taps = tuple(index + shift for index in ids or ()) if known else ()
+        if not taps or any(not 0 <= tap <= layers for tap in taps):
+            raise CheckpointError(
+                f"{self.source} reads the target at {ids}, but its {layers} layers "
+                f"give {-shift} to {layers - shift}; give the head of this target"
+            )
+        return taps
 
     def check_fusion(self, tensors: Mapping[str, Tensor], size: int, taps: str) -> None:
         """Raise `CheckpointError` unless fc reads `size` numbers; `taps` names them."""

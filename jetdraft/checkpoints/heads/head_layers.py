@@ -59,6 +59,23 @@ class HeadConfig:
     """Tokens that one row drafts, or that a block has for tokens to be drafted."""
 
     @property
+    def fields(self) -> dict[str, Any]:
+        """The sizes of the decoder layers, by the names that transformers has."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": self.hidden_act,
+            "rms_norm_eps": self.rms_norm_eps,
+            "max_position_embeddings": self.max_positions,
+            "attention_bias": self.attention_bias,
+        }
+
+    @property
     def feature_size(self) -> int:
         """The width of a row of features, and of a carried row."""
         return self.hidden_size if self.taps else self.target_hidden_size
@@ -149,32 +166,13 @@ def project_heads(module: Any, name: str, rows: Tensor) -> Tensor:
 
 def make_layers(config: HeadConfig) -> HeadLayers:
     """Return new layers of a config: Llama's, or with `qk_norm` Qwen3's."""
+    config_class: Any = Qwen3Config if config.qk_norm else LlamaConfig
     layer_class = Qwen3DecoderLayer if config.qk_norm else LlamaDecoderLayer
-    family_config = _family_config(config)
-    layers = [layer_class(family_config, i) for i in range(config.num_layers)]
-    return HeadLayers(layers, LlamaRotaryEmbedding(family_config), family_config)
-
-
-def _family_config(config: HeadConfig) -> Any:
-    """Return the config of Llama, or with `qk_norm` of Qwen3, that has these sizes."""
-    config_class = Qwen3Config if config.qk_norm else LlamaConfig
-    return config_class(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        hidden_act=config.hidden_act,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters=dict(config.rope),
-        max_position_embeddings=config.max_positions,
-        attention_bias=config.attention_bias,
-        **({} if config.qk_norm else {"mlp_bias": config.mlp_bias}),
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    own: dict[str, Any] = {} if config.qk_norm else {"mlp_bias": config.mlp_bias}
+    own |= {"bos_token_id": None, "eos_token_id": None}
+    whole = config_class(**config.fields, **own, rope_parameters=dict(config.rope))
+    layers = [layer_class(whole, index) for index in range(config.num_layers)]
+    return HeadLayers(layers, LlamaRotaryEmbedding(whole), whole)
 
 
 def make_target_layers(model: Any, count: int) -> HeadLayers:

@@ -70,7 +70,9 @@ def check_head(files: HeadFiles, target: str) -> None:
 
 
 def has_own_head(target: str | Path) -> bool:
-    """Whether the folder of a target holds a head too; false for a hub id."""
+    """Whether a target's folder holds a head too; a hub id may, and its files tell."""
+    if not os.path.exists(target):
+        return True
     names: set[str] = set()
     # What is wrong with the files, loading them says.
     with contextlib.suppress(OSError, ValueError, SafetensorError):
@@ -85,11 +87,11 @@ def has_own_head(target: str | Path) -> bool:
 def find_drafter_class(files: HeadFiles, target: str) -> type[DraftModule]:
     """Return the class that reads these files; raises `CheckpointError`."""
     name, known = files.config.get("speculators_model_type"), drafter_classes()
-    speculators = [kind.speculators for kind in known if kind.speculators]
+    speculators = [name for kind in known for name in kind.speculators]
     if name not in (None, *speculators):
         raise CheckpointError(
             f"{files.source} is a {printable(repr(name), 60)} drafter of speculators, "
-            f"from which jetdraft reads {' and '.join(speculators)}; an MTP module is "
+            f"from which jetdraft reads {', '.join(speculators)}; an MTP module is "
             "read from the folder of its target"
         )
     # Kinds without a mark of their own come last.
@@ -113,6 +115,11 @@ def _no_head_message(files: HeadFiles, target: str) -> str:
         )
     if files.is_model:
         return f"{source} is a whole model, not a head; give it as --drafter"
+    if files.has_tensor(r".*\.kv_a_proj_with_mqa\..*"):
+        return (
+            f"{source} is a head with latent attention (MLA), which jetdraft does not "
+            "export yet; give a head that attends as Llama does"
+        )
     published = [kind.published for kind in drafter_classes() if kind.published]
     return (
         f"{source} holds no head that jetdraft knows; it reads heads of "

@@ -17,7 +17,7 @@ from jetdraft.checkpoints.attention import (
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.blocks import MAX_BLOCK_TOKENS
 from jetdraft.checkpoints.heads.draft_module import DraftModule, Reads
-from jetdraft.checkpoints.heads.head_files import HeadFiles
+from jetdraft.checkpoints.heads.head_files import HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
@@ -87,9 +87,7 @@ class SourceDrafter(DraftModule):
         return files.config.get("model_type") == MODEL_TYPE
 
     @classmethod
-    def configure(
-        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
-    ) -> tuple[HeadConfig, None]:
+    def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         source, fields = files.source, files.config
         files.check_keys(cls.keys)
         slots = files.positive_integer("block_size")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from jetdraft.checkpoints.attention import attend_over_buffers
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
-from jetdraft.checkpoints.heads.head_files import HeadFiles
+from jetdraft.checkpoints.heads.head_files import HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.heads.head_layers import (
     HeadConfig,
     make_layers,
@@ -107,9 +107,7 @@ class Chimera(DraftModule):
         return "trigram.block.weight" in files.tensors
 
     @classmethod
-    def configure(
-        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
-    ) -> tuple[HeadConfig, Tensor | None]:
+    def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         config, ids = super().configure(files, target, tensors)
         if config.qk_norm:
             raise CheckpointError(

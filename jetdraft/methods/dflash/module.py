@@ -1,7 +1,8 @@
 """DFlash (2602.06036): a head that fills a block from the states of its target.
 
 Ids of layers name outputs in its authors' and SpecForge's configs, inputs in
-speculators' configs.
+speculators' configs. DSpark (2607.05147) has a Markov head, by which each token of a
+block depends on the token before it.
 """
 
 from collections.abc import Sequence
@@ -13,37 +14,53 @@ from torch import Tensor, nn
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.blocks import BlockConfig, BlockDrafter, read_block_size
 from jetdraft.checkpoints.heads.draft_module import Reads
-from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, SPECULATOR_KEYS, HeadFiles
+from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import CheckpointError
 
-_NESTED_KEYS = {"mask_token_id", "target_layer_ids"}  # Or beside `dflash_config`.
-# Flags of DFlash's descendants, with their values for off.
-_SPECULATOR_KEYS = SPECULATOR_KEYS | {
-    *("draft_vocab_size", "block_size", "target_hidden_size", "mask_token_id"),
-    "aux_hidden_state_layer_ids",
+_MARKOV_RANK, _ANCHOR = "markov_rank", "sample_from_anchor"
+_KEYS = {
+    *("block_size", "num_target_layers", "dflash_config", "mask_token_id", _ANCHOR),
+    *("target_layer_ids", "target_hidden_size", _MARKOV_RANK),
+    # The confidence head says where to cut a block, as `confidence` does here.
+    *("enable_confidence_head", "confidence_head_with_markov", "num_anchors"),
+    "confidence_head_alpha",
+}
+_SPECULATOR_KEYS = _KEYS | {
+    *("draft_vocab_size", "aux_hidden_state_layer_ids"),
     # Only Domino and the training read these.
     *("pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", "lambda_base_start"),
     *("lambda_base_decay_ratio", "auf"),
 }
-_OFF = {
-    "sample_from_anchor": False,
-    "projector_type": "dflash",
-    "shift_label": False,
-    "sliding_window_non_causal": False,
+_VALUES = {
+    "projector_type": ("dflash", "dspark"),
+    "markov_head_type": ("vanilla",),
+    "attention_mode": ("gqa", "mha"),
+    "shift_label": (False,),
+    "sliding_window_non_causal": (False,),
 }
+"""Flags of DFlash's descendants, with the values that are read."""
+
+_ARCHITECTURES = {
+    **dict.fromkeys(("DFlashDraftModel", "DSparkDraftModel", "Qwen3DSparkModel"), ""),
+    "DFlash2DraftModel": "DFlash2's convolutions and its selector of candidates",
+    "DominoDraftModel": "Domino's recurrent layer over a block",
+}
+"""Names of DFlash and its descendants, with what keeps a head from being read."""
 
 
 class Dflash(BlockDrafter):
     """A head with the target's embedding, and its LM head unless it has its own."""
 
-    published = "DFlash"
-    speculators = "dflash"
+    published = "DFlash, DSpark"
+    speculators = ("dflash", "dspark")
     reads = Reads(features=True, guesses=True, anchored=True)
-    keys = LAYER_KEYS | {
-        *("block_size", "num_target_layers", "dflash_config", "mask_token_id"),
-        *("target_layer_ids", "target_hidden_size"),
-    }
+    keys = LAYER_KEYS | _KEYS
+    renames = (
+        (r"(?:logit_head\.)?confidence_head\..*", None),
+        (r"(?:logit_head\.)?markov_head\.(markov_w[12]\..*)", r"\1"),
+        *BlockDrafter.renames,
+    )
     has_own_matrices = True
     fusion_names = ("fc", "hidden_norm")
 
@@ -54,6 +71,13 @@ class Dflash(BlockDrafter):
         joined = len(config.taps) * config.target_hidden_size
         self.fc = nn.Linear(joined, config.hidden_size, bias=False)
         self.hidden_norm = self.stack.norm(config.hidden_size)
+        if rank := config.markov_rank:
+            self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+            self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+
+    @property
+    def block_rows(self) -> int:
+        return self.config.slots + (not self.config.anchor_drafts)
 
     def fuse(self, taps: Sequence[Tensor]) -> Tensor:
         states = [state.to(self.fc.weight.dtype) for state in taps]
@@ -67,29 +91,58 @@ class Dflash(BlockDrafter):
         )
         return rows
 
-    @classmethod
-    def recognizes(cls, files: HeadFiles) -> bool:
-        config = files.config
-        of_speculators = config.get("speculators_model_type") == cls.speculators
-        named = files.architecture == "DFlashDraftModel"
-        return named or of_speculators or "dflash_config" in config
+    def logits(self, states: Tensor, block: Tensor) -> Tensor:
+        """Return the logits; a Markov head adds what the token before a slot says.
+
+        That token is the `block`'s, or else the likeliest in the slot before.
+        """
+        logits = super().logits(states, block)
+        if not self.config.markov_rank:
+            return logits
+        slots: list[Tensor] = []
+        for index, slot in enumerate(logits.unbind(1)):
+            token = block[:, index : index + 1]
+            if slots:
+                best = slots[-1].argmax(-1)
+                best = best if self.ids is None else self.ids[best]
+                token = torch.where(token < self.config.vocab_size, token, best)
+            slots.append(slot[:, None] + self.markov_w2(self.markov_w1(token)))
+        return torch.cat(slots, dim=1)
 
     @classmethod
-    def configure(
-        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
-    ) -> tuple[BlockConfig, Tensor | None]:
+    def recognizes(cls, files: HeadFiles) -> bool:
+        of_speculators = files.config.get("speculators_model_type") in cls.speculators
+        named = files.architecture in _ARCHITECTURES
+        return named or of_speculators or "dflash_config" in files.config
+
+    @classmethod
+    def check(cls, files: HeadFiles) -> None:
+        cls._flatten_config(files)
+
+    @classmethod
+    def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         files = cls._flatten_config(files)
         _check_target(files, target)
         fields = files.fields_beside(tensors, target)
         layers = len(decoder_layers(target.model))
-        taps = _read_taps(files, fields["num_layers"], layers)
+        if files.is_speculators:
+            ids = files.config.get("aux_hidden_state_layer_ids")
+            taps = files.taps_of(ids, layers)
+        else:
+            usual = default_output_layers(fields["num_layers"], layers)
+            ids = files.config.get("target_layer_ids") or usual
+            taps = files.taps_of(ids, layers, shift=1)
         joined = len(taps) * fields["target_hidden_size"]
         files.check_fusion(tensors, joined, "its taps")
         ids = files.mapped_ids(tensors, target)
+        # A config of DSpark without the flag is of its authors, or of SpecForge.
+        anchor_drafts = files.config.get(_ANCHOR, _MARKOV_RANK in files.config)
         config_of_head = BlockConfig(
             draft_vocab_size=target.vocab_size if ids is None else len(ids),
             taps=taps,
-            slots=read_block_size(files, least=2) - 1,
+            slots=read_block_size(files, least=2) - (not anchor_drafts),
+            anchor_drafts=bool(anchor_drafts),
+            markov_rank=int(files.config.get(_MARKOV_RANK) or 0),
             mask_token=_read_mask_token(files, target),
             **fields,
         )
@@ -97,22 +150,15 @@ class Dflash(BlockDrafter):
 
     @classmethod
     def _flatten_config(cls, files: HeadFiles) -> HeadFiles:
-        """Return the files with one flat config; refuses unknown keys."""
-        config = files.config
-        nested = config.get("dflash_config") or {}
-        if not isinstance(nested, dict) or nested.keys() - _NESTED_KEYS:
+        """Return the files with one flat config; refuses unknown keys and kinds."""
+        if lacking := _ARCHITECTURES.get(files.architecture):
             raise CheckpointError(
-                f"the dflash_config of {files.source} is {nested!r}; jetdraft knows "
-                f"{' and '.join(sorted(_NESTED_KEYS))} in it"
+                f"{files.source} has {lacking}, which jetdraft does not compute; give "
+                "a head of DFlash or DSpark"
             )
-        if not files.is_speculators:
-            files.check_keys(cls.keys)
-            return files.configured({**config, **nested})
-        on = {n: v for n, v in config.items() if n not in _OFF or v != _OFF[n]}
-        files.configured(on).check_keys(_SPECULATOR_KEYS)
-        layer = config.get("transformer_layer_config") or {}
-        files.configured(layer).check_keys(cls.keys)
-        return files.configured({**config, **layer})
+        config = {**files.config, **(files.config.get("dflash_config") or {})}
+        on = {n: v for n, v in config.items() if v not in _VALUES.get(n, ())}
+        return files.configured(on).flattened(cls.keys, _SPECULATOR_KEYS)
 
 
 def default_output_layers(count: int, layers: int) -> list[int]:
@@ -137,23 +183,6 @@ def _check_target(files: HeadFiles, target: Checkpoint) -> None:
             f"{target.source} has a {type(embedding).__name__}, and DFlash reads plain "
             "embeddings only; export without the head"
         )
-
-
-def _read_taps(files: HeadFiles, own: int, layers: int) -> tuple[int, ...]:
-    """Read the taps in the order of the config; tap i is what layer i reads."""
-    if files.is_speculators:
-        ids = files.config.get("aux_hidden_state_layer_ids")
-    else:
-        ids = files.config.get("target_layer_ids") or default_output_layers(own, layers)
-    shift = 0 if files.is_speculators else 1
-    known = isinstance(ids, list) and all(type(index) is int for index in ids)
-    taps = tuple(index + shift for index in ids or ()) if known else ()
-    if not taps or any(not 0 <= tap <= layers for tap in taps):
-        raise CheckpointError(
-            f"{files.source} reads the target at {ids}, but its {layers} layers give "
-            f"{1 - shift} to {layers - shift}; give the head of this target"
-        )
-    return taps
 
 
 def _read_mask_token(files: HeadFiles, target: Checkpoint) -> int:

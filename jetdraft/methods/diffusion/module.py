@@ -42,8 +42,11 @@ class Diffusion(BlockDrafter):
 
     @classmethod
     def configure(
-        cls, files: head_files.HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
-    ) -> tuple[BlockConfig, Tensor | None]:
+        cls,
+        files: head_files.HeadFiles,
+        target: Checkpoint,
+        tensors: head_files.Tensors,
+    ) -> head_files.Sizes:
         """Read the config and the draft vocabulary; resizes the embedding in place."""
         files.check_keys(cls.keys)
         own, rows = files.positive_integer("vocab_size"), target.vocab_size

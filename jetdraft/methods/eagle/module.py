@@ -6,7 +6,7 @@ stands for the features of row t + 1 in the next step.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,9 @@ from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Re
 from jetdraft.checkpoints.heads.head_files import (
     FIRST_LAYER,
     LAYER_KEYS,
-    SPECULATOR_KEYS,
     HeadFiles,
+    Sizes,
+    Tensors,
 )
 from jetdraft.checkpoints.heads.head_layers import HeadConfig, HeadLayers, make_layers
 from jetdraft.checkpoints.layers import decoder_layers
@@ -66,7 +67,7 @@ class Eagle(DraftModule):
     """
 
     published = "EAGLE-1, EAGLE-2, EAGLE-3"
-    speculators = "eagle3"
+    speculators: ClassVar[tuple[str, ...]] = ("eagle3",)
     recognized_last = True
     reads = Reads(features=True, carries=True)
     keys = LAYER_KEYS | {"bias", "add_para_norm"}
@@ -193,9 +194,7 @@ class Eagle(DraftModule):
         cls._flatten_config(files, _is_eagle3(tensors)).layer_fields(tensors)
 
     @classmethod
-    def configure(
-        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
-    ) -> tuple[EagleConfig, Tensor | None]:
+    def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         eagle3 = _is_eagle3(tensors)
         files = cls._flatten_config(files, eagle3)
         fields, config = files.fields_beside(tensors, target), files.config
@@ -217,8 +216,8 @@ class Eagle(DraftModule):
         taps = len(head.taps)
         joined = taps * head.target_hidden_size if eagle3 else 2 * head.hidden_size
         files.check_fusion(tensors, joined, f"{taps or 2} states")
-        if not head.final_norm and not head.carries_normed:
-            tensors.pop("norm.weight", None)  # SpecForge saves it and does not use it
+        if not head.final_norm:
+            tensors.pop("norm.weight", None)  # some files have it, and do not use it
         return head, ids
 
     @classmethod
@@ -227,19 +226,13 @@ class Eagle(DraftModule):
         outer = files.config
         if outer.get("model_type") == "eagle" and isinstance(outer.get("model"), dict):
             outer = outer["model"]  # as old versions of vLLM wrapped it
-        keys, flat = cls.eagle3_keys if eagle3 else cls.keys, files.configured(outer)
-        if not files.is_speculators:
-            flat.check_keys(keys)
-            return flat
-        if not eagle3:
+        if files.is_speculators and not eagle3:
             raise CheckpointError(
                 f"{files.source} is no EAGLE-3 head, though speculators says so; fetch "
                 "it again"
             )
-        flat.check_keys(keys | SPECULATOR_KEYS)
-        layer = outer.get("transformer_layer_config") or {}
-        flat.configured(layer).check_keys(keys)
-        return flat.configured({**outer, **layer})
+        keys = cls.eagle3_keys if eagle3 else cls.keys
+        return files.configured(outer).flattened(keys, keys)
 
 
 class _FirstLayer(nn.Module):
@@ -289,14 +282,12 @@ def _eagle3_flags(files: HeadFiles) -> dict[str, Any]:
     config = files.config
     nested = "transformer_layer_config" in config
     before_residual = config.get("norm_before_residual")
-    output = config.get("norm_output")
     return {
         "norm_before_residual": nested if before_residual is None else before_residual,
         "norm_before_fc": bool(config.get("norm_before_fc")),
         "fc_norm": bool(config.get("fc_norm")),
-        # speculators feeds the normed state back; SpecForge norms before the LM head.
-        "carries_normed": files.is_speculators and bool(output),
-        "final_norm": files.is_speculators or output is not False,
+        # As all its engines read it; before 3.1 SpecForge trained another meaning.
+        "carries_normed": bool(config.get("norm_output")),
     }
 
 
@@ -313,12 +304,6 @@ def _read_taps(files: HeadFiles, layers: int) -> tuple[int, ...]:
             "jetdraft does not know; give another head"
         )
     ids = config.get(name) or config.get("aux_hidden_state_layer_ids")
-    if nested.get(name):
-        ids = [index + 1 for index in nested[name]]
-    taps = tuple(ids or (2, layers // 2, layers - 3))
-    if any(not 0 <= tap <= layers for tap in taps):
-        raise CheckpointError(
-            f"{files.source} reads the target at {list(taps)}, but its {layers} layers "
-            f"give 0 to {layers}; give the head of this target"
-        )
-    return taps
+    if outputs := nested.get(name):
+        return files.taps_of(outputs, layers, shift=1)
+    return files.taps_of(ids or [2, layers // 2, layers - 3], layers)

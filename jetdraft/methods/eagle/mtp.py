@@ -7,43 +7,30 @@ import torch
 from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.head_files import FIRST_LAYER, HeadFiles
+from jetdraft.checkpoints.heads.head_files import FIRST_LAYER, HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.heads.head_layers import HeadLayers, make_target_layers
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError
 from jetdraft.methods.eagle.module import Eagle, EagleConfig
 
+_PARTS = ("fc.", "embedding_norm.", "hidden_norm.", "norm.")
 _LAYOUTS = {
-    # In each, the tensor of fc comes first: it tells the layout.
-    "deepseek": (
-        re.compile(r"^(?:.*\.)?layers\.(\d+)\.(?=(.*))"),
-        {
-            "eh_proj.": "fc.",
-            "enorm.": "embedding_norm.",
-            "hnorm.": "hidden_norm.",
-            "shared_head.norm.": "norm.",
-        },
-    ),
-    "qwen": (
-        re.compile(r"^(?:.*\.)?mtp\.(?:layers\.(\d+)\.)?(?=(.*))"),
-        {
-            "fc.": "fc.",
-            "pre_fc_norm_embedding.": "embedding_norm.",
-            "pre_fc_norm_hidden.": "hidden_norm.",
-            "norm.": "norm.",
-        },
-    ),
-    "mimo": (
-        re.compile(r"^(?:.*\.)?mtp_layers\.(\d+)\.(?=(.*))"),
-        {
-            "input_proj.": "fc.",
-            "token_layernorm.": "embedding_norm.",
-            "hidden_layernorm.": "hidden_norm.",
-            "final_layernorm.": "norm.",
-        },
-    ),
-}
-# The key of a config with which fc joins the state before the embedding.
+    kind: (
+        re.compile(rf"^(?:.*\.)?{layer}(?=(.*))"),
+        dict(zip(names, _PARTS, strict=True)),
+    )
+    for kind, layer, *names in (
+        ("deepseek", r"layers\.(\d+)\.", "eh_proj.", "enorm.", "hnorm.",
+         "shared_head.norm."),
+        ("qwen", r"mtp\.(?:layers\.(\d+)\.)?", "fc.", "pre_fc_norm_embedding.",
+         "pre_fc_norm_hidden.", "norm."),
+        ("mimo", r"mtp_layers\.(\d+)\.", "input_proj.", "token_layernorm.",
+         "hidden_layernorm.", "final_layernorm."),
+    )
+}  # fmt: skip
+"""By its publisher, the pattern of a module's tensors, and the names of its `_PARTS`;
+the tensor of fc comes first, which tells the layout."""
+
 HIDDEN_FIRST = "mtp_hidden_states_first"
 _COPIED_PREFIXES = ("shared_head.head.", "embed_tokens.")  # Copies of the target's.
 
@@ -52,7 +39,7 @@ class Mtp(Eagle):
     """A head with a layer of its target's own kind; its files are the target's."""
 
     published = "MTP"
-    speculators = ""
+    speculators = ()
     in_target = True
     recognized_last = False
 
@@ -77,9 +64,7 @@ class Mtp(Eagle):
         return dict(files.tensors)
 
     @classmethod
-    def configure(
-        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
-    ) -> tuple[EagleConfig, None]:
+    def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         """Read the config, and rename `tensors` in place; refuses several modules."""
         layout = _find_layout(files)
         assert layout is not None

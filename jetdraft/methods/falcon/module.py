@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
-from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles
+from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.heads.head_layers import HeadConfig, make_layers
 from jetdraft.errors import CheckpointError
 
@@ -105,9 +105,7 @@ class Falcon(DraftModule):
         return "recurrence.inputs.0.weight" in files.tensors
 
     @classmethod
-    def configure(
-        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
-    ) -> tuple[HeadConfig, Tensor | None]:
+    def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         config, ids = super().configure(files, target, tensors)
         slots = files.positive_integer("block_size")
         if not 2 <= slots <= MAX_ROWS:

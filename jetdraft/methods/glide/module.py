@@ -6,13 +6,14 @@ Row t reads token t and predicts token t + 1.
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads import head_layers
 from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
-from jetdraft.checkpoints.heads.head_files import HeadFiles
+from jetdraft.checkpoints.heads.head_files import HeadFiles, Sizes, Tensors
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
 ARCHITECTURE = "GlideDrafter"  # What the config of a drafter calls it.
@@ -38,13 +39,16 @@ class Glide(DraftModule):
         self.embed_tokens = target.get_input_embeddings()
         self.lm_head = target.get_output_embeddings()
         self.stack = head_layers.make_layers(config)
-        rotary = getattr(target.get_decoder(), "rotary_emb", None)
-        if rotary is None:
-            raise UnsupportedModelError(
-                f"{type(target).__name__} has no rotary embedding, with which GliDe "
-                "reads its keys; choose another drafter"
-            )
+        rotary: Any = getattr(target.get_decoder(), "rotary_emb", None)
+        row = torch.zeros(1, 1)
         self.stack.rotary = copy.deepcopy(rotary)
+        turned = self.stack.rotations(row[None], row)[0].shape[-1] if rotary else 0
+        if turned != config.head_dim:
+            raise UnsupportedModelError(
+                f"{type(target).__name__} rotates {turned} of {config.head_dim} "
+                "numbers of its keys, and GliDe reads whole rotations; choose another "
+                "drafter"
+            )
         width, inner = config.hidden_size, config.num_heads * config.head_dim
         self.cross = nn.ModuleDict(
             {
@@ -114,9 +118,7 @@ class Glide(DraftModule):
         return "cross.q_proj.weight" in files.tensors
 
     @classmethod
-    def configure(
-        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
-    ) -> tuple[head_layers.HeadConfig, Tensor | None]:
+    def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         config, ids = super().configure(files, target, tensors)
         text = target.model.config.get_text_config(decoder=True)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

@@ -38,11 +38,12 @@ class GlideTask(LayerTask):
         return drafter
 
     def target_lesson(self, run: Run, batch: Batch) -> GlideLesson:
-        """Run the target; the lesson has the keys and values of its last layer."""
+        """Run the target; the last layer with keys gives the lesson's."""
         with torch.no_grad(), precision(batch.ids.device):
             outputs = run.teacher(input_ids=batch.ids, use_cache=True)
-        layers = outputs.past_key_values.layers
-        last = layers[len(decoder_layers(run.teacher)) - 1]
+        layers = outputs.past_key_values.layers[: len(decoder_layers(run.teacher))]
+        # A layer with a recurrent state has no keys.
+        *_, last = (one for one in layers if getattr(one, "keys", None) is not None)
         if last.keys.shape[2] != batch.ids.shape[1]:
             raise UnsupportedModelError(
                 f"{run.target.source} attends in sliding windows, and GliDe reads all "

@@ -16,7 +16,7 @@ from jetdraft.checkpoints.heads.draft_module import (
     DraftModule,
     Reads,
 )
-from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles
+from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.heads.head_layers import CACHE, HeadConfig, make_layers
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import CheckpointError
@@ -70,9 +70,7 @@ class Kangaroo(DraftModule):
         return files.architecture == ARCHITECTURE or without_mlp
 
     @classmethod
-    def configure(
-        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
-    ) -> tuple[HeadConfig, Tensor | None]:
+    def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         config, ids = super().configure(files, target, tensors)
         source, layers = files.source, len(decoder_layers(target.model))
         layer = files.positive_integer("exit_layer")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
-from jetdraft.checkpoints.heads.head_files import HeadFiles
+from jetdraft.checkpoints.heads.head_files import HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.errors import CheckpointError, printable
 
@@ -136,9 +136,7 @@ class Medusa(GuessingHeads):
         return tensors
 
     @classmethod
-    def configure(
-        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
-    ) -> tuple[MedusaConfig, Tensor | None]:
+    def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         cls.check(files)
         source = files.source
         heads = sorted(n.split(".")[1] for n in tensors if n.startswith("lm_heads."))
@@ -230,9 +228,7 @@ class Hydra(GuessingHeads):
                 )
 
     @classmethod
-    def configure(
-        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
-    ) -> tuple[MedusaConfig, Tensor | None]:
+    def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         cls.check(files)
         mlp = r"hydra_mlp\.\d+\.\d+\.(linear|res_connection)\.(weight|bias)"
         if not files.has_tensor(mlp) or not files.has_tensor(

@@ -8,7 +8,6 @@ from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Target
 from jetdraft.runtime.proposers.drafter_methods import lacks_probes, probe_proposer
 from jetdraft.runtime.proposers.method import WALK, Method
-from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
 
 DROP_ALL = 2.0  # No probability reaches it: only the root is verified.
@@ -50,11 +49,6 @@ class StreamOptions(TreeOptions):
         return WIDEST - 1 if size is None and self.prune_threshold is not None else size
 
 
-def _make_proposer(loaded: LoadedBundle, options: StreamOptions) -> Proposer:
-    may_branch = options.may_branch and options.prune_threshold is None
-    return probe_proposer("stream", loaded, options, branches=may_branch)
-
-
 def _pruning_target(
     loaded: LoadedBundle, options: StreamOptions, widths: Sequence[int]
 ) -> Target | None:
@@ -69,7 +63,12 @@ def _pruning_target(
 METHOD = Method(
     "stream",
     "the target itself, in the pass that verifies",
-    _make_proposer,
+    lambda loaded, options: probe_proposer(
+        "stream",
+        loaded,
+        options,
+        branches=options.may_branch and options.prune_threshold is None,
+    ),
     StreamOptions,
     lacks=lacks_probes("stream"),
     trees=True,
@@ -77,9 +76,7 @@ METHOD = Method(
     cost="probes",
     target=_pruning_target,
     samples=(
-        {"tree": "best"},
-        {"tree": "heap"},
-        {"tree": "comb"},
+        *({"tree": shape} for shape in ("best", "heap", "comb")),
         {"tree": "best", "prune_threshold": 0.05},
     ),
     task="jetdraft.methods.stream.task:StreamTask",

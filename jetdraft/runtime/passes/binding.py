@@ -25,7 +25,7 @@ class PassBinding:
 
     `tensors` holds them by name, `arrays` their arrays on the host. `buffers` are KV
     buffers, by name of the input; `borrowed` buffers of another graph are only read.
-    `turns` has the recurrent states of each turn, by the names of inputs and outputs.
+    `states` has the recurrent states for each parity, by their names.
     """
 
     def __init__(
@@ -41,23 +41,23 @@ class PassBinding:
         members: int = 1,
         prefix: int = 0,
         borrowed: Mapping[str, ort.OrtValue] = MappingProxyType({}),
-        turns: Sequence[Mapping[str, ort.OrtValue]] = ({},),
+        states: Sequence[Mapping[str, ort.OrtValue]] = ({},),
     ) -> None:
         self.session = session
         self._memory = memory
-        self.ios, self.turn = [session.io_binding() for _ in turns], 0
+        self.ios, self.parity = [session.io_binding() for _ in states], 0
         # A value can share the memory of its array, so both must stay alive.
         self.tensors: dict[str, Tensor] = {}
         presents = {name: name.replace("past_", "present_") for name in buffers}
         fixed = {**buffers, **{presents[n]: b for n, b in buffers.items()}, **borrowed}
         for spec in (*inputs, *outputs):
-            if spec.name not in fixed and spec.name not in turns[0]:
+            if spec.name not in fixed and spec.name not in states[0]:
                 place = HOST if spec.name in memory.on_host else memory
                 shape = spec.shape_for(rows, answers, probes, members, prefix)
                 self.tensors[spec.name] = place.tensor(shape, spec.dtype)
         own = {name: tensor.value for name, tensor in self.tensors.items()}
-        for io, states in zip(self.ios, turns, strict=True):
-            values = {**own, **fixed, **states}
+        for io, placed in zip(self.ios, states, strict=True):
+            values = {**own, **fixed, **placed}
             for spec in inputs:
                 io.bind_ortvalue_input(spec.name, values[spec.name])
             for spec in outputs:
@@ -92,7 +92,7 @@ class PassBinding:
                 for tensor in (*self._uploads, *steady):
                     tensor.upload()
                 self._changed.clear()
-            run_bound(self.session, self.ios[self.turn], options)
+            run_bound(self.session, self.ios[self.parity], options)
             if self._copies:
                 for tensor in self._downloads:
                     tensor.download()

@@ -109,13 +109,14 @@ Arrays = dict[str, npt.NDArray[Any]]  # Rows or states by name.
 class Cache:
     """Fixed buffers, allocated once, and a cursor; rows beyond `length` are stale.
 
-    A `compaction` session moves the rows of an accepted branch together, in `seconds`.
+    A `compaction` session moves the rows of an accepted branch together.
 
     Recurrent states have no rows to go back to. A pass reads them in one place and
     writes them in another, and a commit lets the places change their roles. To commit a
-    part of a pass's rows, the session is a replay: from the states before the pass it
-    goes over this part again. A longer way back leads to 0, or to the one length whose
-    states `mark` has copied.
+    part of a pass's rows, the `replay` session goes over this part again, from the
+    states before the pass. A longer way back leads to 0, or to the one length whose
+    states `mark` has copied. `seconds` counts both sessions; raises `ContractError` for
+    a replay of other states.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Cache:
         contract: StepContract,
         compaction: ort.InferenceSession | None = None,
         memory: Memory = HOST,
+        replay: ort.InferenceSession | None = None,
     ) -> None:
         self.capacity = contract.capacity
         # A biased pass over all slots is a first prompt to onnxruntime's attention,
@@ -133,11 +135,15 @@ class Cache:
         self.memory = memory
         tensors = memory.tensors(contract.buffers("past"))
         self.buffers = {name: tensor.value for name, tensor in tensors.items()}
-        self._compaction = compaction
+        self._compaction, self._replay = compaction, replay
         self._moves: dict[int, _MoveBinding] = {}
-        # `turn` says in which of both places the states are.
-        pasts = contract.state_tensors("past")
-        self._states, self.turn = [memory.tensors(pasts) for _ in range(2)], 0
+        # `parity` says in which of both places the states are.
+        pasts, presents = map(contract.state_tensors, ("past", "present"))
+        self._states, self.parity = [memory.tensors(pasts) for _ in range(2)], 0
+        if replay is not None:
+            read = (*contract.kept_rows, *pasts)
+            check_tensors(read, replay.get_inputs(), "the replay's inputs")
+            check_tensors(presents, replay.get_outputs(), "the replay's outputs")
         # Rows and width of a pass that is not committed yet.
         self.last_pass = 0, 0
         # What the last pass has kept of its rows, whatever its width.
@@ -162,28 +168,28 @@ class Cache:
             if rows > count or (rows < count and width > WIDEST):
                 raise ValueError(f"cannot commit {rows} rows of a pass over {count}")
             if rows < count:
-                self._replay(rows)
+                self._go_over_again(rows)
             # Without a call in between, Ctrl-C cannot separate these assignments.
-            self.turn, self.last_pass = 1 - self.turn, (0, 0)
+            self.parity, self.last_pass = 1 - self.parity, (0, 0)
         self.length += rows
 
-    def _replay(self, rows: int) -> None:
-        """Go over the first `rows` rows of the last pass again."""
-        assert self._compaction is not None
-        if (rows, self.turn) not in self._replays:
-            io, values = self._compaction.io_binding(), self.states_of(rows)[self.turn]
-            for declared in self._compaction.get_inputs():
+    def _go_over_again(self, rows: int) -> None:
+        """Replay the first `rows` rows of the last pass."""
+        assert self._replay is not None
+        if (rows, self.parity) not in self._replays:
+            io, values = self._replay.io_binding(), self.states_of(rows)[self.parity]
+            for declared in self._replay.get_inputs():
                 io.bind_ortvalue_input(declared.name, values[declared.name])
-            for declared in self._compaction.get_outputs():
+            for declared in self._replay.get_outputs():
                 io.bind_ortvalue_output(declared.name, values[declared.name])
-            self._replays[rows, self.turn] = io
+            self._replays[rows, self.parity] = io
         with self.memory.exclusive_use():
             start = time.perf_counter()
-            run_bound(self._compaction, self._replays[rows, self.turn])
+            run_bound(self._replay, self._replays[rows, self.parity])
             self.seconds += time.perf_counter() - start
 
     def states_of(self, rows: int) -> list[dict[str, ort.OrtValue]]:
-        """What passes over `rows` rows read and write of states, by name, in each turn.
+        """What passes over `rows` rows read and write of states, by parity and name.
 
         That is the states before and after the pass, and what a narrow pass keeps of
         its rows; a wide pass is committed whole. [{}] without states.
@@ -193,13 +199,13 @@ class Cache:
             for name, array in self._kept_rows.items()
             if rows <= WIDEST
         }
-        turns = []
+        found = []
         for past, present in (self._states, self._states[::-1]):
             values = {name: tensor.value for name, tensor in past.items()}
             for name, tensor in present.items():
                 values[name.replace("past_", "present_")] = tensor.value
-            turns.append(values | kept)
-        return turns if self._states[0] else [{}]
+            found.append(values | kept)
+        return found if self._states[0] else [{}]
 
     def rewind(self, length: int) -> None:
         """Go back to `length` committed rows, without a copy of rows.
@@ -230,13 +236,14 @@ class Cache:
 
     def copy_states(self) -> Arrays:
         """Copies of the states by name; {} without states."""
-        for tensor in self._states[self.turn].values():
+        states = self._states[self.parity]
+        for tensor in states.values():
             tensor.download()
-        return {n: tensor.array.copy() for n, tensor in self._states[self.turn].items()}
+        return {name: tensor.array.copy() for name, tensor in states.items()}
 
     def set_states(self, stored: Arrays) -> None:
         """Write states that `copy_states` has copied; what is missing becomes zero."""
-        for name, tensor in self._states[self.turn].items():
+        for name, tensor in self._states[self.parity].items():
             np.copyto(tensor.array, stored.get(name, 0))
             tensor.upload()
         self.last_pass = 0, 0

@@ -44,6 +44,7 @@ class Graph:
         memory: Memory = HOST,
         captures: Captures | None = None,
         cache: Cache | None = None,
+        replay: ort.InferenceSession | None = None,
     ) -> None:
         self.sessions = sessions
         self.contract = sessions.any.contract
@@ -60,7 +61,7 @@ class Graph:
             for spec in self.contract.selections("past")
         }
         self.prepare(exact=True)
-        self.cache = cache or Cache(self.contract, compaction, memory)
+        self.cache = cache or Cache(self.contract, compaction, memory, replay)
         self.seconds = 0.0
         self.passes = 0
         self._bindings: dict[_PassSize, _GraphBinding] = {}
@@ -232,10 +233,14 @@ class Graph:
     def _set_inputs(self, binding: _GraphBinding, cursor: int) -> ort.RunOptions | None:
         """Set the inputs that are one number; returns the options to run the pass."""
         size = binding.size
-        length = self._total_length(cursor + size.width, binding.has_bias)
+        length = filled = cursor + size.width
+        if binding.has_bias:
+            length = self.contract.slots
+        elif self.lengths:
+            length = next(length for length in self.lengths if length >= filled)
         binding.cursor[0] = cursor
         binding.total_length[0] = length
-        binding.turn = self.cache.turn
+        binding.parity = self.cache.parity
         if self.target_cache is not None:
             binding.arrays["target_length"][0] = self.target_cache.length
         if self.contract.selection is not None:
@@ -245,12 +250,6 @@ class Graph:
         # Prefills have few passes of any width, which are not worth a capture.
         is_prefill = size.width > WIDEST
         return self.captures.run_options(None if is_prefill else (size, length))
-
-    def _total_length(self, filled: int, biased: bool) -> int:
-        """The `total_length` of a pass that ends at row `filled` of the buffers."""
-        if biased:
-            return self.contract.slots
-        return next((length for length in self.lengths if length >= filled), filled)
 
 
 def _borrowed(graph: Graph) -> dict[str, ort.OrtValue]:

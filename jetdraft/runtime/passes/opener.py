@@ -109,6 +109,9 @@ def check_load_options(options: LoadOptions) -> None:
 
 Weights = Mapping[str, npt.NDArray[np.generic]]  # By the initializers' names.
 
+Opened = tuple[StepSessions, Memory, Captures | None]
+"""The sessions of a graph, where its buffers lie, and its captures if it has any."""
+
 
 @dataclass(frozen=True)
 class Opener:
@@ -124,13 +127,11 @@ class Opener:
 
     def graph(self, entry: GraphEntry, weights: Weights | None = None) -> Graph:
         """Open a graph with new KV buffers; `weights` replace initializers, by name."""
-        open_on = {
-            "cpu": self._open_on_cpu,
-            "cuda": self._open_on_cuda,
-            "webgpu": self._open_on_webgpu,
-            "tensorrt": self._open_on_tensorrt,
-        }
-        graph = open_on[self.provider.name](entry, weights or {})
+        open_on = getattr(self, f"_open_on_{self.provider.name}")
+        sessions, memory, captures = open_on(entry, weights or {})
+        files = entry.compaction_file, entry.replay
+        compaction, replay = map(self.commit_session, files)
+        graph = Graph(sessions, compaction, memory, captures, replay=replay)
         if entry.encoder_file is not None:
             session = self.session(entry.encoder_file)
             graph.source = SourceBuffers(session, entry.contract, graph.memory)
@@ -163,8 +164,8 @@ class Opener:
         """Forget the sessions, so that files are read again; graphs keep theirs."""
         self._opened.clear()
 
-    def compaction(self, file: str | None) -> ort.InferenceSession | None:
-        """The session that moves cache rows, with one thread; None without a graph."""
+    def commit_session(self, file: str | None) -> ort.InferenceSession | None:
+        """The session of a commit, with one thread; None without a graph."""
         if file is None:
             return None
         path: Path = self.bundle.path / file
@@ -177,21 +178,19 @@ class Opener:
             options = CUDA_OPTIONS | {"enable_cuda_graph": "0"}
         return open_session(path, self.provider.memory, provider_options=options)
 
-    def _open_on_cpu(self, entry: GraphEntry, weights: Weights) -> Graph:
+    def _open_on_cpu(self, entry: GraphEntry, weights: Weights) -> Opened:
         """Open one session, since chains run as fast in a tree graph, with equal bits.
 
         Two sessions would hold the packed weights twice (docs/log/runtime.md).
         """
         session = self.session(entry.widest_file, weights)
-        sessions = StepSessions(session, entry.widest_contract)
-        return Graph(sessions, self.compaction(entry.compaction_file), HOST)
+        return StepSessions(session, entry.widest_contract), HOST, None
 
-    def _open_on_cuda(self, entry: GraphEntry, weights: Weights) -> Graph:
+    def _open_on_cuda(self, entry: GraphEntry, weights: Weights) -> Opened:
         """Open two sessions over shared weights: chains are faster without a bias.
 
         Standard graphs get one session, since they cannot share weights.
         """
-        compaction = self.compaction(entry.compaction_file)
         memory, options = self.provider.memory, CUDA_OPTIONS
         if entry.tree_file is None or self.bundle.flavour != CONTRIB:
             session = self.session(entry.tree_file or entry.file, weights, options)
@@ -206,9 +205,9 @@ class Opener:
             sessions = StepSessions(
                 tree, entry.tree_contract, chain, owners=[*owners.values()]
             )
-        return Graph(sessions, compaction, Memory(memory, copies=True), Captures())
+        return sessions, Memory(memory, copies=True), Captures()
 
-    def _open_on_webgpu(self, entry: GraphEntry, weights: Weights) -> Graph:
+    def _open_on_webgpu(self, entry: GraphEntry, weights: Weights) -> Opened:
         """Open one session, since WebGPU's sessions cannot share weights.
 
         A captured graph reads `total_length` on the device, where attention cannot
@@ -220,11 +219,10 @@ class Opener:
         options = WEBGPU_OPTIONS | {"enableGraphCapture": str(int(can_capture))}
         session = self.session(file, weights, options)
         memory = Memory("webgpu", True, () if can_capture else ("total_length",))
-        compaction = self.compaction(entry.compaction_file)
         captures = Captures() if can_capture else None
-        return Graph(StepSessions(session, contract), compaction, memory, captures)
+        return StepSessions(session, contract), memory, captures
 
-    def _open_on_tensorrt(self, entry: GraphEntry, weights: Weights) -> Graph:
+    def _open_on_tensorrt(self, entry: GraphEntry, weights: Weights) -> Opened:
         """Open an engine for passes of any width, and one engine for each width."""
         contract, file = entry.widest_contract, entry.tree_file or entry.file
         widths = [width for width in ENGINE_WIDTHS if width <= contract.max_width]
@@ -245,8 +243,7 @@ class Opener:
         sessions = StepSessions(
             any_width, contract, fixed=dict(zip(widths, fixed, strict=True))
         )
-        compaction = self.compaction(entry.compaction_file)
-        return Graph(sessions, compaction, Memory(self.provider.memory, copies=True))
+        return sessions, Memory(self.provider.memory, copies=True), None
 
 
 Values = dict[str, ort.OrtValue]

@@ -134,9 +134,8 @@ class _ResponseLookup(_SequenceLookup):
 
     def begin(self) -> None:
         self._restart()
-        entries = self._store.entries
-        sizes = accumulate(len(entry.response) for entry in entries)
-        entries = entries[: sum(size <= MAX_INDEXED for size in sizes)]
+        sizes = accumulate(len(entry.response) for entry in self._store.entries)
+        entries = self._store.entries[: sum(size <= MAX_INDEXED for size in sizes)]
         if len(self._indexed) > 2 * len(entries):
             self._automaton, self._indexed = SuffixAutomaton(), set()
         for entry in reversed(entries):

@@ -124,6 +124,8 @@ def eagle3(prefix="midlayer.", **changes):
         **layer_tensors(prefix, inputs=2 * H),
         **draft_map(),
     }
+    if config.get("fc_norm"):
+        tensors |= {f"fc_norm.{i}.weight": norm() for i in range(3)}
     return config, tensors
 
 
@@ -233,6 +235,27 @@ def speculators_dflash(cut=True, **changes):
     if cut:
         tensors |= {"lm_head.weight": rand(VD, H), **draft_map()}
     return config, tensors
+
+
+def dspark(kind="authors", taps=(2, 3, 5), **changes):
+    """DSpark as its authors, SpecForge (nested) and speculators write it."""
+    outputs, rows, rank = [tap - 1 for tap in taps], VOCAB_SIZE, 8
+    own = {"markov_rank": rank, "markov_head_type": "vanilla"}
+    own |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    if kind == "speculators":
+        config, tensors = speculators_dflash(aux_hidden_state_layer_ids=list(taps))
+        own |= {"speculators_model_type": "dspark", "sample_from_anchor": True}
+        config, rows = config | own, VD
+    else:
+        nested = kind == "nested"
+        config, tensors = dflash(outputs=outputs, nested=nested, num_target_layers=None)
+        own |= {"attention_mode": "gqa", "projector_type": "dspark"} if nested else {}
+        (config["dflash_config"] if nested else config).update(own)
+        config["architectures"] = ["DSparkDraftModel" if nested else "Qwen3DSparkModel"]
+    head = {"markov_w1": rank * rand(VOCAB_SIZE, rank), "markov_w2": rand(rows, rank)}
+    tensors |= {f"markov_head.{name}.weight": weight for name, weight in head.items()}
+    tensors["confidence_head.proj.weight"] = rand(1, H + rank)
+    return config | changes, tensors
 
 
 def one_layer(kind, layers=1, qk_norm=False, **changes):

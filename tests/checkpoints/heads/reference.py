@@ -95,7 +95,6 @@ def eagle3(
     g,
     norm_before_residual=False,
     feeds_normed=False,
-    norms_last=True,
     theta=10000.0,
     d=16,
     eps=1e-5,
@@ -113,7 +112,7 @@ def eagle3(
     while w := under(weights, f"layers.{index}."):
         z, index = layer(w, z, theta, d, eps), index + 1
     normed = rms(z, weights["norm.weight"], eps)
-    return (normed if norms_last else z), (normed if feeds_normed else z)
+    return normed, (normed if feeds_normed else z)
 
 
 def medusa(weights, f):
@@ -161,6 +160,18 @@ def dflash(weights, context, block, theta=1e6, d=16, eps=1e-5):
     while w := under(weights, f"layers.{index}."):
         x, index = layer(w, x, theta, d, eps, context, hidden), index + 1
     return rms(x, weights["norm.weight"], eps)
+
+
+def markov(weights, logits, tokens, ids=None):
+    """Logits with what the token before says: of `tokens`, then the likeliest."""
+    first, second = (weights[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+    rows, tokens = [], [*tokens]
+    for slot, row in enumerate(logits):
+        if slot == len(tokens):
+            best = int(rows[-1].argmax())
+            tokens.append(best if ids is None else int(ids[best]))
+        rows.append(row + second @ first[tokens[slot]])
+    return torch.stack(rows)
 
 
 def diffusion(weights, tokens, block, theta=10000.0, d=16, eps=1e-5):

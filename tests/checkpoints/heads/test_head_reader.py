@@ -113,10 +113,10 @@ EAGLE3 = {
         {}, (1, 4, 6)),
     "nvidia, the last layer's output": (
         layouts.eagle3, {"eagle_config": {OUTPUTS: [0, 3, 6]}}, {}, (1, 4, 7)),
-    "SpecForge, no last norm": (
-        layouts.eagle3, {"norm_output": False}, {"norms_last": False}, TAPS),
-    "SpecForge 3.1's norm_output norms before the head only": (
-        layouts.eagle3, {"norm_output": True}, {}, TAPS),
+    "without norm_output": (layouts.eagle3, {"norm_output": False}, {}, TAPS),
+    "3.1, flat": (
+        layouts.eagle3, {"norm_output": True, "fc_norm": True},
+        {"feeds_normed": True}, TAPS),
     "speculators, nested": (layouts.speculators, {}, LIKE_SPECULATORS, TAPS),
     "speculators, flat": (
         layouts.speculators, {"nested": False}, {"theta": 5000.0, "eps": 1e-6}, TAPS),
@@ -283,19 +283,19 @@ def filled(drafter, states, known=(), taps=BLOCK_TAPS, mask=None, shift=0):
     with torch.no_grad():
         context = drafter.fuse([states.streams[tap][None] for tap in taps])
         rows = drafter(context, block, positions, masked_attention(mask))
-        return drafter.lm_head(drafter.mask_states(rows))[0]
+        return drafter.logits(rows, block)[0]
 
 
+THETA = {"theta": 5000.0}
 DFLASH = {
     "authors": (layouts.dflash, {}, {}),
     "ids beside": (layouts.dflash, {"nested": False, "prefix": "model."}, {}),
     "one layer": (layouts.dflash, {"layers": 1}, {}),
-    "speculators": (layouts.speculators_dflash, {}, {"theta": 5000.0}),
-    "speculators, all tokens": (
-        layouts.speculators_dflash,
-        {"cut": False},
-        {"theta": 5000.0},
-    ),
+    "speculators": (layouts.speculators_dflash, {}, THETA),
+    "speculators, all tokens": (layouts.speculators_dflash, {"cut": False}, THETA),
+    "DSpark": (layouts.dspark, {}, {}),
+    "DSpark of SpecForge": (layouts.dspark, {"kind": "nested"}, {}),
+    "DSpark of speculators": (layouts.dspark, {"kind": "speculators"}, THETA),
 }
 
 
@@ -308,14 +308,19 @@ def test_dflash(target, states, tmp_path, case, known):
     config, tensors = make(**shape)
     drafter = load_head(write(tmp_path, config, tensors), target, torch.float32)
     assert drafter.config.taps == BLOCK_TAPS
-    assert drafter.config.slots == BLOCK - 1
+    chained = make is layouts.dspark  # then the row of the last token drafts too
+    assert drafter.config.slots == BLOCK - (not chained)
     taps = [states.streams[tap] for tap in BLOCK_TAPS]
     weights = {n.removeprefix("model."): t for n, t in tensors.items()}
     tokens = [ANCHOR, *known, *[MASK] * (BLOCK - 1 - len(known))]
     context = reference.dflash_context(weights, taps)
     rows = target_embedding(target)[tokens]
     wanted = reference.dflash(weights, context, rows, **numerics)
-    wanted = F.linear(wanted[1:], weights.get("lm_head.weight", target_head(target)))
+    wanted = F.linear(
+        wanted[not chained :], weights.get("lm_head.weight", target_head(target))
+    )
+    if chained:
+        wanted = reference.markov(weights, wanted, [ANCHOR, *known], drafter.ids)
     torch.testing.assert_close(filled(drafter, states, known), wanted, **CLOSE)
     assert (drafter.ids is None) == ("d2t" not in weights)
     if drafter.ids is not None:
@@ -329,18 +334,13 @@ MISTAKES = {
     "taps reversed": ({"taps": (5, 3, 2)}, None),
     "a block moved": ({"shift": 1}, None),
     "a context not normed": (
-        {},
-        lambda head, _: setattr(head, "hidden_norm", torch.nn.Identity()),
-    ),
+        {}, lambda head, _: setattr(head, "hidden_norm", torch.nn.Identity())),
     "rotations of the target": (
-        {},
-        lambda head, target: setattr(head.stack, "rotary", target.rotary_emb),
-    ),
+        {}, lambda head, target: setattr(head.stack, "rotary", target.rotary_emb)),
     "another mask token": (
         {},
-        lambda head, _: setattr(head, "config", replace(head.config, mask_token=3)),
-    ),
-}
+        lambda head, _: setattr(head, "config", replace(head.config, mask_token=3))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

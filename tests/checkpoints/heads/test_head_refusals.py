@@ -18,13 +18,14 @@ from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 
 EAGLE1, EAGLE3, SPECULATORS = layouts.eagle1, layouts.eagle3, layouts.speculators
 MEDUSA, HYDRA, DIFFUSION = layouts.medusa, layouts.hydra, layouts.diffusion
-DFLASH, DFLASH2 = layouts.dflash, layouts.speculators_dflash
+DFLASH, SPECULATED = layouts.dflash, layouts.speculators_dflash
 CHIMERA, FALCON, GLIDE, KANGAROO = (
     partial(layouts.one_layer, kind)
     for kind in ("chimera", "falcon", "glide", "kangaroo")
 )
 NAN, INTEGERS = torch.full((FF, H), torch.nan), torch.ones(FF, H).int()
 UP, QUERY = "midlayer.mlp.up_proj.weight", "midlayer.self_attn.q_proj.weight"
+MLA = "midlayer.self_attn.kv_a_proj_with_mqa"
 TAPS = "eagle_aux_hidden_state_layer_ids"
 IDS = torch.arange(VD)
 LONELY = {"model_type": "llama"}, {"model.layers.0.mlp.up_proj.weight": torch.ones(1)}
@@ -45,16 +46,18 @@ KEYS = [
     (SPECULATORS, {"mask_token_id": 3}, "mask_token_id=3"),
     (SPECULATORS, {"speculators_model_type": "peagle"}, "'peagle'"),
     (SPECULATORS, {"speculators_model_type": "mtp"},
-     "reads eagle3 and dflash; an MTP module is read from the folder"),
+     "reads eagle3, dflash, dspark; an MTP module is read from the folder"),
     (MEDUSA, {"medusa_choices": 3}, "medusa_choices=3"),
     (HYDRA, {"hydra_head_arch": "prefix-mlp"}, "hydra_head_arch='prefix-mlp'"),
     (DFLASH, {"is_causal": False}, "is_causal=False"),
     (DFLASH, {"input_embedding_scale": 8.0}, "input_embedding_scale=8.0"),
     (DFLASH, {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
-    (DFLASH, {"dflash_config": {"mask_token_id": 3, "shift": 1}},
-     "dflash_config of .*'shift': 1.* knows mask_token_id and target_layer_ids"),
-    (DFLASH2, {"sample_from_anchor": True}, "sample_from_anchor=True"),  # DSpark
-    (DFLASH2, {"projector_type": "domino"}, "projector_type='domino'"),
+    (DFLASH, {"dflash_config": {"mask_token_id": 3, "shift": 1}}, "has shift=1, which"),
+    (DFLASH, {"architectures": ["DFlash2DraftModel"]}, "has DFlash2's convolutions"),
+    (DFLASH, {"architectures": ["DominoDraftModel"]}, "has Domino's recurrent layer"),
+    (SPECULATORS, {"speculators_model_type": "dflash2"}, "is a 'dflash2' drafter"),
+    (SPECULATED, {"projector_type": "domino"}, "projector_type='domino'"),
+    (layouts.dspark, {"markov_head_type": "rnn"}, "markov_head_type='rnn', which"),
     (DIFFUSION, {"noise": "uniform"}, "noise='uniform'"),
     *((make, {"gate": 1}, "has gate=1, which jetdraft does not know")
       for make in (CHIMERA, GLIDE, KANGAROO)),
@@ -88,7 +91,7 @@ KEYS = [
      r"mlp.down_proj.weight of .* is \[64, 96\].* need \[64, 128\]"),
     (DFLASH, {"num_target_layers": 36}, "target of 36 layers, .* has 7"),
     (partial(DFLASH, outputs=(1, 2, 7)), {}, r"reads the target at \[1, 2, 7\]"),
-    (DFLASH2, {"aux_hidden_state_layer_ids": None}, "reads the target at None"),
+    (SPECULATED, {"aux_hidden_state_layer_ids": None}, "reads the target at None"),
     (DFLASH, {"dflash_config": {"target_layer_ids": [1, 2, 4]}},
      "mask_token_id=None, .* embeds the tokens 0 to 287"),
     (DFLASH, {"dflash_config": {"mask_token_id": 288, "target_layer_ids": [1, 2, 4]}},
@@ -130,6 +133,7 @@ TENSORS = [
     *((make, {name: torch.zeros(4)}, f"unknown weight '{name}'") for make, name in (
         (EAGLE3, "midlayer.self_attn.q_proj.bias"),
         (DFLASH, "markov_head.markov_w1.weight"))),
+    (EAGLE3, {QUERY: None, f"{MLA}.weight": torch.ones(1)}, "latent attention"),
     (EAGLE3, {UP: NAN}, f"{UP} of .* has a NaN"),
     (EAGLE3, {UP: INTEGERS}, f"{UP} of .* is int32"),
     (MEDUSA, {"2.1.weight": torch.ones(5, H)}, r"2.1.weight of .* is \[5, 64\]"),

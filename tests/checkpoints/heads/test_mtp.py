@@ -12,15 +12,19 @@ from safetensors.torch import load_file, save_file
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
+from jetdraft.recipe import Recipe
 from tests import tiny
 from tests.checkpoints.heads import layouts, reference
 from tests.checkpoints.heads.conftest import ROWS
-from tests.checkpoints.heads.layouts import H, rand
-from tests.tiny import HYBRIDS, VOCAB_SIZE, save_checkpoint
+from tests.checkpoints.heads.layouts import H
+from tests.export.conftest import MTP
+from tests.tiny import HYBRIDS, VOCAB_SIZE, save_checkpoint, save_tokenizer
 
 CLOSE = {"rtol": 0, "atol": 5e-5}
 SIZES = {**tiny.SIZES, "num_hidden_layers": 2}
@@ -39,6 +43,7 @@ OF_QWEN = {
     "post_norm": "norm",
 }
 CONFIGS = {
+    "GLM-4": (transformers.Glm4Config(**SIZES, head_dim=16), "model.layers.2.", OF_GLM),
     "GLM-4.5": (
         transformers.Glm4MoeConfig(
             **SIZES, **EXPERTS, head_dim=16, n_routed_experts=4,
@@ -90,11 +95,9 @@ def module_tensors(mtp, layout, names):
     return tensors
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def case(request, tmp_path_factory):
-    """A target whose file has a module too: its folder, itself and the oracle."""
-    config, layout, names = CONFIGS[request.param]
-    folder = tmp_path_factory.mktemp("mtp") / "target"
+def with_module(name, folder):
+    """Save a target whose file has a module too; itself and the oracle."""
+    config, layout, names = CONFIGS[name]
     config.num_mtp_layers = 1
     if getattr(config, "layer_types", None) and config.model_type != "mellum":
         config.mtp_layer_types = ["full_attention"]
@@ -108,10 +111,17 @@ def case(request, tmp_path_factory):
     with torch.no_grad():
         for weight in oracle.layers.parameters():
             weight.copy_(torch.randn_like(weight) * 0.2)
-    file = folder / "model.safetensors"
-    own = module_tensors(oracle, layout, names)
-    save_file(load_file(file) | own, file, {"format": "pt"})
-    if config.model_type in ("glm4_moe", "deepseek_v3"):
+    tensors = module_tensors(oracle, layout, names)
+    edit(folder, lambda own: own | tensors)
+    return model, oracle
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def case(request, tmp_path_factory):
+    """A target whose file has a module too: its folder, itself and the oracle."""
+    folder = tmp_path_factory.mktemp("mtp") / "target"
+    model, oracle = with_module(request.param, folder)
+    if model.config.model_type in ("glm4", "glm4_moe", "deepseek_v3"):
         target = Checkpoint.load(str(folder), torch.float32)
     else:  # a head can be read even where its target cannot be exported
         target = Checkpoint(str(folder), model, None, None, ())
@@ -159,19 +169,11 @@ def test_a_training_begins_with_the_module(case, tmp_path):
 def mimo(folder):
     """A Qwen2 target with a module as MiMo-7B publishes it, and its tensors."""
     torch.manual_seed(7)
-    config = transformers.Qwen2Config(**SIZES)
+    config, layout = MTP["mimo"]
     save_checkpoint(folder, config, tokenizer=False)
-    prefix = "model.mtp_layers.0."
-    tensors = {
-        f"{prefix}token_layernorm.weight": layouts.norm(),
-        f"{prefix}hidden_layernorm.weight": layouts.norm(),
-        f"{prefix}input_proj.weight": rand(H, 2 * H),
-        f"{prefix}final_layernorm.weight": layouts.norm(),
-        **layouts.layer_tensors(prefix, bias=True),
-    }
-    file = folder / "model.safetensors"
-    save_file(load_file(file) | tensors, file, {"format": "pt"})
-    weights = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    tensors = layout()
+    edit(folder, lambda own: own | tensors)
+    weights = reference.under(tensors, "model.mtp_layers.0.")
     return Checkpoint.load(str(folder), torch.float32), weights
 
 
@@ -194,6 +196,33 @@ def test_a_hybrid_lends_its_layer_or_is_refused_in_a_line(name, tmp_path):
         w for layer in layers if (w := layer.state_dict()).keys() == own.keys()
     ]
     assert all(torch.equal(attends[name], own[name]) for name in own)
+
+
+@pytest.mark.parametrize("name", ["GLM-4", ""])
+def test_a_hub_id_is_exported_with_the_module_in_its_files(name, tmp_path, monkeypatch):
+    """As a folder is; here the files are in a cache, once without a module."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cache = tmp_path / "models--tiny--target"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("1")
+    folder, none = cache / "snapshots" / "1", Recipe("none")
+    if name:
+        with_module(name, folder)
+    else:
+        save_checkpoint(folder, transformers.Qwen2Config(**SIZES))
+    save_tokenizer(folder)
+    options = ExportOptions(none, none, capacity=64, max_width=8, fast=True)
+    bundle = export("tiny/target", tmp_path / "bundle", options=options)
+    assert (bundle.drafter is not None) == bool(name)
+    how = {"token_ids": [5, 6, 7], "max_new_tokens": 30, "ignore_eos": True}
+    with jetdraft.load(bundle.path, threads=1) as model:
+        plain = model.generate(method="none", **how).token_ids
+        assert ("eagle" in model.methods) == bool(name)
+        for method in ("auto", *model.methods[1:]):
+            result = model.generate(method=method, num_draft_tokens=3, **how)
+            assert result.token_ids == plain
+            assert method != "eagle" or result.stats.drafted_tokens > 20
 
 
 def edit(folder, change):

@@ -80,18 +80,12 @@ def test_bad_tables_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "damage"),
-    [
-        *(
-            (name, lambda a: a[:3])
-            for name in ("pairs", "offsets", "tokens", "weights")
-        ),
-        *((name, lambda a: a[::-1]) for name in ("pairs", "offsets")),
-        *((name, lambda a: a * 0) for name in ("pairs", "offsets", "weights")),
-        ("pairs", lambda a: a.astype(np.float64)),
-        ("tokens", lambda a: a + np.uint32(300)),
-        ("weights", lambda a: a * np.nan),
-    ],
-)
+    [*((name, lambda a: a[:3]) for name in ("pairs", "offsets", "tokens", "weights")),
+     *((name, lambda a: a[::-1]) for name in ("pairs", "offsets")),
+     *((name, lambda a: a * 0) for name in ("pairs", "offsets", "weights")),
+     ("pairs", lambda a: a.astype(np.float64)),
+     ("tokens", lambda a: a + np.uint32(300)), ("weights", lambda a: a * np.nan)],
+)  # fmt: skip
 def test_arrays_that_do_not_fit_are_refused(tmp_path, name, damage):
     file = tmp_path / "table.npz"
     Counts.of(documents()).save(file, "tokens")

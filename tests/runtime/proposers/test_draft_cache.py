@@ -13,7 +13,6 @@ from jetdraft.methods import Method, Proposer, Rows, Traits, registered
 from jetdraft.methods.cascade.method import REVIEWED
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.passes.buffers import Memory
-from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import StepSessions
 from jetdraft.runtime.planning.registry import methods
@@ -361,8 +360,7 @@ def test_rows_cross_to_a_device_and_back(bundles, method, plain, monkeypatch):
     def staged(self, entry, weights):
         file = entry.tree_file or entry.file
         sessions = StepSessions(self.session(file), entry.widest_contract)
-        compaction = self.compaction(entry.compaction_file)
-        return Graph(sessions, compaction, Memory("cpu", copies=True))
+        return sessions, Memory("cpu", copies=True), None
 
     monkeypatch.setattr(Opener, "_open_on_cpu", staged)
     ways = [{"num_draft_tokens": 4}, {"drafting": {"tree": "best"}}]

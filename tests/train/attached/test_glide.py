@@ -12,11 +12,12 @@ import jetdraft
 from jetdraft.bundle import check_pair
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.errors import OptionError, PairError
+from jetdraft.errors import OptionError, PairError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.glide.task import GlideTask
 from jetdraft.recipe import Recipe
 from jetdraft.train.heads import DRAFT_ROWS
+from tests.tiny import HYBRIDS, save_checkpoint
 from tests.train.attached.drafts import QUICK, AttachedDrafter
 from tests.train.periodic import made
 
@@ -94,6 +95,16 @@ def test_no_draft_sees_rows_that_the_runtime_does_not_have(target, text, tmp_pat
         after = run.task.hidden(drafter, lesson, starts)
     torch.testing.assert_close(after[:, 2:12], before[:, 2:12])
     assert (after[:, 12:] - before[:, 12:]).abs().max() > 0.01
+
+
+def test_a_hybrid_lends_its_last_keys_or_is_refused_in_a_line(text, tmp_path):
+    """LFM2 ends with a convolution; Qwen3.5 rotates a quarter of its keys."""
+    for name in ("lfm2", "qwen3_5"):
+        save_checkpoint(tmp_path / name, HYBRIDS[name]())
+    files = tmp_path / "out", [text], None, QUICK
+    assert made(GlideTask, str(tmp_path / "lfm2"), *files).run()["losses"]
+    with pytest.raises(UnsupportedModelError, match="rotates 4 of 16 numbers"):
+        made(GlideTask, str(tmp_path / "qwen3_5"), tmp_path / "no", *files[1:])
 
 
 def test_without_its_output_the_cross_attention_does_nothing(target, folders):

@@ -68,18 +68,16 @@ class Threshold:
 
 _TIMING_TURNS = 3  # How often each width of the upper half is timed.
 
+Compactions = Sequence[ort.InferenceSession | None]
+"""The sessions that move rows of the lower and of the upper half."""
+
 
 class _PairedCache(Cache):
     """The lower half's cache, in step with the `upper` half's."""
 
-    def __init__(
-        self,
-        contract: SplitContract,
-        lower_compaction: ort.InferenceSession | None,
-        upper_compaction: ort.InferenceSession | None,
-    ) -> None:
-        super().__init__(contract.lower, lower_compaction)
-        self.upper = Cache(contract.upper, upper_compaction)
+    def __init__(self, contract: SplitContract, compactions: Compactions) -> None:
+        super().__init__(contract.lower, compactions[0])
+        self.upper = Cache(contract.upper, compactions[1])
 
     def advance(self, rows: int) -> None:
         super().advance(rows)
@@ -101,15 +99,9 @@ class _PairedCache(Cache):
 class PrunedHalves:
     """A `Target` that drops rows below the `threshold` between its halves."""
 
-    def __init__(
-        self,
-        sessions: SplitSessions,
-        lower_compaction: ort.InferenceSession | None,
-        upper_compaction: ort.InferenceSession | None,
-    ) -> None:
-        split = sessions.contract
-        self.contract = split.whole
-        self.cache = _PairedCache(split, lower_compaction, upper_compaction)
+    def __init__(self, sessions: SplitSessions, compactions: Compactions) -> None:
+        self.contract = sessions.contract.whole
+        self.cache = _PairedCache(sessions.contract, compactions)
         self.halves = Halves(sessions, self.cache.buffers, self.cache.upper.buffers)
         self.threshold = 0.0
         self.widths: Sequence[int] = ()
