@@ -111,8 +111,8 @@ def attend(
     scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
     layout: Layout | None = getattr(module, LAYOUT_ATTRIBUTE, None)
     rows = query.shape[2] if layout is None else layout.rows
-    text = (x[:, :, :rows] for x in (query, key, value))
-    parts = [F.scaled_dot_product_attention(*text, is_causal=True, scale=scale)]
+    q, k, v = (x[:, :, :rows] for x in (query, key, value))
+    parts = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)]
     if layout is not None and rows < query.shape[2]:
         parts.append(_attend_streams(query * scale, key, value, layout))
     return torch.cat(parts, 2).transpose(1, 2), None
