@@ -99,16 +99,13 @@ class CutHead:
 
 def cut_head(head: DraftModule, ids: Tensor, dtype: torch.dtype) -> None:
     """Cut the LM heads of a `DraftModule` to the tokens `ids` int64 [n], in place."""
-
-    def cut(lm_head: nn.Module) -> nn.Module:
-        rows = lm_head_rows(lm_head, ids)
-        convert_while_running(rows, dtype)
-        return rows
-
-    if isinstance(heads := getattr(head, "lm_heads", None), nn.ModuleList):
-        head.lm_heads = nn.ModuleList(map(cut, heads))
-    for name in {"lm_head", "markov_w2"} & dict(head.named_children()).keys():
-        setattr(head, name, cut(getattr(head, name)))
+    parts = dict(head.named_children())
+    for name in parts.keys() & {"lm_head", "lm_heads", "markov_w2"}:
+        listed = isinstance(whole := parts[name], nn.ModuleList)
+        cuts = [lm_head_rows(p, ids) for p in (whole.children() if listed else [whole])]
+        for cut in cuts:
+            convert_while_running(cut, dtype)
+        setattr(head, name, nn.ModuleList(cuts) if listed else cuts[0])
     head.ids = ids
 
 

@@ -20,6 +20,7 @@ from tests.tiny import llama_config, save_checkpoint
 
 SMALL = {"capacity": 64, "max_width": 16}
 TAPS = [1, 2, 3]
+OF_TAPS: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": TAPS}
 
 
 class Kind(NamedTuple):
@@ -35,31 +36,23 @@ KINDS = {
     "eagle1": Kind("eagle", layouts.eagle1),
     # Embedding and LM head are the target's.
     "eagle1-tied": Kind(
-        "eagle", partial(layouts.eagle1, fc_bias=False, embedding=False)
-    ),
-    "eagle3": Kind(
-        "eagle", partial(layouts.eagle3, eagle_aux_hidden_state_layer_ids=TAPS), 3
-    ),
-    "speculators": Kind(
-        "eagle", partial(layouts.speculators, eagle_aux_hidden_state_layer_ids=TAPS), 3
-    ),
+        "eagle", partial(layouts.eagle1, fc_bias=False, embedding=False)),
+    "eagle3": Kind("eagle", partial(layouts.eagle3, **OF_TAPS), 3),
+    "speculators": Kind("eagle", partial(layouts.speculators, **OF_TAPS), 3),
     "medusa": Kind("medusa", layouts.medusa, file="medusa_lm_head.pt"),
     "hydra": Kind("medusa", layouts.hydra, file="hydra_lm_head.pt"),
     "dflash": Kind(
-        "dflash", partial(layouts.dflash, outputs=(0, 1, 2), num_target_layers=3), 3
-    ),
+        "dflash", partial(layouts.dflash, outputs=(0, 1, 2), num_target_layers=3), 3),
     "speculators-dflash": Kind(
-        "dflash",
-        partial(layouts.speculators_dflash, aux_hidden_state_layer_ids=TAPS),
-        3,
-    ),
+        "dflash", partial(layouts.speculators_dflash, aux_hidden_state_layer_ids=TAPS),
+        3),
     **{
         f"{kind}-dspark": Kind("dflash", partial(layouts.dspark, kind, taps=TAPS), 3)
         for kind in ("authors", "nested", "speculators")
     },
     # It reads no layer of its target.
     "diffusion": Kind("diffusion", layouts.diffusion),
-}
+}  # fmt: skip
 
 
 def _module(prefix: str, *names: str, **layer: Any) -> dict[str, Tensor]:
@@ -73,32 +66,17 @@ def _module(prefix: str, *names: str, **layer: Any) -> dict[str, Tensor]:
 SIZES = {**tiny.SIZES, "num_hidden_layers": 1}
 MTP: dict[str, tuple[Any, Callable[[], dict[str, Tensor]]]] = {
     # MiMo-7B: a Qwen2 layer, and the state before the embedding.
-    "mimo": (
-        transformers.Qwen2Config(**SIZES),
-        lambda: _module(
-            "model.mtp_layers.0.",
-            *("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
-            bias=True,
-        ),
-    ),
+    "mimo": (transformers.Qwen2Config(**SIZES), lambda: _module(
+        "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj",
+        "final_layernorm", bias=True)),
     # The names of Qwen3-Next and Qwen3.5, beside a target without recurrent layers.
-    "qwen": (
-        transformers.Qwen3Config(**SIZES, head_dim=16),
-        lambda: _module(
-            "mtp.",
-            *("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
-            at="mtp.layers.0.",
-            qk_norm=True,
-        ),
-    ),
+    "qwen": (transformers.Qwen3Config(**SIZES, head_dim=16), lambda: _module(
+        "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm",
+        at="mtp.layers.0.", qk_norm=True)),
     # The names of DeepSeek-V3 and GLM-4.5, beside a target without experts.
-    "deepseek": (
-        transformers.LlamaConfig(**SIZES),
-        lambda: _module(
-            "model.layers.1.", "enorm", "hnorm", "eh_proj", "shared_head.norm"
-        ),
-    ),
-}
+    "deepseek": (transformers.LlamaConfig(**SIZES), lambda: _module(
+        "model.layers.1.", "enorm", "hnorm", "eh_proj", "shared_head.norm")),
+}  # fmt: skip
 COPIES = {
     "model.layers.1.embed_tokens.weight": "model.embed_tokens.weight",
     "model.layers.1.shared_head.head.weight": "lm_head.weight",

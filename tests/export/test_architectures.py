@@ -96,13 +96,9 @@ def load(config, folder) -> Checkpoint:
 def contract_of(checkpoint: Checkpoint, capacity: int = CAPACITY) -> StepContract:
     shapes, states = buffer_sizes(checkpoint.model)
     return StepContract(
-        vocab_size=checkpoint.vocab_size,
-        capacity=capacity,
-        max_width=32,
-        dtype="float32",
-        kv_shapes=shapes,
-        states=states,
-    )
+        vocab_size=checkpoint.vocab_size, capacity=capacity, max_width=32,
+        dtype="float32", kv_shapes=shapes, states=states,
+    )  # fmt: skip
 
 
 def traced(checkpoint: Checkpoint, contract: StepContract) -> ir.Model:
@@ -273,37 +269,21 @@ def _through_the_whole_path(folder, capacity):
 @pytest.mark.parametrize(
     ("config", "fact"),
     [
-        (
-            transformers.MambaConfig(
-                vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2
-            ),
-            "AttentionInterface",
-        ),
-        (
-            transformers.GptOssConfig(**SIZES, head_dim=16, num_local_experts=2),
-            "attention sinks",
-        ),
+        (transformers.MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32,
+                                  num_hidden_layers=2), "AttentionInterface"),
+        (transformers.GptOssConfig(**SIZES, head_dim=16, num_local_experts=2),
+         "attention sinks"),
         # Two attentions in a layer.
         (transformers.DiffLlamaConfig(**SIZES), "twice"),
         # A window that only the mask knows.
-        (
-            transformers.PhimoeConfig(**SIZES, sliding_window=8, num_local_experts=2),
-            "does not reach AttentionInterface",
-        ),
-        (
-            transformers.Gemma3TextConfig(
-                **SIZES, head_dim=16, use_bidirectional_attention=True
-            ),
-            "both directions",
-        ),
+        (transformers.PhimoeConfig(**SIZES, sliding_window=8, num_local_experts=2),
+         "does not reach AttentionInterface"),
+        (transformers.Gemma3TextConfig(
+            **SIZES, head_dim=16, use_bidirectional_attention=True), "both directions"),
         (transformers.BertConfig(**SIZES), "both directions"),
-        (
-            transformers.GPT2Config(
-                vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2,
-                n_positions=CAPACITY - 1, bos_token_id=0, eos_token_id=0,
-            ),
-            f"--capacity {CAPACITY - 1} or less",
-        ),
+        (transformers.GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2,
+                                 n_positions=CAPACITY - 1, bos_token_id=0,
+                                 eos_token_id=0), f"--capacity {CAPACITY - 1} or less"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )  # fmt: skip

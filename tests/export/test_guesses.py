@@ -241,15 +241,12 @@ def test_random_heads_draft_what_the_module_guesses(made):
 
 
 def test_heads_keep_no_rows(made):
-    """There is no cache to fill, and no graph of a tree."""
+    """There is no cache to fill, and no graph of a tree; `check` says so."""
     entry = made("medusa").bundle.drafter
     assert entry.contract.kv_shapes == ()
     assert entry.contract.guesses == HEADS
     assert entry.tree_file is entry.compaction_file is None
     assert entry.parameters == HEADS * (H * H + H + VOCAB_SIZE * H)
-
-
-def test_check_says_what_the_heads_are(made):
     lines = describe_bundle(made("medusa").bundle).split("\ndrafter")[1]
     assert "guesses       3 tokens from one row" in lines
     assert "features of width 64" in lines

@@ -1,7 +1,6 @@
 """Any request gives the text of plain decoding, whatever is drafted and was before."""
 
 import os
-from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -168,14 +167,13 @@ class Hybrids(SameText):
     make_worlds = staticmethod(hybrid_worlds)
 
     def __init__(self, folder: Path, light: bool = False) -> None:
-        self._registered = ExitStack()
-        method: Method[Any] = Method("oracle", "plain text", lambda *_: Oracle())
-        self._registered.enter_context(registered(method))
+        self._oracle = registered(Method("oracle", "plain text", lambda *_: Oracle()))
+        self._oracle.__enter__()
         super().__init__(folder, light)
 
     def close(self) -> None:
         super().close()
-        self._registered.close()
+        self._oracle.__exit__(None, None, None)
 
 
 def _checked(run: Any) -> Any:

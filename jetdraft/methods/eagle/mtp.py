@@ -28,8 +28,7 @@ _LAYOUTS = {
          "hidden_layernorm.", "final_layernorm."),
     )
 }  # fmt: skip
-"""By its publisher, the pattern of a module's tensors, and the names of its `_PARTS`;
-the tensor of fc comes first, which tells the layout."""
+"""By publisher, the pattern of a module's tensors, and its names of `_PARTS`."""
 
 HIDDEN_FIRST = "mtp_hidden_states_first"
 _COPIED_PREFIXES = ("shared_head.head.", "embed_tokens.")  # Copies of the target's.

@@ -233,11 +233,9 @@ class Graph:
     def _set_inputs(self, binding: _GraphBinding, cursor: int) -> ort.RunOptions | None:
         """Set the inputs that are one number; returns the options to run the pass."""
         size = binding.size
-        length = filled = cursor + size.width
-        if binding.has_bias:
-            length = self.contract.slots
-        elif self.lengths:
-            length = next(length for length in self.lengths if length >= filled)
+        filled = cursor + size.width
+        lengths = [self.contract.slots] if binding.has_bias else self.lengths
+        length = next((length for length in lengths if length >= filled), filled)
         binding.cursor[0] = cursor
         binding.total_length[0] = length
         binding.parity = self.cache.parity

@@ -155,13 +155,9 @@ def growing(start, step):
 
 LONG = "{% set s = 'a' * 2000000 %}"
 ENDLESS = [
-    "{{ 1 / 0 }}",
-    "{{ 2.0 ** 100000 }}",
-    "{{ range(1000000) }}",
+    "{{ 1 / 0 }}", "{{ 2.0 ** 100000 }}", "{{ range(1000000) }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{{ 'a' * 2000000000 }}",
-    "{{ 2000000000 * [0] }}",
-    "{{ 10 ** 100000000 }}",
+    "{{ 'a' * 2000000000 }}", "{{ 2000000000 * [0] }}", "{{ 10 ** 100000000 }}",
     "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% for c in r %}"
     "{% endfor %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
@@ -173,22 +169,17 @@ ENDLESS = [
     growing("[0]", "{% set ns.v = {'a': ns.v, 'b': ns.v} %}"),
     growing("(0,)", "{% set ns.v = (ns.v, ns.v) %}"),
     growing("7", "{% set ns.v = ns.v * ns.v %}"),
-    "{{ 'a'.center(2000000000) }}",
-    "{{ 'a' | center(2000000000) }}",
-    "{{ '%2000000000d' % 1 }}",
-    "{{ '%*d' | format(2000000000, 1) }}",
-    "{{ '{:2000000000}'.format(1) }}",
-    "{{ '{:{}}'.format(1, 2000000000) }}",
-    "{{ [[[[1]]]] | tojson(indent=2000000) }}",
-    "{{ lipsum(n=100000000) }}",
-    LONG + "{{ s | replace('a', s) }}",
-    LONG + "{{ s.join(['b'] * 1000) }}",
+    "{{ 'a'.center(2000000000) }}", "{{ 'a' | center(2000000000) }}",
+    "{{ '%2000000000d' % 1 }}", "{{ '%*d' | format(2000000000, 1) }}",
+    "{{ '{:2000000000}'.format(1) }}", "{{ '{:{}}'.format(1, 2000000000) }}",
+    "{{ [[[[1]]]] | tojson(indent=2000000) }}", "{{ lipsum(n=100000000) }}",
+    LONG + "{{ s | replace('a', s) }}", LONG + "{{ s.join(['b'] * 1000) }}",
     LONG + "{% set l = [s, s, s] %}{{ l }}",
     LONG + "{% set ns = namespace(l=[]) %}{% for i in range(99999) %}"
     "{% set ns.l = ns.l + [s[1:]] %}{% endfor %}",
     "{% for i in range(99999) %}" + "x" * 100_000 + "{% endfor %}",
     "{{ range(99999) | map('center', 2000000) | join }}",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("source", ENDLESS, ids=range(len(ENDLESS)))
