@@ -14,8 +14,6 @@ similarity.npy    small embeddings of the target: they find similar requests
 tokenizer.json, chat_template.jinja   if the checkpoint has them
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict, dataclass, field
@@ -201,7 +199,7 @@ class Bundle:
         return seal_hash(self.to_json())
 
     @classmethod
-    def open(cls, path: str | Path, again: bool = False) -> Bundle:
+    def open(cls, path: str | Path, again: bool = False) -> "Bundle":
         """Read and check a bundle; raises `BundleError` or `PairError`.
 
         Files that were hashed before and have not changed since are hashed `again`
@@ -240,7 +238,7 @@ class Bundle:
         return ids
 
     @classmethod
-    def _parse(cls, folder: Path, manifest: dict[str, Any]) -> Bundle:
+    def _parse(cls, folder: Path, manifest: dict[str, Any]) -> "Bundle":
         """Convert a manifest to a bundle; raises `BundleError` for malformed fields."""
         fields = {n: v for n, v in manifest.items() if n not in (VERSION, SEAL)}
         try:

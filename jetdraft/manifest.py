@@ -1,7 +1,5 @@
 """The manifest of a bundle: its version, the hashes of files, and the graphs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from contextlib import suppress

@@ -27,12 +27,9 @@ from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods, methods_of
 from jetdraft.runtime.speech.segments import SLOT_SECONDS
 
-MAX_LINE_CHARS = 1000
-"""The most characters of a line, which may hold a long path."""
-
+MAX_LINE_CHARS = 1000  # The most characters of a line, which may hold a long path.
+# The packages, by provider, in which tools/kernels.py found a kernel for float32.
 LINEAR_ATTENTION = {"cuda": "onnxruntime-gpu", "webgpu": "onnxruntime-ep-webgpu"}
-"""The packages, by provider, in which tools/kernels.py found a kernel for float32."""
-
 _SETTINGS: tuple[dict[str, float | int], ...] = (
     {},
     {"temperature": 0.8, "seed": 1},

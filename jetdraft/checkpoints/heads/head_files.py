@@ -55,11 +55,9 @@ _IGNORED_KEYS = {
 _OFF = {"use_sliding_window": False, "sliding_window": None, "qkv_bias": False}
 
 
-Tensors = dict[str, Tensor]
-"""The tensors of a head by their names."""
-
+Tensors = dict[str, Tensor]  # The tensors of a head by their names.
+# The config of a drafter, and the target's ids of its LM head's rows, None for all.
 Sizes = tuple[HeadConfig, Tensor | None]
-"""The config of a drafter, and the target's ids of its LM head's rows, None for all."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ _SPECULATOR_KEYS = _KEYS | {
     *("pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", "lambda_base_start"),
     *("lambda_base_decay_ratio", "auf"),
 }
+# Flags of DFlash's descendants, with the values that are read.
 _VALUES = {
     "projector_type": ("dflash", "dspark"),
     "markov_head_type": ("vanilla",),
@@ -39,14 +40,12 @@ _VALUES = {
     "shift_label": (False,),
     "sliding_window_non_causal": (False,),
 }
-"""Flags of DFlash's descendants, with the values that are read."""
-
+# Names of DFlash and its descendants, with what keeps a head from being read.
 _ARCHITECTURES = {
     **dict.fromkeys(("DFlashDraftModel", "DSparkDraftModel", "Qwen3DSparkModel"), ""),
     "DFlash2DraftModel": "DFlash2's convolutions and its selector of candidates",
     "DominoDraftModel": "Domino's recurrent layer over a block",
 }
-"""Names of DFlash and its descendants, with what keeps a head from being read."""
 
 
 class Dflash(BlockDrafter):

@@ -13,6 +13,7 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError
 from jetdraft.methods.eagle.module import Eagle, EagleConfig
 
+# By publisher, the pattern of a module's tensors, and its names of `_PARTS`.
 _PARTS = ("fc.", "embedding_norm.", "hidden_norm.", "norm.")
 _LAYOUTS = {
     kind: (
@@ -28,7 +29,6 @@ _LAYOUTS = {
          "hidden_layernorm.", "final_layernorm."),
     )
 }  # fmt: skip
-"""By publisher, the pattern of a module's tensors, and its names of `_PARTS`."""
 
 HIDDEN_FIRST = "mtp_hidden_states_first"
 _COPIED_PREFIXES = ("shared_head.head.", "embed_tokens.")  # Copies of the target's.

@@ -108,9 +108,8 @@ def check_load_options(options: LoadOptions) -> None:
 
 
 Weights = Mapping[str, npt.NDArray[np.generic]]  # By the initializers' names.
-
+# The sessions of a graph, where its buffers lie, and its captures if it has any.
 Opened = tuple[StepSessions, Memory, Captures | None]
-"""The sessions of a graph, where its buffers lie, and its captures if it has any."""
 
 
 @dataclass(frozen=True)

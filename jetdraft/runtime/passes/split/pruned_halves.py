@@ -67,9 +67,8 @@ class Threshold:
 
 
 _TIMING_TURNS = 3  # How often each width of the upper half is timed.
-
+# The sessions that move rows of the lower and of the upper half.
 Compactions = Sequence[ort.InferenceSession | None]
-"""The sessions that move rows of the lower and of the upper half."""
 
 
 class _PairedCache(Cache):
