@@ -12,7 +12,8 @@ from pathlib import Path
 
 from jetdraft.errors import ProviderError
 
-DOMAIN, MULTIPLY, GATHER = "jetdraft", "MatMulPacked", "GatherPacked"
+DOMAIN = "jetdraft"
+MULTIPLY, GATHER, EXPERTS = "MatMulPacked", "GatherPacked", "MatMulExperts"
 """The domain of the operators in a graph, and their names."""
 
 LIBRARY = Path(__file__).with_name(f"{platform.machine()}.so")

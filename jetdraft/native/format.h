@@ -74,13 +74,17 @@ struct RowBlock {
 
 // A product of rows x [rows][numbers] with a matrix; y is [rows][columns].
 // `padded` is `numbers`, rounded up to whole blocks, or super-blocks. Rows are multiplied
-// in tiles of some rows; `read` is [tile][padded / BLOCK][rows of the tile].
+// in tiles of some rows; `read` is [tile][padded / BLOCK][rows of the tile]. If `places` is
+// given, row i lies at place `places[i]` of x and of y.
 struct Product {
   int64_t columns, numbers, padded, rows;
   const uint8_t *integers, *scales;
   const float* x;
   float* y;
   RowBlock* read;
+  const int64_t* places;
+
+  int64_t place(int64_t row) const { return places == nullptr ? row : places[row]; }
 };
 
 // Attention of `rows` queries [rows][heads][size], times the scale, whose keys and values

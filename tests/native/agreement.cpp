@@ -59,7 +59,7 @@ struct Matrix {
   void multiply(const Isa& isa, const float* x, int64_t rows, float* y) const {
     const Array<RowBlock> read(rows * padded / BLOCK);
     const Product p{columns,  numbers, padded, rows, integers.at, scales.at, x, y,
-                    read.at};
+                    read.at, nullptr};
     for (int64_t row = 0; row < rows; row++) isa.quantize[format](p, row);
     isa.multiply[format](p, 0, groups(columns));
   }
