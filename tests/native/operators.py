@@ -28,12 +28,15 @@ def session(kind, matrix, *, threads=1, **changed):
 
 
 def open_session(kind, arrays, threads, fields):
-    read = TensorProto.INT64 if kind == "GatherPacked" else TensorProto.FLOAT
-    node = helper.make_node(kind, ["x", *ARRAYS], ["y"], domain="jetdraft", **fields)
+    kinds = {"x": TensorProto.INT64 if kind == "GatherPacked" else TensorProto.FLOAT}
+    if kind == "MatMulExperts":
+        kinds["ids"] = TensorProto.INT64
+    read = ["x", *ARRAYS, *list(kinds)[1:]]
+    node = helper.make_node(kind, read, ["y"], domain="jetdraft", **fields)
     graph = helper.make_graph(
         [node],
         "operator",
-        [helper.make_tensor_value_info("x", read, None)],
+        [helper.make_tensor_value_info(*pair, None) for pair in kinds.items()],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
         [numpy_helper.from_array(a, n) for a, n in zip(arrays, ARRAYS, strict=True)],
     )
@@ -55,6 +58,13 @@ def session_of(graph, threads):
 
 def run(kind, matrix, x, **changed):
     return session(kind, matrix, **changed).run(None, {"x": x})[0]
+
+
+def run_experts(matrix, x, ids, experts=1, **changed):
+    """The products of rows with the matrices that ids choose of a stack."""
+    fields = {"N": len(matrix.data) // experts, **changed}
+    feeds = {"x": x, "ids": np.array(ids)}
+    return session("MatMulExperts", matrix, **fields).run(None, feeds)[0]
 
 
 def gathered(ids, arrays, **fields):
