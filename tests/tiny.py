@@ -122,6 +122,9 @@ MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "mixtral": lambda: transformers.MixtralConfig(**_LOCAL),
     "phimoe": lambda: transformers.PhimoeConfig(**_LOCAL),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **_LOCAL, head_dim=16, num_experts_per_tok=2, sliding_window=16,
+    ),
     "granitemoe": lambda: transformers.GraniteMoeConfig(
         **_LOCAL, embedding_multiplier=3.0, residual_multiplier=0.5
     ),

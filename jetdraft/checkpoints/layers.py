@@ -1,4 +1,4 @@
-"""The layers of a decoder: what a head reads of their states, experts, and LoRA."""
+"""The layers of a decoder: what a head reads of their states, and LoRA in them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import (
-    ALL_EXPERTS_FUNCTIONS,
-    batched_mm_experts_forward,
-)
 
 from jetdraft.errors import PairError, UnsupportedModelError, importing
 
@@ -120,28 +116,6 @@ def watch_input(module: nn.Module, keep: Callable[[Tensor], object]) -> Any:
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
-
-# --- experts --------------------------------------------------------------------------
-
-EXPERTS = "jetdraft"
-"""The name under which `compute_experts` is registered with transformers."""
-
-
-def compute_experts(
-    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """Return the weighted sums [n, h] of each row's experts, by their indices [n, k].
-
-    A trace has a product for each row and each of its experts, with a matrix gathered
-    from the stack. Else the family's own loop over experts computes.
-    """
-    own = type(module).forward.__wrapped__
-    compute = batched_mm_experts_forward if torch.compiler.is_exporting() else own
-    result: Tensor = compute(module, hidden_states, top_k_index, top_k_weights)
-    return result
-
-
-ALL_EXPERTS_FUNCTIONS.register(EXPERTS, compute_experts)
 
 # --- LoRA (2106.09685) ----------------------------------------------------------------
 

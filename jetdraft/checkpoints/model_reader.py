@@ -30,7 +30,6 @@ from jetdraft.checkpoints.folder import (
     stored_dtype,
 )
 from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
-from jetdraft.checkpoints.layers import EXPERTS
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.recurrence import connect
 from jetdraft.checkpoints.refusals import (
@@ -172,7 +171,7 @@ def load_model(
         set_attention(model, SOURCE_ATTENTION)
     else:
         model.set_attn_implementation(IMPLEMENTATION)
-    model.set_experts_implementation(EXPERTS)
+    model.set_experts_implementation(IMPLEMENTATION)
     model.requires_grad_(False)
     return model.eval()
 

@@ -25,6 +25,9 @@ _BIAS_INPUTS = {"GroupQueryAttention": 10, "Attention": 3}
 SCALE_INPUTS = 12, 13
 """GroupQueryAttention's inputs for the scales of keys and of values."""
 
+SINKS_INPUT = 11
+"""GroupQueryAttention's input for the sinks of heads."""
+
 PAST_KEY = 3
 """GroupQueryAttention's input for the past keys."""
 
@@ -40,6 +43,12 @@ def windowed(graph: ir.Graph) -> bool:
         node.attributes.get_int("local_window_size", -1) > 0
         for node in attentions(graph)
     )
+
+
+def has_sinks(attention: ir.Node) -> bool:
+    """Whether a sink takes a share of each row."""
+    inputs = attention.inputs
+    return len(inputs) > SINKS_INPUT and inputs[SINKS_INPUT] is not None
 
 
 def find_bias(graph: ir.Graph) -> ir.Value | None:

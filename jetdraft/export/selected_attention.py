@@ -316,10 +316,10 @@ def add_selection(
     graph = model.graph
     nodes = attentions(graph)
     softcaps = (node.attributes.get_float("softcap", 0.0) for node in nodes)
-    if windowed(graph) or any(softcaps):
+    if windowed(graph) or any(softcaps) or any(map(has_sinks, nodes)):
         raise UnsupportedModelError(
-            f"{checkpoint.source} attends in sliding windows or with a softcap, and "
-            "--select-kv needs plain attention; leave it out"
+            f"{checkpoint.source} attends in sliding windows, with a softcap or with "
+            "sinks, and --select-kv needs plain attention; leave it out"
         )
     heads = {node.attributes.get_int("num_heads", 0) for node in nodes}
     if len(heads) != 1:

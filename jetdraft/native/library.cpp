@@ -6,7 +6,7 @@
 //       arrays have a matrix for each expert, one behind the other, and row s is
 //       multiplied with the matrix ids[s]
 //   GroupQueryAttention: onnxruntime's operator of this name with its inputs up to the
-//       bias, for floats and one sequence, with all attributes but those of 0
+//       sinks, for floats and one sequence, with all attributes but those of 0
 //
 // Attributes of the first three: N, K, format (a row of FORMATS), layout (LAYOUT_VERSION).
 //

@@ -119,14 +119,12 @@ def load(config, folder) -> Checkpoint:
 
 
 def contract_of(checkpoint: Checkpoint, capacity: int = CAPACITY) -> StepContract:
-    shapes, states = buffer_sizes(checkpoint.model)
     return StepContract(
         vocab_size=checkpoint.vocab_size,
         capacity=capacity,
         max_width=32,
         dtype="float32",
-        kv_shapes=shapes,
-        states=states,
+        **buffer_sizes(checkpoint.model)._asdict(),
     )
 
 
@@ -303,10 +301,6 @@ def _through_the_whole_path(folder, capacity):
                 vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2
             ),
             "AttentionInterface",
-        ),
-        (
-            transformers.GptOssConfig(**SIZES, head_dim=16, num_local_experts=2),
-            "attention sinks",
         ),
         # Two attentions in a layer.
         (transformers.DiffLlamaConfig(**SIZES), "twice"),

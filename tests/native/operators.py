@@ -88,7 +88,7 @@ def random_matrix(grid, columns, rows, seed=0):
 
 ATTENTION_INPUTS = (
     *("query", "key", "value", "past_key", "past_value", "last_row", "total_length"),
-    *("cosines", "sines", "positions", "bias"),
+    *("cosines", "sines", "positions", "bias", "sinks"),
 )
 FLAGS = "do_rotary", "rotary_interleaved", "local_window_size"
 
@@ -96,8 +96,11 @@ FLAGS = "do_rotary", "rotary_interleaved", "local_window_size"
 class Attending:
     """Attention over a random text of `length` rows."""
 
-    def __init__(self, heads=4, kv_heads=2, size=64, length=80, packed=True, **changed):
+    def __init__(
+        self, heads=4, kv_heads=2, size=64, length=80, packed=True, sinks=False, **changed
+    ):
         random, self.length, self.packed = np.random.default_rng(0), length, packed
+        self.sinks = random.uniform(-3, 3, heads).astype(np.float32) if sinks else None
         widths = [count * size for count in (heads, kv_heads, kv_heads)]
         self.parts = [random.standard_normal((1, length, w), "f4") for w in widths]
         angles = random.uniform(0, 7, (length, size // 2)).astype(np.float32)
@@ -121,6 +124,8 @@ class Attending:
         feeds |= zip(ATTENTION_INPUTS[3:7], [*buffers, last, last + 1], strict=True)
         if self.attributes["do_rotary"]:
             feeds |= {**self.tables, "positions": rows[None]}
+        if self.sinks is not None:
+            feeds["sinks"] = self.sinks
         return feeds if bias is None else {**feeds, "bias": bias}
 
     def session(self, feeds, *, threads=1, domain=native.DOMAIN, **changed):

@@ -187,6 +187,8 @@ ATTENTIONS = {
     "less than a vector": Attending(4, 2, 6, packed=False),
     "window": Attending(local_window_size=9, **ROTATED),
     "softcap": Attending(softcap=1.5),
+    "sinks": Attending(sinks=True, **ROTATED),
+    "sinks and a window": Attending(sinks=True, local_window_size=9),
 }
 
 

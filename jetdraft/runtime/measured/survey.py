@@ -37,8 +37,9 @@ MIN_ROWS, MAX_ROWS = 8, 36
 FIRST_MS = 1500.0
 """How long widths beyond `FIRST_WIDTHS` are compared before the first text, at most."""
 
-PROBE_TURNS, DRAFTER_TURNS, REPLAY_TURNS, PASS_TURNS = 5, 3, 3, 5
-"""How often a pass with probes, of the drafter, a replay and each width is timed."""
+PROBE_TURNS, DRAFTER_TURNS, REPLAY_TURNS, PASS_TURNS, EXPERT_TURNS = 5, 3, 3, 5, 3
+"""How often a pass with probes, of the drafter, a replay, each width, and a pass of few
+or many experts is timed."""
 
 REPLAYED_WIDTHS = (2, 8)
 """The widths of the passes whose rows but the last are replayed to be timed."""
@@ -112,6 +113,7 @@ class Survey:
                 widths = self._compare_first_widths()
                 self._curve.probe = self._measure_probe_ms()
                 self._curve.replays = self._measure_replays()
+                self._curve.expert = self._measure_expert_ms()
             if self.drafter is not None:  # its buffers stay nearly empty
                 times = (_time_pass(self.drafter, [0]) for _ in range(DRAFTER_TURNS))
                 self._curve.drafter = 1e3 * min(times)
@@ -297,13 +299,16 @@ class Survey:
             run = partial(graph.run_branches, tokens, places, above, probing=probing)
         run_until_captured(graph, run)
         before = graph.seconds
-        logits = run().logits
+        answer = run()
         ms, times = 1e3 * (graph.seconds - before), self._curve.passes
         if probing.streams:
             times = self._curve.ended if probing.last_only else self._curve.probed
-        if len(tokens) <= WIDEST and (probing.streams or not branching):
-            times[len(tokens)] = min(ms, times.get(len(tokens), ms))
-        return logits
+        rows = len(tokens)
+        if rows <= WIDEST and (probing.streams or not branching):
+            times[rows] = min(ms, times.get(rows, ms))
+            if times[rows] == ms and graph.contract.experts:
+                self._curve.experts[rows] = answer.touched
+        return answer.logits
 
     def _agrees(self, width: int, modes: list[PassMode]) -> bool:
         """Whether passes of all modes give the bits of a chain pass."""
@@ -345,6 +350,22 @@ class Survey:
             times = (_time_pass(graph, [0, 0], probing) for _ in range(PROBE_TURNS))
             shortest.append(min(times))
         return 1e3 * max(shortest[1] - shortest[0], 0.0) / (2 * streams)
+
+    def _measure_expert_ms(self) -> float:
+        """The milliseconds that an expert adds to a pass, or 0.
+
+        Rows of one token choose fewer experts than as many random rows.
+        """
+        graph = self.target
+        if not graph.contract.experts:
+            return 0.0
+        tokens, measured = random_tokens(graph, decoding_widths(graph)[-1]), []
+        for rows in (tokens[:1] * len(tokens), tokens):
+            graph.cache.place(self._starts[0])
+            shortest = min(_time_pass(graph, rows) for _ in range(EXPERT_TURNS))
+            measured.append((graph.run(rows).touched, 1e3 * shortest))
+        (few, few_ms), (many, many_ms) = measured
+        return max(many_ms - few_ms, 0.0) / (many - few) if many > few else 0.0
 
     def _measure_replays(self) -> dict[int, float]:
         """The milliseconds of replays by their rows; {} without recurrent states."""
