@@ -23,7 +23,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import SELECTING, Reading, Selection, StepContract
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.attentions import OPSET, attentions, windowed
+from jetdraft.export.attentions import OPSET, attentions, has_sinks, windowed
 from jetdraft.export.seams import trained_length
 from jetdraft.quant.edits import CONTRIB_DOMAIN, Maker, new_value, replace_values
 

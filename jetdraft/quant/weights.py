@@ -32,13 +32,7 @@ from jetdraft.quant.edits import (
     producer,
     replace_values,
 )
-from jetdraft.quant.grids import (
-    COLUMNS,
-    GRIDS,
-    LAYOUT_VERSION,
-    GridMatrix,
-    Matrix,
-)
+from jetdraft.quant.grids import COLUMNS, GRIDS, LAYOUT_VERSION, GridMatrix, Matrix
 from jetdraft.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
 
 
@@ -285,17 +279,16 @@ def find_choices(graph: ir.Graph) -> Iterator[Choice]:
     for node in graph:
         if node.op_type != "MatMul":
             continue
-        gathers = [producer(value, "Gather") for value in node.inputs]
         result = next(iter(node.outputs[0].consumers()), None)
-        for turned, gather in enumerate(gathers):
-            stack = None if gather is None else gather.inputs[0]
-            column = producer(node.inputs[1 - turned], "Unsqueeze")
-            if stack is None or column is None or result is None:
+        for turned in (False, True):
+            gather = producer(node.inputs[turned], "Gather")
+            column = producer(node.inputs[not turned], "Unsqueeze")
+            if gather is None or column is None or result is None:
                 continue
-            constant = stack.const_value
-            if constant is not None and len(constant.shape) == 3:
-                rows, ids = column.inputs[0], gather.inputs[1]
-                yield Choice(node, result, rows, ids, stack, bool(turned))
+            (stack, ids), rows = gather.inputs[:2], column.inputs[0]
+            constant = None if stack is None else stack.const_value
+            if stack is not None and constant is not None and len(constant.shape) == 3:
+                yield Choice(node, result, rows, ids, stack, turned)
 
 
 def routers(graph: ir.Graph) -> Iterator[ir.Node]:

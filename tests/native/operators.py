@@ -97,7 +97,14 @@ class Attending:
     """Attention over a random text of `length` rows."""
 
     def __init__(
-        self, heads=4, kv_heads=2, size=64, length=80, packed=True, sinks=False, **changed
+        self,
+        heads=4,
+        kv_heads=2,
+        size=64,
+        length=80,
+        packed=True,
+        sinks=False,
+        **changed,
     ):
         random, self.length, self.packed = np.random.default_rng(0), length, packed
         self.sinks = random.uniform(-3, 3, heads).astype(np.float32) if sinks else None
