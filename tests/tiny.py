@@ -106,6 +106,56 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
 """How a config of each family with recurrent states is made."""
 
 
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+}  # fmt: skip
+_LOCAL = {**SIZES, "num_hidden_layers": 2, "num_local_experts": 6}
+_SHARED = {**_TWO, **_EXPERTS, "shared_expert_intermediate_size": 80}
+
+MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **_TWO, **_EXPERTS, norm_topk_prob=True
+    ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**_SHARED, mlp_only_layers=[0]),
+    "olmoe": lambda: transformers.OlmoeConfig(
+        **_LOCAL, num_experts_per_tok=3, clip_qkv=1.5
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**_LOCAL),
+    "phimoe": lambda: transformers.PhimoeConfig(**_LOCAL),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **_LOCAL, head_dim=16, num_experts_per_tok=2, sliding_window=16,
+    ),
+    "granitemoe": lambda: transformers.GraniteMoeConfig(
+        **_LOCAL, embedding_multiplier=3.0, residual_multiplier=0.5
+    ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **_TWO, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48,
+        first_k_dense_replace=1, n_group=2, topk_group=1,
+    ),
+    "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(
+        **_TWO, moe_num_experts=8, moe_k=2, moe_intermediate_size=48,
+        moe_num_shared_experts=1,
+    ),
+    "lfm2_moe": lambda: transformers.Lfm2MoeConfig(
+        **_THREE, **_EXPERTS, layer_types=["conv", "full_attention", "conv"],
+        num_dense_layers=1,
+    ),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(**_SHARED, **GROUPED),
+    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(**_SHARED, **GROUPED),
+    "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(
+        **_TWO, **_MAMBA, layer_types=["mamba", "attention"], num_local_experts=6,
+        num_experts_per_tok=2, shared_intermediate_size=80,
+    ),
+    "nemotron_h": lambda: transformers.NemotronHConfig(
+        **_THREE, layers_block_type=["mamba", "attention", "moe"], mamba_num_heads=8,
+        mamba_head_dim=16, n_groups=2, ssm_state_size=16, expand=2, head_dim=16,
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48,
+        moe_shared_expert_intermediate_size=80, n_group=1, topk_group=1,
+    ),
+}  # fmt: skip
+"""How a config of each family with experts is made, with sizes that all differ."""
+
+
 def save_checkpoint(
     folder: Path, config: PreTrainedConfig, seed: int = 0, tokenizer: bool = True
 ) -> Path:

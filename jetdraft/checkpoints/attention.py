@@ -1,7 +1,8 @@
 """Lets any transformers model attend over jetdraft's fixed KV buffers.
 
-The seams are a function of `AttentionInterface` and a `Cache` that keeps nothing. An
-export gives one `com.microsoft.GroupQueryAttention` node; else PyTorch computes.
+The seams are a function of `AttentionInterface`, one of `ExpertsInterface`, and a
+`Cache` that keeps nothing. An export gives one `com.microsoft.GroupQueryAttention`
+node; else PyTorch computes.
 
 In an encoder-decoder, the encoder's graph writes the cross keys and values once, in
 buffers of a fixed size whose unused slots a bias hides. A decoder has positions of
@@ -20,14 +21,17 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.integrations.moe import (
+    ALL_EXPERTS_FUNCTIONS,
+    batched_mm_experts_forward,
+)
 
 from jetdraft.checkpoints.recurrence import States
 from jetdraft.errors import UnsupportedModelError
 
-IMPLEMENTATION = "jetdraft"  # Its name in transformers.
-# Plain words for the names of arguments, in error messages.
-_ARGUMENT_WORDS = {"s_aux": "attention sinks (s_aux)"}
-# Arguments that do not change what attention computes here.
+IMPLEMENTATION = "jetdraft"
+"""The name under which attention and experts are registered with transformers."""
+
 _IGNORED = {"dropout", "position_ids", "is_causal", "use_cache", "cache_position"}
 
 
@@ -39,7 +43,8 @@ class StepState:
     layer. `last_row` is int32 [1], the index of the pass's last row in them. `windows`
     has the sliding windows of the layers, 0 for none; a `bias` [1, 1, n, capacity] is
     added to the scores. Rows after the first `rows` see each layer's `prefix` too.
-    Recurrent layers have `states`.
+    Recurrent layers have `states`. `experts` has each layer's choices int64 [n, k], as
+    numbers that no two layers share; the layers so far have `expert_count` experts.
     """
 
     cursor: Tensor
@@ -52,6 +57,8 @@ class StepState:
     prefix: list[tuple[Tensor, Tensor]] | None = None
     rows: int = 0
     states: States = field(default_factory=States)
+    experts: list[Tensor] = field(default_factory=list)
+    expert_count: int = 0
 
 
 _active_states: list[StepState] = []
@@ -114,9 +121,13 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over the active `StepState`: [1, heads, n, d] to [1, n, heads, d]."""
+    """Attention over the active `StepState`: [1, heads, n, d] to [1, n, heads, d].
+
+    Sinks `s_aux` [heads] take a share of each row like a score of a key without value.
+    """
     unknown = unknown_arguments(extra)
     if attention_mask is not None or unknown or key.shape[-1] != value.shape[-1]:
         raise UnsupportedModelError(
@@ -147,6 +158,7 @@ def attend(
         scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
         window=sliding_window or 0,
         softcap=softcap or 0.0,
+        sinks=s_aux,
     )
     compute = _make_node if torch.compiler.is_exporting() else _run_eagerly
     output, *present = compute(call, state)
@@ -181,7 +193,7 @@ def _insert_prefix(
 def unknown_arguments(extra: dict[str, Any]) -> list[str]:
     """Return the names of arguments that change attention in an unsupported way."""
     return [
-        _ARGUMENT_WORDS.get(name, name)
+        name
         for name, value in extra.items()
         if name not in _IGNORED and value is not None and value is not False
     ]
@@ -199,6 +211,7 @@ class _AttentionInputs:
     scale: float
     window: int
     softcap: float
+    sinks: Tensor | None = None
 
 
 def _make_node(call: _AttentionInputs, state: StepState) -> tuple[Tensor, ...]:
@@ -220,9 +233,9 @@ def _make_node(call: _AttentionInputs, state: StepState) -> tuple[Tensor, ...]:
     buffers = [call.past_key, call.past_value]
     inputs: list[Tensor | None] = [*rows_first, *buffers]
     inputs += [state.last_row, state.total_length]
-    if state.bias is not None:
+    if state.bias is not None or call.sinks is not None:
         # The inputs left out are cosines, sines and positions, which fusion may add.
-        inputs += [None, None, None, state.bias]
+        inputs += [None, None, None, state.bias, call.sinks]
     output, *present = torch.onnx.ops.symbolic_multi_out(
         "com.microsoft::GroupQueryAttention",
         inputs,
@@ -253,16 +266,41 @@ def _run_eagerly(call: _AttentionInputs, state: StepState) -> tuple[Tensor, ...]
     visible = (other <= slot) & ((other > slot - call.window) if call.window else True)
     if state.bias is not None:
         scores = scores + state.bias[..., : start + rows].float()
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).to(call.query.dtype)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if call.sinks is not None:
+        sinks = call.sinks.float()[None, :, None, None].expand(1, -1, rows, 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., : start + rows].to(call.query.dtype)
     return (weights @ all_values).transpose(1, 2), keys, values
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)
 
 
-SOURCE_ATTENTION = "jetdraft-source"  # Its name in transformers.
-# Called with a layer's module, query [1, heads, n, d], key and value [1, kv_heads, n,
-# d]; returns the mixed values [1, n, heads, d].
+def compute_experts(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Return the weighted sums [n, h] of each row's experts, by their indices [n, k].
+
+    A trace has a product for each row and each of its experts, with a matrix gathered
+    from the stack. Else the family's own loop over experts computes.
+    """
+    if _active_states:
+        state = active_state()
+        state.experts.append(top_k_index + state.expert_count)
+        state.expert_count += module.num_experts
+    own = type(module).forward.__wrapped__
+    compute = batched_mm_experts_forward if torch.compiler.is_exporting() else own
+    result: Tensor = compute(module, hidden_states, top_k_index, top_k_weights)
+    return result
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, compute_experts)
+
+
+SOURCE_ATTENTION = "jetdraft-source"
+"""The name under which the attention is registered with transformers."""
+
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 # The keys and values [1, heads, slots, head_dim] of each layer.
 KeysAndValues = list[tuple[Tensor, Tensor]]

@@ -168,6 +168,7 @@ def load_model(
         set_attention(model, SOURCE_ATTENTION)
     else:
         model.set_attn_implementation(IMPLEMENTATION)
+    model.set_experts_implementation(IMPLEMENTATION)
     model.requires_grad_(False)
     return model.eval()
 

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import torch
 from onnxscript.optimizer import fold_constants
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from jetdraft.checkpoints.refusals import RECURRENT_FAMILIES
-from jetdraft.quant.edits import PARAMETER, add_derived
+from jetdraft.quant.edits import PARAMETER, add_turned
 
 _MAX_FOLDED_BYTES = 1 << 16  # Of a folded constant; the weights of norms are smaller.
 _MAX_CONVERTED = 1 << 20  # Larger norms and convolutions are not converted.
@@ -134,10 +133,7 @@ def _store_transposed(graph: ir.Graph) -> None:
         if source is None or constant is None or len(constant.shape) != 2:
             continue
         if len(source.consumers()) == 1:
-            shape = constant.shape.numpy()[::-1]
-            transposed = add_derived(
-                graph, f"{source.name}.turned", [source], np.transpose, shape
-            )
+            transposed = add_turned(graph, source)
             ir.convenience.replace_all_uses_with(node.outputs[0], transposed)
             graph.remove(node, safe=True)
             graph.initializers.pop(source.name or "")

@@ -125,7 +125,7 @@ class StepContract:
     other raise `ContractError`.
 
     A layer with a recurrent state has no rows in a buffer, but `states`, which a pass
-    reads in one place and writes in another.
+    reads in one place and writes in another. A row chooses `experts` of all layers.
 
         contract = StepContract(
             vocab_size=4096, capacity=2048, max_width=128, dtype="float32",
@@ -159,6 +159,7 @@ class StepContract:
     relative_positions: bool = False
     selection: Selection | None = None
     states: tuple[State, ...] = ()
+    experts: Count = 0
 
     def __post_init__(self) -> None:
         contradictions = {
@@ -319,6 +320,7 @@ class StepContract:
             *_optional_tensor("hidden", ANSWERS, self.hidden_size),
             *_optional_tensor("features", ROWS, self.feature_size),
             *_optional_tensor("carried", ROWS, self.carried_size),
+            *_optional_tensor("experts", ROWS, self.experts, "int64"),
             *(self._answer_tensors("probe_", PROBES) if self.streams else ()),
         )
 
@@ -400,9 +402,11 @@ def _keys_and_values(
     )
 
 
-def _optional_tensor(name: str, axis: str, size: int) -> tuple[TensorSpec, ...]:
-    """Return a float32 output or input [1, axis, size]; () if `size` is 0."""
-    return (TensorSpec(name, "float32", (1, axis, size)),) if size else ()
+def _optional_tensor(
+    name: str, axis: str, size: int, dtype: str = "float32"
+) -> tuple[TensorSpec, ...]:
+    """Return an output or input [1, axis, size]; () if `size` is 0."""
+    return (TensorSpec(name, dtype, (1, axis, size)),) if size else ()
 
 
 # The weights of the pruning adapter, which only the lower half of a graph has.
@@ -442,8 +446,8 @@ class SplitContract:
         return cls(
             whole=whole,
             hidden_size=hidden_size,
-            lower=replace(whole, kv_shapes=lower, feature_size=0),
-            upper=replace(whole, kv_shapes=upper, feature_size=0),
+            lower=replace(whole, kv_shapes=lower, feature_size=0, experts=0),
+            upper=replace(whole, kv_shapes=upper, feature_size=0, experts=0),
             scores=scores,
         )
 

@@ -17,8 +17,15 @@ from jetdraft.quant.edits import Maker, initializer, new_value
 
 OPSET = 24  # The first that has TensorScatter and Attention over a part of a buffer.
 _BIAS_INPUTS = {"GroupQueryAttention": 10, "Attention": 3}
-SCALE_INPUTS = 12, 13  # GroupQueryAttention's inputs for scales.
-PAST_KEY = 3  # GroupQueryAttention's input for the past keys.
+
+SCALE_INPUTS = 12, 13
+"""GroupQueryAttention's inputs for the scales of keys and of values."""
+
+SINKS_INPUT = 11
+"""GroupQueryAttention's input for the sinks of heads."""
+
+PAST_KEY = 3
+"""GroupQueryAttention's input for the past keys."""
 
 
 def attentions(graph: ir.Graph) -> list[ir.Node]:
@@ -32,6 +39,12 @@ def windowed(graph: ir.Graph) -> bool:
         node.attributes.get_int("local_window_size", -1) > 0
         for node in attentions(graph)
     )
+
+
+def has_sinks(attention: ir.Node) -> bool:
+    """Whether a sink takes a share of each row."""
+    inputs = attention.inputs
+    return len(inputs) > SINKS_INPUT and inputs[SINKS_INPUT] is not None
 
 
 def find_bias(graph: ir.Graph) -> ir.Value | None:

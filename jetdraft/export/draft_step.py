@@ -56,6 +56,7 @@ def drafter_contract(
         recent=config.slots - 1 if reads.windows else reads.tokens - 1,
         ahead=config.slots if reads.windows else 0,
         states=(),
+        experts=0,
     )
     if (0, 0) not in contract.kv_shapes:
         return contract

@@ -62,7 +62,7 @@ from jetdraft.export.seams import (
     warn_of_length,
 )
 from jetdraft.export.source_step import source_sizes
-from jetdraft.export.step import buffer_sizes
+from jetdraft.export.step import Sizes, buffer_sizes
 from jetdraft.manifest import GraphEntry
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.choice import Limit
@@ -251,11 +251,10 @@ def _make_contract(
     name: str, checkpoint: Checkpoint, options: ExportOptions
 ) -> StepContract:
     model, probes = checkpoint.model, checkpoint.streams
-    shapes, states = (
-        (source_kv_shapes(model), ())
-        if checkpoint.reads_source
-        else buffer_sizes(model)
-    )
+    reads_source = checkpoint.reads_source
+    sizes = Sizes(source_kv_shapes(model)) if reads_source else buffer_sizes(model)
+    if name != TARGET or probes is not None:
+        sizes = sizes._replace(experts=0)
     own_ids = checkpoint.draft_ids
     draft_vocab = (options.draft_vocab or 0) if own_ids is None else len(own_ids)
     contract = StepContract(
@@ -263,8 +262,7 @@ def _make_contract(
         capacity=options.capacity,
         max_width=options.max_width,
         dtype=DTYPES[options.dtype_of(name)],
-        kv_shapes=shapes,
-        states=states,
+        **sizes._asdict(),
         # A drafter's last hidden state predicts acceptance (SpecDec++).
         hidden_size=model.get_output_embeddings().weight.shape[1]
         if name == DRAFTER
@@ -276,7 +274,7 @@ def _make_contract(
         contract = replace(contract, streams=probes.gamma)
     if isinstance(probes, PromptSettings):
         contract = replace(contract, members=probes.members, prefix=probes.prefix)
-    if checkpoint.reads_source:
+    if reads_source:
         bins, slots = source_sizes(model)
         contract = replace(
             contract,

@@ -28,6 +28,7 @@ from jetdraft.quant.edits import (
     PARAMETER,
     Maker,
     add_derived,
+    add_turned,
     initializer,
     producer,
     replace_values,
@@ -238,11 +239,13 @@ def split_gemms(graph: ir.Graph) -> None:
             and node.attributes.get_float("alpha", 1.0) == 1.0
             and node.attributes.get_float("beta", 1.0) == 1.0
             and not node.attributes.get_int("transA", 0)
-            and not node.attributes.get_int("transB", 0)
         )
-        if is_product:
+        rows, matrix = node.inputs[:2] if is_product else (None, None)
+        if matrix is not None:
+            if node.attributes.get_int("transB", 0):
+                matrix = add_turned(graph, matrix)
             make = Maker(graph, node)
-            result = make("MatMul", *node.inputs[:2])
+            result = make("MatMul", rows, matrix)
             result.shape = node.outputs[0].shape
             result.dtype = node.outputs[0].dtype or ir.DataType.FLOAT
             if len(node.inputs) == 3 and node.inputs[2] is not None:

@@ -38,7 +38,8 @@ from jetdraft.export.tracer import trace
 from jetdraft.manifest import GraphEntry, Halves
 from jetdraft.native import DOMAIN
 from jetdraft.quant.blocks import Floats
-from jetdraft.quant.weights import Quantization
+from jetdraft.quant.edits import PARAMETER
+from jetdraft.quant.weights import Quantization, routers
 from jetdraft.recipe import KERNELS
 
 Progress = Callable[[str, int, int], None]  # Stage, steps done, steps in all.
@@ -126,6 +127,9 @@ def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
         standardize(model, job.options.effective_flavour == SCATTERED)
     else:
         forms = {name: kept.form for name, kept in job.quantization.packed.items()}
+        chosen_by = [node.inputs[1] for node in routers(model.graph)]
+        names = [v.metadata_props.get(PARAMETER, "") for v in chosen_by if v]
+        forms |= dict.fromkeys(names, "floats")
         rotation_nodes = job.options.provider_of(job.name).name == "webgpu"
         fuse(model, entry.contract, forms, rotation_nodes, job.own_attention)
     job.report(stage, 1, 1)

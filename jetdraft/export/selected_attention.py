@@ -21,7 +21,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import SELECTING, Reading, Selection, StepContract
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.attentions import OPSET, attentions, windowed
+from jetdraft.export.attentions import OPSET, attentions, has_sinks, windowed
 from jetdraft.export.seams import trained_length
 from jetdraft.quant.edits import CONTRIB_DOMAIN, Maker, new_value, replace_values
 
@@ -313,10 +313,10 @@ def add_selection(
     graph = model.graph
     nodes = attentions(graph)
     softcaps = (node.attributes.get_float("softcap", 0.0) for node in nodes)
-    if windowed(graph) or any(softcaps):
+    if windowed(graph) or any(softcaps) or any(map(has_sinks, nodes)):
         raise UnsupportedModelError(
-            f"{checkpoint.source} attends in sliding windows or with a softcap, and "
-            "--select-kv needs plain attention; leave it out"
+            f"{checkpoint.source} attends in sliding windows, with a softcap or with "
+            "sinks, and --select-kv needs plain attention; leave it out"
         )
     heads = {node.attributes.get_int("num_heads", 0) for node in nodes}
     if len(heads) != 1:

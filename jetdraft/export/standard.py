@@ -11,7 +11,7 @@ from onnx_ir import Value
 from onnx_ir.passes import common
 
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.attentions import OPSET, attentions
+from jetdraft.export.attentions import OPSET, attentions, has_sinks
 from jetdraft.quant.edits import Maker, replace_values
 
 
@@ -34,10 +34,10 @@ def standardize(model: ir.Model, scatter_nd: bool) -> None:
 
 def _replace_attention(graph: ir.Graph, node: ir.Node, scatter_nd: bool) -> None:
     """Replace GroupQueryAttention by writes into the buffers, and Attention."""
-    if node.attributes.get_int("local_window_size", -1) > 0:
+    if node.attributes.get_int("local_window_size", -1) > 0 or has_sinks(node):
         raise UnsupportedModelError(
-            "a layer attends in a sliding window, which the standard flavour does not "
-            "have; export the contrib one"
+            "a layer attends in a sliding window or with sinks, which the standard "
+            "flavour does not have; export the contrib one"
         )
     make = Maker(graph, node)
     query, key, value, past_key, past_value, last_row = node.inputs[:6]

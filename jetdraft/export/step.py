@@ -6,7 +6,7 @@ Probes are streams (2402.11131) or prompt tokens.
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -148,6 +148,8 @@ class Step(torch.nn.Module):
                 "values; models with shared layers cannot be exported"
             )
         hidden = [head[0].float()] if self.contract.hidden_size else []
+        if self.contract.experts:
+            features.append(torch.cat(state.experts, 1)[None])
         rows = [*self.answers(logits), *hidden, *features, *state.states.kept]
         return [*rows, *present_buffers(state), *state.states.present, *cut]
 
@@ -239,11 +241,19 @@ def dtype_of(contract: StepContract) -> torch.dtype:
 
 def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
     """Return (kv_heads, head_dim) of each layer that attends, see `buffer_sizes`."""
-    return buffer_sizes(model)[0]
+    return buffer_sizes(model).kv_shapes
 
 
-def buffer_sizes(model: Any) -> tuple[tuple[tuple[int, int], ...], tuple[State, ...]]:
-    """Return (kv_heads, head_dim) by layer, and states, measured in a pass of a row."""
+class Sizes(NamedTuple):
+    """What a `StepContract` says of a model's layers."""
+
+    kv_shapes: tuple[tuple[int, int], ...]
+    states: tuple[State, ...] = ()
+    experts: int = 0
+
+
+def buffer_sizes(model: Any) -> Sizes:
+    """Return what a pass of a row shows of a model's layers."""
     row = torch.zeros(1, 1, dtype=torch.long)
 
     def run(cache: Cache) -> None:
@@ -258,9 +268,11 @@ def buffer_sizes(model: Any) -> tuple[tuple[tuple[int, int], ...], tuple[State, 
             f"{type(model).__name__} keeps keys and values in {len(numbers)} of its "
             f"{layers} layers; see docs/models.md"
         )
-    return tuple((key.shape[1], key.shape[3]) for key, _ in state.past), tuple(
-        State(tuple(present.shape[1:]), kept.shape[2])
-        for present, kept in zip(states.present, states.kept, strict=True)
+    kept = zip(states.present, states.kept, strict=True)
+    return Sizes(
+        tuple((key.shape[1], key.shape[3]) for key, _ in state.past),
+        tuple(State(tuple(after.shape[1:]), rows.shape[2]) for after, rows in kept),
+        sum(chosen.shape[1] for chosen in state.experts),
     )
 
 

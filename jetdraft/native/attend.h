@@ -147,7 +147,9 @@ inline void add_values(const float* shares, int64_t line, const float* values,
 }
 
 // Turns scores into shares: e^(score - largest score). Writes up to the next whole vector.
-inline void to_shares(float* scores, int64_t count, const float* bias, float softcap) {
+// Returns the share of the sink, or 0.
+inline float to_shares(float* scores, int64_t count, const float* bias, float softcap,
+                       const float* sink) {
   if (softcap > 0.0f)
     for (int64_t t = 0; t < count; t += LANES)
       store(scores + t, capped(load(scores + t), softcap));
@@ -161,8 +163,10 @@ inline void to_shares(float* scores, int64_t count, const float* bias, float sof
   }
   float largest = most[0];
   for (int i = 1; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
+  if (sink != nullptr && *sink > largest) largest = *sink;
   for (int64_t t = 0; t < count; t += LANES)
     store(scores + t, exponential(load(scores + t) - largest));
+  return sink == nullptr ? 0.0f : exponential(Lanes{} + (*sink - largest))[0];
 }
 
 // Heads of a row that follow each other: the row and the first of them, its line of
@@ -191,15 +195,17 @@ void score(const Attention& a, const Some& s, const float* keys, int64_t from,
   }
 }
 
-// Scores become shares; their totals, in the last places of lines, and answers become 0.
+// Scores become shares. Their totals, in the last places of lines, become the shares of
+// sinks or 0, and answers become 0.
 template <int N>
 void share(const Attention& a, const Some& s) {
   for (int n = 0; n < N; n++) {
     const float* bias = a.bias == nullptr ? nullptr
                         : a.bias + (s.head + n) * a.bias_head + s.row * a.bias_slots;
     float* line = s.line + n * a.line();
-    to_shares(line + s.begin, s.end - s.begin, bias ? bias + s.begin : bias, a.softcap);
-    line[a.line() - 1] = 0.0f;
+    const float* sink = a.sinks == nullptr ? nullptr : a.sinks + s.head + n;
+    line[a.line() - 1] = to_shares(line + s.begin, s.end - s.begin,
+                                   bias ? bias + s.begin : bias, a.softcap, sink);
   }
   float* y = a.y + (s.row * a.heads + s.head) * a.size;
   std::memset(y, 0, N * a.size * sizeof(float));

@@ -14,10 +14,10 @@ namespace {
 constexpr int64_t ROWS_OF_PART = 8, MIN_PARTS = 4, MAX_HEADS = 1 << 16;
 
 // Query, key and value, past key and value, index of the last row, total length, cosines,
-// sines, positions, bias.
+// sines, positions, bias, sinks.
 constexpr int ATTENTION_TYPES[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT,
                                    ort::FLOAT, ort::INT32, ort::INT32, ort::FLOAT,
-                                   ort::FLOAT, ort::INT64, ort::FLOAT};
+                                   ort::FLOAT, ort::INT64, ort::FLOAT, ort::FLOAT};
 constexpr size_t ATTENTION_INPUTS = std::size(ATTENTION_TYPES);
 
 struct AttentionKernel {
@@ -74,7 +74,7 @@ OrtStatus* read_attention(OrtKernelContext* context, Tensor (&inputs)[ATTENTION_
   for (size_t i = 0; i < ATTENTION_INPUTS; i++)
     TRY(read_input(context, ATTENTION_TYPES[i], &inputs[i], i));
   const auto& [q, key, value, past_key, past_value, last, total, cosines, sines, positions,
-               bias] = inputs;
+               bias, sinks] = inputs;
   Attention& a = job->a;
   const AttentionKernel& k = job->kernel;
   a.heads = k.heads, a.kv_heads = k.kv_heads, a.rows = q.dims[1];
@@ -101,6 +101,9 @@ OrtStatus* read_attention(OrtKernelContext* context, Tensor (&inputs)[ATTENTION_
     a.bias = (const float*)bias.data, a.bias_slots = slots;
     a.bias_head = heads == 1 ? 0 : a.rows * slots;
   }
+  if (sinks.given && !sinks.has_dims({a.heads}))
+    return failed("attention has sinks of another shape than its heads");
+  a.sinks = (const float*)sinks.data;
   a.window = k.window, a.softcap = k.softcap;
   job->q = (const float*)q.data, job->q_step = q.dims[2];
   job->k = packed ? job->q + q_width : (const float*)key.data;

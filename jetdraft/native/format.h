@@ -74,27 +74,33 @@ struct RowBlock {
 
 // A product of rows x [rows][numbers] with a matrix; y is [rows][columns].
 // `padded` is `numbers`, rounded up to whole blocks, or super-blocks. Rows are multiplied
-// in tiles of some rows; `read` is [tile][padded / BLOCK][rows of the tile].
+// in tiles of some rows; `read` is [tile][padded / BLOCK][rows of the tile]. If `places` is
+// given, row i lies at place `places[i]` of x and of y.
 struct Product {
   int64_t columns, numbers, padded, rows;
   const uint8_t *integers, *scales;
   const float* x;
   float* y;
   RowBlock* read;
+  const int64_t* places;
+
+  int64_t place(int64_t row) const { return places == nullptr ? row : places[row]; }
 };
 
 // Attention of `rows` queries [rows][heads][size], times the scale, whose keys and values
 // lie from slot `cursor` on in the buffers [kv_heads][capacity][size]. A row sees the slots
 // up to its own, the last `window` of them if it is not 0. A score x becomes softcap
 // tanh(x / softcap), if that is not 0, and then a bias [rows][bias_slots] is added, which is
-// the same for all heads if `bias_head` is 0.
+// the same for all heads if `bias_head` is 0. Each of the `sinks` [heads], if given, takes a
+// share of its head's rows, as the score of a key whose value is 0.
 struct Attention {
   static constexpr int LANES = 8;
   struct Part { int64_t first_row, last_row, first_head, last_head; };
 
   int64_t heads = 0, kv_heads = 0, size = 0, rows = 0, cursor = 0, capacity = 0, window = 0;
   float softcap = 0.0f;
-  const float *queries = nullptr, *keys = nullptr, *values = nullptr, *bias = nullptr;
+  const float *queries = nullptr, *keys = nullptr, *values = nullptr, *bias = nullptr,
+              *sinks = nullptr;
   int64_t bias_slots = 0, bias_head = 0;
   float* y = nullptr;
 

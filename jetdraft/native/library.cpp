@@ -2,10 +2,13 @@
 //
 //   MatMulPacked(x float [..., K], integers, scales uint8 [bytes]) -> float [..., N]
 //   GatherPacked(ids int64 [...], integers, scales) -> float [..., K]: columns
+//   MatMulExperts(x float [S, K], integers, scales, ids int64 [S]) -> float [S, N]: the
+//       arrays have a matrix for each expert, one behind the other, and row s is
+//       multiplied with the matrix ids[s]
 //   GroupQueryAttention: onnxruntime's operator of this name with its inputs up to the
-//       bias, for floats and one sequence, with all attributes but those of 0
+//       sinks, for floats and one sequence, with all attributes but those of 0
 //
-// Attributes of the first two: N, K, format (a row of FORMATS), layout (LAYOUT_VERSION).
+// Attributes of the first three: N, K, format (a row of FORMATS), layout (LAYOUT_VERSION).
 //
 // The library needs no C++ runtime: neither exceptions nor containers.
 #include <algorithm>
@@ -38,23 +41,30 @@ const Isa* choose_isa() {
 
 struct Kernel {
   int64_t columns, numbers, padded, format;
+  bool is_stack;  // of a matrix for each expert
 
   int64_t groups() const { return (columns + GROUP - 1) / GROUP; }
   int64_t units() const {
     return padded / (has_supers(FORMATS[format].scales) ? SUPER : BLOCK);
   }
-  // Reads an array of the matrix, which is input 1 or 2, if it has this kernel's size.
+  // Bytes of an array of one matrix, which is input 1 or 2.
+  int64_t bytes(size_t index) const {
+    const Format& f = FORMATS[format];
+    return groups() * (index == 1 ? padded / BLOCK * block_bytes(f.bits)
+                                  : units() * scale_bytes(f.scales));
+  }
+  // Reads an array if it has this kernel's size.
   OrtStatus* read_array(const OrtValue* value, size_t index, Tensor* tensor) const {
     TRY(read_tensor(value, ort::UINT8, tensor));
-    const Format& f = FORMATS[format];
-    const int64_t size = index == 1 ? padded / BLOCK * block_bytes(f.bits)
-                                    : units() * scale_bytes(f.scales);
-    if (tensor->size == groups() * size) return nullptr;
+    const int64_t size = bytes(index);
+    if (tensor->size == size || (is_stack && tensor->size > 0 && tensor->size % size == 0))
+      return nullptr;
     return failed("a packed matrix has another size than its columns and rows need; "
                   "export the bundle again");
   }
+  // Reads both arrays, and how many matrices they have.
   OrtStatus* read_matrix(OrtKernelContext* context, const uint8_t** integers,
-                         const uint8_t** scales) const {
+                         const uint8_t** scales, int64_t* count) const {
     Tensor tensors[2];
     for (size_t index : {1, 2}) {
       const OrtValue* value = nullptr;
@@ -63,14 +73,19 @@ struct Kernel {
     }
     *integers = (const uint8_t*)tensors[0].data;
     *scales = (const uint8_t*)tensors[1].data;
-    return nullptr;
+    *count = tensors[0].size / bytes(1);
+    if (*count == tensors[1].size / bytes(2)) return nullptr;
+    return failed("packed experts have more integers than scales, or fewer; export the "
+                  "bundle again");
   }
 };
 
+template <bool IS_STACK>
 OrtStatus* create(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info,
                   void** made) {
   int64_t layout = 0;
   Kernel k{};
+  k.is_stack = IS_STACK;
   for (auto [name, number] : {std::pair{"N", &k.columns}, std::pair{"K", &k.numbers},
                               std::pair{"format", &k.format}, std::pair{"layout", &layout}})
     TRY(ort::call(ort::KERNEL_INFO_GET_ATTRIBUTE_INT64, info, name, number));
@@ -97,30 +112,39 @@ OrtStatus* create(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info,
   return nullptr;
 }
 
+// One or several products with matrices of one size, each in `parts` parts.
 struct Job {
-  Product product;
+  const Product* products;
   int64_t format, groups, parts;
 };
 
 void quantize_row(void* data, size_t row) {
   const Job& job = *(Job*)data;
-  isa->quantize[job.format](job.product, int64_t(row));
+  isa->quantize[job.format](*job.products, int64_t(row));
 }
 
-void multiply_part(void* data, size_t part) {
+void quantize_rows(void* data, size_t product) {
   const Job& job = *(Job*)data;
-  const int64_t from = job.groups * int64_t(part) / job.parts,
-                to = job.groups * int64_t(part + 1) / job.parts;
-  isa->multiply[job.format](job.product, from, to);
+  const Product& p = job.products[product];
+  for (int64_t row = 0; row < p.rows; row++) isa->quantize[job.format](p, row);
+}
+
+void multiply_part(void* data, size_t index) {
+  const Job& job = *(Job*)data;
+  const int64_t part = int64_t(index) % job.parts;
+  const int64_t from = job.groups * part / job.parts,
+                to = job.groups * (part + 1) / job.parts;
+  isa->multiply[job.format](job.products[int64_t(index) / job.parts], from, to);
 }
 
 OrtStatus* multiply_packed(void* data, OrtKernelContext* context) {
   const Kernel& k = *(Kernel*)data;
   Tensor x;
+  Product p{};
   Job job{};
-  Product& p = job.product;
+  int64_t one = 0;
   TRY(read_input(context, ort::FLOAT, &x));
-  TRY(k.read_matrix(context, &p.integers, &p.scales));
+  TRY(k.read_matrix(context, &p.integers, &p.scales, &one));
   if (x.rank < 1 || x.dims[x.rank - 1] != k.numbers)
     return failed("the rows have another width than the matrix");
   p.columns = k.columns, p.numbers = k.numbers, p.padded = k.padded;
@@ -132,7 +156,7 @@ OrtStatus* multiply_packed(void* data, OrtKernelContext* context) {
   const Memory memory(p.rows * (k.padded / BLOCK) * int64_t(sizeof(RowBlock)));
   p.read = (RowBlock*)memory.data;
   if (p.read == nullptr) return failed("out of memory");
-  job.format = k.format, job.groups = k.groups();
+  job.products = &p, job.format = k.format, job.groups = k.groups();
   const int64_t size = k.columns * k.padded;
   job.parts = size < SMALL_BYTES ? 1 : std::min(PARTS, job.groups);
   if (p.rows < 4 || job.parts == 1) {
@@ -142,6 +166,64 @@ OrtStatus* multiply_packed(void* data, OrtKernelContext* context) {
   }
   if (job.parts == 1) return multiply_part(&job, 0), nullptr;
   return for_each(context, multiply_part, job.parts, &job);
+}
+
+// The rows in the order of their experts: where each expert's rows begin, and the rows.
+OrtStatus* order_rows(const Tensor& ids, int64_t experts, int64_t* begin, int64_t* rows) {
+  const auto* id = (const int64_t*)ids.data;
+  for (int64_t i = 0; i < ids.size; i++) {
+    if (id[i] < 0 || id[i] >= experts)
+      return failed("there is no expert %lld among %lld", (long long)id[i],
+                    (long long)experts);
+    begin[id[i] + 1]++;
+  }
+  for (int64_t e = 0; e < experts; e++) begin[e + 1] += begin[e];
+  // Each expert's beginning moves to its end, which is the beginning of the next.
+  for (int64_t i = 0; i < ids.size; i++) rows[begin[id[i]]++] = i;
+  for (int64_t e = experts; e > 0; e--) begin[e] = begin[e - 1];
+  begin[0] = 0;
+  return nullptr;
+}
+
+OrtStatus* multiply_experts(void* data, OrtKernelContext* context) {
+  const Kernel& k = *(Kernel*)data;
+  Tensor x, ids;
+  Product all{};
+  int64_t experts = 0;
+  TRY(read_input(context, ort::FLOAT, &x));
+  TRY(k.read_matrix(context, &all.integers, &all.scales, &experts));
+  TRY(read_input(context, ort::INT64, &ids, 3));
+  if (ids.rank != 1 || !x.has_dims({ids.size, k.numbers}))
+    return failed("the rows have another shape than the experts and their ids");
+  all.columns = k.columns, all.numbers = k.numbers, all.padded = k.padded;
+  all.x = (const float*)x.data;
+  x.dims[1] = k.columns;
+  TRY(make_output(context, x, &all.y));
+  if (ids.size == 0) return nullptr;
+
+  const int64_t blocks = k.padded / BLOCK, most = std::min(ids.size, experts);
+  const Memory read(ids.size * blocks * int64_t(sizeof(RowBlock))),
+      numbers((experts + 1 + ids.size) * int64_t(sizeof(int64_t))),
+      products(most * int64_t(sizeof(Product)));
+  if (read.data == nullptr || numbers.data == nullptr || products.data == nullptr)
+    return failed("out of memory");
+  auto *begin = (int64_t*)numbers.data, *rows = begin + experts + 1;
+  std::fill(begin, rows, 0);
+  TRY(order_rows(ids, experts, begin, rows));
+  auto* product = (Product*)products.data;
+  int64_t count = 0;
+  for (int64_t e = 0; e < experts; e++) {
+    if (begin[e] == begin[e + 1]) continue;
+    Product& p = product[count++] = all;
+    p.rows = begin[e + 1] - begin[e], p.places = rows + begin[e];
+    p.integers += e * k.bytes(1), p.scales += e * k.bytes(2);
+    p.read = (RowBlock*)read.data + begin[e] * blocks;
+  }
+  Job job{product, k.format, k.groups(), 1};
+  if (k.columns * k.padded * count >= SMALL_BYTES)
+    job.parts = std::min((PARTS + count - 1) / count, job.groups);
+  TRY(for_each(context, quantize_rows, count, &job));
+  return for_each(context, multiply_part, count * job.parts, &job);
 }
 
 float half_at(const uint8_t* p) {
@@ -187,8 +269,9 @@ OrtStatus* gather_packed(void* data, OrtKernelContext* context) {
   const Kernel& k = *(Kernel*)data;
   Tensor ids;
   const uint8_t *integers, *scales;
+  int64_t one = 0;
   TRY(read_input(context, ort::INT64, &ids));
-  TRY(k.read_matrix(context, &integers, &scales));
+  TRY(k.read_matrix(context, &integers, &scales, &one));
   if (ids.rank == MAX_AXES) return failed("the ids have too many axes");
   const auto* id = (const int64_t*)ids.data;
   for (int64_t i = 0; i < ids.size; i++)
@@ -211,6 +294,7 @@ using Compute = OrtStatus*(void*, OrtKernelContext*);
 
 constexpr int PRODUCT_TYPES[] = {ort::FLOAT, ort::UINT8, ort::UINT8};
 constexpr int GATHER_TYPES[] = {ort::INT64, ort::UINT8, ort::UINT8};
+constexpr int EXPERTS_TYPES[] = {ort::FLOAT, ort::UINT8, ort::UINT8, ort::INT64};
 constexpr int OPTIONAL = 1;
 
 template <Create* CREATE, Compute* COMPUTE, int OUTPUTS, const auto& TYPES>
@@ -258,16 +342,20 @@ EXPORTED OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBa
   if (isa == nullptr)
     return failed("this processor lacks what JETDRAFT_ISA names; leave it out");
   static const OrtCustomOp multiply =
-      make_operator<create, multiply_packed, 1, PRODUCT_TYPES>(
+      make_operator<create<false>, multiply_packed, 1, PRODUCT_TYPES>(
           [](auto) { return "MatMulPacked"; });
-  static const OrtCustomOp gather = make_operator<create, gather_packed, 1, GATHER_TYPES>(
-      [](auto) { return "GatherPacked"; });
+  static const OrtCustomOp gather =
+      make_operator<create<false>, gather_packed, 1, GATHER_TYPES>(
+          [](auto) { return "GatherPacked"; });
+  static const OrtCustomOp experts =
+      make_operator<create<true>, multiply_experts, 1, EXPERTS_TYPES>(
+          [](auto) { return "MatMulExperts"; });
   static const OrtCustomOp attention =
       make_operator<create_attention, attend_rows, 3, ATTENTION_TYPES>(
           [](auto) { return "GroupQueryAttention"; });
   OrtCustomOpDomain* domain = nullptr;
   TRY(ort::call(ort::CREATE_CUSTOM_OP_DOMAIN, "jetdraft", &domain));
-  for (const OrtCustomOp* op : {&multiply, &gather, &attention})
+  for (const OrtCustomOp* op : {&multiply, &gather, &experts, &attention})
     TRY(ort::call(ort::CUSTOM_OP_DOMAIN_ADD, domain, op));
   return ort::call(ort::ADD_CUSTOM_OP_DOMAIN, options, domain);
 }

@@ -31,7 +31,7 @@ void quantize(const Product& p, int64_t row) {
   constexpr int zero = f.zero + (f.bits == 8 ? V::BYTE_OFFSET : 0);
   const int64_t blocks = p.padded / BLOCK, tile = row - row % V::MAX_ROWS;
   const int64_t tile_rows = std::min<int64_t>(V::MAX_ROWS, p.rows - tile);
-  const float* x = p.x + row * p.numbers;
+  const float* x = p.x + p.place(row) * p.numbers;
   RowBlock* read = p.read + tile * blocks + (row - tile);
   for (int64_t b = 0; b < blocks; b++, x += BLOCK, read += tile_rows) {
     float numbers[BLOCK] = {};
@@ -124,7 +124,7 @@ void multiply_tile(const Product& p, int64_t group, int lane, int64_t row) {
   const int64_t column = group * GROUP + lane;
 #pragma unroll
   for (int m = 0; m < M; m++) {
-    float* y = p.y + (row + m) * p.columns + column;
+    float* y = p.y + p.place(row + m) * p.columns + column;
     if (column + V::LANES <= p.columns) {
       V::store(y, sum[m]);
     } else if (column < p.columns) {

@@ -6,9 +6,10 @@ them: the result is within a tenth of the bundle's (docs/log/quantization.md).
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from jetdraft.errors import OptionError
 from jetdraft.quant.algorithms import quantize
@@ -41,19 +42,15 @@ class Divergence:
         ids = windows.ids[: MAX_TOKENS // min(windows.scored, length), :length]
         self.batches = torch.split(ids, max(1, BATCH_TOKENS // length))
         self.scored = min(windows.scored, length)
-        self.units: dict[Unit, dict[str, torch.nn.Linear]] = {}
+        self.units: dict[Unit, dict[str, _Matrix]] = {}
         head = model.get_output_embeddings()
         for name, layer in model.named_modules():
-            if isinstance(layer, torch.nn.Linear):
-                unit = HEAD if layer is head else unit_of(name)
-                self.units.setdefault(unit, {})[f"{name}.weight"] = layer
-            else:
-                _check_measurable(name, layer)
+            unit = HEAD if layer is head else unit_of(name)
+            for weight in _matrix_names(name, layer):
+                matrix = _Matrix(layer, weight)
+                self.units.setdefault(unit, {})[f"{name}.{weight}"] = matrix
         # An embedding may share the head's matrix, and its integers.
-        self._modules_of_weight: dict[int, list[Any]] = {}
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
-                self._modules_of_weight.setdefault(id(module.weight), []).append(module)
+        self._embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
         self._blocks: dict[tuple[str, Recipe], Matrix] = {}
         self.dtype = torch.float32
         self._logprobs = [self._log_probabilities(ids) for ids in self.batches]
@@ -99,7 +96,7 @@ class Divergence:
 
     def bytes_of_unit(self, unit: Unit, recipe: Recipe) -> int:
         """Return the bytes of the matrices of one unit, with scales and zeros."""
-        return sum(_matrix_bytes(layer, recipe) for layer in self.units[unit].values())
+        return sum(_matrix_bytes(each, recipe) for each in self.units[unit].values())
 
     def drop_blocks(self) -> None:
         self._blocks.clear()
@@ -108,15 +105,16 @@ class Divergence:
         """Return the matrices that a recipe rounded to types of llama.cpp, by name."""
         matrices = {
             name: self._blocks.get((name, recipe.of_unit(unit)))
-            for unit, layers in self.units.items()
-            for name in layers
+            for unit, own in self.units.items()
+            for name in own
         }
         return {n: m for n, m in matrices.items() if isinstance(m, GridMatrix)}
 
-    def _blocks_of(self, name: str, layer: torch.nn.Linear, recipe: Recipe) -> Matrix:
+    def _blocks_of(self, name: str, weight: "_Matrix", recipe: Recipe) -> Matrix:
+        """Return a weight quantized by a recipe; it is computed once and cached."""
         key = name, recipe
         if key not in self._blocks:
-            matrix = layer.weight.detach().float().numpy().T
+            matrix = weight.columns.detach().float().numpy().T
             self._blocks[key] = quantize(matrix, recipe, self.moments.get(name))
         return self._blocks[key]
 
@@ -125,14 +123,16 @@ class Divergence:
         """Quantize these units, and round their inputs, inside the block."""
         with ExitStack() as hooks:
             for unit, recipe in recipes.items():
-                for name, layer in self.units[unit].items():
+                for name, weight in self.units[unit].items():
                     if recipe.bits is None:
                         continue
-                    blocks = self._blocks_of(name, layer, recipe)
-                    for module in self._modules_of_weight[id(layer.weight)]:
-                        rounds = self.rounds_inputs and module is layer
-                        rounding = _rounding(module, blocks, self.dtype, rounds)
-                        hooks.enter_context(rounding)
+                    blocks = self._blocks_of(name, weight, recipe)
+                    rounding = _rounding(weight, blocks, self.dtype, self.rounds_inputs)
+                    hooks.enter_context(rounding)
+                    for module in self._embeddings:
+                        if module.weight is getattr(weight.module, weight.name):
+                            tied = _rounding(_Matrix(module), blocks, self.dtype, False)
+                            hooks.enter_context(tied)
             yield
 
     def _log_probabilities(self, ids: torch.Tensor) -> torch.Tensor:
@@ -144,30 +144,54 @@ class Divergence:
         return logs
 
 
+class _Matrix(NamedTuple):
+    """A matrix of a linear layer, or a stack of matrices of experts."""
+
+    module: Any
+    name: str = "weight"
+
+    @property
+    def columns(self) -> torch.Tensor:
+        """The matrix [columns, rows], or all columns of a stack."""
+        weight: torch.Tensor = getattr(self.module, self.name)
+        turned = weight.dim() == 3 and self.module.is_transposed
+        return (weight.transpose(1, 2) if turned else weight).flatten(0, -2)
+
+    def shaped(self, columns: torch.Tensor) -> torch.Tensor:
+        """Columns in the shape that the module has them in."""
+        shape = getattr(self.module, self.name).shape
+        if len(shape) == 3 and self.module.is_transposed:
+            return columns.view(shape[0], shape[2], shape[1]).transpose(1, 2)
+        return columns.view(shape)
+
+
 @contextmanager
 def _rounding(
-    module: torch.nn.Module, blocks: Matrix, dtype: torch.dtype, inputs: bool
+    weight: _Matrix, blocks: Matrix, dtype: torch.dtype, inputs: bool
 ) -> Iterator[None]:
     """Let a module run with quantized weights, as floats of `dtype`, inside the block.
 
-    With `inputs` its inputs are rounded too. Floats exist only while the module runs.
+    With `inputs` its inputs are rounded too, but those of experts between their two
+    matrices. Floats exist only while the module runs.
     """
-    original = module.weight.data
+    parameter = getattr(weight.module, weight.name)
+    original = parameter.data
 
     def before(module: Any, read: tuple[torch.Tensor, ...]) -> Any:
-        module.weight.data = torch.from_numpy(blocks.floats.T).to(dtype)
-        if not inputs:
-            return None
+        columns = torch.from_numpy(blocks.floats.T).to(dtype)
+        parameter.data = weight.shaped(columns)
         first, *others = read
+        if not inputs or first.shape[-1] != columns.shape[1]:
+            return None
         return (round_to_int8(first, blocks.block_size).to(first.dtype), *others)
 
     def after(module: Any, read: Any, output: Any) -> None:
-        module.weight.data = original
+        parameter.data = original
 
     # First, since a model may convert its weights to compute.
     hooks = (
-        module.register_forward_pre_hook(before, prepend=True),
-        module.register_forward_hook(after, always_call=True),
+        weight.module.register_forward_pre_hook(before, prepend=True),
+        weight.module.register_forward_hook(after, always_call=True),
     )
     try:
         yield
@@ -191,20 +215,30 @@ def round_to_int8(values: torch.Tensor, size: int) -> torch.Tensor:
     return floats
 
 
-def _check_measurable(name: str, module: torch.nn.Module) -> None:
-    """Raise `OptionError` for matrices outside of linear layers: no unit has them."""
-    weights = module.named_parameters(recurse=False)
-    matrices = [weight_name for weight_name, weight in weights if weight.dim() > 1]
-    if matrices and not isinstance(module, torch.nn.Embedding):
+def _matrix_names(name: str, module: nn.Module) -> list[str]:
+    """The names of a module's matrices that a recipe quantizes.
+
+    Routers, which have a row for each expert, stay floats. Raises `OptionError` for
+    matrices outside of linear layers and experts: no unit has them.
+    """
+    weights = dict(module.named_parameters(recurse=False))
+    if isinstance(module, nn.Linear):
+        return ["weight"]
+    experts = getattr(module, "num_experts", None)
+    matrices = [n for n, w in weights.items() if w.dim() > 1]
+    if experts and all(weights[n].shape[0] == experts for n in matrices):
+        return [n for n in matrices if weights[n].dim() == 3]
+    if matrices and not isinstance(module, nn.Embedding):
         raise OptionError(
             f"{name}.{matrices[0]} is not in a linear layer, so its sensitivity "
             "cannot be measured; leave the limit out"
         )
+    return []
 
 
-def _matrix_bytes(layer: torch.nn.Linear, recipe: Recipe) -> int:
-    """Return the bytes of a layer's integers, scales and zeros, or its floats."""
-    columns, rows = layer.weight.shape
+def _matrix_bytes(weight: _Matrix, recipe: Recipe) -> int:
+    """Return the bytes of a matrix's integers, scales and zeros, or its floats."""
+    columns, rows = weight.columns.shape
     if recipe.bits is None:
         return columns * rows * torch.float32.itemsize
     if recipe.scheme in GRIDS:

@@ -59,6 +59,13 @@ def add_derived(
     return value
 
 
+def add_turned(graph: ir.Graph, matrix: ir.Value) -> ir.Value:
+    """Add a constant matrix transposed."""
+    assert matrix.const_value is not None
+    shape = matrix.const_value.shape.numpy()[::-1]
+    return add_derived(graph, f"{matrix.name}.turned", [matrix], np.transpose, shape)
+
+
 class Maker:
     """Adds nodes to a graph, before a node of it or at the end."""
 

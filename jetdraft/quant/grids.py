@@ -18,10 +18,17 @@ from gguf.quants import Q4_K, dequantize
 
 from jetdraft.quant.blocks import Blocks, Bytes, Floats
 
-LAYOUT_VERSION = 1  # Of `GridMatrix.packed`; the library reads no other.
-COLUMNS_AT_ONCE = 4096  # Unpacked together: they are floats for a moment.
-_COLUMNS, _BLOCK = 16, 32  # Columns that lie together, and numbers of a block.
-_ONE, _ZERO = b"\0\x3c", b"\0\0"  # 1 and 0 as halves.
+LAYOUT_VERSION = 1
+"""Of the layout that `GridMatrix.packed` returns; the library reads no other."""
+
+COLUMNS_AT_ONCE = 4096
+"""Columns that are unpacked together: their integers are floats for a moment."""
+
+COLUMNS, _BLOCK = 16, 32
+"""Columns that lie together, and numbers of a block."""
+
+_ONE, _ZERO = b"\0\x3c", b"\0\0"
+"""1 and 0 as halves."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ class GridMatrix:
 
     def packed(self) -> tuple[Bytes, Bytes]:
         """Integers and scales as `jetdraft.native` reads them, both uint8 [bytes]."""
-        spare = -len(self.data) % _COLUMNS
+        spare = -len(self.data) % COLUMNS
         whole = replace(self, data=np.pad(self.data, ((0, spare), (0, 0))))
         starts = range(0, len(whole.data), COLUMNS_AT_ONCE)
         parts = [
@@ -156,7 +163,7 @@ Matrix = Blocks | GridMatrix
 def _pack_integers(integers: Bytes, bits: int) -> Bytes:
     """Pack integers [columns, rows] by groups of columns, blocks and quads."""
     columns, rows = integers.shape
-    split = integers.reshape(columns // _COLUMNS, _COLUMNS, rows // _BLOCK, 8, 4)
+    split = integers.reshape(columns // COLUMNS, COLUMNS, rows // _BLOCK, 8, 4)
     quads: Bytes = split.transpose(0, 2, 3, 1, 4).reshape(-1, 8, 64)
     if bits == 8:
         return quads.ravel()
@@ -178,7 +185,7 @@ def _pack_fields(fields: list[Bytes]) -> Bytes:
     packed: list[Bytes] = []
     for field in fields:
         _, blocks, numbers, size = field.shape
-        split = field.reshape(-1, _COLUMNS, blocks, numbers, size)
+        split = field.reshape(-1, COLUMNS, blocks, numbers, size)
         together = split.transpose(0, 2, 3, 1, 4)
-        packed.append(together.reshape(-1, blocks, numbers * _COLUMNS * size))
+        packed.append(together.reshape(-1, blocks, numbers * COLUMNS * size))
     return np.concatenate(packed, axis=-1).ravel()

@@ -3,9 +3,11 @@
 `MatMul` with a constant matrix becomes `MatMulNBits`, or `MatMulPacked` of
 `jetdraft.native`. Where head and embedding are tied, `GatherBlockQuantized` or
 `GatherPacked` reads embeddings from the head's quantized matrix: one tensor for both.
+A product with matrices that are gathered from a stack of experts becomes
+`MatMulExperts`; what chooses the experts stays a product of floats.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,11 +18,11 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from jetdraft.errors import CheckpointError, OptionError
-from jetdraft.native import DOMAIN, GATHER, MULTIPLY
+from jetdraft.native import DOMAIN, EXPERTS, GATHER, MULTIPLY
 from jetdraft.quant import edits
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.blocks import Blocks, Floats
-from jetdraft.quant.grids import GRIDS, LAYOUT_VERSION, GridMatrix, Matrix
+from jetdraft.quant.grids import COLUMNS, GRIDS, LAYOUT_VERSION, GridMatrix, Matrix
 from jetdraft.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
 
 
@@ -61,7 +63,10 @@ class Quantization:
         the algorithm cannot quantize or the flavour cannot hold.
         """
         graph = model.graph
-        products = [node for node in graph if _constant_matrix(node) is not None]
+        floats = set(routers(graph))
+        products = [n for n in graph if _constant_matrix(n) and n not in floats]
+        for choice in list(find_choices(graph)):
+            self._replace_choice(graph, choice)
         quantized: dict[ir.Value, PackedMatrix] = {}
         for done, node in enumerate(products, start=1):
             matrix = _constant_matrix(node)
@@ -90,6 +95,25 @@ class Quantization:
             if own is not None:
                 _replace_gather(edits.Maker(graph, node), node, own)
         common.RemoveUnusedNodesPass()(model)
+
+    def _replace_choice(self, graph: ir.Graph, choice: "Choice") -> None:
+        """Replace the product of a choice, unless its stack stays floats."""
+        experts, columns, rows = choice.shape
+        flat = choice.flat_stack(graph)
+        matrix = self._quantize(flat, True, _checkpoint_names(flat))
+        if matrix is None:
+            return
+        if not isinstance(matrix, GridMatrix) or columns % COLUMNS:
+            raise OptionError(
+                f"{flat.name} has {experts} experts of {columns} x {rows} numbers, and "
+                f"only llama.cpp's types hold such stacks, if the first number is a "
+                f"multiple of {COLUMNS}; choose q4_k, q8_0 or none"
+            )
+        packed = _add_packed(graph, flat, matrix)
+        make, read = edits.Maker(graph, choice.node), (choice.rows, choice.ids)
+        result = packed.operator(make, EXPERTS, *read, count=experts)
+        edits.replace_values(choice.result.outputs, [result])
+        graph.remove([choice.result, choice.node], safe=True)
 
     def _packed_table(self, graph: ir.Graph, table: ir.Value) -> "PackedMatrix | None":
         """Return the lender's packed LM head that an embedding is tied to, or None."""
@@ -153,29 +177,35 @@ def _checkpoint_names(source: ir.Value) -> list[str]:
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """The initializer of a quantized matrix, and its integers and scales."""
+    """The edits.initializer of a quantized matrix, and its integers and scales."""
 
     weight: ir.Value
     blocks: Matrix
     scales: ir.Value | None = None
 
-    def operator(self, make: edits.Maker, name: str, read: ir.Value | None) -> ir.Value:
-        """The output of an operator of `jetdraft.native` that reads a grid matrix."""
+    def operator(
+        self, make: edits.Maker, name: str, *read: ir.Value | None, count: int = 1
+    ) -> ir.Value:
+        """The output of an operator of `jetdraft.native` that reads a grid matrix.
+
+        It reads the first value before the matrix, or before `count` that lie one
+        behind the other, and the others after it.
+        """
         matrix = self.blocks
         assert isinstance(matrix, GridMatrix)
         return make(
             name,
-            *(read, self.weight, self.scales),
+            *(read[0], self.weight, self.scales, *read[1:]),
             domain=DOMAIN,
             K=matrix.rows,
-            N=len(matrix.data),
+            N=len(matrix.data) // count,
             format=GRIDS.index(matrix.grid),
             layout=LAYOUT_VERSION,
         )
 
 
 def _add_packed(graph: ir.Graph, source: ir.Value, blocks: Matrix) -> PackedMatrix:
-    """Add the initializer with the integers of a matrix."""
+    """Add the edits.initializer with the integers of a matrix."""
     if isinstance(blocks, GridMatrix):
         integers, scales = (
             edits.initializer(graph, f"{source.name}.{blocks.grid}.{part}", array)
@@ -198,6 +228,73 @@ def _constant_matrix(node: ir.Node) -> tuple[ir.Value, bool] | None:
     if constant is None or len(constant.shape) != 2:
         return None
     return value, transpose is not None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A product `node` of rows with matrices that `ids` choose from a stack.
+
+    The node's input is the `rows` [s, k] with one more axis, which `result` drops.
+    The stack is [experts, n, k], or [experts, k, n] if it `is_turned`.
+    """
+
+    node: ir.Node
+    result: ir.Node
+    rows: ir.Value | None
+    ids: ir.Value | None
+    stack: ir.Value
+    is_turned: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts, the columns of each, and their rows."""
+        assert self.stack.const_value is not None
+        experts, columns, rows = self.stack.const_value.shape.numpy()
+        return (experts, rows, columns) if self.is_turned else (experts, columns, rows)
+
+    def flat_stack(self, graph: ir.Graph) -> ir.Value:
+        """Add the stack to the graph as a matrix [experts * n, k]; return it."""
+        experts, columns, rows = self.shape
+
+        def flatten(stack: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            stack = stack.swapaxes(1, 2) if self.is_turned else stack
+            return stack.reshape(-1, rows)
+
+        name, shape = f"{self.stack.name}.flat", (experts * columns, rows)
+        return edits.add_derived(graph, name, [self.stack], flatten, shape)
+
+
+def find_choices(graph: ir.Graph) -> Iterator[Choice]:
+    """Yield the products of a graph with matrices that are gathered from a stack."""
+    for node in graph:
+        if node.op_type != "MatMul":
+            continue
+        result = next(iter(node.outputs[0].consumers()), None)
+        for turned in (False, True):
+            gather = edits.producer(node.inputs[turned], "Gather")
+            column = edits.producer(node.inputs[not turned], "Unsqueeze")
+            if gather is None or column is None or result is None:
+                continue
+            (stack, ids), rows = gather.inputs[:2], column.inputs[0]
+            constant = None if stack is None else stack.const_value
+            if stack is not None and constant is not None and len(constant.shape) == 3:
+                yield Choice(node, result, rows, ids, stack, turned)
+
+
+def routers(graph: ir.Graph) -> Iterator[ir.Node]:
+    """Yield the products with constant matrices that choose experts."""
+    values = [choice.ids for choice in find_choices(graph)]
+    seen: set[ir.Value | None] = set()
+    while values:
+        value = values.pop()
+        node = None if value is None or value in seen else value.producer()
+        seen.add(value)
+        if node is None or node.op_type == "Shape":
+            continue
+        if node.op_type in ("MatMul", "Gemm"):
+            yield node
+        else:
+            values += node.inputs
 
 
 def _replace_product(

@@ -297,6 +297,7 @@ class Generation:
             asked={p.traits.name: spent for p, spent in offer.asked.items()},
             evidence=offer.evidence,
             seconds=time.perf_counter() - started,
+            experts=answer.touched,
         )
         self.proposer_set.controller.observe(round_)
         for observer in self.observers:

@@ -59,7 +59,7 @@ struct Matrix {
   void multiply(const Isa& isa, const float* x, int64_t rows, float* y) const {
     const Array<RowBlock> read(rows * padded / BLOCK);
     const Product p{columns,  numbers, padded, rows, integers.at, scales.at, x, y,
-                    read.at};
+                    read.at, nullptr};
     for (int64_t row = 0; row < rows; row++) isa.quantize[format](p, row);
     isa.multiply[format](p, 0, groups(columns));
   }
@@ -118,10 +118,12 @@ bool agrees(const Isa& isa, Attention a) {
   return same;
 }
 
+constexpr float SINKS[] = {-1.5f, 0.25f};
 constexpr Attention ATTENTIONS[] = {
     {.heads = 4, .kv_heads = 2, .size = 64, .cursor = 70, .capacity = 99},
     {.heads = 3, .kv_heads = 1, .size = 20, .cursor = 5, .capacity = 30, .window = 7},
-    {.heads = 2, .kv_heads = 2, .size = 7, .capacity = 20, .softcap = 0.5f},
+    {.heads = 2, .kv_heads = 2, .size = 7, .capacity = 20, .softcap = 0.5f,
+     .sinks = SINKS},
     {.heads = 6, .kv_heads = 2, .size = 128, .cursor = 40, .capacity = 60, .bias_slots = 60},
 };
 

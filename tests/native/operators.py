@@ -28,12 +28,15 @@ def session(kind, matrix, *, threads=1, **changed):
 
 
 def open_session(kind, arrays, threads, fields):
-    read = TensorProto.INT64 if kind == "GatherPacked" else TensorProto.FLOAT
-    node = helper.make_node(kind, ["x", *ARRAYS], ["y"], domain="jetdraft", **fields)
+    kinds = {"x": TensorProto.INT64 if kind == "GatherPacked" else TensorProto.FLOAT}
+    if kind == "MatMulExperts":
+        kinds["ids"] = TensorProto.INT64
+    read = ["x", *ARRAYS, *list(kinds)[1:]]
+    node = helper.make_node(kind, read, ["y"], domain="jetdraft", **fields)
     graph = helper.make_graph(
         [node],
         "operator",
-        [helper.make_tensor_value_info("x", read, None)],
+        [helper.make_tensor_value_info(*pair, None) for pair in kinds.items()],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
         [numpy_helper.from_array(a, n) for a, n in zip(arrays, ARRAYS, strict=True)],
     )
@@ -57,6 +60,13 @@ def run(kind, matrix, x, **changed):
     return session(kind, matrix, **changed).run(None, {"x": x})[0]
 
 
+def run_experts(matrix, x, ids, experts=1, **changed):
+    """The products of rows with the matrices that ids choose of a stack."""
+    fields = {"N": len(matrix.data) // experts, **changed}
+    feeds = {"x": x, "ids": np.array(ids)}
+    return session("MatMulExperts", matrix, **fields).run(None, feeds)[0]
+
+
 def gathered(ids, arrays, **fields):
     """Columns of a packed matrix as floats [ids, rows]."""
     return open_session("GatherPacked", arrays, 1, fields).run(None, {"x": ids})[0]
@@ -78,7 +88,7 @@ def random_matrix(grid, columns, rows, seed=0):
 
 ATTENTION_INPUTS = (
     *("query", "key", "value", "past_key", "past_value", "last_row", "total_length"),
-    *("cosines", "sines", "positions", "bias"),
+    *("cosines", "sines", "positions", "bias", "sinks"),
 )
 FLAGS = "do_rotary", "rotary_interleaved", "local_window_size"
 
@@ -86,8 +96,18 @@ FLAGS = "do_rotary", "rotary_interleaved", "local_window_size"
 class Attending:
     """Attention over a random text of `length` rows."""
 
-    def __init__(self, heads=4, kv_heads=2, size=64, length=80, packed=True, **changed):
+    def __init__(
+        self,
+        heads=4,
+        kv_heads=2,
+        size=64,
+        length=80,
+        packed=True,
+        sinks=False,
+        **changed,
+    ):
         random, self.length, self.packed = np.random.default_rng(0), length, packed
+        self.sinks = random.uniform(-3, 3, heads).astype(np.float32) if sinks else None
         widths = [count * size for count in (heads, kv_heads, kv_heads)]
         self.parts = [random.standard_normal((1, length, w), "f4") for w in widths]
         angles = random.uniform(0, 7, (length, size // 2)).astype(np.float32)
@@ -111,6 +131,8 @@ class Attending:
         feeds |= zip(ATTENTION_INPUTS[3:7], [*buffers, last, last + 1], strict=True)
         if self.attributes["do_rotary"]:
             feeds |= {**self.tables, "positions": rows[None]}
+        if self.sinks is not None:
+            feeds["sinks"] = self.sinks
         return feeds if bias is None else {**feeds, "bias": bias}
 
     def session(self, feeds, *, threads=1, domain=native.DOMAIN, **changed):

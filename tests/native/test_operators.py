@@ -14,7 +14,7 @@ from jetdraft.contracts.constants import HIDDEN
 from jetdraft.errors import ContractError
 from jetdraft.quant.grids import GRIDS
 from jetdraft.runtime.passes.buffers import run_bound
-from tests.native.operators import Attending, random_matrix, run, session
+from tests.native.operators import Attending, random_matrix, run, run_experts, session
 
 SHAPES = ((48, 512), (40, 200), (7, 31))
 
@@ -82,7 +82,43 @@ def test_a_pass_may_have_no_rows():
     assert found.shape == (0, 32)
 
 
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_row_has_the_bits_of_its_expert_alone(grid, threads):
+    """Whoever is beside it: no row, rows of the same expert, rows of all."""
+    random, columns, count = np.random.default_rng(1), 176, 5
+    stack = random_matrix(grid, count * columns, 288)
+    x = random.standard_normal((23, 288)).astype(np.float32)
+    parts = np.split(np.arange(count * columns), count)
+    alone = [run("MatMulPacked", stack.select_columns(part), x) for part in parts]
+    for ids in (random.integers(0, count, 23), np.full(23, 3), np.arange(23) % 2 * 4):
+        for rows in (23, 9, 1, 0):
+            some = ids[:rows]
+            found = run_experts(stack, x[:rows], some, count, threads=threads)
+            expected = [alone[e][row] for row, e in enumerate(some)]
+            np.testing.assert_array_equal(found, np.reshape(expected, (rows, columns)))
+
+
 SHORT = np.zeros(8, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("ids", "changed", "reason"),
+    [
+        ([0, 3], {}, "there is no expert 3 among 3"),
+        ([0, -1], {}, "there is no expert -1 among 3"),
+        ([0], {}, "another shape"),
+        ([[0, 1]], {}, "another shape"),
+        ([0, 1], {"K": 60}, "another shape"),
+        ([0, 1], {"integers": np.zeros(0, np.uint8)}, "another size"),
+        ([0, 1], {"integers": SHORT}, "another size"),
+        ([0, 1], {"integers": np.zeros(2048, np.uint8)}, "more integers than scales"),
+    ],
+)
+def test_damaged_experts_are_refused(ids, changed, reason):
+    matrix, x = random_matrix("Q4_0", 96, 64), np.ones((2, 64), "f4")
+    with pytest.raises(Exception, match=reason):
+        run_experts(matrix, x, ids, 3, **changed)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +179,8 @@ ATTENTIONS = {
     "less than a vector": Attending(4, 2, 6, packed=False),
     "window": Attending(local_window_size=9, **ROTATED),
     "softcap": Attending(softcap=1.5),
+    "sinks": Attending(sinks=True, **ROTATED),
+    "sinks and a window": Attending(sinks=True, local_window_size=9),
 }
 
 

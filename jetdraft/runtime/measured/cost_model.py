@@ -36,6 +36,12 @@ class Curve:
     ended[w]        a pass over w rows of which the last one carries its probes
     drafter         a pass of the drafter over one row
     drafts[method]  one drafted token
+    experts[w]      how many experts the pass over w rows touched when it was measured
+    expert          what one more expert adds to a pass
+
+    `touched` has the experts that w rows of the text that is written would touch: a
+    pass is priced by them, since text may choose fewer than the survey's random rows,
+    or others in each row.
 
         Curve({1: 20.0, 4: 26.0}).pass_ms(2)    # 22.0
     """
@@ -49,15 +55,25 @@ class Curve:
     probed: dict[Size, float] = field(default_factory=dict)
     ended: dict[Size, float] = field(default_factory=dict)
     replays: dict[Size, float] = field(default_factory=dict)
+    experts: dict[Size, float] = field(default_factory=dict)
+    expert: float = 0.0
 
     def __post_init__(self) -> None:
+        self.touched: dict[int, int] = {}
         self._recent: dict[str, deque[float]] = {}
         self._rounds = 0
         self._last_used: dict[int | str, int] = {}  # a round, by width or method
 
     def pass_ms(self, width: int) -> float:
         """The milliseconds of a chain pass, on a line through the nearest widths."""
-        return _ms_between(self.passes, width)
+        more_ms = self._more_experts_ms(width, self.touched.get(width, 0))
+        return max(_ms_between(self.passes, width) + more_ms, MIN_MS)
+
+    def _more_experts_ms(self, width: int, touched: int) -> float:
+        """What a pass takes more since it touched `touched` experts; 0 if unknown."""
+        if not (self.expert and self.experts and touched):
+            return 0.0
+        return self.expert * (touched - _ms_between(self.experts, width))
 
     def probed_ms(self, width: int, probes: int, streams: int) -> float:
         """The milliseconds of a branching pass whose rows carry `probes` probes in all.
@@ -104,7 +120,9 @@ class Curve:
             self.probe = _blend_estimate(max(self.probe, MIN_MS), per_probe)
         elif round_.width in self.passes:
             before = self.passes[round_.width]
-            after = _blend_estimate(before, round_.target_seconds * 1e3)
+            more_ms = self._more_experts_ms(round_.width, round_.experts)
+            ms = max(round_.target_seconds * 1e3 - more_ms, MIN_MS)
+            after = _blend_estimate(before, ms)
             self._last_used[round_.width] = self._rounds
             for width in filter(self._is_idle, [*self.passes]):
                 self.passes[width] *= after / before
@@ -138,6 +156,7 @@ class Curve:
         by_width = (curve.passes, curve.trees, curve.probed, curve.ended, curve.replays)
         passes = [ms for times in by_width for ms in times.values()]
         others = [curve.compaction, curve.probe, curve.drafter, *curve.drafts.values()]
+        others += [curve.expert, *curve.experts.values()]
         plausible = [0 < ms < MAX_MS for ms in passes]
         plausible += [0 <= ms < MAX_MS for ms in others]
         if not curve.passes or not all(plausible):

@@ -22,7 +22,8 @@ class Round(NamedTuple):
     and its seconds. `evidence` is the proposer's for this draft. `seconds` is the time
     of the whole round, 0 if it was not taken; `draft_seconds` is the time until the
     draft was there, or given up. `commit_seconds` is the time of moving accepted rows
-    together, or of going over them again.
+    together, or of going over them again. `experts` counts the experts of all layers
+    that the pass touched.
     """
 
     method: str
@@ -37,6 +38,7 @@ class Round(NamedTuple):
     evidence: int = 0
     seconds: float = 0.0
     commit_seconds: float = 0.0
+    experts: int = 0
 
     @property
     def evaluated(self) -> int:

@@ -28,11 +28,21 @@ NEXT_WIDTHS = (1, 8, 6, 3)  # The widths that come after these, before all other
 MIN_ROWS, MAX_ROWS = 8, 36  # Rows that are compared at each place.
 # How long widths beyond `FIRST_WIDTHS` are compared before the first text, at most.
 FIRST_MS = 1500.0
-# How often a pass with probes, of the drafter, a replay and each width is timed.
-PROBE_TURNS, DRAFTER_TURNS, REPLAY_TURNS, PASS_TURNS = 5, 3, 3, 5
-REPLAYED_WIDTHS = (2, 8)  # Passes whose rows but the last are replayed.
-_FIRST_PLACE = 12  # The first row of the earliest place in empty buffers.
-_MIN_ROOM = 2 * MAX_ROWS  # Rows of room without which the committed rows are given up.
+"""How long widths beyond `FIRST_WIDTHS` are compared before the first text, at most."""
+
+PROBE_TURNS, DRAFTER_TURNS, REPLAY_TURNS, PASS_TURNS, EXPERT_TURNS = 5, 3, 3, 5, 3
+"""How often a pass with probes, of the drafter, a replay, each width, and a pass of few
+or many experts is timed."""
+
+REPLAYED_WIDTHS = (2, 8)
+"""The widths of the passes whose rows but the last are replayed to be timed."""
+
+_FIRST_PLACE = 12
+"""The first row of the earliest place in empty buffers."""
+
+_MIN_ROOM = 2 * MAX_ROWS
+"""Rows of room without which the committed rows are given up."""
+
 # The bounds of the gap between logits that differ.
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
@@ -94,6 +104,7 @@ class Survey:
                 widths = self._compare_first_widths()
                 self._curve.probe = self._measure_probe_ms()
                 self._curve.replays = self._measure_replays()
+                self._curve.expert = self._measure_expert_ms()
             if self.drafter is not None:  # its buffers stay nearly empty
                 times = (_time_pass(self.drafter, [0]) for _ in range(DRAFTER_TURNS))
                 self._curve.drafter = 1e3 * min(times)
@@ -284,13 +295,16 @@ class Survey:
             run = partial(graph.run_branches, tokens, depths, above, probing=probing)
         run_until_captured(graph, run)
         before = graph.seconds
-        logits = run().logits
+        answer = run()
         ms, times = 1e3 * (graph.seconds - before), self._curve.passes
         if probing.streams:
             times = self._curve.ended if probing.last_only else self._curve.probed
-        if len(tokens) <= WIDEST and (probing.streams or skipped is None):
-            times[len(tokens)] = min(ms, times.get(len(tokens), ms))
-        return logits if last_only else logits[chain]
+        rows = len(tokens)
+        if rows <= WIDEST and (probing.streams or skipped is None):
+            times[rows] = min(ms, times.get(rows, ms))
+            if times[rows] == ms and graph.contract.experts:
+                self._curve.experts[rows] = answer.touched
+        return answer.logits if last_only else answer.logits[chain]
 
     def _agrees(self, width: int, modes: list[PassMode]) -> bool:
         """Whether passes of all modes give the bits of a chain pass."""
@@ -335,6 +349,22 @@ class Survey:
             times = (_time_pass(graph, [0, 0], probing) for _ in range(PROBE_TURNS))
             shortest.append(min(times))
         return 1e3 * max(shortest[1] - shortest[0], 0.0) / (2 * streams)
+
+    def _measure_expert_ms(self) -> float:
+        """The milliseconds that an expert adds to a pass, or 0.
+
+        Rows of one token choose fewer experts than as many random rows.
+        """
+        graph = self.target
+        if not graph.contract.experts:
+            return 0.0
+        tokens, measured = random_tokens(graph, decoding_widths(graph)[-1]), []
+        for rows in (tokens[:1] * len(tokens), tokens):
+            graph.cache.place(self._starts[0])
+            shortest = min(_time_pass(graph, rows) for _ in range(EXPERT_TURNS))
+            measured.append((graph.run(rows).touched, 1e3 * shortest))
+        (few, few_ms), (many, many_ms) = measured
+        return max(many_ms - few_ms, 0.0) / (many - few) if many > few else 0.0
 
     def _measure_replays(self) -> dict[int, float]:
         """The milliseconds of replays by their rows; {} without recurrent states."""

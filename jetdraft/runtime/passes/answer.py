@@ -33,7 +33,8 @@ class Answer:
     float32 [m], `logits` float32 [m, vocab], and `hidden` float32 [m, h] where the
     graph gives them. A graph that chooses among a part of the vocabulary can draft its
     candidates only: their logits are all its `logits`. `features` [n, w] and `carried`
-    [n, c] have a row per row of the pass, answered or not. `probes` maps each row that
+    [n, c] have a row per row of the pass, answered or not, and so have the chosen
+    `experts` int64 [n, e], whose numbers tell layers apart. `probes` maps each row that
     carried probes to their answer. Logits, and a `logsumexp` that the graph did not
     give, are fetched or computed when they are first read.
     """
@@ -45,6 +46,7 @@ class Answer:
     hidden: Float32s | None = None
     features: Float32s | None = None
     carried: Float32s | None = None
+    experts: Int64s | None = None
     probes: Mapping[int, Answer] = field(default_factory=dict, repr=False)
     _parts: dict[int, Answer] = field(default_factory=dict, repr=False, init=False)
     _source: LogitsSource | None = field(default=None, repr=False)
@@ -81,6 +83,11 @@ class Answer:
     def probe_count(self) -> int:
         return sum(len(answer.candidates) for answer in self.probes.values())
 
+    @property
+    def touched(self) -> int:
+        """How many experts of all layers the rows chose; 0 without experts."""
+        return 0 if self.experts is None else np.unique(self.experts).size
+
     def first(self, rows: int) -> Answer:
         """The answer of the first `rows` rows, with the features and all probes."""
         if rows not in self._parts:
@@ -89,6 +96,7 @@ class Answer:
                 probes=self.probes,
                 features=None if self.features is None else self.features[:rows],
                 carried=None if self.carried is None else self.carried[:rows],
+                experts=None if self.experts is None else self.experts[:rows],
             )
         return self._parts[rows]
 
@@ -108,7 +116,7 @@ def answer_of(
     tensors: Mapping[str, Tensor], contract: StepContract, probes: Probes
 ) -> Answer:
     """The answer in a binding's outputs: views, so each pass overwrites it."""
-    optional = {"hidden", "features", "carried"} & tensors.keys()
+    optional = {"hidden", "features", "carried", "experts"} & tensors.keys()
     more: dict[str, Any] = {name: tensors[name].array[0] for name in optional}
     answer = replace(_answer_from(tensors, ""), **more)
     if contract.draft_vocab:

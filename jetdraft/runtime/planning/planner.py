@@ -1,7 +1,7 @@
 """Who may propose in a generation, who decides, and which target verifies."""
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import Reading
 from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.devices.providers import SELECTION, check_on_cpu
@@ -105,7 +106,33 @@ class Learner(Observer):
         self._notes = {}
 
 
-MAX_PROPOSERS = 64  # Requests can bring ever new options.
+class ExpertsCounter(Observer):
+    """Counts the experts that the last rows of a text would touch in one pass."""
+
+    def __init__(self, parts: LoadedBundle) -> None:
+        self._parts = parts  # its curve is measured when it is first read
+        self._rows: deque[Int64s] = deque(maxlen=WIDEST)
+
+    def begin(self, prompt: Tokens, chooser: Chooser) -> None:
+        """Forget the last text."""
+        self._rows.clear()
+        self._parts.curve.touched = {}
+
+    def observe(self, seen: Seen) -> None:
+        """Add the rows of the accepted path, and count anew."""
+        experts = seen.answer.experts
+        if experts is None:
+            return
+        self._rows.extendleft(experts[row].copy() for row in seen.path[-WIDEST:])
+        # Each expert counts where it appears first, from the newest row on.
+        _, first = np.unique(np.array(self._rows), return_index=True)
+        added = np.bincount(first // experts.shape[1], minlength=len(self._rows))
+        counts = enumerate(added.cumsum().tolist(), start=1)
+        self._parts.curve.touched = dict(counts)
+
+
+MAX_PROPOSERS = 64
+"""The most proposers that are kept: requests can bring ever new options."""
 
 
 @dataclass
@@ -199,6 +226,8 @@ class Planner:
         self._profits: dict[tuple[str, ...], Profit] = defaultdict(Profit)
         self._proposers: dict[tuple[Method[Any], MethodOptions], Proposer] = {}
         self._learners: list[Observer] = []
+        has_experts = parts.target.contract.experts > 0
+        self._counters = [ExpertsCounter(parts)] if has_experts else []
         learning, cache = parts.learning, parts.draft_cache
         if learning is not None and cache is not None:
             drafters = {n for n, m in methods().items() if m.cost == "drafter"}
@@ -284,7 +313,8 @@ class Planner:
         for proposer in chosen:
             verifier.check_kind(proposer.traits.kind)
         # Learners first: they may change what the proposers draft with.
-        observers: list[Observer] = [*(self._learners if learns else []), *chosen]
+        learners = self._learners if learns else []
+        observers: list[Observer] = [*learners, *self._counters, *chosen]
         if matcher is not None and verifier.name == WALK:
             chosen = constrain(chosen, matcher)
         controller = self._make_controller(drafting, chosen)

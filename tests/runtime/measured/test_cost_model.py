@@ -11,7 +11,7 @@ from jetdraft.runtime.measured.stats import Round
 CURVE = Curve(
     passes={1: 20.0, 4: 26.0}, trees={2: 23.0}, compaction=0.5, probe=0.1, drafter=3.0,
     drafts={"draft": 3.1, "lookup": 0.0}, probed={2: 30.0}, ended={2: 24.0},
-    replays={1: 0.5, 7: 2.0},
+    replays={1: 0.5, 7: 2.0}, experts={1: 4.0, 4: 10.0}, expert=0.5,
 )  # fmt: skip
 
 
@@ -41,7 +41,9 @@ def test_passes_that_take_no_time_or_for_ever(field, ms):
 
 
 @pytest.mark.parametrize("ms", [-0.1, MAX_MS, NAN, INFINITY])
-@pytest.mark.parametrize("field", ["compaction", "probe", "drafter", "drafts"])
+@pytest.mark.parametrize(
+    "field", ["compaction", "probe", "drafter", "drafts", "expert"]
+)
 def test_other_times_that_cannot_be(field, ms):
     refuse(**{field: {"lookup": ms} if field == "drafts" else ms})
 
@@ -75,6 +77,18 @@ def test_branches_never_cost_less_than_chains():
     curve = Curve({2: 5.0, 4: 9.0}, {4: 8.0}, compaction=1.0)
     assert curve.tree_ms(4, ends_at_gap=True) == 9.0
     assert curve.tree_ms(2, ends_at_gap=False) == 6.0
+
+
+def test_a_pass_costs_the_experts_that_it_touches():
+    """And a time is learned as that of the experts of the survey."""
+    curve = Curve.from_json(written(drafts={}, replays={}))
+    assert curve.pass_ms(2) == 22.0
+    curve.touched = {1: 4, 2: 10, 4: 4}
+    assert [curve.pass_ms(w) for w in (1, 2, 4)] == [20.0, 24.0, 23.0]
+    curve.learn(Round("none", 4, 0, [], 23.0 / 1e3, 0.0, experts=4))
+    assert curve.passes[4] == pytest.approx(26.0)
+    curve.learn(Round("none", 4, 0, [], 33.0 / 1e3, 0.0, experts=4))
+    assert curve.passes[4] > 26.0
 
 
 def test_the_first_probe_costs_more_than_the_others():

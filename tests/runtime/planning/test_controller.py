@@ -405,3 +405,27 @@ def test_rows_that_are_there_have_no_price():
     controller = adaptive(slope=0.3, draft_ms=5.0)
     assert controller.assign(15, {}) == NO_DRAFT
     assert controller.assign(15, {controller.proposers[0]: 2}).budget == 2
+
+
+def with_experts(touched):
+    """A controller whose text touches these experts in passes of 1, 2, ... rows."""
+    controller = adaptive()
+    for _ in range(30):
+        controller.acceptance["draft"].observe(outcome(drafted=15, accepted=12))
+    curve, widths = controller.curve, range(1, 17)
+    curve.passes = {w: 1 + 0.02 * 8 * (w - 1) for w in widths}
+    curve.experts, curve.expert = {w: 8.0 * w for w in widths}, 0.02
+    curve.touched = dict(enumerate(touched, start=1))
+    return controller
+
+
+def test_rows_with_other_experts_are_not_drafted():
+    """A pass costs what it touches: the experts of its rows, not the rows."""
+    alike, measured = [8] * 16, [8 * w for w in range(1, 17)]
+    others = [8 + 60 * w for w in range(16)]
+    lengths = [
+        with_experts(touched).assign(15, {}).budget
+        for touched in (alike, measured, others)
+    ]
+    # Two rows are the narrowest pass, whose second row is carried anyway.
+    assert lengths[0] > lengths[1] > lengths[2] == 1

@@ -1,0 +1,198 @@
+"""Families with experts through the real path, against transformers' own loop."""
+
+import re
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+
+import jetdraft
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.errors import OptionError
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.export.seams import check_seams
+from jetdraft.quant.calibration import Windows, own_attention
+from jetdraft.quant.divergence import Divergence
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.measured.cost_model import MIN_MS
+from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.session import StepSessions, open_session
+from jetdraft.runtime.sampling.chooser import Sampling
+from tests.checkpoints.heads.test_mtp import edit
+from tests.export import test_architectures as architectures
+from tests.runtime.fake_method import tokens_of
+from tests.runtime.test_generation import CHAINS, PROMPT, Scripted
+from tests.tiny import MIXTURES, VOCAB_SIZE, save_checkpoint
+from tools.recipes.quality import compare
+
+TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 200)
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def case(request, tmp_path_factory):
+    """One family, traced once: its graph, and what transformers says of its weights.
+
+    Gated delta rules are computed row by row, see `test_recurrent.case`.
+    """
+    config, folder = MIXTURES[request.param](), tmp_path_factory.mktemp("mixture")
+    config._experts_implementation = "eager"
+    checkpoint = architectures.load(config, folder / "checkpoint")
+    with pytest.MonkeyPatch.context() as patch:
+        scope = sys.modules[type(checkpoint.model).__module__]
+        by_row = getattr(scope, "torch_recurrent_gated_delta_rule", None)
+        patch.setattr(scope, "torch_chunk_gated_delta_rule", by_row, raising=False)
+        weights = checkpoint.model.state_dict()
+        expected = architectures.transformers_logits(config, weights, TOKENS)
+        chosen = chosen_experts(checkpoint.model)
+    contract = architectures.contract_of(checkpoint, 256)
+    check_seams(checkpoint.model, contract)
+    ir.save(architectures.traced(checkpoint, contract), folder / "step.onnx")
+    sessions = StepSessions(open_session(folder / "step.onnx", "cpu"), contract)
+    return SimpleNamespace(graph=Graph(sessions), expected=expected, chosen=chosen)
+
+
+def chosen_experts(model) -> np.ndarray:
+    """What each row chooses, [n, choices], in numbers that tell layers apart."""
+    chosen, count, hooks = [], 0, []
+    for module in model.modules():
+        if hasattr(module, "_apply_gate"):
+
+            def keep(module, read, first=count):
+                chosen.append(read[1].sort(-1).values + first)
+
+            hooks.append(module.register_forward_pre_hook(keep))
+            count += module.num_experts
+    with own_attention(model), torch.no_grad():
+        model(torch.tensor(TOKENS)[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.cat(chosen, 1).numpy()
+
+
+@pytest.mark.parametrize("length", [1, 63, 200])
+def test_a_prompt_in_chunks_equals_transformers(case, length):
+    """Its logits, and the experts that its rows choose, in any order."""
+    graph, expected = case.graph, case.expected
+    # Otherwise this would prove little.
+    assert expected.std(axis=-1).min() > 0.1
+    assert len(np.unique(case.chosen)) > case.chosen.shape[1]
+    graph.cache.rewind(0)
+    for start in range(0, length, 32):
+        end = min(length, start + 32)
+        answer = graph.run(TOKENS[start:end])
+        logits = answer.logits
+        architectures.assert_close(logits, expected[start:end])
+        np.testing.assert_array_equal(logits.argmax(-1), expected[start:end].argmax(-1))
+        chosen = np.sort(answer.experts, -1)
+        np.testing.assert_array_equal(chosen, case.chosen[start:end])
+        assert answer.touched == len(np.unique(chosen))
+        graph.cache.advance(end - start)
+
+
+BUNDLES = {
+    "qwen3_moe": "none",
+    "gpt_oss": "q8_0",
+    "granitemoe": "q4_k-headq6_k",
+    "qwen3_next": "q4_0",
+}
+
+
+@pytest.fixture(scope="module", params=BUNDLES)
+def bundle(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    source = save_checkpoint(folder / "source", MIXTURES[request.param]())
+    recipe = Recipe.parse(BUNDLES[request.param])
+    options = ExportOptions(recipe, capacity=256, max_width=32, fast=True)
+    return export(str(source), folder / "bundle", options=options)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=3)])
+def test_drafts_that_are_right_now_and_then(bundle, sampling):
+    with jetdraft.load(bundle.path, threads=2) as model:
+        plain, _ = tokens_of(model, PROMPT, sampling, tokens=48)
+        for spoil in CHAINS:
+            proposer = Scripted(np.array(plain), spoil)
+            tokens, _ = tokens_of(model, PROMPT, sampling, proposer, tokens=48)
+            assert tokens == plain
+
+
+def test_experts_are_packed_and_what_chooses_them_stays_floats(bundle):
+    """With a shared expert, which reads what the router reads, packed by itself."""
+    graph = onnx.load(bundle.path / bundle.target.file, load_external_data=False).graph
+    kinds = Counter(node.op_type for node in graph.node)
+    is_packed = bundle.target.quantization["scheme"] != "none"
+    assert kinds["MatMulExperts"] == 4 * is_packed
+    if is_packed:
+        floats = [n.input[1] for n in graph.node if n.op_type == "MatMul"]
+        assert len(floats) == 2
+        assert all(re.search(r"(gate|router)\.weight", name) for name in floats)
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_generation_counts_the_experts_of_its_last_rows(made, tmp_path):
+    """A made router sends all rows to the same experts, so that more rows are free."""
+    source = save_checkpoint(tmp_path / "source", MIXTURES["qwen3_moe"]())
+    if made:
+        edit(source, lambda own: {n: t * (".gate." not in n) for n, t in own.items()})
+    options = ExportOptions(Recipe("none"), capacity=256, max_width=32, fast=True)
+    export(str(source), tmp_path / "bundle", options=options)
+    with jetdraft.load(tmp_path / "bundle", threads=1) as model:
+        plain, _ = tokens_of(model, PROMPT, Sampling(), tokens=30)
+        proposer = Scripted(np.array(plain), CHAINS[-1])
+        tokens_of(model, PROMPT, Sampling(), proposer, tokens=30)
+        curve, parts = model.parts.curve, model.parts
+        parts.target.cache.rewind(0)
+        rows, chosen = [*PROMPT, *plain][:-1], []
+        for start in range(0, len(rows), 16):
+            some = rows[start : start + 16]
+            chosen += [*parts.target.run(some).experts.copy()]
+            parts.target.cache.advance(len(some))
+        counts = [len(np.unique(chosen[-width:])) for width in range(1, 17)]
+        assert [*curve.touched.values()] == counts
+        assert (counts[-1] == counts[0]) == made
+        curve.expert, before = 0.5, curve.passes[4]
+        more_ms = 0.5 * (counts[3] - curve.experts[4])
+        assert curve.pass_ms(4) == pytest.approx(max(before + more_ms, MIN_MS))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+def test_kl_is_that_of_the_bundle_as_it_runs(name, tmp_path):
+    """Nearly: what enters the second matrix of an expert is not rounded in torch."""
+    source = save_checkpoint(tmp_path / "source", MIXTURES[name](), tokenizer=False)
+    checkpoint = Checkpoint.load(str(source), torch.float32)
+    graphs, recipe = [], Recipe("q4_0")
+    for each in (Recipe("none"), recipe):
+        options = ExportOptions(each, capacity=256, fast=True)
+        path = export(str(source), tmp_path / each.name, options=options).path
+        graphs.append(jetdraft.load(path, threads=1).parts.target)
+    windows = Windows(torch.tensor(TOKENS)[None])
+    kl = compare(*graphs, windows.ids.tolist()).kl_mean
+    with own_attention(checkpoint.model):
+        divergence = Divergence(checkpoint.model, windows, {})
+        assert divergence.mean_kl(recipe) == pytest.approx(kl, rel=0.1)
+        for unit, matrices in divergence.units.items():
+            experts = {n: m for n, m in matrices.items() if ".experts." in n}
+            assert len(experts) == 2 * unit.isdigit()
+            divergence.units[unit] = experts
+        assert divergence.mean_kl(recipe) > 0.05
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size", "said"),
+    [
+        ("int4-rtn-b32", 48, "6 experts of 96 x 64 numbers, and only llama.cpp's"),
+        ("q4_0", 20, "6 experts of 40 x 64 numbers, .* a multiple of 16"),
+    ],
+)
+def test_other_recipes_are_refused(recipe, size, said, tmp_path):
+    config = MIXTURES["mixtral"]()
+    config.intermediate_size = size
+    source = save_checkpoint(tmp_path / "source", config)
+    options = ExportOptions(Recipe.parse(recipe), fast=True)
+    with pytest.raises(OptionError, match=said):
+        export(str(source), tmp_path / "bundle", options=options)
