@@ -23,6 +23,7 @@ from jetdraft.methods.chimera.task import ChimeraTask
 from jetdraft.methods.falcon.task import FalconTask
 from jetdraft.methods.glide.task import GlideTask
 from jetdraft.recipe import Recipe
+from tests.cli.running import jetdraft
 from tests.tiny import llama_config, save_checkpoint, save_prompts, save_streams
 from tests.train.attached.drafts import STILL
 from tests.train.periodic import made as training
@@ -108,6 +109,11 @@ def test_chains_and_trees(captured, faults):
         assert faults(file) == [], file.name
 
 
+def test_check_says_that_cuda_can_run_them(captured):
+    result = jetdraft("check", "--for", "cuda", captured)
+    assert result.stdout.startswith("verdict    cuda can run all graphs")
+
+
 make = onnx.helper.make_node
 
 
@@ -115,21 +121,16 @@ make = onnx.helper.make_node
     ("faults", "nodes", "shapes", "found"),
     [
         # What the graphs had before: the last row, counted by a shape.
-        (
-            copied_to_device,
-            [make("Shape", ["ids"], ["n"]), make("Add", ["cursor", "n"], ["last"])],
-            {"ids": ["n"], "cursor": [1], "last": [1]},
-            ("Add", ["cursor", "n"]),
-        ),
+        (copied_to_device,
+         [make("Shape", ["ids"], ["n"]), make("Add", ["cursor", "n"], ["last"])],
+         {"ids": ["n"], "cursor": [1], "last": [1]}, ("Add", ["cursor", "n"])),
         # What the graphs of streams had before: the probes, counted by their rows.
-        (
-            empty_sums,
-            [make("ReduceSum", ["probe_rows", "axes"], ["count"], keepdims=1)],
-            {"position_ids": [1, "n"], "probe_rows": [1, "r"], "count": [1, 1]},
-            ("ReduceSum", "probe_rows", "r"),
-        ),
+        (empty_sums,
+         [make("ReduceSum", ["probe_rows", "axes"], ["count"], keepdims=1)],
+         {"position_ids": [1, "n"], "probe_rows": [1, "r"], "count": [1, 1]},
+         ("ReduceSum", "probe_rows", "r")),
     ],
-)
+)  # fmt: skip
 def test_a_fault_is_found(tmp_path, faults, nodes, shapes, found):
     values = [
         onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, shape)

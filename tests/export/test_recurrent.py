@@ -16,6 +16,7 @@ from jetdraft.runtime.passes.session import StepSessions, open_session
 from tests.checkpoints.heads.test_mtp import edit
 from tests.export import test_architectures as architectures
 from tests.tiny import HYBRIDS, VOCAB_SIZE, save_checkpoint
+from tools.forecast.forecast import forecast
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 500)
 DRAFT = 5
@@ -44,7 +45,7 @@ def case(request, tmp_path_factory):
     ir.save(make_replay_graph(contract), replay)
     sessions = StepSessions(open_session(folder / "step.onnx", "cpu"), contract)
     graph = Graph(sessions, replay=open_session(replay, "cpu"))
-    return SimpleNamespace(graph=graph, expected=expected)
+    return SimpleNamespace(graph=graph, expected=expected, replay=replay)
 
 
 def restart(graph: Graph, tokens=()) -> None:
@@ -137,3 +138,11 @@ def test_rows_that_cannot_be_committed(case):
     case.graph.run(TOKENS[4:9], width=32)
     with pytest.raises(ValueError, match="cannot commit 2 rows of a pass over 5"):
         case.graph.cache.advance(2)
+
+
+@pytest.mark.parametrize("provider", ["cuda", "webgpu", "tensorrt"])
+def test_only_tensorrt_lacks_an_operator_of_states(case, provider):
+    states = case.graph.contract.states
+    lacks = provider == "tensorrt" and any(state.has_matrices for state in states)
+    refused = {verdict.operator for verdict in forecast(case.replay, provider).refused}
+    assert refused == ({"com.microsoft.LinearAttention"} if lacks else set())

@@ -87,24 +87,18 @@ def test_verifiers_are_for_some_drafts(model, method, drafting, words):
         ({"method": "draft,auto"}, "method", "list methods only"),
         ({"method": "draft,draft"}, "method", "names a method twice"),
         ({"method": "auto", "drafting": {"tree": "best"}}, "drafting", "method draft"),
-        (
-            {"method": "draft,lookup", "drafting": {"tree": "best"}},
-            "drafting",
-            "method draft",
-        ),
+        ({"method": "draft,lookup", "drafting": {"tree": "best"}},
+         "drafting", "method draft"),
         ({"method": "none", "drafting": {"tree": "best"}}, "drafting", "no meaning"),
         ({"method": "none", "drafting": BEST}, "drafting", "no meaning"),
         ({"method": "none", "num_draft_tokens": 3}, "num_draft_tokens", "no meaning"),
         ({"method": "lookup", "drafting": {"tree": "best"}}, "drafting", "choose ver"),
-        (
-            {"method": "lookup", "drafting": {"stopping": "product"}},
-            "drafting",
-            "unknown drafting option 'stopping'",
-        ),
+        ({"method": "lookup", "drafting": {"stopping": "product"}},
+         "drafting", "unknown drafting option 'stopping'"),
         ({"drafting": PRUNED}, "drafting", "StreamOptions are not options"),
         ({"tree": "best"}, "tree", "unknown option 'tree'"),
     ],
-)
+)  # fmt: skip
 def test_options_that_cannot_be(model, options, field, words):
     with pytest.raises(OptionError, match=words) as refusal:
         model.stream(**{**DRAFT, **options})

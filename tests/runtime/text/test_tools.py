@@ -39,25 +39,17 @@ def allowed(model, tools, text):
     [
         ({}, {"": True, "Hello": True, "<b>": True, CALL: True, "{": False}),
         ({"choice": "required"}, {CALL: True, "Hello": False, "": False}),
-        (
-            {"tags": AS_TEXT},
-            {
-                "": True, "Hello": True, "<think> {": True, CALL: True, MARKED: True,
-                f"I call.\n{MARKED}": True, f"{MARKED}\n{OTHER}": True,
-                "<tool_call>": False, "a <tool_call> b": False, MARKED[:-1]: False,
-            },
-        ),
-        (
-            {"tags": AS_TEXT, "choice": "f"},
-            {MARKED: True, f"{MARKED}{MARKED}": False, "Hello": False, OTHER: False},
-        ),
+        ({"tags": AS_TEXT},
+         {"": True, "Hello": True, "<think> {": True, CALL: True, MARKED: True,
+          f"I call.\n{MARKED}": True, f"{MARKED}\n{OTHER}": True,
+          "<tool_call>": False, "a <tool_call> b": False, MARKED[:-1]: False}),
+        ({"tags": AS_TEXT, "choice": "f"},
+         {MARKED: True, f"{MARKED}{MARKED}": False, "Hello": False, OTHER: False}),
         ({"tags": AS_TEXT, "choice": "required"}, {f"{MARKED}{MARKED}": True}),
         ({"tags": AS_TEXT, "parallel": False}, {f"{MARKED}{MARKED}": False}),
         ({"schema": {"const": 5}}, {"5": True, CALL: True, "Hello": False}),
-        (
-            {"schema": {"const": 5}, "tags": AS_TEXT},
-            {"5": True, MARKED: True, f"Hi {MARKED}": False, "Hello": False},
-        ),
+        ({"schema": {"const": 5}, "tags": AS_TEXT},
+         {"5": True, MARKED: True, f"Hi {MARKED}": False, "Hello": False}),
     ],
 )  # fmt: skip
 def test_what_may_be_written(model, options, texts):
