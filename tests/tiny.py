@@ -106,6 +106,31 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
 """How a config of each family with recurrent states is made."""
 
 
+_KINDS = ["sliding_attention", "full_attention"]
+_OF_LAYERS: dict[str, Any] = {
+    **{**SIZES, "num_hidden_layers": 6, "head_dim": 16, "final_logit_softcapping": 1.0},
+    "layer_types": _KINDS * 3, "sliding_window": 8, "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB_SIZE,
+}  # fmt: skip
+
+SHARING: dict[str, Callable[[], PreTrainedConfig]] = {
+    # Without embeddings of its last tokens, which read those of token 0.
+    "gemma3n": lambda: transformers.Gemma3nTextConfig(
+        **{**_OF_LAYERS, "vocab_size_per_layer_input": VOCAB_SIZE - 40},
+        activation_sparsity_pattern=[0.5, 0.0] * 3, altup_num_inputs=3, laurel_rank=8,
+    ),
+    "gemma4": lambda: transformers.Gemma4TextConfig(
+        **_OF_LAYERS, global_head_dim=32, use_double_wide_mlp=True
+    ),
+    "gemma4, values of keys": lambda: transformers.Gemma4UnifiedTextConfig(
+        **{**_OF_LAYERS, "num_kv_shared_layers": 0}, global_head_dim=32,
+        attention_k_eq_v=True, num_global_key_value_heads=1,
+    ),
+}  # fmt: skip
+"""How configs are made of models with windows, whose last layers share the keys and
+values of earlier layers, or whose layers have heads of two sizes."""
+
+
 def save_checkpoint(
     folder: Path, config: PreTrainedConfig, seed: int = 0, tokenizer: bool = True
 ) -> Path:

@@ -168,8 +168,7 @@ REFUSED_KINDS = (
         but=RECURRENT_FAMILIES,
     ),
     UnsupportedKind(
-        "has layers that share keys and values",
-        ("num_kv_shared_layers", "attention.shared_kv_layers"),
+        "has layers that share keys and values", ("attention.shared_kv_layers",)
     ),
     UnsupportedKind(
         "has latent attention (MLA)", ("kv_lora_rank", "attention.kv_lora_rank")

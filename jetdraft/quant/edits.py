@@ -17,6 +17,9 @@ CONTRIB_DOMAIN = "com.microsoft"
 PARAMETER = "parameter"
 """Metadata key of a value: the checkpoint's names of its weights, one a line."""
 
+STORED = "stored"
+"""Metadata key of a constant tensor: the torch tensor that the checkpoint stores."""
+
 Array = npt.NDArray[np.generic]
 
 

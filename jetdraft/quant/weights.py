@@ -3,6 +3,7 @@
 `MatMul` with a constant matrix becomes `MatMulNBits`, or `MatMulPacked` of
 `jetdraft.native`. Where head and embedding are tied, `GatherBlockQuantized` or
 `GatherPacked` reads embeddings from the head's quantized matrix: one tensor for both.
+Embeddings that each layer has are quantized too, token by token.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from jetdraft.quant.blocks import Blocks, Floats
 from jetdraft.quant.edits import (
     CONTRIB_DOMAIN,
     PARAMETER,
+    STORED,
     Maker,
     initializer,
     producer,
@@ -31,6 +33,12 @@ from jetdraft.quant.edits import (
 )
 from jetdraft.quant.grids import GRIDS, LAYOUT_VERSION, GridMatrix, Matrix
 from jetdraft.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
+
+LAYER_EMBEDDINGS = "embed_tokens_per_layer.weight"
+"""The end of the name of a table with an embedding for each layer, side by side."""
+
+NUMBERS_AT_ONCE = 1 << 26
+"""About how many numbers of such a table are quantized together."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,7 @@ class Quantization:
             if table is None:
                 continue
             own = quantized.get(table) or self._packed_table(graph, table)
+            own = own or self._packed_layer_table(graph, table)
             if own is not None:
                 _replace_gather(Maker(graph, node), node, own)
         common.RemoveUnusedNodesPass()(model)
@@ -107,6 +116,27 @@ class Quantization:
             return None
         blocks = lender._quantize(table, True, [name])
         return None if blocks is None else _add_packed(graph, table, blocks)
+
+    def _packed_layer_table(
+        self, graph: ir.Graph, table: ir.Value
+    ) -> PackedMatrix | None:
+        """Return the packed embeddings of each layer; None for other tables.
+
+        The table may be a model's largest matrix, so that its rows are read in parts.
+        """
+        name, stored = _checkpoint_names(table)[0], table.const_value
+        recipe = self.recipe.of_unit(unit_of(name))
+        is_other = not name.endswith(LAYER_EMBEDDINGS)
+        if is_other or self.standard or recipe.bits is None or stored is None:
+            return None
+        if recipe.needs_moments:
+            recipe = replace(recipe, algorithm="rtn")
+        weight, dtype = stored.meta[STORED], stored.dtype.numpy()
+        parts: list[Any] = [
+            quantize(part.float().numpy().astype(dtype, copy=False).T, recipe, None)
+            for part in weight.split(max(1, NUMBERS_AT_ONCE // weight.shape[1]))
+        ]
+        return _add_packed(graph, table, parts[0].concatenated(parts))
 
     def _quantize(
         self, source: ir.Value, transposed: bool, names: list[str]

@@ -110,6 +110,7 @@ CONFIGS = {
     "gemma4, embeddings of each layer": transformers.Gemma4TextConfig(
         **SIZES, **WINDOWS, **OF_EACH_LAYER, global_head_dim=16
     ),
+    **{f"{name}, shared": make() for name, make in tiny.SHARING.items()},
 }
 
 
