@@ -142,6 +142,22 @@ def save_checkpoint(
     return folder
 
 
+def save_assistant(folder: Path, target: Any, seed: int = 5) -> str:
+    """Write a random assistant of a Gemma 4 target; return the folder's name."""
+    sizes = {**_OF_LAYERS, "hidden_size": 32, "num_hidden_layers": 3}
+    sizes |= {"layer_types": [*_KINDS[:1] * 2, _KINDS[1]], "intermediate_size": 48}
+    sizes |= dict.fromkeys(("hidden_size_per_layer_input", "num_kv_shared_layers"), 0)
+    sizes |= {"vocab_size_per_layer_input": 0, "final_logit_softcapping": None}
+    config = transformers.Gemma4AssistantConfig(
+        text_config=transformers.Gemma4TextConfig(**sizes, global_head_dim=32),
+        backbone_hidden_size=target.hidden_size,
+    )
+    torch.manual_seed(seed)
+    model = transformers.Gemma4AssistantForCausalLM(config)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
 def save_streams(folder: Path, settings: StreamSettings, seed: int = 0) -> Path:
     """Add random streams to a checkpoint: LoRA that matters, as after training."""
     model = Checkpoint.load(str(folder), torch.float32).model

@@ -40,6 +40,7 @@ from jetdraft.checkpoints.refusals import (
     build_skeleton,
     check_kinds,
     check_layers,
+    check_scales,
     check_unread,
 )
 from jetdraft.checkpoints.silence import no_progress_bars, silenced
@@ -84,6 +85,7 @@ def check_exportable(source: str) -> None:
     check_folder(source)
     with silenced(logging.WARNING), no_progress_bars():
         text = load_config(source).get_text_config(decoder=True)
+    check_scales(source, text)
     fields = text.to_dict()
     if isinstance(of_dbrx := fields.get("ffn_config"), dict):
         fields = of_dbrx | fields

@@ -176,6 +176,26 @@ REFUSED_KINDS = (
 )
 
 
+SCALES = (
+    *("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "alibi"),
+    *("attention_multiplier", "embedding_multiplier", "residual_multiplier"),
+    *("logits_scaling", "logit_scale", "scale_emb", "scale_depth"),
+)
+"""Fields that change what some families compute; without effect where 0 or 1."""
+
+
+def check_scales(source: str, config: Any) -> None:
+    """Raise `UnsupportedModelError` for one of `SCALES` that its family ignores."""
+    for name in SCALES:
+        value = getattr(config, name, None)
+        if value not in (None, 0, 1) and not hasattr(type(config), name):
+            raise UnsupportedModelError(
+                f"{source} has {name} {printable(value, 20)}, which transformers "
+                f"ignores in a model of type {config.model_type}; remove it from "
+                "config.json if the model was trained without it"
+            )
+
+
 def check_kinds(source: str, field: Callable[[str], Any]) -> None:
     """Raise `UnsupportedModelError` for `REFUSED_KINDS`; `field` reads a field."""
     found = [(kind.words, next(kind.find_signs(field), None)) for kind in REFUSED_KINDS]

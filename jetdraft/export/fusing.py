@@ -36,7 +36,6 @@ from jetdraft.quant.edits import (
     replace_values,
 )
 
-
 _SWAP = [0, 2, 1, 3]
 """Swaps the axes of rows and heads."""
 
@@ -361,7 +360,7 @@ def pack_projections(attention: ir.Node) -> None:
 
 
 def find_norms(graph: ir.Graph) -> None:
-    """Replace Gemma's norms, x (mean(x^2) + e)^-0.5 w, by RMSNormalization, in place."""
+    """Replace x (mean(x^2) + e)^-0.5 w by RMSNormalization, in place."""
     for node in [node for node in graph if node.op_type == "Mul"]:
         x, root = node.inputs
         power = producer(root, "Pow")

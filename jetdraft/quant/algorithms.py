@@ -38,6 +38,10 @@ from jetdraft.recipe import GRIDS, Recipe, grid_for
 DAMPING = 0.01
 """The share of the mean second moment that is added to all: the paper's value."""
 
+FEWEST = 8
+"""A matrix of fewer rows or columns stays a matrix of floats: it has few bytes, and in
+Gemma 3n it mixes whole states."""
+
 GPTQ_COLUMNS = 4096
 """Columns that are quantized at once, in double precision."""
 

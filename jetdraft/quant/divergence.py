@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from jetdraft.errors import OptionError
-from jetdraft.quant.algorithms import quantize
+from jetdraft.quant.algorithms import FEWEST, quantize
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows
 from jetdraft.quant.grids import GridMatrix, Matrix
@@ -49,11 +49,11 @@ class Divergence:
         self.units: dict[Unit, dict[str, torch.nn.Linear]] = {}
         head = model.get_output_embeddings()
         for name, layer in model.named_modules():
-            if isinstance(layer, torch.nn.Linear):
+            if not isinstance(layer, torch.nn.Linear):
+                _check_measurable(name, layer)
+            elif min(layer.weight.shape) >= FEWEST:
                 unit = HEAD if layer is head else unit_of(name)
                 self.units.setdefault(unit, {})[f"{name}.weight"] = layer
-            else:
-                _check_measurable(name, layer)
         # An embedding may share the head's matrix, and its integers.
         self._modules_of_weight: dict[int, list[Any]] = {}
         for module in model.modules():

@@ -20,7 +20,7 @@ from onnx_ir.passes import common
 
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.native import DOMAIN, GATHER, MULTIPLY
-from jetdraft.quant.algorithms import quantize
+from jetdraft.quant.algorithms import FEWEST, quantize
 from jetdraft.quant.blocks import Blocks, Floats
 from jetdraft.quant.edits import (
     CONTRIB_DOMAIN,
@@ -150,7 +150,7 @@ class Quantization:
         if name in self.packed:
             return self._concatenate_packed(names, source.const_value.dtype.numpy())
         recipe = self.recipe.of_unit(HEAD if name == self.head else unit_of(name))
-        if recipe.bits is None:
+        if recipe.bits is None or min(source.const_value.shape.numpy()) < FEWEST:
             return None
         array = source.const_value.numpy()
         matrix = array.T if transposed else array

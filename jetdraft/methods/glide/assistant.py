@@ -7,7 +7,6 @@ sliding window. All rows of a draft have the position of its root.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +63,10 @@ class Assistant(DraftModule):
         (r"lm_head\..*", None),
         (r"model\.embed_tokens\.weight", "lm_head.weight"),
     )
+    keys = (
+        *("model_type", "text_config", "backbone_hidden_size"),
+        *("use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k"),
+    )
     config: AssistantConfig
 
     def __init__(self, config: AssistantConfig, target: Any) -> None:
@@ -110,9 +113,13 @@ class Assistant(DraftModule):
     def configure(
         cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
     ) -> tuple[AssistantConfig, None]:
-        fields: Mapping[str, Any] = files.config
-        whole = AutoConfig.for_model(fields["model_type"], **_sizes(fields))
+        whole = AutoConfig.for_model(**files.config)
         text, own = whole.text_config, target.model.config.get_text_config(decoder=True)
+        files.check_keys(cls.keys)
+        layers = {**files.config["text_config"], "layer_types": None}
+        files.configured(layers).check_keys(
+            {*type(text)().to_dict(), "global_head_dim", "num_global_key_value_heads"}
+        )
         if not {FULL, SLIDING} <= set(getattr(own, "layer_types", None) or ()):
             raise CheckpointError(
                 f"{files.source} reads layers with and without a sliding window, which "
@@ -133,11 +140,6 @@ class Assistant(DraftModule):
             draft_vocab_size=size,
             text=text,
         ), None
-
-
-def _sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config without its type, which says the class."""
-    return {name: value for name, value in fields.items() if name != "model_type"}
 
 
 def _kinds_with_buffers(text: Any) -> list[str]:
