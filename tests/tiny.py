@@ -155,6 +155,30 @@ MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
 }  # fmt: skip
 """How a config of each family with experts is made, with sizes that all differ."""
 
+_KINDS = ["sliding_attention", "full_attention"]
+_OF_LAYERS: dict[str, Any] = {
+    **{**SIZES, "num_hidden_layers": 6, "head_dim": 16, "final_logit_softcapping": 1.0},
+    "layer_types": _KINDS * 3, "sliding_window": 8, "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB_SIZE,
+}  # fmt: skip
+
+SHARING: dict[str, Callable[[], PreTrainedConfig]] = {
+    # Without embeddings of its last tokens, which read those of token 0.
+    "gemma3n": lambda: transformers.Gemma3nTextConfig(
+        **{**_OF_LAYERS, "vocab_size_per_layer_input": VOCAB_SIZE - 40},
+        activation_sparsity_pattern=[0.5, 0.0] * 3, altup_num_inputs=3, laurel_rank=8,
+    ),
+    "gemma4": lambda: transformers.Gemma4TextConfig(
+        **_OF_LAYERS, global_head_dim=32, use_double_wide_mlp=True
+    ),
+    "gemma4, values of keys": lambda: transformers.Gemma4UnifiedTextConfig(
+        **{**_OF_LAYERS, "num_kv_shared_layers": 0}, global_head_dim=32,
+        attention_k_eq_v=True, num_global_key_value_heads=1,
+    ),
+}  # fmt: skip
+"""How configs are made of models with windows, whose last layers share the keys and
+values of earlier layers, or whose layers have heads of two sizes."""
+
 
 def save_checkpoint(
     folder: Path, config: PreTrainedConfig, seed: int = 0, tokenizer: bool = True
@@ -165,6 +189,22 @@ def save_checkpoint(
     if tokenizer:
         save_tokenizer(folder)
     return folder
+
+
+def save_assistant(folder: Path, target: Any, seed: int = 5) -> str:
+    """Write a random assistant of a Gemma 4 target; return the folder's name."""
+    sizes = {**_OF_LAYERS, "hidden_size": 32, "num_hidden_layers": 3}
+    sizes |= {"layer_types": [*_KINDS[:1] * 2, _KINDS[1]], "intermediate_size": 48}
+    sizes |= dict.fromkeys(("hidden_size_per_layer_input", "num_kv_shared_layers"), 0)
+    sizes |= {"vocab_size_per_layer_input": 0, "final_logit_softcapping": None}
+    config = transformers.Gemma4AssistantConfig(
+        text_config=transformers.Gemma4TextConfig(**sizes, global_head_dim=32),
+        backbone_hidden_size=target.hidden_size,
+    )
+    torch.manual_seed(seed)
+    model = transformers.Gemma4AssistantForCausalLM(config)
+    model.save_pretrained(folder)
+    return str(folder)
 
 
 def save_streams(folder: Path, settings: StreamSettings, seed: int = 0) -> Path:

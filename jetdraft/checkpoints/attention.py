@@ -39,12 +39,14 @@ _IGNORED = {"dropout", "position_ids", "is_causal", "use_cache", "cache_position
 class StepState:
     """The inputs and outputs that the attention layers share in one pass.
 
-    `past` and `present` hold (key, value) buffers [1, kv_heads, capacity, head_dim] per
+    `past` and `present` hold (key, value) buffers [1, kv_heads, capacity, head_dim] of
+    each layer that has `made` keys and values; the others read the buffers of such a
     layer. `last_row` is int32 [1], the index of the pass's last row in them. `windows`
-    has the sliding windows of the layers, 0 for none; a `bias` [1, 1, n, capacity] is
-    added to the scores. Rows after the first `rows` see each layer's `prefix` too.
-    Recurrent layers have `states`. `experts` has each layer's choices int64 [n, k], as
-    numbers that no two layers share; the layers so far have `expert_count` experts.
+    has the sliding window of each layer that attends, 0 for none; a `bias` [1, 1, n,
+    capacity] is added to the scores. Rows after the first `rows` see each layer's
+    `prefix` too. Recurrent layers have `states`. `experts` has each layer's choices
+    int64 [n, k], as numbers that no two layers share; the layers so far have
+    `expert_count` experts.
     """
 
     cursor: Tensor
@@ -52,13 +54,21 @@ class StepState:
     total_length: Tensor
     past: list[tuple[Tensor, Tensor]]
     present: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    windows: set[int] = field(default_factory=set)
+    made: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    windows: dict[int, int] = field(default_factory=dict)
     bias: Tensor | None = None
     prefix: list[tuple[Tensor, Tensor]] | None = None
     rows: int = 0
     states: States = field(default_factory=States)
     experts: list[Tensor] = field(default_factory=list)
     expert_count: int = 0
+
+    def lender_of(self, layer: int, key: Tensor, value: Tensor) -> int:
+        """Return the layer whose buffers hold these new rows: mostly `layer` itself."""
+        pairs = self.made.items()
+        lender = next((n for n, (k, v) in pairs if k is key and v is value), layer)
+        self.made[lender] = key, value
+        return lender
 
 
 _active_states: list[StepState] = []
@@ -141,11 +151,12 @@ def attend(
             "can be exported"
         )
     state, layer = active_state(), int(module.layer_idx)  # type: ignore[arg-type]
-    if layer in state.present:
+    if layer in state.windows:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends twice in one layer; see docs/models.md"
         )
-    state.windows.add(sliding_window or 0)
+    state.windows[layer] = sliding_window or 0
+    lender = state.lender_of(layer, key, value)
     place = len(state.present)
     prefix = None if state.prefix is None else state.prefix[place]
     if prefix is not None:
@@ -154,7 +165,8 @@ def attend(
         query,
         key,
         value,
-        *state.past[place],
+        *(state.past[place] if lender == layer else state.present[lender]),
+        shared=lender != layer,
         scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
         window=sliding_window or 0,
         softcap=softcap or 0.0,
@@ -162,7 +174,8 @@ def attend(
     )
     compute = _make_node if torch.compiler.is_exporting() else _run_eagerly
     output, *present = compute(call, state)
-    state.present[layer] = (present[0], present[1])
+    if lender == layer:
+        state.present[layer] = (present[0], present[1])
     if prefix is not None:
         behind = state.rows + prefix[0].shape[2]
         output = torch.cat([output[:, : state.rows], output[:, behind:]], 1)
@@ -201,13 +214,17 @@ def unknown_arguments(extra: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class _AttentionInputs:
-    """The inputs of attention in one layer; a `window` or `softcap` of 0 is off."""
+    """The inputs of attention in one layer; a `window` or `softcap` of 0 is off.
+
+    A `shared` layer reads what another layer has written, and writes no rows.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
     past_key: Tensor
     past_value: Tensor
+    shared: bool
     scale: float
     window: int
     softcap: float
@@ -217,31 +234,33 @@ class _AttentionInputs:
 def _make_node(call: _AttentionInputs, state: StepState) -> tuple[Tensor, ...]:
     """Make one GroupQueryAttention node; return its output and both new buffers."""
     _, heads, rows, head_dim = call.query.shape
+    kv_heads, buffers = call.key.shape[1], [call.past_key, call.past_value]
     attributes: dict[str, Any] = {
         "num_heads": heads,
-        "kv_num_heads": call.key.shape[1],
+        "kv_num_heads": kv_heads,
         "scale": call.scale,
     }
     if call.window:
         attributes["local_window_size"] = call.window
     if call.softcap:
         attributes["softcap"] = call.softcap
-    rows_first = (
+    inputs: list[Tensor | None] = [
         tensor.transpose(1, 2).reshape(1, rows, -1)
         for tensor in (call.query, call.key, call.value)
-    )
-    buffers = [call.past_key, call.past_value]
-    inputs: list[Tensor | None] = [*rows_first, *buffers]
-    inputs += [state.last_row, state.total_length]
+    ]
+    if call.shared:  # no rows are written
+        inputs[1:] = [call.key.new_zeros(1, 0, kv_heads * head_dim)] * 2
+    inputs += [*buffers, state.last_row, state.total_length]
     if state.bias is not None or call.sinks is not None:
         # The inputs left out are cosines, sines and positions, which fusion may add.
         inputs += [None, None, None, state.bias, call.sinks]
+    written = [] if call.shared else buffers
     output, *present = torch.onnx.ops.symbolic_multi_out(
         "com.microsoft::GroupQueryAttention",
         inputs,
         attrs=attributes,
-        dtypes=[call.query.dtype] * 3,
-        shapes=[(1, rows, heads * head_dim), *(buffer.shape for buffer in buffers)],
+        dtypes=[call.query.dtype] * (1 + len(written)),
+        shapes=[(1, rows, heads * head_dim), *(buffer.shape for buffer in written)],
         version=1,
     )
     return output.reshape(1, rows, heads, head_dim), *present

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import transformers
 from huggingface_hub import snapshot_download
 from optimum.exporters.tasks import TasksManager
 from tokenizers.models import BPE
+from torch import Tensor
 
 from jetdraft.bundle import HOP, SAMPLE_RATE, WINDOW, Speech, is_token_name
 from jetdraft.checkpoints.attention import (
@@ -36,6 +38,7 @@ from jetdraft.checkpoints.refusals import (
     build_skeleton,
     check_kinds,
     check_layers,
+    check_scales,
     check_unread,
 )
 from jetdraft.checkpoints.silence import no_progress_bars, silenced
@@ -50,6 +53,12 @@ _SPEECH_TASK = "automatic-speech-recognition"
 # transformers that computes the same: MiMo is Qwen2 with an MTP module.
 _KNOWN_ARCHITECTURES = {"mimo": "qwen2"}
 
+_TOWERED = ("gemma3n", "gemma4", "gemma4_unified")
+"""Model types of which only the language model is built and read."""
+
+_TEXT_NAMES = {r"^model\.language_model\.": "model."}
+"""How weights of a language model are renamed where it is read alone."""
+
 
 def load_config(source: str) -> Any:
     """Read a checkpoint's config; its own code never runs; `CheckpointError`."""
@@ -58,6 +67,10 @@ def load_config(source: str) -> Any:
         config = _config_of_known_type(
             source
         ) or transformers.AutoConfig.from_pretrained(source, **NO_OWN_CODE)
+        if config.model_type in _TOWERED:
+            whole, config = config, config.get_text_config(decoder=True)
+            if hasattr(whole, "quantization_config"):
+                config.quantization_config = whole.quantization_config
         check_causal(source, config)
     return config
 
@@ -69,6 +82,7 @@ def check_exportable(source: str) -> None:
     check_folder(source)
     with silenced(logging.WARNING), no_progress_bars():
         text = load_config(source).get_text_config(decoder=True)
+    check_scales(source, text)
     fields = text.to_dict()
     if isinstance(of_dbrx := fields.get("ffn_config"), dict):
         fields = of_dbrx | fields
@@ -93,7 +107,8 @@ def _config_of_known_type(source: str) -> Any:
 def check_causal(source: str, config: Any) -> None:
     """Raise `UnsupportedModelError` for a model that attends in both directions."""
     text = config.get_text_config(decoder=True)
-    if getattr(text, "use_bidirectional_attention", False):
+    # Rows of images see each other, and no image is read.
+    if (getattr(text, "use_bidirectional_attention", None) or "vision") != "vision":
         raise UnsupportedModelError(
             f"{source} attends in both directions; only causal decoders can be exported"
         )
@@ -156,6 +171,7 @@ def load_model(
             output_loading_info=True,
             # Otherwise the reason goes to a log, which is silenced here.
             ignore_mismatched_sizes=True,
+            key_mapping=_TEXT_NAMES if kind.removesuffix("_text") in _TOWERED else None,
             **NO_OWN_CODE,
         )
     _check_loaded(source, model, info, packed.blocks if packed else ())
@@ -168,9 +184,25 @@ def load_model(
         set_attention(model, SOURCE_ATTENTION)
     else:
         model.set_attn_implementation(IMPLEMENTATION)
+        _fix_sparsity(model)
     model.set_experts_implementation(IMPLEMENTATION)
     model.requires_grad_(False)
     return model.eval()
+
+
+def _fix_sparsity(model: Any) -> None:
+    """Compute the bounds of Gemma 3n's sparse layers once: no graph inverts erf."""
+    for module in model.modules():
+        if share := getattr(module, "activation_sparsity", 0.0):
+            bound = torch.distributions.Normal(0, 1).icdf(torch.tensor(share))
+            module._gaussian_topk = partial(_keep_largest, float(bound))
+
+
+def _keep_largest(bound: float, numbers: Tensor) -> Tensor:
+    """Return by how much numbers exceed the mean plus `bound` deviations, or 0."""
+    mean = numbers.mean(-1, keepdim=True)
+    deviation = numbers.std(-1, keepdim=True, unbiased=False)
+    return torch.relu(numbers - (mean + deviation * bound))
 
 
 def _check_loaded(

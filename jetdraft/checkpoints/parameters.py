@@ -10,20 +10,23 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from jetdraft.checkpoints.refusals import RECURRENT_FAMILIES
-from jetdraft.quant.edits import PARAMETER, add_turned
+from jetdraft.quant.edits import PARAMETER, STORED, add_turned
 
 _MAX_FOLDED_BYTES = 1 << 16  # Of a folded constant; the weights of norms are smaller.
 _MAX_CONVERTED = 1 << 20  # Larger norms and convolutions are not converted.
+
+_CONVERTED_FAMILIES = (*RECURRENT_FAMILIES, "gemma3n_text")
+"""The `model_type`s with layers that take weights, or their type, of other modules
+without running them: of norms, convolutions and AltUp's scale."""
 
 
 def set_compute_dtype(model: Any, dtype: torch.dtype) -> None:
     """Let `model` run in `dtype`; its weights keep the type they have.
 
-    Recurrent layers take weights of norms and convolutions, or their type, without
-    running the modules, so these weights are converted.
+    Small weights of `_CONVERTED_FAMILIES` are converted.
     """
     _recompute_buffers(model, dtype)
-    if model.config.get_text_config(decoder=True).model_type in RECURRENT_FAMILIES:
+    if model.config.get_text_config(decoder=True).model_type in _CONVERTED_FAMILIES:
         for weight in model.parameters():
             if weight.ndim != 2 and weight.numel() <= _MAX_CONVERTED:
                 weight.data = weight.data.to(dtype)
@@ -122,7 +125,9 @@ def _lazy_tensor(value: ir.Value, weight: Tensor) -> ir.LazyTensor:
     def read() -> ir.TensorProtocol:
         return ir.tensor(weight.detach().to(dtype).numpy())
 
-    return ir.LazyTensor(read, value.dtype, value.shape, name=value.name)
+    tensor = ir.LazyTensor(read, value.dtype, value.shape, name=value.name)
+    tensor.meta[STORED] = weight.detach()
+    return tensor
 
 
 def _store_transposed(graph: ir.Graph) -> None:

@@ -171,13 +171,32 @@ REFUSED_KINDS = (
         but=RECURRENT_FAMILIES,
     ),
     UnsupportedKind(
-        "has layers that share keys and values",
-        ("num_kv_shared_layers", "attention.shared_kv_layers"),
+        "has layers that share keys and values", ("attention.shared_kv_layers",)
     ),
     UnsupportedKind(
         "has latent attention (MLA)", ("kv_lora_rank", "attention.kv_lora_rank")
     ),
 )
+
+
+SCALES = (
+    *("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "alibi"),
+    *("attention_multiplier", "embedding_multiplier", "residual_multiplier"),
+    *("logits_scaling", "logit_scale", "scale_emb", "scale_depth"),
+)
+"""Fields that change what some families compute; without effect where 0 or 1."""
+
+
+def check_scales(source: str, config: Any) -> None:
+    """Raise `UnsupportedModelError` for one of `SCALES` that its family ignores."""
+    for name in SCALES:
+        value = getattr(config, name, None)
+        if value not in (None, 0, 1) and not hasattr(type(config), name):
+            raise UnsupportedModelError(
+                f"{source} has {name} {printable(value, 20)}, which transformers "
+                f"ignores in a model of type {config.model_type}; remove it from "
+                "config.json if the model was trained without it"
+            )
 
 
 def check_kinds(source: str, field: Callable[[str], Any]) -> None:

@@ -195,7 +195,7 @@ class StepContract:
     def learns(self) -> bool:
         """Whether a drafter with this graph can train in use: a model, EAGLE or MTP."""
         reads_all = self.stands_alone or bool(self.carried_size and not self.recent)
-        return reads_all and not self.source_slots
+        return reads_all and not (self.source_slots or self.reads)
 
     @property
     def slots(self) -> int:

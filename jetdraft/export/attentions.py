@@ -33,6 +33,12 @@ def attentions(graph: ir.Graph) -> list[ir.Node]:
     return [node for node in graph if node.op_type == "GroupQueryAttention"]
 
 
+def is_shared(attention: ir.Node) -> bool:
+    """Whether a layer reads another layer's buffers: it gives no keys of its own."""
+    key = attention.inputs[1]
+    return key is not None and key.shape is not None and key.shape[1] == 0
+
+
 def windowed(graph: ir.Graph) -> bool:
     """Whether some layer attends in a sliding window, whose width counts slots."""
     return any(

@@ -176,7 +176,7 @@ def check_raised(
 ) -> None:
     """Raise `OptionError` for a recipe that raises a layer which the model lacks."""
     layers = len(contract.kv_shapes)
-    if contract.states:  # not all layers attend
+    if not checkpoint.reads_source:  # not all layers have buffers
         layers = len(decoder_layers(checkpoint.model))
     if recipe.raised and recipe.raised[-1] >= layers:
         raise OptionError(

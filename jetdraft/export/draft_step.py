@@ -38,7 +38,7 @@ def drafter_contract(
     """Make a drafter's contract beside a target's; raises `UnsupportedModelError`."""
     reads, config = drafter.reads, drafter.config
     width = config.feature_size
-    last = len(target.kv_shapes) - 1
+    shapes = tuple(enumerate(target.kv_shapes))
     contract = replace(
         target,
         dtype=dtype,
@@ -52,7 +52,11 @@ def drafter_contract(
         guesses=config.slots if reads.guesses else 0,
         streams=0,
         spare_slots=2 * drafter.block_rows if reads.guesses and reads.buffers else 0,
-        reads=((last, *target.kv_shapes[last]),) if reads.target_kv else (),
+        reads=tuple(
+            (layer, *shape)
+            for layer, shape in (shapes[place] for place in drafter.target_layers)
+            if reads.target_kv
+        ),
         recent=config.slots - 1 if reads.windows else reads.tokens - 1,
         ahead=config.slots if reads.windows else 0,
         states=(),
@@ -102,10 +106,6 @@ class DraftStep(Step):
         names = (spec.name for spec in contract.inputs[5 : 5 + len(others)])
         read = dict(zip(names, others, strict=True))
         given = DraftInputs(input_ids, position_ids, answer_rows)
-        if not contract.kv_shapes:
-            given.features = read["features"].to(dtype)
-            logits, _ = drafter.draft(given)
-            return self.answers(logits.float())
         if contract.block:
             state = self._add_block(given, read, cursor, total_length, past)
         else:
@@ -114,9 +114,9 @@ class DraftStep(Step):
             if "features" in read:
                 given.features = read["features"].to(dtype)
         if contract.reads:
-            length, given.keys, given.values = others
-            slots = torch.arange(given.keys.shape[2])
-            given.bias = ((slots >= length).to(dtype) * HIDDEN)[None, None, None]
+            given.target_length = read[TARGET_LENGTH.name]
+            buffers = [read[spec.name] for spec in contract.target_kv]
+            given.target = list(zip(buffers[::2], buffers[1::2], strict=True))
         with attending(state):
             logits, carried = drafter.draft(given)
         rows = self.answers(logits.float())

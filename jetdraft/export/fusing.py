@@ -7,7 +7,8 @@ Each is optional: where its pattern does not match, the graph stays as it was tr
   from the cursor on, which is wrong for branches
 - projections: MatMuls that share their input become one MatMul; query, key and value
   then enter attention packed
-- norms: residual Add and RMSNormalization become SkipSimplifiedLayerNormalization
+- norms: x (mean(x^2) + e)^-0.5 becomes RMSNormalization, and with the residual Add
+  before it SkipSimplifiedLayerNormalization
 - Softplus fills whole packets, and attention may become jetdraft's own
 """
 
@@ -20,7 +21,7 @@ from onnx_ir.passes import common
 from onnxscript.rewriter import pattern, rewrite
 
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.export.attentions import attentions, use_own_attention
+from jetdraft.export.attentions import attentions, is_shared, use_own_attention
 from jetdraft.export.step import CUT, PACKET
 from jetdraft.ort import ort
 from jetdraft.quant.edits import (
@@ -34,21 +35,30 @@ from jetdraft.quant.edits import (
     replace_values,
 )
 
+_SWAP = [0, 2, 1, 3]
+"""Swaps the axes of rows and heads."""
+
 
 class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
-    """Rewrites x cos + rotate_half(x) sin to RotaryEmbedding, in float16 too."""
+    """Rewrites x cos + rotate_half(x) sin to RotaryEmbedding, in float16 too.
 
-    def __init__(self) -> None:
+    The heads are on an `axis` of x: [1, heads, n, d] or [1, n, heads, d].
+    """
+
+    def __init__(self, axis: int = 1, casts: bool = True) -> None:
         # Cosine and sine are shared by all layers, so they stay.
         super().__init__(remove_nodes=False)
+        self.axis, self.casts = axis, casts
 
     def pattern(
         self, op: Any, x: Any, angles: Any, ends: Any, starts: Any, dtype: Any
     ) -> Any:
         """Return the subgraph that is replaced."""
         both = op.Concat(angles, angles, axis=-1)
-        cosine = op.Unsqueeze(op.Cast(op.Cos(both), to=dtype), [1])
-        sine = op.Unsqueeze(op.Cast(op.Sin(both), to=dtype), [1])
+        turns = [op.Cos(both), op.Sin(both)]
+        if self.casts:
+            turns = [op.Cast(turn, to=dtype) for turn in turns]
+        cosine, sine = (op.Unsqueeze(turn, [self.axis]) for turn in turns)
         first = op.Slice(x, [0], ends, [3], [1])
         second = op.Slice(x, starts, _allow_other_inputs=True)
         rotated = op.Concat(op.Neg(second), first, axis=-1)
@@ -67,12 +77,17 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
         return result
 
     def rewrite(
-        self, op: Any, x: ir.Value, angles: ir.Value, dtype: Any, **_: Any
+        self, op: Any, x: ir.Value, angles: ir.Value, dtype: Any = None, **_: Any
     ) -> Any:
         """Return the RotaryEmbedding that takes its place."""
-        cosine, sine = (op.Cast(f(angles), to=dtype) for f in (op.Cos, op.Sin))
-        heads = x.shape[1] if x.shape else 0
-        return op.RotaryEmbedding(x, cosine, sine, interleaved=0, num_heads=heads)
+        turns = [op.Cos(angles), op.Sin(angles)]
+        if self.casts:
+            turns = [op.Cast(turn, to=dtype) for turn in turns]
+        settings = {"interleaved": 0, "num_heads": x.shape[self.axis] if x.shape else 0}
+        if self.axis == 1:
+            return op.RotaryEmbedding(x, *turns, **settings)
+        rows = op.RotaryEmbedding(op.Transpose(x, perm=_SWAP), *turns, **settings)
+        return op.Transpose(rows, perm=_SWAP)
 
 
 class RotaryTables:
@@ -120,6 +135,8 @@ def fuse_rotation(
 ) -> None:
     """Let attention, or `by_nodes` before it, rotate query and key, if both match."""
     query, key = (_find_rotation(attention.inputs[i]) for i in (0, 1))
+    if is_shared(attention):
+        key = query
     if query is None or key is None:
         return
     _, rotation, unrotated = query
@@ -163,7 +180,7 @@ def _rotate_by_nodes(
 ) -> None:
     """Add a RotaryEmbedding for query and one for key before attention."""
     cosines, sines, positions = tables
-    for place in (0, 1):
+    for place in (0,) if is_shared(attention) else (0, 1):
         rows = attention.inputs[place]
         rotated = Maker(graph, attention)(
             "RotaryEmbedding",
@@ -194,7 +211,7 @@ def _find_rotation(value: ir.Value | None) -> tuple[ir.Node, ir.Node, ir.Value] 
 def _find_swap(value: ir.Value | None) -> ir.Node | None:
     """The Transpose that makes `value` by swapping the axes of rows and heads."""
     node = producer(value, "Transpose")
-    swaps = node is not None and node.attributes.get_ints("perm") == (0, 2, 1, 3)
+    swaps = node is not None and [*node.attributes.get_ints("perm")] == _SWAP
     return node if swaps else None
 
 
@@ -211,7 +228,9 @@ def fuse(
     matrices with equal forms are merged. `rotation_nodes` rotate before attention.
     With `own_attention` it is computed by `jetdraft.native`.
     """
-    rewrite(model, [RotationInHalves.rule()])
+    forms_of_rotation = (1, True), (2, True), (2, False)
+    rewrite(model, [RotationInHalves.rule(*form) for form in forms_of_rotation])
+    find_norms(model.graph)
     # Each layer computes the same cosine; merge them, so that all share one table.
     common.CommonSubexpressionEliminationPass()(model)
     tables = RotaryTables(model, contract.slots)
@@ -338,6 +357,44 @@ def pack_projections(attention: ir.Node) -> None:
     attention.replace_input_with(0, split.inputs[0])
     attention.replace_input_with(1, None)
     attention.replace_input_with(2, None)
+
+
+def find_norms(graph: ir.Graph) -> None:
+    """Replace x (mean(x^2) + e)^-0.5 w by RMSNormalization, in place."""
+    for node in [node for node in graph if node.op_type == "Mul"]:
+        x, root = node.inputs
+        power = producer(root, "Pow")
+        mean_and_small = power and producer(power.inputs[0], "Add")
+        mean = mean_and_small and producer(mean_and_small.inputs[0], "ReduceMean")
+        square = mean and producer(mean.inputs[0], "Pow")
+        if x is None or power is None or mean_and_small is None or square is None:
+            continue
+        if square.inputs[0] is not x or x.dtype is None or not x.shape:
+            continue
+        numbers = [_number(n.inputs[1]) for n in (power, square, mean) if n]
+        if numbers != [-0.5, 2.0, -1.0]:
+            continue
+        size, scaled = int(x.shape[-1]), _single_reader(node, "Mul")  # type: ignore
+        weight = scaled and next(v for v in scaled.inputs if v is not node.outputs[0])
+        if scaled is None or weight is None or not _is_vector(weight, size):
+            ones, scaled = np.ones(size), node
+            weight = Maker(graph, node).constant(f"ones_{size}", ones, x.dtype.numpy())
+        normed = Maker(graph, scaled)(
+            "RMSNormalization", x, weight, axis=-1,
+            epsilon=_number(mean_and_small.inputs[1]),
+        )  # fmt: skip
+        replace_values(scaled.outputs, [normed])
+
+
+def _is_vector(value: ir.Value, size: int) -> bool:
+    """Whether a value is a constant of the shape [size]."""
+    return value.const_value is not None and value.const_value.shape == (size,)
+
+
+def _number(value: ir.Value | None) -> float:
+    """The number of a constant scalar; NaN for other values."""
+    constant = value.const_value if value is not None else None
+    return float("nan") if constant is None else float(constant.numpy().item())
 
 
 def fuse_norms(graph: ir.Graph) -> None:

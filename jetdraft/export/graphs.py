@@ -20,7 +20,7 @@ from jetdraft.checkpoints.parameters import make_inputs_constant
 from jetdraft.checkpoints.streams import StreamedModel
 from jetdraft.contracts.step_contract import SCORES, StepContract
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.attentions import quantize_cache, windowed
+from jetdraft.export.attentions import attentions, is_shared, quantize_cache, windowed
 from jetdraft.export.derived import (
     drop_extra_values,
     make_compaction_graph,
@@ -185,10 +185,11 @@ def _write_halves(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
 def _write_split(job: Job, entry: GraphEntry, step: Step) -> Halves:
     """Write both halves and their compactions; return their part of the manifest."""
     model = ir.load(job.folder / entry.file)
-    if windowed(model.graph):
+    if windowed(model.graph) or any(map(is_shared, attentions(model.graph))):
         raise UnsupportedModelError(
-            f"{job.checkpoint.source} attends in sliding windows, and the halves of a "
-            "target need plain attention; choose another head"
+            f"{job.checkpoint.source} attends in sliding windows, or in layers that "
+            "share keys, and the halves of a target need plain attention; choose "
+            "another head"
         )
     hidden = next(value for value in model.graph.outputs if value.name == CUT)
     assert hidden.shape is not None

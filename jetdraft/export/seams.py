@@ -130,7 +130,7 @@ def _two_passes(
         )
         logits.append(outputs[3])
         past = outputs[-len(past) :]
-        windows |= step.windows
+        windows |= {*step.windows.values()}
     return torch.cat(logits, 1), windows
 
 

@@ -21,7 +21,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import SELECTING, Reading, Selection, StepContract
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.attentions import OPSET, attentions, has_sinks, windowed
+from jetdraft.export.attentions import OPSET, attentions, has_sinks, is_shared, windowed
 from jetdraft.export.seams import trained_length
 from jetdraft.quant.edits import CONTRIB_DOMAIN, Maker, new_value, replace_values
 
@@ -319,10 +319,10 @@ def add_selection(
             "sinks, and --select-kv needs plain attention; leave it out"
         )
     heads = {node.attributes.get_int("num_heads", 0) for node in nodes}
-    if len(heads) != 1:
+    if len(heads) != 1 or any(map(is_shared, nodes)):
         raise UnsupportedModelError(
-            f"{checkpoint.source} has layers of different heads, and --select-kv "
-            "needs equal layers; leave it out"
+            f"{checkpoint.source} has layers of different heads, or that share keys, "
+            "and --select-kv needs equal layers; leave it out"
         )
     selection = Selection(rows, heads.pop())
     length = _shifting_length(checkpoint, contract, nodes, rows)

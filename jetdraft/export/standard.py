@@ -11,7 +11,7 @@ from onnx_ir import Value
 from onnx_ir.passes import common
 
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.attentions import OPSET, attentions, has_sinks
+from jetdraft.export.attentions import OPSET, attentions, has_sinks, is_shared
 from jetdraft.quant.edits import Maker, replace_values
 
 
@@ -46,10 +46,12 @@ def _replace_attention(graph: ir.Graph, node: ir.Node, scatter_nd: bool) -> None
     cursor = next(value for value in graph.inputs if value.name == "cursor")
     start = make("Cast", cursor, to=ir.DataType.INT64)
     write = _write_rows_nd if scatter_nd else _write_rows
-    presents = [
-        write(make, past, _split_heads(make, new, kv_heads), start)
-        for past, new in ((past_key, key), (past_value, value))
-    ]
+    presents = [past_key, past_value]
+    if not is_shared(node):
+        presents = [
+            write(make, past, _split_heads(make, new, kv_heads), start)
+            for past, new in zip(presents, (key, value), strict=True)
+        ]
     bias = node.inputs[10] if len(node.inputs) > 10 else None
     one = make.constant("one", [1])
     filled = make("Add", make("Cast", last_row, to=ir.DataType.INT64), one)
@@ -63,7 +65,7 @@ def _replace_attention(graph: ir.Graph, node: ir.Node, scatter_nd: bool) -> None
     )
     rows_first = make("Transpose", attended, perm=[0, 2, 1, 3])
     result = make("Reshape", rows_first, make.constant("flat", [0, 0, -1]))
-    replace_values(node.outputs, [result, *presents])
+    replace_values(node.outputs, [result, *presents][: len(node.outputs)])
     graph.remove(node, safe=True)
 
 

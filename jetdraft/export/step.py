@@ -63,7 +63,7 @@ class Step(torch.nn.Module):
         super().__init__()
         self.model, self.contract, self.cut, self.ids = model, contract, cut, ids
         self.taps = torch.nn.ModuleDict({} if taps is None else {_FUSION_PREFIX: taps})
-        self.windows: set[int] = set()
+        self.windows: dict[int, int] = {}
         if cut:
             self.extra_outputs = (CUT,)
 
@@ -145,7 +145,7 @@ class Step(torch.nn.Module):
         if len(state.present) != len(state.past):
             raise UnsupportedModelError(
                 f"only {len(state.present)} of {len(state.past)} layers keep keys and "
-                "values; models with shared layers cannot be exported"
+                "values; see docs/models.md"
             )
         hidden = [head[0].float()] if self.contract.hidden_size else []
         if self.contract.experts:
@@ -261,12 +261,12 @@ def buffer_sizes(model: Any) -> Sizes:
 
     state = run_one_row(model, run)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    numbers, states = sorted(state.present), state.states
+    numbers, states = sorted(state.windows), state.states
     is_whole = bool(states.present) or numbers == list(range(layers))
-    if len(state.past) != len(numbers) or not is_whole:
+    if len(state.past) != len(state.present) or not is_whole:
         raise UnsupportedModelError(
-            f"{type(model).__name__} keeps keys and values in {len(numbers)} of its "
-            f"{layers} layers; see docs/models.md"
+            f"{type(model).__name__} attends in {len(numbers)} of its {layers} layers; "
+            "see docs/models.md"
         )
     kept = zip(states.present, states.kept, strict=True)
     return Sizes(

@@ -49,6 +49,7 @@ struct AttentionJob {
   AttentionKernel kernel;
   const float *q, *k, *v, *cosines, *sines;
   int64_t q_step, kv_step;  // from row to row
+  bool shared;  // another layer has written keys and values: none is given
   const int64_t* positions;
   float *queries, *keys, *values;
   int64_t row_parts, head_parts;
@@ -85,9 +86,11 @@ OrtStatus* read_attention(OrtKernelContext* context, Tensor (&inputs)[ATTENTION_
     return failed("attention has buffers of another shape than its heads need");
   const int64_t q_width = a.heads * a.size, kv_width = a.kv_heads * a.size;
   const bool packed = !key.given;
+  job->shared = key.given && key.size == 0 && a.rows != 0;
+  const int64_t kv_rows = job->shared ? 0 : a.rows;
   if (packed ? !q.has_dims({1, a.rows, q_width + 2 * kv_width})
-             : !q.has_dims({1, a.rows, q_width}) || !key.has_dims({1, a.rows, kv_width}) ||
-                   !value.has_dims({1, a.rows, kv_width}))
+             : !q.has_dims({1, a.rows, q_width}) || !key.has_dims({1, kv_rows, kv_width}) ||
+                   !value.has_dims({1, kv_rows, kv_width}))
     return failed("attention has rows of another width than its heads need");
   if (!last.has_dims({1})) return failed("attention needs the index of its last row");
   a.cursor = *(const int32_t*)last.data + int64_t(1) - a.rows;
@@ -140,7 +143,7 @@ void place_row(void* data, size_t index) {
   for (int64_t head = 0; head < a.heads; head++)
     rotate(job, row, job.q + row * job.q_step + head * a.size, job.kernel.scale,
            job.queries + (row * a.heads + head) * a.size);
-  for (int64_t head = 0; head < a.kv_heads; head++) {
+  for (int64_t head = 0; head < a.kv_heads && !job.shared; head++) {
     const int64_t slot = (head * a.capacity + a.cursor + row) * a.size;
     const int64_t place = row * job.kv_step + head * a.size;
     rotate(job, row, job.k + place, 1.0f, job.keys + slot);
@@ -176,8 +179,11 @@ OrtStatus* attend_rows(void* data, OrtKernelContext* context) {
   Tensor answer = inputs[0];
   answer.dims[2] = a.heads * a.size;
   TRY(make_output(context, answer, &a.y));
-  TRY(make_output(context, past_key, &job.keys, 1));
-  TRY(make_output(context, past_value, &job.values, 2));
+  job.keys = (float*)past_key.data, job.values = (float*)past_value.data;
+  if (!job.shared) {
+    TRY(make_output(context, past_key, &job.keys, 1));
+    TRY(make_output(context, past_value, &job.values, 2));
+  }
   for (auto [to, from] : {std::pair{job.keys, &past_key}, std::pair{job.values, &past_value}})
     if (to != from->data) std::memcpy(to, from->data, from->size * sizeof(float));
   if (a.rows == 0) return nullptr;

@@ -313,7 +313,7 @@ OrtCustomOp make_operator(const char* (*name)(const OrtCustomOp*)) {
     const bool attends = COMPUTE == &attend_rows;
     return attends && i != 0 && (i < 3 || i > 6) ? OPTIONAL : 0;
   };
-  op.GetOutputCharacteristic = [](auto, size_t) { return 0; };
+  op.GetOutputCharacteristic = [](auto, size_t i) { return i == 0 ? 0 : OPTIONAL; };
   op.GetInputMemoryType = [](auto, size_t) { return 0; };
   op.GetVariadicInputMinArity = op.GetVariadicOutputMinArity = [](auto) { return 1; };
   op.GetVariadicInputHomogeneity = op.GetVariadicOutputHomogeneity = [](auto) { return 1; };

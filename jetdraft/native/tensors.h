@@ -88,6 +88,7 @@ OrtStatus* make_output(OrtKernelContext* context, const Tensor& shape, float** d
   OrtValue* value = nullptr;
   TRY(ort::call(ort::KERNEL_CONTEXT_GET_OUTPUT, context, index,
                 (const int64_t*)shape.dims, shape.rank, &value));
+  if (value == nullptr) return failed("output %zu is missing", index);
   return ort::call(ort::GET_TENSOR_MUTABLE_DATA, value, (void**)data);
 }
 

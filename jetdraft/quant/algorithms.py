@@ -34,6 +34,9 @@ from jetdraft.quant.rounding import round_to_grid
 from jetdraft.recipe import GRIDS, Recipe, grid_for
 
 DAMPING = 0.01  # Share of the mean second moment that is added; the paper's.
+# A matrix of fewer rows or columns stays a matrix of floats: it has few bytes, and in
+# Gemma 3n it mixes whole states.
+FEWEST = 8
 GPTQ_COLUMNS = 4096  # Columns that are quantized at once, in double precision.
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from jetdraft.errors import OptionError
-from jetdraft.quant.algorithms import quantize
+from jetdraft.quant.algorithms import FEWEST, quantize
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows
 from jetdraft.quant.grids import GridMatrix, Matrix
@@ -223,7 +223,7 @@ def _matrix_names(name: str, module: nn.Module) -> list[str]:
     """
     weights = dict(module.named_parameters(recurse=False))
     if isinstance(module, nn.Linear):
-        return ["weight"]
+        return ["weight"] if min(module.weight.shape) >= FEWEST else []
     experts = getattr(module, "num_experts", None)
     matrices = [n for n, w in weights.items() if w.dim() > 1]
     if experts and all(weights[n].shape[0] == experts for n in matrices):

@@ -12,6 +12,7 @@ from jetdraft.contracts.tensors import TensorSpec
 CONTRIB_DOMAIN = "com.microsoft"  # The domain of onnxruntime's own operators.
 # Metadata key of a value: the checkpoint's names of its weights, one a line.
 PARAMETER = "parameter"
+STORED = "stored"  # Of a constant tensor: the torch tensor of the checkpoint.
 Array = npt.NDArray[np.generic]
 
 

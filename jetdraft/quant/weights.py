@@ -4,7 +4,8 @@
 `jetdraft.native`. Where head and embedding are tied, `GatherBlockQuantized` or
 `GatherPacked` reads embeddings from the head's quantized matrix: one tensor for both.
 A product with matrices that are gathered from a stack of experts becomes
-`MatMulExperts`; what chooses the experts stays a product of floats.
+`MatMulExperts`; what chooses the experts stays a product of floats. Embeddings that
+each layer has are quantized too, token by token.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,10 +21,16 @@ from onnx_ir.passes import common
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.native import DOMAIN, EXPERTS, GATHER, MULTIPLY
 from jetdraft.quant import edits
-from jetdraft.quant.algorithms import quantize
+from jetdraft.quant.algorithms import FEWEST, quantize
 from jetdraft.quant.blocks import Blocks, Floats
 from jetdraft.quant.grids import COLUMNS, GRIDS, LAYOUT_VERSION, GridMatrix, Matrix
 from jetdraft.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
+
+LAYER_EMBEDDINGS = "embed_tokens_per_layer.weight"
+"""The end of the name of a table with an embedding for each layer, side by side."""
+
+NUMBERS_AT_ONCE = 1 << 26
+"""About how many numbers of such a table are quantized together."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,7 @@ class Quantization:
             if table is None:
                 continue
             own = quantized.get(table) or self._packed_table(graph, table)
+            own = own or self._packed_layer_table(graph, table)
             if own is not None:
                 _replace_gather(edits.Maker(graph, node), node, own)
         common.RemoveUnusedNodesPass()(model)
@@ -123,6 +131,27 @@ class Quantization:
         blocks = lender._quantize(table, True, [name])
         return None if blocks is None else _add_packed(graph, table, blocks)
 
+    def _packed_layer_table(
+        self, graph: ir.Graph, table: ir.Value
+    ) -> "PackedMatrix | None":
+        """Return the packed embeddings of each layer; None for other tables.
+
+        The table may be a model's largest matrix, so that its rows are read in parts.
+        """
+        name, stored = _checkpoint_names(table)[0], table.const_value
+        recipe = self.recipe.of_unit(unit_of(name))
+        is_other = not name.endswith(LAYER_EMBEDDINGS)
+        if is_other or self.standard or recipe.bits is None or stored is None:
+            return None
+        if recipe.needs_moments:
+            recipe = replace(recipe, algorithm="rtn")
+        weight, dtype = stored.meta[edits.STORED], stored.dtype.numpy()
+        parts: list[Any] = [
+            quantize(part.float().numpy().astype(dtype, copy=False).T, recipe, None)
+            for part in weight.split(max(1, NUMBERS_AT_ONCE // weight.shape[1]))
+        ]
+        return _add_packed(graph, table, parts[0].concatenated(parts))
+
     def _quantize(
         self, source: ir.Value, transposed: bool, names: list[str]
     ) -> Matrix | None:
@@ -135,7 +164,7 @@ class Quantization:
         if name in self.packed:
             return self._concatenate_packed(names, source.const_value.dtype.numpy())
         recipe = self.recipe.of_unit(HEAD if name == self.head else unit_of(name))
-        if recipe.bits is None:
+        if recipe.bits is None or min(source.const_value.shape.numpy()) < FEWEST:
             return None
         array = source.const_value.numpy()
         matrix = array.T if transposed else array

@@ -19,7 +19,7 @@ from jetdraft.learning.lessons import Lessons, WeightSets, drafter_sha256
 from jetdraft.manifest import GraphEntry
 from jetdraft.runtime.claim import Claim, Idle
 from jetdraft.runtime.drafters.ahead_cache import AheadCache
-from jetdraft.runtime.drafters.draft_cache import DraftCache, GuessCache, LedCache
+from jetdraft.runtime.drafters.draft_cache import DraftCache, LastRowCache, LedCache
 from jetdraft.runtime.drafters.learned_weights import LearnedWeights
 from jetdraft.runtime.drafts.rows import Tokens
 from jetdraft.runtime.history.store import Entry, ResponseStore, Similarity
@@ -300,10 +300,10 @@ class LoadedBundle:
         contract = drafter.contract
         if contract.ahead:
             return AheadCache(drafter)
+        if contract.feature_input and not contract.kv_shapes:
+            return LastRowCache(drafter)
         if contract.block or contract.carried_size or not contract.feature_input:
             return DraftCache(drafter)
-        if contract.guesses:
-            return GuessCache(drafter)
         return LedCache(drafter, lambda: self.leading)
 
     def _open_learning(self) -> Learning | None:

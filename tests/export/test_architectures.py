@@ -83,6 +83,7 @@ CONFIGS = {
         activation_sparsity_pattern=[0.0, 0.0], laurel_rank=8),
     "gemma4, embeddings of each layer": transformers.Gemma4TextConfig(
         **SIZES, **WINDOWS, **OF_EACH_LAYER, global_head_dim=16),
+    **{f"{name}, shared": make() for name, make in tiny.SHARING.items()},
 }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Families with recurrent states through the real path, against transformers."""
+"""Families with recurrent states, or with layers that share keys and values, against
+transformers through the real path."""
 
 import sys
 from types import SimpleNamespace
@@ -15,14 +16,16 @@ from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import StepSessions, open_session
 from tests.checkpoints.heads.test_mtp import edit
 from tests.export import test_architectures as architectures
-from tests.tiny import HYBRIDS, VOCAB_SIZE, save_checkpoint
+from tests.tiny import HYBRIDS, SHARING, VOCAB_SIZE, save_checkpoint
 from tools.forecast.forecast import forecast
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 500)
 DRAFT = 5
+FAMILIES = {**HYBRIDS, **SHARING}
+of_states = pytest.mark.parametrize("case", HYBRIDS, indirect=True)
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
+@pytest.fixture(scope="module", params=FAMILIES)
 def case(request, tmp_path_factory):
     """One family, traced once: its graph, and what transformers says of its weights.
 
@@ -30,7 +33,7 @@ def case(request, tmp_path_factory):
     Its function for prompts sums chunks of 64 rows: its logits are up to 2.5e-4 away
     from float64, more than the tolerance, and row by row they are up to 0.9e-4 away.
     """
-    config, folder = HYBRIDS[request.param](), tmp_path_factory.mktemp("hybrid")
+    config, folder = FAMILIES[request.param](), tmp_path_factory.mktemp("family")
     checkpoint = architectures.load(config, folder / "checkpoint")
     with pytest.MonkeyPatch.context() as patch:
         scope = sys.modules[type(checkpoint.model).__module__]
@@ -41,10 +44,12 @@ def case(request, tmp_path_factory):
     contract = architectures.contract_of(checkpoint, 512)
     check_seams(checkpoint.model, contract)
     ir.save(architectures.traced(checkpoint, contract), folder / "step.onnx")
-    replay = folder / "replay.onnx"
-    ir.save(make_replay_graph(contract), replay)
+    replay, session = folder / "replay.onnx", None
+    if contract.states:
+        ir.save(make_replay_graph(contract), replay)
+        session = open_session(replay, "cpu")
     sessions = StepSessions(open_session(folder / "step.onnx", "cpu"), contract)
-    graph = Graph(sessions, replay=open_session(replay, "cpu"))
+    graph = Graph(sessions, replay=session)
     return SimpleNamespace(graph=graph, expected=expected, replay=replay)
 
 
@@ -75,10 +80,10 @@ def test_a_prompt_in_chunks_equals_transformers(case, length):
         graph.cache.advance(end - start)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_weights_of_half_precision_are_converted_in_every_layer(name, tmp_path):
     """A layer that convolves with weights of bfloat16 rounds its rows to it."""
-    save_checkpoint(tmp_path, HYBRIDS[name](), tokenizer=False)
+    save_checkpoint(tmp_path, FAMILIES[name](), tokenizer=False)
     edit(tmp_path, lambda own: {n: t.bfloat16() for n, t in own.items()})
     checkpoint = Checkpoint.load(str(tmp_path), torch.float32)
     check_seams(checkpoint.model, architectures.contract_of(checkpoint))
@@ -108,6 +113,7 @@ def test_the_state_after_every_outcome_is_that_of_row_by_row(case, accepted):
     np.testing.assert_array_equal(graph.run([7], width=width).logits, following)
 
 
+@of_states
 def test_ways_back(case):
     """Lead to the beginning and to the states that were marked, nowhere else."""
     graph, cache = case.graph, case.graph.cache
@@ -130,6 +136,7 @@ def test_ways_back(case):
     assert cache.resumable(20) == 20
 
 
+@of_states
 def test_rows_that_cannot_be_committed(case):
     """Rows that no pass has run, and a part of a wide pass, which keeps no rows."""
     restart(case.graph, TOKENS[:4])
@@ -140,6 +147,7 @@ def test_rows_that_cannot_be_committed(case):
         case.graph.cache.advance(2)
 
 
+@of_states
 @pytest.mark.parametrize("provider", ["cuda", "webgpu", "tensorrt"])
 def test_only_tensorrt_lacks_an_operator_of_states(case, provider):
     states = case.graph.contract.states

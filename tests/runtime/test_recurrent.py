@@ -1,4 +1,5 @@
-"""Targets with recurrent states: chains of all methods give the text of plain ones."""
+"""Targets with recurrent states, or with layers that share keys and values: chains of
+all methods give the text of plain decoding."""
 
 import json
 import shutil
@@ -9,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import jetdraft
 from jetdraft.bundle import CHAT_TEMPLATE
@@ -25,7 +27,7 @@ from tests.runtime import test_conformance as conformance
 from tests.runtime.fake_method import tokens_of
 from tests.runtime.test_generation import CHAINS, Scripted
 from tests.runtime.test_generation import PROMPT as SCRIPTED
-from tests.tiny import HYBRIDS, save_checkpoint
+from tests.tiny import HYBRIDS, SHARING, save_assistant, save_checkpoint
 from tools.forecast.kernel_table import TABLES, KernelTable
 
 PROMPT, H = conformance.PROMPT, layouts.H
@@ -45,22 +47,29 @@ def add_mtp(folder, config) -> None:
     edit(folder, lambda own: own | tensors)
 
 
-BUNDLES = {"lfm2": "q4_0", "qwen3_5": "int8-rtn-b32", "granitemoehybrid": "int4-b32"}
+RECURRENT = {"lfm2": "q4_0", "qwen3_5": "int8-rtn-b32", "granitemoehybrid": "int4-b32"}
 """Convolutions alone; the gated delta rule, with an MTP module; Mamba2. Their recipes,
 one of them for the native product."""
+
+BUNDLES = RECURRENT | {"gemma3n": "int4-rtn-b32", "gemma4": "q4_k"}
+"""The last has an assistant."""
+
+of_states = pytest.mark.parametrize("model", RECURRENT, indirect=True)
 
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory):
     folder, made = tmp_path_factory.mktemp("recurrent"), {}
     for name, recipe in BUNDLES.items():
-        config = HYBRIDS[name]()
+        config = (HYBRIDS | SHARING)[name]()
         source = save_checkpoint(folder / name, config)
         (source / CHAT_TEMPLATE).write_text(TEMPLATE)
         if name == "qwen3_5":
             add_mtp(source, config)
+        head = save_assistant(folder / "head", config) if name == "gemma4" else None
         options = replace(OPTIONS, recipe=Recipe.parse(recipe))
-        made[name] = export(str(source), folder / f"{name}-bundle", options=options)
+        bundle = folder / f"{name}-bundle"
+        made[name] = export(str(source), bundle, options=options, head=head)
     return made
 
 
@@ -112,6 +121,7 @@ def test_a_restored_prefix(model, tmp_path):
     conformance.test_a_restored_prefix(lambda _: model, "lookup", tmp_path)
 
 
+@of_states
 def test_a_continued_text_is_not_read_again(model):
     """From its end, or from the end of its prompt; from nowhere between."""
     model.forget()
@@ -139,6 +149,7 @@ def test_two_sessions_share_nothing(model):
     assert [[*begun, *ended], between] == alone
 
 
+@of_states
 def test_replays_are_timed_and_passes_share_what_is_kept_of_rows(model):
     """Each pass with rows of its own would take more memory than the states."""
     assert sorted(model.parts.curve.replays) == [1, 7]
@@ -147,6 +158,43 @@ def test_replays_are_timed_and_passes_share_what_is_kept_of_rows(model):
     passes = [*target._bindings.values(), *target._wide_bindings.values()]
     assert not kept & {name for one in passes for name in one.tensors}
     assert passes
+
+
+@pytest.mark.parametrize("length", [5, 40])
+def test_an_assistant_drafts_as_in_transformers(tmp_path, length):
+    """Within the window and beyond it, after a draft that nobody accepted."""
+    config = SHARING["gemma4"]()
+    source = save_checkpoint(tmp_path / "gemma4", config)
+    head = save_assistant(tmp_path / "head", config)
+    bundle = export(str(source), tmp_path / "b", options=OPTIONS, head=head)
+    ids = torch.tensor(PROMPT)[None, :length]
+    whole = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
+    assistant = AutoModelForCausalLM.from_pretrained(head, attn_implementation="eager")
+    settings = {"output_hidden_states": True, "return_shared_kv_states": True}
+    expected, token = [], ids[:, -1:]
+    with torch.no_grad(), jetdraft.load(bundle.path, threads=1) as model:
+        seen = whole(ids[:, :-1], use_cache=False, **settings)
+        state = seen.hidden_states[-1][:, -1:]
+        target, cache = model.parts.target, model.parts.draft_cache
+        answer = target.run(ids[0, :-1].tolist())
+        target.cache.advance(length - 1)
+        cache.begin(ids[0].tolist())
+        cache.observe(0, ids[0, :-1].tolist(), answer.features.copy())
+        target.run([7] * 3)
+        for _ in range(2):  # drafting again begins at the same state
+            drafted = cache.follow(ids[0].tolist())
+        for _ in range(4):
+            embedded = whole.get_input_embeddings()(token)
+            reference = assistant(
+                inputs_embeds=torch.cat([embedded, state], -1),
+                position_ids=torch.tensor([[length - 1]]),
+                shared_kv_states=seen.shared_kv_states,
+            )
+            expected = reference.logits[0, -1].numpy()
+            np.testing.assert_allclose(drafted.logits[-1], expected, atol=1e-4)
+            assert drafted.candidates[-1, 0] == expected.argmax()
+            token, state = reference.logits.argmax(-1), reference.last_hidden_state
+            drafted = cache.step(int(token))
 
 
 def test_the_head_is_the_target_s_own(bundles):

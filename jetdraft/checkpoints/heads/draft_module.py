@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from jetdraft.checkpoints.attention import PassThroughCache
+from jetdraft.checkpoints.attention import KeysAndValues, PassThroughCache
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_files import (
     EMBEDDING_WEIGHT,
@@ -32,7 +32,7 @@ class Reads:
     windows     the features of the last `slots` rows, and as many tokens; row t answers
                 for token t + slots + 1
     cut         whether the features are the states between the halves of a cut target
-    target_kv   the keys and values of the target's last layer
+    target_kv   keys and values of the target's `target_layers`
     source      the source of an encoder-decoder, through an encoder of its own
     carries     whether it returns a state that replaces the features of the next row
     guesses     whether it answers for `slots` tokens at once: with buffers, for a block
@@ -55,7 +55,8 @@ class Reads:
     @property
     def learns(self) -> bool:
         """Whether it can train in use: it drafts token by token from features."""
-        return self.carries and self.tokens == 1 and not self.windows
+        trains = self.carries and self.tokens == 1
+        return trains and not (self.windows or self.target_kv)
 
 
 _EMPTY = torch.empty(0)
@@ -66,8 +67,8 @@ class DraftInputs:
     """What the rows of a pass are given; what a drafter does not read is empty.
 
     `tokens` and `positions` are int64 [1, n], `features` [1, n, w], `recent` int64 [1,
-    n, r] the tokens before each row, `block` int64 [1, m]. `keys` and `values` are
-    the target's; the `bias` hides unfilled slots.
+    n, r] the tokens before each row, `block` int64 [1, m]. `target` has keys and values
+    of the target's layers, of which `target_length` int32 [1] slots are filled.
     """
 
     tokens: Tensor
@@ -76,9 +77,8 @@ class DraftInputs:
     features: Tensor = _EMPTY
     recent: Tensor = _EMPTY
     block: Tensor = _EMPTY
-    keys: Tensor = _EMPTY
-    values: Tensor = _EMPTY
-    bias: Tensor = _EMPTY
+    target: KeysAndValues = field(default_factory=list)
+    target_length: Tensor = _EMPTY
     cache: Cache = field(default_factory=PassThroughCache)
 
 
@@ -124,6 +124,9 @@ class DraftModule(nn.Module):
 
     one_layer: ClassVar[bool] = False
     """Whether files with more decoder layers are refused."""
+
+    target_layers: tuple[int, ...] = (-1,)
+    """The target's layers that it reads, by the numbers of their buffers."""
 
     has_target_head_rows = False
     """Whether its LM head consists of some rows of the target's LM head."""

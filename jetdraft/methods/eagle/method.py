@@ -6,7 +6,9 @@ METHOD = token_drafter(
     "eagle",
     "a head that reads the target's own states",
     "a head of EAGLE or MTP",
-    lambda contract, target: contract.carried_size and not contract.recent,
+    lambda contract, target: (
+        contract.carried_size and not (contract.recent or contract.reads)
+    ),
     module=("jetdraft.methods.eagle.module:Eagle", "jetdraft.methods.eagle.mtp:Mtp"),
     task="jetdraft.methods.eagle.task:EagleTask",
 )

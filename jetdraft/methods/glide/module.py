@@ -14,9 +14,25 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads import head_layers
 from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
 from jetdraft.checkpoints.heads.head_files import HeadFiles, Sizes, Tensors
+from jetdraft.contracts.constants import HIDDEN
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
 ARCHITECTURE = "GlideDrafter"  # What the config of a drafter calls it.
+
+
+def attend_to_target(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float
+) -> Tensor:
+    """Attend with [b, heads, n, d] to [b, kv_heads, slots, d]; return [b, n, heads, d].
+
+    The `bias` broadcasts to [b, 1, n, slots].
+    """
+    # The heads of a group lie beside each other: [b, kv_heads, group, n, d].
+    rows: Any = query.unflatten(1, (keys.shape[1], -1))
+    scores = (rows @ keys[:, :, None].transpose(3, 4)).float()
+    weights = (scores * scale + bias.float()[:, :, None]).softmax(-1).to(values.dtype)
+    mixed: Tensor = (weights @ values[:, :, None]).flatten(1, 2).transpose(1, 2)
+    return mixed
 
 
 class Glide(DraftModule):
@@ -98,18 +114,17 @@ class Glide(DraftModule):
     ) -> Tensor:
         """Attend to the target's keys and values: states [b, n, h] to [b, n, h]."""
         query = self.cross["q_proj"](states).unflatten(-1, (-1, self.config.head_dim))
-        rows: Any = head_layers.rotate_rows(query.transpose(1, 2), turns)
-        # The heads of a group lie beside each other: [b, kv_heads, group, n, d].
-        query = rows.unflatten(1, (keys.shape[1], -1))
-        scores = (query @ keys[:, :, None].transpose(3, 4)).float()
-        scores = scores * self.config.head_dim**-0.5 + bias.float()[:, :, None]
-        weights = scores.softmax(-1).to(values.dtype)
-        mixed = (weights @ values[:, :, None]).flatten(1, 2).transpose(1, 2).flatten(2)
+        rows = head_layers.rotate_rows(query.transpose(1, 2), turns)
+        scale = self.config.head_dim**-0.5
+        mixed = attend_to_target(rows, keys, values, bias, scale).flatten(2)
         read: Tensor = self.cross["o_proj"](mixed)
         return read
 
     def draft(self, given: DraftInputs) -> tuple[Tensor, None]:
-        reads = given.keys, given.values, given.bias
+        keys, values = given.target[0]
+        slots = torch.arange(keys.shape[2])
+        hides = (slots >= given.target_length).to(keys.dtype) * HIDDEN
+        reads = keys, values, hides[None, None, None]
         hidden = self(given.tokens, given.positions, *reads, given.cache)
         return self.lm_head(hidden[:, given.answer_rows]), None
 

@@ -260,8 +260,8 @@ class DraftCache:
         self.graph.cache.rewind(len(self.tokens))
 
 
-class GuessCache(DraftCache):
-    """Keeps the features of the target's last row; guess i is 1 + i places further."""
+class LastRowCache(DraftCache):
+    """Keeps the features of the target's last row, for a graph without buffers."""
 
     _length = 0
     """The tokens up to that row; 0 if it is not known."""
@@ -285,16 +285,21 @@ class GuessCache(DraftCache):
     def observe(self, first: int, tokens: Tokens, features: Float32s | None) -> None:
         """Copy the features of the last of these tokens; None changes nothing."""
         if features is not None:
-            self._length, self._carried = first + len(tokens), features[-1:].copy()
+            self._length, self._features = first + len(tokens), [features[-1].copy()]
 
     def catch_up(self, context: Tokens) -> None:
         """Do nothing: only the last row is ever missing."""
 
     def follow(self, context: Tokens) -> Answer | None:
-        """The guesses after `context`; None if only a part of it was observed."""
+        """The answer after `context`; None if only a part of it was observed."""
         if not self._length or self._length + 1 != len(context):
             return None
-        return self.graph.run(context[-1:], features=self._carried)
+        self.graph.cache.rewind(0)  # steps move the cursor
+        answer = self.graph.run(context[-1:], features=np.stack(self._features))
+        if self.carry:
+            assert answer.carried is not None
+            self._carried = answer.carried[-1:].copy()
+        return answer
 
 
 class LedCache(DraftCache):
