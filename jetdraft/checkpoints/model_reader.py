@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import statistics
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -194,8 +195,8 @@ def _fix_sparsity(model: Any) -> None:
     """Compute the bounds of Gemma 3n's sparse layers once: no graph inverts erf."""
     for module in model.modules():
         if share := getattr(module, "activation_sparsity", 0.0):
-            bound = torch.distributions.Normal(0, 1).icdf(torch.tensor(share))
-            module._gaussian_topk = partial(_keep_largest, float(bound))
+            bound = statistics.NormalDist().inv_cdf(float(share))
+            module._gaussian_topk = partial(_keep_largest, bound)
 
 
 def _keep_largest(bound: float, numbers: Tensor) -> Tensor:

@@ -116,8 +116,16 @@ def _check_select(name: str, checkpoint: Checkpoint, options: ExportOptions) -> 
 def check_states(
     name: str, contract: StepContract, checkpoint: Checkpoint, options: ExportOptions
 ) -> None:
-    """Raise a `JetdraftError` for what a model with recurrent states cannot do."""
+    """Raise a `JetdraftError` for what recurrent states or shared keys cannot do."""
     if not contract.states:
+        layers = 0 if checkpoint.reads_source else len(decoder_layers(checkpoint.model))
+        integers, probes = options.recipe_of(name).kv_bits, checkpoint.streams
+        if len(contract.kv_shapes) < layers and (integers or probes):
+            fix = "leave kv out of the recipe" if integers else "choose another target"
+            raise OptionError(
+                f"{checkpoint.source} has layers that share keys and values, of floats "
+                f"and without probes only; {fix}"
+            )
         return
     taps = checkpoint.taps
     cuts = taps is not None and taps.cut

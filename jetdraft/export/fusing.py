@@ -375,7 +375,8 @@ def find_norms(graph: ir.Graph) -> None:
         if numbers != [-0.5, 2.0, -1.0]:
             continue
         size, scaled = int(x.shape[-1]), _single_reader(node, "Mul")  # type: ignore
-        weight = scaled and next(v for v in scaled.inputs if v is not node.outputs[0])
+        read = [] if scaled is None else [*scaled.inputs]
+        weight = next((v for v in read if v and v is not node.outputs[0]), None)
         if scaled is None or weight is None or not _is_vector(weight, size):
             ones, scaled = np.ones(size), node
             weight = Maker(graph, node).constant(f"ones_{size}", ones, x.dtype.numpy())

@@ -5,6 +5,8 @@ and Attention-24, and norms their primitives. ScatterND, which copies the buffer
 an importer that does not know TensorScatter.
 """
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 from onnx_ir import Value
@@ -46,7 +48,7 @@ def _replace_attention(graph: ir.Graph, node: ir.Node, scatter_nd: bool) -> None
     cursor = next(value for value in graph.inputs if value.name == "cursor")
     start = make("Cast", cursor, to=ir.DataType.INT64)
     write = _write_rows_nd if scatter_nd else _write_rows
-    presents = [past_key, past_value]
+    presents: list[Any] = [past_key, past_value]
     if not is_shared(node):
         presents = [
             write(make, past, _split_heads(make, new, kv_heads), start)

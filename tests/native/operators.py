@@ -135,10 +135,11 @@ class Attending:
             feeds["sinks"] = self.sinks
         return feeds if bias is None else {**feeds, "bias": bias}
 
-    def session(self, feeds, *, threads=1, domain=native.DOMAIN, **changed):
+    def session(self, feeds, *, threads=1, domain=native.DOMAIN, outputs=3, **changed):
         """A session of GroupQueryAttention, of `native` or onnxruntime."""
         read = [name if name in feeds else "" for name in ATTENTION_INPUTS]
         made, kind = ["y", "present_key", "present_value"], "GroupQueryAttention"
+        made = made[:outputs]
         attributes = {**self.attributes, **changed, "domain": domain}
         node = helper.make_node(kind, read, made, **attributes)
         kinds = {n: helper.np_dtype_to_tensor_dtype(a.dtype) for n, a in feeds.items()}

@@ -254,6 +254,32 @@ def test_attention_writes_keys_and_values_into_buffers():
         assert not np.delete(buffer, [2, 3, 4], axis=2).any()
 
 
+@pytest.mark.parametrize("domain", [native.DOMAIN, "com.microsoft"])
+def test_attention_without_keys_reads_the_keys_of_another_layer(domain):
+    """With a window and rotated queries; later rows that it holds are not seen."""
+    attention = Attending(packed=False, do_rotary=1, local_window_size=7)
+    buffers, rows = attention.buffers(80), range(80)
+    y, *buffers = attend(attention, rows, 0, buffers)
+    none = dict.fromkeys(("key", "value"), floats(1, 0, 128))
+    for some in (rows[:1], rows[20:25], rows[40:80]):
+        feeds = attention.feeds(some, some[0], buffers) | none
+        opened = attention.session(feeds, outputs=1, domain=domain)
+        found = opened.run(None, feeds)[0][0]
+        np.testing.assert_allclose(found, y[0, some], atol=1e-5)
+        if domain == native.DOMAIN:
+            np.testing.assert_array_equal(found, y[0, some])
+
+
+def test_attention_gives_buffers_where_it_makes_keys_and_only_there():
+    attention = Attending(packed=False)
+    feeds = attention.feeds(range(3), 0, attention.buffers(9))
+    with pytest.raises(Exception, match="output 1 is missing"):
+        attention.session(feeds, outputs=1).run(None, feeds)
+    feeds |= dict.fromkeys(("key", "value"), floats(1, 0, 128))
+    with pytest.raises(Exception, match="present_key"):
+        attention.session(feeds).run(None, feeds)
+
+
 def test_attention_may_have_no_rows():
     attention = ATTENTIONS["rotated"]
     y, *buffers = attend(attention, [], 5, [b + 1 for b in attention.buffers(9)])

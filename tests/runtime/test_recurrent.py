@@ -166,7 +166,8 @@ def test_an_assistant_drafts_as_in_transformers(tmp_path, length):
     config = SHARING["gemma4"]()
     source = save_checkpoint(tmp_path / "gemma4", config)
     head = save_assistant(tmp_path / "head", config)
-    bundle = export(str(source), tmp_path / "b", options=OPTIONS, head=head)
+    wide = replace(OPTIONS, max_width=64)
+    bundle = export(str(source), tmp_path / "b", options=wide, head=head)
     ids = torch.tensor(PROMPT)[None, :length]
     whole = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
     assistant = AutoModelForCausalLM.from_pretrained(head, attn_implementation="eager")
@@ -224,6 +225,13 @@ def test_what_states_cannot_do_is_refused_by_name(tmp_path, changes, words):
     assert "\n" not in str(refusal.value)
     with pytest.raises(OptionError, match="so it is no drafter"):
         export(str(source), tmp_path / "b", drafter=str(source), options=OPTIONS)
+
+
+def test_shared_keys_are_floats(tmp_path):
+    source = save_checkpoint(tmp_path / "gemma4", SHARING["gemma4"]())
+    options = replace(OPTIONS, recipe=Recipe.parse("int4-b32-kv8"))
+    with pytest.raises(OptionError, match=r"share keys and values, .* leave kv out"):
+        export(str(source), tmp_path / "b", options=options)
 
 
 def test_layer_types_that_do_not_fit_the_weights_are_refused(tmp_path):

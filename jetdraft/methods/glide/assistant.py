@@ -98,6 +98,8 @@ class Assistant(DraftModule):
             },
             shared_kv_states=dict(zip((FULL, SLIDING), given.target, strict=True)),
             use_cache=False,
+            # As a number it would let transformers cut rows off.
+            logits_to_keep=given.answer_rows,
         )
         state = output.last_hidden_state
         logits = self.lm_head(state[:, given.answer_rows])

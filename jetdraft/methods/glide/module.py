@@ -21,14 +21,14 @@ ARCHITECTURE = "GlideDrafter"  # What the config of a drafter calls it.
 
 
 def attend_to_target(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float
+    query: Any, keys: Tensor, values: Tensor, bias: Tensor, scale: float
 ) -> Tensor:
     """Attend with [b, heads, n, d] to [b, kv_heads, slots, d]; return [b, n, heads, d].
 
     The `bias` broadcasts to [b, 1, n, slots].
     """
     # The heads of a group lie beside each other: [b, kv_heads, group, n, d].
-    rows: Any = query.unflatten(1, (keys.shape[1], -1))
+    rows = query.unflatten(1, (keys.shape[1], -1))
     scores = (rows @ keys[:, :, None].transpose(3, 4)).float()
     weights = (scores * scale + bias.float()[:, :, None]).softmax(-1).to(values.dtype)
     mixed: Tensor = (weights @ values[:, :, None]).flatten(1, 2).transpose(1, 2)
