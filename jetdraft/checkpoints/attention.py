@@ -29,9 +29,8 @@ from transformers.integrations.moe import (
 from jetdraft.checkpoints.recurrence import States
 from jetdraft.errors import UnsupportedModelError
 
+# The name under which attention and experts are registered with transformers.
 IMPLEMENTATION = "jetdraft"
-"""The name under which attention and experts are registered with transformers."""
-
 _IGNORED = {"dropout", "position_ids", "is_causal", "use_cache", "cache_position"}
 
 
@@ -317,9 +316,8 @@ def compute_experts(
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, compute_experts)
 
 
+# The name under which the attention is registered with transformers.
 SOURCE_ATTENTION = "jetdraft-source"
-"""The name under which the attention is registered with transformers."""
-
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 # The keys and values [1, heads, slots, head_dim] of each layer.
 KeysAndValues = list[tuple[Tensor, Tensor]]

@@ -17,15 +17,10 @@ from jetdraft.quant.edits import Maker, initializer, new_value
 
 OPSET = 24  # The first that has TensorScatter and Attention over a part of a buffer.
 _BIAS_INPUTS = {"GroupQueryAttention": 10, "Attention": 3}
-
+# GroupQueryAttention's inputs for the scales of keys and of values.
 SCALE_INPUTS = 12, 13
-"""GroupQueryAttention's inputs for the scales of keys and of values."""
-
-SINKS_INPUT = 11
-"""GroupQueryAttention's input for the sinks of heads."""
-
-PAST_KEY = 3
-"""GroupQueryAttention's input for the past keys."""
+SINKS_INPUT = 11  # GroupQueryAttention's input for the sinks of heads.
+PAST_KEY = 3  # GroupQueryAttention's input for the past keys.
 
 
 def attentions(graph: ir.Graph) -> list[ir.Node]:

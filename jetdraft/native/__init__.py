@@ -10,12 +10,11 @@ from pathlib import Path
 
 from jetdraft.errors import ProviderError
 
+# The domain of the operators in a graph, and their names.
 DOMAIN = "jetdraft"
 MULTIPLY, GATHER, EXPERTS = "MatMulPacked", "GatherPacked", "MatMulExperts"
-"""The domain of the operators in a graph, and their names."""
-
+# The file for this kind of processor; it may be missing.
 LIBRARY = Path(__file__).with_name(f"{platform.machine()}.so")
-"""The file for this kind of processor; it may be missing."""
 
 
 @functools.cache

@@ -18,17 +18,12 @@ from gguf.quants import Q4_K, dequantize
 
 from jetdraft.quant.blocks import Blocks, Bytes, Floats
 
+# Of the layout that `GridMatrix.packed` returns; the library reads no other.
 LAYOUT_VERSION = 1
-"""Of the layout that `GridMatrix.packed` returns; the library reads no other."""
-
+# Columns that are unpacked together: their integers are floats for a moment.
 COLUMNS_AT_ONCE = 4096
-"""Columns that are unpacked together: their integers are floats for a moment."""
-
-COLUMNS, _BLOCK = 16, 32
-"""Columns that lie together, and numbers of a block."""
-
-_ONE, _ZERO = b"\0\x3c", b"\0\0"
-"""1 and 0 as halves."""
+COLUMNS, _BLOCK = 16, 32  # Columns that lie together, and numbers of a block.
+_ONE, _ZERO = b"\0\x3c", b"\0\0"  # 1 and 0 as halves.
 
 
 @dataclass(frozen=True)

@@ -27,22 +27,15 @@ FIRST_WIDTHS = (2, 4)  # The widths that the first generation waits for, if they
 NEXT_WIDTHS = (1, 8, 6, 3)  # The widths that come after these, before all others.
 MIN_ROWS, MAX_ROWS = 8, 36  # Rows that are compared at each place.
 # How long widths beyond `FIRST_WIDTHS` are compared before the first text, at most.
+# How long widths beyond `FIRST_WIDTHS` are compared before the first text, at most.
 FIRST_MS = 1500.0
-"""How long widths beyond `FIRST_WIDTHS` are compared before the first text, at most."""
-
+# How often a pass with probes, of the drafter, a replay, each width, and a pass of few
+# or many experts is timed.
 PROBE_TURNS, DRAFTER_TURNS, REPLAY_TURNS, PASS_TURNS, EXPERT_TURNS = 5, 3, 3, 5, 3
-"""How often a pass with probes, of the drafter, a replay, each width, and a pass of few
-or many experts is timed."""
-
+# The widths of the passes whose rows but the last are replayed to be timed.
 REPLAYED_WIDTHS = (2, 8)
-"""The widths of the passes whose rows but the last are replayed to be timed."""
-
-_FIRST_PLACE = 12
-"""The first row of the earliest place in empty buffers."""
-
-_MIN_ROOM = 2 * MAX_ROWS
-"""Rows of room without which the committed rows are given up."""
-
+_FIRST_PLACE = 12  # The first row of the earliest place in empty buffers.
+_MIN_ROOM = 2 * MAX_ROWS  # Rows of room without which the committed rows are given up.
 # The bounds of the gap between logits that differ.
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)

@@ -131,8 +131,8 @@ class ExpertsCounter(Observer):
         self._parts.curve.touched = dict(counts)
 
 
+# The most proposers that are kept: requests can bring ever new options.
 MAX_PROPOSERS = 64
-"""The most proposers that are kept: requests can bring ever new options."""
 
 
 @dataclass
