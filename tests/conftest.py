@@ -6,8 +6,10 @@ import hashlib
 import logging
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,13 +51,30 @@ class Pair(NamedTuple):
     drafter: Path
 
 
+TRACED = ("checkpoints", "contracts", "export", "methods", "train")
+"""The rooms with code that a pass may run while it is traced."""
+
+
+def folder_of_traces() -> Path:
+    """The folder of what this code traces; it stays for later runs."""
+    names = ("torch", "transformers", "onnxscript", "onnx-ir")
+    digest = hashlib.sha256(repr([version(name) for name in names]).encode())
+    package = Path(jetdraft.__file__).parent
+    for file in sorted(f for room in TRACED for f in (package / room).rglob("*.py")):
+        digest.update(file.read_bytes())
+    return package.parent / ".cache" / f"traces-{digest.hexdigest()[:16]}"
+
+
 class SharedTraces(KeptTraces):
-    """Keeps every trace of a run in a folder, as a file named by its fingerprint."""
+    """Keeps every trace in a folder, as a file named by its fingerprint."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
-        folder.mkdir(exist_ok=True)
+        for old in folder.parent.glob("traces-*"):
+            if old != folder:
+                shutil.rmtree(old, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
 
     def read(self, key: str) -> bytes | None:
         file = self.folder / key
@@ -76,11 +95,10 @@ def folder_of_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Trace what several tests export once, in all processes of this run together."""
+def traces() -> Iterator[None]:
+    """Trace what several tests export once, in all processes and runs together."""
     with pytest.MonkeyPatch.context() as patch:
-        kept = SharedTraces(folder_of_run(tmp_path_factory) / "traces")
-        patch.setattr(tracer, "KEPT_TRACES", kept)
+        patch.setattr(tracer, "KEPT_TRACES", SharedTraces(folder_of_traces()))
         # A fifth of a short trace: the table of all operators, always the same.
         registry = functools.cache(ONNXRegistry.from_torchlib)
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(registry))
@@ -191,7 +209,7 @@ def whisper(once: Once) -> Path:
 
     def make(folder: Path) -> None:
         checkpoint = str(whispers.save(folder / "checkpoint"))
-        options = ExportOptions(Recipe("none"), max_width=16)
+        options = ExportOptions(Recipe("none"), max_width=16, fast=True)
         export(checkpoint, folder / "bundle", checkpoint, options)
 
     return once("whisper", make)

@@ -51,7 +51,6 @@ def take_back(sets: WeightSets) -> None:
 
 
 def clear(sets: WeightSets) -> None:
-    """jetdraft store clear."""
     sets.clear()
 
 

@@ -37,44 +37,30 @@ from tests.documents import (
 from tests.programs import module_of, printed
 from tests.server.serving import started
 
+TRAINED = "stream ppd forecast draft block dflash eagle kangaroo glide falcon chimera"
+MADE = "prompted forecasting with-falcon with-chimera with-glide with-adapter flan"
+MADE += " long with-block with-head streams"
 ONLY_PARSED = {
+    **{f"jetdraft train {n}": "takes minutes; tests/train" for n in TRAINED.split()},
+    **{
+        f"jetdraft generate bundles/{n}": "needs an export; tests/export, tests/train"
+        for n in MADE.split()
+    },
     "jetdraft export": "takes minutes and torch; tests/export, scripts/demo",
     "python -m tools.recipes": "exports a checkpoint several times; tests/tools",
-    "jetdraft train stream": "takes a quarter of an hour; tests/train",
-    "jetdraft train ppd": "takes a quarter of an hour; tests/train",
-    "jetdraft train forecast": "takes a quarter of an hour; tests/train",
-    "jetdraft generate bundles/prompted": "needs a trained bundle; tests/train",
-    "jetdraft generate bundles/forecasting": "needs a trained bundle; tests/train",
-    "jetdraft train draft": "takes minutes; tests/train",
-    "jetdraft train block": "takes minutes; tests/train",
-    "jetdraft train dflash": "takes minutes; tests/train",
     "jetdraft train use": "needs a drafter's checkpoint; tests/train",
     "jetdraft store clear bundles/pycode learned": "needs lessons; tests/cli",
     "jetdraft store list bundles/pycode learned": "needs lessons; tests/cli",
-    "jetdraft train eagle": "takes a quarter of an hour; tests/train",
-    "jetdraft train kangaroo": "takes minutes; tests/train",
-    "jetdraft train glide": "takes minutes; tests/train",
-    "jetdraft train falcon": "takes minutes; tests/train",
-    "jetdraft generate bundles/with-falcon": "needs an export; tests/train",
-    "jetdraft train chimera": "takes minutes; tests/train",
-    "jetdraft generate bundles/with-chimera": "needs an export; tests/train",
-    "jetdraft generate bundles/with-glide": "needs an export; tests/train",
-    "jetdraft generate bundles/with-adapter": "needs an export; tests/train",
     "jetdraft bench bundles/faster": "needs a trained drafter; tests/train",
-    "jetdraft generate bundles/flan": "needs an export; tests/export",
-    "jetdraft generate bundles/long": "needs an export; tests/export",
     "jetdraft transcribe bundles/whisper": "needs an export; tests/cli",
     "python tools/texts.py TARGET": "needs texts; tests/tools",
-    "jetdraft generate bundles/with-block": "needs an export; tests/export",
-    "jetdraft generate bundles/with-head": "needs an export; tests/test_pycode.py",
-    "jetdraft generate bundles/streams": "needs a trained bundle; tests/runtime",
     "jetdraft doctor": "ends with 2 on a machine with faults; tests/devices",
     "python -m tools.forecast": "ends with 2, the toy is in float; tests/tools",
     "jetdraft serve": "does not end; test_a_client_asks_the_server starts it",
     "python benchmarks/": "takes minutes alone on a machine; tests/benchmarks",
     "python examples/real/fetch.py": "downloads gigabytes; tests/test_unpack.py",
     "python examples/tasks/tune.py folders/flan-t5-small": "takes minutes",
-    "python examples/tasks/public.py": "downloads; tests/test_public_task.py",
+    "python examples/tasks/public.py": "downloads; tests/test_examples.py",
     "python examples/real/recipes.py": "trains for hours; its commands are held below",
 }
 """How commands begin that are held against the real parser but not run, and why."""

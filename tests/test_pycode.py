@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import jetdraft
-from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
+from tests.exports import exported
 
 FOLDER = Path(__file__).parent.parent / "examples" / "pycode"
 PROMPT = "class Queue:\n    def __init__(self, items):\n        self.items = "
@@ -21,17 +20,14 @@ SAMPLED_FLOOR = 0.40
 # The head's, by place in a draft of three; an untrained head is right at 0.00.
 HEAD_FLOORS = {0.0: (0.5, 0.4, 0.4), 0.8: (0.3, 0.2, 0.15)}
 HEAD_MEGABYTES = 4
+SIZES = {"capacity": 2048, "max_width": 128}
 
 
 @pytest.fixture(scope="module")
 def pycode(tmp_path_factory):
     output = tmp_path_factory.mktemp("bundles") / "pycode"
-    export(
-        str(FOLDER / "target"),
-        output,
-        str(FOLDER / "drafter"),
-        ExportOptions(Recipe("int4", 32)),
-    )
+    drafter = {"drafter": FOLDER / "drafter", "drafter_recipe": "int8"}
+    exported(FOLDER / "target", output, "int4", **drafter, **SIZES)
     return jetdraft.load(output, threads=1)
 
 
@@ -69,8 +65,8 @@ def test_sampled_drafts_are_coupled_to_the_target(pycode):
 
 def test_the_standard_flavour_writes_the_same(pycode, tmp_path):
     """Of ai.onnx operators alone, int4 integers the same, attention another kernel."""
-    how = ExportOptions(Recipe("int4", 32), flavour="standard")
-    export(str(FOLDER / "target"), tmp_path / "bundle", options=how)
+    how = {"flavour": "standard", **SIZES}
+    exported(FOLDER / "target", tmp_path / "bundle", "int4", **how)
     standard = jetdraft.load(tmp_path / "bundle", threads=1)
     for way in ({}, {"temperature": 0.8, "seed": 1}):
         options = {"max_new_tokens": 200, "ignore_eos": True, **way}
@@ -84,8 +80,8 @@ def test_the_standard_flavour_writes_the_same(pycode, tmp_path):
 @pytest.fixture(scope="module")
 def with_head(tmp_path_factory):
     output = tmp_path_factory.mktemp("bundles") / "with-head"
-    how = ExportOptions(Recipe("int4", 32))
-    export(str(FOLDER / "target"), output, head=str(FOLDER / "head"), options=how)
+    head = {"head": FOLDER / "head", "drafter_recipe": "int8"}
+    exported(FOLDER / "target", output, "int4", **head, **SIZES)
     return jetdraft.load(output, threads=1)
 
 

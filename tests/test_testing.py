@@ -130,21 +130,3 @@ def test_the_template_takes_a_call_and_its_result(toy_model):
 def test_every_character_can_be_read(toy_model):
     text = "Ä 漢字 🙂 \x00\t\n"
     assert toy_model.parts.text.decode(toy_model.parts.text.encode(text)) == text
-
-
-def test_it_needs_nothing_that_exports():
-    printed = python("""
-import sys
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "transformers", "onnx", "onnx_ir"):
-            raise ImportError(f"{name} is not for the runtime")
-
-sys.meta_path.insert(0, Blocked())
-import jetdraft
-from jetdraft.testing import toy_bundle
-with jetdraft.load(toy_bundle(), threads=1) as model:
-    print(model.generate("The robot sees", max_new_tokens=8, method="draft").text)
-""")
-    assert printed.strip()

@@ -34,12 +34,11 @@ from jetdraft.checkpoints.gguf_fields import FILE_FIELDS as GGUF_FILE
 from jetdraft.checkpoints.gguf_fields import MODEL_FIELDS as GGUF_MODEL
 from jetdraft.checkpoints.model_reader import load_tokenizer
 from jetdraft.errors import CheckpointError, UnsupportedModelError
-from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
 from jetdraft.server.generation_request import GenerationRequest
 from tests import manifests
 from tests.cli.running import jetdraft as command
 from tests.documents import ROOT
+from tests.exports import exported
 from tests.ggufs import adding, write_gguf
 from tests.sources import CONFIGS
 from tests.sources import save as save_source
@@ -143,10 +142,9 @@ def settled(tmp_path_factory):
     config = json.loads((source / "tokenizer_config.json").read_text())
     config["image_token"] = "<|endoftext|>"
     (source / "tokenizer_config.json").write_text(json.dumps(config))
-    options = ExportOptions(Recipe("none"), capacity=64, max_width=16, fast=True)
     # Tokens that the text has without the settings, so that they change it.
     with pytest.warns(UserWarning, match="passed over: .* no_repeat_ngram_size 2: "):
-        export(str(source), folder / "free", options=options)
+        exported(source, folder / "free")
     with jetdraft.load(folder / "free") as model:
         free = model.generate("def", max_new_tokens=20, ignore_eos=True).token_ids
     never = list(dict.fromkeys(free))[:3]
@@ -156,7 +154,7 @@ def settled(tmp_path_factory):
         **{"repetition_penalty": 1.3, "num_beams": 1, "eos_token_id": 0},
     }
     (source / FILE).write_text(json.dumps(fields))
-    export(str(source), folder / "bundle", options=options)
+    exported(source, folder / "bundle")
     return source, folder, never
 
 

@@ -16,12 +16,12 @@ from onnx import numpy_helper
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.errors import CheckpointError, UnsupportedModelError
-from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.grids import GRIDS, GridMatrix
 from jetdraft.recipe import KERNELS, Recipe
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as command
+from tests.exports import exported
 from tests.ggufs import adding, one, random_bytes, write_gguf
 from tests.native.operators import gathered
 from tests.tiny import HYBRIDS, SIZES, drafter_config, llama_config, save_checkpoint
@@ -69,10 +69,7 @@ def case(request, tmp_path_factory):
     family, config, kinds = CASES[name]
     folder = tmp_path_factory.mktemp("gguf")
     written = write_gguf(folder / "model.gguf", config, kinds, family)
-    options = ExportOptions(
-        Recipe("none"), capacity=64, max_width=32, fast=True, kernel=kernel
-    )
-    export(str(written.path), folder / "bundle", None, options)
+    exported(written.path, folder / "bundle", max_width=32, kernel=kernel)
     return written, folder / "bundle"
 
 

@@ -8,10 +8,9 @@ import transformers
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.step import Step, kv_shapes
 from jetdraft.export.tracer import trace
-from jetdraft.recipe import Recipe
+from tests.exports import exported
 from tests.tiny import SIZES, llama_config, save_checkpoint
 
 IDS = torch.arange(30)[None]
@@ -81,9 +80,8 @@ def test_a_traced_graph_holds_no_copy_of_a_matrix(half):
 def test_a_bundle_of_halves_is_that_of_the_same_numbers_in_single(half, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(half, dtype="float32")
     model.save_pretrained(tmp_path / "single")
-    options = ExportOptions(Recipe("int4", 32), capacity=64, max_width=32, fast=True)
     for name in ("half", "single"):
-        export(str(tmp_path / name), tmp_path / f"{name}-bundle", None, options)
+        exported(tmp_path / name, tmp_path / f"{name}-bundle", "int4", max_width=32)
     one, other = (
         np.fromfile(tmp_path / f"{name}-bundle" / "target.onnx.data", np.uint8)
         for name in ("half", "single")

@@ -224,21 +224,6 @@ def test_a_locale_without_the_letters_of_a_text_loses_nothing(bundle):
     assert json.loads(fields)["text"] == "ä漢"
 
 
-def test_prompt_that_fills_the_capacity_leaves_no_room(bundle):
-    result = jetdraft("generate", bundle, "-p", "x" * 256, "--json", *SHORT)
-    assert result.exit_code == 0
-    found = json.loads(result.stdout)
-    assert found["prompt_tokens"] == 256
-    assert found["token_ids"] == []
-    assert found["stats"]["finish_reason"] == "length"
-
-
-def test_the_drafter_can_be_left_out(bundle):
-    off = ("--provider=auto", "--drafter-provider", "off")
-    auto = jetdraft("generate", bundle, *GIVEN, *off, *SHORT)
-    assert auto.exit_code == 0, auto.stderr
-
-
 # Slow enough to be interrupted, and with Ctrl-C as a terminal would have it: a shell
 # may have switched it off for what it runs in the background.
 SLOW = """

@@ -1,6 +1,7 @@
-"""The verbs, and what their help says of every option."""
+"""The verbs, what their help says of every option, and how an option is declared."""
 
 import errno
+import inspect
 import os
 import subprocess
 import sys
@@ -8,16 +9,23 @@ import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypedDict
 
 import click
 import onnxruntime
 import pytest
+from click.testing import CliRunner
 
 import jetdraft as package
 from jetdraft.cli import main
-from jetdraft.cli.command import GROUPS, Option, option
+from jetdraft.cli.command import GROUPS, Command, Option, option, record_flags
+from jetdraft.cli.export import command as export_command
 from jetdraft.cli.generate import command as generate
 from jetdraft.devices.providers import installed_providers
+from jetdraft.export.request import ExportRequest, export
+from jetdraft.options import Flag, declared_options, takes
 from jetdraft.ort import _MissingPackage
 from jetdraft.runtime.planning.registry import methods
 from tests.cli.running import assert_refused, jetdraft
@@ -254,3 +262,82 @@ time.sleep(30)
 """
     ended = subprocess.run([sys.executable, "-c", code], check=False)
     assert ended.returncode == 143
+
+
+# --- an annotated field is a flag and a keyword ---------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Options of every kind."""
+
+    name: Annotated[str, Flag("runtime", "A name.")]
+    size: Annotated[int, Flag("runtime", "A size.", least=1, most=9)] = 4
+    share: Annotated[float | None, Flag("runtime", "A share.", above=0)] = None
+    bits: Annotated[int | None, Flag("runtime", "Bits.", choices=(4, 8))] = None
+    files: Annotated[tuple[Path, ...], Flag("runtime", "Files.")] = ()
+    exact: Annotated[bool, Flag("runtime", "Exact.")] = True
+    fast: Annotated[bool, Flag("runtime", "Fast.", names=("-f", "--fast"))] = False
+    inner: int = 7
+
+
+class Given(TypedDict, total=False):
+    """Options that may be left out."""
+
+    seed: Annotated[int | None, Flag("runtime", "A seed.")]
+    other: int
+
+
+def given(record, *words, **more):
+    """What a command gets for its flags, or what it says."""
+    got = []
+
+    @click.command("c", cls=Command)
+    @record_flags("record", record, **more)
+    def command(record):
+        got.append(record)
+
+    result = CliRunner().invoke(command, words)
+    return got[0] if got else result.output
+
+
+def test_flags_become_the_record():
+    assert given(Settings, "--name", "a") == Settings(name="a")
+    words = "--name a --size 9 --share 0.5 --bits 8 --files x --files y --no-exact -f"
+    assert given(Settings, *words.split()) == Settings(
+        name="a", size=9, share=0.5, bits=8, files=(Path("x"), Path("y")),
+        exact=False, fast=True,
+    )  # fmt: skip
+    assert given(Settings, only=("name",), name="b") == Settings(name="b")
+    assert given(Given) == {}
+    assert given(Given, "--seed", "3") == {"seed": 3}
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["", "--name a --size 10", "--name a --size 0", "--name a --share 0",
+     "--name a --bits 5", "--name a --inner 3"],
+)  # fmt: skip
+def test_wrong_flags_are_refused(words):
+    assert "Error: " in given(Settings, *words.split())
+
+
+def test_keywords_become_the_record():
+    @takes(Settings)
+    def show(settings: Settings) -> str:
+        """Show it."""
+        return f"{settings.name} {settings.size}"
+
+    assert show(name="a", size=2) == "a 2"
+    assert list(inspect.signature(show).parameters) == list(Settings.__annotations__)
+    assert inspect.getdoc(show).startswith("Show it.\n\n- `name`: A name.\n- `size`")
+    with pytest.raises(TypeError):
+        show(nam="a")
+
+
+def test_an_option_of_export_is_declared_once():
+    names = {option.name for option in declared_options(ExportRequest)}
+    flags = {param.name for param in export_command.params} - {"target", "output"}
+    assert flags == names
+    assert names < set(inspect.signature(package.export).parameters)
+    assert all(f"- `{name}`: " in export.__doc__ for name in names)

@@ -59,7 +59,6 @@ REFUSED = [
         "generate {lone} -p x --method draft",
         ("no method 'draft'", "export with --drafter"),
     ),
-    ("generate {lone} -p x --method magic", ("'magic'", "auto, none, lookup")),
     # Bundles.
     ("generate {tmp}/nothing -p x", "no bundle at"),
     ("generate {tmp} -p x", "has no bundle.json"),
@@ -177,28 +176,12 @@ def test_a_device_that_never_ends_is_not_read_to_its_end(bundle, monkeypatch, op
     assert_refused(result, "/dev/zero has more than 1000 characters")
 
 
-def altered(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-
-
-def newer(file: Path) -> None:
-    manifest = json.loads(file.read_text())
-    file.write_text(json.dumps({**manifest, "schema_version": 1 + manifest[VERSION]}))
-
-
-VERSION = "schema_version"
 DAMAGES = [
     ("drafter.onnx", Path.unlink, "drafter.onnx is missing"),
-    ("target.onnx", Path.unlink, "target.onnx is missing"),
-    ("target.onnx", lambda file: os.truncate(file, 10), "has 10 bytes instead of"),
     ("target.onnx.data", lambda file: os.truncate(file, 9), "target.onnx.data has"),
-    ("tokenizer.json", lambda f: f.write_text("{}"), "tokenizer.json has 2 bytes"),
-    ("target.onnx.data", altered, "was altered"),
-    ("drafter.onnx", altered, "drafter.onnx was altered"),
-    (MANIFEST, newer, "update jetdraft"),
+    (MANIFEST, lambda file: file.write_text("{}"), "is damaged; export or copy"),
 ]
+"""A few of the damages of test_bundle.py, as every verb says them."""
 
 
 @pytest.mark.parametrize(("name", "damage", "said"), DAMAGES)

@@ -18,7 +18,7 @@ from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.layouts import H, rand
 from tests.tiny import llama_config, save_checkpoint
 
-SMALL = {"capacity": 64, "max_width": 16}
+SMALL = {"capacity": 64, "max_width": 16, "fast": True}
 TAPS = [1, 2, 3]
 OF_TAPS: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": TAPS}
 

@@ -27,6 +27,7 @@ from jetdraft.testing import toy_bundle
 from tests import manifests
 from tests.checkpoints.heads.layouts import LAYERS, eagle1, eagle3, write
 from tests.cli.running import jetdraft as command
+from tests.exports import exported
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 
 COUNT = 120
@@ -44,16 +45,10 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cut(pair, text, tmp_path_factory):
     """The bundle of the tests, but for its cut."""
-    options = ExportOptions(
-        Recipe("int8", 32),
-        capacity=256,
-        max_width=64,
-        draft_vocab=COUNT,
-        calibration=text,
-        drafter_recipe=Recipe("int8", 32),
-    )
+    options = {"draft_vocab": COUNT, "calibration": text, "fast": False}
+    options |= {"drafter_recipe": "int8", "capacity": 256, "max_width": 64}
     folder = tmp_path_factory.mktemp("cut") / "bundle"
-    return export(str(pair.target), folder, str(pair.drafter), options)
+    return exported(pair.target, folder, "int8", drafter=pair.drafter, **options)
 
 
 @pytest.fixture(scope="module")

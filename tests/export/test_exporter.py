@@ -17,6 +17,7 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.quant import weights
 from jetdraft.quant.divergence import Divergence
 from jetdraft.recipe import GRIDS, Recipe
+from tests.exports import exported
 from tests.tiny import (
     VOCAB_SIZE,
     WORDS,
@@ -82,8 +83,8 @@ def test_bundle_keeps_the_tokenizer(bundle, pair):
 def test_every_precision_loads_and_drafts_the_same_text(
     source, tmp_path, scheme, dtype
 ):
-    options = ExportOptions(Recipe(scheme, 32), dtype=dtype, **SMALL)
-    made = export(source, tmp_path / "bundle", source, options)
+    options = {"drafter": source, "drafter_recipe": scheme, "dtype": dtype}
+    made = exported(source, tmp_path / "bundle", scheme, **options)
     assert ("MatMulNBits" in operators(made)) == (scheme != "none")
     assert ("MatMul" in operators(made)) == (scheme == "none")
     kept = {"fp32": "float32", "fp16": "float16"}[dtype]
@@ -248,8 +249,7 @@ def test_linear_layers_of_any_kind_are_quantized(tmp_path):
         bos_token_id=0, eos_token_id=0, initializer_range=0.2,
     )  # fmt: skip
     checkpoint = save_checkpoint(tmp_path / "gpt2", config)
-    options = ExportOptions(Recipe("int8", 32), capacity=64, max_width=16)
-    nodes = operators(export(str(checkpoint), tmp_path / "bundle", options=options))
+    nodes = operators(exported(checkpoint, tmp_path / "bundle", "int8"))
     assert nodes["MatMulNBits"] == 4 + 1
     assert not nodes["Gemm"] + nodes["MatMul"]
 
@@ -352,7 +352,6 @@ def test_sliding_windows_leave_chains_only(tmp_path):
         layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
     target = save_checkpoint(tmp_path / "target", config, seed=0)
-    options = ExportOptions(Recipe("none"), **SMALL)
-    bundle = export(str(target), tmp_path / "bundle", None, options)
+    bundle = exported(target, tmp_path / "bundle")
     assert bundle.target.tree_file is None
     assert not list(bundle.path.glob("*tree*"))

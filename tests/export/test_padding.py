@@ -13,6 +13,7 @@ from jetdraft.errors import PairError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from tests import sources
+from tests.exports import exported
 from tests.ggufs import write_gguf
 from tests.tiny import VOCAB_SIZE, WORDS, llama_config, save_checkpoint, save_tokenizer
 
@@ -20,7 +21,6 @@ MAX_VOCAB_SIZE = VOCAB_SIZE + 64
 PAIRS = [(320, 288), (320, 320), (320, 352), (288, 352), (320, 280)]
 """Rows of the target and of the drafter; the tokenizer has 288 tokens."""
 
-SMALL = ExportOptions(Recipe("none"), capacity=64, max_width=16, fast=True)
 PROMPT = [5, 9, 200, 31, 64, 77]
 UNUSED = 5
 """The type of a GGUF file's tokens without a meaning."""
@@ -62,7 +62,7 @@ def opened(padded, tmp_path_factory):
         if (rows, drafter_rows) not in models:
             target, drafter = padded(rows), padded(drafter_rows)
             output = tmp_path_factory.mktemp("pair") / "bundle"
-            export(str(target), output, str(drafter), SMALL)
+            exported(target, output, drafter=drafter)
             models[rows, drafter_rows] = jetdraft.load(output, threads=1)
         return models[rows, drafter_rows]
 
@@ -120,29 +120,28 @@ def test_tokens_that_the_drafter_lacks_are_read(opened, pair, way):
 
 
 @pytest.mark.parametrize(
-    "drafting",
-    [{"tree": "best"}, {"tree": "heap"}, {"method": "cascade"}, {"method": "auto"}],
-)
-def test_trees_and_other_methods_too(opened, drafting):
-    settings = dict(drafting)
-    method = settings.pop("method", "draft")
-    way = {"max_new_tokens": 30, "ignore_eos": True, "temperature": 0.9, "seed": 2}
-    prompt = [5, 319, 9] * 5
+    "way",
+    [*({"drafting": {"tree": tree}} for tree in ("best", "heap")),
+     {"method": "cascade"}, {"method": "auto"}],
+)  # fmt: skip
+def test_trees_and_other_methods_too(opened, way):
+    how = {"token_ids": [5, 319, 9] * 5, "max_new_tokens": 30, "ignore_eos": True}
+    how |= {"temperature": 0.9, "seed": 2}
     model = opened(320, 288)
-    plain = model.generate(token_ids=prompt, method="none", **way)
-    drafted = model.generate(token_ids=prompt, method=method, drafting=settings, **way)
+    plain = model.generate(method="none", **how)
+    drafted = model.generate(**{"method": "draft", **how, **way})
     assert drafted.token_ids == plain.token_ids
-    assert method != "draft" or drafted.stats.drafted_tokens > 20
+    assert "method" in way or drafted.stats.drafted_tokens > 20
 
 
 @pytest.mark.parametrize("pair", [(320, 288), (288, 320)])
 def test_quantized_and_cut_drafters(padded, tmp_path, pair):
     """An LM head may be cut to the most frequent tokens, which both have."""
-    options = ExportOptions(
-        Recipe("int8", 32), capacity=64, max_width=16, draft_vocab=min(pair) - 1
+    drafter, recipes = padded(pair[1], tied=True), {"drafter_recipe": "int8"}
+    options = {**recipes, "draft_vocab": min(pair) - 1}
+    bundle = exported(
+        padded(pair[0]), tmp_path / "bundle", "int8", drafter=drafter, **options
     )
-    drafter = str(padded(pair[1], tied=True))
-    bundle = export(str(padded(pair[0])), tmp_path / "bundle", drafter, options)
     assert bundle.draft_vocabulary().max() < min(pair)
     assert bundle.drafter.contract.vocab_size == min(pair)
     with jetdraft.load(bundle.path, threads=1) as model:
@@ -169,7 +168,7 @@ def test_a_gguf_drafter(padded, tmp_path, rows, of_file):
 
     config = llama_config(vocab_size=of_file, num_hidden_layers=1)
     file = write_gguf(tmp_path / "drafter.gguf", config, change=pad).path
-    bundle = export(str(padded(rows)), tmp_path / "bundle", str(file), SMALL)
+    bundle = exported(padded(rows), tmp_path / "bundle", drafter=file)
     assert bundle.drafter.contract.vocab_size == 288
     with jetdraft.load(bundle.path, threads=1) as model:
         drafts_as_plain(model, [5, rows - 1, 9], 4, temperature=0.9, seed=3)
@@ -185,9 +184,8 @@ def test_encoder_decoders(tmp_path, family, pair):
         sizes = sources.T5 if family == "t5" else sources.BART
         own = {name: small.get(name, size) for name, size in sizes.items()}
         config = type(sources.CONFIGS[family])(**own)
-        folders.append(str(sources.save(tmp_path / name, config)))
-    options = ExportOptions(Recipe("none"), capacity=64, max_width=16)
-    bundle = export(folders[0], tmp_path / "bundle", folders[1], options)
+        folders.append(sources.save(tmp_path / name, config))
+    bundle = exported(folders[0], tmp_path / "bundle", drafter=folders[1])
     with jetdraft.load(bundle.path, threads=1) as model:
         source = [*sources.SOURCE, pair[0] - 1]
         for way in WAYS:
@@ -205,7 +203,7 @@ def test_tokenizers_may_differ_in_what_only_one_has(padded, tmp_path):
     fields["normalizer"] = {"type": "NFC"}
     fields["model"]["merges"].reverse()
     file.write_text(json.dumps(fields))
-    export(str(padded(320)), tmp_path / "bundle", str(drafter), SMALL)
+    exported(padded(320), tmp_path / "bundle", drafter=drafter)
     save_tokenizer(drafter, WORDS[::-1])
     with pytest.raises(PairError, match=r"token \d+ is '.*', not '.*'; choose"):
-        export(str(padded(320)), tmp_path / "other", str(drafter), SMALL)
+        exported(padded(320), tmp_path / "other", drafter=drafter)

@@ -9,8 +9,9 @@ import torch
 import transformers
 
 import jetdraft
-from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.export.exporter import ExportOptions
 from jetdraft.recipe import Recipe
+from tests.exports import exported
 from tests.programs import python
 from tests.tiny import drafter_config, save_checkpoint, save_tokenizer
 
@@ -32,7 +33,7 @@ def settled(tmp_path_factory) -> jetdraft.Model:
         eos_token_id=[5, 9], do_sample=True, temperature=0.7, top_p=0.8, top_k=20
     ).save_pretrained(folder / "checkpoint")
     with pytest.warns(UserWarning, match="passed over: .* eos_token <.endoftext.>"):
-        export(str(folder / "checkpoint"), folder / "bundle", options=options())
+        exported(folder / "checkpoint", folder / "bundle", "int8")
     return jetdraft.load(folder / "bundle", threads=1)
 
 
@@ -73,7 +74,7 @@ def test_shards_are_read_as_one_and_a_missing_shard_is_one_line(tmp_path):
     save_tokenizer(tmp_path / "shards")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     weights = [
-        export(str(tmp_path / name), tmp_path / f"{name}-bundle", options=options())
+        exported(tmp_path / name, tmp_path / f"{name}-bundle", "int8")
         for name in ("whole", "shards")
     ]
     first, second = (
@@ -82,7 +83,7 @@ def test_shards_are_read_as_one_and_a_missing_shard_is_one_line(tmp_path):
     assert first == second
     sorted((tmp_path / "shards").glob("*.safetensors"))[1].unlink()
     with pytest.raises(jetdraft.JetdraftError, match="shards") as refusal:
-        export(str(tmp_path / "shards"), tmp_path / "bundle", options=options())
+        exported(tmp_path / "shards", tmp_path / "bundle", "int8")
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "bundle").exists()
 
@@ -93,7 +94,7 @@ def wide(tmp_path_factory) -> tuple[Path, jetdraft.Model]:
     folder = tmp_path_factory.mktemp("wide")
     config = drafter_config(vocab_size=LARGE_VOCABULARY)
     save_checkpoint(folder / "checkpoint", config)
-    bundle = export(str(folder / "checkpoint"), folder / "bundle", options=options())
+    bundle = exported(folder / "checkpoint", folder / "bundle", "int8")
     return folder / "checkpoint", jetdraft.load(bundle.path, threads=1)
 
 

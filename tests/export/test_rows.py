@@ -1,14 +1,19 @@
-"""A row has the same bits whatever rows stand beside it, up to the last slot."""
+"""A row has the same bits whatever rows stand beside it, also over integer buffers."""
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
+from onnx import numpy_helper
 
 import jetdraft
-from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.errors import OptionError
+from jetdraft.export.exporter import ExportOptions
 from jetdraft.export.step import log_sum_exp
 from jetdraft.recipe import Recipe
+from tests.exports import exported
+from tests.quant.test_sensitivity import TEXT
 from tests.tiny import llama_config, save_checkpoint
 
 CAPACITY = 48
@@ -16,7 +21,7 @@ WIDTHS = (1, 2, 3, 5, 8)
 
 
 @pytest.fixture(scope="module", params=["int8", "int8-kv8", "q8_0", "none"])
-def model(request, tmp_path_factory):
+def wide(request, tmp_path_factory):
     """Heads of 64, for which onnxruntime's attention has a kernel for one row too."""
     folder = tmp_path_factory.mktemp("one-row")
     config = llama_config(
@@ -26,15 +31,14 @@ def model(request, tmp_path_factory):
         num_attention_heads=4,
     )
     save_checkpoint(folder / "checkpoint", config)
-    recipe = Recipe.parse(f"{request.param}", 32)
-    options = ExportOptions(recipe, capacity=CAPACITY, max_width=16)
-    bundle = export(str(folder / "checkpoint"), folder / "bundle", options=options)
+    source, output = folder / "checkpoint", folder / "bundle"
+    bundle = exported(source, output, request.param, capacity=CAPACITY)
     return jetdraft.load(bundle.path, threads=1)
 
 
-def logits(model, width):
+def logits(wide, width):
     """Of a whole buffer, read in passes of one width."""
-    graph = model.parts.target
+    graph = wide.parts.target
     tokens = np.random.default_rng(2).integers(1, 288, CAPACITY).tolist()
     graph.cache.rewind(0)
     rows = []
@@ -46,28 +50,28 @@ def logits(model, width):
     return np.array(rows, np.float32)
 
 
-def test_one_row_attends_with_the_bits_of_several(model):
-    whole = logits(model, 1)
+def test_one_row_attends_with_the_bits_of_several(wide):
+    whole = logits(wide, 1)
     assert whole.shape[0] == CAPACITY
     assert np.isfinite(whole).all()
-    if model.bundle.target.quantization["scheme"] == "none":
+    if wide.bundle.target.quantization["scheme"] == "none":
         # Products with floats have a kernel for one row too.
-        np.testing.assert_allclose(logits(model, 4), whole, atol=1e-4)
+        np.testing.assert_allclose(logits(wide, 4), whole, atol=1e-4)
         return
     for width in WIDTHS[1:]:
-        assert np.array_equal(logits(model, width), whole), width
+        assert np.array_equal(logits(wide, width), whole), width
 
 
-def test_plain_decoding_fills_the_buffers(model):
+def test_plain_decoding_fills_the_buffers(wide):
     """In the exact class a row needs one slot, not two."""
     prompt = [5, 9, 33, 7]
     how = {"method": "none", "max_new_tokens": 100, "ignore_eos": True}
     exact, loose = (
-        model.generate(token_ids=prompt, exact=exact, **how) for exact in (True, False)
+        wide.generate(token_ids=prompt, exact=exact, **how) for exact in (True, False)
     )
     assert exact.stats.finish_reason == "length"
-    if model.bundle.target.quantization["scheme"] != "none":
-        assert 1 in model.parts.widths.exact
+    if wide.bundle.target.quantization["scheme"] != "none":
+        assert 1 in wide.parts.widths.exact
         assert exact.token_ids == loose.token_ids
     assert len(loose.token_ids) == CAPACITY - len(prompt)
 
@@ -104,3 +108,105 @@ def test_no_bit_depends_on_the_number_of_rows(tmp_path):
         for width in range(1, ROWS):
             [part] = session.run(None, {name: logits[:, :width]})
             assert np.array_equal(part[0], whole[0, :width]), width
+
+
+# --- integer KV buffers ---------------------------------------------------------------
+
+PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
+WAYS = [
+    {"method": "lookup"},
+    {"method": "draft", "num_draft_tokens": 4},
+    {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 7},
+    {
+        "method": "draft",
+        "drafting": {"tree": "best"},
+        "num_draft_tokens": 7,
+        "exact": False,
+    },
+    {"method": "auto", "temperature": 0.9, "seed": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def quantized(pair, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kv")
+    (folder / "text.txt").write_text(TEXT)
+    options = {"calibration": folder / "text.txt", "capacity": 256, "max_width": 64}
+    options |= {"drafter": pair.drafter, "drafter_recipe": "int8-kv8"}
+    bundle = exported(pair.target, folder / "bundle", "int8-kv8", **options)
+    return jetdraft.load(bundle.path, threads=1)
+
+
+def text(model, **way):
+    fields = {"max_new_tokens": 120, "ignore_eos": True, **way}
+    return model.generate(token_ids=PROMPT, **fields).token_ids
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_the_text_is_that_of_plain_decoding(quantized, way):
+    kept = {key: way[key] for key in ("temperature", "seed", "exact") if key in way}
+    assert text(quantized, **way) == text(quantized, method="none", **kept)
+
+
+def nbytes(graph):
+    """The bytes of all KV buffers of a graph."""
+    return sum(x.tensor_size_in_bytes() for x in graph.cache.buffers.values())
+
+
+def test_buffers_are_a_quarter(quantized, model):
+    assert quantized.parts.target.contract.kv_bits == 8
+    assert nbytes(quantized.parts.target) * 4 == nbytes(model.parts.target)
+    assert nbytes(quantized.parts.drafter) * 4 == nbytes(model.parts.drafter)
+
+
+def test_the_numbers_are_nearly_those_of_floats(quantized, model):
+    """The weights are the same, so only the buffers differ; on the calibration text."""
+    logits, tokens = [], model.parts.text.encode(TEXT)[:30]
+    for target in (model.parts.target, quantized.parts.target):
+        target.cache.rewind(0)
+        for start in (0, 15):
+            answer = target.run(tokens[start : start + 15])
+            target.cache.advance(15)
+        logits.append(answer.logits.copy())
+        target.cache.rewind(0)
+    gap = np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max()
+    assert 0 < gap < 0.05
+
+
+def test_scales_make_the_largest_number_the_largest_integer(quantized, pair):
+    """Checked on values, which no rotation mixes: they are v_proj's outputs."""
+    from jetdraft.checkpoints.checkpoint import Checkpoint
+    from jetdraft.quant.calibration import Windows
+
+    folder = quantized.bundle.path
+    graph = onnx.load(folder / "drafter.onnx").graph
+    stored = {x.name: numpy_helper.to_array(x) for x in graph.initializer}
+    checkpoint = Checkpoint.load(str(pair.drafter), torch.float32)
+    calibration = folder.parent / "text.txt"
+    ids = Windows.of(calibration, checkpoint.tokenizer).ids[:, :256]
+    inner = checkpoint.model.model
+    with torch.no_grad():
+        hidden = inner.layers[0].input_layernorm(inner.embed_tokens(ids))
+        values = inner.layers[0].self_attn.v_proj(hidden).abs().amax((0, 1))
+    np.testing.assert_allclose(127 * stored["v_scale.0"], values, rtol=1e-4)
+
+
+def test_recipes_with_a_cache():
+    assert Recipe.parse("int4-gptq-b64-kv8").kv_bits == 8
+    assert Recipe.parse("none-kv8").name == "none-kv8"
+    with pytest.raises(OptionError, match="KV cache"):
+        Recipe.parse("int4-kv2")
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"flavour": "standard"}, "choose the contrib flavour"),
+        ({"provider": "cuda"}, "leave kv out"),
+    ],
+)
+def test_what_cannot_run_is_refused(tmp_path, more, reason):
+    with pytest.raises(OptionError, match=reason):
+        ExportOptions(
+            **{"recipe": Recipe(kv="int8"), "calibration": tmp_path / "t", **more}
+        )

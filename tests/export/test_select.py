@@ -22,31 +22,30 @@ from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.proposers.proposer import Observer
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as run
+from tests.exports import exported
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 
 ROWS = 32
 
 
-def exported(pair, output, scheme):
-    """A bundle that selects fewer rows than the prompts have."""
-    options = ExportOptions(
-        Recipe(scheme, 32), capacity=256, max_width=64, select_kv=ROWS
-    )
-    export(str(pair.target), output, None, options)
-    model = jetdraft.load(output, threads=1)
+def selecting(pair, folder, recipe):
+    """A model that selects fewer rows than the prompts have."""
+    sizes = {"capacity": 256, "max_width": 64, "select_kv": ROWS}
+    bundle = exported(pair.target, folder / "bundle", recipe, **sizes)
+    model = jetdraft.load(bundle.path, threads=1)
     model.parts.survey.finish()  # idle work would write in the buffers of a test
     return model
 
 
 @pytest.fixture(scope="module")
 def few(pair, tmp_path_factory):
-    return exported(pair, tmp_path_factory.mktemp("few") / "bundle", "int8")
+    return selecting(pair, tmp_path_factory.mktemp("few"), "int8")
 
 
 @pytest.fixture(scope="module")
 def floats(pair, tmp_path_factory):
     """Its activations are not rounded to integers, for close comparisons."""
-    return exported(pair, tmp_path_factory.mktemp("floats") / "bundle", "none")
+    return selecting(pair, tmp_path_factory.mktemp("floats"), "none")
 
 
 @pytest.fixture(scope="module")
@@ -205,9 +204,8 @@ def trained_briefly(folder, **options):
     """A bundle of a target of one layer, trained on texts of 64 tokens."""
     config = llama_config(num_hidden_layers=1, max_position_embeddings=TRAINED)
     save_checkpoint(folder / "target", config)
-    settings = {"capacity": 256, "max_width": 16, "select_kv": ROWS} | options
-    options = ExportOptions(Recipe("none"), **settings)
-    export(str(folder / "target"), folder / "bundle", options=options)
+    options = {"capacity": 256, "select_kv": ROWS, **options}
+    exported(folder / "target", folder / "bundle", **options)
     return folder
 
 

@@ -22,12 +22,12 @@ from jetdraft.recipe import Recipe
 from jetdraft.train.blocks import Blocks
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.layouts import write
+from tests.exports import exported
 from tests.sources import CONFIGS, SOURCE, save, save_drafter
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 from tests.whispers import save as save_whisper
 
 SLOTS = 5
-OPTIONS = ExportOptions(Recipe("none"), Recipe("none"), capacity=64, max_width=16)
 TOKENS = np.random.default_rng(1).integers(4, VOCAB_SIZE, 20).tolist()
 
 
@@ -37,7 +37,7 @@ def made(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     target = save(folder / "target", CONFIGS[request.param])
     drafter = save_drafter(folder / "drafter", target, SLOTS)
-    export(str(target), folder / "bundle", options=OPTIONS, head=drafter)
+    exported(target, folder / "bundle", head=drafter)
     model = jetdraft.load(folder / "bundle", threads=1)
     return request.param, str(target), drafter, model
 
@@ -214,8 +214,8 @@ def test_the_embedding_is_stored_once(tmp_path):
     """Tied to the LM head, in both graphs of target and drafter."""
     target = save(tmp_path / "target", CONFIGS["t5"])
     drafter = save_drafter(tmp_path / "drafter", target, SLOTS)
-    options = ExportOptions(Recipe("int8", 32), capacity=64, max_width=16)
-    bundle = export(str(target), tmp_path / "bundle", options=options, head=drafter)
+    recipes = {"recipe": "int8", "drafter_recipe": "int8"}
+    bundle = exported(target, tmp_path / "bundle", head=drafter, **recipes)
     for file, owner in (
         ("drafter.onnx", "target.onnx.data"),
         ("drafter-encoder.onnx", "target-encoder.onnx.data"),
@@ -247,7 +247,7 @@ def pair(tmp_path_factory):
 
 def refused(target, head, error, message, output):
     with pytest.raises(error, match=message) as caught:
-        export(str(target), output, options=OPTIONS, head=str(head))
+        exported(target, output, head=head)
     assert "\n" not in str(caught.value)
     assert not output.exists()
 

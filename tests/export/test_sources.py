@@ -12,17 +12,14 @@ from transformers import AutoModelForSeq2SeqLM
 import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.errors import BundleError, CheckpointError, JetdraftError
-from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
 from jetdraft.runtime.planning.drafting import Drafting
 from tests import manifests
+from tests.exports import exported
 from tests.sources import CONFIGS, SOURCE, START, save
 from tests.tiny import VOCAB_SIZE
 
 DRAFTED = "t5"
 """The family whose bundle has a drafter; an export takes seven seconds."""
-
-OPTIONS = ExportOptions(Recipe("none"), capacity=64, max_width=16)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -30,9 +27,9 @@ def family(request, tmp_path_factory):
     """A checkpoint of a family, and its bundle; `DRAFTED` has itself as the drafter."""
     folder = tmp_path_factory.mktemp(request.param)
     checkpoint = save(folder / "checkpoint", CONFIGS[request.param])
-    drafter = str(checkpoint) if request.param == DRAFTED else None
-    export(str(checkpoint), folder / "bundle", drafter, OPTIONS)
-    model = jetdraft.load(folder / "bundle", threads=1)
+    drafter = checkpoint if request.param == DRAFTED else None
+    bundle = exported(checkpoint, folder / "bundle", drafter=drafter)
+    model = jetdraft.load(bundle.path, threads=1)
     own = AutoModelForSeq2SeqLM.from_pretrained(checkpoint).eval()
     return request.param, model, own
 
@@ -143,8 +140,7 @@ def test_a_source_is_encoded_once_and_never_mixed_up(family):
 
 def test_quantized_text_is_the_same_with_every_method(tmp_path):
     checkpoint = save(tmp_path / "checkpoint", CONFIGS["t5"])
-    options = ExportOptions(Recipe("int8", 32), capacity=64, max_width=16)
-    bundle = export(str(checkpoint), tmp_path / "bundle", None, options)
+    bundle = exported(checkpoint, tmp_path / "bundle", "int8")
     encoder = bundle.files["target-encoder.onnx.data"]["bytes"]
     # Two layers of matrices of a byte a weight, and scales: four of attention, three of
     # the MLP, two for the cross attention's rows. The tied embedding is quantized too.
@@ -176,11 +172,9 @@ def test_bad_sources_and_pairs_are_refused(family, tmp_path):
         Bundle.open(copy)
     if name == "t5":
         return
-    output, long = tmp_path / "out", ExportOptions(Recipe("none"), capacity=128)
-    checkpoint = model.bundle.target.source
     with pytest.raises(JetdraftError, match="has 64 positions"):
-        export(checkpoint, output, None, long)
-    assert not output.exists()
+        exported(model.bundle.target.source, tmp_path / "out", capacity=128)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_checkpoint_without_a_start_is_refused(tmp_path):
@@ -190,11 +184,10 @@ def test_a_checkpoint_without_a_start_is_refused(tmp_path):
         fields.pop("decoder_start_token_id", None)
         (folder / file).write_text(json.dumps(fields))
     with pytest.raises(CheckpointError, match="with which token its text begins"):
-        export(str(folder), tmp_path / "out", None, OPTIONS)
+        exported(folder, tmp_path / "out")
 
 
 def test_recipes_that_read_a_text_are_refused(tmp_path):
     folder = save(tmp_path / "t5", CONFIGS["t5"], tokenizer=False)
-    options = ExportOptions(Recipe.parse("int4-gptq-b32"), capacity=64, max_width=16)
     with pytest.raises(JetdraftError, match="reads no text"):
-        export(str(folder), tmp_path / "out", None, options)
+        exported(folder, tmp_path / "out", "int4-gptq")

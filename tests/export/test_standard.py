@@ -10,21 +10,16 @@ import jetdraft
 from jetdraft.bundle import FLAVOURS
 from jetdraft.checkpoints.streams import StreamSettings
 from jetdraft.errors import OptionError, UnsupportedModelError
-from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
+from jetdraft.export.exporter import ExportOptions
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as run
 from tests.export.test_capture import copied_to_device, graphs
+from tests.exports import exported
 from tests.tiny import SIZES, llama_config, save_checkpoint, save_streams
 
 PROMPT = np.random.default_rng(4).integers(0, 288, 20).tolist()
 WAYS = [{}, {"temperature": 0.9, "seed": 3}]
 LAYERS = 2
-
-
-def options(flavour, scheme="none"):
-    recipe, sizes = Recipe(scheme, 32), {"capacity": 64, "max_width": 16}
-    return ExportOptions(recipe, Recipe.for_drafter(recipe), flavour=flavour, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +30,24 @@ def folder(tmp_path_factory):
     return folder
 
 
-def exported(folder, flavour, scheme, drafter=None):
+def loaded(folder, flavour, scheme, **drafter):
     """The target of a scheme, and a drafter beside it, in a flavour."""
-    bundle = folder / f"{flavour}-{scheme}"
-    export(str(folder / "target"), bundle, drafter, options(flavour, scheme))
-    return jetdraft.load(bundle, threads=1)
+    output = folder / f"{flavour}-{scheme}"
+    exported(folder / "target", output, scheme, flavour=flavour, **drafter)
+    return jetdraft.load(output, threads=1)
 
 
 @pytest.fixture(scope="module")
 def floats(folder):
     """A pair that is not quantized."""
-    return exported(folder, "standard", "none", str(folder / "drafter"))
+    return loaded(folder, "standard", "none", drafter=folder / "drafter")
 
 
 @pytest.fixture(scope="module")
 def int4(folder):
     """A pair of four bits; its drafter has eight."""
-    return exported(folder, "standard", "int4", str(folder / "drafter"))
+    drafter = {"drafter": folder / "drafter", "drafter_recipe": "int8"}
+    return loaded(folder, "standard", "int4", **drafter)
 
 
 @pytest.fixture(params=["floats", "int4"])
@@ -103,13 +99,13 @@ def test_the_text_is_that_of_the_contrib_flavour(floats, in_contrib, way):
 @pytest.fixture(scope="module")
 def in_contrib(folder):
     """The target of `floats` in contrib operators."""
-    return exported(folder, "contrib", "none")
+    return loaded(folder, "contrib", "none")
 
 
 def test_the_integers_are_those_of_the_contrib_flavour(folder, int4):
     """Unpacked from MatMulNBits, and as DequantizeLinear has them."""
     other = folder / "contrib-drafter"
-    export(str(folder / "drafter"), other, options=options("contrib", "int8"))
+    exported(folder / "drafter", other, "int8", flavour="contrib")
     files = other / "target.onnx", int4.bundle.path / "drafter.onnx"
     contrib, standard = (
         {
@@ -158,7 +154,7 @@ def test_sliding_windows_are_refused(tmp_path):
     config = MistralConfig(**SIZES | {"num_hidden_layers": 1, "sliding_window": 8})
     save_checkpoint(tmp_path / "target", config)
     with pytest.raises(UnsupportedModelError, match="sliding window"):
-        export(str(tmp_path / "target"), tmp_path / "out", options=options("standard"))
+        exported(tmp_path / "target", tmp_path / "out", flavour="standard")
     assert not (tmp_path / "out").exists()
 
 
@@ -169,7 +165,7 @@ def test_check_names_the_flavour(standard):
 
 def test_unknown_flavours(folder):
     with pytest.raises(OptionError, match="unknown flavour 'tensorrt'"):
-        options("tensorrt")
+        ExportOptions(flavour="tensorrt")
     done = run("export", folder / "target", "-o", folder / "x", "--flavour", "trt")
     assert_refused(done, "trt")
 
@@ -183,9 +179,8 @@ def streamed(tmp_path_factory):
     save_streams(folder / "checkpoint", settings)
     models = {}
     for flavour in FLAVOURS:
-        bundle = folder / flavour
-        export(str(folder / "checkpoint"), bundle, options=options(flavour))
-        models[flavour] = jetdraft.load(bundle, threads=1)
+        bundle = exported(folder / "checkpoint", folder / flavour, flavour=flavour)
+        models[flavour] = jetdraft.load(bundle.path, threads=1)
     return models
 
 
@@ -209,7 +204,7 @@ def test_streams_write_the_same(streamed, way):
 
 def test_without_tensor_scatter(folder, floats):
     """TensorRT may not import it; then ScatterND writes the rows."""
-    scattered = exported(folder, "standard-scatternd", "none")
+    scattered = loaded(folder, "standard-scatternd", "none")
     graph = onnx.load(scattered.bundle.path / "target-tree.onnx").graph
     names = [node.op_type for node in graph.node]
     assert "TensorScatter" not in names

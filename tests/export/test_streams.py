@@ -10,16 +10,14 @@ import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streams import LOSSLESS, SHARED, Streams, StreamSettings
 from jetdraft.errors import CheckpointError, OptionError
-from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Probing
 from jetdraft.train.attention import IMPLEMENTATION
+from tests.exports import exported
 from tests.tiny import llama_config, save_checkpoint, save_streams
 
 SETTINGS = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
 COUNT = 16
 TOKENS = np.random.default_rng(4).integers(0, 288, COUNT).tolist()
-FLOATS = ExportOptions(Recipe("none"), capacity=64, max_width=16)
 # Its LoRA is in all layers, also in the layer below the streams.
 CONFIG = llama_config(num_hidden_layers=2)
 SHARING = replace(SETTINGS, mode=SHARED)
@@ -35,9 +33,8 @@ def checkpoint(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(checkpoint, tmp_path_factory):
     """Unquantized, so that rounding hides nothing."""
-    output = tmp_path_factory.mktemp("bundles") / "streams"
-    export(str(checkpoint), output, options=FLOATS)
-    return jetdraft.load(output, threads=1)
+    bundle = exported(checkpoint, tmp_path_factory.mktemp("bundles") / "streams")
+    return jetdraft.load(bundle.path, threads=1)
 
 
 def whole_sequence(checkpoint, change=lambda streams: None):
@@ -159,9 +156,8 @@ def test_a_scale_of_zero_is_the_base(tmp_path, model, checkpoint):
     if model.bundle.target.streams["mode"] != SHARED:
         pytest.skip("only streams of the shared mode change the target")
     source = save_checkpoint(tmp_path / "c", CONFIG)
-    export(str(source), tmp_path / "base", options=FLOATS)
-    zero = replace(FLOATS, adapter_scale=0.0)
-    export(str(checkpoint), tmp_path / "zero", options=zero)
+    exported(source, tmp_path / "base")
+    exported(checkpoint, tmp_path / "zero", adapter_scale=0.0)
     base, scaled = (
         passes(jetdraft.load(tmp_path / name, threads=1), [COUNT], Probing())[0]
         for name in ("base", "zero")
@@ -174,9 +170,8 @@ def test_a_scale_of_zero_is_the_base(tmp_path, model, checkpoint):
 def test_lossless_streams_are_never_merged(tmp_path, model, checkpoint):
     if model.bundle.target.streams["mode"] == SHARED:
         pytest.skip("streams of the shared mode are")
-    options = replace(FLOATS, adapter_scale=0.5)
     with pytest.raises(OptionError, match="needs streams of the shared mode"):
-        export(str(checkpoint), tmp_path / "bundle", options=options)
+        exported(checkpoint, tmp_path / "bundle", adapter_scale=0.5)
     assert not (tmp_path / "bundle").exists()
 
 
@@ -193,7 +188,7 @@ def test_streams_of_other_weights_are_refused(tmp_path, checkpoint):
     for name in ("streams.json", "streams.safetensors"):
         (other / name).write_bytes((checkpoint / name).read_bytes())
     with pytest.raises(CheckpointError, match="other weights"):
-        export(str(other), tmp_path / "bundle", options=FLOATS)
+        exported(other, tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
 
 
@@ -201,4 +196,4 @@ def test_damaged_streams_are_refused(tmp_path, checkpoint):
     other = save_checkpoint(tmp_path / "other", CONFIG)
     (other / "streams.json").write_bytes((checkpoint / "streams.json").read_bytes())
     with pytest.raises(CheckpointError, match="train the streams again"):
-        export(str(other), tmp_path / "bundle", options=FLOATS)
+        exported(other, tmp_path / "bundle")

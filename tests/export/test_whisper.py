@@ -15,12 +15,10 @@ from jetdraft.errors import (
     OptionError,
     UnsupportedModelError,
 )
-from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
 from jetdraft.runtime.speech.sound import log_mel
 from tests import manifests, whispers
+from tests.exports import exported
 
-OPTIONS = ExportOptions(Recipe("none"), max_width=16)
 FRAMES = 2 * whispers.SLOTS
 
 
@@ -183,10 +181,10 @@ def test_a_drafter_that_is_the_target_is_right_where_no_rule_decides(model):
 def test_checkpoints_that_lack_something_are_refused(tmp_path):
     bare = whispers.save(tmp_path / "bare", {})
     with pytest.raises(CheckpointError, match="lacks tokens of speech"):
-        export(str(bare), tmp_path / "out", None, OPTIONS)
+        exported(bare, tmp_path / "out")
     (bare / "preprocessor_config.json").write_text('{"n_fft": 512}')
     with pytest.raises(UnsupportedModelError, match="has n_fft 512"):
-        export(str(bare), tmp_path / "out", None, OPTIONS)
+        exported(bare, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -203,9 +201,7 @@ def test_manifests_with_wrong_tokens_of_speech_are_refused(whisper, tmp_path, ch
 
 
 def test_quantized_transcripts_are_the_same_with_every_method(whisper, tmp_path):
-    options = ExportOptions(Recipe("int8", 32), max_width=16)
-    checkpoint = str(whisper / "checkpoint")
-    bundle = export(checkpoint, tmp_path / "bundle", None, options)
+    bundle = exported(whisper / "checkpoint", tmp_path / "bundle", "int8")
     # Two layers of matrices of a byte a weight, and scales: four of attention, two of
     # the MLP, two for the cross attention's rows. Convolutions, positions are floats.
     weights = 2 * ((4 + 2) * 64 * 64 + 2 * 64 * 96)

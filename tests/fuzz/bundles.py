@@ -346,7 +346,6 @@ class Bundles(Subject):
         return "a verb refused" if result.exit_code else "a verb ran"
 
     def close(self) -> None:
-        """Close the model."""
         self.model.close()
 
 

@@ -43,16 +43,14 @@ def respelled(bundle: Path, output: Path, tokenizer: Tokenizer) -> Path:
 def streamed_bundle(folder: Path) -> Path:
     """Export a tiny checkpoint with random streams to `folder`, in a few seconds."""
     from jetdraft.checkpoints.streams import StreamSettings
-    from jetdraft.export.exporter import ExportOptions, export
-    from jetdraft.recipe import Recipe
+    from tests.exports import exported
     from tests.tiny import llama_config, save_checkpoint, save_streams
 
     checkpoint = folder.with_name(f"{folder.name}-checkpoint")
     save_checkpoint(checkpoint, llama_config(num_hidden_layers=2))
     settings = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
     save_streams(checkpoint, settings, seed=0)
-    options = ExportOptions(Recipe("none"), capacity=160, max_width=16)
-    export(str(checkpoint), folder, options=options)
+    exported(checkpoint, folder, capacity=160)
     return folder
 
 

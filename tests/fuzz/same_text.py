@@ -139,7 +139,6 @@ class SameText(Subject):
             print(line, flush=True)
 
     def close(self) -> None:
-        """Close all models."""
         Graph._set_inputs = self._set_inputs  # type: ignore[method-assign]
         for world in self.worlds:
             world.close()

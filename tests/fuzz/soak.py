@@ -119,7 +119,6 @@ class Soak(Subject):
                 raise Fault(f"the {who} grew from {before} to {after}")
 
     def close(self) -> None:
-        """Close everything."""
         self.server.close()
         self.pool.close()
         self.model.close()

@@ -12,6 +12,7 @@ import pytest
 
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.errors import ContractError
+from jetdraft.native import DOMAIN
 from jetdraft.quant.grids import GRIDS
 from jetdraft.runtime.passes.buffers import run_bound
 from tests.native.operators import Attending, random_matrix, run, run_experts, session
@@ -254,7 +255,7 @@ def test_attention_writes_keys_and_values_into_buffers():
         assert not np.delete(buffer, [2, 3, 4], axis=2).any()
 
 
-@pytest.mark.parametrize("domain", [native.DOMAIN, "com.microsoft"])
+@pytest.mark.parametrize("domain", [DOMAIN, "com.microsoft"])
 def test_attention_without_keys_reads_the_keys_of_another_layer(domain):
     """With a window and rotated queries; later rows that it holds are not seen."""
     attention = Attending(packed=False, do_rotary=1, local_window_size=7)
@@ -266,7 +267,7 @@ def test_attention_without_keys_reads_the_keys_of_another_layer(domain):
         opened = attention.session(feeds, outputs=1, domain=domain)
         found = opened.run(None, feeds)[0][0]
         np.testing.assert_allclose(found, y[0, some], atol=1e-5)
-        if domain == native.DOMAIN:
+        if domain == DOMAIN:
             np.testing.assert_array_equal(found, y[0, some])
 
 

@@ -18,6 +18,7 @@ from jetdraft.quant.divergence import Divergence
 from jetdraft.recipe import HEAD, Recipe
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as command
+from tests.exports import exported
 from tests.tiny import llama_config, save_checkpoint, save_streams
 from tools.recipes.quality import compare
 
@@ -255,11 +256,8 @@ def test_a_model_with_streams_is_calibrated_as_it_is_without(tmp_path):
     settings = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
     save_streams(tmp_path / "c", settings)
     (tmp_path / "text.txt").write_text(TEXT)
-    options = ExportOptions(
-        Recipe.parse("int4-gptq-b32"), capacity=64, max_width=16,
-        calibration=tmp_path / "text.txt",
-    )  # fmt: skip
-    export(str(tmp_path / "c"), tmp_path / "b", options=options)
+    text = tmp_path / "text.txt"
+    exported(tmp_path / "c", tmp_path / "b", "int4-gptq", calibration=text)
     model = jetdraft.load(tmp_path / "b", threads=1)
     plain, drafted = (
         model.generate("def f", method=method, max_new_tokens=40).token_ids

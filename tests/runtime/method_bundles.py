@@ -43,9 +43,8 @@ def _exported(folder: Path, method: str) -> None:
     import torch
 
     from jetdraft.checkpoints.streams import FORECAST, PromptSettings
-    from jetdraft.export.exporter import ExportOptions, export
-    from jetdraft.recipe import Recipe
     from tests.checkpoints.heads import layouts
+    from tests.exports import exported
     from tests.tiny import llama_config, save_checkpoint, save_prompts
 
     torch.manual_seed(3)
@@ -83,21 +82,16 @@ def _exported(folder: Path, method: str) -> None:
     source = None
     if head is not None:
         source = layouts.write(folder.with_name(f"{method}-head"), *head)
-    how = ExportOptions(
-        Recipe("none"), Recipe("none"), capacity=96, max_width=16, fast=True, **options
-    )
-    export(str(checkpoint), folder, options=how, head=source)
+    exported(checkpoint, folder, "int4", head=source, capacity=96, **options)
 
 
 def _encoder_decoder(folder: Path, method: str) -> None:
-    from jetdraft.export.exporter import ExportOptions, export
-    from jetdraft.recipe import Recipe
+    from tests.exports import exported
     from tests.sources import CONFIGS, save, save_drafter
 
     target = save(folder.with_name("t5"), CONFIGS["t5"])
     drafter = save_drafter(folder.with_name("t5-drafter"), target, 5)
-    how = ExportOptions(Recipe("none"), Recipe("none"), capacity=64, max_width=16)
-    export(str(target), folder, options=how, head=drafter)
+    exported(target, folder, head=drafter)
 
 
 MAKE: dict[str, Callable[[Path, str], Any]] = {

@@ -50,14 +50,30 @@ def text(model, method, prompt=PROMPT, tokens=TOKENS, **options):
     )  # fmt: skip
 
 
-def drafts_of(method):
-    """Ways to ask a method for drafts: as it likes, of a length, and of a shape."""
-    record = methods()[method]
+def drafts_of(method, step=2, lengths=(4,)):
+    """Ways to ask a method for drafts: as it likes, of a shape, and of a length."""
     yield {}
     # The third of `ppd` drafts whatever passes cost on this machine.
-    yield from ({"drafting": sample} for sample in record.samples[::2])
-    if record.options().draft_size is None:
-        yield {"num_draft_tokens": 4}
+    samples = methods()[method].samples[::step]
+    yield from ({"drafting": sample} for sample in samples)
+    if has_lengths(method):
+        yield from ({"num_draft_tokens": length} for length in lengths)
+
+
+def has_lengths(method):
+    """Whether drafts can have a fixed length, also among those of other methods."""
+    return methods()[method].options().draft_size is None
+
+
+def fixed_drafts(method):
+    return {"num_draft_tokens": 3} if has_lengths(method) else {}
+
+
+def check_same(method, one, other):
+    """Drafts of a model depend on the sequence alone, if their length is fixed."""
+    assert one.token_ids == other.token_ids
+    if has_lengths(method) and methods()[method].trees:
+        assert one.stats.accepted_counts == other.stats.accepted_counts
 
 
 def test_every_method_is_in_the_table():
@@ -68,13 +84,16 @@ def test_every_method_is_in_the_table():
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_the_text_is_that_of_plain_decoding(model_of, method, way):
     model = model_of(method)
-    plain = text(model, "none", **way)
+    plain = text(model, "none", tokens=40, **way)
     drafted = 0
-    for draft in drafts_of(method):
-        result = text(model, method, **draft, **way)
+    for draft in drafts_of(method, step=1, lengths=(1, 3, 6)):
+        result = text(model, method, tokens=40, **draft, **way)
         assert result.token_ids == plain.token_ids, draft
         drafted += result.stats.drafted_tokens
     assert drafted or method == "recall"
+    other = "trigram" if method == "lookup" else "lookup"
+    for beside in ("auto", f"{method},{other}") if has_lengths(method) else ("auto",):
+        assert text(model, beside, tokens=40, **way).token_ids == plain.token_ids
 
 
 @every_method
@@ -83,12 +102,18 @@ def test_a_prompt_that_goes_another_way(model_of, method):
     model = model_of(method)
     for at in (0, 21, 39):
         prompt = [*PROMPT[:at], (PROMPT[at] + 1) % 288, *PROMPT[at + 1 :]]
+        plain = text(model, "none", prompt).token_ids
         text(model, method)
         result = text(model, method, prompt)
-        assert result.token_ids == text(model, "none", prompt).token_ids
+        assert result.token_ids == plain
     longer = [*prompt, *result.token_ids[:7], 5]
-    again = text(model, method, longer)
-    assert again.token_ids == text(model, "none", longer).token_ids
+    again = text(model, method, longer, **fixed_drafts(method))
+    assert again.stats.reused_tokens > 30 or method in NO_PREFIX
+    model.forget()
+    fresh = text(model, method, longer, **fixed_drafts(method))
+    assert fresh.stats.reused_tokens == 0
+    check_same(method, again, fresh)
+    assert fresh.token_ids == text(model, "none", longer).token_ids
 
 
 @every_method
@@ -98,13 +123,13 @@ def test_a_restored_prefix(model_of, method, tmp_path):
         with pytest.raises(OptionError, match="no prefix can be kept"):
             model.save_prefix(file, PROMPT[:30])
         return
-    expected = text(model, method).token_ids
+    expected = text(model, method, **fixed_drafts(method))
     model.save_prefix(file, PROMPT[:30])
     with jetdraft.load(model.bundle.path, threads=1, store=tmp_path / "store") as other:
         other.load_prefix(file)
-        result = text(other, method)
-        assert result.token_ids == expected
+        result = text(other, method, **fixed_drafts(method))
         assert result.stats.reused_tokens >= 30 - 12  # Falcon reads two blocks again
+        check_same(method, result, expected)
 
 
 @every_method
@@ -112,7 +137,7 @@ def test_the_end_of_the_buffers(model_of, method):
     model = model_of(method)
     full = text(model, "none", tokens=10_000)
     assert full.stats.finish_reason == "length"
-    for draft in drafts_of(method):
+    for draft in drafts_of(method, step=1, lengths=(2, 5)):
         assert text(model, method, tokens=10_000, **draft).token_ids == full.token_ids
 
 
@@ -164,7 +189,7 @@ def test_penalties_and_constraints(model_of, method, rule):
         assert result.token_ids == plain.token_ids, draft
         assert result.text == plain.text
     both = method if method == "lookup" else f"{method},lookup"
-    if methods()[method].options().draft_size is None:
+    if has_lengths(method):
         assert model.generate(method=both, **how).token_ids == plain.token_ids
 
 
@@ -224,5 +249,8 @@ def test_a_drafter_that_is_off(method_bundles, method, tmp_path):
             plain = text(model, "none").token_ids
             assert text(model, method).token_ids == plain
             return
-        with pytest.raises(OptionError, match=r"needs .* do not pass --drafter-prov"):
-            text(model, method)
+        assert method not in model.methods
+        words = r"no method .*: .* needs .* do not pass --drafter-prov"
+        with pytest.raises(OptionError, match=words) as refusal:
+            text(model, f"{method},lookup" if has_lengths(method) else method)
+        assert refusal.value.field == "method"

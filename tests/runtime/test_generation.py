@@ -96,8 +96,7 @@ def proposer_of(truth, spoil):
     return Branching(truth) if spoil is Branching else Scripted(truth, spoil)
 
 
-CHAINS = [always_right, always_wrong, empty, sometimes_right]
-SPOILS = [*CHAINS, Branching]
+SPOILS = [always_right, always_wrong, empty, sometimes_right, Branching]
 
 
 def generate(model, sampling, proposer=None, length=4, **options):
@@ -157,15 +156,20 @@ def test_end_of_text_inside_a_draft(model, plain, spoil, at):
     assert stats.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("spoil", CHAINS)
-def test_the_capacity_ends_the_text_and_is_never_passed(model, spoil):
+@pytest.mark.parametrize("spoil", SPOILS)
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_capacity_ends_the_text_and_is_never_passed(model, spoil, exact):
     room = model.parts.target.cache.capacity - len(PROMPT)
     full, stats = generate(model, SAMPLINGS[0], tokens=10_000)
     assert len(full) == room
     assert stats.finish_reason == "length"
-    proposer = Scripted(np.array(full), spoil)
-    assert generate(model, SAMPLINGS[0], proposer, 7, tokens=10_000)[0] == full
-    assert model.parts.target.cache.length == room + len(PROMPT) - 1
+    proposer = proposer_of(np.array(full), spoil)
+    way = {"length": 7, "tokens": 10_000, "exact": exact}
+    ids, stats = generate(model, SAMPLINGS[0], proposer, **way)
+    assert (len(ids), stats.finish_reason) == (room, "length")
+    assert ids == full or not exact
+    last = model.parts.target.cache.length - len(PROMPT)
+    assert last == room - 1 or (spoil is Branching and last <= room)
 
 
 @pytest.mark.parametrize("widths", [[2, 3, 4, 5], [2, 4, 8], [4, 6], [3]])

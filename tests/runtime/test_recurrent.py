@@ -16,25 +16,22 @@ import jetdraft
 from jetdraft.bundle import CHAT_TEMPLATE
 from jetdraft.cli.check import LINEAR_ATTENTION
 from jetdraft.errors import OptionError, ProviderError
-from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
 from jetdraft.runtime.sampling.chooser import Sampling
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.test_mtp import edit
 from tests.cli import running
 from tests.export.conftest import MTP
+from tests.exports import exported
 from tests.runtime import test_conformance as conformance
 from tests.runtime.fake_method import tokens_of
-from tests.runtime.test_generation import CHAINS, Scripted
 from tests.runtime.test_generation import PROMPT as SCRIPTED
+from tests.runtime.test_generation import SPOILS, Scripted
 from tests.tiny import HYBRIDS, SHARING, save_assistant, save_checkpoint
 from tools.forecast.kernel_table import TABLES, KernelTable
 
 PROMPT, H = conformance.PROMPT, layouts.H
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-OPTIONS = ExportOptions(
-    Recipe("none"), Recipe("none"), capacity=96, max_width=32, fast=True
-)
+SIZES = {"capacity": 96, "max_width": 32}
 PLAIN = {"method": "none", "max_new_tokens": 12, "ignore_eos": True}
 
 
@@ -67,9 +64,8 @@ def bundles(tmp_path_factory):
         if name == "qwen3_5":
             add_mtp(source, config)
         head = save_assistant(folder / "head", config) if name == "gemma4" else None
-        options = replace(OPTIONS, recipe=Recipe.parse(recipe))
         bundle = folder / f"{name}-bundle"
-        made[name] = export(str(source), bundle, options=options, head=head)
+        made[name] = exported(source, bundle, recipe, head=head, **SIZES)
     return made
 
 
@@ -85,7 +81,7 @@ def test_drafts_that_are_right_now_and_then(model, sampling):
     """Of 15 tokens: all right, none, some; and none drafted."""
     plain, _ = tokens_of(model, SCRIPTED, sampling, tokens=48)
     speeds = []
-    for spoil in CHAINS:
+    for spoil in SPOILS[:-1]:
         proposer = Scripted(np.array(plain), spoil)
         tokens, stats = tokens_of(
             model, SCRIPTED, sampling, proposer, length=15, tokens=48
@@ -112,7 +108,7 @@ REQUIRED = [
 def test_what_every_method_must_do(model, required, monkeypatch):
     """With chains: a method that is not asked for a tree drafts its chain."""
     shapes = [{}, {"num_draft_tokens": 4}]
-    monkeypatch.setattr(conformance, "drafts_of", lambda method: shapes)
+    monkeypatch.setattr(conformance, "drafts_of", lambda method, **more: shapes)
     for method in model.methods[1:]:
         required(lambda _: model, method)
 
@@ -166,8 +162,7 @@ def test_an_assistant_drafts_as_in_transformers(tmp_path, length):
     config = SHARING["gemma4"]()
     source = save_checkpoint(tmp_path / "gemma4", config)
     head = save_assistant(tmp_path / "head", config)
-    wide = replace(OPTIONS, max_width=64)
-    bundle = export(str(source), tmp_path / "b", options=wide, head=head)
+    bundle = exported(source, tmp_path / "b", head=head, capacity=96, max_width=64)
     ids = torch.tensor(PROMPT)[None, :length]
     whole = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
     assistant = AutoModelForCausalLM.from_pretrained(head, attn_implementation="eager")
@@ -214,24 +209,23 @@ def test_the_head_is_the_target_s_own(bundles):
         ({"select_kv": 16}, "--select-kv"),
         ({"provider": "webgpu"}, "only the CPU provider"),
         ({"dtype": "fp16"}, "in fp32"),
-        ({"recipe": Recipe.parse("int4-b32-kv8")}, "leave kv out"),
+        ({"recipe": "int4-kv8"}, "leave kv out"),
     ],
 )
 def test_what_states_cannot_do_is_refused_by_name(tmp_path, changes, words):
     source = save_checkpoint(tmp_path / "lfm2", HYBRIDS["lfm2"]())
     with pytest.raises(OptionError, match="has recurrent states, ") as refusal:
-        export(str(source), tmp_path / "b", options=replace(OPTIONS, **changes))
+        exported(source, tmp_path / "b", **SIZES, **changes)
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
     with pytest.raises(OptionError, match="so it is no drafter"):
-        export(str(source), tmp_path / "b", drafter=str(source), options=OPTIONS)
+        exported(source, tmp_path / "b", drafter=source, **SIZES)
 
 
 def test_shared_keys_are_floats(tmp_path):
     source = save_checkpoint(tmp_path / "gemma4", SHARING["gemma4"]())
-    options = replace(OPTIONS, recipe=Recipe.parse("int4-b32-kv8"))
     with pytest.raises(OptionError, match=r"share keys and values, .* leave kv out"):
-        export(str(source), tmp_path / "b", options=options)
+        exported(source, tmp_path / "b", "int4-b32-kv8", **SIZES)
 
 
 def test_layer_types_that_do_not_fit_the_weights_are_refused(tmp_path):

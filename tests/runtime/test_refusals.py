@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import jetdraft
 from jetdraft.errors import OptionError
-from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
+from tests.exports import exported
 from tests.tiny import drafter_config, llama_config, save_tokenizer, tokenizer
 
 REFUSAL, ANSWER = " no no no no", " def import def"
@@ -61,8 +60,8 @@ def guarded(tmp_path_factory):
     config = {"initializer_range": 0.02, "num_hidden_layers": 1}
     target = trained(llama_config(**config), REFUSES, folder / "target", 0)
     drafter = trained(drafter_config(**config), 0.0, folder / "drafter", 1)
-    options = ExportOptions(Recipe("int8", 32), capacity=64, max_width=16)
-    export(target, folder / "bundle", drafter, options)
+    recipes = {"recipe": "int8", "drafter_recipe": "int8"}
+    exported(target, folder / "bundle", drafter=drafter, **recipes)
     with jetdraft.load(folder / "bundle", threads=1) as model:
         yield model
 

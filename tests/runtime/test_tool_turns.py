@@ -2,15 +2,24 @@
 
 import contextlib
 import io
+import json
 import re
-from itertools import pairwise
+import shutil
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
+from openai import OpenAI
+from tokenizers import AddedToken
 
-from jetdraft import Conversation, Options, Tools
+from jetdraft import Conversation, Options, Pool, Tools
+from jetdraft.bundle import CHAT_TEMPLATE, Bundle
 from jetdraft.errors import OptionError
 from jetdraft.runtime.text.template import user_message
+from jetdraft.server.app import Service
+from tests.server.serving import served
+from tests.tiny import VOCAB_SIZE, tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs" / "embedding.md"
 SENSORS = ["battery", "speed", "light"]
@@ -119,3 +128,181 @@ def test_a_refused_schema_is_named(toy_model):
     tools = Tools([*TOOLS.functions, {"type": "function", "function": function}])
     with pytest.raises(OptionError, match="tool 'odd': "):
         toy_model.chat([user_message("Hello")], tools=tools)
+
+
+# --- tags of a call that are tokens, as Qwen2.5 has them ------------------------------
+
+ADDED = {
+    "<|im_start|>": True, "<|im_end|>": True, "<tool_call>": False,
+    "</tool_call>": False, "<|fim_prefix|>": False, "<think>": False,
+}  # fmt: skip
+"""Some of Qwen's added tokens, and whether they are special."""
+
+TEMPLATE = """\
+{% if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool.function.name }} {% endfor %}
+<tool_call></tool_call><|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or "" }}{% for call in message.tool_calls or [] %}
+<tool_call>
+{{ call.function | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+CLOCK_PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "side": {"enum": ["left", "right", "<think>"]},
+        "pair": {"type": "array", "items": {"$ref": "#/$defs/N"}, "maxItems": 2},
+    },
+    "required": ["side", "pair"],
+    "additionalProperties": False,
+    "$defs": {"N": {"type": "integer", "minimum": 0, "maximum": 99}},
+}
+FUNCTIONS = [
+    {"type": "function", "function": {"name": name, "parameters": CLOCK_PARAMETERS}}
+    for name in ("look", "turn")
+]
+MESSAGES = [user_message("Hi")]
+WAYS = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3}]
+DRAFTS = [
+    {"method": "lookup", "num_draft_tokens": 3},
+    {"method": "draft", "num_draft_tokens": 4},
+    {"method": "auto"},
+]
+
+
+@pytest.fixture(scope="module", params=["Qwen", "special"])
+def pool(bundle, tmp_path_factory, request):
+    """The bundle with another tokenizer and chat template."""
+    folder = tmp_path_factory.mktemp("token-tools") / "bundle"
+    others = shutil.ignore_patterns("bundle.json", "profiles")
+    shutil.copytree(bundle, folder, ignore=others)
+    added = [
+        AddedToken(text, special=special or request.param == "special")
+        for text, special in ADDED.items()
+    ]
+    tokenizer(added=added).save(str(folder / "tokenizer.json"))
+    (folder / CHAT_TEMPLATE).write_text(TEMPLATE)
+    ends = (VOCAB_SIZE - len(added) + 1, 0)
+    opened = replace(Bundle.open(bundle), path=folder, eos_token_ids=ends, files={})
+    replace(opened, special_tokens={}).save()
+    with Pool(folder, 1, threads=1) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def model(pool):
+    return pool.models[0].twin()
+
+
+@pytest.fixture(scope="module")
+def client(pool):
+    with served(Service(pool, "m")) as address:
+        url = f"{address}/v1"
+        with OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            yield client
+
+
+def biased(model, choice):
+    """Options that make a model call where it may leave that."""
+    [begin] = model.parts.text.encode("<tool_call>", add_special=False)
+    bias = {"logit_bias": {begin: 1000.0}} if choice == "auto" else {}
+    return {"max_new_tokens": 100, **bias}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("choice", ["auto", "required", "turn"])
+def test_calls_are_written_by_their_tokens(model, choice, way):
+    tools = Tools(FUNCTIONS, choice, parallel=False)
+    options = {**way, **biased(model, choice)}
+    plain = model.chat(MESSAGES, tools=tools, method="none", **options)
+    [call] = plain.calls
+    assert plain.finish_reason == "stop"
+    assert call.name in (["turn"] if choice == "turn" else ["look", "turn"])
+    assert call.arguments["side"] in CLOCK_PARAMETERS["properties"]["side"]["enum"]
+    assert plain.text.startswith("<tool_call>")
+    assert plain.text.endswith("</tool_call>")
+    tags = [model.parts.text.encode(tag)[0] for tag in ("<tool_call>", "</tool_call>")]
+    assert [plain.token_ids[0], plain.token_ids[-2]] == tags
+    assert set(tags).isdisjoint(plain.token_ids[1:-2])
+    for draft in DRAFTS:
+        drafted = model.chat(MESSAGES, tools=tools, **draft, **options)
+        assert (drafted.token_ids, drafted.text) == (plain.token_ids, plain.text)
+        assert [c.arguments for c in drafted.calls] == [call.arguments]
+        assert drafted.stats.drafted_tokens
+        fitted = model.fitted(tools)
+        ids = model.chat_prompt(MESSAGES, tools=tools.functions)
+        with model.stream_calls(fitted, ids, **draft, **options) as stream:
+            assert "".join(piece.text for piece in stream) == plain.text
+
+
+def test_several_calls_and_their_results(model):
+    ends = dict.fromkeys(model.bundle.eos_token_ids, -1000.0)
+    tools, options = Tools(FUNCTIONS, "required"), {"temperature": 1.0, "seed": 2}
+    options |= {"method": "none", "logit_bias": ends}
+    talk = Conversation(model, tools=tools, max_new_tokens=200, **options)
+    texts = list(accumulate(piece.text for piece in talk.say("Hi")))
+    text = talk.last.text
+    whole = text[: text.rindex("</tool_call>") + len("</tool_call>")]
+    calls = talk.tools.calls(whole)
+    assert len(calls) == whole.count("<tool_call>") > 1
+    talk.reset()
+    count = 1 + [text.count("</tool_call>") for text in texts].index(2)
+    list(talk.say("Hi", max_new_tokens=count))
+    two = talk.calls
+    assert [(call.name, call.arguments) for call in two] == [
+        (call.name, call.arguments) for call in calls[:2]
+    ]
+    list(talk.answer("5", "6", max_new_tokens=2))
+    results = [(m["tool_call_id"], m["content"]) for m in talk.messages[2:-1]]
+    assert results == [(two[0].id, "5"), (two[1].id, "6")]
+
+
+def test_a_text_without_a_call_may_have_other_tokens(model, request):
+    """A thinking model begins with a token that is no part of any call."""
+    name = "<|fim_prefix|>"
+    token, end = model.parts.text.encode(f"{name}<|im_end|>", add_special=False)
+    options = {"logit_bias": {token: 500.0, end: 600.0}, "max_new_tokens": 4}
+    result = model.chat(MESSAGES, tools=Tools(FUNCTIONS), **options)
+    assert (result.text, result.calls) == ("", [])
+    del options["logit_bias"][end]
+    result = model.chat(MESSAGES, tools=Tools(FUNCTIONS), **options)
+    # A special token would be hidden in a text without a constraint.
+    may_come = "special" not in request.node.name
+    assert (result.token_ids == [token] * 4) is may_come
+    assert (name in result.text) is may_come
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_the_server_gives_the_same_calls(client, model, way):
+    draft = DRAFTS[1]
+    for choice in ("auto", "required", "turn"):
+        options = biased(model, choice)
+        asked = {
+            "model": "m", "messages": MESSAGES, "tools": FUNCTIONS,
+            "parallel_tool_calls": False, "max_tokens": options.pop("max_new_tokens"),
+            **way, **options,
+        }  # fmt: skip
+        tools = Tools(FUNCTIONS, choice, parallel=False)
+        expected = model.chat(MESSAGES, tools=tools, **way, **biased(model, choice))
+        named = {"type": "function", "function": {"name": choice}}
+        asked["tool_choice"] = named if choice == "turn" else choice
+        found = client.chat.completions.create(**asked, extra_body=draft).choices[0]
+        assert found.finish_reason == "tool_calls"
+        assert found.message.content is None
+        assert of(found.message.tool_calls) == [
+            (call.name, call.arguments) for call in expected.calls
+        ]
+        chunks = list(
+            client.chat.completions.create(**asked, extra_body=draft, stream=True)
+        )
+        parts = [c for each in chunks for c in each.choices[0].delta.tool_calls or []]
+        [name] = {part.function.name for part in parts} - {None}
+        arguments = "".join(part.function.arguments for part in parts)
+        assert [(name, json.loads(arguments))] == of(found.message.tool_calls)
+        assert "".join(each.choices[0].delta.content or "" for each in chunks) == ""
+
+
+def of(calls):
+    return [(c.function.name, json.loads(c.function.arguments)) for c in calls]

@@ -106,20 +106,6 @@ def test_tools_that_take_too_long_are_refused(served):
     assert seconds < 12
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"properties": {"\ud800": {"type": "x"}}},
-        {"\ud800": "\ud800"},
-        {"maximum": 18446744073709551616},
-    ],
-)
-def test_schemas_that_json_cannot_hold_are_answered(served, schema):
-    status, answer, _ = ask(served, {**GOOD, "json_schema": schema})
-    assert status == 400
-    assert answer["error"]["message"]
-
-
 def test_a_client_that_leaves_frees_the_model(served):
     connection = send(served, {**GOOD, "grammar": FOREVER})
     until(lambda: state(served)["generating"] == 1, 5)

@@ -97,10 +97,8 @@ def assert_error(response, status, words):
         ({**GOOD, "logit_bias": {"5": 1e300}}, "not a number of 32 bits"),
         ({**GOOD, "stop": ["a"] * 17}, "stop has 17 texts"),
         ({**GOOD, "stop": "a" * 1001}, "stop has 1 texts of up to 1001 characters"),
-        (
-            {**GOOD, "json_schema": {"properties": {"\ud800": {"type": "x"}}}},
-            "surrogate",
-        ),
+        ({**GOOD, "json_schema": {"properties": {"\ud800": {}}}}, "surrogate"),
+        ({**GOOD, "json_schema": {"\ud800": "\ud800"}}, "surrogate"),
         ({**GOOD, "json_schema": {"maximum": 2**64}}, "64 bits"),
         ({**GOOD, "json_schema": {"x-guidance": 5}}, "not an object"),
         ({**GOOD, "response_format": {"type": "xml"}}, "json_schema"),

@@ -8,9 +8,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from jetdraft.errors import ContractError, ProviderError
-from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
 from tests.cli.running import assert_refused, jetdraft
+from tests.exports import exported
 from tests.tiny import llama_config, save_checkpoint
 from tools.forecast.__main__ import main as command
 from tools.forecast.forecast import Fate, forecast, forecasts
@@ -44,16 +43,9 @@ REFUSED = {
 def bundles(tmp_path_factory):
     """A bundle of one tiny model for each provider."""
     folder = tmp_path_factory.mktemp("forecasts")
-    source = str(save_checkpoint(folder / "c", llama_config(num_hidden_layers=1)))
-    recipe = Recipe("int4", 32)
-    return {
-        name: export(
-            source,
-            folder / name,
-            options=ExportOptions(recipe, provider=name, kernel="onnxruntime"),
-        )
-        for name in KINDS
-    }
+    source = save_checkpoint(folder / "c", llama_config(num_hidden_layers=1))
+    how = {"recipe": "int4", "kernel": "onnxruntime"}
+    return {n: exported(source, folder / n, provider=n, **how) for n in KINDS}
 
 
 def graph(folder, *nodes, constants=(), inputs=("x",), kind=TensorProto.FLOAT):

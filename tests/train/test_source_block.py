@@ -19,7 +19,6 @@ import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import DataError, OptionError, UnsupportedModelError
-from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.block.module import SourceDrafter, source_config, spread_layers
 from jetdraft.methods.block.task import (
     SourceBatch,
@@ -31,11 +30,11 @@ from jetdraft.methods.dflash.task import DFlashTask
 from jetdraft.methods.diffusion.task import DiffusionTask
 from jetdraft.methods.draft.task import ModelTask
 from jetdraft.methods.eagle.task import EagleTask
-from jetdraft.recipe import Recipe
 from jetdraft.train.attention import Masked, Masks
 from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import IGNORED, Example, collate
 from jetdraft.train.task import TrainingOptions
+from tests.exports import exported
 from tests.sources import CONFIGS, T5, save, save_drafter
 from tests.tiny import WORDS, llama_config, save_checkpoint
 from tests.train.periodic import made
@@ -109,13 +108,6 @@ def trained(world):
     return run, seen[0].validation, figures, str(folder)
 
 
-def bundle_of(world, head, folder):
-    options = ExportOptions(
-        Recipe("none"), Recipe("none"), capacity=64, max_width=16, fast=True
-    )
-    return export(world[1], folder, options=options, head=head).path
-
-
 def drafted(bundle, mix_up=False, **how):
     """Tokens per pass over all sources; each text is what plain decoding writes."""
     tokens = passes = 0
@@ -142,9 +134,10 @@ def test_a_trained_drafter_is_right_more_often(world, trained, tmp_path):
     assert len(figures["acceptance"]) == SLOTS
     assert figures["tokens_per_pass"] > 3 > 2 > before["tokens_per_pass"]
     wrong = save_drafter(tmp_path / "untrained", world[1], SLOTS)
-    bundle = bundle_of(world, folder, tmp_path / "right")
+    bundle = exported(world[1], tmp_path / "right", head=folder).path
+    other = exported(world[1], tmp_path / "wrong", head=wrong).path
     right = drafted(bundle)
-    assert right > 2.5 > 1.6 > drafted(bundle_of(world, wrong, tmp_path / "wrong"))
+    assert right > 2.5 > 1.6 > drafted(other)
     assert drafted(bundle, temperature=0.7, seed=3) > 2
     assert drafted(bundle, mix_up=True) < 0.85 * right
 

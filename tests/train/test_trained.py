@@ -22,17 +22,16 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.streams import MAX_RANKS, StreamSettings
 from jetdraft.errors import OptionError
-from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.draft.task import ModelSettings, ModelTask
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.methods.forecast.task import ForecastSettings, ForecastTask
 from jetdraft.methods.medusa.task import MedusaTask
 from jetdraft.methods.ppd.task import PpdSettings, PpdTask
 from jetdraft.methods.stream.task import StreamTask
-from jetdraft.recipe import Recipe
 from jetdraft.train.heads import HeadSettings
 from jetdraft.train.task import Task, TrainingOptions
 from jetdraft.train.training import Training
+from tests.exports import exported
 from tests.train.periodic import PERIOD, QUICK, made
 
 LAYERS = 4
@@ -40,9 +39,7 @@ LONGER = replace(
     QUICK, steps=100, sequence_length=48, learning_rate=1e-2, validate_every=100
 )
 ALONE = replace(LONGER, batch_size=1, sequence_length=64)
-FLOATS = ExportOptions(
-    Recipe("none"), Recipe("none"), capacity=128, max_width=32, fast=True
-)
+FLOATS = {"capacity": 128, "max_width": 32}
 HOW = {"max_new_tokens": 60, "ignore_eos": True}
 CHAIN, BEST = {"num_draft_tokens": 3}, {"drafting": {"tree": "best"}}
 TREE = {"tree": "k-ary", "branching": [2, 1, 1]}
@@ -182,11 +179,11 @@ def bundle_of(target: str, run: Training, folder: Path) -> Bundle:
     own = str(run.folder.path)
     if isinstance(run.task, ModelTask):
         with pytest.raises(OptionError, match="drafter was trained with its own"):
-            export(target, folder, own, replace(FLOATS, draft_vocab=20))
-        return export(target, folder, own, FLOATS)
+            exported(target, folder, drafter=own, draft_vocab=20)
+        return exported(target, folder, drafter=own, **FLOATS)
     if (run.folder.path / "streams.json").exists():
-        return export(own, folder, options=FLOATS)
-    return export(target, folder, options=FLOATS, head=own)
+        return exported(own, folder, **FLOATS)
+    return exported(target, folder, head=own, **FLOATS)
 
 
 def test_it_drafts_more_and_changes_no_text(trained, target, tmp_path):

@@ -7,10 +7,9 @@ import torch
 
 import jetdraft
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.layouts import write
+from tests.exports import exported
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 
 TABLE = re.compile(r"(embed_tokens|lm_head|hydra_lm_head\.\d|\d\.1)\.weight|t2d")
@@ -114,11 +113,10 @@ def test_the_targets_own_matrices_are_not_kept_twice(target, tmp_path, rows):
 def test_its_drafts_change_no_text(tmp_path):
     """Its part of the vocabulary is one like any other, whoever reads it."""
     config = llama_config(num_hidden_layers=1, tie_word_embeddings=False)
-    checkpoint = str(save_checkpoint(tmp_path / "target", config))
+    checkpoint = save_checkpoint(tmp_path / "target", config)
     rows, method = VOCAB_SIZE - 8, "medusa"
     head = write(tmp_path / "head", *made(method, rows))
-    options = ExportOptions(Recipe("none"), capacity=64, max_width=16, fast=True)
-    bundle = export(checkpoint, tmp_path / "bundle", options=options, head=head)
+    bundle = exported(checkpoint, tmp_path / "bundle", head=head)
     ids = bundle.draft_vocabulary()
     assert ids is not None
     assert ids.max() < rows

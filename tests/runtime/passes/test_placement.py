@@ -15,14 +15,13 @@ from jetdraft.checkpoints.streams import StreamSettings
 from jetdraft.devices import providers
 from jetdraft.devices.providers import PROVIDERS, Presence, Provider
 from jetdraft.errors import OptionError
-from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.passes import opener as opening
 from jetdraft.runtime.passes.buffers import Memory
 from jetdraft.runtime.passes.opener import shared_weights
 from jetdraft.runtime.passes.session import Captures, open_session
 from jetdraft.runtime.planning.drafting import Drafting
+from tests.exports import exported
 from tests.tiny import llama_config, save_checkpoint, save_streams
 
 PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
@@ -47,11 +46,9 @@ def bundle(pair, tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("placed")
     config = llama_config(num_hidden_layers=1)
     target, output = save_checkpoint(folder / "target", config), folder / request.param
-    options = ExportOptions(
-        Recipe("int8", 32), provider=request.param, drafter_provider="cpu",
-        capacity=320, max_width=64,
-    )  # fmt: skip
-    return export(str(target), output, str(pair.drafter), options)
+    providers = {"provider": request.param, "drafter_provider": "cpu"}
+    sizes = {"drafter_recipe": "int8", "capacity": 320, "max_width": 64}
+    return exported(target, output, "int8", pair.drafter, **providers, **sizes)
 
 
 def pretend(monkeypatch, name):
@@ -206,10 +203,8 @@ def test_streams_and_integers_of_four_bits(tmp_path, monkeypatch, scheme):
     save_checkpoint(tmp_path / "c", llama_config(num_hidden_layers=1))
     settings = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
     save_streams(tmp_path / "c", settings)
-    options = ExportOptions(
-        Recipe(scheme, 32), provider="cuda", flavour=flavour, capacity=192, max_width=64
-    )
-    export(str(tmp_path / "c"), tmp_path / "b", options=options)
+    options = {"flavour": flavour, "capacity": 192, "max_width": 64}
+    exported(tmp_path / "c", tmp_path / "b", scheme, provider="cuda", **options)
     plain = jetdraft.load(tmp_path / "b", provider="cpu", threads=1)
     pretend(monkeypatch, "cuda")
     model = jetdraft.load(tmp_path / "b", threads=1)

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-import jetdraft
 from jetdraft.errors import OptionError
 from jetdraft.methods.stream.method import StreamOptions
 from jetdraft.runtime.planning.drafting import Drafting
@@ -16,7 +15,7 @@ from jetdraft.runtime.sampling.verifiers import VERIFIERS
 
 IDS = np.random.default_rng(1).integers(0, 288, 30)
 DRAFT = {"method": "draft", "token_ids": IDS}
-BEST, PRUNED = DraftOptions(tree="best"), StreamOptions(prune_threshold=0.05)
+PRUNED = StreamOptions(prune_threshold=0.05)
 KARY = {"tree": "k-ary", "branching": [2, 2]}
 
 
@@ -26,7 +25,6 @@ KARY = {"tree": "k-ary", "branching": [2, 2]}
         ({"tree": "oak"}, "unknown tree"),
         ({"siblings": "twins"}, "unknown siblings"),
         ({"verifier": "judge"}, "unknown verifier"),
-        ({"shape": "best"}, "unknown drafting option 'shape'"),
         ({"tree": "k-ary"}, "go together"),
         ({"branching": [2]}, "go together"),
         ({"tree": "static"}, "go together"),
@@ -40,10 +38,6 @@ KARY = {"tree": "k-ary", "branching": [2, 2]}
         ({"verifier": "tolerant"}, "neither the text .*no-exact"),
         ({"top": 2}, "'walk' has no top; leave it out, or give verifier=tolerant"),
         ({**KARY, "verifier": "recursive"}, "but not the text .*no-exact"),
-        ({**KARY, "branching": 3}, "list of integers"),
-        ({**KARY, "branching": "3;2"}, "list of integers"),
-        ({**KARY, "branching": [2.5]}, "list of integers"),
-        ({**KARY, "branching": [True]}, "list of integers"),
         ({"tree": "static", "tree_parents": []}, "no rows"),
     ],
 )
@@ -76,11 +70,7 @@ def test_verifiers_are_for_some_drafts(model, method, drafting, words):
         ({"num_draft_tokens": 2.5}, "num_draft_tokens", "not an integer"),
         ({"num_draft_tokens": True}, "num_draft_tokens", "not an integer"),
         ({"num_draft_tokens": 0}, "num_draft_tokens", "give 1 to 15"),
-        ({"num_draft_tokens": 16}, "num_draft_tokens", "give 1 to 15"),
         ({"max_new_tokens": "8"}, "max_new_tokens", "not an integer"),
-        ({"seed": 1.5}, "seed", "not an integer"),
-        ({"temperature": "1"}, "temperature", "not a number"),
-        ({"method": ["draft"]}, "method", "is not a text"),
         ({"method": "typo"}, "method", "unknown method 'typo'; choose auto, none"),
         ({"method": "draft,guess"}, "method", "unknown method .guess."),
         ({"method": "draft,none"}, "method", "list methods only"),
@@ -90,13 +80,11 @@ def test_verifiers_are_for_some_drafts(model, method, drafting, words):
         ({"method": "draft,lookup", "drafting": {"tree": "best"}},
          "drafting", "method draft"),
         ({"method": "none", "drafting": {"tree": "best"}}, "drafting", "no meaning"),
-        ({"method": "none", "drafting": BEST}, "drafting", "no meaning"),
         ({"method": "none", "num_draft_tokens": 3}, "num_draft_tokens", "no meaning"),
         ({"method": "lookup", "drafting": {"tree": "best"}}, "drafting", "choose ver"),
         ({"method": "lookup", "drafting": {"stopping": "product"}},
          "drafting", "unknown drafting option 'stopping'"),
         ({"drafting": PRUNED}, "drafting", "StreamOptions are not options"),
-        ({"tree": "best"}, "tree", "unknown option 'tree'"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be(model, options, field, words):
@@ -163,15 +151,6 @@ def test_a_tree_wider_than_the_passes_of_a_bundle(model, monkeypatch):
     with pytest.raises(OptionError, match=words) as refusal:
         model.stream(**DRAFT, drafting=KARY)
     assert refusal.value.field == "drafting"
-
-
-def test_a_drafter_that_is_off(bundle):
-    off = jetdraft.load(bundle, threads=1, drafter_provider="off")
-    assert off.parts.drafter is None
-    assert not {"draft", "cascade"} & set(off.methods)
-    with pytest.raises(OptionError, match=r"no method .*: .* needs a drafter") as no:
-        off.stream(token_ids=IDS, method="draft,lookup")
-    assert no.value.field == "method"
 
 
 TREES = [

@@ -615,7 +615,6 @@ def test_its_cost_is_measured(model, method):
         ({"steps": 0}, "steps 0 is out of range"),
         ({"confidence": 1.5}, "confidence 1.5 is out of range; give 0 .off. to 1"),
         ({"steps": 2, "tree": "best"}, "leave the tree out"),
-        ({"passes": 2}, "unknown drafting option 'passes'"),
     ],
     ids=str,
 )

@@ -13,6 +13,7 @@ from jetdraft.runtime.passes.session import StepSessions, open_session
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from jetdraft.testing import toy_bundle
+from tests.exports import exported
 from tests.fuzz.other_bundles import resized
 from tests.runtime import fake_method
 from tests.runtime.fake_method import drafter_of
@@ -25,12 +26,9 @@ SAMPLINGS = [Sampling(), Sampling(0.8, seed=1), Sampling(1.2, seed=3, top_k=40)]
 @pytest.fixture(scope="module")
 def float_model(pair, tmp_path_factory):
     """The pair unquantized: no activation rounding between a tree and a chain."""
-    from jetdraft.export.exporter import ExportOptions, export
-    from jetdraft.recipe import Recipe
-
     output = tmp_path_factory.mktemp("float") / "bundle"
-    options = ExportOptions(Recipe("none"), capacity=256, max_width=64)
-    export(str(pair.target), output, str(pair.drafter), options)
+    sizes = {"capacity": 256, "max_width": 64}
+    exported(pair.target, output, drafter=pair.drafter, **sizes)
     return jetdraft.load(output, threads=1)
 
 
@@ -141,15 +139,6 @@ def test_compacted_branches_give_the_same_text(float_model, sampling):
     assert stats.tokens_per_pass > 1.5
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_the_capacity_ends_the_text(model, exact):
-    expected, _ = generate(model, SAMPLINGS[0], tokens=10_000)
-    proposer = Branching(np.array(expected))
-    ids, stats = generate(model, SAMPLINGS[0], proposer, tokens=10_000, exact=exact)
-    assert (len(ids), stats.finish_reason) == (len(expected), "length")
-    assert model.parts.target.cache.length <= model.parts.target.cache.capacity
-
-
 class Broken(Branching):
     def propose(self, context, budget, parents=None):
         return Rows([int(context[-1]), 1, 2], [-1, 2, 0])
@@ -239,9 +228,16 @@ def test_every_outcome_leaves_the_cache_in_step(model, drafter, budget):
         assert again == fresh(model, context, 4)
 
 
-def test_rounds_of_others_are_caught_up(model, drafter):
-    drafter.propose(CONTEXT, 3)
-    context = [*CONTEXT, 1, *range(90)]
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([], [1, *range(90)]),  # rounds of others
+        ([5, 6, 7], [5, 9]),  # what a branch chose beyond a gap may turn out wrong
+    ],
+)
+def test_a_context_that_changes_is_followed(model, drafter, before, after):
+    drafter.propose([*CONTEXT, *before], 3)
+    context = [*CONTEXT, *after]
     assert drafter.propose(context, 3).tokens == fresh(model, context, 3)
 
 
@@ -258,13 +254,6 @@ def test_a_drafter_that_is_the_target_is_always_right(model):
             ).stats  # fmt: skip
         assert stats.acceptance_rate > 0.97
         assert stats.tokens_per_pass > 3.7
-
-
-def test_a_context_that_changes_is_followed(model, drafter):
-    """What a branch chose beyond a gap may turn out wrong."""
-    drafter.propose([*CONTEXT, 5, 6, 7], 3)
-    context = [*CONTEXT, 5, 9]
-    assert drafter.propose(context, 3).tokens == fresh(model, context, 3)
 
 
 def test_one_target_pass_per_round_and_one_drafter_pass_per_token(model, drafter):

@@ -1,13 +1,19 @@
+"""Drafts from earlier text: of the sequence itself, and of similar requests."""
+
 import random
 
+import numpy as np
 import pytest
 
+from jetdraft.methods.recall.method import RecallProposer, Script, adapt_response
+from jetdraft.runtime.history.store import Entry, ResponseStore, Similarity
 from jetdraft.runtime.proposers.lookup import (
     ROOT,
     Guess,
     LookupProposer,
     SuffixAutomaton,
 )
+from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
 
 def draft(context, budget=3, **options):
@@ -140,3 +146,138 @@ def test_steps_through_another_text_keep_the_longest_match(seed):
             if sequence[i : i + size] == text[-size:]
         ]
         assert place[1] == max(sizes, default=0)
+
+
+# --- similar requests -----------------------------------------------------------------
+
+CHOOSER = Chooser(Sampling())
+
+
+@pytest.fixture
+def similarity(tmp_path):
+    table = np.random.default_rng(0).normal(size=(200, 16))
+    np.save(tmp_path / "table.npy", (40 * table).clip(-127, 127).astype(np.int8))
+    return Similarity(tmp_path / "table.npy")
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ResponseStore(tmp_path / "store.sqlite", "tokens")
+
+
+def decode(proposer, prompt, output, budget=4):
+    """Rounds of a chain over a given output; how many they are."""
+    proposer.begin(prompt, CHOOSER)
+    context, rounds = list(prompt), 0
+    while len(context) < len(prompt) + len(output):
+        left = output[len(context) - len(prompt) :]
+        draft = proposer.propose(context, budget).tokens[1:]
+        right = 0
+        while right < min(len(draft), len(left) - 1) and draft[right] == left[right]:
+            right += 1
+        context += left[: right + 1]
+        rounds += 1
+    return rounds
+
+
+REQUEST, RESPONSE = list(range(20)), list(range(50, 70))
+
+
+@pytest.mark.parametrize(
+    ("request_", "response", "output", "rounds"),
+    [
+        (REQUEST, RESPONSE, RESPONSE, 4),
+        (list(range(100, 120)), RESPONSE, RESPONSE, 20),  # another request
+        # Slot 9 of the request is repeated in the response.
+        (
+            [*range(9), 199, *range(10, 20)],
+            [50, 51, 9, 52, 53, 54, 55, 56],
+            [50, 51, 199, 52, 53, 54, 55, 56],
+            2,
+        ),
+    ],
+    ids=["same", "other", "slot"],
+)
+def test_similar_requests(store, similarity, request_, response, output, rounds):
+    store.add(Entry(REQUEST, response, similarity.vector(REQUEST)))
+    alike = similarity.vector(REQUEST) @ similarity.vector(request_) > 0.8
+    assert alike == (rounds < len(output))
+    assert decode(RecallProposer(store, similarity), request_, output) == rounds
+
+
+@pytest.mark.parametrize(
+    ("script", "output", "following"),
+    [
+        ([1, 2, 3, 4], [], [1, 2, 3]),
+        ([1, 2, 3, 4], [9], []),
+        ([1, 2, 3, 4], [9, 2], [3, 4]),
+        ([1, 2, 3, 4, 5, 6, 7], [1, 2, 99], []),
+        ([1, 2, 3, 4, 5, 6, 7], [1, 2, 99, 4], [5, 6, 7]),
+        # A place is looked for ahead only.
+        ([1, 2, 3, 1, 4, 5], [1, 2, 3, 99, 1], [4, 5]),
+    ],
+    ids=str,
+)
+def test_a_lost_place_is_found(script, output, following):
+    script = Script(script)
+    for end in range(1, len(output) + 1):
+        script.follow(output[:end])
+    assert script.next_tokens(3) == following
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "now", "expected"),
+    [
+        ([1, 2, 9], [5, 2, 5], [1, 3, 9], [5, 3, 5]),
+        ([1, 2, 2, 9], [2, 2, 7], [1, 3, 9], [3, 7]),
+        ([1, 2, 9], [5, 2], [1, 2, 9], [5, 2]),
+        ([1, 9], [5, 1], [1, 8, 9], [5, 1]),
+    ],
+)
+def test_words_of_another_request(prompt, response, now, expected):
+    assert adapt_response(prompt, response, now) == expected
+
+
+def test_a_withdrawn_token_is_forgotten(store, similarity):
+    prompt, response = list(range(20)), list(range(50, 60))
+    store.add(Entry(prompt, response, similarity.vector(prompt)))
+    proposer = RecallProposer(store, similarity)
+    proposer.begin(prompt, CHOOSER)
+    proposer.propose([*prompt, 50, 51, 99], 2)
+    assert proposer.propose([*prompt, 50, 51], 2).tokens[1:] == [52, 53]
+
+
+def test_lookup_reads_earlier_responses(store):
+    store.add(Entry([1], [70, 71, 72, 73, 74], np.zeros(0, np.float32)))
+    proposer = LookupProposer(store=store)
+    proposer.begin([5], CHOOSER)
+    assert proposer.propose([5, 6, 70, 71], 4).tokens[1:] == [72, 73]
+    assert proposer.propose([5, 6, 70, 71, 72], 4).tokens[1:] == [73, 74]
+    store.add(Entry([2], [5, 6, 88, 89], np.zeros(0, np.float32)))
+    proposer.begin([5], CHOOSER)
+    assert proposer.propose([5, 6], 4).tokens[1:] == [88, 89]
+    assert LookupProposer().propose([5, 6], 4).tokens[1:] == []
+
+
+def test_the_likelier_draft_wins(store):
+    """The text itself went on with 9 once of twice, the responses always with 8."""
+    for start in range(3):
+        store.add(Entry([start], [start, 6, 7, 8, 8], np.zeros(0, np.float32)))
+    proposer = LookupProposer(store=store)
+    proposer.begin([5], CHOOSER)
+    context = [6, 7, 1, 6, 7, 9, 6, 7]
+    assert proposer.propose(context, 2).tokens[1:] == [8, 8]
+
+
+def test_a_response_that_was_replaced_is_learned(store):
+    """SQLite gives the id of the deleted row again."""
+    lookup = LookupProposer(store=store)
+    for response in ([5, 6, 7, 8], [5, 6, 9, 9]):
+        store.add(Entry([1], response, np.zeros(0, np.float32)))
+        lookup.begin([1], CHOOSER)
+    assert 9 in lookup.propose([1, 5, 6], 2).tokens[1:]
+
+
+def test_vectors_of_another_size_are_passed_over(store, similarity):
+    store.add(Entry([1, 2], [3], np.ones(3, np.float32)))
+    assert decode(RecallProposer(store, similarity), [1, 2], [3, 4]) == 2

@@ -84,6 +84,7 @@ def test_a_value_is_read_as_its_type(key, value, expected):
         ("levels", "", "a list of integers"),
         ("levels", 3, "a list of integers"),
         ("levels", [2.5], "a list of integers"),
+        ("levels", [True], "a list of integers"),
         ("threshold", [0.1], "a number or a text"),
         ("name", 5, "a text"),
         ("verifier", 5, "a text"),

@@ -17,10 +17,8 @@ from jetdraft.checkpoints.streams import (
     StreamSettings,
 )
 from jetdraft.errors import BundleError, OptionError
-from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.ppd import method as ppd
 from jetdraft.methods.ppd.method import PromptProposer
-from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Probes, Probing, Rows
 from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.measured.stats import Acceptance, Round
@@ -31,6 +29,7 @@ from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.prompts import prompt_logits
+from tests.exports import exported
 from tests.tiny import llama_config, save_checkpoint, save_prompts, save_streams
 
 TREE = {"tree": "k-ary", "branching": [2, 2, 2]}
@@ -87,10 +86,10 @@ def models(tmp_path_factory):
             if kind:
                 save = save_streams if kind == "stream" else save_prompts
                 save(folder / "c", replace(SETTINGS[kind], **changes), seed)
-            recipe = Recipe("int4", size) if size else Recipe("none")
-            options = ExportOptions(recipe, capacity=256, max_width=64)
-            export(str(folder / "c"), folder / "bundle", options=options)
-            made[key] = jetdraft.load(folder / "bundle", threads=1)
+            recipe = f"int4-b{size}" if size else "none"
+            sizes = {"capacity": 256, "max_width": 64}
+            bundle = exported(folder / "c", folder / "bundle", recipe, **sizes)
+            made[key] = jetdraft.load(bundle.path, threads=1)
         return made[key]
 
     yield of
@@ -140,6 +139,8 @@ def test_the_text_is_that_of_plain_decoding(models, plain_text, kind, way):
             assert drafted.stats.drafted_tokens > 60
         if "rows" in draft.get("drafting", {}):
             assert drafted.stats.drafted_tokens > 40
+        if draft == {"drafting": TREE} and not way:  # 2 + 4 + 8 rows
+            assert "stream:14" in drafted.stats.rounds_by_choice
     if kind != "forecast":  # of which `stream` cannot draft
         assert text(model, "auto", **way).token_ids == plain_text(model, way)
 
@@ -240,14 +241,6 @@ def test_what_probes_see():
 
 
 # --- streams --------------------------------------------------------------------------
-
-
-def test_a_cartesian_tree(models, plain_text):
-    """k = 2 per stream: 2 + 4 + 8 rows."""
-    model = models("stream")
-    drafted = text(model, "stream", drafting=TREE)
-    assert drafted.token_ids == plain_text(model, {})
-    assert set(drafted.stats.rounds_by_choice) >= {"stream:14"}
 
 
 @every_way
@@ -409,8 +402,7 @@ def test_a_row_goes_with_all_below_it(models):
 def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
     folder = save_checkpoint(tmp_path / "c", llama_config(num_hidden_layers=1))
     save_streams(folder, SETTINGS["stream"])
-    options = ExportOptions(Recipe("none"), capacity=256, max_width=32, fast=True)
-    export(str(folder), tmp_path / "bundle", options=options)
+    exported(folder, tmp_path / "bundle", capacity=256, max_width=32)
     with jetdraft.load(tmp_path / "bundle", threads=1) as model:
         plain = text(model, "none").token_ids
         assert text(model, "stream").token_ids == plain

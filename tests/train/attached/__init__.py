@@ -1,1 +1,0 @@
-"""Drafters that are attached to a target: their training, their drafts."""

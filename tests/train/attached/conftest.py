@@ -6,7 +6,7 @@ import pytest
 
 import jetdraft
 from jetdraft.bundle import Bundle
-from tests.train.attached.drafts import LONG, STILL, WAYS, exported
+from tests.train.attached.drafts import LONG, STILL, WAYS, int4
 from tests.train.periodic import PERIOD, made
 
 
@@ -23,7 +23,8 @@ def folders(request, target, tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
     """The bundles of the target with these drafters."""
-    return exported(target, tmp_path_factory.mktemp("bundles"), folders)
+    output = tmp_path_factory.mktemp("bundles")
+    return {n: int4(target, output / n, head=head) for n, head in folders.items()}
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from tests.train.attached.drafts import (
     QUICK,
     STILL,
     AttachedDrafter,
-    exported,
     in_floats,
+    int4,
 )
 from tests.train.periodic import PERIOD, made
 
@@ -45,8 +45,8 @@ def folders(target, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
-    folder = tmp_path_factory.mktemp("bundles")
-    return exported(target, folder, {name: folders[name] for name in ("trained", "2")})
+    folder, names = tmp_path_factory.mktemp("bundles"), ("trained", "2")
+    return {n: int4(target, folder / n, head=folders[n]) for n in names}
 
 
 class TestFalcon(AttachedDrafter):
@@ -55,7 +55,6 @@ class TestFalcon(AttachedDrafter):
     fields: ClassVar = {"architectures": ["FalconDrafter"], "block_size": 2}
     untrained = "2"
     floor, positions, places = 0.6, 4, 2
-    fills = ({"num_draft_tokens": 5}, {"drafting": {"tree": "best"}})
 
 
 def test_short_prompts_are_drafted_for_later(model):

@@ -13,10 +13,9 @@ from jetdraft.bundle import check_pair
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import OptionError, PairError, UnsupportedModelError
-from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.glide.task import GlideTask
-from jetdraft.recipe import Recipe
 from jetdraft.train.heads import DRAFT_ROWS
+from tests.exports import exported
 from tests.tiny import HYBRIDS, save_checkpoint
 from tests.train.attached.drafts import QUICK, AttachedDrafter
 from tests.train.periodic import made
@@ -36,12 +35,7 @@ def test_the_graph_is_the_module(target, folders, tmp_path, sliced, monkeypatch)
     """The rows of the target that are committed count, and no others."""
     if not sliced:  # as on a GPU, where a slice would ask the host for its size
         monkeypatch.setattr("jetdraft.export.drafters.slice_target_buffers", nothing_of)
-    options = ExportOptions(
-        Recipe("none"), Recipe("none"), capacity=64, max_width=16, fast=True
-    )
-    bundle = export(
-        target, tmp_path / "b", options=options, head=str(folders["trained"])
-    )
+    bundle = exported(target, tmp_path / "b", head=folders["trained"])
     checkpoint = Checkpoint.load(target, torch.float32)
     checkpoint.model.set_attn_implementation("sdpa")
     module = load_head(str(folders["trained"]), checkpoint, torch.float32)
@@ -136,10 +130,8 @@ def test_a_pair_whose_buffers_do_not_fit_is_refused(bundles):
 def test_integer_buffers_are_refused_before_anything_is_written(
     target, folders, tmp_path
 ):
-    recipe = Recipe.parse("int4-rtn-b32-kv8", 32)
-    options = ExportOptions(recipe, capacity=64, max_width=16, fast=True)
     with pytest.raises(OptionError, match="reads the target's buffers in floats"):
-        export(target, tmp_path / "b", options=options, head=str(folders["trained"]))
+        exported(target, tmp_path / "b", "int4-rtn-kv8", head=folders["trained"])
     assert not (tmp_path / "b").exists()
 
 

@@ -12,18 +12,17 @@ from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import OptionError, UnsupportedModelError
-from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods import registered
 from jetdraft.methods.kangaroo.task import KangarooSettings, KangarooTask
 from jetdraft.methods.select import method as select_method
-from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.split.halves import Halves
 from jetdraft.runtime.planning.drafting import Drafting
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as cli
+from tests.exports import exported
 from tests.tiny import llama_config, save_checkpoint
-from tests.train.attached.drafts import LONG, QUICK, SMALL, AttachedDrafter
+from tests.train.attached.drafts import LONG, QUICK, AttachedDrafter, int4
 from tests.train.periodic import PERIOD
 
 TASK, LAYERS, SETTINGS = KangarooTask, 4, KangarooSettings(exit_layer=1)
@@ -33,21 +32,18 @@ LEARNING = replace(QUICK, steps=60, sequence_length=48, learning_rate=1e-2)
 @pytest.fixture(scope="module")
 def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
     folder = tmp_path_factory.mktemp("bundles")
-    options = replace(SMALL, fast=False, select_kv=16)  # its acceptance is measured
+    measured = {"fast": False, "select_kv": 16}  # its acceptance
     return {
-        name: export(target, folder / name, options=one, head=str(folders[name]))
-        for name, one in (("trained", options), ("untrained", SMALL))
+        name: int4(target, folder / name, head=folders[name], **options)
+        for name, options in (("trained", measured), ("untrained", {}))
     }
 
 
 class TestKangaroo(AttachedDrafter):
-    """At the end of the buffers a lower pass with its padding does not fit."""
-
     method = "kangaroo"
     parts: ClassVar = {"norm"}
     fields: ClassVar = {"architectures": ["KangarooAdapter"], "exit_layer": 1}
     gain, has_mlp = 0.5, False
-    fills = ({"num_draft_tokens": 2}, {"num_draft_tokens": 5})
     drafting: ClassVar = {"confidence": 0.0}
 
 
@@ -177,28 +173,10 @@ def test_the_confidence_ends_a_draft(model):
     assert drafted(1.0) < drafted(0.6) < drafted(0.0)
 
 
-def test_a_saved_prefix_holds_the_adapters_rows(bundles, tmp_path):
-    prompt, how = PERIOD * 2, {"method": "kangaroo", "num_draft_tokens": 3, **LONG}
-    with jetdraft.load(bundles["trained"].path, threads=1) as model:
-        ids = model.parts.text.encode(prompt)
-        fresh = model.generate(prompt, **how)
-        model.save_prefix(tmp_path / "prefix.npz", ids[:-2])
-    with jetdraft.load(bundles["trained"].path, threads=1) as model:
-        model.load_prefix(tmp_path / "prefix.npz")
-        again = model.generate(prompt, **how)
-        assert again.stats.reused_tokens > 10
-    assert again.token_ids == fresh.token_ids
-    assert again.stats.accepted_counts == fresh.stats.accepted_counts
-
-
 def test_the_adapter_in_the_graph_is_the_module(target, folders, tmp_path):
     """The graph answers what the module says, for its part of the vocabulary."""
-    options = ExportOptions(
-        Recipe("none"), Recipe("none"), capacity=128, max_width=16, fast=True,
-        draft_vocab=40,
-    )  # fmt: skip
-    adapter = str(folders["trained"])
-    bundle = export(target, tmp_path / "b", options=options, head=adapter)
+    adapter, sizes = str(folders["trained"]), {"capacity": 128, "draft_vocab": 40}
+    bundle = exported(target, tmp_path / "b", head=adapter, **sizes)
     checkpoint = Checkpoint.load(target, torch.float32)
     checkpoint.model.set_attn_implementation("sdpa")
     module = load_head(adapter, checkpoint, torch.float32)
@@ -233,9 +211,8 @@ def test_the_adapter_in_the_graph_is_the_module(target, folders, tmp_path):
 def test_halves_over_integer_buffers_write_the_text_of_plain_decoding(
     target, folders, tmp_path
 ):
-    options = replace(SMALL, recipe=Recipe("int8", 32, kv="int8"))
-    adapter = str(folders["trained"])
-    bundle = export(target, tmp_path / "b", options=options, head=adapter)
+    adapter = folders["trained"]
+    bundle = int4(target, tmp_path / "b", recipe="int8-kv8", head=adapter)
     assert bundle.target.split_contract.lower.kv_bits == 8
     with jetdraft.load(bundle.path, threads=1) as model:
         plain = model.generate(PERIOD, method="none", **LONG)
@@ -255,19 +232,16 @@ def test_halves_of_sliding_windows_are_refused(folders, tmp_path):
     fields = {name: value for name, value in sizes.items() if name in known}
     config = MistralConfig(**{**fields, "sliding_window": 8})
     source = save_checkpoint(tmp_path / "windows", config)
-    options = ExportOptions(Recipe("none"), capacity=64, max_width=16, fast=True)
-    own = {"options": options, "head": str(folders["trained"])}
     with pytest.raises(UnsupportedModelError, match="attends in sliding windows"):
-        export(str(source), tmp_path / "b", **own)
+        exported(source, tmp_path / "b", head=folders["trained"])
     assert not (tmp_path / "b").exists()
 
 
 def test_other_providers_are_refused_before_anything_is_written(
     target, folders, tmp_path
 ):
-    options = ExportOptions(Recipe("int4", 32), provider="cuda")
     with pytest.raises(OptionError, match="run on the CPU, not on cuda"):
-        export(target, tmp_path / "b", options=options, head=str(folders["trained"]))
+        int4(target, tmp_path / "b", head=folders["trained"], provider="cuda")
     assert not (tmp_path / "b").exists()
 
 

@@ -16,13 +16,12 @@ from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.drafters import drafter_arrays, head_arrays
-from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.learning.lessons import VERDICT_TOKENS, Lesson, WeightSets, drafter_sha256
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
-from jetdraft.recipe import Recipe
 from jetdraft.train.task import TrainingOptions
 from jetdraft.train.use.learning import Pace, UseOptions, UseTraining, publish
 from jetdraft.train.use.students import UNROLLED_STEPS, load_student
+from tests.exports import exported
 from tests.toy_drafter import save_drafter
 from tests.train.periodic import PERIOD, made, nothing, write_periodic
 
@@ -37,9 +36,8 @@ def world(target, tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     text = write_periodic(folder / "text.txt")
     made(EagleTask, target, folder / "head", [text], SETTINGS, QUICK).run(nothing)
-    recipes = Recipe("none"), Recipe.parse("int8-rtn-b32")
-    options = ExportOptions(*recipes, capacity=128, max_width=16, fast=True)
-    export(target, folder / "bundle", options=options, head=str(folder / "head"))
+    options = {"drafter_recipe": "int8-rtn", "capacity": 128}
+    exported(target, folder / "bundle", head=folder / "head", **options)
     return folder
 
 

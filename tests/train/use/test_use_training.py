@@ -18,9 +18,7 @@ from jetdraft.errors import (
     TrainingError,
 )
 from jetdraft.export.drafters import drafter_arrays
-from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.learning.lessons import Lesson
-from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
 from jetdraft.train.use import learning as module
@@ -34,6 +32,7 @@ from jetdraft.train.use.learning import (
 )
 from jetdraft.train.use.students import Missed, load_student
 from tests.devices.trees import POWER, write
+from tests.exports import exported
 from tests.programs import python
 from tests.tiny import drafter_config, llama_config, save_checkpoint
 from tests.toy_drafter import save_drafter
@@ -57,8 +56,7 @@ def test_a_drafter_of_another_padding_learns(tmp_path, rows):
     small = {"num_hidden_layers": 1}
     target = save_checkpoint(tmp_path / "t", llama_config(vocab_size=320, **small))
     drafter = save_checkpoint(tmp_path / "d", drafter_config(vocab_size=rows), seed=1)
-    options = ExportOptions(Recipe("none"), capacity=64, max_width=32, fast=True)
-    bundle = export(str(target), tmp_path / "bundle", str(drafter), options)
+    bundle = exported(target, tmp_path / "bundle", drafter=drafter, max_width=32)
     student = load_student(bundle)
     assert student.arrays({}, TEXT) == {}
     lost = student.missed(student.load({}), [lesson(best=287), lesson(4, best=7)])
@@ -85,11 +83,8 @@ def quantized(tmp_path_factory):
     drafter = save_checkpoint(
         folder / "drafter", drafter_config(**wide, intermediate_size=128), seed=1
     )
-    options = ExportOptions(
-        Recipe("none"), Recipe.parse("int8-gptq-b32"), capacity=64, max_width=32,
-        draft_vocab=192,
-    )  # fmt: skip
-    export(str(target), folder / "bundle", str(drafter), options)
+    options = {"drafter_recipe": "int8-gptq", "max_width": 32, "draft_vocab": 192}
+    exported(target, folder / "bundle", drafter=drafter, **options)
     return folder
 
 

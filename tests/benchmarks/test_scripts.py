@@ -1,0 +1,278 @@
+"""Scripts of benchmarks: ways that take turns, scores, and drafters that grow."""
+
+import json
+import statistics
+from pathlib import Path
+
+import heads
+import inflate
+import inflate_head
+import never_slower
+import pytest
+import tasks
+import torch
+from click.testing import CliRunner
+from human_eval import solves
+from roofline import fit, leave_one_out, read, runtime_mb
+from safetensors.torch import load_file, save_file
+from tasks import rouge_l
+from torch import Tensor
+
+from jetdraft import Stats
+from jetdraft.checkpoints.checkpoint import load_probes, read_settings
+from jetdraft.checkpoints.heads.head_reader import load_head
+from jetdraft.checkpoints.streams import FORECAST, PromptSettings
+from jetdraft.devices.planning.cost_model import FITTED, RUNTIME_MB
+from jetdraft.methods.chimera.task import ChimeraTask
+from jetdraft.methods.falcon.task import FalconTask
+from jetdraft.methods.glide.task import GlideTask
+from jetdraft.methods.kangaroo.task import KangarooTask
+from jetdraft.train.blocks import Blocks
+from jetdraft.train.data import Batch
+from jetdraft.train.prompts import prompt_logits
+from jetdraft.train.task import TrainingOptions
+from jetdraft.train.teacher import load_target
+from tests.tiny import llama_config, save_checkpoint, save_prompts
+from tests.train.periodic import made, nothing, write_periodic
+
+
+@pytest.fixture
+def measured(tmp_path, toy, monkeypatch):
+    """Runs a script on the toy bundle and one prompt; gives its report."""
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "report.json"
+    line = {"prompt": "The robot sees", "completion": " a wall."}
+    prompts.write_text(json.dumps(line))
+    monkeypatch.setattr(Stats, "add", Stats.add)  # heads.py puts another in its place
+
+    def run(script, *words):
+        known = {"BUNDLE": str(toy), "PROMPTS": str(prompts)}
+        given = [known.get(word, word) for word in words]
+        options = [*given, "--json", str(output)]
+        result = CliRunner().invoke(script.main, options, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return json.loads(output.read_text()), result.stdout
+
+    return run
+
+
+def test_heads_compares_bundles(measured):
+    words = ("--bundle", "toy", "draft", "BUNDLE", "--prompts", "PROMPTS")
+    report, shown = measured(heads, *words, "--max-new-tokens", "12")
+    rows = {row["way"]: row for row in report["T=0.0"]["toy"]}
+    assert {"width 1", "plain", "K = 1", "K = 5", "planned", "auto"} < set(rows)
+    assert all(
+        row["same_text"] == row["texts"] for row in rows.values() if row["exact"]
+    )
+    assert rows["K = 5"]["tokens_per_pass"] > 2
+    assert rows["K = 5"]["draft_ms"] > 0
+    assert "| toy |" in shown
+    assert "| lookup, K = 4 |" in shown
+
+
+def test_tasks_has_the_metrics_of_plain_decoding(measured):
+    words = ("BUNDLE", "PROMPTS", "--methods", "draft,auto", "--num-draft-tokens", "2")
+    report, shown = measured(tasks, *words, "--max-new-tokens", "8")
+    assert [row["way"] for row in report["rows"]] == [
+        *("plain", "width 1", "draft, K = 2", "draft, any K", "auto, any K")
+    ]
+    assert report["exact_match"] in (0.0, 1.0)
+    assert all(row["same_text"] == 1 for row in report["rows"] if row["exact"])
+    assert "1 prompts, exact match" in shown
+
+
+def test_never_slower_measures_three_workloads(measured, monkeypatch):
+    monkeypatch.setattr(never_slower, "LONG", {"max_new_tokens": 8, "ignore_eos": True})
+    monkeypatch.setattr(never_slower, "SLOTS", never_slower.SLOTS[:2])
+    words = ("BUNDLE", "--prompts", "PROMPTS", "--methods", "draft,lookup")
+    report, _ = measured(never_slower, *words, "--repeats", "1")
+    ways = [row["way"] for row in report["random"]["T=1.0"]]
+    assert ways == [
+        *("plain", "width 1", "auto", "auto, not exact"),
+        *("never right", "never right, not exact"),
+    ]
+    wrong = report["random"]["T=0.0"][-1]
+    assert wrong["acceptance_rate"] in (0.0, None)
+    assert {row["way"] for row in report["code"]["T=0.8"]} > {"draft 8", "lookup 1"}
+    assert report["repeated"]["again"][-1]["way"] == "recall"
+
+
+# --- scores ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "score"),
+    [
+        ([1, 2, 3], [1, 2, 3], 1.0),
+        ([1, 2, 3, 4], [1, 3, 4, 9], 0.75),
+        ([3, 2, 1], [1, 2, 3], 1 / 3),
+        ([1, 2], [1, 2, 3, 4], 4 / 6),
+        ([], [1], 0.0),
+        ([], [], 1.0),
+    ],
+)
+def test_rouge_l_is_the_f1_of_the_longest_common_subsequence(one, other, score):
+    assert rouge_l(one, other) == pytest.approx(score)
+    assert rouge_l(other, one) == pytest.approx(score)
+
+
+TASK = {
+    "prompt": "def double(x):\n",
+    "entry_point": "double",
+    "test": "def check(f):\n    assert f(3) == 6\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "solved"),
+    [
+        ("Here:\n```python\ndef double(x):\n    return 2 * x\n```\nDone.", True),
+        ("def double(x):\n    return 2 * x", True),
+        ("def double(x):\n    return x", False),
+        ("raise SystemExit(0)", False),
+        ("no code", False),
+    ],
+)
+def test_an_answer_is_solved_if_all_tests_ran_and_passed(answer, solved):
+    assert solves(TASK, answer) is solved
+
+
+def test_the_constants_are_those_that_fit_the_published_rows():
+    records, table = read()
+    efficiency = fit(records)
+    assert efficiency.bandwidth == pytest.approx(FITTED.bandwidth, rel=0.01)
+    assert efficiency.pass_ms == pytest.approx(FITTED.pass_ms, rel=0.01)
+    assert efficiency.compute == pytest.approx(FITTED.compute, rel=0.01)
+    memory = runtime_mb(records, table["capacity"])
+    assert memory == pytest.approx(RUNTIME_MB, rel=0.01)
+
+
+def test_each_published_row_is_predicted_from_the_others():
+    """Plain decoding within 15% (median) and 30% (worst), memory within 20%."""
+    records, table = read()
+    errors = leave_one_out(records, table["capacity"])
+    speeds = [abs(error.speed) for error in errors]
+    assert len(speeds) == len(records) >= 20
+    assert statistics.median(speeds) < 0.15
+    assert max(speeds) < 0.30
+    memory = [abs(error.memory) for error in errors if error.memory is not None]
+    assert len(memory) == 20
+    assert max(memory) < 0.20
+
+
+def test_trees_of_sixty_rows_keep_their_published_share():
+    """The speed-up of a tree, as a share of its tokens per pass."""
+    records, table = read()
+    for tree in table["trees"]:
+        [record] = [
+            record
+            for record in records
+            if (record.device.name, record.model) == (tree["device"], tree["model"])
+        ]
+        share = record.predict_ms(FITTED) / record.predict_ms(FITTED, 60)
+        published = tree["speedup"] / tree["tokens_per_pass"]
+        assert share == pytest.approx(published, rel=0.27)
+
+
+# --- drafters that grow ---------------------------------------------------------------
+
+SIZES = {
+    "--hidden-size": 256, "--layers": 5, "--heads": 16, "--kv-heads": 8,
+    "--intermediate-size": 416,
+}  # fmt: skip
+TASKS = {
+    "kangaroo": KangarooTask,
+    "glide": GlideTask,
+    "chimera": ChimeraTask,
+    "falcon": FalconTask,
+}
+
+
+def said_by_drafter(kind: str, folder: Path, target: Path, output: Path) -> Tensor:
+    """The logits of a drafter's rows over a text, in the places of its training."""
+    texts = [write_periodic(output.with_suffix(".txt"))]
+    run = made(TASKS[kind], str(target), output, texts)
+    drafter = load_head(str(folder), run.target, torch.float32).eval()
+    run.task.config = drafter.config
+    ids, logits = torch.arange(1, 61)[None], []
+    lesson = run.task.target_lesson(run, Batch(ids, ids))
+    drafter.lm_head.register_forward_hook(lambda *call: logits.append(call[-1]))
+    run.task.sums(drafter, lesson, 1, learns=False)
+    return torch.cat(logits)
+
+
+def said_by_probes(folder: Path) -> Tensor:
+    """The logits of prompt tokens behind each fourth row of a text."""
+    checkpoint, _ = load_target(str(folder))
+    probed = load_probes(checkpoint.model, read_settings(folder), folder, 1.0)
+    ids = torch.arange(1, 61)[None]
+    # The target runs as it is, without the hooks that add the probes.
+    plain, _ = load_target(str(folder))
+    cache = plain.model(input_ids=ids, use_cache=True).past_key_values
+    places = Blocks.spread(Batch(ids, ids), 15)
+    return prompt_logits(
+        probed.prompts, plain.model, places.anchors, ids.shape[1], cache
+    )
+
+
+def run(command, *arguments: object) -> None:
+    result = CliRunner().invoke(command, [str(part) for part in arguments])
+    assert result.exit_code == 0, result.output
+
+
+def enlarged(small: Path, large: Path, *options: object) -> Path:
+    sizes = [part for pair in SIZES.items() for part in pair]
+    run(inflate.main, small, "-o", large, *sizes, *options)
+    return large
+
+
+@pytest.fixture(autouse=True)
+def without_bfloat16(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("small") / "target", llama_config())
+
+
+@pytest.fixture(scope="module")
+def large(target, tmp_path_factory) -> Path:
+    """A larger target, of which one trained layer lies below the extra layers."""
+    return enlarged(target, tmp_path_factory.mktemp("l") / "target", "--lowest", 1)
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_an_enlarged_drafter_says_the_same(kind, target, large, tmp_path):
+    """Its numbers matter: they are random, not those with which training begins."""
+    small, text = tmp_path / "small", write_periodic(tmp_path / "text.txt")
+    options = TrainingOptions(steps=1, sequence_length=32, seed=0)
+    made(TASKS[kind], str(target), small, [text], None, options).run(nothing)
+    tensors = load_file(small / "model.safetensors")
+    torch.manual_seed(0)
+    for name, weight in tensors.items():
+        if weight.ndim > 1:
+            tensors[name] = weight + 0.1 * torch.randn_like(weight)
+    save_file(tensors, small / "model.safetensors")
+    run(inflate_head.main, small, target, large, "-o", tmp_path / "large")
+    expected = said_by_drafter(kind, small, target, tmp_path / "a")
+    assert expected.std() > 0.5
+    actual = said_by_drafter(kind, tmp_path / "large", large, tmp_path / "b")
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        PromptSettings(gamma=2, members=2, ranks=((0.5,), (0.25,))),
+        PromptSettings(gamma=2, prefix=5, mode=FORECAST),
+    ],
+    ids=["prompt tokens", "forecasts"],
+)
+def test_enlarged_probes_say_the_same(settings, tmp_path):
+    small = save_checkpoint(tmp_path / "small", llama_config())
+    save_prompts(small, settings)
+    big = enlarged(small, tmp_path / "large", "--lowest", 1)
+    expected = said_by_probes(small)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(said_by_probes(big), expected, rtol=0.0, atol=1e-2)
+    assert read_settings(big).ranks == settings.ranks
