@@ -163,7 +163,7 @@ _OF_LAYERS: dict[str, Any] = {
 }  # fmt: skip
 
 SHARING: dict[str, Callable[[], PreTrainedConfig]] = {
-    # Without embeddings of its last tokens, which read those of token 0.
+    # Its last tokens have no embeddings, and read the embeddings of token 0.
     "gemma3n": lambda: transformers.Gemma3nTextConfig(
         **{**_OF_LAYERS, "vocab_size_per_layer_input": VOCAB_SIZE - 40},
         activation_sparsity_pattern=[0.5, 0.0] * 3, altup_num_inputs=3, laurel_rank=8,

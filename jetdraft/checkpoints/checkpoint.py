@@ -28,7 +28,6 @@ from jetdraft.checkpoints.model_reader import (
 )
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.parameters import set_compute_dtype, store_weights_in
-from jetdraft.checkpoints.silence import no_progress_bars, silenced
 from jetdraft.checkpoints.streams import (
     PROMPT_MODES,
     SETTINGS,
@@ -41,6 +40,7 @@ from jetdraft.checkpoints.streams import (
     load_streams,
 )
 from jetdraft.errors import CheckpointError, printable
+from jetdraft.ort import no_progress_bars, silenced
 from jetdraft.parsing import read_json_file, read_record
 
 ProbeSettings = StreamSettings | PromptSettings

@@ -42,8 +42,8 @@ from jetdraft.checkpoints.refusals import (
     check_scales,
     check_unread,
 )
-from jetdraft.checkpoints.silence import no_progress_bars, silenced
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
+from jetdraft.ort import no_progress_bars, silenced
 from jetdraft.parsing import RecordError, read_record
 
 # The tasks of decoders alone, of encoder-decoders, and of those that hear, as optimum

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import click
 
 from jetdraft import __version__
-from jetdraft.checkpoints.silence import silenced
 from jetdraft.cli.command import Command, LazyGroup
 from jetdraft.errors import DraftingError, JetdraftError, ProviderError, printable
+from jetdraft.ort import silenced
 
 MAX_MESSAGE_CHARS = 2000  # The most characters of an error or a warning.
 # The seconds until a signal that came during a finalizer is sent again.

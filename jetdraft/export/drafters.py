@@ -19,7 +19,6 @@ from jetdraft.checkpoints.heads.draft_module import DraftModule
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.layers import Taps
-from jetdraft.checkpoints.silence import silenced
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError, OptionError, PairError
 from jetdraft.export.draft_step import make_draft_step, slice_target_buffers
@@ -34,6 +33,7 @@ from jetdraft.export.graphs import (
 )
 from jetdraft.export.step import Step, kv_shapes
 from jetdraft.manifest import GraphEntry
+from jetdraft.ort import silenced
 from jetdraft.quant.calibration import MAX_WINDOWS, WINDOW, Windows, second_moments
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import Recipe

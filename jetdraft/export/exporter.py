@@ -30,7 +30,6 @@ from jetdraft.checkpoints.heads.draft_module import DraftModule
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_reader import check_head, has_own_head
 from jetdraft.checkpoints.model_reader import check_exportable
-from jetdraft.checkpoints.silence import silenced
 from jetdraft.checkpoints.streams import PromptSettings
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError, printable
@@ -64,6 +63,7 @@ from jetdraft.export.seams import (
 from jetdraft.export.source_step import source_sizes
 from jetdraft.export.step import Sizes, buffer_sizes
 from jetdraft.manifest import GraphEntry
+from jetdraft.ort import silenced
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.choice import Limit
 from jetdraft.quant.weights import Quantization

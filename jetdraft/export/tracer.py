@@ -17,11 +17,11 @@ import onnx_ir
 import torch
 
 from jetdraft.checkpoints.parameters import fold_graph, make_inputs_constant
-from jetdraft.checkpoints.silence import silenced
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import ANSWERS, PREFIX, PROBES, ROWS, TensorSpec
 from jetdraft.errors import JetdraftError, UnsupportedModelError
 from jetdraft.export.step import TRACED_ROWS, Step, export_error, zeros
+from jetdraft.ort import silenced
 
 OPSET = 23  # The ai.onnx opset of traced graphs.
 MAX_TRACES = 4  # The most graphs that are kept; without weights they are small.

@@ -80,7 +80,7 @@ def test_branches_never_cost_less_than_chains():
 
 
 def test_a_pass_costs_the_experts_that_it_touches():
-    """And a time is learned as that of the experts of the survey."""
+    """And a time is learned as the time of the experts of the survey."""
     curve = Curve.from_json(written(drafts={}, replays={}))
     assert curve.pass_ms(2) == 22.0
     curve.touched = {1: 4, 2: 10, 4: 4}
