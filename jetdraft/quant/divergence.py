@@ -171,8 +171,8 @@ def _rounding(
 ) -> Iterator[None]:
     """Let a module run with quantized weights, as floats of `dtype`, inside the block.
 
-    With `inputs` its inputs are rounded too, but those of experts between their two
-    matrices. Floats exist only while the module runs.
+    With `inputs` its inputs are rounded too, but not the inputs between two
+    matrices of an expert. Floats exist only while the module runs.
     """
     parameter = getattr(weight.module, weight.name)
     original = parameter.data

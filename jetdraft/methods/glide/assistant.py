@@ -47,7 +47,7 @@ class AssistantConfig(HeadConfig):
 
 
 class Assistant(DraftModule):
-    """Gemma 4's assistant; it scores all tokens, not only those of likely clusters.
+    """Gemma 4's assistant; it scores the tokens of all clusters, likely or not.
 
     x = pre_projection(embedding of the token, state)
     state = norm(layers(x))         # logits = lm_head(state)

@@ -119,7 +119,7 @@ class ExpertsCounter(Observer):
         self._parts.curve.touched = {}
 
     def observe(self, seen: Seen) -> None:
-        """Add the rows of the accepted path, and count anew."""
+        """Add the rows of the accepted path, and count again."""
         experts = seen.answer.experts
         if experts is None:
             return
