@@ -56,7 +56,6 @@ TRACED = ("checkpoints", "contracts", "export", "methods", "train")
 
 
 def folder_of_traces() -> Path:
-    """The folder of what this code traces; it stays for later runs."""
     names = ("torch", "transformers", "onnxscript", "onnx-ir")
     digest = hashlib.sha256(repr([version(name) for name in names]).encode())
     package = Path(jetdraft.__file__).parent
@@ -88,7 +87,6 @@ class SharedTraces(KeptTraces):
 
 
 def folder_of_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that all processes of this run have in common."""
     base = tmp_path_factory.getbasetemp()
     # Each worker has a folder of its own in the folder of the run.
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -158,7 +156,6 @@ def forecasts_of_all_exports() -> Iterator[None]:
 
 
 def _without_numbers(model: onnx.ModelProto) -> bytes:
-    """A hash of a graph without the numbers that no forecast reads."""
     for tensor in model.graph.initializer:
         if math.prod(tensor.dims) > SMALL:
             tensor.ClearField("raw_data")
@@ -173,7 +170,6 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def toy_model(toy: Path) -> Iterator[jetdraft.Model]:
-    """The toy bundle, loaded on one thread."""
     with jetdraft.load(toy, threads=1) as model:
         yield model
 
@@ -199,7 +195,6 @@ def bundle(pair: Pair, once: Once) -> Path:
 
 @pytest.fixture(scope="session")
 def model(bundle: Path) -> jetdraft.Model:
-    """The bundle, loaded on one thread."""
     return jetdraft.load(bundle, threads=1)
 
 

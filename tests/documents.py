@@ -29,7 +29,6 @@ class Block:
 
 
 def blocks(document: str) -> Iterator[Block]:
-    """Every block of a document, indented or fenced."""
     for token in MarkdownIt().parse((ROOT / document).read_text()):
         if token.type in {"code_block", "fence"}:
             shell = not token.info and PROGRAM.match(token.content)

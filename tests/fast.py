@@ -57,7 +57,6 @@ def pytest_collection_modifyitems(
 
 
 def is_slow_test(item: pytest.Item) -> bool:
-    """Whether a test, or a fixture that it uses, is slow."""
     assert isinstance(item, pytest.Function)
     call, functions = getattr(item, "callspec", None), [item.function]
     rows = frozenset(
@@ -141,7 +140,6 @@ class _Search:
                 yield from self.programmed(constant)
 
     def programmed(self, text: str) -> Iterator[object]:
-        """What a program for another interpreter reaches."""
         if "import " in text:
             for code in _codes(_compiled(text)):
                 yield from self.named(code, {})
@@ -149,7 +147,6 @@ class _Search:
 
 @functools.cache
 def _compiled(text: str) -> CodeType:
-    """A program; an empty one if the text is no program."""
     try:
         return compile(text, "<string>", "exec")
     except SyntaxError:
@@ -185,7 +182,6 @@ def _names(code: CodeType) -> tuple[set[str], set[str]]:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A code, and the codes inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

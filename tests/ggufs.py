@@ -59,7 +59,6 @@ def one(kind: Type) -> Callable[[str], Type]:
 
 
 def file_name(name: str, family: str) -> str:
-    """The name of a weight in the file."""
     stem, kind = name.rsplit(".", 1)
     names = GEMMA if family == "gemma3" else NAMES
     if stem.startswith("model.layers."):
@@ -204,7 +203,6 @@ def write_tokenizer(
     begin: bool | None = False,
     template: str | None = None,
 ) -> None:
-    """The tiny tokenizer, or one of other words."""
     made = tokenizer(words) if words else tokenizer()
     model = json.loads(made.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)

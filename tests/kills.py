@@ -82,8 +82,6 @@ def die(work: Callable[[], object], at: int) -> bool:
 
 
 def write_and_die(output: Path, text: str, at: int) -> bool:
-    """Write a bundle in a child; see `die`."""
-
     def write() -> None:
         with writing(output) as folder:
             fill(folder, text)

@@ -13,7 +13,6 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def write(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write a manifest with the right hash of its own."""
     sealed = {**manifest, SEAL: seal_hash(manifest)}
     (folder / MANIFEST).write_text(json.dumps(sealed, indent=2))
 

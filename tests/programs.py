@@ -27,13 +27,11 @@ def module_of(file: str, patch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def ended(*command: object, **how: Any) -> subprocess.CompletedProcess[str]:
-    """A process that has ended, and the text of its outputs."""
     words = [*map(str, command)]
     return subprocess.run(words, check=False, capture_output=True, text=True, **how)
 
 
 def printed(*command: object, **how: Any) -> str:
-    """What a process prints; it must end well."""
     done = ended(*command, **how)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     return done.stdout

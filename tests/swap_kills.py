@@ -65,7 +65,6 @@ draft after a kill in it."""
 
 
 def value(sets: WeightSets, name: str) -> object:
-    """The value of a set, after checking that it is whole."""
     arrays = sets.arrays(name)
     if not arrays:
         return OWN
@@ -100,7 +99,6 @@ def check(sets: WeightSets) -> object:
 
 
 def kill(folder: Path, step: str, kills: int, draw: random.Random) -> dict[str, object]:
-    """Kill one step at points drawn by chance."""
     on_trial, work, allowed = STEPS[step]
     calls, place = 1, folder / step
     sets = prepared(place, on_trial)

@@ -21,7 +21,6 @@ ONNX_TYPES["float32"] = "tensor(float)"
 
 
 def reported(specs):
-    """What a session that keeps to `specs` reports."""
     return [
         SimpleNamespace(
             name=spec.name, type=ONNX_TYPES[spec.dtype], shape=list(spec.shape)
@@ -161,7 +160,6 @@ def test_a_head_reads_features_and_carries_its_own():
 
 @pytest.fixture
 def head(tmp_path):
-    """A session of a head's graph."""
     write_graph(tmp_path / "head.onnx", HEAD, GUESSES)
     return onnxruntime.InferenceSession(
         tmp_path / "head.onnx", providers=["CPUExecutionProvider"]

@@ -157,7 +157,6 @@ def parse_script(file, words):
 
 
 def parse_arguments(program, words, patch):
-    """The same for a program that reads its words with argparse."""
     read = argparse.ArgumentParser.parse_args
 
     def stop(parser):

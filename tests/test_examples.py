@@ -177,7 +177,6 @@ def test_the_tools_of_the_agent_work(agent, call, found):
 
 
 def unit(name):
-    """The values of a setting of the unit."""
     text = UNIT.read_text().replace("\\\n", " ")
     return re.findall(rf"^{name}=(.*)$", text, re.MULTILINE)
 
@@ -194,7 +193,6 @@ def started_by_the_unit(toy):
 
 @contextmanager
 def serving(command):
-    """A process of the unit's command, and its address."""
     environment = {**os.environ, "JETDRAFT_API_KEY": KEY}
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env=environment

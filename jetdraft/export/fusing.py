@@ -9,7 +9,7 @@ Each is optional: where its pattern does not match, the graph stays as it was tr
   then enter attention packed
 - norms: x (mean(x^2) + e)^-0.5 becomes RMSNormalization, and with the residual Add
   before it SkipSimplifiedLayerNormalization
-- Softplus fills whole packets, and attention may become jetdraft's own
+- Softplus, Cos and Sin fill whole packets, and attention may become jetdraft's own
 """
 
 from collections.abc import Mapping
@@ -472,8 +472,11 @@ def same_rows(shape: ir.Shape | None, other: ir.Shape | None) -> bool:
 
 
 def fill_packets(graph: ir.Graph) -> None:
-    """Let each Softplus fill whole packets with every row, see `PACKET`, in place."""
-    for node in [node for node in graph if node.op_type == "Softplus"]:
+    """Let functions that have packets fill them with every row, see `PACKET`, in place.
+
+    What is left over of a packet they compute otherwise, with other last bits.
+    """
+    for node in [node for node in graph if node.op_type in ("Softplus", "Cos", "Sin")]:
         x, make = node.inputs[0], Maker(graph, node)
         if x is not None and x.dtype != ir.DataType.FLOAT:
             continue  # on GPUs, whose kernels have no packets
@@ -482,7 +485,7 @@ def fill_packets(graph: ir.Graph) -> None:
             continue
         copies = make.constant("packet", np.ones(PACKET), np.float32)
         filled = make("Mul", make("Unsqueeze", x, make.constant("last", [-1])), copies)
-        result = make("Softplus", filled)
+        result = make(node.op_type, filled)
         first = make("Gather", result, make.constant("first", 0), axis=-1)
         replace_values(node.outputs, [first])
 

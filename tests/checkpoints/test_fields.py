@@ -57,7 +57,6 @@ TABLES = {
 
 
 def table(head, rows):
-    """A table of the page."""
     yield f"| {head} | is | |"
     yield "| --- | --- | --- |"
     for row in rows:
@@ -362,7 +361,6 @@ def test_every_key_of_llama_cpp_has_a_row():
 
 
 def header(path, fields=(), family="llama"):
-    """A file of a family with hardly any weights."""
     writer = gguf.GGUFWriter(path, family)
     sizes = {"block_count": 2, "context_length": 4096, "embedding_length": 64}
     sizes |= {"feed_forward_length": 96, "vocab_size": 288}

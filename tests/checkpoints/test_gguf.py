@@ -212,7 +212,6 @@ def rotations(factors):
 
 
 def factors_of(config):
-    """The factor of each frequency, by transformers."""
     scaled, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](
         config, torch.device("cpu")
     )
@@ -338,7 +337,6 @@ def add_a_weight(writer):
 
 
 def with_field(name, value):
-    """Changes the value of a field that the file has."""
     return {"change": lambda w: setattr(w.kv_data[0][name], "value", value)}
 
 

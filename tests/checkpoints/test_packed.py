@@ -43,7 +43,6 @@ def words(values, bits, order=None):
 
 
 def gptq(integers, scales, zeros, bits):
-    """Zeros are stored less one."""
     return {
         "qweight": words(integers.T.copy().T, bits).T.contiguous(),
         "qzeros": words((zeros.T - 1) & ((1 << bits) - 1), bits),

@@ -180,7 +180,6 @@ def test_energy_is_measured_where_there_are_monitors(bundle, tmp_path, monkeypat
 
 @pytest.fixture
 def one_turn(monkeypatch):
-    """One turn: the times do not matter."""
     monkeypatch.setattr(tuning, "TURNS", 1)
 
 

@@ -37,7 +37,6 @@ def test_text_goes_to_stdout_and_one_line_of_stats_to_stderr(bundle, model):
 
 @pytest.fixture
 def new_bundle(copied_bundle):
-    """A bundle of which nothing is measured."""
     shutil.rmtree(copied_bundle / "profiles")
     return copied_bundle
 

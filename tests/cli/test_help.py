@@ -40,7 +40,6 @@ VERBS = [
 def commands(
     command: click.Command, path: str = ""
 ) -> Iterator[tuple[str, click.Command]]:
-    """Every command that is no group, by its words."""
     if not isinstance(command, click.Group):
         yield path.strip(), command
         return
@@ -325,7 +324,6 @@ def test_wrong_flags_are_refused(words):
 def test_keywords_become_the_record():
     @takes(Settings)
     def show(settings: Settings) -> str:
-        """Show it."""
         return f"{settings.name} {settings.size}"
 
     assert show(name="a", size=2) == "a 2"

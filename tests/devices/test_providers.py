@@ -257,7 +257,6 @@ def fresh():
 
 
 def offered(monkeypatch, version="0.4.0", kinds=("CPU",)):
-    """An onnxruntime that offers adapters of these kinds."""
     kind = SimpleNamespace(CPU="CPU", GPU="GPU")
     devices = [
         SimpleNamespace(

@@ -44,7 +44,6 @@ POWER = {
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
-    """Write the files below a root, which is returned."""
     for name, text in files.items():
         file = root / name
         file.parent.mkdir(parents=True, exist_ok=True)

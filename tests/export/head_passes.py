@@ -16,7 +16,6 @@ READ, ACCEPTED, STEPS = 8, 3, 3
 
 
 def graphs(bundle):
-    """The graphs of the target and of its head."""
     opener = Opener(bundle, PROVIDERS["cpu"], ONE_THREAD)
     return opener.graph(bundle.target), opener.graph(bundle.drafter)
 
@@ -62,7 +61,6 @@ def in_torch(head, features):
 
 
 def in_graphs(target, drafter):
-    """The same in the graphs of a bundle, and the features."""
     answer = target.run(TOKENS[:READ], last_only=True)
     features = answer.features.copy()
     target.cache.advance(READ)

@@ -92,7 +92,6 @@ def empty_sums(file):
 
 @pytest.fixture(scope="module")
 def captured(pair, tmp_path_factory):
-    """A pair for CUDA, whose graphs are captured."""
     folder = tmp_path_factory.mktemp("captured") / "bundle"
     return export(str(pair.target), folder, str(pair.drafter), OPTIONS).path
 

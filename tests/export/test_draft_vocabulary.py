@@ -44,7 +44,6 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cut(pair, text, tmp_path_factory):
-    """The bundle of the tests, but for its cut."""
     options = {"draft_vocab": COUNT, "calibration": text, "fast": False}
     options |= {"drafter_recipe": "int8", "capacity": 256, "max_width": 64}
     folder = tmp_path_factory.mktemp("cut") / "bundle"

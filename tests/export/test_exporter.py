@@ -31,7 +31,6 @@ PROMPT = " the self"
 
 
 def checkpoint(folder: Path, tokenizer: bool = True, **changes) -> str:
-    """A one-layer checkpoint; the quickest to export."""
     return str(save_checkpoint(folder, drafter_config(**changes), tokenizer=tokenizer))
 
 

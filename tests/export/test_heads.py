@@ -34,7 +34,6 @@ CAUSAL = ["eagle1", "eagle1-tied", "eagle3", "speculators", *MTP]
 
 
 def loaded(source, target):
-    """The head as a module, and the checkpoint of its target."""
     checkpoint = Checkpoint.load(target, torch.float32)
     return load_head(source, checkpoint, torch.float32), checkpoint
 

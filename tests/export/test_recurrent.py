@@ -5,12 +5,15 @@ import sys
 from types import SimpleNamespace
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from onnx_ir.passes import common
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.export.derived import make_replay_graph
+from jetdraft.export.fusing import fill_packets
 from jetdraft.export.seams import check_seams
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import StepSessions, open_session
@@ -154,3 +157,19 @@ def test_only_tensorrt_lacks_an_operator_of_states(case, provider):
     lacks = provider == "tensorrt" and any(state.has_matrices for state in states)
     refused = {verdict.operator for verdict in forecast(case.replay, provider).refused}
     assert refused == ({"com.microsoft.LinearAttention"} if lacks else set())
+
+
+@pytest.mark.parametrize("name", ["Softplus", "Cos", "Sin"])
+def test_functions_give_a_row_the_same_bits_beside_others(name, tmp_path):
+    """They compute otherwise what is left over of a packet."""
+    head = '<ir_version: 10, opset_import: ["": 22]> graph (float[n, 2] x) => '
+    text = f"{head} (float[n, 2] y) {{ z = {name}(x) y = Neg(z) }}"
+    model = ir.serde.deserialize_model(onnx.parser.parse_model(text))
+    fill_packets(model.graph)
+    common.RemoveUnusedNodesPass()(model)
+    ir.save(model, tmp_path / "g.onnx")
+    session = open_session(tmp_path / "g.onnx", "cpu")
+    rows = np.random.default_rng(0).standard_normal((512, 2)).astype(np.float32)
+    (whole,) = session.run(None, {"x": rows})
+    alone = [session.run(None, {"x": row[None]})[0][0] for row in rows]
+    np.testing.assert_array_equal(alone, whole)

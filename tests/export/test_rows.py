@@ -149,7 +149,6 @@ def test_the_text_is_that_of_plain_decoding(quantized, way):
 
 
 def nbytes(graph):
-    """The bytes of all KV buffers of a graph."""
     return sum(x.tensor_size_in_bytes() for x in graph.cache.buffers.values())
 
 

@@ -98,7 +98,6 @@ def test_the_text_is_that_of_the_contrib_flavour(floats, in_contrib, way):
 
 @pytest.fixture(scope="module")
 def in_contrib(folder):
-    """The target of `floats` in contrib operators."""
     return loaded(folder, "contrib", "none")
 
 
@@ -172,7 +171,6 @@ def test_unknown_flavours(folder):
 
 @pytest.fixture(scope="module")
 def streamed(tmp_path_factory):
-    """A model with streams in every flavour."""
     folder = tmp_path_factory.mktemp("streams")
     save_checkpoint(folder / "checkpoint", llama_config(num_hidden_layers=LAYERS))
     settings = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)

@@ -1,7 +1,5 @@
 """Attacks on jetdraft with drawn cases; scripts/fuzz runs them for long."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 

@@ -3,8 +3,6 @@
 Never a traceback, never a hang, never a write outside the folder.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -75,7 +73,7 @@ class Whole:
     methods: tuple[str, ...]
 
     @classmethod
-    def of(cls, path: Path) -> Whole:
+    def of(cls, path: Path) -> "Whole":
         """Load a bundle; measurements stay in it, so that no case needs its own."""
         with jetdraft.load(path, threads=1) as model:
             right = model.generate(token_ids=PROMPT, method="none", **OPTIONS)
@@ -271,7 +269,6 @@ class Bundles(Subject):
         choose(folder, Choice(name, None, drafter_sha256(Bundle.open(self.intact))))
 
     def _store(self, draw: Random) -> str:
-        """Damage a store: its bytes, its rows, or its owner."""
         file = self.place / "store.sqlite"
         file.write_bytes(self.store.read_bytes())
         kind = draw.choice(("bytes", "bytes", "rows", "other"))
@@ -289,7 +286,6 @@ class Bundles(Subject):
         return self._outcome(lambda: _written(self.intact, method, store=file))
 
     def _other_program(self, draw: Random, file: Path) -> str:
-        """Another program's file must stay as it is."""
         data = draw.choice((bytes(72), b"\x89PNG", b"", b"text\n" * 30))
         file.write_bytes(data + bytes(draw.randrange(256) for _ in range(99)))
         before = file.read_bytes(), file.stat().st_mode

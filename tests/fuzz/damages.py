@@ -17,7 +17,6 @@ from tests.fuzz.mutations import Route, damaged_bytes, damaged_json, routes, wri
 
 
 def difference(before: Any, text: str) -> str:
-    """The places where a JSON text differs from a value."""
     try:
         after = json.loads(text)
     except (ValueError, RecursionError):

@@ -21,7 +21,6 @@ class Disturbances:
         self._saved: dict[str, list[Path]] = {}
 
     def one(self, draw: Random, model: Model, prompt: list[int]) -> str:
-        """Disturb a model with a prompt; gives the kind."""
         kinds = [name for name in vars(type(self)) if name.startswith("_do_")]
         kind = draw.choice(kinds).removeprefix("_do_")
         with suppress(OptionError, StoreError):  # contradictions, a missing head
@@ -118,5 +117,4 @@ class Disturbances:
 
 
 def _sets(folder: Path) -> list[str]:
-    """The names of the sets of weights in a folder, in one order."""
     return sorted(entry.name for entry in folder.iterdir() if len(entry.name) == 64)

@@ -82,8 +82,6 @@ def _tell_fault(error: BaseException, number: int, tell: Any) -> None:
 
 @dataclass
 class Report:
-    """What became of a subject's cases."""
-
     subject: type[Subject]
     tried: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -103,7 +101,6 @@ class Report:
         sys.stdout.flush()
 
     def line(self) -> str:
-        """The closing line."""
         subject = self.subject
         counts = ", ".join(f"{n:,} {what}" for what, n in self.outcomes.most_common())
         facts = "".join(f"; {n:,} {what}" for what, n in sorted(self.facts.items()))
@@ -265,7 +262,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _repeat(parser: argparse.ArgumentParser, wanted: str) -> int:
-    """Repeat the cases NAME:FIRST or NAME:FIRST-LAST."""
     name, _, numbers = wanted.partition(":")
     first, _, last = numbers.partition("-")
     if name not in SUBJECTS or not (first + last).isdigit():

@@ -81,7 +81,6 @@ class Faults(Subject):
         return self._killed(draw, job, old, extent)
 
     def _extent(self, job: Job, old: bool) -> Extent:
-        """Run a job undisturbed, once."""
         if (job.name, old) not in self._extents:
             _in_child(lambda: job.prepare(self.place, old))
             before = _bytes_in(self.place)
@@ -123,7 +122,6 @@ class Faults(Subject):
         return f"{job.name} {'killed' if code < 0 else 'ran'}"
 
     def _full_disk(self, draw: Random, job: Job, old: bool, extent: Extent) -> str:
-        """Run a job on a disk, or within a limit, that is too small."""
         room = int(draw.random() * 1.1 * extent.bytes)
         on_disk = self.can_mount and draw.random() < 0.7
         limit = None if on_disk else max(room, 1)
@@ -238,7 +236,6 @@ class Faults(Subject):
             raise Fault(f"{method} wrote {text!r} instead of {self.right!r}")
 
     def _checkpoint(self) -> None:
-        """A checkpoint of two layers, which exports in seconds."""
         from tests.tiny import llama_config, save_checkpoint
 
         config = llama_config(num_hidden_layers=2)
@@ -322,7 +319,6 @@ def _run(work: Callable[[], Any], writing: int) -> int:
 
 
 def _counted(work: Callable[[], None]) -> str:
-    """The events and seconds of some work, as JSON."""
     events, start = 0, time.perf_counter()
 
     def audited(event: str, _arguments: object) -> None:
@@ -371,7 +367,6 @@ def _within(most: int | None, work: Callable[[], None]) -> None:
 
 
 def _bytes_in(folder: Path) -> int:
-    """The bytes of a folder in whole pages, as tmpfs counts them."""
     files = (file for file in folder.rglob("*") if file.is_file())
     return sum(4096 * (1 + file.stat().st_size // 4096) for file in files)
 

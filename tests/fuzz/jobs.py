@@ -57,8 +57,6 @@ class Job:
 
 
 class WriteBundle(Job):
-    """Files of a bundle, as an export writes them."""
-
     name = result = "bundle"
 
     def run_before(self, place):
@@ -114,8 +112,6 @@ class Recipes(Job):
 
 
 class Table(Job):
-    """A table of trigrams."""
-
     name, result = "table", "table.npz"
     replaces = False
 
@@ -136,8 +132,6 @@ class Table(Job):
 
 
 class Tune(Job):
-    """What `tune` measures on a machine."""
-
     name, result = "tune", "bundle"
     share, seconds = 4, 3.0
     stepwise = True
@@ -238,8 +232,6 @@ class SavedPrefix(Job):
 
 
 class Talk(Job):
-    """A conversation's messages."""
-
     name, result = "conversation", "talk.json"
     share = 3
 

@@ -55,7 +55,6 @@ def damaged_bytes(draw: Random, data: bytes) -> bytes:
 
 
 def routes(value: Any, before: Route = ()) -> Iterator[Route]:
-    """The routes to all values inside a JSON value."""
     pairs: Any = ()
     if isinstance(value, dict):
         pairs = value.items()
@@ -115,7 +114,6 @@ def _parent(value: Any, route: Route) -> Any:
 
 
 def write_json(file: Path, text: str) -> None:
-    """Write a text that may hold bytes which are no text."""
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
 
 

@@ -56,7 +56,6 @@ def draw_prompt(draw: Random, model: Model, earlier: list[int]) -> list[int]:
 
 
 def draw_options(draw: Random, model: Model) -> dict[str, Any]:
-    """Options of a generation, but for its method and drafting."""
     options: dict[str, Any] = {"max_new_tokens": draw.choice((1, 2, 7, 16, 33, 60))}
     if draw.random() < 0.5:
         options |= _sampling(draw)
@@ -168,7 +167,6 @@ def draw_verifier(draw: Random) -> dict[str, Any]:
 
 
 def table_of_texts(folder: Path, model: Model) -> Path:
-    """A table of trigrams that knows some of the texts."""
     corpus, table = folder / "corpus.txt", folder / "table.npz"
     corpus.write_text("\n".join([*TEXTS] * 3), encoding="utf-8")
     write_table([corpus], model.bundle, table)

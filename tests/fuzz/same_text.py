@@ -56,7 +56,6 @@ class SameText(Subject):
         return self.compare(draw, world)
 
     def disturb(self, draw: Random, world: World) -> None:
-        """Do something to a world's model."""
         prompt = draw_prompt(draw, world.model, self._earlier)
         self._say(f"disturbed: {self.disturbances.one(draw, world.model, prompt)}")
         if draw.random() < 0.5:

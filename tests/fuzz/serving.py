@@ -301,7 +301,6 @@ class Serving(Subject):
         return socket.create_connection(("127.0.0.1", self.port), timeout)
 
     def _health(self, seconds: float) -> dict[str, Any]:
-        """What /health says."""
         try:
             status, _, data = self._exchange("GET", "/health", b"", {}, seconds)
         except OSError as error:
@@ -379,7 +378,6 @@ BOMBS: dict[str, dict[str, Any]] = {
 
 
 def _changed(draw: Random, body: dict[str, Any]) -> dict[str, Any]:
-    """A body with another value at one place."""
     body = json.loads(json.dumps(body))
     value = draw.choice((*VALUES, *MORE))
     if draw.random() < 0.6:
@@ -393,7 +391,6 @@ def _changed(draw: Random, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dumped(draw: Random, body: dict[str, Any]) -> bytes:
-    """A body as JSON, seldom damaged."""
     depth = draw.choice((90, 5000, 200_000))
     try:
         text = json.dumps(body).replace(f'"{DEEP}"', "[" * depth + "]" * depth)

@@ -1,7 +1,5 @@
 """A subject of fuzzing: what is attacked, case by case, each case made of a number."""
 
-from __future__ import annotations
-
 import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -55,7 +53,7 @@ class Subject(ABC):
     def close(self) -> None:
         """Free everything."""
 
-    def __enter__(self) -> Subject:
+    def __enter__(self) -> "Subject":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -63,7 +61,6 @@ class Subject(ABC):
 
 
 def case(subject: type[Subject] | Subject, number: int) -> Random:
-    """What decides the case of that number."""
     return Random(f"{subject.name}:{number}")
 
 

@@ -48,7 +48,6 @@ class World:
 
     @cached_property
     def model(self) -> jetdraft.Model:
-        """The model that is attacked."""
         return jetdraft.load(
             self.bundle, threads=1, store=self.store, learn=self.learn,
             provider=self.provider,
@@ -65,7 +64,6 @@ class World:
         return self.reference.bundle.target.contract.capacity
 
     def plain(self, ids: list[int], options: dict[str, Any]) -> Result:
-        """The result of plain decoding."""
         key = repr((ids, sorted(options.items(), key=lambda pair: pair[0])))
         if key not in self._kept:
             self.reference.forget()

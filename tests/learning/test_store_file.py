@@ -19,8 +19,6 @@ from jetdraft.runtime.history.store import Entry, ResponseStore
 
 
 class Responses:
-    """A store of responses, which begin with a token."""
-
     name = "store.sqlite"
 
     def open(self, folder, tokenizer="tokens"):

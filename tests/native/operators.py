@@ -1,7 +1,5 @@
 """Graphs of one operator of `jetdraft.native`, for tests."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnxruntime as ort
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -44,7 +42,6 @@ def open_session(kind, arrays, threads, fields):
 
 
 def session_of(graph, threads):
-    """A session of a graph, with the library."""
     domains = {"": 21, native.DOMAIN: 1, "com.microsoft": 1}
     domains = [helper.make_opsetid(*domain) for domain in domains.items()]
     model = helper.make_model(graph, opset_imports=domains, ir_version=10)
@@ -136,7 +133,6 @@ class Attending:
         return feeds if bias is None else {**feeds, "bias": bias}
 
     def session(self, feeds, *, threads=1, domain=native.DOMAIN, outputs=3, **changed):
-        """A session of GroupQueryAttention, of `native` or onnxruntime."""
         read = [name if name in feeds else "" for name in ATTENTION_INPUTS]
         made, kind = ["y", "present_key", "present_value"], "GroupQueryAttention"
         made = made[:outputs]

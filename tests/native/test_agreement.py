@@ -4,8 +4,6 @@ Code for Arm and for older processors runs under qemu-user. SIMDe emulates the n
 instructions of x86-64, which qemu lacks.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """A bundle that needs the library, where the library or the bundle is damaged."""
 
-from __future__ import annotations
-
 import shutil
 
 import onnx

@@ -1,7 +1,5 @@
 """The operators compute what llama.cpp's types and attention stand for, in any pass."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

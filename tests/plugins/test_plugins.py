@@ -38,7 +38,6 @@ def python(*arguments, beside=None):
 
 
 def look(bundle, beside=None):
-    """What a program beside the packages of a folder sees."""
     run = python(HERE / "outside.py", bundle, beside=beside)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
@@ -241,7 +240,6 @@ def write_package(folder, name, code):
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
-    """A folder with broken packages, and one that works."""
     folder = tmp_path_factory.mktemp("broken")
     for name, (code, _) in BROKEN.items():
         write_package(folder, name, code)

@@ -27,7 +27,6 @@ RECIPES = [Recipe(scheme, size) for scheme in ("int4", "int8") for size in BLOCK
 
 
 def float_graph(folder: Path, tied: bool) -> bytes:
-    """A fused step graph before quantization."""
     config = drafter_config(hidden_size=WIDTH, head_dim=16, tie_word_embeddings=tied)
     save_checkpoint(folder, config, tokenizer=False)
     checkpoint = Checkpoint.load(str(folder), torch.float32)
@@ -239,7 +238,6 @@ def test_a_tied_embedding_has_the_zeros_too(tied, name):
 
 
 def run_embedding(model: ir.Model, ids: np.ndarray) -> np.ndarray:
-    """Run only the part of a graph that looks up embeddings."""
     [last] = nodes(model, "GatherBlockQuantized")
     while last.outputs[0].consumers()[0].op_type in ("Reshape", "Slice"):
         last = last.outputs[0].consumers()[0]

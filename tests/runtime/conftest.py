@@ -50,12 +50,10 @@ def steady_passes(monkeypatch):
 
 @pytest.fixture
 def own(bundle, tmp_path):
-    """A copy of the bundle that nobody has measured."""
     left_out = shutil.ignore_patterns("profiles")
     return shutil.copytree(bundle, tmp_path / "own", ignore=left_out)
 
 
 @pytest.fixture(scope="session")
 def method_bundles(tmp_path_factory):
-    """A bundle for each method, made when it is asked for."""
     return MethodBundles(tmp_path_factory.mktemp("methods"))

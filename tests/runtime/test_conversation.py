@@ -22,7 +22,6 @@ OPTIONS = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0.8, "seed":
 
 
 def with_template(bundle, folder, source):
-    """A copy of a bundle with a chat template."""
     others = shutil.ignore_patterns("bundle.json", "profiles")
     shutil.copytree(bundle, folder, ignore=others)
     (folder / CHAT_TEMPLATE).write_text(source)

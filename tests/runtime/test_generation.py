@@ -92,7 +92,6 @@ class Branching(Scripted):
 
 
 def proposer_of(truth, spoil):
-    """Chains that are spoiled in a way, or random trees."""
     return Branching(truth) if spoil is Branching else Scripted(truth, spoil)
 
 

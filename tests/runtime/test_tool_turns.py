@@ -174,7 +174,6 @@ DRAFTS = [
 
 @pytest.fixture(scope="module", params=["Qwen", "special"])
 def pool(bundle, tmp_path_factory, request):
-    """The bundle with another tokenizer and chat template."""
     folder = tmp_path_factory.mktemp("token-tools") / "bundle"
     others = shutil.ignore_patterns("bundle.json", "profiles")
     shutil.copytree(bundle, folder, ignore=others)

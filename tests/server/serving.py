@@ -68,7 +68,6 @@ def started(
 
 
 def request(body: object, version: str = "1.1") -> bytes:
-    """A request for a text, as it crosses the line."""
     content = json.dumps(body).encode()
     return (
         f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\n"

@@ -35,7 +35,6 @@ def call(**changes):
 
 
 def calling(arguments):
-    """A chat of a call with these arguments."""
     calls = [call(arguments=arguments)]
     return {"messages": [{"role": "assistant", "tool_calls": calls}]}
 

@@ -11,7 +11,6 @@ from tests.train.periodic import learned_target, write_periodic
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """The file of a text that repeats."""
     return write_periodic(tmp_path / "text.txt")
 
 

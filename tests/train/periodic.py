@@ -14,7 +14,6 @@ PERIOD = "for self in range print return "
 
 
 def write_periodic(file: Path) -> Path:
-    """Write the text a hundred times."""
     file.write_text(PERIOD * 100)
     return file
 
@@ -53,7 +52,6 @@ def learned_target(folder: Path, layers: int) -> str:
 
 
 def teach(model: Any, ids: torch.Tensor, steps: int) -> None:
-    """Train a model on one text."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(steps):
         loss = model(input_ids=ids, labels=ids).loss
@@ -63,7 +61,6 @@ def teach(model: Any, ids: torch.Tensor, steps: int) -> None:
 
 
 def tuned(target: str, text: Path, folder: Path) -> str:
-    """The target after a plain training on the text."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(target)

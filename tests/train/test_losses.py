@@ -243,7 +243,6 @@ PLACES = [(0, 1), (0, 3), (1, 1)]
 
 
 def expected(logits, target, columns=slice(None)):
-    """The cross entropy of one place; `target` are logits by token."""
     wanted = torch.full_like(logits, -torch.inf)
     for token, logit in target.items():
         wanted[token] = logit

@@ -1,7 +1,5 @@
 """What every training does, whatever its task: resumes, refuses, and keeps."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -61,7 +59,6 @@ class Kind:
 
     @property
     def changed(self) -> str:
-        """What a refusal calls the change."""
         [name] = self.change
         return name.replace("_", " ")
 
@@ -100,7 +97,6 @@ def test_the_table_has_all_tasks():
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory) -> Callable[[str], tuple[str, Path]]:
-    """The target of a kind, untrained, and its texts."""
     folder = tmp_path_factory.mktemp("targets")
     llama = save_checkpoint(folder / "llama", llama_config(num_hidden_layers=6))
     text = write_periodic(folder / "text.txt")

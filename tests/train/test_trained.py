@@ -4,8 +4,6 @@ The text is periodic and the target knows it, so that a trained drafter can know
 each position. What it drafts changes no text, and its folder reads back as it was.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace
@@ -175,7 +173,6 @@ def test_its_folder_reads_back_as_it_was(trained, target):
 
 
 def bundle_of(target: str, run: Training, folder: Path) -> Bundle:
-    """The bundle that drafts with what a training made."""
     own = str(run.folder.path)
     if isinstance(run.task, ModelTask):
         with pytest.raises(OptionError, match="drafter was trained with its own"):

@@ -198,7 +198,6 @@ BLOCK, MASK = 6, 287
 
 
 def dflash(layers=2, outputs=(1, 2, 4), nested=True, prefix="", **changes):
-    """The layout of DFlash's authors and SpecForge."""
     own = {"mask_token_id": MASK, "target_layer_ids": list(outputs)}
     config = layer_config(
         architectures=["DFlashDraftModel"],
@@ -259,7 +258,6 @@ def dspark(kind="authors", taps=(2, 3, 5), **changes):
 
 
 def one_layer(kind, layers=1, qk_norm=False, **changes):
-    """jetdraft's own layouts of drafters with one decoder layer."""
     own = {
         "kangaroo": {"norm": (H,)},
         "chimera": {

@@ -58,7 +58,6 @@ def made(layout, rows):
 
 
 def lm_heads(head):
-    """What the LM heads say of each token: its row, by its id."""
     modules = head.lm_heads if hasattr(head, "lm_heads") else [head.lm_head]
     ids = range(VOCAB_SIZE) if head.ids is None else head.ids.tolist()
     for module in modules:

@@ -29,7 +29,6 @@ def prompts(store):
 
 
 def changed(store, query):
-    """What a query of the store's file returns."""
     with closing(sqlite3.connect(store.file)) as database, database:
         return database.execute(query).fetchall()
 

@@ -22,7 +22,6 @@ def feed(graph, tokens):
 
 
 def contents(graph, rows):
-    """The committed rows of all buffers, copied."""
     return [b.numpy()[:, :, :rows].copy() for b in graph.cache.buffers.values()]
 
 

@@ -37,7 +37,6 @@ def kept(bundle):
 
 
 def fresh(model, ids, **options):
-    """What the model says without anything kept."""
     model.forget()
     result = model.generate(token_ids=ids, **{**OPTIONS, **options})
     assert result.stats.reused_tokens == 0

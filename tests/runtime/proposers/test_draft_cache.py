@@ -63,7 +63,6 @@ def loaded(bundles):
 
 @pytest.fixture
 def model(loaded, method):
-    """The model of a method, which remembers nothing."""
     loaded[method].forget()
     return loaded[method]
 
@@ -106,7 +105,6 @@ def check_rows(model, sequence, at_least=1):
 
 
 def begun(model, proposer, context=PROMPT, sampling=Sampling()):  # noqa: B008
-    """A proposer that has seen all of a context but its last token."""
     proposer.begin(context, Chooser(sampling))
     features = features_of(context[:-1])
     model.parts.draft_cache.observe(0, context[:-1], features)
@@ -455,7 +453,6 @@ def test_a_second_pass_knows_the_first_half(model, method):
 
 
 def best_after(method, token, position):
-    """What the drafter takes for the best token after a token."""
     row = GUESSES[(token + 7 * position) % 384]
     return int(row.argmax() if method == "diffusion" else IDS[row[IDS].argmax()])
 

@@ -118,7 +118,6 @@ def text(model, method, **options):
 
 
 def filled(graph, tokens):
-    """A graph whose buffers hold the rows of tokens."""
     graph.cache.rewind(0)
     graph.run(tokens)
     graph.cache.advance(len(tokens))

@@ -47,7 +47,6 @@ def draw_ids(data, tokenizer, least=0):
 
 
 def draw_rounds(data, ids):
-    """The ids in rounds of one to five."""
     rounds, at = [], 0
     while at < len(ids):
         size = data.draw(st.integers(1, 5))

@@ -20,7 +20,6 @@ LETTERS = SimpleNamespace(
 
 
 def shown(stop, tokens, rounds):
-    """The text shown after each round, and what was kept."""
     ending, texts, kept = StopWatcher(LETTERS, [], stop), [], []
     for start in range(0, len(tokens), rounds):
         if ending.reason:

@@ -149,7 +149,6 @@ GROWING = "{% set ns = namespace(v=X) %}{% for i in range(99) %}STEP{% endfor %}
 
 
 def growing(start, step):
-    """A template that takes a step again and again."""
     return GROWING.replace("X", start).replace("STEP", step) + "{{ ns.v }}"
 
 

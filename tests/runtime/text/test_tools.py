@@ -27,7 +27,6 @@ def model(toy_model):
 
 
 def allowed(model, tools, text):
-    """Whether a whole text may be written."""
     matcher = Matcher(model.vocabulary, Constraint("grammar", tools.grammar()), 1)
     ids = model.parts.text.encode(text, add_special=False)
     rows = Rows.chain([0, *ids, model.bundle.eos_token_ids[0]])

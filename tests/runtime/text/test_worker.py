@@ -61,7 +61,6 @@ def at_most(seconds):
 
 
 def follows(model):
-    """The model follows a constraint, whatever happened before."""
     assert model.generate("a", regex="yes").text == "yes"
 
 
@@ -79,12 +78,10 @@ def workers(parents):
 
 
 def status(process):
-    """The state of a process, its parent, and more."""
     return Path(f"/proc/{process}/stat").read_text().rsplit(")")[1].split()
 
 
 def texts_of(model):
-    """The processes that follow the texts of a model."""
     return workers({model.vocabulary._process.pid})
 
 
@@ -183,7 +180,6 @@ WIDE = "|".join(f"[a-f]{{2}}{i}" for i in range(20_000))
 
 
 def computed(process):
-    """The seconds that a process has computed."""
     return sum(map(int, status(process)[11:13])) / os.sysconf("SC_CLK_TCK")
 
 

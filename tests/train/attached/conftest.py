@@ -22,7 +22,6 @@ def folders(request, target, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
-    """The bundles of the target with these drafters."""
     output = tmp_path_factory.mktemp("bundles")
     return {n: int4(target, output / n, head=head) for n, head in folders.items()}
 
@@ -35,7 +34,6 @@ def model(bundles):
 
 @pytest.fixture(scope="module")
 def plain(model):
-    """The texts of plain decoding, greedy and sampled."""
     return [
         model.generate(PERIOD, method="none", **LONG, **way).token_ids for way in WAYS
     ]

@@ -129,7 +129,6 @@ class Traffic:
         self.rounds = 0
 
     def rate(self, tokens):
-        """The acceptance rate over the next `tokens` evaluated tokens."""
         accepted = evaluated = 0
         while evaluated < tokens:
             share = self.one()
@@ -202,7 +201,6 @@ def test_acceptance_comes_back_after_a_shift(toy, tmp_path):
 
 
 def put_first_topic(bundle, learned, source, texts):
-    """Let the drafter that knows the first topic draft."""
     matrices = learn_first_topic(source, texts)
     checkpoint = Checkpoint.load(str(source), torch.float32)
     for name, weight in checkpoint.model.named_parameters():
