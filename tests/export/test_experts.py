@@ -26,7 +26,7 @@ from jetdraft.runtime.sampling.chooser import Sampling
 from tests.checkpoints.heads.test_mtp import edit
 from tests.export import test_architectures as architectures
 from tests.runtime.fake_method import tokens_of
-from tests.runtime.test_generation import CHAINS, PROMPT, Scripted
+from tests.runtime.test_generation import PROMPT, SPOILS, Scripted
 from tests.tiny import MIXTURES, VOCAB_SIZE, save_checkpoint
 from tools.recipes.quality import compare
 
@@ -115,7 +115,7 @@ def bundle(request, tmp_path_factory):
 def test_drafts_that_are_right_now_and_then(bundle, sampling):
     with jetdraft.load(bundle.path, threads=2) as model:
         plain, _ = tokens_of(model, PROMPT, sampling, tokens=48)
-        for spoil in CHAINS:
+        for spoil in SPOILS[:-1]:
             proposer = Scripted(np.array(plain), spoil)
             tokens, _ = tokens_of(model, PROMPT, sampling, proposer, tokens=48)
             assert tokens == plain
@@ -143,7 +143,7 @@ def test_a_generation_counts_the_experts_of_its_last_rows(made, tmp_path):
     export(str(source), tmp_path / "bundle", options=options)
     with jetdraft.load(tmp_path / "bundle", threads=1) as model:
         plain, _ = tokens_of(model, PROMPT, Sampling(), tokens=30)
-        proposer = Scripted(np.array(plain), CHAINS[-1])
+        proposer = Scripted(np.array(plain), SPOILS[-2])
         tokens_of(model, PROMPT, Sampling(), proposer, tokens=30)
         curve, parts = model.parts.curve, model.parts
         parts.target.cache.rewind(0)

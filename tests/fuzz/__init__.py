@@ -18,7 +18,7 @@ SUBJECTS = {
 """Where the subjects are, by their names."""
 
 
-def subject_named(name: str) -> type[Subject]:
+def subject_named(name: str) -> "type[Subject]":
     """A subject; what only others need is not imported, since a soak weighs it."""
     module, _, kind = SUBJECTS[name].partition(":")
     subject: type[Subject] = getattr(import_module(module), kind)
