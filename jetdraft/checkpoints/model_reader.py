@@ -68,10 +68,6 @@ def load_config(source: str) -> Any:
         config = _config_of_known_type(
             source
         ) or transformers.AutoConfig.from_pretrained(source, **NO_OWN_CODE)
-        if config.model_type in _TOWERED:
-            whole, config = config, config.get_text_config(decoder=True)
-            if hasattr(whole, "quantization_config"):
-                config.quantization_config = whole.quantization_config
         check_causal(source, config)
     return config
 
@@ -95,8 +91,13 @@ def check_exportable(source: str) -> None:
 
 
 def _config_of_known_type(source: str) -> Any:
-    """Return the config of a type in `_KNOWN_ARCHITECTURES`; None for other types."""
+    """Return the config of a type in `_KNOWN_ARCHITECTURES`, or of the language model
+    of a type in `_TOWERED`; None for other types."""
     fields, _ = transformers.PreTrainedConfig.get_config_dict(source)
+    if (whole := fields.get("model_type")) in _TOWERED:
+        packing = {n: v for n, v in fields.items() if n == "quantization_config"}
+        text = {"model_type": f"{whole}_text", **fields.get("text_config", {})}
+        return transformers.AutoConfig.for_model(**text, **packing)
     kind = _KNOWN_ARCHITECTURES.get(str(fields.get("model_type")))
     if kind is None:
         return None

@@ -1,5 +1,6 @@
 """What published checkpoints have and tiny ones lack, each in a tiny checkpoint."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,13 +8,16 @@ import onnx_ir as ir
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import jetdraft
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.model_reader import check_exportable
 from jetdraft.export.exporter import ExportOptions
 from jetdraft.recipe import Recipe
 from tests.exports import exported
 from tests.programs import python
-from tests.tiny import drafter_config, save_checkpoint, save_tokenizer
+from tests.tiny import SHARING, drafter_config, save_checkpoint, save_tokenizer
 
 INT8 = Recipe("int8", 32)
 LARGE_VOCABULARY = 151_936
@@ -42,6 +46,27 @@ def test_generation_config_decides_ends_and_sampling(settled):
     assert settled.bundle.eos_token_ids == (5, 9)
     expected = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
     assert settled.bundle.generation == expected
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_a_language_model_is_read_alone(name, tmp_path):
+    """Of files with towers, whose names and config have a level more."""
+    config, file = SHARING[name](), tmp_path / "model.safetensors"
+    save_checkpoint(tmp_path, config, tokenizer=False)
+    alone = Checkpoint.load(str(tmp_path), torch.float32)
+    tensors = {
+        weight.replace("model.", "model.language_model.", 1): tensor
+        for weight, tensor in load_file(file).items()
+    }
+    tensors["model.vision_tower.encoder.layers.99.weight"] = torch.ones(2)
+    save_file(tensors, file, {"format": "pt"})
+    whole = {"model_type": name, "text_config": config.to_dict(), "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    check_exportable(str(tmp_path))
+    found = Checkpoint.load(str(tmp_path), torch.float32)
+    assert found.parameters == alone.parameters
+    weights = zip(found.model.parameters(), alone.model.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in weights)
 
 
 @pytest.mark.parametrize("end", [5, 9])

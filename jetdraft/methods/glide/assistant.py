@@ -87,7 +87,9 @@ class Assistant(DraftModule):
         states = torch.cat([self.embed_tokens(given.tokens), given.features], dim=-1)
         slots = torch.arange(given.target[0][0].shape[2])
         behind = (slots >= given.target_length) * HIDDEN
-        before = slots < given.target_length - self.config.text.sliding_window
+        # As in transformers, the window has a row more than the target's.
+        window = self.config.text.sliding_window + 1
+        before = slots < given.target_length - window
         masks = behind, behind + before * HIDDEN
         output = self.model(
             inputs_embeds=self.pre_projection(states),
