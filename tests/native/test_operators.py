@@ -275,8 +275,7 @@ def test_attention_gives_buffers_where_it_makes_keys_and_only_there():
     with pytest.raises(Exception, match="output 1 is missing"):
         attention.session(feeds, outputs=1).run(None, feeds)
     feeds |= dict.fromkeys(("key", "value"), floats(1, 0, 128))
-    with pytest.raises(Exception, match="present_key"):
-        attention.session(feeds).run(None, feeds)
+    assert attention.session(feeds).run(None, feeds)[1:] == [None, None]
 
 
 def test_attention_may_have_no_rows():
