@@ -20,6 +20,10 @@ _CONVERTED_FAMILIES = (*RECURRENT_FAMILIES, "gemma3n_text")
 without running them: of norms, convolutions and AltUp's scale."""
 
 
+LARGE_TABLE = 1 << 28
+"""Of an embedding with more numbers only the rows that a pass reads are converted."""
+
+
 def set_compute_dtype(model: Any, dtype: torch.dtype) -> None:
     """Let `model` run in `dtype`; its weights keep the type they have.
 
@@ -72,12 +76,18 @@ class _WeightConversion:
         self.dtype = dtype
         self.stored: dict[str, Tensor] = {}
 
-    def before(self, module: nn.Module, args: Any) -> None:
+    def before(self, module: nn.Module, args: Any) -> Any:
         for name, parameter in module.named_parameters(recurse=False):
             # A trace has replaced some weights with weights of the right type.
             if parameter.dtype != self.dtype:
                 self.stored[name] = parameter.data
+                is_table = isinstance(module, nn.Embedding) and not module.padding_idx
+                if is_table and parameter.numel() > LARGE_TABLE:
+                    tokens, places = args[0].unique(return_inverse=True)
+                    args = (places, *args[1:])
+                    parameter.data = parameter.data[tokens]
                 parameter.data = parameter.data.to(self.dtype)
+        return args
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         for name, stored in self.stored.items():

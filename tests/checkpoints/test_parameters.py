@@ -32,7 +32,9 @@ def logits(model):
         return model(IDS, use_cache=False).logits
 
 
-def test_halves_are_computed_with_in_single_precision(half):
+@pytest.mark.parametrize("large", [0, 1 << 28])
+def test_halves_are_computed_with_in_single_precision(half, large, monkeypatch):
+    monkeypatch.setattr("jetdraft.checkpoints.parameters.LARGE_TABLE", large)
     model = Checkpoint.load(str(half), torch.float32).model
     whole = transformers.AutoModelForCausalLM.from_pretrained(half, dtype=torch.float32)
     assert torch.equal(logits(model), logits(whole))

@@ -78,7 +78,9 @@ class Assistant(DraftModule):
         )
         self.model = AutoModel.from_config(config.text, attn_implementation=ATTENTION)
         self.model.embed_tokens = nn.Identity()  # the LM head has its matrix
-        kinds = _kinds_with_buffers(target.config.get_text_config(decoder=True))
+        text = target.config.get_text_config(decoder=True)
+        shared = getattr(text, "num_kv_shared_layers", 0)
+        kinds = list(text.layer_types[: text.num_hidden_layers - shared])
         self.target_layers = tuple(
             len(kinds) - 1 - kinds[::-1].index(kind) for kind in (FULL, SLIDING)
         )
@@ -88,8 +90,7 @@ class Assistant(DraftModule):
         slots = torch.arange(given.target[0][0].shape[2])
         behind = (slots >= given.target_length) * HIDDEN
         # As in transformers, the window has a row more than the target's.
-        window = self.config.text.sliding_window + 1
-        before = slots < given.target_length - window
+        before = slots < given.target_length - self.config.text.sliding_window - 1
         masks = behind, behind + before * HIDDEN
         output = self.model(
             inputs_embeds=self.pre_projection(states),
@@ -142,9 +143,3 @@ class Assistant(DraftModule):
             draft_vocab_size=size,
             text=text,
         ), None
-
-
-def _kinds_with_buffers(text: Any) -> list[str]:
-    """Return the kinds of the layers of a target that have keys of their own."""
-    shared = getattr(text, "num_kv_shared_layers", 0)
-    return list(text.layer_types[: text.num_hidden_layers - shared])
