@@ -120,7 +120,6 @@ class _Search:
             yield from self.reached(what)
 
     def named(self, code: CodeType, names: Mapping[str, object]) -> Iterator[object]:
-        """What the names of a code stand for, also in modules that it names."""
         called, attributes = _names(code)
         for name in called:
             if name.startswith(("tests.", *SLOW_ROOMS)):

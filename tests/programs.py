@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[1]
 
 
 def module_of(file: str, patch: pytest.MonkeyPatch) -> ModuleType:
-    """A script of the repository as a module, until `patch` is undone."""
     path = ROOT / file
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

@@ -46,7 +46,6 @@ SOURCE = [5, 9, 200, 31, 64, 77, 12, 5, 9, 200, 31, 8]
 
 
 def save(folder: Path, config: Any, tokenizer: bool = True) -> Path:
-    """Write a random model of `config`, and the tokenizer beside it."""
     torch.manual_seed(0)
     AutoModelForSeq2SeqLM.from_config(config).save_pretrained(folder)
     return save_tokenizer(folder) if tokenizer else folder

@@ -183,7 +183,6 @@ values of earlier layers, or whose layers have heads of two sizes."""
 def save_checkpoint(
     folder: Path, config: PreTrainedConfig, seed: int = 0, tokenizer: bool = True
 ) -> Path:
-    """Write a random model of `config`, and the tokenizer beside it."""
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     if tokenizer:
@@ -192,7 +191,6 @@ def save_checkpoint(
 
 
 def save_assistant(folder: Path, target: Any, seed: int = 5) -> str:
-    """Write a random assistant of a Gemma 4 target; return the folder's name."""
     sizes = {**_OF_LAYERS, "hidden_size": 32, "num_hidden_layers": 3}
     sizes |= {"layer_types": [*_KINDS[:1] * 2, _KINDS[1]], "intermediate_size": 48}
     sizes |= dict.fromkeys(("hidden_size_per_layer_input", "num_kv_shared_layers"), 0)

@@ -88,7 +88,6 @@ def toy_block(folder: Path, method: str, guesses: np.ndarray = GUESSES) -> Path:
 
 
 def write_toy(folder: Path, drafter: StepContract, guesses: np.ndarray) -> Path:
-    """Write the bundle with a drafter of this contract, and what it guesses."""
     folder.mkdir(parents=True)
     toy = toy_bundle()
     for name in (TOKENIZER, CHAT_TEMPLATE, SIMILARITY):

@@ -22,12 +22,10 @@ ANCESTORS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4]]
 
 
 def cut_below_two(job: Job, contract: StepContract) -> Step:
-    """The pass of a target that a method cuts below its top two layers."""
     return Step(job.checkpoint.model, contract, cut=2)
 
 
 def cut_bundle(folder, flavour) -> Bundle:
-    """A bundle in `folder` of the checkpoint beside it, whose target is cut."""
     options = ExportOptions(Recipe("none"), capacity=16, max_width=8, flavour=flavour)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "_make_plain_step", cut_below_two)

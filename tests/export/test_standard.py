@@ -31,7 +31,6 @@ def folder(tmp_path_factory):
 
 
 def loaded(folder, flavour, scheme, **drafter):
-    """The target of a scheme, and a drafter beside it, in a flavour."""
     output = folder / f"{flavour}-{scheme}"
     exported(folder / "target", output, scheme, flavour=flavour, **drafter)
     return jetdraft.load(output, threads=1)

@@ -118,7 +118,6 @@ def supervise(
     seconds: float = float("inf"),
     light: bool = False,
 ) -> Report:
-    """Try `count` cases from number `first` on, or as many as `seconds` allow."""
     report, start, number = Report(subject), time.monotonic(), first
     end = start + seconds
     while number < first + count and time.monotonic() < end:

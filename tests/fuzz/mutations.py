@@ -82,7 +82,6 @@ def manifest_routes(manifest: dict[str, Any]) -> list[Route]:
 
 
 def damaged_json(draw: Random, value: Any, places: list[Route]) -> str:
-    """The text of a JSON value with one change at one of the places."""
     changed, kind = deepcopy(value), draw.choice(("set",) * 6 + ("drop", "add", "text"))
     route = draw.choice(places)
     parent = _parent(changed, route)

@@ -58,7 +58,6 @@ def run(kind, matrix, x, **changed):
 
 
 def run_experts(matrix, x, ids, experts=1, **changed):
-    """The products of rows with the matrices that ids choose of a stack."""
     fields = {"N": len(matrix.data) // experts, **changed}
     feeds = {"x": x, "ids": np.array(ids)}
     return session("MatMulExperts", matrix, **fields).run(None, feeds)[0]
@@ -70,7 +69,6 @@ def gathered(ids, arrays, **fields):
 
 
 def random_matrix(grid, columns, rows, seed=0):
-    """A matrix of random integers and scales, of which some are 0 or subnormal."""
     random = np.random.default_rng(seed)
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[grid]]
     blocks = -(-rows // block)
@@ -146,7 +144,6 @@ class Attending:
         return session_of(helper.make_graph([node], kind, inputs, outputs), threads)
 
     def read(self, width, capacity=96, bias=None, rows=None, **options):
-        """Read rows in passes of a width; the answers [rows, heads * size]."""
         buffers, answers = self.buffers(capacity), []
         rows = np.arange(self.length) if rows is None else np.array(rows)
         for start in range(0, len(rows), width):

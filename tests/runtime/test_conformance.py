@@ -51,7 +51,6 @@ def text(model, method, prompt=PROMPT, tokens=TOKENS, **options):
 
 
 def drafts_of(method, step=2, lengths=(4,)):
-    """Ways to ask a method for drafts: as it likes, of a shape, and of a length."""
     yield {}
     # The third of `ppd` drafts whatever passes cost on this machine.
     samples = methods()[method].samples[::step]

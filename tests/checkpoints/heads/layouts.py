@@ -218,7 +218,6 @@ def dflash(layers=2, outputs=(1, 2, 4), nested=True, prefix="", **changes):
 
 
 def speculators_dflash(cut=True, **changes):
-    """DFlash as speculators writes it, with a draft vocabulary if `cut`."""
     _, tensors = dflash()
     config = {
         "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash",

@@ -51,7 +51,6 @@ def alone(model, count, sampling=Sampling()):  # noqa: B008
 
 
 def cascade_of(model, truth, right, match=1, sampling=Sampling()):  # noqa: B008
-    """A cascade over a proposer that says the first `right` tokens of the truth."""
     below = Told([*PROMPT, *truth], right, match)
     cascade = CascadeProposer(DraftCache(graph(model)), below)
     cascade.begin(PROMPT, Chooser(sampling))

@@ -36,7 +36,6 @@ def test_every_width_is_read(width, longer, tmp_path):
 
 
 def part(name: bytes, data: bytes, size: int | None = None) -> bytes:
-    """A part of a file; `size` is what it states in place of its size."""
     size = len(data) if size is None else size
     return name + size.to_bytes(4, "little") + data + bytes(len(data) % 2)
 

@@ -237,7 +237,6 @@ SEEDS = range(2000)
 
 
 def chi_square(counts, expected):
-    """How far counts are off, in standard deviations of the chi-square."""
     kept = expected > 0
     total = counts.sum()
     off = (counts[kept] - total * expected[kept]) ** 2 / (total * expected[kept])

@@ -30,7 +30,6 @@ int4 = partial(exported, recipe="int4", capacity=256, max_width=32)
 def in_floats(
     target: str, drafter: Path, folder: Path, text: list[int]
 ) -> Iterator[tuple[jetdraft.Model, Any, Tensor]]:
-    """A bundle of floats for 40 tokens, the drafter's module, the text's features."""
     bundle = exported(target, folder / "bundle", head=drafter, draft_vocab=40)
     checkpoint = Checkpoint.load(target, torch.float32)
     checkpoint.model.set_attn_implementation("sdpa")
