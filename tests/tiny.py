@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.folder import weights_sha256
@@ -154,6 +156,27 @@ MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }  # fmt: skip
 """How a config of each family with experts is made, with sizes that all differ."""
+
+_ALIKE: dict[str, Any] = {
+    **_SHARED, "num_local_experts": 8, "n_routed_experts": 8, "moe_topk": 2,
+    "num_shared_experts": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "n_group": 1, "topk_group": 1, "sliding_window": 16,
+}  # fmt: skip
+
+
+def _mixture(name: str) -> PreTrainedConfig:
+    """A config of a family, with those fields of `_ALIKE` that it has."""
+    kind = CONFIG_MAPPING[name]
+    fields = {n: value for n, value in _ALIKE.items() if hasattr(kind(), n)}
+    return kind(**fields)
+
+
+for _name in (
+    *("aria_text", "cohere2_moe", "dots1", "exaone_moe", "flex_olmo"),
+    *("granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kolibri1"),
+    *("laguna", "mellum", "mimo_v2_flash", "minimax_m2", "solar_open"),
+):
+    MIXTURES[_name] = partial(_mixture, _name)
 
 
 def save_checkpoint(

@@ -154,7 +154,9 @@ RECURRENT_FAMILIES = (
 EXPERT_FAMILIES = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "gpt_oss", "granitemoe"),
     *("granitemoehybrid", "lfm2_moe", "qwen3_next", "qwen3_5_moe_text", "nemotron_h"),
-    *("glm4_moe", "ernie4_5_moe"),
+    *("glm4_moe", "ernie4_5_moe", "aria_text", "cohere2_moe", "dots1", "exaone_moe"),
+    *("flex_olmo", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3"),
+    *("kolibri1", "laguna", "mellum", "mimo_v2_flash", "minimax_m2", "solar_open"),
 )
 """The `model_type`s with experts that are exported, see `layers.compute_experts`."""
 
