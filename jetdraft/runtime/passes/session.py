@@ -105,7 +105,7 @@ def open_session(
         )
     except Exception as error:  # onnxruntime's exceptions have no common base
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        if no_library and f"{DOMAIN}:" in reason:  # before the name of an operator
+        if no_library and DOMAIN in reason.rpartition("failed:")[2]:  # after the file
             raise no_library from error
         if provider != "cpu":
             raise ProviderError(
