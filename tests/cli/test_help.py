@@ -324,6 +324,7 @@ def test_wrong_flags_are_refused(words):
 def test_keywords_become_the_record():
     @takes(Settings)
     def show(settings: Settings) -> str:
+        """Show it."""
         return f"{settings.name} {settings.size}"
 
     assert show(name="a", size=2) == "a 2"
