@@ -4,7 +4,6 @@ bundle.json       the manifest, with a sha256 per file
 target.onnx       step graph of the target, weights in target.onnx.data
 target-tree.onnx  step graph for branching drafts, with the same weights file
 target-compaction.onnx   moves an accepted branch together in the KV buffers
-target-replay.onnx   lets recurrent states go over accepted rows again
 target-lower.onnx, target-upper.onnx, ...   the target in two halves
 drafter.onnx, drafter-tree.onnx, ...   the same graphs of a drafter
 target-encoder.onnx, ...   the encoder of a target that reads a source

@@ -188,12 +188,11 @@ class GraphEntry:
     """One model: its step graph, contract, quantization and source.
 
     `tree_file` and `compaction_file` are its graphs for branching drafts, None if its
-    attention does not allow branching. `replay_file` is the graph that lets recurrent
-    states go over rows again. `streams` are the settings of its streams, `halves` its
-    graphs below and above a cut. `vocabulary_file` is the draft vocabulary of a head,
-    see `Bundle.draft_vocabulary`, and `encoder_file` the encoder's graph of a decoder
-    that reads a source. `select_file` is a graph that can also read the rows of a
-    `selection` only. Graphs with `own_operators` of jetdraft run on the CPU only.
+    attention does not allow branching. `streams` are the settings of its streams,
+    `halves` its graphs below and above a cut. `vocabulary_file` is the draft vocabulary
+    of a head, see `Bundle.draft_vocabulary`, and `encoder_file` the encoder's graph of
+    a decoder that reads a source. `select_file` is a graph that can also read the rows
+    of a `selection` only. Graphs with `own_operators` of jetdraft run on the CPU only.
     """
 
     file: FileName
@@ -210,7 +209,6 @@ class GraphEntry:
     select_file: FileName | None = None
     selection: Selection | None = None
     own_operators: bool = False
-    replay_file: FileName | None = None
 
     def check(self) -> None:
         """Raise `BundleError` or `ValueError` if the fields contradict each other."""
@@ -223,8 +221,6 @@ class GraphEntry:
             raise ValueError("a decoder that reads a source comes with an encoder")
         if (self.selection is None) != (self.select_file is None):
             raise ValueError("a selection of rows and its graph come together")
-        if self.contract.states and self.replay is None:
-            raise ValueError("recurrent states and their replay come together")
 
     @property
     def files(self) -> list[str]:
@@ -239,12 +235,6 @@ class GraphEntry:
             return f"recurrent states {fix}"
         own = f"jetdraft's operators {fix}, or export with --provider {provider}"
         return own if self.own_operators else ""
-
-    @property
-    def replay(self) -> str | None:
-        """Its `replay_file`, which the first versions wrote as `compaction_file`."""
-        old = self.compaction_file if self.contract.states else None
-        return self.replay_file or old
 
     @property
     def split_contract(self) -> SplitContract:

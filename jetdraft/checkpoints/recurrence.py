@@ -2,9 +2,9 @@
 
 All families of transformers compute with three functions of one arithmetic, whose names
 `SEAMS` has: a causal convolution, the gated delta rule, and Mamba2's scan. Inside a
-pass, their places are taken by a convolution over a window of earlier rows, and by
-linear attention: Mamba2's recurrence is linear attention too, with a decay per head,
-query C, key B and value x dt.
+pass, their places are taken by two operators of `jetdraft.native`, a convolution over
+a window of earlier rows, and linear attention: Mamba2's recurrence is linear attention
+too, with a decay per head, query C, key B and value x dt.
 """
 
 import sys
@@ -18,31 +18,51 @@ from torch import Tensor
 from torch.nn.functional import softplus
 from transformers.activations import ACT2FN
 
+from jetdraft.contracts.constants import WIDEST
+from jetdraft.native import DOMAIN
+from jetdraft.quant.grids import LAYOUT_VERSION
+
 
 @dataclass
 class States:
     """The recurrent states before and after a pass, in the order in which layers run.
 
-    The rows of a pass after its first `rows` are padding, int64 [1], and leave no trace
-    in the states. Without `past` the states before the pass are zeros. `kept` has what
-    each state needs to go over the rows again, [1, n, size].
+    `rows` is the contract's `STATE_ROWS`. Without `past` all states are zeros.
     """
 
-    rows: Tensor | int = 1
+    rows: Tensor = field(default_factory=lambda: torch.tensor([0, 1]))
     past: Sequence[Tensor] = ()
     present: list[Tensor] = field(default_factory=list)
-    kept: list[Tensor] = field(default_factory=list)
 
-    def before(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the state before the pass of the layer that runs now."""
-        if self.past:
-            return self.past[len(self.present)]
-        return torch.zeros(shape, dtype=dtype)
+    def run(
+        self,
+        operator: Callable[..., Sequence[Tensor]],
+        inputs: Sequence[Tensor],
+        shapes: Sequence[tuple[int, ...]],
+        *others: Tensor,
+    ) -> Tensor:
+        """Run an operator that changes states of these shapes; return its answer.
 
-    def add(self, present: Tensor, kept: Tensor) -> None:
-        """Add the state after the pass, and what is kept of the rows."""
-        self.present.append(present)
-        self.kept.append(kept)
+        It is a function here, and a node of its name in a traced graph.
+        """
+        done = len(self.present)
+        past = self.past[done : done + len(shapes)]
+        past = past or [torch.zeros(1, *shape) for shape in shapes]
+        arguments = [*inputs, *past, self.rows, *others]
+        if torch.compiler.is_exporting():
+            name = "".join(map(str.capitalize, operator.__name__.split("_")))
+            answer, *present = torch.onnx.ops.symbolic_multi_out(
+                f"{DOMAIN}::{name}",
+                arguments,
+                attrs={"layout": LAYOUT_VERSION},
+                dtypes=[torch.float32] * (1 + len(past)),
+                shapes=[x.shape for x in (inputs[0], *past)],
+                version=1,
+            )
+        else:
+            answer, *present = operator(*arguments)
+        self.present += present
+        return answer
 
 
 def convolve(
@@ -53,22 +73,31 @@ def convolve(
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    """Convolve rows [1, c, n] with `weight` [c, k], from the window of earlier rows.
-
-    As sums of products: onnxruntime's operator is slower, see docs/log/recurrent.md.
-    """
-    rows, size = hidden_states.transpose(1, 2), weight.shape[1]
-    past = states.before(1, size - 1, rows.shape[2], dtype=rows.dtype)
-    whole = torch.cat([past, rows], 1)
-    mixed = whole[:, : rows.shape[1]] * weight[:, 0]
-    for at in range(1, size):
-        mixed = mixed + whole[:, at : at + rows.shape[1]] * weight[:, at]
-    if bias is not None:
-        mixed = mixed + bias
-    last = states.rows + torch.arange(size - 1)
-    states.add(whole.index_select(1, last), rows)
+    """Convolve rows [1, c, n] with `weight` [c, k], from the window of earlier rows."""
+    rows, weights = hidden_states.transpose(1, 2).float(), weight.t().float()
+    shape = len(weights) - 1 + WIDEST, rows.shape[2]
+    others = [] if bias is None else [bias.float()]
+    mixed = states.run(causal_convolution, [rows, weights], [shape], *others)
     mixed = mixed if activation is None else ACT2FN[activation](mixed)
-    return mixed.to(rows.dtype).transpose(1, 2)
+    return mixed.to(hidden_states.dtype).transpose(1, 2)
+
+
+def causal_convolution(
+    rows: Tensor,
+    weights: Tensor,
+    state: Tensor,
+    state_rows: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sum rows [1, n, c] by `weights` [k, c]; return the sums and the new state."""
+    size, (before, count) = len(weights), state_rows.tolist()
+    whole = torch.cat([state[:, before : before + size - 1], rows], 1)
+    sums = (whole.unfold(1, size, 1) * weights.t()).sum(-1)
+    is_wide = rows.shape[1] > WIDEST
+    first, last = (count, count + size - 1) if is_wide else (0, count + size - 1)
+    after = state.clone()
+    after[:, : last - first] = whole[:, first:last]
+    return sums if bias is None else sums + bias, after
 
 
 def delta_rule(
@@ -118,69 +147,58 @@ def mamba_scan(
 
 
 def _attend(
-    states: States,
+    states: States, query: Tensor, key: Tensor, value: Tensor, *gates: Tensor
+) -> Tensor:
+    """Linear attention over rows [1, n, heads, size], with gates [1, n, heads].
+
+    Queries and keys may have fewer heads. Gates are decays, or decays and betas.
+    """
+    heads, width = value.shape[2:]
+    rows = [x.flatten(2) for x in (value, query, key)]
+    decay, *beta = gates
+    kept = sum(x.shape[2] for x in (*rows[::2], *gates))
+    shapes = (heads, key.shape[3], width), (WIDEST, kept)
+    answer = states.run(linear_attention, [*rows, decay], shapes, *beta)
+    return answer.reshape(value.shape)
+
+
+def linear_attention(
+    value: Tensor,
     query: Tensor,
     key: Tensor,
-    value: Tensor,
     decay: Tensor,
+    state: Tensor,
+    kept: Tensor,
+    state_rows: Tensor,
     beta: Tensor | None = None,
-) -> Tensor:
-    """Linear attention over rows [1, n, heads, size], with gates [1, n, heads]."""
-    _, count, heads, width = value.shape
-    query, key = (x.repeat_interleave(heads // x.shape[2], 2) for x in (query, key))
-    # A padding row neither decays the state nor adds to it.
-    is_row = (torch.arange(count) < states.rows)[None, :, None].float()
-    gates = [decay * is_row]
-    if beta is None:
-        value = value * is_row[..., None]
-    else:
-        gates.append(beta * is_row)
-    past = states.before(1, heads, key.shape[3], width)
-    flat = [x.reshape(1, count, -1) for x in (query, key, value)]
-    compute = _make_node if torch.compiler.is_exporting() else _run_eagerly
-    output, present = compute(flat, past, gates)
-    states.add(present, torch.cat([*flat[1:], *gates], 2))
-    return output.reshape(value.shape)
-
-
-def _make_node(
-    rows: list[Tensor], past: Tensor, gates: list[Tensor]
-) -> Sequence[Tensor]:
-    """Make one LinearAttention node; return its output and the new state."""
-    heads = past.shape[1]
-    made: Sequence[Tensor] = torch.onnx.ops.symbolic_multi_out(
-        "com.microsoft::LinearAttention",
-        [*rows, past, *gates],
-        attrs=attention_attributes(heads, len(gates)),
-        dtypes=[torch.float32] * 2,
-        shapes=[rows[2].shape, past.shape],
-        version=1,
-    )
-    return made
-
-
-def attention_attributes(heads: int, gates: int) -> dict[str, Any]:
-    """The attributes of a LinearAttention node with a decay, or with beta too."""
-    rule = "gated" if gates == 1 else "gated_delta"
-    counts = {"q_num_heads": heads, "kv_num_heads": heads}
-    return {**counts, "update_rule": rule, "scale": 1.0}
-
-
-def _run_eagerly(
-    rows: list[Tensor], past: Tensor, gates: list[Tensor]
-) -> Sequence[Tensor]:
-    """Compute what `_make_node`'s node does, row by row."""
-    heads = past.shape[1]
-    split = [x[0].reshape(x.shape[1], heads, -1) for x in (*rows, *gates)]
-    state, outputs = past[0], []
-    for query, key, value, decay, *beta in zip(*split, strict=True):
-        state = state * decay.exp()[..., None]
-        if beta:
-            known = (key[:, None] @ state)[:, 0]
-            value = beta[0] * (value - known)  # noqa: PLW2901
-        state = state + key[..., None] * value[:, None]
-        outputs.append((query[:, None] @ state).reshape(-1))
-    return torch.stack(outputs)[None], state[None]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what the operator does, row by row; return answers and new states."""
+    before, count = state_rows.tolist()
+    _, heads, size, width = state.shape
+    rows = torch.cat([key, value, decay, *([] if beta is None else [beta])], 2)
+    is_wide = rows.shape[1] > WIDEST
+    taken = torch.cat([kept[0, :before], rows[0, :count]])
+    lasting = len(taken) if is_wide else before
+    sizes = [key.shape[2], heads * width, *[heads] * (1 if beta is None else 2)]
+    group = heads * size // key.shape[2]
+    matrices, present, answers = state[0], state[0], torch.zeros_like(value)
+    for t, row in enumerate(taken):
+        k, v, log_decay, *betas = row.split(sizes)
+        k = k.reshape(-1, size).repeat_interleave(group, 0)
+        v = v.reshape(heads, width)
+        matrices = matrices * log_decay.exp()[:, None, None]
+        for factor in betas:
+            v = factor[:, None] * (v - (k[:, None] @ matrices)[:, 0])
+        matrices = matrices + k[..., None] * v[:, None]
+        if t < lasting:
+            present = matrices
+        if t >= before:
+            q = query[0, t - before].reshape(-1, size).repeat_interleave(group, 0)
+            answers[0, t - before] = (q[:, None] @ matrices).flatten()
+    after = kept.clone()
+    if not is_wide:
+        after[:, :count] = rows[:, :count]
+    return answers, present[None], after
 
 
 # The functions that keep a state, by their names in transformers' modules.

@@ -116,10 +116,10 @@ def _check_provider(bundle: Bundle, name: str) -> None:
     reasons = []
     for graph, entry in bundle.graphs.items():
         contract, own = entry.contract, entry.only_on_cpu(name)
-        if any(state.has_matrices for state in contract.states):
+        if any(len(shape) == 3 for shape in contract.states):
             package = LINEAR_ATTENTION.get(name)
-            found = f"a kernel of {package}" if package else "no kernel"
-            click.echo(f"{graph:10} LinearAttention: {found}")
+            found = f"; {package} has a kernel of its own" if package else ""
+            click.echo(f"{graph:10} LinearAttention: no kernel of jetdraft{found}")
         if why := PROVIDERS[name].refusal(bundle.flavour, contract.dtype, own):
             reasons.append(f"{entry.file}: {why}")
     if reasons:
@@ -326,7 +326,7 @@ def _memory_lines(contract: StepContract) -> Iterator[str]:
         yield f"  layers        {len(contract.kv_shapes)}, KV heads {heads}"
         yield f"  KV buffers    {buffers:.1f} MB"
     if states:
-        yield f"  states        {len(contract.states)}, 3 x {states:.1f} MB"
+        yield f"  states        2 x {states:.1f} MB"
 
 
 def _drafter_lines(contract: StepContract) -> Iterator[str]:

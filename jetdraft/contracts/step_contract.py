@@ -69,33 +69,9 @@ SOURCE_LENGTH = TensorSpec("source_length", "int32", (1,))
 SOURCE = "source"  # The name of the dynamic axis of a source's tokens.
 
 
-# The input with the number of rows that states go over; the others are padding.
-STATE_ROWS = TensorSpec("state_rows", "int64", (1,))
-
-
-@dataclass(frozen=True)
-class State:
-    """A recurrent state of a layer, of which a pass keeps `kept` numbers for each row.
-
-    A convolution has its last rows, (rows, channels). Linear attention has matrices,
-    (heads, key, value), to which each row adds k x v; the gates of a row and head, its
-    decay alone or beta too, say how.
-    """
-
-    shape: tuple[Size, ...]
-    kept: Size
-
-    @property
-    def has_matrices(self) -> bool:
-        """Whether the state is of linear attention."""
-        return len(self.shape) == 3
-
-    @property
-    def parts(self) -> tuple[int, ...]:
-        """The widths of what is kept of a row for matrices: keys, values, gates."""
-        heads, key, value = self.shape
-        gates = self.kept // heads - key - value
-        return tuple(heads * size for size in (key, value, *[1] * gates))
+# The input with the number of kept rows of the last pass that are committed, and of the
+# rows of this pass; the others are padding.
+STATE_ROWS = TensorSpec("state_rows", "int64", (2,))
 
 
 @dataclass(frozen=True)
@@ -124,8 +100,13 @@ class StepContract:
     With a `selection` a pass may read selected rows only. Sizes that contradict each
     other raise `ContractError`.
 
-    A layer with a recurrent state has no rows in a buffer, but `states`, which a pass
-    reads in one place and writes in another. A row chooses `experts` of all layers.
+    A layer with a recurrent state has no rows in a KV buffer, but `states`, which a
+    pass changes in place. A convolution has its last rows (k - 1, channels), linear
+    attention a matrix for each head, (heads, key, value). A pass of at most `WIDEST`
+    rows leaves these as they were before its rows, and keeps the rows: in places behind
+    the last rows, or in a tensor (WIDEST, numbers) after the matrices. The next pass
+    takes up the kept rows that were committed. A wider pass is committed whole. A row
+    chooses `experts` of all layers.
 
         contract = StepContract(
             vocab_size=4096, capacity=2048, max_width=128, dtype="float32",
@@ -158,7 +139,7 @@ class StepContract:
     source_bins: Count = 0
     relative_positions: bool = False
     selection: Selection | None = None
-    states: tuple[State, ...] = ()
+    states: tuple[tuple[Size, ...], ...] = ()
     experts: Count = 0
 
     def __post_init__(self) -> None:
@@ -340,31 +321,16 @@ class StepContract:
         return (
             *self.answers,
             *self.selections("present"),
-            *self.kept_rows,
             *self.buffers("present"),
             *self.state_tensors("present"),
         )
 
     def state_tensors(self, side: str) -> tuple[TensorSpec, ...]:
-        """The states `{side}_state.{i}`, in the order of the layers."""
+        """The tensors `{side}_state.{i}`, in the order of the layers."""
         return tuple(
-            TensorSpec(f"{side}_state.{i}", self._state_dtype(state), (1, *state.shape))
-            for i, state in enumerate(self.states)
+            TensorSpec(f"{side}_state.{i}", "float32", (1, *shape))
+            for i, shape in enumerate(self.states)
         )
-
-    @property
-    def kept_rows(self) -> tuple[TensorSpec, ...]:
-        """The outputs `kept_rows.{i}`: what a state needs to go over the rows again."""
-        return tuple(
-            TensorSpec(
-                f"kept_rows.{i}", self._state_dtype(state), (1, ROWS, state.kept)
-            )
-            for i, state in enumerate(self.states)
-        )
-
-    def _state_dtype(self, state: State) -> str:
-        """The type of a state: matrices add up a whole text, so they are float32."""
-        return "float32" if state.has_matrices else self.dtype
 
     def selections(self, side: str) -> tuple[TensorSpec, ...]:
         """The tensors `{side}_rows.{i}`, `{side}_query.{i}`; () without a selection."""

@@ -11,7 +11,7 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.devices.providers import HALVES, check_on_cpu
 from jetdraft.errors import OptionError, PairError
 from jetdraft.export.export_options import ExportOptions
-from jetdraft.recipe import Recipe
+from jetdraft.recipe import KERNELS, Recipe
 
 
 def check_drafter(
@@ -135,6 +135,8 @@ def check_states(
         ((provider, options.effective_flavour, dtype) != ("cpu", CONTRIB, "fp32"),
          "which only the CPU provider runs so far, in fp32; leave --provider, --dtype "
          "and --flavour out"),
+        (options.kernel == KERNELS[1], "which jetdraft's operators compute; leave "
+         "--kernel out"),
         (options.select_kv is not None, "so no KV rows of it are selected; leave "
          "--select-kv out"),
         (cuts, "so it is not cut in halves; choose another head"),

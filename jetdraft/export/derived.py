@@ -1,7 +1,6 @@
 """Graphs that are made of the chain graph: for branching drafts, and in two halves.
 
-Another graph moves an accepted path together, or lets recurrent states go over it
-again.
+Another graph moves an accepted path together.
 """
 
 from dataclasses import replace
@@ -10,7 +9,6 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from jetdraft.checkpoints.recurrence import attention_attributes
 from jetdraft.contracts.step_contract import PARENTS, SplitContract, StepContract
 from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.errors import UnsupportedModelError
@@ -23,14 +21,7 @@ from jetdraft.export.attentions import (
     windowed,
 )
 from jetdraft.export.step import CUT, Step
-from jetdraft.parsing import MAX_SIZE
-from jetdraft.quant.edits import (
-    CONTRIB_DOMAIN,
-    Maker,
-    initializer,
-    new_value,
-    replace_values,
-)
+from jetdraft.quant.edits import Maker, initializer, new_value, replace_values
 
 
 def make_tree_graph(
@@ -107,40 +98,6 @@ def make_compaction_graph(contract: StepContract, scatter_nd: bool = False) -> i
             node = ir.node(
                 "TensorScatter", [buffer, rows, target], {"axis": 2}, outputs=[after]
             )
-        graph.append(node)
-    return ir.Model(graph, ir_version=11)
-
-
-def make_replay_graph(contract: StepContract) -> ir.Model:
-    """Make the graph that lets states go over the first rows of a pass again.
-
-    It has no weights. It reads what the pass kept of these rows, and the states before
-    the pass, and writes the states after the rows.
-    """
-    specs = (contract.kept_rows, *map(contract.state_tensors, ("past", "present")))
-    kept_rows, pasts, presents = ([*map(new_value, part)] for part in specs)
-    graph = ir.Graph(
-        [*kept_rows, *pasts], presents, nodes=[],
-        opset_imports={"": OPSET, CONTRIB_DOMAIN: 1}, name="replay",
-    )  # fmt: skip
-    make, values = Maker(graph), zip(kept_rows, pasts, presents, strict=True)
-    end, axis = make.constant("end", [MAX_SIZE]), make.constant("axis", [1])
-    for state, (kept, past, present) in zip(contract.states, values, strict=True):
-        if state.has_matrices:
-            widths = make.constant(f"widths_of_{past.name}", state.parts)
-            parts = make.several("Split", len(state.parts), kept, widths, axis=2)
-            # A state needs no query: keys stand in for queries.
-            arguments = [parts[0], *parts[:2], past, *parts[2:]]
-            attributes = attention_attributes(state.shape[0], len(parts) - 2)
-            unread = ir.Value(name=f"answers_to_{past.name}")
-            node = ir.node(
-                "LinearAttention", arguments, attributes, domain=CONTRIB_DOMAIN,
-                outputs=[unread, present],
-            )  # fmt: skip
-        else:
-            first = make.constant(f"first_of_{past.name}", [-state.shape[0]])
-            rows = make("Concat", past, kept, axis=1)
-            node = ir.node("Slice", [rows, first, end, axis], outputs=[present])
         graph.append(node)
     return ir.Model(graph, ir_version=11)
 

@@ -24,7 +24,6 @@ from jetdraft.export.attentions import attentions, is_shared, quantize_cache, wi
 from jetdraft.export.derived import (
     drop_extra_values,
     make_compaction_graph,
-    make_replay_graph,
     make_tree_graph,
     split_graph,
 )
@@ -215,19 +214,14 @@ def _write_split(job: Job, entry: GraphEntry, step: Step) -> Halves:
 
 
 def write_tree(job: Job, entry: GraphEntry) -> GraphEntry:
-    """Write the tree graph and its compaction, if the model can have a tree graph.
-
-    For a model with states, whose drafts are chains, write its replay.
-    """
-    compaction, replay = map(job.graph_file, ("compaction", "replay"))
+    """Write the tree graph and its compaction, if the model can have a tree graph."""
     if entry.contract.states:
-        ir.save(make_replay_graph(entry.contract), replay)
-        return replace(entry, replay_file=replay.name)
+        return entry
     chain = ir.load(job.folder / entry.file)
     model = make_tree_graph(chain, entry.contract, job.checkpoint.source)
     if model is None:
         return entry
-    tree = job.graph_file("tree")
+    tree, compaction = map(job.graph_file, ("tree", "compaction"))
     ir.save(model, tree)
     scatter_nd = job.options.provider_of(job.name).name == "webgpu"
     ir.save(make_compaction_graph(entry.contract, scatter_nd), compaction)

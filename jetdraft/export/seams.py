@@ -22,7 +22,7 @@ from jetdraft.checkpoints.attention import (
     set_attention,
 )
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.contracts.constants import FRAMES_PER_SLOT
+from jetdraft.contracts.constants import FRAMES_PER_SLOT, WIDEST
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.export_options import ExportOptions
@@ -116,7 +116,7 @@ def _two_passes(
     ]
     states = step.contract.state_tensors("past")
     past += [zeros(spec) for spec in states]
-    logits, windows = [], set()
+    logits, windows, kept = [], set(), 0
     for start, end in pairwise((0, 2 * count // 3, count)):
         outputs = step(
             ids[:, start:end],
@@ -125,11 +125,12 @@ def _two_passes(
             torch.tensor([end], dtype=torch.int32),
             torch.arange(end - start),
             *others,
-            *([torch.tensor([end - start])] if states else ()),
+            *([torch.tensor([kept, end - start])] if states else ()),
             past,
         )
         logits.append(outputs[3])
         past = outputs[-len(past) :]
+        kept = end - start if end - start <= WIDEST else 0
         windows |= {*step.windows.values()}
     return torch.cat(logits, 1), windows
 

@@ -18,13 +18,7 @@ from jetdraft.checkpoints.layers import Taps, decoder_layers, watch_input
 from jetdraft.checkpoints.recurrence import States
 from jetdraft.checkpoints.streams import ProbedModel, PromptedModel, StreamedModel
 from jetdraft.contracts.constants import HIDDEN
-from jetdraft.contracts.step_contract import (
-    PARENTS,
-    SCORES,
-    STATE_ROWS,
-    State,
-    StepContract,
-)
+from jetdraft.contracts.step_contract import PARENTS, SCORES, STATE_ROWS, StepContract
 from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.errors import UnsupportedModelError
 
@@ -88,7 +82,7 @@ class Step(torch.nn.Module):
             "total_length": torch.tensor([TRACED_ROWS], dtype=torch.int32),
             "answer_rows": rows[:TRACED_ANSWERS],
             "probe_rows": rows[:TRACED_PROBES],
-            STATE_ROWS.name: rows[-1:],
+            STATE_ROWS.name: rows[:2],
         }
         inputs, buffers, _ = self.declared_tensors
         return [
@@ -150,7 +144,7 @@ class Step(torch.nn.Module):
         hidden = [head[0].float()] if self.contract.hidden_size else []
         if self.contract.experts:
             features.append(torch.cat(state.experts, 1)[None])
-        rows = [*self.answers(logits), *hidden, *features, *state.states.kept]
+        rows = [*self.answers(logits), *hidden, *features]
         return [*rows, *present_buffers(state), *state.states.present, *cut]
 
     def logits(
@@ -248,7 +242,7 @@ class Sizes(NamedTuple):
     """What a `StepContract` says of a model's layers."""
 
     kv_shapes: tuple[tuple[int, int], ...]
-    states: tuple[State, ...] = ()
+    states: tuple[tuple[int, ...], ...] = ()
     experts: int = 0
 
 
@@ -268,10 +262,9 @@ def buffer_sizes(model: Any) -> Sizes:
             f"{type(model).__name__} attends in {len(numbers)} of its {layers} layers; "
             "see docs/models.md"
         )
-    kept = zip(states.present, states.kept, strict=True)
     return Sizes(
         tuple((key.shape[1], key.shape[3]) for key, _ in state.past),
-        tuple(State(tuple(after.shape[1:]), rows.shape[2]) for after, rows in kept),
+        tuple(tuple(after.shape[1:]) for after in states.present),
         sum(chosen.shape[1] for chosen in state.experts),
     )
 

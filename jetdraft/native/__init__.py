@@ -13,6 +13,10 @@ from jetdraft.errors import ProviderError
 # The domain of the operators in a graph, and their names.
 DOMAIN = "jetdraft"
 MULTIPLY, GATHER, EXPERTS = "MatMulPacked", "GatherPacked", "MatMulExperts"
+OPERATORS = (
+    *(MULTIPLY, GATHER, EXPERTS),
+    *("GroupQueryAttention", "LinearAttention", "CausalConvolution"),
+)
 # The file for this kind of processor; it may be missing.
 LIBRARY = Path(__file__).with_name(f"{platform.machine()}.so")
 

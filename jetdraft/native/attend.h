@@ -37,11 +37,13 @@ inline void store(float* p, V lanes) {
 }
 
 inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-inline Lanes fused(Lanes a, Lanes b, Lanes c) {
+template <class V>
+inline V fused(V a, V b, V c) {
 #if __has_builtin(__builtin_elementwise_fma)
   return __builtin_elementwise_fma(a, b, c);
 #else  // g++
-  for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  for (size_t i = 0; i < sizeof c / sizeof(float); i++)
+    c[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return c;
 #endif
 }

@@ -108,6 +108,35 @@ struct Attention {
   int64_t line() const { return round_up(cursor + rows, LANES) + 2 * LANES; }
 };
 
+// Linear attention of rows, in their order, over matrices [heads][key][value]. Queries and
+// keys [key_heads][key] are shared by heads that follow each other. A row lets its head's
+// matrix S decay and adds its key times its value, or, with a beta, beta times what the
+// value differs from key S; its answer is query S. Only the first `lasting` rows change
+// `states`: later rows read what they and earlier rows make of a copy.
+struct Recurrence {
+  static constexpr int64_t COLUMNS = 64;  // of a copy
+  struct Row {
+    const float *query, *key, *value, *decay, *beta;  // decays are logarithms
+    float* y;  // [heads][value], or null
+  };
+
+  int64_t heads = 0, key_heads = 0, key = 0, value = 0, count = 0, lasting = 0;
+  float* states = nullptr;
+  const Row* rows = nullptr;
+};
+
+// A convolution of each channel with `size` weights [size][channels]: y[i] is the sum of
+// weights and of rows i to i + size - 1, the first size - 1 of which are in the window.
+struct Convolution {
+  int64_t channels = 0, size = 0;
+  const float *window = nullptr, *rows = nullptr, *weights = nullptr, *bias = nullptr;
+  float* y = nullptr;
+
+  const float* row(int64_t i) const {
+    return i < size - 1 ? window + i * channels : rows + (i - size + 1) * channels;
+  }
+};
+
 bool has_avx2(), has_avxvnni(), has_avx512vnni(), has_dotprod(), has_i8mm();  // cpu.cpp
 
 // What a processor computes; every entry is by the number of the format.
@@ -117,6 +146,8 @@ struct Isa {
   void (*quantize[FORMAT_COUNT])(const Product&, int64_t row);
   void (*multiply[FORMAT_COUNT])(const Product&, int64_t first_group, int64_t end);
   void (*attend)(const Attention&, const Attention::Part&, float* scratch);
+  void (*recur)(const Recurrence&, int64_t head, float* scratch);  // [key][COLUMNS]
+  void (*convolve)(const Convolution&, int64_t row);
 };
 
 extern const Isa PORTABLE, AVX2, AVXVNNI, AVX512VNNI, DOTPROD, I8MM;

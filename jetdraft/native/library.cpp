@@ -7,8 +7,15 @@
 //       multiplied with the matrix ids[s]
 //   GroupQueryAttention: onnxruntime's operator of this name with its inputs up to the
 //       sinks, for floats and one sequence, with all attributes but those of 0
+//   LinearAttention(value float [1, n, heads * value], query, key [1, n, key_heads * key],
+//       decay [1, n, heads], state [1, heads, key, value], kept rows [1, KEPT, all of a row
+//       but the query], state_rows int64 [2], beta like decay or none) -> float like value,
+//       state, kept rows
+//   CausalConvolution(x float [1, n, c], weights [k, c], state [1, k - 1 + KEPT, c],
+//       state_rows int64 [2], bias [c] or none) -> float [1, n, c], state
 //
-// Attributes of the first three: N, K, format (a row of FORMATS), layout (LAYOUT_VERSION).
+// Attributes of all but attention: layout (LAYOUT_VERSION); of the first three: N, K, format
+// (a row of FORMATS).
 //
 // The library needs no C++ runtime: neither exceptions nor containers.
 #include <algorithm>
@@ -20,6 +27,7 @@
 #include "attention.h"
 #include "format.h"
 #include "ort.h"
+#include "recurrence.h"
 #include "tensors.h"
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
@@ -89,10 +97,7 @@ OrtStatus* create(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info,
   for (auto [name, number] : {std::pair{"N", &k.columns}, std::pair{"K", &k.numbers},
                               std::pair{"format", &k.format}, std::pair{"layout", &layout}})
     TRY(ort::call(ort::KERNEL_INFO_GET_ATTRIBUTE_INT64, info, name, number));
-  if (layout != LAYOUT_VERSION)
-    return failed("the bundle is packed in layout %lld, and this version reads layout %d; "
-                  "export the bundle again",
-                  (long long)layout, LAYOUT_VERSION);
+  TRY(check_layout(layout));
   if (k.format < 0 || k.format >= FORMAT_COUNT) return failed("unknown format of a matrix");
   if (k.columns < 1 || k.numbers < 1 || k.columns >= MAX_SIZE || k.numbers >= MAX_SIZE)
     return failed("a matrix has a size out of range");
@@ -297,7 +302,9 @@ constexpr int GATHER_TYPES[] = {ort::INT64, ort::UINT8, ort::UINT8};
 constexpr int EXPERTS_TYPES[] = {ort::FLOAT, ort::UINT8, ort::UINT8, ort::INT64};
 constexpr int OPTIONAL = 1;
 
-template <Create* CREATE, Compute* COMPUTE, int OUTPUTS, const auto& TYPES>
+// `LEFT_OUT` has a bit for each input that can be left out.
+template <Create* CREATE, Compute* COMPUTE, int OUTPUTS, const auto& TYPES,
+          unsigned LEFT_OUT = 0>
 OrtCustomOp make_operator(const char* (*name)(const OrtCustomOp*)) {
   OrtCustomOp op{};
   op.version = ort::VERSION;
@@ -308,10 +315,8 @@ OrtCustomOp make_operator(const char* (*name)(const OrtCustomOp*)) {
   op.GetOutputTypeCount = [](auto) { return size_t(OUTPUTS); };
   op.GetOutputType = [](auto, size_t) { return int(ort::FLOAT); };
   op.KernelDestroy = [](void* kernel) { std::free(kernel); };
-  // Of the operators here only attention has inputs that can be left out.
   op.GetInputCharacteristic = [](auto, size_t i) {
-    const bool attends = COMPUTE == &attend_rows;
-    return attends && i != 0 && (i < 3 || i > 6) ? OPTIONAL : 0;
+    return LEFT_OUT >> i & 1 ? OPTIONAL : 0;
   };
   op.GetOutputCharacteristic = [](auto, size_t i) { return i == 0 ? 0 : OPTIONAL; };
   op.GetInputMemoryType = [](auto, size_t) { return 0; };
@@ -351,11 +356,18 @@ EXPORTED OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBa
       make_operator<create<true>, multiply_experts, 1, EXPERTS_TYPES>(
           [](auto) { return "MatMulExperts"; });
   static const OrtCustomOp attention =
-      make_operator<create_attention, attend_rows, 3, ATTENTION_TYPES>(
+      make_operator<create_attention, attend_rows, 3, ATTENTION_TYPES, 0xf86>(
           [](auto) { return "GroupQueryAttention"; });
+  static const OrtCustomOp recurrence =
+      make_operator<create_recurrent, run_linear_attention, 3, RECURRENCE_TYPES, 1 << 7>(
+          [](auto) { return "LinearAttention"; });
+  static const OrtCustomOp convolution =
+      make_operator<create_recurrent, run_convolution, 2, CONVOLUTION_TYPES, 1 << 4>(
+          [](auto) { return "CausalConvolution"; });
   OrtCustomOpDomain* domain = nullptr;
   TRY(ort::call(ort::CREATE_CUSTOM_OP_DOMAIN, "jetdraft", &domain));
-  for (const OrtCustomOp* op : {&multiply, &gather, &experts, &attention})
+  for (const OrtCustomOp* op : {&multiply, &gather, &experts, &attention,
+                                &recurrence, &convolution})
     TRY(ort::call(ort::CUSTOM_OP_DOMAIN_ADD, domain, op));
   return ort::call(ort::ADD_CUSTOM_OP_DOMAIN, options, domain);
 }

@@ -15,6 +15,7 @@
 
 #include "attend.h"
 #include "format.h"
+#include "recur.h"
 
 namespace jetdraft {
 namespace {
@@ -163,7 +164,7 @@ void multiply(const Product& p, int64_t first, int64_t end) {
 template <class V, int... F>
 constexpr Isa make_isa(const char* name, bool (*runs)(),
                        std::integer_sequence<int, F...>) {
-  return {name, runs, {quantize<V, F>...}, {multiply<V, F>...}, attend};
+  return {name, runs, {quantize<V, F>...}, {multiply<V, F>...}, attend, recur, convolve};
 }
 
 template <class V>

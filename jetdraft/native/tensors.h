@@ -32,6 +32,13 @@ __attribute__((format(printf, 1, 2))) OrtStatus* failed(const char* format, ...)
 #define TRY(expression) \
   if (OrtStatus* status = (expression)) return status
 
+OrtStatus* check_layout(int64_t layout) {
+  if (layout == LAYOUT_VERSION) return nullptr;
+  return failed("the bundle is packed in layout %lld, and this version reads layout %d; "
+                "export the bundle again",
+                (long long)layout, LAYOUT_VERSION);
+}
+
 struct Tensor {
   void* data;
   int64_t dims[MAX_AXES];

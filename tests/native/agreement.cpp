@@ -1,4 +1,4 @@
-// Compares every processor's products and attention that run here with the portable ones,
+// Compares every processor's products, attention and states with the portable ones,
 // bit by bit: all formats, whole and cut blocks and groups, passes of 1 to 19 rows and each
 // row by itself. Prints a line for each processor; ends with 1 if two numbers differ. With an
 // argument it takes all processors, whose instructions are then emulated.
@@ -118,6 +118,59 @@ bool agrees(const Isa& isa, Attention a) {
   return same;
 }
 
+// Whether the states and answers of rows have the portable bits, and those of the same rows
+// in two turns have them too, whose first leaves its last row to the second.
+bool agrees(const Isa& isa, Recurrence r, bool has_beta) {
+  const int64_t keys = r.key_heads * r.key, values = r.heads * r.value, n = r.count;
+  const int64_t width = 2 * keys + values + 2 * r.heads;
+  const Array<float> numbers(n * width), scratch(r.key * Recurrence::COLUMNS);
+  const Array<Recurrence::Row> rows(n);
+  for (int64_t i = 0; i < numbers.size; i++)
+    numbers.at[i] = (float(random_bits()) / 32768 - 1) / 4;
+  const auto run = [&](const Isa& by, const Array<float>& state, float* y, int64_t from,
+                       int64_t lasting) {
+    for (int64_t t = from; t < n; t++) {
+      const float *q = numbers.at + t * width, *k = q + keys, *v = k + keys;
+      const float* gates = v + values;
+      rows.at[t] = {q, k, v, gates, has_beta ? gates + r.heads : nullptr, y + t * values};
+    }
+    r.states = state.at, r.rows = rows.at + from, r.count = n - from, r.lasting = lasting;
+    for (int64_t head = 0; head < r.heads; head++) by.recur(r, head, scratch.at);
+  };
+  const int64_t size = r.heads * r.key * r.value;
+  const Array<float> expected(size), whole(size), parts(size), answers(n * values),
+      y(n * values), again(n * values);
+  run(PORTABLE, expected, answers.at, 0, n);
+  run(isa, whole, y.at, 0, n);
+  run(isa, parts, again.at, 0, n - 1);
+  run(isa, parts, again.at, n - 1, 1);
+  return equal(expected.at, whole.at, size) && equal(expected.at, parts.at, size) &&
+         equal(answers.at, y.at, y.size) && equal(answers.at, again.at, y.size);
+}
+
+bool agrees(const Isa& isa, Convolution c, int64_t rows) {
+  const Array<float> window(c.size * c.channels), x(rows * c.channels),
+      weights(c.size * c.channels), y(rows * c.channels), expected(rows * c.channels);
+  const Array<float>* inputs[] = {&window, &x, &weights};
+  for (const Array<float>* one : inputs)
+    for (int64_t i = 0; i < one->size; i++) one->at[i] = float(random_bits()) / 32768 - 1;
+  c.window = window.at, c.rows = x.at, c.weights = weights.at;
+  c.bias = rows % 2 == 0 ? x.at : nullptr;
+  for (int64_t row = 0; row < rows; row++) {
+    c.y = y.at, isa.convolve(c, row);
+    c.y = expected.at, PORTABLE.convolve(c, row);
+  }
+  return equal(y.at, expected.at, y.size);
+}
+
+constexpr Recurrence RECURRENCES[] = {
+    {.heads = 2, .key_heads = 2, .key = 128, .value = 128},
+    {.heads = 4, .key_heads = 2, .key = 16, .value = 83},
+    {.heads = 3, .key_heads = 1, .key = 8, .value = 20},
+};
+constexpr Convolution CONVOLUTIONS[] = {{.channels = 48, .size = 4},
+                                        {.channels = 7, .size = 3}};
+
 constexpr float SINKS[] = {-1.5f, 0.25f};
 constexpr Attention ATTENTIONS[] = {
     {.heads = 4, .kv_heads = 2, .size = 64, .cursor = 70, .capacity = 99},
@@ -140,7 +193,7 @@ int main(int count, char**) {
   int all_wrong = 0;
   for (const Isa* const* isa = ISAS; *isa != nullptr; isa++) {
     if (count == 1 && !(*isa)->runs()) continue;
-    int products = 0, attentions = 0, wrong = 0;
+    int products = 0, attentions = 0, states = 0, wrong = 0;
     state = 0;
     for (int format = 0; format < FORMAT_COUNT; format++)
       for (const Size& size : SIZES) {
@@ -155,8 +208,16 @@ int main(int count, char**) {
         a.rows = rows, attentions++;
         wrong += !agrees(**isa, a);
       }
-    std::printf("%s: %d products, %d attentions, %d differ\n", (*isa)->name, products,
-                attentions, wrong);
+    for (const int64_t rows : WIDTHS) {
+      for (Recurrence r : RECURRENCES)
+        for (const bool has_beta : {false, true}) {
+          r.count = rows, states++;
+          wrong += !agrees(**isa, r, has_beta);
+        }
+      for (const Convolution& c : CONVOLUTIONS) states++, wrong += !agrees(**isa, c, rows);
+    }
+    std::printf("%s: %d products, %d attentions, %d states, %d differ\n", (*isa)->name,
+                products, attentions, states, wrong);
     all_wrong += wrong;
   }
   return all_wrong != 0;

@@ -52,7 +52,7 @@ def zig(*arguments):
 def agreeing(*command):
     """The processors whose products and attention had the portable bits."""
     lines = printed(*command).splitlines()
-    whole = r"(\w+): 400 products, 40 attentions, 0 differ"
+    whole = r"(\w+): 400 products, 40 attentions, 80 states, 0 differ"
     found = [re.fullmatch(whole, line) for line in lines]
     return {match[1] for match in found}
 

@@ -146,14 +146,8 @@ def test_two_sessions_share_nothing(model):
 
 
 @of_states
-def test_replays_are_timed_and_passes_share_what_is_kept_of_rows(model):
-    """Each pass with rows of its own would take more memory than the states."""
-    assert sorted(model.parts.curve.replays) == [1, 7]
-    target = model.parts.target
-    kept = {spec.name for spec in target.contract.kept_rows}
-    passes = [*target._bindings.values(), *target._wide_bindings.values()]
-    assert not kept & {name for one in passes for name in one.tensors}
-    assert passes
+def test_kept_rows_have_a_price(model):
+    assert 0 <= model.parts.curve.kept_row < 5
 
 
 @pytest.mark.parametrize("length", [5, 40])
@@ -239,17 +233,6 @@ def test_layer_types_that_do_not_fit_the_weights_are_refused(tmp_path):
     assert not (tmp_path / "bundle").exists()
 
 
-def test_states_come_with_their_replay(bundles):
-    """The first versions called its file a compaction."""
-    entry = bundles["lfm2"].target
-    without = replace(entry, replay_file=None)
-    old = replace(without, compaction_file=entry.replay_file)
-    old.check()
-    assert entry.replay == old.replay == "target-replay.onnx"
-    with pytest.raises(ValueError, match="recurrent states and their replay come tog"):
-        without.check()
-
-
 def test_other_providers_are_refused_before_they_are_tried(bundles):
     words = "recurrent states run on the CPU only; choose --provider cpu"
     with pytest.raises(ProviderError, match=words):
@@ -260,31 +243,30 @@ def test_other_providers_are_refused_before_they_are_tried(bundles):
 
 def other_version(graph):
     node = next(n for n in graph.node if n.op_type == "LinearAttention")
-    node.attribute.append(onnx.helper.make_attribute("of_another_version", 1))
+    node.attribute[0].i = 2  # the layout
 
 
-def other_input(graph):
+def other_state(graph):
+    state = next(one for one in graph.input if one.name == "past_state.0")
+    state.name = "past"
     for node in graph.node:
-        node.input[:] = [name.replace("kept_rows.0", "rows") for name in node.input]
-    next(one for one in graph.input if one.name == "kept_rows.0").name = "rows"
+        node.input[:] = [n.replace("past_state.0", "past") for n in node.input]
 
 
 @pytest.mark.parametrize(
-    ("file", "edit_graph", "words"),
+    ("edit_graph", "words"),
     [
-        ("target.onnx", other_version, "of_another_version"),
-        ("target-replay.onnx", other_input, "the replay's inputs lack 'kept_rows.0'"),
+        (other_version, "is packed in layout 2, and this version reads layout 1"),
+        (other_state, "lack 'past_state.0'"),
     ],
 )
-def test_an_edited_graph_is_refused_in_a_line(
-    bundles, tmp_path, file, edit_graph, words
-):
+def test_an_edited_graph_is_refused_in_a_line(bundles, tmp_path, edit_graph, words):
     """With an operator of another version, or with inputs for other states."""
     others = shutil.ignore_patterns("bundle.json", "profiles")
     copy = shutil.copytree(bundles["qwen3_5"].path, tmp_path / "copy", ignore=others)
-    model = onnx.load(copy / file, load_external_data=False)
+    model = onnx.load(copy / "target.onnx", load_external_data=False)
     edit_graph(model.graph)
-    onnx.save(model, copy / file)
+    onnx.save(model, copy / "target.onnx")
     replace(bundles["qwen3_5"], path=copy, files={}).save()
     refused = running.jetdraft("check", copy)
     running.assert_refused(refused, words, "export the bundle again")
@@ -295,7 +277,7 @@ def test_check_says_which_operators_of_states_a_provider_has(bundles, name):
     table, said = KernelTable.of(name), "no kernel"
     if ("com.microsoft", "LinearAttention") in table.kernels:
         assert table.source.startswith(LINEAR_ATTENTION[name])
-        said = f"a kernel of {LINEAR_ATTENTION[name]}"
+        said += f" of jetdraft; {LINEAR_ATTENTION[name]} has a kernel of its own"
     for family, line in (("lfm2", ""), ("qwen3_5", f"LinearAttention: {said}")):
         result = running.jetdraft("check", "--for", name, bundles[family].path)
         assert result.exit_code == 2
@@ -307,5 +289,5 @@ def test_check_says_which_operators_of_states_a_provider_has(bundles, name):
 def test_check_counts_states_as_memory(bundles):
     result = running.jetdraft("check", "--no-run", bundles["granitemoehybrid"].path)
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert "states 2, 3 x 0.0 MB" in lines
+    assert "states 2 x 0.0 MB" in lines
     assert "trees none: the model has recurrent states" in lines

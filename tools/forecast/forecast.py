@@ -131,7 +131,7 @@ def graph_forecasts(
     folder: Path, entry: GraphEntry, provider: str
 ) -> Iterator[Forecast]:
     """Forecast the graphs of one model, in a bundle's folder; see `forecasts`."""
-    for file in (entry.file, entry.tree_file, entry.encoder_file, entry.replay_file):
+    for file in (entry.file, entry.tree_file, entry.encoder_file):
         if file is not None:
             yield forecast(folder / file, provider)
     if entry.compaction_file is not None:

@@ -30,7 +30,7 @@ class Curve:
     passes[w]       a pass of the target over a chain of w rows
     trees[w]        a pass of the target over w rows that branch
     compaction      moving the rows of an accepted branch together
-    replays[n]      letting recurrent states go over n accepted rows again
+    kept_row        what a committed row of recurrent states adds to the next pass
     probe           what one probe adds to a pass
     probed[w]       a pass over w rows that all carry all their probes
     ended[w]        a pass over w rows of which the last one carries its probes
@@ -54,7 +54,7 @@ class Curve:
     drafts: dict[str, float] = field(default_factory=dict)
     probed: dict[Size, float] = field(default_factory=dict)
     ended: dict[Size, float] = field(default_factory=dict)
-    replays: dict[Size, float] = field(default_factory=dict)
+    kept_row: float = 0.0
     experts: dict[Size, float] = field(default_factory=dict)
     expert: float = 0.0
 
@@ -95,10 +95,6 @@ class Curve:
         ms = max(self.trees.get(width, 0.0), self.pass_ms(width))
         return ms if ends_at_gap else ms + self.compaction
 
-    def replay_ms(self, rows: float) -> float:
-        """The milliseconds of going over `rows` rows again."""
-        return max(_ms_between(self.replays, rows), MIN_MS)
-
     def adopt(self, tuned: "Curve") -> None:
         """Replace the times by the times that `jetdraft tune` measured."""
         self.passes |= {w: ms for w, ms in tuned.passes.items() if w <= WIDEST}
@@ -129,10 +125,6 @@ class Curve:
             for method in filter(self._is_idle, [*self.drafts]):
                 self.drafts[method] *= after / before
             self.passes[round_.width] = after
-        if self.replays and round_.commit_seconds:
-            before = self.replay_ms(1 + round_.accepted)
-            ratio = _blend_estimate(before, 1e3 * round_.commit_seconds) / before
-            self.replays = {rows: ratio * ms for rows, ms in self.replays.items()}
         for method in round_.asked.keys() & self.drafts.keys():
             drafted, seconds = round_.asked[method]
             if not drafted:
@@ -153,10 +145,10 @@ class Curve:
     def from_json(cls, fields: Any) -> "Curve":
         """Read its fields from JSON; raises `ValueError` where they are malformed."""
         curve: Curve = read_record(cls, fields)
-        by_width = (curve.passes, curve.trees, curve.probed, curve.ended, curve.replays)
+        by_width = (curve.passes, curve.trees, curve.probed, curve.ended)
         passes = [ms for times in by_width for ms in times.values()]
         others = [curve.compaction, curve.probe, curve.drafter, *curve.drafts.values()]
-        others += [curve.expert, *curve.experts.values()]
+        others += [curve.kept_row, curve.expert, *curve.experts.values()]
         plausible = [0 < ms < MAX_MS for ms in passes]
         plausible += [0 <= ms < MAX_MS for ms in others]
         if not curve.passes or not all(plausible):

@@ -29,11 +29,9 @@ MIN_ROWS, MAX_ROWS = 8, 36  # Rows that are compared at each place.
 # How long widths beyond `FIRST_WIDTHS` are compared before the first text, at most.
 # How long widths beyond `FIRST_WIDTHS` are compared before the first text, at most.
 FIRST_MS = 1500.0
-# How often a pass with probes, of the drafter, a replay, each width, and a pass of few
+# How often a pass with probes, of the drafter, after kept rows, each width, and of few
 # or many experts is timed.
-PROBE_TURNS, DRAFTER_TURNS, REPLAY_TURNS, PASS_TURNS, EXPERT_TURNS = 5, 3, 3, 5, 3
-# The widths of the passes whose rows but the last are replayed to be timed.
-REPLAYED_WIDTHS = (2, 8)
+PROBE_TURNS, DRAFTER_TURNS, KEPT_TURNS, PASS_TURNS, EXPERT_TURNS = 5, 3, 5, 5, 3
 _FIRST_PLACE = 12  # The first row of the earliest place in empty buffers.
 _MIN_ROOM = 2 * MAX_ROWS  # Rows of room without which the committed rows are given up.
 # The bounds of the gap between logits that differ.
@@ -96,7 +94,7 @@ class Survey:
             with randomized(self.target) as self._starts:
                 widths = self._compare_first_widths()
                 self._curve.probe = self._measure_probe_ms()
-                self._curve.replays = self._measure_replays()
+                self._curve.kept_row = self._measure_kept_row_ms()
                 self._curve.expert = self._measure_expert_ms()
             if self.drafter is not None:  # its buffers stay nearly empty
                 times = (_time_pass(self.drafter, [0]) for _ in range(DRAFTER_TURNS))
@@ -323,14 +321,25 @@ class Survey:
         graph, step = self.target, self.widths.exact[-1]
         for start in self._starts:
             for wide in prefill_widths(graph.contract):
-                if wide > graph.contract.capacity - start:
+                if wide >= graph.contract.capacity - start:
                     continue
                 graph.cache.set_states({})
                 self._run_pass(start, random_tokens(graph, wide), PLAIN, last_only=True)
                 graph.cache.advance(wide)
-                rows = _copy_rows(graph, start, wide)
+                rows = self._rows_after(start, wide)
                 self._width_logits(start, wide, step)
-                yield all(map(np.array_equal, rows, _copy_rows(graph, start, wide)))
+                yield all(map(np.array_equal, rows, self._rows_after(start, wide)))
+
+    def _rows_after(self, start: int, rows: int) -> list[np.ndarray]:
+        """Copies of KV rows from `start` on, [1, kv_heads, rows, head_dim].
+
+        With recurrent states, also the logits of a row that takes them up.
+        """
+        buffers = self.target.cache.buffers.values()
+        copies = [b.numpy()[:, :, start : start + rows].copy() for b in buffers]
+        if self.target.contract.states:
+            copies.append(self._run_pass(start + rows, [0], PLAIN).copy())
+        return copies
 
     def _measure_probe_ms(self) -> float:
         """The milliseconds that a probe adds to a pass over two rows, or 0."""
@@ -359,33 +368,27 @@ class Survey:
         (few, few_ms), (many, many_ms) = measured
         return max(many_ms - few_ms, 0.0) / (many - few) if many > few else 0.0
 
-    def _measure_replays(self) -> dict[int, float]:
-        """The milliseconds of replays by their rows; {} without recurrent states."""
-        graph, cache, replays = self.target, self.target.cache, dict[int, float]()
-        for width in REPLAYED_WIDTHS if graph.contract.states else ():
-            tokens = random_tokens(graph, min(width, graph.contract.max_width))
-            times = list[float]()
-            for _ in range(REPLAY_TURNS):
-                graph.cache.place(self._starts[0])
-                graph.run(tokens)
-                before = cache.seconds
-                cache.advance(len(tokens) - 1)
-                times.append(1e3 * (cache.seconds - before))
-            replays[len(tokens) - 1] = min(times)
-        return replays
+    def _measure_kept_row_ms(self) -> float:
+        """What a committed row adds to the pass that takes it up; 0 without states."""
+        graph, cache, shortest = self.target, self.target.cache, list[float]()
+        if not graph.contract.states:
+            return 0.0
+        widest = min(WIDEST, graph.contract.max_width)
+        for rows in (0, widest):
+            times = []
+            for _ in range(KEPT_TURNS):
+                cache.place(self._starts[0])
+                graph.run([0] * widest)
+                cache.advance(rows)
+                times.append(_time_pass(graph, [0]))
+            shortest.append(min(times))
+        return 1e3 * max(shortest[1] - shortest[0], 0.0) / widest
 
 
 def _time_pass(graph: Graph, tokens: Tokens, probing: Probing = NO_PROBING) -> float:
     before = graph.seconds
     graph.run(tokens, probing=probing)
     return graph.seconds - before
-
-
-def _copy_rows(graph: Graph, start: int, rows: int) -> list[np.ndarray]:
-    """Copies of KV rows from `start` on, [1, kv_heads, rows, head_dim], and states."""
-    buffers = graph.cache.buffers.values()
-    copies = [b.numpy()[:, :, start : start + rows].copy() for b in buffers]
-    return [*copies, *graph.cache.copy_states().values()]
 
 
 def probe_modes(contract: StepContract) -> list[PassMode]:

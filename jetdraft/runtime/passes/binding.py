@@ -24,8 +24,8 @@ class PassBinding:
     """The inputs and outputs of passes with fixed numbers of rows, answers and probes.
 
     `tensors` holds them by name, `arrays` their arrays on the host. `buffers` are KV
-    buffers, by name of the input; `borrowed` buffers of another graph are only read.
-    `states` has the recurrent states for each parity, by their names.
+    buffers and recurrent states, by name of the input; `borrowed` buffers of another
+    graph are only read.
     """
 
     def __init__(
@@ -41,27 +41,25 @@ class PassBinding:
         members: int = 1,
         prefix: int = 0,
         borrowed: Mapping[str, ort.OrtValue] = MappingProxyType({}),
-        states: Sequence[Mapping[str, ort.OrtValue]] = ({},),
     ) -> None:
         self.session = session
         self._memory = memory
-        self.ios, self.parity = [session.io_binding() for _ in states], 0
+        self.io = session.io_binding()
         # A value can share the memory of its array, so both must stay alive.
         self.tensors: dict[str, Tensor] = {}
         presents = {name: name.replace("past_", "present_") for name in buffers}
         fixed = {**buffers, **{presents[n]: b for n, b in buffers.items()}, **borrowed}
         for spec in (*inputs, *outputs):
-            if spec.name not in fixed and spec.name not in states[0]:
+            if spec.name not in fixed:
                 place = HOST if spec.name in memory.on_host else memory
                 shape = spec.shape_for(rows, answers, probes, members, prefix)
                 self.tensors[spec.name] = place.tensor(shape, spec.dtype)
         own = {name: tensor.value for name, tensor in self.tensors.items()}
-        for io, placed in zip(self.ios, states, strict=True):
-            values = {**own, **fixed, **placed}
-            for spec in inputs:
-                io.bind_ortvalue_input(spec.name, values[spec.name])
-            for spec in outputs:
-                io.bind_ortvalue_output(spec.name, values[spec.name])
+        values = {**own, **fixed}
+        for spec in inputs:
+            self.io.bind_ortvalue_input(spec.name, values[spec.name])
+        for spec in outputs:
+            self.io.bind_ortvalue_output(spec.name, values[spec.name])
         self.arrays = {name: tensor.array for name, tensor in self.tensors.items()}
         self._copies = memory.copies
         # Steady inputs are uploaded before the next pass if their names are here.
@@ -92,7 +90,7 @@ class PassBinding:
                 for tensor in (*self._uploads, *steady):
                     tensor.upload()
                 self._changed.clear()
-            run_bound(self.session, self.ios[self.parity], options)
+            run_bound(self.session, self.io, options)
             if self._copies:
                 for tensor in self._downloads:
                     tensor.download()

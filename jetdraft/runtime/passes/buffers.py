@@ -15,6 +15,7 @@ from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import SOURCE_LENGTH, StepContract
 from jetdraft.contracts.tensors import Float32s, TensorSpec, check_tensors
 from jetdraft.errors import ContractError
+from jetdraft.native import OPERATORS
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.rows import gapless_length
 
@@ -28,7 +29,7 @@ def run_bound(
     try:
         session.run_with_iobinding(io, options)
     except RuntimeError as error:
-        if not re.search(r"(Packed|GroupQueryAttention) node\. ", str(error)):
+        if not re.search(rf"({'|'.join(OPERATORS)}) node\. ", str(error)):
             raise
         reason = str(error).partition("Status Message: ")[2]
         raise ContractError(
@@ -104,19 +105,18 @@ class Memory:
 
 HOST = Memory()  # The memory of the CPU provider; nothing is copied.
 Arrays = dict[str, npt.NDArray[Any]]  # Rows or states by name.
+_KEPT = "kept_rows"  # The name of the number of rows that copied states lack.
 
 
 class Cache:
     """Fixed buffers, allocated once, and a cursor; rows beyond `length` are stale.
 
-    A `compaction` session moves the rows of an accepted branch together.
+    A `compaction` session, whose `seconds` are counted, moves the rows of an accepted
+    branch together.
 
-    Recurrent states have no rows to go back to. A pass reads them in one place and
-    writes them in another, and a commit lets the places change their roles. To commit a
-    part of a pass's rows, the `replay` session goes over this part again, from the
-    states before the pass. A longer way back leads to 0, or to the one length whose
-    states `mark` has copied. `seconds` counts both sessions; raises `ContractError` for
-    a replay of other states.
+    Recurrent `states` have no rows to go back to. They lag behind: a pass keeps its
+    rows beside them, and the next pass takes up the rows that were committed. A longer
+    way back leads to 0, or to the one length whose states `mark` has copied.
     """
 
     def __init__(
@@ -124,7 +124,6 @@ class Cache:
         contract: StepContract,
         compaction: ort.InferenceSession | None = None,
         memory: Memory = HOST,
-        replay: ort.InferenceSession | None = None,
     ) -> None:
         self.capacity = contract.capacity
         # A biased pass over all slots is a first prompt to onnxruntime's attention,
@@ -135,24 +134,17 @@ class Cache:
         self.memory = memory
         tensors = memory.tensors(contract.buffers("past"))
         self.buffers = {name: tensor.value for name, tensor in tensors.items()}
-        self._compaction, self._replay = compaction, replay
+        self._compaction = compaction
         self._moves: dict[int, _MoveBinding] = {}
-        # `parity` says in which of both places the states are.
-        pasts, presents = map(contract.state_tensors, ("past", "present"))
-        self._states, self.parity = [memory.tensors(pasts) for _ in range(2)], 0
-        if replay is not None:
-            read = (*contract.kept_rows, *pasts)
-            check_tensors(read, replay.get_inputs(), "the replay's inputs")
-            check_tensors(presents, replay.get_outputs(), "the replay's outputs")
-        # Rows and width of a pass that is not committed yet.
-        self.last_pass = 0, 0
-        # What the last pass has kept of its rows, whatever its width.
-        self._kept_rows = {
-            spec.name: np.zeros(spec.shape_for(WIDEST), spec.dtype)
-            for spec in contract.kept_rows
-        }
+        self._states = memory.tensors(contract.state_tensors("past"))
+        self.states = {name: tensor.value for name, tensor in self._states.items()}
+        # Rows and width of a pass that is not committed yet, and how many rows the
+        # states lack.
+        self._last_pass, self._kept = (0, 0), 0
+        # Whether the states may have rows that are not committed: of a wide pass, or of
+        # a pass that has failed.
+        self.is_ahead = False
         self._mark: tuple[int, Arrays] = 0, {}
-        self._replays: dict[tuple[int, int], ort.IOBinding] = {}
 
     @property
     def room(self) -> int:
@@ -163,49 +155,20 @@ class Cache:
         """Commit the next `rows` rows; raises `ValueError` if they do not fit."""
         if not 0 <= rows <= self.room:
             raise ValueError(f"cannot commit {rows} rows, {self.room} fit")
-        if self._states[0] and rows:
-            count, width = self.last_pass
+        if self._states and rows:
+            count, width = self._last_pass
             if rows > count or (rows < count and width > WIDEST):
                 raise ValueError(f"cannot commit {rows} rows of a pass over {count}")
-            if rows < count:
-                self._go_over_again(rows)
             # Without a call in between, Ctrl-C cannot separate these assignments.
-            self.parity, self.last_pass = 1 - self.parity, (0, 0)
+            self._kept = 0 if width > WIDEST else rows
+            self._last_pass, self.is_ahead = (0, 0), False
         self.length += rows
 
-    def _go_over_again(self, rows: int) -> None:
-        """Replay the first `rows` rows of the last pass."""
-        assert self._replay is not None
-        if (rows, self.parity) not in self._replays:
-            io, values = self._replay.io_binding(), self.states_of(rows)[self.parity]
-            for declared in self._replay.get_inputs():
-                io.bind_ortvalue_input(declared.name, values[declared.name])
-            for declared in self._replay.get_outputs():
-                io.bind_ortvalue_output(declared.name, values[declared.name])
-            self._replays[rows, self.parity] = io
-        with self.memory.exclusive_use():
-            start = time.perf_counter()
-            run_bound(self._replay, self._replays[rows, self.parity])
-            self.seconds += time.perf_counter() - start
-
-    def states_of(self, rows: int) -> list[dict[str, ort.OrtValue]]:
-        """What passes over `rows` rows read and write of states, by parity and name.
-
-        That is the states before and after the pass, and what a narrow pass keeps of
-        its rows; a wide pass is committed whole. [{}] without states.
-        """
-        kept = {
-            name: ort.OrtValue.ortvalue_from_numpy(array[:, :rows])
-            for name, array in self._kept_rows.items()
-            if rows <= WIDEST
-        }
-        found = []
-        for past, present in (self._states, self._states[::-1]):
-            values = {name: tensor.value for name, tensor in past.items()}
-            for name, tensor in present.items():
-                values[name.replace("past_", "present_")] = tensor.value
-            found.append(values | kept)
-        return found if self._states[0] else [{}]
+    def begin_pass(self, rows: int, width: int) -> tuple[int, int]:
+        """Expect a pass that changes the states; return its `STATE_ROWS`."""
+        kept = self._kept
+        self.is_ahead, self._kept, self._last_pass = True, 0, (rows, width)
+        return kept, rows
 
     def rewind(self, length: int) -> None:
         """Go back to `length` committed rows, without a copy of rows.
@@ -214,7 +177,7 @@ class Cache:
         """
         if not 0 <= length <= self.length or length != self.resumable(length):
             raise ValueError(f"cannot rewind from {self.length} rows to {length}")
-        if self._states[0] and length < self.length:
+        if length < self.length or self.is_ahead:
             self.set_states(self._mark[1] if self._mark[0] == length else {})
         self.place(length)
 
@@ -226,7 +189,7 @@ class Cache:
 
     def resumable(self, length: int) -> int:
         """The most rows, up to `length`, that a sequence can continue from."""
-        if not self._states[0] or length >= self.length:
+        if not self._states or (length >= self.length and not self.is_ahead):
             return min(length, self.length)
         return self._mark[0] if self._mark[0] <= length else 0
 
@@ -236,17 +199,18 @@ class Cache:
 
     def copy_states(self) -> Arrays:
         """Copies of the states by name; {} without states."""
-        states = self._states[self.parity]
-        for tensor in states.values():
+        for tensor in self._states.values():
             tensor.download()
-        return {name: tensor.array.copy() for name, tensor in states.items()}
+        states = {name: tensor.array.copy() for name, tensor in self._states.items()}
+        return states and states | {_KEPT: np.array(self._kept)}
 
     def set_states(self, stored: Arrays) -> None:
         """Write states that `copy_states` has copied; what is missing becomes zero."""
-        for name, tensor in self._states[self.parity].items():
+        for name, tensor in self._states.items():
             np.copyto(tensor.array, stored.get(name, 0))
             tensor.upload()
-        self.last_pass = 0, 0
+        self._kept, self._last_pass = int(stored.get(_KEPT, 0)), (0, 0)
+        self.is_ahead = False
 
     def forms(self, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """The shapes and types of what `copy_rows` gives."""
@@ -254,7 +218,7 @@ class Cache:
             name: ((*buffer.shape()[:2], rows, buffer.shape()[3]), buffer.numpy().dtype)
             for name, buffer in self.buffers.items()
         }
-        states = {n: t.array for n, t in self._states[0].items()}
+        states = self.copy_states()
         return shapes | {n: (array.shape, array.dtype) for n, array in states.items()}
 
     def copy_rows(self, rows: int) -> Arrays:
@@ -263,7 +227,7 @@ class Cache:
         With them the states, if there are any; then `rows` must be all rows, or
         `ValueError` is raised.
         """
-        if self._states[0] and rows != self.length:
+        if self._states and rows != self.length:
             raise ValueError(f"states are of {self.length} rows, not of {rows}")
         with self.memory.exclusive_use():
             return self.copy_states() | {

@@ -44,7 +44,6 @@ class Graph:
         memory: Memory = HOST,
         captures: Captures | None = None,
         cache: Cache | None = None,
-        replay: ort.InferenceSession | None = None,
     ) -> None:
         self.sessions = sessions
         self.contract = sessions.any.contract
@@ -61,7 +60,7 @@ class Graph:
             for spec in self.contract.selections("past")
         }
         self.prepare(exact=True)
-        self.cache = cache or Cache(self.contract, compaction, memory, replay)
+        self.cache = cache or Cache(self.contract, compaction, memory)
         self.seconds = 0.0
         self.passes = 0
         self._bindings: dict[_PassSize, _GraphBinding] = {}
@@ -126,9 +125,11 @@ class Graph:
             binding.show_only([*chain, *self._probe_slots(probes, chain)], cursor)
         else:
             binding.show_all()
+        if self.contract.states:
+            binding.arrays[STATE_ROWS.name][:] = self.cache.begin_pass(rows, width)
         # Here and not in a method: each frame above a pass costs time in every round.
         self.seconds += binding.run(self._set_inputs(binding, cursor))
-        self.cache.last_pass = rows, width
+        self.cache.is_ahead = width > WIDEST
         self.passes += 1
         if last_only or width == rows or self.contract.guesses:
             return binding.answer
@@ -238,7 +239,6 @@ class Graph:
         length = next((length for length in lengths if length >= filled), filled)
         binding.cursor[0] = cursor
         binding.total_length[0] = length
-        binding.parity = self.cache.parity
         if self.target_cache is not None:
             binding.arrays["target_length"][0] = self.target_cache.length
         if self.contract.selection is not None:
@@ -275,14 +275,12 @@ class _GraphBinding(PassBinding):
 
     def __init__(self, graph: Graph, session: StepSession, size: _PassSize) -> None:
         contract, probes = session.contract, size.probes
-        # A wide pass is committed whole, so that nothing is kept of its rows.
-        unread = contract.kept_rows if size.width > WIDEST else ()
         selected = {name: tensor.value for name, tensor in graph.selected.items()}
         super().__init__(
             session.session,
             contract.inputs,
-            [spec for spec in contract.outputs if spec not in unread],
-            {**graph.cache.buffers, **selected},
+            contract.outputs,
+            {**graph.cache.buffers, **graph.cache.states, **selected},
             size.width,
             size.answers,
             probes.total,
@@ -290,7 +288,6 @@ class _GraphBinding(PassBinding):
             contract.members,
             contract.prefix,
             _borrowed(graph),
-            graph.cache.states_of(size.width),
         )
         self.size = size
         self.has_bias = contract.has_bias
@@ -308,8 +305,6 @@ class _GraphBinding(PassBinding):
 
     def fill(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
         """Set the rows' tokens and positions; padding rows get the last token."""
-        if STATE_ROWS.name in self.arrays:
-            self.arrays[STATE_ROWS.name][0] = len(tokens)
         for row, position in enumerate(positions):
             self.input_ids[row] = tokens[row] if row < len(tokens) else tokens[-1]
             self.position_ids[row] = position

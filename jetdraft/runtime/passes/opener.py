@@ -128,9 +128,8 @@ class Opener:
         """Open a graph with new KV buffers; `weights` replace initializers, by name."""
         open_on = getattr(self, f"_open_on_{self.provider.name}")
         sessions, memory, captures = open_on(entry, weights or {})
-        files = entry.compaction_file, entry.replay
-        compaction, replay = map(self.commit_session, files)
-        graph = Graph(sessions, compaction, memory, captures, replay=replay)
+        compaction = self.commit_session(entry.compaction_file)
+        graph = Graph(sessions, compaction, memory, captures)
         if entry.encoder_file is not None:
             session = self.session(entry.encoder_file)
             graph.source = SourceBuffers(session, entry.contract, graph.memory)

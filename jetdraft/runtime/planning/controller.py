@@ -195,7 +195,9 @@ class AdaptiveController:
                 length = promise.length
                 branches = promise.parents is not None
                 ms = self._pass_ms(length + 1, probing, branches) + length * token_ms
-                yield proposer, promise, ms + self._replay_ms(promise)
+                # Recurrent states take up the rows in the next pass.
+                ms += (promise.tokens - 1.0) * self.curve.kept_row
+                yield proposer, promise, ms
 
     def _steady_plans(self, proposer: Proposer) -> Iterator[_SteadyPlan]:
         """The plans for many rounds with a proposer's probes.
@@ -275,14 +277,6 @@ class AdaptiveController:
         if branches:
             return probes_ms + self.curve.tree_ms(width, self.ends_at_gap)
         return probes_ms + self.curve.pass_ms(width)
-
-    def _replay_ms(self, promise: _Promise) -> float:
-        """What recurrent states add on average: a draft that is wrong has a replay."""
-        wrong = 1.0 - promise.chance
-        if not self.curve.replays or not wrong:
-            return 0.0
-        rows = (promise.tokens - promise.chance * (promise.length + 1)) / wrong
-        return wrong * self.curve.replay_ms(rows)
 
     def observe(self, round_: Round) -> None:
         """Learn from a round: the rates, the curve and the profit."""

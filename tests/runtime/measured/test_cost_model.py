@@ -11,7 +11,7 @@ from jetdraft.runtime.measured.stats import GuessRates, MethodStats, Round, Stat
 CURVE = Curve(
     passes={1: 20.0, 4: 26.0}, trees={2: 23.0}, compaction=0.5, probe=0.1, drafter=3.0,
     drafts={"draft": 3.1, "lookup": 0.0}, probed={2: 30.0}, ended={2: 24.0},
-    replays={1: 0.5, 7: 2.0}, experts={1: 4.0, 4: 10.0}, expert=0.5,
+    kept_row=0.5, experts={1: 4.0, 4: 10.0}, expert=0.5,
 )  # fmt: skip
 
 
@@ -35,14 +35,14 @@ def refuse(**changes):
 
 
 @pytest.mark.parametrize("ms", [0.0, -1.0, MAX_MS, NAN, INFINITY])
-@pytest.mark.parametrize("field", ["passes", "trees", "probed", "ended", "replays"])
+@pytest.mark.parametrize("field", ["passes", "trees", "probed", "ended"])
 def test_passes_that_take_no_time_or_for_ever(field, ms):
     refuse(**{field: {"1": 2.0, "2": ms}})
 
 
 @pytest.mark.parametrize("ms", [-0.1, MAX_MS, NAN, INFINITY])
 @pytest.mark.parametrize(
-    "field", ["compaction", "probe", "drafter", "drafts", "expert"]
+    "field", ["compaction", "probe", "drafter", "drafts", "kept_row", "expert"]
 )
 def test_other_times_that_cannot_be(field, ms):
     refuse(**{field: {"lookup": ms} if field == "drafts" else ms})
@@ -81,7 +81,7 @@ def test_branches_never_cost_less_than_chains():
 
 def test_a_pass_costs_the_experts_that_it_touches():
     """And a time is learned as the time of the experts of the survey."""
-    curve = Curve.from_json(written(drafts={}, replays={}))
+    curve = Curve.from_json(written(drafts={}))
     assert curve.pass_ms(2) == 22.0
     curve.touched = {1: 4, 2: 10, 4: 4}
     assert [curve.pass_ms(w) for w in (1, 2, 4)] == [20.0, 24.0, 23.0]

@@ -372,14 +372,10 @@ def test_trees_cost_what_was_measured_of_trees():
     assert controller.curve.tree_ms(4, ends_at_gap=False) == 10.0
 
 
-def test_the_replay_after_a_wrong_draft_counts():
+def test_rows_that_recurrent_states_take_up_count():
     free, dear = adaptive(), adaptive()
-    dear.curve.replays = {1: 30.0, 7: 90.0}
+    dear.curve.kept_row = 30.0
     assert free.assign(15, {}).budget > dear.assign(15, {}).budget == 0
-    for _ in range(200):
-        dear.observe(outcome(drafted=6, accepted=3)._replace(commit_seconds=0.003))
-    assert dear.curve.replay_ms(4) == pytest.approx(3.0, rel=0.05)
-    assert dear.curve.replays[7] == pytest.approx(3 * dear.curve.replays[1])
 
 
 def test_each_evidence_has_a_rate_of_its_own():
