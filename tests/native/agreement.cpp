@@ -168,6 +168,7 @@ constexpr Recurrence RECURRENCES[] = {
     {.heads = 4, .key_heads = 2, .key = 16, .value = 83},
     {.heads = 3, .key_heads = 1, .key = 8, .value = 20},
 };
+constexpr bool HAS_BETA[] = {false, true};
 constexpr Convolution CONVOLUTIONS[] = {{.channels = 48, .size = 4},
                                         {.channels = 7, .size = 3}};
 
@@ -210,7 +211,7 @@ int main(int count, char**) {
       }
     for (const int64_t rows : WIDTHS) {
       for (Recurrence r : RECURRENCES)
-        for (const bool has_beta : {false, true}) {
+        for (const bool has_beta : HAS_BETA) {
           r.count = rows, states++;
           wrong += !agrees(**isa, r, has_beta);
         }

@@ -274,10 +274,10 @@ def test_an_edited_graph_is_refused_in_a_line(bundles, tmp_path, edit_graph, wor
 
 @pytest.mark.parametrize("name", TABLES)
 def test_check_says_which_operators_of_states_a_provider_has(bundles, name):
-    table, said = KernelTable.of(name), "no kernel"
+    table, said = KernelTable.of(name), "no kernel of jetdraft"
     if ("com.microsoft", "LinearAttention") in table.kernels:
         assert table.source.startswith(LINEAR_ATTENTION[name])
-        said += f" of jetdraft; {LINEAR_ATTENTION[name]} has a kernel of its own"
+        said += f"; {LINEAR_ATTENTION[name]} has a kernel of its own"
     for family, line in (("lfm2", ""), ("qwen3_5", f"LinearAttention: {said}")):
         result = running.jetdraft("check", "--for", name, bundles[family].path)
         assert result.exit_code == 2
