@@ -127,18 +127,6 @@ def test_common_beginnings(one, other, length):
     assert common_length(one, other) == length
 
 
-def test_a_prefix_is_kept_on_disk(bundle, kept, tmp_path):
-    """Another process would read the same file: here, another model."""
-    file = tmp_path / "prefix.npz"
-    kept.save_prefix(file, IDS[:90])
-    expected = fresh(kept, IDS, method="draft")
-    other = jetdraft.load(bundle, threads=1)
-    other.load_prefix(file)
-    found = other.generate(token_ids=IDS, **OPTIONS, method="draft")
-    assert found.stats.reused_tokens == 90
-    assert found.token_ids == expected
-
-
 def test_a_prefix_of_another_machine_is_not_exact(bundle, kept, tmp_path):
     file = tmp_path / "prefix.npz"
     kept.save_prefix(file, IDS[:90])
