@@ -18,8 +18,9 @@ from tests.checkpoints.heads import layouts
 from tests.exports import exported
 
 LONG: dict[str, Any] = {"max_new_tokens": 80, "ignore_eos": True}
-int4 = partial(exported, recipe="int4", capacity=256, max_width=32)
-"""Exports a target and one of the drafters."""
+sized = partial(exported, capacity=256, max_width=32)
+int4 = partial(sized, recipe="int4")
+"""Export a target and one of the drafters, with sizes for which it is traced once."""
 
 
 def random_head(folder: Path, method: str, **changes: Any) -> Path:
@@ -32,7 +33,7 @@ def in_floats(
     target: str, drafter: Path, folder: Path, text: list[int]
 ) -> Iterator[tuple[jetdraft.Model, Any, Tensor]]:
     """The model of a bundle in floats, the drafter's module, and a text's features."""
-    bundle = exported(target, folder / "bundle", head=drafter, draft_vocab=40)
+    bundle = sized(target, folder / "bundle", head=drafter, draft_vocab=40)
     checkpoint = Checkpoint.load(target, torch.float32)
     checkpoint.model.set_attn_implementation("sdpa")
     module = load_head(str(drafter), checkpoint, torch.float32)

@@ -15,6 +15,7 @@ from jetdraft.errors import OptionError, PairError, UnsupportedModelError
 from jetdraft.methods.glide.task import GlideTask
 from tests.exports import exported
 from tests.tiny import HYBRIDS, save_checkpoint
+from tests.train.attached.conftest import sized
 from tests.train.periodic import QUICK, made
 
 METHOD, LAYERS = "glide", 2
@@ -25,7 +26,7 @@ def test_the_graph_is_the_module(target, head, tmp_path, sliced, monkeypatch):
     """The rows of the target that are committed count, and no others."""
     if not sliced:  # as on a GPU, where a slice would ask the host for its size
         monkeypatch.setattr("jetdraft.export.drafters.slice_target_buffers", nothing_of)
-    bundle = exported(target, tmp_path / "b", head=head)
+    bundle = sized(target, tmp_path / "b", head=head)
     checkpoint = Checkpoint.load(target, torch.float32)
     checkpoint.model.set_attn_implementation("sdpa")
     module = load_head(str(head), checkpoint, torch.float32)
