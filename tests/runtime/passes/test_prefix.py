@@ -20,9 +20,7 @@ OTHER = RANDOM.integers(0, 288, 40).tolist()
 OPTIONS = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.9, "seed": 3}
 METHODS = [
     {"method": "none"},
-    {"method": "draft", "num_draft_tokens": 3},
     {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 7},
-    {"method": "lookup", "num_draft_tokens": 2},
     {"method": "auto"},
 ]
 
