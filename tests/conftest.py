@@ -116,6 +116,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
     def made(name: str, make: Callable[[Path], object]) -> Path:
         with locked(run / f"{name}.lock", wait=True, create=True):
             if not (mark := run / f"{name}.made").exists():
+                shutil.rmtree(run / name, ignore_errors=True)  # where it was skipped
                 make(run / name)
                 mark.touch()
         return run / name

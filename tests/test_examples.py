@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import shutil
 import signal
@@ -12,7 +11,6 @@ import threading
 import urllib.error
 import urllib.request
 import zipfile
-from contextlib import contextmanager
 from pathlib import Path
 
 import jsonschema
@@ -24,6 +22,7 @@ import jetdraft
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.server.http_server import END_SECONDS
 from tests.programs import ended, module_of, printed
+from tests.server.serving import serving
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 UNIT = EXAMPLES.parent / "deploy" / "jetson" / "jetdraft.service"
@@ -191,21 +190,6 @@ def started_by_the_unit(toy):
     return [sys.executable, "-m", "jetdraft", verb, str(toy), *options]
 
 
-@contextmanager
-def serving(command):
-    environment = {**os.environ, "JETDRAFT_API_KEY": KEY}
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        try:
-            line = process.stderr.readline()
-            found = re.search(r"mine answers at (http://127\.0\.0\.1:\d+)$", line)
-            assert found, line + process.stderr.read()
-            yield process, found[1]
-        finally:
-            process.kill()
-
-
 def ask(address, path, key=""):
     """A status and what was answered."""
     request = urllib.request.Request(address + path)
@@ -219,7 +203,7 @@ def ask(address, path, key=""):
 
 
 def test_the_units_command_serves_with_its_key_and_ends_well(toy):
-    with serving(started_by_the_unit(toy)) as (process, address):
+    with serving(started_by_the_unit(toy), JETDRAFT_API_KEY=KEY) as (process, address):
         assert ask(address, "/health")[0] == 200
         assert ask(address, "/v1/models")[0] == 401
         status, models = ask(address, "/v1/models", KEY)

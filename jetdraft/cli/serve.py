@@ -16,7 +16,7 @@ from jetdraft.options import declared
 from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.pool import Pool
-from jetdraft.server.limits import Limits
+from jetdraft.server import Limits
 
 KEY_VARIABLE = "JETDRAFT_API_KEY"  # The environment variable with the API key.
 _server = partial(declared, "server")

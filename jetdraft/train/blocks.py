@@ -97,6 +97,11 @@ class Blocks:
         anchors, is_real = _stack_parts(parts, batch.ids.device)
         return cls(anchors, torch.zeros_like(anchors), is_real)
 
+    def places(self, slots: int, length: int) -> Tensor:
+        """The indexes below `length` of a block's tokens in the text, [b, n, slots]."""
+        behind = torch.arange(1, slots + 1, device=self.anchors.device)
+        return (self.anchors[..., None] + behind).clamp(max=length - 1)
+
 
 def _pad_places(places: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Pad places to int64 [count]; returns them, and bool [count], which are real."""
@@ -192,14 +197,13 @@ class BlockTask(Task):
         """
         slots, length = drafter.config.slots, lesson.ids.shape[1]
         distance = torch.arange(slots, device=lesson.ids.device)
-        places = blocks.anchors[..., None] + 1 + distance  # [b, n, slots]
-        inside = places < length
-        places = places.clamp(max=length - 1)
+        places = blocks.places(slots, length)
+        inside = blocks.anchors[..., None] + 1 + distance < length
         open_places = inside & (rows_at(lesson.labels, places) != IGNORED)
         open_places = open_places & blocks.is_real[..., None]
-        is_known = self.shown(drafter, lesson, blocks, places, open_places, learns)
+        is_known = self.shown(drafter, lesson, blocks, open_places, learns)
         learned = open_places & ~is_known
-        logits = self.logits(drafter, lesson, blocks, places, is_known, learned)
+        logits = self.logits(drafter, lesson, blocks, is_known, learned)
         teacher = rows_at(lesson.logits, places - 1)[learned].float()
         scores = logits.float().log_softmax(-1)
         if self.settings.loss == TEXT:
@@ -216,16 +220,14 @@ class BlockTask(Task):
         drafter: Any,
         lesson: Any,
         blocks: Blocks,
-        places: Tensor,
         open_places: Tensor,
         learns: bool,
     ) -> Tensor:
         """Return which tokens of blocks are shown, by default the first: [b, n, slots].
 
-        `places` int64 [b, n, slots] are the indexes of a block's tokens in the text,
-        and `open_places` bool [b, n, slots] says which of them can be learned.
+        `open_places` bool [b, n, slots] says which of them can be learned.
         """
-        slots = torch.arange(drafter.config.slots, device=places.device)
+        slots = torch.arange(drafter.config.slots, device=open_places.device)
         return slots < blocks.known[..., None]
 
     def logits(
@@ -233,14 +235,14 @@ class BlockTask(Task):
         drafter: Any,
         lesson: Any,
         blocks: Blocks,
-        places: Tensor,
         is_known: Tensor,
         learned: Tensor,
     ) -> Tensor:
         """Run the drafter; returns logits [k, vocabulary] where `learned` is true."""
         ids, size = lesson.ids, drafter.block_rows
-        count = ids.shape[1]
-        block = rows_at(ids, places).masked_fill(~is_known, drafter.config.vocab_size)
+        count, config = ids.shape[1], drafter.config
+        places = blocks.places(config.slots, count)
+        block = rows_at(ids, places).masked_fill(~is_known, config.vocab_size)
         first = blocks.anchors
         if not drafter.reads_text:
             block = torch.cat([rows_at(ids, blocks.anchors)[..., None], block], dim=-1)

@@ -154,40 +154,25 @@ JENSEN_SHANNON, TOTAL_VARIATION = "js", "tv"
 BETA = 0.5  # The default weight of Jensen-Shannon.
 
 
-def forward_kl(wanted: Tensor, got: Tensor, beta: float = BETA) -> Tensor:
-    """KL(p || q) of log probabilities [..., n], in nats [...]; p is the target's."""
-    return _kl(wanted, got)
+def _kl(one: Tensor, other: Tensor) -> Tensor:
+    """KL(one || other) of log probabilities [..., n], in nats [...]."""
+    return (one.exp() * (one - other)).sum(-1)
 
 
-def reverse_kl(wanted: Tensor, got: Tensor, beta: float = BETA) -> Tensor:
-    """KL(q || p) in nats, as `forward_kl`; q is the drafter's."""
-    return _kl(got, wanted)
-
-
-def jensen_shannon(wanted: Tensor, got: Tensor, beta: float = BETA) -> Tensor:
+def _jensen_shannon(wanted: Tensor, got: Tensor, beta: float) -> Tensor:
     """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q."""
     weights = got.new_tensor([beta, 1.0 - beta]).log()
     mixed = torch.logaddexp(wanted + weights[0], got + weights[1])
     return beta * _kl(wanted, mixed) + (1.0 - beta) * _kl(got, mixed)
 
 
-def total_variation(wanted: Tensor, got: Tensor, beta: float = BETA) -> Tensor:
-    """Half the sum of |p - q|: 1 minus the chance that a draft is accepted."""
-    return 0.5 * (wanted.exp() - got.exp()).abs().sum(-1)
-
-
-def _kl(one: Tensor, other: Tensor) -> Tensor:
-    """KL(one || other) of log probabilities [..., n], in nats [...]."""
-    return (one.exp() * (one - other)).sum(-1)
-
-
-# The grid of DistillSpec (2310.08461): each takes log probabilities of target and
-# drafter.
+# The grid of DistillSpec (2310.08461): each takes log probabilities p of the target and
+# q of the drafter. The total variation is 1 minus the chance that a draft is accepted.
 DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    FORWARD_KL: forward_kl,
-    REVERSE_KL: reverse_kl,
-    JENSEN_SHANNON: jensen_shannon,
-    TOTAL_VARIATION: total_variation,
+    FORWARD_KL: lambda p, q, beta: _kl(p, q),
+    REVERSE_KL: lambda p, q, beta: _kl(q, p),
+    JENSEN_SHANNON: _jensen_shannon,
+    TOTAL_VARIATION: lambda p, q, beta: 0.5 * (p.exp() - q.exp()).abs().sum(-1),
 }
 
 

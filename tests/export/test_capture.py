@@ -25,7 +25,7 @@ from jetdraft.methods.glide.task import GlideTask
 from jetdraft.recipe import Recipe
 from tests.cli.running import jetdraft
 from tests.tiny import llama_config, save_checkpoint, save_prompts, save_streams
-from tests.train.attached.drafts import STILL
+from tests.train.periodic import STILL
 from tests.train.periodic import made as training
 from tools.forecast.forecast import forecasts
 

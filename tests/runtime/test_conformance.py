@@ -136,7 +136,7 @@ def test_the_end_of_the_buffers(model_of, method):
     model = model_of(method)
     full = text(model, "none", tokens=10_000)
     assert full.stats.finish_reason == "length"
-    for draft in drafts_of(method, step=1, lengths=(2, 5)):
+    for draft in drafts_of(method, step=1, lengths=(2, 7)):
         assert text(model, method, tokens=10_000, **draft).token_ids == full.token_ids
 
 
@@ -221,6 +221,39 @@ def test_a_bad_option_is_refused(model_of, method, drafting, words):
     with pytest.raises(OptionError, match=words) as refusal:
         text(model_of(method), method, drafting=drafting)
     assert refusal.value.field == "drafting"
+
+
+DRAWN = {"verifier": "recursive", "siblings": "with-replacement", "tree": "k-ary"}
+BLOCKS, DRAFT = "dflash diffusion", "draft auto"
+REFUSED = [
+    (DRAFT, {"stopping": "never"}, "unknown stopping"),
+    (DRAFT, {"stop_threshold": 0.5}, "give stopping too"),
+    (DRAFT, {"stopping": "confidence", "stop_threshold": 1.5}, "out of range"),
+    (DRAFT, {"stopping": "confidence", "stop_threshold": -0.1}, "out of range"),
+    (DRAFT, {"stopping": "product", "tree": "best"}, "ends chains, not trees"),
+    (DRAFT, {"stopping": "product", "stop_threshold": "x"}, "give a number"),
+    (BLOCKS, {"steps": 3}, "steps 3 is out of range; give 1 or 2"),
+    (BLOCKS, {"steps": 0}, "steps 0 is out of range"),
+    (BLOCKS, {"steps": 2, "tree": "best"}, "leave the tree out"),
+    (f"{BLOCKS} kangaroo", {"confidence": 1.5}, "1.5 is out of range; give 0 .off. to"),
+    ("kangaroo", {"confidence": -0.1}, "confidence -0.1 is out of range"),
+    *(("stream", {"prune_threshold": p}, "out of range") for p in (-0.1, 1.5, "x")),
+    ("stream", {"prune_threshold": [0.1]}, "give a number or a text"),
+    ("stream", {"prune_threshold": 0.1, "branching": [2], **DRAWN}, "that was pruned"),
+    ("ppd", {"rows": 16}, "a tree of 16 rows is wider than a pass"),
+    ("ppd", {"slots": 1}, "slots 1 is out of range; give 2 to 1024"),
+    ("ppd", {"rows": 3, "tree": "chain"}, "rows is for sparse trees only"),
+]
+
+
+@pytest.mark.parametrize(("names", "drafting", "words"), REFUSED, ids=str)
+def test_an_option_of_its_own_is_refused(model_of, names, drafting, words):
+    how = {"drafting": drafting, "exact": "verifier" not in drafting}
+    for method in names.split():
+        model = model_of("draft" if method == "auto" else method)
+        with pytest.raises(OptionError, match=words) as refusal:
+            text(model, method, **how)
+        assert refusal.value.field in ("drafting", *drafting)
 
 
 @every_method

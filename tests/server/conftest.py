@@ -7,8 +7,8 @@ from openai import OpenAI
 
 from jetdraft import Pool
 from jetdraft.runtime.sampling.chooser import Chooser
+from jetdraft.server import Limits
 from jetdraft.server.app import Service
-from jetdraft.server.limits import Limits
 from tests.server.serving import served
 
 LIMITS = Limits(

@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from urllib.parse import urlsplit
 
 from jetdraft.server.app import Service
 from jetdraft.server.http_server import HttpServer, listener_url, open_listener
 
+Serving = AbstractContextManager[tuple[subprocess.Popen[str], str]]
 # Slow enough to be interrupted, and with signals as a terminal would have them.
 SLOW = """
 import os, signal, sys, time
@@ -48,15 +49,12 @@ def served(service: Service, *more: socket.socket) -> Iterator[str]:
 
 
 @contextmanager
-def started(
-    *arguments: object, slow: float = 0.0
+def serving(
+    command: list[str], **environment: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that serves, and its address; each choice takes `slow` seconds more."""
-    command = [sys.executable, "-c", SLOW, "serve", *map(str, arguments)]
-    command += ["--port", "0", "--threads", "1"]
-    environment = {**os.environ, "SLOW": str(slow)}
+    """A process that serves, and its address."""
     with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=environment
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
     ) as process:
         try:
             assert process.stderr is not None
@@ -65,6 +63,12 @@ def started(
             yield process, found[0]
         finally:
             process.kill()
+
+
+def started(*arguments: object, slow: float = 0.0) -> Serving:
+    """Like `serving`, of `jetdraft serve`; each choice takes `slow` seconds more."""
+    command = [sys.executable, "-c", SLOW, "serve", *map(str, arguments)]
+    return serving([*command, "--port", "0", "--threads", "1"], SLOW=str(slow))
 
 
 def request(body: object, version: str = "1.1") -> bytes:

@@ -25,9 +25,9 @@ from openai.types.shared import ErrorObject
 from jetdraft import Pool
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.piece import Result
+from jetdraft.server import Limits
 from jetdraft.server.app import Service
 from jetdraft.server.generation_request import GenerationRequest
-from jetdraft.server.limits import Limits
 from jetdraft.server.reply import Reply
 from tests import whispers
 from tests.server.serving import served

@@ -8,8 +8,8 @@ import pytest
 from openai import OpenAI
 
 from jetdraft import Pool
+from jetdraft.server import Limits
 from jetdraft.server.app import Service
-from jetdraft.server.limits import Limits
 from jetdraft.server.refusal import RequestError
 from jetdraft.server.transcription_request import read_form
 from tests import whispers

@@ -1,7 +1,7 @@
 """What the tests of trainings share."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,10 +15,14 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def learned_targets(tmp_path_factory) -> Callable[[int], str]:
+def learned_targets(once) -> Callable[[int], str]:
     """Targets that know the text, by their number of layers; nobody changes them."""
-    folder = tmp_path_factory.mktemp("learned")
-    return cache(lambda layers: learned_target(folder / str(layers), layers))
+
+    def of(layers: int) -> str:
+        make = partial(learned_target, layers=layers)
+        return str(once(f"learned-{layers}", make) / "tuned")
+
+    return of
 
 
 @pytest.fixture(scope="module")

@@ -207,7 +207,7 @@ def test_a_share_of_the_wrong_guesses_is_told(world, tmp_path):
 
     def shown_of(share, learns=True):
         own = replace(lesson, glancing=share)
-        return task.shown(drafter, own, blocks, places, is_open, learns)
+        return task.shown(drafter, own, blocks, is_open, learns)
 
     shown = {share: shown_of(share) for share in (0.0, 0.5, 1.0)}
     assert not any((one & ~is_open).any() for one in shown.values())

@@ -185,17 +185,17 @@ class SourceBlockTask(BlockTask):
         drafter: Any,
         lesson: SourceLesson,
         blocks: Blocks,
-        places: Tensor,
         open_places: Tensor,
         learns: bool,
     ) -> Tensor:
         """Show what the parent shows, and `glancing` tokens for each wrong guess."""
-        shown = super().shown(drafter, lesson, blocks, places, open_places, learns)
+        shown = super().shown(drafter, lesson, blocks, open_places, learns)
         if not (learns and lesson.glancing) or blocks.chances is None:
             return shown
         guessed = open_places & ~shown
         with torch.no_grad():
-            logits = self.logits(drafter, lesson, blocks, places, shown, guessed)
+            logits = self.logits(drafter, lesson, blocks, shown, guessed)
+        places = blocks.places(drafter.config.slots, lesson.ids.shape[1])
         wrong = torch.zeros_like(guessed)
         wrong[guessed] = logits.argmax(-1) != rows_at(lesson.ids, places)[guessed]
         count = (wrong.sum(-1, keepdim=True) * lesson.glancing).round()
@@ -207,7 +207,6 @@ class SourceBlockTask(BlockTask):
         drafter: Any,
         lesson: SourceLesson,
         blocks: Blocks,
-        places: Tensor,
         is_known: Tensor,
         learned: Tensor,
     ) -> Tensor:
@@ -215,7 +214,7 @@ class SourceBlockTask(BlockTask):
         count = ids.shape[1]
         slots = torch.arange(size, device=ids.device)
         masks = drafter.config.vocab_size + slots
-        block = torch.where(is_known, rows_at(ids, places), masks)
+        block = torch.where(is_known, rows_at(ids, blocks.places(size, count)), masks)
         behind = (blocks.anchors[..., None] + 1 + slots).flatten(1)
         rows = torch.arange(count, device=ids.device).expand(len(ids), -1)
         positions = torch.cat([rows, behind], dim=1)

@@ -136,31 +136,23 @@ class DraftCache:
         self._passes = self.graph.passes
         return answer
 
-    def branch(
-        self,
-        tokens: Tokens,
-        depths: Sequence[int],
-        ancestors: Sequence[Sequence[int]],
-        filled: int,
-    ) -> Answer:
+    def branch(self, placed: PlacedRows) -> Answer:
         """Run rows of a tree and keep what they carry; see `Graph.run_branches`."""
         features = recent = None
         if self.carry:
             assert self._carried is not None
             root = self._carried[0], self._next_window
-            above = [self._branches[a[-1]] if a else root for a in ancestors]
+            above = [self._branches[a[-1]] if a else root for a in placed.ancestors]
             features = np.stack([carried for carried, _ in above])
             if self.window:
                 recent = np.array([window for _, window in above], np.int64)
-        answer = self.graph.run_branches(
-            tokens, depths, ancestors, filled, features=features, recent=recent
-        )
+        answer = self.graph.run_branches(*placed, features=features, recent=recent)
         self._passes = self.graph.passes
         if self.carry:
             assert answer.carried is not None
-            rows = zip(answer.carried.copy(), above, tokens, strict=True)
+            rows = zip(answer.carried.copy(), above, placed.tokens, strict=True)
             behind = ((row, (*window, token)[1:]) for row, (_, window), token in rows)
-            self._branches.update(enumerate(behind, filled))
+            self._branches.update(enumerate(behind, placed.filled))
         return answer
 
     def refine(self, known: Sequence[int]) -> Answer:
@@ -331,15 +323,8 @@ class LedCache(DraftCache):
         """Run a drafted token; the answer after it, or None if it does not fit."""
         return self._lead([*self.tokens, token])
 
-    def branch(
-        self,
-        tokens: Tokens,
-        depths: Sequence[int],
-        ancestors: Sequence[Sequence[int]],
-        filled: int,
-    ) -> Answer:
-        placed = tokens, depths, ancestors, filled
-        states = self._leading().branch(PlacedRows(*placed))
+    def branch(self, placed: PlacedRows) -> Answer:
+        states = self._leading().branch(placed)
         answer = self.graph.run_branches(*placed, features=states)
         self._passes = self.graph.passes
         return answer

@@ -24,6 +24,7 @@ WEIGHT_STEP, MAX_WEIGHT = 0.04, 3.0
 # beyond that the oldest pairs are forgotten.
 MAX_LEARNED = 8192
 C1, C2 = 32.0, 8.0  # The constants of `puct`: a larger C1 explores more.
+ITERATIONS, DEPTH = 48, 4  # Of a search: its rollouts, and the levels of its tree.
 # The tokens that follow two tokens, with their weights.
 Successors = Callable[[int, int], Mapping[int, float]]
 
@@ -198,12 +199,8 @@ class TreeSearch:
     as in the released code, of the tokens that the tree has already.
     """
 
-    def __init__(
-        self, successors: Successors, iterations: int = 48, depth: int = 4
-    ) -> None:
-        self.successors = successors
-        self.iterations = iterations
-        self.depth = depth
+    def __init__(self, successors: Successors, iterations: int = ITERATIONS) -> None:
+        self.successors, self.iterations = successors, iterations
 
     def run(self, one: int, two: int, budget: int) -> tuple[list[int], list[int]]:
         """Return tokens and parents of at most `budget` rows; `two` is row 0.
@@ -234,7 +231,7 @@ class TreeSearch:
     def _descend(self) -> list[int]:
         """Choose the path from the root to a leaf, and expand the nodes on it."""
         path = [0]
-        while len(path) <= self.depth:
+        while len(path) <= DEPTH:
             node = self._nodes[path[-1]]
             if not node.expanded:
                 node.expanded = True
@@ -267,7 +264,7 @@ class TreeSearch:
     def _rollout(self, path: list[int]) -> float:
         """Draw tokens below a path to the full depth; the result sums their shares."""
         (one, two), score = self._last_two(path), 0.0
-        for _ in range(self.depth + 1 - len(path)):
+        for _ in range(DEPTH + 1 - len(path)):
             shares = self._shares((one, two))
             if not shares:
                 break

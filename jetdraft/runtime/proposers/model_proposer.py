@@ -15,6 +15,7 @@ from jetdraft.runtime.drafts.noise import Distribution
 from jetdraft.runtime.drafts.rows import Rows, Tokens
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.split.halves import PlacedRows
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Traits
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.trees.shapes import Shape, Static, Tree
@@ -239,7 +240,7 @@ class Levels:
             above = [[slots[r] for r in tree.path(row)[-2:0:-1]] for row in rows]
             tokens = [tree.tokens[row] for row in rows]
             depths = [tree.depths[row] - 1 for row in rows]
-            answer = cache.branch(tokens, depths, above, filled)
+            answer = cache.branch(PlacedRows(tokens, depths, above, filled))
             slots.update(zip(rows, range(filled, filled + len(rows)), strict=True))
             answers = dict(zip(rows, distributions(answer, chooser), strict=True))
         return self.shape.rows_to_verify(tree).depth_first()

@@ -223,10 +223,9 @@ class Rerank(Shape):
 
     name = "rerank"
     kinds = _RANK_KINDS
+    BREADTH, DEPTH = 6, 5  # Rows that expand in a level, and levels.
 
-    def __init__(self, breadth: int = 6, depth: int = 5) -> None:
-        self.breadth = breadth
-        self.depth = depth
+    def __init__(self) -> None:
         self._scores: list[float] = []
 
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
@@ -234,14 +233,14 @@ class Rerank(Shape):
             self._scores = [0.0]
         level = []
         for row, q in answers.items():
-            tokens = tree.children_of(row, q, self.breadth)
+            tokens = tree.children_of(row, q, self.BREADTH)
             level += tree.add(row, q, tokens)
             score = self._scores[row]
             self._scores += [score + _log_probability(q, token) for token in tokens]
-        if not level or tree.depths[level[0]] >= self.depth:
+        if not level or tree.depths[level[0]] >= self.DEPTH:
             return []
         level.sort(key=lambda row: -self._scores[row])
-        return sorted(level[: self.breadth])
+        return sorted(level[: self.BREADTH])
 
     def rows_to_verify(self, tree: Tree) -> Rows:
         # A row scores no better than its parent, so the ancestors of a row stay too.
@@ -257,43 +256,31 @@ class Comb(Shape):
     kinds = _RANK_KINDS
     # Pairs (p, n): add n siblings if the best token's probability is at most p.
     EXTRA = ((0.3, 7), (0.6, 5), (0.8, 3), (1.0, 1))
-
-    def __init__(self, depth: int = 4) -> None:
-        self.depth = depth
+    DEPTH = 4
 
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
         [(row, q)] = answers.items()
         best = float(q.probabilities.max())
         extra = next(count for limit, count in self.EXTRA if best <= limit + 1e-9)
         rows = tree.add(row, q, tree.children_of(row, q, min(1 + extra, tree.room)))
-        is_deepest = tree.depths[rows[0]] >= self.depth
+        is_deepest = tree.depths[rows[0]] >= self.DEPTH
         return [] if is_deepest or not tree.room else rows[:1]
 
 
 class Merged(Shape):
     """Branches that end in the same tokens share what follows (GSD, 2407.16207).
 
-    Of two branches with equal last `repeat` + 1 tokens the earlier is drafted further;
-    in the end the later gets copies of its rows. A child needs `sibling_threshold`
-    times the best child's probability, and continues at `threshold`.
+    Of two branches with equal last `REPEAT` + 1 tokens the earlier is drafted further;
+    in the end the later gets copies of its rows. A child needs `LEAST_SHARE` times the
+    best child's probability, and continues at `LEAST`.
     """
 
     name = "merged"
     kinds = _RANK_KINDS
+    BREADTH, DEPTH, REPEAT = 3, 5, 1
+    LEAST_SHARE, LEAST = 0.1, 0.1
 
-    def __init__(
-        self,
-        breadth: int = 3,
-        depth: int = 5,
-        repeat: int = 1,
-        sibling_threshold: float = 0.1,
-        threshold: float = 0.1,
-    ) -> None:
-        self.breadth = breadth
-        self.depth = depth
-        self.repeat = repeat
-        self.sibling_threshold = sibling_threshold
-        self.threshold = threshold
+    def __init__(self) -> None:
         self._repeats: dict[int, int] = {}
 
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
@@ -303,22 +290,22 @@ class Merged(Shape):
         for row, q in answers.items():
             if not tree.room:
                 break
-            tokens = tree.children_of(row, q, self.breadth)
+            tokens = tree.children_of(row, q, self.BREADTH)
             chances = {t: float(np.exp(_log_probability(q, t))) for t in tokens}
-            least_chance = self.sibling_threshold * max(chances.values(), default=0.0)
+            least_chance = self.LEAST_SHARE * max(chances.values(), default=0.0)
             tokens = [token for token in tokens if chances[token] >= least_chance]
             for child in tree.add(row, q, tokens[: tree.room]):
                 original = self._find_original(tree, child)
                 if original is not None:
                     self._repeats[child] = original
-                elif chances[tree.tokens[child]] >= self.threshold:
+                elif chances[tree.tokens[child]] >= self.LEAST:
                     growing.append(child)
-        return [row for row in growing if tree.depths[row] < self.depth]
+        return [row for row in growing if tree.depths[row] < self.DEPTH]
 
     def _find_original(self, tree: Tree, row: int) -> int | None:
         """An earlier row with the same last tokens, no ancestor of `row`, or None."""
         path = tree.path(row)
-        ending = [tree.tokens[r] for r in path[: 1 + self.repeat]]
+        ending = [tree.tokens[r] for r in path[: 1 + self.REPEAT]]
         for other in range(1, row):
             if other in path or other in self._repeats:
                 continue

@@ -20,9 +20,7 @@ OTHER = RANDOM.integers(0, 288, 40).tolist()
 OPTIONS = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.9, "seed": 3}
 METHODS = [
     {"method": "none"},
-    {"method": "draft", "num_draft_tokens": 3},
     {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 7},
-    {"method": "lookup", "num_draft_tokens": 2},
     {"method": "auto"},
 ]
 
@@ -125,18 +123,6 @@ def test_up_to_the_last_row_of_the_buffers(kept):
 )
 def test_common_beginnings(one, other, length):
     assert common_length(one, other) == length
-
-
-def test_a_prefix_is_kept_on_disk(bundle, kept, tmp_path):
-    """Another process would read the same file: here, another model."""
-    file = tmp_path / "prefix.npz"
-    kept.save_prefix(file, IDS[:90])
-    expected = fresh(kept, IDS, method="draft")
-    other = jetdraft.load(bundle, threads=1)
-    other.load_prefix(file)
-    found = other.generate(token_ids=IDS, **OPTIONS, method="draft")
-    assert found.stats.reused_tokens == 90
-    assert found.token_ids == expected
 
 
 def test_a_prefix_of_another_machine_is_not_exact(bundle, kept, tmp_path):

@@ -19,16 +19,7 @@ from jetdraft.runtime.planning.registry import methods
 from jetdraft.runtime.proposers.lookup import Guess
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from tests.runtime.method_bundles import handmade
-from tests.toy_graphs import (
-    BLOCK,
-    CAPACITY,
-    GUESSES,
-    IDS,
-    NOISE,
-    STEP,
-    WIDTH,
-    features_of,
-)
+from tests.toy_graphs import BLOCK, GUESSES, IDS, NOISE, STEP, WIDTH, features_of
 
 PROMPT = np.random.default_rng(5).integers(4, 384, 70).tolist()
 """Longer than the widest pass, so that it is read in several."""
@@ -168,16 +159,6 @@ def test_every_number_of_tokens_of_a_block_is_accepted(model, method):
     assert {len(piece.token_ids) - 1 for piece in result} >= set(range(BLOCK + 1))
 
 
-@both_ways
-def test_several_methods_at_once(model, method, plain, way):
-    for name in (f"{method},trigram,lookup", "auto"):
-        result = generate(model, name, way)
-        assert result.token_ids == plain["temperature" in way]
-        sequence = PROMPT + result.token_ids
-        model.parts.draft_cache.follow(sequence)  # it may have had no round
-        check_rows(model, sequence)
-
-
 def test_a_cancelled_round(model, method, plain):
     for stop in (1, 2, 5):
         with model.stream(token_ids=PROMPT, method=method, ignore_eos=True) as stream:
@@ -207,15 +188,6 @@ def test_a_pass_that_failed_is_run_again(model, method, plain):
     assert result.token_ids == plain[0]
     assert result.stats.acceptance_rate > 0.3
     check_rows(model, PROMPT + result.token_ids)
-
-
-@pytest.mark.parametrize("method", BLOCKS)
-def test_blocks_near_the_end_take_the_spare_slots(model, method):
-    full = generate(model, "none", tokens=10_000).token_ids
-    assert len(full) == CAPACITY - len(PROMPT)
-    for count, steps in ((7, 1), (BLOCK, 2)):
-        way = {"num_draft_tokens": count, "drafting": {"steps": steps, **ALL}}
-        assert generate(model, method, tokens=10_000, **way).token_ids == full
 
 
 def test_the_next_turn_reads_only_what_is_new(model, method):
@@ -260,18 +232,6 @@ def test_the_same_prompt_again(model, method):
         assert first.token_ids == again.token_ids
         assert again.stats.accepted_tokens == first.stats.accepted_tokens
         check_rows(model, prompt + again.token_ids)
-
-
-def test_a_saved_prefix(model, method, tmp_path):
-    file = tmp_path / "prefix.npz"
-    model.save_prefix(file, PROMPT[:50])
-    expected = generate(model, method, num_draft_tokens=3).stats.accepted_tokens
-    with model.twin() as other:
-        other.load_prefix(file)
-        result = generate(other, method, num_draft_tokens=3)
-        assert result.stats.reused_tokens == 50
-        assert result.stats.accepted_tokens == expected
-        check_rows(other, PROMPT + result.token_ids)
 
 
 def test_the_catch_up_is_the_first_draft(model, method):
@@ -602,19 +562,3 @@ def test_its_cost_is_measured(model, method):
     result = generate(model, method, num_draft_tokens=3)
     check_rows(model, PROMPT + result.token_ids)
     assert model.parts.curve.drafts[method] > 0
-
-
-@pytest.mark.parametrize("method", BLOCKS)
-@pytest.mark.parametrize(
-    ("drafting", "fact"),
-    [
-        ({"steps": 3}, "steps 3 is out of range; give 1 or 2"),
-        ({"steps": 0}, "steps 0 is out of range"),
-        ({"confidence": 1.5}, "confidence 1.5 is out of range; give 0 .off. to 1"),
-        ({"steps": 2, "tree": "best"}, "leave the tree out"),
-    ],
-    ids=str,
-)
-def test_options_that_are_refused(model, method, drafting, fact):
-    with pytest.raises(jetdraft.OptionError, match=fact):
-        generate(model, method, drafting=drafting)

@@ -130,24 +130,6 @@ def test_a_head_of_another_bundle_is_refused(tmp_path):
             AcceptanceHead.load(path, bundle, size)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"stopping": "never"}, "unknown stopping"),
-        ({"stop_threshold": 0.5}, "give stopping too"),
-        ({"stopping": "confidence", "stop_threshold": 1.5}, "out of range"),
-        ({"stopping": "confidence", "stop_threshold": -0.1}, "out of range"),
-        ({"stopping": "product", "tree": "best"}, "ends chains, not trees"),
-        ({"stopping": "product", "stop_threshold": "x"}, "give a number"),
-    ],
-)
-@pytest.mark.parametrize("method", ["draft", "auto"])
-def test_bad_options(model, method, options, words):
-    with pytest.raises(OptionError, match=words) as refusal:
-        model.generate(**HOW, method=method, drafting=options)
-    assert refusal.value.field == "drafting"
-
-
 # --- learning when to stop ------------------------------------------------------------
 
 PROMPTS = [np.random.default_rng(seed).integers(0, 288, 20) for seed in range(3)]

@@ -157,8 +157,11 @@ def test_rerank_keeps_the_best_products():
 
 def test_merged_asks_less_for_the_same_rows():
     """With merging on one token alone, repeated words are drafted once."""
-    _, asked, rows = grow(Merged(repeat=0), Kind.DETERMINISTIC, budget=15)
-    _, alone, _ = grow(Merged(repeat=99), Kind.DETERMINISTIC, budget=15)
+    shape = Merged()
+    shape.REPEAT = 0
+    _, asked, rows = grow(shape, Kind.DETERMINISTIC, budget=15)
+    shape.REPEAT = 99
+    _, alone, _ = grow(shape, Kind.DETERMINISTIC, budget=15)
     assert len(asked) < len(alone)
     for row in range(1, len(rows)):
         follows = after(rows.tokens[rows.parents[row]]).ids[:3]

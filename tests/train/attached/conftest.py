@@ -1,39 +1,62 @@
-"""The trained drafter of a test file, loaded, and what plain decoding writes."""
+"""A drafter of random weights for a target, its bundle, and what it computes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import jetdraft
 from jetdraft.bundle import Bundle
-from tests.train.attached.drafts import LONG, STILL, WAYS, int4
-from tests.train.periodic import PERIOD, made
+from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.head_reader import load_head
+from tests.checkpoints.heads import layouts
+from tests.exports import exported
+
+LONG: dict[str, Any] = {"max_new_tokens": 80, "ignore_eos": True}
+sized = partial(exported, capacity=256, max_width=32)
+int4 = partial(sized, recipe="int4")
+"""Export a target and one of the drafters, with sizes for which it is traced once."""
+
+
+def random_head(folder: Path, method: str, **changes: Any) -> Path:
+    torch.manual_seed(3)
+    return Path(layouts.write(folder, *layouts.one_layer(method, **changes)))
+
+
+@contextmanager
+def in_floats(
+    target: str, drafter: Path, folder: Path, text: list[int]
+) -> Iterator[tuple[jetdraft.Model, Any, Tensor]]:
+    """The model of a bundle in floats, the drafter's module, and a text's features."""
+    bundle = sized(target, folder / "bundle", head=drafter, draft_vocab=40)
+    checkpoint = Checkpoint.load(target, torch.float32)
+    checkpoint.model.set_attn_implementation("sdpa")
+    module = load_head(str(drafter), checkpoint, torch.float32)
+    with torch.no_grad():
+        decoder = checkpoint.model.get_decoder()
+        features = decoder(torch.tensor([text])).last_hidden_state
+    with jetdraft.load(bundle.path, threads=1) as model:
+        yield model, module, features
 
 
 @pytest.fixture(scope="module")
-def folders(request, target, tmp_path_factory) -> dict[str, Path]:
-    """The folders of a trained drafter, and of a drafter as it begins."""
-    folder, text = tmp_path_factory.mktemp("drafters"), Path(target).parent / "text.txt"
-    module, settings = request.module, getattr(request.module, "SETTINGS", None)
-    for name, options in (("trained", module.LEARNING), ("untrained", STILL)):
-        made(module.TASK, target, folder / name, [text], settings, options).run()
-    return {name: folder / name for name in ("trained", "untrained")}
+def head(request, tmp_path_factory) -> Path:
+    """The folder of a drafter of the `METHOD` that a file names."""
+    folder = tmp_path_factory.mktemp("drafters") / "head"
+    return random_head(folder, request.module.METHOD)
 
 
 @pytest.fixture(scope="module")
-def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
-    output = tmp_path_factory.mktemp("bundles")
-    return {n: int4(target, output / n, head=head) for n, head in folders.items()}
+def bundle(target, head, tmp_path_factory) -> Bundle:
+    return int4(target, tmp_path_factory.mktemp("bundles") / "bundle", head=head)
 
 
 @pytest.fixture(scope="module")
-def model(bundles):
-    with jetdraft.load(bundles["trained"].path, threads=1) as model:
+def model(bundle):
+    with jetdraft.load(bundle.path, threads=1) as model:
         yield model
-
-
-@pytest.fixture(scope="module")
-def plain(model):
-    return [
-        model.generate(PERIOD, method="none", **LONG, **way).token_ids for way in WAYS
-    ]

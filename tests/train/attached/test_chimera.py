@@ -1,7 +1,6 @@
-"""Three tokens and the target's states draft: trained, exported, drafting."""
+"""Three tokens and the target's states draft: exported, and in training."""
 
-from dataclasses import replace
-from typing import ClassVar
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,29 +8,21 @@ import torch
 
 from jetdraft.methods.chimera.module import ROW_TOKENS
 from jetdraft.methods.chimera.task import ChimeraTask, SeenRows
+from jetdraft.methods.glide.task import GlideTask
+from jetdraft.runtime.passes.split.halves import PlacedRows
 from jetdraft.train.heads import DRAFT_ROWS
-from tests.train.attached.drafts import QUICK, AttachedDrafter, in_floats
-from tests.train.periodic import made
+from tests.train.attached.conftest import in_floats
+from tests.train.periodic import QUICK, made
 
-TASK, LAYERS = ChimeraTask, 2
-LEARNING = replace(QUICK, steps=60, sequence_length=48, learning_rate=1e-2)
-
-
-class TestChimera(AttachedDrafter):
-    method = "chimera"
-    parts: ClassVar = {"trigram", "norm", "out"}
-    fields: ClassVar = {"architectures": ["ChimeraDrafter"]}
-
-
+METHOD, LAYERS = "chimera", 2
 TEXT = np.random.default_rng(6).integers(1, 288, 14).tolist()
 READ, AGAIN = 8, 11
 """Rows of the target that a drafter sees at first, and after an accepted draft."""
 
 
 @pytest.fixture(scope="module")
-def floats(target, folders, tmp_path_factory):
-    folder, drafter = tmp_path_factory.mktemp("floats"), folders["trained"]
-    with in_floats(target, drafter, folder, TEXT) as parts:
+def floats(target, head, tmp_path_factory):
+    with in_floats(target, head, tmp_path_factory.mktemp("floats"), TEXT) as parts:
         yield parts
 
 
@@ -88,9 +79,15 @@ def test_a_path_of_a_tree_is_a_chain(floats):
     begun()
     chain = [follower.step(t).candidate_logits[-1].copy() for t in (5, 7, 9)]
     begun()
-    follower.branch([4, 5], [0, 0], [[], []], 0)
-    made = follower.branch([6, 7], [1, 1], [[0], [1]], 2).candidate_logits.copy()
-    last = follower.branch([9], [2], [[1, 3]], 4).candidate_logits.copy()
+    drafts = []
+    for placed in (
+        ([4, 5], [0, 0], [[], []], 0),
+        ([6, 7], [1, 1], [[0], [1]], 2),
+        ([9], [2], [[1, 3]], 4),
+    ):
+        answer = follower.branch(PlacedRows(*placed))
+        drafts.append(answer.candidate_logits.copy())
+    _, made, last = drafts
     np.testing.assert_allclose(made[1], chain[1], atol=1e-5)
     np.testing.assert_allclose(last[0], chain[2], atol=1e-5)
     assert np.abs(made[0] - chain[1]).max() > 0.01
@@ -108,19 +105,25 @@ def test_the_tokens_before_rows(floats):
 # --- the training -------------------------------------------------------------------
 
 
-def test_no_draft_sees_rows_that_the_runtime_does_not_have(target, text, tmp_path):
-    """Other features from a draft's first row on change nothing in that draft."""
-    run = made(ChimeraTask, target, tmp_path / "out", [text], None, QUICK)
-    drafter = run.module.drafter.eval()
-    features = torch.randn(1, 15, 64)
-    lesson = type("Lesson", (), {"ids": torch.arange(1, 16)[None], "taps": [features]})
-    rows = torch.arange(15)
+@pytest.mark.parametrize("task", [ChimeraTask, GlideTask])
+def test_no_draft_sees_rows_that_the_runtime_does_not_have(
+    target, text, tmp_path, task
+):
+    """Other numbers from a draft's first row on change nothing in that draft."""
+    run = made(task, target, tmp_path / "out", [text], None, QUICK)
+    drafter, rows = run.module.drafter.eval(), torch.arange(15)
+    states = [torch.randn(1, 15, 64), *torch.randn(2, 1, 2, 15, 16)]
+    lesson = SimpleNamespace(ids=torch.arange(1, 16)[None])
     starts = rows - (rows - 2) % DRAFT_ROWS
     assert starts.tolist()[2:] == [2] * 5 + [7] * 5 + [12] * 3
+    hidden = []
     with torch.no_grad():
-        before = run.task.hidden(drafter, lesson, starts)
-        lesson.taps = [features.clone()]
-        lesson.taps[0][:, 7:] = 9.0
-        after = run.task.hidden(drafter, lesson, starts)
-    torch.testing.assert_close(after[:, 2:12], before[:, 2:12])
-    assert (after[:, 12:] - before[:, 12:]).abs().max() > 0.01
+        for _ in range(2):
+            features, lesson.keys, lesson.values = [s.clone() for s in states]
+            lesson.taps = [features]
+            hidden.append(run.task.hidden(drafter, lesson, starts))
+            for state in states:
+                state[..., 7:, :] = 9.0
+    moved = (hidden[1] - hidden[0]).abs()
+    assert moved[:, 2:12].max() < 1e-5
+    assert moved[:, 12:].max() > 0.01

@@ -1,60 +1,16 @@
-"""A head drafts several tokens in a pass: trained, exported, drafting."""
-
-from dataclasses import replace
-from pathlib import Path
-from typing import ClassVar
+"""A head drafts several tokens in a pass: exported, and in training."""
 
 import numpy as np
 import pytest
 import torch
 
-from jetdraft.bundle import Bundle
-from jetdraft.methods.falcon.task import (
-    FalconSettings,
-    FalconTask,
-    predict_features,
-    shown_rows,
-)
+from jetdraft.methods.falcon.task import FalconTask, predict_features, shown_rows
 from jetdraft.runtime.planning.registry import methods
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
-from tests.train.attached.drafts import (
-    LONG,
-    QUICK,
-    STILL,
-    AttachedDrafter,
-    in_floats,
-    int4,
-)
-from tests.train.periodic import PERIOD, made
+from tests.train.attached.conftest import LONG, in_floats, random_head
+from tests.train.periodic import PERIOD, QUICK, made
 
-TASK, LAYERS = FalconTask, 2
-LEARNING = replace(QUICK, steps=40, sequence_length=48, learning_rate=2e-2)
-SIZES = (2, 3)
-
-
-@pytest.fixture(scope="module")
-def folders(target, tmp_path_factory) -> dict[str, Path]:
-    """The folders of a trained drafter, and of two as they begin."""
-    folder, text = tmp_path_factory.mktemp("drafters"), Path(target).parent / "text.txt"
-    made(TASK, target, folder / "trained", [text], None, LEARNING).run()
-    for size in SIZES:
-        settings = FalconSettings(block_rows=size)
-        made(TASK, target, folder / str(size), [text], settings, STILL).run()
-    return {name: folder / name for name in ("trained", *map(str, SIZES))}
-
-
-@pytest.fixture(scope="module")
-def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
-    folder, names = tmp_path_factory.mktemp("bundles"), ("trained", "2")
-    return {n: int4(target, folder / n, head=folders[n]) for n in names}
-
-
-class TestFalcon(AttachedDrafter):
-    method = "falcon"
-    parts: ClassVar = {"recurrence"}
-    fields: ClassVar = {"architectures": ["FalconDrafter"], "block_size": 2}
-    untrained = "2"
-    floor, positions, places = 0.6, 4, 2
+METHOD, LAYERS = "falcon", 2
 
 
 def test_short_prompts_are_drafted_for_later(model):
@@ -67,27 +23,15 @@ def test_short_prompts_are_drafted_for_later(model):
         assert made.stats.drafted_tokens > 10
 
 
-def test_a_saved_prefix(model, plain, tmp_path):
-    how = {"method": "falcon", "num_draft_tokens": 3, **LONG}
-    tokens = model.parts.text.encode(PERIOD)
-    expected = model.generate(token_ids=tokens, **how).stats.accepted_counts
-    model.forget()
-    model.save_prefix(tmp_path / "prefix.npz", tokens[:-2])
-    model.forget()
-    model.load_prefix(tmp_path / "prefix.npz")
-    made = model.generate(token_ids=tokens, **how)
-    assert made.token_ids == plain[0]
-    assert made.stats.accepted_counts == expected
-
-
 TEXT = np.random.default_rng(6).integers(1, 288, 34).tolist()
 READ, AGAIN = 20, 23
 """Rows of the target that a drafter sees at first, and after an accepted draft."""
 
 
-@pytest.fixture(scope="module", params=SIZES)
-def floats(request, target, folders, tmp_path_factory):
-    folder, drafter = tmp_path_factory.mktemp("floats"), folders[str(request.param)]
+@pytest.fixture(scope="module", params=[2, 3])
+def floats(request, target, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("floats")
+    drafter = random_head(folder / "head", METHOD, block_size=request.param)
     with in_floats(target, drafter, folder, TEXT) as parts:
         yield parts
 
@@ -184,7 +128,7 @@ def test_a_tree_of_single_children_is_the_chain(model):
 
 
 def test_a_pass_drafts_a_block(model):
-    """A chain of six takes three passes, and so does a tree of six levels."""
+    """A chain of six takes two passes, and so does a tree of six levels."""
     follower = model.parts.draft_cache
     prompt = model.parts.text.encode(PERIOD * 2)
     states = model.parts.target.run(prompt[:-1]).features.copy()
@@ -197,7 +141,7 @@ def test_a_pass_drafts_a_block(model):
         follower.follow(prompt)
         before = follower.graph.passes
         proposer.propose(prompt, 12 if options else 6)
-        assert follower.graph.passes - before == 3
+        assert follower.graph.passes - before == 2
     model.forget()
 
 

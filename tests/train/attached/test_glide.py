@@ -1,7 +1,6 @@
-"""A layer drafts from the target's keys and values: trained, exported, drafting."""
+"""A layer drafts from the target's keys and values: exported, and in training."""
 
 from dataclasses import replace
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -14,31 +13,23 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import OptionError, PairError, UnsupportedModelError
 from jetdraft.methods.glide.task import GlideTask
-from jetdraft.train.heads import DRAFT_ROWS
 from tests.exports import exported
 from tests.tiny import HYBRIDS, save_checkpoint
-from tests.train.attached.drafts import QUICK, AttachedDrafter
-from tests.train.periodic import made
+from tests.train.attached.conftest import sized
+from tests.train.periodic import QUICK, made
 
-TASK, LAYERS = GlideTask, 2
-LEARNING = replace(QUICK, steps=80, sequence_length=48, learning_rate=1e-2)
-
-
-class TestGlide(AttachedDrafter):
-    method = "glide"
-    parts: ClassVar = {"cross", "norm"}
-    fields: ClassVar = {"architectures": ["GlideDrafter"]}
+METHOD, LAYERS = "glide", 2
 
 
 @pytest.mark.parametrize("sliced", [True, False])
-def test_the_graph_is_the_module(target, folders, tmp_path, sliced, monkeypatch):
+def test_the_graph_is_the_module(target, head, tmp_path, sliced, monkeypatch):
     """The rows of the target that are committed count, and no others."""
     if not sliced:  # as on a GPU, where a slice would ask the host for its size
         monkeypatch.setattr("jetdraft.export.drafters.slice_target_buffers", nothing_of)
-    bundle = exported(target, tmp_path / "b", head=folders["trained"])
+    bundle = sized(target, tmp_path / "b", head=head)
     checkpoint = Checkpoint.load(target, torch.float32)
     checkpoint.model.set_attn_implementation("sdpa")
-    module = load_head(str(folders["trained"]), checkpoint, torch.float32)
+    module = load_head(str(head), checkpoint, torch.float32)
     tokens = np.random.default_rng(6).integers(1, 288, 12).tolist()
     ids, committed = torch.tensor(tokens)[None], 7
     with torch.no_grad():
@@ -71,26 +62,6 @@ def nothing_of(*graph):
 # --- the training -------------------------------------------------------------------
 
 
-def test_no_draft_sees_rows_that_the_runtime_does_not_have(target, text, tmp_path):
-    """Other keys from a draft's first row on change nothing in that draft."""
-    run = made(GlideTask, target, tmp_path / "out", [text], None, QUICK)
-    drafter = run.module.drafter.eval()
-    keys, values = (torch.randn(1, 2, 15, 16) for _ in range(2))
-    ids = torch.arange(1, 16)[None]
-    lesson = type("Lesson", (), {"ids": ids, "keys": keys, "values": values})()
-    rows = torch.arange(15)
-    first = 2
-    starts = rows - (rows - first) % DRAFT_ROWS
-    assert starts.tolist()[first:] == [2] * 5 + [7] * 5 + [12] * 3
-    with torch.no_grad():
-        before = run.task.hidden(drafter, lesson, starts)
-        lesson.keys, lesson.values = keys.clone(), values.clone()
-        lesson.keys[:, :, 7:], lesson.values[:, :, 7:] = 9.0, 9.0
-        after = run.task.hidden(drafter, lesson, starts)
-    torch.testing.assert_close(after[:, 2:12], before[:, 2:12])
-    assert (after[:, 12:] - before[:, 12:]).abs().max() > 0.01
-
-
 def test_a_hybrid_lends_its_last_keys_or_is_refused_in_a_line(text, tmp_path):
     """LFM2 ends with a convolution; Qwen3.5 rotates a quarter of its keys."""
     for name in ("lfm2", "qwen3_5"):
@@ -101,10 +72,10 @@ def test_a_hybrid_lends_its_last_keys_or_is_refused_in_a_line(text, tmp_path):
         made(GlideTask, str(tmp_path / "qwen3_5"), tmp_path / "no", *files[1:])
 
 
-def test_without_its_output_the_cross_attention_does_nothing(target, folders):
+def test_without_its_output_the_cross_attention_does_nothing(target, head):
     """Then it is a drafter of one layer (the paper's, without GliDe)."""
     checkpoint = Checkpoint.load(target, torch.float32)
-    module = load_head(str(folders["trained"]), checkpoint, torch.float32)
+    module = load_head(str(head), checkpoint, torch.float32)
     module.cross["o_proj"].weight.zero_()
     ids, rows = torch.arange(1, 7)[None], torch.arange(6)[None]
     bias = torch.zeros(1, 1, 1, 6)
@@ -114,8 +85,7 @@ def test_without_its_output_the_cross_attention_does_nothing(target, folders):
     torch.testing.assert_close(one, other)
 
 
-def test_a_pair_whose_buffers_do_not_fit_is_refused(bundles):
-    bundle = bundles["trained"]
+def test_a_pair_whose_buffers_do_not_fit_is_refused(bundle):
     own, drafter = bundle.target.contract, bundle.drafter.contract
     assert drafter.reads == ((1, 2, 16),)
     for wrong in (
@@ -127,14 +97,12 @@ def test_a_pair_whose_buffers_do_not_fit_is_refused(bundles):
             check_pair(wrong, drafter)
 
 
-def test_integer_buffers_are_refused_before_anything_is_written(
-    target, folders, tmp_path
-):
+def test_integer_buffers_are_refused_before_anything_is_written(target, head, tmp_path):
     with pytest.raises(OptionError, match="reads the target's buffers in floats"):
-        exported(target, tmp_path / "b", "int4-rtn-kv8", head=folders["trained"])
+        exported(target, tmp_path / "b", "int4-rtn-kv8", head=head)
     assert not (tmp_path / "b").exists()
 
 
-def test_it_does_not_learn_from_use(bundles, tmp_path):
+def test_it_does_not_learn_from_use(bundle, tmp_path):
     with pytest.raises(OptionError, match="learns from use"):
-        jetdraft.load(bundles["trained"].path, learn=tmp_path / "use")
+        jetdraft.load(bundle.path, learn=tmp_path / "use")

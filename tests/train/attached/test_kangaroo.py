@@ -1,7 +1,7 @@
 """The target's lower layers draft: an adapter is trained, exported, and drafts."""
 
 from dataclasses import replace
-from typing import ClassVar
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,37 +18,41 @@ from jetdraft.methods.select import method as select_method
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.split.halves import Halves
 from jetdraft.runtime.planning.drafting import Drafting
+from jetdraft.train.task import TrainingOptions
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as cli
 from tests.exports import exported
 from tests.tiny import llama_config, save_checkpoint
-from tests.train.attached.drafts import LONG, QUICK, AttachedDrafter, int4
-from tests.train.periodic import PERIOD
+from tests.train.attached.conftest import LONG, int4
+from tests.train.periodic import PERIOD, made
 
-TASK, LAYERS, SETTINGS = KangarooTask, 4, KangarooSettings(exit_layer=1)
-LEARNING = replace(QUICK, steps=60, sequence_length=48, learning_rate=1e-2)
+LAYERS = 4
 
 
 @pytest.fixture(scope="module")
-def bundles(target, folders, tmp_path_factory) -> dict[str, Bundle]:
-    folder = tmp_path_factory.mktemp("bundles")
-    measured = {"fast": False, "select_kv": 16}  # its acceptance
-    return {
-        name: int4(target, folder / name, head=folders[name], **options)
-        for name, options in (("trained", measured), ("untrained", {}))
-    }
+def head(target, tmp_path_factory) -> Path:
+    """The folder of a trained adapter."""
+    folder, text = tmp_path_factory.mktemp("adapter"), Path(target).parent / "text.txt"
+    options = TrainingOptions(60, 2, 48, learning_rate=1e-2, validate_every=60)
+    settings = KangarooSettings(exit_layer=1)
+    made(KangarooTask, target, folder / "head", [text], settings, options).run()
+    return folder / "head"
 
 
-class TestKangaroo(AttachedDrafter):
-    method = "kangaroo"
-    parts: ClassVar = {"norm"}
-    fields: ClassVar = {"architectures": ["KangarooAdapter"], "exit_layer": 1}
-    gain, has_mlp = 0.5, False
-    drafting: ClassVar = {"confidence": 0.0}
+@pytest.fixture(scope="module")
+def bundle(target, head, tmp_path_factory) -> Bundle:
+    """With its acceptance, which the export measures."""
+    folder = tmp_path_factory.mktemp("bundles") / "bundle"
+    return int4(target, folder, head=head, fast=False, select_kv=16)
 
 
-def test_the_export_measures_its_acceptance(bundles):
-    record = bundles["trained"].drafter.quantization["acceptance"]
+@pytest.fixture(scope="module")
+def plain(model):
+    return model.generate(PERIOD, method="none", **LONG).token_ids
+
+
+def test_the_export_measures_its_acceptance(bundle):
+    record = bundle.drafter.quantization["acceptance"]
     assert len(record["by_position"]) == 4
 
 
@@ -81,7 +85,7 @@ def test_all_caches_hold_what_a_fresh_prefill_holds(model, plain, accepted):
     leading, follower = leading_of(model)
     prompt = model.parts.text.encode(PERIOD)
     read(leading, follower, prompt)
-    text = plain[0]
+    text = plain
     root, right = text[0], text[1 : 1 + accepted]
     wrong = [(token + 1) % 288 or 1 for token in text[1 + accepted : 5]]
     draft = [root, *right, *wrong]
@@ -173,13 +177,12 @@ def test_the_confidence_ends_a_draft(model):
     assert drafted(1.0) < drafted(0.6) < drafted(0.0)
 
 
-def test_the_adapter_in_the_graph_is_the_module(target, folders, tmp_path):
+def test_the_adapter_in_the_graph_is_the_module(target, head, tmp_path):
     """The graph answers what the module says, for its part of the vocabulary."""
-    adapter, sizes = str(folders["trained"]), {"capacity": 128, "draft_vocab": 40}
-    bundle = exported(target, tmp_path / "b", head=adapter, **sizes)
+    bundle = exported(target, tmp_path / "b", head=head, draft_vocab=40)
     checkpoint = Checkpoint.load(target, torch.float32)
     checkpoint.model.set_attn_implementation("sdpa")
-    module = load_head(adapter, checkpoint, torch.float32)
+    module = load_head(str(head), checkpoint, torch.float32)
     assert module.exit_layer == 1
     halves = bundle.target.halves
     assert (halves.layers, halves.hidden_size, halves.scores) == (3, 64, False)
@@ -200,31 +203,24 @@ def test_the_adapter_in_the_graph_is_the_module(target, folders, tmp_path):
             first = kept[logits[rows].argmax(-1)]
             assert np.array_equal(answer.candidates[:, 0], first)
             graph.cache.advance(8)
-        model.forget()
-        how = {"max_new_tokens": 60, "ignore_eos": True}
-        plain = model.generate(PERIOD, method="none", **how)
-        made = model.generate(PERIOD, method="kangaroo", num_draft_tokens=3, **how)
-    assert made.token_ids == plain.token_ids
-    assert made.stats.accepted_tokens > 10
 
 
 def test_halves_over_integer_buffers_write_the_text_of_plain_decoding(
-    target, folders, tmp_path
+    target, head, tmp_path
 ):
-    adapter = folders["trained"]
-    bundle = int4(target, tmp_path / "b", recipe="int8-kv8", head=adapter)
+    bundle = int4(target, tmp_path / "b", recipe="int8-kv8", head=head)
     assert bundle.target.split_contract.lower.kv_bits == 8
     with jetdraft.load(bundle.path, threads=1) as model:
         plain = model.generate(PERIOD, method="none", **LONG)
-        made = model.generate(PERIOD, method="kangaroo", num_draft_tokens=3, **LONG)
-    assert made.token_ids == plain.token_ids
-    assert made.stats.accepted_tokens > 10
+        found = model.generate(PERIOD, method="kangaroo", num_draft_tokens=3, **LONG)
+    assert found.token_ids == plain.token_ids
+    assert found.stats.accepted_tokens > 10
 
 
 # --- what is refused at the export and at run time ----------------------------------
 
 
-def test_halves_of_sliding_windows_are_refused(folders, tmp_path):
+def test_halves_of_sliding_windows_are_refused(head, tmp_path):
     from transformers import MistralConfig
 
     sizes = llama_config(num_hidden_layers=4).to_dict()
@@ -233,26 +229,18 @@ def test_halves_of_sliding_windows_are_refused(folders, tmp_path):
     config = MistralConfig(**{**fields, "sliding_window": 8})
     source = save_checkpoint(tmp_path / "windows", config)
     with pytest.raises(UnsupportedModelError, match="attends in sliding windows"):
-        exported(source, tmp_path / "b", head=folders["trained"])
+        exported(source, tmp_path / "b", head=head)
     assert not (tmp_path / "b").exists()
 
 
-def test_other_providers_are_refused_before_anything_is_written(
-    target, folders, tmp_path
-):
+def test_other_providers_are_refused_before_anything_is_written(target, head, tmp_path):
     with pytest.raises(OptionError, match="run on the CPU, not on cuda"):
-        int4(target, tmp_path / "b", head=folders["trained"], provider="cuda")
+        int4(target, tmp_path / "b", head=head, provider="cuda")
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("confidence", [-0.1, 1.5])
-def test_a_bad_confidence(model, confidence):
-    with pytest.raises(OptionError, match=r"confidence .* is out of range"):
-        model.generate(PERIOD, method="kangaroo", drafting={"confidence": confidence})
-
-
-def test_another_draft_in_the_same_buffers_is_refused(bundles, model):
-    line = ["generate", bundles["trained"].path, "-p", "def", "--method"]
+def test_another_draft_in_the_same_buffers_is_refused(bundle, model):
+    line = ["generate", bundle.path, "-p", "def", "--method"]
     selected = "--no-exact", "--drafting", "select-kv=true"
     assert_refused(cli(*line, "kangaroo", *selected), "kangaroo verifies with its own")
     assert_refused(
@@ -265,11 +253,3 @@ def test_another_draft_in_the_same_buffers_is_refused(bundles, model):
     names = [proposer.traits.name for proposer in proposers]
     assert "kangaroo" in names
     assert select_method.NAME not in names
-
-
-def test_another_head_needs_its_own_head(bundles):
-    with (
-        jetdraft.load(bundles["trained"].path, drafter_provider="off") as model,
-        pytest.raises(OptionError, match="a head of EAGLE"),
-    ):
-        model.generate(PERIOD, method="eagle")

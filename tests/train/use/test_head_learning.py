@@ -36,7 +36,7 @@ def world(target, tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     text = write_periodic(folder / "text.txt")
     made(EagleTask, target, folder / "head", [text], SETTINGS, QUICK).run(nothing)
-    options = {"drafter_recipe": "int8-rtn", "capacity": 128}
+    options = {"drafter_recipe": "int8-rtn", "capacity": 128, "max_width": 32}
     exported(target, folder / "bundle", head=folder / "head", **options)
     return folder
 
