@@ -296,7 +296,7 @@ class Generation:
             off=self._no_draft_reason(limit - len(context), offer),
             asked={p.traits.name: spent for p, spent in offer.asked.items()},
             evidence=offer.evidence,
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - started - offer.late_seconds,
             experts=answer.touched,
         )
         self.proposer_set.controller.observe(round_)

@@ -53,6 +53,7 @@ class DraftCache:
         # By slot, what a row of a tree carries, and the window behind it.
         self._branches: dict[int, tuple[Float32s, Sequence[int]]] = {}
         self._ahead: Sequence[int] = ()  # tokens of a block that the target has not run
+        self._most_left = WIDEST  # rows that the last draft can leave to read
 
     def begin(self, prompt: Tokens) -> None:
         """Start a new sequence; keep the rows that it shares with the last."""
@@ -94,15 +95,17 @@ class DraftCache:
         self._features += list(features[kept:])
 
     def catch_up(self, context: Tokens) -> None:
-        """Run what is missing in wide passes, until `WIDEST` rows at most are left."""
+        """Run what is missing, until the rows that a round can leave are left."""
         self._drop_differing(context)
-        while (missing := self._count_missing(context)) > WIDEST:
+        while (missing := self._count_missing(context)) > self._most_left:
             self._feed(context, min(missing - 1, self.graph.contract.max_width))
 
     def follow(self, context: Tokens) -> Answer | None:
         """Run all rows of `context`; the answer after it, or None without features."""
         self._drop_differing(context)
         answer, widest = None, self.graph.contract.max_width
+        guesses = max(self.graph.contract.block, self.graph.contract.guesses, 1)
+        self._most_left = min(1 + guesses, WIDEST)
         while (missing := self._count_missing(context)) > 0:
             answer = self._feed(context, min(missing, widest))
         return self._feed_unseen(context, answer) if self.shift else answer
@@ -123,6 +126,7 @@ class DraftCache:
 
     def step(self, token: int) -> Answer | None:
         """Run a drafted token at the cursor; None in a subclass that lacks room."""
+        self._most_left = min(self._most_left + 1, WIDEST)
         if self.carry:
             recent = np.array([self._next_window], np.int64) if self.window else None
             answer = self.graph.run([token], features=self._carried, recent=recent)
@@ -138,6 +142,7 @@ class DraftCache:
 
     def branch(self, placed: PlacedRows) -> Answer:
         """Run rows of a tree and keep what they carry; see `Graph.run_branches`."""
+        self._most_left = WIDEST
         features = recent = None
         if self.carry:
             assert self._carried is not None
