@@ -8,6 +8,7 @@ chain graph, then the tree graph, and of that the graph that selects rows.
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -134,7 +135,8 @@ def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
         fuse(model, entry.contract, forms, rotation_nodes, job.own_attention)
     job.report(stage, 1, 1)
     stage = f"quantize {job.name}"
-    job.quantization.apply(model, lambda done, of: job.report(stage, done, of))
+    report = partial(job.report, stage)
+    job.quantization.apply(model, report, job.folder)
     if job.scales:
         bits = job.quantization.recipe.kv_bits
         contract = quantize_cache(model, entry.contract, job.scales, bits)

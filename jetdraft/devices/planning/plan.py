@@ -288,7 +288,8 @@ class Board:
         # the head only.
         sizes = self.target.sizes
         share = min(1.0, STREAM_LAYERS / sizes.layers)
-        part = (share * sizes.matrices + sizes.head) / (sizes.matrices + sizes.head)
+        layers = sizes.row_weights
+        part = (share * layers + sizes.head) / (layers + sizes.head)
         probes = (1 + sum(rows for rows, _ in levels)) * len(levels)
         capability = self.device.compute_capability
         row_ms = self.target.row_ms(self.mode, capability, self.efficiency)
