@@ -9,11 +9,9 @@ each layer has are quantized too, token by token.
 """
 
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -66,18 +64,17 @@ class Quantization:
         self,
         model: ir.Model,
         progress: Callable[[int, int], None] = lambda done, total: None,
-        folder: Path | None = None,
+        spill: BinaryIO | None = None,
     ) -> None:
         """Quantize every constant matrix of `model` in place.
 
-        `progress(done, total)` is called after each matrix. Integers wait in a file
-        without a name in `folder` to be written, or else in memory. Raises
-        `CheckpointError` for a matrix with numbers that are not finite, `OptionError`
-        for a matrix that the algorithm cannot quantize or the flavour cannot hold.
+        `progress(done, total)` is called after each matrix. Integers wait in the file
+        `spill` to be written, or else in memory. Raises `CheckpointError` for a matrix
+        with numbers that are not finite, `OptionError` for a matrix that the algorithm
+        cannot quantize or the flavour cannot hold.
         """
         graph = model.graph
-        if folder is not None:
-            graph.meta[edits.SPILL] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        graph.meta[edits.SPILL] = spill
         floats, choices = set(routers(graph)), list(find_choices(graph))
         products = [n for n in graph if _constant_matrix(n) and n not in floats]
         total = len(choices) + len(products)

@@ -76,13 +76,15 @@ def test_experts_keep_their_types(name, tmp_path):
     make, kind = MIXTURES[name]
     config = make()
     config.moe_intermediate_size, config.mlp_only_layers = 32, []
+    config.shared_expert_intermediate_size = 96
     config.norm_topk_prob = family_norms = name.startswith("qwen3")
     file, family = tmp_path / "model.gguf", name.partition(" ")[0]
     written = write_gguf(file, config, one(kind), family)
     expected = logits_of(written.model)
     found = Checkpoint.load(str(file), torch.float32, keeps_grids=True)
     assert found.model.config.norm_topk_prob == family_norms
-    np.testing.assert_allclose(logits_of(found.model), expected, atol=2e-3)
+    logits = logits_of(found.model)
+    assert (logits - expected).std() < 0.002 * expected.std()
     exported(file, tmp_path / "bundle", "q8_0", max_width=32)
     with jetdraft.load(tmp_path / "bundle") as model:
         logits = model.parts.target.run(IDS).logits

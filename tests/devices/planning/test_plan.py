@@ -288,7 +288,7 @@ def test_experts_and_shared_layers_are_those_of_the_model(name):
     config = dict(OTHERS[name])
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
     named = model.named_parameters()
-    weights = [w for n, w in named if "conv" not in n and "bias" not in n]
+    weights = [w for n, w in named if "bias" not in n]
     matrices = [w for w in weights if w.ndim > 1 and min(w.shape) > 5]
     sizes = Dimensions.of(config)
     assert sizes.weights == sum(w.numel() for w in matrices)
@@ -301,6 +301,21 @@ def test_experts_and_shared_layers_are_those_of_the_model(name):
         two = sizes.read_weights(2) - sizes.read_weights(1)
         share = 1 - sizes.used / sizes.experts
         assert two == pytest.approx(used * share)
+
+
+def test_a_plan_says_what_a_row_uses_of_a_mixture(config):
+    fields = {**CONFIG, "num_experts": 128, "num_experts_per_tok": 8}
+    target = config({**fields, "moe_intermediate_size": 768})
+    result = jetdraft("plan", target, "--device", "agx-thor")
+    assert "experts    8 of 128 for a row: it uses 1.7 of 17.3 billion" in result.stdout
+    shown = jetdraft("plan", target, "--device", "agx-thor", "--json")
+    sizes = Dimensions.of(json.loads(target.read_text()))
+    found = json.loads(shown.stdout)
+    assert found["weights"] == sizes.weights
+    assert found["weights_per_row"] == sizes.row_weights + sizes.head
+    plans = [plan(ask(path, "agx-thor")) for path in (target, config(CONFIG, "d.json"))]
+    mixture, dense = (each.pass_ms_by_width for each in plans)
+    assert mixture[4] / mixture[1] > 1.5 * dense[4] / dense[1]
 
 
 def test_shared_buffers_and_windows_count_once_and_as_far_as_they_reach():
