@@ -137,10 +137,10 @@ def _read_mxfp4(name: str, blocks: Tensor, scales: Tensor, expert: int) -> Bytes
     pairs, exponents = blocks[expert].numpy(), scales[expert].numpy().astype(np.int32)
     codes = np.stack([pairs & 15, pairs >> 4], -1).reshape(*exponents.shape, 32)
     integers = _TWICE_E2M1[codes]
-    halves = np.ldexp(1.0, exponents - 128).astype("<f2")
-    is_zero = (integers == 0).all(-1)
-    halves[is_zero] = 0
-    wrong = (np.ldexp(1.0, exponents - 128) != halves) & ~is_zero
+    scaled = np.where((integers == 0).all(-1), 0, np.ldexp(1.0, exponents - 128))
+    with np.errstate(over="ignore"):
+        halves = scaled.astype("<f2")
+    wrong = halves != scaled
     if wrong.any():
         raise UnsupportedModelError(
             f"the weight {name} has blocks with an exponent of "

@@ -44,7 +44,7 @@ def experts_of(config: Config) -> tuple[int, int]:
     Raises `UnsupportedModelError` for a config that does not say how many.
     """
     counts = [config.get(name) for name in EXPERTS]
-    most = max((n for n in counts if isinstance(n, int)), default=0)
+    most = max((int(n) for n in counts if isinstance(n, int)), default=0)
     switches = config.get("is_moe"), config.get("enable_moe_block")
     if most < 2 or False in switches:
         return 0, 0
@@ -68,7 +68,7 @@ def count_layers(config: Config) -> LayerCounts:
     ]
     total = LayerCounts(*map(sum, zip(*counts, strict=True)))
     # The projections of embeddings that each layer has, and of Gemma 3n's streams.
-    width = int(config.get("hidden_size_per_layer_input") or 0)
+    width = _layer_width(config)
     streams = int(config.get("altup_num_inputs") or 1) - 1
     more = hidden * layers * width + streams * 2 * hidden * hidden
     return total._replace(matrices=total.matrices + more)
@@ -76,9 +76,15 @@ def count_layers(config: Config) -> LayerCounts:
 
 def layer_table(config: Config) -> int:
     """The numbers in the table of embeddings that each layer has."""
-    width = int(config.get("hidden_size_per_layer_input") or 0)
     rows = int(config.get("vocab_size_per_layer_input") or config["vocab_size"])
-    return rows * config["num_hidden_layers"] * width
+    return rows * int(config["num_hidden_layers"]) * _layer_width(config)
+
+
+def _layer_width(config: Config) -> int:
+    """The width of the embeddings that each layer has; 0 without any."""
+    if str(config.get("model_type")).startswith("gemma4_unified"):
+        return 0  # its config has the field all the same
+    return int(config.get("hidden_size_per_layer_input") or 0)
 
 
 def _kinds(config: Config) -> list[str]:
@@ -105,10 +111,11 @@ def _count_layer(config: Config, index: int, kind: str, shares: bool) -> LayerCo
         rows = int(config.get("conv_L_cache") or 3) - 1
         mixing = LayerCounts(4 * hidden * hidden, state_values=rows * hidden)
     else:
-        mixing = _attention(config, kind, shares)
+        own = (config.get("per_layer_config") or {}).get(str(index), {})
+        mixing = _attention({**config, **own}, kind, shares)
     matrices, expert = _feed_forward(config, index, shares)
-    width = int(config.get("hidden_size_per_layer_input") or 0)
-    matrices += 2 * hidden * (width + int(config.get("laurel_rank") or 0))
+    narrow = _layer_width(config) + int(config.get("laurel_rank") or 0)
+    matrices += 2 * hidden * narrow
     return mixing._replace(matrices=mixing.matrices + matrices, expert=expert)
 
 
@@ -117,11 +124,11 @@ def _attention(config: Config, kind: str, shares: bool) -> LayerCounts:
     kv_heads = int(config.get("num_key_value_heads") or heads)
     size = int(config.get("head_dim") or hidden // heads)
     values = 2  # keys have a matrix, and values
-    if kind == "full_attention" and config.get("global_head_dim"):
-        size = int(config["global_head_dim"])
-        if config.get("attention_k_eq_v"):
-            values = 1
-            kv_heads = int(config.get("num_global_key_value_heads") or kv_heads)
+    if kind == "full_attention" and config.get("attention_k_eq_v"):
+        values = 1
+        kv_heads = int(config.get("num_global_key_value_heads") or kv_heads)
+    if kind == "full_attention":
+        size = int(config.get("global_head_dim") or size)
     # q, k, v and o; a gated output doubles q.
     columns = (2 + bool(config.get("attn_output_gate"))) * heads
     columns += 0 if shares else values * kv_heads
