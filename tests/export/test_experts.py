@@ -304,15 +304,18 @@ def test_an_exponent_beyond_a_half_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
-    """A mixture that knows a text, and an MTP module with experts that drafts it."""
-    folder, config = tmp_path_factory.mktemp("learned"), MIXTURES["glm4_moe"]()
+    """A mixture that knows a text, and an MTP module that drafts it.
+
+    Only its experts and their router have learned to.
+    """
+    folder, config = tmp_path_factory.mktemp("learned"), MIXTURES["qwen3_moe"]()
     config.initializer_range = 0.05
     save_checkpoint(folder / "target", config, tokenizer=False)
     model = AutoModelForCausalLM.from_pretrained(
         folder / "target", experts_implementation="eager"
     )
     ids = gate.text()[None]
-    teach(model, ids, 130)
+    teach(model, ids, 220)
     model.save_pretrained(folder / "target")
     target = Checkpoint.load(str(folder / "target"), torch.float32)
     with own_attention(target.model):
@@ -324,7 +327,7 @@ def learned(tmp_path_factory):
     task, run = EagleTask(EagleSettings(kind="mtp")), SimpleNamespace(target=target)
     torch.manual_seed(8)
     run.module = SimpleNamespace(drafter=task.new_drafter(run))
-    gate.learn(run.module.drafter, taught)
+    gate.learn(run.module.drafter, taught, ".mlp.")
     layouts.write(folder / "head", *task.contents(run, task.weights(run), None))
     return folder
 
@@ -362,4 +365,5 @@ def test_an_mtp_module_with_experts_drafts_what_it_learned(learned, mistake, tmp
         branched = model.generate(method="eagle", drafting=tree, **how)
         assert branched.token_ids == plain
         rates = drafted.stats.acceptance_rate, branched.stats.acceptance_rate
-    assert (rates[0] > 0.6) == (not mistake), rates
+    for rate in rates:
+        assert rate < 0.6 if mistake else rate > 0.75, rates

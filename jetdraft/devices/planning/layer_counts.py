@@ -19,6 +19,8 @@ OPTIONAL = (
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input", "laurel_rank"),
     *("sliding_window", "altup_num_inputs"),
 )
+# The families whose queries have a gate beside them, where their config says nothing.
+_GATED = ("qwen3_next", "qwen3_5")
 # The fields that count dense layers before the layers with experts.
 _DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 
@@ -130,7 +132,9 @@ def _attention(config: Config, kind: str, shares: bool) -> LayerCounts:
     if kind == "full_attention":
         size = int(config.get("global_head_dim") or size)
     # q, k, v and o; a gated output doubles q.
-    columns = (2 + bool(config.get("attn_output_gate"))) * heads
+    family = str(config.get("model_type"))
+    gated = config.get("attn_output_gate", family.startswith(_GATED))
+    columns = (2 + bool(gated)) * heads
     columns += 0 if shares else values * kv_heads
     kept = 0 if shares else 2 * kv_heads * size
     slides = kind == "sliding_attention" and bool(config.get("sliding_window"))
