@@ -5,8 +5,10 @@ them: the result is within a tenth of the bundle's (docs/log/quantization.md).
 """
 
 import math
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,7 +124,7 @@ class Divergence:
                 quantize(columns.detach().float().numpy().T, recipe, moments)
                 for columns in weight.matrices()
             ]
-            self._blocks[key] = parts[0].concatenated(parts) if parts[1:] else parts[0]
+            self._blocks[key] = _joined(parts) if parts[1:] else parts[0]
         return self._blocks[key]
 
     @contextmanager
@@ -190,6 +192,16 @@ class _Matrix(NamedTuple):
 
         stack = StoredTensor(shape, dtype, read)
         return stack.transpose(1, 2) if self._is_turned else stack
+
+
+def _joined(parts: list[GridMatrix]) -> GridMatrix:
+    """The experts of a layer as one matrix, mapped from a file without a name."""
+    with tempfile.TemporaryFile() as file:
+        for part in parts:
+            file.write(part.data)
+        file.flush()
+        shape = sum(len(part.data) for part in parts), parts[0].data.shape[1]
+        return replace(parts[0], data=np.memmap(file, np.uint8, "r", shape=shape))
 
 
 @contextmanager
