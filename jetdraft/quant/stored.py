@@ -28,18 +28,18 @@ class StoredTensor(Tensor):
     """
 
     read: Read
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, read: Read
     ) -> "StoredTensor":
         """Make a tensor of that shape without memory."""
-        made = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         made.read = read
-        return made  # type: ignore[no-any-return]
+        return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, operation: Any, kinds: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Postpone an operation, or run it on the numbers."""
