@@ -366,8 +366,10 @@ def _write_texts(folder: Path, target: Checkpoint) -> None:
     for name, text in texts.items():
         if isinstance(text, str):
             (folder / name).write_text(text, encoding="utf-8")
-    table = target.model.get_input_embeddings().weight.detach().float()
+    table = target.model.get_input_embeddings().weight.detach()
     random = torch.Generator().manual_seed(_SEED)
     projection = torch.randn(table.shape[1], _SIMILARITY_SIZE, generator=random)
-    small = torch.nn.functional.normalize((table - table.mean(0)) @ projection)
+    parts, mean = table.split(1 << 14), table.mean(0, dtype=torch.float32)
+    small = torch.cat([(part.float() - mean) @ projection for part in parts])
+    small = torch.nn.functional.normalize(small)
     np.save(folder / SIMILARITY, (small * 127).round().to(torch.int8).numpy())

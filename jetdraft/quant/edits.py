@@ -14,6 +14,7 @@ CONTRIB_DOMAIN = "com.microsoft"  # The domain of onnxruntime's own operators.
 # Metadata key of a value: the checkpoint's names of its weights, one a line.
 PARAMETER = "parameter"
 STORED = "stored"  # Of a constant tensor: the torch tensor of the checkpoint.
+TURNED = "turned"  # The same of a constant that is its transpose.
 SPILL = "spill"  # Of a graph: a file that has its large arrays until it is written.
 SPILLED_BYTES = 1 << 20  # Of the smallest of these arrays.
 Array = npt.NDArray[np.generic]
@@ -85,7 +86,11 @@ def add_turned(graph: ir.Graph, matrix: ir.Value) -> ir.Value:
     """Add a constant matrix transposed."""
     assert matrix.const_value is not None
     shape = matrix.const_value.shape.numpy()[::-1]
-    return add_derived(graph, f"{matrix.name}.turned", [matrix], np.transpose, shape)
+    name = f"{matrix.name}.turned"
+    turned = add_derived(graph, name, [matrix], np.transpose, shape)
+    assert turned.const_value is not None
+    turned.const_value.meta[TURNED] = matrix.const_value.meta.get(STORED)
+    return turned
 
 
 class Maker:

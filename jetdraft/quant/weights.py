@@ -32,7 +32,7 @@ LAYER_EMBEDDINGS = "embed_tokens_per_layer.weight"
 """The end of the name of a table with an embedding for each layer, side by side."""
 
 NUMBERS_AT_ONCE = 1 << 26
-"""About how many numbers of such a table are quantized together."""
+"""About how many numbers of a matrix are quantized together."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,8 @@ class Quantization:
             return None
         if recipe.needs_moments:
             recipe = replace(recipe, algorithm="rtn")
-        weight, dtype = stored.meta[edits.STORED], stored.dtype.numpy()
-        parts: list[Any] = [
-            quantize(part.float().numpy().astype(dtype, copy=False).T, recipe, None)
-            for part in weight.split(max(1, NUMBERS_AT_ONCE // weight.shape[1]))
-        ]
+        matrices = _matrices(stored, transposed=True, in_parts=True)
+        parts: list[Any] = [quantize(matrix, recipe, None) for matrix in matrices]
         return _add_packed(graph, table, parts[0].concatenated(parts))
 
     def _quantize(
@@ -188,13 +185,13 @@ class Quantization:
                 "another layer; choose rtn, k_quant or hqq"
             )
         parts: list[Any] = []
-        for array in _matrices(source.const_value):
-            if not np.isfinite(array).all():
+        in_parts = recipe.scheme in GRIDS
+        for matrix in _matrices(source.const_value, transposed, in_parts):
+            if not np.isfinite(matrix).all():
                 raise CheckpointError(
                     f"the weight {name} has numbers that are not finite; fetch the "
                     "checkpoint again"
                 )
-            matrix = array.T if transposed else array
             parts.append(quantize(matrix, recipe, self.moments.get(name)))
         whole: Matrix = parts[0] if len(parts) == 1 else parts[0].concatenated(parts)
         return whole
@@ -223,14 +220,26 @@ def check_stack(name: str, is_grid: bool, columns: int) -> None:
         )
 
 
-def _matrices(constant: ir.TensorProtocol) -> Iterator[npt.NDArray[Any]]:
-    """Yield a constant matrix, or the matrices of a stack of the checkpoint."""
-    if len(constant.shape) == 2:
-        yield constant.numpy()
-        return
-    stack = constant.meta[edits.STORED]
-    for expert in range(len(stack)):
-        yield stack[expert].float().numpy()
+def _matrices(
+    constant: ir.TensorProtocol, transposed: bool, in_parts: bool
+) -> Iterator[npt.NDArray[Any]]:
+    """Yield matrices [rows, columns] whose columns together are those of a constant.
+
+    That is a matrix, `in_parts` if it is large, or a stack of the checkpoint.
+    """
+    stored = constant.meta.get(edits.STORED if transposed else edits.TURNED)
+    if len(constant.shape) == 3:
+        stack = constant.meta[edits.STORED]
+        arrays = (stack[expert].float().numpy() for expert in range(len(stack)))
+    elif in_parts and stored is not None:
+        dtype, size = constant.dtype.numpy(), NUMBERS_AT_ONCE // stored.shape[1]
+        parts = stored.split(max(1, size))
+        arrays = (p.float().numpy().astype(dtype, copy=False) for p in parts)
+        transposed = True
+    else:
+        arrays = iter([constant.numpy()])
+    for array in arrays:
+        yield array.T if transposed else array
 
 
 def _checkpoint_names(source: ir.Value) -> list[str]:
