@@ -111,7 +111,11 @@ class PackedWeights:
             if name == whole:
                 continue
             scales = tensors.get(f"{whole}_scales")
-            if tensor.dim() != 4 or scales is None or scales.dim() != 3:
+            if (
+                scales is None
+                or (*scales.shape, 16) != tensor.shape
+                or {scales.dtype, tensor.dtype} != {torch.uint8}
+            ):
                 raise CheckpointError(
                     f"the weight {whole} of {folder} is not as {MXFP4} writes it; "
                     "fetch the checkpoint again"
