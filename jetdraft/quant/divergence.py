@@ -198,7 +198,7 @@ def _joined(parts: list[GridMatrix]) -> GridMatrix:
     """The experts of a layer as one matrix, mapped from a file without a name."""
     with tempfile.TemporaryFile() as file:
         for part in parts:
-            file.write(part.data)
+            file.write(np.ascontiguousarray(part.data).data)
         file.flush()
         shape = sum(len(part.data) for part in parts), parts[0].data.shape[1]
         return replace(parts[0], data=np.memmap(file, np.uint8, "r", shape=shape))

@@ -227,6 +227,7 @@ def _matrices(
 
     That is a matrix, `in_parts` if it is large, or a stack of the checkpoint.
     """
+    arrays: Iterator[Any]
     stored = constant.meta.get(edits.STORED if transposed else edits.TURNED)
     if len(constant.shape) == 3:
         stack = constant.meta[edits.STORED]
