@@ -9,7 +9,7 @@ docs/devices.md.
 import statistics
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,37 @@ def runtime_mb(records: Sequence[Record], capacity: int) -> float:
     return float(np.median(sizes))
 
 
+DRAFTS = 3  # The tokens that an MTP module drafts for a pass of the published rows.
+
+
+def mtp_line(row: dict[str, Any], models: dict[str, Any], fitted: Efficiency) -> str:
+    """A line of the table of MTP: published speeds, and errors of the predictions.
+
+    A round is a pass of four rows and three of the module: a layer with full attention,
+    the projection of state and embedding, and the LM head. Of Gemma's assistants the
+    sizes are not known, so their time is left out.
+    """
+    device, config = Device.named(row["device"]), models[row["model"]]
+    recipe, mode = Recipe.parse(row["recipe"]), device.power_mode(None)
+    load = LoadedDecoder(Dimensions.of(config), recipe)
+    where = 128, mode, device.compute_capability, fitted
+    plain_ms, round_ms = (load.pass_ms(rows, *where) for rows in (1, 1 + DRAFTS))
+    if "gemma" not in row["model"]:
+        one = {**config, "num_hidden_layers": 1, "full_attention_interval": 1}
+        layer = Dimensions.of(one)
+        fc = 2 * layer.hidden_size**2
+        module = LoadedDecoder(replace(layer, matrices=layer.matrices + fc), recipe)
+        round_ms += DRAFTS * module.pass_ms(1, *where)
+    plain, drafted = 1e3 / plain_ms, row["tokens_per_pass"] * 1e3 / round_ms
+    published = row["tokens_per_second"], row["mtp_tokens_per_second"]
+    return (
+        f"| {row['model']} | {row['recipe']} | {published[0]} | "
+        f"{plain / published[0] - 1:+.0%} | {published[1]} | "
+        f"{drafted / published[1] - 1:+.0%} | {published[1] / published[0]:.2f} | "
+        f"{drafted / plain:.2f} |"
+    )
+
+
 def main() -> None:
     """Print the constants, a line for each published record, and medians."""
     records, table = read()
@@ -171,6 +202,10 @@ def main() -> None:
         ratio = record.predict_ms(efficiency, 60) / record.predict_ms(efficiency)
         share = tree["speedup"] / tree["tokens_per_pass"]
         print(f"| {key[0]} | {key[1]} | {ratio:.2f} | {1 / ratio:.2f} | {share:.2f} |")
+    print("\n| model | recipe | tokens/s | predicted | MTP | predicted | gain | |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for row in table["mtp"]:
+        print(mtp_line(row, table["models"], efficiency))
 
 
 def line(error: Error) -> str:

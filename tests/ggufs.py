@@ -29,6 +29,8 @@ NAMES = {
     **{f"conv.{n}": f"shortconv.{n}" for n in ("conv", "in_proj", "out_proj")},
     **{"feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down"},
     **{"feed_forward.w3": "ffn_up"},
+    **{"mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp"},
+    **{f"mlp.shared_expert.{n}_proj": f"ffn_{n}_shexp" for n in ("gate", "up", "down")},
 }  # fmt: skip
 GEMMA = {
     **NAMES,
@@ -147,8 +149,14 @@ def _write_weight(
     family: str,
     number: int,
 ) -> None:
+    if weight.ndim == 3 and ".experts." in name:
+        _write_stack(writer, name, weight, kinds(name))
+        return
     config, place = written.model.config, file_name(name, family)
     kind = kinds(name) if weight.ndim == 2 else Type.F32
+    kind = (
+        Type.F32 if name.endswith(("mlp.gate.weight", "expert_gate.weight")) else kind
+    )
     if kind is None:
         return
     floats = weight.numpy().squeeze().copy()  # a convolution has an axis of size 1
@@ -172,6 +180,23 @@ def _write_weight(
     writer.add_tensor(place, np.ascontiguousarray(data), raw_dtype=kind)
 
 
+def _write_stack(
+    writer: gguf.GGUFWriter, name: str, stack: torch.Tensor, kind: Type | None
+) -> None:
+    """Write the experts of a layer, whose gates are a tensor of their own."""
+    gate_up = dict(zip(("gate", "up"), stack.chunk(2, 1), strict=True))
+    parts = {"down": stack} if "down" in name else gate_up
+    for what, part in parts.items():
+        place = f"blk.{name.split('.')[2]}.ffn_{what}_exps.weight"
+        floats = part.numpy().copy()
+        if kind == Type.F16:
+            writer.add_tensor(place, floats.astype(np.float16))
+            continue
+        data = quants.quantize(floats, kind)
+        part.copy_(torch.from_numpy(quants.dequantize(data, kind)))
+        writer.add_tensor(place, data, raw_dtype=kind)
+
+
 def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -191,7 +216,13 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     size = size or config.hidden_size // config.num_attention_heads
     writer.add_key_length(size)
     writer.add_rope_dimension_count(size)
-    if getattr(config, "sliding_window", None):
+    if experts := getattr(config, "num_experts", 0):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if shared := getattr(config, "shared_expert_intermediate_size", 0):
+            writer.add_expert_shared_feed_forward_length(shared)
+    elif getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     writer.add_vocab_size(config.vocab_size)
 

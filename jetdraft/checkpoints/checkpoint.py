@@ -82,7 +82,8 @@ class Checkpoint:
         """Load a local folder, a GGUF file or a hub id; raises `CheckpointError`.
 
         The model computes in `dtype`; its weights keep the type they are stored in. A
-        GGUF file's matrices become `Blocks`, or `GridMatrix` with `keeps_grids`.
+        GGUF file's matrices become `Blocks`, or `GridMatrix` with `keeps_grids`; so
+        experts of MXFP4 become `GridStack`.
         """
         if is_gguf(source):
             return cls._load_gguf(source, dtype, keeps_grids)
@@ -90,7 +91,7 @@ class Checkpoint:
         with silenced(logging.WARNING), no_progress_bars():
             config = load_config(source)
             generation = GenerationFields.read(source)
-            packed = read_packed(source, config)
+            packed = read_packed(source, config, keeps_grids)
             model = load_model(source, config, packed)
             set_compute_dtype(model, dtype)
             tokenizer = load_tokenizer(source)
@@ -105,7 +106,7 @@ class Checkpoint:
             tokenizer=tokenizer and tokenizer.backend_tokenizer.to_str(),
             chat_template=chat_template(getattr(tokenizer, "chat_template", None)),
             eos_token_ids=ends,
-            packed=packed and replace(packed, floats={}),
+            packed=replace(packed, floats={}) if packed and packed.blocks else None,
             streams=read_settings(checkpoint_folder(source)),
             generation=generation.defaults(size, ends, heard),
             passed_over=passed_over,

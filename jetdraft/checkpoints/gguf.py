@@ -1,6 +1,7 @@
 """Reads GGUF files of llama.cpp; transformers maps the names of configs and weights."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,7 @@ from jetdraft.errors import (
 )
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.grids import GRIDS, GridMatrix
+from jetdraft.quant.stored import GridStack, StoredTensor
 from jetdraft.recipe import Recipe
 
 _MAGIC = b"GGUF"
@@ -55,6 +57,9 @@ _MAGIC = b"GGUF"
 # The names of tensors in a GGUF file: LM head, embedding, factors of frequencies.
 HEAD_TENSOR, EMBEDDING_TENSOR = "output.weight", "token_embd.weight"
 ROPE_TENSOR = "rope_freqs.weight"
+# The families with experts that are read, and transformers' names of them.
+_MIXTURES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
 # The cosine above which head and embedding are two copies of one matrix. Two random
 # matrices have 0, copies of 4 and 8 bits 0.997.
 _TIED_COSINE = 0.98
@@ -123,8 +128,14 @@ class GgufFile:
                 f"{self.source} is one of {parts} parts; join them with "
                 "llama-gguf-split --merge"
             )
-        check_kinds(self.source, lambda name: self.field(f"{self.family}.{name}"))
-        if self.family not in GGUF_SUPPORTED_ARCHITECTURES:
+        known = {"model_type": _MIXTURES.get(self.family)}
+        check_kinds(
+            self.source,
+            lambda name: known.get(name) or self.field(f"{self.family}.{name}"),
+        )
+        if known["model_type"] is None and (
+            self.family not in GGUF_SUPPORTED_ARCHITECTURES
+        ):
             raise UnsupportedModelError(
                 f"{self.source} is a {self.family!r} model, which transformers cannot "
                 "read from a GGUF file; export its Hugging Face folder"
@@ -264,7 +275,14 @@ class GgufFile:
         )
         names = get_gguf_hf_weights_map(model, processor)
         packed = PackedWeights("gguf", {}, {}, {})
+        stacks: dict[str, list[ReaderTensor]] = {}
         for tensor in self._tensors_to_read(config):
+            if match := _EXPERTS.fullmatch(tensor.name):
+                kind = "down" if match[2] == "down" else "gate_up"
+                name = f"model.layers.{match[1]}.mlp.experts.{kind}_proj"
+                # The gates come before the other columns.
+                stacks.setdefault(name, []).insert(match[2] != "gate", tensor)
+                continue
             name = names.get(tensor.name)
             if name is None:
                 raise UnsupportedModelError(
@@ -280,7 +298,59 @@ class GgufFile:
             self._add_tensor(packed, tensor, name, processor, keeps_grids)
         if config.tie_word_embeddings:
             _rename_to_head(packed, names[EMBEDDING_TENSOR], model)
+        for name, parts in stacks.items():
+            self._add_stack(packed, name, parts, keeps_grids)
         return packed
+
+    def expert_columns(self) -> dict[str, int]:
+        """The columns of each expert by the tensors that have them."""
+        found = ((t, _EXPERTS.fullmatch(t.name)) for t in self.tensors.values())
+        return {
+            tensor.name: int(tensor.shape[1]) * (1 if match[2] == "down" else 2)
+            for tensor, match in found
+            if match
+        }
+
+    def _add_stack(
+        self,
+        packed: PackedWeights,
+        name: str,
+        parts: list[ReaderTensor],
+        keeps_grids: bool,
+    ) -> None:
+        """Add the experts of a layer, whose columns are in one or two tensors."""
+        (grid, *others) = {part.tensor_type.name for part in parts}
+        experts, rows = len(parts[0].data), int(parts[0].shape[0])
+        columns = sum(part.data.shape[1] for part in parts)
+        shape = experts, columns, rows
+        if grid in GRIDS and not others:
+            stack = GridStack(
+                grid, shape, lambda i: np.concatenate([part.data[i] for part in parts])
+            )
+            packed.floats[name] = stack.floats()
+            if keeps_grids:
+                packed.blocks[name], packed.forms[name] = stack, f"{grid} exact"
+            return
+        for part in parts:
+            self._dequantize(part, part.data[0, :1])  # refuses an unknown type
+
+        def read(index: int | None) -> torch.Tensor:
+            if index is None:
+                return torch.stack([read(i) for i in range(experts)])
+            floats = [self._dequantize(part, part.data[index]) for part in parts]
+            return torch.from_numpy(np.concatenate(floats))
+
+        packed.floats[name] = StoredTensor(shape, torch.float32, read)
+
+    def _dequantize(self, tensor: ReaderTensor, data: Any) -> Any:
+        """The floats of a part of a tensor; `UnsupportedModelError` for its type."""
+        try:
+            return dequantize(data, tensor.tensor_type)
+        except NotImplementedError:
+            raise UnsupportedModelError(
+                f"{self.source} has weights of the type {tensor.tensor_type.name}, "
+                "which cannot be read; choose another quantization of the model"
+            ) from None
 
     def _tensors_to_read(self, config: Any) -> Iterator[ReaderTensor]:
         """Return the tensors to read; of two tied copies, the one with more bits."""
@@ -313,13 +383,7 @@ class GgufFile:
                 )
             packed.floats[name] = torch.from_numpy(floats.T).half()
             return
-        try:
-            floats = dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError:
-            raise UnsupportedModelError(
-                f"{self.source} has weights of the type {tensor.tensor_type.name}, "
-                "which cannot be read; choose another quantization of the model"
-            ) from None
+        floats = self._dequantize(tensor, tensor.data)
         parameters: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
         result = processor.process(
             weights=floats,

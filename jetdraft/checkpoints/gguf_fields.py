@@ -24,7 +24,8 @@ _NOT_COMPUTED = "no model that can be read from a GGUF file computes with it"
 MODEL_FIELDS = (
     Rule("context_length embedding_length block_count feed_forward_length vocab_size "
         "attention.head_count attention.head_count_kv attention.key_length "
-        "shortconv.l_cache", HONOURED,
+        "shortconv.l_cache expert_count expert_used_count "
+        "expert_feed_forward_length expert_shared_feed_forward_length", HONOURED,
         "the sizes of the model"),
     Rule("attention.layer_norm_epsilon attention.layer_norm_rms_epsilon "
         "attention.sliding_window attn_logit_softcapping final_logit_softcapping "
@@ -136,6 +137,10 @@ _CONFIG_NAMES = {
     ),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
+    "expert_count": ("num_experts",),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
 }
 _NO_SUCH_NUMBER = "the models of this family have no such number"
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # The layers of the models of 27 B.

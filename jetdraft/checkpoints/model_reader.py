@@ -31,7 +31,7 @@ from jetdraft.checkpoints.folder import (
     stored_dtype,
 )
 from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
-from jetdraft.checkpoints.packed import PackedWeights
+from jetdraft.checkpoints.packed import MXFP4, PackedWeights, load_tensors
 from jetdraft.checkpoints.recurrence import connect
 from jetdraft.checkpoints.refusals import (
     RECURRENT_FAMILIES,
@@ -42,6 +42,7 @@ from jetdraft.checkpoints.refusals import (
     check_scales,
     check_unread,
 )
+from jetdraft.contracts.constants import EXPERTS
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 from jetdraft.ort import no_progress_bars, silenced
 from jetdraft.parsing import RecordError, read_record
@@ -116,7 +117,9 @@ def check_causal(source: str, config: Any) -> None:
         )
 
 
-def read_packed(source: str, config: Any) -> PackedWeights | None:
+def read_packed(
+    source: str, config: Any, keeps_grids: bool = False
+) -> PackedWeights | None:
     """Read quantized weights, and drop the config's entry for them; None for floats."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
@@ -124,11 +127,22 @@ def read_packed(source: str, config: Any) -> PackedWeights | None:
     # With it transformers would look for a GPU's kernels.
     del config.quantization_config
     with as_checkpoint_error(source):
-        folder = Path(source)
-        if not folder.is_dir():
-            patterns = ["*.safetensors", "*.json"]
-            folder = Path(snapshot_download(source, allow_patterns=patterns))
-        return PackedWeights.read(folder, settings)
+        return PackedWeights.read(_whole_folder(source), settings, keeps_grids)
+
+
+def _whole_folder(source: str) -> Path:
+    """The folder of a checkpoint with its weights, fetched for a hub id."""
+    if Path(source).is_dir():
+        return Path(source)
+    patterns = ["*.safetensors", "*.json"]
+    return Path(snapshot_download(source, allow_patterns=patterns))
+
+
+def _expert_count(config: Any) -> int:
+    """The experts of a layer by the config; 0 for a dense model."""
+    text = config.get_text_config(decoder=True)
+    counts = [getattr(text, name, None) for name in EXPERTS]
+    return max((n for n in counts if isinstance(n, int)), default=0)
 
 
 def load_model(
@@ -138,6 +152,71 @@ def load_model(
     dtype: torch.dtype | None = None,
 ) -> Any:
     """Load a model with jetdraft's attention; weights are as stored, or in `dtype`."""
+    model_class = _model_class(source, config)
+    towered = config.model_type.removesuffix("_text") in _TOWERED
+    with as_checkpoint_error(source):
+        empty = build_skeleton(source, model_class, config, Bounds.of(source))
+        weights = packed and packed.floats
+        if weights is None and _expert_count(config) > 1:
+            weights = load_tensors(_whole_folder(source), stores_experts=True)
+        if weights is not None:
+            # from_pretrained of a family needs a folder, and would load its weights.
+            model_class, config = type(empty), empty.config
+        model, info = model_class.from_pretrained(
+            source if weights is None else None,
+            config=config,
+            state_dict=weights,
+            dtype=dtype or stored_dtype(source),
+            output_loading_info=True,
+            # Otherwise the reason goes to a log, which is silenced here.
+            ignore_mismatched_sizes=True,
+            key_mapping=_TEXT_NAMES if towered else None,
+            **NO_OWN_CODE,
+        )
+    _check_loaded(source, model, info, packed.blocks if packed else ())
+    if weights is not None and not is_gguf(source):
+        with contextlib.suppress(OSError):  # the file is optional
+            model.generation_config = transformers.GenerationConfig.from_pretrained(
+                source, **NO_OWN_CODE
+            )
+    if config.is_encoder_decoder:
+        set_attention(model, SOURCE_ATTENTION)
+    else:
+        model.set_attn_implementation(IMPLEMENTATION)
+        _fix_sparsity(model)
+    model.set_experts_implementation(IMPLEMENTATION)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def expert_columns(source: str) -> tuple[dict[str, int], bool]:
+    """The columns of each expert by the name of its stack; reads no weight.
+
+    The second value says whether the experts have types of llama.cpp already.
+    """
+    if is_gguf(source):
+        with opened_gguf(source) as file:
+            return file.expert_columns(), True
+    with silenced(logging.WARNING), no_progress_bars():
+        config = load_config(source)
+        if _expert_count(config) < 2:
+            return {}, False
+        kind = _model_class(source, config)
+        with as_checkpoint_error(source):
+            model = build_skeleton(source, kind, config, Bounds.of(source))
+    columns = {
+        f"{name}.{weight}": stack.shape[2 if module.is_transposed else 1]
+        for name, module in model.named_modules()
+        if hasattr(module, "is_transposed")
+        for weight, stack in module.named_parameters(recurse=False)
+        if stack.dim() == 3
+    }
+    packing = getattr(config, "quantization_config", None) or {}
+    return columns, packing.get("quant_method") == MXFP4
+
+
+def _model_class(source: str, config: Any) -> Any:
+    """Return the class that loads the language model of a config."""
     kind = config.model_type
     task = _SOURCE_TASK if config.is_encoder_decoder else _DECODER_TASK
     try:
@@ -160,36 +239,7 @@ def load_model(
             f"{'reads more than text' if more else 'writes no text'}, and jetdraft "
             "exports language models alone; see docs/models.md"
         )
-    with as_checkpoint_error(source):
-        empty = build_skeleton(source, model_class, config, Bounds.of(source))
-        if packed is not None:
-            # from_pretrained of a family needs a folder, and would load its weights.
-            model_class = type(empty)
-        model, info = model_class.from_pretrained(
-            None if packed else source,
-            config=config,
-            state_dict=packed.floats if packed else None,
-            dtype=dtype or stored_dtype(source),
-            output_loading_info=True,
-            # Otherwise the reason goes to a log, which is silenced here.
-            ignore_mismatched_sizes=True,
-            key_mapping=_TEXT_NAMES if kind.removesuffix("_text") in _TOWERED else None,
-            **NO_OWN_CODE,
-        )
-    _check_loaded(source, model, info, packed.blocks if packed else ())
-    if packed is not None and not is_gguf(source):
-        with contextlib.suppress(OSError):  # the file is optional
-            model.generation_config = transformers.GenerationConfig.from_pretrained(
-                source, **NO_OWN_CODE
-            )
-    if config.is_encoder_decoder:
-        set_attention(model, SOURCE_ATTENTION)
-    else:
-        model.set_attn_implementation(IMPLEMENTATION)
-        _fix_sparsity(model)
-    model.set_experts_implementation(IMPLEMENTATION)
-    model.requires_grad_(False)
-    return model.eval()
+    return model_class
 
 
 def _fix_sparsity(model: Any) -> None:

@@ -7,17 +7,24 @@ gptq                qweight int32 [in / w, out], packed along the inputs; qzeros
                     the zeros minus 1, except in "gptq_v2"; g_idx [in] is the
                     group of each input, in any order (desc_act)
 awq                 qweight int32 [in, out / w], in the order of its GPU kernels
+mxfp4               *_blocks uint8 [experts, out, blocks, 16] have two floats of E2M1 in
+                    a byte, *_scales [experts, out, blocks] their exponents
 compressed-tensors  weight_packed int32 [out, in / w], or weight int8 [out, in]
 bitsandbytes        weight int8 [out, in], a scale per output (2208.07339)
 """
 
+import json
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -25,6 +32,7 @@ from jetdraft.checkpoints.streams import WEIGHTS as STREAM_WEIGHTS
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.quant.blocks import Blocks, Bytes, Floats, Order, into_blocks, unpack
 from jetdraft.quant.grids import Matrix
+from jetdraft.quant.stored import GridStack, StoredTensor
 from jetdraft.recipe import BLOCK_SIZES
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # The place of each of eight columns in an int32.
@@ -38,23 +46,30 @@ class PackedWeights:
     """
 
     method: str
-    blocks: dict[str, Matrix]
+    blocks: dict[str, Matrix | GridStack]
     floats: dict[str, Tensor]
     forms: dict[str, str]
 
     @classmethod
-    def read(cls, folder: Path, settings: Mapping[str, Any]) -> "PackedWeights":
-        """Read all files; raises `CheckpointError` for weights that cannot be kept."""
+    def read(
+        cls, folder: Path, settings: Mapping[str, Any], keeps_grids: bool = False
+    ) -> "PackedWeights":
+        """Read all files; raises `CheckpointError` for weights that cannot be kept.
+
+        Experts of MXFP4 become `GridStack` with `keeps_grids`, else only floats.
+        """
         method = str(settings.get("quant_method"))
+        if method == MXFP4:
+            return cls._read_mxfp4(folder, keeps_grids)
         if method not in LAYER_READERS:
             raise UnsupportedModelError(
                 f"{folder} is quantized by {method}, which cannot be exported; choose "
-                f"a checkpoint by {', '.join(LAYER_READERS)}, or one without"
+                f"a checkpoint by {', '.join((*LAYER_READERS, MXFP4))}, or one without"
             )
-        blocks: dict[str, Matrix] = {}
+        blocks: dict[str, Matrix | GridStack] = {}
         floats: dict[str, Tensor] = {}
         layers: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in _load_tensors(folder).items():
+        for name, tensor in load_tensors(folder).items():
             prefix, _, part = name.rpartition(".")
             layers.setdefault(prefix, {})[part] = tensor
         for prefix, parts in layers.items():
@@ -85,6 +100,63 @@ class PackedWeights:
                 floats[f"{prefix}.bias"] = parts["bias"]
         return cls(method, blocks, floats, dict.fromkeys(blocks, f"{method} exact"))
 
+    @classmethod
+    def _read_mxfp4(cls, folder: Path, keeps_grids: bool) -> "PackedWeights":
+        tensors = load_tensors(folder, stores_experts=True)
+        packed = cls(MXFP4, {}, {}, {})
+        for name, tensor in tensors.items():
+            whole = name.removesuffix("_blocks")
+            if name == whole and not name.endswith("_scales"):
+                packed.floats[name] = tensor
+            if name == whole:
+                continue
+            scales = tensors.get(f"{whole}_scales")
+            if (
+                scales is None
+                or (*scales.shape, 16) != tensor.shape
+                or {scales.dtype, tensor.dtype} != {torch.uint8}
+            ):
+                raise CheckpointError(
+                    f"the weight {whole} of {folder} is not as {MXFP4} writes it; "
+                    "fetch the checkpoint again"
+                )
+            experts, columns, blocks, _ = tensor.shape
+            read = partial(_read_mxfp4, f"{whole} of {folder}", tensor, scales)
+            stack = GridStack("Q5_0", (experts, columns, 32 * blocks), read)
+            packed.floats[whole] = stack.floats().transpose(1, 2)
+            if keeps_grids:
+                packed.blocks[whole] = stack
+                packed.forms[whole] = f"{MXFP4} exact"
+        return packed
+
+
+MXFP4 = "mxfp4"  # As transformers names it, for the experts of gpt-oss.
+# Twice the floats of E2M1 by their bits, which are integers of Q5_0.
+_TWICE_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int8)
+_TWICE_E2M1 = np.concatenate([_TWICE_E2M1, -_TWICE_E2M1])
+
+
+def _read_mxfp4(name: str, blocks: Tensor, scales: Tensor, expert: int) -> Bytes:
+    """The matrix of an expert in MXFP4 as Q5_0, which holds the same numbers."""
+    pairs, exponents = blocks[expert].numpy(), scales[expert].numpy().astype(np.int32)
+    codes = np.stack([pairs & 15, pairs >> 4], -1).reshape(*exponents.shape, 32)
+    integers = _TWICE_E2M1[codes]
+    scaled = np.where((integers == 0).all(-1), 0, np.ldexp(1.0, exponents - 128))
+    with np.errstate(over="ignore"):
+        halves = scaled.astype("<f2")
+    wrong = halves != scaled
+    if wrong.any():
+        raise UnsupportedModelError(
+            f"the weight {name} has blocks with an exponent of "
+            f"{exponents[wrong][0] - 127}, which no half holds; export the model of "
+            "floats"
+        )
+    shifted = (integers + 16).astype(np.uint8)
+    low = shifted[..., :16] & 15 | (shifted[..., 16:] & 15) << 4
+    high = np.packbits(shifted >> 4, axis=-1, bitorder="little")
+    data = np.concatenate([halves[..., None].view(np.uint8), high, low], -1)
+    return data.reshape(len(data), -1)
+
 
 class _UnsupportedFormError(Exception):
     """Says which property of a matrix MatMulNBits cannot hold."""
@@ -94,8 +166,16 @@ class _UnsupportedFormError(Exception):
 _MALFORMED_ERRORS = LookupError, ValueError, TypeError, AttributeError, RuntimeError
 
 
-def _load_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by name, mapped from its files."""
+_EXPERT = re.compile(r"\.experts\.(\d+\..*weight|\w+_(blocks|scales))$")
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES |= {"U8": torch.uint8}
+
+
+def load_tensors(folder: Path, stores_experts: bool = False) -> dict[str, Tensor]:
+    """All tensors of a checkpoint by name, mapped from its files.
+
+    With `stores_experts` stacks, and matrices of one expert, are `StoredTensor`.
+    """
     files = [f for f in folder.glob("*.safetensors") if f.name != STREAM_WEIGHTS]
     if not files:
         raise CheckpointError(
@@ -103,8 +183,41 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
         )
     tensors: dict[str, Tensor] = {}
     for file in sorted(files):
-        tensors |= load_file(file)
+        tensors |= _load_file(file) if stores_experts else load_file(file)
     return tensors
+
+
+def _load_file(file: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    with safe_open(file, "pt") as opened, file.open("rb") as raw:
+        begins = 8 + int.from_bytes(raw.read(8), "little")
+        header = json.loads(raw.read(begins - 8))
+        for name in opened.keys():  # noqa: SIM118  # it is no mapping
+            entry = header[name]
+            shape, dtype = entry["shape"], _DTYPES.get(entry["dtype"])
+            is_stack = len(shape) == 3 and shape[1] > 1  # no convolution
+            if dtype is not None and (is_stack or _EXPERT.search(name)):
+                place = begins + entry["data_offsets"][0]
+                tensors[name] = _stored_in(file, place, shape, dtype)
+            else:
+                tensors[name] = opened.get_tensor(name)
+    return tensors
+
+
+def _stored_in(
+    file: Path, place: int, shape: list[int], dtype: torch.dtype
+) -> StoredTensor:
+    """A tensor that begins at a byte of a file; what is read of it is a copy."""
+
+    def read(index: int | None) -> Tensor:
+        count, offset, kept = math.prod(shape) * dtype.itemsize, place, shape
+        if index is not None:
+            count //= shape[0]
+            offset, kept = place + index * count, shape[1:]
+        data = np.fromfile(file, np.uint8, count, offset=offset)
+        return torch.from_numpy(data).view(dtype).view(kept)
+
+    return StoredTensor(shape, dtype, read)
 
 
 Parts = Mapping[str, Tensor]  # A module's tensors by the last part of the name.

@@ -1,6 +1,6 @@
 """Keeps weights in the type they are stored in, until they are used or written."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -11,6 +11,7 @@ from transformers.initialization import no_init_weights
 
 from jetdraft.checkpoints.refusals import RECURRENT_FAMILIES
 from jetdraft.quant.edits import PARAMETER, STORED, add_turned
+from jetdraft.quant.stored import StoredTensor
 
 _MAX_FOLDED_BYTES = 1 << 16  # Of a folded constant; the weights of norms are smaller.
 _MAX_CONVERTED = 1 << 20  # Larger norms and convolutions are not converted.
@@ -30,9 +31,11 @@ def set_compute_dtype(model: Any, dtype: torch.dtype) -> None:
     Small weights of `_CONVERTED_FAMILIES` are converted.
     """
     _recompute_buffers(model, dtype)
+    _replace_stored(model, lambda w: w.to(dtype) if w.dim() == 3 else w.read(None))
     if model.config.get_text_config(decoder=True).model_type in _CONVERTED_FAMILIES:
         for weight in model.parameters():
-            if weight.ndim != 2 and weight.numel() <= _MAX_CONVERTED:
+            is_small = weight.ndim != 2 and weight.numel() <= _MAX_CONVERTED
+            if is_small and not isinstance(weight, StoredTensor):
                 weight.data = weight.data.to(dtype)
     convert_while_running(model, dtype)
 
@@ -51,8 +54,17 @@ def convert_while_running(
 
 def store_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Store all weights in `dtype`, in place; buffers keep the type they need."""
+    _replace_stored(model, lambda weight: weight.read(None))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+
+
+def _replace_stored(model: nn.Module, make: Callable[[StoredTensor], Tensor]) -> None:
+    """Replace the parameters of a model that are stored tensors, in place."""
+    for module in model.modules():
+        for name, weight in [*module.named_parameters(recurse=False)]:
+            if isinstance(weight, StoredTensor):
+                setattr(module, name, nn.Parameter(make(weight), requires_grad=False))
 
 
 def _recompute_buffers(model: Any, dtype: torch.dtype) -> None:

@@ -8,6 +8,7 @@ import click
 
 from jetdraft.cli.command import Command, keyword_flags
 from jetdraft.cli.flags import PATH, json_option
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.devices.planning.plan import (
     FREE,
     PROBES,
@@ -66,6 +67,14 @@ def _print_plan(prediction: Plan, question: Question) -> None:
         f"memory     {prediction.needed_mb:.0f} MB of {prediction.available_mb:.0f} "
         f"({parts})"
     )
+    if (sizes := prediction.sizes).experts:
+        read = sizes.read_weights(WIDEST) + sizes.head
+        click.echo(
+            f"experts    {sizes.used} of {sizes.experts} for a row: it uses "
+            f"{(sizes.row_weights + sizes.head) / 1e9:.1f} of "
+            f"{sizes.weights / 1e9:.1f} billion weights; {WIDEST} rows that choose at "
+            f"random read {read / 1e9:.1f}"
+        )
     plain = prediction.rows[0].tokens_per_second
     word = "at most" if question.on_cpu else "about"
     click.echo(f"plain      {word} {plain:.0f} tokens/s")

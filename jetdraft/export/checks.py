@@ -11,7 +11,8 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.devices.providers import HALVES, check_on_cpu
 from jetdraft.errors import OptionError, PairError
 from jetdraft.export.export_options import ExportOptions
-from jetdraft.recipe import KERNELS, Recipe
+from jetdraft.quant.weights import check_stack
+from jetdraft.recipe import GRIDS, KERNELS, Recipe
 
 
 def check_drafter(
@@ -29,6 +30,26 @@ def check_drafter(
         raise OptionError(
             "a draft vocabulary needs a drafter; give --drafter or --head too"
         )
+
+
+def check_experts(
+    name: str, columns: Mapping[str, int], are_kept: bool, options: ExportOptions
+) -> None:
+    """Raise `OptionError` if no operator multiplies the experts as a recipe says.
+
+    `columns` has the columns of each expert by the name of its stack. A file that has
+    types of llama.cpp is kept as it is where the kernel can.
+    """
+    is_open = options.recipe is None and (
+        name == TARGET or options.drafter_recipe is None
+    )
+    recipe = options.recipe_of(name)
+    if recipe.bits is None and not is_open:
+        return
+    is_grid = is_open or are_kept or recipe.scheme in GRIDS
+    is_grid &= options.kernel_of(name) == KERNELS[0]
+    for stack, count in columns.items():
+        check_stack(stack, is_grid, count)
 
 
 def check_checkpoint(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:

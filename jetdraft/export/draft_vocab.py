@@ -74,7 +74,7 @@ class CutHead:
         weight = model.get_output_embeddings().weight
         table = model.get_input_embeddings().weight
         packed = checkpoint.packed
-        blocks = dict(packed.blocks) if packed else {}
+        blocks: dict[str, Any] = dict(packed.blocks) if packed else {}
         lm_head = lm_head_rows(model.get_output_embeddings(), ids)
         convert_while_running(lm_head, dtype)
         model.set_output_embeddings(lm_head)

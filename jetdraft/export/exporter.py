@@ -29,7 +29,7 @@ from jetdraft.checkpoints.folder import checkpoint_folder
 from jetdraft.checkpoints.heads.draft_module import DraftModule
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_reader import check_head, has_own_head
-from jetdraft.checkpoints.model_reader import check_exportable
+from jetdraft.checkpoints.model_reader import check_exportable, expert_columns
 from jetdraft.checkpoints.streams import PromptSettings
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError, printable
@@ -38,6 +38,7 @@ from jetdraft.export.checks import (
     check_checkpoint,
     check_draft_vocabulary,
     check_drafter,
+    check_experts,
     check_raised,
     check_states,
 )
@@ -66,6 +67,7 @@ from jetdraft.manifest import GraphEntry
 from jetdraft.ort import silenced
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.choice import Limit
+from jetdraft.quant.stored import GridStack
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import KERNELS
 from jetdraft.staging import writing
@@ -204,8 +206,9 @@ def _load_checkpoints(
     sources: Mapping[str, str], options: ExportOptions, report: Progress
 ) -> dict[str, Checkpoint]:
     """Load the checkpoints; return them by their names in the bundle."""
-    for source in sources.values():
+    for name, source in sources.items():
         check_exportable(source)
+        check_experts(name, *expert_columns(source), options)
     check_tokenizers(sources)
     checkpoints: dict[str, Checkpoint] = {}
     for number, (name, source) in enumerate(sources.items()):
@@ -344,6 +347,7 @@ def _describe_packed(checkpoint: Checkpoint) -> dict[str, Any]:
         return {}
     names, layers = checkpoint.weight_names(), checkpoint.model.modules()
     matrices = {names[id(m.weight)] for m in layers if isinstance(m, torch.nn.Linear)}
+    matrices |= {n for n, kept in packed.blocks.items() if isinstance(kept, GridStack)}
     kept = Counter(packed.forms[name] for name in packed.blocks if name in matrices)
     others = len(matrices - packed.blocks.keys())
     return {"packed": packed.method, "kept": dict(kept), "others": others}
@@ -362,8 +366,10 @@ def _write_texts(folder: Path, target: Checkpoint) -> None:
     for name, text in texts.items():
         if isinstance(text, str):
             (folder / name).write_text(text, encoding="utf-8")
-    table = target.model.get_input_embeddings().weight.detach().float()
+    table = target.model.get_input_embeddings().weight.detach()
     random = torch.Generator().manual_seed(_SEED)
     projection = torch.randn(table.shape[1], _SIMILARITY_SIZE, generator=random)
-    small = torch.nn.functional.normalize((table - table.mean(0)) @ projection)
+    parts, mean = table.split(1 << 14), table.mean(0, dtype=torch.float32)
+    small = torch.cat([(part.float() - mean) @ projection for part in parts])
+    small = torch.nn.functional.normalize(small)
     np.save(folder / SIMILARITY, (small * 127).round().to(torch.int8).numpy())

@@ -6,8 +6,10 @@ chain graph, then the tree graph, and of that the graph that selects rows.
 """
 
 import hashlib
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -133,15 +135,17 @@ def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
         fuse(model, entry.contract, forms, rotation_nodes, job.own_attention)
     job.report(stage, 1, 1)
     stage = f"quantize {job.name}"
-    job.quantization.apply(model, lambda done, of: job.report(stage, done, of))
-    if job.scales:
-        bits = job.quantization.recipe.kv_bits
-        contract = quantize_cache(model, entry.contract, job.scales, bits)
-        entry = replace(entry, contract=contract)
-    own_operators = any(node.domain == DOMAIN for node in model.graph)
-    entry = replace(entry, own_operators=own_operators)
-    make_inputs_constant(model, step.unquantized_weights, {})
-    _save_with_weights(model, job.folder / entry.file)
+    report = partial(job.report, stage)
+    with tempfile.TemporaryFile(dir=job.folder) as spill:
+        job.quantization.apply(model, report, spill)
+        if job.scales:
+            bits = job.quantization.recipe.kv_bits
+            contract = quantize_cache(model, entry.contract, job.scales, bits)
+            entry = replace(entry, contract=contract)
+        own_operators = any(node.domain == DOMAIN for node in model.graph)
+        entry = replace(entry, own_operators=own_operators)
+        make_inputs_constant(model, step.unquantized_weights, {})
+        _save_with_weights(model, job.folder / entry.file)
     return entry
 
 

@@ -4,10 +4,14 @@ Weights are what their integers stand for, inputs are rounded as the CPU's kerne
 them: the result is within a tenth of the bundle's (docs/log/quantization.md).
 """
 
+import math
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,6 +20,7 @@ from jetdraft.quant.algorithms import FEWEST, quantize
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows
 from jetdraft.quant.grids import GridMatrix, Matrix
+from jetdraft.quant.stored import StoredTensor
 from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe, Unit, grid_for, unit_of
 
 MAX_TOKENS = 512  # The log probabilities of compared tokens stay in memory.
@@ -114,8 +119,12 @@ class Divergence:
         """Return a weight quantized by a recipe; it is computed once and cached."""
         key = name, recipe
         if key not in self._blocks:
-            matrix = weight.columns.detach().float().numpy().T
-            self._blocks[key] = quantize(matrix, recipe, self.moments.get(name))
+            moments = self.moments.get(name)
+            parts: list[Any] = [
+                quantize(columns.detach().float().numpy().T, recipe, moments)
+                for columns in weight.matrices()
+            ]
+            self._blocks[key] = _joined(parts) if parts[1:] else parts[0]
         return self._blocks[key]
 
     @contextmanager
@@ -151,18 +160,48 @@ class _Matrix(NamedTuple):
     name: str = "weight"
 
     @property
-    def columns(self) -> torch.Tensor:
-        """The matrix [columns, rows], or all columns of a stack."""
+    def weight(self) -> torch.Tensor:
+        """The matrix [columns, rows], or the stack [experts, columns, rows]."""
         weight: torch.Tensor = getattr(self.module, self.name)
-        turned = weight.dim() == 3 and self.module.is_transposed
-        return (weight.transpose(1, 2) if turned else weight).flatten(0, -2)
+        return weight.transpose(1, 2) if self._is_turned else weight
 
-    def shaped(self, columns: torch.Tensor) -> torch.Tensor:
-        """Columns in the shape that the module has them in."""
-        shape = getattr(self.module, self.name).shape
-        if len(shape) == 3 and self.module.is_transposed:
-            return columns.view(shape[0], shape[2], shape[1]).transpose(1, 2)
-        return columns.view(shape)
+    @property
+    def _is_turned(self) -> bool:
+        is_stack = getattr(self.module, self.name).dim() == 3
+        return is_stack and bool(self.module.is_transposed)
+
+    def matrices(self) -> Iterator[torch.Tensor]:
+        """Yield the matrix, or the matrices of a stack, [columns, rows]."""
+        weight = self.weight
+        if weight.dim() == 2:
+            yield weight
+        else:
+            yield from (weight[expert] for expert in range(len(weight)))
+
+    def floats(self, blocks: Matrix, dtype: torch.dtype) -> torch.Tensor:
+        """The integers as floats in the module's shape; a stack computes them late."""
+        *count, columns, _ = shape = self.weight.shape
+        if not count:
+            return torch.from_numpy(blocks.floats.T).to(dtype)
+
+        def read(index: int | None) -> torch.Tensor:
+            if index is None:
+                return torch.stack([read(expert) for expert in range(shape[0])])
+            own = np.arange(index * columns, (index + 1) * columns)
+            return torch.from_numpy(blocks.select_columns(own).floats.T).to(dtype)
+
+        stack = StoredTensor(shape, dtype, read)
+        return stack.transpose(1, 2) if self._is_turned else stack
+
+
+def _joined(parts: list[GridMatrix]) -> GridMatrix:
+    """The experts of a layer as one matrix, mapped from a file without a name."""
+    with tempfile.TemporaryFile() as file:
+        for part in parts:
+            file.write(np.ascontiguousarray(part.data).data)
+        file.flush()
+        shape = sum(len(part.data) for part in parts), parts[0].data.shape[1]
+        return replace(parts[0], data=np.memmap(file, np.uint8, "r", shape=shape))
 
 
 @contextmanager
@@ -174,19 +213,18 @@ def _rounding(
     With `inputs` its inputs are rounded too, but not the inputs between two
     matrices of an expert. Floats exist only while the module runs.
     """
-    parameter = getattr(weight.module, weight.name)
-    original = parameter.data
+    original, rows = getattr(weight.module, weight.name), weight.weight.shape[-1]
 
     def before(module: Any, read: tuple[torch.Tensor, ...]) -> Any:
-        columns = torch.from_numpy(blocks.floats.T).to(dtype)
-        parameter.data = weight.shaped(columns)
+        floats = nn.Parameter(weight.floats(blocks, dtype), requires_grad=False)
+        setattr(module, weight.name, floats)
         first, *others = read
-        if not inputs or first.shape[-1] != columns.shape[1]:
+        if not inputs or first.shape[-1] != rows:
             return None
         return (round_to_int8(first, blocks.block_size).to(first.dtype), *others)
 
     def after(module: Any, read: Any, output: Any) -> None:
-        parameter.data = original
+        setattr(module, weight.name, original)
 
     # First, since a model may convert its weights to compute.
     hooks = (
@@ -238,7 +276,8 @@ def _matrix_names(name: str, module: nn.Module) -> list[str]:
 
 def _matrix_bytes(weight: _Matrix, recipe: Recipe) -> int:
     """Return the bytes of a matrix's integers, scales and zeros, or its floats."""
-    columns, rows = weight.columns.shape
+    *count, columns, rows = weight.weight.shape
+    columns *= math.prod(count)
     if recipe.bits is None:
         return columns * rows * torch.float32.itemsize
     if recipe.scheme in GRIDS:

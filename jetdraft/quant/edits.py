@@ -1,7 +1,8 @@
 """Small edits of onnx_ir graphs, shared by fusion and quantization."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,9 @@ CONTRIB_DOMAIN = "com.microsoft"  # The domain of onnxruntime's own operators.
 # Metadata key of a value: the checkpoint's names of its weights, one a line.
 PARAMETER = "parameter"
 STORED = "stored"  # Of a constant tensor: the torch tensor of the checkpoint.
+TURNED = "turned"  # The same of a constant that is its transpose.
+SPILL = "spill"  # Of a graph: a file that has its large arrays until it is written.
+SPILLED_BYTES = 1 << 20  # Of the smallest of these arrays.
 Array = npt.NDArray[np.generic]
 
 
@@ -28,11 +32,29 @@ def initializer(graph: ir.Graph, name: str, array: npt.NDArray[np.generic]) -> i
     """Return the constant `name` of a graph; add it, with `array`, if it is missing."""
     if name in graph.initializers:
         return graph.initializers[name]
-    tensor, shape = ir.tensor(array, name=name), ir.Shape(array.shape)
+    shape, spill = ir.Shape(array.shape), graph.meta.get(SPILL)
+    is_small = array.dtype != np.uint8 or array.nbytes < SPILLED_BYTES
+    tensor: ir.TensorProtocol = (
+        ir.tensor(array, name=name)
+        if spill is None or is_small
+        else _spilled(name, array, spill)
+    )
     kind = ir.TensorType(tensor.dtype)
     value = ir.Value(name=name, const_value=tensor, shape=shape, type=kind)
     graph.register_initializer(value)
     return value
+
+
+def _spilled(name: str, array: Array, file: BinaryIO) -> ir.LazyTensor:
+    """Write bytes to a file; return the tensor that reads them."""
+    place, size, shape = file.seek(0, os.SEEK_END), array.nbytes, array.shape
+    file.write(np.ascontiguousarray(array).data)
+
+    def read() -> ir.TensorProtocol:
+        file.seek(place)
+        return ir.tensor(np.frombuffer(file.read(size), np.uint8).reshape(shape))
+
+    return ir.LazyTensor(read, ir.DataType.UINT8, ir.Shape(shape), name=name)
 
 
 def add_derived(
@@ -64,7 +86,11 @@ def add_turned(graph: ir.Graph, matrix: ir.Value) -> ir.Value:
     """Add a constant matrix transposed."""
     assert matrix.const_value is not None
     shape = matrix.const_value.shape.numpy()[::-1]
-    return add_derived(graph, f"{matrix.name}.turned", [matrix], np.transpose, shape)
+    name = f"{matrix.name}.turned"
+    turned = add_derived(graph, name, [matrix], np.transpose, shape)
+    assert turned.const_value is not None
+    turned.const_value.meta[TURNED] = matrix.const_value.meta.get(STORED)
+    return turned
 
 
 class Maker:

@@ -8,9 +8,10 @@ A product with matrices that are gathered from a stack of experts becomes
 each layer has are quantized too, token by token.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -24,13 +25,14 @@ from jetdraft.quant import edits
 from jetdraft.quant.algorithms import FEWEST, quantize
 from jetdraft.quant.blocks import Blocks, Floats
 from jetdraft.quant.grids import COLUMNS, GRIDS, LAYOUT_VERSION, GridMatrix, Matrix
+from jetdraft.quant.stored import GridStack
 from jetdraft.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
 
 LAYER_EMBEDDINGS = "embed_tokens_per_layer.weight"
 """The end of the name of a table with an embedding for each layer, side by side."""
 
 NUMBERS_AT_ONCE = 1 << 26
-"""About how many numbers of such a table are quantized together."""
+"""About how many numbers of a matrix are quantized together."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Quantization:
     head: str = ""
     standard: bool = False
     moments: Mapping[str, Floats] = field(default_factory=dict)
-    packed: Mapping[str, Matrix] = field(default_factory=dict)
+    packed: Mapping[str, Matrix | GridStack] = field(default_factory=dict)
     borrowed: Mapping[str, str] = field(default_factory=dict)
     lender: "Quantization | None" = None
     rounded: dict[str, GridMatrix] = field(default_factory=dict)
@@ -62,20 +64,26 @@ class Quantization:
         self,
         model: ir.Model,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        spill: BinaryIO | None = None,
     ) -> None:
         """Quantize every constant matrix of `model` in place.
 
-        `progress(done, total)` is called after each matrix. Raises `CheckpointError`
-        for a matrix with numbers that are not finite, `OptionError` for a matrix that
-        the algorithm cannot quantize or the flavour cannot hold.
+        `progress(done, total)` is called after each matrix. Integers wait in the file
+        `spill` to be written, or else in memory. Raises `CheckpointError` for a matrix
+        with numbers that are not finite, `OptionError` for a matrix that the algorithm
+        cannot quantize or the flavour cannot hold.
         """
         graph = model.graph
-        floats = set(routers(graph))
+        graph.meta[edits.SPILL] = spill
+        floats, choices = set(routers(graph)), list(find_choices(graph))
         products = [n for n in graph if _constant_matrix(n) and n not in floats]
-        for choice in list(find_choices(graph)):
+        total = len(choices) + len(products)
+        for done, choice in enumerate(choices, start=1):
             self._replace_choice(graph, choice)
+            progress(done, total)
+        tables = {n.inputs[0] for n in graph if n.op_type == "Gather"}
         quantized: dict[ir.Value, PackedMatrix] = {}
-        for done, node in enumerate(products, start=1):
+        for done, node in enumerate(products, start=len(choices) + 1):
             matrix = _constant_matrix(node)
             assert matrix is not None
             source, transposed = matrix
@@ -86,14 +94,17 @@ class Quantization:
                 inputs = make("Gather", node.inputs[0], order, axis=-1)
                 node.replace_input_with(0, inputs)
             if isinstance(blocks, GridMatrix):
-                packed = quantized[source] = _add_packed(graph, source, blocks)
-                read = node.inputs[0]
+                packed, read = _add_packed(graph, source, blocks), node.inputs[0]
                 _replace_node(make, node, packed.operator(make, MULTIPLY, read))
+                if source in tables:
+                    quantized[source] = packed
             elif blocks is not None and self.standard:
                 _dequantize(make, node, source, blocks)
             elif blocks is not None:
-                quantized[source] = _replace_product(make, node, source, blocks)
-            progress(done, len(products))
+                packed = _replace_product(make, node, source, blocks)
+                if source in tables:
+                    quantized[source] = packed
+            progress(done, total)
         for node in [node for node in graph if node.op_type == "Gather"]:
             table = node.inputs[0]
             if table is None:
@@ -106,18 +117,15 @@ class Quantization:
 
     def _replace_choice(self, graph: ir.Graph, choice: "Choice") -> None:
         """Replace the product of a choice, unless its stack stays floats."""
-        experts, columns, rows = choice.shape
-        flat = choice.flat_stack(graph)
-        matrix = self._quantize(flat, True, _checkpoint_names(flat))
-        if matrix is None:
+        stack = choice.stack
+        matrix = self._quantize(stack, not choice.is_turned, _checkpoint_names(stack))
+        if matrix is None or stack.const_value is None:
             return
-        if not isinstance(matrix, GridMatrix) or columns % COLUMNS:
-            raise OptionError(
-                f"{flat.name} has {experts} experts of {columns} x {rows} numbers, and "
-                f"only llama.cpp's types hold such stacks, if the first number is a "
-                f"multiple of {COLUMNS}; choose q4_k, q8_0 or none"
-            )
-        packed = _add_packed(graph, flat, matrix)
+        experts, *sizes = stack.const_value.shape.numpy()
+        is_grid = isinstance(matrix, GridMatrix)
+        check_stack(str(stack.name), is_grid, sizes[choice.is_turned])
+        assert isinstance(matrix, GridMatrix)
+        packed = _add_packed(graph, stack, matrix)
         make, read = edits.Maker(graph, choice.node), (choice.rows, choice.ids)
         result = packed.operator(make, EXPERTS, *read, count=experts)
         edits.replace_values(choice.result.outputs, [result])
@@ -145,11 +153,8 @@ class Quantization:
             return None
         if recipe.needs_moments:
             recipe = replace(recipe, algorithm="rtn")
-        weight, dtype = stored.meta[edits.STORED], stored.dtype.numpy()
-        parts: list[Any] = [
-            quantize(part.float().numpy().astype(dtype, copy=False).T, recipe, None)
-            for part in weight.split(max(1, NUMBERS_AT_ONCE // weight.shape[1]))
-        ]
+        matrices = _matrices(stored, transposed=True, in_parts=True)
+        parts: list[Any] = [quantize(matrix, recipe, None) for matrix in matrices]
         return _add_packed(graph, table, parts[0].concatenated(parts))
 
     def _quantize(
@@ -164,25 +169,32 @@ class Quantization:
         if name in self.packed:
             return self._concatenate_packed(names, source.const_value.dtype.numpy())
         recipe = self.recipe.of_unit(HEAD if name == self.head else unit_of(name))
-        if recipe.bits is None or min(source.const_value.shape.numpy()) < FEWEST:
+        *count, rows, columns = source.const_value.shape.numpy()
+        if transposed:
+            rows, columns = columns, rows
+        if recipe.bits is None or min(rows, columns) < FEWEST:
             return None
-        array = source.const_value.numpy()
-        matrix = array.T if transposed else array
-        if not np.isfinite(matrix).all():
-            raise CheckpointError(
-                f"the weight {name} has numbers that are not finite; fetch the "
-                "checkpoint again"
-            )
         if all(each in self.rounded for each in names):
             rounded = GridMatrix.concatenated([self.rounded.pop(n) for n in names])
-            if (rounded.rows, len(rounded.data)) == matrix.shape:  # a cut head differs
+            size = rounded.rows, len(rounded.data)
+            if size == (rows, math.prod(count) * columns):  # a cut head differs
                 return rounded
         if recipe.needs_moments and name not in self.moments:
             raise OptionError(
                 f"{recipe.algorithm} quantizes linear layers only, and {name} is in "
                 "another layer; choose rtn, k_quant or hqq"
             )
-        return quantize(matrix, recipe, self.moments.get(name))
+        parts: list[Any] = []
+        in_parts = recipe.scheme in GRIDS
+        for matrix in _matrices(source.const_value, transposed, in_parts):
+            if not np.isfinite(matrix).all():
+                raise CheckpointError(
+                    f"the weight {name} has numbers that are not finite; fetch the "
+                    "checkpoint again"
+                )
+            parts.append(quantize(matrix, recipe, self.moments.get(name)))
+        whole: Matrix = parts[0] if len(parts) == 1 else parts[0].concatenated(parts)
+        return whole
 
     def _concatenate_packed(self, names: list[str], dtype: npt.DTypeLike) -> Matrix:
         """Return the checkpoint's integers of these weights, joined by columns."""
@@ -196,6 +208,39 @@ class Quantization:
                 "the standard flavour cannot hold; choose contrib"
             )
         return replace(blocks, scales=blocks.scales.astype(dtype))
+
+
+def check_stack(name: str, is_grid: bool, columns: int) -> None:
+    """Raise `OptionError` for a form of experts that no operator multiplies."""
+    if not is_grid or columns % COLUMNS:
+        raise OptionError(
+            f"{name} has experts of {columns} columns, and only llama.cpp's types hold "
+            f"experts, if their columns are a multiple of {COLUMNS}; choose q4_k, q8_0 "
+            "or none, on the CPU"
+        )
+
+
+def _matrices(
+    constant: ir.TensorProtocol, transposed: bool, in_parts: bool
+) -> Iterator[npt.NDArray[Any]]:
+    """Yield matrices [rows, columns] whose columns together are those of a constant.
+
+    That is a matrix, `in_parts` if it is large, or a stack of the checkpoint.
+    """
+    arrays: Iterator[Any]
+    stored = constant.meta.get(edits.STORED if transposed else edits.TURNED)
+    if len(constant.shape) == 3:
+        stack = constant.meta[edits.STORED]
+        arrays = (stack[expert].float().numpy() for expert in range(len(stack)))
+    elif in_parts and stored is not None:
+        dtype, size = constant.dtype.numpy(), NUMBERS_AT_ONCE // stored.shape[1]
+        parts = stored.split(max(1, size))
+        arrays = (p.float().numpy().astype(dtype, copy=False) for p in parts)
+        transposed = True
+    else:
+        arrays = iter([constant.numpy()])
+    for array in arrays:
+        yield array.T if transposed else array
 
 
 def _checkpoint_names(source: ir.Value) -> list[str]:
@@ -273,24 +318,6 @@ class Choice:
     ids: ir.Value | None
     stack: ir.Value
     is_turned: bool
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Experts, the columns of each, and their rows."""
-        assert self.stack.const_value is not None
-        experts, columns, rows = self.stack.const_value.shape.numpy()
-        return (experts, rows, columns) if self.is_turned else (experts, columns, rows)
-
-    def flat_stack(self, graph: ir.Graph) -> ir.Value:
-        """Add the stack to the graph as a matrix [experts * n, k]; return it."""
-        experts, columns, rows = self.shape
-
-        def flatten(stack: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            stack = stack.swapaxes(1, 2) if self.is_turned else stack
-            return stack.reshape(-1, rows)
-
-        name, shape = f"{self.stack.name}.flat", (experts * columns, rows)
-        return edits.add_derived(graph, name, [self.stack], flatten, shape)
 
 
 def find_choices(graph: ir.Graph) -> Iterator[Choice]:

@@ -36,7 +36,7 @@ def load_target(source: str, learned: str = "heads") -> tuple[Checkpoint, str]:
     if target.streams is not None and target.streams.mode == SHARED:
         streamed = target.add_probes(1.0)
         target, tuned = (Checkpoint.load(source, torch.float32), f" {streamed.lora_id}")
-        target.model.load_state_dict(streamed.model.state_dict())
+        target.model.load_state_dict(streamed.model.state_dict(), assign=True)
     store_weights_in(target.model, torch.float32)
     target.model.set_attn_implementation("sdpa")
     return target, tuned

@@ -19,6 +19,7 @@ from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.grids import GRIDS, GridMatrix
 from jetdraft.recipe import KERNELS, Recipe
+from tests import tiny
 from tests.cli.running import assert_refused
 from tests.cli.running import jetdraft as command
 from tests.exports import exported
@@ -60,6 +61,43 @@ CASES = {
     "gemma3 Q8_0": ("gemma3", GEMMA, one(Type.Q8_0)),
     "lfm2 Q4_0": ("lfm2", HYBRIDS["lfm2"](), one(Type.Q4_0)),
 }
+
+
+MIXTURES = {
+    "qwen3moe": (tiny.MIXTURES["qwen3_moe"], Type.Q5_0),
+    "qwen3moe of halves": (tiny.MIXTURES["qwen3_moe"], Type.F16),
+    "qwen2moe": (tiny.MIXTURES["qwen2_moe"], Type.Q8_0),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_keep_their_types(name, tmp_path):
+    """Gates come before the other columns, in one stack."""
+    make, kind = MIXTURES[name]
+    config = make()
+    config.moe_intermediate_size, config.mlp_only_layers = 32, []
+    if name == "qwen2moe":
+        config.shared_expert_intermediate_size = 96
+    config.norm_topk_prob = family_norms = name.startswith("qwen3")
+    file, family = tmp_path / "model.gguf", name.partition(" ")[0]
+    written = write_gguf(file, config, one(kind), family)
+    expected = logits_of(written.model)
+    found = Checkpoint.load(str(file), torch.float32, keeps_grids=True)
+    assert found.model.config.norm_topk_prob == family_norms
+    logits = logits_of(found.model)
+    assert (logits - expected).std() < 0.002 * expected.std()
+    exported(file, tmp_path / "bundle", "q8_0", max_width=32)
+    with jetdraft.load(tmp_path / "bundle") as model:
+        logits = model.parts.target.run(IDS).logits
+    assert (
+        np.corrcoef(logits.ravel(), expected.ravel())[0, 1] > 0.99
+    )  # routers see rounded rows
+    graph = onnx.load(tmp_path / "bundle" / "target.onnx", load_external_data=False)
+    types = [GRIDS[a.i] for n in graph.graph.node if n.op_type == "MatMulExperts"
+             for a in n.attribute if a.name == "format"]  # fmt: skip
+    assert set(types) == {"Q8_0" if kind == Type.F16 else kind.name}
+    with pytest.raises(jetdraft.JetdraftError, match="types hold experts"):
+        exported(file, tmp_path / "other", kernel="onnxruntime", recipe="int8")
 
 
 @pytest.fixture(scope="module", params=[(c, k) for k in KERNELS for c in CASES])
@@ -369,7 +407,7 @@ def repeat_a_token(writer):
         ({"change": add_a_weight}, "the weight 'blk.0.attn_q.bias'"),
         ({"kinds": lambda n: None if n == Q else Type.Q8_0}, "lacks the weights"),
         ({"change": adding({"split.count": 3})}, "one of 3 parts"),
-        (of("qwen3moe", "expert_count"), "is a mixture of experts (expert"),
+        (of("llama", "expert_count"), "is a mixture of experts (expert"),
         (of("deepseek2", "attention.kv_lora_rank"), "latent attention"),
         (of("rwkv6", "wkv.head_size"), "has recurrent layers (wkv"),
         (of("falcon-h1", "ssm.state_size"), "export its Hugging Face folder"),

@@ -1,6 +1,8 @@
 """Families with experts through the real path, against transformers' own loop."""
 
+import json
 import re
+import shutil
 import sys
 from collections import Counter
 from types import SimpleNamespace
@@ -10,12 +12,14 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.errors import OptionError
+from jetdraft.errors import OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.seams import check_seams
+from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.quant.calibration import Windows, own_attention
 from jetdraft.quant.divergence import Divergence
 from jetdraft.recipe import Recipe
@@ -23,11 +27,15 @@ from jetdraft.runtime.measured.cost_model import MIN_MS
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import StepSessions, open_session
 from jetdraft.runtime.sampling.chooser import Sampling
+from tests.checkpoints.heads import layouts
+from tests.checkpoints.heads import test_acceptance_gate as gate
+from tests.checkpoints.heads.conftest import watched
 from tests.checkpoints.heads.test_mtp import edit
 from tests.export import test_architectures as architectures
 from tests.runtime.fake_method import tokens_of
 from tests.runtime.test_generation import PROMPT, SPOILS, Scripted
 from tests.tiny import MIXTURES, VOCAB_SIZE, save_checkpoint
+from tests.train.periodic import teach
 from tools.recipes.quality import compare
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 200)
@@ -183,16 +191,179 @@ def test_kl_is_that_of_the_bundle_as_it_runs(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "size", "said"),
+    ("recipe", "size", "kernel", "said"),
     [
-        ("int4-rtn-b32", 48, "6 experts of 96 x 64 numbers, and only llama.cpp's"),
-        ("q4_0", 20, "6 experts of 40 x 64 numbers, .* a multiple of 16"),
+        ("int4-rtn-b32", 48, None, "experts of 96 columns, and only llama.cpp's"),
+        (None, 48, "onnxruntime", "experts of 96 columns, and only llama.cpp's"),
+        ("q4_0", 20, None, "experts of 40 columns, .* a multiple of 16"),
     ],
 )
-def test_other_recipes_are_refused(recipe, size, said, tmp_path):
+def test_other_recipes_are_refused_before_a_weight_is_read(
+    recipe, size, kernel, said, tmp_path
+):
     config = MIXTURES["mixtral"]()
     config.intermediate_size = size
     source = save_checkpoint(tmp_path / "source", config)
-    options = ExportOptions(Recipe.parse(recipe), fast=True)
+    own = recipe and Recipe.parse(recipe)
+    options = ExportOptions(own, fast=recipe is not None, kernel=kernel)
+    seen = []
     with pytest.raises(OptionError, match=said):
-        export(str(source), tmp_path / "bundle", options=options)
+        export(
+            str(source), tmp_path / "bundle", None, options, lambda *at: seen.append(at)
+        )
+    assert not seen
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "granitemoe", "gpt_oss"])
+def test_an_export_reads_a_matrix_at_a_time(name, tmp_path, monkeypatch):
+    """Of experts; their stacks exist in no memory."""
+    config, sizes, read = MIXTURES[name](), [], np.fromfile
+    source = save_checkpoint(tmp_path / "source", config)
+    monkeypatch.setattr(
+        "jetdraft.checkpoints.packed.np.fromfile",
+        lambda file, kind, count, offset: (
+            sizes.append(count) or read(file, kind, count, offset=offset)
+        ),
+    )
+    options = ExportOptions(Recipe("q4_0"), capacity=64, max_width=32, fast=True)
+    export(str(source), tmp_path / "bundle", options=options)
+    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    parts = 1 if name == "qwen3_moe" else 2  # gate and other columns, where stacked
+    largest = 4 * config.hidden_size * width * parts
+    assert max(sizes) == largest
+    assert sum(sizes) > 20 * largest
+
+
+CODES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def write_mxfp4(folder, low, high):
+    """A tiny gpt-oss whose experts have random blocks, and exponents between two."""
+    config, numbers = MIXTURES["gpt_oss"](), np.random.default_rng(0)
+    config.intermediate_size = 96
+    save_checkpoint(folder, config)
+    floats = {}
+
+    def pack(own):
+        packed = {}
+        for name, tensor in own.items():
+            if not name.endswith("_proj") or "experts" not in name:
+                packed[name] = tensor.bfloat16()
+                continue
+            experts, rows, columns = tensor.shape
+            shape = experts, columns, rows // 32
+            bytes_ = numbers.integers(0, 256, (*shape, 16), dtype=np.uint8)
+            scales = numbers.integers(low, high + 1, shape, dtype=np.uint8)
+            codes = np.stack([bytes_ & 15, bytes_ >> 4], -1).reshape(*shape, 32)
+            values = np.array(CODES + [-code for code in CODES])[codes]
+            exact = np.ldexp(values, scales[..., None].astype(int) - 127)
+            floats[name] = exact.reshape(experts, columns, rows)
+            packed[f"{name}_blocks"] = torch.from_numpy(bytes_)
+            packed[f"{name}_scales"] = torch.from_numpy(scales)
+        return packed
+
+    edit(folder, pack)
+    file = folder / "config.json"
+    settings = {"quantization_config": {"quant_method": "mxfp4"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return floats
+
+
+def test_experts_of_mxfp4_are_kept_as_they_are(tmp_path):
+    """Their numbers are Q5_0's: twice a float of E2M1 is an integer."""
+    floats = write_mxfp4(tmp_path / "source", 104, 124)
+    found = Checkpoint.load(str(tmp_path / "source"), torch.float32, keeps_grids=True)
+    for name, exact in floats.items():
+        matrix = found.packed.blocks[name].concatenated([found.packed.blocks[name]])
+        assert matrix.grid == "Q5_0"
+        np.testing.assert_array_equal(
+            matrix.floats.T, exact.reshape(-1, exact.shape[2])
+        )
+        stack = found.model.get_parameter(name)
+        np.testing.assert_array_equal(stack.numpy(), exact.swapaxes(1, 2))
+    write_mxfp4(tmp_path / "likely", 117, 121)
+    options = ExportOptions(Recipe("none"), capacity=64, max_width=32, fast=True)
+    bundle = export(str(tmp_path / "likely"), tmp_path / "bundle", options=options)
+    assert bundle.target.quantization["kept"] == {"mxfp4 exact": 4}
+    model = Checkpoint.load(str(tmp_path / "likely"), torch.float32).model
+    with own_attention(model), torch.no_grad():
+        expected = model(torch.tensor(TOKENS[None, :16]), use_cache=False).logits[0]
+    with jetdraft.load(bundle.path, threads=1) as loaded:
+        logits = loaded.parts.target.run(TOKENS[:16]).logits
+    assert np.corrcoef(logits.ravel(), expected.numpy().ravel())[0, 1] > 0.9999
+
+
+def test_an_exponent_beyond_a_half_is_refused(tmp_path):
+    write_mxfp4(tmp_path / "source", 90, 90)
+    options = ExportOptions(Recipe("none"), fast=True)
+    with pytest.raises(
+        UnsupportedModelError, match="an exponent of -37, which no half"
+    ):
+        export(str(tmp_path / "source"), tmp_path / "bundle", options=options)
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """A mixture that knows a text, and an MTP module that drafts it.
+
+    Only its experts and their router have learned to.
+    """
+    folder, config = tmp_path_factory.mktemp("learned"), MIXTURES["qwen3_moe"]()
+    config.initializer_range = 0.05
+    save_checkpoint(folder / "target", config, tokenizer=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "target", experts_implementation="eager"
+    )
+    ids = gate.text()[None]
+    teach(model, ids, 220)
+    model.save_pretrained(folder / "target")
+    target = Checkpoint.load(str(folder / "target"), torch.float32)
+    with own_attention(target.model):
+        streams, out = watched(target.model, ids)
+    taught = SimpleNamespace(
+        target=target, ids=ids, streams=streams, final=out.hidden_states[-1],
+        logits=out.logits,
+    )  # fmt: skip
+    task, run = EagleTask(EagleSettings(kind="mtp")), SimpleNamespace(target=target)
+    torch.manual_seed(8)
+    run.module = SimpleNamespace(drafter=task.new_drafter(run))
+    gate.learn(run.module.drafter, taught, ".mlp.")
+    layouts.write(folder / "head", *task.contents(run, task.weights(run), None))
+    return folder
+
+
+MISTAKES = {
+    "": lambda name, tensor: tensor,
+    "another expert": lambda name, tensor: (
+        tensor.roll(1, 0) if ".experts." in name else tensor
+    ),
+    "gates after the other columns": lambda name, tensor: (
+        tensor.roll(tensor.shape[1] // 2, 1) if "gate_up" in name else tensor
+    ),
+    "no experts": lambda name, tensor: tensor * (".experts.down" not in name),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_an_mtp_module_with_experts_drafts_what_it_learned(learned, mistake, tmp_path):
+    """Chains and trees keep the text; only the right experts are accepted."""
+    head = shutil.copytree(learned / "head", tmp_path / "head")
+    edit(head, lambda own: {n: MISTAKES[mistake](n, t) for n, t in own.items()})
+    none = Recipe("none")
+    options = ExportOptions(none, none, capacity=256, max_width=16, fast=True)
+    bundle = export(
+        str(learned / "target"), tmp_path / "b", None, options, head=str(head)
+    )
+    words = gate.text().tolist()
+    how = {"token_ids": words[:40], "max_new_tokens": 90, "ignore_eos": True}
+    with jetdraft.load(bundle.path, threads=1) as model:
+        plain = model.generate(method="none", **how).token_ids
+        assert np.mean(np.equal(plain, words[40:130])) > 0.95
+        drafted = model.generate(method="eagle", num_draft_tokens=3, **how)
+        assert drafted.token_ids == plain
+        tree = {"tree": "k-ary", "branching": (2, 2)}
+        branched = model.generate(method="eagle", drafting=tree, **how)
+        assert branched.token_ids == plain
+        rates = drafted.stats.acceptance_rate, branched.stats.acceptance_rate
+    for rate in rates:
+        assert rate < 0.6 if mistake else rate > 0.75, rates

@@ -107,6 +107,23 @@ def test_shards_are_read_as_one_and_a_missing_shard_is_one_line(tmp_path):
     assert not (tmp_path / "bundle").exists()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_matrices_in_parts_and_integers_in_a_file_give_the_same_bytes(
+    tied, tmp_path, monkeypatch
+):
+    config = drafter_config(tie_word_embeddings=tied)
+    source = save_checkpoint(tmp_path / "source", config)
+
+    def written(name):
+        bundle = exported(source, tmp_path / name, "q4_0", max_width=16)
+        return (bundle.path / f"{bundle.target.file}.data").read_bytes()
+
+    whole = written("whole")
+    monkeypatch.setattr("jetdraft.quant.weights.NUMBERS_AT_ONCE", 1000)
+    monkeypatch.setattr("jetdraft.quant.edits.SPILLED_BYTES", 1)
+    assert written("parts") == whole
+
+
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory) -> tuple[Path, jetdraft.Model]:
     """A head of 151,936 rows, tied to the embedding, over a small tokenizer."""

@@ -9,8 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jetdraft.contracts.constants import EXPERTS
 from jetdraft.devices.device import PowerMode
+from jetdraft.devices.planning.layer_counts import (
+    OPTIONAL,
+    count_layers,
+    experts_of,
+    layer_table,
+)
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.manifest import MANIFEST
 from jetdraft.parsing import read_json_file
@@ -22,14 +27,13 @@ CONFIG = "config.json"
 STATE_BYTES, STATE_PLACES = 4, 3
 MAX_SIZE = 10_000_000  # The largest size that a config may have.
 # Sizes that a config must have, and further ones for layers of linear attention.
-SIZES = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    "vocab_size",
-)
+SIZES = (*("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),)
 LINEAR_SIZES = (
     *("linear_num_key_heads", "linear_num_value_heads"),
     *("linear_key_head_dim", "linear_value_head_dim"),
 )
+# Other errors that a config raises whose fields have wrong types.
+_MALFORMED = TypeError, ValueError, AttributeError
 # Bytes of a float on a GPU, and on a CPU: of a weight, a scale, or a number in the KV
 # buffers.
 HALF_BYTES, SINGLE_BYTES = 2.0, 4.0
@@ -46,10 +50,14 @@ TOKENS_PER_WEIGHT = 200
 class Dimensions:
     """How many weights a decoder has, and how many numbers its caches hold.
 
-    `matrices` counts the weights of the layers' matrices, `head` the weights of the LM
-    head; the embedding has as many, and where `tied` the two are one matrix.
-    `kv_values` are stored per token. `state_values` belong to layers with a recurrent
-    state, which read and write them in every pass.
+    `matrices` counts the weights of the layers' matrices that every row is multiplied
+    with, `head` the weights of the LM head; the embedding has as many, and where `tied`
+    the two are one matrix. `kv_values` are stored per token, and so are
+    `window_values`, of which a pass reads those of the last `window` tokens.
+    `state_values` belong to layers with a recurrent state, which read and write them in
+    every pass. A row uses `used` of the `experts` of each layer that has some; `expert`
+    counts the weights of one in all layers. A `table` of embeddings for each layer is
+    read by rows.
     """
 
     hidden_size: int
@@ -59,6 +67,12 @@ class Dimensions:
     tied: bool
     kv_values: int
     state_values: int
+    window_values: int = 0
+    window: int = 0
+    experts: int = 0
+    used: int = 0
+    expert: int = 0
+    table: int = 0
 
     @classmethod
     def read(cls, path: Path) -> "Dimensions":
@@ -88,7 +102,7 @@ class Dimensions:
             )
         try:
             return cls.of(config)
-        except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        except (LookupError, ArithmeticError, *_MALFORMED) as error:
             raise CheckpointError(
                 f"{file} does not describe a decoder; give the config.json of a causal "
                 "language model"
@@ -107,13 +121,6 @@ class Dimensions:
             )
         tied = config.get("tie_word_embeddings", config.get("tie_embedding"))
         config = config.get("text_config", config)
-        experts = [config.get(name) for name in EXPERTS]
-        most = max((n for n in experts if isinstance(n, int)), default=0)
-        if most > 1 and config.get("is_moe") is not False:
-            raise UnsupportedModelError(
-                "a mixture of experts reads only some weights per pass, which a plan "
-                "cannot predict; give a dense model"
-            )
         kinds = config.get("layer_types") or ()
         mamba = any(config.get(name) for name in ("mamba_d_state", "ssm_state_size"))
         if mamba and {*kinds} != {"attention"}:
@@ -123,7 +130,10 @@ class Dimensions:
             )
         tied = config.get("tie_word_embeddings", False) if tied is None else tied
         linear = _count_linear_layers(config)
-        _check_sizes(config, SIZES + (LINEAR_SIZES if linear else ()))
+        experts, used = experts_of(config)
+        inner = "moe_intermediate_size" if experts else "intermediate_size"
+        inner = inner if config.get(inner) is not None else "intermediate_size"
+        _check_sizes(config, (*SIZES, inner, *(LINEAR_SIZES if linear else ())))
         hidden, layers = config["hidden_size"], config["num_hidden_layers"]
         heads = config["num_attention_heads"]
         kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -132,56 +142,53 @@ class Dimensions:
                 f"the config's {heads} attention heads cannot share {kv_heads} heads "
                 "of keys and values; give a causal language model's config"
             )
-        head_size = int(config.get("head_dim") or hidden // heads)
-        # q, k, v and o; a gated output doubles q.
-        columns = (2 + bool(config.get("attn_output_gate"))) * heads + 2 * kv_heads
-        attention = hidden * columns * head_size
-        gated_delta = state = 0
-        if linear:  # q, k, v, the gate and the output
-            keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
-            values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
-            gated_delta = hidden * (2 * keys + 3 * values)
-            window = int(config.get("linear_conv_kernel_dim") or 4) - 1
-            state = values * config["linear_key_head_dim"]
-            state += window * (2 * keys + values)
-        convolving = list(kinds).count("conv")
-        short = convolving * 4 * hidden * hidden  # three parts, and the output
-        rows = int(config.get("conv_L_cache") or 3) - 1
-        full = layers - linear - convolving
-        mlp = 3 * hidden * _inner_size(config)
+        counts = count_layers(config)
         return cls(
             hidden_size=hidden,
             layers=layers,
-            matrices=full * attention + linear * gated_delta + short + layers * mlp,
+            matrices=counts.matrices,
             head=hidden * config["vocab_size"],
             tied=bool(tied),
-            kv_values=full * 2 * kv_heads * head_size,
-            state_values=linear * state + convolving * rows * hidden,
+            kv_values=counts.kv_values,
+            state_values=counts.state_values,
+            window_values=counts.window_values,
+            window=int(config.get("sliding_window") or 0),
+            experts=experts,
+            used=used,
+            expert=counts.expert,
+            table=layer_table(config),
         )
 
     @property
     def weights(self) -> int:
         """The number of weights, embedding included and norms left out."""
-        return self.matrices + self.head * (1 if self.tied else 2)
+        embeddings = self.head * (1 if self.tied else 2) + self.table
+        return self.matrices + self.experts * self.expert + embeddings
 
+    @property
+    def row_weights(self) -> int:
+        """The weights of the layers that a row is multiplied with."""
+        return self.matrices + self.used * self.expert
 
-def _inner_size(config: dict[str, Any]) -> int:
-    """The width inside the MLP of a layer, which LFM2 computes from its config."""
-    size = int(config["intermediate_size"])
-    if config.get("block_auto_adjust_ff_dim"):
-        part = int(float(config.get("block_ffn_dim_multiplier") or 1) * (2 * size // 3))
-        multiple = int(config.get("block_multiple_of") or 256)
-        size = -(-part // multiple) * multiple
-    return size
+    def read_weights(self, rows: int = 1) -> float:
+        """The weights of the layers that a pass reads, if rows choose at random.
+
+        Rows of a text share more experts.
+        """
+        if not self.experts:
+            return self.matrices
+        spared = (1 - self.used / self.experts) ** rows
+        return self.matrices + self.experts * (1 - spared) * self.expert
 
 
 def _check_sizes(config: dict[str, Any], needed: tuple[str, ...]) -> None:
     """Raise `CheckpointError` unless the `needed` sizes are from 1 to `MAX_SIZE`."""
     optional = ("num_key_value_heads", "head_dim", "full_attention_interval")
-    present = [name for name in optional if config.get(name) is not None]
+    present = [n for n in (*optional, *OPTIONAL) if config.get(n) is not None]
     for name in (*needed, *present):
-        value = config.get(name)
-        if type(value) is not int or not 1 <= value <= MAX_SIZE:
+        value, least = config.get(name), int(name not in OPTIONAL)
+        values = value if isinstance(value, list) and value else [value]
+        if not all(type(n) is int and least <= n <= MAX_SIZE for n in values):
             shown = repr(value)[:20]
             raise CheckpointError(
                 f"the config's {name} is {shown}; give a causal language model's config"
@@ -247,21 +254,25 @@ class LoadedDecoder:
         """Bytes of a number in the KV buffers."""
         return self.recipe.kv_bits / 8 or self.float_bytes
 
-    def pass_bytes(self, context: int) -> float:
-        """Return the bytes that a pass of one row reads after `context` tokens."""
+    def pass_bytes(self, context: int, rows: int = 1) -> float:
+        """Return the bytes that a pass reads after `context` tokens."""
         sizes = self.sizes
-        weights = sizes.matrices * self.weight_bytes + sizes.head * self.head_bytes
+        read = sizes.read_weights(rows) * self.weight_bytes
+        weights = read + sizes.head * self.head_bytes
         state = 2 * sizes.state_values * STATE_BYTES
-        return weights + context * sizes.kv_values * self.kv_bytes + state
+        seen = context * sizes.kv_values
+        seen += min(context, sizes.window) * sizes.window_values
+        return weights + seen * self.kv_bytes + state
 
     def memory_mb(self, capacity: int) -> float:
         """Return MB of 10^6 bytes of weights, KV buffers of `capacity` rows, state."""
         sizes = self.sizes
         # A tied head and embedding of the same format are one tensor.
         embedding = 0.0 if sizes.tied else sizes.head * self.head_bytes
-        cache = capacity * sizes.kv_values * self.kv_bytes
+        cache = capacity * (sizes.kv_values + sizes.window_values) * self.kv_bytes
         cache += STATE_PLACES * sizes.state_values * STATE_BYTES
-        weights = sizes.matrices * self.weight_bytes + sizes.head * self.head_bytes
+        layers = sizes.matrices + sizes.experts * sizes.expert + sizes.table
+        weights = layers * self.weight_bytes + sizes.head * self.head_bytes
         return (weights + embedding + cache) / 1e6
 
     def pass_ms(
@@ -273,7 +284,8 @@ class LoadedDecoder:
         efficiency: Efficiency = FITTED,
     ) -> float:
         """Predict the milliseconds of a pass of `width` rows after `context` tokens."""
-        reading = self.pass_bytes(context) / (mode.bandwidth_gbs * efficiency.bandwidth)
+        read = self.pass_bytes(context, width)
+        reading = read / (mode.bandwidth_gbs * efficiency.bandwidth)
         rows_ms = 0.0
         if width > 1:
             rows_ms = (width - 1) * self.row_ms(mode, capability, efficiency)
@@ -284,7 +296,7 @@ class LoadedDecoder:
     ) -> float:
         """Predict the milliseconds of arithmetic for each row after the first."""
         rate = mode.fp16_tflops * efficiency.compute[capability]
-        return 2 * (self.sizes.matrices + self.sizes.head) / (rate * 1e9)
+        return 2 * (self.sizes.row_weights + self.sizes.head) / (rate * 1e9)
 
     def _bytes_per_weight(self, recipe: Recipe) -> float:
         """Bytes per weight, with a scale and a zero per `block_size` weights."""

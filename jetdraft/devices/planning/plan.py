@@ -96,6 +96,7 @@ class Plan:
     available_mb: float
     pass_ms_by_width: dict[int, float]
     rows: list[Choice]
+    sizes: Dimensions
 
     @property
     def needed_mb(self) -> float:
@@ -128,6 +129,8 @@ class Plan:
             "memory_mb": round(self.needed_mb, 1),
             "memory_parts_mb": parts,
             "available_mb": round(self.available_mb, 1),
+            "weights": self.sizes.weights,
+            "weights_per_row": self.sizes.row_weights + self.sizes.head,
             "plain_tokens_per_second": round(self.rows[0].tokens_per_second, 2),
             "pass_ms_by_width": {
                 str(width): round(ms, 3) for width, ms in self.pass_ms_by_width.items()
@@ -242,6 +245,7 @@ def plan(question: Question) -> Plan:
         available_mb=device.memory_gb * 1.024**3 * 1e3 - SYSTEM_MB,
         pass_ms_by_width={width: board.pass_ms(width) for width in widths},
         rows=list(board.choices(methods, question.acceptance)),
+        sizes=target.sizes,
     )
 
 
@@ -288,7 +292,8 @@ class Board:
         # the head only.
         sizes = self.target.sizes
         share = min(1.0, STREAM_LAYERS / sizes.layers)
-        part = (share * sizes.matrices + sizes.head) / (sizes.matrices + sizes.head)
+        layers = sizes.row_weights
+        part = (share * layers + sizes.head) / (layers + sizes.head)
         probes = (1 + sum(rows for rows, _ in levels)) * len(levels)
         capability = self.device.compute_capability
         row_ms = self.target.row_ms(self.mode, capability, self.efficiency)

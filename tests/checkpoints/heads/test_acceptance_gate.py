@@ -107,10 +107,11 @@ def eagle1(taught, folder) -> Eagle:
     return load_head(write(folder, config, tensors), taught.target, torch.float32)
 
 
-def learn(head: Eagle, taught) -> None:
-    """Train a head on the text, as `jetdraft train eagle` does."""
+def learn(head: Eagle, taught, part: str = "") -> None:
+    """Train a head, or a part by its name, on the text as `jetdraft train eagle`."""
     own = {id(weight) for weight in taught.target.model.parameters()}
-    weights = [weight for weight in head.parameters() if id(weight) not in own]
+    named = head.named_parameters()
+    weights = [w for name, w in named if id(w) not in own and part in name]
     for weight in weights:
         weight.requires_grad_(True)
     ids = taught.ids

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,7 @@ from jetdraft.errors import (
 )
 from jetdraft.recipe import Recipe
 from tests.cli.running import assert_refused, jetdraft
-from tests.tiny import SIZES
+from tests.tiny import MIXTURES, SHARING, SIZES
 
 CONFIG = {
     "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -274,6 +275,65 @@ def test_weights_are_those_of_the_model(config):
     assert Dimensions.of(config).weights == counted(config)
 
 
+OTHERS = {
+    name: config
+    for name, make in (MIXTURES | SHARING).items()
+    if not name.startswith(("granitemoehybrid", "nemotron_h"))
+    for config in [make().to_dict()]
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_experts_and_shared_layers_are_those_of_the_model(name):
+    """And what a pass of a row reads of a mixture: the experts that it uses."""
+    config = dict(OTHERS[name])
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
+    named = model.named_parameters()
+    weights = [w for n, w in named if not re.search("bias|in_proj_[ba]", n)]
+    matrices = [w for w in weights if w.ndim > 1 and min(w.shape) > 5]
+    sizes = Dimensions.of(config)
+    assert sizes.weights == sum(w.numel() for w in matrices)
+    experts = sum(w.numel() for w in matrices if w.ndim == 3)
+    assert sizes.experts * sizes.expert == experts
+    used = round(sizes.row_weights - sizes.matrices)
+    assert used * (sizes.experts or 1) == experts * sizes.used
+    assert sizes.read_weights(1) == pytest.approx(sizes.row_weights)
+    if experts:
+        two = sizes.read_weights(2) - sizes.read_weights(1)
+        share = 1 - sizes.used / sizes.experts
+        assert two == pytest.approx(used * share)
+
+
+def test_a_plan_says_what_a_row_uses_of_a_mixture(config):
+    fields = {**CONFIG, "num_experts": 128, "num_experts_per_tok": 8}
+    target = config({**fields, "moe_intermediate_size": 768})
+    result = jetdraft("plan", target, "--device", "agx-thor")
+    assert "experts    8 of 128 for a row: it uses 1.7 of 17.6 billion" in result.stdout
+    shown = jetdraft("plan", target, "--device", "agx-thor", "--json")
+    sizes = Dimensions.of(json.loads(target.read_text()))
+    found = json.loads(shown.stdout)
+    assert found["weights"] == sizes.weights
+    assert found["weights_per_row"] == sizes.row_weights + sizes.head
+    plans = [plan(ask(path, "agx-thor")) for path in (target, config(CONFIG, "d.json"))]
+    mixture, dense = (each.pass_ms_by_width for each in plans)
+    assert mixture[4] / mixture[1] > 1.5 * dense[4] / dense[1]
+
+
+def test_shared_buffers_and_windows_count_once_and_as_far_as_they_reach():
+    """Layers 4 and 5 read the buffers of others; windows have 8 rows."""
+    sizes = Dimensions.of(OTHERS["gemma4"])
+    heads = SIZES["num_key_value_heads"]
+    assert sizes.window_values == 2 * 2 * heads * 16
+    assert sizes.kv_values == 2 * 2 * heads * 32
+    load = LoadedDecoder(sizes, Recipe("none"))
+    near, far = (load.pass_bytes(tokens) for tokens in (8, 100))
+    assert far - near == 92 * sizes.kv_values * load.kv_bytes
+    more = (load.memory_mb(100) - load.memory_mb(8)) * 1e6
+    assert more == pytest.approx(
+        92 * load.kv_bytes * (sizes.kv_values + sizes.window_values)
+    )
+
+
 def test_the_values_that_a_token_adds_to_the_caches():
     sizes = Dimensions.of(LLAMA)
     assert sizes.kv_values == 3 * 2 * 2 * 16
@@ -350,8 +410,8 @@ def test_one_expert_is_no_mixture():
     assert Dimensions.of({**LLAMA, "num_experts": 8, "is_moe": False})
 
 
-def test_a_mixture_of_experts_is_refused():
-    with pytest.raises(UnsupportedModelError, match="dense model"):
+def test_a_mixture_must_say_how_many_experts_a_token_uses():
+    with pytest.raises(UnsupportedModelError, match="how many of them"):
         Dimensions.of({**LLAMA, "num_experts": 8})
     with pytest.raises(UnsupportedModelError, match="mixture of experts"):
         Dimensions.of({**LLAMA, "n_routed_experts": 64})
