@@ -50,15 +50,39 @@ from jetdraft.parsing import RecordError, read_record
 # names them.
 _DECODER_TASK, _SOURCE_TASK = "text-generation", "text2text-generation"
 _SPEECH_TASK = "automatic-speech-recognition"
-# Model types that come with their own code, which is never run, and the type of
-# transformers that computes the same: MiMo is Qwen2 with an MTP module.
-_KNOWN_ARCHITECTURES = {"mimo": "qwen2"}
-
-_TOWERED = ("gemma3n", "gemma4", "gemma4_unified")
-"""Model types of which only the language model is built and read."""
-
-_TEXT_NAMES = {r"^model\.language_model\.": "model."}
-"""How weights of a language model are renamed where it is read alone."""
+# Types of which only the language model is built and read, since its arithmetic is that
+# of the whole model without images and sounds.
+_TOWERED = (
+    *("apertus1p5", "aria", "blip-2", "cohere2_vision", "cohere_compass"),
+    *("cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "fast_vlm"),
+    *("fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v"),
+    *("glm4v_moe", "glm_ocr", "glmga", "got_ocr2", "granite4_vision"),
+    *("granite_docling", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3"),
+    *("instructblip", "instructblipvideo", "internvl", "janus", "kimi_k25", "lfm2_vl"),
+    *("lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision"),
+    *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "mistral3", "nemotron_h_omni"),
+    *("ovis2", "paddleocr_vl", "paligemma", "perception_lm", "pp_chart2table"),
+    *("qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_5"),
+    *("qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+    *("video_llama_3", "video_llava", "vipllava", "dots3_note", "emu3", "mistral4"),
+    *("mistral_large4", "step3p7", "ernie4_5_vl_moe", "molmo2", "lfm3_vl"),
+)
+# Types whose texts are computed as by another type: MiMo is Qwen2 with an MTP module,
+# and where no image is read, positions in three directions are equal.
+_SAME_AS = {
+    **dict.fromkeys(("mimo", "qwen2_vl_text", "qwen2_5_vl_text"), "qwen2"),
+    **{"qwen2_5_omni_text": "qwen2", "qwen3_vl_text": "qwen3"},
+    **dict.fromkeys(("qwen3_vl_moe_text", "qwen3_omni_moe_text"), "qwen3_moe"),
+    **{"glm4v_text": "glm4", "glm_ocr_text": "glm4", "glm4v_moe_text": "glm4_moe"},
+    **dict.fromkeys(("granite_docling_text", "granite4_vision_text"), "granite"),
+    **{"paddleocr_vl_text": "ernie4_5", "hunyuan_vl_text": "hunyuan_v1_dense"},
+    "emu3_text_model": "llama",
+}
+# How weights of a language model are renamed where it is read alone.
+_TEXT_NAMES = {
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^(?:language_model\.model|model\.language_model|model\.text_model)\.": "model.",
+}
 
 
 def load_config(source: str) -> Any:
@@ -91,19 +115,23 @@ def check_exportable(source: str) -> None:
 
 
 def _config_of_known_type(source: str) -> Any:
-    """Return the config of a type in `_KNOWN_ARCHITECTURES`, or of the language model
-    of a type in `_TOWERED`; None for other types."""
+    """Return the config of the language model of a type in `_TOWERED`, or of a type in
+    `_SAME_AS`; None for other types."""
     fields, _ = transformers.PreTrainedConfig.get_config_dict(source)
-    if (whole := fields.get("model_type")) in _TOWERED:
-        packing = {n: v for n, v in fields.items() if n == "quantization_config"}
-        text = {"model_type": f"{whole}_text", **fields.get("text_config", {})}
-        return transformers.AutoConfig.for_model(**text, **packing)
-    kind = _KNOWN_ARCHITECTURES.get(str(fields.get("model_type")))
-    if kind is None:
-        return None
+    kind, text = str(fields.get("model_type")), None
+    if kind in _TOWERED:
+        whole = transformers.AutoConfig.from_pretrained(source, **NO_OWN_CODE)
+        text = whole.get_text_config(decoder=True)
+        ties = getattr(whole, "tie_word_embeddings", text.tie_word_embeddings)
+        text.tie_word_embeddings = ties
+        if packing := fields.get("quantization_config"):
+            text.quantization_config = packing
+        kind, fields = text.model_type, text.to_dict()
+    if kind not in _SAME_AS:
+        return text
     own = {"model_type", "architectures", "auto_map"}
     known = {name: value for name, value in fields.items() if name not in own}
-    return transformers.AutoConfig.for_model(kind, **known)
+    return transformers.AutoConfig.for_model(_SAME_AS[kind], **known)
 
 
 def check_causal(source: str, config: Any) -> None:
@@ -173,7 +201,7 @@ def load_model(
             output_loading_info=True,
             # Otherwise the reason goes to a log, which is silenced here.
             ignore_mismatched_sizes=True,
-            key_mapping=_TEXT_NAMES if kind.removesuffix("_text") in _TOWERED else None,
+            key_mapping=None if config.is_encoder_decoder else _TEXT_NAMES,
             **NO_OWN_CODE,
         )
     _check_loaded(source, model, info, packed.blocks if packed else ())
@@ -225,16 +253,8 @@ def _check_loaded(
         )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     check_unread(source, names, info["unexpected_keys"])
-    # What encoder-decoders and hybrids do beside the interface, `check_source_seams`
-    # and `check_seams` see.
-    family = model.config.get_text_config(decoder=True).model_type
-    is_seen = family in RECURRENT_FAMILIES and connect(model, active_states)
-    is_seen = is_seen or model.config.is_encoder_decoder
-    if not (model._supports_attention_backend or is_seen):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} attends by code of its own, or not at all, in "
-            "place of transformers' AttentionInterface; see docs/models.md"
-        )
+    if model.config.get_text_config(decoder=True).model_type in RECURRENT_FAMILIES:
+        connect(model, active_states)
     if unknown := sorted(set(integers).difference(names)):
         raise CheckpointError(
             f"{source} has quantized weights {unknown[0]!r} and {len(unknown) - 1} "

@@ -138,17 +138,21 @@ class UnsupportedKind:
 
 
 # The `model_type`s with recurrent states that are exported, see `recurrence.SEAMS`.
-# The `model_type`s with recurrent states that are exported, see `recurrence.SEAMS`.
 RECURRENT_FAMILIES = (
     *("lfm2", "qwen3_5_text", "qwen3_next", "olmo_hybrid"),
     *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"),
-    *("lfm2_moe", "qwen3_5_moe_text"),
+    *("lfm2_moe", "qwen3_5_moe_text", "lfm3", "zamba2", "mamba2"),
 )
 # The `model_type`s with experts that are exported, see `layers.compute_experts`.
 EXPERT_FAMILIES = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "gpt_oss", "granitemoe"),
     *("granitemoehybrid", "lfm2_moe", "qwen3_next", "qwen3_5_moe_text", "nemotron_h"),
-    *("glm4_moe", "ernie4_5_moe"),
+    *("glm4_moe", "ernie4_5_moe", "aria_text", "cohere2_moe", "dots1", "exaone_moe"),
+    *("flex_olmo", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3"),
+    *("kolibri1", "laguna", "mellum", "mimo_v2_flash", "minimax_m2", "solar_open"),
+    *("afmoe", "axk1", "beam", "deepseek_v2", "deepseek_v3", "flint"),
+    *("glm4_moe_lite", "longcat_flash", "mistral4", "sarvam_mla"),
+    *("sarvam_moe", "youtu"),
 )
 REFUSED_KINDS = (
     UnsupportedKind(
@@ -171,9 +175,8 @@ REFUSED_KINDS = (
     UnsupportedKind(
         "has layers that share keys and values", ("attention.shared_kv_layers",)
     ),
-    UnsupportedKind(
-        "has latent attention (MLA)", ("kv_lora_rank", "attention.kv_lora_rank")
-    ),
+    UnsupportedKind("has latent attention (MLA)", ("attention.kv_lora_rank",)),
+    UnsupportedKind("attends to the keys that an indexer selects", ("index_topk",)),
 )
 
 
