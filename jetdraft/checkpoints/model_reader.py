@@ -53,19 +53,15 @@ _SPEECH_TASK = "automatic-speech-recognition"
 # Types of which only the language model is built and read, since its arithmetic is that
 # of the whole model without images and sounds.
 _TOWERED = (
-    *("apertus1p5", "aria", "blip-2", "cohere2_vision", "cohere_compass"),
-    *("cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "fast_vlm"),
-    *("fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v"),
-    *("glm4v_moe", "glm_ocr", "glmga", "got_ocr2", "granite4_vision"),
-    *("granite_docling", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3"),
-    *("instructblip", "instructblipvideo", "internvl", "janus", "kimi_k25", "lfm2_vl"),
-    *("lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision"),
-    *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "mistral3", "nemotron_h_omni"),
-    *("ovis2", "paddleocr_vl", "paligemma", "perception_lm", "pp_chart2table"),
-    *("qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_5"),
-    *("qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
-    *("video_llama_3", "video_llava", "vipllava", "dots3_note", "emu3", "mistral4"),
-    *("mistral_large4", "step3p7", "ernie4_5_vl_moe", "molmo2", "lfm3_vl"),
+    *("aria", "cohere_compass", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5"),
+    *("fuyu", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe"),
+    *("glm_ocr", "glmga", "got_ocr2", "granite_docling", "hunyuan_vl"),
+    *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "lfm2_vl"),
+    *("lfm3_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video"),
+    *("llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "mistral3"),
+    *("ovis2", "pp_chart2table", "qwen2_5_omni_thinker", "qwen2_5_vl"),
+    *("qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl"),
+    *("qwen3_vl_moe", "smolvlm", "video_llama_3", "video_llava", "vipllava"),
 )
 # Types whose texts are computed as by another type: MiMo is Qwen2 with an MTP module,
 # and where no image is read, positions in three directions are equal.
@@ -74,9 +70,13 @@ _SAME_AS = {
     **{"qwen2_5_omni_text": "qwen2", "qwen3_vl_text": "qwen3"},
     **dict.fromkeys(("qwen3_vl_moe_text", "qwen3_omni_moe_text"), "qwen3_moe"),
     **{"glm4v_text": "glm4", "glm_ocr_text": "glm4", "glm4v_moe_text": "glm4_moe"},
-    **dict.fromkeys(("granite_docling_text", "granite4_vision_text"), "granite"),
-    **{"paddleocr_vl_text": "ernie4_5", "hunyuan_vl_text": "hunyuan_v1_dense"},
-    "emu3_text_model": "llama",
+    **{"granite_docling_text": "granite", "hunyuan_vl_text": "hunyuan_v1_dense"},
+}
+# What such a type does whatever its config says.
+_ALWAYS = {
+    "glm4v_text": {"attention_bias": True},
+    "glm_ocr_text": {"attention_bias": False},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
 }
 # How weights of a language model are renamed where it is read alone.
 _TEXT_NAMES = {
@@ -122,8 +122,8 @@ def _config_of_known_type(source: str) -> Any:
     if kind in _TOWERED:
         whole = transformers.AutoConfig.from_pretrained(source, **NO_OWN_CODE)
         text = whole.get_text_config(decoder=True)
-        ties = getattr(whole, "tie_word_embeddings", text.tie_word_embeddings)
-        text.tie_word_embeddings = ties
+        if hasattr(whole, "tie_word_embeddings"):
+            text.tie_word_embeddings = whole.tie_word_embeddings
         if packing := fields.get("quantization_config"):
             text.quantization_config = packing
         kind, fields = text.model_type, text.to_dict()
@@ -131,6 +131,9 @@ def _config_of_known_type(source: str) -> Any:
         return text
     own = {"model_type", "architectures", "auto_map"}
     known = {name: value for name, value in fields.items() if name not in own}
+    known |= _ALWAYS.get(kind, {})
+    if not known.get("head_dim"):
+        known["head_dim"] = known["hidden_size"] // known["num_attention_heads"]
     return transformers.AutoConfig.for_model(_SAME_AS[kind], **known)
 
 
@@ -188,6 +191,7 @@ def load_model(
             f"{'reads more than text' if more else 'writes no text'}, and jetdraft "
             "exports language models alone; see docs/models.md"
         )
+    is_text_alone = config.get_text_config(decoder=True) is config
     with as_checkpoint_error(source):
         empty = build_skeleton(source, model_class, config, Bounds.of(source))
         if packed is not None:
@@ -201,7 +205,7 @@ def load_model(
             output_loading_info=True,
             # Otherwise the reason goes to a log, which is silenced here.
             ignore_mismatched_sizes=True,
-            key_mapping=None if config.is_encoder_decoder else _TEXT_NAMES,
+            key_mapping=_TEXT_NAMES if is_text_alone else None,
             **NO_OWN_CODE,
         )
     _check_loaded(source, model, info, packed.blocks if packed else ())
@@ -253,8 +257,16 @@ def _check_loaded(
         )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     check_unread(source, names, info["unexpected_keys"])
-    if model.config.get_text_config(decoder=True).model_type in RECURRENT_FAMILIES:
-        connect(model, active_states)
+    # What encoder-decoders, hybrids and some others do beside the interface,
+    # `check_source_seams` and `check_seams` see.
+    family = model.config.get_text_config(decoder=True).model_type
+    is_seen = family in RECURRENT_FAMILIES and connect(model, active_states)
+    is_seen |= model.config.is_encoder_decoder or family in ("stablelm", "biogpt")
+    if not (model._supports_attention_backend or is_seen):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} attends by code of its own, or not at all, in "
+            "place of transformers' AttentionInterface; see docs/models.md"
+        )
     if unknown := sorted(set(integers).difference(names)):
         raise CheckpointError(
             f"{source} has quantized weights {unknown[0]!r} and {len(unknown) - 1} "

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,7 @@ class UnsupportedKind:
 RECURRENT_FAMILIES = (
     *("lfm2", "qwen3_5_text", "qwen3_next", "olmo_hybrid"),
     *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"),
-    *("lfm2_moe", "qwen3_5_moe_text", "lfm3", "zamba2", "mamba2"),
+    *("lfm2_moe", "qwen3_5_moe_text", "lfm3", "zamba2"),
 )
 # The `model_type`s with experts that are exported, see `layers.compute_experts`.
 EXPERT_FAMILIES = (
@@ -218,8 +218,16 @@ _LAYER_PATTERN = re.compile(r"((?:.*?\.)?(?:layers?|blocks?|h))\.(\d+)\.(.*)")
 _MTP_WEIGHT = "eh_proj."
 
 
-def check_unread(source: str, read: Iterable[str], unread: Iterable[str]) -> None:
-    """Raise `CheckpointError` for unread weights of layers after a stack's last."""
+def check_unread(
+    source: str, read: Collection[str], unread: Collection[str]
+) -> None:
+    """Raise `CheckpointError` for unread biases, and for layers after a stack's last."""
+    for name in sorted(unread):
+        if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in read:
+            raise CheckpointError(
+                f"{source} has the weight {printable(name, 100)}, and its config.json "
+                "describes no such bias; fetch config.json again"
+            )
     last: dict[str, int] = {}
     for stack, number, _ in _numbered_weights(read):
         last[stack] = max(number, last.get(stack, 0))

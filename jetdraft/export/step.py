@@ -264,8 +264,8 @@ def buffer_sizes(model: Any) -> Sizes:
     numbers, states = sorted(state.windows), state.states
     if not states.present and numbers != list(range(layers)):
         raise UnsupportedModelError(
-            f"{type(model).__name__} attends through transformers' AttentionInterface "
-            f"in {len(numbers)} of its {layers} layers; see docs/models.md"
+            f"{type(model).__name__} attends in {len(numbers)} of its {layers} layers; "
+            "see docs/models.md"
         )
     kept = zip(states.present, states.kept, strict=True)
     return Sizes(
