@@ -40,7 +40,8 @@ VOCAB, CAPACITY, NEW_TOKENS, TOLERANCE = 320, 96, 24, 2e-4
 MOST_WEIGHTS, RECIPES = 120_000_000, ("none", "q4_0")
 BY_SIZE: dict[Any, str] = {
     VOCAB: "vocab_size", 256: "max_position_embeddings",
-    64: "hidden_size word_embed_proj_dim", 96: "intermediate_size ffn_dim ffn_hidden_size",
+    64: "hidden_size word_embed_proj_dim",
+    96: "intermediate_size ffn_dim ffn_hidden_size",
     4: "num_attention_heads linear_num_value_heads",
     2: "num_key_value_heads num_hidden_layers linear_num_key_heads mamba_n_groups "
        "n_groups mamba_expand num_experts_per_tok num_experts_per_token moe_topk moe_k",
@@ -48,7 +49,8 @@ BY_SIZE: dict[Any, str] = {
         "mamba_d_state mamba_head_dim ssm_state_size",
     8: "rotary_dim sliding_window qk_rope_head_dim linear_value_head_dim mamba_n_heads "
        "mamba_num_heads num_experts num_local_experts n_routed_experts moe_num_experts",
-    24: "q_lora_rank", 12: "v_head_dim", 128: "mamba_d_ssm", 48: "moe_intermediate_size expert_ffn_hidden_size",
+    24: "q_lora_rank", 12: "v_head_dim", 128: "mamba_d_ssm",
+    48: "moe_intermediate_size expert_ffn_hidden_size",
     80: "shared_expert_intermediate_size shared_intermediate_size "
         "moe_shared_expert_intermediate_size",
     1: "num_shared_experts n_shared_experts moe_num_shared_experts topk_group n_group "
@@ -67,7 +69,7 @@ SIZES = {
 SEEING = {
     name: size
     for size, names in {
-        32: "hidden_size embed_dim codebook_dim", 1: "num_hidden_layers depth", 28: "image_size",
+        32: "hidden_size embed_dim", 1: "num_hidden_layers depth", 28: "image_size",
         2: "num_attention_heads num_heads", 48: "intermediate_size mlp_dim",
         14: "patch_size", 64: "out_hidden_size",
     }.items()
@@ -76,6 +78,7 @@ SEEING = {
 """Sizes of what reads images."""
 
 SPECIAL = {"eos_token_id": 0, "bos_token_id": 1, "pad_token_id": 2}
+KINDS_OF_LAYERS = "layer_types", "layers_block_type"
 KINDS = ["sliding_attention", "full_attention"]
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {
@@ -83,6 +86,13 @@ YARN = {
     "mscale_all_dim": 0.7, "original_max_position_embeddings": 16,
 }  # fmt: skip
 THREE_WAYS = {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}}
+HALF_TURNED = {
+    "rope_parameters": {
+        **ROPE,
+        "mrope_section": [1, 1, 2],
+        "partial_rotary_factor": 0.5,
+    }
+}
 OF_LAYERS: dict[str, Any] = {
     "num_hidden_layers": 6, "layer_types": KINDS * 3, "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB,
@@ -120,17 +130,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "phimoe": {"sliding_window": None},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xlnet": {"d_head": 16},
+    # transformers reads its row of padding as zeros.
+    "youtu": {"pad_token_id": None},
     "xmod": {"default_language": "en_XX"},
     **dict.fromkeys(
         ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "qwen3_vl_text",
          "qwen3_vl_moe_text", "qwen3_omni_moe_text", "paddleocr_vl_text",
          "hunyuan_vl_text", "ernie4_5_vl_moe_text", "cosmos3_edge_text"), THREE_WAYS
     ),
-    **dict.fromkeys(
-        ("glm4v_text", "glm_ocr_text", "glm4v_moe_text"),
-        {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2],
-                             "partial_rotary_factor": 0.5}},
-    ),
+    **dict.fromkeys(("glm4v_text", "glm_ocr_text", "glm4v_moe_text"), HALF_TURNED),
 }  # fmt: skip
 """Fields of single families: `SIZES` does not fit, or would prove less."""
 
@@ -163,25 +171,24 @@ class Outcome:
 
 def shrunk(kind: type, sizes: dict[str, Any], changes: dict[str, Any]) -> Any:
     """Make a config with all fields of `sizes` that it has, and with `changes`."""
-    default = kind()
-    known = default.to_dict()
+    known = kind().to_dict()
     names = {*known, *getattr(kind, "attribute_map", {})}
     fields = {name: size for name, size in sizes.items() if name in names}
     if "kv_lora_rank" in fields:  # all heads have keys, of a size that is a sum
         fields = {**fields, "num_key_value_heads": 4}
         fields.pop("head_dim", None)
+    lists = {n: v for n, v in known.items() if v and n.endswith(KINDS_OF_LAYERS)}
+    kinds = {name: list(dict.fromkeys(value)) for name, value in lists.items()}
+    if kinds:
+        fields["num_hidden_layers"] = max(2, *map(len, kinds.values()))
     for name, value in known.items():
         if name in SPECIAL:
             fields[name] = SPECIAL[name]
         elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
             fields[name] = VOCAB - 1
-        if name.endswith(("layer_types", "layers_block_type")) and isinstance(value, list) and value:
-            kinds = list(dict.fromkeys(value))
-            fields["num_hidden_layers"] = max(2, len(kinds))
-    for name, value in known.items():
-        if name.endswith(("layer_types", "layers_block_type")) and isinstance(value, list) and value:
-            kinds = list(dict.fromkeys(value)) * fields["num_hidden_layers"]
-            fields[name] = kinds[: fields["num_hidden_layers"]]
+        elif name in kinds:
+            layers = fields["num_hidden_layers"]
+            fields[name] = (kinds[name] * layers)[:layers]
     return kind(**{**fields, **changes})
 
 
@@ -333,7 +340,9 @@ def table(outcomes: Iterable[Outcome]) -> str:
     rows = defaultdict(list)
     for outcome in outcomes:
         rows[title(outcome)].append(outcome.family)
-    lines = [f"| {row} | {len(rows[row])} | {', '.join(rows[row])} |" for row in sorted(rows)]
+    lines = [
+        f"| {row} | {len(n)} | {', '.join(n)} |" for row, n in sorted(rows.items())
+    ]
     return "\n".join(["| outcome | | families |", "| --- | --- | --- |", *lines, ""])
 
 

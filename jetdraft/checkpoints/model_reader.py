@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import statistics
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -219,6 +220,7 @@ def load_model(
     else:
         model.set_attn_implementation(IMPLEMENTATION)
         _fix_sparsity(model)
+        _fix_rotation(model)
     model.set_experts_implementation(IMPLEMENTATION)
     model.requires_grad_(False)
     return model.eval()
@@ -237,6 +239,30 @@ def _keep_largest(bound: float, numbers: Tensor) -> Tensor:
     mean = numbers.mean(-1, keepdim=True)
     deviation = numbers.std(-1, keepdim=True, unbiased=False)
     return torch.relu(numbers - (mean + deviation * bound))
+
+
+def _fix_rotation(model: Any) -> None:
+    """Let DeepSeek V2 rotate with real numbers in a pass: complex ones do not trace."""
+    scope, name = vars(sys.modules[type(model).__module__]), "apply_rotary_emb"
+    if model.config.model_type != "deepseek_v2" or hasattr(scope[name], "own"):
+        return
+    own = scope[name]
+
+    def rotate(query: Tensor, key: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+        if active_states() is None:
+            return own(query, key, turns)  # type: ignore[no-any-return]
+        cos, sin = torch.view_as_real(turns).unsqueeze(1).unbind(-1)
+        pairs = (
+            part.float().unflatten(-1, (-1, 2)).unbind(-1) for part in (query, key)
+        )
+        turned = [
+            torch.stack([x * cos - y * sin, x * sin + y * cos], -1).flatten(3)
+            for x, y in pairs
+        ]
+        return turned[0].type_as(query), turned[1].type_as(key)
+
+    rotate.own = own  # type: ignore[attr-defined]
+    scope[name] = rotate
 
 
 def _check_loaded(

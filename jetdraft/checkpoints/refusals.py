@@ -218,10 +218,8 @@ _LAYER_PATTERN = re.compile(r"((?:.*?\.)?(?:layers?|blocks?|h))\.(\d+)\.(.*)")
 _MTP_WEIGHT = "eh_proj."
 
 
-def check_unread(
-    source: str, read: Collection[str], unread: Collection[str]
-) -> None:
-    """Raise `CheckpointError` for unread biases, and for layers after a stack's last."""
+def check_unread(source: str, read: Collection[str], unread: Collection[str]) -> None:
+    """Raise `CheckpointError` for unread biases and layers after a stack's last."""
     for name in sorted(unread):
         if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in read:
             raise CheckpointError(
