@@ -54,15 +54,15 @@ _SPEECH_TASK = "automatic-speech-recognition"
 # Types of which only the language model is built and read, since its arithmetic is that
 # of the whole model without images and sounds.
 _TOWERED = (
-    *("aria", "cohere_compass", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5"),
-    *("fuyu", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe"),
-    *("glm_ocr", "glmga", "got_ocr2", "granite_docling", "hunyuan_vl"),
+    *("aria", "cohere_compass", "deepseek_vl", "deepseek_vl_hybrid", "emu3"),
+    *("exaone4_5", "fuyu", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v"),
+    *("glm4v_moe", "glm_ocr", "glmga", "got_ocr2", "granite_docling", "hunyuan_vl"),
     *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "lfm2_vl"),
     *("lfm3_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video"),
     *("llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "mistral3"),
-    *("ovis2", "pp_chart2table", "qwen2_5_omni_thinker", "qwen2_5_vl"),
-    *("qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl"),
-    *("qwen3_vl_moe", "smolvlm", "video_llama_3", "video_llava", "vipllava"),
+    *("ovis2", "pp_chart2table", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe"),
+    *("smolvlm", "video_llama_3", "video_llava", "vipllava"),
 )
 # Types whose texts are computed as by another type: MiMo is Qwen2 with an MTP module,
 # and where no image is read, positions in three directions are equal.
@@ -71,7 +71,8 @@ _SAME_AS = {
     **{"qwen2_5_omni_text": "qwen2", "qwen3_vl_text": "qwen3"},
     **dict.fromkeys(("qwen3_vl_moe_text", "qwen3_omni_moe_text"), "qwen3_moe"),
     **{"glm4v_text": "glm4", "glm_ocr_text": "glm4", "glm4v_moe_text": "glm4_moe"},
-    **{"granite_docling_text": "granite", "hunyuan_vl_text": "hunyuan_v1_dense"},
+    **{"emu3_text_model": "llama", "granite_docling_text": "granite"},
+    **{"hunyuan_vl_text": "hunyuan_v1_dense"},
 }
 # What such a type does whatever its config says.
 _ALWAYS = {
@@ -81,8 +82,8 @@ _ALWAYS = {
 }
 # How weights of a language model are renamed where it is read alone.
 _TEXT_NAMES = {
-    r"^language_model\.lm_head\.": "lm_head.",
-    r"^(?:language_model\.model|model\.language_model|model\.text_model)\.": "model.",
+    r"^(?:language|text)_model\.lm_head\.": "lm_head.",
+    r"^(?:(?:language|text)_model\.model|model\.(?:language|text)_model)\.": "model.",
 }
 
 
