@@ -51,8 +51,8 @@ from jetdraft.parsing import RecordError, read_record
 # names them.
 _DECODER_TASK, _SOURCE_TASK = "text-generation", "text2text-generation"
 _SPEECH_TASK = "automatic-speech-recognition"
-# Types of which only the language model is built and read, since its arithmetic is that
-# of the whole model without images and sounds.
+# Types of which only the language model is built and read: it computes what the whole
+# model computes of a text alone.
 _TOWERED = (
     *("aria", "cohere_compass", "deepseek_vl", "deepseek_vl_hybrid", "emu3"),
     *("exaone4_5", "fuyu", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v"),
