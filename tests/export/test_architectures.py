@@ -328,8 +328,7 @@ def test_frequencies_that_change_within_the_capacity_are_refused(name, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["bloom", "deepseek_v2", "llava", "lfm3", "qwen3_vl_moe", "stablelm"],
+    "name", ["bloom", "deepseek_v2", "llava", "lfm3", "qwen3_vl_moe", "stablelm"]
 )
 def test_a_family_is_what_the_table_says(name, tmp_path):
     """`scripts/fuzz families` tries all of them."""
