@@ -210,7 +210,7 @@ def compare_logits(loaded: jetdraft.Model, model: Any, text: list[int]) -> float
 def title(outcome: Outcome) -> str:
     """Return the row of the page in which an outcome stands."""
     if outcome.result != "exact":
-        own = r" \(.*?\)| '.*?'(?= model)|^[A-Z]\w+ "
+        own = r" \(.*?\)| '.*?'(?= model)|^\w*[A-Z]\w+ "
         reason = re.split("; |, (?:which|and) jet", re.sub(own, "", outcome.reason))[0]
         return f"{outcome.result}: {reason}"
     if outcome.family in READS_IMAGES:

@@ -253,12 +253,10 @@ def _fix_rotation(model: Any) -> None:
         if active_states() is None:
             return own(query, key, turns)  # type: ignore[no-any-return]
         cos, sin = torch.view_as_real(turns).unsqueeze(1).unbind(-1)
-        pairs = (
-            part.float().unflatten(-1, (-1, 2)).unbind(-1) for part in (query, key)
-        )
+        parts = (part.float().reshape(*part.shape[:-1], -1, 2) for part in (query, key))
         turned = [
             torch.stack([x * cos - y * sin, x * sin + y * cos], -1).flatten(3)
-            for x, y in pairs
+            for x, y in (part.unbind(-1) for part in parts)
         ]
         return turned[0].type_as(query), turned[1].type_as(key)
 

@@ -150,9 +150,8 @@ EXPERT_FAMILIES = (
     *("glm4_moe", "ernie4_5_moe", "aria_text", "cohere2_moe", "dots1", "exaone_moe"),
     *("flex_olmo", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3"),
     *("kolibri1", "laguna", "mellum", "mimo_v2_flash", "minimax_m2", "solar_open"),
-    *("afmoe", "axk1", "beam", "deepseek_v2", "deepseek_v3", "flint"),
-    *("glm4_moe_lite", "longcat_flash", "mistral4", "sarvam_mla"),
-    *("sarvam_moe", "youtu"),
+    *("afmoe", "axk1", "beam", "deepseek_v2", "deepseek_v3", "flint", "glm4_moe_lite"),
+    *("sarvam_mla", "sarvam_moe"),
 )
 REFUSED_KINDS = (
     UnsupportedKind(
