@@ -123,7 +123,7 @@ def logits_of(model: Any, ids: Iterable[int]) -> np.ndarray:
     """What transformers computes for all tokens at once, [n, vocab]."""
     given = torch.tensor([list(ids)])
     with torch.no_grad():
-        return np.array(model(input_ids=given, use_cache=False).logits[0])
+        return model(input_ids=given, use_cache=False).logits[0].numpy()
 
 
 class Known(Proposer):
