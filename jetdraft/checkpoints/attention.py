@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.integrations.moe import (
@@ -40,12 +41,12 @@ class StepState:
 
     `past` and `present` hold (key, value) buffers [1, kv_heads, capacity, head_dim] of
     each layer that has `made` keys and values; the others read the buffers of such a
-    layer. `last_row` is int32 [1], the index of the pass's last row in them. `windows`
-    has the sliding window of each layer that attends, 0 for none; a `bias` [1, 1, n,
-    capacity] is added to the scores. Rows after the first `rows` see each layer's
-    `prefix` too. Recurrent layers have `states`. `experts` has each layer's choices
-    int64 [n, k], as numbers that no two layers share; the layers so far have
-    `expert_count` experts.
+    layer. A pass without `past` makes it, of its own rows. `last_row` is int32 [1], the
+    index of the pass's last row in them. `windows` has the sliding window of each layer
+    that attends, 0 for none; a `bias` [1, 1, n, capacity] is added to the scores. Rows
+    after the first `rows` see each layer's `prefix` too. Recurrent layers have
+    `states`. `experts` has each layer's choices int64 [n, k], as numbers that no two
+    layers share; the layers so far have `expert_count` experts.
     """
 
     cursor: Tensor
@@ -138,11 +139,10 @@ def attend(
     Sinks `s_aux` [heads] take a share of each row like a score of a key without value.
     """
     unknown = unknown_arguments(extra)
-    if attention_mask is not None or unknown or key.shape[-1] != value.shape[-1]:
+    if attention_mask is not None or unknown:
         raise UnsupportedModelError(
             f"{type(module).__name__} needs more than GroupQueryAttention computes "
-            f"({', '.join(unknown) or 'its own mask or head size'}); "
-            "see docs/models.md"
+            f"({', '.join(unknown) or 'a mask of its own'}); see docs/models.md"
         )
     if not getattr(module, "is_causal", True):
         raise UnsupportedModelError(
@@ -156,7 +156,11 @@ def attend(
         )
     state.windows[layer] = sliding_window or 0
     lender = state.lender_of(layer, key, value)
+    scale, size = query.shape[-1] ** -0.5, value.shape[-1]
+    query, key, value = _as_wide(query, key, value)
     place = len(state.present)
+    if lender == layer and place == len(state.past):  # a pass that shows sizes
+        state.past.append((torch.zeros_like(key), torch.zeros_like(value)))
     prefix = None if state.prefix is None else state.prefix[place]
     if prefix is not None:
         query, key, value = _insert_prefix((query, key, value), prefix, state.rows)
@@ -166,7 +170,7 @@ def attend(
         value,
         *(state.past[place] if lender == layer else state.present[lender]),
         shared=lender != layer,
-        scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
+        scale=float(scale if scaling is None else scaling),
         window=sliding_window or 0,
         softcap=softcap or 0.0,
         sinks=s_aux,
@@ -178,7 +182,19 @@ def attend(
     if prefix is not None:
         behind = state.rows + prefix[0].shape[2]
         output = torch.cat([output[:, : state.rows], output[:, behind:]], 1)
-    return output, None
+    return output if size == output.shape[-1] else output[..., :size], None
+
+
+def _as_wide(*parts: Tensor) -> list[Tensor]:
+    """Widen the heads of all parts [1, heads, n, d] to the widest, with zeros.
+
+    Latent attention (MLA) has plain heads here, whose values are narrower than keys.
+    """
+    width = max(part.shape[-1] for part in parts)
+    return [
+        part if part.shape[-1] == width else pad(part, (0, width - part.shape[-1]))
+        for part in parts
+    ]
 
 
 def attend_over_buffers(
@@ -289,7 +305,8 @@ def _run_eagerly(call: _AttentionInputs, state: StepState) -> tuple[Tensor, ...]
         sinks = call.sinks.float()[None, :, None, None].expand(1, -1, rows, 1)
         scores = torch.cat([scores, sinks], -1)
     weights = scores.softmax(-1)[..., : start + rows].to(call.query.dtype)
-    return (weights @ all_values).transpose(1, 2), keys, values
+    # Some families view the result as rows.
+    return (weights @ all_values).transpose(1, 2).contiguous(), keys, values
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)

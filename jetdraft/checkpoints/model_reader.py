@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import statistics
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -51,15 +52,40 @@ from jetdraft.parsing import RecordError, read_record
 # names them.
 _DECODER_TASK, _SOURCE_TASK = "text-generation", "text2text-generation"
 _SPEECH_TASK = "automatic-speech-recognition"
-# Model types that come with their own code, which is never run, and the type of
-# transformers that computes the same: MiMo is Qwen2 with an MTP module.
-_KNOWN_ARCHITECTURES = {"mimo": "qwen2"}
-
-_TOWERED = ("gemma3n", "gemma4", "gemma4_unified")
-"""Model types of which only the language model is built and read."""
-
-_TEXT_NAMES = {r"^model\.language_model\.": "model."}
-"""How weights of a language model are renamed where it is read alone."""
+# Types of which only the language model is built and read: it computes what the whole
+# model computes of a text alone.
+_TOWERED = (
+    *("aria", "cohere_compass", "deepseek_vl", "deepseek_vl_hybrid", "emu3"),
+    *("exaone4_5", "fuyu", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v"),
+    *("glm4v_moe", "glm_ocr", "glmga", "got_ocr2", "granite_docling", "hunyuan_vl"),
+    *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "lfm2_vl"),
+    *("lfm3_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video"),
+    *("llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "mistral3"),
+    *("ovis2", "pp_chart2table", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe"),
+    *("smolvlm", "video_llama_3", "video_llava", "vipllava"),
+)
+# Types whose texts are computed as by another type: MiMo is Qwen2 with an MTP module,
+# and where no image is read, positions in three directions are equal.
+_SAME_AS = {
+    **dict.fromkeys(("mimo", "qwen2_vl_text", "qwen2_5_vl_text"), "qwen2"),
+    **{"qwen2_5_omni_text": "qwen2", "qwen3_vl_text": "qwen3"},
+    **dict.fromkeys(("qwen3_vl_moe_text", "qwen3_omni_moe_text"), "qwen3_moe"),
+    **{"glm4v_text": "glm4", "glm_ocr_text": "glm4", "glm4v_moe_text": "glm4_moe"},
+    **{"emu3_text_model": "llama", "granite_docling_text": "granite"},
+    **{"hunyuan_vl_text": "hunyuan_v1_dense"},
+}
+# What such a type does whatever its config says.
+_ALWAYS = {
+    "glm4v_text": {"attention_bias": True},
+    "glm_ocr_text": {"attention_bias": False},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+}
+# How weights of a language model are renamed where it is read alone.
+_TEXT_NAMES = {
+    r"^(?:language|text)_model\.lm_head\.": "lm_head.",
+    r"^(?:(?:language|text)_model\.model|model\.(?:language|text)_model)\.": "model.",
+}
 
 
 def load_config(source: str) -> Any:
@@ -92,19 +118,26 @@ def check_exportable(source: str) -> None:
 
 
 def _config_of_known_type(source: str) -> Any:
-    """Return the config of a type in `_KNOWN_ARCHITECTURES`, or of the language model
-    of a type in `_TOWERED`; None for other types."""
+    """Return the config of the language model of a type in `_TOWERED`, or of a type in
+    `_SAME_AS`; None for other types."""
     fields, _ = transformers.PreTrainedConfig.get_config_dict(source)
-    if (whole := fields.get("model_type")) in _TOWERED:
-        packing = {n: v for n, v in fields.items() if n == "quantization_config"}
-        text = {"model_type": f"{whole}_text", **fields.get("text_config", {})}
-        return transformers.AutoConfig.for_model(**text, **packing)
-    kind = _KNOWN_ARCHITECTURES.get(str(fields.get("model_type")))
-    if kind is None:
-        return None
+    kind, text = str(fields.get("model_type")), None
+    if kind in _TOWERED:
+        whole = transformers.AutoConfig.from_pretrained(source, **NO_OWN_CODE)
+        text = whole.get_text_config(decoder=True)
+        if hasattr(whole, "tie_word_embeddings"):
+            text.tie_word_embeddings = whole.tie_word_embeddings
+        if packing := fields.get("quantization_config"):
+            text.quantization_config = packing
+        kind, fields = text.model_type, text.to_dict()
+    if kind not in _SAME_AS:
+        return text
     own = {"model_type", "architectures", "auto_map"}
     known = {name: value for name, value in fields.items() if name not in own}
-    return transformers.AutoConfig.for_model(kind, **known)
+    known |= _ALWAYS.get(kind, {})
+    if not known.get("head_dim"):
+        known["head_dim"] = known["hidden_size"] // known["num_attention_heads"]
+    return transformers.AutoConfig.for_model(_SAME_AS[kind], **known)
 
 
 def check_causal(source: str, config: Any) -> None:
@@ -153,7 +186,7 @@ def load_model(
 ) -> Any:
     """Load a model with jetdraft's attention; weights are as stored, or in `dtype`."""
     model_class = _model_class(source, config)
-    towered = config.model_type.removesuffix("_text") in _TOWERED
+    is_text_alone = config.get_text_config(decoder=True) is config
     with as_checkpoint_error(source):
         empty = build_skeleton(source, model_class, config, Bounds.of(source))
         weights = packed and packed.floats
@@ -170,7 +203,7 @@ def load_model(
             output_loading_info=True,
             # Otherwise the reason goes to a log, which is silenced here.
             ignore_mismatched_sizes=True,
-            key_mapping=_TEXT_NAMES if towered else None,
+            key_mapping=_TEXT_NAMES if is_text_alone else None,
             **NO_OWN_CODE,
         )
     _check_loaded(source, model, info, packed.blocks if packed else ())
@@ -184,6 +217,7 @@ def load_model(
     else:
         model.set_attn_implementation(IMPLEMENTATION)
         _fix_sparsity(model)
+        _fix_rotation(model)
     model.set_experts_implementation(IMPLEMENTATION)
     model.requires_grad_(False)
     return model.eval()
@@ -257,6 +291,28 @@ def _keep_largest(bound: float, numbers: Tensor) -> Tensor:
     return torch.relu(numbers - (mean + deviation * bound))
 
 
+def _fix_rotation(model: Any) -> None:
+    """Let DeepSeek V2 rotate with real numbers in a pass: complex ones do not trace."""
+    scope, name = vars(sys.modules[type(model).__module__]), "apply_rotary_emb"
+    if model.config.model_type != "deepseek_v2" or hasattr(scope[name], "own"):
+        return
+    own = scope[name]
+
+    def rotate(query: Tensor, key: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+        if active_states() is None:
+            return own(query, key, turns)  # type: ignore[no-any-return]
+        cos, sin = torch.view_as_real(turns).unsqueeze(1).unbind(-1)
+        parts = (part.float().reshape(*part.shape[:-1], -1, 2) for part in (query, key))
+        turned = [
+            torch.stack([x * cos - y * sin, x * sin + y * cos], -1).flatten(3)
+            for x, y in (part.unbind(-1) for part in parts)
+        ]
+        return turned[0].type_as(query), turned[1].type_as(key)
+
+    rotate.own = own  # type: ignore[attr-defined]
+    scope[name] = rotate
+
+
 def _check_loaded(
     source: str, model: Any, info: dict[str, Any], integers: Iterable[str]
 ) -> None:
@@ -275,11 +331,11 @@ def _check_loaded(
         )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     check_unread(source, names, info["unexpected_keys"])
-    # What encoder-decoders and hybrids do beside the interface, `check_source_seams`
-    # and `check_seams` see.
+    # What encoder-decoders, hybrids and some others do beside the interface,
+    # `check_source_seams` and `check_seams` see.
     family = model.config.get_text_config(decoder=True).model_type
     is_seen = family in RECURRENT_FAMILIES and connect(model, active_states)
-    is_seen = is_seen or model.config.is_encoder_decoder
+    is_seen |= model.config.is_encoder_decoder or family in ("stablelm", "biogpt")
     if not (model._supports_attention_backend or is_seen):
         raise UnsupportedModelError(
             f"{type(model).__name__} attends by code of its own, or not at all, in "

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,17 +138,20 @@ class UnsupportedKind:
 
 
 # The `model_type`s with recurrent states that are exported, see `recurrence.SEAMS`.
-# The `model_type`s with recurrent states that are exported, see `recurrence.SEAMS`.
 RECURRENT_FAMILIES = (
     *("lfm2", "qwen3_5_text", "qwen3_next", "olmo_hybrid"),
     *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"),
-    *("lfm2_moe", "qwen3_5_moe_text"),
+    *("lfm2_moe", "qwen3_5_moe_text", "lfm3", "zamba2"),
 )
 # The `model_type`s with experts that are exported, see `layers.compute_experts`.
 EXPERT_FAMILIES = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "gpt_oss", "granitemoe"),
     *("granitemoehybrid", "lfm2_moe", "qwen3_next", "qwen3_5_moe_text", "nemotron_h"),
-    *("glm4_moe", "ernie4_5_moe"),
+    *("glm4_moe", "ernie4_5_moe", "aria_text", "cohere2_moe", "dots1", "exaone_moe"),
+    *("flex_olmo", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3"),
+    *("kolibri1", "laguna", "mellum", "mimo_v2_flash", "minimax_m2", "solar_open"),
+    *("afmoe", "axk1", "beam", "deepseek_v2", "deepseek_v3", "flint", "glm4_moe_lite"),
+    *("sarvam_mla", "sarvam_moe"),
 )
 REFUSED_KINDS = (
     UnsupportedKind(
@@ -171,9 +174,8 @@ REFUSED_KINDS = (
     UnsupportedKind(
         "has layers that share keys and values", ("attention.shared_kv_layers",)
     ),
-    UnsupportedKind(
-        "has latent attention (MLA)", ("kv_lora_rank", "attention.kv_lora_rank")
-    ),
+    UnsupportedKind("has latent attention (MLA)", ("attention.kv_lora_rank",)),
+    UnsupportedKind("attends to the keys that an indexer selects", ("index_topk",)),
 )
 
 
@@ -215,8 +217,14 @@ _LAYER_PATTERN = re.compile(r"((?:.*?\.)?(?:layers?|blocks?|h))\.(\d+)\.(.*)")
 _MTP_WEIGHT = "eh_proj."
 
 
-def check_unread(source: str, read: Iterable[str], unread: Iterable[str]) -> None:
-    """Raise `CheckpointError` for unread weights of layers after a stack's last."""
+def check_unread(source: str, read: Collection[str], unread: Collection[str]) -> None:
+    """Raise `CheckpointError` for unread biases and layers after a stack's last."""
+    for name in sorted(unread):
+        if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in read:
+            raise CheckpointError(
+                f"{source} has the weight {printable(name, 100)}, and its config.json "
+                "describes no such bias; fetch config.json again"
+            )
     last: dict[str, int] = {}
     for stack, number, _ in _numbered_weights(read):
         last[stack] = max(number, last.get(stack, 0))

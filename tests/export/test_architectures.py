@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
+import families
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -324,3 +325,23 @@ def test_frequencies_that_change_within_the_capacity_are_refused(name, tmp_path)
     save_checkpoint(tmp_path, CONFIGS[name], tokenizer=False)
     message = refusal(tmp_path, capacity=CAPACITY + 1)
     assert f"--capacity {CAPACITY} or less" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["bloom", "deepseek_v2", "llava", "lfm3", "qwen3_vl_moe", "stablelm"]
+)
+def test_a_family_is_what_the_table_says(name, tmp_path):
+    """`scripts/fuzz families` tries all of them."""
+    outcome = families.try_family(name, tmp_path)
+    assert families.title(outcome) == families.documented(families.PAGE)[name]
+
+
+def test_no_family_of_transformers_is_missing_in_the_table():
+    assert sorted(families.documented(families.PAGE)) == families.NAMES
+
+
+def test_other_logits_are_wrong(tmp_path, monkeypatch):
+    own = families.logits_of
+    other = lambda *given: own(*given) + 2 * families.TOLERANCE  # noqa: E731
+    monkeypatch.setattr(families, "logits_of", other)
+    assert families.try_family("llama", tmp_path).result == "wrong"

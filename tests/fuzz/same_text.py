@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from jetdraft.errors import BundleError, OptionError, StoreError
@@ -18,7 +19,7 @@ from tests.fuzz.requests import (
     table_of_texts,
     words,
 )
-from tests.fuzz.subject import Fault, Subject
+from tests.fuzz.subject import Draw, Fault, Subject
 from tests.fuzz.worlds import World, hybrid_worlds, worlds_of
 
 Options = dict[str, Any]
@@ -172,6 +173,28 @@ class Hybrids(SameText):
     def close(self) -> None:
         super().close()
         self._oracle.__exit__(None, None, None)
+
+
+class Families(Subject):
+    """Tries the decoders of transformers in turn, see benchmarks/families.py.
+
+    After all of them it begins again, with other random weights.
+    """
+
+    name = things = "families"
+    seconds = 600.0
+
+    def run(self, draw: Random) -> str:
+        """Try the family of the case's number; its row is the row in the table."""
+        from families import NAMES, PAGE, documented, title, try_family
+
+        assert isinstance(draw, Draw)
+        name = NAMES[draw.number % len(NAMES)]
+        with TemporaryDirectory(dir=self.folder) as folder:
+            outcome = try_family(name, Path(folder), draw.number // len(NAMES))
+        if title(outcome) != documented(PAGE).get(name):
+            raise Fault(f"{name}: {title(outcome)} ({outcome.reason})")
+        return outcome.result
 
 
 def _checked(run: Any) -> Any:

@@ -60,8 +60,16 @@ class Subject(ABC):
         self.close()
 
 
-def case(subject: type[Subject] | Subject, number: int) -> Random:
-    return Random(f"{subject.name}:{number}")
+class Draw(Random):
+    """Draws a case, whose number it knows."""
+
+    number = 0
+
+
+def case(subject: type[Subject] | Subject, number: int) -> Draw:
+    draw = Draw(f"{subject.name}:{number}")
+    draw.number = number
+    return draw
 
 
 def place_of(error: BaseException) -> str:

@@ -128,6 +128,11 @@ class Dimensions:
                 "the config has Mamba layers, whose passes a plan cannot predict; "
                 "export the model and measure it on the device"
             )
+        if config.get("kv_lora_rank"):
+            raise UnsupportedModelError(
+                "the config has latent attention, whose sizes a plan does not know; "
+                "export the model and measure it on the device"
+            )
         tied = config.get("tie_word_embeddings", False) if tied is None else tied
         linear = _count_linear_layers(config)
         experts, used = experts_of(config)
