@@ -27,10 +27,9 @@ from jetdraft.parsing import JsonError, read_json
 from jetdraft.runtime.pool import Pool
 from jetdraft.runtime.speech.segments import Transcript
 from jetdraft.runtime.speech.transcription import check_speech
-from jetdraft.server import Limits
-from jetdraft.server.connection import Admission
+from jetdraft.server import Limits, RequestError
+from jetdraft.server.connection import Admission, refusal_response
 from jetdraft.server.generation_request import GenerationRequest
-from jetdraft.server.refusal import RequestError, refusal_response
 from jetdraft.server.reply import EventStream, Reply, wait_unless_gone
 from jetdraft.server.request_queue import AnyRequest, Job, RequestQueue
 from jetdraft.server.transcription_request import TranscriptionRequest, read_form

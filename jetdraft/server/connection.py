@@ -18,11 +18,12 @@ from typing import Any
 
 import h11
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jetdraft.errors import OptionError
-from jetdraft.server.refusal import RequestError, refusal_fields, refusal_response
+from jetdraft.server import RequestError, refusal_fields
 
 REQUEST_SECONDS = 10.0  # The time to send the head of a request.
 UNREAD_SECONDS = 60.0  # A client that reads nothing for longer is dropped.
@@ -291,3 +292,11 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def refusal_response(error: object, status: int, chat: bool = False) -> Response:
+    """Return the HTTP response for an error, see `refusal_fields`."""
+    headers = {"Retry-After": "1"} if status in (429, 503) else {}
+    # Escapes, since a message may quote what no encoding can hold.
+    content = json.dumps(refusal_fields(error, status, chat))
+    return Response(content, status, headers, media_type="application/json")

@@ -13,7 +13,7 @@ from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.codec import check_characters
 from jetdraft.runtime.text.template import Message, check_messages
 from jetdraft.runtime.text.tools import Tools
-from jetdraft.server.refusal import RequestError
+from jetdraft.server import RequestError
 
 Body = Mapping[str, Any]
 # Fields that are options of `Model.generate`; from `top_k` on OpenAI has none.

@@ -15,8 +15,8 @@ from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.sampling.chooser import Logprob
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.stops import DEADLINE, LENGTH, STOP
+from jetdraft.server import RequestError, refusal_fields
 from jetdraft.server.generation_request import GenerationRequest
-from jetdraft.server.refusal import RequestError, refusal_fields
 from jetdraft.server.request_queue import Job
 
 Json = dict[str, Any]

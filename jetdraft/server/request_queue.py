@@ -15,8 +15,8 @@ from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.speech.transcription import Transcription
 from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.stops import CANCELLED, INTERRUPTED
+from jetdraft.server import RequestError
 from jetdraft.server.generation_request import GenerationRequest
-from jetdraft.server.refusal import RequestError
 from jetdraft.server.transcription_request import TranscriptionRequest
 
 AnyRequest = GenerationRequest | TranscriptionRequest

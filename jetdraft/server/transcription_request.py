@@ -15,7 +15,7 @@ from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.speech.segments import Transcript, srt, vtt
 from jetdraft.runtime.speech.transcription import TranscribeOptions, Transcription
 from jetdraft.runtime.text.stops import LENGTH, STOP
-from jetdraft.server.refusal import RequestError
+from jetdraft.server import RequestError
 
 FORMATS = ("json", "text", "verbose_json", "srt", "vtt")  # Values of response_format.
 # Fields of a form that are read: texts, and numbers with their types.

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import heads
 import inflate
-import inflate_head
 import never_slower
 import pytest
 import tasks
@@ -14,13 +13,11 @@ import torch
 from click.testing import CliRunner
 from human_eval import solves
 from roofline import fit, leave_one_out, read, runtime_mb
-from safetensors.torch import load_file, save_file
 from tasks import rouge_l
 from torch import Tensor
 
 from jetdraft import Stats
 from jetdraft.checkpoints.checkpoint import load_probes, read_settings
-from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.streams import FORECAST, PromptSettings
 from jetdraft.devices.planning.cost_model import FITTED, RUNTIME_MB
 from jetdraft.methods.chimera.task import ChimeraTask
@@ -30,10 +27,8 @@ from jetdraft.methods.kangaroo.task import KangarooTask
 from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import Batch
 from jetdraft.train.prompts import prompt_logits
-from jetdraft.train.task import TrainingOptions
 from jetdraft.train.teacher import load_target
 from tests.tiny import llama_config, save_checkpoint, save_prompts
-from tests.train.periodic import made, nothing, write_periodic
 
 
 @pytest.fixture
@@ -187,19 +182,6 @@ TASKS = {
 }
 
 
-def said_by_drafter(kind: str, folder: Path, target: Path, output: Path) -> Tensor:
-    """The logits of a drafter's rows over a text, in the places of its training."""
-    texts = [write_periodic(output.with_suffix(".txt"))]
-    run = made(TASKS[kind], str(target), output, texts)
-    drafter = load_head(str(folder), run.target, torch.float32).eval()
-    run.task.config = drafter.config
-    ids, logits = torch.arange(1, 61)[None], []
-    lesson = run.task.target_lesson(run, Batch(ids, ids))
-    drafter.lm_head.register_forward_hook(lambda *call: logits.append(call[-1]))
-    run.task.sums(drafter, lesson, 1, learns=False)
-    return torch.cat(logits)
-
-
 def said_by_probes(folder: Path) -> Tensor:
     """The logits of prompt tokens behind each fourth row of a text."""
     checkpoint, _ = load_target(str(folder))
@@ -223,41 +205,6 @@ def enlarged(small: Path, large: Path, *options: object) -> Path:
     sizes = [part for pair in SIZES.items() for part in pair]
     run(inflate.main, small, "-o", large, *sizes, *options)
     return large
-
-
-@pytest.fixture(autouse=True)
-def without_bfloat16(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("small") / "target", llama_config())
-
-
-@pytest.fixture(scope="module")
-def large(target, tmp_path_factory) -> Path:
-    """A larger target, of which one trained layer lies below the extra layers."""
-    return enlarged(target, tmp_path_factory.mktemp("l") / "target", "--lowest", 1)
-
-
-@pytest.mark.parametrize("kind", TASKS)
-def test_an_enlarged_drafter_says_the_same(kind, target, large, tmp_path):
-    """Its numbers matter: they are random, not those with which training begins."""
-    small, text = tmp_path / "small", write_periodic(tmp_path / "text.txt")
-    options = TrainingOptions(steps=1, sequence_length=32, seed=0)
-    made(TASKS[kind], str(target), small, [text], None, options).run(nothing)
-    tensors = load_file(small / "model.safetensors")
-    torch.manual_seed(0)
-    for name, weight in tensors.items():
-        if weight.ndim > 1:
-            tensors[name] = weight + 0.1 * torch.randn_like(weight)
-    save_file(tensors, small / "model.safetensors")
-    run(inflate_head.main, small, target, large, "-o", tmp_path / "large")
-    expected = said_by_drafter(kind, small, target, tmp_path / "a")
-    assert expected.std() > 0.5
-    actual = said_by_drafter(kind, tmp_path / "large", large, tmp_path / "b")
-    torch.testing.assert_close(actual, expected, rtol=0.0, atol=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.piece import Result
-from jetdraft.server.refusal import RequestError
+from jetdraft.server import RequestError
 from jetdraft.server.request_queue import Job, RequestQueue
 
 

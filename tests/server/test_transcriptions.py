@@ -8,9 +8,8 @@ import pytest
 from openai import OpenAI
 
 from jetdraft import Pool
-from jetdraft.server import Limits
+from jetdraft.server import Limits, RequestError
 from jetdraft.server.app import Service
-from jetdraft.server.refusal import RequestError
 from jetdraft.server.transcription_request import read_form
 from tests import whispers
 from tests.server.serving import connect, served
