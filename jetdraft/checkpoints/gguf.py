@@ -320,6 +320,12 @@ class GgufFile:
     ) -> None:
         """Add the experts of a layer, whose columns are in one or two tensors."""
         (grid, *others) = {part.tensor_type.name for part in parts}
+        shapes = {(len(p.data), int(p.shape[0]), p.data.ndim) for p in parts}
+        if len(shapes) > 1 or parts[0].data.ndim != 3:
+            raise CheckpointError(
+                f"the experts {name} of {self.source} do not fit each other; fetch the "
+                "file again"
+            )
         experts, rows = len(parts[0].data), int(parts[0].shape[0])
         columns = sum(part.data.shape[1] for part in parts)
         shape = experts, columns, rows

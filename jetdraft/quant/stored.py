@@ -81,12 +81,17 @@ def _turn(tensor: StoredTensor, first: int, second: int) -> Tensor | None:
     )
 
 
-def _all_stored(tensors: Sequence[Tensor]) -> bool:
-    return all(isinstance(tensor, StoredTensor) for tensor in tensors)
+def _fit(tensors: Sequence[Tensor], axis: int = -1) -> bool:
+    """Whether all are stored, of one type, and of one shape but for `axis`."""
+    kinds = {
+        (tensor.dtype, *(size for i, size in enumerate(tensor.shape) if i != axis))
+        for tensor in tensors
+    }
+    return len(kinds) == 1 and all(isinstance(t, StoredTensor) for t in tensors)
 
 
 def _stack(tensors: Sequence[StoredTensor], axis: int = 0) -> Tensor | None:
-    if axis != 0 or not _all_stored(tensors):
+    if axis != 0 or not _fit(tensors):
         return None
 
     def read(index: int | None) -> Tensor:
@@ -98,7 +103,7 @@ def _stack(tensors: Sequence[StoredTensor], axis: int = 0) -> Tensor | None:
 
 
 def _join(tensors: Sequence[StoredTensor], axis: int = 0) -> Tensor | None:
-    if axis < 1 or not _all_stored(tensors):
+    if axis < 1 or not _fit(tensors, axis):
         return None
     shape = [*tensors[0].shape]
     shape[axis] = sum(tensor.shape[axis] for tensor in tensors)

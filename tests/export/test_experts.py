@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.errors import OptionError, UnsupportedModelError
+from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.seams import check_seams
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
@@ -291,6 +291,16 @@ def test_experts_of_mxfp4_are_kept_as_they_are(tmp_path):
     with jetdraft.load(bundle.path, threads=1) as loaded:
         logits = loaded.parts.target.run(TOKENS[:16]).logits
     assert np.corrcoef(logits.ravel(), expected.numpy().ravel())[0, 1] > 0.9999
+
+
+@pytest.mark.parametrize("kind", ["gate", "down"])
+def test_experts_that_do_not_fit_each_other_are_refused(kind, tmp_path):
+    """Here the matrix of one expert has fewer columns, which would move all others."""
+    source = save_checkpoint(tmp_path / "source", MIXTURES["qwen3_moe"]())
+    name = f"model.layers.0.mlp.experts.1.{kind}_proj.weight"
+    edit(source, lambda own: own | {name: own[name][:-16].clone()})
+    with pytest.raises(CheckpointError):
+        Checkpoint.load(str(source), torch.float32)
 
 
 def test_an_exponent_beyond_a_half_is_refused(tmp_path):

@@ -15,6 +15,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.export.fusing import fill_packets
 from jetdraft.export.seams import check_seams
+from jetdraft.runtime.measured.survey import randomized
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import StepSessions, open_session
 from tests.checkpoints.heads.test_mtp import edit
@@ -149,8 +150,14 @@ def test_rows_that_cannot_be_committed(case):
     case.graph.run(TOKENS[4:9], width=32)
     with pytest.raises(ValueError, match="cannot commit 2 rows of a pass over 5"):
         case.graph.cache.advance(2)
-    # The states have rows that nobody has committed.
+    # The states have rows that nobody has committed, also after a survey.
     assert case.graph.cache.resumable(4) == 0
+    restart(case.graph)
+    case.graph.run(TOKENS[:20])
+    with randomized(case.graph):
+        case.graph.run(TOKENS[:3])
+    case.graph.cache.rewind(0)
+    assert not any(map(any, states(case.graph)))
 
 
 @pytest.mark.parametrize("name", ["Softplus", "Cos", "Sin"])

@@ -27,7 +27,6 @@ FIRST_WIDTHS = (2, 4)  # The widths that the first generation waits for, if they
 NEXT_WIDTHS = (1, 8, 6, 3)  # The widths that come after these, before all others.
 MIN_ROWS, MAX_ROWS = 8, 36  # Rows that are compared at each place.
 # How long widths beyond `FIRST_WIDTHS` are compared before the first text, at most.
-# How long widths beyond `FIRST_WIDTHS` are compared before the first text, at most.
 FIRST_MS = 1500.0
 # How often a pass with probes, of the drafter, after kept rows, each width, and of few
 # or many experts is timed.
@@ -373,7 +372,7 @@ class Survey:
         graph, cache, shortest = self.target, self.target.cache, list[float]()
         if not graph.contract.states:
             return 0.0
-        widest = min(WIDEST, graph.contract.max_width)
+        widest = decoding_widths(graph)[-1]
         for rows in (0, widest):
             times = []
             for _ in range(KEPT_TURNS):
@@ -434,6 +433,7 @@ def randomized(graph: Graph) -> Iterator[list[int]]:
     cache, passes = graph.cache, graph.passes
     length = cache.length if cache.room >= _MIN_ROOM else 0
     is_lost, states = length < cache.length, cache.copy_states()
+    is_ahead = cache.is_ahead and not is_lost
     random, arrays = np.random.default_rng(1), dict[tuple[int, ...], np.ndarray]()
     for spec in graph.contract.buffers("past"):
         shape, buffer = spec.shape_for(), cache.buffers[spec.name]
@@ -453,6 +453,7 @@ def randomized(graph: Graph) -> Iterator[list[int]]:
     finally:
         graph.cache.place(length)
         cache.set_states({} if is_lost else states)
+        cache.is_ahead = is_ahead
         if not is_lost:
             graph.passes = passes
 

@@ -105,7 +105,7 @@ class Memory:
 
 HOST = Memory()  # The memory of the CPU provider; nothing is copied.
 Arrays = dict[str, npt.NDArray[Any]]  # Rows or states by name.
-_KEPT = "kept_rows"  # The name of the number of rows that copied states lack.
+KEPT = "kept_rows"  # The name of the number of rows that copied states lack.
 
 
 class Cache:
@@ -143,7 +143,7 @@ class Cache:
         self._last_pass, self._kept = (0, 0), 0
         # Whether the states may have rows that are not committed: of a wide pass, or of
         # a pass that has failed.
-        self.is_ahead = False
+        self.is_ahead = self._was_ahead = False
         self._mark: tuple[int, Arrays] = 0, {}
 
     @property
@@ -166,9 +166,13 @@ class Cache:
 
     def begin_pass(self, rows: int, width: int) -> tuple[int, int]:
         """Expect a pass that changes the states; return its `STATE_ROWS`."""
-        kept = self._kept
+        kept, self._was_ahead = self._kept, self.is_ahead
         self.is_ahead, self._kept, self._last_pass = True, 0, (rows, width)
         return kept, rows
+
+    def end_pass(self) -> None:
+        """The pass has run: a narrow pass has left its rows out of the states."""
+        self.is_ahead = self._was_ahead or self._last_pass[1] > WIDEST
 
     def rewind(self, length: int) -> None:
         """Go back to `length` committed rows, without a copy of rows.
@@ -177,7 +181,7 @@ class Cache:
         """
         if not 0 <= length <= self.length or length != self.resumable(length):
             raise ValueError(f"cannot rewind from {self.length} rows to {length}")
-        if length < self.length or self.is_ahead:
+        if length < self.length or self.is_ahead or not length:
             self.set_states(self._mark[1] if self._mark[0] == length else {})
         self.place(length)
 
@@ -202,14 +206,15 @@ class Cache:
         for tensor in self._states.values():
             tensor.download()
         states = {name: tensor.array.copy() for name, tensor in self._states.items()}
-        return states and states | {_KEPT: np.array(self._kept)}
+        return states and states | {KEPT: np.array(self._kept)}
 
     def set_states(self, stored: Arrays) -> None:
         """Write states that `copy_states` has copied; what is missing becomes zero."""
+        self.is_ahead = True  # until all is written
         for name, tensor in self._states.items():
             np.copyto(tensor.array, stored.get(name, 0))
             tensor.upload()
-        self._kept, self._last_pass = int(stored.get(_KEPT, 0)), (0, 0)
+        self._kept, self._last_pass = int(stored.get(KEPT, 0)), (0, 0)
         self.is_ahead = False
 
     def forms(self, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
@@ -218,7 +223,8 @@ class Cache:
             name: ((*buffer.shape()[:2], rows, buffer.shape()[3]), buffer.numpy().dtype)
             for name, buffer in self.buffers.items()
         }
-        states = self.copy_states()
+        states = {name: tensor.array for name, tensor in self._states.items()}
+        states |= {KEPT: np.array(0)} if states else {}
         return shapes | {n: (array.shape, array.dtype) for n, array in states.items()}
 
     def copy_rows(self, rows: int) -> Arrays:

@@ -129,7 +129,8 @@ class Graph:
             binding.arrays[STATE_ROWS.name][:] = self.cache.begin_pass(rows, width)
         # Here and not in a method: each frame above a pass costs time in every round.
         self.seconds += binding.run(self._set_inputs(binding, cursor))
-        self.cache.is_ahead = width > WIDEST
+        if self.contract.states:
+            self.cache.end_pass()
         self.passes += 1
         if last_only or width == rows or self.contract.guesses:
             return binding.answer

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.errors import BundleError
 from jetdraft.files import read_arrays, write_arrays
 from jetdraft.parsing import read_json
 from jetdraft.runtime.passes.answer import Target
-from jetdraft.runtime.passes.buffers import Cache
+from jetdraft.runtime.passes.buffers import KEPT, Cache
 
 # Names of arrays in a saved prefix beside the rows; `WAITING`: unread features.
 TOKENS, IDENTITY, DIGEST = "tokens", "identity", "sha256"
@@ -135,6 +136,9 @@ def load_prefix(
         forms[WAITING] = (1, size), np.dtype(np.float32)
     is_too_long = any(len(tokens) > cache.capacity for cache in caches.values())
     if is_too_long or any(stored.get(name) != forms[name] for name in forms):
+        raise refusal
+    kept = [arrays.get(f"{owner}/{KEPT}", 0) for owner in caches]
+    if not all(0 <= rows <= min(WIDEST, len(tokens)) for rows in kept):
         raise refusal
     for owner, cache in caches.items():
         rows = {name: arrays[f"{owner}/{name}"] for name in cache.forms(0)}
