@@ -62,10 +62,10 @@ def in_training(target, drafter, count, known):
     anchors, real = torch.tensor([[count - 1]]), torch.ones(1, 1, dtype=torch.bool)
     blocks = Blocks(anchors, torch.tensor([[len(known)]]), real)
     slots = torch.arange(SLOTS)[None, None]
-    places, is_given = count + slots, slots < len(known)
+    is_given = slots < len(known)
     with torch.no_grad():
         lesson = task.encode(module, lesson)
-        logits = task.logits(module, lesson, blocks, places, is_given, slots >= 0)
+        logits = task.logits(module, lesson, blocks, is_given, slots >= 0)
     return logits.numpy()
 
 
