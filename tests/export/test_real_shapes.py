@@ -173,7 +173,7 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 options = ExportOptions(Recipe("int8", 32), capacity=128, max_width=16)
 export(sys.argv[1], sys.argv[2], options=options)
-# The peak since this program began; ru_maxrss has that of the process that forked.
+# The peak since this program began; ru_maxrss includes the process that forked.
 lines = dict(line.split(":") for line in open("/proc/self/status"))
 print(int(lines["VmHWM"].split()[0]) * 1024)
 """
