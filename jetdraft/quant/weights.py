@@ -223,7 +223,7 @@ def check_stack(name: str, is_grid: bool, columns: int) -> None:
 def _matrices(
     constant: ir.TensorProtocol, transposed: bool, in_parts: bool
 ) -> Iterator[npt.NDArray[Any]]:
-    """Yield matrices [rows, columns] whose columns together are those of a constant.
+    """Yield matrices [rows, columns] with, together, the columns of a constant.
 
     That is a matrix, `in_parts` if it is large, or a stack of the checkpoint.
     """

@@ -53,7 +53,7 @@ class Dimensions:
     `matrices` counts the weights of the layers' matrices that every row is multiplied
     with, `head` the weights of the LM head; the embedding has as many, and where `tied`
     the two are one matrix. `kv_values` are stored per token, and so are
-    `window_values`, of which a pass reads those of the last `window` tokens.
+    `window_values`, which a pass reads for the last `window` tokens only.
     `state_values` belong to layers with a recurrent state, which read and write them in
     every pass. A row uses `used` of the `experts` of each layer that has some; `expert`
     counts the weights of one in all layers. A `table` of embeddings for each layer is
