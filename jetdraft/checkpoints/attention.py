@@ -139,21 +139,10 @@ def attend(
     Sinks `s_aux` [heads] take a share of each row like a score of a key without value.
     """
     unknown = unknown_arguments(extra)
-    if attention_mask is not None or unknown:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} needs more than GroupQueryAttention computes "
-            f"({', '.join(unknown) or 'a mask of its own'}); see docs/models.md"
-        )
-    if not getattr(module, "is_causal", True):
-        raise UnsupportedModelError(
-            f"{type(module).__name__} attends in both directions; only causal decoders "
-            "can be exported"
-        )
+    if attention_mask is not None:
+        unknown.append("a mask of its own")
     state, layer = active_state(), int(module.layer_idx)  # type: ignore[arg-type]
-    if layer in state.windows:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} attends twice in one layer; see docs/models.md"
-        )
+    _check_call(module, unknown, layer in state.windows)
     state.windows[layer] = sliding_window or 0
     lender = state.lender_of(layer, key, value)
     scale, size = query.shape[-1] ** -0.5, value.shape[-1]
@@ -183,6 +172,22 @@ def attend(
         behind = state.rows + prefix[0].shape[2]
         output = torch.cat([output[:, : state.rows], output[:, behind:]], 1)
     return output if size == output.shape[-1] else output[..., :size], None
+
+
+def _check_call(
+    module: torch.nn.Module, unknown: list[str], attends_twice: bool
+) -> None:
+    """Raise `UnsupportedModelError` for attention that `attend` does not compute."""
+    names = ", ".join(unknown)
+    for problem, has_it in (
+        (f"needs more than GroupQueryAttention computes ({names})", bool(unknown)),
+        ("attends in both directions", not getattr(module, "is_causal", True)),
+        ("attends twice in one layer", attends_twice),
+    ):
+        if has_it:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} {problem}; see docs/models.md"
+            )
 
 
 def _as_wide(*parts: Tensor) -> list[Tensor]:

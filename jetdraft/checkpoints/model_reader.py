@@ -4,7 +4,7 @@ import contextlib
 import logging
 import statistics
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,8 @@ def _whole_folder(source: str) -> Path:
     if Path(source).is_dir():
         return Path(source)
     patterns = ["*.safetensors", "*.json"]
-    return Path(snapshot_download(source, allow_patterns=patterns))
+    folder = snapshot_download(source, allow_patterns=patterns, ignore_patterns="*/*")
+    return Path(folder)
 
 
 def _expert_count(config: Any) -> int:
@@ -192,6 +193,8 @@ def load_model(
         weights = packed and packed.floats
         if weights is None and _expert_count(config) > 1:
             weights = load_tensors(_whole_folder(source), stores_experts=True)
+            if config.model_type == "qwen3_moe":
+                weights = _turned_back(weights, config)
         if weights is not None:
             # from_pretrained of a family needs a folder, and would load its weights.
             model_class, config = type(empty), empty.config
@@ -216,7 +219,8 @@ def load_model(
         set_attention(model, SOURCE_ATTENTION)
     else:
         model.set_attn_implementation(IMPLEMENTATION)
-        _fix_sparsity(model)
+        with as_checkpoint_error(source):
+            _fix_sparsity(model)
         _fix_rotation(model)
     model.set_experts_implementation(IMPLEMENTATION)
     model.requires_grad_(False)
@@ -238,6 +242,8 @@ def expert_columns(source: str) -> tuple[dict[str, int], bool]:
         kind = _model_class(source, config)
         with as_checkpoint_error(source):
             model = build_skeleton(source, kind, config, Bounds.of(source))
+            packing = getattr(config, "quantization_config", None) or {}
+            is_kept = packing.get("quant_method") == MXFP4
     columns = {
         f"{name}.{weight}": stack.shape[2 if module.is_transposed else 1]
         for name, module in model.named_modules()
@@ -245,8 +251,25 @@ def expert_columns(source: str) -> tuple[dict[str, int], bool]:
         for weight, stack in module.named_parameters(recurse=False)
         if stack.dim() == 3
     }
-    packing = getattr(config, "quantization_config", None) or {}
-    return columns, packing.get("quant_method") == MXFP4
+    return columns, is_kept
+
+
+def _turned_back(weights: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The weights as Qwen3-MoE has them: files of Qwen3-VL-MoE have experts turned."""
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    sizes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
+    stacks = {
+        name: sizes[last]
+        for name, weight in weights.items()
+        if (last := name.rpartition(".experts.")[2]) in sizes and weight.dim() == 3
+    }
+    # A square stack does not say whether it is turned, but the others do.
+    is_turned = any(
+        (*weights[name].shape[1:],) != size == (*weights[name].shape[:0:-1],)
+        for name, size in stacks.items()
+    )
+    turned = {name: weights[name].transpose(1, 2) for name in stacks}
+    return {**weights, **turned} if is_turned else dict(weights)
 
 
 def _model_class(source: str, config: Any) -> Any:

@@ -15,14 +15,10 @@ from jetdraft.quant.stored import StoredTensor
 
 _MAX_FOLDED_BYTES = 1 << 16  # Of a folded constant; the weights of norms are smaller.
 _MAX_CONVERTED = 1 << 20  # Larger norms and convolutions are not converted.
-
+LARGE_TABLE = 1 << 28  # Of larger embeddings only the rows of a pass are converted.
+# The `model_type`s with layers that take weights, or their type, of other modules
+# without running them: of norms, convolutions and AltUp's scale.
 _CONVERTED_FAMILIES = (*RECURRENT_FAMILIES, "gemma3n_text")
-"""The `model_type`s with layers that take weights, or their type, of other modules
-without running them: of norms, convolutions and AltUp's scale."""
-
-
-LARGE_TABLE = 1 << 28
-"""Of an embedding with more numbers only the rows that a pass reads are converted."""
 
 
 def set_compute_dtype(model: Any, dtype: torch.dtype) -> None:
@@ -93,6 +89,7 @@ class _WeightConversion:
             # A trace has replaced some weights with weights of the right type.
             if parameter.dtype != self.dtype:
                 self.stored[name] = parameter.data
+                # An index of padding must be below the number of rows, so at most 0.
                 is_table = isinstance(module, nn.Embedding) and not module.padding_idx
                 if is_table and parameter.numel() > LARGE_TABLE:
                     tokens, places = args[0].unique(return_inverse=True)

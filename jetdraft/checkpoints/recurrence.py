@@ -93,8 +93,7 @@ def causal_convolution(
     size, (before, count) = len(weights), state_rows.tolist()
     whole = torch.cat([state[:, before : before + size - 1], rows], 1)
     sums = (whole.unfold(1, size, 1) * weights.t()).sum(-1)
-    is_wide = rows.shape[1] > WIDEST
-    first, last = (count, count + size - 1) if is_wide else (0, count + size - 1)
+    first, last = count * (rows.shape[1] > WIDEST), count + size - 1
     after = state.clone()
     after[:, : last - first] = whole[:, first:last]
     return sums if bias is None else sums + bias, after

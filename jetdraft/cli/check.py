@@ -116,7 +116,7 @@ def _check_provider(bundle: Bundle, name: str) -> None:
     reasons = []
     for graph, entry in bundle.graphs.items():
         contract, own = entry.contract, entry.only_on_cpu(name)
-        if any(len(shape) == 3 for shape in contract.states):
+        if any(len(shape) == 3 for shape in contract.states):  # matrices of heads
             package = LINEAR_ATTENTION.get(name)
             found = f"; {package} has a kernel of its own" if package else ""
             click.echo(f"{graph:10} LinearAttention: no kernel of jetdraft{found}")

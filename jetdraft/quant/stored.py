@@ -13,8 +13,8 @@ from jetdraft.errors import CheckpointError
 from jetdraft.quant.blocks import Bytes
 from jetdraft.quant.grids import GridMatrix
 
+# Reads an entry of a tensor's first axis, or all entries for None.
 Read = Callable[[int | None], Tensor]
-"""Reads an entry of a tensor's first axis, or all of them."""
 
 
 class StoredTensor(Tensor):

@@ -28,11 +28,9 @@ from jetdraft.quant.grids import COLUMNS, GRIDS, LAYOUT_VERSION, GridMatrix, Mat
 from jetdraft.quant.stored import GridStack
 from jetdraft.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
 
+# The end of the name of a table with an embedding for each layer, side by side.
 LAYER_EMBEDDINGS = "embed_tokens_per_layer.weight"
-"""The end of the name of a table with an embedding for each layer, side by side."""
-
-NUMBERS_AT_ONCE = 1 << 26
-"""About how many numbers of a matrix are quantized together."""
+NUMBERS_AT_ONCE = 1 << 26  # About how many numbers of a matrix are quantized together.
 
 
 @dataclass(frozen=True)

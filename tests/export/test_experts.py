@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from types import SimpleNamespace
 
+import families
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -32,6 +33,7 @@ from tests.checkpoints.heads import test_acceptance_gate as gate
 from tests.checkpoints.heads.conftest import watched
 from tests.checkpoints.heads.test_mtp import edit
 from tests.export import test_architectures as architectures
+from tests.exports import exported
 from tests.runtime.fake_method import tokens_of
 from tests.runtime.test_generation import PROMPT, SPOILS, Scripted
 from tests.tiny import MIXTURES, VOCAB_SIZE, save_checkpoint
@@ -102,6 +104,7 @@ def test_a_prompt_in_chunks_equals_transformers(case, length):
         graph.cache.advance(end - start)
 
 
+SIZES = {"capacity": 256, "max_width": 32}
 BUNDLES = {
     "qwen3_moe": "none",
     "gpt_oss": "q8_0",
@@ -114,9 +117,7 @@ BUNDLES = {
 def bundle(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     source = save_checkpoint(folder / "source", MIXTURES[request.param]())
-    recipe = Recipe.parse(BUNDLES[request.param])
-    options = ExportOptions(recipe, capacity=256, max_width=32, fast=True)
-    return export(str(source), folder / "bundle", options=options)
+    return exported(source, folder / "bundle", BUNDLES[request.param], **SIZES)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=3)])
@@ -147,8 +148,7 @@ def test_a_generation_counts_the_experts_of_its_last_rows(made, tmp_path):
     source = save_checkpoint(tmp_path / "source", MIXTURES["qwen3_moe"]())
     if made:
         edit(source, lambda own: {n: t * (".gate." not in n) for n, t in own.items()})
-    options = ExportOptions(Recipe("none"), capacity=256, max_width=32, fast=True)
-    export(str(source), tmp_path / "bundle", options=options)
+    exported(source, tmp_path / "bundle", **SIZES)
     with jetdraft.load(tmp_path / "bundle", threads=1) as model:
         plain, _ = tokens_of(model, PROMPT, Sampling(), tokens=30)
         proposer = Scripted(np.array(plain), SPOILS[-2])
@@ -175,8 +175,7 @@ def test_kl_is_that_of_the_bundle_as_it_runs(name, tmp_path):
     checkpoint = Checkpoint.load(str(source), torch.float32)
     graphs, recipe = [], Recipe("q4_0")
     for each in (Recipe("none"), recipe):
-        options = ExportOptions(each, capacity=256, fast=True)
-        path = export(str(source), tmp_path / each.name, options=options).path
+        path = exported(source, tmp_path / each.name, each.name, capacity=256).path
         graphs.append(jetdraft.load(path, threads=1).parts.target)
     windows = Windows(torch.tensor(TOKENS)[None])
     kl = compare(*graphs, windows.ids.tolist()).kl_mean
@@ -225,8 +224,7 @@ def test_an_export_reads_a_matrix_at_a_time(name, tmp_path, monkeypatch):
             sizes.append(count) or read(file, kind, count, offset=offset)
         ),
     )
-    options = ExportOptions(Recipe("q4_0"), capacity=64, max_width=32, fast=True)
-    export(str(source), tmp_path / "bundle", options=options)
+    exported(source, tmp_path / "bundle", "q4_0")
     width = getattr(config, "moe_intermediate_size", config.intermediate_size)
     parts = 1 if name == "qwen3_moe" else 2  # gate and other columns, where stacked
     largest = 4 * config.hidden_size * width * parts
@@ -282,8 +280,7 @@ def test_experts_of_mxfp4_are_kept_as_they_are(tmp_path):
         stack = found.model.get_parameter(name)
         np.testing.assert_array_equal(stack.numpy(), exact.swapaxes(1, 2))
     write_mxfp4(tmp_path / "likely", 117, 121)
-    options = ExportOptions(Recipe("none"), capacity=64, max_width=32, fast=True)
-    bundle = export(str(tmp_path / "likely"), tmp_path / "bundle", options=options)
+    bundle = exported(tmp_path / "likely", tmp_path / "bundle")
     assert bundle.target.quantization["kept"] == {"mxfp4 exact": 4}
     model = Checkpoint.load(str(tmp_path / "likely"), torch.float32).model
     with own_attention(model), torch.no_grad():
@@ -291,6 +288,25 @@ def test_experts_of_mxfp4_are_kept_as_they_are(tmp_path):
     with jetdraft.load(bundle.path, threads=1) as loaded:
         logits = loaded.parts.target.run(TOKENS[:16]).logits
     assert np.corrcoef(logits.ravel(), expected.numpy().ravel())[0, 1] > 0.9999
+
+
+def test_turned_experts_are_turned_back(tmp_path):
+    """The published files of Qwen3-VL-MoE have both axes of an expert exchanged."""
+    own, turned = tmp_path / "own", tmp_path / "turned"
+    families.save_tiny("qwen3_vl_moe", own, seed=0)
+    shutil.copytree(own, turned)
+
+    def turn(tensors):
+        stacks = {n: w.mT.contiguous() for n, w in tensors.items() if ".experts." in n}
+        assert stacks
+        return tensors | stacks
+
+    edit(turned, turn)
+    one, other = (
+        Checkpoint.load(str(folder), torch.float32).model.state_dict()
+        for folder in (own, turned)
+    )
+    assert all(torch.equal(other[name], weight) for name, weight in one.items())
 
 
 @pytest.mark.parametrize("kind", ["gate", "down"])
@@ -305,11 +321,10 @@ def test_experts_that_do_not_fit_each_other_are_refused(kind, tmp_path):
 
 def test_an_exponent_beyond_a_half_is_refused(tmp_path):
     write_mxfp4(tmp_path / "source", 90, 90)
-    options = ExportOptions(Recipe("none"), fast=True)
     with pytest.raises(
         UnsupportedModelError, match="an exponent of -37, which no half"
     ):
-        export(str(tmp_path / "source"), tmp_path / "bundle", options=options)
+        exported(tmp_path / "source", tmp_path / "bundle")
 
 
 @pytest.fixture(scope="module")
@@ -359,11 +374,7 @@ def test_an_mtp_module_with_experts_drafts_what_it_learned(learned, mistake, tmp
     """Chains and trees keep the text; only the right experts are accepted."""
     head = shutil.copytree(learned / "head", tmp_path / "head")
     edit(head, lambda own: {n: MISTAKES[mistake](n, t) for n, t in own.items()})
-    none = Recipe("none")
-    options = ExportOptions(none, none, capacity=256, max_width=16, fast=True)
-    bundle = export(
-        str(learned / "target"), tmp_path / "b", None, options, head=str(head)
-    )
+    bundle = exported(learned / "target", tmp_path / "b", head=head, capacity=256)
     words = gate.text().tolist()
     how = {"token_ids": words[:40], "max_new_tokens": 90, "ignore_eos": True}
     with jetdraft.load(bundle.path, threads=1) as model:

@@ -15,54 +15,49 @@ ROWS = 40
 
 
 class Case:
-    """An operator with rows to read, its states, and what it reads behind these."""
+    """An operator over a text of `ROWS` rows.
 
-    def __init__(self, function, rows, states, last=(), constants=()):
-        self.function, self.rows, self.last = function, rows, last
-        self.constants, self.states = constants, states
-        name = "".join(map(str.capitalize, function.__name__.split("_")))
-        firsts = [*self.pass_over(0, 1), *constants, *states, np.zeros(2, np.int64)]
-        firsts += last if constants else self.gates_of(0, 1)
-        names = [f"x{i}" for i in range(len(firsts))]
+    It reads `rows` [1, ROWS, width] and what is the same in each pass, the states, and
+    `others`, of which arrays with three axes are rows too.
+    """
+
+    def __init__(self, function, name, rows, same, states, others):
+        self.function, self.states = function, states
+        self.before, self.behind = [*rows, *same], others
+        values = self.inputs(slice(0, 1), states, (0, 1))
+        kinds = {n: helper.np_dtype_to_tensor_dtype(x.dtype) for n, x in values.items()}
         made = ["y", *(f"state{i}" for i in range(len(states)))]
-        node = helper.make_node(name, names, made, domain=DOMAIN, layout=LAYOUT_VERSION)
+        how = {"domain": DOMAIN, "layout": LAYOUT_VERSION}
+        node = helper.make_node(name, [*values], made, **how)
         inputs, outputs = (
             [helper.make_tensor_value_info(*pair, None) for pair in pairs.items()]
-            for pairs in (
-                {
-                    n: helper.np_dtype_to_tensor_dtype(x.dtype)
-                    for n, x in zip(names, firsts, strict=True)
-                },
-                dict.fromkeys(made, TensorProto.FLOAT),
-            )
+            for pairs in (kinds, dict.fromkeys(made, TensorProto.FLOAT))
         )
         graph = helper.make_graph([node], name, inputs, outputs)
-        self.sessions = [session_of(graph, threads) for threads in (1, 3)]
+        self.sessions = {count: session_of(graph, count) for count in (1, 3)}
 
-    def pass_over(self, start, end):
-        return [x[:, start:end] for x in self.rows]
+    def inputs(self, some, states, counts):
+        """What the operator reads in a pass over `some` rows, by name."""
+        before, behind = (
+            [x[:, some] if x.ndim == 3 else x for x in part]
+            for part in (self.before, self.behind)
+        )
+        values = [*before, *states, np.array(counts), *behind]
+        return {f"x{i}": np.ascontiguousarray(x) for i, x in enumerate(values)}
 
-    def gates_of(self, start, end):
-        return [x[:, start:end] for x in self.last]
+    def compute(self, inputs, threads):
+        """Answers and new states, by torch if `threads` is 0."""
+        if threads:
+            return self.sessions[threads].run(None, inputs)
+        found = self.function(*map(torch.from_numpy, inputs.values()))
+        return [x.numpy() for x in found]
 
-    def run(self, widths, *, by_torch=False, threads=0):
-        """Answers of all rows; each pass has `width` rows, of which some are right."""
-        states, answers, start, kept = [*self.states], [], 0, 0
-        for width, right in widths:
-            rows = [*self.pass_over(start, start + width), *self.constants]
-            others = (
-                self.last if self.constants else self.gates_of(start, start + width)
-            )
-            counts = np.array([kept, width])
-            values = [
-                np.ascontiguousarray(x) for x in (*rows, *states, counts, *others)
-            ]
-            if by_torch:
-                found = self.function(*map(torch.from_numpy, values))
-                answer, *states = (x.numpy() for x in found)
-            else:
-                feeds = {f"x{i}": x for i, x in enumerate(values)}
-                answer, *states = self.sessions[threads].run(None, feeds)
+    def run(self, passes, threads=1):
+        """Answers of all rows; a pass has `width` rows, the first `right` are right."""
+        states, answers, start, kept = self.states, [], 0, 0
+        for width, right in passes:
+            inputs = self.inputs(slice(start, start + width), states, (kept, width))
+            answer, *states = self.compute(inputs, threads)
             answers.append(answer[:, :right])
             start, kept = start + right, right if width <= WIDEST else 0
         return np.concatenate(answers, 1)
@@ -76,7 +71,8 @@ def attention(heads, key_heads, key, value, gates):
     state = random.standard_normal((1, heads, key, value), "f4")
     kept = np.zeros((1, WIDEST, sum(widths[:2]) + gates * heads), "f4")
     others = [beta] if gates == 2 else []
-    return Case(linear_attention, [*rows, -decay], [state, kept], others)
+    name = "LinearAttention"
+    return Case(linear_attention, name, [*rows, -decay], [], [state, kept], others)
 
 
 def convolution(channels, size, has_bias):
@@ -86,8 +82,9 @@ def convolution(channels, size, has_bias):
         for shape in ((1, ROWS, channels), (size, channels), channels)
     )
     state = random.standard_normal((1, size - 1 + WIDEST, channels), "f4")
-    last = [bias] if has_bias else []
-    return Case(causal_convolution, [rows], [state], last, [weights])
+    others = [bias] if has_bias else []
+    name = "CausalConvolution"
+    return Case(causal_convolution, name, [rows], [weights], [state], others)
 
 
 CASES = {
@@ -113,12 +110,12 @@ def case(request):
 
 def test_rows_are_close_to_torch(case):
     for passes in (BY_ROW, *WAYS.values()):
-        found, expected = case.run(passes), case.run(passes, by_torch=True)
+        found, expected = case.run(passes), case.run(passes, threads=0)
         np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("threads", [0, 1])
+@pytest.mark.parametrize("threads", [1, 3])
 def test_no_bit_depends_on_passes_or_threads(case, way, threads):
     assert sum(right for _, right in WAYS[way]) == ROWS
     found = case.run(WAYS[way], threads=threads)
@@ -127,13 +124,16 @@ def test_no_bit_depends_on_passes_or_threads(case, way, threads):
 
 @pytest.mark.parametrize("counts", [(17, 1), (-1, 1), (0, 4), (0, -1)])
 def test_rows_that_do_not_fit_are_refused(case, counts):
-    values = [*case.pass_over(0, 3), *case.constants, *case.states, np.array(counts)]
-    values += case.last if case.constants else case.gates_of(0, 3)
-    feeds = {f"x{i}": np.ascontiguousarray(x) for i, x in enumerate(values)}
-    with pytest.raises(Exception, match="state_rows are"):
-        case.sessions[0].run(None, feeds)
-    for name in feeds.keys() - {f"x{len(case.rows) + len(case.constants)}"}:
-        cut = {**feeds, name: feeds[name][..., :-1]}
-        if name in ("x0", "x1") or feeds[name].ndim > 1:
-            with pytest.raises(Exception, match=r"than its|another shape|Invalid"):
-                case.sessions[0].run(None, cut)
+    inputs = case.inputs(slice(0, 3), case.states, counts)
+    with pytest.raises(
+        Exception, match=r"state_rows are -?\d+ and -?\d+, in a pass of 3"
+    ):
+        case.compute(inputs, 1)
+
+
+def test_each_input_has_its_shape(case):
+    inputs = case.inputs(slice(0, 3), case.states, (0, 3))
+    case.compute(inputs, 1)
+    for name, value in inputs.items():
+        with pytest.raises(Exception, match=r"than its|another shape than"):
+            case.compute({**inputs, name: value[..., :-1]}, 1)

@@ -15,7 +15,10 @@ from transformers import AutoModelForCausalLM
 import jetdraft
 from jetdraft.bundle import CHAT_TEMPLATE
 from jetdraft.cli.check import LINEAR_ATTENTION
+from jetdraft.contracts.step_contract import STATE_ROWS
 from jetdraft.errors import OptionError, ProviderError
+from jetdraft.runtime.measured.survey import Survey
+from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.sampling.chooser import Sampling
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.test_mtp import edit
@@ -146,8 +149,14 @@ def test_two_sessions_share_nothing(model):
 
 
 @of_states
-def test_kept_rows_have_a_price(model):
-    assert 0 <= model.parts.curve.kept_row < 5
+def test_kept_rows_have_a_price(model, monkeypatch):
+    """By a clock that shows 2 ms for each row that a pass takes up."""
+
+    clock = lambda one, _=None: 2e-3 * int(one.arrays[STATE_ROWS.name][0])  # noqa: E731
+    monkeypatch.setattr(PassBinding, "run", clock)
+    survey = Survey(model.parts.target, None)
+    survey.begin()
+    assert survey.curve.kept_row == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("length", [5, 40])
@@ -204,6 +213,7 @@ def test_the_head_is_the_target_s_own(bundles):
         ({"provider": "webgpu"}, "only the CPU provider"),
         ({"dtype": "fp16"}, "in fp32"),
         ({"recipe": "int4-kv8"}, "leave kv out"),
+        ({"kernel": "onnxruntime"}, "leave --kernel out"),
     ],
 )
 def test_what_states_cannot_do_is_refused_by_name(tmp_path, changes, words):

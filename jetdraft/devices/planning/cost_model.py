@@ -22,12 +22,12 @@ from jetdraft.parsing import read_json_file
 from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe
 
 CONFIG = "config.json"
-# Bytes of a number in a recurrent state, and how often the runtime has each state: as
-# it was before a pass, after it, and at the end of the prompt.
-STATE_BYTES, STATE_PLACES = 4, 3
+# Bytes of a number in a recurrent state, and how often the runtime has each state: in
+# use, and as it was at the end of the prompt.
+STATE_BYTES, STATE_PLACES = 4, 2
 MAX_SIZE = 10_000_000  # The largest size that a config may have.
 # Sizes that a config must have, and further ones for layers of linear attention.
-SIZES = (*("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),)
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 LINEAR_SIZES = (
     *("linear_num_key_heads", "linear_num_value_heads"),
     *("linear_key_head_dim", "linear_value_head_dim"),
@@ -55,9 +55,9 @@ class Dimensions:
     the two are one matrix. `kv_values` are stored per token, and so are
     `window_values`, which a pass reads for the last `window` tokens only.
     `state_values` belong to layers with a recurrent state, which read and write them in
-    every pass. A row uses `used` of the `experts` of each layer that has some; `expert`
-    counts the weights of one in all layers. A `table` of embeddings for each layer is
-    read by rows.
+    every pass, and `kept_values` to the rows that such a layer keeps. A row uses `used`
+    of the `experts` of each layer that has some; `expert` counts the weights of an
+    expert in all layers. A `table` of embeddings for each layer is read by rows.
     """
 
     hidden_size: int
@@ -67,6 +67,7 @@ class Dimensions:
     tied: bool
     kv_values: int
     state_values: int
+    kept_values: int = 0
     window_values: int = 0
     window: int = 0
     experts: int = 0
@@ -156,6 +157,7 @@ class Dimensions:
             tied=bool(tied),
             kv_values=counts.kv_values,
             state_values=counts.state_values,
+            kept_values=counts.kept_values,
             window_values=counts.window_values,
             window=int(config.get("sliding_window") or 0),
             experts=experts,
@@ -275,7 +277,8 @@ class LoadedDecoder:
         # A tied head and embedding of the same format are one tensor.
         embedding = 0.0 if sizes.tied else sizes.head * self.head_bytes
         cache = capacity * (sizes.kv_values + sizes.window_values) * self.kv_bytes
-        cache += STATE_PLACES * sizes.state_values * STATE_BYTES
+        states = sizes.state_values + sizes.kept_values
+        cache += STATE_PLACES * states * STATE_BYTES
         layers = sizes.matrices + sizes.experts * sizes.expert + sizes.table
         weights = layers * self.weight_bytes + sizes.head * self.head_bytes
         return (weights + embedding + cache) / 1e6

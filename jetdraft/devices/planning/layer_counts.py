@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jetdraft.contracts.constants import EXPERTS
+from jetdraft.contracts.constants import EXPERTS, WIDEST
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
 Config = Mapping[str, Any]
@@ -30,7 +30,8 @@ class LayerCounts(NamedTuple):
 
     `matrices` counts what every row is multiplied with, `expert` the weights of an
     expert. A token adds `kv_values` to the buffers of layers that see all rows, and
-    `window_values` to the buffers of layers with a window.
+    `window_values` to the buffers of layers with a window. A layer with a recurrent
+    state has `state_values`, and keeps `kept_values` of a pass of `WIDEST` rows.
     """
 
     matrices: int = 0
@@ -38,6 +39,7 @@ class LayerCounts(NamedTuple):
     kv_values: int = 0
     window_values: int = 0
     state_values: int = 0
+    kept_values: int = 0
 
 
 def experts_of(config: Config) -> tuple[int, int]:
@@ -111,7 +113,9 @@ def _count_layer(config: Config, index: int, kind: str, shares: bool) -> LayerCo
         mixing = _linear_attention(config)
     elif kind == "conv":  # three parts, and the output
         rows = int(config.get("conv_L_cache") or 3) - 1
-        mixing = LayerCounts(4 * hidden * hidden, state_values=rows * hidden)
+        mixing = LayerCounts(
+            4 * hidden * hidden, state_values=rows * hidden, kept_values=WIDEST * hidden
+        )
     else:
         own = (config.get("per_layer_config") or {}).get(str(index), {})
         mixing = _attention({**config, **own}, kind, shares)
@@ -146,13 +150,19 @@ def _attention(config: Config, kind: str, shares: bool) -> LayerCounts:
 
 
 def _linear_attention(config: Config) -> LayerCounts:
-    """Count q, k, v, the gate and the output, and a state of matrices."""
-    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
-    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    """Count q, k, v, the gate and the output, a convolution, and matrices of heads."""
+    heads, size = config["linear_num_value_heads"], config["linear_key_head_dim"]
+    keys = config["linear_num_key_heads"] * size
+    values = heads * config["linear_value_head_dim"]
+    channels = 2 * keys + values
     window = int(config.get("linear_conv_kernel_dim") or 4) - 1
-    state = values * config["linear_key_head_dim"] + window * (2 * keys + values)
-    weights = config["hidden_size"] * (2 * keys + 3 * values)
-    return LayerCounts(weights, state_values=state)
+    # Of a row: what enters the convolution, and keys, values and two gates of heads.
+    row = channels + keys + values + 2 * heads
+    return LayerCounts(
+        config["hidden_size"] * (2 * keys + 3 * values),
+        state_values=values * size + window * channels,
+        kept_values=WIDEST * row,
+    )
 
 
 def _feed_forward(config: Config, index: int, shares: bool) -> tuple[int, int]:

@@ -161,7 +161,7 @@ class Cache:
                 raise ValueError(f"cannot commit {rows} rows of a pass over {count}")
             # Without a call in between, Ctrl-C cannot separate these assignments.
             self._kept = 0 if width > WIDEST else rows
-            self._last_pass, self.is_ahead = (0, 0), False
+            self._last_pass, self.is_ahead = (0, 0), self._was_ahead
         self.length += rows
 
     def begin_pass(self, rows: int, width: int) -> tuple[int, int]:
@@ -205,8 +205,11 @@ class Cache:
         """Copies of the states by name; {} without states."""
         for tensor in self._states.values():
             tensor.download()
-        states = {name: tensor.array.copy() for name, tensor in self._states.items()}
-        return states and states | {KEPT: np.array(self._kept)}
+        return {name: array.copy() for name, array in self._state_arrays().items()}
+
+    def _state_arrays(self) -> Arrays:
+        arrays = {name: tensor.array for name, tensor in self._states.items()}
+        return arrays and arrays | {KEPT: np.array(self._kept)}
 
     def set_states(self, stored: Arrays) -> None:
         """Write states that `copy_states` has copied; what is missing becomes zero."""
@@ -223,9 +226,8 @@ class Cache:
             name: ((*buffer.shape()[:2], rows, buffer.shape()[3]), buffer.numpy().dtype)
             for name, buffer in self.buffers.items()
         }
-        states = {name: tensor.array for name, tensor in self._states.items()}
-        states |= {KEPT: np.array(0)} if states else {}
-        return shapes | {n: (array.shape, array.dtype) for n, array in states.items()}
+        states = self._state_arrays().items()
+        return shapes | {n: (array.shape, array.dtype) for n, array in states}
 
     def copy_rows(self, rows: int) -> Arrays:
         """Copies of the first `rows` rows by buffer, [1, kv_heads, rows, head_dim].

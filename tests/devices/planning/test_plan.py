@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -23,9 +24,11 @@ from jetdraft.errors import (
     OptionError,
     UnsupportedModelError,
 )
+from jetdraft.export.step import buffer_sizes
 from jetdraft.recipe import Recipe
 from tests.cli.running import assert_refused, jetdraft
-from tests.tiny import MIXTURES, SHARING, SIZES
+from tests.export.test_architectures import load
+from tests.tiny import HYBRIDS, MIXTURES, SHARING, SIZES
 
 CONFIG = {
     "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -344,6 +347,15 @@ def test_the_values_that_a_token_adds_to_the_caches():
     assert Dimensions.of(LFM2).state_values == 2 * 2 * 64
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+def test_states_are_as_large_as_the_runtime_s(name, tmp_path):
+    config = HYBRIDS[name]()
+    checkpoint = load(config, tmp_path / "checkpoint")
+    states = buffer_sizes(checkpoint.model).states
+    sizes = Dimensions.of(config.to_dict())
+    assert sizes.state_values + sizes.kept_values == sum(map(math.prod, states))
+
+
 def test_mamba_is_refused_by_name():
     with pytest.raises(UnsupportedModelError, match="Mamba layers"):
         Dimensions.of({**LLAMA, "mamba_d_state": 16})
@@ -358,10 +370,10 @@ def test_a_vision_model_is_its_text_part():
 
 @pytest.mark.parametrize(
     ("config", "change", "size"),
-    [(LLAMA, {"tied": True}, 2 * 128 * 64), (LFM2, {"state_values": 0}, 3 * 4 * 256)],
+    [(LLAMA, {"tied": True}, 2 * 128 * 64), (LFM2, {"state_values": 0}, 2 * 4 * 256)],
 )
-def test_memory_counts_a_tied_head_once_and_states_thrice(config, change, size):
-    """States before a pass, after it, and at the end of the prompt."""
+def test_memory_counts_a_tied_head_once_and_states_twice(config, change, size):
+    """States in use, and at the end of the prompt."""
     sizes, recipe = Dimensions.of(config), Recipe.parse("int4-b64-headnone")
     changed = dataclasses.replace(sizes, **change)
     more, less = (LoadedDecoder(n, recipe).memory_mb(10) for n in (sizes, changed))
