@@ -139,8 +139,7 @@ def forecasts_of_all_exports() -> Iterator[None]:
 
     def write_and_forecast(job: Job, entry: GraphEntry) -> GraphEntry:
         entry = write(job, entry)
-        files = [entry.file, entry.tree_file, entry.encoder_file]
-        files += [entry.compaction_file]
+        files = entry.file, entry.tree_file, entry.encoder_file, entry.compaction_file
         models = {
             f: onnx.load(job.folder / f, load_external_data=False) for f in files if f
         }

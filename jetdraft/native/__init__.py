@@ -6,6 +6,7 @@
 import ctypes
 import functools
 import platform
+import sys
 from pathlib import Path
 
 from jetdraft.errors import ProviderError
@@ -17,8 +18,11 @@ OPERATORS = (
     *(MULTIPLY, GATHER, EXPERTS),
     *("GroupQueryAttention", "LinearAttention", "CausalConvolution"),
 )
-# The file for this kind of processor; it may be missing.
-LIBRARY = Path(__file__).with_name(f"{platform.machine()}.so")
+# The file for this kind of processor; it may be missing. Python in a clone imports the
+# clone, whose library may lie where it was installed.
+_PLACES = [Path(__file__).parent, *(Path(p, "jetdraft", "native") for p in sys.path)]
+_FILES = [place / f"{platform.machine()}.so" for place in _PLACES]
+LIBRARY = next(filter(Path.exists, _FILES), _FILES[0])
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from typing import Any
 from jetdraft.errors import JetdraftError, LengthError, printable
 from jetdraft.options import check_bounds, declared
 
-_limits = partial(declared, "limits")
+_limit = partial(declared, "limits")
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,19 @@ class Limits:
         names=("-n", "--max-new-tokens"),
         least=1,
     )
-    max_body_bytes: int = _limits(
+    max_body_bytes: int = _limit(
         1_000_000, "The most bytes of a request's body.", least=1
     )
-    max_sound_bytes: int = _limits(
+    max_sound_bytes: int = _limit(
         25_000_000, "The most bytes of a request with a sound.", least=1
     )
-    max_waiting: int = _limits(
+    max_waiting: int = _limit(
         64, "The most requests that may wait for a model.", least=0
     )
-    max_wait: float = _limits(
+    max_wait: float = _limit(
         120.0, "The most seconds that a request may wait.", above=0
     )
-    max_seconds: float = _limits(
+    max_seconds: float = _limit(
         300.0, "The most seconds that a text may take.", above=0
     )
     max_sounds: int = 8

@@ -302,11 +302,9 @@ def test_turned_experts_are_turned_back(tmp_path):
         return tensors | stacks
 
     edit(turned, turn)
-    one, other = (
-        Checkpoint.load(str(folder), torch.float32).model.state_dict()
-        for folder in (own, turned)
-    )
-    assert all(torch.equal(other[name], weight) for name, weight in one.items())
+    one, other = (Checkpoint.load(str(f), torch.float32).model for f in (own, turned))
+    expected = one.state_dict()
+    assert all(torch.equal(expected[n], w) for n, w in other.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["gate", "down"])

@@ -1,5 +1,6 @@
 """A bundle that needs the library, where the library or the bundle is damaged."""
 
+import runpy
 import shutil
 
 import onnx
@@ -7,10 +8,9 @@ import pytest
 
 from jetdraft import native
 from jetdraft.cli.doctor import examine
-from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes import session as sessions
 from tests.cli.running import assert_refused, jetdraft
+from tests.exports import exported
 from tests.fuzz.damages import hash_again
 
 INSTALL = "install jetdraft again on this machine, or export with --kernel onnxruntime"
@@ -19,13 +19,18 @@ UNKNOWN = "the instructions that JETDRAFT_ISA names; leave it out"
 
 @pytest.fixture(scope="module")
 def packed(pair, once):
-    return make(pair, once, Recipe("q4_0"))
+    return make(pair, once, "q4_0")
 
 
 def make(pair, once, recipe, kernel=None):
-    options = ExportOptions(recipe, capacity=256, max_width=16, kernel=kernel)
-    name = f"{recipe.name}-{kernel}"
-    return once(name, lambda to: export(str(pair.target), to, None, options))
+    how = {"recipe": recipe, "capacity": 256, "kernel": kernel}
+    return once(f"{recipe}-{kernel}", lambda to: exported(pair.target, to, **how).path)
+
+
+def test_a_clone_finds_the_installed_library(tmp_path):
+    """Python in a clone imports its files, which have no library beside them."""
+    module = shutil.copy(native.__file__, tmp_path)
+    assert runpy.run_path(module)["LIBRARY"].samefile(native.LIBRARY)
 
 
 @pytest.fixture
@@ -66,13 +71,13 @@ def generated(bundle):
 def test_a_bundle_says_what_it_lacks(packed, pair, once, fault):
     """For products and attention, or for attention alone."""
     fix = () if fault == UNKNOWN else (INSTALL,)
-    for bundle in (packed, make(pair, once, Recipe("int8", 16))):
+    for bundle in (packed, make(pair, once, "int8-b16")):
         assert_refused(generated(bundle), fault, *fix)
 
 
 def test_other_bundles_do_without(pair, once, fault):
     assert fault
-    other = make(pair, once, Recipe("int8", 16), "onnxruntime")
+    other = make(pair, once, "int8-b16", "onnxruntime")
     assert generated(other).exit_code == 0
 
 

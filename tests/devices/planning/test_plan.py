@@ -350,8 +350,7 @@ def test_the_values_that_a_token_adds_to_the_caches():
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
 def test_states_are_as_large_as_the_runtime_s(name, tmp_path):
     config = HYBRIDS[name]()
-    checkpoint = load(config, tmp_path / "checkpoint")
-    states = buffer_sizes(checkpoint.model).states
+    states = buffer_sizes(load(config, tmp_path / "checkpoint").model).states
     sizes = Dimensions.of(config.to_dict())
     assert sizes.state_values + sizes.kept_values == sum(map(math.prod, states))
 
