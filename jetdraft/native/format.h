@@ -109,10 +109,10 @@ struct Attention {
 };
 
 // Linear attention of rows, in their order, over matrices [heads][key][value]. Queries and
-// keys [key_heads][key] are shared by heads that follow each other. A row lets its head's
-// matrix S decay and adds its key times its value, or, with a beta, beta times what the
-// value differs from key S; its answer is query S. Only the first `lasting` rows change
-// `states`: later rows read what they and earlier rows make of a copy.
+// keys [key_heads][key] are shared by heads that follow each other. For each row a head's
+// matrix S decays, and the product of the row's key and value is added to it; with a beta,
+// the product of its key and beta (value - key S). The row's answer is query S. Only the
+// first `lasting` rows change `states`; the rows after them change a copy.
 struct Recurrence {
   static constexpr int64_t COLUMNS = 64;  // of a copy
   struct Row {

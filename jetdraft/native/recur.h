@@ -19,8 +19,8 @@ struct Columns {
   int64_t line;
 };
 
-// A row's answer from COUNT vectors of columns, which it reads in one place and writes to
-// another.
+// Lets a row change COUNT vectors of columns, read at `from` and written at `to`, and
+// computes its answer in these columns.
 template <class V, int COUNT>
 void take_row(const Recurrence& r, const Recurrence::Row& row, int64_t head,
               int64_t column, Columns from, Columns to) {

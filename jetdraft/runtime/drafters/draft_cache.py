@@ -95,7 +95,7 @@ class DraftCache:
         self._features += list(features[kept:])
 
     def catch_up(self, context: Tokens) -> None:
-        """Run what is missing, until the rows that a round can leave are left."""
+        """Run missing rows, if more are missing than the last draft can leave."""
         self._drop_differing(context)
         while (missing := self._count_missing(context)) > self._most_left:
             self._feed(context, min(missing - 1, self.graph.contract.max_width))

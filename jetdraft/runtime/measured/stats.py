@@ -20,11 +20,10 @@ class Round(NamedTuple):
     number of probes, which drafted for the next round. `off` says why this round had no
     draft. `asked` maps each method that was asked to the number of rows that it offered
     and its seconds. `evidence` is the proposer's for this draft. `seconds` is the time
-    of the whole round, 0 if it was not taken, without what a proposer had to read after
-    rounds of others, which says nothing of its drafts; `draft_seconds` is the time
-    until the draft was there, or given up. `commit_seconds` is the time of moving
-    accepted rows together. `experts` counts the experts of all layers
-    that the pass touched.
+    of the whole round, 0 if it was not taken, less the time in which proposers read
+    rows that earlier rounds had left. `draft_seconds` is the time until the draft was
+    there, or given up. `commit_seconds` is the time of moving accepted rows together.
+    `experts` counts the experts of all layers that the pass touched.
     """
 
     method: str

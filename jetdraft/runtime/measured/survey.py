@@ -332,7 +332,7 @@ class Survey:
     def _rows_after(self, start: int, rows: int) -> list[np.ndarray]:
         """Copies of KV rows from `start` on, [1, kv_heads, rows, head_dim].
 
-        With recurrent states, also the logits of a row that takes them up.
+        With recurrent states, also the logits of the next row: its pass reads them.
         """
         buffers = self.target.cache.buffers.values()
         copies = [b.numpy()[:, :, start : start + rows].copy() for b in buffers]

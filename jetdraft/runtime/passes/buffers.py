@@ -171,7 +171,7 @@ class Cache:
         return kept, rows
 
     def end_pass(self) -> None:
-        """The pass has run: a narrow pass has left its rows out of the states."""
+        """Note that the pass has run; a wide pass has put its rows into the states."""
         self.is_ahead = self._was_ahead or self._last_pass[1] > WIDEST
 
     def rewind(self, length: int) -> None:
