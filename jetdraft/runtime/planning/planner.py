@@ -139,7 +139,7 @@ MAX_PROPOSERS = 64
 class Offer:
     """The draft of a round; `asked` has the rows and the seconds of each proposer.
 
-    `late_seconds` is the time in which proposers read rows that earlier rounds had left.
+    `late_seconds` is the time of reading rows that earlier rounds had left.
     """
 
     rows: Rows
