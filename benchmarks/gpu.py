@@ -283,11 +283,6 @@ def rates(
     }
 
 
-def sharing(run: Run) -> str:
-    """Memory of one and of two sessions; see benchmarks/sharing.py."""
-    return script("sharing.py", str(run.own), "--provider", run.provider)
-
-
 def transformers(run: Run) -> Any:
     """transformers' assisted generation on the same prompts and device."""
     output = run.work / "transformers.json"
@@ -315,7 +310,7 @@ def script(name: str, *arguments: str) -> str:
 PARTS: dict[str, Callable[[Run], Any]] = {
     part.__name__: part
     for part in (
-        machine, kernels, text, passes, speed, placement, sharing, transformers
+        machine, kernels, text, passes, speed, placement, transformers
     )
 }  # fmt: skip
 

@@ -120,15 +120,20 @@ def locked(path: Path, wait: bool = False, create: bool = False) -> Iterator[boo
         os.close(handle)
 
 
-def read_arrays(file: Path, refusal: JetdraftError) -> dict[str, npt.NDArray[Any]]:
-    """Read the arrays of an uncompressed npz; raises `refusal` for other files."""
+def read_arrays(
+    file: Path, refusal: JetdraftError, *names: str
+) -> dict[str, npt.NDArray[Any]]:
+    """Read the arrays of an uncompressed npz, or those with these `names`.
+
+    Raises `refusal` for other files.
+    """
     try:
         # numpy leaves files open that it cannot read, unless it was given a handle.
         with file.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:
             sizes = [entry.file_size for entry in stored.zip.infolist()]
             if sum(sizes) > file.stat().st_size:  # `write_arrays` compresses nothing
                 raise ValueError("it is compressed")
-            return {name: stored[name] for name in stored.files}
+            return {name: stored[name] for name in names or stored.files}
     except Exception as error:  # of a dozen types, from zipfile and numpy
         raise refusal from error
 

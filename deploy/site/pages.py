@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from textwrap import indent
 
+import click
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from jetdraft.cli import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("*.md", *(f"{room}/**/*.md" for room in ("docs", "deploy", "examples")))
@@ -39,7 +44,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(_file(file, ROOT, config))
     for file in sorted(BUILD.glob("reference/**/*.*")):
         files.append(_file(file, BUILD, config))
+    files.append(File.generated(config, "commands.md", content=commands()))
     return files
+
+
+def commands() -> str:
+    """The page with the help of each command, which comes from the option fields."""
+    lines, rest = ["# Commands", "", "    jetdraft --help", ""], [("jetdraft", main)]
+    for name, command in rest:
+        context = click.Context(command, info_name=name, max_content_width=100)
+        if isinstance(command, click.Group):
+            own = map(partial(command.get_command, context), command.list_commands(context))
+            rest += [(f"{name} {each.name}", each) for each in own if each]
+        help_text = indent(command.get_help(context), "    ")
+        lines += [f"## {name}", "", help_text, ""]
+    return "\n".join(lines)
 
 
 def targets(page: Path) -> Iterator[Path]:

@@ -47,6 +47,12 @@ class ServeOptions:
         least=1,
         most=64,
     )
+    prefixes: Path | None = _server(
+        None,
+        "Keep the rows of beginnings that prompts share in this folder, for all "
+        "clients; default: each model keeps the rows of its last text.",
+        metavar="DIR",
+    )
     drain: int = _server(30, "Seconds to finish texts after SIGTERM.", least=0)
 
 
@@ -95,6 +101,6 @@ def command(
         log.handlers = [logging.StreamHandler()]
         pool = Pool(bundle, server.models, options["method"], **runtime)
         name = server.name or bundle.resolve().name
-        service = Service(pool, name, limits, key or "")
+        service = Service(pool, name, limits, key or "", server.prefixes)
         click.echo(f"{service.name} answers at {' and '.join(places)}", err=True)
         run(service, listeners, server.host, server.drain)

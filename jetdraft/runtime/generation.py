@@ -98,7 +98,7 @@ class Generation:
             prompt_tokens=len(source_tokens(source) or prompt),
             plain_ms=parts.curve.pass_ms(self.widths[0]),
         )
-        self._prompt, self._source = prompt, source
+        self.prompt, self._source = prompt, source
         self.pieces: list[Piece] = []
         # Tokens of the last round that are not proven yet.
         self._carried: list[int] = []
@@ -146,11 +146,11 @@ class Generation:
                     self._matcher.close()
             response = [token for piece in self.pieces for token in piece.token_ids]
             user = self.options.drafting.user
-            request = source_tokens(self._source) or self._prompt
+            request = source_tokens(self._source) or self.prompt
             if not self.options.drafting.select_kv:
                 self.parts.remember(request, response, user)
             for observer in self.observers:
-                observer.end(self._prompt, response, user, self.stats)
+                observer.end(self.prompt, response, user, self.stats)
 
     def _generate_pieces(self) -> Iterator[Piece]:
         """Read source and prompt, yield a piece per round, then the text held back."""
@@ -165,9 +165,9 @@ class Generation:
         parts.encode_source(self._source, self.options.drafting.may_ask_drafter)
         prefix = self._reusable_prefix(exact)
         for observer in self.observers:
-            observer.begin(self._prompt, self.chooser)
-        sequence = array("I", self._prompt)
-        kept = prefix.reusable_rows(self._prompt, exact)
+            observer.begin(self.prompt, self.chooser)
+        sequence = array("I", self.prompt)
+        kept = prefix.reusable_rows(self.prompt, exact)
         for proposer in self.proposers:
             kept = self._target.cache.resumable(proposer.keep(kept))
         self.stats.reused_tokens = kept
@@ -195,7 +195,7 @@ class Generation:
 
     def _prefill(self) -> None:
         """Run what the cache lacks of the prompt, without its last token, in passes."""
-        cache, prompt = self._target.cache, self._prompt
+        cache, prompt = self._target.cache, self.prompt
         prefills = prefill_widths(self._target.contract)
         while cache.length < len(prompt) - 1 and not self.watcher.must_end():
             unread = len(prompt) - 1 - cache.length

@@ -343,7 +343,7 @@ class Model:
 
         model.save_prefix("system.npz", model.chat_prompt(messages))
         """
-        self._check_prefix_support()
+        self.check_prefix_support()
         tokens, parts = self.prompt(token_ids=token_ids).tolist(), self.parts
         with parts.claim.held():
             # All proposers see the prompt, since a head reads the target's features.
@@ -360,7 +360,7 @@ class Model:
 
         Exact generations do not use rows that another machine computed.
         """
-        self._check_prefix_support()
+        self.check_prefix_support()
         parts, drafter = self.parts, self.parts.drafter
         size = 0 if drafter is None else drafter.contract.feature_input
         with parts.claim.held():
@@ -372,7 +372,7 @@ class Model:
             if parts.draft_cache is not None:
                 parts.draft_cache.restore(tokens, waiting)
 
-    def _check_prefix_support(self) -> None:
+    def check_prefix_support(self) -> None:
         """Raise `OptionError` for an encoder-decoder: its rows need the source."""
         if self.bundle.start_token_ids:
             raise OptionError(

@@ -17,8 +17,9 @@ from jetdraft.runtime.text.stops import CANCELLED
 class Stream:
     """A generation under way: an iterator of `Piece`, with `stats` that fill up.
 
-    Any thread may `cancel` it. The model is free again when the stream ends: to leave a
-    loop early, keep no reference to it, use `with` or call `close`.
+    It goes on from the token ids `prompt`. Any thread may `cancel` it. The model is
+    free again when the stream ends: to leave a loop early, keep no reference to it, use
+    `with` or call `close`.
 
         stream = model.stream("def fib(n):")
         text = "".join(piece.text for piece in stream)
@@ -30,6 +31,7 @@ class Stream:
     # generation by its iterator only, so a stream that ended keeps no buffers.
     def __init__(self, generation: Generation) -> None:
         self.stats: Stats = generation.stats
+        self.prompt = generation.prompt
         self._watcher = generation.watcher
         self._past_pieces = generation.pieces
         self._with_logprobs = generation.options.logprobs is not None

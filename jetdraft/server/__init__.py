@@ -36,6 +36,9 @@ class Limits:
     max_seconds: float = _limit(
         300.0, "The most seconds that a text may take.", above=0
     )
+    prefix_bytes: int = _limit(
+        1_000_000_000, "The most bytes of the files in --prefixes.", least=1
+    )
     max_sounds: int = 8
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -30,6 +31,7 @@ from jetdraft.runtime.speech.transcription import check_speech
 from jetdraft.server import Limits, RequestError
 from jetdraft.server.connection import Admission, refusal_response
 from jetdraft.server.generation_request import GenerationRequest
+from jetdraft.server.prefix_folder import PrefixFolder
 from jetdraft.server.reply import EventStream, Reply, wait_unless_gone
 from jetdraft.server.request_queue import AnyRequest, Job, RequestQueue
 from jetdraft.server.transcription_request import TranscriptionRequest, read_form
@@ -63,21 +65,32 @@ GAUGES = {
 class Service:
     """The HTTP API of a pool of models; `name` is the model's name in requests.
 
-    Raises `JetdraftError` for a broken chat template or an API key that cannot be sent.
+    `prefixes` is the folder of a `PrefixFolder`. Raises `JetdraftError` for a broken
+    chat template, an API key that cannot be sent, or a folder that cannot be used.
     """
 
     def __init__(
-        self, pool: Pool, name: str, limits: Limits = DEFAULT_LIMITS, api_key: str = ""
+        self,
+        pool: Pool,
+        name: str,
+        limits: Limits = DEFAULT_LIMITS,
+        api_key: str = "",
+        prefixes: Path | None = None,
     ) -> None:
         self.pool, self.name, self.limits = pool, name, limits
         self._key, self._admission = api_key, Admission(api_key)
-        self.desk = RequestQueue(pool.models, limits.max_waiting, limits.max_wait)
-        self.metrics = Metrics(self.desk)
         parts = pool.models[0].parts
+        self._fingerprint = _fingerprint(parts.profiles.machine)
+        folder = None
+        if prefixes is not None:
+            pool.models[0].check_prefix_support()
+            folder = PrefixFolder(prefixes, self._fingerprint, limits.prefix_bytes)
+        waiting = limits.max_waiting, limits.max_wait
+        self.desk = RequestQueue(pool.models, *waiting, folder)
+        self.metrics = Metrics(self.desk)
         self._sound_slots = asyncio.Semaphore(limits.max_sounds)
         self._keeps_responses = parts.store is not None or parts.learning is not None
         self._defaults = pool.models[0].defaults
-        self._fingerprint = _fingerprint(parts.profiles.machine)
         if pool.models[0].bundle.chat_template:
             _ = pool.models[0].template  # refuses a broken one before the first request
 

@@ -17,6 +17,7 @@ from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.stops import CANCELLED, INTERRUPTED
 from jetdraft.server import RequestError
 from jetdraft.server.generation_request import GenerationRequest
+from jetdraft.server.prefix_folder import PrefixFolder
 from jetdraft.server.transcription_request import TranscriptionRequest
 
 AnyRequest = GenerationRequest | TranscriptionRequest
@@ -31,17 +32,24 @@ class RequestQueue:
 
     At most `max_waiting` requests wait, each for at most `max_wait` seconds. `jobs` are
     the unfinished jobs, `total` adds up the stats of all generations, and `threads` run
-    the generations. A queue belongs to one event loop.
+    the generations. A queue belongs to one event loop. A client gets the free model
+    that it had last, whose buffers may hold its conversation, or else the model that
+    has been free for longest.
     """
 
     def __init__(
-        self, models: Sequence[Model], max_waiting: int, max_wait: float
+        self,
+        models: Sequence[Model],
+        max_waiting: int,
+        max_wait: float,
+        prefixes: PrefixFolder | None = None,
     ) -> None:
         self.max_waiting, self.max_wait = max_waiting, max_wait
-        self.models = list(models)
+        self.models, self.prefixes = list(models), prefixes
         self.threads = ThreadPoolExecutor(len(self.models), "jetdraft-serve")
         self.total = Stats("", exact=True, prompt_tokens=0)
         self._free = list(models)
+        self._last_clients: dict[int, str] = {}  # by id
         self._waiting: dict[str, deque[asyncio.Future[Model]]] = {}
         self.jobs: set[Job] = set()
 
@@ -71,7 +79,13 @@ class RequestQueue:
         `client` names who takes turns. Raises `RequestError`, with status 429 if too
         many requests wait, and with 503 after `max_wait` seconds.
         """
-        model = self._free.pop() if self._free else await self._wait_for_turn(client)
+        if self._free:
+            own = (m for m in self._free if self._last_clients.get(id(m)) == client)
+            model = next(own, self._free[0])
+            self._free.remove(model)
+        else:
+            model = await self._wait_for_turn(client)
+        self._last_clients[id(model)] = client
         try:
             yield model
         finally:
@@ -213,8 +227,11 @@ class Job:
 
     def _generate(self, model: Model) -> None:
         """Generate, and hand pieces and result to `next`; runs in the thread."""
+        prefixes = self._queue.prefixes
         with closing(self._request.stream(model)) as stream:
             self._stream = stream
+            if prefixes is not None and isinstance(stream, Stream):
+                prefixes.load(model, stream.prompt)
             if self._cancelled:  # before there was a stream
                 stream.cancel()
             for piece in stream:
@@ -230,6 +247,8 @@ class Job:
                 "the server is ending, and has cut this text; ask again", status=503
             )
         self._post_event(result)
+        if prefixes is not None and isinstance(stream, Stream):
+            prefixes.save(model, stream.prompt)
 
     def _post_event(self, event: Piece | Result) -> None:
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 SUBJECTS = {
     "same-text": "tests.fuzz.same_text:SameText",
     "hybrids": "tests.fuzz.same_text:Hybrids",
+    "mixtures": "tests.fuzz.same_text:Mixtures",
     "families": "tests.fuzz.same_text:Families",
     "bundles": "tests.fuzz.bundles:Bundles",
     "operators": "tests.fuzz.operators:Operators",

@@ -1,6 +1,7 @@
 """Any request gives the text of plain decoding, whatever is drafted and was before."""
 
 import os
+from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -20,7 +21,7 @@ from tests.fuzz.requests import (
     words,
 )
 from tests.fuzz.subject import Draw, Fault, Subject
-from tests.fuzz.worlds import World, hybrid_worlds, worlds_of
+from tests.fuzz.worlds import World, made_worlds, worlds_of
 
 Options = dict[str, Any]
 REFUSALS = (OptionError, StoreError, BundleError)
@@ -163,7 +164,9 @@ class Hybrids(SameText):
     """
 
     name, always = "hybrids", "oracle"
-    make_worlds = staticmethod(hybrid_worlds)
+    make_worlds = staticmethod(
+        partial(made_worlds, "HYBRIDS", "none q4_0 int8-rtn-b32 int4-b32")
+    )
 
     def __init__(self, folder: Path, light: bool = False) -> None:
         self._oracle = registered(Method("oracle", "plain text", lambda *_: Oracle()))
@@ -173,6 +176,13 @@ class Hybrids(SameText):
     def close(self) -> None:
         super().close()
         self._oracle.__exit__(None, None, None)
+
+
+class Mixtures(Hybrids):
+    """The same for mixtures of experts, and for layers that share keys and values."""
+
+    name = "mixtures"
+    make_worlds = staticmethod(partial(made_worlds, "SHARING MIXTURES", "none q4_0 q8_0"))
 
 
 class Families(Subject):

@@ -18,6 +18,7 @@ from tests.fuzz.subject import BLOCK, case
     [
         ("same-text", 100, {"generations compared": 80, "drafted tokens": 300}),
         ("hybrids", 30, {"generations compared": 30, "drafted tokens": 300}),
+        ("mixtures", 30, {"generations compared": 30, "drafted tokens": 300}),
         ("bundles", 100, {}),
         ("operators", 300, {}),
         ("server", 150, {}),

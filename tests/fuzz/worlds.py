@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -108,19 +109,25 @@ def head_worlds(folder: Path) -> Iterator[World]:
         yield World(f"toy-{method}", toy_block(folder / f"toy-{method}", method))
 
 
-def hybrid_worlds(folder: Path, light: bool) -> Iterator[World]:
-    """Every family with recurrent states; Qwen3.5 has an MTP module."""
+def made_worlds(
+    tables: str, recipes: str, folder: Path, light: bool
+) -> Iterator[World]:
+    """Families of tables in tests/tiny.py; the hybrid Qwen3.5 has an MTP module.
+
+    They have the `recipes` in turns.
+    """
     from jetdraft.export.exporter import ExportOptions, export
     from jetdraft.recipe import Recipe
     from tests.runtime.test_recurrent import add_mtp
-    from tests.tiny import HYBRIDS, save_checkpoint
+    from tests import tiny
 
-    recipes = "none", "q4_0", "int8-rtn-b32", "int4-b32"
-    for index, (name, make) in enumerate([*HYBRIDS.items()][: 2 if light else None]):
-        source = save_checkpoint(folder / f"{name}-checkpoint", make())
+    families = [item for name in tables.split() for item in getattr(tiny, name).items()]
+    turns = zip(families[: 2 if light else None], cycle(recipes.split()))
+    for (name, make), words in turns:
+        source = tiny.save_checkpoint(folder / f"{name}-checkpoint", make())
         if name == "qwen3_5":
             add_mtp(source, make())
-        recipe = Recipe.parse(recipes[index % len(recipes)])
+        recipe = Recipe.parse(words)
         options = ExportOptions(recipe, capacity=96, max_width=32, fast=True)
         bundle = export(str(source), folder / name, options=options)
         yield World(name, bundle.path, folder / f"{name}.sqlite")

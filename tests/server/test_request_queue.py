@@ -204,3 +204,10 @@ def test_an_end_of_the_process_is_no_answer():
     with pytest.raises(SystemExit):
         run(story())
     assert read == [asyncio.CancelledError]
+
+
+@story
+async def test_a_client_gets_the_model_that_it_had():
+    queue, log = RequestQueue(["m", "n"], 9, 30.0), []
+    had = [await take(queue, client, log) for client in "xyyxyx"]
+    assert had == ["m", "n", "n", "m", "n", "m"]
