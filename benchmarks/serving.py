@@ -78,7 +78,7 @@ def measure(address: str, clients: int) -> dict[str, float]:
     start = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
         talks = list(pool.map(lambda number: talk(address, number), range(clients)))
-    seconds, turns = time.perf_counter() - start, sum(talks, [])
+    seconds, turns = time.perf_counter() - start, [t for talk in talks for t in talk]
     firsts = sorted(turn["first"] for turn in turns)
     return {
         "requests_per_second": len(turns) / seconds,
@@ -95,19 +95,19 @@ def measure(address: str, clients: int) -> dict[str, float]:
 @click.option("--llama", required=True, help="A Python that has xllamacpp.")
 @click.option("--clients", multiple=True, type=int, default=(1, 4, 16))
 @click.option("--json", "out", type=click.Path(path_type=Path), required=True)
-def main(bundle: str, gguf: str, llama: str, clients: tuple[int, ...], out: Path) -> None:
+def main(bundle: str, gguf: str, llama: str, clients: list[int], out: Path) -> None:
     """Measure both servers with each number of clients."""
     rows = []
     for count in clients:
         slots = str(min(count, MOST_SLOTS))
         with tempfile.TemporaryDirectory() as prefixes:
-            ours = [sys.executable, "-m", "jetdraft", "serve", bundle, "--port", "0"]
-            ours += ["--threads", "2", "--models", slots, "--prefixes", prefixes]
+            ours = [sys.executable, "-m", "jetdraft", "serve", bundle, "--port=0"]
+            ours += ["--threads=2", "--models", slots, "--prefixes", prefixes]
             theirs = [llama, "-c", LLAMA, gguf, slots, str(CONTEXT)]
             for name, command in (("jetdraft", ours), ("llama.cpp", theirs)):
                 with started(command) as address:
-                    rows.append({"server": name, **measure(address, count)})
-                    rows[-1]["clients"] = count
+                    row = {"server": name, "clients": count}
+                    rows.append(row | measure(address, count))
                     print(json.dumps(rows[-1]), flush=True)
     out.write_text(json.dumps(rows, indent=1) + "\n")
 

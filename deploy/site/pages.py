@@ -54,7 +54,8 @@ def commands() -> str:
     for name, command in rest:
         context = click.Context(command, info_name=name, max_content_width=100)
         if isinstance(command, click.Group):
-            own = map(partial(command.get_command, context), command.list_commands(context))
+            verbs = command.list_commands(context)
+            own = map(partial(command.get_command, context), verbs)
             rest += [(f"{name} {each.name}", each) for each in own if each]
         help_text = indent(command.get_help(context), "    ")
         lines += [f"## {name}", "", help_text, ""]

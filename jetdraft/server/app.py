@@ -153,6 +153,7 @@ class Service:
             "owned_by": "jetdraft",
             "context_window": first.parts.target.contract.capacity,
             "methods": list(first.methods),
+            "chat": first.bundle.chat_template is not None,
         }
 
     async def _serve_generation(self, request: Request) -> ASGIApp:

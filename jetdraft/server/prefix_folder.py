@@ -23,7 +23,7 @@ log = logging.getLogger("jetdraft.server")
 
 
 class PrefixFolder:
-    """Keeps the rows of beginnings that prompts share, in at most `most_bytes` of files.
+    """Keeps rows of beginnings that prompts share, in files of at most `most_bytes`.
 
     A prompt that goes on from an earlier prompt, as a conversation does, shares nothing
     new: its rows are in the buffers. `name` stands for bundle and machine. The files

@@ -182,7 +182,9 @@ class Mixtures(Hybrids):
     """The same for mixtures of experts, and for layers that share keys and values."""
 
     name = "mixtures"
-    make_worlds = staticmethod(partial(made_worlds, "SHARING MIXTURES", "none q4_0 q8_0"))
+    make_worlds = staticmethod(
+        partial(made_worlds, "SHARING MIXTURES", "none q4_0 q8_0")
+    )
 
 
 class Families(Subject):

@@ -118,8 +118,8 @@ def made_worlds(
     """
     from jetdraft.export.exporter import ExportOptions, export
     from jetdraft.recipe import Recipe
-    from tests.runtime.test_recurrent import add_mtp
     from tests import tiny
+    from tests.runtime.test_recurrent import add_mtp
 
     families = [item for name in tables.split() for item in getattr(tiny, name).items()]
     turns = zip(families[: 2 if light else None], cycle(recipes.split()))

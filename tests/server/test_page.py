@@ -57,6 +57,7 @@ def test_a_prompt_is_tried_and_drafted_tokens_are_coloured(
     wait(browser, lambda: browser.title == "jetdraft: toy")
     fill(browser, "prompt", "The robot sees")
     fill(browser, "tokens", "40")
+    Select(of(browser, "mode")).select_by_value("text")
     Select(of(browser, "method")).select_by_visible_text("cascade")
     of(browser, "run").click()
     wait(browser, lambda: "tokens in" in of(browser, "figures").text)
@@ -71,9 +72,31 @@ def test_a_prompt_is_tried_and_drafted_tokens_are_coloured(
     assert of(browser, "error").text == ""
 
 
+def test_a_conversation_goes_on_and_starts_again(browser, address, model):
+    browser.get(address)
+    wait(browser, lambda: browser.title == "jetdraft: toy")
+    fill(browser, "tokens", "12")
+    messages = []
+    for said in ("The robot", "And the cat?"):
+        of(browser, "prompt").send_keys(said + "\n")
+        wait(browser, lambda: of(browser, "run").is_enabled())
+        messages.append({"role": "user", "content": said})
+        answer = model.chat(messages, max_new_tokens=12).text
+        messages.append({"role": "assistant", "content": answer})
+        *_, reply = browser.find_elements(By.CSS_SELECTOR, "#text .reply")
+        assert reply.get_property("textContent") == answer
+    assert [e.text for e in browser.find_elements(By.CSS_SELECTOR, "#text .user")] == [
+        "The robot", "And the cat?"
+    ]  # fmt: skip
+    assert of(browser, "error").text == ""
+    of(browser, "fresh").click()
+    assert of(browser, "text").get_property("textContent") == ""
+
+
 def test_what_goes_wrong_is_shown(browser, service, address):
     browser.get(address)
     wait(browser, lambda: browser.title == "jetdraft: toy")
+    Select(of(browser, "mode")).select_by_value("text")
     of(browser, "run").click()
     wait(browser, lambda: "empty" in of(browser, "error").text)
     locked = Service(service.pool, "toy", api_key="sesame")
