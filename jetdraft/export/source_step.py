@@ -123,10 +123,7 @@ class SourceStep(Step):
     def slot_distance_bias(
         self, rows: Tensor, positions: Tensor, cursor: Tensor, both_ways: bool = False
     ) -> Tensor | None:
-        """Return the bias [1, heads, n, slots] by distance; None if the model has none.
-
-        `rows` [1, n] are positions of queries, `positions` of the slots from `cursor`.
-        """
+        """Return the bias [1, heads, n, slots] by distance, if the model has such."""
         if relative_bias_module(self.model) is None:
             return None
         slots = torch.arange(self.contract.slots)

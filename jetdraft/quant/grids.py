@@ -28,10 +28,7 @@ _ONE, _ZERO = b"\0\x3c", b"\0\0"  # 1 and 0 as halves.
 
 @dataclass(frozen=True)
 class _Grid:
-    """A type: bits of an integer, the integer for 0, and bytes that make w = q.
-
-    `plain` has the bytes by their offset in a block.
-    """
+    """Bits of an integer, the integer for 0, and bytes by offset that make w = q."""
 
     bits: int
     zero: int
