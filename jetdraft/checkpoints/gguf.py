@@ -109,7 +109,6 @@ class GgufFile:
         return None if field is None else field.contents()
 
     def _check_beginning(self) -> None:
-        """Raise `CheckpointError` for an empty file, or a file of another format."""
         with self.path.open("rb") as handle:
             beginning = handle.read(len(_MAGIC))
         if not beginning:
@@ -121,7 +120,6 @@ class GgufFile:
             )
 
     def _check_supported(self) -> None:
-        """Raise a `JetdraftError` for a part of a model, or an unsupported family."""
         parts = self.field("split.count")
         if parts is not None and parts > 1:
             raise CheckpointError(
@@ -318,7 +316,6 @@ class GgufFile:
         parts: list[ReaderTensor],
         keeps_grids: bool,
     ) -> None:
-        """Add the experts of a layer, whose columns are in one or two tensors."""
         (grid, *others) = {part.tensor_type.name for part in parts}
         shapes = {(len(p.data), int(p.shape[0]), p.data.ndim) for p in parts}
         if len(shapes) > 1 or parts[0].data.ndim != 3:

@@ -92,7 +92,6 @@ TARGET_RENAMES: Renames = ((r"(lm_head|embed_tokens)\..*", None), LAYER_RENAME)
 class DraftModule(nn.Module):
     """A drafter: what it reads, how it is recognized and read, and its forward pass.
 
-    Embedding and LM head are modules of the target unless the drafter has its own.
     `ids` int64 [draft vocabulary] are the target's ids of LM head rows, None for all.
     """
 
@@ -267,5 +266,4 @@ def lm_head_rows(lm_head: nn.Module, ids: Tensor) -> nn.Linear:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have one shape and, as float32, the same values."""
     return one.shape == other.shape and torch.equal(one.float(), other.detach().float())
