@@ -90,7 +90,6 @@ def record_verdicts(
 
 
 def _find_drafting(model: Model) -> tuple[str, ModelProposer]:
-    """Find the method that drafts with the drafter; returns its name and proposer."""
     drafter = model.parts.drafter
     if drafter is None or not drafter.contract.stands_alone:
         raise OptionError(

@@ -64,8 +64,7 @@ class Masked:
     ) -> Tensor:
         """Return a module's attention under the masks, mixed values [b, n, heads, d].
 
-        T5's `position_bias` counts in the encoder only: in the decoder it would count
-        the rows of blocks as text, so there `masks.own` has the bias.
+        T5's bias counts in the encoder only: `masks.own` has the decoder's.
         """
         assert self.masks is not None
         bias = self.masks.source
@@ -94,8 +93,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attend as transformers asks for it: [b, heads, n, d] to [b, n, heads, d].
 
-    A module of a `Masked` model adds the masks. Any other is causal; in a layer with
-    streams the attribute `LAYOUT_ATTRIBUTE` says which rows they are.
+    A `Masked` model adds its masks; `LAYOUT_ATTRIBUTE` says which rows are streams.
     """
     masked: Masked | None = getattr(module, _MASKED_BY, None)
     if masked is not None:

@@ -21,11 +21,10 @@ SMALLEST = 1e-6  # The least rest, so that its logarithm is finite.
 class Labels:
     """The target's distributions for the n learned tokens of a batch.
 
-    `wanted` float32 [n, k] are log probabilities that sum to 1, `mass` [n] is the
-    probability of all tokens that can be drafted, and `known` bool [n] says whether the
-    likeliest of all tokens is among them. Without `tokens`, k is the size of the draft
-    vocabulary; else `tokens` int64 [n, k - 1] are its most likely tokens, by their rows
-    in the drafter's LM head, and the last column is for all others together.
+    `wanted` float32 [n, k] are log probabilities, `mass` [n] the probability of all
+    tokens that can be drafted, and `known` bool [n] whether the likeliest of all is
+    among them. Without `tokens`, k is the draft vocabulary; else `tokens` int64 [n,
+    k - 1] are the likeliest rows of the LM head, and the last column has the rest.
     """
 
     wanted: Tensor
@@ -95,10 +94,7 @@ LABEL_FIELDS = ("wanted", "mass", "known", "tokens")  # Each a tensor of its own
 
 
 class LabelCache:
-    """Labels of texts in files of a folder: the `kept` likeliest tokens of a place.
-
-    Log probabilities are float16. `owner` says what the labels were made with.
-    """
+    """Float16 labels of texts in a folder of `owner`: the `kept` likeliest tokens."""
 
     def __init__(self, folder: Path, owner: str, kept: int, process: int = 0) -> None:
         self.kept = kept
@@ -184,8 +180,7 @@ PREDICTED_TOKENS = 4  # Tokens of a draft whose acceptance is predicted.
 def rates_by_place(chances: Sequence[Tensor]) -> list[float]:
     """Return the acceptance rate of each token of a draft after all before it.
 
-    `chances` has a vector for each text: the chance that its token i is accepted. A
-    draft starts at each token; what it has after the text's end does not count.
+    `chances` has a text's chances of acceptance by token; drafts start at each token.
 
         rates_by_place([torch.tensor([1.0, 0.5, 1.0])])  # [0.83, 0.67, 1.0, 0.0]
     """

@@ -44,10 +44,7 @@ class SourceDrafter(DraftModule):
 
     @property
     def lm_head(self) -> Any:
-        """The target's LM head; no attribute, as torch would register it a second time.
-
-        A trace fails if a module has two names.
-        """
+        """The target's LM head; a trace fails if a module has two names."""
         return self.model.get_output_embeddings()
 
     def get_encoder(self) -> Any:
@@ -65,10 +62,9 @@ class SourceDrafter(DraftModule):
     ) -> Tensor:
         """The logits float32 of the k decoder rows that `rows` selects.
 
-        `tokens` and `positions` are int64 [b, m]; the token vocab_size + j stands for
-        mask j. `rows` indexes states [b, m, h]: the result is [1, k, vocab] or [k,
-        vocab]. `source` are the model's arguments for its source, for example
-        `encoder_outputs`.
+        `tokens` and `positions` are int64 [b, m]; the token vocab_size + j is mask j.
+        `rows` indexes states [b, m, h]: the result is [1, k, vocab] or [k, vocab].
+        `source` are the model's arguments for its source.
         """
         embed, size = self.get_decoder().embed_tokens, self.config.vocab_size
         states = embed(tokens.clamp(max=size - 1))
@@ -178,10 +174,7 @@ def source_fields(target: Checkpoint, config: HeadConfig) -> dict[str, Any]:
 
 
 def embedding_sha256(target: Checkpoint, padded: bool = False) -> str:
-    """Hash the token embeddings in float16, to recognize the target of a drafter.
-
-    With `padded` also the rows without a token, as older drafters did.
-    """
+    """Hash token embeddings in float16, `padded` with the rows without a token."""
     words = target.model.get_input_embeddings().weight.detach()
     if target.tokenizer is not None and not padded:
         words = words[: Tokenizer.from_str(target.tokenizer).get_vocab_size()]

@@ -110,10 +110,9 @@ class FalconTask(LayerTask):
 def predict_features(
     drafter: Falcon, features: Tensor, ids: Tensor, places: Tensor
 ) -> Tensor:
-    """Run the drafter over whole sequences; return the predicted features [b, T, h].
+    """Run the drafter over sequences; return the predicted features [b, T, h].
 
-    `ids` int64 [b, T] are the next tokens of the rows, `places` int64 [T] the rows'
-    places in their blocks.
+    `ids` int64 [b, T] are next tokens, `places` int64 [T] rows' places in their blocks.
     """
     size, rows = drafter.config.slots, torch.arange(len(places))
     rows = rows.to(places.device)
@@ -131,8 +130,8 @@ def shown_rows(
 ) -> Tensor:
     """Choose the rows, bool [b, T], that read what they should predict.
 
-    They are the first rows of random blocks, never the last row of a block, and at most
-    `share` times as many as the `wrong` rows, bool [b, T], of a sequence.
+    They are the first of random blocks, but no last row of a block, and at most `share`
+    times as many as the `wrong` rows, bool [b, T], of a sequence.
     """
     count = len(places)
     blocks = (torch.arange(count, device=places.device) + places[0]) // size
