@@ -203,10 +203,7 @@ class TreeSearch:
         self.successors, self.iterations = successors, iterations
 
     def run(self, one: int, two: int, budget: int) -> tuple[list[int], list[int]]:
-        """Return tokens and parents of at most `budget` rows; `two` is row 0.
-
-        The same arguments give the same tree.
-        """
+        """Return tokens and parents of at most `budget` rows; `two` is row 0."""
         self._nodes = [Node(two, -1, 1.0)]
         self._before = one
         self._random = random.Random(one << 32 | two)
@@ -255,7 +252,6 @@ class TreeSearch:
         return before, self._nodes[path[-1]].token
 
     def _shares(self, pair: tuple[int, int]) -> dict[int, float]:
-        """The share of each successor of a pair, likeliest first; empty if unknown."""
         weights = self.successors(*pair)
         total = sum(weights.values())
         order = sorted(weights, key=lambda token: (-weights[token], token))

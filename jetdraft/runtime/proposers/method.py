@@ -56,10 +56,7 @@ class MethodOptions:
             raise DraftingError(refusal)
 
     def refusals(self) -> Iterator[str]:
-        """Yield each contradiction with its fix; the first is raised as `OptionError`.
-
-        A subclass yields from `super().refusals()` before its own.
-        """
+        """Yield each contradiction with its fix; the first becomes an `OptionError`."""
         check_choice("verifier", self.verifier, VERIFIERS)
         check_ranges(self, _RANGES)
         for name in sorted({name for v in VERIFIERS.values() for name in v.settings}):

@@ -42,8 +42,8 @@ TOP, TOLERANCE = 3, 1.0  # The tolerant verifier's defaults.
 class Verifier:
     """Chooses one token per row, by the target's distribution unless it is `lossy`.
 
-    It is for drafts of some `kinds`, and if `single_child` for rows with one child. The
-    `settings` are fields of `MethodOptions` with their defaults.
+    It is for drafts of some `kinds`, maybe with a `single_child` only. The `settings`
+    are fields of `MethodOptions` with their defaults.
     """
 
     name: str
@@ -72,7 +72,6 @@ class Verifier:
 def _walk(
     rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
 ) -> list[int]:
-    """The tokens that plain decoding chooses, whatever was drafted."""
     return chooser.choose(answer, positions)
 
 
@@ -83,7 +82,6 @@ def _rule_verifier(
     lossy: bool = False,
     single_child: bool = False,
 ) -> Verifier:
-    """Make a verifier that draws each row's token from pi(. | its children)."""
 
     def choose(
         rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
