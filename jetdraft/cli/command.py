@@ -47,10 +47,7 @@ class Command(click.Command):
 
 
 class LazyGroup(click.Group):
-    """A group that imports the module of a command when the command is used.
-
-    The command NAME is the variable `command` of the module `package.NAME`.
-    """
+    """A group that imports the command NAME from `package.NAME` when it is used."""
 
     package: str
     summaries: Mapping[str, str]
@@ -105,7 +102,7 @@ def keyword_flags(
 ) -> Decorator:
     """Decorate a command with a flag for each declared field of a record, or of `only`.
 
-    The command gets the fields as keywords; `defaults` replace the record's.
+    `defaults` replace the record's.
     """
     return join_decorators(
         *(_click_option(o, defaults) for o in _chosen_options(record, only))
@@ -124,10 +121,7 @@ def record_flags(
     only: Collection[str] | None = None,
     **defaults: Any,
 ) -> Decorator:
-    """Like `keyword_flags`, but the command gets a `record` as the keyword `name`.
-
-    A `TypedDict` has only the options that the user gave.
-    """
+    """Like `keyword_flags`, but the command gets a `record` as the keyword `name`."""
     names = [option.name for option in _chosen_options(record, only)]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,7 +138,6 @@ def record_flags(
 
 
 def _click_option(declared_option: Declared, defaults: Mapping[str, Any]) -> Decorator:
-    """Make the click option of a declared option; `defaults` replace its default."""
     flag, kind = declared_option.flag, declared_option.kind
     default, help_ = declared_option.default, declared_option.help
     default = defaults.get(declared_option.name, default)
@@ -188,7 +181,6 @@ def parse_integers(text: str, option: str) -> list[int]:
 
 
 def _click_type(declared_option: Declared) -> Any:
-    """The click type of an option's value, with its choices or bounds."""
     flag, kind = declared_option.flag, declared_option.kind
     if flag.choices:
         return _Choice(flag.choices, kind)

@@ -82,7 +82,6 @@ def clear(bundle: Path, file: Path, user: str) -> None:
 def _print_folder(
     bundle: Bundle, text: TextCodec, folder: Path, user: str, as_json: bool
 ) -> None:
-    """Print which weights are chosen, and a user's lessons, the latest first."""
     sets = WeightSets(folder, drafter_sha256(bundle))
     sets.check()
     choice = sets.read_choice()

@@ -360,7 +360,6 @@ class StepContract:
 def _keys_and_values(
     side: str, dtype: str, shapes: Mapping[int, tuple[int | str, ...]]
 ) -> tuple[TensorSpec, ...]:
-    """The tensors `{side}_key.{layer}` and `{side}_value.{layer}` of all layers."""
     return tuple(
         TensorSpec(f"{side}_{kind}.{layer}", dtype, shape)
         for layer, shape in shapes.items()
@@ -371,7 +370,6 @@ def _keys_and_values(
 def _optional_tensor(
     name: str, axis: str, size: int, dtype: str = "float32"
 ) -> tuple[TensorSpec, ...]:
-    """Return an output or input [1, axis, size]; () if `size` is 0."""
     return (TensorSpec(name, dtype, (1, axis, size)),) if size else ()
 
 

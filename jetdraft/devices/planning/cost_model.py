@@ -178,10 +178,7 @@ class Dimensions:
         return self.matrices + self.used * self.expert
 
     def read_weights(self, rows: int = 1) -> float:
-        """The weights of the layers that a pass reads, if rows choose at random.
-
-        Rows of a text share more experts.
-        """
+        """The weights of the layers that a pass reads, if rows choose at random."""
         if not self.experts:
             return self.matrices
         spared = (1 - self.used / self.experts) ** rows
@@ -189,7 +186,6 @@ class Dimensions:
 
 
 def _check_sizes(config: dict[str, Any], needed: tuple[str, ...]) -> None:
-    """Raise `CheckpointError` unless the `needed` sizes are from 1 to `MAX_SIZE`."""
     optional = ("num_key_value_heads", "head_dim", "full_attention_interval")
     present = [n for n in (*optional, *OPTIONAL) if config.get(n) is not None]
     for name in (*needed, *present):
