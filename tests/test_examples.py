@@ -237,8 +237,6 @@ def test_systemd_understands_the_unit(tmp_path):
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-# --- a leaderboard's questions become prompts and calls -------------------------------
-
 TESTS = 60
 
 

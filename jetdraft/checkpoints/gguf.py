@@ -205,8 +205,6 @@ class GgufFile:
             )
         return tuple(lines)
 
-    # --- the config -------------------------------------------------------------------
-
     def config(self) -> Any:
         """Return the config that transformers reads, completed by `FamilyFields`."""
         folder = self.path.absolute().parent
@@ -260,8 +258,6 @@ class GgufFile:
         )
         length = float(np.linalg.norm(a) * np.linalg.norm(b))
         return length > 0 and float(a @ b) > _TIED_COSINE * length
-
-    # --- the weights ------------------------------------------------------------------
 
     def weights(self, config: Any, keeps_grids: bool) -> PackedWeights:
         """Read all weights by transformers' names; integers are kept where possible."""

@@ -108,9 +108,6 @@ def watch_input(module: nn.Module, keep: Callable[[Tensor], object]) -> Any:
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-# --- LoRA (2106.09685) ----------------------------------------------------------------
-
-
 def add_lora(
     model: Any, layers: Iterable[nn.Module], rank: int, name: str
 ) -> list[Tensor]:

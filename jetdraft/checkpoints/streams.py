@@ -306,9 +306,6 @@ class Layout:
     probe_rows: Tensor
 
 
-# --- adapters -------------------------------------------------------------------------
-
-
 def add_adapters(model: Any, settings: StreamSettings) -> None:
     """Add untrained LoRA to all layers, or in the lossless mode to the top layers."""
     layers = decoder_layers(model)

@@ -137,9 +137,6 @@ def make_head_job(
     return job, entry, step
 
 
-# --- the arrays of a drafter whose weights have moved on ------------------------------
-
-
 def drafter_arrays(bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> Arrays:
     """Return the arrays of the drafter's graph that differ from the bundle's, by name.
 

@@ -112,9 +112,6 @@ def _add_probes(job: Job, entry: GraphEntry) -> tuple[Step, GraphEntry]:
     return ProbeStep(probed, entry.contract), entry
 
 
-# --- the chain graph and the encoder --------------------------------------------------
-
-
 def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
     """Trace and quantize a step; write its graph and weights; return its entry."""
     stage = f"trace {job.name}"
@@ -164,9 +161,6 @@ def _save_with_weights(model: ir.Model, file: Path) -> None:
     for node in model.graph:
         node.metadata_props.clear()  # drops stack traces with this machine's paths
     ir.save(model, file, external_data=f"{file.name}.data")
-
-
-# --- graphs that are made of the chain graph ------------------------------------------
 
 
 def _write_halves(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
@@ -236,8 +230,6 @@ def _write_selection(job: Job, entry: GraphEntry) -> GraphEntry:
     ir.save(model, file)
     return replace(entry, select_file=file.name, selection=selection)
 
-
-# --- weights that two graphs share ----------------------------------------------------
 
 _PAGE, _LARGE = 4096, 1 << 16  # Large tensors begin at a page, to be mapped alone.
 

@@ -153,9 +153,6 @@ def _check_last_position(model: Any, contract: StepContract) -> None:
         ) from error
 
 
-# --- encoder-decoders -----------------------------------------------------------------
-
-
 _SOURCE_TOKENS = 24  # The most tokens of source and text that are compared.
 
 

@@ -199,9 +199,6 @@ def _silencing_exporter() -> Iterator[None]:
         yield
 
 
-# --- fingerprints ---------------------------------------------------------------------
-
-
 class UnknownStateError(Exception):
     """Raised for an object whose state cannot be read completely."""
 

@@ -27,8 +27,6 @@ from jetdraft.train.teacher import (
 
 ConfigT = TypeVar("ConfigT", bound=HeadConfig)
 
-# --- sizes and layouts ----------------------------------------------------------------
-
 
 def make_config(
     target: Checkpoint, kind: type[ConfigT], inner: int = 0, **changes: Any
@@ -94,8 +92,6 @@ def copy_norm(norm: nn.Module, other: nn.Module, width: int) -> None:
         if not torch.allclose(norm(probe), theirs, atol=1e-4):
             norm.load_state_dict(before)
 
-
-# --- heads that are unrolled ----------------------------------------------------------
 
 # The weight of step i is DECAY to the power i (EAGLE-3, 3.2; Medusa, 2.2.1).
 DECAY = 0.8
@@ -231,8 +227,6 @@ class HeadTask(task.Task):
         del own["cache"]  # the folder may move
         return own
 
-
-# --- drafters of the next token -------------------------------------------------------
 
 DRAFT_ROWS = 5  # Rows of a draft, as in GliDe's training.
 

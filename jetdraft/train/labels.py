@@ -88,8 +88,6 @@ def exact_labels(model: Any, batch: Batch, ids: Tensor | None) -> Labels:
     return Labels(scores - mass[:, None], mass.exp(), known)
 
 
-# --- labels on a disk -----------------------------------------------------------------
-
 LABEL_FIELDS = ("wanted", "mass", "known", "tokens")  # Each a tensor of its own.
 
 
@@ -142,8 +140,6 @@ def _cache_keys(batch: Batch) -> list[str]:
     return [cache_key(row[:, : int((row[1] >= 0).nonzero()[-1]) + 1]) for row in rows]
 
 
-# --- divergences ----------------------------------------------------------------------
-
 # Names of divergences.
 FORWARD_KL, REVERSE_KL = "forward-kl", "reverse-kl"
 JENSEN_SHANNON, TOTAL_VARIATION = "js", "tv"
@@ -171,8 +167,6 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     TOTAL_VARIATION: lambda p, q, beta: 0.5 * (p.exp() - q.exp()).abs().sum(-1),
 }
 
-
-# --- predicted acceptance -------------------------------------------------------------
 
 PREDICTED_TOKENS = 4  # Tokens of a draft whose acceptance is predicted.
 

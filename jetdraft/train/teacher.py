@@ -50,9 +50,6 @@ def refuse_gguf(source: str, learned: str) -> None:
         )
 
 
-# --- lessons --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Lesson:
     """What a head learns from: a batch, and the target's states and logits for it.
@@ -139,9 +136,6 @@ def cache_key(numbers: Tensor) -> str:
     return hashlib.sha256(numbers.cpu().numpy().tobytes()).hexdigest()[:32]
 
 
-# --- rows of a batch ------------------------------------------------------------------
-
-
 def logits_at(model: Any, ids: Tensor, rows: Tensor, places: Tensor) -> Tensor:
     """Return a causal LM's logits [k, vocabulary] after k tokens of a batch.
 
@@ -171,8 +165,6 @@ def shift_rows(rows: Tensor, places: int, fill: float = 0) -> Tensor:
     moved[:, : max(0, rows.shape[1] - places)] = rows[:, places:]
     return moved
 
-
-# --- tensors on a disk ----------------------------------------------------------------
 
 SHARD_TENSORS = 64  # Tensors in a file of the cache.
 OWNER_FILE = "owner.txt"  # The file that says what the tensors were computed with.

@@ -89,8 +89,6 @@ class Training(Run):
             weight.requires_grad_(True)
         self.steps = self.options.steps or task.advised_steps(self)
 
-    # --- the texts --------------------------------------------------------------------
-
     def _read_corpus(self, data: Sequence[Path]) -> Corpus:
         target, options = self.target, self.options
         if target.tokenizer is None:
@@ -139,8 +137,6 @@ class Training(Run):
         texts = self._written.complete(texts, chosen, partial(progress, "write"))
         self.corpus.training = texts[:count]
         self.corpus.validation = texts[count:] or texts
-
-    # --- the loop ---------------------------------------------------------------------
 
     def run(self, report: Report = lambda progress: None) -> dict[str, Any]:
         """Train to the end; returns the figures of the last validation.
@@ -211,8 +207,6 @@ class Training(Run):
             figures = self.task.validate(self, self.accelerator.unwrap_model(module))
         module.train()
         return figures
-
-    # --- the state --------------------------------------------------------------------
 
     def _resume(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         state = self.folder.read_state(self._identity())

@@ -22,8 +22,6 @@ SHARD_TEXTS = 64  # Texts in a shard.
 WAIT_SECONDS = 3600.0  # The most seconds of a wait for a shard of another process.
 LOOK_SECONDS = 1.0  # The seconds between two looks for such a shard.
 
-# --- the sampler ----------------------------------------------------------------------
-
 
 @torch.no_grad()
 def continuations(
@@ -137,9 +135,6 @@ def _choose_tokens(logits: Tensor, chances: Tensor, ids: Tensor | None) -> Tenso
     places = torch.searchsorted(totals, chances * totals[:, -1:], right=True)
     places = places.clamp(max=logits.shape[-1] - 1)
     return places if ids is None else ids[places]
-
-
-# --- texts in shards ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,6 @@ def test_never_slower_measures_three_workloads(measured, monkeypatch):
     assert report["repeated"]["again"][-1]["way"] == "recall"
 
 
-# --- scores ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("one", "other", "score"),
     [
@@ -167,8 +164,6 @@ def test_trees_of_sixty_rows_keep_their_published_share():
         published = tree["speedup"] / tree["tokens_per_pass"]
         assert share == pytest.approx(published, rel=0.27)
 
-
-# --- drafters that grow ---------------------------------------------------------------
 
 SIZES = {
     "--hidden-size": 256, "--layers": 5, "--heads": 16, "--kv-heads": 8,

@@ -70,9 +70,6 @@ def test_the_page_has_all_rows(head):
     assert expected in PAGE.read_text(), f"docs/checkpoints.md needs:\n{expected}"
 
 
-# --- generation_config.json -----------------------------------------------------------
-
-
 def test_every_field_of_transformers_has_a_row():
     rows, config = rules_by_name(GENERATION_FIELDS), GenerationConfig()
     documented = re.findall(r"^ +(\w+) ?\(`", inspect.getdoc(GenerationConfig), re.M)
@@ -249,8 +246,6 @@ def test_stop_texts_of_the_checkpoint_count_unless_a_flag_gives_others(
     assert text("--stop", first) == whole[: whole.index(first)]
 
 
-# --- the tokenizer --------------------------------------------------------------------
-
 TEXT = "def the <|endoftext|> self .\nreturn 12"
 
 
@@ -337,9 +332,6 @@ def test_settings_that_no_tokenizer_json_has_are_warned_of(tmp_path, field, said
     found = Checkpoint.load(str(tmp_path), torch.float32).passed_over
     assert len(found) == (said is not None)
     assert all(line.startswith(f"tokenizer_config.json: {said}") for line in found)
-
-
-# --- GGUF -----------------------------------------------------------------------------
 
 
 def keys(group=Keys):

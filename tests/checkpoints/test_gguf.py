@@ -327,9 +327,6 @@ def test_an_unknown_scaling_is_refused(tmp_path):
         Checkpoint.load(str(file), torch.float32)
 
 
-# --- the types of matrices -----------------------------------------------------------
-
-
 def grid_matrix(kind, data):
     return GridMatrix(kind.name, data, quants.dequantize(data, kind).shape[1])
 

@@ -153,8 +153,6 @@ def test_a_checkpoint_without_a_tokenizer_is_told(tmp_path):
         export(str(folder), tmp_path / "bundle", options=QUICK)
 
 
-# --- the folder, and the errors of its loaders ----------------------------------------
-
 SHARD = "model-00002-of-00002.safetensors"
 
 

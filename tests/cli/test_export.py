@@ -230,9 +230,6 @@ def test_export_refuses_an_empty_text(pair, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# --- progress -------------------------------------------------------------------------
-
-
 def test_without_a_terminal_there_are_lines_also_in_a_long_step(monkeypatch, capsys):
     monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.02)
     printed, until = "", time.monotonic() + 60

@@ -263,9 +263,6 @@ time.sleep(30)
     assert ended.returncode == 143
 
 
-# --- an annotated field is a flag and a keyword ---------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Options of every kind."""

@@ -191,8 +191,6 @@ def test_a_damaged_bundle_is_refused(copied_bundle, name, damage, said):
         assert_refused(jetdraft(*line.format(copied_bundle).split()), said)
 
 
-# --- what cannot be written is refused before anything is read ---
-
 WRITTEN = {"--output", "--cache"}
 PLACES = [
     (words, flag)

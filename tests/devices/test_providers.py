@@ -240,9 +240,6 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path):
         assert engine_folder(tmp_path / "file" / "engines", MACHINE) is None
 
 
-# --- the plug-in of WebGPU ------------------------------------------------------------
-
-
 def forget():
     webgpu.find_adapter.cache_clear()
     providers.try_provider.cache_clear()

@@ -315,9 +315,6 @@ def test_a_drafter_beside_a_given_recipe_has_importance(pair, tmp_path, sums):
     assert diagonal
 
 
-# --- the tree graph: the chain graph with one more input, over the same weights -------
-
-
 def test_both_graphs_read_the_same_weights(bundle):
     entry = jetdraft.Bundle.open(bundle).target
     chain, tree = (ir.load(bundle / file) for file in (entry.file, entry.tree_file))

@@ -206,9 +206,6 @@ def test_only_some_lm_heads_can_be_cut(made, layout):
         made("diffusion", draft_vocab=50)
 
 
-# --- heads ----------------------------------------------------------------------------
-
-
 def test_one_row_gives_the_guesses_of_all_heads(made):
     """As the module does, whichever row it was."""
     bundle, source, folder, _ = made("medusa")

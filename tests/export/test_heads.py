@@ -222,8 +222,6 @@ def test_it_can_be_captured(made, name):
     assert_captured(made(name, **FP16).bundle)
 
 
-# --- features change nothing else -----------------------------------------------------
-
 LAYERS = 2
 TOKENS = np.random.default_rng(4).integers(1, 288, 12).tolist()
 TREE = Rows(TOKENS[:5], [-1, 0, 0, 1, 2])

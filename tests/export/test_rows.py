@@ -110,8 +110,6 @@ def test_no_bit_depends_on_the_number_of_rows(tmp_path):
             assert np.array_equal(part[0], whole[0, :width]), width
 
 
-# --- integer KV buffers ---------------------------------------------------------------
-
 PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
 WAYS = [
     {"method": "lookup"},

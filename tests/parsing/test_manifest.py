@@ -100,9 +100,6 @@ PROMPT = "The robot sees"
 GREEDY = {"max_new_tokens": 8, "method": "none"}
 
 
-# --- profiles -------------------------------------------------------------------------
-
-
 def wrong_profiles(fields):
     widths, curve = fields["widths"], fields["curve"]
     return {
@@ -135,9 +132,6 @@ def test_a_profile_that_cannot_be_used_is_measured_again(own_toy):
             assert again.parts.profiles.read_survey() is None, name
             assert again.generate(PROMPT, **GREEDY).token_ids == expected
             assert again.parts.profiles.read_survey() is not None, name
-
-
-# --- npz ------------------------------------------------------------------------------
 
 
 def damaged(content, chance):
@@ -218,9 +212,6 @@ def test_a_prefix_of_odd_form_is_refused(toy_model, prefix):
     assert expected.stats.reused_tokens == 0
 
 
-# --- names ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
 def test_names_that_no_file_can_have(toy_model, own_toy, tmp_path, name):
     file = tmp_path / name
@@ -258,9 +249,6 @@ def test_a_bundle_that_cannot_be_looked_at_is_refused():
         jetdraft.load("a" * 5000)
 
 
-# --- stores ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("used", ["text", b"\xff", 1e300, float("inf"), -1.0])
 def test_poisoned_times_do_not_end_the_list(own_toy, tmp_path, used):
     file = tmp_path / "store.sqlite"
@@ -288,9 +276,6 @@ def test_listed_texts_cannot_steer_the_terminal(own_toy, tmp_path, toy_model):
     listed = CliRunner().invoke(main, ["store", "list", str(own_toy), str(file)])
     assert "\x1b" not in listed.stdout
     assert "a\\x1b[2Jb" in listed.stdout
-
-
-# --- recall ---------------------------------------------------------------------------
 
 
 def test_recall_of_repeated_tokens_takes_no_seconds():

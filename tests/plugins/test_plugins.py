@@ -43,9 +43,6 @@ def look(bundle, beside=None):
     return json.loads(run.stdout)
 
 
-# --- a package that works -------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """A folder with the package, put there by pip; nothing is downloaded."""
@@ -205,8 +202,6 @@ def test_options_that_are_not_a_dataclass_are_refused(options):
     with pytest.raises(OptionError, match=line):
         Method("again", "the last tokens", lambda parts, options: None, options)
 
-
-# --- packages that do not -------------------------------------------------------------
 
 BROKEN = {
     "missing": ("import no_module_of_this_name", "cannot be loaded"),

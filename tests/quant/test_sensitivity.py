@@ -195,9 +195,6 @@ def test_the_command_line_says_what_it_chose_and_refuses(folder, tmp_path):
     assert "target: int4-gptq-b16-head8" in done.stderr
 
 
-# --- calibration ----------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def checkpoint(folder):
     return Checkpoint.load(str(folder), torch.float32)

@@ -230,8 +230,6 @@ def test_a_pool_that_is_busy_says_so(bundle):
             jetdraft.Pool(bundle, size=wrong)
 
 
-# --- one generation at a time ---------------------------------------------------------
-
 OTHER_IDS = np.random.default_rng(12).integers(0, 288, 20).tolist()
 HOW = {
     "token_ids": OTHER_IDS,

@@ -158,9 +158,6 @@ def test_a_run_that_is_ended_leaves_nothing(pair, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# --- the report -----------------------------------------------------------------------
-
-
 def row(recipe, size, kl, top1, times):
     relative = dict(zip((1, 2, 4, 8), times, strict=True))
     return TargetFigures(recipe, size, 0.0, kl, 0.0, top1, 0.0, {}, relative)

@@ -198,8 +198,6 @@ def test_the_text_or_the_target_is_the_teacher(target, text, tmp_path):
         torch.testing.assert_close(sums.losses, wanted, rtol=1e-2, atol=1e-2)
 
 
-# --- drafts ---------------------------------------------------------------------------
-
 LINE = " ".join(random.Random(4).choices(WORDS, k=14)) + " "
 LONGER = replace(
     QUICK, steps=250, batch_size=4, sequence_length=64, learning_rate=8e-3,

@@ -225,9 +225,6 @@ def test_drafts_by_place_are_counted_from_every_place():
     assert tokens_per_pass([0.5, 0.5]) == 1.75
 
 
-# --- learning from use counts wrong places --------------------------------------------
-
-
 def lesson(tokens, places, ids, logits):
     return Lesson(
         np.array(tokens), np.array(places), np.array(ids), np.array(logits, np.float32)

@@ -33,9 +33,6 @@ def test_members_see_their_own_kind_only():
     ]  # fmt: skip
 
 
-# --- bad input ------------------------------------------------------------------------
-
-
 def test_bad_input_of_the_command_line(target, text, tmp_path):
     """From a text to drafts, and what is refused in one line."""
     out, bundle = tmp_path / "out", tmp_path / "bundle"

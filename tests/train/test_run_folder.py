@@ -101,8 +101,6 @@ def test_a_shard_is_not_written_over_another(tmp_path, monkeypatch):
         assert cache.read(f"k{number}")[0, 0] == number
 
 
-# --- the machine ----------------------------------------------------------------------
-
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
 

@@ -194,9 +194,6 @@ def test_weights_that_are_no_numbers_are_never_saved(targets, tmp_path, name):
         run.run(nothing)
 
 
-# --- a folder after a stop ------------------------------------------------------------
-
-
 @pytest.mark.parametrize("last", ["training.pt", "model.safetensors", "config.json"])
 def test_a_kill_in_the_last_save_is_mended_by_the_next_run(
     targets, tmp_path, monkeypatch, last
@@ -286,9 +283,6 @@ def test_outputs_that_cannot_be_written(targets, tmp_path):
             prepared(targets, "stream", tmp_path / place)
 
 
-# --- texts that the target writes -----------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["draft", "eagle", "ppd", "block"])
 def test_the_target_writes_what_is_missing(targets, tmp_path, name):
     """Without --regenerate, prompts alone; with it all completions, once."""
@@ -330,8 +324,6 @@ def test_an_empty_completion_is_one_line(tmp_path):
         with pytest.raises(DataError, match=r"line 1 of .* has an empty completion"):
             made(EagleTask, str(folder), tmp_path / "o", [data], settings, OPTIONS)
 
-
-# --- what is refused before anything is written ---------------------------------------
 
 UNSIZED = {"layers": None, "hidden_size": None}
 OF_TEXT = {"loss": "text", "on_policy_share": 0.0}
@@ -417,8 +409,6 @@ def test_options_of_all_trainings(options, message):
     with pytest.raises(OptionError, match=message):
         TrainingOptions(**options)
 
-
-# --- several processes ----------------------------------------------------------------
 
 TWO = """
 import sys

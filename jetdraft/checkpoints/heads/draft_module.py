@@ -141,8 +141,6 @@ class DraftModule(nn.Module):
         self.config = config
         self.ids = None
 
-    # --- files ------------------------------------------------------------------------
-
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
         """Whether the files hold a drafter of this class; subclasses override it."""
@@ -206,8 +204,6 @@ class DraftModule(nn.Module):
         ]
         return (*names, "lm_head.") if self.has_target_head_rows else tuple(names)
 
-    # --- the pass ---------------------------------------------------------------------
-
     def attend_with(self, implementation: str) -> None:
         """Set the attention: "eager", "sdpa", or "jetdraft" over fixed KV buffers."""
         if isinstance(getattr(self, "stack", None), HeadLayers):
@@ -244,8 +240,6 @@ class DraftModule(nn.Module):
     def draft(self, given: DraftInputs) -> tuple[Tensor, Tensor | None]:
         """Return logits [1, m, choices] of the answered rows, and carried states."""
         raise NotImplementedError
-
-    # --- as models of transformers ----------------------------------------------------
 
     def get_input_embeddings(self) -> Any:
         return self.embed_tokens

@@ -137,8 +137,6 @@ class HeadFiles:
         new, own = max(fitting, key=lambda stem: len(stem[0]), default=("", ""))
         return own + name.removeprefix(new)
 
-    # --- the config -------------------------------------------------------------------
-
     def configured(self, config: dict[str, Any]) -> "HeadFiles":
         return replace(self, config=config)
 
@@ -243,8 +241,6 @@ class HeadFiles:
             "mlp_bias": bool(self.config.get("mlp_bias")),
             "qk_norm": f"{FIRST_LAYER}self_attn.q_norm.weight" in tensors,
         }
-
-    # --- beside a target --------------------------------------------------------------
 
     def fields_beside(
         self, tensors: Mapping[str, Tensor], target: Checkpoint

@@ -381,8 +381,6 @@ def text_scores(batch: Batch, scores: Tensor, ids: Tensor | None) -> Tensor:
     return scores.gather(-1, tokens[:, None])
 
 
-# --- drafters before they are trained -------------------------------------------------
-
 COST_CONTEXT = 1024  # Tokens in both caches, for the cost of a step.
 HEAD_SIZES = (64, 32, 16, 8)  # The first that divides the width is taken.
 WIDTH_STEP = 64  # New widths are multiples of it.

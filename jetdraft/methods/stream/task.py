@@ -152,9 +152,6 @@ class StreamTask(Task):
         return asdict(self.settings) | own, weights
 
 
-# --- the loss -------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Losses:
     """Mean cross entropies of main rows, of streams [gamma], and of early exits.

@@ -105,9 +105,6 @@ class Proposer(Observer, ABC):
         """Reset what was learned, see `Model.forget`; here nothing."""
 
 
-# --- where the text is constrained: some tokens must come, others may not ------------
-
-
 class ForcedProposer(Proposer):
     """Drafts the tokens that a constraint forces."""
 

@@ -251,9 +251,6 @@ class _LoraRun:
         return join_missed([self._student.missed(self.model, part) for part in parts])
 
 
-# --- beside a running model ----------------------------------------------------------
-
-
 def lower_priority() -> None:
     """Give this process the lowest priority, and torch one thread."""
     os.nice(19)
@@ -306,8 +303,6 @@ class Background:
             return f"there are fewer than {least} new wrong places to learn from"
         return ""
 
-
-# --- learned weights ----------------------------------------------------------------
 
 # The merged weights of a set in floats, by the checkpoint's names.
 TRAINED = "trained.safetensors"

@@ -26,9 +26,6 @@ from jetdraft.train.teacher import load_target, logits_at, states_at
 UNROLLED_STEPS = 4  # A wrong place counts once in each step of a draft.
 
 
-# --- wrong places -------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class LessonBatch:
     """Some lessons: `tokens` int64 [b, T], padded on the right.
@@ -110,9 +107,6 @@ def join_missed(parts: Sequence[Missed]) -> Missed:
     total = sum((part.places * part.loss for part in parts), torch.zeros(()))
     right = sum(part.places * part.right for part in parts)
     return Missed(total / max(1, places), right / max(1, places), places)
-
-
-# --- students -----------------------------------------------------------------------
 
 
 class Student(ABC):

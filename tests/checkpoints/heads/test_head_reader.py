@@ -267,8 +267,6 @@ def test_hydra(target, states, tmp_path):
         torch.testing.assert_close(logits[0], wanted, **CLOSE)
 
 
-# --- DFlash, and drafters by diffusion ------------------------------------------------
-
 ANCHOR = 9
 UNKNOWN = VOCAB_SIZE
 BLOCK_TAPS = (2, 3, 5)

@@ -247,8 +247,6 @@ def test_export_refuses_what_does_not_fit(config, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# --- the roofline ---------------------------------------------------------------------
-
 LLAMA = {**SIZES, "model_type": "llama", "vocab_size": 128}
 QWEN = {
     **LLAMA, "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 32,

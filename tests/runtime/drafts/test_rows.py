@@ -81,8 +81,6 @@ def test_what_is_no_tree_is_refused(tokens, parents):
         Rows(tokens, parents).check()
 
 
-# --- noise ----------------------------------------------------------------------------
-
 BINS = 64
 LIMIT_63 = 117.0  # chi-square, 63 degrees of freedom, p = 1e-4, rounded up
 POSITIONS = np.arange(400)[:, None]

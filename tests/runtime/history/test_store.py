@@ -175,8 +175,6 @@ def test_a_response_that_is_a_text_is_replaced(tmp_path):
     assert [entry.response for entry in again.entries] == [[7]]
 
 
-# --- a model with a store -------------------------------------------------------------
-
 PROMPT = np.random.default_rng(3).integers(0, 288, 24).tolist()
 WAYS = [{}, {"temperature": 0.9, "seed": 2}]
 

@@ -156,9 +156,6 @@ def test_a_line_never_falls_and_is_never_below_zero():
     assert steep.at(0.0) == 0.0
 
 
-# --- statistics -----------------------------------------------------------------------
-
-
 def round_with(drafted, accepted):
     return Round(
         method="draft" if drafted else "none", width=drafted + 1, drafted=drafted,

@@ -168,9 +168,6 @@ def test_rates_of_unseen_positions_take_after_the_one_before():
     assert third == pytest.approx(second)
 
 
-# --- streams --------------------------------------------------------------------------
-
-
 class Streaming(Named):
     """Drafts of up to four tokens, read off probes."""
 
@@ -218,9 +215,6 @@ def test_another_proposer_may_draft_while_probes_prepare():
     assignment = controller.assign(15, {controller.proposers[0]: 0})
     assert assignment.proposer.traits.name == "lookup"
     assert assignment.probing.streams
-
-
-# --- trees ----------------------------------------------------------------------------
 
 
 def branching(slope, rate=0.5, ends_at_gap=True, allowed=True):
@@ -281,9 +275,6 @@ def test_the_price_of_a_probe_is_learned():
         curve.learn(outcome(width=4, ms=6.0)._replace(probes=8))
     assert curve.probe == pytest.approx(0.25, rel=0.05)
     assert curve.passes[4] == 4.0
-
-
-# --- over a long generation -----------------------------------------------------------
 
 
 CPU, FLAT = 0.235, 0.05

@@ -107,9 +107,6 @@ def made(model, method, **options):
     return record.make(model.parts, record.options(**options))
 
 
-# --- texts, and the rows behind them --------------------------------------------------
-
-
 def follow(model, method, way, drafting):
     """The text and stats of a generation, after each round of which rows are right."""
     sequence = list(PROMPT)
@@ -332,9 +329,6 @@ def test_rows_cross_to_a_device_and_back(bundles, method, plain, monkeypatch):
             check_rows(model, PROMPT + result.token_ids)
 
 
-# --- what is drafted ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", HEADS)
 def test_forced_tokens_are_fed_like_drafted_tokens(model, method):
     """The head drafts behind them, and does not keep their rows."""
@@ -493,9 +487,6 @@ def test_other_verifiers_keep_the_distribution(
     assert spread < 24.3  # 0.1 % of 7 degrees of freedom
 
 
-# --- a cascade over a head ------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", ["eagle"])
 @both_ways
 def test_a_cascade_with_a_head(model, plain, way):
@@ -528,9 +519,6 @@ def test_a_head_goes_on_after_trusted_tokens(model, monkeypatch):
     )
     drafted = begun(model, cascade).propose(PROMPT, REVIEWED)
     assert drafted.tokens[1:] == [*trusted, *behind]
-
-
-# --- what it costs --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "random"])

@@ -130,8 +130,6 @@ def test_a_head_of_another_bundle_is_refused(tmp_path):
             AcceptanceHead.load(path, bundle, size)
 
 
-# --- learning when to stop ------------------------------------------------------------
-
 PROMPTS = [np.random.default_rng(seed).integers(0, 288, 20) for seed in range(3)]
 
 

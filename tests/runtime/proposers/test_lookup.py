@@ -148,8 +148,6 @@ def test_steps_through_another_text_keep_the_longest_match(seed):
         assert place[1] == max(sizes, default=0)
 
 
-# --- similar requests -----------------------------------------------------------------
-
 CHOOSER = Chooser(Sampling())
 
 

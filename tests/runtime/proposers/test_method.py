@@ -124,9 +124,6 @@ def test_names_that_cannot_be(name):
     assert refusal.value.field == "method"
 
 
-# --- the registry ---------------------------------------------------------------------
-
-
 class Same(Proposer):
     """Drafts one token for ever."""
 

@@ -107,9 +107,6 @@ def filled(graph, tokens):
     return graph
 
 
-# --- texts and bits -------------------------------------------------------------------
-
-
 def test_how_much_is_drafted(models):
     """Whose texts are plain decoding's is in the table of all methods."""
     model = models("stream")
@@ -217,9 +214,6 @@ def test_what_probes_see():
     assert seen == [[], [], [0, 1, 2], [0, 1, 2, 3]]
 
 
-# --- streams --------------------------------------------------------------------------
-
-
 @every_way
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_controller_branches_where_rows_are_free(models, monkeypatch, way, exact):
@@ -319,9 +313,6 @@ def test_who_carries_streams():
     assert Probing(2).of(3) == Probes((2, 2, 2))
     assert Probing(2, last_only=True).of(3) == Probes((0, 0, 2))
     assert Probing().of(3).total == 0
-
-
-# --- pruning --------------------------------------------------------------------------
 
 
 def halves_of(model, threshold, exact=True):
@@ -426,9 +417,6 @@ def test_other_methods_do_not_prune(models):
         model.generate(token_ids=PROMPT, method="auto", drafting=drafting)
 
 
-# --- prompt tokens --------------------------------------------------------------------
-
-
 @every_way
 def test_an_ensemble_writes_the_same_text(models, way):
     ensemble = models("ppd", 0, members=2)
@@ -531,9 +519,6 @@ def test_a_plan_learns_what_rounds_take(models):
         proposer.learn_times(Round("ppd", 16, drafted, [], 1e-3, 0.0, seconds=seconds))
     proposer.rates.settled = ppd.FIRST_REPLAN
     assert len(proposer.plan(15).trees[3].parents) < 5
-
-
-# --- forecasts ------------------------------------------------------------------------
 
 
 def test_ten_rows_carry_two_forecasts_each(models, monkeypatch):

@@ -102,9 +102,6 @@ def test_the_tokens_before_rows(floats):
     assert read == [[7, 5], [5, 8], [8, 9]]
 
 
-# --- the training -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("task", [ChimeraTask, GlideTask])
 def test_no_draft_sees_rows_that_the_runtime_does_not_have(
     target, text, tmp_path, task

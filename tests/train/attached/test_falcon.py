@@ -145,9 +145,6 @@ def test_a_pass_drafts_a_block(model):
     model.forget()
 
 
-# --- the training -------------------------------------------------------------------
-
-
 def test_rows_see_their_block_and_no_further(target, text, tmp_path):
     """What stands behind a block changes nothing in it."""
     run = made(FalconTask, target, tmp_path / "out", [text], None, QUICK)

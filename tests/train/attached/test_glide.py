@@ -59,9 +59,6 @@ def nothing_of(*graph):
     """Leave a graph as it is."""
 
 
-# --- the training -------------------------------------------------------------------
-
-
 def test_a_hybrid_lends_its_last_keys_or_is_refused_in_a_line(text, tmp_path):
     """LFM2 ends with a convolution; Qwen3.5 rotates a quarter of its keys."""
     for name in ("lfm2", "qwen3_5"):

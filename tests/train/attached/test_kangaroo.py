@@ -217,9 +217,6 @@ def test_halves_over_integer_buffers_write_the_text_of_plain_decoding(
     assert found.stats.accepted_tokens > 10
 
 
-# --- what is refused at the export and at run time ----------------------------------
-
-
 def test_halves_of_sliding_windows_are_refused(head, tmp_path):
     from transformers import MistralConfig
 

@@ -105,7 +105,6 @@ def test_what_it_needs(world, target):
         load_student(replace(bundle, graphs=graphs))
 
 
-# --- another topic --------------------------------------------------------------------
 # Online Speculative Decoding (2310.07177) reports that acceptance rises by 0.1 to 0.65.
 
 ROUNDS = 2500
