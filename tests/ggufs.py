@@ -43,11 +43,7 @@ CONTROL = 3
 
 @dataclass
 class Written:
-    """A file, and the model that its numbers stand for.
-
-    `data` has the bytes of the quantized matrices by transformers' names, with the rows
-    in transformers' order.
-    """
+    """A file, and its model; `data` has quantized bytes by transformers' names."""
 
     path: Path
     model: Any
@@ -56,7 +52,6 @@ class Written:
 
 
 def one(kind: Type) -> Callable[[str], Type]:
-    """The same type for all matrices."""
     return lambda name: kind
 
 
@@ -97,7 +92,6 @@ def random_bytes(kind: Type, shape: tuple[int, int], seed: int) -> np.ndarray:
 
 
 def adding(fields: dict[str, Any]) -> Callable[[gguf.GGUFWriter], None]:
-    """A change that adds fields, each in the type of its value."""
     kinds = {str: "string", float: "float32", bool: "bool", list: "array"}
 
     def change(writer: gguf.GGUFWriter) -> None:
@@ -117,10 +111,7 @@ def write_gguf(
     seed: int = 0,
     **options: Any,
 ) -> Written:
-    """Write a random model of `config`; `kinds` says how a matrix is stored.
-
-    `kinds` gets transformers' name of a weight; for None the weight is left out.
-    """
+    """Write a random model; `kinds` maps the names of weights to types, or None."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     written = Written(path, model)

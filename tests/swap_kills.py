@@ -27,7 +27,6 @@ OWN = "own"
 
 
 def put(sets: WeightSets, value: float) -> str:
-    """Publish weights that all have one value."""
     arrays = {"matrix": np.full((64, 64), value, np.float32)}
     weights = {"weight": torch.full((64, 64), value)}
     name = publish(sets, arrays, weights, sets.read_choice().cleared)
@@ -41,12 +40,10 @@ def publish_new(sets: WeightSets) -> None:
 
 
 def keep_new(sets: WeightSets) -> None:
-    """A trial went well."""
     sets.settle(sets.read_choice().name, keep=True)
 
 
 def take_back(sets: WeightSets) -> None:
-    """A trial went badly."""
     sets.settle(sets.read_choice().name, keep=False)
 
 

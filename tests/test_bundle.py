@@ -216,7 +216,6 @@ def make_with_head(
     head: StepContract = HEAD,
     **fields: object,
 ) -> Path:
-    """A bundle of a target that gives features and a head that reads them."""
     folder.mkdir()
     (folder / "target.onnx").write_text("made")
     write_graph(folder / "drafter.onnx", HEAD, GUESSES)

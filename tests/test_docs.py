@@ -134,7 +134,6 @@ class ParsedError(Exception):
 
 
 def parse_script(file, words):
-    """Let a program of the repository read its words, and do nothing."""
     package, *rest = words or [""]
     name = package if file == "-m" else Path(file).stem
     with pytest.MonkeyPatch.context() as patch:
@@ -169,7 +168,6 @@ def parse_arguments(program, words, patch):
 
 
 def run(words):
-    """Run a command in this folder; it must succeed and say something."""
     expanded = [name for word in words for name in glob.glob(word) or [word]]
     if expanded[0] == "jetdraft":
         result = run_jetdraft(*expanded[1:])

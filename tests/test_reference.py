@@ -76,7 +76,6 @@ HOOK = "deploy/site/pages.py"
 
 
 def built(root, output):
-    """Build the site of a repository, as scripts/site does."""
     file = str(root / "mkdocs.yml")
     config = load_config(file, site_dir=str(output), strict=True)
     config.plugins.on_startup(command="build", dirty=False)

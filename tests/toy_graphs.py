@@ -129,7 +129,6 @@ def write_graph(file: Path, contract: StepContract, logits: np.ndarray) -> None:
 
 
 def features_of(tokens: list[int], start: int = 0) -> np.ndarray:
-    """The target's features of tokens from a position on, float32 [n, w]."""
     rows = [
         [token, position, 1, token % 7, position % 5, token * position % 97]
         for position, token in enumerate(tokens, start)

@@ -33,7 +33,6 @@ from tests.tiny import llama_config, save_checkpoint, save_prompts
 
 @pytest.fixture
 def measured(tmp_path, toy, monkeypatch):
-    """Runs a script on the toy bundle and one prompt; gives its report."""
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "report.json"
     line = {"prompt": "The robot sees", "completion": " a wall."}
     prompts.write_text(json.dumps(line))

@@ -335,7 +335,6 @@ def test_settings_that_no_tokenizer_json_has_are_warned_of(tmp_path, field, said
 
 
 def keys(group=Keys):
-    """All keys that llama.cpp's package names."""
     for name, value in vars(group).items():
         if not name.startswith("_"):
             yield from [value] if isinstance(value, str) else keys(value)
@@ -369,7 +368,6 @@ def header(path, fields=(), family="llama"):
 
 
 def read(path, fields, family="llama"):
-    """The lines and the config of such a file."""
     file = header(path, fields, family)
     return file.passed_over(), file.config()
 

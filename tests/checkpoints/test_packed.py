@@ -103,7 +103,6 @@ FORMATS = {
 
 
 def random(shape, bits, symmetric=False, seed=0):
-    """Integers, scales that a half can hold, and zeros."""
     numbers = np.random.default_rng(seed)
     columns, rows = shape
     integers = numbers.integers(0, 1 << bits, shape, dtype=np.uint8)
@@ -116,7 +115,6 @@ def random(shape, bits, symmetric=False, seed=0):
 
 
 def settle(folder, **settings):
-    """Change what a checkpoint says of its quantization."""
     config = json.loads((folder / "config.json").read_text())
     own = config.get("quantization_config", {})
     config["quantization_config"] = own | settings
@@ -124,7 +122,6 @@ def settle(folder, **settings):
 
 
 def rewrite(folder, tensors, **settings):
-    """Write a checkpoint's tensors, of which None stands for none."""
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     settle(folder, **settings)
@@ -144,14 +141,12 @@ def quantize(folder, pack, settings, symmetric=False):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A checkpoint of one layer."""
     folder = tmp_path_factory.mktemp("base")
     return save_checkpoint(folder, llama_config(num_hidden_layers=1))
 
 
 @pytest.fixture
 def base(plain, tmp_path):
-    """A copy of it to change."""
     return shutil.copytree(plain, tmp_path / "base")
 
 

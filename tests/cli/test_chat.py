@@ -74,7 +74,6 @@ def test_lines_that_never_end_or_are_no_text_are_refused(chatty, monkeypatch):
 
 
 def read_until(fd, wanted, seconds=60.0):
-    """What a terminal shows up to some text."""
     shown, end = "", time.monotonic() + seconds
     while wanted not in shown:
         ready, _, _ = select.select([fd], [], [], 0.1)

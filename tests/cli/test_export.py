@@ -24,7 +24,6 @@ from tests.tiny import VOCAB_SIZE, save_checkpoint
 
 
 def assert_refused(result, *said: str) -> None:
-    """Exit code 2 and one line of error, after nothing but the stages so far."""
     assert isinstance(result.exception, SystemExit), repr(result.exception)
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -36,14 +35,12 @@ def assert_refused(result, *said: str) -> None:
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """A place for a bundle in a folder that is otherwise empty."""
     (tmp_path / "outputs").mkdir()
     return tmp_path / "outputs" / "bundle"
 
 
 @pytest.fixture
 def nothing_written(output: Path):
-    """Check afterwards that the output's folder stayed empty."""
     yield
     assert os.listdir(output.parent) == []
 

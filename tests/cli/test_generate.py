@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -197,9 +198,7 @@ def test_standard_streams_may_be_closed(bundle, tmp_path):
 
 
 def test_too_little_memory_is_one_line(bundle, monkeypatch):
-    def none_left(*shape):
-        raise MemoryError
-
+    none_left = Mock(side_effect=MemoryError)
     monkeypatch.setattr("jetdraft.runtime.passes.buffers.np.zeros", none_left)
     result = jetdraft("generate", bundle, "-p", "x", *SHORT)
     assert_refused(result, "there is not enough memory")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypedDict
+from unittest.mock import Mock
 
 import click
 import onnxruntime
@@ -151,12 +152,8 @@ def test_ctrl_c_while_click_is_imported_is_one_line(tmp_path):
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Run a command in which the system raises an error."""
-
     def run(error):
-        def fail(root):
-            raise error
-
+        fail = Mock(side_effect=error)
         monkeypatch.setattr("jetdraft.cli.doctor.examine", fail)
         return jetdraft("doctor")
 
@@ -285,7 +282,6 @@ class Given(TypedDict, total=False):
 
 
 def given(record, *words, **more):
-    """What a command gets for its flags, or what it says."""
     got = []
 
     @click.command("c", cls=Command)

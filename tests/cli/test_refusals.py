@@ -201,7 +201,6 @@ PLACES = [
 
 
 def given(words, flag, bundle, nothing):
-    """The arguments that a command needs, of which only a bundle is there."""
     for param in COMMANDS[words].params:
         value = bundle if param.name == "bundle" else nothing
         if isinstance(param, click.Argument):

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import click
 import pytest
@@ -209,13 +210,8 @@ def test_all_trainings_have_the_same_options_and_a_row_of_their_own(name):
 
 
 def test_ctrl_c_before_the_first_step_is_one_line(target, text, tmp_path, monkeypatch):
-    """While the target writes, for example."""
-
-    def write(*arguments):
-        raise KeyboardInterrupt
-
-    name = "jetdraft.train.task.continuations"
-    monkeypatch.setattr(name, write)
+    write = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("jetdraft.train.task.continuations", write)
     command = ("train", "draft", target, "--data", text, "-o", tmp_path / "out")
     stopped = jetdraft(*command, "--regenerate", *DRAFTER)
     assert stopped.exit_code == 130

@@ -75,7 +75,6 @@ def test_reasons(code, stderr, reason):
 
 
 def presences(**reasons: str):
-    """The presence of each provider: it runs unless a reason is given."""
     return lambda name: Presence(
         name, compiled=True, runs=name not in reasons, reason=reasons.get(name, "")
     )

@@ -3,6 +3,7 @@
 import shutil
 from collections import Counter
 from itertools import pairwise
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -257,10 +258,7 @@ def test_an_export_stores_the_acceptance_and_check_finds_it_again(cut):
 def test_no_file_is_hashed_again_to_store_it(tmp_path, monkeypatch):
     """The files of a large pair take seconds to hash."""
     bundle = Bundle.open(toy_bundle(tmp_path / "toy"))
-
-    def hashed(file):
-        raise AssertionError(f"{file} was hashed again")
-
+    hashed = Mock(side_effect=AssertionError("a file was hashed again"))
     with monkeypatch.context() as patched:
         patched.setattr("jetdraft.bundle.sha256_of", hashed)
         patched.setattr("jetdraft.manifest.sha256_of", hashed)

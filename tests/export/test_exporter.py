@@ -3,6 +3,7 @@ import os
 import shutil
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import onnx_ir as ir
@@ -46,8 +47,6 @@ def source(tmp_path_factory) -> str:
 
 @pytest.fixture
 def no_tracing(monkeypatch):
-    """Fail if an export gets as far as doing the work."""
-
     def trace(*_):
         pytest.fail("bad input was noticed too late")
 
@@ -162,9 +161,7 @@ def test_export_is_silent_and_reports_its_progress(source, tmp_path, capfd):
 
 
 def test_failure_halfway_leaves_nothing(source, tmp_path, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("halfway")
-
+    fail = Mock(side_effect=RuntimeError("halfway"))
     monkeypatch.setattr(exporter, "_write_texts", fail)
     with pytest.raises(RuntimeError, match="halfway"):
         export(source, tmp_path / "bundle", options=ExportOptions(**SMALL))
@@ -283,7 +280,6 @@ def test_weights_that_do_not_fit_their_config_are_refused(pair, tmp_path):
 
 @pytest.fixture
 def sums(monkeypatch):
-    """The arguments of each measurement of second moments."""
     seen, total = [], measures.second_moments
     watched = lambda *a: seen.append(a) or total(*a)  # noqa: E731
     monkeypatch.setattr(measures, "second_moments", watched)

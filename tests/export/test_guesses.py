@@ -87,7 +87,6 @@ def test_the_graph_does_what_the_module_does(made, layout):
 
 @pytest.mark.parametrize("layout", ["dflash", "diffusion", *DSPARK[1:]])
 def test_untrained_drafters_draft_what_the_module_guesses(made, layout):
-    """And are seldom right."""
     bundle, source, folder, _ = made(layout)
     checkpoint = Checkpoint.load(source, torch.float32)
     drafter = load_head(folder, checkpoint, torch.float32)
@@ -207,7 +206,6 @@ def test_only_some_lm_heads_can_be_cut(made, layout):
 
 
 def test_one_row_gives_the_guesses_of_all_heads(made):
-    """As the module does, whichever row it was."""
     bundle, source, folder, _ = made("medusa")
     target, heads = graphs(bundle)
     features = target.run(TOKENS[:8]).features.copy()
@@ -225,7 +223,6 @@ def test_one_row_gives_the_guesses_of_all_heads(made):
 
 
 def test_random_heads_draft_what_the_module_guesses(made):
-    """And are seldom right."""
     bundle, source, folder, _ = made("medusa")
     module = load_head(folder, Checkpoint.load(source, torch.float32), torch.float32)
     (target, _), (drafts, stats) = graphs(bundle), drafts_of(bundle, "medusa")

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -133,17 +134,12 @@ def test_no_head_is_found_before_the_target_is_loaded(tmp_path):
 def test_the_files_of_a_head_are_read_once(made, tmp_path, monkeypatch):
     """They may be all files of a target; what is checked is loaded."""
     _, target, head, _ = made("eagle1")
-    read, load = [], head_files.load_file
-
-    def count(file):
-        read.append(file)
-        return load(file)
-
-    monkeypatch.setattr(head_files, "load_file", count)
+    load = Mock(side_effect=head_files.load_file)
+    monkeypatch.setattr(head_files, "load_file", load)
     options = ExportOptions(Recipe("none"), draft_vocab=10**6)
     with pytest.raises(OptionError, match="is not a part of"):
         export(target, tmp_path / "bundle", options=options, head=head)
-    assert read == [Path(head) / "model.safetensors"]
+    load.assert_called_once_with(Path(head) / "model.safetensors")
 
 
 PROMPT = " the self"
@@ -239,7 +235,6 @@ def fused_taps() -> Taps:
 
 
 def exported(source, output, taps, **options) -> Bundle:
-    """The bundle of a target whose states a head reads."""
     load = Checkpoint.load
 
     def load_with_taps(*how):
@@ -261,7 +256,6 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["contrib", "standard"])
 def bundles(request, source, tmp_path_factory):
-    """The same target without and with features."""
     folder = tmp_path_factory.mktemp(f"features-{request.param}")
     how = {"recipe": Recipe("int8", 32), "flavour": request.param}
     plain = exported(source, folder / "plain", None, **how)

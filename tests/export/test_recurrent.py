@@ -53,7 +53,6 @@ def case(request, tmp_path_factory):
 
 
 def restart(graph: Graph, tokens=()) -> None:
-    """Begin a text with these tokens, in one pass."""
     graph.cache.rewind(0)
     if len(tokens):
         graph.run(tokens, last_only=True)

@@ -37,7 +37,6 @@ def wide(request, tmp_path_factory):
 
 
 def logits(wide, width):
-    """Of a whole buffer, read in passes of one width."""
     graph = wide.parts.target
     tokens = np.random.default_rng(2).integers(1, 288, CAPACITY).tolist()
     graph.cache.rewind(0)

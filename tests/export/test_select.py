@@ -29,7 +29,6 @@ ROWS = 32
 
 
 def selecting(pair, folder, recipe):
-    """A model that selects fewer rows than the prompts have."""
     sizes = {"capacity": 256, "max_width": 64, "select_kv": ROWS}
     bundle = exported(pair.target, folder / "bundle", recipe, **sizes)
     model = jetdraft.load(bundle.path, threads=1)
@@ -44,7 +43,6 @@ def few(pair, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def floats(pair, tmp_path_factory):
-    """Its activations are not rounded to integers, for close comparisons."""
     return selecting(pair, tmp_path_factory.mktemp("floats"), "none")
 
 

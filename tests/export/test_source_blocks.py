@@ -239,7 +239,6 @@ def test_the_embedding_is_stored_once(tmp_path):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A T5 and its drafter."""
     folder = tmp_path_factory.mktemp("pair")
     target = save(folder / "t5", CONFIGS["t5"])
     return str(target), save_drafter(folder / "drafter", target, SLOTS)

@@ -38,20 +38,17 @@ def loaded(folder, flavour, scheme, **drafter):
 
 @pytest.fixture(scope="module")
 def floats(folder):
-    """A pair that is not quantized."""
     return loaded(folder, "standard", "none", drafter=folder / "drafter")
 
 
 @pytest.fixture(scope="module")
 def int4(folder):
-    """A pair of four bits; its drafter has eight."""
     drafter = {"drafter": folder / "drafter", "drafter_recipe": "int8"}
     return loaded(folder, "standard", "int4", **drafter)
 
 
 @pytest.fixture(params=["floats", "int4"])
 def standard(request):
-    """Each scheme."""
     return request.getfixturevalue(request.param)
 
 

@@ -32,7 +32,6 @@ def checkpoint(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(checkpoint, tmp_path_factory):
-    """Unquantized, so that rounding hides nothing."""
     bundle = exported(checkpoint, tmp_path_factory.mktemp("bundles") / "streams")
     return jetdraft.load(bundle.path, threads=1)
 

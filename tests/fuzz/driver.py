@@ -171,7 +171,6 @@ def _one_process(
 def _running(
     command: list[str], environment: dict[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The process of a command; nothing that it began or wrote is left afterwards."""
     with TemporaryDirectory(
         prefix="jetdraft-fuzz-", ignore_cleanup_errors=True
     ) as folder:
@@ -193,7 +192,6 @@ def _running(
 def _messages(
     process: subprocess.Popen[bytes], limit: float, end: float
 ) -> Iterator[dict[str, Any]]:
-    """The lines of a process; then a line of kind time, hang, memory or crash."""
     assert process.stdout is not None
     last, rest, begun = time.monotonic(), b"", False
     while True:
@@ -226,7 +224,6 @@ def _bytes_of(pid: int) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Read the command line, fuzz, print closing lines; 1 after a fault."""
     # A fault may quote what no encoding can hold.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     parser = argparse.ArgumentParser("scripts/fuzz", description=__doc__)

@@ -67,7 +67,6 @@ class Faults(Subject):
         self.can_mount = _can_mount(folder)
 
     def run(self, draw: Random) -> str:
-        """Disturb a job, or a model whose folder or clock goes wrong."""
         shutil.rmtree(self.place, ignore_errors=True)
         self.place.mkdir()
         if draw.random() < 0.1:
@@ -94,7 +93,6 @@ class Faults(Subject):
         return self._extents[job.name, old]
 
     def _killed(self, draw: Random, job: Job, old: bool, extent: Extent) -> str:
-        """Kill a job before a call, at an event, or after a time."""
         _in_child(lambda: job.prepare(self.place, old))
         how = draw.choice(("event", "event", "call", "time"))
         at = draw.random()
@@ -178,7 +176,6 @@ class Faults(Subject):
         return _in_child(use)
 
     def _read_only(self, draw: Random) -> str:
-        """A folder that its reader cannot write."""
         if os.getuid():
             return "skipped: only root can become another user"
         bundle = Path(shutil.copytree(self.toy, self.place / "bundle"))
@@ -290,7 +287,6 @@ def _forked(work: Callable[[], Any]) -> tuple[int, str]:
 
 
 def _run(work: Callable[[], Any], writing: int) -> int:
-    """Do the work in the child; gives its exit code."""
     printed = StringIO()
     sys.stdout = sys.stderr = printed
     warnings.simplefilter("default")

@@ -49,7 +49,6 @@ class Soak(Subject):
         self.cases, self.at_start = 0, ((0, 0, 0), (0, 0, 0))
 
     def run(self, draw: Random) -> str:
-        """Five generations; their number of tokens is checked."""
         for _ in range(3):
             self._one(self.model, draw)
         with ThreadPoolExecutor(2) as threads:
@@ -107,7 +106,6 @@ class Soak(Subject):
         return own, self.server._sizes()
 
     def finish(self) -> None:
-        """Memory, threads and handles have not grown."""
         if self.cases <= self.warm:
             return
         both = zip(("process", "server"), self.at_start, self._sizes(), strict=True)

@@ -64,7 +64,6 @@ def run_experts(matrix, x, ids, experts=1, **changed):
 
 
 def gathered(ids, arrays, **fields):
-    """Columns of a packed matrix as floats [ids, rows]."""
     return open_session("GatherPacked", arrays, 1, fields).run(None, {"x": ids})[0]
 
 

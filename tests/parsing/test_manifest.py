@@ -37,7 +37,6 @@ from tests.cli.running import assert_refused
 
 @pytest.fixture
 def own_toy(tmp_path):
-    """A toy bundle of a test alone, which may damage it."""
     return toy_bundle(tmp_path / "toy")
 
 

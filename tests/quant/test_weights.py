@@ -71,7 +71,6 @@ def constant(value: ir.Value) -> np.ndarray:
 
 
 def dequantized(product: ir.Node) -> np.ndarray:
-    """The float matrix [K, N] that a MatMulNBits stands for."""
     packed, scales = constant(product.inputs[1]), constant(product.inputs[2])
     bits = product.attributes.get_int("bits")
     if bits == 4:
@@ -83,7 +82,6 @@ def dequantized(product: ir.Node) -> np.ndarray:
 
 
 def float_matrices(data: bytes) -> list[np.ndarray]:
-    """The constant matrices of all MatMuls, in graph order."""
     matrices = []
     for node in nodes(read(data), "MatMul"):
         turn = node.inputs[1].producer()

@@ -60,7 +60,6 @@ def drafts_of(method, step=2, lengths=(4,)):
 
 
 def has_lengths(method):
-    """Whether drafts can have a fixed length, also beside other methods."""
     return methods()[method].options().draft_size is None
 
 

@@ -144,8 +144,6 @@ def test_a_cancelled_task_frees_the_model(model):
 
 
 class Executor:
-    """Only what `concurrent.futures.Executor` promises."""
-
     def __init__(self, *arguments):
         executor = ThreadPoolExecutor(*arguments)
         self.submit, self.shutdown = executor.submit, executor.shutdown
@@ -241,7 +239,6 @@ HOW = {
 
 @pytest.fixture
 def going(model):
-    """A generation that has given its first piece."""
     stream = model.stream(**HOW)
     next(stream)
     yield stream
@@ -324,8 +321,6 @@ def test_cancelling_ends_whoever_holds_the_buffers(model, going):
 
 
 class Failing(Proposer):
-    """A method from outside that goes wrong."""
-
     traits = Traits("failing", max_draft_tokens=4)
 
     def propose(self, context, budget, parents=None):

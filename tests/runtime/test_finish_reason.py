@@ -36,7 +36,6 @@ def check(result, reason, whole):
 
 @pytest.fixture(scope="module")
 def whole(model):
-    """The text that nothing ends early."""
     return model.generate(**OPTIONS, method="none").token_ids
 
 

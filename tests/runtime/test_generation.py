@@ -64,7 +64,6 @@ def empty(tokens, at):
 
 
 def sometimes_right(tokens, at):
-    """Right for a varying number of tokens, then wrong: every outcome 0..K."""
     spoiled = tokens.copy()
     right = np.random.default_rng(at).integers(len(tokens) + 1)
     spoiled[right:] += 1

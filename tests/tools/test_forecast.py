@@ -41,7 +41,6 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory):
-    """A bundle of one tiny model for each provider."""
     folder = tmp_path_factory.mktemp("forecasts")
     source = save_checkpoint(folder / "c", llama_config(num_hidden_layers=1))
     how = {"recipe": "int4", "kernel": "onnxruntime"}

@@ -43,7 +43,6 @@ def made(
     options: TrainingOptions | None = None,
     **more: Any,
 ) -> Training:
-    """A training of a kind, which has not begun."""
     return Training(task(settings), target, output, data, options, **more)
 
 

@@ -207,7 +207,6 @@ LONGER = replace(
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A folder, a target that knows the line wherever it begins, and the text."""
     folder = tmp_path_factory.mktemp("drafting")
     text = folder / "text.txt"
     text.write_text(LINE * 120)
@@ -231,7 +230,6 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=TASKS)
 def trained(request, world):
-    """The kind, and its training, whose folder reads back as it was."""
     folder, target, text = world
     kind, seen = request.param, []
     settings = replace(SETTINGS[kind], layers=1, block_rows=5, anchors=16)
@@ -248,7 +246,6 @@ def trained(request, world):
 
 
 def drafted(world, kind, head, folder, **how):
-    """The figures of a greedy text, which must be the text of plain decoding."""
     bundle = exported(world[1], folder / "bundle", head=head, capacity=128)
     return decoded(bundle.path, kind, **how)
 
@@ -266,7 +263,6 @@ def decoded(bundle, kind, prepare=lambda model: None, **how):
 
 @pytest.fixture(scope="module")
 def right(world, trained, tmp_path_factory):
-    """The tokens per pass of the trained drafter, and its bundle."""
     folder = tmp_path_factory.mktemp("right")
     stats = drafted(world, trained[0], trained[1], folder)
     return stats.tokens_per_pass, folder / "bundle"

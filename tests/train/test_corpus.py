@@ -23,7 +23,6 @@ REPLY = {"role": "assistant", "content": "return"}
 
 
 def read(tmp_path, *rows, end=(0,), **how):
-    """A corpus of lines, which are rows or raw text."""
     file = tmp_path / "data.jsonl"
     lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
     file.write_text("\n".join(lines))
@@ -105,7 +104,6 @@ def test_texts_that_cannot_be_learned(tmp_path, content, message):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """The windows of a text."""
     file = write_periodic(tmp_path / "text.txt")
     return Corpus.read([file], tokenizer(), (0,), length=32, least=5)
 

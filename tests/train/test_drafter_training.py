@@ -62,7 +62,6 @@ def test_a_new_drafter_learns_with_every_loss(target, text, tmp_path, loss):
 
 @pytest.fixture(scope="module")
 def cut(target, tmp_path_factory):
-    """A training of a drafter with a vocabulary of its own, and its figures."""
     folder, text = tmp_path_factory.mktemp("cut") / "out", Path(target).parent
     settings = replace(SMALL, draft_vocab=30)
     return train(target, folder, text / "text.txt", settings, LONGER)
@@ -123,7 +122,6 @@ def test_streams_that_tune_the_target_are_the_teacher(text, tmp_path):
 
 
 def test_a_drafter_goes_on_from_a_checkpoint(target, text, tmp_path, cut):
-    """With its weights and its draft vocabulary."""
     run, figures = cut
     start = ModelSettings(start=str(run.folder.path))
     again = first_figures(target, tmp_path / "2", text, start, LONGER)

@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -76,11 +77,7 @@ def test_the_weights_of_the_target_are_not_written_again(tmp_path, monkeypatch):
         one, other = target / name, tmp_path / "out" / name
         assert one.samefile(other) == is_linked
         assert one.read_bytes() == other.read_bytes()
-
-    def link(*names):
-        raise OSError
-
-    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError))
     RunFolder(tmp_path / "copied").add_target(target, "any")
     copy = tmp_path / "copied" / names[True]
     assert not copy.samefile(target / names[True])

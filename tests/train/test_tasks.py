@@ -115,7 +115,6 @@ def prepared(targets, name, output, changes=(), options=OPTIONS, data=None):
 
 
 def weights_of(run) -> dict[str, Tensor]:
-    """What a training has written."""
     return load_file(run.folder.path / run.folder.weights)
 
 
@@ -227,7 +226,6 @@ def names_in(run):
 
 @pytest.fixture(scope="module")
 def kept(targets, tmp_path_factory) -> Path:
-    """A training of streams that was interrupted before its first step."""
     output = tmp_path_factory.mktemp("stopped") / "out"
     with pytest.raises(KeyboardInterrupt):
         prepared(targets, "stream", output).run(interrupt(0))
@@ -236,7 +234,6 @@ def kept(targets, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def stopped(kept, tmp_path) -> Path:
-    """A copy of it, which a test may change."""
     return shutil.copytree(kept, tmp_path / "stopped")
 
 
@@ -430,7 +427,6 @@ TOGETHER = {
 
 
 def alike(name, target, text, output):
-    """A training of two steps, in one process or in a part of it."""
     options = replace(OPTIONS, steps=2)
     return made(KINDS[name].task, target, output, [text], TOGETHER[name], options)
 

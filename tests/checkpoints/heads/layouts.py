@@ -285,7 +285,6 @@ def one_layer(kind, layers=1, qk_norm=False, **changes):
 
 
 def diffusion(layers=2, **changes):
-    """jetdraft's own layout of a drafter that reads text."""
     config = layer_config(
         model_type="jetdraft-diffusion", num_hidden_layers=layers, head_dim=D,
         rope_theta=10000.0, block_size=BLOCK,

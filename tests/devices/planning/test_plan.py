@@ -263,7 +263,6 @@ LFM2 = {
 
 
 def counted(config):
-    """The weights of the matrices in transformers' model of a config."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     matrices = [p for p in model.parameters() if p.ndim == 2 and min(p.shape) > 8]
     return sum(matrix.numel() for matrix in matrices)

@@ -1,7 +1,6 @@
-"""What runs on a GPU, run here: the same code, with another provider behind it.
+"""What runs on a GPU, run here over the CPU provider.
 
-The memory is staged as if it were a device's, graphs are "captured" under ids that the
-CPU provider does not look at, and chains and trees have sessions of their own.
+Memory is staged, graphs are "captured", and chains and trees have their own sessions.
 """
 
 import shutil
@@ -42,7 +41,6 @@ WAYS = [
 
 @pytest.fixture(scope="module", params=["cuda", "tensorrt"])
 def bundle(pair, tmp_path_factory, request):
-    """A bundle for a GPU, whose drafter stays on the CPU."""
     folder = tmp_path_factory.mktemp("placed")
     config = llama_config(num_hidden_layers=1)
     target, output = save_checkpoint(folder / "target", config), folder / request.param
@@ -52,7 +50,6 @@ def bundle(pair, tmp_path_factory, request):
 
 
 def pretend(monkeypatch, name):
-    """Put the CPU provider in the place of another."""
     real = PROVIDERS[name]
     fake = Provider(name, CPU, "cpu", real.flavour, real.dtype)
     monkeypatch.setitem(PROVIDERS, name, fake)

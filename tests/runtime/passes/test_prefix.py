@@ -27,7 +27,6 @@ METHODS = [
 
 @pytest.fixture(scope="module")
 def kept(bundle):
-    """A model that keeps rows on this machine."""
     model = jetdraft.load(bundle, threads=1)
     assert prefill_widths(model.parts.target.contract) == [64, 32]
     assert model.parts.widths.prefills_agree
@@ -139,7 +138,6 @@ def test_a_prefix_of_another_machine_is_not_exact(bundle, kept, tmp_path):
 
 
 def altered(arrays, identity, **changes):
-    """Saved arrays with changes, and the hash that they have then."""
     if isinstance(identity, dict):
         identity = json.dumps(json.loads(str(arrays["identity"])) | identity)
     arrays = {**arrays, "identity": np.array(identity), **changes}

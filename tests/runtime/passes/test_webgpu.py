@@ -47,7 +47,6 @@ def _few_widths():
 
 @pytest.fixture(scope="module", autouse=True)
 def adapter():
-    """An adapter, or a reason to skip; CI must have one."""
     state = try_provider("webgpu")
     if not state.runs and os.environ.get("JETDRAFT_NEEDS_WEBGPU"):
         pytest.fail(f"WebGPU must run in CI: {state.reason}")
@@ -74,7 +73,6 @@ def exported(folder, name, recipe, drafter=True, **options):
 
 @pytest.fixture(scope="module")
 def bundle(checkpoints):
-    """A pair of floats, so that the CPU's logits are the same but for the last bits."""
     return exported(checkpoints, "floats", Recipe("none"))
 
 
@@ -246,7 +244,6 @@ def test_streams_draft_on_the_device(tmp_path):
 
 @pytest.fixture(scope="module")
 def heads(checkpoints):
-    """An EAGLE-3 head with a draft vocabulary, and Medusa's heads: bundles by kind."""
     torch.manual_seed(3)
     eagle3 = layouts.speculators(taps=2, eagle_aux_hidden_state_layer_ids=[0, 1])
     settings = ExportOptions(

@@ -169,8 +169,6 @@ def test_rates_of_unseen_positions_take_after_the_one_before():
 
 
 class Streaming(Named):
-    """Drafts of up to four tokens, read off probes."""
-
     def __init__(self, max_draft_tokens=4, **traits):
         super().__init__("stream", max_draft_tokens, probes=4, **traits)
 
@@ -218,7 +216,6 @@ def test_another_proposer_may_draft_while_probes_prepare():
 
 
 def branching(slope, rate=0.5, ends_at_gap=True, allowed=True):
-    """Streams that can be asked for trees."""
     curve = Curve({w: 1 + slope * (w - 1) for w in range(1, 17)})
     known = Acceptance()
     known.places.successes, known.places.trials = [1000 * rate] * 4, [1000.0] * 4

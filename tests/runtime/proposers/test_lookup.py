@@ -164,7 +164,6 @@ def store(tmp_path):
 
 
 def decode(proposer, prompt, output, budget=4):
-    """Rounds of a chain over a given output; how many they are."""
     proposer.begin(prompt, CHOOSER)
     context, rounds = list(prompt), 0
     while len(context) < len(prompt) + len(output):

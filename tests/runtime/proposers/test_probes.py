@@ -57,7 +57,6 @@ every_way = pytest.mark.parametrize("way", WAYS, ids=str)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """The model of a kind of probes, made once for each set of options."""
     made = {}
 
     def of(kind, size=None, seed=0, **changes):

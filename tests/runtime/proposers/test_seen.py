@@ -48,7 +48,6 @@ class Recorder(Proposer):
 
 
 def run(model, prompt, recorder, tokens=40, length=4, **options):
-    """The whole sequence."""
     how = {"max_new_tokens": tokens, "num_draft_tokens": length, "ignore_eos": True}
     with registered(Method("recorder", "records", lambda parts, own: recorder)):
         result = model.generate(token_ids=prompt, method="recorder", **how, **options)

@@ -134,7 +134,6 @@ def optimum(p, q, k, kind):
 
 
 def outcome(rule, p, q, k, kind):
-    """The exact distribution of the chosen token, and the chance that it is drafted."""
     total, accepted = np.zeros(len(p)), 0.0
     for children, weight in enumerate_drafts(q, k, kind):
         pi = rule(p, q, children, kind)
@@ -153,10 +152,7 @@ def accepted(name, children):
 
 
 def test_typical_acceptance_takes_what_passes_its_threshold():
-    """H = 1.1421 nats, threshold min(0.09, 0.3 exp(-H)) = 0.09: tokens 0, 1, 2.
-
-    Of several accepted children the most probable wins.
-    """
+    """H = 1.1421 nats, threshold min(0.09, 0.3 exp(-H)) = 0.09: tokens 0, 1, 2."""
     for token in (0, 1, 2):
         assert accepted("typical", [token])[token] == 1.0
     np.testing.assert_array_equal(accepted("typical", [3]), P)

@@ -45,7 +45,6 @@ def riff(*parts: bytes, kind: bytes = b"RIFF", size: int | None = None) -> bytes
 
 
 def form(samples: np.ndarray, kind: int) -> bytes:
-    """The format of samples [n] or [n, channels] in their own type."""
     channels, width = samples.reshape(len(samples), -1).shape[1], samples.itemsize
     frame = width * channels
     fields = kind, channels, 16_000, 16_000 * frame, frame, 8 * width

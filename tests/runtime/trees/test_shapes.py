@@ -177,10 +177,7 @@ def test_merged_asks_less_for_the_same_rows():
     ],
 )
 def test_a_shape_that_looks_at_draws_does_not_bias_them(shape, second):
-    """Whether a row gets children may depend on what its cousins drew.
-
-    Two levels, all of the verifier's randomness summed exactly, the draft's by seeds.
-    """
+    """Over two levels, a row may get children by what its cousins drew."""
     q = [np.array([0.6, 0.4, 0.0]), np.array(second or [0.5, 0.3, 0.2])]
     p = [np.array([0.5, 0.5, 0.0]), np.array([0.3, 0.4, 0.3])]
     drafters = [Distribution(np.argsort(-x), np.sort(x)[::-1]) for x in q]

@@ -94,7 +94,6 @@ def test_a_path_of_a_tree_is_a_chain(floats):
 
 
 def test_the_tokens_before_rows(floats):
-    """Token 0 stands before a text."""
     cache = floats[0].parts.draft_cache
     windows = [cache._window_at([5, 8, 9], end) for end in range(4)]
     assert windows == [(0, 0), (0, 5), (5, 8), (8, 9)]

@@ -128,7 +128,6 @@ def test_a_tree_of_single_children_is_the_chain(model):
 
 
 def test_a_pass_drafts_a_block(model):
-    """A chain of six takes two passes, and so does a tree of six levels."""
     follower = model.parts.draft_cache
     prompt = model.parts.text.encode(PERIOD * 2)
     states = model.parts.target.run(prompt[:-1]).features.copy()

@@ -31,7 +31,6 @@ LAYERS = 4
 
 @pytest.fixture(scope="module")
 def head(target, tmp_path_factory) -> Path:
-    """The folder of a trained adapter."""
     folder, text = tmp_path_factory.mktemp("adapter"), Path(target).parent / "text.txt"
     options = TrainingOptions(60, 2, 48, learning_rate=1e-2, validate_every=60)
     settings = KangarooSettings(exit_layer=1)
@@ -41,7 +40,6 @@ def head(target, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(target, head, tmp_path_factory) -> Bundle:
-    """With its acceptance, which the export measures."""
     folder = tmp_path_factory.mktemp("bundles") / "bundle"
     return int4(target, folder, head=head, fast=False, select_kv=16)
 

@@ -32,7 +32,6 @@ SETTINGS = EagleSettings(draft_vocabulary=40)
 
 @pytest.fixture(scope="module")
 def world(target, tmp_path_factory):
-    """The folder of a bundle, and of its head, which has learned little."""
     folder = tmp_path_factory.mktemp("world")
     text = write_periodic(folder / "text.txt")
     made(EagleTask, target, folder / "head", [text], SETTINGS, QUICK).run(nothing)
