@@ -225,8 +225,7 @@ def write_tokenizer(
     begin: bool | None = False,
     template: str | None = None,
 ) -> None:
-    made = tokenizer(words) if words else tokenizer()
-    model = json.loads(made.to_str())["model"]
+    model = json.loads((tokenizer(words) if words else tokenizer()).to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     types = [CONTROL if number == 0 else 1 for number in range(len(tokens))]
     writer.add_tokenizer_model("gpt2")

@@ -138,8 +138,7 @@ def parse_script(file, words):
     name = package if file == "-m" else Path(file).stem
     with pytest.MonkeyPatch.context() as patch:
         for peer in PEERS:
-            stub = MagicMock(**{f"{peer}.__file__": peer})
-            patch.setitem(sys.modules, peer, stub)
+            patch.setitem(sys.modules, peer, MagicMock(**{f"{peer}.__file__": peer}))
         patch.setattr(ctypes, "CDLL", MagicMock())  # a peer's library
         if file == "-m":
             module, words = importlib.import_module(f"{package}.__main__"), rest
@@ -250,8 +249,7 @@ def test_each_reason_has_a_command():
 
 
 def option_names(command):
-    params = command.params
-    return {name for one in params for name in (*one.opts, *one.secondary_opts)}
+    return {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

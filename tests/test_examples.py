@@ -133,8 +133,7 @@ def costs(lines):
 
 def test_an_agent_recalls_what_it_did_before(toy, tmp_path):
     store = tmp_path / "said.sqlite"
-    lines = run("agent.py", toy, "--store", store)
-    first, *later = costs(lines)
+    first, *later = costs(run("agent.py", toy, "--store", store))
     assert len(later) == 2
     assert first[0] > 90
     for tokens, passes in later:
@@ -146,8 +145,7 @@ def test_an_agent_recalls_what_it_did_before(toy, tmp_path):
 
 
 def test_an_agent_calls_the_tools_that_there_are(toy, agent, capsys):
-    lines = run("agent.py", toy)
-    calls = [line for line in lines if " -> " in line]
+    calls = [line for line in run("agent.py", toy) if " -> " in line]
     assert len(calls) == agent.ROUNDS * len(agent.REQUESTS)
     for line in calls:
         call = json.loads(re.search(r"(\{\"name.*) -> ", line)[1])
@@ -251,8 +249,7 @@ def function(name, required=("city",), **properties):
 def record(number, text, functions, arguments):
     messages = [{"role": "user", "content": text}]
     question = {"id": number, "question": [messages], "function": functions}
-    answer = {"id": number, "ground_truth": [{functions[0]["name"]: arguments}]}
-    return question, answer
+    return question, {"id": number, "ground_truth": [{functions[0]["name"]: arguments}]}
 
 
 def leaderboard(name):
@@ -322,8 +319,7 @@ def test_half_of_the_tests_call_functions_that_training_does_not_offer(
     shown = [line for prompt, _ in train for line in prompt.splitlines()]
     offered = {line.partition("(")[0] for line in shown}
     called = [json.loads(completion)["name"] for _, completion in test]
-    unseen = [name for name in called if name not in offered]
-    assert len(unseen) == TESTS // 2
+    assert len([name for name in called if name not in offered]) == TESTS // 2
     assert f"dropped {sets} whose answers do not fit" in said
     assert f"dropped {sets} of more than 288 tokens" in said
     assert f"train.jsonl: {len(train)} prompts" in said

@@ -93,8 +93,7 @@ with jetdraft.load(jetdraft.testing.toy_bundle(), threads=1) as model:
     print(jetdraft.__file__, model.generate("The robot sees").text, sep="\\n")
 """
     where = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    output = python(code, cwd=tmp_path, env=where)
-    file, text = output.split("\n", 1)
+    file, text = python(code, cwd=tmp_path, env=where).split("\n", 1)
     assert Path(file).is_relative_to(tmp_path)
     assert text.strip()
 

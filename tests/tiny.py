@@ -198,8 +198,7 @@ def save_assistant(folder: Path, target: Any, seed: int = 5) -> str:
         backbone_hidden_size=target.hidden_size,
     )
     torch.manual_seed(seed)
-    model = transformers.Gemma4AssistantForCausalLM(config)
-    model.save_pretrained(folder)
+    transformers.Gemma4AssistantForCausalLM(config).save_pretrained(folder)
     return str(folder)
 
 

@@ -316,8 +316,7 @@ def _unpack_words(packed: Tensor, bits: int) -> Bytes:
     """The integers in int32 [n, m], lowest bits first: uint8 [n, m * 32 / bits]."""
     if bits not in (2, 4, 8):
         raise _UnsupportedFormError(f"has {bits} bits")
-    whole = np.ascontiguousarray(packed.numpy(), "<i4")
-    return unpack(whole.view(np.uint8), bits)
+    return unpack(np.ascontiguousarray(packed.numpy(), "<i4").view(np.uint8), bits)
 
 
 def _to_unsigned(signed: Tensor) -> Bytes:

@@ -458,8 +458,7 @@ class PromptedModel(ProbedModel):
             return logits
         rows, others = logits[:, : keep.shape[0]], logits[:, keep.shape[0] :]
         parts = others.reshape(others.shape[0], -1, members, others.shape[2])
-        means = parts.float().mean(2).to(logits.dtype)
-        return torch.cat([rows, means], 1)
+        return torch.cat([rows, parts.float().mean(2).to(logits.dtype)], 1)
 
     def start_states(self, hidden: Tensor) -> Tensor:
         """Return the embeddings of the prompt tokens, whatever the rows' states are."""

@@ -224,8 +224,7 @@ def _decoding_options(model: Model) -> Iterator[tuple[str, int | None, dict[str,
         for settings in methods()[name].samples:
             if _can_run(model, Drafting(name, settings=settings)):
                 words = ",".join(f"{key}={value}" for key, value in settings.items())
-                keywords = {"method": name, "drafting": settings}
-                yield f"{name} {words}", None, keywords
+                yield f"{name} {words}", None, {"method": name, "drafting": settings}
     yield AUTO, None, {"method": AUTO}
 
 

@@ -52,8 +52,7 @@ def command(devices: bool, device: str | None, root: Path, as_json: bool) -> Non
 def _print_findings(root: Path, as_json: bool) -> None:
     findings = examine(root)
     if as_json:
-        fields = [asdict(finding) for finding in findings]
-        click.echo(json.dumps({"findings": fields}))
+        click.echo(json.dumps({"findings": [asdict(finding) for finding in findings]}))
     else:
         for finding in findings:
             click.echo(f"{finding.what:18} {finding.found}")

@@ -94,7 +94,6 @@ def command(
         log.setLevel(logging.INFO)
         log.handlers = [logging.StreamHandler()]
         pool = Pool(bundle, server.models, options["method"], **runtime)
-        name = server.name or bundle.resolve().name
-        service = Service(pool, name, limits, key or "")
+        service = Service(pool, server.name or bundle.resolve().name, limits, key or "")
         click.echo(f"{service.name} answers at {' and '.join(places)}", err=True)
         run(service, listeners, server.host, server.drain)

@@ -105,8 +105,7 @@ def _print_folder(
 
 
 def _open_lessons(bundle: Bundle, folder: Path) -> Lessons:
-    vocab_size = bundle.target.contract.vocab_size
-    return Lessons(folder, bundle.tokenizer_sha256, vocab_size)
+    return Lessons(folder, bundle.tokenizer_sha256, bundle.target.contract.vocab_size)
 
 
 def _open_store(bundle: Bundle, file: Path, user: str) -> ResponseStore:

@@ -197,8 +197,7 @@ def try_provider(name: str) -> Presence:
     """Run a small graph on a provider in a process of its own, once per process."""
     if reason := _why_absent(name):
         return Presence(name, False, False, reason)
-    full = PROVIDERS[name].full
-    command = [sys.executable, "-m", "jetdraft.devices.trial", full]
+    command = [sys.executable, "-m", "jetdraft.devices.trial", PROVIDERS[name].full]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TRIAL_SECONDS, check=False

@@ -116,8 +116,7 @@ def use_own_attention(graph: ir.Graph) -> None:
     for node in attentions(graph):
         node.domain, attributes = DOMAIN, node.attributes
         for name in ("local_window_size", "do_rotary", "rotary_interleaved"):
-            number = max(attributes.get_int(name, 0), 0)
-            attributes[name] = ir.AttrInt64(name, number)
+            attributes[name] = ir.AttrInt64(name, max(attributes.get_int(name, 0), 0))
         softcap = attributes.get_float("softcap", 0.0)
         attributes["softcap"] = ir.AttrFloat32("softcap", softcap)
 

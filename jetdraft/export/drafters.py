@@ -45,8 +45,7 @@ def load_draft_head(
     files: HeadFiles, target: Checkpoint, options: ExportOptions
 ) -> DraftModule:
     """Load a head for a target; raise a `JetdraftError` if the options do not fit."""
-    dtype = getattr(torch, DTYPES[options.dtype_of(DRAFTER)])
-    head = load_head(files, target, dtype)
+    head = load_head(files, target, getattr(torch, DTYPES[options.dtype_of(DRAFTER)]))
     recipe = options.recipe
     one_type = options.dtype_of(TARGET) == options.dtype_of(DRAFTER)
     if head.reads.target_kv and ((recipe is not None and recipe.kv) or not one_type):

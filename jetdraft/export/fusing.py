@@ -120,8 +120,7 @@ class RotaryTables:
         session = ort.InferenceSession(
             proto.SerializeToString(), providers=["CPUExecutionProvider"]
         )
-        positions = np.arange(self.capacity)[None]
-        [table] = session.run(None, {source.name: positions})
+        [table] = session.run(None, {source.name: np.arange(self.capacity)[None]})
         return initializer(self.graph, name, np.ascontiguousarray(table[0]))
 
 

@@ -142,8 +142,7 @@ class Measures:
         """The calibration text, or a text of the target; raises `DataError`."""
         target, file = self.checkpoints[TARGET], self.options.calibration
         if file is not None:
-            capacity = self.contracts[TARGET].capacity
-            return Windows.of(file, target.tokenizer, capacity)
+            return Windows.of(file, target.tokenizer, self.contracts[TARGET].capacity)
         return sample_text(target, lambda done, of: self.report("write text", done, of))
 
     def moments(self, name: str) -> dict[str, Floats]:
@@ -178,8 +177,7 @@ class Measures:
                     self.overlaps[name] = round(getattr(choice, name), 4)
         for name, divergence in self._divergences.items():
             if self.checkpoints[name].streams is None:  # probes may change weights
-                chosen = self.options.recipe_of(name)
-                self.rounded[name] = divergence.rounded(chosen)
+                self.rounded[name] = divergence.rounded(self.options.recipe_of(name))
         self._divergences.clear()
         return self.options
 

@@ -207,8 +207,7 @@ class SelectedAttention:
         """Return the rows before `near` with most votes, int64 [1, kv_heads, voted]."""
         first = branch.vector(self.selection.first)
         between = branch("Slice", keys, first, near, branch.vector(2))
-        scores = self._scores(branch, mean, between)
-        votes = branch("Softmax", scores, axis=-1)
+        votes = branch("Softmax", self._scores(branch, mean, between), axis=-1)
         total = branch("ReduceSum", votes, branch.vector(2), keepdims=0)
         most = branch.vector(self.selection.voted)
         _, places = branch.several("TopK", 2, total, most, axis=-1, sorted=0)
@@ -238,8 +237,7 @@ class SelectedAttention:
         """Rotate keys to consecutive positions before `end`, where `shifts` is true."""
         far = Branch(self.graph, f"{self.name}.far")
         near = Branch(self.graph, f"{self.name}.near")
-        count = far("Shape", chosen, start=2, end=3)
-        begin = far("Sub", end, count)
+        begin = far("Sub", end, far("Shape", chosen, start=2, end=3))
         positions = far("Range", *self._range_inputs(far, begin, end))
         distance = far("Sub", positions, far.reshape(chosen, self.kv_heads, -1))
         rows = far.reshape(keys, self.kv_heads, 1, -1, self.size)

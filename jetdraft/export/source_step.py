@@ -52,8 +52,7 @@ def encoder_parameters(model: Any) -> set[int]:
     layers = [layer for m in cross_attentions(model) for layer in kv_layers(m)]
     parts = [model.get_encoder(), *layers]
     own = {id(weight) for part in parts for weight in part.parameters()}
-    shared = {id(weight) for weight in model.get_input_embeddings().parameters()}
-    return own - shared
+    return own - {id(weight) for weight in model.get_input_embeddings().parameters()}
 
 
 class SourceStep(Step):

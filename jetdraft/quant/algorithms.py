@@ -183,5 +183,4 @@ def quantize(matrix: Floats, recipe: Recipe, moments: Floats | None) -> Matrix:
         if moments is not None and moments.ndim == 2:  # a GPTQ recipe's
             moments = moments.diagonal()
         return GridMatrix(grid, round_to_grid(matrix, grid, moments), len(matrix))
-    algorithm = ALGORITHMS[recipe.algorithm]
-    return algorithm(matrix, recipe.bits, recipe.block_size, moments)
+    return ALGORITHMS[recipe.algorithm](matrix, recipe.bits, recipe.block_size, moments)

@@ -86,8 +86,7 @@ def add_turned(graph: ir.Graph, matrix: ir.Value) -> ir.Value:
     """Add a constant matrix transposed."""
     assert matrix.const_value is not None
     shape = matrix.const_value.shape.numpy()[::-1]
-    name = f"{matrix.name}.turned"
-    turned = add_derived(graph, name, [matrix], np.transpose, shape)
+    turned = add_derived(graph, f"{matrix.name}.turned", [matrix], np.transpose, shape)
     assert turned.const_value is not None
     turned.const_value.meta[TURNED] = matrix.const_value.meta.get(STORED)
     return turned

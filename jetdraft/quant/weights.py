@@ -373,8 +373,7 @@ def _dequantize(
         make.array(f"{source.name}.{name}", np.ascontiguousarray(array))
         for name, array in parts.items()
     ]
-    size = signed.shape[2]
-    floats = make("DequantizeLinear", *values, axis=0, block_size=size)
+    floats = make("DequantizeLinear", *values, axis=0, block_size=signed.shape[2])
     node.replace_input_with(1, floats)
     for consumer in source.consumers():
         if consumer.op_type == "Gather":
@@ -398,8 +397,7 @@ def _replace_gather(make: edits.Maker, node: ir.Node, packed: PackedMatrix) -> N
     scales = blocks.scales[..., None]
     inputs = [weight, ids, make.array(f"{weight.name}.row_scales", scales)]
     if blocks.zeros is not None:
-        zeros = blocks.zeros[..., None]
-        inputs.append(make.array(f"{weight.name}.row_zeros", zeros))
+        inputs.append(make.array(f"{weight.name}.row_zeros", blocks.zeros[..., None]))
     gathered = make(
         "GatherBlockQuantized",
         *inputs,

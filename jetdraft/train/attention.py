@@ -97,8 +97,7 @@ def attend(
     """
     masked: Masked | None = getattr(module, _MASKED_BY, None)
     if masked is not None:
-        mixed = masked.attend(module, query, key, value, scaling, position_bias)
-        return mixed, None
+        return masked.attend(module, query, key, value, scaling, position_bias), None
     if sliding_window or softcap or unknown_arguments(extra):
         raise UnsupportedModelError(
             f"{type(module).__name__} has windows, capped scores or other arguments; "

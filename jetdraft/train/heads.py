@@ -140,8 +140,7 @@ def unrolled_mask(count: int, step: int, like: Tensor) -> Tensor:
     later step's it sees column t, its own draft so far.
     """
     own = torch.eye(count, dtype=torch.bool, device=like.device)
-    rows = torch.ones_like(own).tril()
-    visible = torch.cat([rows, *([own] * step)], dim=1)
+    visible = torch.cat([torch.ones_like(own).tril(), *([own] * step)], dim=1)
     mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
     return mask.masked_fill(~visible, torch.finfo(like.dtype).min)[None, None]
 
@@ -199,8 +198,7 @@ class HeadTask(task.Task):
             best = shift_rows(lesson.logits, 1 + step).argmax(-1)
             learned = shift_rows(lesson.labels, 2 + step, IGNORED) != IGNORED
             learned = learned & shift_rows(lesson.known, 1 + step, False)
-            scores = logits.float().log_softmax(-1)
-            losses = self.losses(step, carried, scores, lesson)
+            losses = self.losses(step, carried, logits.float().log_softmax(-1), lesson)
             losses = torch.where(learned, losses, 0.0).sum()
             right = ((logits.argmax(-1) == best) & learned).sum().float()
             parts.append((losses, learned.sum().float(), right))
@@ -263,8 +261,7 @@ class NextTokenTask(task.Task):
 
     def sums(self, drafter: Any, lesson: Any, first: int, learns: bool) -> task.Sums:
         """Return sums of cross entropies to the target, by the place in a draft."""
-        count = lesson.ids.shape[1]
-        rows = torch.arange(count, device=lesson.ids.device)
+        rows = torch.arange(lesson.ids.shape[1], device=lesson.ids.device)
         starts = rows - (rows - first) % DRAFT_ROWS
         hidden = self.hidden(drafter, lesson, starts)
         learned = torch.zeros_like(lesson.labels, dtype=torch.bool)

@@ -118,8 +118,7 @@ class LabelCache:
 
     def write(self, batch: Batch, labels: Labels) -> Labels:
         """Add the exact labels of a batch; returns them cut to the `kept` tokens."""
-        count = min(self.kept, labels.wanted.shape[-1] - 1)
-        best = labels.wanted.topk(count, dim=-1)
+        best = labels.wanted.topk(min(self.kept, labels.wanted.shape[-1] - 1), dim=-1)
         half = add_rest(best.values).half()
         kept = Labels(half.float(), labels.mass, labels.known, best.indices)
         sizes = learned_mask(batch).sum(-1).tolist()

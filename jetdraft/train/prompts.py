@@ -163,9 +163,8 @@ class PromptTask(task.Task):
         cache = outputs.past_key_values
         probes = prompt_logits(drafter, self._model, places.anchors, length, cache)
         logits = probes.float()
-        gamma = logits.shape[2]
         # The token after the row is the root of the draft; token 1 guesses the next.
-        ahead = torch.arange(1, gamma + 1, device=labels.device)
+        ahead = torch.arange(1, logits.shape[2] + 1, device=labels.device)
         rows = places.anchors[..., None] + ahead
         wanted = (rows + 1).clamp(max=length - 1)
         learned = (rows_at(labels, wanted) != IGNORED) & (rows + 1 < length)

@@ -66,8 +66,7 @@ class RunFolder:
             partial = self.path.with_name(f".{self.path.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             shutil.copytree(source, partial, copy_function=_link_or_copy)
-            mark = partial / UNFINISHED
-            mark.write_text(self.learned, encoding="utf-8")
+            (partial / UNFINISHED).write_text(self.learned, encoding="utf-8")
             partial.rename(self.path)
 
     def read_state(self, run: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -194,8 +194,7 @@ class WrittenTexts:
         finished = list(examples)
         for number, members in enumerate(shards):
             for member, ids in zip(members, self._read_shard(number), strict=True):
-                size = prompt_size(examples[member])
-                finished[member] = Example.completed(ids, size)
+                finished[member] = Example.completed(ids, prompt_size(examples[member]))
         return finished
 
     def delete(self) -> None:

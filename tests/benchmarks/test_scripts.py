@@ -40,8 +40,7 @@ def measured(tmp_path, toy, monkeypatch):
 
     def run(script, *words):
         known = {"BUNDLE": str(toy), "PROMPTS": str(prompts)}
-        given = [known.get(word, word) for word in words]
-        options = [*given, "--json", str(output)]
+        options = [*[known.get(word, word) for word in words], "--json", str(output)]
         result = CliRunner().invoke(script.main, options, catch_exceptions=False)
         assert result.exit_code == 0, result.output
         return json.loads(output.read_text()), result.stdout
@@ -84,8 +83,7 @@ def test_never_slower_measures_three_workloads(measured, monkeypatch):
         *("plain", "width 1", "auto", "auto, not exact"),
         *("never right", "never right, not exact"),
     ]
-    wrong = report["random"]["T=0.0"][-1]
-    assert wrong["acceptance_rate"] in (0.0, None)
+    assert report["random"]["T=0.0"][-1]["acceptance_rate"] in (0.0, None)
     assert {row["way"] for row in report["code"]["T=0.8"]} > {"draft 8", "lookup 1"}
     assert report["repeated"]["again"][-1]["way"] == "recall"
 
@@ -133,8 +131,7 @@ def test_the_constants_are_those_that_fit_the_published_rows():
     assert efficiency.bandwidth == pytest.approx(FITTED.bandwidth, rel=0.01)
     assert efficiency.pass_ms == pytest.approx(FITTED.pass_ms, rel=0.01)
     assert efficiency.compute == pytest.approx(FITTED.compute, rel=0.01)
-    memory = runtime_mb(records, table["capacity"])
-    assert memory == pytest.approx(RUNTIME_MB, rel=0.01)
+    assert runtime_mb(records, table["capacity"]) == pytest.approx(RUNTIME_MB, rel=0.01)
 
 
 def test_each_published_row_is_predicted_from_the_others():

@@ -239,8 +239,7 @@ def test_stop_texts_of_the_checkpoint_count_unless_a_flag_gives_others(
         return json.loads(said)["text"]
 
     whole = text()
-    letters = [letter for letter in dict.fromkeys(whole) if letter.isalpha()]
-    first, second = letters[1:3]
+    first, second = [letter for letter in dict.fromkeys(whole) if letter.isalpha()][1:3]
     manifests.edit(bundle, generation={"stop": [second]})
     assert text() == whole[: whole.index(second)]
     assert text("--stop", first) == whole[: whole.index(first)]
@@ -387,8 +386,7 @@ def test_a_key_that_no_model_computes_with_is_refused(tmp_path, name, row):
     value = "adapter" if name == "general.type" else 7
     with pytest.raises((UnsupportedModelError, CheckpointError)) as refused:
         read(tmp_path / "a.gguf", {name: value})
-    shown = name.removeprefix("llama.")
-    assert shown in str(refused.value) or name == "split.count"
+    assert name.removeprefix("llama.") in str(refused.value) or name == "split.count"
     if row.neutral(0) and not row.neutral(value):
         assert read(tmp_path / "b.gguf", {name: 0})[0] == ()
 

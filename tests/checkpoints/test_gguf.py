@@ -81,8 +81,7 @@ def test_experts_keep_their_types(name, tmp_path):
         config.shared_expert_intermediate_size = 96
     config.norm_topk_prob = family_norms = name.startswith("qwen3")
     file, family = tmp_path / "model.gguf", name.partition(" ")[0]
-    written = write_gguf(file, config, one(kind), family)
-    expected = logits_of(written.model)
+    expected = logits_of(write_gguf(file, config, one(kind), family).model)
     found = Checkpoint.load(str(file), torch.float32, keeps_grids=True)
     assert found.model.config.norm_topk_prob == family_norms
     logits = logits_of(found.model)
@@ -255,8 +254,7 @@ def factors_of(config):
     scaled, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](
         config, torch.device("cpu")
     )
-    plain = 500000.0 ** -(np.arange(0, 64, 2) / 64)
-    return (plain / scaled.numpy()).astype(np.float32)
+    return (500000.0 ** -(np.arange(0, 64, 2) / 64) / scaled.numpy()).astype(np.float32)
 
 
 def test_llama_3_scales_its_rotations(tmp_path):
@@ -420,8 +418,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, changes, said):
 def test_weights_that_are_not_finite(tmp_path):
     written = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.Q8_0))
     data = bytearray(written.path.read_bytes())
-    stored = written.data["model.layers.0.mlp.up_proj.weight"].tobytes()
-    place = data.index(stored)
+    place = data.index(written.data["model.layers.0.mlp.up_proj.weight"].tobytes())
     data[place : place + 2] = np.array([np.inf], "<f2").tobytes()
     written.path.write_bytes(data)
     assert_no_bundle(tmp_path, written.path, said=["not finite"])

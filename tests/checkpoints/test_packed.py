@@ -116,8 +116,7 @@ def random(shape, bits, symmetric=False, seed=0):
 
 def settle(folder, **settings):
     config = json.loads((folder / "config.json").read_text())
-    own = config.get("quantization_config", {})
-    config["quantization_config"] = own | settings
+    config["quantization_config"] = config.get("quantization_config", {}) | settings
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -188,8 +187,7 @@ def exported(request, tmp_path_factory):
     """A checkpoint, the numbers it was packed from, its bits and its bundle."""
     name, layers = request.param
     folder = tmp_path_factory.mktemp("packed")
-    config = llama_config(num_hidden_layers=layers)
-    source = save_checkpoint(folder / "source", config)
+    source = save_checkpoint(folder / "source", llama_config(num_hidden_layers=layers))
     numbers = quantize(source, *FORMATS[name])
     # Whatever the recipe says of the rest.
     export(str(source), folder / "bundle", options=quick())
@@ -306,8 +304,7 @@ def test_a_scale_per_output_becomes_blocks_with_the_same_scale(base):
     signed = (weight / largest[:, None] * 127).round().to(torch.int8)
     tensors |= {f"{Q}.weight": signed, f"{Q}.SCB": largest}
     rewrite(base, tensors, quant_method="bitsandbytes", load_in_8bit=True)
-    found = Checkpoint.load(str(base), torch.float32)
-    [blocks] = found.packed.blocks.values()
+    [blocks] = Checkpoint.load(str(base), torch.float32).packed.blocks.values()
     assert np.abs(blocks.floats.T - weight.numpy()).max() <= float(largest.max()) / 253
     bundle = base.parent / "bundle"
     export(str(base), bundle, options=quick())

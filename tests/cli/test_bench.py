@@ -165,8 +165,7 @@ def test_json_is_one_object_on_stdout(lone_bundle, tmp_path):
 
 
 def test_energy_is_measured_where_there_are_monitors(bundle, tmp_path, monkeypatch):
-    root = write(tmp_path, POWER)
-    metered = partial(Meter, root, interval=0.001)
+    metered = partial(Meter, write(tmp_path, POWER), interval=0.001)
     monkeypatch.setattr("jetdraft.cli.bench.Meter", metered)
     report = tmp_path / "out.json"
     flags = ("--methods=lookup", "--lengths=2", "--output", report)

@@ -82,8 +82,7 @@ def test_json_is_one_object_and_nothing_else(bundle, model):
 
 
 def test_endings_and_penalties_reach_the_generation(bundle, model):
-    plain = model.generate(PROMPT, max_new_tokens=24).text
-    stop = [plain[6:8], "never"]
+    stop = [model.generate(PROMPT, max_new_tokens=24).text[6:8], "never"]
     flags = ("--stop", stop[0], "--stop", stop[1], "--repetition-penalty", "1.2")
     result = jetdraft("generate", bundle, *GIVEN, *SHORT, "--json", *flags)
     assert result.exit_code == 0, result.stderr
@@ -118,8 +117,7 @@ def test_a_chat_template_is_used_unless_the_prompt_is_raw(toy):
 
 def test_a_broken_template_matters_only_where_it_is_used(bundle, tmp_path):
     folder = with_template(bundle, tmp_path / "bundle", "{% if %}")
-    result = jetdraft("generate", folder, *GIVEN, *SHORT)
-    assert_refused(result, "broken in line 1")
+    assert_refused(jetdraft("generate", folder, *GIVEN, *SHORT), "broken in line 1")
     assert jetdraft("generate", folder, *GIVEN, "--raw", *SHORT).exit_code == 0
 
 
@@ -285,11 +283,9 @@ def test_explain_says_what_each_method_did(bundle):
     assert done.exit_code == 0
     _, reference, header, *rows = done.stderr.splitlines()
     assert reference.startswith("one by one a token takes ")
-    columns = " ".join(header.split())
-    assert columns == "method rounds drafted accepted tokens saved"
+    assert " ".join(header.split()) == "method rounds drafted accepted tokens saved"
     assert all(row.split()[0] in ("none", "draft", "lookup", "off") for row in rows)
-    tokens = [int(row.split()[4]) for row in rows if row.endswith(" ms")]
-    assert sum(tokens) == 24
+    assert sum(int(row.split()[4]) for row in rows if row.endswith(" ms")) == 24
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,7 @@ def options(command: click.Command) -> list[click.Option]:
 
 
 def test_the_walk_reaches_every_command():
-    found = {words.split()[0] for words in COMMANDS}
-    assert found == set(VERBS)
+    assert {words.split()[0] for words in COMMANDS} == set(VERBS)
     trained = {words.split()[1] for words in COMMANDS if words.startswith("train")}
     methods_with_a_task = {name for name, method in methods().items() if method.task}
     assert trained == methods_with_a_task | {"acceptance", "use"}
@@ -129,8 +128,7 @@ def test_no_long_option_means_two_things():
             meaning = (shorts, kind, param.is_flag, param.multiple, param.group)
             for name in param.opts:
                 meanings[name][meaning].append(words)
-    differing = {name: dict(ways) for name, ways in meanings.items() if len(ways) > 1}
-    assert not differing
+    assert not {name: dict(ways) for name, ways in meanings.items() if len(ways) > 1}
 
 
 FULL = "error: the disk is full; free some space\n"
@@ -153,8 +151,7 @@ def test_ctrl_c_while_click_is_imported_is_one_line(tmp_path):
 @pytest.fixture
 def failing(monkeypatch):
     def run(error):
-        fail = Mock(side_effect=error)
-        monkeypatch.setattr("jetdraft.cli.doctor.examine", fail)
+        monkeypatch.setattr("jetdraft.cli.doctor.examine", Mock(side_effect=error))
         return jetdraft("doctor")
 
     return run
@@ -256,8 +253,7 @@ signal.signal(signal.SIGTERM, _terminate)
 Finalized()
 time.sleep(30)
 """
-    ended = subprocess.run([sys.executable, "-c", code], check=False)
-    assert ended.returncode == 143
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 143
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -210,8 +210,7 @@ def given(words, flag, bundle, nothing):
 
 
 def test_there_are_such_options():
-    verbs = {words.split()[0] for words, _ in PLACES}
-    assert verbs == {"export", "bench", "train"}
+    assert {words.split()[0] for words, _ in PLACES} == {"export", "bench", "train"}
     assert len([flag for words, flag in PLACES if "train" in words]) >= 13
 
 

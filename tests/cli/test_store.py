@@ -154,8 +154,7 @@ def test_weights_are_cleared_after_the_lessons(toy, tmp_path, monkeypatch):
 
     def recorded(sets):
         bundle = Bundle.open(toy)
-        lessons = Lessons(tmp_path, bundle.tokenizer_sha256, 384)
-        left.append(lessons.read())
+        left.append(Lessons(tmp_path, bundle.tokenizer_sha256, 384).read())
         clear(sets)
 
     monkeypatch.setattr(WeightSets, "clear", recorded)

@@ -128,8 +128,7 @@ def test_an_acceptance_head_is_learned_and_used(bundle, tmp_path):
     assert done.exit_code == 0, done.output
     assert "drafted tokens" in done.stderr
     learned = ("--method", "draft", "--drafting", "stopping=learned", *how)
-    drafted = jetdraft("generate", own, "-p", " the self", *learned)
-    assert drafted.exit_code == 0
+    assert jetdraft("generate", own, "-p", " the self", *learned).exit_code == 0
     missing = jetdraft("generate", bundle, "-p", " x", *learned)
     assert_refused(missing, "train acceptance")
 
@@ -149,8 +148,7 @@ def test_trainers_are_listed_without_torch():
 
 def test_a_head_from_a_text(tmp_path, text):
     """The folder that it writes is a head in its published layout."""
-    config = llama_config(num_hidden_layers=6)
-    target = save_checkpoint(tmp_path / "target", config)
+    target = save_checkpoint(tmp_path / "target", llama_config(num_hidden_layers=6))
     sizes = ("--sequence-length", 24, "--batch-size", 2, "--unrolled", 2, "--steps", 2)
     command = ("train", "eagle", target, "--data", text, "-o", tmp_path / "head")
     trained = jetdraft(*command, "--draft-vocab", 50, *sizes)

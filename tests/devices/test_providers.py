@@ -96,8 +96,7 @@ def test_findings_that_cost_speed_have_a_fix(tmp_path):
 
 def test_missing_parts_have_a_fix(tmp_path):
     tree = {**THOR, "proc/meminfo": "MemAvailable: 500000 kB\nSwapTotal: 0 kB\n"}
-    reason = "this build holds no code for this GPU"
-    fix = fixes(write(tmp_path, tree), cuda=reason)
+    fix = fixes(write(tmp_path, tree), cuda="this build holds no code for this GPU")
     assert set(fix) == {"cuda", "tensorrt", "free memory", "swap", "provider cuda"}
     assert "deploy/jetson" in fix["provider cuda"]
 
@@ -329,8 +328,7 @@ def test_the_trial_says_why_webgpu_does_not_run(monkeypatch):
     monkeypatch.setattr(providers.subprocess, "run", lambda *a, **k: failed)
     forget()
     assert providers.try_provider("webgpu").reason == "no driver; install it"
-    lines = "on a software adapter\nran\n"
-    software = subprocess.CompletedProcess([], 0, lines, "")
+    software = subprocess.CompletedProcess([], 0, "on a software adapter\nran\n", "")
     monkeypatch.setattr(providers.subprocess, "run", lambda *a, **k: software)
     forget()
     assert providers.try_provider("webgpu").software

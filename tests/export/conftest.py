@@ -116,8 +116,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Made]:
     def head(name: str) -> tuple[str, dict[str, Tensor]]:
         torch.manual_seed(3)
         config, tensors = KINDS[name].layout()
-        written = layouts.write(folder / name, config, tensors, KINDS[name].file)
-        return written, tensors
+        return layouts.write(folder / name, config, tensors, KINDS[name].file), tensors
 
     @cache
     def make(

@@ -244,8 +244,7 @@ def test_half_precision_becomes_as_few_nodes(tmp_path):
     for dtype in (torch.float32, torch.float16):
         checkpoint = Checkpoint.load(str(tmp_path), dtype)
         name = str(dtype).removeprefix("torch.")
-        contract = replace(contract_of(checkpoint), dtype=name)
-        nodes = traced(checkpoint, contract).graph
+        nodes = traced(checkpoint, replace(contract_of(checkpoint), dtype=name)).graph
         kinds.append(Counter(n.op_type for n in nodes if n.op_type != "Cast"))
     assert kinds[0] == kinds[1]
     assert not kinds[1]["Neg"], "attention rotates"
@@ -323,8 +322,7 @@ def test_an_encoder_decoder_beside_the_seams_is_refused(tmp_path):
 )
 def test_frequencies_that_change_within_the_capacity_are_refused(name, tmp_path):
     save_checkpoint(tmp_path, CONFIGS[name], tokenizer=False)
-    message = refusal(tmp_path, capacity=CAPACITY + 1)
-    assert f"--capacity {CAPACITY} or less" in message
+    assert f"--capacity {CAPACITY} or less" in refusal(tmp_path, capacity=CAPACITY + 1)
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,7 @@ def test_the_head_has_fewer_rows_and_the_embedding_stays_quantized(cut):
 
 def test_its_logits_are_those_of_the_whole_head(cut, pair):
     tokens = [5, 80, 33, 260, 12]
-    graph = Opener(cut, PROVIDERS["cpu"], ONE_THREAD).graph(cut.drafter)
-    answer = graph.run(tokens)
+    answer = Opener(cut, PROVIDERS["cpu"], ONE_THREAD).graph(cut.drafter).run(tokens)
     model = Checkpoint.load(str(pair.drafter), torch.float32).model
     with torch.no_grad(), own_attention(model):
         logits = model(torch.tensor([tokens])).logits[0].numpy()

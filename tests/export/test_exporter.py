@@ -85,8 +85,7 @@ def test_every_precision_loads_and_drafts_the_same_text(
     made = exported(source, tmp_path / "bundle", scheme, **options)
     assert ("MatMulNBits" in operators(made)) == (scheme != "none")
     assert ("MatMul" in operators(made)) == (scheme == "none")
-    kept = {"fp32": "float32", "fp16": "float16"}[dtype]
-    assert made.target.contract.dtype == kept
+    assert made.target.contract.dtype == {"fp32": "float32", "fp16": "float16"}[dtype]
     model = jetdraft.load(made.path, threads=1)
     options = {
         "temperature": 1.0, "seed": 1, "max_new_tokens": 24, "ignore_eos": True,
@@ -123,8 +122,7 @@ def test_exporting_again_replaces_the_bundle(replaced):
     assert replaced.target.contract.capacity == 64
     assert os.listdir(replaced.path.parent) == ["bundle"]
     assert replaced.eos_token_ids == (0, 7)
-    template = replaced.path / "chat_template.jinja"
-    assert template.read_text() == "{{ messages }}"
+    assert (replaced.path / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 def test_the_smallest_bundle_takes_and_gives_ids(tmp_path):
@@ -330,8 +328,7 @@ def test_both_graphs_read_the_same_weights(bundle):
 
 
 def test_the_compaction_graph_has_no_weights(bundle):
-    entry = jetdraft.Bundle.open(bundle).target
-    model = ir.load(bundle / entry.compaction_file)
+    model = ir.load(bundle / jetdraft.Bundle.open(bundle).target.compaction_file)
     assert not model.graph.initializers
     assert {node.op_type for node in model.graph} == {"Gather", "TensorScatter"}
 

@@ -27,8 +27,7 @@ LAYOUTS = [*MASKS, *DSPARK]
 def in_torch(drafter, features, count, known=(), tokens=TOKENS):
     """The logits of the block behind `count` rows, from all rows at once."""
     size = drafter.block_rows
-    masks = size - drafter.reads.anchored
-    block = [*known, *[VOCAB_SIZE] * (masks - len(known))]
+    block = [*known, *[VOCAB_SIZE] * (size - drafter.reads.anchored - len(known))]
     if drafter.reads_text:
         context = torch.tensor([tokens[:count]])
         mask = torch.ones(count + size, count + size, dtype=torch.bool).tril()
@@ -59,8 +58,7 @@ def test_the_graph_does_what_the_module_does(made, layout):
     target, graph = graphs(bundle)
     features = target.run(TOKENS[:14]).features
     features = None if features is None else features.copy()
-    checkpoint = Checkpoint.load(source, torch.float32)
-    drafter = load_head(folder, checkpoint, torch.float32)
+    drafter = load_head(folder, Checkpoint.load(source, torch.float32), torch.float32)
     compared = 0
     graph.cache.rewind(0)
     for start, end in ((0, 5), (5, 8), (8, 9), (9, 13)):
@@ -88,8 +86,7 @@ def test_the_graph_does_what_the_module_does(made, layout):
 @pytest.mark.parametrize("layout", ["dflash", "diffusion", *DSPARK[1:]])
 def test_untrained_drafters_draft_what_the_module_guesses(made, layout):
     bundle, source, folder, _ = made(layout)
-    checkpoint = Checkpoint.load(source, torch.float32)
-    drafter = load_head(folder, checkpoint, torch.float32)
+    drafter = load_head(folder, Checkpoint.load(source, torch.float32), torch.float32)
     target, _ = graphs(bundle)
     method = layout if layout == "diffusion" else "dflash"
     drafts, stats = drafts_of(bundle, method, confidence=0.0)
@@ -126,16 +123,14 @@ def test_rows_of_a_block_are_no_context(made, layout):
     graph.cache.rewind(5)
     in_graph(graph, features, 5, 8)
     graph.cache.advance(3)
-    right = in_graph(graph, features, 8, 9).logits
-    assert np.abs(right - wrong).max() > 1e-3
+    assert np.abs(in_graph(graph, features, 8, 9).logits - wrong).max() > 1e-3
 
 
 @pytest.mark.parametrize("layout", ["dflash", "diffusion"])
 def test_the_last_tokens_of_a_block_change_the_first(made, layout):
     """Attention goes both ways: what is known behind a mask changes its guess."""
     graph, features = graph_and_features(made(layout).bundle)
-    count = graph.contract.block
-    unknown = [VOCAB_SIZE] * (count - 1)
+    unknown = [VOCAB_SIZE] * (graph.contract.block - 1)
     one, other = (
         in_graph(graph, features, 0, 5, [*unknown, token]).logits[0].copy()
         for token in (4, 9)
@@ -146,8 +141,7 @@ def test_the_last_tokens_of_a_block_change_the_first(made, layout):
 @pytest.mark.parametrize("layout", ["dflash", "diffusion"])
 def test_a_block_takes_the_spare_slots(made, layout):
     """At the end of the buffers a block still fits behind the last row."""
-    bundle = made(layout).bundle
-    _, graph = graphs(bundle)
+    _, graph = graphs(made(layout).bundle)
     contract = graph.contract
     assert contract.slots >= contract.capacity + 2 * contract.block
     width = contract.feature_input

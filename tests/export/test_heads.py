@@ -101,8 +101,7 @@ def test_matrices_of_the_target_are_in_its_file(made, tied, recipe):
     # Its matrices alone: fc, query, key, value, output, and three of the MLP.
     matrices = 64 * (128 + 64 + 2 * 32 + 64 + 3 * 96)
     assert own < (1.2 if drafter == "int4" else 4.4) * matrices
-    weights = bytes_of(bundle, "drafter.onnx.data")
-    assert 0 < weights <= own
+    assert 0 < bytes_of(bundle, "drafter.onnx.data") <= own
 
 
 def test_a_matrix_of_its_own_is_in_its_own_file(made):
@@ -271,8 +270,7 @@ def answers(bundle):
     opened = graph(bundle)
     found = []
     for last_only, width in ((True, 8), (False, 2), (False, 1)):
-        answer = opened.run(TOKENS[:width], last_only)
-        found.append(copied(answer))
+        found.append(copied(opened.run(TOKENS[:width], last_only)))
         opened.cache.advance(width)
     found.append(copied(opened.verify(TREE, 6)[1]))
     return found

@@ -128,8 +128,7 @@ def test_matrices_in_parts_and_integers_in_a_file_give_the_same_bytes(
 def wide(tmp_path_factory) -> tuple[Path, jetdraft.Model]:
     """A head of 151,936 rows, tied to the embedding, over a small tokenizer."""
     folder = tmp_path_factory.mktemp("wide")
-    config = drafter_config(vocab_size=LARGE_VOCABULARY)
-    save_checkpoint(folder / "checkpoint", config)
+    save_checkpoint(folder / "checkpoint", drafter_config(vocab_size=LARGE_VOCABULARY))
     bundle = exported(folder / "checkpoint", folder / "bundle", "int8")
     return folder / "checkpoint", jetdraft.load(bundle.path, threads=1)
 
@@ -149,8 +148,7 @@ def test_a_large_tied_head_is_stored_once(wide):
     with torch.no_grad():
         expected = reference(torch.tensor([ids])).logits[0, -1].numpy()
     logprob = model.generate(token_ids=ids, logprobs=5, max_new_tokens=1)
-    best = int(expected.argmax())
-    assert logprob.token_ids == [best]
+    assert logprob.token_ids == [int(expected.argmax())]
     total = np.log(np.exp(expected.astype(np.float64) - expected.max()).sum())
     assert logprob.logprobs[0].logprob == pytest.approx(-total, abs=0.05)
 

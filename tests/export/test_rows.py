@@ -178,8 +178,7 @@ def test_scales_make_the_largest_number_the_largest_integer(quantized, pair):
     graph = onnx.load(folder / "drafter.onnx").graph
     stored = {x.name: numpy_helper.to_array(x) for x in graph.initializer}
     checkpoint = Checkpoint.load(str(pair.drafter), torch.float32)
-    calibration = folder.parent / "text.txt"
-    ids = Windows.of(calibration, checkpoint.tokenizer).ids[:, :256]
+    ids = Windows.of(folder.parent / "text.txt", checkpoint.tokenizer).ids[:, :256]
     inner = checkpoint.model.model
     with torch.no_grad():
         hidden = inner.layers[0].input_layernorm(inner.embed_tokens(ids))

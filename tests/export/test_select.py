@@ -115,8 +115,7 @@ def test_every_outcome_of_a_round_leaves_the_buffers_right(few, prompt, right):
     path = rows.walk(chosen)
     graph.commit(path, ends_at_gap=True)
     assert [chosen[row] for row in path] == text[: right + 1]
-    after = graph.run([chosen[path[-1]]], width=2).candidates[0, 0]
-    assert after == text[right + 1]
+    assert graph.run([chosen[path[-1]]], width=2).candidates[0, 0] == text[right + 1]
 
 
 def test_a_selection_of_all_rows_is_always_right(few, prompt):
@@ -157,8 +156,7 @@ def test_a_selection_of_just_all_rows_gives_the_answers_of_all_rows(
     rows = prompt[ROWS : ROWS + tokens]
     selected = own.run(rows).logits.copy()
     assert selected_by_hand(own)[0].max() > 0
-    whole = floats.parts.target.run(rows).logits
-    assert np.abs(selected - whole).max() < 1e-4
+    assert np.abs(selected - floats.parts.target.run(rows).logits).max() < 1e-4
 
 
 def test_a_branch_of_selected_rows_does_not_see_its_siblings(floats, prompt):
@@ -382,8 +380,7 @@ def test_a_selection_needs_the_cpu_and_floats(pair, tmp_path, flags, said):
 
 def test_the_command_line_says_what_is_lossy_and_refuses_the_rest(few, bundle, prompt):
     folder = few.bundle.path
-    text = few.parts.text.decode(prompt[:60])
-    short = ("-p", text, "-n", "4", "-t", "1")
+    short = ("-p", few.parts.text.decode(prompt[:60]), "-n", "4", "-t", "1")
     assert "32 of 256 KV rows" in run("check", folder, "--no-run").stdout
     selected = "--drafting", "select-kv=true"
     lossy = run("generate", folder, *short, *selected, "--no-exact")

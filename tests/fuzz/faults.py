@@ -70,8 +70,7 @@ class Faults(Subject):
         shutil.rmtree(self.place, ignore_errors=True)
         self.place.mkdir()
         if draw.random() < 0.1:
-            kind = draw.choice((self._vanished, self._read_only, self._clock))
-            return kind(draw)
+            return draw.choice((self._vanished, self._read_only, self._clock))(draw)
         job = draw.choices(self.jobs, [job.share for job in self.jobs])[0]
         old = draw.random() < 0.6 and job.replaces
         extent = self._extent(job, old)
@@ -104,8 +103,7 @@ class Faults(Subject):
                 # To count the calls takes long, and about 40 lie between two events.
                 _kill_at_call(1 + int(40 * at * extent.events))
             else:
-                seconds = max(1e-4, at * extent.seconds)
-                signal.setitimer(signal.ITIMER_REAL, seconds)
+                signal.setitimer(signal.ITIMER_REAL, max(1e-4, at * extent.seconds))
             job.run(self.place)
 
         code, output = _forked(run)

@@ -202,5 +202,4 @@ def _checked(run: Any) -> Any:
 
 
 def _plainly(options: dict[str, Any]) -> dict[str, Any]:
-    seed = {"seed": int(options["seed"])} if "seed" in options else {}
-    return {**options, **seed}
+    return {**options, **({"seed": int(options["seed"])} if "seed" in options else {})}

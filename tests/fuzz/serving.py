@@ -270,8 +270,7 @@ class Serving(Subject):
         with closing(connection):
             connection.request(method, path, data, headers)
             answer = connection.getresponse()
-            kind = answer.headers.get("content-type", "")
-            return answer.status, kind, answer.read()
+            return answer.status, answer.headers.get("content-type", ""), answer.read()
 
     def _whole(self, path: str, body: dict[str, Any]) -> object:
         """The choices of a good answer."""

@@ -52,8 +52,7 @@ class Soak(Subject):
         for _ in range(3):
             self._one(self.model, draw)
         with ThreadPoolExecutor(2) as threads:
-            seeds = [Random(draw.random()) for _ in range(2)]
-            list(threads.map(self._pooled, seeds))
+            list(threads.map(self._pooled, [Random(draw.random()) for _ in range(2)]))
         self._asked(draw)
         if draw.random() < 0.02:
             self._opened(draw)

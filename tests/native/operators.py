@@ -21,8 +21,7 @@ def session(kind, matrix, *, threads=1, **changed):
         **dict(zip(ARRAYS, matrix.packed(), strict=True)),
         **changed,
     }
-    arrays = [fields.pop(name) for name in ARRAYS]
-    return open_session(kind, arrays, threads, fields)
+    return open_session(kind, [fields.pop(name) for name in ARRAYS], threads, fields)
 
 
 def open_session(kind, arrays, threads, fields):

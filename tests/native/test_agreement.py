@@ -49,8 +49,7 @@ def zig(*arguments):
 def agreeing(*command):
     lines = printed(*command).splitlines()
     whole = r"(\w+): 400 products, 40 attentions, 80 states, 0 differ"
-    found = [re.fullmatch(whole, line) for line in lines]
-    return {match[1] for match in found}
+    return {match[1] for match in [re.fullmatch(whole, line) for line in lines]}
 
 
 @pytest.fixture(scope="module")

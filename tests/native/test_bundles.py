@@ -77,8 +77,7 @@ def test_a_bundle_says_what_it_lacks(packed, pair, once, fault):
 
 def test_other_bundles_do_without(pair, once, fault):
     assert fault
-    other = make(pair, once, "int8-b16", "onnxruntime")
-    assert generated(other).exit_code == 0
+    assert generated(make(pair, once, "int8-b16", "onnxruntime")).exit_code == 0
 
 
 def test_doctor_says_what_is_lacking(fault):

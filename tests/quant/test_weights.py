@@ -105,9 +105,8 @@ def evaluate(model: ir.Model, inputs, output: ir.Value, feed: np.ndarray) -> np.
 
 def test_every_product_becomes_a_quantized_one(tied, quantized, recipe):
     products = nodes(quantized, "MatMulNBits")
-    matrices = float_matrices(tied)
     # Query-key-value, output, gate-up, down, head.
-    assert len(products) == len(matrices) == 5
+    assert len(products) == len(float_matrices(tied)) == 5
     assert not nodes(quantized, "MatMul")
     for product in products:
         assert product.attributes.get_int("bits") == recipe.bits
@@ -138,8 +137,7 @@ def test_product_equals_a_float_one_within_activation_rounding(quantized, recipe
         steps = np.abs(blocks.reshape(1, 5, -1, size)).max(axis=-1) / 127
         steps = steps.repeat(size, axis=-1)[..., : len(matrix)]
         bound = 0.5 * steps @ np.abs(matrix)
-        error = np.abs(actual - rows @ matrix)
-        assert (error <= 1.01 * bound + 1e-5).all()
+        assert (np.abs(actual - rows @ matrix) <= 1.01 * bound + 1e-5).all()
 
 
 def readers_of_float_matrices(model: ir.Model) -> set[str]:
@@ -230,8 +228,7 @@ def test_a_tied_embedding_has_the_zeros_too(tied, name):
     blocks = ALGORITHMS[recipe.algorithm](
         source.T, recipe.bits, recipe.block_size, None
     )
-    ids = np.arange(VOCAB_SIZE)[None]
-    rows = run_embedding(model, ids)
+    rows = run_embedding(model, np.arange(VOCAB_SIZE)[None])
     np.testing.assert_allclose(rows[0], blocks.floats.T, rtol=1e-5, atol=1e-6)
 
 

@@ -124,8 +124,7 @@ def test_a_restored_prefix(model, tmp_path):
 def test_a_continued_text_is_not_read_again(model):
     """From its end, or from the end of its prompt; from nowhere between."""
     model.forget()
-    text = model.generate(token_ids=PROMPT, **PLAIN).token_ids
-    sequence = [*PROMPT, *text]
+    sequence = [*PROMPT, *model.generate(token_ids=PROMPT, **PLAIN).token_ids]
     reused = []
     for prompt in ([*sequence, 5, 6], [*PROMPT, 9, 9, 9], PROMPT[:20]):
         model.forget()
@@ -257,8 +256,7 @@ def other_version(graph):
 
 
 def other_state(graph):
-    state = next(one for one in graph.input if one.name == "past_state.0")
-    state.name = "past"
+    next(one for one in graph.input if one.name == "past_state.0").name = "past"
     for node in graph.node:
         node.input[:] = [n.replace("past_state.0", "past") for n in node.input]
 

@@ -67,8 +67,7 @@ def test_tables_know_what_decides_here():
     assert types == {"float16", "bfloat16"}, "CUDA has no fp32"
     assert ("", "TensorScatter") in KernelTable.of("cuda").kernels
     assert ("", "TensorScatter") not in KernelTable.of("webgpu").kernels
-    adds = KernelTable.of("webgpu").kernels["", "Add"]
-    assert "int64" in adds[-1].types["T"]
+    assert "int64" in KernelTable.of("webgpu").kernels["", "Add"][-1].types["T"]
     with pytest.raises(ProviderError, match="no table of kernels for 'abacus'"):
         KernelTable.of("abacus")
 
@@ -173,12 +172,10 @@ def test_the_command_line(bundles):
     assert "target.onnx on cuda, by onnxruntime-gpu" in done.stdout
     assert "0 Memcpy nodes, capture" in done.stdout
     assert "fast path: flash decoding" in done.stdout
-    how = (bundles["cuda"].path, "tensorrt", "--json")
-    done = jetdraft(*how, command=command)
+    done = jetdraft(bundles["cuda"].path, "tensorrt", "--json", command=command)
     assert done.exit_code == 2
     fields = json.loads(done.stdout)
     fates = {v["fate"] for one in fields["graphs"] for v in one["verdicts"]}
     assert "no kernel" in fates
     assert "cannot run on tensorrt, for example" in done.stderr
-    refused = jetdraft(bundles["cuda"].path, "abacus", command=command)
-    assert_refused(refused, "abacus")
+    assert_refused(jetdraft(bundles["cuda"].path, "abacus", command=command), "abacus")

@@ -46,16 +46,14 @@ def report(pair, tmp_path_factory):
     assert result.exit_code == 0, result.stderr
     _, done, total = zip(*steps, strict=True)
     assert list(done) == list(range(total[0])), "every step is announced"
-    found = json.loads((folder / "out.json").read_text())
-    return found, result.stdout, folder
+    return json.loads((folder / "out.json").read_text()), result.stdout, folder
 
 
 def test_every_recipe_has_a_row(report):
     found, shown, folder = report
     if find_spec("matplotlib"):
         assert (folder / "front.png").read_bytes().startswith(b"\x89PNG")
-    names = [row["recipe"] for row in found["rows"]]
-    assert names == ["none", *RECIPES.split(",")]
+    assert [row["recipe"] for row in found["rows"]] == ["none", *RECIPES.split(",")]
     for row in found["rows"]:
         assert set(row["pass_ms"]) == {"1", "2", "4", "8"}
         assert min(row["pass_ms"].values()) > 0
@@ -229,8 +227,7 @@ def test_a_picture_names_each_point_once(tmp_path, monkeypatch):
     (picture,) = drawn
     (legend,) = picture.legends
     assert [text.get_text() for text in legend.get_texts()] == list(POINTS)
-    labels = [axes.get_xlabel() for axes in picture.axes]
-    assert labels == ["mean KL (log scale)"] * 2
+    assert [axes.get_xlabel() for axes in picture.axes] == ["mean KL (log scale)"] * 2
     assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
 
 

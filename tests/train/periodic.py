@@ -66,8 +66,7 @@ def tuned(target: str, text: Path, folder: Path) -> str:
 
     model = AutoModelForCausalLM.from_pretrained(target)
     words = AutoTokenizer.from_pretrained(target)
-    ids = torch.tensor([words(text.read_text())["input_ids"][:96]])
-    teach(model, ids, 120)
+    teach(model, torch.tensor([words(text.read_text())["input_ids"][:96]]), 120)
     model.save_pretrained(folder)
     words.save_pretrained(folder)
     return str(folder)

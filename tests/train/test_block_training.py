@@ -110,8 +110,7 @@ def test_blocks_begin_before_learned_tokens():
 def test_a_share_of_the_blocks_has_known_tokens():
     batch = labelled([1] * 400)
     for share in (0.0, 0.25, 1.0):
-        generator = torch.Generator().manual_seed(1)
-        blocks = Blocks.draw(batch, 300, 4, share, [generator])
+        blocks = Blocks.draw(batch, 300, 4, share, [torch.Generator().manual_seed(1)])
         shown = (blocks.known > 0).float().mean().item()
         assert shown == pytest.approx(share, abs=0.08)
     assert set(blocks.known.flatten().tolist()) == {1, 2, 3}
@@ -170,8 +169,7 @@ def test_many_blocks_in_one_pass_are_the_blocks_alone(target, text, tmp_path, ki
 
 def test_the_loss_counts_near_tokens_most():
     def total(losses):
-        sums = SimpleNamespace(losses=losses)
-        return DFlashTask().total(sums, torch.ones(3)).item()
+        return DFlashTask().total(SimpleNamespace(losses=losses), torch.ones(3)).item()
 
     alone = [total(torch.eye(3)[i]) for i in range(3)]
     assert alone[0] == 1.0 > alone[1] > alone[2] > 0.2
@@ -181,8 +179,7 @@ def test_the_loss_counts_near_tokens_most():
 def test_the_text_or_the_target_is_the_teacher(target, text, tmp_path):
     """The target says that all tokens are as likely; the text has one."""
     ids, logits = torch.full((1, 6), 9), torch.zeros(1, 6, VOCAB_SIZE)
-    known = torch.ones(1, 6, dtype=torch.bool)
-    lesson = Lesson(ids, ids, [], logits, logits, known)
+    lesson = Lesson(ids, ids, [], logits, logits, torch.ones(1, 6, dtype=torch.bool))
     real = torch.ones(1, 1, dtype=torch.bool)
     blocks, guesses = Blocks(torch.tensor([[2]]), torch.tensor([[0]]), real), []
     for loss in ("forward-kl", "text"):
@@ -273,8 +270,7 @@ def test_a_trained_drafter_is_right_more_often(right):
 
 
 def test_the_same_when_sampled(trained, right):
-    stats = decoded(right[1], trained[0], temperature=0.7, seed=3)
-    assert stats.tokens_per_pass > 2
+    assert decoded(right[1], trained[0], temperature=0.7, seed=3).tokens_per_pass > 2
 
 
 def test_a_second_step_does_not_make_it_worse(trained, right):

@@ -212,12 +212,10 @@ def test_a_part_of_each_batch_is_the_drafters_own(target, text, tmp_path):
     own = [row for row in range(4) if not torch.equal(batch.ids[row], plain.ids[row])]
     assert own == [1, 3]
     for row in own:
-        size = int((batch.labels[row] >= 0).nonzero()[0])
-        assert size == 16
+        assert int((batch.labels[row] >= 0).nonzero()[0]) == 16
         assert torch.equal(batch.ids[row, :16], plain.ids[row, :16])
         assert set(batch.ids[row, 16:].tolist()) <= {0, *run.task.ids.tolist()}
-    again = run.task.batch(run, plain)
-    assert torch.equal(again.ids, batch.ids)
+    assert torch.equal(run.task.batch(run, plain).ids, batch.ids)
     run.step = 1
     assert not torch.equal(run.task.batch(run, plain).ids[1], batch.ids[1])
 
@@ -239,22 +237,19 @@ def test_the_advised_size_is_the_largest_that_is_cheap(tmp_path):
     widths = []
     for draft_vocab in (None, 256):
         advised = advised_config(checkpoint, None, None, draft_vocab)
-        share = cost_share(advised.to_dict(), whole, draft_vocab)
-        assert share <= MAX_READ_SHARE
+        assert cost_share(advised.to_dict(), whole, draft_vocab) <= MAX_READ_SHARE
         sizes = advised.num_hidden_layers, advised.hidden_size + 64
         wider = new_config(checkpoint, *sizes).to_dict()
         assert cost_share(wider, whole, draft_vocab) > MAX_READ_SHARE
         widths.append(advised.hidden_size * advised.num_hidden_layers)
     assert widths[1] > widths[0]
-    fixed = advised_config(checkpoint, 3, None, None)
-    assert fixed.num_hidden_layers == 3
+    assert advised_config(checkpoint, 3, None, None).num_hidden_layers == 3
     assert advised_config(checkpoint, 2, 320, None).hidden_size == 320
 
 
 def test_steps_and_size_are_advised_and_said(target, text, tmp_path):
     texts = lines(tmp_path / "t.jsonl", [{"text": "for self in range"}] * 9_999)
-    options = replace(QUICK, steps=None)
-    run = prepared(target, tmp_path / "o", texts, None, options)
+    run = prepared(target, tmp_path / "o", texts, None, replace(QUICK, steps=None))
     assert run.steps == 200 * run.parameters // 64
     line = run.task.headline(run)
     assert f"{run.parameters} weights, a step at " in line

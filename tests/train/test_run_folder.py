@@ -61,8 +61,7 @@ def test_the_owner_of_a_cache_is_whole_whenever_others_look(tmp_path, monkeypatc
 def test_a_copy_of_the_target_does_not_pass_for_the_result(tmp_path):
     """Before the first save it is the target without what was to be added."""
     target = save_checkpoint(tmp_path / "target", llama_config())
-    folder = RunFolder(tmp_path / "out", learned="prompt tokens")
-    folder.add_target(Path(target), "any")
+    RunFolder(tmp_path / "out", learned="prompt tokens").add_target(Path(target), "any")
     with pytest.raises(CheckpointError, match="saved no prompt tokens yet"):
         read_settings(tmp_path / "out")
 

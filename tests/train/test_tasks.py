@@ -306,8 +306,7 @@ def test_the_target_writes_what_is_missing(targets, tmp_path, name):
 
 
 def contains(text, completion):
-    own = text.ids[text.prompt_size :]
-    return own[: len(completion)] == completion
+    return text.ids[text.prompt_size :][: len(completion)] == completion
 
 
 def test_an_empty_completion_is_one_line(tmp_path):

@@ -159,8 +159,7 @@ def _run_layer(
         for name, rows in (("q", normed), ("k", sources), ("v", sources))
     )
     query, key = map(rotate_rows, (query, key), turns)
-    mixed = attention(module, query, key, value).flatten(2)
-    states = states + module.o_proj(mixed)
+    states = states + module.o_proj(attention(module, query, key, value).flatten(2))
     output: Tensor = states + layer.mlp(layer.post_attention_layernorm(states))
     return output
 

@@ -137,8 +137,7 @@ class HeadLayers(nn.Module):
         """Cosines and sines of positions int64 [b, n], in the type of `states`."""
         kinds = getattr(self.rotary, "rope_type", None)
         if isinstance(kinds, dict):  # frequencies of their own for each kind of layer
-            kind = self.config.layer_types[0]
-            return self.rotary(states, positions, layer_type=kind)
+            return self.rotary(states, positions, layer_type=self.config.layer_types[0])
         return self.rotary(states, positions)
 
     def attend_with(self, implementation: str) -> None:

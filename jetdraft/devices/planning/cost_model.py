@@ -273,8 +273,7 @@ class LoadedDecoder:
         # A tied head and embedding of the same format are one tensor.
         embedding = 0.0 if sizes.tied else sizes.head * self.head_bytes
         cache = capacity * (sizes.kv_values + sizes.window_values) * self.kv_bytes
-        states = sizes.state_values + sizes.kept_values
-        cache += STATE_PLACES * states * STATE_BYTES
+        cache += STATE_PLACES * (sizes.state_values + sizes.kept_values) * STATE_BYTES
         layers = sizes.matrices + sizes.experts * sizes.expert + sizes.table
         weights = layers * self.weight_bytes + sizes.head * self.head_bytes
         return (weights + embedding + cache) / 1e6

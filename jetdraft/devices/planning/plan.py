@@ -308,8 +308,7 @@ def expected_levels(rows: int, rate: float, branching: bool) -> list[tuple[int, 
 
     The tree (`branching`) or chain is the likeliest by the `rate` of first children.
     """
-    children = range(rows if branching else 1)
-    ranks = [rate * (1.0 - rate) ** rank for rank in children]
+    ranks = [rate * (1.0 - rate) ** rank for rank in range(rows if branching else 1)]
     parents, chances = best_tree(rows, [ranks] * rows)
     depths, levels = [0], list[tuple[int, float]]()
     for parent, chance in zip(parents, chances, strict=True):

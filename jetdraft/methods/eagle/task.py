@@ -108,8 +108,7 @@ class EagleTask(heads.HeadTask):
         if is_third:
             rows = target.model.get_output_embeddings().weight.detach().float()
             head.lm_head = nn.Linear(self.config.hidden_size, size, bias=False)
-            own = rows if self.ids is None else rows[self.ids]
-            head.lm_head.weight.data.copy_(own)
+            head.lm_head.weight.data.copy_(rows if self.ids is None else rows[self.ids])
         return head
 
     def _new_mtp(self, target: Checkpoint) -> Eagle:

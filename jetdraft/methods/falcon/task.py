@@ -72,8 +72,7 @@ class FalconTask(LayerTask):
     ) -> Sums:
         """Return the sums by the place in a block; rows that are shown do not count."""
         size, count = drafter.config.slots, lesson.ids.shape[1]
-        rows = torch.arange(count, device=lesson.ids.device)
-        places = (rows - first) % size
+        places = (torch.arange(count, device=lesson.ids.device) - first) % size
         (features,), ids = lesson.taps, shift_rows(lesson.ids, 1)
         if learns:
             draw = torch.Generator().manual_seed(lesson.seed)
@@ -133,8 +132,7 @@ def shown_rows(
     They are the first of random blocks, but no last row of a block, and at most `share`
     times as many as the `wrong` rows, bool [b, T], of a sequence.
     """
-    count = len(places)
-    blocks = (torch.arange(count, device=places.device) + places[0]) // size
+    blocks = (torch.arange(len(places), device=places.device) + places[0]) // size
     draw = torch.Generator().manual_seed(seed)
     shape = len(wrong), int(blocks[-1]) + 1
     order = torch.rand(shape, generator=draw).argsort(-1)
@@ -142,5 +140,4 @@ def shown_rows(
     budget = share * wrong.sum(-1, keepdim=True).cpu()
     spent = lengths.gather(1, order).cumsum(-1)
     fits = torch.zeros(shape, dtype=torch.bool).scatter(1, order, spent <= budget)
-    shown = torch.where(fits, lengths, 0).to(wrong.device)[:, blocks]
-    return places < shown
+    return places < torch.where(fits, lengths, 0).to(wrong.device)[:, blocks]

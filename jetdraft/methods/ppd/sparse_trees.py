@@ -126,8 +126,7 @@ class SparsePlan:
 def likeliest_tree(ranks: RankRates, rows: int) -> SparseTree:
     """Return the tree of the `rows` likeliest rows; `ranks` has chances by level."""
     parents, chances = best_tree(rows, ranks)
-    numbers = list(range(1 + len(parents)))
-    tree = Rows(numbers, [-1, *parents]).depth_first()
+    tree = Rows(list(range(1 + len(parents))), [-1, *parents]).depth_first()
     ordered = tuple([1.0, *chances][number] for number in tree.tokens)
     return SparseTree(tuple(tree.parents[1:]), ordered, (0,) * len(ordered))
 

@@ -217,8 +217,7 @@ def compute_losses(streamed: Any, batch: Batch, gamma: int) -> Losses:
 def _carrier_rows(learned: Tensor) -> Tensor:
     """Return carriers [b, C] where bool [b, T] is true, C the most; others fill up."""
     count = max(1, int(learned.sum(1).max()))
-    order = learned.int().argsort(dim=1, descending=True, stable=True)
-    return order[:, :count]
+    return learned.int().argsort(dim=1, descending=True, stable=True)[:, :count]
 
 
 def _take_carriers(rows: Tensor, carriers: Tensor) -> Tensor:
@@ -228,8 +227,7 @@ def _take_carriers(rows: Tensor, carriers: Tensor) -> Tensor:
 
 def _next_ids(ids: Tensor, count: int) -> Tensor:
     """Return the next `count` ids after each place: [b, T] to [b, T, count]."""
-    padded = F.pad(ids[:, 1:], (0, count), value=IGNORED)
-    return padded.unfold(1, count, 1)
+    return F.pad(ids[:, 1:], (0, count), value=IGNORED).unfold(1, count, 1)
 
 
 def _cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:

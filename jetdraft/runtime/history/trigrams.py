@@ -125,8 +125,7 @@ def _count_trigrams(
         pairs.append(ids[:-2] << np.uint64(32) | ids[1:-1])
         tokens.append(ids[2:])
     trigrams = np.stack([np.concatenate(pairs), np.concatenate(tokens)])
-    order = np.lexsort((trigrams[1], trigrams[0]))
-    trigrams = trigrams[:, order]
+    trigrams = trigrams[:, np.lexsort((trigrams[1], trigrams[0]))]
     new = np.r_[True, np.any(np.diff(trigrams) != 0, axis=0)] if trigrams.size else []
     first = np.flatnonzero(new)
     counts = np.diff(np.r_[first, trigrams.shape[1]])

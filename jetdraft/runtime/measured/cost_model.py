@@ -247,8 +247,7 @@ class RoundCosts:
 
     def round_ms(self, rows: int, probes: int) -> float:
         """The milliseconds of a round whose pass has `rows` rows and `probes`."""
-        pass_ms = self._slowdown * self._pass_ms(rows, probes)
-        return pass_ms + self._outside.at(rows - 1)
+        return self._slowdown * self._pass_ms(rows, probes) + self._outside.at(rows - 1)
 
     @property
     def _slowdown(self) -> float:

@@ -235,8 +235,7 @@ class Survey:
         for members in known.classes:
             pair = frozenset((exact[0], members[0]))
             for width in members:
-                gap = self._gaps.get(pair, known.gaps[members[0]])
-                gaps.setdefault(width, gap)
+                gaps.setdefault(width, self._gaps.get(pair, known.gaps[members[0]]))
         return gaps
 
     def _measure_gap(self, one: int, other: int) -> float:
@@ -299,8 +298,7 @@ class Survey:
         for start in self._starts if modes else []:
             chain = self._run_pass(start, tokens, PLAIN).copy()
             for mode in modes:
-                skipped = mode[1] or 0
-                kept = len(tokens) - skipped
+                kept = len(tokens) - (mode[1] or 0)
                 rows = [tokens[0], *tokens[kept:], *tokens[1:kept]]
                 if not np.array_equal(chain[:kept], self._run_pass(start, rows, mode)):
                     return False
@@ -401,8 +399,7 @@ def decoding_widths(graph: Graph) -> list[int]:
     """The widths that decoding may use, except widths that run with padding rows."""
     capacity = graph.contract.capacity
     rows = min(MAX_ROWS, capacity - 1 - min(_FIRST_PLACE, capacity // 4))
-    widest = min(WIDEST, graph.contract.max_width, rows)
-    widths = range(1, widest + 1)
+    widths = range(1, min(WIDEST, graph.contract.max_width, rows) + 1)
     return [w for w in widths if graph.sessions.width(w, capacity) == w]
 
 

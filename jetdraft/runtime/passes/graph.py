@@ -290,8 +290,7 @@ class _GraphBinding(PassBinding):
         self.unknown = contract.vocab_size
         self.input_ids = self.view("input_ids")
         self.position_ids = self.view("position_ids")
-        first = size.width - size.answers
-        self.arrays["answer_rows"][:] = np.arange(first, size.width)
+        self.arrays["answer_rows"][:] = np.arange(size.width - size.answers, size.width)
         if contract.streams:
             self.arrays["probe_rows"][:] = probes.rows
             self.arrays["probe_ids"][:] = probes.ids

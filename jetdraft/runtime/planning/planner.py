@@ -127,8 +127,7 @@ class ExpertsCounter(Observer):
         # Each expert counts where it appears first, from the newest row on.
         _, first = np.unique(np.array(self._rows), return_index=True)
         added = np.bincount(first // experts.shape[1], minlength=len(self._rows))
-        counts = enumerate(added.cumsum().tolist(), start=1)
-        self._parts.curve.touched = dict(counts)
+        self._parts.curve.touched = dict(enumerate(added.cumsum().tolist(), start=1))
 
 
 # The most proposers that are kept: requests can bring ever new options.
@@ -231,8 +230,7 @@ class Planner:
         learning, cache = parts.learning, parts.draft_cache
         if learning is not None and cache is not None:
             drafters = {n for n, m in methods().items() if m.cost == "drafter"}
-            learner = Learner(learning, cache, drafters, self.acceptance)
-            self._learners.append(learner)
+            self._learners.append(Learner(learning, cache, drafters, self.acceptance))
 
     @property
     def methods(self) -> tuple[str, ...]:

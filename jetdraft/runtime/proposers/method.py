@@ -50,8 +50,7 @@ class MethodOptions:
 
     def __post_init__(self) -> None:
         for key, hint in _field_types(type(self)).items():  # type: ignore[arg-type]
-            value = _read_value(key, getattr(self, key), hint)
-            object.__setattr__(self, key, value)
+            object.__setattr__(self, key, _read_value(key, getattr(self, key), hint))
         if refusal := next(self.refusals(), ""):
             raise DraftingError(refusal)
 

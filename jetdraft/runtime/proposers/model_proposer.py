@@ -326,8 +326,7 @@ class ProbeProposer(Proposer):
         if shape is not None:
             return self.grow_tree(shape, answer, context, budget)
         count, place = min(budget, len(answer.candidates)), len(context)
-        places = range(place, place + count)
-        tokens = self.chooser.choose(answer.first(count), places)
+        tokens = self.chooser.choose(answer.first(count), range(place, place + count))
         return Rows.chain([root, *tokens], self.traits.kind)
 
     def grow_tree(

@@ -116,8 +116,7 @@ class Chooser:
         vocabulary, sampling = answer.vocab_size, self.sampling
         if self._is_unfiltered:
             return np.full(rows, _OPEN if candidates < vocabulary else candidates)
-        total = min(sampling.top_k or vocabulary, vocabulary)
-        most = np.full(rows, total)
+        most = np.full(rows, min(sampling.top_k or vocabulary, vocabulary))
         least = np.minimum(most, candidates)
         if sampling.top_p < 1.0:
             least, most = self._nucleus_bounds(scaled, most, answer)
@@ -222,8 +221,7 @@ _OPEN = -1  # Instead of a count: tokens beyond the candidates may be kept.
 def _softmax(answer: Answer, scaled: Float64s, kept: int) -> Distribution:
     """The softmax over the first `kept` candidates of a row; `scaled` is [1, K]."""
     weights = np.exp(scaled[0, :kept] - scaled[0, 0])
-    ids = answer.candidates[0, :kept].copy()
-    return Distribution(ids, weights / weights.sum())
+    return Distribution(answer.candidates[0, :kept].copy(), weights / weights.sum())
 
 
 def _count_to_mass(mass: Float64s, wanted: Float64s) -> Int64s:

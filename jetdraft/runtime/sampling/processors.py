@@ -266,8 +266,7 @@ class PenaltyProcessor:
         self, logits: Float32s, ids: Int64s, path: Sequence[int]
     ) -> "_Penalized":
         """The new logits of a row, after the tokens of a path to the row."""
-        new = np.setdiff1d(np.array(path, np.int64), ids)
-        ids = np.concatenate([ids, new])
+        ids = np.concatenate([ids, np.setdiff1d(np.array(path, np.int64), ids)])
         values = logits[ids] + self._bias[ids]
         times, seen = self._output_counts[ids], self._is_in_text[ids]
         for token in path:

@@ -99,8 +99,7 @@ def _rule_verifier(
                 q = rows.drawn_from.get(row) or Distribution(tokens[:0], np.zeros(0))
                 ids = np.unique(np.concatenate([p.ids, q.ids, tokens]))
                 places = np.searchsorted(ids, tokens).tolist()
-                pi = rule(p.over(ids), q.over(ids), places, rows.kind)
-                p = Distribution(ids, pi)
+                p = Distribution(ids, rule(p.over(ids), q.over(ids), places, rows.kind))
             token = p.draw(chooser.sampling.seed, positions[row])
             chosen[row] = token
             row = next((i for i in children if rows.tokens[i] == token), None)

@@ -151,8 +151,7 @@ class Transcription:
         while len(self._samples) - begin >= least:
             if self._cancelled:
                 return self._set_finish_reason(CANCELLED)
-            part = self._samples[begin : begin + sizes[1] * HOP]
-            features = log_mel(part, *sizes)
+            features = log_mel(self._samples[begin : begin + sizes[1] * HOP], *sizes)
             if self._speech.languages and not self.language:
                 reason = self._detect_language(features)
                 if not self.language:

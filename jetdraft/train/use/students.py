@@ -219,8 +219,7 @@ class HeadStudent(Student):
     def missed(self, model: Any, lessons: Sequence[Lesson]) -> Missed:
         """Return the figures over draft steps; row t predicts token t + 2 + step."""
         batch = LessonBatch.of(lessons)
-        taps = model.config.taps or (-1,)
-        states = states_at(self._target.model, batch.tokens, taps)
+        states = states_at(self._target.model, batch.tokens, model.config.taps or (-1,))
         steps = unroll(model, batch.tokens, model.fuse(states), UNROLLED_STEPS)
         parts = []
         for step, (hidden, _) in enumerate(steps):

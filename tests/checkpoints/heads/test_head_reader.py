@@ -196,8 +196,7 @@ def test_a_head_in_half_precision_keeps_its_fusion_in_float32(target, tmp_path):
     tensors = {n: t.half() if t.is_floating_point() else t for n, t in tensors.items()}
     head = load_head(write(tmp_path, config, tensors), target, torch.float32)
     assert head.norm.weight.dtype == torch.float16  # as stored
-    large = torch.full((1, 2, layouts.H), 60000.0)
-    features = head.fuse([large] * 3)
+    features = head.fuse([torch.full((1, 2, layouts.H), 60000.0)] * 3)
     assert features.dtype == torch.float32
     assert torch.isfinite(features).all()
     hidden, _ = head(torch.tensor([[1, 2]]), features, torch.tensor([[0, 1]]))
@@ -274,8 +273,7 @@ BLOCK_TAPS = (2, 3, 5)
 
 def filled(drafter, states, known=(), taps=BLOCK_TAPS, mask=None, shift=0):
     """The logits [slots, n] of a block behind rows of the target's states."""
-    masks = [UNKNOWN] * (BLOCK - 1 - len(known))
-    block = torch.tensor([[ANCHOR, *known, *masks]])
+    block = torch.tensor([[ANCHOR, *known, *[UNKNOWN] * (BLOCK - 1 - len(known))]])
     positions = torch.arange(ROWS + BLOCK)[None]
     positions[:, ROWS:] += shift
     with torch.no_grad():

@@ -79,8 +79,7 @@ def test_trees_are_the_likeliest(acceptance, rows):
 
 
 def test_a_chain_is_a_geometric_series():
-    levels = expected_levels(3, 0.5, branching=False)
-    assert levels == [(1, 0.5), (1, 0.25), (1, 0.125)]
+    assert expected_levels(3, 0.5, branching=False) == [(1, 0.5), (1, 0.25), (1, 0.125)]
 
 
 def test_nothing_is_gained_where_nothing_is_accepted(config):
@@ -231,15 +230,13 @@ def test_questions_are_checked_in_python_too(config):
 @pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size"])
 @pytest.mark.parametrize("value", [0, -5, "x" * 999, 1e300, None, [], True])
 def test_sizes_that_no_model_has(config, name, value):
-    target = config({**CONFIG, name: value})
-    result = jetdraft("plan", target, "--device", "agx-thor")
+    result = jetdraft("plan", config({**CONFIG, name: value}), "--device", "agx-thor")
     assert_refused(result, f"the config's {name} is")
     assert len(result.stderr) < 150
 
 
 def test_export_refuses_what_does_not_fit(config, tmp_path):
-    folder = config(LARGE).parent
-    command = ("export", folder, "-o", tmp_path / "out", "--device")
+    command = ("export", config(LARGE).parent, "-o", tmp_path / "out", "--device")
     assert_refused(jetdraft(*command, "orin-nano-8gb"), "GB too much", "it fits")
     assert_refused(jetdraft(*command, "nano"), "unknown device")
     hub = jetdraft("export", "some/model", *command[2:], "agx-thor")
@@ -335,8 +332,7 @@ def test_shared_buffers_and_windows_count_once_and_as_far_as_they_reach():
 
 
 def test_the_values_that_a_token_adds_to_the_caches():
-    sizes = Dimensions.of(LLAMA)
-    assert sizes.kv_values == 3 * 2 * 2 * 16
+    assert Dimensions.of(LLAMA).kv_values == 3 * 2 * 2 * 16
     hybrid = Dimensions.of(QWEN)
     assert hybrid.kv_values == 1 * 2 * 2 * 32
     assert hybrid.state_values == 3 * (4 * 16 * 16 + 3 * (2 * 32 + 64))

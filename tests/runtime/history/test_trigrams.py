@@ -158,8 +158,7 @@ def test_drafts_follow_the_likeliest_successor():
     proposer.begin([1, 2], Chooser(Sampling()))
     assert proposer.propose([1, 2], 3).tokens == [2, 3, 4, 5]
     assert proposer.propose([9], 3).tokens == [9]
-    tree = proposer.propose([1, 2], 3, parents=[0, 1, 0])
-    assert tree.tokens == [2, 3, 4, 5]
+    assert proposer.propose([1, 2], 3, parents=[0, 1, 0]).tokens == [2, 3, 4, 5]
     # A repeated text is learned.
     proposer = TrigramProposer(Trigrams())
     text = [5, 9, 7, 3, 8, 6] * 3

@@ -213,8 +213,7 @@ PRIORS = [[0.2, 0.1], [0.1, 0.1]]
 
 
 def test_without_a_text_they_are_the_priors():
-    rates = GuessRates(PRIORS)
-    assert rates.ranks == [pytest.approx(of_depth) for of_depth in PRIORS]
+    assert GuessRates(PRIORS).ranks == [pytest.approx(of_depth) for of_depth in PRIORS]
 
 
 def test_ranks_follow_the_text_whether_they_were_drafted_or_not():

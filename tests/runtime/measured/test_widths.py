@@ -105,8 +105,7 @@ def test_a_width_that_lies_is_never_used(own, slow, monkeypatch):
     plain = model.generate(method="none", **how).token_ids
     exact = model.parts.widths.exact
     assert exact in ([1, 2], [2, 8])  # on some processors one row is outside
-    drafted = model.generate(method="lookup", num_draft_tokens=3, **how)
-    assert drafted.token_ids == plain
+    assert model.generate(method="lookup", num_draft_tokens=3, **how).token_ids == plain
     assert {call.args[1] for call in verify.mock_calls} == {*exact}
     model.parts.survey.finish()
     assert 4 not in model.parts.widths.exact
@@ -132,8 +131,7 @@ def test_the_first_generation_measures_a_few_widths(own, slow, monkeypatch):
     left = later.steps_left
     assert later.step()
     assert later.steps_left == left - 1
-    again = jetdraft.load(own, threads=1).parts.survey
-    assert again.widths == later.widths
+    assert jetdraft.load(own, threads=1).parts.survey.widths == later.widths
     later.finish()
     assert not later.step()
     assert later.widths.prefills_agree

@@ -112,8 +112,7 @@ def test_up_to_the_last_row_of_the_buffers(kept):
         expected = fresh(kept, whole[:length], max_new_tokens=9)
         kept.generate(token_ids=whole[:249], **OPTIONS)
         options = {**OPTIONS, "max_new_tokens": 9}
-        found = kept.generate(token_ids=whole[:length], **options)
-        assert found.token_ids == expected
+        assert kept.generate(token_ids=whole[:length], **options).token_ids == expected
 
 
 @pytest.mark.parametrize(

@@ -116,8 +116,7 @@ def test_the_forecast_is_what_onnxruntime_does(bundle, model):
     said = {one.file: one for one in forecasts(bundle, "webgpu")}
     target, file = model.parts.target, bundle.target.tree_file
     seen = operators_on(target.sessions.any.session)
-    hosted = {v.operator for v in said[file].verdicts if v.fate == Fate.HOST}
-    assert hosted == seen
+    assert {v.operator for v in said[file].verdicts if v.fate == Fate.HOST} == seen
     for one in said.values():
         assert one.refused == []
         assert one.copies == ()
@@ -169,8 +168,7 @@ def test_a_prefix_is_read_once_and_comes_back_from_a_file(model, tmp_path):
     way = {"method": "none", "exact": False, "ignore_eos": True}
     model.forget()
     plain = model.generate(token_ids=PROMPT, max_new_tokens=8, **way).token_ids
-    longer = [*PROMPT, *plain[:4]]
-    again = model.generate(token_ids=longer, max_new_tokens=4, **way)
+    again = model.generate(token_ids=[*PROMPT, *plain[:4]], max_new_tokens=4, **way)
     assert again.stats.reused_tokens > len(PROMPT)
     assert again.token_ids == plain[4:8]
     model.save_prefix(tmp_path / "p.npz", token_ids=PROMPT)

@@ -80,8 +80,7 @@ def test_what_was_off_is_tried_again():
 
 def test_a_row_that_is_carried_anyway_is_free():
     """Two rows are the narrowest exact pass, so one drafted row costs no pass time."""
-    controller = adaptive(slope=5.0, draft_ms=0.01)
-    assert controller.assign(15, {}).budget == 1
+    assert adaptive(slope=5.0, draft_ms=0.01).assign(15, {}).budget == 1
     assert adaptive(slope=5.0, widths=range(1, 17)).assign(15, {}) == NO_DRAFT
 
 
@@ -319,8 +318,7 @@ def test_acceptance_that_falls_leads_to_off_within_32_rounds(seed, slope, widths
 def test_an_early_unlucky_streak_is_not_for_ever(seed, widths):
     lengths, _ = simulate(lambda n: 0.0 if n < 60 else 0.9, 600, seed, widths=widths)
     assert 0 in lengths[:60]
-    drafting = [length > 0 for length in lengths[-200:]]
-    assert sum(drafting) > 190
+    assert sum(length > 0 for length in lengths[-200:]) > 190
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -342,8 +340,7 @@ def test_what_a_proposer_takes_is_learned_whoever_won():
     curve = Curve({2: 2.0}, drafts={"draft": 0.5, "lookup": 0.0})
     curve.learn(outcome()._replace(asked={"lookup": (0, 0.003)}))
     assert curve.drafts["lookup"] == 0.0  # of nothing there is no price per token
-    asked = {"lookup": (1, 0.003), "draft": (2, 0.001)}
-    curve.learn(outcome()._replace(asked=asked))
+    curve.learn(outcome()._replace(asked={"lookup": (1, 0.003), "draft": (2, 0.001)}))
     assert curve.drafts == {"draft": 0.5, "lookup": pytest.approx(3.0)}
     for _ in range(200):
         curve.learn(outcome()._replace(asked={"lookup": (4, 0.0004)}))

@@ -74,8 +74,7 @@ def generate(model, method, way=GREEDY, prompt=PROMPT, tokens=60, **options):
 
 def chain(method, count):
     """The options of chains of `count` tokens, whose doubtful ends stay."""
-    drafting = ALL if method in BLOCKS else {}
-    return {"num_draft_tokens": count, "drafting": drafting}
+    return {"num_draft_tokens": count, "drafting": ALL if method in BLOCKS else {}}
 
 
 def check_rows(model, sequence, at_least=1):
@@ -97,8 +96,7 @@ def check_rows(model, sequence, at_least=1):
 
 def begun(model, proposer, context=PROMPT, sampling=Sampling()):  # noqa: B008
     proposer.begin(context, Chooser(sampling))
-    features = features_of(context[:-1])
-    model.parts.draft_cache.observe(0, context[:-1], features)
+    model.parts.draft_cache.observe(0, context[:-1], features_of(context[:-1]))
     return proposer
 
 
@@ -140,8 +138,7 @@ def test_each_round_of_chains(model, method, plain, way, count):
     "tree", ["best", "heap", "comb", "threshold", "rerank", "merged"]
 )
 def test_each_round_of_trees(model, method, plain, way, tree):
-    exact = tree in ("best", "heap", "comb")
-    drafting = {"drafting": {"tree": tree}, "exact": exact}
+    drafting = {"drafting": {"tree": tree}, "exact": tree in ("best", "heap", "comb")}
     tokens, stats = follow(model, method, way, drafting)
     assert tokens == plain["temperature" in way]
     assert stats.tokens_per_pass > 1.2
@@ -354,8 +351,7 @@ def test_a_row_of_a_tree_reads_what_its_parent_carries(model, method, kind):
     root = features_of(PROMPT[:-1])[-1, 0] + PROMPT[-1]
     parents = [None] * 2 + [0, 0, 1, 1] + [2, 3, 4, 5]
     for row, parent in zip(drafted, parents, strict=True):
-        before = root if parent is None else sum(drafted[parent][:2])
-        assert row[1] == before + STEP
+        assert row[1] == (root if parent is None else sum(drafted[parent][:2])) + STEP
     assert len({row[1] for row in drafted}) == 7
     check_rows(model, PROMPT, count)
 
@@ -534,8 +530,7 @@ def test_auto_does_not_choose_a_random_drafter_for_long(
             result = generate(model, "auto", **how)
             assert result.token_ids == plain.token_ids
             share = result.stats.by_method.get(method)
-            rounds = share.rounds if share else 0
-            shares.append(rounds / result.stats.target_passes)
+            shares.append((share.rounds if share else 0) / result.stats.target_passes)
     if learned:
         assert min(shares) > 0.5
     elif method in HEADS:
@@ -547,6 +542,5 @@ def test_auto_does_not_choose_a_random_drafter_for_long(
 
 def test_its_cost_is_measured(model, method):
     assert tune(model).drafts[method] > 0
-    result = generate(model, method, num_draft_tokens=3)
-    check_rows(model, PROMPT + result.token_ids)
+    check_rows(model, PROMPT + generate(model, method, num_draft_tokens=3).token_ids)
     assert model.parts.curve.drafts[method] > 0

@@ -71,8 +71,7 @@ def test_all_paths_are_those_of_a_chain_bit_by_bit(model, seed):
     random = np.random.default_rng(seed)
     graph, width = model.parts.target, 8
     assert model.parts.widths.skips_agree
-    tokens = random.integers(0, 288, width).tolist()
-    rows = Rows(tokens, random_parents(random, width))
+    rows = Rows(random.integers(0, 288, width).tolist(), random_parents(random, width))
     prefill(graph, PROMPT)
     logits = run_tree(graph, rows).logits.copy()
     for path in paths(rows):
@@ -92,8 +91,7 @@ def test_a_chain_after_a_tree_sees_everything_again(model):
 @pytest.mark.parametrize("path", [[0], [0, 1], [0, 2], [0, 3, 5], [0, 1, 4, 6]])
 def test_the_cache_after_a_commit_is_that_of_a_fresh_prefill(float_model, path):
     graph = float_model.parts.target
-    parents = [-1, 0, 0, 0, 1, 3, 4]
-    rows = Rows([9, 8, 7, 6, 5, 4, 3], parents)
+    rows = Rows([9, 8, 7, 6, 5, 4, 3], [-1, 0, 0, 0, 1, 3, 4])
     prefill(graph, PROMPT)
     run_tree(graph, rows)
     graph.cache.compact(path)
@@ -222,10 +220,8 @@ def test_every_outcome_leaves_the_cache_in_step(model, drafter, budget):
         assert len(draft) == budget + 1
         right = draft[1 : 1 + accepted]
         last = draft[1 + accepted] if accepted < budget else 0
-        committed = [*right, (last + 1) % 288]
-        context = CONTEXT + committed
-        again = drafter.propose(context, 4).tokens
-        assert again == fresh(model, context, 4)
+        context = [*CONTEXT, *right, (last + 1) % 288]
+        assert drafter.propose(context, 4).tokens == fresh(model, context, 4)
 
 
 @pytest.mark.parametrize(

@@ -262,8 +262,7 @@ def test_the_likelier_draft_wins(store):
         store.add(Entry([start], [start, 6, 7, 8, 8], np.zeros(0, np.float32)))
     proposer = LookupProposer(store=store)
     proposer.begin([5], CHOOSER)
-    context = [6, 7, 1, 6, 7, 9, 6, 7]
-    assert proposer.propose(context, 2).tokens[1:] == [8, 8]
+    assert proposer.propose([6, 7, 1, 6, 7, 9, 6, 7], 2).tokens[1:] == [8, 8]
 
 
 def test_a_response_that_was_replaced_is_learned(store):

@@ -225,7 +225,6 @@ def test_auto_leaves_out_who_wants_to_be_left_out(model):
     eager_only = replace(same(Same(5)), in_auto=lambda options: options.eager)
     with registered(eager_only):
         for eager in (True, False):
-            drafting = Drafting(settings={"eager": eager})
-            lineup = model.planner.proposer_set(drafting)
+            lineup = model.planner.proposer_set(Drafting(settings={"eager": eager}))
             names = [proposer.traits.name for proposer in lineup.proposers]
             assert ("same" in names) == eager

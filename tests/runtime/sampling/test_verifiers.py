@@ -164,8 +164,7 @@ def answer_of(rows):
     generator = np.random.default_rng(4)
     ids = np.array([generator.permutation(len(P)) for _ in range(rows)])
     logits = np.tile(np.log(P), (rows, 1)).astype(np.float32)
-    places = np.argsort(ids, axis=1)
-    whole = np.take_along_axis(logits, places, axis=1)
+    whole = np.take_along_axis(logits, np.argsort(ids, axis=1), axis=1)
     return Answer(ids, logits, np.zeros(rows, np.float32), whole)
 
 

@@ -50,8 +50,7 @@ def plain(model):
 
 
 def test_the_export_measures_its_acceptance(bundle):
-    record = bundle.drafter.quantization["acceptance"]
-    assert len(record["by_position"]) == 4
+    assert len(bundle.drafter.quantization["acceptance"]["by_position"]) == 4
 
 
 def leading_of(model):

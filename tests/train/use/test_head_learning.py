@@ -142,8 +142,7 @@ class Traffic:
 
 def learn_first_topic(source, texts):
     """Matrices of a drafter that knows no other texts, by name."""
-    checkpoint = Checkpoint.load(str(source), torch.float32)
-    model = checkpoint.model
+    model = Checkpoint.load(str(source), torch.float32).model
     store_weights_in(model, torch.float32)
     model.set_attn_implementation("sdpa")
     torch.manual_seed(0)

@@ -204,8 +204,7 @@ class LeadingHalf:
     def branch(self, rows: PlacedRows) -> Float32s:
         """Run a draft's rows after the last `lead`; the lower half's states [n, h]."""
         cursor, count = self.cache.length + self._base, len(rows.tokens)
-        chain = list(range(rows.filled))
-        goes_on = count == 1 and list(rows.ancestors[0]) == chain
+        goes_on = count == 1 and list(rows.ancestors[0]) == list(range(rows.filled))
         width = self._fitting_width(count, self._base + rows.filled)
         bound = self.halves.run_lower(rows, width or count, cursor)
         states = bound.arrays["hidden"][0, :count].astype(np.float32)
