@@ -118,8 +118,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, family)
     _write_config(writer, config)
     write_tokenizer(writer, **options)
-    state = model.state_dict()
-    for number, (name, weight) in enumerate(state.items()):
+    for number, (name, weight) in enumerate(model.state_dict().items()):
         if config.tie_word_embeddings and name == "lm_head.weight":
             continue
         _write_weight(writer, written, name, weight, kinds, family, number)
@@ -176,8 +175,7 @@ def _write_stack(
 ) -> None:
     """Write the experts of a layer, whose gates are a tensor of their own."""
     gate_up = dict(zip(("gate", "up"), stack.chunk(2, 1), strict=True))
-    parts = {"down": stack} if "down" in name else gate_up
-    for what, part in parts.items():
+    for what, part in ({"down": stack} if "down" in name else gate_up).items():
         place = f"blk.{name.split('.')[2]}.ffn_{what}_exps.weight"
         floats = part.numpy().copy()
         if kind == Type.F16:

@@ -44,9 +44,8 @@ def graph(weights, prefix):
     tensors, nodes = [], []
 
     def add(name, values, dtype):
-        parts = quantized(values, dtype)
         for ending, part in zip(
-            ("quantized", "zero_point", "scale"), parts, strict=True
+            ("quantized", "zero_point", "scale"), quantized(values, dtype), strict=True
         ):
             tensors.append(numpy_helper.from_array(part, f"{name}_{ending}"))
 

@@ -25,10 +25,9 @@ HEAD = 16
 
 def arrays_of(bundle: Path, small: bool = False) -> dict[str, np.ndarray]:
     """The drafter's arrays in the weights file, and the small ones beside it."""
-    model = ir.load(bundle / "drafter.onnx")
     return {
         name: np.array(value.const_value.numpy())
-        for name, value in model.graph.initializers.items()
+        for name, value in ir.load(bundle / "drafter.onnx").graph.initializers.items()
         if small or isinstance(value.const_value, ir.ExternalTensor)
     }
 

@@ -412,8 +412,7 @@ class GgufFile:
         order = result.weights
         if result.name != tensor.name or order.shape != rows.shape:
             return None
-        ordered = np.sort(order, axis=0)
-        if not np.array_equal(ordered, rows):
+        if not np.array_equal(np.sort(order, axis=0), rows):
             return None
         data = tensor.data[order[:, 0]]
         return GridMatrix(tensor.tensor_type.name, data, int(tensor.shape[0]))

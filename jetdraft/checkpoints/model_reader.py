@@ -240,14 +240,13 @@ def expert_columns(source: str) -> tuple[dict[str, int], bool]:
             model = build_skeleton(source, kind, config, Bounds.of(source))
             packing = getattr(config, "quantization_config", None) or {}
             is_kept = packing.get("quant_method") == MXFP4
-    columns = {
+    return {
         f"{name}.{weight}": stack.shape[2 if module.is_transposed else 1]
         for name, module in model.named_modules()
         if hasattr(module, "is_transposed")
         for weight, stack in module.named_parameters(recurse=False)
         if stack.dim() == 3
-    }
-    return columns, is_kept
+    }, is_kept
 
 
 def _turned_back(weights: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:

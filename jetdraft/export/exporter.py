@@ -313,7 +313,7 @@ def _make_job_and_entry(
     if recipe.kv_bits:
         windows = measures.windows
         scales = measure_scales(checkpoint.model, contract, windows, recipe.kv_bits)
-    job = Job(
+    return Job(
         folder=folder,
         name=name,
         checkpoint=checkpoint,
@@ -323,8 +323,7 @@ def _make_job_and_entry(
         report=measures.report,
         scales=scales,
         ids=ids,
-    )
-    return job, entry
+    ), entry
 
 
 def _describe_packed(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -99,11 +99,10 @@ def _sample_replies(
     """Append `REPLY_TOKENS` sampled tokens to each row of `ids`; no row ends early."""
     past, rows = None, ids
     for done in range(1, REPLY_TOKENS + 1):
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -rows.shape[1] :]
         output = model(
             input_ids=rows,
             attention_mask=mask,
-            position_ids=positions,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -rows.shape[1] :],
             past_key_values=past,
             use_cache=True,
         )

@@ -53,10 +53,9 @@ def _replace_attention(graph: ir.Graph, node: ir.Node, scatter_nd: bool) -> None
     bias = node.inputs[10] if len(node.inputs) > 10 else None
     one = make.constant("one", [1])
     filled = make("Add", make("Cast", last_row, to=ir.DataType.INT64), one)
-    rows = _split_heads(make, query, heads)
     attended = make(
         "Attention",
-        *(rows, *presents, bias, None, None, filled),
+        *(_split_heads(make, query, heads), *presents, bias, None, None, filled),
         scale=node.attributes.get_float("scale", 0.0),
         softcap=node.attributes.get_float("softcap", 0.0),
         is_causal=1,

@@ -74,9 +74,8 @@ class _StepWithWeights(torch.nn.Module):
     def forward(self, *inputs: Any) -> list[torch.Tensor]:
         """Return the step's outputs; the last input is a list of the weights."""
         *others, weights = inputs
-        named = dict(zip(self.names, weights, strict=True))
         outputs: list[torch.Tensor] = torch.func.functional_call(
-            self.step, named, tuple(others)
+            self.step, dict(zip(self.names, weights, strict=True)), tuple(others)
         )
         return outputs
 

@@ -119,10 +119,9 @@ class GridMatrix:
         """Integers and scales as `jetdraft.native` reads them, both uint8 [bytes]."""
         spare = -len(self.data) % COLUMNS
         whole = replace(self, data=np.pad(self.data, ((0, spare), (0, 0))))
-        starts = range(0, len(whole.data), COLUMNS_AT_ONCE)
         parts = [
             replace(self, data=whole.data[start : start + COLUMNS_AT_ONCE])
-            for start in starts
+            for start in range(0, len(whole.data), COLUMNS_AT_ONCE)
         ]
         bits = _GRIDS[self.grid].bits
         integers = [_pack_integers(part.integers(), bits) for part in parts]

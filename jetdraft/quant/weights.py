@@ -379,8 +379,7 @@ def _dequantize(
         if consumer.op_type == "Gather":
             # A tied embedding reads the dequantized numbers, as in the contrib flavour.
             array = np.ascontiguousarray(blocks.floats.T)
-            rows = make.array(f"{source.name}.rows", array)
-            consumer.replace_input_with(0, rows)
+            consumer.replace_input_with(0, make.array(f"{source.name}.rows", array))
 
 
 # The types of integers that DequantizeLinear reads, by the number of bits.

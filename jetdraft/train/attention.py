@@ -73,10 +73,9 @@ class Masked:
             bias = self.masks.own
         elif position_bias is not None and not getattr(module, "is_decoder", False):
             bias = bias + position_bias
-        mixed = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             query, key, value, bias.to(query.dtype), scale=scale
-        )
-        return mixed.transpose(1, 2)
+        ).transpose(1, 2)
 
 
 def attend(

@@ -300,14 +300,13 @@ class NextTokenTask(task.Task):
     ) -> task.Contents:
         """Return a Llama config and weights, under the names of transformers."""
         dtype, tensors = stored_tensors(weights, self.settings.half)
-        fields = {
+        return {
             "model_type": "llama",
             **layer_fields(self.config),
             "torch_dtype": dtype,
             "tie_word_embeddings": False,
             **self.own_fields(),
-        }
-        return fields, tensors
+        }, tensors
 
 
 class LayerTask(NextTokenTask):

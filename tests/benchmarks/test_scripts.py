@@ -78,8 +78,7 @@ def test_never_slower_measures_three_workloads(measured, monkeypatch):
     monkeypatch.setattr(never_slower, "SLOTS", never_slower.SLOTS[:2])
     words = ("BUNDLE", "--prompts", "PROMPTS", "--methods", "draft,lookup")
     report, _ = measured(never_slower, *words, "--repeats", "1")
-    ways = [row["way"] for row in report["random"]["T=1.0"]]
-    assert ways == [
+    assert [row["way"] for row in report["random"]["T=1.0"]] == [
         *("plain", "width 1", "auto", "auto, not exact"),
         *("never right", "never right, not exact"),
     ]

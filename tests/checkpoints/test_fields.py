@@ -169,10 +169,9 @@ def test_a_text_with_the_defaults_is_the_one_of_transformers(settled):
     with jetdraft.load(folder / "bundle") as bundle:
         assert sorted(bundle.defaults["logit_bias"]) == sorted(never)
         ids = bundle.prompt("def the").tolist()
-        written_ids = model.generate(
+        expected = model.generate(
             torch.tensor([ids]), max_new_tokens=20, pad_token_id=0
-        )
-        expected = written_ids[0, len(ids) :].tolist()
+        )[0, len(ids) :].tolist()
         for method in ("none", "lookup"):
             found = bundle.generate(
                 token_ids=ids, max_new_tokens=20, method=method, **bundle.defaults

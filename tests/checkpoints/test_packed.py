@@ -169,10 +169,9 @@ def packed_matrices(bundle):
     """The weights of all MatMulNBits, of which q, k and v are one."""
     graph = onnx.load(bundle / "target.onnx").graph
     constants = {each.name: each for each in graph.initializer}
-    nodes = [node for node in graph.node if node.op_type == "MatMulNBits"]
     return [
         [numpy_helper.to_array(constants[name]) for name in node.input[1:]]
-        for node in nodes
+        for node in [node for node in graph.node if node.op_type == "MatMulNBits"]
     ]
 
 

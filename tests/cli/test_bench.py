@@ -91,8 +91,7 @@ def test_report_says_where_and_what_was_measured(bench, bundle):
 def test_table_shows_every_row(bench):
     header, *lines = bench.result.stdout.splitlines()
     assert header.split()[:3] == ["method", "K", "exact"]
-    found = [line.split()[:3] for line in lines[: len(CONTENDERS)]]
-    assert found == [
+    assert [line.split()[:3] for line in lines[: len(CONTENDERS)]] == [
         [method, str(length or "-"), "yes" if exact else "no"]
         for method, length, exact in CONTENDERS
     ]

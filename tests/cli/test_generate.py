@@ -107,8 +107,7 @@ def test_a_chat_template_is_used_unless_the_prompt_is_raw(toy):
         reply = model.chat([{"role": "user", "content": "Hello"}], max_new_tokens=24)
         continued = model.generate("Hello", max_new_tokens=24)
     assert reply.text != continued.text
-    ways = {(): reply, ("--raw",): continued}
-    for way, expected in ways.items():
+    for way, expected in {(): reply, ("--raw",): continued}.items():
         result = jetdraft("generate", toy, "-p", "Hello", *way, "--json", *SHORT)
         found = json.loads(result.stdout)
         assert found["text"] == expected.text

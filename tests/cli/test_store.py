@@ -52,8 +52,7 @@ def test_list_shows_what_is_learned(bundle, tmp_path):
     lessons.add(Lesson(np.arange(20, 25), places, ids, logits), user="ann")
     lessons.add(Lesson(np.arange(40, 44), places, ids, logits), user="ann")
     lessons.add(Lesson(np.arange(30, 34), places[:1], ids[:1], logits[:1]), user="bo")
-    own = jetdraft("store", "list", bundle, tmp_path)
-    assert own.stdout.splitlines() == [
+    assert jetdraft("store", "list", bundle, tmp_path).stdout.splitlines() == [
         "weights: the bundle's own drafter",
         "lessons of --user 'ann': 2",
         "lessons of --user 'bo': 1",
@@ -153,8 +152,7 @@ def test_weights_are_cleared_after_the_lessons(toy, tmp_path, monkeypatch):
     clear, left = WeightSets.clear, []
 
     def recorded(sets):
-        bundle = Bundle.open(toy)
-        left.append(Lessons(tmp_path, bundle.tokenizer_sha256, 384).read())
+        left.append(Lessons(tmp_path, Bundle.open(toy).tokenizer_sha256, 384).read())
         clear(sets)
 
     monkeypatch.setattr(WeightSets, "clear", recorded)

@@ -245,8 +245,7 @@ def test_heads_keep_no_rows(made):
 
 def test_a_tree_is_the_product_of_the_best_of_each_head(made):
     """All rows of a depth have the same children: the ranks of the next head."""
-    bundle = made("medusa").bundle
-    with jetdraft.load(bundle.path, threads=1) as model:
+    with jetdraft.load(made("medusa").bundle.path, threads=1) as model:
         drafts = []
         verify = model.parts.target.verify
 

@@ -339,9 +339,8 @@ def test_every_row_has_the_features_of_the_model(source, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_the_state_after_the_norm(source, tmp_path, dtype):
-    taps = Taps((), 64)
     bundle = exported(
-        source, tmp_path / "bundle", taps, recipe=Recipe("none"), dtype=dtype
+        source, tmp_path / "bundle", Taps((), 64), recipe=Recipe("none"), dtype=dtype
     )
     _, state = states_of(source, TOKENS)
     features = graph(bundle).run(TOKENS, last_only=True).features

@@ -324,8 +324,7 @@ def test_a_lossy_text_teaches_nothing(few, prompt, tmp_path, monkeypatch):
             taught.append(seen)
 
     how = {"token_ids": prompt, "exact": False, "max_new_tokens": 8, "method": "none"}
-    store = tmp_path / "store"
-    with jetdraft.load(few.bundle.path, threads=1, store=store) as own:
+    with jetdraft.load(few.bundle.path, threads=1, store=tmp_path / "store") as own:
         monkeypatch.setattr(own.planner, "_learners", [Spy()])
         for selects in (True, False):
             taught = []

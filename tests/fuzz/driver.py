@@ -135,8 +135,7 @@ def _one_process(
     command += [str(first), str(count), str(int(light))]
     block, begun, facts = first, False, dict[str, int]()
     try:
-        environment = {} if light else subject.environment()
-        with _running(command, environment) as process:
+        with _running(command, {} if light else subject.environment()) as process:
             for message in _messages(process, subject.seconds, end):
                 kind, number = message["kind"], message.get("number", number)
                 if kind == "begin":

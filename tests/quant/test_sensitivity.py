@@ -174,8 +174,7 @@ def test_an_export_with_a_limit_writes_the_mix(folder, tmp_path):
         for node in nodes.node
         if node.op_type == "MatMulNBits"
     ]
-    layers = np.array(bits[:-1]).reshape(3, 4)
-    for layer, found in enumerate(layers):
+    for layer, found in enumerate(np.array(bits[:-1]).reshape(3, 4)):
         assert set(found) == {8 if layer in recipe.raised else 4}
     assert bits[-1] == (8 if recipe.head == "int8" else 4)
 

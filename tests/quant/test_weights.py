@@ -162,12 +162,11 @@ def test_tied_embedding_reads_the_one_packed_matrix_of_the_head(quantized):
     [gather] = nodes(quantized, "GatherBlockQuantized")
     head = nodes(quantized, "MatMulNBits")[-1]
     assert gather.inputs[0] is head.inputs[1]
-    of_vocabulary = [
+    assert [
         value
         for value in quantized.graph.initializers.values()
         if value.dtype == ir.DataType.UINT8 and value.shape[0] == VOCAB_SIZE
-    ]
-    assert of_vocabulary == [head.inputs[1]]
+    ] == [head.inputs[1]]
 
 
 def test_embedding_rows_are_exactly_the_columns_of_the_head(quantized):

@@ -50,8 +50,7 @@ def test_a_dflash_folder_has_the_published_names(target, text, tmp_path):
     assert fields["block_size"] == 4
     assert fields["num_target_layers"] == 5
     # Three outputs of five layers, 1 + i * (5 - 4) / 2.
-    own = fields["dflash_config"]
-    assert own == {
+    assert fields["dflash_config"] == {
         "mask_token_id": run.task.config.mask_token,
         "target_layer_ids": [1, 2],
     }

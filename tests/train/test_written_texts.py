@@ -162,8 +162,7 @@ def test_processes_share_the_shards(texts, whole, monkeypatch):
     shares, ticks = {}, {0: [], 1: []}
 
     def run(process):
-        own = replace(texts, process=process, processes=2)
-        shares[process] = own.complete(
+        shares[process] = replace(texts, process=process, processes=2).complete(
             examples(10), range(10), lambda *state: ticks[process].append(state)
         )
 

@@ -111,10 +111,9 @@ def masked_attention(mask: Tensor | None) -> Attention:
     """Return attention in PyTorch, over the keys where `mask` [.., q, k] is true."""
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mixed = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             query, key, value, mask, scale=module.scaling, enable_gqa=True
-        )
-        return mixed.transpose(1, 2)
+        ).transpose(1, 2)
 
     return attention
 

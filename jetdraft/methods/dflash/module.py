@@ -133,7 +133,7 @@ class Dflash(BlockDrafter):
         ids = files.mapped_ids(tensors, target)
         # A config of DSpark without the flag is of its authors, or of SpecForge.
         anchor_drafts = files.config.get(_ANCHOR, _MARKOV_RANK in files.config)
-        config_of_head = BlockConfig(
+        return BlockConfig(
             draft_vocab_size=target.vocab_size if ids is None else len(ids),
             taps=taps,
             slots=read_block_size(files, least=2) - (not anchor_drafts),
@@ -141,8 +141,7 @@ class Dflash(BlockDrafter):
             markov_rank=int(files.config.get(_MARKOV_RANK) or 0),
             mask_token=_read_mask_token(files, target),
             **fields,
-        )
-        return config_of_head, ids
+        ), ids
 
     @classmethod
     def _flatten_config(cls, files: HeadFiles) -> HeadFiles:

@@ -141,10 +141,9 @@ class Graph:
         if rows.is_chain:
             return rows, self.run(rows.tokens, width=width, probing=probing)
         rows.check()
-        answer = self.run_branches(
+        return rows, self.run_branches(
             rows.tokens, rows.depths, rows.ancestors, width=width, probing=probing
         )
-        return rows, answer
 
     def commit(self, path: Sequence[int], ends_at_gap: bool) -> int:
         """Commit the rows of a path of the last pass, see `Target.commit`."""

@@ -289,10 +289,9 @@ def diffusion(layers=2, **changes):
         model_type="jetdraft-diffusion", num_hidden_layers=layers, head_dim=D,
         rope_theta=10000.0, block_size=BLOCK,
     )  # fmt: skip
-    tensors = {
+    return config | changes, {
         "embed_tokens.weight": rand(VOCAB_SIZE, H),
         "mask": rand(H),
         "norm.weight": norm(),
         **layers_of(layers, qk_norm=True),
     }
-    return config | changes, tensors

@@ -67,10 +67,9 @@ def test_careful_times_replace_quick_ones():
     """But no pass of decoding is wider than 16 rows."""
     curve = Curve({1: 10.0, 2: 11.0}, drafter=2.0, probe=0.3, drafts={"a": 1.0})
     curve.adopt(Curve({2: 9.0, 3: 9.5, 17: 30.0}, {2: 12.0}, 0.7, drafts={"b": 4.0}))
-    expected = Curve(
+    assert curve == Curve(
         {1: 10.0, 2: 9.0, 3: 9.5}, {2: 12.0}, 0.7, 0.3, 2.0, drafts={"a": 1.0, "b": 4.0}
     )
-    assert curve == expected
 
 
 def test_branches_never_cost_less_than_chains():

@@ -141,8 +141,7 @@ def test_chains_trees_and_moved_rows_have_the_logits_of_the_cpu(model, on_cpu):
 
 
 def test_the_same_text_with_every_method(model, on_cpu):
-    settings = ({}, {"temperature": 0.9, "seed": 3, "top_p": 0.95})
-    for sampling in settings:
+    for sampling in ({}, {"temperature": 0.9, "seed": 3, "top_p": 0.95}):
         plain = text(model, method="none", **sampling)
         assert text(on_cpu, method="none", **sampling) == plain
         for way in (

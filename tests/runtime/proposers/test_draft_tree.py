@@ -167,9 +167,8 @@ def test_no_unproven_choice_is_ever_committed(model, plain, sampling, monkeypatc
 
 def test_what_was_drafted_comes_first_in_a_round(model, plain):
     """Also where the draft begins with what a branch left to be proven."""
-    proposer = Branching(plain[SAMPLINGS[0]])
     pieces, stats = fake_method.pieces_of(
-        model, PROMPT, SAMPLINGS[0], proposer, tokens=100
+        model, PROMPT, SAMPLINGS[0], Branching(plain[SAMPLINGS[0]]), tokens=100
     )
     drafted = 0
     for piece in pieces:

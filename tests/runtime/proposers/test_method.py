@@ -222,8 +222,7 @@ def test_auto_refuses_wrong_options_of_a_method(model):
 
 
 def test_auto_leaves_out_who_wants_to_be_left_out(model):
-    eager_only = replace(same(Same(5)), in_auto=lambda options: options.eager)
-    with registered(eager_only):
+    with registered(replace(same(Same(5)), in_auto=lambda options: options.eager)):
         for eager in (True, False):
             lineup = model.planner.proposer_set(Drafting(settings={"eager": eager}))
             names = [proposer.traits.name for proposer in lineup.proposers]

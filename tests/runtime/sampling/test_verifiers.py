@@ -67,12 +67,11 @@ def test_golden_acceptance(name, kind, expected):
 
 
 def test_golden_optimum():
-    expected = {
+    for kind, values in {
         Kind.REPLACED: (0.7, 0.89, 0.971),
         Kind.DISTINCT: (0.7, 0.9345238, 1.0),
         Kind.TOP_AND_ONE: (0.7, 0.8666667, 1.0),
-    }
-    for kind, values in expected.items():
+    }.items():
         for k, value in enumerate(values, start=1):
             assert optimum(P, Q, k, kind) == pytest.approx(value, abs=1e-6)
 
@@ -229,11 +228,10 @@ def test_a_sampled_text_keeps_to_its_filters():
     answer.candidates[0] = range(len(P))
     choose = tolerant(top=4, tolerance=9.0).choose
     for kept, wanted in ((2, {0, 1}), (3, {2})):
-        found = {
+        assert {
             choose(rows, answer, (5, 6), Chooser(Sampling(0.9, kept, seed=seed)))[0]
             for seed in range(40)
-        }
-        assert found == wanted
+        } == wanted
 
 
 def test_lossy_verifiers_say_so_and_are():

@@ -57,11 +57,10 @@ def test_a_wrong_place_counts_in_each_step_that_reaches_it(world):
     tokens = np.arange(1, 20)
     _, first, *_ = student.bundle.draft_vocabulary()
     ids, logits = np.array([[first, 0]]), np.array([[2.0, 1.0]], np.float32)
-    counts = [
+    assert [
         student.missed(head, [Lesson(tokens, np.array([place]), ids, logits)]).places
         for place in (1, 2, 4, 12)
-    ]
-    assert counts == [0, 1, 3, UNROLLED_STEPS]
+    ] == [0, 1, 3, UNROLLED_STEPS]
 
 
 def test_it_learns_and_the_text_stays(world):

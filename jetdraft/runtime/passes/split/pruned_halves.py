@@ -212,9 +212,8 @@ class PrunedHalves:
         return kept
 
     def _run_lower(self, rows: Rows, width: int) -> PassBinding:
-        parents = [0, *rows.parents[1:]]
         return self.halves.run_lower(
-            PlacedRows.of(rows), width, self.cache.length, parents
+            PlacedRows.of(rows), width, self.cache.length, [0, *rows.parents[1:]]
         )
 
     def _run_upper(
