@@ -21,7 +21,7 @@ from jetdraft.cli import main
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import MethodOptions
 from jetdraft.testing import toy_bundle
-from tests.cli.running import jetdraft as run_jetdraft
+from tests.cli.running import succeed
 from tests.cli.test_help import COMMANDS
 from tests.documents import (
     BOARD,
@@ -169,9 +169,7 @@ def parse_arguments(program, words, patch):
 def run(words):
     expanded = [name for word in words for name in glob.glob(word) or [word]]
     if expanded[0] == "jetdraft":
-        result = run_jetdraft(*expanded[1:])
-        assert result.exit_code == 0, result.output
-        assert result.output.strip()
+        assert succeed(*expanded[1:]).output.strip()
         return
     printed(sys.executable, *expanded[1:])
 

@@ -21,7 +21,7 @@ from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.grids import GRIDS, GridMatrix
 from jetdraft.recipe import KERNELS, Recipe
 from tests import tiny
-from tests.cli.running import assert_refused
+from tests.cli.running import assert_refused, succeed
 from tests.cli.running import jetdraft as command
 from tests.exports import exported
 from tests.ggufs import adding, one, random_bytes, write_gguf
@@ -217,8 +217,7 @@ def test_a_file_of_floats_is_a_checkpoint_of_floats(tmp_path):
 
 def test_a_file_of_floats_gets_a_recipe(tmp_path):
     file = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.F16)).path
-    result = command("export", file, "-o", tmp_path / "bundle", *SMALL_BUFFERS)
-    assert result.exit_code == 0, result.output
+    result = succeed("export", file, "-o", tmp_path / "bundle", *SMALL_BUFFERS)
     assert re.search(r"^target: q\d\S+, KL 0\.", result.stderr, re.MULTILINE)
 
 
@@ -229,8 +228,7 @@ def test_a_file_of_floats_gets_a_recipe(tmp_path):
 def test_the_export_says_what_was_kept(tmp_path, kernel, form, rest):
     file, bundle = tmp_path / "model.gguf", tmp_path / "bundle"
     write_gguf(file, CASES["llama mixed"][1], mixed)
-    result = command("export", file, "-o", bundle, *SMALL_BUFFERS, "--kernel", kernel)
-    assert result.exit_code == 0, result.output
+    result = succeed("export", file, "-o", bundle, *SMALL_BUFFERS, "--kernel", kernel)
     assert (
         f"target: 7 matrices kept (6 Q4_K {form}, 1 Q6_K exact), 1 requantized to "
         f"{rest}\n" in result.stderr
@@ -445,8 +443,7 @@ def test_a_drafter_with_another_tokenizer(tmp_path):
     fields["model"]["merges"] = [" ".join(m) for m in fields["model"]["merges"]]
     (folder / "tokenizer.json").write_text(json.dumps(fields))
     options = ["--drafter", folder, "--fast", "--capacity", 64, "--max-width", 32]
-    result = command("export", target, *options, "-o", tmp_path / "bundle")
-    assert result.exit_code == 0, result.output
+    succeed("export", target, *options, "-o", tmp_path / "bundle")
 
 
 def test_verbs_that_need_a_folder_say_so(tmp_path):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 import jetdraft as package
-from tests.cli.running import INTERRUPTIBLE, assert_refused, jetdraft
+from tests.cli.running import INTERRUPTIBLE, assert_refused, jetdraft, succeed
 from tests.runtime.test_conversation import TEMPLATE, with_template
 
 GIVEN = ("--max-new-tokens", "8", "--threads", "1")
@@ -26,8 +26,7 @@ def test_lines_are_turns_and_orders_are_obeyed(chatty, tmp_path):
     lines = ["hello", "/stats", "and then", "/save " + str(file), "/reset", "/stats"]
     lines += ["/nothing", "", "once more", "/quit"]
     given = ("--system", "be brief", *GIVEN)
-    result = jetdraft("chat", chatty, *given, stdin="\n".join([*lines, "unread"]))
-    assert result.exit_code == 0, result.stderr
+    result = succeed("chat", chatty, *given, stdin="\n".join([*lines, "unread"]))
     model = package.load(chatty, threads=1)
     messages = [{"role": "system", "content": "be brief"}]
     for said in ("hello", "and then"):

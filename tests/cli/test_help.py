@@ -29,7 +29,7 @@ from jetdraft.export.request import ExportRequest, export
 from jetdraft.options import Flag, declared_options, takes
 from jetdraft.ort import _MissingPackage
 from jetdraft.runtime.planning.registry import methods
-from tests.cli.running import assert_refused, jetdraft
+from tests.cli.running import assert_refused, jetdraft, succeed
 from tests.programs import ended, python
 
 VERBS = [
@@ -66,9 +66,7 @@ def test_the_walk_reaches_every_command():
 
 
 def test_help_lists_the_verbs_in_the_order_of_use():
-    result = jetdraft("--help")
-    assert result.exit_code == 0
-    _, _, listed = result.stdout.partition("Commands:")
+    _, _, listed = succeed("--help").stdout.partition("Commands:")
     assert [line.split()[0] for line in listed.splitlines() if line.strip()] == VERBS
 
 
@@ -97,8 +95,7 @@ def test_every_option_has_a_help_text_and_a_group(words):
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_help_prints_each_option_once_under_its_group(words):
-    result = jetdraft(*words.split(), "--help")
-    assert result.exit_code == 0, result.output
+    result = succeed(*words.split(), "--help")
     section, shown = "", defaultdict(set)
     for line in result.stdout.splitlines():
         if line and not line.startswith(" ") and line.endswith(":"):
@@ -214,9 +211,7 @@ def test_an_unknown_command_is_told_the_known_commands(words, known):
 
 
 def test_version_names_onnxruntime_and_its_providers_too():
-    result = jetdraft("--version")
-    assert result.exit_code == 0
-    first, second, third = result.stdout.splitlines()
+    first, second, third = succeed("--version").stdout.splitlines()
     assert first == f"jetdraft {package.__version__}"
     assert second == f"onnxruntime {onnxruntime.__version__}"
     kind, _, names = third.partition(" ")
@@ -226,9 +221,7 @@ def test_version_names_onnxruntime_and_its_providers_too():
 
 def test_version_is_printed_without_onnxruntime(monkeypatch):
     monkeypatch.setattr("jetdraft.devices.providers.ort", _MissingPackage())
-    result = jetdraft("--version")
-    assert result.exit_code == 0
-    own, missing = result.stdout.splitlines()
+    own, missing = succeed("--version").stdout.splitlines()
     assert own == f"jetdraft {package.__version__}"
     assert missing == "onnxruntime is not installed"
 

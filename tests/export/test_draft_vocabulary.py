@@ -28,6 +28,7 @@ from jetdraft.testing import toy_bundle
 from tests import manifests
 from tests.checkpoints.heads.layouts import LAYERS, eagle1, eagle3, write
 from tests.cli.running import jetdraft as command
+from tests.cli.running import succeed
 from tests.exports import exported
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 
@@ -247,8 +248,7 @@ def test_an_export_stores_the_acceptance_and_check_finds_it_again(cut):
     shares = acceptance(cut)["by_position"]
     assert len(shares) == 4
     assert all(one >= other for one, other in pairwise(shares))
-    result = command("check", cut.path, "--threads", "1")
-    assert result.exit_code == 0, result.output
+    result = succeed("check", cut.path, "--threads", "1")
     shown = " ".join(f"{share:.2f}" for share in shares)
     assert f"acceptance by position {shown}, at export {shown}" in result.stdout
     assert "warning: the target accepts" not in result.stderr
@@ -272,6 +272,5 @@ def test_check_warns_where_the_acceptance_fell(cut, tmp_path):
     record = manifest["graphs"]["drafter"]["quantization"]["acceptance"]
     record["by_position"] = [min(1.0, x + 0.3) for x in record["by_position"]]
     manifests.write(copy, manifest)
-    result = command("check", copy, "--threads", "1")
-    assert result.exit_code == 0, result.output
+    result = succeed("check", copy, "--threads", "1")
     assert "warning: the target accepts fewer drafted tokens" in result.stderr

@@ -9,7 +9,7 @@ import pytest
 from jetdraft import native
 from jetdraft.cli.doctor import examine
 from jetdraft.runtime.passes import session as sessions
-from tests.cli.running import assert_refused, jetdraft
+from tests.cli.running import assert_refused, jetdraft, succeed
 from tests.exports import exported
 from tests.fuzz.damages import hash_again
 
@@ -98,9 +98,7 @@ def test_a_bundle_runs_on_any_instructions(packed, monkeypatch):
     texts = []
     for name in ("portable", native.isa()):
         monkeypatch.setenv("JETDRAFT_ISA", name)
-        result = jetdraft("generate", packed, "-p", "the", "-n", 12, "-t", 1)
-        assert result.exit_code == 0
-        texts.append(result.stdout)
+        texts.append(succeed("generate", packed, "-p", "the", "-n", 12, "-t", 1).stdout)
     assert texts[0] == texts[1]
 
 

@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from jetdraft.errors import ContractError, ProviderError
-from tests.cli.running import assert_refused, jetdraft
+from tests.cli.running import assert_refused, jetdraft, succeed
 from tests.exports import exported
 from tests.tiny import llama_config, save_checkpoint
 from tools.forecast.__main__ import main as command
@@ -167,8 +167,7 @@ def test_damaged_files_and_unknown_providers(tmp_path, bundles):
 
 
 def test_the_command_line(bundles):
-    done = jetdraft(bundles["cuda"].path, "cuda", command=command)
-    assert done.exit_code == 0, done.stderr
+    done = succeed(bundles["cuda"].path, "cuda", command=command)
     assert "target.onnx on cuda, by onnxruntime-gpu" in done.stdout
     assert "0 Memcpy nodes, capture" in done.stdout
     assert "fast path: flash decoding" in done.stdout

@@ -26,7 +26,7 @@ from jetdraft.errors import (
 )
 from jetdraft.export.step import buffer_sizes
 from jetdraft.recipe import Recipe
-from tests.cli.running import assert_refused, jetdraft
+from tests.cli.running import assert_refused, jetdraft, succeed
 from tests.export.test_architectures import load
 from tests.tiny import HYBRIDS, MIXTURES, SHARING, SIZES
 
@@ -178,9 +178,7 @@ def test_the_first_line_says_what_is_predicted(config, provider, basis, speed):
 
 def test_json(config):
     flags = ("--device", "orin-nx-16gb", "--provider", "cuda", "--json")
-    result = jetdraft("plan", config(CONFIG), *flags)
-    assert result.exit_code == 0
-    prediction = json.loads(result.stdout)
+    prediction = json.loads(succeed("plan", config(CONFIG), *flags).stdout)
     assert (prediction["device"], prediction["provider"]) == (flags[1], "cuda")
     assert "TensorRT Edge-LLM" in prediction["basis"]
     assert prediction["fits"] is True
