@@ -82,7 +82,6 @@ def attending(state: StepState) -> Iterator[StepState]:
 
 
 def active_state() -> StepState:
-    """The state of the pass that runs now."""
     return _active_states[-1]
 
 
@@ -100,7 +99,6 @@ class PassThroughCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values unchanged."""
         return key_states, value_states
 
     def get_conv_state(self, *_: Any, **__: Any) -> None:
@@ -109,7 +107,6 @@ class PassThroughCache(Cache):  # type: ignore[misc]  # transformers is untyped
     get_recurrent_state = get_conv_state
 
     def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the new rows unchanged."""
         return conv_states
 
     update_recurrent_state = get_conv_state

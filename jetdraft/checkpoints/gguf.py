@@ -104,7 +104,6 @@ class GgufFile:
         self._check_supported()
 
     def field(self, name: str) -> Any:
-        """Return the value of a field; None if the file lacks it."""
         field = self.reader.get_field(name)
         return None if field is None else field.contents()
 
@@ -148,7 +147,6 @@ class GgufFile:
             )
 
     def tokenizer_json(self) -> str | None:
-        """Make the text of a tokenizer.json; None for a file without a vocabulary."""
         try:
             return make_tokenizer_json(self.source, self.field)
         except JetdraftError:

@@ -156,7 +156,6 @@ class FamilyFields:
     field: Callable[[str], Any]
 
     def family_field(self, name: str) -> Any:
-        """Return the value of a field of the family; None if the file lacks it."""
         return self.field(f"{self.family}.{name}")
 
     def set_attention_and_norms(self, config: Any) -> None:

@@ -79,7 +79,6 @@ class ProbedModel(nn.Module, ABC):
 
     @property
     def base(self) -> str:
-        """The hash of the weights that the probes were trained for."""
         return str(self.settings.base)
 
     @property

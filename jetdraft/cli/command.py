@@ -33,7 +33,6 @@ class Command(click.Command):
     """A command whose help lists its options in groups."""
 
     def format_options(self, ctx: click.Context, writer: click.HelpFormatter) -> None:
-        """Write a section of help for each group of options; click calls it."""
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in GROUPS}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
@@ -56,7 +55,6 @@ class LazyGroup(click.Group):
         return list(self.summaries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return the command of that name, or None for an unknown name."""
         if cmd_name not in self.summaries:
             return None
         module = importlib.import_module(f"{self.package}.{cmd_name}")
@@ -74,7 +72,6 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, writer: click.HelpFormatter) -> None:
-        """Write the summary of each command, without importing it."""
         with writer.section("Commands"):
             writer.write_dl(list(self.summaries.items()))
 

@@ -50,7 +50,6 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
     def pattern(
         self, op: Any, x: Any, angles: Any, ends: Any, starts: Any, dtype: Any
     ) -> Any:
-        """Return the subgraph that is replaced."""
         both = op.Concat(angles, angles, axis=-1)
         turns = [op.Cos(both), op.Sin(both)]
         if self.casts:
@@ -64,7 +63,6 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
     def check(
         self, _: Any, x: ir.Value, ends: ir.Value, starts: ir.Value, **__: Any
     ) -> Any:
-        """Match only if x is split in its middle."""
         result = pattern.MatchResult()
         size = x.shape[3] if x.shape is not None and len(x.shape) == 4 else None
         constants = [value.const_value for value in (ends, starts)]
@@ -76,7 +74,6 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
     def rewrite(
         self, op: Any, x: ir.Value, angles: ir.Value, dtype: Any = None, **_: Any
     ) -> Any:
-        """Return the RotaryEmbedding that takes its place."""
         turns = [op.Cos(angles), op.Sin(angles)]
         if self.casts:
             turns = [op.Cast(turn, to=dtype) for turn in turns]

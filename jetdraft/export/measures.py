@@ -280,7 +280,6 @@ class ReadingHead(nn.Module):
         self.lm_head = None if head.lm_head is lends else head.lm_head
 
     def get_output_embeddings(self) -> Any:
-        """Return the LM head, as models of transformers do."""
         return self._others[1].lm_head
 
     def forward(

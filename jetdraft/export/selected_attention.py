@@ -57,7 +57,6 @@ class Branch(Maker):
         return self.constant(f"constant.{kind.__name__}.{number}", number, kind)
 
     def build(self, outputs: list[Value]) -> ir.Graph:
-        """Return the subgraph with these outputs."""
         return ir.Graph([], outputs, nodes=self.nodes, name=self.name)
 
 

@@ -100,7 +100,6 @@ class Divergence:
         return sum(self.bytes_of_unit(u, recipe.of_unit(u)) for u in self.units)
 
     def bytes_of_unit(self, unit: Unit, recipe: Recipe) -> int:
-        """Return the bytes of the matrices of one unit, with scales and zeros."""
         return sum(_matrix_bytes(each, recipe) for each in self.units[unit].values())
 
     def drop_blocks(self) -> None:

@@ -83,7 +83,6 @@ def add_derived(
 
 
 def add_turned(graph: ir.Graph, matrix: ir.Value) -> ir.Value:
-    """Add a constant matrix transposed."""
     assert matrix.const_value is not None
     shape = matrix.const_value.shape.numpy()[::-1]
     turned = add_derived(graph, f"{matrix.name}.turned", [matrix], np.transpose, shape)
@@ -131,7 +130,6 @@ class Maker:
         return self.array(name, np.array(numbers, kind))
 
     def array(self, name: str, array: Array) -> ir.Value:
-        """Return the constant `name`; add it, with `array`, if it is missing."""
         return initializer(self.graph, name, array)
 
 

@@ -72,16 +72,13 @@ class GridMatrix:
 
     @classmethod
     def concatenated(cls, parts: "Sequence[GridMatrix]") -> "GridMatrix":
-        """Return one matrix with the columns of several, which have the same `form`."""
         return replace(parts[0], data=np.concatenate([part.data for part in parts]))
 
     def select_columns(self, which: npt.NDArray[np.int64]) -> "GridMatrix":
-        """Return the matrix of the columns with the numbers `which`, int64 [n]."""
         return replace(self, data=self.data[which])
 
     @property
     def form(self) -> object:
-        """A value that is equal for matrices which can be concatenated."""
         return self.grid, self.rows
 
     @property

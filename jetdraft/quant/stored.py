@@ -54,7 +54,6 @@ class StoredTensor(Tensor):
         return operation(*args, **kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Read all numbers."""
         return self.read(None).numpy(force=force)
 
 
@@ -141,7 +140,6 @@ class GridStack:
 
     @property
     def form(self) -> object:
-        """The form of the matrices, see `GridMatrix.form`."""
         return self.grid, self.shape[2]
 
     def matrix(self, expert: int) -> GridMatrix:

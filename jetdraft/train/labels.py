@@ -146,7 +146,6 @@ BETA = 0.5  # The default weight of Jensen-Shannon.
 
 
 def _kl(one: Tensor, other: Tensor) -> Tensor:
-    """KL(one || other) of log probabilities [..., n], in nats [...]."""
     return (one.exp() * (one - other)).sum(-1)
 
 

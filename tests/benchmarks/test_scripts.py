@@ -134,7 +134,6 @@ def test_the_constants_are_those_that_fit_the_published_rows():
 
 
 def test_each_published_row_is_predicted_from_the_others():
-    """Plain decoding within 15% (median) and 30% (worst), memory within 20%."""
     records, table = read()
     errors = leave_one_out(records, table["capacity"])
     speeds = [abs(error.speed) for error in errors]
@@ -147,7 +146,6 @@ def test_each_published_row_is_predicted_from_the_others():
 
 
 def test_trees_of_sixty_rows_keep_their_published_share():
-    """The speed-up of a tree, as a share of its tokens per pass."""
     records, table = read()
     for tree in table["trees"]:
         [record] = [

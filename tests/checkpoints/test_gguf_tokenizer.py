@@ -100,7 +100,6 @@ def test_sentencepiece_merges_the_best_pair_first():
 
 
 def test_templates_and_the_ends_of_a_turn(tmp_path):
-    """A file may have a template for tools."""
     template, file = "{% for m in messages %}{% endfor %}", tmp_path / "model.gguf"
     tools = {"tokenizer.chat_template.tool_use": "{{ tools }}"}
     both = "{% if tools is not none %}{{ tools }}{% else %}" + template + "{% endif %}"

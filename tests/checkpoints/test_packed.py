@@ -194,7 +194,6 @@ def exported(request, tmp_path_factory):
 
 
 def test_they_go_straight_into_the_graph(exported):
-    """Integers, scales and zeros."""
     _, expected, bits, bundle = exported
     products = packed_matrices(bundle)
     layers = [f"model.layers.{i}" for i in range(len(expected) // 7)]
@@ -328,7 +327,6 @@ def test_a_last_group_may_be_shorter(base):
 
 
 def test_integers_of_one_byte_are_read_too(base):
-    """int-quantized, by channel, with zeros."""
     tensors = load_file(base / "model.safetensors")
     random = np.random.default_rng(0)
     shape = tuple(tensors[f"{Q}.weight"].shape)

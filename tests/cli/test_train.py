@@ -141,7 +141,6 @@ def test_trainers_are_listed_without_torch():
 
 
 def test_a_head_from_a_text(tmp_path, text):
-    """The folder that it writes is a head in its published layout."""
     target = save_checkpoint(tmp_path / "target", llama_config(num_hidden_layers=6))
     sizes = ("--sequence-length", 24, "--batch-size", 2, "--unrolled", 2, "--steps", 2)
     command = ("train", "eagle", target, "--data", text, "-o", tmp_path / "head")
@@ -160,7 +159,6 @@ DRAFTER = ("--sequence-length", 24, "--batch-size", 2, "--steps", 2)
 
 
 def test_a_drafter_from_a_text(target, tmp_path, text):
-    """The folder that it writes is a checkpoint with the target's tokenizer."""
     command = ("train", "draft", target, "--data", text, "-o", tmp_path / "drafter")
     sizes = ("--layers", 1, "--hidden-size", 32, "--draft-vocab", 50)
     trained = succeed(*command, *sizes, *DRAFTER)

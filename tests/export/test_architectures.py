@@ -121,7 +121,6 @@ def transformers_logits(config, weights, tokens=TOKENS) -> np.ndarray:
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def case(request, tmp_path_factory):
-    """One architecture, traced once: our attention, the `other`, and its logits."""
     config = CONFIGS[request.param]
     folder = tmp_path_factory.mktemp("architecture")
     checkpoint = load(config, folder / "checkpoint")
@@ -157,7 +156,6 @@ def assert_close(actual, expected):
 
 
 def test_passes_equal_transformers(case):
-    """A prefill, one that answers for its last row only, wide passes, single rows."""
     # Otherwise this, and everything below, would prove little.
     assert case.expected.std(axis=-1).min() > 0.1
     for graph in (case.other, case.graph):

@@ -82,7 +82,6 @@ def chosen_experts(model) -> np.ndarray:
 
 @pytest.mark.parametrize("length", [1, 63, 200])
 def test_a_prompt_in_chunks_equals_transformers(case, length):
-    """Its logits, and the experts that its rows choose, in any order."""
     graph, expected = case.graph, case.expected
     # Otherwise this would prove little.
     assert expected.std(axis=-1).min() > 0.1

@@ -118,7 +118,6 @@ def test_target_without_drafter_still_drafts_by_lookup(replaced):
 
 
 def test_exporting_again_replaces_the_bundle(replaced):
-    """With its template and all ids that end a text."""
     assert replaced.target.contract.capacity == 64
     assert os.listdir(replaced.path.parent) == ["bundle"]
     assert replaced.eos_token_ids == (0, 7)
@@ -126,7 +125,6 @@ def test_exporting_again_replaces_the_bundle(replaced):
 
 
 def test_the_smallest_bundle_takes_and_gives_ids(tmp_path):
-    """Its checkpoint has no tokenizer."""
     source = checkpoint(tmp_path / "checkpoint", tokenizer=False)
     options = ExportOptions(capacity=16, max_width=2)
     odd = export(source, tmp_path / "bundle", options=options)
@@ -285,7 +283,6 @@ def sums(monkeypatch):
 
 
 def test_what_was_measured_is_written(pair, tmp_path, monkeypatch, sums):
-    """Inputs are summed once for each model, and matrices rounded once."""
     late, rounding, options = [], weights.quantize, ExportOptions(None, **SMALL)
     watched = lambda *a: late.append(a) or rounding(*a)  # noqa: E731
     monkeypatch.setattr(weights, "quantize", watched)

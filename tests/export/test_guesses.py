@@ -53,7 +53,6 @@ def in_graph(graph, features, start, end, known=()):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_graph_does_what_the_module_does(made, layout):
-    """Prompt, catch-up, one row, and blocks with known tokens; only context is kept."""
     bundle, source, folder, _ = made(layout)
     target, graph = graphs(bundle)
     features = target.run(TOKENS[:14]).features
@@ -288,7 +287,6 @@ def hydra_rows(target, graph, source, tensors, ids):
 
 
 def test_each_head_of_hydra_reads_the_guesses_before_it(made):
-    """The path is the next token, and then the likeliest token of every head."""
     bundle, source, _, tensors = made("hydra")
     target, graph = graphs(bundle)
     changed, every = 0, np.arange(VOCAB_SIZE)
@@ -317,7 +315,6 @@ def test_the_vocabulary_of_hydra_is_cut(made):
 
 
 def test_the_small_tensors_are_in_the_drafter_alone(made):
-    """Its matrices are its own; none is the target's."""
     bundle = made("medusa").bundle
     model = onnx.load(bundle.path / bundle.drafter.file, load_external_data=False)
     files = {e.value for t in model.graph.initializer for e in t.external_data}

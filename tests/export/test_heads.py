@@ -325,7 +325,6 @@ def states_of(source, tokens):
 
 
 def test_every_row_has_the_features_of_the_model(source, tmp_path):
-    """A prefill answers for its last row, and gives the features of all."""
     bundle = exported(source, tmp_path / "bundle", fused_taps(), recipe=Recipe("none"))
     streams, _ = states_of(source, TOKENS)
     with torch.no_grad():

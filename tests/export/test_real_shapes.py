@@ -50,7 +50,6 @@ def test_generation_config_decides_ends_and_sampling(settled):
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
 def test_a_language_model_is_read_alone(name, tmp_path):
-    """Of files with towers, whose names and config have a level more."""
     config, level = SHARING[name](), ("model.", "model.language_model.", 1)
     save_checkpoint(tmp_path, config, tokenizer=False)
     alone = Checkpoint.load(str(tmp_path), torch.float32).model.parameters()
@@ -75,7 +74,6 @@ def test_any_of_several_ends_stops_a_text(settled, end, method):
 
 
 def test_a_character_split_over_tokens_comes_whole(settled):
-    """Bytes of one character are several tokens of a byte-level tokenizer."""
     pytest.importorskip("llguidance")
     text = "naïve 日本 🚀"
     stream = list(settled.stream("the", regex=text, max_new_tokens=40))

@@ -97,7 +97,6 @@ def test_a_pass_over_all_rows_has_the_bits_of_a_bundle_without_selections(
 
 @pytest.mark.parametrize("right", range(5))
 def test_every_outcome_of_a_round_leaves_the_buffers_right(few, prompt, right):
-    """Of four drafted tokens 0 to 4 are right, and the next draft follows on."""
     parts = few.parts
     graph, follower = filled(parts.target, prompt), parts.target.make_selecting()
     text = few.generate(
@@ -119,7 +118,6 @@ def test_every_outcome_of_a_round_leaves_the_buffers_right(few, prompt, right):
 
 
 def test_a_selection_of_all_rows_is_always_right(few, prompt):
-    """The text and its prompt are shorter than a selection."""
     how = {"method": "select", "num_draft_tokens": 4, "ignore_eos": True}
     stats = few.generate(token_ids=prompt[:6], max_new_tokens=20, **how).stats
     assert stats.acceptance_rate == 1.0

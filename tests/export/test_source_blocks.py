@@ -70,7 +70,6 @@ def in_training(target, drafter, count, known):
 
 
 def test_the_graph_does_what_a_training_does(made):
-    """The start, a prompt, one row, and blocks with known tokens."""
     _, target, drafter, model = made
     graph, compared = graph_of(model), 0
     for start, end in ((0, 1), (1, 6), (6, 7), (7, 12)):
@@ -210,7 +209,6 @@ def test_what_the_bundle_says(made):
 
 
 def test_the_embedding_is_stored_once(tmp_path):
-    """Tied to the LM head, in both graphs of target and drafter."""
     target = save(tmp_path / "target", CONFIGS["t5"])
     drafter = save_drafter(tmp_path / "drafter", target, SLOTS)
     recipes = {"recipe": "int8", "drafter_recipe": "int8"}

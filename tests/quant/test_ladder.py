@@ -110,7 +110,6 @@ def pair(tmp_path_factory):
 
 
 def test_a_model_writes_its_own_text(pair):
-    """Rows of one length; the same text each time; sampled as the model would."""
     target, before = pair["target"], torch.random.get_rng_state()
     steps = []
     text = sample_text(target, lambda done, total: steps.append((done, total)))

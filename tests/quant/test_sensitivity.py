@@ -226,7 +226,6 @@ def test_a_text_that_cannot_be_read_is_refused(checkpoint, tmp_path):
 
 
 def test_moments_are_those_of_the_inputs(checkpoint, tmp_path):
-    """Of the first layer's projections: what the first norm gives."""
     model, text = checkpoint.model, windows(checkpoint, tmp_path)
     before = model.config._attn_implementation
     found = second_moments(model, text)

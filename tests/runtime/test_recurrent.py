@@ -109,7 +109,6 @@ REQUIRED = [
 
 @pytest.mark.parametrize("required", REQUIRED)
 def test_what_every_method_must_do(model, required, monkeypatch):
-    """With chains: a method that is not asked for a tree drafts its chain."""
     shapes = [{}, {"num_draft_tokens": 4}]
     monkeypatch.setattr(conformance, "drafts_of", lambda method, **more: shapes)
     for method in model.methods[1:]:

@@ -30,7 +30,6 @@ RECIPES = "int4-rtn-b32,int4-gptq-b32,int8-rtn-b32"
 
 @pytest.fixture(scope="module")
 def report(pair, tmp_path_factory):
-    """Of a target of one layer: each recipe is an export, which takes its time."""
     folder = tmp_path_factory.mktemp("recipes")
     target = save_checkpoint(folder / "target", llama_config(num_hidden_layers=1))
     (folder / "text.txt").write_text(TEXT)

@@ -176,7 +176,6 @@ def test_the_loss_counts_near_tokens_most():
 
 
 def test_the_text_or_the_target_is_the_teacher(target, text, tmp_path):
-    """The target says that all tokens are as likely; the text has one."""
     ids, logits = torch.full((1, 6), 9), torch.zeros(1, 6, VOCAB_SIZE)
     lesson = Lesson(ids, ids, [], logits, logits, torch.ones(1, 6, dtype=torch.bool))
     real = torch.ones(1, 1, dtype=torch.bool)

@@ -143,7 +143,6 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(target, text, tmp_path):
 
 @pytest.mark.parametrize("rows", [VOCAB_SIZE - 8, VOCAB_SIZE + 32])
 def test_a_start_of_another_padding_gets_the_target_s(target, text, tmp_path, rows):
-    """And a stopped drafter is whole."""
     config = llama_config(vocab_size=rows, num_hidden_layers=1)
     start = save_checkpoint(tmp_path / "start", config, seed=1)
     first_figures(target, tmp_path / "o", text, ModelSettings(start=str(start)))
@@ -203,7 +202,6 @@ def test_labels_from_the_disk_and_exact_labels_do_not_go_on_from_each_other(
 
 
 def test_a_part_of_each_batch_is_the_drafters_own(target, text, tmp_path):
-    """A share of the rows; their prompts stay, and the same step gives the same."""
     options = replace(QUICK, batch_size=4)
     settings = replace(SMALL, on_policy_share=0.5, draft_vocab=30)
     run = prepared(target, tmp_path / "out", text, settings, options)

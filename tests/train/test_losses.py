@@ -48,7 +48,6 @@ def streamed(tmp_path_factory):
 
 
 def one_carrier(streamed, ids):
-    """Logits of the last row's guesses: [1 + gamma, vocab], and its early exit's."""
     rows = len(ids)
     last, all_streams = torch.full((GAMMA,), rows - 1), torch.arange(GAMMA)
     logits, early, _ = streamed(

@@ -22,7 +22,6 @@ LAYERS = 4
 
 
 def test_members_see_their_own_kind_only():
-    """Two places with two prompt tokens of two members each."""
     mask = prompt_mask(torch.tensor([[1, 3]]), 4, PromptSettings(2, 2))
     first, second = [1, 1, 0, 0], [1, 1, 1, 1]
     assert mask[0, 0].int().tolist() == [
@@ -34,7 +33,6 @@ def test_members_see_their_own_kind_only():
 
 
 def test_bad_input_of_the_command_line(target, text, tmp_path):
-    """From a text to drafts, and what is refused in one line."""
     out, bundle = tmp_path / "out", tmp_path / "bundle"
     command = ("train", "ppd", target, "--data", text, "-o", out)
     size = ("--batch-size", "2", "--sequence-length", "32")

@@ -130,7 +130,6 @@ def test_steps_are_bfloat16_only_where_that_is_fast(
 
 
 def test_only_its_own_products_are_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a closure computes, and what another thread does, stays bfloat16."""
     monkeypatch.setattr(machine, "has_fast_halves", lambda device: False)
     matrix, dtypes = torch.nn.Parameter(torch.zeros(4, 6)), []
 

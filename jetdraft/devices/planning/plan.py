@@ -201,7 +201,6 @@ class Question:
 
     @property
     def profile(self) -> Device:
-        """The profile of the device; raises `DeviceError` for an unknown name."""
         return Device.named(self.device)
 
     @property

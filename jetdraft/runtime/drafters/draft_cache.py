@@ -82,7 +82,6 @@ class DraftCache:
         self.seen = list(tokens[: len(self.tokens) + len(self._features)])
 
     def forget(self) -> None:
-        """Drop all rows and all features."""
         self._truncate(0, 0)
 
     def observe(self, first: int, tokens: Tokens, features: Float32s | None) -> None:

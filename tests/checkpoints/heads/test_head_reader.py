@@ -40,7 +40,6 @@ def drafted(head, states, taps):
 
 
 def expected(compute, embedding, lm_head, states, features):
-    """The same by a reference, which computes all rows again for each step."""
     tokens = states.tokens
     rows = []
     for step in range(STEPS + 1):
@@ -140,7 +139,6 @@ EAGLE3 = {
 
 @pytest.mark.parametrize("case", EAGLE3)
 def test_eagle3(target, states, tmp_path, case):
-    """Every layout, with taps where it puts them."""
     torch.manual_seed(4)
     make, shape, flags, wanted_taps = EAGLE3[case]
     config, tensors = make(**shape)
@@ -166,7 +164,6 @@ def test_a_head_without_an_lm_head_has_rows_of_the_targets(target, tmp_path):
 
 
 def test_over_fixed_buffers_a_head_computes_the_same(target, states, tmp_path):
-    """The seam through which heads are exported."""
     config, tensors = layouts.speculators(layers=2)
     head = load_head(write(tmp_path, config, tensors), target, torch.float32)
     taps = [states.streams[tap] for tap in TAPS]
@@ -252,7 +249,6 @@ def test_medusa_as_vllm_names_it(target, states, tmp_path, biased):
 
 
 def test_hydra(target, states, tmp_path):
-    """Head i reads the tokens that were drafted before its own."""
     config, tensors = layouts.hydra()
     source = write(tmp_path, config, tensors, "hydra_lm_head.pt")
     head = load_head(source, target, torch.float32)

@@ -121,7 +121,6 @@ def case(request, tmp_path_factory):
 
 
 def test_a_module_computes_what_transformers_computes(case):
-    """Names, concatenation, norms, experts, gates and rotations."""
     folder, target, oracle = case
     head = load_head(folder, target, torch.float32)
     torch.manual_seed(6)

@@ -142,7 +142,6 @@ def test_super_modes_are_faster(config):
 
 
 def test_a_cpu_has_a_bound_of_plain_decoding_and_nothing_else(config):
-    """Every byte once, at the bandwidth of the memory, in floats of four bytes."""
     asked = ask(config(CONFIG), "orin-nano-8gb", context=1000)
     on_cpu, on_gpu = plan(replace(asked, provider="cpu")), plan(asked)
     layer = 2048 * (2 * 16 + 2 * 8) * 128 + 3 * 2048 * 6144

@@ -250,7 +250,6 @@ def test_a_user_without_a_store(model, method):
 
 @pytest.mark.parametrize("method", ["recall", "lookup", "auto"])
 def test_what_a_user_asked_is_drafted_for_that_user_only(remembering, method):
-    """As a service with one model and several users would have it."""
     store, ann = remembering.parts.store, {"drafting": {"user": "ann"}}
     first = text(remembering, method=method, **ann)
     assert store.entries == store.of("bob").entries == []

@@ -66,7 +66,6 @@ def test_rows_that_skip_slots_are_compared_with_a_chain(measured, skipped, monke
 
 
 def test_every_width_is_in_one_class(measured):
-    """Its members agree bit by bit, and others do not."""
     widths = sorted(w for members in measured.widths.classes for w in members)
     assert widths == list(range(1, WIDEST + 1))
     assert sorted(measured.curve.passes) == sorted(measured.widths.gaps) == widths

@@ -426,7 +426,6 @@ def test_a_second_pass_guesses_what_a_block_of_known_tokens_says(model, method):
 
 @pytest.mark.parametrize("method", BLOCKS)
 def test_tokens_that_the_target_has_not_run(model, method):
-    """They begin the block of a head, and are rows of a drafter that reads text."""
     proposer = begun(model, made(model, method, confidence=0.0, steps=2))
     context = [*PROMPT, 5, 6]
     drafted = proposer.propose(context, BLOCK).tokens[1:]
@@ -443,7 +442,6 @@ def test_tokens_that_the_target_has_not_run(model, method):
 
 @pytest.mark.parametrize("method", BLOCKS)
 def test_a_doubtful_block_is_verified_in_part(model, method, plain):
-    """Fewer tokens are drafted for nothing; the text is the same."""
     stats = []
     for confidence in (0.0, 0.3, 1.0):
         drafting = {"confidence": confidence}
@@ -494,7 +492,6 @@ def test_a_cascade_with_a_head(model, plain, way):
 
 @pytest.mark.parametrize("method", ["eagle"])
 def test_behind_the_tokens_of_a_head_come_those_of_lookup(model):
-    """They follow the same tokens earlier in the text."""
     head, cascade = made(model, "eagle"), made(model, "cascade")
     own = begun(model, head).propose(PROMPT, REVIEWED).tokens[1:]
     # The head reads the last token and its place, so it says the same after this text.

@@ -67,7 +67,6 @@ def test_every_path_has_the_logits_of_a_chain(float_model, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_all_paths_are_those_of_a_chain_bit_by_bit(model, seed):
-    """What an exact generation rests on."""
     random = np.random.default_rng(seed)
     graph, width = model.parts.target, 8
     assert model.parts.widths.skips_agree

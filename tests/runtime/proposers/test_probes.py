@@ -107,7 +107,6 @@ def filled(graph, tokens):
 
 
 def test_how_much_is_drafted(models):
-    """Whose texts are plain decoding's is in the table of all methods."""
     model = models("stream")
     for count in (1, 2, 3):
         assert text(model, "stream", num_draft_tokens=count).stats.drafted_tokens > 60
@@ -262,7 +261,6 @@ def test_the_first_pass_carries_streams_on_the_last_prompt_row_alone(
 
 
 def test_another_task_can_be_swapped_in(models):
-    """An npz of the same base changes what is drafted, never the text."""
     model = models("stream")
     other = models("stream", 0, 5).bundle.path / "streams.npz"
     swapped = jetdraft.load(model.bundle.path, threads=1, streams=other)
@@ -436,7 +434,6 @@ def planned(model, monkeypatch, ranks, pass_ms):
 
 
 def test_cheap_passes_have_large_trees(models, plain_text, monkeypatch):
-    """The tree is planned from pass times, here of passes whose rows are free."""
     model = models("ppd")
     planned(model, monkeypatch, RANKS, lambda rows, probes: 10.0)
     for way in WAYS:

@@ -223,7 +223,6 @@ def test_acceptance_grows_with_the_top_and_the_tolerance():
 
 
 def test_a_sampled_text_keeps_to_its_filters():
-    """A token that top-k drops is not accepted, whatever the verifier would."""
     answer, rows = answer_of(2), Rows.chain([0, 2], Kind.DETERMINISTIC)
     answer.candidates[0] = range(len(P))
     choose = tolerant(top=4, tolerance=9.0).choose

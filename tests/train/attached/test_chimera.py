@@ -44,7 +44,6 @@ def expected(module, features, kept, seen):
 
 
 def test_the_graph_drafts_what_the_training_computed(floats):
-    """After a prompt, and after a draft of which three tokens were right."""
     model, module, features = floats
     model.forget()
     parts, follower = model.parts, model.parts.draft_cache
@@ -64,7 +63,6 @@ def test_the_graph_drafts_what_the_training_computed(floats):
 
 
 def test_a_path_of_a_tree_is_a_chain(floats):
-    """Each row of a tree reads the tokens and the state of its own path."""
     model, _, _ = floats
     parts, follower = model.parts, model.parts.draft_cache
     states = parts.target.run(TEXT).features.copy()

@@ -62,7 +62,6 @@ def expected(module, features, kept, seen, text):
 
 
 def test_the_graph_drafts_what_the_module_computes_anew(floats):
-    """After a prompt, and after drafts of which nothing, two or more were right."""
     model, module, features = floats
     model.forget()
     parts, follower = model.parts, model.parts.draft_cache
@@ -83,7 +82,6 @@ def test_the_graph_drafts_what_the_module_computes_anew(floats):
 
 
 def test_a_path_of_a_tree_is_a_chain(floats):
-    """Each block of a tree follows the blocks of its own path."""
     model, _, features = floats
     follower, states = model.parts.draft_cache, features[0].numpy()
     size = follower.size

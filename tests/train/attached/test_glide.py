@@ -23,7 +23,6 @@ METHOD, LAYERS = "glide", 2
 
 @pytest.mark.parametrize("sliced", [True, False])
 def test_the_graph_is_the_module(target, head, tmp_path, sliced, monkeypatch):
-    """The rows of the target that are committed count, and no others."""
     if not sliced:  # as on a GPU, where a slice would ask the host for its size
         monkeypatch.setattr("jetdraft.export.drafters.slice_target_buffers", nothing_of)
     bundle = sized(target, tmp_path / "b", head=head)

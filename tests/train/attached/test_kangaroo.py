@@ -175,7 +175,6 @@ def test_the_confidence_ends_a_draft(model):
 
 
 def test_the_adapter_in_the_graph_is_the_module(target, head, tmp_path):
-    """The graph answers what the module says, for its part of the vocabulary."""
     bundle = exported(target, tmp_path / "b", head=head, draft_vocab=40)
     checkpoint = Checkpoint.load(target, torch.float32)
     checkpoint.model.set_attn_implementation("sdpa")
