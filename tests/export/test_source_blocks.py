@@ -287,7 +287,7 @@ def test_a_damaged_drafter_is_refused(pair, tmp_path, case):
 
 
 def test_a_drafter_knows_its_target_by_the_words(pair, tmp_path):
-    """In each type that the target is loaded in; an old config does not say it."""
+    """In each type that the target is loaded in."""
     target, drafter = pair
     other = shutil.copytree(target, tmp_path / "other")
     tensors = load_file(other / "model.safetensors")
@@ -299,16 +299,11 @@ def test_a_drafter_knows_its_target_by_the_words(pair, tmp_path):
         embedding_sha256(Checkpoint.load(target, dtype))
         for dtype in (torch.float32, torch.float16)
     }
-    assert len(hashes) == 1
-    old = shutil.copytree(drafter, tmp_path / "old")
-    fields = json.loads((old / "config.json").read_text())
-    assert fields.pop("target_words") in hashes
-    (old / "config.json").write_text(json.dumps(fields))
-    load_head(str(old), Checkpoint.load(str(other), torch.float32), torch.float32)
+    fields = json.loads((drafter / "config.json").read_text())
+    assert hashes == {fields["target_words"]}
 
 
 def test_a_drafter_knows_its_target_in_another_padding(pair, tmp_path):
-    """Older drafters have a hash of all rows."""
     target, drafter = pair
     wide = shutil.copytree(target, tmp_path / "wide")
     model = AutoModelForSeq2SeqLM.from_pretrained(wide)
@@ -316,12 +311,6 @@ def test_a_drafter_knows_its_target_in_another_padding(pair, tmp_path):
     model.save_pretrained(wide)
     checkpoint = Checkpoint.load(str(wide), torch.float32)
     load_head(str(drafter), checkpoint, torch.float32)
-    old = shutil.copytree(drafter, tmp_path / "old")
-    fields = json.loads((old / "config.json").read_text())
-    fields["target_words"] = embedding_sha256(checkpoint, padded=True)
-    assert fields["target_words"] != embedding_sha256(checkpoint)
-    (old / "config.json").write_text(json.dumps(fields))
-    load_head(str(old), checkpoint, torch.float32)
 
 
 def test_a_tensor_of_another_size_is_refused(pair, tmp_path):

@@ -90,12 +90,11 @@ class SourceDrafter(DraftModule):
         layers = files.positive_integer("num_hidden_layers")
         config = source_config(target, layers, slots)
         own = target.model.config.model_type
-        words = [embedding_sha256(target, padded) for padded in (False, True)]
+        words = embedding_sha256(target)
         most, limit = len(find_decoder_layers(target.model)[1]), MAX_BLOCK_TOKENS
-        has_words = fields.get("target_words", words[0]) in words
         for is_wrong, fact in (
             (fields.get("target_type") != own, f"is not for a {own}"),
-            (not has_words, "was trained for other weights"),
+            (fields.get("target_words") != words, "was trained for other weights"),
             (layers > most, f"has {layers} layers, but the target's decoder {most}"),
             (slots > limit, f"fills {slots} tokens, and jetdraft at most {limit}"),
         ):
@@ -173,9 +172,9 @@ def source_fields(target: Checkpoint, config: HeadConfig) -> dict[str, Any]:
     }
 
 
-def embedding_sha256(target: Checkpoint, padded: bool = False) -> str:
-    """Hash token embeddings in float16, `padded` with the rows without a token."""
+def embedding_sha256(target: Checkpoint) -> str:
+    """Hash the embeddings of tokens in float16, without rows that have no token."""
     words = target.model.get_input_embeddings().weight.detach()
-    if target.tokenizer is not None and not padded:
+    if target.tokenizer is not None:
         words = words[: Tokenizer.from_str(target.tokenizer).get_vocab_size()]
     return hashlib.sha256(words.to("cpu", torch.float16).numpy().tobytes()).hexdigest()
