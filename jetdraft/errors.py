@@ -133,11 +133,10 @@ def printable(text: object, most: int = 200) -> str:
     printable("a\x1b[2Jb\n")    # 'a\\x1b[2Jb\\n'
     """
     # No character becomes shorter, so what lies further behind is not shown anyway.
-    line = "".join(map(_escape, str(text)[: most + 1]))
+    line = "".join(
+        character
+        if character.isprintable()
+        else character.encode("unicode_escape").decode("ascii")
+        for character in str(text)[: most + 1]
+    )
     return line if len(line) <= most else line[: most - 1] + "…"
-
-
-def _escape(character: str) -> str:
-    if character.isprintable():
-        return character
-    return character.encode("unicode_escape").decode("ascii")

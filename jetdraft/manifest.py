@@ -99,7 +99,6 @@ def check_files(folder: Path, files: dict[str, Any], rehash: bool = False) -> No
 
 
 def sha256_of(file: Path) -> str:
-    """Return the sha256 of a file, as hex digits."""
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 

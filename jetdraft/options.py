@@ -204,9 +204,6 @@ def check_bounds(options: object) -> None:
     check_ranges(options, {option.name: allowed(option) for option in bounded})
 
 
-# --- settings that check themselves ---------------------------------------------------
-
-
 def setting(
     default: Any,
     help: str,

@@ -266,5 +266,4 @@ class Recipe:
             ) from error
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads."""
         return asdict(self) | {"raised": list(self.raised)}

@@ -45,8 +45,6 @@ pytest_plugins = ["tests.fast"]
 
 
 class Pair(NamedTuple):
-    """Folders of two checkpoints."""
-
     target: Path
     drafter: Path
 
@@ -80,7 +78,6 @@ class SharedTraces(KeptTraces):
         return file.read_bytes() if file.exists() else None
 
     def write(self, key: str, file: bytes) -> None:
-        """Write it whole, since another process may look for it."""
         part = self.folder / f"{key}.{os.getpid()}"
         part.write_bytes(file)
         part.replace(self.folder / key)
@@ -164,7 +161,6 @@ def _without_numbers(model: onnx.ModelProto) -> bytes:
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy bundle of a test file; copy it before changing anything in it."""
     return toy_bundle(tmp_path_factory.mktemp("toy") / "toy")
 
 
@@ -176,7 +172,6 @@ def toy_model(toy: Path) -> Iterator[jetdraft.Model]:
 
 @pytest.fixture(scope="session")
 def pair(once: Once) -> Pair:
-    """A 3-layer target and a 1-layer drafter with the same tokenizer."""
     return Pair(
         once("target", lambda folder: save_checkpoint(folder, llama_config(), seed=0)),
         once(

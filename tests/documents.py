@@ -33,8 +33,7 @@ def blocks(document: str) -> Iterator[Block]:
         if token.type in {"code_block", "fence"}:
             shell = not token.info and PROGRAM.match(token.content)
             language = SHELL if shell else token.info
-            place = f"{document}:{token.map[0] + 1}"
-            yield Block(place, language, token.content)
+            yield Block(f"{document}:{token.map[0] + 1}", language, token.content)
 
 
 def commands(document: str) -> Iterator[tuple[str, list[str]]]:

@@ -17,10 +17,7 @@ def exported(
     drafter_recipe: str = "none",
     **options: Any,
 ) -> Bundle:
-    """The bundle of a checkpoint, with integers in blocks of 32 where it has any.
-
-    exported(checkpoint, tmp_path / "bundle", "int8", capacity=256)
-    """
+    """The bundle of a checkpoint, with integers in blocks of 32 where it has any."""
     recipes = Recipe.parse(recipe, 32), Recipe.parse(drafter_recipe, 32)
     sizes = {"capacity": 64, "max_width": 16, "fast": True}
     settings = ExportOptions(*recipes, **{**sizes, **options})

@@ -112,7 +112,6 @@ FAMILIES: dict[str, Callable[[], Tokenizer]] = {
 
 
 def made(family: str) -> Tokenizer:
-    """A tokenizer with special tokens, and with a tag that is not special."""
     tokenizer = FAMILIES[family]()
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.add_tokens([AddedToken(TAG, normalized=False)])

@@ -1,8 +1,4 @@
-"""`pytest --fast` skips what exports, trains or starts another process.
-
-Nothing is marked by hand: a test, or a fixture of it, is skipped where it comes to
-such a call.
-"""
+"""`pytest --fast` skips a test or a fixture where it exports, trains or spawns."""
 
 import subprocess
 import sys
@@ -22,13 +18,11 @@ SLOW = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --fast."""
     parser.addoption("--fast", action="store_true", help="quick tests only")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def fast(pytestconfig: pytest.Config) -> Iterator[None]:
-    """With --fast, skip what comes to a slow call."""
     start = subprocess.Popen.__init__
 
     def skip(*_arguments: Any, **_options: Any) -> None:

@@ -43,11 +43,7 @@ CONTROL = 3
 
 @dataclass
 class Written:
-    """A file, and the model that its numbers stand for.
-
-    `data` has the bytes of the quantized matrices by transformers' names, with the rows
-    in transformers' order.
-    """
+    """A file, and its model; `data` has quantized bytes by transformers' names."""
 
     path: Path
     model: Any
@@ -56,7 +52,6 @@ class Written:
 
 
 def one(kind: Type) -> Callable[[str], Type]:
-    """The same type for all matrices."""
     return lambda name: kind
 
 
@@ -97,7 +92,6 @@ def random_bytes(kind: Type, shape: tuple[int, int], seed: int) -> np.ndarray:
 
 
 def adding(fields: dict[str, Any]) -> Callable[[gguf.GGUFWriter], None]:
-    """A change that adds fields, each in the type of its value."""
     kinds = {str: "string", float: "float32", bool: "bool", list: "array"}
 
     def change(writer: gguf.GGUFWriter) -> None:
@@ -117,18 +111,14 @@ def write_gguf(
     seed: int = 0,
     **options: Any,
 ) -> Written:
-    """Write a random model of `config`; `kinds` says how a matrix is stored.
-
-    `kinds` gets transformers' name of a weight; for None the weight is left out.
-    """
+    """Write a random model; `kinds` maps the names of weights to types, or None."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     written = Written(path, model)
     writer = gguf.GGUFWriter(path, family)
     _write_config(writer, config)
     write_tokenizer(writer, **options)
-    state = model.state_dict()
-    for number, (name, weight) in enumerate(state.items()):
+    for number, (name, weight) in enumerate(model.state_dict().items()):
         if config.tie_word_embeddings and name == "lm_head.weight":
             continue
         _write_weight(writer, written, name, weight, kinds, family, number)
@@ -185,8 +175,7 @@ def _write_stack(
 ) -> None:
     """Write the experts of a layer, whose gates are a tensor of their own."""
     gate_up = dict(zip(("gate", "up"), stack.chunk(2, 1), strict=True))
-    parts = {"down": stack} if "down" in name else gate_up
-    for what, part in parts.items():
+    for what, part in ({"down": stack} if "down" in name else gate_up).items():
         place = f"blk.{name.split('.')[2]}.ffn_{what}_exps.weight"
         floats = part.numpy().copy()
         if kind == Type.F16:
@@ -234,8 +223,7 @@ def write_tokenizer(
     begin: bool | None = False,
     template: str | None = None,
 ) -> None:
-    made = tokenizer(words) if words else tokenizer()
-    model = json.loads(made.to_str())["model"]
+    model = json.loads((tokenizer(words) if words else tokenizer()).to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     types = [CONTROL if number == 0 else 1 for number in range(len(tokens))]
     writer.add_tokenizer_model("gpt2")

@@ -41,22 +41,19 @@ def fill(folder: Path, text: str, names: tuple[str, ...] = ("target",)) -> None:
 
 
 def make(folder: Path, text: str = "made") -> Path:
-    """A new bundle of a target and a drafter."""
     folder.mkdir()
     fill(folder, text, ("target", "drafter"))
     return folder
 
 
 def content(folder: Path) -> str:
-    """The text that a bundle was filled with, after checking all of it."""
     return (Bundle.open(folder).path / "target.onnx").read_text().split()[1]
 
 
 def die(work: Callable[[], object], at: int) -> bool:
     """Work in a child that is killed before its `at`-th call of a C function.
 
-    What is on disk changes only inside such calls, so this leaves every state there
-    is. True if the child finished before that.
+    Only such calls change the disk. True if the child finished before that.
     """
     child = os.fork()
     if child == 0:
@@ -104,8 +101,7 @@ def state(place: Path) -> tuple:
 def kill_everywhere(folder: Path, before: str | None) -> tuple[int, list[str | None]]:
     """The kills until a child survived, and what the output held, in that order.
 
-    What follows a kill depends on nothing but the disk: a dead process holds no lock.
-    So a state that was looked at is not looked at again.
+    What follows a kill depends on the disk alone, so no state is looked at twice.
     """
     at, seen, finished, known = 0, [], False, set()
     while not finished:

@@ -8,7 +8,6 @@ from jetdraft.manifest import MANIFEST, SEAL, seal_hash
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest of a bundle."""
     return json.loads((folder / MANIFEST).read_text())
 
 
@@ -18,5 +17,4 @@ def write(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def edit(folder: Path, **changes: object) -> None:
-    """Change fields of the manifest."""
     write(folder, {**read(folder), **changes})

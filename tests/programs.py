@@ -37,5 +37,4 @@ def printed(*command: object, **how: Any) -> str:
 
 
 def python(code: str, *arguments: object, **how: Any) -> str:
-    """What a fresh interpreter prints."""
     return printed(sys.executable, "-c", code, *arguments, **how)

@@ -52,7 +52,6 @@ def save(folder: Path, config: Any, tokenizer: bool = True) -> Path:
 
 
 def save_drafter(folder: Path, target: str | Path, slots: int, layers: int = 1) -> str:
-    """Write an untrained block drafter, whose weights are moved from the target's."""
     checkpoint = Checkpoint.load(str(target), torch.float32)
     drafter = SourceDrafter(source_config(checkpoint, layers, slots), checkpoint.model)
     shared = {id(weight) for weight in checkpoint.model.parameters()}

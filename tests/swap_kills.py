@@ -27,7 +27,6 @@ OWN = "own"
 
 
 def put(sets: WeightSets, value: float) -> str:
-    """Publish weights that all have one value."""
     arrays = {"matrix": np.full((64, 64), value, np.float32)}
     weights = {"weight": torch.full((64, 64), value)}
     name = publish(sets, arrays, weights, sets.read_choice().cleared)
@@ -35,30 +34,15 @@ def put(sets: WeightSets, value: float) -> str:
     return name
 
 
-def publish_new(sets: WeightSets) -> None:
-    """A training has ended."""
-    put(sets, NEW)
+def settle(sets: WeightSets, keep: bool) -> None:
+    sets.settle(sets.read_choice().name, keep=keep)
 
 
-def keep_new(sets: WeightSets) -> None:
-    """A trial went well."""
-    sets.settle(sets.read_choice().name, keep=True)
-
-
-def take_back(sets: WeightSets) -> None:
-    """A trial went badly."""
-    sets.settle(sets.read_choice().name, keep=False)
-
-
-def clear(sets: WeightSets) -> None:
-    sets.clear()
-
-
-STEPS: dict[str, tuple[bool, Callable[[WeightSets], None], set[object]]] = {
-    "publish": (False, publish_new, {OLD, NEW}),
-    "keep": (True, keep_new, {NEW}),
-    "back": (True, take_back, {NEW, OLD}),
-    "clear": (True, clear, {NEW, OWN}),
+STEPS: dict[str, tuple[bool, Callable[[WeightSets], object], set[object]]] = {
+    "publish": (False, lambda sets: put(sets, NEW), {OLD, NEW}),
+    "keep": (True, lambda sets: settle(sets, keep=True), {NEW}),
+    "back": (True, lambda sets: settle(sets, keep=False), {NEW, OLD}),
+    "clear": (True, WeightSets.clear, {NEW, OWN}),
 }
 """For each step: whether new weights are on trial before it, the step, and what may
 draft after a kill in it."""
@@ -77,7 +61,7 @@ def prepared(place: Path, on_trial: bool) -> WeightSets:
     place.mkdir()
     sets = WeightSets(place, "0" * 64)
     put(sets, OLD)
-    keep_new(sets)
+    settle(sets, keep=True)
     if on_trial:
         put(sets, NEW)
     return sets

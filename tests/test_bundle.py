@@ -216,7 +216,6 @@ def make_with_head(
     head: StepContract = HEAD,
     **fields: object,
 ) -> Path:
-    """A bundle of a target that gives features and a head that reads them."""
     folder.mkdir()
     (folder / "target.onnx").write_text("made")
     write_graph(folder / "drafter.onnx", HEAD, GUESSES)
@@ -302,8 +301,7 @@ def test_an_entry_stores_where_it_is_cut():
 def test_a_graph_that_earlier_versions_wrote_is_ignored():
     """Halves had a graph `exit`, which left the upper layers out."""
     before = {**asdict(HALVES), "exit": "e.onnx", "base": "0a"}
-    read = read_record(Halves, before)
-    assert read.files == HALVES.files
+    assert read_record(Halves, before).files == HALVES.files
 
 
 def test_a_cut_outside_the_layers_is_refused():

@@ -21,7 +21,7 @@ from jetdraft.cli import main
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import MethodOptions
 from jetdraft.testing import toy_bundle
-from tests.cli.running import jetdraft as run_jetdraft
+from tests.cli.running import succeed
 from tests.cli.test_help import COMMANDS
 from tests.documents import (
     BOARD,
@@ -134,13 +134,11 @@ class ParsedError(Exception):
 
 
 def parse_script(file, words):
-    """Let a program of the repository read its words, and do nothing."""
     package, *rest = words or [""]
     name = package if file == "-m" else Path(file).stem
     with pytest.MonkeyPatch.context() as patch:
         for peer in PEERS:
-            stub = MagicMock(**{f"{peer}.__file__": peer})
-            patch.setitem(sys.modules, peer, stub)
+            patch.setitem(sys.modules, peer, MagicMock(**{f"{peer}.__file__": peer}))
         patch.setattr(ctypes, "CDLL", MagicMock())  # a peer's library
         if file == "-m":
             module, words = importlib.import_module(f"{package}.__main__"), rest
@@ -169,12 +167,9 @@ def parse_arguments(program, words, patch):
 
 
 def run(words):
-    """Run a command in this folder; it must succeed and say something."""
     expanded = [name for word in words for name in glob.glob(word) or [word]]
     if expanded[0] == "jetdraft":
-        result = run_jetdraft(*expanded[1:])
-        assert result.exit_code == 0, result.output
-        assert result.output.strip()
+        assert succeed(*expanded[1:]).output.strip()
         return
     printed(sys.executable, *expanded[1:])
 
@@ -199,14 +194,13 @@ def check_scripts(words):
 
 
 def test_every_block_is_a_command_a_program_or_known():
-    others = [
+    assert not [
         (block.place, block.text.partition("\n")[0])
         for document in DOCUMENTS
         for block in blocks(document)
         if block.language not in {SHELL, PYTHON}
         and not starts([block.text], NO_COMMAND.get(document, ()))
     ]
-    assert not others
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -252,8 +246,7 @@ def test_each_reason_has_a_command():
 
 
 def option_names(command):
-    params = command.params
-    return {name for one in params for name in (*one.opts, *one.secondary_opts)}
+    return {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -30,7 +30,6 @@ KEY = "a-key-of-this-test"
 
 
 def run(name, *arguments):
-    """The lines that an example prints."""
     return printed(
         sys.executable, EXAMPLES / name, *arguments, timeout=500
     ).splitlines()
@@ -70,11 +69,7 @@ def test_embed_needs_no_arguments():
 
 
 def drive(robot, *arguments):
-    """Who decided in each tick, and the last line.
-
-    Ticks are numbered without a gap. Every action is one: the model's, of its schema,
-    or else STOP.
-    """
+    """Who decided in each numbered tick, of the schema's actions, and the last line."""
     *lines, summary = run("robot.py", *arguments)
     found = [re.fullmatch(r"tick (\d+) (\w+): (.*)", line) for line in lines]
     assert [int(match[1]) for match in found] == list(range(len(lines)))
@@ -138,8 +133,7 @@ def costs(lines):
 
 def test_an_agent_recalls_what_it_did_before(toy, tmp_path):
     store = tmp_path / "said.sqlite"
-    lines = run("agent.py", toy, "--store", store)
-    first, *later = costs(lines)
+    first, *later = costs(run("agent.py", toy, "--store", store))
     assert len(later) == 2
     assert first[0] > 90
     for tokens, passes in later:
@@ -151,8 +145,7 @@ def test_an_agent_recalls_what_it_did_before(toy, tmp_path):
 
 
 def test_an_agent_calls_the_tools_that_there_are(toy, agent, capsys):
-    lines = run("agent.py", toy)
-    calls = [line for line in lines if " -> " in line]
+    calls = [line for line in run("agent.py", toy) if " -> " in line]
     assert len(calls) == agent.ROUNDS * len(agent.REQUESTS)
     for line in calls:
         call = json.loads(re.search(r"(\{\"name.*) -> ", line)[1])
@@ -191,7 +184,6 @@ def started_by_the_unit(toy):
 
 
 def ask(address, path, key=""):
-    """A status and what was answered."""
     request = urllib.request.Request(address + path)
     request.add_header("Authorization", f"Bearer {key}")
     try:
@@ -237,14 +229,11 @@ def test_systemd_understands_the_unit(tmp_path):
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-# --- a leaderboard's questions become prompts and calls -------------------------------
-
 TESTS = 60
 
 
 @pytest.fixture
 def public(monkeypatch):
-    """The script as a module."""
     for name in ("make", "package"):  # which it finds by its own folders
         monkeypatch.delitem(sys.modules, name, raising=False)
     return module_of("examples/tasks/public.py", monkeypatch)
@@ -258,15 +247,12 @@ def function(name, required=("city",), **properties):
 
 
 def record(number, text, functions, arguments):
-    """A question and its answer, which calls the first of the functions."""
     messages = [{"role": "user", "content": text}]
     question = {"id": number, "question": [messages], "function": functions}
-    answer = {"id": number, "ground_truth": [{functions[0]["name"]: arguments}]}
-    return question, answer
+    return question, {"id": number, "ground_truth": [{functions[0]["name"]: arguments}]}
 
 
 def leaderboard(name):
-    """Records of one set: thrice each function, and one that is long or wrong."""
     records = []
     for number in range(30):
         functions = [function(f"{name}_{number}"), function(f"{name}_{number}.other")]
@@ -333,8 +319,7 @@ def test_half_of_the_tests_call_functions_that_training_does_not_offer(
     shown = [line for prompt, _ in train for line in prompt.splitlines()]
     offered = {line.partition("(")[0] for line in shown}
     called = [json.loads(completion)["name"] for _, completion in test]
-    unseen = [name for name in called if name not in offered]
-    assert len(unseen) == TESTS // 2
+    assert len([name for name in called if name not in offered]) == TESTS // 2
     assert f"dropped {sets} whose answers do not fit" in said
     assert f"dropped {sets} of more than 288 tokens" in said
     assert f"train.jsonl: {len(train)} prompts" in said

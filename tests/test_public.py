@@ -188,10 +188,9 @@ def refused(tmp_path_factory) -> set[str]:
         sys.executable, "-m", "mypy", "--strict", "--follow-imports", "silent",
         "--config-file", "", "--cache-dir", str(folder / "cache"), str(file),
     ]  # fmt: skip
-    root = Path(jetdraft.__file__).parents[1]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=folder,
-        env={"MYPYPATH": str(root)},
+        env={"MYPYPATH": str(Path(jetdraft.__file__).parents[1])},
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     lines = re.findall(r"^caller\.py:(\d+): error:", done.stdout, re.MULTILINE)

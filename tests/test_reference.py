@@ -48,8 +48,7 @@ def test_public_names_are_shown(pages, page, names):
 
 
 def test_the_first_page_leads_to_the_others(pages):
-    first = (pages / "jetdraft.html").read_text()
-    assert 'href="jetdraft/export.html"' in first
+    assert 'href="jetdraft/export.html"' in (pages / "jetdraft.html").read_text()
     assert "jetdraft" in MODULES
     shown = {file.relative_to(pages).with_suffix("") for file in pages.rglob("*.html")}
     assert {Path(name.replace(".", "/")) for name in MODULES if name[0] != "!"} <= shown
@@ -76,9 +75,7 @@ HOOK = "deploy/site/pages.py"
 
 
 def built(root, output):
-    """Build the site of a repository, as scripts/site does."""
-    file = str(root / "mkdocs.yml")
-    config = load_config(file, site_dir=str(output), strict=True)
+    config = load_config(str(root / "mkdocs.yml"), site_dir=str(output), strict=True)
     config.plugins.on_startup(command="build", dirty=False)
     build(config)
     return output

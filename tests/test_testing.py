@@ -110,11 +110,10 @@ def test_offered_a_tool_it_calls_it(toy_model):
 
 
 def test_the_template_takes_a_call_and_its_result(toy_model):
-    function = {"name": "read_sensor", "arguments": {}}
     call = {
         "role": "assistant",
         "content": None,
-        "tool_calls": [{"function": function}],
+        "tool_calls": [{"function": {"name": "read_sensor", "arguments": {}}}],
     }
     found = {"role": "tool", "content": "7"}
     shown = toy_model.parts.text.decode(toy_model.chat_prompt([*SPEED, call, found]))

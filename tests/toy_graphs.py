@@ -129,7 +129,6 @@ def write_graph(file: Path, contract: StepContract, logits: np.ndarray) -> None:
 
 
 def features_of(tokens: list[int], start: int = 0) -> np.ndarray:
-    """The target's features of tokens from a position on, float32 [n, w]."""
     rows = [
         [token, position, 1, token % 7, position % 5, token * position % 97]
         for position, token in enumerate(tokens, start)
@@ -240,8 +239,7 @@ def _features(nodes: _Nodes, is_head: bool, slots: int) -> None:
     row = nodes.make("Concat", token, features, axis=2)
     pads = np.array([0, 0, 0, 0, 0, SIZE - 1 - WIDTH])
     rows = nodes.make("Unsqueeze", nodes.make("Pad", row, pads), [1])
-    cursor = nodes.cast("cursor", TensorProto.INT64)
-    place = nodes.make("Sub", np.arange(slots), cursor)
+    place = nodes.make("Sub", np.arange(slots), nodes.cast("cursor", TensorProto.INT64))
     count = nodes.make("Shape", "input_ids", start=1, end=2)
     inside = nodes.make(
         "And",

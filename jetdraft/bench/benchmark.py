@@ -59,8 +59,8 @@ def make_contenders(
 ) -> list[Contender]:
     """Return what to compare: plain decoding, not exact and exact, then each method.
 
-    A method has a row for each draft length, and one for None, which adapts; auto has
-    only that row. Raises `OptionError` for a method that the bundle lacks.
+    Each draft length has a row, and None, which adapts, auto's only row. Raises
+    `OptionError` for a method that the bundle lacks.
     """
     choices = (AUTO, *model.methods)
     for method in methods:
@@ -90,8 +90,7 @@ def run(
     """Run all contenders `repeats` times over `prompts`; `rows` gets their stats.
 
     `options` are keywords of `Model.generate`. Each generation runs inside a new
-    `meter` of its energy; `tick` is called after it. End-of-text is ignored, so that
-    every contender decodes the same number of tokens.
+    `meter`, before a `tick`. All ignore end-of-text, so they decode as many tokens.
     """
     options.setdefault("seed", 0)  # all contenders draw the same noise
     if not prompts:
@@ -118,7 +117,6 @@ def run(
 def _generate(
     model: Model, contender: Contender, prompt: Int64s, options: dict[str, Any]
 ) -> Result:
-    """Generate with a contender's method and settings, without kept KV rows."""
     model.forget()  # the contender before has decoded the same text
     return model.generate(
         token_ids=prompt,
@@ -166,7 +164,6 @@ def _pass_ms(graph: Graph | None) -> dict[int, float]:
 
 
 def _report_row(row: Contender, plain: Contender, readable: bool) -> dict[str, Any]:
-    """Return a contender's metrics; in characters only if its texts are `readable`."""
     pairs = zip(row.speeds(), plain.speeds(), strict=True)
     ratios = [speed / plain_speed for speed, plain_speed in pairs if plain_speed]
     total = row.total()

@@ -142,7 +142,6 @@ def _compaction_ms(cache: Cache) -> float:
 
 
 def _run_target(proposer: Proposer, context: Sequence[int], target: Graph) -> None:
-    """Run the target over a context, and let the proposer observe the features."""
     target.cache.rewind(0)
     while rest := context[target.cache.length :]:
         part = list(rest[: target.contract.max_width])

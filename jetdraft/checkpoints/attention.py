@@ -1,13 +1,10 @@
 """Lets any transformers model attend over jetdraft's fixed KV buffers.
 
-The seams are a function of `AttentionInterface`, one of `ExpertsInterface`, and a
-`Cache` that keeps nothing. An export gives one `com.microsoft.GroupQueryAttention`
-node; else PyTorch computes.
-
-In an encoder-decoder, the encoder's graph writes the cross keys and values once, in
-buffers of a fixed size whose unused slots a bias hides. A decoder has positions of
-`embed_positions`, or T5's bias by distance; both count the rows of a pass as the whole
-text, which they are not.
+The seams are a function of `AttentionInterface`, another of `ExpertsInterface`, and a
+`Cache` that keeps nothing. An export gives a GroupQueryAttention node. In an
+encoder-decoder, the encoder's graph writes the cross keys and values once, in buffers
+of a fixed size whose unused slots a bias hides; positions of `embed_positions` and T5's
+bias by distance count the rows of a pass as the whole text, which they are not.
 """
 
 import contextlib
@@ -85,7 +82,6 @@ def attending(state: StepState) -> Iterator[StepState]:
 
 
 def active_state() -> StepState:
-    """The state of the pass that runs now."""
     return _active_states[-1]
 
 
@@ -103,7 +99,6 @@ class PassThroughCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values unchanged."""
         return key_states, value_states
 
     def get_conv_state(self, *_: Any, **__: Any) -> None:
@@ -112,7 +107,6 @@ class PassThroughCache(Cache):  # type: ignore[misc]  # transformers is untyped
     get_recurrent_state = get_conv_state
 
     def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the new rows unchanged."""
         return conv_states
 
     update_recurrent_state = get_conv_state
@@ -134,9 +128,9 @@ def attend(
     s_aux: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over the active `StepState`: [1, heads, n, d] to [1, n, heads, d].
+    """Attend over the active `StepState`: [1, heads, n, d] to [1, n, heads, d].
 
-    Sinks `s_aux` [heads] take a share of each row like a score of a key without value.
+    Sinks `s_aux` [heads] are scores of a key without value.
     """
     unknown = unknown_arguments(extra)
     if attention_mask is not None:
@@ -177,7 +171,6 @@ def attend(
 def _check_call(
     module: torch.nn.Module, unknown: list[str], attends_twice: bool
 ) -> None:
-    """Raise `UnsupportedModelError` for attention that `attend` does not compute."""
     names = ", ".join(unknown)
     for problem, has_it in (
         (f"needs more than GroupQueryAttention computes ({names})", bool(unknown)),
@@ -191,10 +184,7 @@ def _check_call(
 
 
 def _as_wide(*parts: Tensor) -> list[Tensor]:
-    """Widen the heads of all parts [1, heads, n, d] to the widest, with zeros.
-
-    Latent attention (MLA) has plain heads here, whose values are narrower than keys.
-    """
+    """Widen the heads [1, heads, n, d] to the widest, with zeros: MLA's values."""
     width = max(part.shape[-1] for part in parts)
     return [
         part if part.shape[-1] == width else pad(part, (0, width - part.shape[-1]))
@@ -234,10 +224,7 @@ def unknown_arguments(extra: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class _AttentionInputs:
-    """The inputs of attention in one layer; a `window` or `softcap` of 0 is off.
-
-    A `shared` layer reads what another layer has written, and writes no rows.
-    """
+    """A layer's inputs; a window or softcap of 0 is off, `shared` writes no rows."""
 
     query: Tensor
     key: Tensor
@@ -322,8 +309,7 @@ def compute_experts(
 ) -> Tensor:
     """Return the weighted sums [n, h] of each row's experts, by their indices [n, k].
 
-    A trace has a product for each row and each of its experts, with a matrix gathered
-    from the stack. Else the family's own loop over experts computes.
+    A trace has a product for each row and expert; else the family's own loop computes.
     """
     if _active_states:
         state = active_state()

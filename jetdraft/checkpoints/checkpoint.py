@@ -50,11 +50,9 @@ ProbeSettings = StreamSettings | PromptSettings
 class Checkpoint:
     """A loaded language model, and the parts of its folder that a bundle keeps.
 
-    `tokenizer` is the text of a tokenizer.json, `chat_template` a Jinja text. `taps`
-    are what a head reads of the model's states. `draft_ids` int64 [n] are the tokens
-    that a drafter was trained to draft, None for all; `target_rows` counts the tokens
-    of the target that it is `beside`. The text of an encoder-decoder begins with
-    `start_token_ids`. The other fields are as in a `Bundle`.
+    `tokenizer` is the text of a tokenizer.json, `chat_template` a Jinja text. A drafter
+    may draft `draft_ids` int64 [n], None for all, and is `beside` a target of
+    `target_rows` tokens. The other fields are as in a `Bundle`.
 
         checkpoint = Checkpoint.load("examples/pycode/target", torch.float32)
     """
@@ -120,7 +118,6 @@ class Checkpoint:
     def _load_gguf(
         cls, source: str, dtype: torch.dtype, keeps_grids: bool
     ) -> "Checkpoint":
-        """Load a GGUF file."""
         with silenced(logging.WARNING), no_progress_bars():
             with opened_gguf(source) as file:
                 passed_over, config = file.passed_over(), file.config()
@@ -168,7 +165,7 @@ class Checkpoint:
     def add_probes(self, scale: float) -> ProbedModel:
         """Add the probes to the model, in place; return the model with probes.
 
-        Weights become float32; LoRA of the shared mode is merged `scale` times. Raises
+        LoRA of the shared mode is merged `scale` times into weights in float32; raises
         `CheckpointError` for other weights than the probes were trained for.
         """
         assert self.streams is not None

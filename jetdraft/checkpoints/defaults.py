@@ -168,10 +168,9 @@ class GenerationFields:
 
     @classmethod
     def read(cls, source: str) -> "GenerationFields":
-        """Read the fields of a local folder or a hub id.
+        """Read the fields of a folder or hub id, from config.json if they have no file.
 
-        As in transformers, config.json has them where the file is missing. Raises
-        `CheckpointError` for an unreadable file, and for a value out of range.
+        Raises `CheckpointError` for an unreadable file, and for a value out of range.
         """
         fields, file = read_fields(source, FILE), FILE
         if fields is None:

@@ -1,7 +1,6 @@
 """The rows of a drafter's matrices, and the target's tokens that they stand for.
 
-As EAGLE-3's authors store it, `d2t` int64 [n] has the target's id less the row, and
-`t2d` bool [vocabulary] marks the ids. Drafters of `jetdraft train draft` have both too.
+As EAGLE-3 stores it, `d2t` int64 [n] has the id less the row, `t2d` bool marks ids.
 """
 
 from collections.abc import Mapping
@@ -22,10 +21,7 @@ MAX_PADDING = 4096
 
 
 def limit_vocab(model: Any, tokens: int, target_tokens: int) -> None:
-    """Fit a drafter of `tokens` tokens to its target's number, by hooks on it.
-
-    It reads unknown ids as its last id, and has no logits of ids that the target lacks.
-    """
+    """Fit a drafter to its target's tokens by hooks, which clamp ids and cut logits."""
 
     def clamp_ids(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (inputs[0].clamp(max=tokens - 1), *inputs[1:])

@@ -104,12 +104,10 @@ class GgufFile:
         self._check_supported()
 
     def field(self, name: str) -> Any:
-        """Return the value of a field; None if the file lacks it."""
         field = self.reader.get_field(name)
         return None if field is None else field.contents()
 
     def _check_beginning(self) -> None:
-        """Raise `CheckpointError` for an empty file, or a file of another format."""
         with self.path.open("rb") as handle:
             beginning = handle.read(len(_MAGIC))
         if not beginning:
@@ -121,7 +119,6 @@ class GgufFile:
             )
 
     def _check_supported(self) -> None:
-        """Raise a `JetdraftError` for a part of a model, or an unsupported family."""
         parts = self.field("split.count")
         if parts is not None and parts > 1:
             raise CheckpointError(
@@ -150,7 +147,6 @@ class GgufFile:
             )
 
     def tokenizer_json(self) -> str | None:
-        """Make the text of a tokenizer.json; None for a file without a vocabulary."""
         try:
             return make_tokenizer_json(self.source, self.field)
         except JetdraftError:
@@ -207,8 +203,6 @@ class GgufFile:
             )
         return tuple(lines)
 
-    # --- the config -------------------------------------------------------------------
-
     def config(self) -> Any:
         """Return the config that transformers reads, completed by `FamilyFields`."""
         folder = self.path.absolute().parent
@@ -263,8 +257,6 @@ class GgufFile:
         length = float(np.linalg.norm(a) * np.linalg.norm(b))
         return length > 0 and float(a @ b) > _TIED_COSINE * length
 
-    # --- the weights ------------------------------------------------------------------
-
     def weights(self, config: Any, keeps_grids: bool) -> PackedWeights:
         """Read all weights by transformers' names; integers are kept where possible."""
         processor_class = TENSOR_PROCESSORS.get(self.family, TensorProcessor)
@@ -318,7 +310,6 @@ class GgufFile:
         parts: list[ReaderTensor],
         keeps_grids: bool,
     ) -> None:
-        """Add the experts of a layer, whose columns are in one or two tensors."""
         (grid, *others) = {part.tensor_type.name for part in parts}
         shapes = {(len(p.data), int(p.shape[0]), p.data.ndim) for p in parts}
         if len(shapes) > 1 or parts[0].data.ndim != 3:
@@ -419,8 +410,7 @@ class GgufFile:
         order = result.weights
         if result.name != tensor.name or order.shape != rows.shape:
             return None
-        ordered = np.sort(order, axis=0)
-        if not np.array_equal(ordered, rows):
+        if not np.array_equal(np.sort(order, axis=0), rows):
             return None
         data = tensor.data[order[:, 0]]
         return GridMatrix(tensor.tensor_type.name, data, int(tensor.shape[0]))

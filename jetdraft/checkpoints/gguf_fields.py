@@ -1,7 +1,4 @@
-"""What becomes of the fields of a GGUF file, by llama.cpp's names for them.
-
-A number that transformers leaves out would keep another model's default.
-"""
+"""What becomes of the fields of a GGUF file, by llama.cpp's names for them."""
 
 import math
 from collections.abc import Callable
@@ -151,8 +148,7 @@ _DEFAULT_ROPE_BASE = 10000.0  # The base without `rope.freq_base`.
 class FamilyFields:
     """The fields of a GGUF file whose names begin with the name of its family.
 
-    `field` returns a field of the file by its whole name. Raises
-    `UnsupportedModelError` for a number that the family's models do not have.
+    Raises `UnsupportedModelError` for a number that the family's models do not have.
     """
 
     source: str
@@ -160,14 +156,12 @@ class FamilyFields:
     field: Callable[[str], Any]
 
     def family_field(self, name: str) -> Any:
-        """Return the value of a field of the family; None if the file lacks it."""
         return self.field(f"{self.family}.{name}")
 
     def set_attention_and_norms(self, config: Any) -> None:
-        """Set head size, epsilon, softcaps, scale and windows in `config`, in place.
+        """Set sizes, epsilon, softcaps, scale and windows in `config`, in place.
 
-        Raises `UnsupportedModelError` too if the file has another kind of residual, or
-        another size of values, than the family's models.
+        Another kind of residual, or size of values, is an `UnsupportedModelError`.
         """
         size = self.family_field("attention.key_length")
         if size is not None and getattr(config, "head_dim", size) is not None:

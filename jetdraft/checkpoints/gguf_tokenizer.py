@@ -135,10 +135,7 @@ def _token_types(field: Field) -> list[int]:
 
 
 def _end_ids_by_name(field: Field, tokens: Sequence[str]) -> list[int]:
-    """Return the ids of tokens that are named like an end of a text or turn.
-
-    A token that merges build is text, as Qwen's </s>. llama.cpp takes it for an end.
-    """
+    """Return the ids of tokens named like an end, without tokens that merges build."""
     ids = [id for id, token in enumerate(tokens) if token in _END_TOKENS]
     merges = field("tokenizer.ggml.merges") or ()
     built = {t for merge in merges if (t := merge.replace(" ", "", 1)) in _END_TOKENS}

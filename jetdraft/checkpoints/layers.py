@@ -47,14 +47,12 @@ Fuse = Callable[[list[Tensor]], Tensor]
 class Taps(nn.Module):
     """Reads states of a target and fuses them to `size` features for each row.
 
-    Tap j of the ascending `layers` is the residual stream that enters layer j, or, in a
-    model of j layers, the final norm; without taps it is the state after that norm.
-    `fuse` maps the list of states [1, n, h] to features [1, n, size]; `parts` are its
-    modules. With a `cut` the target is cut in halves below that layer.
+    Tap j of the ascending `layers` enters layer j, or, in a model of j layers, the
+    final norm; without taps it is the state after that norm. `fuse` maps the list of
+    states [1, n, h] to features [1, n, size]. A `cut` halves the target below a layer.
 
-        taps = Taps((2, 14, 25), 1024, head.fuse, {"fc": head.fc})
-        with taps.watching(model) as features:
-            model(input_ids=ids)    # features[0] is [1, n, 1024]
+        with Taps((2, 14), 1024, head.fuse, {"fc": head.fc}).watching(model) as rows:
+            model(input_ids=ids)    # rows[0] is [1, n, 1024]
     """
 
     def __init__(
@@ -110,16 +108,10 @@ def watch_input(module: nn.Module, keep: Callable[[Tensor], object]) -> Any:
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-# --- LoRA (2106.09685) ----------------------------------------------------------------
-
-
 def add_lora(
     model: Any, layers: Iterable[nn.Module], rank: int, name: str
 ) -> list[Tensor]:
-    """Add untrained LoRA to the linear parts of some layers; return its weights.
-
-    Raises `UnsupportedModelError` for layers without linear parts.
-    """
+    """Add LoRA to linear parts and return its weights; `UnsupportedModelError`."""
     with importing("LoRA", "train"):
         from peft import LoraConfig, inject_adapter_in_model
     parts = [part for layer in layers for part in layer.modules()]

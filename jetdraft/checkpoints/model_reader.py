@@ -118,8 +118,7 @@ def check_exportable(source: str) -> None:
 
 
 def _config_of_known_type(source: str) -> Any:
-    """Return the config of the language model of a type in `_TOWERED`, or of a type in
-    `_SAME_AS`; None for other types."""
+    """Return a config of `_TOWERED`'s language model or `_SAME_AS`, or None."""
     fields, _ = transformers.PreTrainedConfig.get_config_dict(source)
     kind, text = str(fields.get("model_type")), None
     if kind in _TOWERED:
@@ -228,10 +227,7 @@ def load_model(
 
 
 def expert_columns(source: str) -> tuple[dict[str, int], bool]:
-    """The columns of each expert by the name of its stack; reads no weight.
-
-    The second value says whether the experts have types of llama.cpp already.
-    """
+    """The columns of each stack's experts, and whether they are llama.cpp's already."""
     if is_gguf(source):
         with opened_gguf(source) as file:
             return file.expert_columns(), True
@@ -244,14 +240,13 @@ def expert_columns(source: str) -> tuple[dict[str, int], bool]:
             model = build_skeleton(source, kind, config, Bounds.of(source))
             packing = getattr(config, "quantization_config", None) or {}
             is_kept = packing.get("quant_method") == MXFP4
-    columns = {
+    return {
         f"{name}.{weight}": stack.shape[2 if module.is_transposed else 1]
         for name, module in model.named_modules()
         if hasattr(module, "is_transposed")
         for weight, stack in module.named_parameters(recurse=False)
         if stack.dim() == 3
-    }
-    return columns, is_kept
+    }, is_kept
 
 
 def _turned_back(weights: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
@@ -273,7 +268,6 @@ def _turned_back(weights: Mapping[str, Tensor], config: Any) -> dict[str, Tensor
 
 
 def _model_class(source: str, config: Any) -> Any:
-    """Return the class that loads the language model of a config."""
     kind = config.model_type
     task = _SOURCE_TASK if config.is_encoder_decoder else _DECODER_TASK
     try:
@@ -339,7 +333,6 @@ def _fix_rotation(model: Any) -> None:
 def _check_loaded(
     source: str, model: Any, info: dict[str, Any], integers: Iterable[str]
 ) -> None:
-    """Raise `CheckpointError` for weights or an architecture that cannot be used."""
     if info["mismatched_keys"]:
         name, stored, expected = sorted(info["mismatched_keys"])[0]
         raise CheckpointError(
@@ -385,8 +378,7 @@ def is_speech_model(config: Any) -> bool:
 def read_speech(source: str, model: Any) -> Speech | None:
     """Return the special tokens of a speech model; None for other models.
 
-    Raises `CheckpointError` for a file without them, `UnsupportedModelError` for
-    another spectrum than Whisper's.
+    Raises `CheckpointError` without them, `UnsupportedModelError` for other spectra.
     """
     if not is_speech_model(model.config):
         return None

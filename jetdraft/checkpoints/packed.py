@@ -56,7 +56,7 @@ class PackedWeights:
     ) -> "PackedWeights":
         """Read all files; raises `CheckpointError` for weights that cannot be kept.
 
-        Experts of MXFP4 become `GridStack` with `keeps_grids`, else only floats.
+        `keeps_grids` makes `GridStack` of experts in MXFP4, which else are floats.
         """
         method = str(settings.get("quant_method"))
         if method == MXFP4:
@@ -172,10 +172,7 @@ _DTYPES |= {"U8": torch.uint8}
 
 
 def load_tensors(folder: Path, stores_experts: bool = False) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by name, mapped from its files.
-
-    With `stores_experts` stacks, and matrices of one expert, are `StoredTensor`.
-    """
+    """All tensors of a checkpoint by name, mapped; experts may be `StoredTensor`."""
     files = [f for f in folder.glob("*.safetensors") if f.name != STREAM_WEIGHTS]
     if not files:
         raise CheckpointError(
@@ -319,8 +316,7 @@ def _unpack_words(packed: Tensor, bits: int) -> Bytes:
     """The integers in int32 [n, m], lowest bits first: uint8 [n, m * 32 / bits]."""
     if bits not in (2, 4, 8):
         raise _UnsupportedFormError(f"has {bits} bits")
-    whole = np.ascontiguousarray(packed.numpy(), "<i4")
-    return unpack(whole.view(np.uint8), bits)
+    return unpack(np.ascontiguousarray(packed.numpy(), "<i4").view(np.uint8), bits)
 
 
 def _to_unsigned(signed: Tensor) -> Bytes:
@@ -336,10 +332,7 @@ def _make_blocks(
     group: int,
     order: Order | None = None,
 ) -> Blocks:
-    """The blocks of integers [out, in], of which `group` inputs share a scale.
-
-    `scales` and `zeros` are [out, groups]; `order` lists the inputs group by group.
-    """
+    """The blocks of integers [out, in]; `scales` and `zeros` are [out, groups]."""
     columns, rows = integers.shape
     group = rows if group == -1 else group
     expected = (columns, -(-rows // group))

@@ -22,10 +22,7 @@ _CONVERTED_FAMILIES = (*RECURRENT_FAMILIES, "gemma3n_text")
 
 
 def set_compute_dtype(model: Any, dtype: torch.dtype) -> None:
-    """Let `model` run in `dtype`; its weights keep the type they have.
-
-    Small weights of `_CONVERTED_FAMILIES` are converted.
-    """
+    """Let `model` run in `dtype`; only `_CONVERTED_FAMILIES` have weights converted."""
     _recompute_buffers(model, dtype)
     _replace_stored(model, lambda w: w.to(dtype) if w.dim() == 3 else w.read(None))
     if model.config.get_text_config(decoder=True).model_type in _CONVERTED_FAMILIES:
@@ -64,7 +61,6 @@ def _replace_stored(model: nn.Module, make: Callable[[StoredTensor], Tensor]) ->
 
 
 def _recompute_buffers(model: Any, dtype: torch.dtype) -> None:
-    """Recompute the non-persistent buffers of a model in `dtype`, in place."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -78,8 +74,6 @@ def _recompute_buffers(model: Any, dtype: torch.dtype) -> None:
 
 
 class _WeightConversion:
-    """Hooks that convert a module's weights while it runs."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.stored: dict[str, Tensor] = {}
@@ -109,7 +103,7 @@ def make_inputs_constant(
 ) -> None:
     """Turn inputs named in `weights` into constants, read on writing, in place.
 
-    `names` maps the id of a weight to its name in the checkpoint, for its metadata.
+    `names` maps ids of weights to names in the checkpoint.
     """
     graph = model.graph
     for value in list(graph.inputs):

@@ -25,10 +25,7 @@ from jetdraft.quant.grids import LAYOUT_VERSION
 
 @dataclass
 class States:
-    """The recurrent states before and after a pass, in the order in which layers run.
-
-    `rows` is the contract's `STATE_ROWS`. Without `past` all states are zeros.
-    """
+    """The recurrent states around a pass, by layer; without `past` they are zeros."""
 
     rows: Tensor = field(default_factory=lambda: torch.tensor([0, 1]))
     past: Sequence[Tensor] = ()
@@ -41,10 +38,7 @@ class States:
         shapes: Sequence[tuple[int, ...]],
         *others: Tensor,
     ) -> Tensor:
-        """Run an operator that changes states of these shapes; return its answer.
-
-        It is a function here, and a node of its name in a traced graph.
-        """
+        """Run an operator, in a trace its node, that changes states of these shapes."""
         done = len(self.present)
         past = self.past[done : done + len(shapes)]
         past = past or [torch.zeros(1, *shape) for shape in shapes]
@@ -148,10 +142,7 @@ def mamba_scan(
 def _attend(
     states: States, query: Tensor, key: Tensor, value: Tensor, *gates: Tensor
 ) -> Tensor:
-    """Linear attention over rows [1, n, heads, size], with gates [1, n, heads].
-
-    Queries and keys may have fewer heads. Gates are decays, or decays and betas.
-    """
+    """Linear attention, [1, n, heads, size]; gates are decays, or decays and betas."""
     heads, width = value.shape[2:]
     rows = [x.flatten(2) for x in (value, query, key)]
     decay, *beta = gates
@@ -209,10 +200,7 @@ SEAMS: dict[str, Callable[..., Any]] = {
 
 
 def connect(model: Any, active: Callable[[], States | None]) -> bool:
-    """Let a model's layers call `SEAMS` in a pass, where there are `active` states.
-
-    Return whether they call any.
-    """
+    """Let a model's layers call `SEAMS` in passes with states; return if any do."""
     places = [
         (vars(sys.modules[name]), function, seam)
         for name in {type(module).__module__ for module in model.modules()}
@@ -230,7 +218,6 @@ def _with_seam(
     seam: Callable[..., Any],
     active: Callable[[], States | None],
 ) -> Callable[..., Any]:
-    """Return a function that calls `seam` in a pass, and else `own`."""
 
     @wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:

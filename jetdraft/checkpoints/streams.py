@@ -42,10 +42,9 @@ from jetdraft.options import Checked, check_ranges, range_between, setting
 class Pass:
     """One pass: its rows, the s probes after them, and tensors for its hooks.
 
-    `carriers` int64 [s] or [b, s] has the row, and `ids` int64 [s] the embedding, of
-    each probe; `is_probe` int64 [n + s] is 1 for probes. `rotations` has pairs: of
-    rows, and of rows and probes. `below` has the states that enter the layers with
-    probes. A probe of several members counts as several here.
+    `carriers` int64 [s] or [b, s] has the row, `ids` int64 [s] the embedding, of each
+    probe or member; `is_probe` int64 [n + s] is 1 for probes. `rotations` are of rows,
+    and of rows and probes; `below` has the states that enter the layers with probes.
     """
 
     rows: int
@@ -80,7 +79,6 @@ class ProbedModel(nn.Module, ABC):
 
     @property
     def base(self) -> str:
-        """The hash of the weights that the probes were trained for."""
         return str(self.settings.base)
 
     @property
@@ -103,8 +101,8 @@ class ProbedModel(nn.Module, ABC):
     ) -> tuple[Tensor, Pass]:
         """Return logits [b, m + s, vocab] of m rows and then s probes, and the pass.
 
-        `input_ids` and `position_ids` are int64 [b, n]. `probes` are [s] each: carriers
-        (or [b, s]), embeddings, distances from the carriers. `keep` [m] are the rows.
+        Ids and positions are int64 [b, n]; `probes` carriers, embeddings and distances
+        [s] each (carriers also [b, s]); `keep` [m] the rows.
         """
         carriers, ids, distances = probes
         rows = input_ids.shape[1]
@@ -173,10 +171,7 @@ def carrier_values(rows: Tensor, carriers: Tensor) -> Tensor:
 SETTINGS = "streams.json"  # The file with the settings of the probes of a checkpoint.
 
 UNFINISHED = ".unfinished"
-"""A file in the folder of a training that has not ended.
-
-In a copy of the target it names what the training adds. Until that is saved, the copy
-is refused as a checkpoint."""
+"""A file in the folder of a training that has not ended: it is no checkpoint yet."""
 
 WEIGHTS = "streams.safetensors"  # The file with the trained weights of the probes.
 SHARED, LOSSLESS = "shared", "lossless"
@@ -261,10 +256,10 @@ class StreamedModel(ProbedModel):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return logits [b, m + r, vocab] of m rows and r probes, early logits, states.
 
-        `input_ids` and `position_ids` are int64 [b, n], `keep` [m] the rows. The rows
-        `probe_rows` [r] or [b, r] carry probes, and `probe_ids` [r] are their streams,
-        from 0 on. Early logits [b, e, vocab] are the pruning adapter's at the rows
-        `early` [e], else None. The states [b, n, h] enter the top layers.
+        Ids and positions are int64 [b, n], `keep` [m] the rows. The rows `probe_rows`
+        [r] or [b, r] carry the streams `probe_ids` [r], from 0 on. Early logits
+        [b, e, vocab] are the pruning adapter's at the rows `early` [e], else None. The
+        states [b, n, h] enter the top layers.
         """
         probes = probe_rows, probe_ids, probe_ids + 1
         logits, current = self.run_pass(
@@ -287,10 +282,7 @@ class StreamedModel(ProbedModel):
         )
 
     def _position_probes(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Hook before a layer with probes: set positions, as `ProbedModel` does.
-
-        It first tells the layer's attention modules which rows carry which streams.
-        """
+        """Hook before a layer with probes: tell attention which rows carry streams."""
         current, gamma = self.current_pass, self.settings.gamma
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
@@ -306,17 +298,11 @@ class StreamedModel(ProbedModel):
 
 @dataclass(frozen=True)
 class Layout:
-    """Which rows of a pass are text, the first `rows`, and which are streams.
-
-    `probe_rows` int64 has each stream's text row: `gamma` times if all are there.
-    """
+    """Which rows are text, the first `rows`, and each stream's text row, int64."""
 
     rows: int
     gamma: int
     probe_rows: Tensor
-
-
-# --- adapters -------------------------------------------------------------------------
 
 
 def add_adapters(model: Any, settings: StreamSettings) -> None:
@@ -368,9 +354,8 @@ class PromptSettings:
     """`gamma` prompt tokens behind a row, each with `members` embeddings.
 
     They see a learned `prefix` of that many rows in the mode "forecast". `base` is the
-    hash of their target's weights. `ranks` are measured: how often the best, the
-    second, ... guess of each prompt token is the target's choice. streams.json has
-    these fields.
+    hash of the target's weights. `ranks` are measured: how often the best, second, ...
+    guess of each prompt token is the target's choice. streams.json has these fields.
     """
 
     gamma: int = 3
@@ -456,8 +441,8 @@ class PromptedModel(ProbedModel):
     ) -> Tensor:
         """Return logits [b, m + r, vocab] of m rows `keep` and then of r probes.
 
-        `input_ids` and `position_ids` are int64 [b, n], `probe_rows` [r] the carriers
-        and `probe_ids` [r] their prompt tokens, from 0 on.
+        Ids and positions are int64 [b, n], `probe_rows` [r] the carriers, and
+        `probe_ids` [r] their prompt tokens, from 0 on.
         """
         members = self.settings.members
         places = torch.arange(members, device=probe_ids.device)
@@ -472,8 +457,7 @@ class PromptedModel(ProbedModel):
             return logits
         rows, others = logits[:, : keep.shape[0]], logits[:, keep.shape[0] :]
         parts = others.reshape(others.shape[0], -1, members, others.shape[2])
-        means = parts.float().mean(2).to(logits.dtype)
-        return torch.cat([rows, means], 1)
+        return torch.cat([rows, parts.float().mean(2).to(logits.dtype)], 1)
 
     def start_states(self, hidden: Tensor) -> Tensor:
         """Return the embeddings of the prompt tokens, whatever the rows' states are."""

@@ -112,16 +112,14 @@ def message_with_flags(error: JetdraftError) -> str:
 
 
 def _prepare_streams() -> None:
-    """Open closed standard streams on the null device; let outputs hold any text.
+    """Let outputs hold any text, and open closed streams on the null device.
 
-    Otherwise the next file that is opened, a store perhaps, gets the number of a closed
-    stream, and with it what libraries print.
+    A store that is opened next would get the number of a closed stream, and its prints.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.open(os.devnull, os.O_RDWR)
-            mode = "w" if number else "r"
-            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a locale may have ASCII only
             stream.reconfigure(errors="backslashreplace")
@@ -155,10 +153,7 @@ def _exit_on_sigterm() -> Iterator[None]:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """Handle SIGTERM: raise `SystemExit`, or try again later if in a finalizer.
-
-    A finalizer drops exceptions, and importing transformers leaves many to run.
-    """
+    """Raise `SystemExit`, but later if in a finalizer, which drops exceptions."""
     if all(caller.f_code.co_name != "__del__" for caller, _ in walk_stack(frame)):
         sys.exit(128 + number)
     again = threading.Timer(FINALIZING_SECONDS, os.kill, (os.getpid(), number))
@@ -174,7 +169,6 @@ def _is_full_disk(error: OSError) -> bool:
 
 
 def _fail(message: str) -> NoReturn:
-    """Print an error in one line and exit with code 2."""
     with suppress(OSError):  # standard error may be a file on a full disk
         click.echo(f"error: {_one_line(message)}", err=True)
     sys.exit(2)
@@ -185,7 +179,6 @@ def _one_line(message: str) -> str:
 
 
 def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    """Print the versions and the providers, and exit; click's callback."""
     if not value or ctx.resilient_parsing:
         return
     # onnxruntime takes a quarter of a second, which no other verb should pay.

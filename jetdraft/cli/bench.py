@@ -91,7 +91,6 @@ def command(
 
 
 def _print_report(report: dict[str, Any]) -> None:
-    """Print a report as a table; methods that lose to plain decoding stay in it."""
     click.echo(
         "method      K exact  tokens/s  chars/s  speedup tok/pass accepted  first s  "
         "host ms  same text"

@@ -128,7 +128,6 @@ def _check_provider(bundle: Bundle, name: str) -> None:
 
 
 def _warn_of_lost_acceptance(acceptance: Sequence[list[float]] | None) -> None:
-    """Warn if the target accepts fewer drafted tokens than at export."""
     if acceptance is not None and has_fallen(*acceptance):
         click.echo(
             "warning: the target accepts fewer drafted tokens than at export, by more "
@@ -225,8 +224,7 @@ def _decoding_options(model: Model) -> Iterator[tuple[str, int | None, dict[str,
         for settings in methods()[name].samples:
             if _can_run(model, Drafting(name, settings=settings)):
                 words = ",".join(f"{key}={value}" for key, value in settings.items())
-                keywords = {"method": name, "drafting": settings}
-                yield f"{name} {words}", None, keywords
+                yield f"{name} {words}", None, {"method": name, "drafting": settings}
     yield AUTO, None, {"method": AUTO}
 
 
@@ -315,7 +313,6 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
 
 
 def _memory_lines(contract: StepContract) -> Iterator[str]:
-    """Yield the lines about layers, and what they keep between passes, 10^6 bytes."""
     buffers, states = (
         1e-6 * sum(prod(s.shape_for()) * np.dtype(s.dtype).itemsize for s in specs)
         for specs in (contract.buffers("past"), contract.state_tensors("past"))
@@ -330,7 +327,6 @@ def _memory_lines(contract: StepContract) -> Iterator[str]:
 
 
 def _drafter_lines(contract: StepContract) -> Iterator[str]:
-    """Yield the lines about what a drafter's graph reads and guesses."""
     if contract.feature_input:
         ids = f"{contract.choices:,} of {contract.vocab_size:,} tokens"
         yield f"  head          features of width {contract.feature_input}, {ids}"

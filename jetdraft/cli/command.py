@@ -33,7 +33,6 @@ class Command(click.Command):
     """A command whose help lists its options in groups."""
 
     def format_options(self, ctx: click.Context, writer: click.HelpFormatter) -> None:
-        """Write a section of help for each group of options; click calls it."""
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in GROUPS}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
@@ -47,10 +46,7 @@ class Command(click.Command):
 
 
 class LazyGroup(click.Group):
-    """A group that imports the module of a command when the command is used.
-
-    The command NAME is the variable `command` of the module `package.NAME`.
-    """
+    """A group that imports the command NAME from `package.NAME` when it is used."""
 
     package: str
     summaries: Mapping[str, str]
@@ -59,7 +55,6 @@ class LazyGroup(click.Group):
         return list(self.summaries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return the command of that name, or None for an unknown name."""
         if cmd_name not in self.summaries:
             return None
         module = importlib.import_module(f"{self.package}.{cmd_name}")
@@ -77,7 +72,6 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, writer: click.HelpFormatter) -> None:
-        """Write the summary of each command, without importing it."""
         with writer.section("Commands"):
             writer.write_dl(list(self.summaries.items()))
 
@@ -105,7 +99,7 @@ def keyword_flags(
 ) -> Decorator:
     """Decorate a command with a flag for each declared field of a record, or of `only`.
 
-    The command gets the fields as keywords; `defaults` replace the record's.
+    `defaults` replace the record's.
     """
     return join_decorators(
         *(_click_option(o, defaults) for o in _chosen_options(record, only))
@@ -124,10 +118,7 @@ def record_flags(
     only: Collection[str] | None = None,
     **defaults: Any,
 ) -> Decorator:
-    """Like `keyword_flags`, but the command gets a `record` as the keyword `name`.
-
-    A `TypedDict` has only the options that the user gave.
-    """
+    """Like `keyword_flags`, but the command gets a `record` as the keyword `name`."""
     names = [option.name for option in _chosen_options(record, only)]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,7 +135,6 @@ def record_flags(
 
 
 def _click_option(declared_option: Declared, defaults: Mapping[str, Any]) -> Decorator:
-    """Make the click option of a declared option; `defaults` replace its default."""
     flag, kind = declared_option.flag, declared_option.kind
     default, help_ = declared_option.default, declared_option.help
     default = defaults.get(declared_option.name, default)
@@ -188,7 +178,6 @@ def parse_integers(text: str, option: str) -> list[int]:
 
 
 def _click_type(declared_option: Declared) -> Any:
-    """The click type of an option's value, with its choices or bounds."""
     flag, kind = declared_option.flag, declared_option.kind
     if flag.choices:
         return _Choice(flag.choices, kind)

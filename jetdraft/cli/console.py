@@ -69,10 +69,9 @@ def read_prompt(text: str | None, file: Path | None) -> str:
 
 
 def read_prompts(file: Path | None, model: Model) -> list[Int64s]:
-    """The prompts in a file of JSON lines, each as int64 [tokens].
+    """The prompts in a file of JSON lines with "prompt" or "token_ids", int64 each.
 
-    Each line has either "prompt" or "token_ids". Without a file the prompts are
-    `DEFAULT_PROMPTS`, or random ids if the bundle has no tokenizer.
+    Without a file they are `DEFAULT_PROMPTS`, or random ids without a tokenizer.
     """
     if file is not None:
         # Not splitlines: JSON text may contain other line separators unescaped.
@@ -104,10 +103,7 @@ def _parse_prompt(line: str, model: Model) -> Int64s:
 
 
 class ProgressBars:
-    """A bar on standard error for each stage of a long command.
-
-    Without a terminal, a thread prints a line every `SECONDS_BETWEEN_LINES` instead.
-    """
+    """A bar on standard error for each stage, or a line at times without a terminal."""
 
     def __init__(self) -> None:
         self._stage = ""
@@ -121,7 +117,6 @@ class ProgressBars:
         self._printer = Thread(target=self._print_lines, daemon=True)
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show the progress of a stage: `done` of its `total` steps."""
         if not sys.stderr.isatty():
             # Of a single step, "0 of 1" would say nothing.
             state = "" if total == 1 else f", {done} of {total}"
@@ -141,7 +136,6 @@ class ProgressBars:
         self._done = done
 
     def _print_lines(self) -> None:
-        """Print the progress regularly until the command ends; runs in a thread."""
         while not self._ended.wait(SECONDS_BETWEEN_LINES):
             if self._line is not None:
                 self._printed = self._stage
@@ -189,10 +183,10 @@ def print_generation(
     as_json: bool,
     explain: bool,
 ) -> int:
-    """Print a `Stream` or a `Transcription` with `show`, then its stats.
+    """Print a `Stream` or a `Transcription` with `show`, then its stats; the exit code.
 
-    `show` gets each part, and None at the end. With `as_json` only an object with these
-    `fields` of the result is printed. Ctrl-C ends the text. Returns the exit code.
+    `show` gets each part, and None at the end. `as_json` prints `fields` of the result
+    only. Ctrl-C ends the text.
     """
     code = 0
     try:

@@ -50,11 +50,9 @@ def command(devices: bool, device: str | None, root: Path, as_json: bool) -> Non
 
 
 def _print_findings(root: Path, as_json: bool) -> None:
-    """Print what is there and how to fix it; raise `CheckError` for a wrong finding."""
     findings = examine(root)
     if as_json:
-        fields = [asdict(finding) for finding in findings]
-        click.echo(json.dumps({"findings": fields}))
+        click.echo(json.dumps({"findings": [asdict(finding) for finding in findings]}))
     else:
         for finding in findings:
             click.echo(f"{finding.what:18} {finding.found}")
@@ -66,7 +64,6 @@ def _print_findings(root: Path, as_json: bool) -> None:
 
 
 def _print_devices(machine: Machine, as_json: bool) -> None:
-    """Print a line for each known device, by memory, and the name of this machine."""
     devices = [Device.named(name) for name in Device.names()]
     name = None if machine.device is None else machine.device.name
     if as_json:
@@ -113,10 +110,7 @@ def _print_profile(device: Device, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class Finding:
-    """What was examined and found; `fix` is what to do, "" where all is well.
-
-    A `wrong` finding keeps jetdraft from running; others with a fix cost speed.
-    """
+    """What was found: a `wrong` one stops jetdraft, others with a `fix` cost speed."""
 
     what: str
     found: str
@@ -139,7 +133,6 @@ def examine(
 
 
 def _check_products() -> Finding:
-    """Return a finding about the library, whose instructions multiply matrices."""
     try:
         return Finding("products", isa())
     except ProviderError as error:
@@ -148,7 +141,6 @@ def _check_products() -> Finding:
 
 
 def _check_system(machine: Machine) -> Iterator[Finding]:
-    """Yield findings about the board, its driver, CUDA and TensorRT."""
     if machine.board is None:
         yield Finding("board", "not a Jetson")
         yield Finding("gpu", machine.gpu or "no NVIDIA driver is loaded")
@@ -176,7 +168,6 @@ def _check_system(machine: Machine) -> Iterator[Finding]:
 
 
 def _check_state(machine: Machine) -> Iterator[Finding]:
-    """Yield findings about memory, swap, the power mode and the GPU's clock."""
     if machine.available_mb is not None:
         is_little = machine.available_mb < LEAST_FREE_MB
         fix = "close other programs, or boot without a desktop" if is_little else ""

@@ -35,7 +35,6 @@ class _OptimumExports(Verbs):
     """A group whose only command, jetdraft, is for `optimum-cli export`."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        """Return the command `jetdraft export` with an argument OUTPUT, not a flag."""
         output = next(param for param in command.params if param.name == "output")
         others = [param for param in command.params if param is not output]
         return Command(

@@ -101,11 +101,7 @@ def output_option(what: str) -> Decorator:
 
 
 def _check_report_path(context: Any, param: Any, value: Path | None) -> Path | None:
-    """Return `value`, the path that a report is written to.
-
-    A file there may be overwritten only if it is empty or holds a report; raises
-    `BadParameter` for others.
-    """
+    """Return the path of a report, unless a file there has something else."""
     if value is not None and value.is_file():
         is_report = False
         with suppress(OSError, ValueError, TypeError, RecursionError):

@@ -59,7 +59,6 @@ def command(target: Path, as_json: bool, **options: Any) -> None:
 
 
 def _print_plan(prediction: Plan, question: Question) -> None:
-    """Print what was predicted for, the memory, and the speed of plain decoding."""
     click.echo(f"predicted  {prediction.basis}")
     parts = " + ".join(f"{name} {mb:.0f}" for name, mb in prediction.memory_mb.items())
     click.echo(f"device     {prediction.device}, {prediction.power_mode}")
@@ -84,7 +83,6 @@ def _print_plan(prediction: Plan, question: Question) -> None:
 
 
 def _print_methods(prediction: Plan) -> None:
-    """Print the time of a pass by its rows, and the best width of each method."""
     click.echo("rows       " + "".join(f"{w:7}" for w in prediction.pass_ms_by_width))
     times = "".join(f"{ms:7.1f}" for ms in prediction.pass_ms_by_width.values())
     click.echo("ms         " + times)

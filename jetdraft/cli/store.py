@@ -82,7 +82,6 @@ def clear(bundle: Path, file: Path, user: str) -> None:
 def _print_folder(
     bundle: Bundle, text: TextCodec, folder: Path, user: str, as_json: bool
 ) -> None:
-    """Print which weights are chosen, and a user's lessons, the latest first."""
     sets = WeightSets(folder, drafter_sha256(bundle))
     sets.check()
     choice = sets.read_choice()
@@ -106,8 +105,7 @@ def _print_folder(
 
 
 def _open_lessons(bundle: Bundle, folder: Path) -> Lessons:
-    vocab_size = bundle.target.contract.vocab_size
-    return Lessons(folder, bundle.tokenizer_sha256, vocab_size)
+    return Lessons(folder, bundle.tokenizer_sha256, bundle.target.contract.vocab_size)
 
 
 def _open_store(bundle: Bundle, file: Path, user: str) -> ResponseStore:

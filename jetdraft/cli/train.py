@@ -19,8 +19,7 @@ class Trainers(LazyGroup):
     @property
     def summaries(self) -> dict[str, str]:  # type: ignore[override]
         """A line of help for each method with a task, and for `TRAININGS`."""
-        trained = {name: m.summary for name, m in methods().items() if m.task}
-        return trained | TRAININGS
+        return {name: m.summary for name, m in methods().items() if m.task} | TRAININGS
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.summaries:

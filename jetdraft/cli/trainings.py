@@ -208,7 +208,6 @@ def use(
 
 
 def _print_learned(learned: learning.Learned) -> None:
-    """Print the steps and losses of a training, and whether its weights are used."""
     before, after = learned.before, learned.after
     if learned.name is not None:
         outcome = f"the weights {learned.name[:12]} are on trial"

@@ -34,7 +34,6 @@ def command(bundle: Path, as_json: bool, runtime: LoadOptions) -> None:
 
 
 def _print_curve(model: Model, curve: Curve) -> None:
-    """Print times of passes by width, of drafted tokens by method, of a compaction."""
     exact = model.parts.widths.exact
     click.echo("rows   chain ms   tree ms   ms per row")
     for width, ms in curve.passes.items():

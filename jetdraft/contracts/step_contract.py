@@ -200,7 +200,6 @@ class StepContract:
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """All inputs, in graph order."""
         return (
             TensorSpec("input_ids", "int64", (1, ROWS)),
             TensorSpec("position_ids", "int64", (1, ROWS)),
@@ -254,7 +253,6 @@ class StepContract:
 
     @property
     def has_mask(self) -> bool:
-        """Whether the graph has a `draft_mask`."""
         return self.tree or self.streams > 0
 
     @property
@@ -317,7 +315,6 @@ class StepContract:
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """All outputs, in graph order."""
         return (
             *self.answers,
             *self.selections("present"),
@@ -360,7 +357,6 @@ class StepContract:
 def _keys_and_values(
     side: str, dtype: str, shapes: Mapping[int, tuple[int | str, ...]]
 ) -> tuple[TensorSpec, ...]:
-    """The tensors `{side}_key.{layer}` and `{side}_value.{layer}` of all layers."""
     return tuple(
         TensorSpec(f"{side}_{kind}.{layer}", dtype, shape)
         for layer, shape in shapes.items()
@@ -371,7 +367,6 @@ def _keys_and_values(
 def _optional_tensor(
     name: str, axis: str, size: int, dtype: str = "float32"
 ) -> tuple[TensorSpec, ...]:
-    """Return an output or input [1, axis, size]; () if `size` is 0."""
     return (TensorSpec(name, dtype, (1, axis, size)),) if size else ()
 
 
@@ -424,7 +419,6 @@ class SplitContract:
 
     @property
     def lower_inputs(self) -> tuple[TensorSpec, ...]:
-        """All inputs of the lower half, in graph order."""
         rows_only = replace(self.lower, streams=0)
         return (
             *self.whole.inputs[:4],
@@ -435,11 +429,9 @@ class SplitContract:
 
     @property
     def lower_outputs(self) -> tuple[TensorSpec, ...]:
-        """All outputs of the lower half, in graph order."""
         scores = [SCORES] if self.scores else []
         return (self.hidden, *scores, *self.lower.buffers("present"))
 
     @property
     def upper_inputs(self) -> tuple[TensorSpec, ...]:
-        """All inputs of the upper half, in graph order."""
         return (self.hidden, *self.upper.inputs[1:])

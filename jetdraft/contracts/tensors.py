@@ -59,10 +59,7 @@ _ONNX_TYPES = {  # onnxruntime's names of types, by numpy's
 
 
 def check_tensors(declared: tuple[TensorSpec, ...], actual: list[Any], of: str) -> None:
-    """Raise `ContractError` unless a session's inputs or outputs are as declared.
-
-    `actual` are onnxruntime `NodeArg`s; `of` is "the graph's inputs", for messages.
-    """
+    """Raise `ContractError` unless `NodeArg`s are as declared; `of` names them."""
     unchecked = {arg.name: (arg.type, tuple(arg.shape)) for arg in actual}
     for spec in declared:
         if spec.name not in unchecked:

@@ -89,12 +89,10 @@ def _read_text(file: Path) -> str | None:
 
 
 def _version_numbers(version: str) -> list[int]:
-    """The numbers of a version: [36, 4, 3] for 36.4.3."""
     return [int(part) for part in version.split(".") if part]
 
 
 def _tensorrt_version(root: Path) -> str | None:
-    """The TensorRT version, from the name of its library."""
     suffixes = [
         file.name.partition(".so.")[2]
         for folder in ("usr/lib/aarch64-linux-gnu", "usr/lib/x86_64-linux-gnu")
@@ -105,7 +103,6 @@ def _tensorrt_version(root: Path) -> str | None:
 
 
 def _power_mode(root: Path) -> str | None:
-    """The name of the power mode, by its number in nvpmodel's status."""
     mode = re.search(r"pmode:(\d+)", _read_text(root / "var/lib/nvpmodel/status") or "")
     if mode is None:
         return None

@@ -44,10 +44,9 @@ class JetPack:
 class Device:
     """The profile of a board: its sizes, rates and versions.
 
-    `boards` are the part numbers in its device tree; `quantizations` are the number
-    formats that its GPU computes in. The first power mode is the default; it is not a
-    "Super" mode. `recipe` is the default of an export with a calibration text, and
-    `recipe_evidence` says why.
+    `boards` are part numbers in its device tree; `quantizations` the formats that its
+    GPU computes in. The first power mode is the default, not a "Super" mode. `recipe`
+    is the default of an export with a calibration text, by `recipe_evidence`.
     """
 
     name: str

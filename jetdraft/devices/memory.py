@@ -78,8 +78,7 @@ def release_files(folder: Path) -> int:
 def use_huge_pages() -> int:
     """Move this process's large, filled mappings to huge pages; return the bytes.
 
-    A pass reads all weights, and each page costs the processor an address. Linux before
-    6.1 cannot move memory.
+    A pass reads all weights, and each page costs an address. Linux before 6.1 cannot.
     """
     gathered = 0
     for mapping in _mappings():

@@ -119,9 +119,8 @@ def choose_provider(
 ) -> Provider:
     """Choose the provider that runs graphs of these flavours and dtypes.
 
-    "auto" chooses the fastest provider that can; any other name is only checked.
-    `only_on_cpu` says why no other provider can; "" if others may.
-    Raises `ProviderError`, with the reason, if no provider can.
+    "auto" is the fastest that can; other names are checked. `only_on_cpu` is a reason
+    against all other providers, or "". Raises `ProviderError` with the reason.
     """
     graphs = list(graphs)
     if name not in (AUTO, *PROVIDERS):
@@ -170,7 +169,6 @@ def installed_providers() -> list[str]:
 
 
 def _why_absent(name: str) -> str:
-    """Return why a provider is not installed; "" if it is."""
     if name == "webgpu":
         return webgpu.MISSING_MESSAGE if find_spec(webgpu.PLUGIN) is None else ""
     full = PROVIDERS[name].full
@@ -199,8 +197,7 @@ def try_provider(name: str) -> Presence:
     """Run a small graph on a provider in a process of its own, once per process."""
     if reason := _why_absent(name):
         return Presence(name, False, False, reason)
-    full = PROVIDERS[name].full
-    command = [sys.executable, "-m", "jetdraft.devices.trial", full]
+    command = [sys.executable, "-m", "jetdraft.devices.trial", PROVIDERS[name].full]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TRIAL_SECONDS, check=False
@@ -247,10 +244,7 @@ _MACHINE_FILE = "made-by.json"  # Where the engines of a folder were built.
 def engine_options(
     contract: StepContract, width: int | None, folder: Path | None
 ) -> ProviderOptions:
-    """Return TensorRT's options for an engine of one `width`, or any width (None).
-
-    The engine is kept in `folder`; without a folder, every load builds it again.
-    """
+    """Return TensorRT's options for an engine of a `width`, kept in a `folder`."""
     streams, most = contract.streams, contract.max_width
     if width is not None:
         sizes = [(width, width, count * width) for count in (0, streams, streams)]
@@ -287,10 +281,7 @@ def _shapes(contract: StepContract, sizes: tuple[int, int, int]) -> str:
 
 
 def engine_folder(folder: Path, machine: dict[str, str]) -> Path | None:
-    """Make the folder of engines; empty it if another `machine` built the engines.
-
-    Returns None, with a warning, if the folder cannot be written.
-    """
+    """Make the folder of a `machine`'s engines, else emptied; None, with a warning."""
     stamp, made_by = folder / _MACHINE_FILE, None
     with suppress(OSError, ValueError):
         made_by = json.loads(stamp.read_text(encoding="utf-8"))

@@ -60,7 +60,6 @@ class Meter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop after one more reading."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -80,7 +79,6 @@ class Meter:
             self.joules = joules
 
     def _watts(self) -> float | None:
-        """The module's power now in watts; None if a rail cannot be read."""
         try:
             return sum(rail.watts() for rail in self._rails)
         except (OSError, ValueError):

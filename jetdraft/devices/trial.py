@@ -40,7 +40,6 @@ def main(provider: str) -> None:
 
 
 def _check_product(provider: str, graph: Path, dtype: type[np.floating[Any]]) -> None:
-    """Run a graph on `provider`; exit the process if its numbers are wrong."""
     import onnxruntime  # the parent imports this module, even without onnxruntime
 
     options = onnxruntime.SessionOptions()

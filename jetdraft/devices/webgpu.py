@@ -70,7 +70,6 @@ def _is_software(device: Any) -> bool:
 
 
 def _load_plugin() -> None:
-    """Load the plug-in into this process; raises `ProviderError`."""
     try:
         plugin = import_module(PLUGIN)
     except ImportError as error:

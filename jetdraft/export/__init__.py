@@ -1,7 +1,4 @@
-"""The function `jetdraft.export(...)`, and the modules that make graphs of checkpoints.
-
-Importing a module of it would otherwise put the package in the function's place.
-"""
+"""Makes graphs of checkpoints; the package itself is the function `jetdraft.export`."""
 
 import inspect
 import sys

@@ -112,15 +112,11 @@ def add_to_position_bias(graph: ir.Graph, mask: ir.Value) -> None:
 
 
 def use_own_attention(graph: ir.Graph) -> None:
-    """Let `jetdraft.native` compute all attentions over buffers of floats, in place.
-
-    It has the same inputs, and needs every attribute.
-    """
+    """Let `jetdraft.native` compute all attentions over buffers of floats, in place."""
     for node in attentions(graph):
         node.domain, attributes = DOMAIN, node.attributes
         for name in ("local_window_size", "do_rotary", "rotary_interleaved"):
-            number = max(attributes.get_int(name, 0), 0)
-            attributes[name] = ir.AttrInt64(name, number)
+            attributes[name] = ir.AttrInt64(name, max(attributes.get_int(name, 0), 0))
         softcap = attributes.get_float("softcap", 0.0)
         attributes["softcap"] = ir.AttrFloat32("softcap", softcap)
 

@@ -59,7 +59,6 @@ def check_checkpoint(name: str, checkpoint: Checkpoint, options: ExportOptions) 
 
 
 def _check_source(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Raise `OptionError` for options that an encoder-decoder does not support."""
     if not checkpoint.reads_source:
         return
     if options.effective_flavour != CONTRIB:
@@ -83,7 +82,6 @@ def _check_source(name: str, checkpoint: Checkpoint, options: ExportOptions) -> 
 
 
 def _check_probes(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Raise `PairError` for a drafter with streams, `OptionError` for a wrong scale."""
     if name != TARGET:
         if checkpoint.streams:
             raise PairError(
@@ -100,7 +98,6 @@ def _check_probes(name: str, checkpoint: Checkpoint, options: ExportOptions) -> 
 
 
 def _check_taps(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Raise `PairError` for an unfit head, `OptionError` for a cut not on the CPU."""
     if checkpoint.taps is None:
         return
     if checkpoint.streams is not None:
@@ -115,7 +112,6 @@ def _check_taps(name: str, checkpoint: Checkpoint, options: ExportOptions) -> No
 
 
 def _check_select(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Raise `OptionError` where a selection of KV rows is not supported."""
     if options.select_kv is None or name != TARGET:
         return
     recipe = options.recipe

@@ -1,7 +1,4 @@
-"""Graphs that are made of the chain graph: for branching drafts, and in two halves.
-
-Another graph moves an accepted path together.
-"""
+"""Graphs made of the chain graph: for branching drafts, compaction, and two halves."""
 
 from dataclasses import replace
 
@@ -48,11 +45,7 @@ def make_tree_graph(
 
 
 def _row_bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
-    """Return the attention bias of a pass's rows, without probes.
-
-    It is made of a new mask input. If the graph has a bias for rows and probes already,
-    it is the rows' slice of that bias.
-    """
+    """Return the attention bias of a pass's rows without probes, from a new mask."""
     full_bias = find_bias(graph)
     if full_bias is None:
         return add_mask(graph, replace(contract, tree=True))
@@ -72,11 +65,9 @@ def _row_bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
 def make_compaction_graph(contract: StepContract, scatter_nd: bool = False) -> ir.Model:
     """Make the graph that moves accepted rows together, for `Cache.compact`.
 
-    It has no weights. In every buffer it gathers the rows `source` (int64 [m]) and
-    writes them to row `target` (int64 [1]) and the rows after it. All rows of a buffer
-    are gathered before the first row is written, so past and present may be the same
-    memory. WebGPU has no TensorScatter: with `scatter_nd` the graph uses ScatterND,
-    and `target` is int64 [m], a slot for each row.
+    In every buffer it gathers the rows `source` (int64 [m]) before it writes them to
+    the row `target` (int64 [1]) and behind, so the buffers may be updated in place.
+    WebGPU has no TensorScatter: `scatter_nd` writes by `target` int64 [m], m slots.
     """
     source = new_value(TensorSpec("source", "int64", ("m",)))
     target = new_value(TensorSpec("target", "int64", ("m" if scatter_nd else 1,)))
@@ -103,11 +94,7 @@ def make_compaction_graph(contract: StepContract, scatter_nd: bool = False) -> i
 
 
 def _scatter_indices(make: Maker, target: ir.Value, heads: int) -> ir.Value:
-    """Return the index (0, head, slot) of each row, int64 [1, heads, m, 3].
-
-    A sum of slots (0, 0, slot) and heads (0, head, 0), since a shape would be computed
-    on the host.
-    """
+    """Return each row's index (0, head, slot), int64 [1, heads, m, 3], as a sum."""
     by_head = np.zeros((1, heads, 1, 3), np.int64)
     by_head[0, :, 0, 1] = range(heads)
     column = make.constant("column", [1, 1, -1, 1])
@@ -144,10 +131,7 @@ def split_graph(model: ir.Model, contract: SplitContract) -> tuple[ir.Model, ir.
 
 
 def drop_extra_values(model: ir.Model, step: Step) -> None:
-    """Turn the traced graph into the whole graph of the contract, in place.
-
-    Removes the step's `extra_inputs` and `extra_outputs`, which only the halves use.
-    """
+    """Remove the step's `extra_inputs` and `extra_outputs`, which only halves use."""
     graph = model.graph
     for value in [v for v in graph.outputs if v.name in step.extra_outputs]:
         graph.outputs.remove(value)

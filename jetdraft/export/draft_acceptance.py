@@ -1,7 +1,4 @@
-"""How many drafted tokens a bundle's target accepts, by their position in a draft.
-
-A pair's text is right whatever it drafts: only this shows a drafter that went wrong.
-"""
+"""The acceptance of drafts by position: what shows a drafter that went wrong."""
 
 import shutil
 from collections.abc import Sequence
@@ -22,10 +19,7 @@ TOLERANCE = 0.1
 
 
 def measure_acceptance(model: Model, record: AcceptanceRecord) -> list[float]:
-    """Measure the share of drafts whose token at each position was accepted.
-
-    The drafts follow the prompts of the record, and the target's own greedy text.
-    """
+    """Return the accepted share by position, after the record's prompts and replies."""
     name, drafting = next(
         (method.name, dict(method.alone))
         for method in methods().values()

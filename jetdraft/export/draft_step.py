@@ -70,7 +70,6 @@ def drafter_contract(
 def _measured_shapes(
     drafter: DraftModule, contract: StepContract
 ) -> tuple[tuple[int, int], ...]:
-    """Return (kv_heads, head_dim) of each layer, from a pass over one row."""
     drafter.attend_with(IMPLEMENTATION)
     row = torch.zeros(1, 1, dtype=torch.long)
     features = torch.zeros(1, 1, contract.feature_input, dtype=dtype_of(contract))
@@ -155,8 +154,7 @@ def make_block_state(
 ) -> StepState:
     """Return the state of a pass over rows and block, at `positions` int64 [1, n + m].
 
-    `size` is m. Attention has m rows more: the queries of the block, whose slots the
-    bias hides; see `checkpoints.heads.blocks`.
+    Behind them are the m = `size` queries of the block, see `checkpoints.heads.blocks`.
     """
     filled = cursor + count_on_device(positions)
     slots = torch.arange(contract.slots, dtype=torch.int32)
@@ -218,10 +216,7 @@ class SourceBlockStep(SourceStep):
 
 
 def slice_target_buffers(file: Path, contract: StepContract) -> None:
-    """Make a graph on disk read only committed rows of the target's buffers.
-
-    A slice costs as much as the text is long, a mask alone as much as the buffers.
-    """
+    """Make a graph on disk read only committed rows of the target's buffers."""
     model = ir.load(file)
     graph = model.graph
     inputs, make = {value.name: value for value in graph.inputs}, Maker(graph, graph[0])

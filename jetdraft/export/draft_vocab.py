@@ -27,10 +27,9 @@ ASKED_TOKENS = 512  # About how many the expected counts are summed over.
 def frequent_tokens(
     model: Any, windows: Windows, count: int, vocab_size: int | None = None
 ) -> Tensor:
-    """Return the `count` most frequent ids of a text, int64, ascending.
+    """Return the `count` most frequent ids below `vocab_size`, int64, ascending.
 
-    Only ids below `vocab_size` count, None for all. Of equally frequent tokens those
-    come first that the model expects most.
+    Of equally frequent tokens those come first that the model expects most.
     """
     expected = _expected_counts(model, windows)
     # Below 1, so that it decides only among equal counts.
@@ -131,10 +130,7 @@ def check_tokenizers(sources: Mapping[str, str]) -> None:
 
 
 def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
-    """Raise `PairError` for a drafter whose ids are other tokens than the target's.
-
-    If a tokenizer is missing, only the numbers of rows are compared, but for padding.
-    """
+    """Raise `PairError` unless the drafter's ids are the target's tokens."""
     _check_ids(target.source, drafter.source, target.tokenizer, drafter.tokenizer)
     rows = target.vocab_size, drafter.vocab_size
     compared = target.tokenizer is not None and drafter.tokenizer is not None
@@ -147,7 +143,6 @@ def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
 
 
 def _check_ids(target: str, drafter: str, ours: str | None, theirs: str | None) -> None:
-    """Raise `PairError` unless both tokenizers have the same token for a shared id."""
     if ours is None or theirs is None:
         return
     one, other = (

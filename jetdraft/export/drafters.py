@@ -45,8 +45,7 @@ def load_draft_head(
     files: HeadFiles, target: Checkpoint, options: ExportOptions
 ) -> DraftModule:
     """Load a head for a target; raise a `JetdraftError` if the options do not fit."""
-    dtype = getattr(torch, DTYPES[options.dtype_of(DRAFTER)])
-    head = load_head(files, target, dtype)
+    head = load_head(files, target, getattr(torch, DTYPES[options.dtype_of(DRAFTER)]))
     recipe = options.recipe
     one_type = options.dtype_of(TARGET) == options.dtype_of(DRAFTER)
     if head.reads.target_kv and ((recipe is not None and recipe.kv) or not one_type):
@@ -137,16 +136,12 @@ def make_head_job(
     return job, entry, step
 
 
-# --- the arrays of a drafter whose weights have moved on ------------------------------
-
-
 def drafter_arrays(bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> Arrays:
     """Return the arrays of the drafter's graph that differ from the bundle's, by name.
 
-    `checkpoint` is the bundle's drafter after more training; it is quantized as the
-    manifest says, by the text `text`, int64 [n], if a recipe needs moments. Raises
-    `PairError` for a graph of another form than the bundle's, and `CheckpointError` for
-    integers that cannot be trained.
+    `checkpoint` is the drafter after more training; recipes that need moments read
+    `text` int64 [n]. Raises `PairError` for a graph of another form than the bundle's,
+    and `CheckpointError` for integers that cannot be trained.
     """
     check_trainable(bundle, checkpoint)
     return changed_arrays(bundle, lambda to: _export(to, bundle, checkpoint, text))
@@ -155,8 +150,7 @@ def drafter_arrays(bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> Arra
 def head_arrays(bundle: Bundle, target: Checkpoint, head: DraftModule) -> Arrays:
     """Return the arrays of the head's graph that differ from the bundle's, by name.
 
-    `head` was loaded for `target`, the bundle's. The target's matrices stay as they
-    are. Raises `PairError` for a graph of another form than the bundle's.
+    `head` was loaded for `target`. Raises `PairError` for a graph of another form.
     """
     entry = bundle.graphs[DRAFTER]
 
@@ -168,7 +162,6 @@ def head_arrays(bundle: Bundle, target: Checkpoint, head: DraftModule) -> Arrays
 
 
 def _make_target_job(folder: Path, bundle: Bundle, target: Checkpoint) -> Job:
-    """Return a job of the target with the fields that `make_head_job` reads."""
     entry, packed = bundle.target, target.packed
     dtype = bundle.graphs[DRAFTER].contract.dtype
     # The form of borrowed matrices counts, and how their integers were found does not.
@@ -217,8 +210,7 @@ def check_swappable(bundle: Bundle) -> GraphEntry:
 def check_trainable(bundle: Bundle, checkpoint: Checkpoint) -> None:
     """Raise `PairError` unless a checkpoint can be the bundle's drafter.
 
-    Raises `CheckpointError` for integers that cannot be trained, and `OptionError` for
-    a bundle whose drafter's weights cannot be swapped.
+    `CheckpointError` is for integers, `OptionError` for weights that cannot be swapped.
     """
     entry = check_swappable(bundle)
     if checkpoint.packed is not None:
@@ -235,7 +227,6 @@ def check_trainable(bundle: Bundle, checkpoint: Checkpoint) -> None:
 
 
 def _export(folder: Path, bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> None:
-    """Write the drafter's graph as its export did, but with KV buffers of floats."""
     entry = bundle.graphs[DRAFTER]
     recipe = replace(Recipe.from_json(entry.quantization), kv=None)
     contract, ids = replace(entry.contract, kv_bits=0), bundle.draft_vocabulary()
@@ -269,10 +260,7 @@ def _export(folder: Path, bundle: Bundle, checkpoint: Checkpoint, text: Tensor) 
 
 
 def _differing_arrays(exported: ir.Model, trained: ir.Model) -> Arrays:
-    """Return arrays of `trained` that differ in `exported`, except the target's.
-
-    onnxruntime swaps arrays of a weights file only: `PairError` if others differ.
-    """
+    """Return the arrays that differ; `PairError` if some are not in a weights file."""
     before, after = _constants(exported), _constants(trained)
     arrays: Arrays = {}
     for name, tensor in after.items():

@@ -134,8 +134,7 @@ class ExportOptions:
 
     def kernel_of(self, name: str) -> str:
         """Whose operators multiply matrices in the graph of that name, of `KERNELS`."""
-        provider = self.provider_of(name)
-        best = provider.kernel(self.effective_flavour, self.dtype)
+        best = self.provider_of(name).kernel(self.effective_flavour, self.dtype)
         return KERNELS[1] if self.kernel == KERNELS[1] else best
 
     def dtype_of(self, name: str) -> str:
@@ -146,5 +145,4 @@ class ExportOptions:
         target = self.recipe or Recipe()
         if name == TARGET:
             return target
-        kernel = self.kernel_of(name)
-        return self.drafter_recipe or Recipe.for_drafter(target, kernel)
+        return self.drafter_recipe or Recipe.for_drafter(target, self.kernel_of(name))

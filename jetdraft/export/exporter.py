@@ -87,12 +87,8 @@ def export(
 ) -> Bundle:
     """Export a target, and a drafter beside it, to the bundle folder `output`.
 
-    Checkpoints are local folders, GGUF files or hub ids. A `head`, given in place of a
-    drafter, reads the target's states; without both, an MTP module in the target's
-    files is the head, unless that is `NO_HEAD`. Raises a `JetdraftError` before it
-    writes.
-
-        export("target/", "bundle", drafter="drafter/")
+    See `jetdraft.export`. Without a drafter and a head, an MTP module in the target's
+    files is the head, unless `head` is `NO_HEAD`.
     """
     options = options or ExportOptions()
     report = progress or (lambda stage, done, total: None)
@@ -142,7 +138,6 @@ def export(
 def _load_own_head(
     source: str, target: Checkpoint, options: ExportOptions
 ) -> DraftModule | None:
-    """Return the head in a target's own files, or None; warns of an unfit head."""
     folder = checkpoint_folder(source)
     if target.streams is not None or not has_own_head(folder):
         return None
@@ -160,7 +155,6 @@ def _make_bundle(
     target: Checkpoint,
     options: ExportOptions,
 ) -> Bundle:
-    """Return the bundle of the graphs in a folder; nothing is written."""
     tools = ("jetdraft", "torch", "transformers", "optimum", "onnx", "onnxruntime")
     versions = {}
     for tool in tools:
@@ -182,8 +176,7 @@ def _make_bundle(
 def _cut_drafter(measures: Measures, reader: DraftModule | None) -> CutHead | None:
     """Cut the drafter's LM head to its draft vocabulary, and set `measures.ids` to it.
 
-    Return the cut of a checkpoint, which then replaces it in `measures`; None for a
-    head, which is changed in place, and without a draft vocabulary.
+    Return a checkpoint's cut; None for a head, which is changed in place.
     """
     options, checkpoints = measures.options, measures.checkpoints
     drafter = checkpoints.get(DRAFTER)
@@ -205,7 +198,6 @@ def _cut_drafter(measures: Measures, reader: DraftModule | None) -> CutHead | No
 def _load_checkpoints(
     sources: Mapping[str, str], options: ExportOptions, report: Progress
 ) -> dict[str, Checkpoint]:
-    """Load the checkpoints; return them by their names in the bundle."""
     for name, source in sources.items():
         check_exportable(source)
         check_experts(name, *expert_columns(source), options)
@@ -233,7 +225,6 @@ def _load_checkpoints(
 def _check_and_contract(
     checkpoints: Mapping[str, Checkpoint], options: ExportOptions
 ) -> dict[str, StepContract]:
-    """Check the checkpoints, alone and as a pair; return their contracts."""
     for name, checkpoint in checkpoints.items():
         check_checkpoint(name, checkpoint, options)
     contracts = {
@@ -291,11 +282,7 @@ def _make_contract(
 def _make_job_and_entry(
     folder: Path, name: str, measures: Measures, cut: CutHead | None
 ) -> tuple[Job, GraphEntry]:
-    """Make a model's export job and its manifest entry; write its draft vocabulary.
-
-    It runs the models to measure moments and scales of integer KV buffers, so it comes
-    before `write_graphs`, which adds probes to the target's layers.
-    """
+    """Make a model's job and manifest entry, before `write_graphs` adds its probes."""
     checkpoint, options = measures.checkpoints[name], measures.options
     contract, recipe = measures.contracts[name], options.recipe_of(name)
     check_raised(recipe, contract, checkpoint)
@@ -326,7 +313,7 @@ def _make_job_and_entry(
     if recipe.kv_bits:
         windows = measures.windows
         scales = measure_scales(checkpoint.model, contract, windows, recipe.kv_bits)
-    job = Job(
+    return Job(
         folder=folder,
         name=name,
         checkpoint=checkpoint,
@@ -336,8 +323,7 @@ def _make_job_and_entry(
         report=measures.report,
         scales=scales,
         ids=ids,
-    )
-    return job, entry
+    ), entry
 
 
 def _describe_packed(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -358,10 +344,7 @@ _SEED = 20_11_21
 
 
 def _write_texts(folder: Path, target: Checkpoint) -> None:
-    """Write the tokenizer, the chat template and the similarity of tokens.
-
-    That is int8 [vocab, 64], a random projection of embeddings, which keeps angles.
-    """
+    """Write tokenizer, template and int8 [vocab, 64], random projections of tokens."""
     texts = {TOKENIZER: target.tokenizer, CHAT_TEMPLATE: target.chat_template}
     for name, text in texts.items():
         if isinstance(text, str):

@@ -40,10 +40,7 @@ _SWAP = [0, 2, 1, 3]
 
 
 class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
-    """Rewrites x cos + rotate_half(x) sin to RotaryEmbedding, in float16 too.
-
-    The heads are on an `axis` of x: [1, heads, n, d] or [1, n, heads, d].
-    """
+    """Rewrites x cos + rotate_half(x) sin, with the heads on `axis`, in float16 too."""
 
     def __init__(self, axis: int = 1, casts: bool = True) -> None:
         # Cosine and sine are shared by all layers, so they stay.
@@ -53,7 +50,6 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
     def pattern(
         self, op: Any, x: Any, angles: Any, ends: Any, starts: Any, dtype: Any
     ) -> Any:
-        """Return the subgraph that is replaced."""
         both = op.Concat(angles, angles, axis=-1)
         turns = [op.Cos(both), op.Sin(both)]
         if self.casts:
@@ -67,7 +63,6 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
     def check(
         self, _: Any, x: ir.Value, ends: ir.Value, starts: ir.Value, **__: Any
     ) -> Any:
-        """Match only if x is split in its middle."""
         result = pattern.MatchResult()
         size = x.shape[3] if x.shape is not None and len(x.shape) == 4 else None
         constants = [value.const_value for value in (ends, starts)]
@@ -79,7 +74,6 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
     def rewrite(
         self, op: Any, x: ir.Value, angles: ir.Value, dtype: Any = None, **_: Any
     ) -> Any:
-        """Return the RotaryEmbedding that takes its place."""
         turns = [op.Cos(angles), op.Sin(angles)]
         if self.casts:
             turns = [op.Cast(turn, to=dtype) for turn in turns]
@@ -91,10 +85,9 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
 
 
 class RotaryTables:
-    """Tables of cosines and sines by position, computed by the traced graph itself.
+    """Tables of cosines and sines for the positions 0..capacity-1.
 
-    The nodes that compute them are run once for the positions 0..capacity-1. Positions
-    are the input `position_ids`, or a Concat of it and the positions of the probes.
+    The traced graph computes them from `position_ids`, or a Concat with the probes'.
     """
 
     def __init__(self, model: ir.Model, capacity: int) -> None:
@@ -120,13 +113,11 @@ class RotaryTables:
         return self.tables[value]
 
     def _evaluate(self, part: ir.Graph, source: ir.Value, name: str) -> ir.Value:
-        """Run a part of the graph for all positions; add the result as a constant."""
         proto = ir.serde.serialize_model(ir.Model(part, ir_version=10))
         session = ort.InferenceSession(
             proto.SerializeToString(), providers=["CPUExecutionProvider"]
         )
-        positions = np.arange(self.capacity)[None]
-        [table] = session.run(None, {source.name: positions})
+        [table] = session.run(None, {source.name: np.arange(self.capacity)[None]})
         return initializer(self.graph, name, np.ascontiguousarray(table[0]))
 
 
@@ -167,7 +158,6 @@ Tables = tuple[ir.Value, ir.Value, ir.Value]
 def _rotate_in_attention(
     graph: ir.Graph, attention: ir.Node, tables: Tables, interleaved: int
 ) -> None:
-    """Make attention rotate query and key, in place."""
     for name, number in (("do_rotary", 1), ("rotary_interleaved", interleaved)):
         attention.attributes[name] = ir.AttrInt64(name, number)
     attention.resize_inputs(max(10, len(attention.inputs)))
@@ -178,7 +168,6 @@ def _rotate_in_attention(
 def _rotate_by_nodes(
     graph: ir.Graph, attention: ir.Node, tables: Tables, interleaved: int
 ) -> None:
-    """Add a RotaryEmbedding for query and one for key before attention."""
     cosines, sines, positions = tables
     for place in (0,) if is_shared(attention) else (0, 1):
         rows = attention.inputs[place]
@@ -224,9 +213,7 @@ def fuse(
 ) -> None:
     """Apply every rewrite to `model`, in place.
 
-    `forms` maps matrices, by their names in the checkpoint, to `Blocks.form`; only
-    matrices with equal forms are merged. `rotation_nodes` rotate before attention.
-    With `own_attention` it is computed by `jetdraft.native`.
+    Only matrices with equal `forms` (`Blocks.form` by name in the checkpoint) merge.
     """
     forms_of_rotation = (1, True), (2, True), (2, False)
     rewrite(model, [RotationInHalves.rule(*form) for form in forms_of_rotation])
@@ -388,7 +375,6 @@ def find_norms(graph: ir.Graph) -> None:
 
 
 def _is_vector(value: ir.Value, size: int) -> bool:
-    """Whether a value is a constant of the shape [size]."""
     return value.const_value is not None and value.const_value.shape == (size,)
 
 
@@ -472,10 +458,7 @@ def same_rows(shape: ir.Shape | None, other: ir.Shape | None) -> bool:
 
 
 def fill_packets(graph: ir.Graph) -> None:
-    """Let functions that have packets fill them with every row, see `PACKET`, in place.
-
-    What is left over of a packet they compute otherwise, with other last bits.
-    """
+    """Let functions that have packets fill them with every row, see `PACKET`."""
     for node in [node for node in graph if node.op_type in ("Softplus", "Cos", "Sin")]:
         x, make = node.inputs[0], Maker(graph, node)
         if x is not None and x.dtype != ir.DataType.FLOAT:
@@ -493,8 +476,7 @@ def fill_packets(graph: ir.Graph) -> None:
 def replace_gather_nd(graph: ir.Graph) -> None:
     """Replace each GatherND that indexes a single axis by a Gather, in place.
 
-    CUDA's GatherND takes no int32, and copies a size from the host that a captured
-    graph would read again later. Gather takes every type and copies nothing.
+    CUDA's GatherND takes no int32, and a captured graph cannot read its sizes again.
     """
     for node in list(graph):
         chosen = _first_axis_indices(node)
@@ -529,7 +511,6 @@ def _first_axis_indices(node: ir.Node) -> ir.Value | None:
 
 
 def _single_reader(node: ir.Node, op_type: str) -> ir.Node | None:
-    """Return the one node that reads the first output of `node`, if of that type."""
     output = node.outputs[0]
     readers = [use.node for use in output.uses()]
     if output.is_graph_output() or len(readers) != 1 or readers[0].op_type != op_type:

@@ -50,8 +50,7 @@ Progress = Callable[[str, int, int], None]  # Stage, steps done, steps in all.
 class Job:
     """What it takes to write the graphs of one model into the bundle `folder`.
 
-    `names` maps the ids of the weights to their names in the checkpoint, `scales` are
-    for integer KV buffers, and `ids` are the tokens of an LM head that was cut.
+    `names` maps ids of weights to names; `ids` are the tokens of a cut LM head.
     """
 
     folder: Path
@@ -94,7 +93,6 @@ def write_graphs(job: Job, entry: GraphEntry) -> GraphEntry:
 
 
 def _make_plain_step(job: Job, contract: StepContract) -> Step:
-    """Return the step module of a model without probes."""
     model, taps = job.checkpoint.model, job.checkpoint.taps
     if job.checkpoint.reads_source:
         return SourceStep(model, contract)
@@ -104,7 +102,6 @@ def _make_plain_step(job: Job, contract: StepContract) -> Step:
 
 
 def _add_probes(job: Job, entry: GraphEntry) -> tuple[Step, GraphEntry]:
-    """Add the probes to the model and write their weights; return step and entry."""
     assert job.checkpoint.streams is not None
     probed = job.checkpoint.add_probes(job.options.adapter_scale)
     write_probe_weights(job.folder / STREAMS, probed, entry.contract.dtype)
@@ -113,9 +110,6 @@ def _add_probes(job: Job, entry: GraphEntry) -> tuple[Step, GraphEntry]:
     if isinstance(probed, StreamedModel):
         return StreamStep(probed, entry.contract), entry
     return ProbeStep(probed, entry.contract), entry
-
-
-# --- the chain graph and the encoder --------------------------------------------------
 
 
 def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
@@ -164,17 +158,12 @@ def write_encoder(job: Job, entry: GraphEntry, quantizer: Quantization) -> Graph
 
 
 def _save_with_weights(model: ir.Model, file: Path) -> None:
-    """Save a graph with its weights in a file beside it, without stack traces."""
     for node in model.graph:
         node.metadata_props.clear()  # drops stack traces with this machine's paths
     ir.save(model, file, external_data=f"{file.name}.data")
 
 
-# --- graphs that are made of the chain graph ------------------------------------------
-
-
 def _write_halves(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
-    """Write the halves of a cut step; drop its extra values from the chain graph."""
     chain = job.folder / entry.file
     if 0 < step.cut < len(entry.contract.kv_shapes):
         entry = replace(entry, halves=_write_split(job, entry, step))
@@ -186,7 +175,6 @@ def _write_halves(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
 
 
 def _write_split(job: Job, entry: GraphEntry, step: Step) -> Halves:
-    """Write both halves and their compactions; return their part of the manifest."""
     model = ir.load(job.folder / entry.file)
     if windowed(model.graph) or any(map(is_shared, attentions(model.graph))):
         raise UnsupportedModelError(
@@ -233,7 +221,6 @@ def write_tree(job: Job, entry: GraphEntry) -> GraphEntry:
 
 
 def _write_selection(job: Job, entry: GraphEntry) -> GraphEntry:
-    """Write the graph that can read selected rows, if the options ask for it."""
     rows = job.options.select_kv
     if rows is None or job.name != TARGET:
         return entry
@@ -244,17 +231,11 @@ def _write_selection(job: Job, entry: GraphEntry) -> GraphEntry:
     return replace(entry, select_file=file.name, selection=selection)
 
 
-# --- weights that two graphs share ----------------------------------------------------
-
 _PAGE, _LARGE = 4096, 1 << 16  # Large tensors begin at a page, to be mapped alone.
 
 
 def share_weights(file: Path, other: Path) -> None:
-    """Let the graph `file` read tensors from the weights file of the graph `other`.
-
-    Only tensors of equal type, shape and bytes are shared; the weights file of `file`
-    is written again without them.
-    """
+    """Let the graph `file` read equal tensors from the weights file of `other`."""
     model = onnx.load(file, load_external_data=False)
     theirs = {
         _tensor_digest(other.parent, tensor): tensor
@@ -296,7 +277,6 @@ def _set_stored_place(tensor: onnx.TensorProto, place: dict[str, str]) -> None:
 
 
 def _tensor_digest(folder: Path, tensor: onnx.TensorProto) -> tuple[object, ...]:
-    """Return a value that is equal for tensors of equal type, shape and bytes."""
     digest = hashlib.sha256(_read_bytes(folder, _stored_place(tensor)))
     return tensor.data_type, tuple(tensor.dims), digest.digest()
 

@@ -99,11 +99,10 @@ def _sample_replies(
     """Append `REPLY_TOKENS` sampled tokens to each row of `ids`; no row ends early."""
     past, rows = None, ids
     for done in range(1, REPLY_TOKENS + 1):
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -rows.shape[1] :]
         output = model(
             input_ids=rows,
             attention_mask=mask,
-            position_ids=positions,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -rows.shape[1] :],
             past_key_values=past,
             use_cache=True,
         )
@@ -121,9 +120,8 @@ class Measures:
     """What an export measures on the calibration text, or on a text of the target.
 
     `kl` has the KL divergence of recipes by model, `overlaps` the acceptance with the
-    drafter's recipe and without, `rounded` the chosen recipes' matrices by model and
-    name. The drafter is a `head`, or a checkpoint; `ids` int64 [n] are the tokens that
-    it may draft, None for all.
+    drafter's recipe and without, `rounded` matrices by model and name. The drafter, a
+    `head` or a checkpoint, may draft the tokens `ids` int64 [n], or all for None.
     """
 
     checkpoints: Mapping[str, Checkpoint]
@@ -143,16 +141,11 @@ class Measures:
         """The calibration text, or a text of the target; raises `DataError`."""
         target, file = self.checkpoints[TARGET], self.options.calibration
         if file is not None:
-            capacity = self.contracts[TARGET].capacity
-            return Windows.of(file, target.tokenizer, capacity)
+            return Windows.of(file, target.tokenizer, self.contracts[TARGET].capacity)
         return sample_text(target, lambda done, of: self.report("write text", done, of))
 
     def moments(self, name: str) -> dict[str, Floats]:
-        """Return the second moments by weight name, or {}.
-
-        A GPTQ recipe needs them; types of llama.cpp take the diagonal, if the export
-        may measure.
-        """
+        """Return second moments by weight name; llama.cpp's types take a diagonal."""
         options, checkpoint = self.options, self.checkpoints[name]
         recipe, is_open = options.recipe_of(name), options.recipe is None
         if name == DRAFTER:
@@ -183,8 +176,7 @@ class Measures:
                     self.overlaps[name] = round(getattr(choice, name), 4)
         for name, divergence in self._divergences.items():
             if self.checkpoints[name].streams is None:  # probes may change weights
-                chosen = self.options.recipe_of(name)
-                self.rounded[name] = divergence.rounded(chosen)
+                self.rounded[name] = divergence.rounded(self.options.recipe_of(name))
         self._divergences.clear()
         return self.options
 
@@ -203,7 +195,6 @@ class Measures:
         return ids[:, : max(1, ids.shape[1] // 2)].tolist()
 
     def _find_mix(self, target: Checkpoint) -> Recipe:
-        """Find the target's mix of bits that meets the limit; set its KL."""
         assert self.options.limit is not None
         if target.packed is not None:
             raise OptionError(
@@ -219,7 +210,6 @@ class Measures:
         return mix
 
     def _choose_recipe(self, target: Checkpoint) -> Recipe:
-        """Choose the cheapest recipe that keeps the text; set its KL if measured."""
         kernel = self.options.kernel_of(TARGET)
         safe = Recipe.parse(RUNGS[kernel][-1])
         if target.packed is not None:
@@ -234,7 +224,6 @@ class Measures:
 
     @property
     def _needs_drafter_recipe(self) -> bool:
-        """Whether a drafter's recipe is left open and can be measured."""
         return (
             (DRAFTER in self.checkpoints or self.head is not None)
             and self.options.drafter_recipe is None
@@ -244,7 +233,6 @@ class Measures:
         )
 
     def _choose_drafter_recipe(self, target: Checkpoint) -> DrafterChoice:
-        """Measure which recipe of the drafter makes the pair fastest."""
         recipe, windows = self.options.recipe_of(TARGET), self.windows
         kernel = self.options.kernel_of(DRAFTER)
         if self.head is None:
@@ -265,7 +253,6 @@ class Measures:
             return choose_drafter_recipe(full, head, recipe, kernel, self.head.ids)
 
     def _divergence(self, name: str) -> Divergence:
-        """Run a model in floats, once; return the `Divergence` of recipes from it."""
         if name in self._divergences:
             return self._divergences[name]
         model = self.checkpoints[name].model
@@ -281,10 +268,7 @@ class Measures:
 
 
 class ReadingHead(nn.Module):
-    """The target and its head as one model, which makes the head's logits of tokens.
-
-    Its submodules are only the matrices that are quantized in the head's graph.
-    """
+    """The target and its head as one model, with the head's quantized matrices only."""
 
     def __init__(self, target: Any, head: DraftModule, taps: Taps) -> None:
         super().__init__()
@@ -296,7 +280,6 @@ class ReadingHead(nn.Module):
         self.lm_head = None if head.lm_head is lends else head.lm_head
 
     def get_output_embeddings(self) -> Any:
-        """Return the LM head, as models of transformers do."""
         return self._others[1].lm_head
 
     def forward(

@@ -227,7 +227,6 @@ _COPIED_FIELDS = (
 
 
 def _refuse_measuring(options: Any) -> None:
-    """Raise `OptionError` for `ExportOptions` that ask a fast export to measure."""
     recipes = [options.recipe_of(name) for name in (TARGET, DRAFTER)]
     needs_measures = {
         "a limit of bytes or KL": options.limit is not None,
@@ -244,7 +243,6 @@ def _refuse_measuring(options: Any) -> None:
 
 
 def _check_fits(request: ExportRequest) -> None:
-    """Raise `DeviceError` for a pair that does not fit the device."""
     assert request.device is not None
     folders = [Path(source) for source in (request.target, request.drafter) if source]
     for folder in folders:

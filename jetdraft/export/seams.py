@@ -1,7 +1,6 @@
 """Checks that a model computes the same through jetdraft's attention and cache.
 
-transformers builds no mask for an attention that it does not know, so what a model
-expresses through masks alone (chunks, windows) would be lost without an error.
+transformers builds no mask for a foreign attention, so chunks would be lost silently.
 """
 
 import warnings
@@ -103,11 +102,7 @@ def _gap_of(seam_logits: Tensor, own_logits: Tensor) -> float:
 def _two_passes(
     step: Step, ids: Tensor, slots: int, *others: Tensor
 ) -> tuple[Tensor, set[int]]:
-    """Return the logits of `ids` [1, n] from two passes, and the layers' windows.
-
-    The first pass reads two thirds of the tokens; the buffers have `slots` rows.
-    `others` are the step's inputs between `answer_rows` and the buffers.
-    """
+    """Return logits of `ids` [1, n], read in two passes, and the layers' windows."""
     dtype, count = dtype_of(step.contract), ids.shape[1]
     past = [
         torch.zeros(1, heads, slots, size, dtype=dtype)
@@ -136,7 +131,6 @@ def _two_passes(
 
 
 def _check_last_position(model: Any, contract: StepContract) -> None:
-    """Raise `UnsupportedModelError` if a position table ends before the capacity."""
     one = torch.ones(1, dtype=torch.int32)
     past = [
         (torch.zeros(1, heads, 1, size, dtype=dtype_of(contract)),) * 2
@@ -157,9 +151,6 @@ def _check_last_position(model: Any, contract: StepContract) -> None:
             f"{type(model).__name__} has {limit} positions; export with "
             f"--capacity {limit} or less"
         ) from error
-
-
-# --- encoder-decoders -----------------------------------------------------------------
 
 
 _SOURCE_TOKENS = 24  # The most tokens of source and text that are compared.
@@ -230,7 +221,6 @@ def position_limit(model: Any) -> int | None:
 
 
 def _check_tables(model: Any, contract: StepContract) -> None:
-    """Raise `UnsupportedModelError` if a position table ends before the capacity."""
     limit = position_limit(model)
     if limit is not None and contract.capacity > limit:
         raise UnsupportedModelError(
@@ -240,11 +230,7 @@ def _check_tables(model: Any, contract: StepContract) -> None:
 
 
 def settle_source(checkpoint: Checkpoint, options: ExportOptions) -> ExportOptions:
-    """Return the options; an encoder-decoder gets the safe recipe if none is given.
-
-    It writes no text to measure recipes on. The capacity of a speech model is at most
-    its number of positions, since no window has a longer text.
-    """
+    """Return the options with an encoder-decoder's default recipe and capacity."""
     if not checkpoint.reads_source:
         return options
     safe = Recipe.parse(RUNGS[options.kernel_of(TARGET)][-1])

@@ -57,7 +57,6 @@ class Branch(Maker):
         return self.constant(f"constant.{kind.__name__}.{number}", number, kind)
 
     def build(self, outputs: list[Value]) -> ir.Graph:
-        """Return the subgraph with these outputs."""
         return ir.Graph([], outputs, nodes=self.nodes, name=self.name)
 
 
@@ -68,9 +67,8 @@ MIN_SIMILARITY = 0.9
 class SelectedAttention:
     """Makes the branches of an `If` in place of one GroupQueryAttention.
 
-    `state` has the layer's selected rows int64 [1, kv_heads, voted], and the query that
-    selected them. `shifts` is a bool [1] of the graph, whether keys get new
-    positions, or None for never. Both branches output attention's values and the state.
+    `state` has the rows int64 [1, kv_heads, voted] and the query that selected them.
+    `shifts` is a bool [1] of the graph, whether keys get new positions; None for never.
     """
 
     def __init__(
@@ -168,12 +166,10 @@ class SelectedAttention:
         return rows
 
     def _by_head(self, branch: Branch, rows: Value) -> Value:
-        """Reshape new keys or values as in the buffers, to [1, kv_heads, n, size]."""
         split = branch.reshape(rows, 1, -1, self.kv_heads, self.size)
         return branch("Transpose", split, perm=[0, 2, 1, 3])
 
     def _scores(self, branch: Branch, queries: Value, keys: Value) -> Value:
-        """Return the scaled scores of queries and keys."""
         return branch(
             "FusedMatMul",
             *(queries, keys),
@@ -210,8 +206,7 @@ class SelectedAttention:
         """Return the rows before `near` with most votes, int64 [1, kv_heads, voted]."""
         first = branch.vector(self.selection.first)
         between = branch("Slice", keys, first, near, branch.vector(2))
-        scores = self._scores(branch, mean, between)
-        votes = branch("Softmax", scores, axis=-1)
+        votes = branch("Softmax", self._scores(branch, mean, between), axis=-1)
         total = branch("ReduceSum", votes, branch.vector(2), keepdims=0)
         most = branch.vector(self.selection.voted)
         _, places = branch.several("TopK", 2, total, most, axis=-1, sorted=0)
@@ -241,8 +236,7 @@ class SelectedAttention:
         """Rotate keys to consecutive positions before `end`, where `shifts` is true."""
         far = Branch(self.graph, f"{self.name}.far")
         near = Branch(self.graph, f"{self.name}.near")
-        count = far("Shape", chosen, start=2, end=3)
-        begin = far("Sub", end, count)
+        begin = far("Sub", end, far("Shape", chosen, start=2, end=3))
         positions = far("Range", *self._range_inputs(far, begin, end))
         distance = far("Sub", positions, far.reshape(chosen, self.kv_heads, -1))
         rows = far.reshape(keys, self.kv_heads, 1, -1, self.size)
@@ -263,11 +257,7 @@ class SelectedAttention:
         bounds: tuple[Value, Value, Value],
         count: Value,
     ) -> Value:
-        """Return the bias [n, t] of the scores, which hides later rows from a row.
-
-        From the recent rows on it includes the attention's own bias. The slots before
-        them are committed, and every row sees them.
-        """
+        """Return the bias [n, t], the attention's own from the recent rows on."""
         start, near, end = bounds
         rows = branch.reshape(
             branch("Range", *self._range_inputs(branch, start, end)), count, 1
@@ -284,7 +274,6 @@ class SelectedAttention:
         return branch("Pad", hidden, branch.vector(0, seen, 0, 0))
 
     def _range_inputs(self, branch: Branch, begin: Value, end: Value) -> list[Value]:
-        """Return the three inputs of a Range from `begin` to `end`."""
         axis = branch.vector(0)
         ends = [branch("Squeeze", value, axis) for value in (begin, end)]
         return [*ends, branch.scalar(1, np.int64)]
@@ -306,9 +295,8 @@ class SelectedAttention:
 def add_selection(
     model: ir.Model, contract: StepContract, checkpoint: Checkpoint, rows: int
 ) -> tuple[ir.Model, Selection]:
-    """Let a chain or tree graph read `rows` KV rows only; return it and the selection.
-
-    Raises `UnsupportedModelError` for sliding windows, softcaps and unequal layers.
+    """Let a chain or tree graph read `rows` KV rows only; `UnsupportedModelError` for
+    sliding windows, softcaps and unequal layers.
     """
     graph = model.graph
     nodes = attentions(graph)
@@ -363,7 +351,6 @@ def _rotates_unscaled(node: ir.Node) -> bool:
 
 
 def _add_branches(graph: ir.Graph, contract: StepContract, length: int | None) -> None:
-    """Replace each attention by an `If`, in place; keys are shifted beyond `length`."""
     selection = contract.selection
     assert selection is not None
     inputs = {spec.name: new_value(spec) for spec in contract.selections("past")}

@@ -52,8 +52,7 @@ def encoder_parameters(model: Any) -> set[int]:
     layers = [layer for m in cross_attentions(model) for layer in kv_layers(m)]
     parts = [model.get_encoder(), *layers]
     own = {id(weight) for part in parts for weight in part.parameters()}
-    shared = {id(weight) for weight in model.get_input_embeddings().parameters()}
-    return own - shared
+    return own - {id(weight) for weight in model.get_input_embeddings().parameters()}
 
 
 class SourceStep(Step):
@@ -123,10 +122,7 @@ class SourceStep(Step):
     def slot_distance_bias(
         self, rows: Tensor, positions: Tensor, cursor: Tensor, both_ways: bool = False
     ) -> Tensor | None:
-        """Return the bias [1, heads, n, slots] by distance; None if the model has none.
-
-        `rows` [1, n] are positions of queries, `positions` of the slots from `cursor`.
-        """
+        """Return the bias [1, heads, n, slots] by distance, if the model has such."""
         if relative_bias_module(self.model) is None:
             return None
         slots = torch.arange(self.contract.slots)

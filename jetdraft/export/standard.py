@@ -18,10 +18,7 @@ from jetdraft.quant.edits import Maker, replace_values
 
 
 def standardize(model: ir.Model, scatter_nd: bool) -> None:
-    """Rewrite a traced graph to ai.onnx operators, with ScatterND if `scatter_nd`.
-
-    It changes the graph in place. Raises `UnsupportedModelError` for sliding windows.
-    """
+    """Rewrite a graph in place; `UnsupportedModelError` for sliding windows."""
     graph = model.graph
     for node in attentions(graph):
         _replace_attention(graph, node, scatter_nd)
@@ -35,7 +32,6 @@ def standardize(model: ir.Model, scatter_nd: bool) -> None:
 
 
 def _replace_attention(graph: ir.Graph, node: ir.Node, scatter_nd: bool) -> None:
-    """Replace GroupQueryAttention by writes into the buffers, and Attention."""
     if node.attributes.get_int("local_window_size", -1) > 0 or has_sinks(node):
         raise UnsupportedModelError(
             "a layer attends in a sliding window or with sinks, which the standard "
@@ -57,10 +53,9 @@ def _replace_attention(graph: ir.Graph, node: ir.Node, scatter_nd: bool) -> None
     bias = node.inputs[10] if len(node.inputs) > 10 else None
     one = make.constant("one", [1])
     filled = make("Add", make("Cast", last_row, to=ir.DataType.INT64), one)
-    rows = _split_heads(make, query, heads)
     attended = make(
         "Attention",
-        *(rows, *presents, bias, None, None, filled),
+        *(_split_heads(make, query, heads), *presents, bias, None, None, filled),
         scale=node.attributes.get_float("scale", 0.0),
         softcap=node.attributes.get_float("softcap", 0.0),
         is_causal=1,
@@ -105,7 +100,6 @@ def _split_heads(make: Maker, rows: Value | None, heads: int) -> Value:
 
 
 def _replace_norm(graph: ir.Graph, node: ir.Node) -> None:
-    """Replace RMSNormalization by x / sqrt(mean(x^2) + eps) * weight, in float32."""
     make = Maker(graph, node)
     source, weight = node.inputs[:2]
     dtype = source.dtype if source is not None else None

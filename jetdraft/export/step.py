@@ -1,7 +1,4 @@
-"""The pass as a torch module, and the pass whose rows carry probes.
-
-Probes are streams (2402.11131) or prompt tokens.
-"""
+"""The pass as a torch module, with probes: streams (2402.11131) or prompt tokens."""
 
 import contextlib
 from collections.abc import Callable
@@ -36,11 +33,9 @@ Specs = tuple[TensorSpec, ...]
 class Step(torch.nn.Module):
     """One pass of a causal LM over fixed buffers, as the graph contract declares it.
 
-    Run in torch, it computes what its graph must compute, but returns copies of the
-    buffers. With a `cut` it also returns the hidden states that enter the top `cut`
-    layers, and with `taps` features for a head. `ids` int64 [n] are the tokens of the
-    LM head's rows, None for all. The traced graph has `extra_inputs` and
-    `extra_outputs` after the contract's own.
+    In torch it returns copies of the buffers. With a `cut` it also returns the hidden
+    states that enter the top `cut` layers, and with `taps` features for a head. `ids`
+    int64 [n] are the tokens of the LM head's rows, None for all.
     """
 
     extra_inputs: tuple[TensorSpec, ...] = ()
@@ -99,10 +94,9 @@ class Step(torch.nn.Module):
         answer_rows: Tensor,
         *rest: Any,
     ) -> list[Tensor]:
-        """Return the outputs of `StepContract.outputs`, then extra outputs.
+        """Return the contract's outputs, then extra outputs.
 
-        `rest` is `state_rows`, if the contract has states; then a list of the past
-        buffers and states.
+        `rest` is `state_rows`, if there are states, then past buffers and states.
         """
         *rows, past = rest
         buffers = len(self.contract.buffers("past"))
@@ -192,8 +186,7 @@ def zeros(spec: TensorSpec, *sizes: int) -> Tensor:
 def count_on_device(numbers: Tensor) -> Tensor:
     """Count the columns of `numbers` [1, n], which are 0 or more, as int32 [1].
 
-    The sum is computed on the device: a graph that copies a shape from the host cannot
-    be captured as a CUDA graph. n is not 0, since CUDA sums no empty axis.
+    A sum on the device, since a CUDA graph copies no shape from the host; n is not 0.
     """
     return (numbers >= 0).to(torch.int32).sum(1, dtype=torch.int32)
 
@@ -320,10 +313,9 @@ class ProbeStep(Step):
         probe_ids: Tensor,
         *rest: Any,
     ) -> list[Tensor]:
-        """Return the contract's outputs, then the extra outputs.
+        """Return the contract's outputs, then extra outputs.
 
-        `rest` holds `prefix_rows` int64 [p], only if the contract has a prefix; then
-        the list of past buffers; then the extra inputs.
+        `rest` is `prefix_rows` int64 [p], if any, then past buffers and extra inputs.
         """
         prefix = rest[0] if self.contract.prefix else None
         past, *extras = rest if prefix is None else rest[1:]

@@ -74,9 +74,8 @@ class _StepWithWeights(torch.nn.Module):
     def forward(self, *inputs: Any) -> list[torch.Tensor]:
         """Return the step's outputs; the last input is a list of the weights."""
         *others, weights = inputs
-        named = dict(zip(self.names, weights, strict=True))
         outputs: list[torch.Tensor] = torch.func.functional_call(
-            self.step, named, tuple(others)
+            self.step, dict(zip(self.names, weights, strict=True)), tuple(others)
         )
         return outputs
 
@@ -84,9 +83,8 @@ class _StepWithWeights(torch.nn.Module):
 def trace(step: Step, names: Mapping[int, str]) -> onnx_ir.Model:
     """Trace a step into a graph in floats; raises `UnsupportedModelError`.
 
-    `names` maps ids of weights to their names in the checkpoint. These weights become
-    constants, read when needed. Other weights, which must not be fused or quantized,
-    stay the last inputs until `make_inputs_constant`.
+    Weights whose ids are in `names` become constants, read when needed; others stay
+    the last inputs until `make_inputs_constant`.
     """
     _pin_rotary_frequencies(step.decoder, step.contract.capacity)
     step.eval()
@@ -108,7 +106,6 @@ def trace(step: Step, names: Mapping[int, str]) -> onnx_ir.Model:
 
 
 def _export_step(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Model:
-    """Export a step with torch; the weights are the last inputs of the graph."""
     contract, example = step.contract, step.example_inputs()
     inputs, buffers, outputs = step.declared_tensors
     past = [zeros(spec) for spec in buffers]
@@ -148,7 +145,6 @@ def _export_step(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Mod
 def _dynamic_shapes(
     contract: StepContract, specs: tuple[TensorSpec, ...]
 ) -> list[dict[int, Any] | None]:
-    """Return a map of dynamic axes by index for each input; None without any."""
     widest = max(TRACED_ROWS + 1, contract.max_width)
     dims = {axis: torch.export.Dim(axis, min=1, max=widest) for axis in (ROWS, ANSWERS)}
     dims[PROBES] = torch.export.Dim(PROBES, min=0, max=16 * widest)
@@ -165,10 +161,7 @@ def _dynamic_shapes(
 
 
 def _pin_rotary_frequencies(model: Any, capacity: int) -> None:
-    """Fix rotary frequencies that change with the text length: keys are cached.
-
-    Raises `UnsupportedModelError` if they change within the capacity.
-    """
+    """Fix frequencies that change with the length beyond the capacity, or refuse."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if kinds is None:
@@ -205,9 +198,6 @@ def _silencing_exporter() -> Iterator[None]:
         yield
 
 
-# --- fingerprints ---------------------------------------------------------------------
-
-
 class UnknownStateError(Exception):
     """Raised for an object whose state cannot be read completely."""
 
@@ -215,9 +205,8 @@ class UnknownStateError(Exception):
 def fingerprint(step: torch.nn.Module) -> str | None:
     """Return a hash, equal for two steps only if they are traced to the same graph.
 
-    It covers modules with their fields, methods and functions, and the bytes of tensors
-    that become constants. Parameters are inputs of the graph, so only their names,
-    shapes and types count. None for a step with an object that is written in C.
+    Parameters are inputs, so only their names, shapes and types count. None for a step
+    with an object that is written in C.
     """
     writer = _FingerprintWriter()
     try:
@@ -304,7 +293,6 @@ class _FingerprintWriter:
         self.write_all("fields", itertools.chain(*fields.items()))
 
     def _write_methods(self, kind: type) -> None:
-        """Write where the code of a class's methods is: a program may replace some."""
         for name, value in vars(kind).items():
             if isinstance(value, types.FunctionType):
                 code = value.__code__

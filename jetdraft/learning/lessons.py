@@ -83,7 +83,7 @@ class Lessons:
     """The lessons in a folder, as token ids of one tokenizer.
 
     Raises `StoreError` if the file belongs to another tokenizer or program, or cannot
-    be created. A damaged file is moved aside with a warning and a new one is begun.
+    be created. A damaged file is moved aside with a warning.
     """
 
     def __init__(self, folder: Path, tokenizer: str, vocab_size: int) -> None:
@@ -110,10 +110,7 @@ class Lessons:
             warnings.warn(f"a lesson could not be kept ({error})", stacklevel=2)
 
     def read(self, user: str | None = None) -> list[Lesson]:
-        """Return the lessons of a user, or of all users for None, latest first.
-
-        Malformed rows are left out. Raises `StoreError`.
-        """
+        """Return lessons, latest first; None: of all users. Raises `StoreError`."""
         times = entry_times(MAX_DAYS)
         wanted = None if user is None else check_user(user)
         with self._connect() as database:
@@ -277,8 +274,8 @@ class WeightSets:
     def change(self, change: Callable[[Choice], Choice | None]) -> None:
         """Replace the choice under a file lock, and delete unused sets.
 
-        `change` gets the choice and returns the next one, or None to keep it; it may
-        write sets too. Raises `OutputError` or `OSError`.
+        `change` returns the next choice, or None to keep it; it may write sets too.
+        Raises `OutputError` or `OSError`.
         """
         with locked(self.folder / "lock", wait=True, create=True):
             after = change(self.read_choice())
@@ -290,8 +287,7 @@ class WeightSets:
     def settle(self, name: str, keep: bool) -> bool:
         """End the trial of a set; without `keep` the set before it drafts again.
 
-        Returns False if it is not on trial, as when another process was faster. A
-        failure only warns: decoding continues.
+        Returns False if another process was faster. A failure only warns.
         """
         is_on_trial = False
 
@@ -341,10 +337,7 @@ def drafter_sha256(bundle: Bundle) -> str:
 
 
 class Tally:
-    """Counts accepted and evaluated drafted tokens of the latest generations.
-
-    Generations that are not needed for `VERDICT_TOKENS` evaluated tokens are dropped.
-    """
+    """Counts drafted tokens of the latest generations, up to `VERDICT_TOKENS`."""
 
     def __init__(self) -> None:
         self._counts: deque[tuple[int, int]] = deque()
@@ -373,10 +366,9 @@ class Tally:
 def judge_trial(before: Tally, after: Tally) -> bool | None:
     """Whether to keep the weights of `after`; None while that is open.
 
-    They go if their rate is lower: at `EARLY_TOKENS` if it is lower by `CLEAR_LOSS`
-    standard errors of the difference, at `VERDICT_TOKENS` in any case. At a rate of one
-    half the standard error is then 0.044: weights that are as good as before go every
-    second time, and weights that are worse by that much stay one time in six.
+    They go if their rate is lower: at `EARLY_TOKENS` by `CLEAR_LOSS` standard errors of
+    the difference, at `VERDICT_TOKENS` in any case. There the error at a rate of 1/2 is
+    0.044: equal weights go every second time, weights worse by it stay one in six.
     """
     if after.evaluated < EARLY_TOKENS:
         return None

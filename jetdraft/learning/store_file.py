@@ -42,8 +42,7 @@ class StoreFile:
     def create_or_check(self) -> None:
         """Create the file, or check that it is whole and for this tokenizer.
 
-        Raises `StoreError` if the file belongs to another program or tokenizer or
-        cannot be written, and an exception in `DAMAGE` if it cannot be read.
+        Raises `StoreError` if that fails, and one of `DAMAGE` if it cannot be read.
         """
         _create_or_check_owner(self.path)
         with self.connect() as database:
@@ -77,8 +76,7 @@ class StoreFile:
     def move_damaged(self, error: Exception) -> None:
         """Move the file aside and warn that a new file is begun.
 
-        Raises `StoreError` if `error` does not come from damage, or if another program
-        wrote the file.
+        Raises `StoreError` for an `error` that is no damage, or another program's file.
         """
         if _is_inaccessible(error) or not _is_ours(self.path):
             raise StoreError(
@@ -93,8 +91,7 @@ class StoreFile:
     def clear(self, table: str, user: str) -> int:
         """Delete a user's rows of a table; returns their number.
 
-        Deletes the files that were moved aside too, whoever's texts they hold. Raises
-        `StoreError`.
+        All files that were moved aside are deleted too. Raises `StoreError`.
         """
         try:
             with self.connect() as database:

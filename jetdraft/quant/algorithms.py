@@ -41,10 +41,7 @@ GPTQ_COLUMNS = 4096  # Columns that are quantized at once, in double precision.
 
 
 def rtn(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> Blocks:
-    """Round to nearest; a block's largest magnitude becomes the least integer.
-
-    `matrix` is float [rows, columns]; `moments` are not read.
-    """
+    """Round float [rows, columns] to nearest; ignore `moments`."""
     config = DefaultWeightOnlyQuantConfig(
         block_size=block_size, is_symmetric=True, bits=bits
     )
@@ -105,10 +102,8 @@ def hqq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> B
 def gptq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> Blocks:
     """Round input by input, and correct the inputs that follow; without zeros.
 
-    `moments` [rows, rows] are the sums of x x^T over the inputs x.
-
-    onnxruntime 1.31 has a GPTQ too, but it reads the side of the inverse's triangle
-    that is zero, so it passes no error on and it only rounds.
+    `moments` [rows, rows] are the sums of x x^T over the inputs x. The GPTQ of
+    onnxruntime 1.31 reads the zero side of the inverse's triangle: it only rounds.
     """
     assert moments is not None
     filled = -(-len(matrix) // block_size) * block_size
@@ -124,7 +119,6 @@ def gptq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> 
 def _quantize_columns(
     matrix: Floats, bits: int, block_size: int, inverse: Tensor
 ) -> Blocks:
-    """Quantize some columns with GPTQ; `inverse` is the result of `_inverse_factor`."""
     rows, middle = len(matrix), 1 << (bits - 1)
     weights = torch.from_numpy(into_blocks(matrix.T, block_size, np.float64))
     columns, count, _ = weights.shape
@@ -189,5 +183,4 @@ def quantize(matrix: Floats, recipe: Recipe, moments: Floats | None) -> Matrix:
         if moments is not None and moments.ndim == 2:  # a GPTQ recipe's
             moments = moments.diagonal()
         return GridMatrix(grid, round_to_grid(matrix, grid, moments), len(matrix))
-    algorithm = ALGORITHMS[recipe.algorithm]
-    return algorithm(matrix, recipe.bits, recipe.block_size, moments)
+    return ALGORITHMS[recipe.algorithm](matrix, recipe.bits, recipe.block_size, moments)

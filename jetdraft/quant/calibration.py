@@ -75,8 +75,7 @@ def second_moments(
         if inputs is not last:
             last, owner = inputs, name
             rows = inputs.reshape(-1, inputs.shape[-1]).float()
-            sums_of_products = rows.square().sum(0) if diagonal else rows.T @ rows
-            moments = sums_of_products.numpy()
+            moments = (rows.square().sum(0) if diagonal else rows.T @ rows).numpy()
             sums[name] = sums[name] + moments if name in sums else moments
         owners[name] = owner
 

@@ -64,10 +64,7 @@ def choose_recipe(
 
 @dataclass(frozen=True)
 class Limit:
-    """Bytes of matrices, or a mean KL in nats per token, that a mix must not exceed.
-
-    Raises `OptionError` unless exactly one of the two is given.
-    """
+    """The most bytes of matrices, or mean KL in nats per token: one of the two."""
 
     max_bytes: int | None = None
     max_kl: float | None = None

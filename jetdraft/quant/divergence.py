@@ -100,7 +100,6 @@ class Divergence:
         return sum(self.bytes_of_unit(u, recipe.of_unit(u)) for u in self.units)
 
     def bytes_of_unit(self, unit: Unit, recipe: Recipe) -> int:
-        """Return the bytes of the matrices of one unit, with scales and zeros."""
         return sum(_matrix_bytes(each, recipe) for each in self.units[unit].values())
 
     def drop_blocks(self) -> None:
@@ -208,11 +207,7 @@ def _joined(parts: list[GridMatrix]) -> GridMatrix:
 def _rounding(
     weight: _Matrix, blocks: Matrix, dtype: torch.dtype, inputs: bool
 ) -> Iterator[None]:
-    """Let a module run with quantized weights, as floats of `dtype`, inside the block.
-
-    With `inputs` its inputs are rounded too, but not the inputs between two
-    matrices of an expert. Floats exist only while the module runs.
-    """
+    """Let a module run with rounded weights, and inputs from outside, in the block."""
     original, rows = getattr(weight.module, weight.name), weight.weight.shape[-1]
 
     def before(module: Any, read: tuple[torch.Tensor, ...]) -> Any:
@@ -254,11 +249,7 @@ def round_to_int8(values: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _matrix_names(name: str, module: nn.Module) -> list[str]:
-    """The names of a module's matrices that a recipe quantizes.
-
-    Routers, which have a row for each expert, stay floats. Raises `OptionError` for
-    matrices outside of linear layers and experts: no unit has them.
-    """
+    """A module's quantized matrices, without routers; `OptionError` for odd ones."""
     weights = dict(module.named_parameters(recurse=False))
     if isinstance(module, nn.Linear):
         return ["weight"] if min(module.weight.shape) >= FEWEST else []
@@ -275,7 +266,6 @@ def _matrix_names(name: str, module: nn.Module) -> list[str]:
 
 
 def _matrix_bytes(weight: _Matrix, recipe: Recipe) -> int:
-    """Return the bytes of a matrix's integers, scales and zeros, or its floats."""
     *count, columns, rows = weight.weight.shape
     columns *= math.prod(count)
     if recipe.bits is None:

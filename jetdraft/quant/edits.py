@@ -83,11 +83,9 @@ def add_derived(
 
 
 def add_turned(graph: ir.Graph, matrix: ir.Value) -> ir.Value:
-    """Add a constant matrix transposed."""
     assert matrix.const_value is not None
     shape = matrix.const_value.shape.numpy()[::-1]
-    name = f"{matrix.name}.turned"
-    turned = add_derived(graph, name, [matrix], np.transpose, shape)
+    turned = add_derived(graph, f"{matrix.name}.turned", [matrix], np.transpose, shape)
     assert turned.const_value is not None
     turned.const_value.meta[TURNED] = matrix.const_value.meta.get(STORED)
     return turned
@@ -132,7 +130,6 @@ class Maker:
         return self.array(name, np.array(numbers, kind))
 
     def array(self, name: str, array: Array) -> ir.Value:
-        """Return the constant `name`; add it, with `array`, if it is missing."""
         return initializer(self.graph, name, array)
 
 

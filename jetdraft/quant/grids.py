@@ -28,10 +28,7 @@ _ONE, _ZERO = b"\0\x3c", b"\0\0"  # 1 and 0 as halves.
 
 @dataclass(frozen=True)
 class _Grid:
-    """A type: bits of an integer, the integer for 0, and bytes that make w = q.
-
-    `plain` has the bytes by their offset in a block.
-    """
+    """Bits of an integer, the integer for 0, and bytes by offset that make w = q."""
 
     bits: int
     zero: int
@@ -75,16 +72,13 @@ class GridMatrix:
 
     @classmethod
     def concatenated(cls, parts: "Sequence[GridMatrix]") -> "GridMatrix":
-        """Return one matrix with the columns of several, which have the same `form`."""
         return replace(parts[0], data=np.concatenate([part.data for part in parts]))
 
     def select_columns(self, which: npt.NDArray[np.int64]) -> "GridMatrix":
-        """Return the matrix of the columns with the numbers `which`, int64 [n]."""
         return replace(self, data=self.data[which])
 
     @property
     def form(self) -> object:
-        """A value that is equal for matrices which can be concatenated."""
         return self.grid, self.rows
 
     @property
@@ -122,10 +116,9 @@ class GridMatrix:
         """Integers and scales as `jetdraft.native` reads them, both uint8 [bytes]."""
         spare = -len(self.data) % COLUMNS
         whole = replace(self, data=np.pad(self.data, ((0, spare), (0, 0))))
-        starts = range(0, len(whole.data), COLUMNS_AT_ONCE)
         parts = [
             replace(self, data=whole.data[start : start + COLUMNS_AT_ONCE])
-            for start in starts
+            for start in range(0, len(whole.data), COLUMNS_AT_ONCE)
         ]
         bits = _GRIDS[self.grid].bits
         integers = [_pack_integers(part.integers(), bits) for part in parts]

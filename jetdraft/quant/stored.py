@@ -54,16 +54,11 @@ class StoredTensor(Tensor):
         return operation(*args, **kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Read all numbers."""
         return self.read(None).numpy(force=force)
 
 
 def _same(tensor: StoredTensor) -> Tensor:
     return StoredTensor(tensor.shape, tensor.dtype, tensor.read)
-
-
-def _select(tensor: StoredTensor, axis: int, index: int) -> Tensor | None:
-    return tensor.read(index % len(tensor)) if axis == 0 else None
 
 
 def _convert(tensor: StoredTensor, **how: Any) -> Tensor:
@@ -119,7 +114,7 @@ _ATEN = torch.ops.aten
 _POSTPONED: dict[Any, Callable[..., Tensor | None]] = {
     _ATEN.detach.default: _same,
     _ATEN.alias.default: _same,
-    _ATEN.select.int: _select,
+    _ATEN.select.int: lambda t, axis, i: t.read(i % len(t)) if axis == 0 else None,
     _ATEN._to_copy.default: _convert,
     _ATEN.transpose.int: _turn,
     _ATEN.stack.default: _stack,
@@ -141,7 +136,6 @@ class GridStack:
 
     @property
     def form(self) -> object:
-        """The form of the matrices, see `GridMatrix.form`."""
         return self.grid, self.shape[2]
 
     def matrix(self, expert: int) -> GridMatrix:

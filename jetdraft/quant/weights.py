@@ -140,10 +140,7 @@ class Quantization:
     def _packed_layer_table(
         self, graph: ir.Graph, table: ir.Value
     ) -> "PackedMatrix | None":
-        """Return the packed embeddings of each layer; None for other tables.
-
-        The table may be a model's largest matrix, so that its rows are read in parts.
-        """
+        """Pack the embeddings of each layer, read in parts; None for other tables."""
         name, stored = _checkpoint_names(table)[0], table.const_value
         recipe = self.recipe.of_unit(unit_of(name))
         is_other = not name.endswith(LAYER_EMBEDDINGS)
@@ -221,10 +218,7 @@ def check_stack(name: str, is_grid: bool, columns: int) -> None:
 def _matrices(
     constant: ir.TensorProtocol, transposed: bool, in_parts: bool
 ) -> Iterator[npt.NDArray[Any]]:
-    """Yield matrices [rows, columns] with, together, the columns of a constant.
-
-    That is a matrix, `in_parts` if it is large, or a stack of the checkpoint.
-    """
+    """Yield a matrix [rows, columns], its parts, or the experts of a stack."""
     arrays: Iterator[Any]
     stored = constant.meta.get(edits.STORED if transposed else edits.TURNED)
     if len(constant.shape) == 3:
@@ -249,7 +243,7 @@ def _checkpoint_names(source: ir.Value) -> list[str]:
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """The edits.initializer of a quantized matrix, and its integers and scales."""
+    """The constant of a quantized matrix, and its integers and scales."""
 
     weight: ir.Value
     blocks: Matrix
@@ -258,11 +252,7 @@ class PackedMatrix:
     def operator(
         self, make: edits.Maker, name: str, *read: ir.Value | None, count: int = 1
     ) -> ir.Value:
-        """The output of an operator of `jetdraft.native` that reads a grid matrix.
-
-        It reads the first value before the matrix, or before `count` that lie one
-        behind the other, and the others after it.
-        """
+        """Add a native operator of `read[0]`, `count` matrices and the other values."""
         matrix = self.blocks
         assert isinstance(matrix, GridMatrix)
         return make(
@@ -277,7 +267,6 @@ class PackedMatrix:
 
 
 def _add_packed(graph: ir.Graph, source: ir.Value, blocks: Matrix) -> PackedMatrix:
-    """Add the edits.initializer with the integers of a matrix."""
     if isinstance(blocks, GridMatrix):
         integers, scales = (
             edits.initializer(graph, f"{source.name}.{blocks.grid}.{part}", array)
@@ -354,7 +343,6 @@ def routers(graph: ir.Graph) -> Iterator[ir.Node]:
 def _replace_product(
     make: edits.Maker, node: ir.Node, source: ir.Value, blocks: Blocks
 ) -> PackedMatrix:
-    """Replace the MatMul by a product with packed integers."""
     packed, read = _add_packed(make.graph, source, blocks), node.inputs[0]
     inputs = [read, packed.weight, make.array(f"{source.name}.scales", blocks.scales)]
     if blocks.packed_zeros is not None:
@@ -385,15 +373,13 @@ def _dequantize(
         make.array(f"{source.name}.{name}", np.ascontiguousarray(array))
         for name, array in parts.items()
     ]
-    size = signed.shape[2]
-    floats = make("DequantizeLinear", *values, axis=0, block_size=size)
+    floats = make("DequantizeLinear", *values, axis=0, block_size=signed.shape[2])
     node.replace_input_with(1, floats)
     for consumer in source.consumers():
         if consumer.op_type == "Gather":
             # A tied embedding reads the dequantized numbers, as in the contrib flavour.
             array = np.ascontiguousarray(blocks.floats.T)
-            rows = make.array(f"{source.name}.rows", array)
-            consumer.replace_input_with(0, rows)
+            consumer.replace_input_with(0, make.array(f"{source.name}.rows", array))
 
 
 # The types of integers that DequantizeLinear reads, by the number of bits.
@@ -401,21 +387,16 @@ _SIGNED: dict[int, npt.DTypeLike] = {4: ml_dtypes.int4, 8: np.int8}
 
 
 def _replace_gather(make: edits.Maker, node: ir.Node, packed: PackedMatrix) -> None:
-    """Read embeddings out of the LM head's quantized matrix.
-
-    Each column of the matrix [columns, blocks, bytes] is the embedding of a token, in
-    blocks. Only scales and zeros are stored twice: the two operators read them with
-    different ranks.
-    """
+    """Read embeddings, the columns of the LM head's matrix, out of its integers."""
     weight, blocks, ids = packed.weight, packed.blocks, node.inputs[1]
     if isinstance(blocks, GridMatrix):
         _replace_node(make, node, packed.operator(make, GATHER, ids))
         return
+    # Stored twice: the two operators read scales and zeros with different ranks.
     scales = blocks.scales[..., None]
     inputs = [weight, ids, make.array(f"{weight.name}.row_scales", scales)]
     if blocks.zeros is not None:
-        zeros = blocks.zeros[..., None]
-        inputs.append(make.array(f"{weight.name}.row_zeros", zeros))
+        inputs.append(make.array(f"{weight.name}.row_zeros", blocks.zeros[..., None]))
     gathered = make(
         "GatherBlockQuantized",
         *inputs,

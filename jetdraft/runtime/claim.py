@@ -27,8 +27,8 @@ class StoppedError(Exception):
 class Idle:
     """Does steps of work between generations; a generation waits for one pass at most.
 
-    `work` must be a bound method; the thread does not keep its object alive. `before`
-    runs once, before the first step, and does not touch the buffers.
+    The thread does not keep the object of the bound method `work` alive. `before` runs
+    once, before the first step, and does not touch the buffers.
     """
 
     def __init__(self, work: Work, before: Callable[[], object]) -> None:
@@ -61,13 +61,11 @@ class Idle:
             self._count_users(-1)
 
     def _count_users(self, more: int) -> None:
-        """Add `more` to the number of `paused` blocks; above 0 the thread waits."""
         with self._count:
             self._users += more
             (self._must_wait.set if self._users else self._must_wait.clear)()
 
     def _must_stop(self) -> bool:
-        """Whether the thread must stop: in a `paused` block, or at exit."""
         # The interpreter waits for threads before it ends.
         return self._must_wait.is_set() or not main_thread().is_alive()
 
@@ -83,7 +81,6 @@ class Idle:
             pass
 
     def _do_step(self) -> bool:
-        """Do a step with the buffers held; returns whether there may be more."""
         with self._buffers:
             work = self._work()
             if self._must_stop() or work is None:
@@ -131,10 +128,7 @@ class Claim:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the buffers in the block, in which this thread may generate.
-
-        Raises what `held_by` raises.
-        """
+        """Hold the buffers, as `held_by`; in the block this thread may generate."""
         if self._owner == get_ident():
             yield
             return

@@ -184,8 +184,8 @@ class Generation:
     def _reusable_prefix(self, exact: bool) -> Prefix:
         """Return the record of the rows in the buffers that may be kept.
 
-        The record is new and empty if this generation has buffers of its own, selects
-        KV rows, or is exact where the passes of a prompt differ in bits from decoding.
+        It is empty for buffers of its own, for selected rows, and in exact generations
+        where the passes of a prompt differ in bits from decoding.
         """
         bits_agree = not exact or self.parts.widths.prefills_agree
         has_same_buffers = self._target.cache is self.parts.target.cache
@@ -305,7 +305,6 @@ class Generation:
         return round_, Piece("", committed, len(path) - 1, logprobs)
 
     def _most_draft_rows(self, length: int, limit: int) -> int:
-        """How many rows a pass after `length` tokens may have below its root."""
         widest = self.widths[bisect_right(self.widths, self._target.cache.room) - 1]
         # The root needs a row of the pass, the new token a place in the text.
         return min(limit - length, widest) - 1
@@ -345,7 +344,6 @@ class Generation:
         return "a draft would not pay"
 
     def _session_seconds(self) -> float:
-        """Seconds inside `session.run` so far, of target and proposers."""
         own = self._target.seconds + self._target.cache.seconds
         return own + sum(p.session_seconds for p in self.proposers)
 

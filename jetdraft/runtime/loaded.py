@@ -155,8 +155,7 @@ class LoadedBundle:
     def split_prompt(self, prompt: list[int]) -> tuple[list[int], list[int]]:
         """Split a prompt into ids for the encoder and ids that the decoder starts with.
 
-        Without an encoder the first list is empty, and the second is the prompt.
-        Raises `OptionError` for a speech model.
+        A decoder alone starts with all. Raises `OptionError` for a speech model.
         """
         if self.bundle.speech is not None:
             raise OptionError(
@@ -168,10 +167,7 @@ class LoadedBundle:
         return (prompt, start) if start else ([], prompt)
 
     def encode_source(self, source: SourceInput, for_drafter: bool = True) -> None:
-        """Run the encoder of the target, and of the drafter if `for_drafter`.
-
-        The decoders' buffers are forgotten if the source is another than before.
-        """
+        """Run the encoders on a new source; the decoders' buffers are forgotten."""
         for graph in (self.target, self.drafter if for_drafter else None):
             if graph and graph.source and graph.source.encode(source):
                 self.forget()
@@ -214,10 +210,7 @@ class LoadedBundle:
         )
 
     def store_of(self, user: str) -> ResponseStore | None:
-        """Return the user's store; None if the bundle was loaded without `store`.
-
-        Raises `OptionError` for a named user if neither texts nor lessons are kept.
-        """
+        """Return the user's store or None; `OptionError` for a user of nothing kept."""
         if self.store is not None:
             return self.store.of(user)
         if user and self.learning is None:
@@ -242,7 +235,6 @@ class LoadedBundle:
             self.draft_cache.forget()
 
     def _choose_providers(self) -> tuple[Provider, Provider | None, str]:
-        """Choose the providers of target and drafter; "cuda+cpu" is a name for both."""
         bundle, own = self.bundle, self.options.get("provider")
         target = self._choose_provider(
             bundle.target, bundle.provider if own is None else own
@@ -265,14 +257,12 @@ class LoadedBundle:
         return target, drafter, target.name if drafter is target else pair
 
     def _choose_provider(self, entry: GraphEntry, name: str) -> Provider:
-        """The provider `name`; raises `ProviderError` if it cannot run the graph."""
         graphs = [(self.bundle.flavour, entry.contract.dtype)]
         return choose_provider(name, graphs, entry.only_on_cpu(name))
 
     def _make_openers(
         self, target: Provider, drafter: Provider | None
     ) -> tuple[Opener, Opener | None]:
-        """The openers of target and drafter, None without it, with their threads."""
         bundle, entry = self.bundle, self.bundle.drafter
         if drafter is None or entry is None:
             return Opener(bundle, target, threads_of_pair(self.threads, 1)[0]), None
@@ -281,7 +271,6 @@ class LoadedBundle:
         return Opener(bundle, target, pair[0]), Opener(bundle, drafter, pair[1])
 
     def _open_drafter(self) -> Graph | None:
-        """Open the drafter's graph; None if it is off. Raises `ProviderError`."""
         if self.bundle.drafter is None or self._drafter_opener is None:
             return None
         drafter = self._drafter_opener.graph(self.bundle.drafter)

@@ -40,9 +40,9 @@ class Pool:
 
     @contextmanager
     def take(self, seconds: float | None = None) -> Iterator[Model]:
-        """Take a free model for the block; wait for it for at most `seconds`.
+        """Take a free model for the block; wait at most `seconds`, None: no limit.
 
-        None waits without a limit. Raises `JetdraftError` if no model becomes free.
+        Raises `JetdraftError` if no model becomes free.
         """
         try:
             model = self._free.get(timeout=seconds)

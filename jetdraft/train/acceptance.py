@@ -63,18 +63,16 @@ def record_verdicts(
     watching = proposer.stop = StateRecorder()
     try:
         for prompt in prompts:
-            stream = model.stream(
+            for piece in model.stream(
                 token_ids=prompt,
                 method=name,
                 num_draft_tokens=DRAFT_LENGTH,
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
                 seed=seed,
-            )
-            for piece in stream:
+            ):
                 # No state is kept for the last token of a draft: nothing follows it.
-                states = watching.states[: piece.from_draft + 1]
-                for place, state in enumerate(states):
+                for place, state in enumerate(watching.states[: piece.from_draft + 1]):
                     hidden.append(state)
                     verdicts.append(place < piece.from_draft)
                 watching.states = []
@@ -90,7 +88,6 @@ def record_verdicts(
 
 
 def _find_drafting(model: Model) -> tuple[str, ModelProposer]:
-    """Find the method that drafts with the drafter; returns its name and proposer."""
     drafter = model.parts.drafter
     if drafter is None or not drafter.contract.stands_alone:
         raise OptionError(

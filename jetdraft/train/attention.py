@@ -64,8 +64,7 @@ class Masked:
     ) -> Tensor:
         """Return a module's attention under the masks, mixed values [b, n, heads, d].
 
-        T5's `position_bias` counts in the encoder only: in the decoder it would count
-        the rows of blocks as text, so there `masks.own` has the bias.
+        T5's bias counts in the encoder only: `masks.own` has the decoder's.
         """
         assert self.masks is not None
         bias = self.masks.source
@@ -74,10 +73,9 @@ class Masked:
             bias = self.masks.own
         elif position_bias is not None and not getattr(module, "is_decoder", False):
             bias = bias + position_bias
-        mixed = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             query, key, value, bias.to(query.dtype), scale=scale
-        )
-        return mixed.transpose(1, 2)
+        ).transpose(1, 2)
 
 
 def attend(
@@ -94,13 +92,11 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attend as transformers asks for it: [b, heads, n, d] to [b, n, heads, d].
 
-    A module of a `Masked` model adds the masks. Any other is causal; in a layer with
-    streams the attribute `LAYOUT_ATTRIBUTE` says which rows they are.
+    A `Masked` model adds its masks; `LAYOUT_ATTRIBUTE` says which rows are streams.
     """
     masked: Masked | None = getattr(module, _MASKED_BY, None)
     if masked is not None:
-        mixed = masked.attend(module, query, key, value, scaling, position_bias)
-        return mixed, None
+        return masked.attend(module, query, key, value, scaling, position_bias), None
     if sliding_window or softcap or unknown_arguments(extra):
         raise UnsupportedModelError(
             f"{type(module).__name__} has windows, capped scores or other arguments; "

@@ -1,7 +1,4 @@
-"""Drafters that fill a block: many blocks of a sequence are learned in one pass.
-
-A block sees itself and the context before it, and no other block.
-"""
+"""Many blocks of a sequence, learned in one pass; each sees the context before it."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -50,10 +47,9 @@ class BlockSettings(DrafterSettings):
 class Blocks:
     """n blocks in each of b sequences, which guess tokens after their anchors.
 
-    `anchors` int64 [b, n] are indexes of tokens, `known` int64 [b, n] says how many of
-    the tokens after them are shown, and `is_real` bool [b, n] is false for blocks that
-    only fill the tensor up. `chances` float [b, n, slots] are random numbers, by which
-    a task may show more tokens; None if it must not.
+    `anchors` int64 [b, n] are indexes of tokens, `known` int64 [b, n] how many tokens
+    after them are shown; `is_real` bool [b, n] is false for filling. `chances` float
+    [b, n, slots] are random numbers, by which a task may show more; None: it must not.
     """
 
     anchors: Tensor
@@ -123,9 +119,8 @@ def block_starts(labels: Tensor, first: int = 1) -> Tensor:
 def block_mask(last: Tensor, size: int, count: int, context_asks: bool) -> Tensor:
     """What rows see: bool [b, 1, q, count + n * size], for n blocks of `size` rows.
 
-    The rows of a block see its own rows, and the `count` rows of context up to `last`
-    int64 [b, n]. With `context_asks` the context's rows come before them, and see each
-    other causally; else q has the blocks' rows alone.
+    A block sees its own rows, and the context up to `last` int64 [b, n]. The q are the
+    blocks' rows, with `context_asks` after the context's, which are causal.
     """
     rows = torch.arange(count, device=last.device)
     seen = (rows <= last[..., None]).repeat_interleave(size, dim=1)
@@ -191,10 +186,7 @@ class BlockTask(Task):
         )
 
     def sums(self, drafter: Any, lesson: Any, blocks: Blocks, learns: bool) -> Sums:
-        """Return the sums by the distance from the last known token.
-
-        The loss is the cross entropy to the text, or to the target's distribution.
-        """
+        """Return the sums of cross entropies by distance from the last known token."""
         slots, length = drafter.config.slots, lesson.ids.shape[1]
         distance = torch.arange(slots, device=lesson.ids.device)
         places = blocks.places(slots, length)
@@ -223,10 +215,7 @@ class BlockTask(Task):
         open_places: Tensor,
         learns: bool,
     ) -> Tensor:
-        """Return which tokens of blocks are shown, by default the first: [b, n, slots].
-
-        `open_places` bool [b, n, slots] says which of them can be learned.
-        """
+        """Return which tokens are shown: [b, n, slots], as `open_places`; the first."""
         slots = torch.arange(drafter.config.slots, device=open_places.device)
         return slots < blocks.known[..., None]
 
@@ -260,10 +249,9 @@ class BlockTask(Task):
         return logits
 
     def total(self, sums: Sums, places: Tensor) -> Tensor:
-        """Return the sum of mean losses by distance; longer distances weigh less.
+        """Return the sum of mean losses by distance.
 
-        The weight falls to a third at half of the block: a token counts only if all
-        before it are right.
+        The weight falls to a third at half: a token counts only after right tokens.
         """
         slots = torch.arange(len(places), device=places.device)
         weights = torch.exp(-2 * slots / (len(places) + 1))

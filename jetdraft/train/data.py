@@ -55,10 +55,9 @@ class Batch:
 class Corpus:
     """Sequences to learn from and other sequences to validate with, split by a seed.
 
-    A `.jsonl` file has an object in each line: `prompt` and `completion`, of which only
-    the completion is learned, or `text`, or `messages` of a chat, of which the last is
-    learned. A `prompt` alone, or `messages` that end with the user's, are enough where
-    the target writes the completion. Any other file is text, which is cut into windows.
+    A line of a `.jsonl` file is an object with `prompt` and `completion`, or `messages`
+    of a chat, of which the last part is learned, or `text`. Where the target writes, a
+    `prompt` is enough, or `messages` up to a user's. Other files are text in windows.
     """
 
     def __init__(
@@ -119,15 +118,11 @@ class Corpus:
         return cls(sequences, share, seed, digest.hexdigest())
 
     def batch(self, step: int, size: int, part: int = 0, parts: int = 1) -> Batch:
-        """Make the batch of a step: all sequences, or each `parts`-th from `part` on.
-
-        It depends on the seed and the step alone, so training can resume at any step.
-        """
+        """Make a step's batch, or each `parts`-th of it, by seed and step alone."""
         numbers = range(step * size, (step + 1) * size)[part::parts]
         return collate([self._example_at(number) for number in numbers])
 
     def _example_at(self, number: int) -> Example:
-        """Return example `number`, counted over epochs, each in its own order."""
         epoch, place = divmod(number, len(self.training))
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed + epoch + 1)
@@ -165,8 +160,6 @@ def split_batch(batch: Batch) -> list[Example]:
 
 @dataclass(frozen=True)
 class _LineReader:
-    """Reads the lines of `.jsonl` files, see `Corpus`."""
-
     tokenizer: Tokenizer
     end: list[int]
     length: int
@@ -193,7 +186,6 @@ class _LineReader:
         return list(examples.values())
 
     def _example(self, line: str, where: str) -> Example:
-        """Read a line; `where` names it in errors. Raises `DataError`."""
         head, tail = self._encode_fields(line, where)
         if tail is None:
             self._check_length(head, where, least=1)
@@ -252,7 +244,6 @@ class _LineReader:
         return head, tail if is_answered else None
 
     def _check_length(self, ids: list[int], where: str, least: int) -> None:
-        """Raise `DataError` for fewer than `least` tokens."""
         if len(ids) < least:
             raise DataError(
                 f"{where} has {len(ids)} tokens, a sequence needs {least}; give longer "

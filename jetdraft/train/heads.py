@@ -27,16 +27,11 @@ from jetdraft.train.teacher import (
 
 ConfigT = TypeVar("ConfigT", bound=HeadConfig)
 
-# --- sizes and layouts ----------------------------------------------------------------
-
 
 def make_config(
     target: Checkpoint, kind: type[ConfigT], inner: int = 0, **changes: Any
 ) -> ConfigT:
-    """Make a config of the class `kind` with the target's sizes.
-
-    `inner` is the width inside the MLP, 0 for the target's; `changes` replace fields.
-    """
+    """Make a `kind` of the target's sizes; `inner` is the MLP's width, 0: its own."""
     text = target.model.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     theta = float(rope.get("rope_theta", 10000.0))
@@ -98,8 +93,6 @@ def copy_norm(norm: nn.Module, other: nn.Module, width: int) -> None:
             norm.load_state_dict(before)
 
 
-# --- heads that are unrolled ----------------------------------------------------------
-
 # The weight of step i is DECAY to the power i (EAGLE-3, 3.2; Medusa, 2.2.1).
 DECAY = 0.8
 
@@ -123,10 +116,9 @@ def unroll(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Run a head for some steps of a draft, which begins in every row of a text.
 
-    `ids` int64 [b, T] are texts, `features` [b, T, w] the target's. Yields for each
-    step the hidden states, for the LM head, and the carried states, [b, T, h] both. In
-    step i row t reads token t + 1 + i; after step 0, its features are the states that
-    the step before carried.
+    `ids` int64 [b, T] are texts, `features` [b, T, w] the target's. Yields each step's
+    states for the LM head and carried states, [b, T, h] both. In step i row t reads
+    token t + 1 + i, and after step 0 what the step before carried.
     """
     count, cache = ids.shape[1], DynamicCache()
     positions = torch.arange(count, device=features.device)
@@ -144,13 +136,11 @@ def unroll(
 def unrolled_mask(count: int, step: int, like: Tensor) -> Tensor:
     """The additive mask [1, 1, count, (step + 1) * count] of draft step `step`.
 
-    The first `count` columns are the rows with the target's features: row t sees rows
-    0..t. Each later step adds `count` columns, and row t sees column t of each: its
-    own draft so far, and no other row's. Type and device are from `like`.
+    The first `count` columns have the target's features, and row t sees 0..t; of each
+    later step's it sees column t, its own draft so far.
     """
     own = torch.eye(count, dtype=torch.bool, device=like.device)
-    rows = torch.ones_like(own).tril()
-    visible = torch.cat([rows, *([own] * step)], dim=1)
+    visible = torch.cat([torch.ones_like(own).tril(), *([own] * step)], dim=1)
     mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
     return mask.masked_fill(~visible, torch.finfo(like.dtype).min)[None, None]
 
@@ -208,8 +198,7 @@ class HeadTask(task.Task):
             best = shift_rows(lesson.logits, 1 + step).argmax(-1)
             learned = shift_rows(lesson.labels, 2 + step, IGNORED) != IGNORED
             learned = learned & shift_rows(lesson.known, 1 + step, False)
-            scores = logits.float().log_softmax(-1)
-            losses = self.losses(step, carried, scores, lesson)
+            losses = self.losses(step, carried, logits.float().log_softmax(-1), lesson)
             losses = torch.where(learned, losses, 0.0).sum()
             right = ((logits.argmax(-1) == best) & learned).sum().float()
             parts.append((losses, learned.sum().float(), right))
@@ -237,8 +226,6 @@ class HeadTask(task.Task):
         return own
 
 
-# --- drafters of the next token -------------------------------------------------------
-
 DRAFT_ROWS = 5  # Rows of a draft, as in GliDe's training.
 
 
@@ -254,9 +241,8 @@ class LayerSettings(task.DrafterSettings):
 class NextTokenTask(task.Task):
     """A drafter whose row t predicts token t + 1, as the target does.
 
-    Each sequence is cut into drafts of `DRAFT_ROWS` rows, since a drafter may know less
-    in the later rows of a draft than in its first. A subclass has `new_config`,
-    `new_drafter` and `hidden`.
+    Sequences are cut into drafts of `DRAFT_ROWS` rows: later rows may know less. A
+    subclass has `new_config`, `new_drafter` and `hidden`.
     """
 
     architecture = ""
@@ -270,19 +256,12 @@ class NextTokenTask(task.Task):
         """Make the config of the drafter; raises `OptionError`."""
 
     def hidden(self, drafter: Any, lesson: Any, starts: Tensor) -> Tensor:
-        """Return the states that the LM head reads, [b, T, h].
-
-        Row t belongs to the draft that begins at row `starts[t]`, int64 [T].
-        """
+        """Return states [b, T, h] for the LM head; row t's draft is at `starts[t]`."""
         raise NotImplementedError
 
     def sums(self, drafter: Any, lesson: Any, first: int, learns: bool) -> task.Sums:
-        """Return the sums by the row's place in its draft; drafts begin at row `first`.
-
-        The loss is the cross entropy to the target's distribution in the same row.
-        """
-        count = lesson.ids.shape[1]
-        rows = torch.arange(count, device=lesson.ids.device)
+        """Return sums of cross entropies to the target, by the place in a draft."""
+        rows = torch.arange(lesson.ids.shape[1], device=lesson.ids.device)
         starts = rows - (rows - first) % DRAFT_ROWS
         hidden = self.hidden(drafter, lesson, starts)
         learned = torch.zeros_like(lesson.labels, dtype=torch.bool)
@@ -321,14 +300,13 @@ class NextTokenTask(task.Task):
     ) -> task.Contents:
         """Return a Llama config and weights, under the names of transformers."""
         dtype, tensors = stored_tensors(weights, self.settings.half)
-        fields = {
+        return {
             "model_type": "llama",
             **layer_fields(self.config),
             "torch_dtype": dtype,
             "tie_word_embeddings": False,
             **self.own_fields(),
-        }
-        return fields, tensors
+        }, tensors
 
 
 class LayerTask(NextTokenTask):
@@ -345,8 +323,7 @@ def sums_by_place(
 ) -> task.Sums:
     """Sum losses and right guesses by a row's place in its draft of `size` rows.
 
-    `learned` bool [b, T] says which rows count; `losses` and `right` have one value for
-    each of them, in order. Row t of a text has place (`start` + t) modulo `size`.
+    Each `learned` row, bool [b, T], has a value; row t is at (`start` + t) % `size`.
     """
     behind = -(start + learned.shape[1]) % size
     drafts = F.pad(learned, (start, behind)).view(len(learned), -1, size)

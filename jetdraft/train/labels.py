@@ -21,11 +21,10 @@ SMALLEST = 1e-6  # The least rest, so that its logarithm is finite.
 class Labels:
     """The target's distributions for the n learned tokens of a batch.
 
-    `wanted` float32 [n, k] are log probabilities that sum to 1, `mass` [n] is the
-    probability of all tokens that can be drafted, and `known` bool [n] says whether the
-    likeliest of all tokens is among them. Without `tokens`, k is the size of the draft
-    vocabulary; else `tokens` int64 [n, k - 1] are its most likely tokens, by their rows
-    in the drafter's LM head, and the last column is for all others together.
+    `wanted` float32 [n, k] are log probabilities, `mass` [n] the probability of all
+    tokens that can be drafted, and `known` bool [n] whether the likeliest of all is
+    among them. Without `tokens`, k is the draft vocabulary; else `tokens` int64 [n,
+    k - 1] are the likeliest rows of the LM head, and the last column has the rest.
     """
 
     wanted: Tensor
@@ -89,16 +88,11 @@ def exact_labels(model: Any, batch: Batch, ids: Tensor | None) -> Labels:
     return Labels(scores - mass[:, None], mass.exp(), known)
 
 
-# --- labels on a disk -----------------------------------------------------------------
-
 LABEL_FIELDS = ("wanted", "mass", "known", "tokens")  # Each a tensor of its own.
 
 
 class LabelCache:
-    """Labels of texts in files of a folder: the `kept` likeliest tokens of a place.
-
-    Log probabilities are float16. `owner` says what the labels were made with.
-    """
+    """Float16 labels of texts in a folder of `owner`: the `kept` likeliest tokens."""
 
     def __init__(self, folder: Path, owner: str, kept: int, process: int = 0) -> None:
         self.kept = kept
@@ -124,8 +118,7 @@ class LabelCache:
 
     def write(self, batch: Batch, labels: Labels) -> Labels:
         """Add the exact labels of a batch; returns them cut to the `kept` tokens."""
-        count = min(self.kept, labels.wanted.shape[-1] - 1)
-        best = labels.wanted.topk(count, dim=-1)
+        best = labels.wanted.topk(min(self.kept, labels.wanted.shape[-1] - 1), dim=-1)
         half = add_rest(best.values).half()
         kept = Labels(half.float(), labels.mass, labels.known, best.indices)
         sizes = learned_mask(batch).sum(-1).tolist()
@@ -146,8 +139,6 @@ def _cache_keys(batch: Batch) -> list[str]:
     return [cache_key(row[:, : int((row[1] >= 0).nonzero()[-1]) + 1]) for row in rows]
 
 
-# --- divergences ----------------------------------------------------------------------
-
 # Names of divergences.
 FORWARD_KL, REVERSE_KL = "forward-kl", "reverse-kl"
 JENSEN_SHANNON, TOTAL_VARIATION = "js", "tv"
@@ -155,7 +146,6 @@ BETA = 0.5  # The default weight of Jensen-Shannon.
 
 
 def _kl(one: Tensor, other: Tensor) -> Tensor:
-    """KL(one || other) of log probabilities [..., n], in nats [...]."""
     return (one.exp() * (one - other)).sum(-1)
 
 
@@ -176,16 +166,13 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 }
 
 
-# --- predicted acceptance -------------------------------------------------------------
-
 PREDICTED_TOKENS = 4  # Tokens of a draft whose acceptance is predicted.
 
 
 def rates_by_place(chances: Sequence[Tensor]) -> list[float]:
     """Return the acceptance rate of each token of a draft after all before it.
 
-    `chances` has a vector for each text: the chance that its token i is accepted. A
-    draft starts at each token; what it has after the text's end does not count.
+    `chances` has a text's chances of acceptance by token; drafts start at each token.
 
         rates_by_place([torch.tensor([1.0, 0.5, 1.0])])  # [0.83, 0.67, 1.0, 0.0]
     """

@@ -57,10 +57,7 @@ def defer_interrupts() -> Iterator[None]:
 
 
 class Muon(torch.optim.Optimizer):
-    """`torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"` (2502.16982).
-
-    Its Newton-Schulz iterations are in float32 where torch's bfloat16 is slow.
-    """
+    """`torch.optim.Muon` (2502.16982), in float32 where torch's bfloat16 is slow."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""Prompt tokens of a target that stays as it is, inserted at many places of a sequence.
-
-They follow the target's rows in the cache; each sees the rows up to its place alone.
-"""
+"""Prompt tokens after many rows of a sequence; the target stays as it is."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -42,8 +39,7 @@ def prompt_logits(
 ) -> Tensor:
     """Run prompt tokens after n rows of each text: logits [b, n, gamma, vocab].
 
-    `anchors` int64 [b, n] are these rows. `cache` has the `rows` rows of the texts; the
-    prefix and the prompt tokens are added to it.
+    `anchors` int64 [b, n] are the rows. `cache` has the texts' `rows`, and grows.
     """
     settings, (size, count) = prompts.settings, anchors.shape
     if settings.prefix:
@@ -73,9 +69,8 @@ def _append_prefix(rows: Tensor, prefix: Tensor) -> Tensor:
 def prompt_mask(anchors: Tensor, rows: int, settings: PromptSettings) -> Tensor:
     """Which rows prompt tokens see: bool [b, 1, n * m, rows + prefix + n * m].
 
-    Each of the rows `anchors` int64 [b, n] has m = gamma * members prompt tokens. They
-    see the rows up to their anchor, the prefix, and the anchor's prompt tokens of the
-    same member up to their own.
+    The m = gamma * members tokens of `anchors` int64 [b, n] see the rows up to their
+    anchor, the prefix, and earlier tokens of the anchor and member.
     """
     members = settings.members
     slot = torch.arange(settings.gamma * members, device=anchors.device)
@@ -159,9 +154,8 @@ class PromptTask(task.Task):
     ) -> task.Sums:
         """Return the sums by prompt token; they follow the rows `places.anchors`.
 
-        The loss is KL(p || q), p the target's distribution after the true tokens and q
-        the distribution of a prompt token (2405.18628, section 3.3). `right` [gamma,
-        RANKS] counts where the best, the second, ... guess is the target's choice.
+        The loss is KL(p || q), p the target's after the true tokens, q a prompt token's
+        (2405.18628, section 3.3). `right` [gamma, RANKS] counts right guesses by rank.
         """
         with torch.no_grad():
             outputs = self._model(input_ids=batch.ids, use_cache=True)
@@ -169,9 +163,8 @@ class PromptTask(task.Task):
         cache = outputs.past_key_values
         probes = prompt_logits(drafter, self._model, places.anchors, length, cache)
         logits = probes.float()
-        gamma = logits.shape[2]
         # The token after the row is the root of the draft; token 1 guesses the next.
-        ahead = torch.arange(1, gamma + 1, device=labels.device)
+        ahead = torch.arange(1, logits.shape[2] + 1, device=labels.device)
         rows = places.anchors[..., None] + ahead
         wanted = (rows + 1).clamp(max=length - 1)
         learned = (rows_at(labels, wanted) != IGNORED) & (rows + 1 < length)

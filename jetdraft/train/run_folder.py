@@ -26,10 +26,9 @@ LINKED_BYTES = 1 << 20  # Larger files of the target are linked, not copied.
 class RunFolder:
     """A folder that one training writes, and from which it resumes after a stop.
 
-    `weights` and `settings` are the names of its files, and `learned` names what is
-    trained, for messages. With `add_target` it holds the target's files too. Each file
-    appears whole or not at all. Raises `OutputError` if `path` exists, and does not
-    belong to an unfinished training.
+    `weights` and `settings` name its files, `learned` what is trained. With
+    `add_target` it holds the target's files too. Each file appears whole or not at all.
+    Raises `OutputError` if `path` exists and is no unfinished training.
     """
 
     def __init__(
@@ -67,15 +66,11 @@ class RunFolder:
             partial = self.path.with_name(f".{self.path.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             shutil.copytree(source, partial, copy_function=_link_or_copy)
-            mark = partial / UNFINISHED
-            mark.write_text(self.learned, encoding="utf-8")
+            (partial / UNFINISHED).write_text(self.learned, encoding="utf-8")
             partial.rename(self.path)
 
     def read_state(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Read the state that an earlier run saved; None before the first save.
-
-        Raises `OutputError` if its settings, options or data are not as in `run`.
-        """
+        """Read an earlier run's state, or None; `OutputError` if `run` differs."""
         file = self.path / STATE_FILE
         if not file.is_file():
             if self.has_weights:
@@ -143,7 +138,6 @@ class RunFolder:
 
     @contextmanager
     def _convert_errors(self) -> Iterator[None]:
-        """Raise `OutputError` for errors of files and tensors in the block."""
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:

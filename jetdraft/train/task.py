@@ -1,8 +1,4 @@
-"""What a training and its task know of each other.
-
-A run has options, target, texts, devices and seeds; a task lesson, loss, figures and
-folder.
-"""
+"""What a training and its task know of each other."""
 
 import json
 from abc import ABC, abstractmethod
@@ -56,9 +52,8 @@ class TrainingOptions(Checked):
 class Run:
     """A training as its task sees it; `Training` sets the attributes.
 
-    `target` is the loaded checkpoint, `source` its folder, and `base` the hash of its
-    weights. `module` is the task's pupil, and `weights` are the trained weights in it,
-    by name. `step` of `steps` steps are done.
+    `base` is the hash of the weights of `target`, whose folder is `source`. `module` is
+    the task's pupil, and `weights` its trained weights by name.
     """
 
     options: TrainingOptions
@@ -136,10 +131,7 @@ class Run:
             yield batch.to(self.device)
 
     def frequent_tokens(self, count: int) -> Tensor | None:
-        """The `count` most frequent learned token ids, int64 [count], ascending.
-
-        None if the vocabulary has no more than `count` tokens.
-        """
+        """The `count` most frequent learned ids, int64, ascending; None if all."""
         rows = self.target.vocab_size
         if count >= rows:
             return None
@@ -189,9 +181,8 @@ class DrafterSettings(Checked):
 class Sums:
     """Totals over a batch by the place of a token in its draft, float [places] each.
 
-    `losses` adds up the losses of the guesses, and `places` counts the guesses. `right`
-    counts those that are the target's choice, `reached` those whose earlier guesses in
-    the draft are all right, and `accepted` the reached guesses that are right.
+    `losses` adds up losses, `places` counts guesses, `right` the target's choices,
+    `reached` guesses after right guesses only, and `accepted` the right of these.
     """
 
     losses: Tensor
@@ -206,8 +197,7 @@ class Sums:
     ) -> "Sums":
         """Add up the `losses` [k] and the hits `right` bool [k] of k guesses.
 
-        Guess i counts at `place[i]`, int64 [k]. `learned` bool [..., places] has a
-        draft in each line, and is true at the k guesses, in order.
+        Guess i counts at `place[i]`, int64 [k]; `learned` bool [..., places] has them.
         """
 
         def by_place(numbers: Tensor) -> Tensor:
@@ -250,15 +240,13 @@ class Pupil(nn.Module):
 class Task(ABC):
     """How one kind of drafter is trained for a target.
 
-    A training calls `check` before the target writes texts, which may take hours, and
-    then `new_drafter`. In each step `lesson` asks the target about a batch, `sums`
-    compares the drafter with it, and `total` makes the loss of the sums. A validation
-    makes `figures` of the sums of all its batches. `folder`, `begin` and `save` write.
+    A training calls `check` before the target writes texts, and then `new_drafter`. In
+    each step `lesson` asks the target about a batch, `sums` compares the drafter with
+    it, and `total` makes the loss. A validation makes `figures` of all its sums.
 
     `help` says what the command does with TARGET, `product` what is trained, with its
-    article, and `kind` the same in the plural. Muon moves the matrices of layers if
-    `has_muon`, AdamW all other weights. The target completes prompts alone if
-    `completes_prompts`. The methods here are for a drafter in a folder of its own.
+    article, and `kind` the same in the plural. `has_muon` moves the matrices of layers
+    by Muon. The target completes prompts alone if `completes_prompts`.
     """
 
     Settings: type[Any] = DrafterSettings
@@ -338,10 +326,7 @@ class Task(ABC):
         return {n for n in run.weights if n.startswith(("embed_tokens", "lm_head"))}
 
     def optimizers(self, run: Run) -> list[torch.optim.Optimizer]:
-        """Make Muon for the matrices of layers, and AdamW for all other weights.
-
-        Trainings are short, and a step of Muon learns more (docs/heads.md).
-        """
+        """Make Muon for the matrices of layers, and AdamW for all other weights."""
         tables = self.tables(run) if self.has_muon else run.weights
         matrices = {name: w for name, w in run.weights.items() if w.ndim == 2}
         inner = {name: w for name, w in matrices.items() if name not in tables}
@@ -358,10 +343,7 @@ class Task(ABC):
         return batch
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
-        """Return the arguments of `sums` for a batch, without drafter and `learns`.
-
-        `learns` is true in a training step, false in a validation.
-        """
+        """Return the arguments of `sums` for a batch, without drafter and `learns`."""
         raise NotImplementedError
 
     def sums(self, drafter: Any, *lesson: Any) -> Any:
@@ -376,9 +358,8 @@ class Task(ABC):
     def loss(self, run: Run, module: Any, batch: Batch) -> Tensor:
         """Return the scalar loss of this process's part of a batch."""
         sums = module(*self.lesson(run, batch, True))
-        places = run.sum_over_processes(sums.places)
         # Processes average their gradients, and each has a part of the sum.
-        return self.total(sums, places) * run.processes
+        return self.total(sums, run.sum_over_processes(sums.places)) * run.processes
 
     # --- what a validation says -------------------------------------------------------
 

@@ -25,11 +25,10 @@ from jetdraft.train.machine import precision
 
 
 def load_target(source: str, learned: str = "heads") -> tuple[Checkpoint, str]:
-    """Load a target in float32; returns a text to add to the hash of its weights.
+    """Load a target in float32, and a text to add to the hash of its weights.
 
-    With streams of mode shared, the model has the LoRA merged, and the text identifies
-    that LoRA; else it is "". `learned` names what is trained, for a message. Raises
-    `CheckpointError`.
+    The text identifies the LoRA of streams of mode shared, which is merged; else it is
+    "". `learned` names what is trained. Raises `CheckpointError`.
     """
     refuse_gguf(source, learned)
     target, tuned = Checkpoint.load(source, torch.float32), ""
@@ -51,18 +50,13 @@ def refuse_gguf(source: str, learned: str) -> None:
         )
 
 
-# --- lessons --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Lesson:
     """What a head learns from: a batch, and the target's states and logits for it.
 
-    `ids` and `labels` are int64 [b, T]. `final` float [b, T, target hidden] is the
-    state after the final norm. `taps` are the states that the head reads, of the same
-    shape each: `final` alone for a head without taps. `logits` [b, T, draft vocabulary]
-    are the target's. `known` bool [b, T] says whether the target's choice in a row is
-    in the draft vocabulary.
+    `ids` and `labels` are int64 [b, T]. `final` [b, T, target hidden] is the state
+    after the final norm, `taps` are the states that the head reads. `logits` [b, T,
+    draft vocabulary] are the target's; `known` bool [b, T] says if its choice is in it.
     """
 
     ids: Tensor
@@ -83,10 +77,9 @@ def make_lesson(
 ) -> Lesson:
     """Run the target on a batch, on the batch's device; returns the lesson.
 
-    The head reads the residual stream after `tap` layers, for each of `taps`. `ids`
-    int64 [draft vocabulary] are the tokens that it can draft, None for all. With a
-    `cache` the target reads each text once; its states are kept in float16, or in
-    float32 where they are too large for it.
+    `taps` are numbers of layers, `ids` int64 [draft vocabulary] what the head can
+    draft, None for all. With a `cache` the target reads each text once; states are
+    float16, or float32 where they are too large.
     """
     with precision(batch.ids.device):
         every = (*taps, -1)
@@ -131,10 +124,7 @@ def compute_states(model: Any, ids: Tensor, taps: Sequence[int]) -> Tensor:
 
 @torch.no_grad()
 def states_at(model: Any, ids: Tensor, taps: Sequence[int]) -> list[Tensor]:
-    """Run the target; returns its states [b, T, h] at each tap.
-
-    Tap i is after i layers, tap -1 after the final norm.
-    """
+    """Run the target; returns its states [b, T, h] after `taps` layers, -1: normed."""
     outputs = model(
         input_ids=ids, output_hidden_states=True, use_cache=False, logits_to_keep=1
     )
@@ -146,14 +136,10 @@ def cache_key(numbers: Tensor) -> str:
     return hashlib.sha256(numbers.cpu().numpy().tobytes()).hexdigest()[:32]
 
 
-# --- rows of a batch ------------------------------------------------------------------
-
-
 def logits_at(model: Any, ids: Tensor, rows: Tensor, places: Tensor) -> Tensor:
     """Return a causal LM's logits [k, vocabulary] after k tokens of a batch.
 
-    `ids` int64 [b, T] are padded on the right; token i is `ids[rows[i], places[i]]`,
-    int64 [k] both. The LM head, which costs most, runs for these tokens only.
+    Token i is `ids[rows[i], places[i]]`, of int64 [b, T]; the LM head runs for k only.
     """
 
     def choose(head: Any, args: tuple[Tensor]) -> Tensor:
@@ -180,8 +166,6 @@ def shift_rows(rows: Tensor, places: int, fill: float = 0) -> Tensor:
     return moved
 
 
-# --- tensors on a disk ----------------------------------------------------------------
-
 SHARD_TENSORS = 64  # Tensors in a file of the cache.
 OWNER_FILE = "owner.txt"  # The file that says what the tensors were computed with.
 
@@ -203,10 +187,9 @@ def check_cache_folder(folder: Path | None) -> None:
 
 
 class TensorCache:
-    """Tensors by key, in safetensors files of a folder that it creates.
+    """Tensors by key, in safetensors files of a folder that it creates for `owner`.
 
-    `owner` says what they are computed with. Raises `OutputError` if the folder has
-    another owner or cannot be written.
+    Raises `OutputError` if the folder has another owner or cannot be written.
     """
 
     def __init__(self, folder: Path, owner: str, process: int = 0) -> None:

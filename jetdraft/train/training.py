@@ -89,10 +89,7 @@ class Training(Run):
             weight.requires_grad_(True)
         self.steps = self.options.steps or task.advised_steps(self)
 
-    # --- the texts --------------------------------------------------------------------
-
     def _read_corpus(self, data: Sequence[Path]) -> Corpus:
-        """Read the texts; the target's chat template renders `messages`."""
         target, options = self.target, self.options
         if target.tokenizer is None:
             raise DataError(
@@ -113,7 +110,6 @@ class Training(Run):
         )
 
     def _complete_texts(self, progress: ReportStage) -> None:
-        """Let the target complete prompts alone, or with `regenerate` all texts."""
         regenerate = getattr(self.task.settings, "regenerate", False)
         count = len(self.corpus.training)
         # A corpus of one text validates with it too.
@@ -141,8 +137,6 @@ class Training(Run):
         texts = self._written.complete(texts, chosen, partial(progress, "write"))
         self.corpus.training = texts[:count]
         self.corpus.validation = texts[count:] or texts
-
-    # --- the loop ---------------------------------------------------------------------
 
     def run(self, report: Report = lambda progress: None) -> dict[str, Any]:
         """Train to the end; returns the figures of the last validation.
@@ -214,10 +208,7 @@ class Training(Run):
         module.train()
         return figures
 
-    # --- the state --------------------------------------------------------------------
-
     def _resume(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Load weights, optimizers and step from the state in the folder, if any."""
         state = self.folder.read_state(self._identity())
         if state is None:
             return
@@ -229,7 +220,6 @@ class Training(Run):
         self.step = state["step"]
 
     def _identity(self) -> dict[str, Any]:
-        """Return the settings, options and data that a resumed run must repeat."""
         return {
             "settings": self.task.settings_of_run(self),
             "options": asdict(self.options) | {"steps": self.steps},
@@ -263,7 +253,6 @@ def check_batch_size(batch_size: int, processes: int) -> None:
 
 
 def _texts_at_once(device: torch.device) -> int:
-    """How many texts the target writes at a time on a device."""
     if device.type != "cuda":
         return TEXTS_AT_ONCE
     memory = torch.cuda.get_device_properties(device).total_memory

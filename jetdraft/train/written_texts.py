@@ -22,8 +22,6 @@ SHARD_TEXTS = 64  # Texts in a shard.
 WAIT_SECONDS = 3600.0  # The most seconds of a wait for a shard of another process.
 LOOK_SECONDS = 1.0  # The seconds between two looks for such a shard.
 
-# --- the sampler ----------------------------------------------------------------------
-
 
 @torch.no_grad()
 def continuations(
@@ -36,8 +34,8 @@ def continuations(
 ) -> list[list[int]]:
     """Sample a text that continues each prompt; returns prompts and texts joined.
 
-    Text i has at most `counts[i]` tokens, ends after a token in `ends`, and is drawn
-    with `seeds[i]`. Only the tokens `ids` int64 [n] can be chosen, None for all.
+    Text i has up to `counts[i]` tokens, an end in `ends`, and `seeds[i]`; `ids` int64
+    [n] can be chosen, None for all.
     """
     tokens, seen = _pad(prompts, model.device, "left")
     positions = (seen.cumsum(-1) - 1).clamp(min=0)
@@ -69,10 +67,7 @@ def source_continuations(
     seeds: Sequence[int],
     start: Sequence[int],
 ) -> list[list[int]]:
-    """Let an encoder-decoder write about each source; returns source and text joined.
-
-    The decoder begins with the tokens `start`, which are left out. See `continuations`.
-    """
+    """Like `continuations`, by an encoder-decoder; leaves out the `start` of texts."""
     ids, seen = _pad(sources, model.device, "right")
     encoded = model.get_encoder()(ids, attention_mask=seen)
     first = torch.tensor([list(start)] * len(sources), device=model.device)
@@ -142,19 +137,13 @@ def _choose_tokens(logits: Tensor, chances: Tensor, ids: Tensor | None) -> Tenso
     return places if ids is None else ids[places]
 
 
-# --- texts in shards ----------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class WrittenTexts:
     """The texts that a target writes, in shards of a folder that processes share.
 
-    They have up to `length` tokens, and end after one of the tokens `ends`;
-    `batch_size` texts are written at a time, by the function `write`.
-
-    Each process writes its own shards, and waits for the files of the others, which may
-    take longer than a barrier allows. A run that was stopped resumes after the last
-    whole shard, on any number of processes. `identity` is what the texts depend on.
+    They have up to `length` tokens and an end in `ends`; `write` makes `batch_size` at
+    a time. A process waits for the files of the others: a barrier allows less time. A
+    run resumes after the last whole shard. `identity` is what the texts depend on.
     """
 
     folder: Path
@@ -176,9 +165,8 @@ class WrittenTexts:
     ) -> list[Example]:
         """Return the examples; the target completes the examples at `chosen`.
 
-        A completion is as long as the example's own or shorter; a prompt alone is
-        completed up to `length`. `tick` is called with the number of texts that this
-        process has written, and of all that it writes.
+        A completion is at most the example's own or `length`. `tick` gets the number
+        of texts that this process has written, and of all that it writes.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         # Texts of one batch should have about the same length.
@@ -206,8 +194,7 @@ class WrittenTexts:
         finished = list(examples)
         for number, members in enumerate(shards):
             for member, ids in zip(members, self._read_shard(number), strict=True):
-                size = prompt_size(examples[member])
-                finished[member] = Example.completed(ids, size)
+                finished[member] = Example.completed(ids, prompt_size(examples[member]))
         return finished
 
     def delete(self) -> None:

@@ -25,7 +25,6 @@ def tuned(bundle, tmp_path_factory):
 
 @pytest.fixture
 def own(tuned, tmp_path):
-    """A copy whose profiles may be changed."""
     return shutil.copytree(tuned.folder, tmp_path / "own")
 
 

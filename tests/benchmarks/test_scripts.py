@@ -33,7 +33,6 @@ from tests.tiny import llama_config, save_checkpoint, save_prompts
 
 @pytest.fixture
 def measured(tmp_path, toy, monkeypatch):
-    """Runs a script on the toy bundle and one prompt; gives its report."""
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "report.json"
     line = {"prompt": "The robot sees", "completion": " a wall."}
     prompts.write_text(json.dumps(line))
@@ -41,8 +40,7 @@ def measured(tmp_path, toy, monkeypatch):
 
     def run(script, *words):
         known = {"BUNDLE": str(toy), "PROMPTS": str(prompts)}
-        given = [known.get(word, word) for word in words]
-        options = [*given, "--json", str(output)]
+        options = [*[known.get(word, word) for word in words], "--json", str(output)]
         result = CliRunner().invoke(script.main, options, catch_exceptions=False)
         assert result.exit_code == 0, result.output
         return json.loads(output.read_text()), result.stdout
@@ -80,18 +78,13 @@ def test_never_slower_measures_three_workloads(measured, monkeypatch):
     monkeypatch.setattr(never_slower, "SLOTS", never_slower.SLOTS[:2])
     words = ("BUNDLE", "--prompts", "PROMPTS", "--methods", "draft,lookup")
     report, _ = measured(never_slower, *words, "--repeats", "1")
-    ways = [row["way"] for row in report["random"]["T=1.0"]]
-    assert ways == [
+    assert [row["way"] for row in report["random"]["T=1.0"]] == [
         *("plain", "width 1", "auto", "auto, not exact"),
         *("never right", "never right, not exact"),
     ]
-    wrong = report["random"]["T=0.0"][-1]
-    assert wrong["acceptance_rate"] in (0.0, None)
+    assert report["random"]["T=0.0"][-1]["acceptance_rate"] in (0.0, None)
     assert {row["way"] for row in report["code"]["T=0.8"]} > {"draft 8", "lookup 1"}
     assert report["repeated"]["again"][-1]["way"] == "recall"
-
-
-# --- scores ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,12 +130,10 @@ def test_the_constants_are_those_that_fit_the_published_rows():
     assert efficiency.bandwidth == pytest.approx(FITTED.bandwidth, rel=0.01)
     assert efficiency.pass_ms == pytest.approx(FITTED.pass_ms, rel=0.01)
     assert efficiency.compute == pytest.approx(FITTED.compute, rel=0.01)
-    memory = runtime_mb(records, table["capacity"])
-    assert memory == pytest.approx(RUNTIME_MB, rel=0.01)
+    assert runtime_mb(records, table["capacity"]) == pytest.approx(RUNTIME_MB, rel=0.01)
 
 
 def test_each_published_row_is_predicted_from_the_others():
-    """Plain decoding within 15% (median) and 30% (worst), memory within 20%."""
     records, table = read()
     errors = leave_one_out(records, table["capacity"])
     speeds = [abs(error.speed) for error in errors]
@@ -155,7 +146,6 @@ def test_each_published_row_is_predicted_from_the_others():
 
 
 def test_trees_of_sixty_rows_keep_their_published_share():
-    """The speed-up of a tree, as a share of its tokens per pass."""
     records, table = read()
     for tree in table["trees"]:
         [record] = [
@@ -167,8 +157,6 @@ def test_trees_of_sixty_rows_keep_their_published_share():
         published = tree["speedup"] / tree["tokens_per_pass"]
         assert share == pytest.approx(published, rel=0.27)
 
-
-# --- drafters that grow ---------------------------------------------------------------
 
 SIZES = {
     "--hidden-size": 256, "--layers": 5, "--heads": 16, "--kv-heads": 8,

@@ -70,9 +70,6 @@ def test_the_page_has_all_rows(head):
     assert expected in PAGE.read_text(), f"docs/checkpoints.md needs:\n{expected}"
 
 
-# --- generation_config.json -----------------------------------------------------------
-
-
 def test_every_field_of_transformers_has_a_row():
     rows, config = rules_by_name(GENERATION_FIELDS), GenerationConfig()
     documented = re.findall(r"^ +(\w+) ?\(`", inspect.getdoc(GenerationConfig), re.M)
@@ -172,10 +169,9 @@ def test_a_text_with_the_defaults_is_the_one_of_transformers(settled):
     with jetdraft.load(folder / "bundle") as bundle:
         assert sorted(bundle.defaults["logit_bias"]) == sorted(never)
         ids = bundle.prompt("def the").tolist()
-        written_ids = model.generate(
+        expected = model.generate(
             torch.tensor([ids]), max_new_tokens=20, pad_token_id=0
-        )
-        expected = written_ids[0, len(ids) :].tolist()
+        )[0, len(ids) :].tolist()
         for method in ("none", "lookup"):
             found = bundle.generate(
                 token_ids=ids, max_new_tokens=20, method=method, **bundle.defaults
@@ -242,14 +238,11 @@ def test_stop_texts_of_the_checkpoint_count_unless_a_flag_gives_others(
         return json.loads(said)["text"]
 
     whole = text()
-    letters = [letter for letter in dict.fromkeys(whole) if letter.isalpha()]
-    first, second = letters[1:3]
+    first, second = [letter for letter in dict.fromkeys(whole) if letter.isalpha()][1:3]
     manifests.edit(bundle, generation={"stop": [second]})
     assert text() == whole[: whole.index(second)]
     assert text("--stop", first) == whole[: whole.index(first)]
 
-
-# --- the tokenizer --------------------------------------------------------------------
 
 TEXT = "def the <|endoftext|> self .\nreturn 12"
 
@@ -339,11 +332,7 @@ def test_settings_that_no_tokenizer_json_has_are_warned_of(tmp_path, field, said
     assert all(line.startswith(f"tokenizer_config.json: {said}") for line in found)
 
 
-# --- GGUF -----------------------------------------------------------------------------
-
-
 def keys(group=Keys):
-    """All keys that llama.cpp's package names."""
     for name, value in vars(group).items():
         if not name.startswith("_"):
             yield from [value] if isinstance(value, str) else keys(value)
@@ -377,7 +366,6 @@ def header(path, fields=(), family="llama"):
 
 
 def read(path, fields, family="llama"):
-    """The lines and the config of such a file."""
     file = header(path, fields, family)
     return file.passed_over(), file.config()
 
@@ -397,8 +385,7 @@ def test_a_key_that_no_model_computes_with_is_refused(tmp_path, name, row):
     value = "adapter" if name == "general.type" else 7
     with pytest.raises((UnsupportedModelError, CheckpointError)) as refused:
         read(tmp_path / "a.gguf", {name: value})
-    shown = name.removeprefix("llama.")
-    assert shown in str(refused.value) or name == "split.count"
+    assert name.removeprefix("llama.") in str(refused.value) or name == "split.count"
     if row.neutral(0) and not row.neutral(value):
         assert read(tmp_path / "b.gguf", {name: 0})[0] == ()
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -20,7 +21,7 @@ from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.grids import GRIDS, GridMatrix
 from jetdraft.recipe import KERNELS, Recipe
 from tests import tiny
-from tests.cli.running import assert_refused
+from tests.cli.running import assert_refused, succeed
 from tests.cli.running import jetdraft as command
 from tests.exports import exported
 from tests.ggufs import adding, one, random_bytes, write_gguf
@@ -80,8 +81,7 @@ def test_experts_keep_their_types(name, tmp_path):
         config.shared_expert_intermediate_size = 96
     config.norm_topk_prob = family_norms = name.startswith("qwen3")
     file, family = tmp_path / "model.gguf", name.partition(" ")[0]
-    written = write_gguf(file, config, one(kind), family)
-    expected = logits_of(written.model)
+    expected = logits_of(write_gguf(file, config, one(kind), family).model)
     found = Checkpoint.load(str(file), torch.float32, keeps_grids=True)
     assert found.model.config.norm_topk_prob == family_norms
     logits = logits_of(found.model)
@@ -89,9 +89,8 @@ def test_experts_keep_their_types(name, tmp_path):
     exported(file, tmp_path / "bundle", "q8_0", max_width=32)
     with jetdraft.load(tmp_path / "bundle") as model:
         logits = model.parts.target.run(IDS).logits
-    assert (
-        np.corrcoef(logits.ravel(), expected.ravel())[0, 1] > 0.99
-    )  # routers see rounded rows
+    # Routers see rounded rows.
+    assert np.corrcoef(logits.ravel(), expected.ravel())[0, 1] > 0.99
     graph = onnx.load(tmp_path / "bundle" / "target.onnx", load_external_data=False)
     types = [GRIDS[a.i] for n in graph.graph.node if n.op_type == "MatMulExperts"
              for a in n.attribute if a.name == "format"]  # fmt: skip
@@ -213,15 +212,12 @@ def test_a_file_of_floats_is_a_checkpoint_of_floats(tmp_path):
     written = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.F16))
     found = Checkpoint.load(str(written.path), torch.float32)
     assert found.packed is None
-    assert found.model.get_submodule(Q.removesuffix(".weight")).weight.dtype == (
-        torch.float16
-    )
+    assert found.model.get_parameter(Q).dtype == torch.float16
 
 
 def test_a_file_of_floats_gets_a_recipe(tmp_path):
     file = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.F16)).path
-    result = command("export", file, "-o", tmp_path / "bundle", *SMALL_BUFFERS)
-    assert result.exit_code == 0, result.output
+    result = succeed("export", file, "-o", tmp_path / "bundle", *SMALL_BUFFERS)
     assert re.search(r"^target: q\d\S+, KL 0\.", result.stderr, re.MULTILINE)
 
 
@@ -232,8 +228,7 @@ def test_a_file_of_floats_gets_a_recipe(tmp_path):
 def test_the_export_says_what_was_kept(tmp_path, kernel, form, rest):
     file, bundle = tmp_path / "model.gguf", tmp_path / "bundle"
     write_gguf(file, CASES["llama mixed"][1], mixed)
-    result = command("export", file, "-o", bundle, *SMALL_BUFFERS, "--kernel", kernel)
-    assert result.exit_code == 0, result.output
+    result = succeed("export", file, "-o", bundle, *SMALL_BUFFERS, "--kernel", kernel)
     assert (
         f"target: 7 matrices kept (6 Q4_K {form}, 1 Q6_K exact), 1 requantized to "
         f"{rest}\n" in result.stderr
@@ -257,8 +252,7 @@ def factors_of(config):
     scaled, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](
         config, torch.device("cpu")
     )
-    plain = 500000.0 ** -(np.arange(0, 64, 2) / 64)
-    return (plain / scaled.numpy()).astype(np.float32)
+    return (500000.0 ** -(np.arange(0, 64, 2) / 64) / scaled.numpy()).astype(np.float32)
 
 
 def test_llama_3_scales_its_rotations(tmp_path):
@@ -327,9 +321,6 @@ def test_an_unknown_scaling_is_refused(tmp_path):
         Checkpoint.load(str(file), torch.float32)
 
 
-# --- the types of matrices -----------------------------------------------------------
-
-
 def grid_matrix(kind, data):
     return GridMatrix(kind.name, data, quants.dequantize(data, kind).shape[1])
 
@@ -346,7 +337,6 @@ def test_types_without_minima_are_blocks_exactly(name):
 
 
 def assert_no_bundle(folder, *arguments, said):
-    """One line, exit code 2, and nothing in the folder but what was there."""
     before = sorted(folder.iterdir())
     assert_refused(command("export", *arguments, "-o", folder / "bundle"), *said)
     assert sorted(folder.iterdir()) == before
@@ -426,8 +416,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, changes, said):
 def test_weights_that_are_not_finite(tmp_path):
     written = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.Q8_0))
     data = bytearray(written.path.read_bytes())
-    stored = written.data["model.layers.0.mlp.up_proj.weight"].tobytes()
-    place = data.index(stored)
+    place = data.index(written.data["model.layers.0.mlp.up_proj.weight"].tobytes())
     data[place : place + 2] = np.array([np.inf], "<f2").tobytes()
     written.path.write_bytes(data)
     assert_no_bundle(tmp_path, written.path, said=["not finite"])
@@ -454,8 +443,7 @@ def test_a_drafter_with_another_tokenizer(tmp_path):
     fields["model"]["merges"] = [" ".join(m) for m in fields["model"]["merges"]]
     (folder / "tokenizer.json").write_text(json.dumps(fields))
     options = ["--drafter", folder, "--fast", "--capacity", 64, "--max-width", 32]
-    result = command("export", target, *options, "-o", tmp_path / "bundle")
-    assert result.exit_code == 0, result.output
+    succeed("export", target, *options, "-o", tmp_path / "bundle")
 
 
 def test_verbs_that_need_a_folder_say_so(tmp_path):
@@ -473,9 +461,7 @@ def test_verbs_that_need_a_folder_say_so(tmp_path):
 def test_a_type_that_gguf_cannot_read(tmp_path, monkeypatch):
     file = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.F16)).path
 
-    def refuse(data, kind):
-        raise NotImplementedError
-
+    refuse = Mock(side_effect=NotImplementedError)
     monkeypatch.setattr("jetdraft.checkpoints.gguf.dequantize", refuse)
     with pytest.raises(CheckpointError, match="of the type F16"):
         Checkpoint.load(str(file), torch.float32)

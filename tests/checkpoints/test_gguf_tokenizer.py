@@ -100,7 +100,6 @@ def test_sentencepiece_merges_the_best_pair_first():
 
 
 def test_templates_and_the_ends_of_a_turn(tmp_path):
-    """A file may have a template for tools."""
     template, file = "{% for m in messages %}{% endfor %}", tmp_path / "model.gguf"
     tools = {"tokenizer.chat_template.tool_use": "{{ tools }}"}
     both = "{% if tools is not none %}{{ tools }}{% else %}" + template + "{% endif %}"
@@ -121,16 +120,14 @@ def test_an_end_by_its_name_is_one_whatever_its_type(end, kind):
     made = built(field)
     assert made.encode(f"a{end}b").ids == [0, 7, 1]
     assert made.decode([0, 7, 1]) == "ab", "ends are not shown"
-    is_shown = made.decode([6], skip_special_tokens=True) == "<x>"
-    assert is_shown == (kind != CONTROL)
+    assert (made.decode([6], skip_special_tokens=True) == "<x>") == (kind != CONTROL)
 
 
 def test_marks_of_infilling_are_control_tokens():
     """Without an id in the file the first by its name, as in llama.cpp."""
     tokens = ["<|fim_prefix|>", "<PRE>", "<|file_sep|>"]
     field = fields_of(tokens, USER_DEFINED)
-    made = built(field)
-    assert made.decode([6, 7, 8]) == "<PRE>"
+    assert built(field).decode([6, 7, 8]) == "<PRE>"
     assert end_token_ids(field.get) == [8]
     chosen = fields_of(tokens, USER_DEFINED, fim_sep_token_id=0, fim_pre_token_id=0)
     assert end_token_ids(chosen.get) == [0]
@@ -141,18 +138,15 @@ def test_a_token_that_merges_build_is_no_end():
     merges = ["< /", "</ s", "</s >"]
     field = fields_of(["</", "</s", "</s>", "<|im_end|>"], merges=merges)
     assert end_token_ids(field.get) == [9]
-    made = built(field)
-    assert made.decode([8]) == "</s>"
+    assert built(field).decode([8]) == "</s>"
 
 
 def test_an_end_inside_of_a_turn_is_shown():
     """OpenAI's harmony: <|end|> ends a message of several, <|return|> the turn."""
     field = fields_of(["<|end|>", "<|return|>", "<|call|>"], CONTROL)
     assert end_token_ids(field.get) == [7, 8]
-    made = built(field)
-    assert made.decode([6, 7]) == "<|end|>"
-    alone = fields_of(["<|end|>", "<|return|>"], CONTROL)
-    assert end_token_ids(alone.get) == [6, 7]
+    assert built(field).decode([6, 7]) == "<|end|>"
+    assert end_token_ids(fields_of(["<|end|>", "<|return|>"], CONTROL).get) == [6, 7]
 
 
 def test_a_file_may_ask_for_an_end_behind_each_text():
@@ -164,8 +158,7 @@ def test_a_file_may_ask_for_an_end_behind_each_text():
     ):
         field["tokenizer.ggml.add_bos_token"] = begins
         field["tokenizer.ggml.add_eos_token"] = ends
-        made = built(field)
-        assert made.encode("b").ids == expected
+        assert built(field).encode("b").ids == expected
 
 
 def test_sentencepiece_has_ids_where_the_file_has_none():
@@ -180,6 +173,5 @@ def test_tokens_of_phi_3_take_the_spaces_behind_them():
     field = fields_of(["<|user|>", "<|endoftext|>"], CONTROL)
     for name, taken in (("Phi 3 Mini", False), ("Phi-3 Mini", True)):
         field["general.name"] = name
-        made = built(field)
-        found = made.encode("<|user|> a<|endoftext|>").offsets[0]
+        found = built(field).encode("<|user|> a<|endoftext|>").offsets[0]
         assert found == ((0, 9) if taken else (0, 8))

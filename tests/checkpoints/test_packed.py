@@ -103,7 +103,6 @@ FORMATS = {
 
 
 def random(shape, bits, symmetric=False, seed=0):
-    """Integers, scales that a half can hold, and zeros."""
     numbers = np.random.default_rng(seed)
     columns, rows = shape
     integers = numbers.integers(0, 1 << bits, shape, dtype=np.uint8)
@@ -116,15 +115,12 @@ def random(shape, bits, symmetric=False, seed=0):
 
 
 def settle(folder, **settings):
-    """Change what a checkpoint says of its quantization."""
     config = json.loads((folder / "config.json").read_text())
-    own = config.get("quantization_config", {})
-    config["quantization_config"] = own | settings
+    config["quantization_config"] = config.get("quantization_config", {}) | settings
     (folder / "config.json").write_text(json.dumps(config))
 
 
 def rewrite(folder, tensors, **settings):
-    """Write a checkpoint's tensors, of which None stands for none."""
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     settle(folder, **settings)
@@ -144,14 +140,12 @@ def quantize(folder, pack, settings, symmetric=False):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A checkpoint of one layer."""
     folder = tmp_path_factory.mktemp("base")
     return save_checkpoint(folder, llama_config(num_hidden_layers=1))
 
 
 @pytest.fixture
 def base(plain, tmp_path):
-    """A copy of it to change."""
     return shutil.copytree(plain, tmp_path / "base")
 
 
@@ -175,10 +169,9 @@ def packed_matrices(bundle):
     """The weights of all MatMulNBits, of which q, k and v are one."""
     graph = onnx.load(bundle / "target.onnx").graph
     constants = {each.name: each for each in graph.initializer}
-    nodes = [node for node in graph.node if node.op_type == "MatMulNBits"]
     return [
         [numpy_helper.to_array(constants[name]) for name in node.input[1:]]
-        for node in nodes
+        for node in [node for node in graph.node if node.op_type == "MatMulNBits"]
     ]
 
 
@@ -193,8 +186,7 @@ def exported(request, tmp_path_factory):
     """A checkpoint, the numbers it was packed from, its bits and its bundle."""
     name, layers = request.param
     folder = tmp_path_factory.mktemp("packed")
-    config = llama_config(num_hidden_layers=layers)
-    source = save_checkpoint(folder / "source", config)
+    source = save_checkpoint(folder / "source", llama_config(num_hidden_layers=layers))
     numbers = quantize(source, *FORMATS[name])
     # Whatever the recipe says of the rest.
     export(str(source), folder / "bundle", options=quick())
@@ -202,7 +194,6 @@ def exported(request, tmp_path_factory):
 
 
 def test_they_go_straight_into_the_graph(exported):
-    """Integers, scales and zeros."""
     _, expected, bits, bundle = exported
     products = packed_matrices(bundle)
     layers = [f"model.layers.{i}" for i in range(len(expected) // 7)]
@@ -311,8 +302,7 @@ def test_a_scale_per_output_becomes_blocks_with_the_same_scale(base):
     signed = (weight / largest[:, None] * 127).round().to(torch.int8)
     tensors |= {f"{Q}.weight": signed, f"{Q}.SCB": largest}
     rewrite(base, tensors, quant_method="bitsandbytes", load_in_8bit=True)
-    found = Checkpoint.load(str(base), torch.float32)
-    [blocks] = found.packed.blocks.values()
+    [blocks] = Checkpoint.load(str(base), torch.float32).packed.blocks.values()
     assert np.abs(blocks.floats.T - weight.numpy()).max() <= float(largest.max()) / 253
     bundle = base.parent / "bundle"
     export(str(base), bundle, options=quick())
@@ -337,7 +327,6 @@ def test_a_last_group_may_be_shorter(base):
 
 
 def test_integers_of_one_byte_are_read_too(base):
-    """int-quantized, by channel, with zeros."""
     tensors = load_file(base / "model.safetensors")
     random = np.random.default_rng(0)
     shape = tuple(tensors[f"{Q}.weight"].shape)

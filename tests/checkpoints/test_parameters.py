@@ -19,8 +19,7 @@ IDS = torch.arange(30)[None]
 @pytest.fixture
 def half(tmp_path):
     """A checkpoint of one layer whose file holds halves."""
-    config = llama_config(num_hidden_layers=1)
-    folder = save_checkpoint(tmp_path / "half", config)
+    folder = save_checkpoint(tmp_path / "half", llama_config(num_hidden_layers=1))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model.half().save_pretrained(folder)
     return folder

@@ -153,8 +153,6 @@ def test_a_checkpoint_without_a_tokenizer_is_told(tmp_path):
         export(str(folder), tmp_path / "bundle", options=QUICK)
 
 
-# --- the folder, and the errors of its loaders ----------------------------------------
-
 SHARD = "model-00002-of-00002.safetensors"
 
 
@@ -166,7 +164,6 @@ def load(request):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A checkpoint in two shards."""
     layouts.write(tmp_path, *layouts.eagle3(), "shards of model.safetensors")
     return tmp_path
 
@@ -185,7 +182,6 @@ def test_a_shard_outside_the_folder(folder, load, place):
 
 
 def test_a_missing_shard(folder, load):
-    """The one that the index lists and the folder lacks."""
     (folder / SHARD).unlink()
     with pytest.raises(CheckpointError, match=f"lacks the shard {SHARD}, which its"):
         load(str(folder))

@@ -27,13 +27,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def copied_bundle(bundle: Path, tmp_path: Path) -> Path:
-    """A copy to change."""
     return shutil.copytree(bundle, tmp_path / "bundle")
 
 
 @pytest.fixture(scope="session")
 def lone_bundle(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target alone, as if it had been exported without a drafter."""
     copy = shutil.copytree(bundle, tmp_path_factory.mktemp("lone") / "bundle")
     manifest = manifests.read(copy)
     del manifest["graphs"]["drafter"]

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable
 from subprocess import CompletedProcess
+from typing import Any
 
 from click import Command
 from click.testing import CliRunner, Result
@@ -25,6 +26,13 @@ def jetdraft(
 ) -> Result:
     """What `jetdraft ARGUMENTS`, or another command, prints and how it ends."""
     return CliRunner().invoke(command, [str(part) for part in arguments], input=stdin)
+
+
+def succeed(*arguments: object, **how: Any) -> Result:
+    """What a command prints, see `jetdraft`, that must end well."""
+    result = jetdraft(*arguments, **how)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result
 
 
 def without(package: str, *arguments: object) -> CompletedProcess[str]:

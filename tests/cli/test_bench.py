@@ -8,7 +8,7 @@ import pytest
 from jetdraft.bench import tuning
 from jetdraft.bundle import Bundle
 from jetdraft.devices.rails import Meter
-from tests.cli.running import assert_refused, jetdraft
+from tests.cli.running import assert_refused, jetdraft, succeed
 from tests.devices.trees import POWER, write
 
 METRICS = {
@@ -36,8 +36,7 @@ def bench(bundle, tmp_path_factory):
     lines = [{"prompt": " the self the self"}, {"token_ids": [5, 6, 7, 5, 6, 7]}]
     prompts.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
     flags = ("--prompts", prompts, "--lengths=1,3", "--output", folder / "out")
-    result = jetdraft("bench", bundle, *flags, *QUICK)
-    assert result.exit_code == 0, result.output
+    result = succeed("bench", bundle, *flags, *QUICK)
     return SimpleNamespace(
         result=result, report=json.loads((folder / "out").read_text())
     )
@@ -91,8 +90,7 @@ def test_report_says_where_and_what_was_measured(bench, bundle):
 def test_table_shows_every_row(bench):
     header, *lines = bench.result.stdout.splitlines()
     assert header.split()[:3] == ["method", "K", "exact"]
-    found = [line.split()[:3] for line in lines[: len(CONTENDERS)]]
-    assert found == [
+    assert [line.split()[:3] for line in lines[: len(CONTENDERS)]] == [
         [method, str(length or "-"), "yes" if exact else "no"]
         for method, length, exact in CONTENDERS
     ]
@@ -104,8 +102,7 @@ def test_table_shows_every_row(bench):
 
 def test_without_prompts_there_are_some_of_its_own(lone_bundle):
     flags = ("--methods=lookup", "--lengths=2", *QUICK[:1], "--repeats=1")
-    result = jetdraft("bench", lone_bundle, *flags, "--threads=1")
-    assert result.exit_code == 0, result.output
+    result = succeed("bench", lone_bundle, *flags, "--threads=1")
     methods = [line.split()[0] for line in result.stdout.splitlines()[1:4]]
     assert methods == ["none", "none", "lookup"]
     assert "4/4" in result.stdout
@@ -120,8 +117,7 @@ def test_what_was_not_measured_is_a_dash(lone_bundle, tmp_path, prompt):
     file.write_text(json.dumps({"token_ids": prompt}))
     flags = ("--prompts", file, "--methods=none", "-o", tmp_path / "out")
     limits = ("--max-new-tokens=1", "--repeats=1", "--threads=1")
-    result = jetdraft("bench", lone_bundle, *flags, *limits)
-    assert result.exit_code == 0, repr(result.exception)
+    result = succeed("bench", lone_bundle, *flags, *limits)
     assert result.stdout.splitlines()[1].split()[5] == "-x"
     assert json.loads((tmp_path / "out").read_text())["rows"][0]["speedup"] is None
 
@@ -131,8 +127,7 @@ def test_prompts_may_hold_any_line_separator(lone_bundle, tmp_path):
     line = json.dumps({"prompt": "one\u2028two"}, ensure_ascii=False)
     file.write_text(line + "\n", encoding="utf-8")
     flags = ("--methods=none", "--max-new-tokens=2", "--repeats=1", "--threads=1")
-    result = jetdraft("bench", lone_bundle, "--prompts", file, *flags)
-    assert result.exit_code == 0, result.output
+    succeed("bench", lone_bundle, "--prompts", file, *flags)
 
 
 def test_a_file_that_is_no_report_is_kept(bundle, tmp_path):
@@ -157,22 +152,18 @@ def test_a_report_is_written_through_a_link(lone_bundle, tmp_path):
 
 def test_json_is_one_object_on_stdout(lone_bundle, tmp_path):
     flags = ("--methods=none", "-n", "2", "--repeats=1", "-t", "1", "--json")
-    result = jetdraft("bench", lone_bundle, *flags, "-o", tmp_path / "out")
-    assert result.exit_code == 0, result.output
+    result = succeed("bench", lone_bundle, *flags, "-o", tmp_path / "out")
     report = json.loads(result.stdout)
     assert [row["method"] for row in report["rows"]] == ["none", "none"]
     assert json.loads((tmp_path / "out").read_text()) == report
 
 
 def test_energy_is_measured_where_there_are_monitors(bundle, tmp_path, monkeypatch):
-    root = write(tmp_path, POWER)
-    metered = partial(Meter, root, interval=0.001)
+    metered = partial(Meter, write(tmp_path, POWER), interval=0.001)
     monkeypatch.setattr("jetdraft.cli.bench.Meter", metered)
     report = tmp_path / "out.json"
     flags = ("--methods=lookup", "--lengths=2", "--output", report)
-    result = jetdraft("bench", bundle, *flags, *QUICK)
-    assert result.exit_code == 0, result.output
-    assert "tokens/J" in result.stdout
+    assert "tokens/J" in succeed("bench", bundle, *flags, *QUICK).stdout
     # 10 watts all the time.
     for row in json.loads(report.read_text())["rows"]:
         assert 0 < row["tokens_per_joule"] <= row["tokens_per_second"] / 10 * 1.5
@@ -184,8 +175,7 @@ def one_turn(monkeypatch):
 
 
 def test_the_table_and_the_profile(copied_bundle, one_turn):
-    done = jetdraft("tune", copied_bundle, "--threads", "1")
-    assert done.exit_code == 0
+    done = succeed("tune", copied_bundle, "--threads", "1")
     widths = [line.split()[0] for line in done.stdout.splitlines()[1:33]]
     assert widths == [str(width) for width in range(1, 33)]
     assert "lookup" in done.stdout

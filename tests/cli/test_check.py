@@ -7,14 +7,12 @@ from jetdraft.cli import check
 from jetdraft.cli.check import Comparison
 from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.planning.registry import methods_of
-from tests.cli.running import jetdraft
+from tests.cli.running import jetdraft, succeed
 
 
 @pytest.fixture(scope="module")
 def report(bundle) -> list[str]:
-    result = jetdraft("check", bundle, "--threads", "1")
-    assert result.exit_code == 0, result.output
-    return result.stdout.splitlines()
+    return succeed("check", bundle, "--threads", "1").stdout.splitlines()
 
 
 def test_says_that_files_contracts_widths_and_texts_are_right(report):
@@ -61,8 +59,7 @@ def test_another_text_is_an_error(bundle, monkeypatch):
 
 
 def test_shows_graphs_shapes_quantization_and_bytes(bundle):
-    result = jetdraft("check", "--no-run", bundle)
-    assert result.exit_code == 0
+    result = succeed("check", "--no-run", bundle)
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     opened = Bundle.open(bundle)
     for expected in (
@@ -94,6 +91,4 @@ def test_json_is_the_manifest(bundle):
 
 
 def test_bundle_without_drafter_shows_one_graph(lone_bundle):
-    result = jetdraft("check", "--no-run", lone_bundle)
-    assert result.exit_code == 0
-    assert "drafter" not in result.stdout
+    assert "drafter" not in succeed("check", "--no-run", lone_bundle).stdout

@@ -18,13 +18,12 @@ from jetdraft.export import measures
 from jetdraft.quant.choice import KL_BOUND
 from jetdraft.recipe import FAST_DEFAULTS, RUNGS, Recipe
 from jetdraft.testing import toy_bundle
-from tests.cli.running import jetdraft, without
+from tests.cli.running import jetdraft, succeed, without
 from tests.programs import ended
 from tests.tiny import VOCAB_SIZE, save_checkpoint
 
 
 def assert_refused(result, *said: str) -> None:
-    """Exit code 2 and one line of error, after nothing but the stages so far."""
     assert isinstance(result.exception, SystemExit), repr(result.exception)
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -36,14 +35,12 @@ def assert_refused(result, *said: str) -> None:
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """A place for a bundle in a folder that is otherwise empty."""
     (tmp_path / "outputs").mkdir()
     return tmp_path / "outputs" / "bundle"
 
 
 @pytest.fixture
 def nothing_written(output: Path):
-    """Check afterwards that the output's folder stayed empty."""
     yield
     assert os.listdir(output.parent) == []
 
@@ -52,8 +49,7 @@ def test_export_makes_a_bundle_that_generates(pair, output):
     flags = ("--drafter", pair.drafter, "--quantize=int4", "--block-size=32")
     sizes = ("--capacity=64", "--max-width=16")
     # The drafter is quicker to export than the target.
-    result = jetdraft("export", pair.drafter, *flags, *sizes, "-o", output)
-    assert result.exit_code == 0, result.output
+    result = succeed("export", pair.drafter, *flags, *sizes, "-o", output)
     assert result.stdout == ""
     made = Bundle.open(output)
     assert list(made.graphs) == ["target", "drafter"]
@@ -64,8 +60,7 @@ def test_export_makes_a_bundle_that_generates(pair, output):
         "methods none, lookup, draft, trigram, cascade"
     )
     assert result.stderr.splitlines()[1:] == ["target: int4-rtn-b32", "drafter: q8_0"]
-    shown = jetdraft("generate", output, "-p", " the", "-n", "4", "-t", "1")
-    assert shown.exit_code == 0
+    succeed("generate", output, "-p", " the", "-n", "4", "-t", "1")
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +68,7 @@ def measured(pair, tmp_path_factory):
     """An export that chooses its recipe by the model's own text: bundle and result."""
     output = tmp_path_factory.mktemp("measured") / "bundle"
     small = "--max-width=4096"  # more than the capacity: narrowed to it
-    result = jetdraft("export", pair.drafter, "-o", output, "--capacity=64", small)
-    assert result.exit_code == 0, result.output
+    result = succeed("export", pair.drafter, "-o", output, "--capacity=64", small)
     return Bundle.open(output), result
 
 
@@ -209,8 +203,7 @@ def test_no_output(pair):
     ],
 )
 def test_other_defaults_need_no_text_either(pair, output, given, expected):
-    result = jetdraft("export", pair.drafter, "-o", output, "--capacity=64", *given)
-    assert result.exit_code == 0, result.stderr
+    succeed("export", pair.drafter, "-o", output, "--capacity=64", *given)
     assert expected in jetdraft("check", "--no-run", output).stdout
 
 
@@ -228,9 +221,6 @@ def test_export_refuses_an_empty_text(pair, tmp_path):
     how += ("--calibration", tmp_path / "empty.txt")
     assert_refused(jetdraft("export", pair.target, *how), "0 tokens")
     assert not (tmp_path / "out").exists()
-
-
-# --- progress -------------------------------------------------------------------------
 
 
 def test_without_a_terminal_there_are_lines_also_in_a_long_step(monkeypatch, capsys):

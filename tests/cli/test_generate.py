@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import jetdraft as package
 from tests import whispers
-from tests.cli.running import assert_refused, jetdraft
+from tests.cli.running import assert_refused, jetdraft, succeed
 from tests.runtime.test_conversation import with_template
 
 PROMPT = " the self"
@@ -26,8 +27,7 @@ METRICS = {
 
 
 def test_text_goes_to_stdout_and_one_line_of_stats_to_stderr(bundle, model):
-    result = jetdraft("generate", bundle, *GIVEN, *SHORT)
-    assert result.exit_code == 0
+    result = succeed("generate", bundle, *GIVEN, *SHORT)
     expected = model.generate(PROMPT, max_new_tokens=24)
     assert result.stdout == expected.text + "\n"
     assert result.stderr.count("\n") == 1
@@ -61,8 +61,7 @@ def test_a_refusal_announces_nothing(new_bundle, wrong):
 def test_json_is_one_object_and_nothing_else(bundle, model):
     # A fixed method and length: what auto drafts depends on measured times.
     fixed = ("--method", "draft", "--num-draft-tokens", "3")
-    result = jetdraft("generate", bundle, *GIVEN, *fixed, "--json", *SHORT)
-    assert result.exit_code == 0
+    result = succeed("generate", bundle, *GIVEN, *fixed, "--json", *SHORT)
     assert result.stderr == ""
     found = json.loads(result.stdout)
     same = {"method": "draft", "num_draft_tokens": 3, "max_new_tokens": 24}
@@ -81,11 +80,9 @@ def test_json_is_one_object_and_nothing_else(bundle, model):
 
 
 def test_endings_and_penalties_reach_the_generation(bundle, model):
-    plain = model.generate(PROMPT, max_new_tokens=24).text
-    stop = [plain[6:8], "never"]
+    stop = [model.generate(PROMPT, max_new_tokens=24).text[6:8], "never"]
     flags = ("--stop", stop[0], "--stop", stop[1], "--repetition-penalty", "1.2")
-    result = jetdraft("generate", bundle, *GIVEN, *SHORT, "--json", *flags)
-    assert result.exit_code == 0, result.stderr
+    result = succeed("generate", bundle, *GIVEN, *SHORT, "--json", *flags)
     found = json.loads(result.stdout)
     expected = model.generate(
         PROMPT, max_new_tokens=24, stop=stop, repetition_penalty=1.2
@@ -107,8 +104,7 @@ def test_a_chat_template_is_used_unless_the_prompt_is_raw(toy):
         reply = model.chat([{"role": "user", "content": "Hello"}], max_new_tokens=24)
         continued = model.generate("Hello", max_new_tokens=24)
     assert reply.text != continued.text
-    ways = {(): reply, ("--raw",): continued}
-    for way, expected in ways.items():
+    for way, expected in {(): reply, ("--raw",): continued}.items():
         result = jetdraft("generate", toy, "-p", "Hello", *way, "--json", *SHORT)
         found = json.loads(result.stdout)
         assert found["text"] == expected.text
@@ -117,8 +113,7 @@ def test_a_chat_template_is_used_unless_the_prompt_is_raw(toy):
 
 def test_a_broken_template_matters_only_where_it_is_used(bundle, tmp_path):
     folder = with_template(bundle, tmp_path / "bundle", "{% if %}")
-    result = jetdraft("generate", folder, *GIVEN, *SHORT)
-    assert_refused(result, "broken in line 1")
+    assert_refused(jetdraft("generate", folder, *GIVEN, *SHORT), "broken in line 1")
     assert jetdraft("generate", folder, *GIVEN, "--raw", *SHORT).exit_code == 0
 
 
@@ -197,9 +192,7 @@ def test_standard_streams_may_be_closed(bundle, tmp_path):
 
 
 def test_too_little_memory_is_one_line(bundle, monkeypatch):
-    def none_left(*shape):
-        raise MemoryError
-
+    none_left = Mock(side_effect=MemoryError)
     monkeypatch.setattr("jetdraft.runtime.passes.buffers.np.zeros", none_left)
     result = jetdraft("generate", bundle, "-p", "x", *SHORT)
     assert_refused(result, "there is not enough memory")
@@ -282,15 +275,12 @@ def test_interrupt_keeps_the_text_so_far(bundle, model, form):
 
 
 def test_explain_says_what_each_method_did(bundle):
-    done = jetdraft("generate", bundle, *GIVEN, "--explain", *SHORT)
-    assert done.exit_code == 0
+    done = succeed("generate", bundle, *GIVEN, "--explain", *SHORT)
     _, reference, header, *rows = done.stderr.splitlines()
     assert reference.startswith("one by one a token takes ")
-    columns = " ".join(header.split())
-    assert columns == "method rounds drafted accepted tokens saved"
+    assert " ".join(header.split()) == "method rounds drafted accepted tokens saved"
     assert all(row.split()[0] in ("none", "draft", "lookup", "off") for row in rows)
-    tokens = [int(row.split()[4]) for row in rows if row.endswith(" ms")]
-    assert sum(tokens) == 24
+    assert sum(int(row.split()[4]) for row in rows if row.endswith(" ms")) == 24
 
 
 @pytest.mark.parametrize(
@@ -312,8 +302,7 @@ def file(tmp_path_factory):
 def test_it_prints_segments_or_json(whisper, file):
     with package.load(whisper / "bundle", threads=1) as model:
         wanted = model.transcribe(file, language="de")
-    shown = jetdraft("transcribe", whisper / "bundle", file, "--language", "de")
-    assert shown.exit_code == 0, shown.stderr
+    shown = succeed("transcribe", whisper / "bundle", file, "--language", "de")
     lines = shown.stdout.splitlines()
     assert len(lines) == len(wanted.segments)
     assert all(re.match(r"\[[\d:.]{12} --> [\d:.]{12}\]", line) for line in lines)
@@ -332,8 +321,7 @@ def test_it_prints_segments_or_json(whisper, file):
 def test_a_file_that_is_cut_off_is_told(whisper, file, tmp_path):
     cut = tmp_path / "cut.wav"
     cut.write_bytes(file.read_bytes()[:-9000])
-    shown = jetdraft("transcribe", whisper / "bundle", cut, "--language", "de")
-    assert shown.exit_code == 0
+    shown = succeed("transcribe", whisper / "bundle", cut, "--language", "de")
     assert "warning: " in shown.stderr
     assert "is cut off: its header says 1.50 s" in shown.stderr
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypedDict
+from unittest.mock import Mock
 
 import click
 import onnxruntime
@@ -28,7 +29,7 @@ from jetdraft.export.request import ExportRequest, export
 from jetdraft.options import Flag, declared_options, takes
 from jetdraft.ort import _MissingPackage
 from jetdraft.runtime.planning.registry import methods
-from tests.cli.running import assert_refused, jetdraft
+from tests.cli.running import assert_refused, jetdraft, succeed
 from tests.programs import ended, python
 
 VERBS = [
@@ -56,8 +57,7 @@ def options(command: click.Command) -> list[click.Option]:
 
 
 def test_the_walk_reaches_every_command():
-    found = {words.split()[0] for words in COMMANDS}
-    assert found == set(VERBS)
+    assert {words.split()[0] for words in COMMANDS} == set(VERBS)
     trained = {words.split()[1] for words in COMMANDS if words.startswith("train")}
     methods_with_a_task = {name for name, method in methods().items() if method.task}
     assert trained == methods_with_a_task | {"acceptance", "use"}
@@ -66,9 +66,7 @@ def test_the_walk_reaches_every_command():
 
 
 def test_help_lists_the_verbs_in_the_order_of_use():
-    result = jetdraft("--help")
-    assert result.exit_code == 0
-    _, _, listed = result.stdout.partition("Commands:")
+    _, _, listed = succeed("--help").stdout.partition("Commands:")
     assert [line.split()[0] for line in listed.splitlines() if line.strip()] == VERBS
 
 
@@ -97,8 +95,7 @@ def test_every_option_has_a_help_text_and_a_group(words):
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_help_prints_each_option_once_under_its_group(words):
-    result = jetdraft(*words.split(), "--help")
-    assert result.exit_code == 0, result.output
+    result = succeed(*words.split(), "--help")
     section, shown = "", defaultdict(set)
     for line in result.stdout.splitlines():
         if line and not line.startswith(" ") and line.endswith(":"):
@@ -128,8 +125,7 @@ def test_no_long_option_means_two_things():
             meaning = (shorts, kind, param.is_flag, param.multiple, param.group)
             for name in param.opts:
                 meanings[name][meaning].append(words)
-    differing = {name: dict(ways) for name, ways in meanings.items() if len(ways) > 1}
-    assert not differing
+    assert not {name: dict(ways) for name, ways in meanings.items() if len(ways) > 1}
 
 
 FULL = "error: the disk is full; free some space\n"
@@ -151,13 +147,8 @@ def test_ctrl_c_while_click_is_imported_is_one_line(tmp_path):
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Run a command in which the system raises an error."""
-
     def run(error):
-        def fail(root):
-            raise error
-
-        monkeypatch.setattr("jetdraft.cli.doctor.examine", fail)
+        monkeypatch.setattr("jetdraft.cli.doctor.examine", Mock(side_effect=error))
         return jetdraft("doctor")
 
     return run
@@ -220,9 +211,7 @@ def test_an_unknown_command_is_told_the_known_commands(words, known):
 
 
 def test_version_names_onnxruntime_and_its_providers_too():
-    result = jetdraft("--version")
-    assert result.exit_code == 0
-    first, second, third = result.stdout.splitlines()
+    first, second, third = succeed("--version").stdout.splitlines()
     assert first == f"jetdraft {package.__version__}"
     assert second == f"onnxruntime {onnxruntime.__version__}"
     kind, _, names = third.partition(" ")
@@ -232,9 +221,7 @@ def test_version_names_onnxruntime_and_its_providers_too():
 
 def test_version_is_printed_without_onnxruntime(monkeypatch):
     monkeypatch.setattr("jetdraft.devices.providers.ort", _MissingPackage())
-    result = jetdraft("--version")
-    assert result.exit_code == 0
-    own, missing = result.stdout.splitlines()
+    own, missing = succeed("--version").stdout.splitlines()
     assert own == f"jetdraft {package.__version__}"
     assert missing == "onnxruntime is not installed"
 
@@ -259,11 +246,7 @@ signal.signal(signal.SIGTERM, _terminate)
 Finalized()
 time.sleep(30)
 """
-    ended = subprocess.run([sys.executable, "-c", code], check=False)
-    assert ended.returncode == 143
-
-
-# --- an annotated field is a flag and a keyword ---------------------------------------
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 143
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +271,6 @@ class Given(TypedDict, total=False):
 
 
 def given(record, *words, **more):
-    """What a command gets for its flags, or what it says."""
     got = []
 
     @click.command("c", cls=Command)

@@ -33,8 +33,6 @@ REGISTER_COMMANDS = [(Other, ExportCommand)]
 
 @pytest.fixture
 def export(monkeypatch, capsys):
-    """Run `optimum-cli export ARGUMENTS` here: exit code, stdout and stderr."""
-
     def run(*arguments: object) -> tuple[int, str, str]:
         given = ["optimum-cli", "export", *map(str, arguments)]
         monkeypatch.setattr(sys, "argv", given)

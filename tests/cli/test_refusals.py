@@ -191,8 +191,6 @@ def test_a_damaged_bundle_is_refused(copied_bundle, name, damage, said):
         assert_refused(jetdraft(*line.format(copied_bundle).split()), said)
 
 
-# --- what cannot be written is refused before anything is read ---
-
 WRITTEN = {"--output", "--cache"}
 PLACES = [
     (words, flag)
@@ -203,7 +201,6 @@ PLACES = [
 
 
 def given(words, flag, bundle, nothing):
-    """The arguments that a command needs, of which only a bundle is there."""
     for param in COMMANDS[words].params:
         value = bundle if param.name == "bundle" else nothing
         if isinstance(param, click.Argument):
@@ -213,8 +210,7 @@ def given(words, flag, bundle, nothing):
 
 
 def test_there_are_such_options():
-    verbs = {words.split()[0] for words, _ in PLACES}
-    assert verbs == {"export", "bench", "train"}
+    assert {words.split()[0] for words, _ in PLACES} == {"export", "bench", "train"}
     assert len([flag for words, flag in PLACES if "train" in words]) >= 13
 
 

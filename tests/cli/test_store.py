@@ -14,7 +14,7 @@ from jetdraft.learning.lessons import (
     drafter_sha256,
 )
 from jetdraft.runtime.text.codec import TextCodec
-from tests.cli.running import assert_refused, jetdraft
+from tests.cli.running import assert_refused, jetdraft, succeed
 from tests.server.serving import started
 from tests.toy_drafter import arrays_of, put_on_trial, random_arrays
 
@@ -27,14 +27,12 @@ def store(bundle, tmp_path):
     # A method that does not draft from the store keeps the response all the same.
     for prompt, method in ((" the self", "draft"), (" def return", "auto")):
         of_ann = ("--store", file, "--drafting", "user=ann", "--method", method)
-        done = jetdraft("generate", bundle, "-p", prompt, *of_ann, *SHORT)
-        assert done.exit_code == 0
+        succeed("generate", bundle, "-p", prompt, *of_ann, *SHORT)
     return file
 
 
 def test_list_shows_what_is_kept(bundle, store):
-    shown = jetdraft("store", "list", bundle, store, "--user", "ann")
-    assert shown.exit_code == 0
+    shown = succeed("store", "list", bundle, store, "--user", "ann")
     first, second = shown.stdout.splitlines()
     assert "def return" in first
     assert "the self" in second
@@ -52,15 +50,13 @@ def test_list_shows_what_is_learned(bundle, tmp_path):
     lessons.add(Lesson(np.arange(20, 25), places, ids, logits), user="ann")
     lessons.add(Lesson(np.arange(40, 44), places, ids, logits), user="ann")
     lessons.add(Lesson(np.arange(30, 34), places[:1], ids[:1], logits[:1]), user="bo")
-    own = jetdraft("store", "list", bundle, tmp_path)
-    assert own.stdout.splitlines() == [
+    assert jetdraft("store", "list", bundle, tmp_path).stdout.splitlines() == [
         "weights: the bundle's own drafter",
         "lessons of --user 'ann': 2",
         "lessons of --user 'bo': 1",
     ]
     name = put_on_trial(tmp_path, bundle, {"matrix": np.ones((2, 2), np.float32)})
-    shown = jetdraft("store", "list", bundle, tmp_path, "--user", "ann")
-    assert shown.exit_code == 0
+    shown = succeed("store", "list", bundle, tmp_path, "--user", "ann")
     weights, *latest_first = shown.stdout.splitlines()
     assert weights == (
         f"weights: the learned set {name[:12]}, on trial against the bundle's own "
@@ -102,8 +98,7 @@ def test_a_damaged_store_is_one_warning(bundle, store):
     content = bytearray(store.read_bytes())
     content[4096:] = b"x" * (len(content) - 4096)
     store.write_bytes(content)
-    done = jetdraft("generate", bundle, "-p", " the self", "--store", store, *SHORT)
-    assert done.exit_code == 0
+    done = succeed("generate", bundle, "-p", " the self", "--store", store, *SHORT)
     warning, stats = done.stderr.splitlines()
     assert warning.startswith("warning: the store")
     assert stats.startswith("[8 tokens")
@@ -153,9 +148,7 @@ def test_weights_are_cleared_after_the_lessons(toy, tmp_path, monkeypatch):
     clear, left = WeightSets.clear, []
 
     def recorded(sets):
-        bundle = Bundle.open(toy)
-        lessons = Lessons(tmp_path, bundle.tokenizer_sha256, 384)
-        left.append(lessons.read())
+        left.append(Lessons(tmp_path, Bundle.open(toy).tokenizer_sha256, 384).read())
         clear(sets)
 
     monkeypatch.setattr(WeightSets, "clear", recorded)

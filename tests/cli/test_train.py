@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import click
 import pytest
 
 from jetdraft.cli.train import command as trainers
-from tests.cli.running import INTERRUPTIBLE, assert_refused, jetdraft, without
+from tests.cli.running import INTERRUPTIBLE, assert_refused, jetdraft, succeed, without
 from tests.tiny import llama_config, save_checkpoint
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
@@ -32,14 +33,12 @@ def text(tmp_path) -> Path:
 def test_from_a_text_to_drafts(target, text, tmp_path):
     checkpoint, bundle = tmp_path / "checkpoint", tmp_path / "bundle"
     command = ("train", "stream", target, "--data", text, "-o", checkpoint)
-    trained = jetdraft(*command, "--steps", 3, *QUICK)
-    assert trained.exit_code == 0, trained.output
+    trained = succeed(*command, "--steps", 3, *QUICK)
     assert "training 1152 weights of the streams" in trained.stderr
     assert "step 3: validation loss" in trained.stderr
-    exported = jetdraft(
+    exported = succeed(
         "export", checkpoint, "-o", bundle, "--capacity", 128, "--max-width", 32
     )
-    assert exported.exit_code == 0, exported.output
     assert "stream" in exported.stderr
     shown = jetdraft("check", "--no-run", bundle).stdout
     assert "streams       2 in the top 2 layers, lossless" in shown
@@ -84,15 +83,13 @@ def test_a_trigram_table_is_counted_and_used(bundle, tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("def self return the " * 40)
     table = tmp_path / "table.npz"
-    done = jetdraft("train", "trigram", corpus, "--bundle", bundle, "-o", table)
-    assert done.exit_code == 0
+    done = succeed("train", "trigram", corpus, "--bundle", bundle, "-o", table)
     assert "pairs" in done.stderr
-    drafted = jetdraft(
+    succeed(
         "generate", bundle, "-p", " the self", "--method", "trigram",
         "--drafting", f"table={table}",
         "--max-new-tokens", "8", "--threads", "1",
     )  # fmt: skip
-    assert drafted.exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -123,12 +120,9 @@ def test_a_table_replaces_no_file(bundle, tmp_path):
 def test_an_acceptance_head_is_learned_and_used(bundle, tmp_path):
     own = shutil.copytree(bundle, tmp_path / "own")
     how = ("--max-new-tokens", "40", "--threads", "1")
-    done = jetdraft("train", "acceptance", own, *how)
-    assert done.exit_code == 0, done.output
-    assert "drafted tokens" in done.stderr
+    assert "drafted tokens" in succeed("train", "acceptance", own, *how).stderr
     learned = ("--method", "draft", "--drafting", "stopping=learned", *how)
-    drafted = jetdraft("generate", own, "-p", " the self", *learned)
-    assert drafted.exit_code == 0
+    assert jetdraft("generate", own, "-p", " the self", *learned).exit_code == 0
     missing = jetdraft("generate", bundle, "-p", " x", *learned)
     assert_refused(missing, "train acceptance")
 
@@ -147,13 +141,10 @@ def test_trainers_are_listed_without_torch():
 
 
 def test_a_head_from_a_text(tmp_path, text):
-    """The folder that it writes is a head in its published layout."""
-    config = llama_config(num_hidden_layers=6)
-    target = save_checkpoint(tmp_path / "target", config)
+    target = save_checkpoint(tmp_path / "target", llama_config(num_hidden_layers=6))
     sizes = ("--sequence-length", 24, "--batch-size", 2, "--unrolled", 2, "--steps", 2)
     command = ("train", "eagle", target, "--data", text, "-o", tmp_path / "head")
-    trained = jetdraft(*command, "--draft-vocab", 50, *sizes)
-    assert trained.exit_code == 0, trained.output
+    trained = succeed(*command, "--draft-vocab", 50, *sizes)
     assert "weights of a head (eagle3) over 50 tokens" in trained.stderr
     assert "step 2: validation loss" in trained.stderr
     assert "right by place" in trained.stderr
@@ -168,11 +159,9 @@ DRAFTER = ("--sequence-length", 24, "--batch-size", 2, "--steps", 2)
 
 
 def test_a_drafter_from_a_text(target, tmp_path, text):
-    """The folder that it writes is a checkpoint with the target's tokenizer."""
     command = ("train", "draft", target, "--data", text, "-o", tmp_path / "drafter")
     sizes = ("--layers", 1, "--hidden-size", 32, "--draft-vocab", 50)
-    trained = jetdraft(*command, *sizes, *DRAFTER)
-    assert trained.exit_code == 0, trained.output
+    trained = succeed(*command, *sizes, *DRAFTER)
     assert "training a drafter of width 32, layers: 1" in trained.stderr
     assert "step 2: validation loss" in trained.stderr
     assert "accepted by place at T = 1" in trained.stderr
@@ -185,8 +174,7 @@ def test_a_drafter_from_a_text(target, tmp_path, text):
     )
     assert own == expected
     other = (*command[:-1], tmp_path / "layers", "--from-layers", "0,2")
-    layers = jetdraft(*other, *DRAFTER)
-    assert layers.exit_code == 0, layers.output
+    layers = succeed(*other, *DRAFTER)
     assert "training a drafter of width 64, layers: 2" in layers.stderr
 
 
@@ -209,13 +197,8 @@ def test_all_trainings_have_the_same_options_and_a_row_of_their_own(name):
 
 
 def test_ctrl_c_before_the_first_step_is_one_line(target, text, tmp_path, monkeypatch):
-    """While the target writes, for example."""
-
-    def write(*arguments):
-        raise KeyboardInterrupt
-
-    name = "jetdraft.train.task.continuations"
-    monkeypatch.setattr(name, write)
+    write = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("jetdraft.train.task.continuations", write)
     command = ("train", "draft", target, "--data", text, "-o", tmp_path / "out")
     stopped = jetdraft(*command, "--regenerate", *DRAFTER)
     assert stopped.exit_code == 130

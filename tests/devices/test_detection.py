@@ -181,8 +181,6 @@ def _resident() -> int:
     return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
 
 
-# --- profiles -------------------------------------------------------------------------
-
 ALL = [
     *("agx-orin-32gb", "agx-orin-64gb", "agx-thor", "orin-nano-4gb", "orin-nano-8gb"),
     *("orin-nx-16gb", "orin-nx-8gb", "thor-t4000"),

@@ -85,8 +85,6 @@ COPIES = {
 
 
 class Made(NamedTuple):
-    """A bundle, the folders of its target and of its head, and the head's tensors."""
-
     bundle: Bundle
     target: str
     head: str
@@ -95,7 +93,6 @@ class Made(NamedTuple):
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Made]:
-    """Exports a head once for each set of options."""
     folder = tmp_path_factory.mktemp("heads")
 
     @cache
@@ -105,7 +102,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Made]:
 
     @cache
     def mtp(name: str) -> tuple[str, dict[str, Tensor]]:
-        """A target whose own files have a module."""
         torch.manual_seed(11)
         config, layout = MTP[name]
         tensors = layout()
@@ -120,8 +116,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Made]:
     def head(name: str) -> tuple[str, dict[str, Tensor]]:
         torch.manual_seed(3)
         config, tensors = KINDS[name].layout()
-        written = layouts.write(folder / name, config, tensors, KINDS[name].file)
-        return written, tensors
+        return layouts.write(folder / name, config, tensors, KINDS[name].file), tensors
 
     @cache
     def make(

@@ -43,7 +43,6 @@ def drafts_of(bundle, method, **drafting):
 
 
 def in_torch(head, features):
-    """Logits and carried states of all rows: prompt, catch-up, own steps."""
     cache, logits, carried = DynamicCache(), [], []
     first = 0
     with torch.no_grad():

@@ -121,7 +121,6 @@ def transformers_logits(config, weights, tokens=TOKENS) -> np.ndarray:
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def case(request, tmp_path_factory):
-    """One architecture, traced once: our attention, the `other`, and its logits."""
     config = CONFIGS[request.param]
     folder = tmp_path_factory.mktemp("architecture")
     checkpoint = load(config, folder / "checkpoint")
@@ -157,7 +156,6 @@ def assert_close(actual, expected):
 
 
 def test_passes_equal_transformers(case):
-    """A prefill, one that answers for its last row only, wide passes, single rows."""
     # Otherwise this, and everything below, would prove little.
     assert case.expected.std(axis=-1).min() > 0.1
     for graph in (case.other, case.graph):
@@ -244,8 +242,7 @@ def test_half_precision_becomes_as_few_nodes(tmp_path):
     for dtype in (torch.float32, torch.float16):
         checkpoint = Checkpoint.load(str(tmp_path), dtype)
         name = str(dtype).removeprefix("torch.")
-        contract = replace(contract_of(checkpoint), dtype=name)
-        nodes = traced(checkpoint, contract).graph
+        nodes = traced(checkpoint, replace(contract_of(checkpoint), dtype=name)).graph
         kinds.append(Counter(n.op_type for n in nodes if n.op_type != "Cast"))
     assert kinds[0] == kinds[1]
     assert not kinds[1]["Neg"], "attention rotates"
@@ -323,8 +320,7 @@ def test_an_encoder_decoder_beside_the_seams_is_refused(tmp_path):
 )
 def test_frequencies_that_change_within_the_capacity_are_refused(name, tmp_path):
     save_checkpoint(tmp_path, CONFIGS[name], tokenizer=False)
-    message = refusal(tmp_path, capacity=CAPACITY + 1)
-    assert f"--capacity {CAPACITY} or less" in message
+    assert f"--capacity {CAPACITY} or less" in refusal(tmp_path, capacity=CAPACITY + 1)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,4 @@
-"""Graphs that a CUDA graph can be captured of: no size of a pass is copied to the GPU.
-
-A host value that a kernel wants on the device becomes a Memcpy node, and with one in it
-a session refuses to capture.
-"""
+"""A CUDA graph can be captured of graphs that copy no size from the host: no Memcpy."""
 
 from dataclasses import replace
 from functools import partial
@@ -62,10 +58,9 @@ def copied_to_device(file):
 
 
 def empty_sums(file):
-    """Reductions over an axis that is empty in some passes, as (operator, input, size).
+    """Reductions over an axis that may be empty, as (operator, input, size).
 
-    CUDA refuses them, with keepdims too. Every pass has rows; all else may be missing.
-    An axis of unknown size counts as one that may be empty.
+    CUDA refuses them, with keepdims too. Only the rows of a pass are never missing.
     """
     graph = onnx.load(file, load_external_data=False).graph
     constants = {
@@ -97,7 +92,6 @@ def captured(pair, tmp_path_factory):
 
 
 def graphs(folder):
-    """The step graphs of a bundle: halves run on the CPU."""
     for entry in Bundle.open(folder).graphs.values():
         yield from (folder / f for f in (entry.file, entry.tree_file) if f)
 
@@ -182,7 +176,6 @@ def probed(kind, folder):
 
 
 def attached(kind, folder):
-    """A drafter as it begins, which chooses among 40 tokens."""
     text = folder / "text.txt"
     text.write_text(" the self of the text" * 200)
     target = target_of(folder, 1)

@@ -3,6 +3,7 @@
 import shutil
 from collections import Counter
 from itertools import pairwise
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -27,6 +28,7 @@ from jetdraft.testing import toy_bundle
 from tests import manifests
 from tests.checkpoints.heads.layouts import LAYERS, eagle1, eagle3, write
 from tests.cli.running import jetdraft as command
+from tests.cli.running import succeed
 from tests.exports import exported
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 
@@ -101,8 +103,7 @@ def test_the_head_has_fewer_rows_and_the_embedding_stays_quantized(cut):
 
 def test_its_logits_are_those_of_the_whole_head(cut, pair):
     tokens = [5, 80, 33, 260, 12]
-    graph = Opener(cut, PROVIDERS["cpu"], ONE_THREAD).graph(cut.drafter)
-    answer = graph.run(tokens)
+    answer = Opener(cut, PROVIDERS["cpu"], ONE_THREAD).graph(cut.drafter).run(tokens)
     model = Checkpoint.load(str(pair.drafter), torch.float32).model
     with torch.no_grad(), own_attention(model):
         logits = model(torch.tensor([tokens])).logits[0].numpy()
@@ -247,8 +248,7 @@ def test_an_export_stores_the_acceptance_and_check_finds_it_again(cut):
     shares = acceptance(cut)["by_position"]
     assert len(shares) == 4
     assert all(one >= other for one, other in pairwise(shares))
-    result = command("check", cut.path, "--threads", "1")
-    assert result.exit_code == 0, result.output
+    result = succeed("check", cut.path, "--threads", "1")
     shown = " ".join(f"{share:.2f}" for share in shares)
     assert f"acceptance by position {shown}, at export {shown}" in result.stdout
     assert "warning: the target accepts" not in result.stderr
@@ -257,10 +257,7 @@ def test_an_export_stores_the_acceptance_and_check_finds_it_again(cut):
 def test_no_file_is_hashed_again_to_store_it(tmp_path, monkeypatch):
     """The files of a large pair take seconds to hash."""
     bundle = Bundle.open(toy_bundle(tmp_path / "toy"))
-
-    def hashed(file):
-        raise AssertionError(f"{file} was hashed again")
-
+    hashed = Mock(side_effect=AssertionError("a file was hashed again"))
     with monkeypatch.context() as patched:
         patched.setattr("jetdraft.bundle.sha256_of", hashed)
         patched.setattr("jetdraft.manifest.sha256_of", hashed)
@@ -275,6 +272,5 @@ def test_check_warns_where_the_acceptance_fell(cut, tmp_path):
     record = manifest["graphs"]["drafter"]["quantization"]["acceptance"]
     record["by_position"] = [min(1.0, x + 0.3) for x in record["by_position"]]
     manifests.write(copy, manifest)
-    result = command("check", copy, "--threads", "1")
-    assert result.exit_code == 0, result.output
+    result = succeed("check", copy, "--threads", "1")
     assert "warning: the target accepts fewer drafted tokens" in result.stderr

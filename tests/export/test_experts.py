@@ -45,10 +45,7 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 200)
 
 @pytest.fixture(scope="module", params=MIXTURES)
 def case(request, tmp_path_factory):
-    """One family, traced once: its graph, and what transformers says of its weights.
-
-    Gated delta rules are computed row by row, see `test_recurrent.case`.
-    """
+    """One family, traced once: its graph, and transformers' logits row by row."""
     config, folder = MIXTURES[request.param](), tmp_path_factory.mktemp("mixture")
     config._experts_implementation = "eager"
     checkpoint = architectures.load(config, folder / "checkpoint")
@@ -67,7 +64,6 @@ def case(request, tmp_path_factory):
 
 
 def chosen_experts(model) -> np.ndarray:
-    """What each row chooses, [n, choices], in numbers that tell layers apart."""
     chosen, count, hooks = [], 0, []
     for module in model.modules():
         if hasattr(module, "_apply_gate"):
@@ -86,7 +82,6 @@ def chosen_experts(model) -> np.ndarray:
 
 @pytest.mark.parametrize("length", [1, 63, 200])
 def test_a_prompt_in_chunks_equals_transformers(case, length):
-    """Its logits, and the experts that its rows choose, in any order."""
     graph, expected = case.graph, case.expected
     # Otherwise this would prove little.
     assert expected.std(axis=-1).min() > 0.1
@@ -327,10 +322,7 @@ def test_an_exponent_beyond_a_half_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
-    """A mixture that knows a text, and an MTP module that drafts it.
-
-    Only its experts and their router have learned to.
-    """
+    """A mixture whose experts learned a text, and an MTP module that drafts it."""
     folder, config = tmp_path_factory.mktemp("learned"), MIXTURES["qwen3_moe"]()
     config.initializer_range = 0.05
     save_checkpoint(folder / "target", config, tokenizer=False)

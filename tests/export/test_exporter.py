@@ -3,6 +3,7 @@ import os
 import shutil
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import onnx_ir as ir
@@ -46,8 +47,6 @@ def source(tmp_path_factory) -> str:
 
 @pytest.fixture
 def no_tracing(monkeypatch):
-    """Fail if an export gets as far as doing the work."""
-
     def trace(*_):
         pytest.fail("bad input was noticed too late")
 
@@ -86,8 +85,7 @@ def test_every_precision_loads_and_drafts_the_same_text(
     made = exported(source, tmp_path / "bundle", scheme, **options)
     assert ("MatMulNBits" in operators(made)) == (scheme != "none")
     assert ("MatMul" in operators(made)) == (scheme == "none")
-    kept = {"fp32": "float32", "fp16": "float16"}[dtype]
-    assert made.target.contract.dtype == kept
+    assert made.target.contract.dtype == {"fp32": "float32", "fp16": "float16"}[dtype]
     model = jetdraft.load(made.path, threads=1)
     options = {
         "temperature": 1.0, "seed": 1, "max_new_tokens": 24, "ignore_eos": True,
@@ -120,16 +118,13 @@ def test_target_without_drafter_still_drafts_by_lookup(replaced):
 
 
 def test_exporting_again_replaces_the_bundle(replaced):
-    """With its template and all ids that end a text."""
     assert replaced.target.contract.capacity == 64
     assert os.listdir(replaced.path.parent) == ["bundle"]
     assert replaced.eos_token_ids == (0, 7)
-    template = replaced.path / "chat_template.jinja"
-    assert template.read_text() == "{{ messages }}"
+    assert (replaced.path / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 def test_the_smallest_bundle_takes_and_gives_ids(tmp_path):
-    """Its checkpoint has no tokenizer."""
     source = checkpoint(tmp_path / "checkpoint", tokenizer=False)
     options = ExportOptions(capacity=16, max_width=2)
     odd = export(source, tmp_path / "bundle", options=options)
@@ -162,9 +157,7 @@ def test_export_is_silent_and_reports_its_progress(source, tmp_path, capfd):
 
 
 def test_failure_halfway_leaves_nothing(source, tmp_path, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("halfway")
-
+    fail = Mock(side_effect=RuntimeError("halfway"))
     monkeypatch.setattr(exporter, "_write_texts", fail)
     with pytest.raises(RuntimeError, match="halfway"):
         export(source, tmp_path / "bundle", options=ExportOptions(**SMALL))
@@ -283,7 +276,6 @@ def test_weights_that_do_not_fit_their_config_are_refused(pair, tmp_path):
 
 @pytest.fixture
 def sums(monkeypatch):
-    """The arguments of each measurement of second moments."""
     seen, total = [], measures.second_moments
     watched = lambda *a: seen.append(a) or total(*a)  # noqa: E731
     monkeypatch.setattr(measures, "second_moments", watched)
@@ -291,7 +283,6 @@ def sums(monkeypatch):
 
 
 def test_what_was_measured_is_written(pair, tmp_path, monkeypatch, sums):
-    """Inputs are summed once for each model, and matrices rounded once."""
     late, rounding, options = [], weights.quantize, ExportOptions(None, **SMALL)
     watched = lambda *a: late.append(a) or rounding(*a)  # noqa: E731
     monkeypatch.setattr(weights, "quantize", watched)
@@ -315,9 +306,6 @@ def test_a_drafter_beside_a_given_recipe_has_importance(pair, tmp_path, sums):
     assert diagonal
 
 
-# --- the tree graph: the chain graph with one more input, over the same weights -------
-
-
 def test_both_graphs_read_the_same_weights(bundle):
     entry = jetdraft.Bundle.open(bundle).target
     chain, tree = (ir.load(bundle / file) for file in (entry.file, entry.tree_file))
@@ -337,8 +325,7 @@ def test_both_graphs_read_the_same_weights(bundle):
 
 
 def test_the_compaction_graph_has_no_weights(bundle):
-    entry = jetdraft.Bundle.open(bundle).target
-    model = ir.load(bundle / entry.compaction_file)
+    model = ir.load(bundle / jetdraft.Bundle.open(bundle).target.compaction_file)
     assert not model.graph.initializers
     assert {node.op_type for node in model.graph} == {"Gather", "TensorScatter"}
 

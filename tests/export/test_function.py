@@ -112,8 +112,6 @@ def test_defaults_are_the_same_everywhere():
     assert MAX_WIDTH == 128
 
 
-# --- buffers longer than the texts that a model was trained on ------------------------
-
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 LOCAL = {"rope_type": "default", "rope_theta": 10000.0}
 

@@ -27,8 +27,7 @@ LAYOUTS = [*MASKS, *DSPARK]
 def in_torch(drafter, features, count, known=(), tokens=TOKENS):
     """The logits of the block behind `count` rows, from all rows at once."""
     size = drafter.block_rows
-    masks = size - drafter.reads.anchored
-    block = [*known, *[VOCAB_SIZE] * (masks - len(known))]
+    block = [*known, *[VOCAB_SIZE] * (size - drafter.reads.anchored - len(known))]
     if drafter.reads_text:
         context = torch.tensor([tokens[:count]])
         mask = torch.ones(count + size, count + size, dtype=torch.bool).tril()
@@ -54,13 +53,11 @@ def in_graph(graph, features, start, end, known=()):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_graph_does_what_the_module_does(made, layout):
-    """Prompt, catch-up, one row, and blocks with known tokens; only context is kept."""
     bundle, source, folder, _ = made(layout)
     target, graph = graphs(bundle)
     features = target.run(TOKENS[:14]).features
     features = None if features is None else features.copy()
-    checkpoint = Checkpoint.load(source, torch.float32)
-    drafter = load_head(folder, checkpoint, torch.float32)
+    drafter = load_head(folder, Checkpoint.load(source, torch.float32), torch.float32)
     compared = 0
     graph.cache.rewind(0)
     for start, end in ((0, 5), (5, 8), (8, 9), (9, 13)):
@@ -87,10 +84,8 @@ def test_the_graph_does_what_the_module_does(made, layout):
 
 @pytest.mark.parametrize("layout", ["dflash", "diffusion", *DSPARK[1:]])
 def test_untrained_drafters_draft_what_the_module_guesses(made, layout):
-    """And are seldom right."""
     bundle, source, folder, _ = made(layout)
-    checkpoint = Checkpoint.load(source, torch.float32)
-    drafter = load_head(folder, checkpoint, torch.float32)
+    drafter = load_head(folder, Checkpoint.load(source, torch.float32), torch.float32)
     target, _ = graphs(bundle)
     method = layout if layout == "diffusion" else "dflash"
     drafts, stats = drafts_of(bundle, method, confidence=0.0)
@@ -127,16 +122,14 @@ def test_rows_of_a_block_are_no_context(made, layout):
     graph.cache.rewind(5)
     in_graph(graph, features, 5, 8)
     graph.cache.advance(3)
-    right = in_graph(graph, features, 8, 9).logits
-    assert np.abs(right - wrong).max() > 1e-3
+    assert np.abs(in_graph(graph, features, 8, 9).logits - wrong).max() > 1e-3
 
 
 @pytest.mark.parametrize("layout", ["dflash", "diffusion"])
 def test_the_last_tokens_of_a_block_change_the_first(made, layout):
     """Attention goes both ways: what is known behind a mask changes its guess."""
     graph, features = graph_and_features(made(layout).bundle)
-    count = graph.contract.block
-    unknown = [VOCAB_SIZE] * (count - 1)
+    unknown = [VOCAB_SIZE] * (graph.contract.block - 1)
     one, other = (
         in_graph(graph, features, 0, 5, [*unknown, token]).logits[0].copy()
         for token in (4, 9)
@@ -147,8 +140,7 @@ def test_the_last_tokens_of_a_block_change_the_first(made, layout):
 @pytest.mark.parametrize("layout", ["dflash", "diffusion"])
 def test_a_block_takes_the_spare_slots(made, layout):
     """At the end of the buffers a block still fits behind the last row."""
-    bundle = made(layout).bundle
-    _, graph = graphs(bundle)
+    _, graph = graphs(made(layout).bundle)
     contract = graph.contract
     assert contract.slots >= contract.capacity + 2 * contract.block
     width = contract.feature_input
@@ -206,11 +198,7 @@ def test_only_some_lm_heads_can_be_cut(made, layout):
         made("diffusion", draft_vocab=50)
 
 
-# --- heads ----------------------------------------------------------------------------
-
-
 def test_one_row_gives_the_guesses_of_all_heads(made):
-    """As the module does, whichever row it was."""
     bundle, source, folder, _ = made("medusa")
     target, heads = graphs(bundle)
     features = target.run(TOKENS[:8]).features.copy()
@@ -228,7 +216,6 @@ def test_one_row_gives_the_guesses_of_all_heads(made):
 
 
 def test_random_heads_draft_what_the_module_guesses(made):
-    """And are seldom right."""
     bundle, source, folder, _ = made("medusa")
     module = load_head(folder, Checkpoint.load(source, torch.float32), torch.float32)
     (target, _), (drafts, stats) = graphs(bundle), drafts_of(bundle, "medusa")
@@ -257,8 +244,7 @@ def test_heads_keep_no_rows(made):
 
 def test_a_tree_is_the_product_of_the_best_of_each_head(made):
     """All rows of a depth have the same children: the ranks of the next head."""
-    bundle = made("medusa").bundle
-    with jetdraft.load(bundle.path, threads=1) as model:
+    with jetdraft.load(made("medusa").bundle.path, threads=1) as model:
         drafts = []
         verify = model.parts.target.verify
 
@@ -301,7 +287,6 @@ def hydra_rows(target, graph, source, tensors, ids):
 
 
 def test_each_head_of_hydra_reads_the_guesses_before_it(made):
-    """The path is the next token, and then the likeliest token of every head."""
     bundle, source, _, tensors = made("hydra")
     target, graph = graphs(bundle)
     changed, every = 0, np.arange(VOCAB_SIZE)
@@ -330,7 +315,6 @@ def test_the_vocabulary_of_hydra_is_cut(made):
 
 
 def test_the_small_tensors_are_in_the_drafter_alone(made):
-    """Its matrices are its own; none is the target's."""
     bundle = made("medusa").bundle
     model = onnx.load(bundle.path / bundle.drafter.file, load_external_data=False)
     files = {e.value for t in model.graph.initializer for e in t.external_data}

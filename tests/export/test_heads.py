@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -100,8 +101,7 @@ def test_matrices_of_the_target_are_in_its_file(made, tied, recipe):
     # Its matrices alone: fc, query, key, value, output, and three of the MLP.
     matrices = 64 * (128 + 64 + 2 * 32 + 64 + 3 * 96)
     assert own < (1.2 if drafter == "int4" else 4.4) * matrices
-    weights = bytes_of(bundle, "drafter.onnx.data")
-    assert 0 < weights <= own
+    assert 0 < bytes_of(bundle, "drafter.onnx.data") <= own
 
 
 def test_a_matrix_of_its_own_is_in_its_own_file(made):
@@ -133,17 +133,12 @@ def test_no_head_is_found_before_the_target_is_loaded(tmp_path):
 def test_the_files_of_a_head_are_read_once(made, tmp_path, monkeypatch):
     """They may be all files of a target; what is checked is loaded."""
     _, target, head, _ = made("eagle1")
-    read, load = [], head_files.load_file
-
-    def count(file):
-        read.append(file)
-        return load(file)
-
-    monkeypatch.setattr(head_files, "load_file", count)
+    load = Mock(side_effect=head_files.load_file)
+    monkeypatch.setattr(head_files, "load_file", load)
     options = ExportOptions(Recipe("none"), draft_vocab=10**6)
     with pytest.raises(OptionError, match="is not a part of"):
         export(target, tmp_path / "bundle", options=options, head=head)
-    assert read == [Path(head) / "model.safetensors"]
+    load.assert_called_once_with(Path(head) / "model.safetensors")
 
 
 PROMPT = " the self"
@@ -222,8 +217,6 @@ def test_it_can_be_captured(made, name):
     assert_captured(made(name, **FP16).bundle)
 
 
-# --- features change nothing else -----------------------------------------------------
-
 LAYERS = 2
 TOKENS = np.random.default_rng(4).integers(1, 288, 12).tolist()
 TREE = Rows(TOKENS[:5], [-1, 0, 0, 1, 2])
@@ -241,7 +234,6 @@ def fused_taps() -> Taps:
 
 
 def exported(source, output, taps, **options) -> Bundle:
-    """The bundle of a target whose states a head reads."""
     load = Checkpoint.load
 
     def load_with_taps(*how):
@@ -263,7 +255,6 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["contrib", "standard"])
 def bundles(request, source, tmp_path_factory):
-    """The same target without and with features."""
     folder = tmp_path_factory.mktemp(f"features-{request.param}")
     how = {"recipe": Recipe("int8", 32), "flavour": request.param}
     plain = exported(source, folder / "plain", None, **how)
@@ -279,8 +270,7 @@ def answers(bundle):
     opened = graph(bundle)
     found = []
     for last_only, width in ((True, 8), (False, 2), (False, 1)):
-        answer = opened.run(TOKENS[:width], last_only)
-        found.append(copied(answer))
+        found.append(copied(opened.run(TOKENS[:width], last_only)))
         opened.cache.advance(width)
     found.append(copied(opened.verify(TREE, 6)[1]))
     return found
@@ -335,7 +325,6 @@ def states_of(source, tokens):
 
 
 def test_every_row_has_the_features_of_the_model(source, tmp_path):
-    """A prefill answers for its last row, and gives the features of all."""
     bundle = exported(source, tmp_path / "bundle", fused_taps(), recipe=Recipe("none"))
     streams, _ = states_of(source, TOKENS)
     with torch.no_grad():
@@ -349,9 +338,8 @@ def test_every_row_has_the_features_of_the_model(source, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_the_state_after_the_norm(source, tmp_path, dtype):
-    taps = Taps((), 64)
     bundle = exported(
-        source, tmp_path / "bundle", taps, recipe=Recipe("none"), dtype=dtype
+        source, tmp_path / "bundle", Taps((), 64), recipe=Recipe("none"), dtype=dtype
     )
     _, state = states_of(source, TOKENS)
     features = graph(bundle).run(TOKENS, last_only=True).features

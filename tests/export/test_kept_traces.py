@@ -54,8 +54,7 @@ def test_one_trace_serves_other_weights_and_other_recipes(tmp_path, traced):
 def step_of(folder, seed=0, change=None, **config) -> Step:
     save_checkpoint(folder, drafter_config(**config), seed, tokenizer=False)
     model = Checkpoint.load(str(folder), torch.float32).model
-    contract = StepContract(288, 64, 16, "float32", kv_shapes(model))
-    step = Step(model, contract)
+    step = Step(model, StepContract(288, 64, 16, "float32", kv_shapes(model)))
     if change is not None:
         change(step)
     return step

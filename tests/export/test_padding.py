@@ -110,7 +110,6 @@ def test_no_token_beyond_the_smaller_is_ever_proposed(opened, pair):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", [(320, 288), (320, 280)])
 def test_tokens_that_the_drafter_lacks_are_read(opened, pair, way):
-    """In the prompt, and written by the target."""
     model, last = opened(*pair), pair[0] - 1
     for prompt in ([last], [5, last, 7], [5, 9, pair[1], last]):
         drafts_as_plain(model, prompt, 4, **way)
@@ -136,7 +135,6 @@ def test_trees_and_other_methods_too(opened, way):
 
 @pytest.mark.parametrize("pair", [(320, 288), (288, 320)])
 def test_quantized_and_cut_drafters(padded, tmp_path, pair):
-    """An LM head may be cut to the most frequent tokens, which both have."""
     drafter, recipes = padded(pair[1], tied=True), {"drafter_recipe": "int8"}
     options = {**recipes, "draft_vocab": min(pair) - 1}
     bundle = exported(
@@ -158,8 +156,6 @@ def test_the_recipe_of_a_padded_drafter_is_measured(padded, tmp_path, rows):
 
 @pytest.mark.parametrize(("rows", "of_file"), [(320, 288), (288, 320)])
 def test_a_gguf_drafter(padded, tmp_path, rows, of_file):
-    """Its padding has tokens too, as llama.cpp writes them."""
-
     def pad(writer):
         fields = writer.kv_data[0]
         spare = range(VOCAB_SIZE, of_file)
@@ -176,7 +172,6 @@ def test_a_gguf_drafter(padded, tmp_path, rows, of_file):
 
 @pytest.mark.parametrize(("family", "pair"), [("t5", (320, 288)), ("bart", (288, 320))])
 def test_encoder_decoders(tmp_path, family, pair):
-    """The encoder and the decoder of a drafter read ids that it lacks."""
     folders = []
     for name, rows in zip(("target", "drafter"), pair, strict=True):
         layers = ("num_layers", "num_decoder_layers", "encoder_layers")

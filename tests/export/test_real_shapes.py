@@ -50,7 +50,6 @@ def test_generation_config_decides_ends_and_sampling(settled):
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
 def test_a_language_model_is_read_alone(name, tmp_path):
-    """Of files with towers, whose names and config have a level more."""
     config, level = SHARING[name](), ("model.", "model.language_model.", 1)
     save_checkpoint(tmp_path, config, tokenizer=False)
     alone = Checkpoint.load(str(tmp_path), torch.float32).model.parameters()
@@ -75,7 +74,6 @@ def test_any_of_several_ends_stops_a_text(settled, end, method):
 
 
 def test_a_character_split_over_tokens_comes_whole(settled):
-    """Bytes of one character are several tokens of a byte-level tokenizer."""
     pytest.importorskip("llguidance")
     text = "naïve 日本 🚀"
     stream = list(settled.stream("the", regex=text, max_new_tokens=40))
@@ -128,8 +126,7 @@ def test_matrices_in_parts_and_integers_in_a_file_give_the_same_bytes(
 def wide(tmp_path_factory) -> tuple[Path, jetdraft.Model]:
     """A head of 151,936 rows, tied to the embedding, over a small tokenizer."""
     folder = tmp_path_factory.mktemp("wide")
-    config = drafter_config(vocab_size=LARGE_VOCABULARY)
-    save_checkpoint(folder / "checkpoint", config)
+    save_checkpoint(folder / "checkpoint", drafter_config(vocab_size=LARGE_VOCABULARY))
     bundle = exported(folder / "checkpoint", folder / "bundle", "int8")
     return folder / "checkpoint", jetdraft.load(bundle.path, threads=1)
 
@@ -149,8 +146,7 @@ def test_a_large_tied_head_is_stored_once(wide):
     with torch.no_grad():
         expected = reference(torch.tensor([ids])).logits[0, -1].numpy()
     logprob = model.generate(token_ids=ids, logprobs=5, max_new_tokens=1)
-    best = int(expected.argmax())
-    assert logprob.token_ids == [best]
+    assert logprob.token_ids == [int(expected.argmax())]
     total = np.log(np.exp(expected.astype(np.float64) - expected.max()).sum())
     assert logprob.logprobs[0].logprob == pytest.approx(-total, abs=0.05)
 

@@ -47,13 +47,11 @@ def case(request, tmp_path_factory):
     contract = architectures.contract_of(checkpoint, 512)
     check_seams(checkpoint.model, contract)
     ir.save(architectures.traced(checkpoint, contract), folder / "step.onnx")
-    session = open_session(folder / "step.onnx", "cpu")
-    graph = Graph(StepSessions(session, contract))
+    graph = Graph(StepSessions(open_session(folder / "step.onnx", "cpu"), contract))
     return SimpleNamespace(graph=graph, expected=expected)
 
 
 def restart(graph: Graph, tokens=()) -> None:
-    """Begin a text with these tokens, in one pass."""
     graph.cache.rewind(0)
     if len(tokens):
         graph.run(tokens, last_only=True)
@@ -108,8 +106,7 @@ def test_the_state_after_every_outcome_is_that_of_row_by_row(case, accepted):
     by_row = settled_states(graph)
 
     restart(graph, prompt)
-    wrong = (true + 1) % VOCAB_SIZE
-    draft = [*true[: accepted + 1], *wrong[accepted + 1 :]]
+    draft = [*true[: accepted + 1], *((true + 1) % VOCAB_SIZE)[accepted + 1 :]]
     for _ in range(2):  # a pass that nobody commits leaves no trace
         logits = graph.run(draft).logits.copy()
     graph.cache.advance(accepted + 1)

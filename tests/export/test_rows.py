@@ -37,7 +37,6 @@ def wide(request, tmp_path_factory):
 
 
 def logits(wide, width):
-    """Of a whole buffer, read in passes of one width."""
     graph = wide.parts.target
     tokens = np.random.default_rng(2).integers(1, 288, CAPACITY).tolist()
     graph.cache.rewind(0)
@@ -110,8 +109,6 @@ def test_no_bit_depends_on_the_number_of_rows(tmp_path):
             assert np.array_equal(part[0], whole[0, :width]), width
 
 
-# --- integer KV buffers ---------------------------------------------------------------
-
 PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
 WAYS = [
     {"method": "lookup"},
@@ -181,8 +178,7 @@ def test_scales_make_the_largest_number_the_largest_integer(quantized, pair):
     graph = onnx.load(folder / "drafter.onnx").graph
     stored = {x.name: numpy_helper.to_array(x) for x in graph.initializer}
     checkpoint = Checkpoint.load(str(pair.drafter), torch.float32)
-    calibration = folder.parent / "text.txt"
-    ids = Windows.of(calibration, checkpoint.tokenizer).ids[:, :256]
+    ids = Windows.of(folder.parent / "text.txt", checkpoint.tokenizer).ids[:, :256]
     inner = checkpoint.model.model
     with torch.no_grad():
         hidden = inner.layers[0].input_layernorm(inner.embed_tokens(ids))

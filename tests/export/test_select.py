@@ -29,7 +29,6 @@ ROWS = 32
 
 
 def selecting(pair, folder, recipe):
-    """A model that selects fewer rows than the prompts have."""
     sizes = {"capacity": 256, "max_width": 64, "select_kv": ROWS}
     bundle = exported(pair.target, folder / "bundle", recipe, **sizes)
     model = jetdraft.load(bundle.path, threads=1)
@@ -44,7 +43,6 @@ def few(pair, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def floats(pair, tmp_path_factory):
-    """Its activations are not rounded to integers, for close comparisons."""
     return selecting(pair, tmp_path_factory.mktemp("floats"), "none")
 
 
@@ -99,7 +97,6 @@ def test_a_pass_over_all_rows_has_the_bits_of_a_bundle_without_selections(
 
 @pytest.mark.parametrize("right", range(5))
 def test_every_outcome_of_a_round_leaves_the_buffers_right(few, prompt, right):
-    """Of four drafted tokens 0 to 4 are right, and the next draft follows on."""
     parts = few.parts
     graph, follower = filled(parts.target, prompt), parts.target.make_selecting()
     text = few.generate(
@@ -117,12 +114,10 @@ def test_every_outcome_of_a_round_leaves_the_buffers_right(few, prompt, right):
     path = rows.walk(chosen)
     graph.commit(path, ends_at_gap=True)
     assert [chosen[row] for row in path] == text[: right + 1]
-    after = graph.run([chosen[path[-1]]], width=2).candidates[0, 0]
-    assert after == text[right + 1]
+    assert graph.run([chosen[path[-1]]], width=2).candidates[0, 0] == text[right + 1]
 
 
 def test_a_selection_of_all_rows_is_always_right(few, prompt):
-    """The text and its prompt are shorter than a selection."""
     how = {"method": "select", "num_draft_tokens": 4, "ignore_eos": True}
     stats = few.generate(token_ids=prompt[:6], max_new_tokens=20, **how).stats
     assert stats.acceptance_rate == 1.0
@@ -159,8 +154,7 @@ def test_a_selection_of_just_all_rows_gives_the_answers_of_all_rows(
     rows = prompt[ROWS : ROWS + tokens]
     selected = own.run(rows).logits.copy()
     assert selected_by_hand(own)[0].max() > 0
-    whole = floats.parts.target.run(rows).logits
-    assert np.abs(selected - whole).max() < 1e-4
+    assert np.abs(selected - floats.parts.target.run(rows).logits).max() < 1e-4
 
 
 def test_a_branch_of_selected_rows_does_not_see_its_siblings(floats, prompt):
@@ -328,8 +322,7 @@ def test_a_lossy_text_teaches_nothing(few, prompt, tmp_path, monkeypatch):
             taught.append(seen)
 
     how = {"token_ids": prompt, "exact": False, "max_new_tokens": 8, "method": "none"}
-    store = tmp_path / "store"
-    with jetdraft.load(few.bundle.path, threads=1, store=store) as own:
+    with jetdraft.load(few.bundle.path, threads=1, store=tmp_path / "store") as own:
         monkeypatch.setattr(own.planner, "_learners", [Spy()])
         for selects in (True, False):
             taught = []
@@ -384,8 +377,7 @@ def test_a_selection_needs_the_cpu_and_floats(pair, tmp_path, flags, said):
 
 def test_the_command_line_says_what_is_lossy_and_refuses_the_rest(few, bundle, prompt):
     folder = few.bundle.path
-    text = few.parts.text.decode(prompt[:60])
-    short = ("-p", text, "-n", "4", "-t", "1")
+    short = ("-p", few.parts.text.decode(prompt[:60]), "-n", "4", "-t", "1")
     assert "32 of 256 KV rows" in run("check", folder, "--no-run").stdout
     selected = "--drafting", "select-kv=true"
     lossy = run("generate", folder, *short, *selected, "--no-exact")

@@ -133,8 +133,7 @@ def test_a_source_is_encoded_once_and_never_mixed_up(family):
     assert model.generate(token_ids=SOURCE[:4], **options).token_ids == other
     assert source.seconds == before
     assert model.generate(token_ids=SOURCE, **options).token_ids == first
-    twin = model.twin()
-    assert twin.generate(token_ids=SOURCE[:4], **options).token_ids == other
+    assert model.twin().generate(token_ids=SOURCE[:4], **options).token_ids == other
     assert model.generate(token_ids=SOURCE, **options).token_ids == first
 
 

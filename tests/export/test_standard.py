@@ -38,20 +38,17 @@ def loaded(folder, flavour, scheme, **drafter):
 
 @pytest.fixture(scope="module")
 def floats(folder):
-    """A pair that is not quantized."""
     return loaded(folder, "standard", "none", drafter=folder / "drafter")
 
 
 @pytest.fixture(scope="module")
 def int4(folder):
-    """A pair of four bits; its drafter has eight."""
     drafter = {"drafter": folder / "drafter", "drafter_recipe": "int8"}
     return loaded(folder, "standard", "int4", **drafter)
 
 
 @pytest.fixture(params=["floats", "int4"])
 def standard(request):
-    """Each scheme."""
     return request.getfixturevalue(request.param)
 
 
@@ -59,8 +56,7 @@ def test_there_are_no_other_operators(standard):
     for file in standard.bundle.path.glob("*.onnx"):
         model = onnx.load(file, load_external_data=False)
         assert {node.domain for node in model.graph.node} <= {"", "ai.onnx"}
-        names = {node.op_type for node in model.graph.node}
-        assert "RMSNormalization" not in names
+        assert "RMSNormalization" not in {node.op_type for node in model.graph.node}
         assert [entry.domain for entry in model.opset_import] == [""]
 
 
@@ -143,8 +139,7 @@ def test_the_buffers_are_written_in_place(standard):
     target = standard.parts.target
     target.cache.rewind(0)
     target.run(PROMPT[:4])
-    key = next(iter(target.cache.buffers.values())).numpy()
-    assert np.abs(key[:, :, :4]).sum() > 0
+    assert np.abs(next(iter(target.cache.buffers.values())).numpy()[:, :, :4]).sum() > 0
     target.cache.rewind(0)
 
 

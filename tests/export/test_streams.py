@@ -32,7 +32,6 @@ def checkpoint(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(checkpoint, tmp_path_factory):
-    """Unquantized, so that rounding hides nothing."""
     bundle = exported(checkpoint, tmp_path_factory.mktemp("bundles") / "streams")
     return jetdraft.load(bundle.path, threads=1)
 
@@ -141,8 +140,7 @@ def test_rows_of_a_tree_carry_streams_too(checkpoint, model):
     main, streams = whole_sequence(checkpoint)
     for row, place in ((0, 10), (1, 11), (3, 12)):
         np.testing.assert_allclose(answer.logits[row], main[place], atol=1e-4)
-        found = answer.probes[row].logits
-        np.testing.assert_allclose(found, streams[place], atol=1e-4)
+        np.testing.assert_allclose(answer.probes[row].logits, streams[place], atol=1e-4)
 
 
 def test_parameters_are_those_of_the_paper():
@@ -155,8 +153,7 @@ def test_parameters_are_those_of_the_paper():
 def test_a_scale_of_zero_is_the_base(tmp_path, model, checkpoint):
     if model.bundle.target.streams["mode"] != SHARED:
         pytest.skip("only streams of the shared mode change the target")
-    source = save_checkpoint(tmp_path / "c", CONFIG)
-    exported(source, tmp_path / "base")
+    exported(save_checkpoint(tmp_path / "c", CONFIG), tmp_path / "base")
     exported(checkpoint, tmp_path / "zero", adapter_scale=0.0)
     base, scaled = (
         passes(jetdraft.load(tmp_path / name, threads=1), [COUNT], Probing())[0]

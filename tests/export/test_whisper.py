@@ -194,8 +194,7 @@ def test_checkpoints_that_lack_something_are_refused(tmp_path):
 def test_manifests_with_wrong_tokens_of_speech_are_refused(whisper, tmp_path, change):
     folder = tmp_path / "bundle"
     shutil.copytree(whisper / "bundle", folder)
-    speech = manifests.read(folder)["speech"]
-    manifests.edit(folder, speech={**speech, **change})
+    manifests.edit(folder, speech={**manifests.read(folder)["speech"], **change})
     with pytest.raises(BundleError, match="a model that hears has tokens of speech"):
         jetdraft.Bundle.open(folder)
 

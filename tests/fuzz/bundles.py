@@ -102,7 +102,6 @@ class Bundles(Subject):
         self._make_files()
 
     def _make_files(self) -> None:
-        """A prefix, a table, a store and a conversation that are whole."""
         self.prefix = self.folder / "prefix.npz"
         self.model.save_prefix(self.prefix, PROMPT)
         self.table = table_of_texts(self.folder, self.model)
@@ -116,7 +115,6 @@ class Bundles(Subject):
             model.generate(token_ids=PROMPT, method="draft", num_draft_tokens=4)
 
     def run(self, draw: Random) -> str:
-        """Damage a copy and use it; gives what came of it."""
         shutil.rmtree(self.place, ignore_errors=True)
         outside = self.place / "outside"
         outside.mkdir(parents=True)
@@ -298,7 +296,6 @@ class Bundles(Subject):
     def _use(
         self, draw: Random, bundle: Path, whole: Whole, may_differ: bool = False
     ) -> str:
-        """Load and generate, or run a verb."""
         if draw.random() < 0.15:
             generate = ("generate", "--raw", "--prompt", "a", "-n", "4", "-t", "1")
             verb, *words = draw.choice((generate, ("check", "--no-run"), ("plan",)))

@@ -21,10 +21,9 @@ def difference(before: Any, text: str) -> str:
         after = json.loads(text)
     except (ValueError, RecursionError):
         return "no JSON"
-    places = {*routes(before), *routes(after)}
     return "; ".join(
         f"{'/'.join(map(str, place))} {old!r:.40} -> {new!r:.40}"
-        for place in sorted(places, key=str)
+        for place in sorted({*routes(before), *routes(after)}, key=str)
         if (old := _at(before, place)) != (new := _at(after, place))
     )
 

@@ -54,8 +54,7 @@ class Disturbances:
             raise AssertionError("a cancelled generation has no finish reason")
 
     def _do_deadline(self, draw: Random, model: Model, prompt: list[int]) -> None:
-        options = self._options(draw, model)
-        model.generate(token_ids=prompt, **options, max_seconds=1e-6)
+        model.generate(token_ids=prompt, **self._options(draw, model), max_seconds=1e-6)
 
     def _do_interrupted(self, draw: Random, model: Model, prompt: list[int]) -> None:
         left, choose = [draw.randint(0, 5)], Chooser.choose

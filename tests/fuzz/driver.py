@@ -135,8 +135,7 @@ def _one_process(
     command += [str(first), str(count), str(int(light))]
     block, begun, facts = first, False, dict[str, int]()
     try:
-        environment = {} if light else subject.environment()
-        with _running(command, environment) as process:
+        with _running(command, {} if light else subject.environment()) as process:
             for message in _messages(process, subject.seconds, end):
                 kind, number = message["kind"], message.get("number", number)
                 if kind == "begin":
@@ -171,7 +170,6 @@ def _one_process(
 def _running(
     command: list[str], environment: dict[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The process of a command; nothing that it began or wrote is left afterwards."""
     with TemporaryDirectory(
         prefix="jetdraft-fuzz-", ignore_cleanup_errors=True
     ) as folder:
@@ -193,7 +191,6 @@ def _running(
 def _messages(
     process: subprocess.Popen[bytes], limit: float, end: float
 ) -> Iterator[dict[str, Any]]:
-    """The lines of a process; then a line of kind time, hang, memory or crash."""
     assert process.stdout is not None
     last, rest, begun = time.monotonic(), b"", False
     while True:
@@ -226,7 +223,6 @@ def _bytes_of(pid: int) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Read the command line, fuzz, print closing lines; 1 after a fault."""
     # A fault may quote what no encoding can hold.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     parser = argparse.ArgumentParser("scripts/fuzz", description=__doc__)

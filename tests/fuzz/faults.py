@@ -67,12 +67,10 @@ class Faults(Subject):
         self.can_mount = _can_mount(folder)
 
     def run(self, draw: Random) -> str:
-        """Disturb a job, or a model whose folder or clock goes wrong."""
         shutil.rmtree(self.place, ignore_errors=True)
         self.place.mkdir()
         if draw.random() < 0.1:
-            kind = draw.choice((self._vanished, self._read_only, self._clock))
-            return kind(draw)
+            return draw.choice((self._vanished, self._read_only, self._clock))(draw)
         job = draw.choices(self.jobs, [job.share for job in self.jobs])[0]
         old = draw.random() < 0.6 and job.replaces
         extent = self._extent(job, old)
@@ -94,7 +92,6 @@ class Faults(Subject):
         return self._extents[job.name, old]
 
     def _killed(self, draw: Random, job: Job, old: bool, extent: Extent) -> str:
-        """Kill a job before a call, at an event, or after a time."""
         _in_child(lambda: job.prepare(self.place, old))
         how = draw.choice(("event", "event", "call", "time"))
         at = draw.random()
@@ -106,8 +103,7 @@ class Faults(Subject):
                 # To count the calls takes long, and about 40 lie between two events.
                 _kill_at_call(1 + int(40 * at * extent.events))
             else:
-                seconds = max(1e-4, at * extent.seconds)
-                signal.setitimer(signal.ITIMER_REAL, seconds)
+                signal.setitimer(signal.ITIMER_REAL, max(1e-4, at * extent.seconds))
             job.run(self.place)
 
         code, output = _forked(run)
@@ -178,7 +174,6 @@ class Faults(Subject):
         return _in_child(use)
 
     def _read_only(self, draw: Random) -> str:
-        """A folder that its reader cannot write."""
         if os.getuid():
             return "skipped: only root can become another user"
         bundle = Path(shutil.copytree(self.toy, self.place / "bundle"))
@@ -290,7 +285,6 @@ def _forked(work: Callable[[], Any]) -> tuple[int, str]:
 
 
 def _run(work: Callable[[], Any], writing: int) -> int:
-    """Do the work in the child; gives its exit code."""
     printed = StringIO()
     sys.stdout = sys.stderr = printed
     warnings.simplefilter("default")

@@ -24,8 +24,8 @@ NOTHING, OLD, NEW = "nothing", "old", "new"
 class Job:
     """Writes the file or folder `result` into a place; `toy` is a toy bundle to read.
 
-    `run` takes about `seconds`. If it `replaces`, it takes the place of what an earlier
-    run has finished; if it is `stepwise`, it writes one thing after another.
+    It takes about `seconds`. It `replaces` what an earlier run has finished, or writes
+    one thing after another, `stepwise`.
     """
 
     name = result = ""
@@ -72,8 +72,6 @@ class WriteBundle(Job):
 
 
 class Export(Job):
-    """A checkpoint on the command line."""
-
     name, result = "export", "bundle"
     share, seconds = 3, 8.0
 
@@ -90,8 +88,6 @@ class Export(Job):
 
 
 class Recipes(Job):
-    """The report of a comparison."""
-
     name, result = "recipes", "report.json"
     share, seconds = 1, 15.0
 
@@ -151,8 +147,6 @@ class Tune(Job):
 
 
 class Store(Job):
-    """Requests and responses, kept by ten generations."""
-
     name, result = "store", "store.sqlite"
     stepwise = True
 
@@ -205,8 +199,6 @@ class Learn(Job):
 
 
 class SavedPrefix(Job):
-    """The rows of a prompt."""
-
     name, result = "prefix", "prefix.npz"
 
     def run_before(self, place):
@@ -297,7 +289,6 @@ def _generate(model: Any, **options: Any) -> None:
 
 
 def _verb(*words: object) -> None:
-    """Run a verb in this process; its exit raises `SystemExit`."""
     from jetdraft.cli import main
 
     main([str(word) for word in words], standalone_mode=True)

@@ -100,7 +100,6 @@ def damaged_json(draw: Random, value: Any, places: list[Route]) -> str:
 
 
 def _parent(value: Any, route: Route) -> Any:
-    """What holds the end of a route; what is missing on the way becomes objects."""
     for key in route[:-1]:
         if isinstance(value, dict):
             if not isinstance(value.get(key), (dict, list)):

@@ -49,11 +49,9 @@ class Operators(Subject):
         return {"LD_PRELOAD": " ".join(files), "ASAN_OPTIONS": "detect_leaks=0"}
 
     def run(self, draw: Random) -> str:
-        """An operator with damage, or without any."""
         return draw.choice((self._multiply, self._attend))(draw)
 
     def _attend(self, draw: Random) -> str:
-        """Attention in a pass of a few rows, with and without a bias."""
         heads, size, rows = map(draw.choice, ((1, 2, 6), (2, 8, 20), (0, 1, 9)))
         kv_heads, packed, rotates = draw.choice((1, heads)), *draw.choices((0, 1), k=2)
         case = Attending(heads, kv_heads, size, 40, packed, do_rotary=rotates)
@@ -76,7 +74,6 @@ class Operators(Subject):
         return "computed damage" if damage else "computed"
 
     def _multiply(self, draw: Random) -> str:
-        """A product or columns of a matrix."""
         columns, rows = draw.randint(1, 40), draw.choice((1, 31, 64, 256, 300))
         matrix = random_matrix(draw.choice(GRIDS), columns, rows, draw.randrange(99))
         kind = draw.choice(("MatMulPacked", "GatherPacked"))

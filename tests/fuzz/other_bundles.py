@@ -17,7 +17,6 @@ SLOTS, LAST = "draft_mask.slots", "draft_mask.last"
 
 
 def resized(bundle: Path, output: Path, capacity: int, max_width: int) -> Path:
-    """Copy a bundle to `output` with other sizes of its buffers and passes."""
     shutil.copytree(bundle, output, ignore=shutil.ignore_patterns("profiles"))
     (output / "bundle.json").unlink()
     opened, graphs = Bundle.open(bundle), {}
@@ -32,7 +31,6 @@ def resized(bundle: Path, output: Path, capacity: int, max_width: int) -> Path:
 
 
 def respelled(bundle: Path, output: Path, tokenizer: Tokenizer) -> Path:
-    """Copy a bundle to `output` with another tokenizer: other texts of the same ids."""
     shutil.copytree(bundle, output, ignore=shutil.ignore_patterns("profiles"))
     (output / "bundle.json").unlink()
     tokenizer.save(str(output / "tokenizer.json"))

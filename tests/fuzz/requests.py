@@ -35,7 +35,6 @@ CONSTRAINTS: tuple[dict[str, Any], ...] = (
 
 
 def draw_prompt(draw: Random, model: Model, earlier: list[int]) -> list[int]:
-    """Token ids: a text, noise, repetition, an earlier text, or nearly too many."""
     contract = model.bundle.target.contract
     most = contract.capacity
     kind = draw.choice(("text", "text", "noise", "repeated", "earlier", "long"))
@@ -174,5 +173,4 @@ def table_of_texts(folder: Path, model: Model) -> Path:
 
 
 def words(options: dict[str, Any]) -> str:
-    """Options as keyword arguments, to paste into a call."""
     return ", ".join(f"{name}={value!r}" for name, value in options.items())

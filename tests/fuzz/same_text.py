@@ -29,10 +29,7 @@ REFUSALS = (OptionError, StoreError, BundleError)
 
 
 class SameText(Subject):
-    """Compares tokens, text, finish reason and log probabilities.
-
-    The bundles and providers at hand join the toy bundles, unless it is `light`.
-    """
+    """Compares tokens, text, finish reason and log probabilities, `light`: of toys."""
 
     name = "same-text"
     seconds = 120.0
@@ -64,7 +61,6 @@ class SameText(Subject):
             self._earlier = prompt
 
     def compare(self, draw: Random, world: World) -> str:
-        """Compare a drawn request with plain decoding, with one to three methods."""
         ids = draw_prompt(draw, world.model, self._earlier)
         options = draw_options(draw, world.model)
         table = self.table if world.name.startswith("toy") or self.always else None
@@ -128,7 +124,6 @@ class SameText(Subject):
         return "same"
 
     def refresh(self) -> None:
-        """Start afresh in all worlds that were used."""
         self._earlier = []
         self.disturbances.forget()
         for world in self.worlds:
@@ -188,10 +183,7 @@ class Mixtures(Hybrids):
 
 
 class Families(Subject):
-    """Tries the decoders of transformers in turn, see benchmarks/families.py.
-
-    After all of them it begins again, with other random weights.
-    """
+    """Tries the decoders of transformers in turn, see benchmarks/families.py."""
 
     name = things = "families"
     seconds = 600.0
@@ -222,6 +214,4 @@ def _checked(run: Any) -> Any:
 
 
 def _plainly(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of plain decoding: the seed is a number of Python."""
-    seed = {"seed": int(options["seed"])} if "seed" in options else {}
-    return {**options, **seed}
+    return {**options, **({"seed": int(options["seed"])} if "seed" in options else {})}

@@ -108,7 +108,6 @@ class Serving(Subject):
         self.log.extend(iter(self.process.stderr.readline, ""))
 
     def run(self, draw: Random) -> str:
-        """Ask once, or with many connections; the server must be whole afterwards."""
         kinds = KINDS if self.tried else ("json",)
         kind = draw.choice(kinds)
         try:
@@ -175,7 +174,6 @@ class Serving(Subject):
         return f"raw {self._raw_status(sent, waits=0.3) or 'without an answer'}"
 
     def _half(self, draw: Random) -> str:
-        """A client that stops in the middle of its request."""
         path, body = draw.choice(BODIES)
         request = _request(path, json.dumps(body).encode())
         with self._socket() as client:
@@ -186,7 +184,6 @@ class Serving(Subject):
         return "half a request"
 
     def _leaver(self, draw: Random) -> str:
-        """A client that goes before its answer is whole."""
         path, body = draw.choice(BODIES)
         body = {**body, "max_tokens": 64, "stream": draw.random() < 0.7}
         with self._socket() as client:
@@ -200,7 +197,6 @@ class Serving(Subject):
         return "left early"
 
     def _slow(self, draw: Random) -> str:
-        """A client that hardly reads."""
         body = {**BODIES[2][1], "max_tokens": 64, "ignore_eos": True}
         with self._socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
@@ -274,8 +270,7 @@ class Serving(Subject):
         with closing(connection):
             connection.request(method, path, data, headers)
             answer = connection.getresponse()
-            kind = answer.headers.get("content-type", "")
-            return answer.status, kind, answer.read()
+            return answer.status, answer.headers.get("content-type", ""), answer.read()
 
     def _whole(self, path: str, body: dict[str, Any]) -> object:
         """The choices of a good answer."""
@@ -327,12 +322,10 @@ class Serving(Subject):
                     raise Fault("a good request has another answer than before")
 
     def _sizes(self) -> tuple[int, int, int]:
-        """Bytes, threads and file handles of the server."""
         process = psutil.Process(self.process.pid)
         return process.memory_info().rss, process.num_threads(), process.num_fds()
 
     def finish(self) -> None:
-        """Memory, threads and handles are where they were."""
         time.sleep(0.2)
         if self.tried < 100:
             return
@@ -348,7 +341,6 @@ class Serving(Subject):
                 raise Fault(f"the server had {before} {what} and has {after} now")
 
     def close(self) -> None:
-        """Kill the server."""
         self.process.kill()
         self.process.wait()
         self._reading.join()

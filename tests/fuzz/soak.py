@@ -49,12 +49,10 @@ class Soak(Subject):
         self.cases, self.at_start = 0, ((0, 0, 0), (0, 0, 0))
 
     def run(self, draw: Random) -> str:
-        """Five generations; their number of tokens is checked."""
         for _ in range(3):
             self._one(self.model, draw)
         with ThreadPoolExecutor(2) as threads:
-            seeds = [Random(draw.random()) for _ in range(2)]
-            list(threads.map(self._pooled, seeds))
+            list(threads.map(self._pooled, [Random(draw.random()) for _ in range(2)]))
         self._asked(draw)
         if draw.random() < 0.02:
             self._opened(draw)
@@ -107,7 +105,6 @@ class Soak(Subject):
         return own, self.server._sizes()
 
     def finish(self) -> None:
-        """Memory, threads and handles have not grown."""
         if self.cases <= self.warm:
             return
         both = zip(("process", "server"), self.at_start, self._sizes(), strict=True)

@@ -61,7 +61,6 @@ class World:
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit into the buffers."""
         return self.reference.bundle.target.contract.capacity
 
     def plain(self, ids: list[int], options: dict[str, Any]) -> Result:
@@ -75,7 +74,6 @@ class World:
         return self._kept[key]
 
     def close(self) -> None:
-        """Close both models, if they were loaded."""
         for name in ("model", "reference"):
             if name in vars(self):
                 with suppress(JetdraftError):

@@ -21,8 +21,7 @@ def session(kind, matrix, *, threads=1, **changed):
         **dict(zip(ARRAYS, matrix.packed(), strict=True)),
         **changed,
     }
-    arrays = [fields.pop(name) for name in ARRAYS]
-    return open_session(kind, arrays, threads, fields)
+    return open_session(kind, [fields.pop(name) for name in ARRAYS], threads, fields)
 
 
 def open_session(kind, arrays, threads, fields):
@@ -30,9 +29,8 @@ def open_session(kind, arrays, threads, fields):
     if kind == "MatMulExperts":
         kinds["ids"] = TensorProto.INT64
     read = ["x", *ARRAYS, *list(kinds)[1:]]
-    node = helper.make_node(kind, read, ["y"], domain="jetdraft", **fields)
     graph = helper.make_graph(
-        [node],
+        [helper.make_node(kind, read, ["y"], domain="jetdraft", **fields)],
         "operator",
         [helper.make_tensor_value_info(*pair, None) for pair in kinds.items()],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
@@ -64,7 +62,6 @@ def run_experts(matrix, x, ids, experts=1, **changed):
 
 
 def gathered(ids, arrays, **fields):
-    """Columns of a packed matrix as floats [ids, rows]."""
     return open_session("GatherPacked", arrays, 1, fields).run(None, {"x": ids})[0]
 
 
@@ -73,8 +70,7 @@ def random_matrix(grid, columns, rows, seed=0):
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[grid]]
     blocks = -(-rows // block)
     data = random.integers(0, 256, (columns, blocks, size), dtype=np.uint8)
-    places = (208,) if grid == "Q6_K" else (0, 2) if grid[-1] in "1K" else (0,)
-    for place in places:
+    for place in (208,) if grid == "Q6_K" else (0, 2) if grid[-1] in "1K" else (0,):
         halves = (random.standard_normal((columns, blocks)) * 0.01).astype(np.float16)
         halves[::7] = np.float16(6e-8)
         data[..., place : place + 2] = halves[..., None].view(np.uint8)

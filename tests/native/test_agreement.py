@@ -28,10 +28,7 @@ QEMUS = {m: which(f"qemu-{m}-static") or which(f"qemu-{m}") for m in SOURCES}
 
 
 def compiled(folder, architecture, **changed):
-    """The program with all sources of an architecture but the operators, static.
-
-    `changed` has other flags for some sources.
-    """
+    """The program with all sources of an architecture but the operators, static."""
     target = ["-target", f"{architecture}-linux-musl"]
     sources = {FOLDER / f"{n}.cpp": f for n, f in SOURCES[architecture].items()}
     sources |= {FOLDER / f"{n}.cpp": f for n, f in changed.items()} | {PROGRAM: ()}
@@ -50,11 +47,9 @@ def zig(*arguments):
 
 
 def agreeing(*command):
-    """The processors whose products and attention had the portable bits."""
     lines = printed(*command).splitlines()
     whole = r"(\w+): 400 products, 40 attentions, 80 states, 0 differ"
-    found = [re.fullmatch(whole, line) for line in lines]
-    return {match[1] for match in found}
+    return {match[1] for match in [re.fullmatch(whole, line) for line in lines]}
 
 
 @pytest.fixture(scope="module")

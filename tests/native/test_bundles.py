@@ -9,7 +9,7 @@ import pytest
 from jetdraft import native
 from jetdraft.cli.doctor import examine
 from jetdraft.runtime.passes import session as sessions
-from tests.cli.running import assert_refused, jetdraft
+from tests.cli.running import assert_refused, jetdraft, succeed
 from tests.exports import exported
 from tests.fuzz.damages import hash_again
 
@@ -77,8 +77,7 @@ def test_a_bundle_says_what_it_lacks(packed, pair, once, fault):
 
 def test_other_bundles_do_without(pair, once, fault):
     assert fault
-    other = make(pair, once, "int8-b16", "onnxruntime")
-    assert generated(other).exit_code == 0
+    assert generated(make(pair, once, "int8-b16", "onnxruntime")).exit_code == 0
 
 
 def test_doctor_says_what_is_lacking(fault):
@@ -99,9 +98,7 @@ def test_a_bundle_runs_on_any_instructions(packed, monkeypatch):
     texts = []
     for name in ("portable", native.isa()):
         monkeypatch.setenv("JETDRAFT_ISA", name)
-        result = jetdraft("generate", packed, "-p", "the", "-n", 12, "-t", 1)
-        assert result.exit_code == 0
-        texts.append(result.stdout)
+        texts.append(succeed("generate", packed, "-p", "the", "-n", 12, "-t", 1).stdout)
     assert texts[0] == texts[1]
 
 

@@ -190,7 +190,6 @@ def attention(request):
 
 @pytest.mark.parametrize("width", [1, 7, 80])
 def test_attention_is_close_to_onnxruntimes(attention, width):
-    """Whose sizes are multiples of 8; others are filled up with zeros."""
     heads, size = attention.attributes["num_heads"], attention.buffer[1]
     more = ((0, 0), (0, 0), (0, -size % 8))
     whole = copy(attention)

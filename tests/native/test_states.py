@@ -15,10 +15,9 @@ ROWS = 40
 
 
 class Case:
-    """An operator over a text of `ROWS` rows.
+    """An operator over a text of `ROWS` rows: `rows`, and what all passes share.
 
-    It reads `rows` [1, ROWS, width] and what is the same in each pass, the states, and
-    `others`, of which arrays with three axes are rows too.
+    Arrays with three axes in `others` are rows too.
     """
 
     def __init__(self, function, name, rows, same, states, others):

@@ -27,7 +27,6 @@ class EvilTokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A tiny checkpoint without a tokenizer."""
     folder = tmp_path_factory.mktemp("checkpoint") / "whole"
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
     config = drafter_config(**sizes, eos_token_id=2)

@@ -37,7 +37,6 @@ from tests.cli.running import assert_refused
 
 @pytest.fixture
 def own_toy(tmp_path):
-    """A toy bundle of a test alone, which may damage it."""
     return toy_bundle(tmp_path / "toy")
 
 
@@ -100,9 +99,6 @@ PROMPT = "The robot sees"
 GREEDY = {"max_new_tokens": 8, "method": "none"}
 
 
-# --- profiles -------------------------------------------------------------------------
-
-
 def wrong_profiles(fields):
     widths, curve = fields["widths"], fields["curve"]
     return {
@@ -135,9 +131,6 @@ def test_a_profile_that_cannot_be_used_is_measured_again(own_toy):
             assert again.parts.profiles.read_survey() is None, name
             assert again.generate(PROMPT, **GREEDY).token_ids == expected
             assert again.parts.profiles.read_survey() is not None, name
-
-
-# --- npz ------------------------------------------------------------------------------
 
 
 def damaged(content, chance):
@@ -214,11 +207,7 @@ def test_a_prefix_of_odd_form_is_refused(toy_model, prefix):
         np.savez(file, **{**changed, "sha256": np.array(digest_of(changed))})
         with pytest.raises(BundleError):
             toy_model.load_prefix(file)
-    expected = toy_model.generate(PROMPT, **GREEDY)
-    assert expected.stats.reused_tokens == 0
-
-
-# --- names ----------------------------------------------------------------------------
+    assert toy_model.generate(PROMPT, **GREEDY).stats.reused_tokens == 0
 
 
 @pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
@@ -258,9 +247,6 @@ def test_a_bundle_that_cannot_be_looked_at_is_refused():
         jetdraft.load("a" * 5000)
 
 
-# --- stores ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("used", ["text", b"\xff", 1e300, float("inf"), -1.0])
 def test_poisoned_times_do_not_end_the_list(own_toy, tmp_path, used):
     file = tmp_path / "store.sqlite"
@@ -288,9 +274,6 @@ def test_listed_texts_cannot_steer_the_terminal(own_toy, tmp_path, toy_model):
     listed = CliRunner().invoke(main, ["store", "list", str(own_toy), str(file)])
     assert "\x1b" not in listed.stdout
     assert "a\\x1b[2Jb" in listed.stdout
-
-
-# --- recall ---------------------------------------------------------------------------
 
 
 def test_recall_of_repeated_tokens_takes_no_seconds():

@@ -17,7 +17,6 @@ REPEATING = {"logit_bias": {65: 100.0}, "max_new_tokens": 40, "ignore_eos": True
 
 
 def look(folder):
-    """Everything that a test compares."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         names = list(methods())

@@ -29,7 +29,6 @@ OF_TOY = ["none", "lookup", "draft", "trigram", "cascade"]
 
 
 def python(*arguments, beside=None):
-    """Run a fresh interpreter that finds packages in the folder `beside` too."""
     root = Path(jetdraft.__file__).parents[1]
     paths = [str(path) for path in (beside, root) if path is not None]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -41,9 +40,6 @@ def look(bundle, beside=None):
     run = python(HERE / "outside.py", bundle, beside=beside)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
-
-
-# --- a package that works -------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +97,6 @@ LENGTHS = [1, 2, 4, None]
 
 @pytest.fixture(scope="module")
 def lines(toy, installed):
-    """What the command line answers in one process with the package, by a name."""
     prompts = installed / "prompts.jsonl"
     prompts.write_text('{"prompt": "The robot sees"}\n')
     how = ("--raw", "-n", 32, "--ignore-eos", "--threads", 1, "--json", "--method")
@@ -205,8 +200,6 @@ def test_options_that_are_not_a_dataclass_are_refused(options):
     with pytest.raises(OptionError, match=line):
         Method("again", "the last tokens", lambda parts, options: None, options)
 
-
-# --- packages that do not -------------------------------------------------------------
 
 BROKEN = {
     "missing": ("import no_module_of_this_name", "cannot be loaded"),

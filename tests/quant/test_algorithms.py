@@ -136,8 +136,6 @@ def test_a_matrix_of_zeros(name):
     assert np.array_equal(blocks.floats, np.zeros((ROWS, COLUMNS)))
 
 
-# --- llama.cpp's types: no coarser than its own rounding, and to its bytes ------------
-
 NUMBERS = np.random.default_rng(0).standard_t(6, (512, 48)).astype(np.float32)
 
 LARGEST_ERROR = {"Q4_K": 0.084, "Q5_K": 0.043, "Q6_K": 0.0215}

@@ -60,8 +60,7 @@ def test_the_largest_blocks_that_keep_the_text(kl, expected):
 
 def test_a_mix_where_rounding_is_not_enough():
     worse = dict.fromkeys((64, 128), 1.0)
-    known = Known({32: 0.06, **worse}, layer=0.01)
-    recipe, kl = choose_recipe(known, ORT, bound=0.03)
+    recipe, kl = choose_recipe(Known({32: 0.06, **worse}, layer=0.01), ORT, bound=0.03)
     assert recipe.name == "int4-rtn-b32-up7.8.9-head8", "the worst layers first"
     assert kl == pytest.approx(0.03)
 
@@ -82,8 +81,7 @@ def test_types_of_llama_cpp_from_the_cheapest_up(kl, layer, expected):
 
 
 def test_eight_bits_where_a_mix_saves_nothing():
-    worse = dict.fromkeys((64, 128), 1.0)
-    known = Known({32: 0.09, **worse}, layer=0.0065)
+    known = Known({32: 0.09, **dict.fromkeys((64, 128), 1.0)}, layer=0.0065)
     eight_bits = Recipe.parse(EIGHT_BITS)
     assert choose_recipe(known, ORT, bound=0.03) == (eight_bits, 0.002)
     mix = Recipe.parse("int4-b32-up0.1.2.3.4.5.6.7.8.9-head8")
@@ -112,7 +110,6 @@ def pair(tmp_path_factory):
 
 
 def test_a_model_writes_its_own_text(pair):
-    """Rows of one length; the same text each time; sampled as the model would."""
     target, before = pair["target"], torch.random.get_rng_state()
     steps = []
     text = sample_text(target, lambda done, total: steps.append((done, total)))

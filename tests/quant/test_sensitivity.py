@@ -16,7 +16,7 @@ from jetdraft.quant.calibration import Windows, own_attention, second_moments
 from jetdraft.quant.choice import Limit, Sensitivity
 from jetdraft.quant.divergence import Divergence
 from jetdraft.recipe import HEAD, Recipe
-from tests.cli.running import assert_refused
+from tests.cli.running import assert_refused, succeed
 from tests.cli.running import jetdraft as command
 from tests.exports import exported
 from tests.tiny import llama_config, save_checkpoint, save_streams
@@ -174,8 +174,7 @@ def test_an_export_with_a_limit_writes_the_mix(folder, tmp_path):
         for node in nodes.node
         if node.op_type == "MatMulNBits"
     ]
-    layers = np.array(bits[:-1]).reshape(3, 4)
-    for layer, found in enumerate(layers):
+    for layer, found in enumerate(np.array(bits[:-1]).reshape(3, 4)):
         assert set(found) == {8 if layer in recipe.raised else 4}
     assert bits[-1] == (8 if recipe.head == "int8" else 4)
 
@@ -190,12 +189,8 @@ def test_the_command_line_says_what_it_chose_and_refuses(folder, tmp_path):
     assert_refused(floats, "layers of int8 cannot get more bits")
     assert_refused(command(*calibrated, "--max-bytes", "9"), "alone takes")
     assert not (tmp_path / "bundle").exists()
-    done = command(*calibrated, "--max-kl", "0.1")
-    assert done.exit_code == 0, done.output
+    done = succeed(*calibrated, "--max-kl", "0.1")
     assert "target: int4-gptq-b16-head8" in done.stderr
-
-
-# --- calibration ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +226,6 @@ def test_a_text_that_cannot_be_read_is_refused(checkpoint, tmp_path):
 
 
 def test_moments_are_those_of_the_inputs(checkpoint, tmp_path):
-    """Of the first layer's projections: what the first norm gives."""
     model, text = checkpoint.model, windows(checkpoint, tmp_path)
     before = model.config._attn_implementation
     found = second_moments(model, text)

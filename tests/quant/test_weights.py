@@ -71,7 +71,6 @@ def constant(value: ir.Value) -> np.ndarray:
 
 
 def dequantized(product: ir.Node) -> np.ndarray:
-    """The float matrix [K, N] that a MatMulNBits stands for."""
     packed, scales = constant(product.inputs[1]), constant(product.inputs[2])
     bits = product.attributes.get_int("bits")
     if bits == 4:
@@ -83,7 +82,6 @@ def dequantized(product: ir.Node) -> np.ndarray:
 
 
 def float_matrices(data: bytes) -> list[np.ndarray]:
-    """The constant matrices of all MatMuls, in graph order."""
     matrices = []
     for node in nodes(read(data), "MatMul"):
         turn = node.inputs[1].producer()
@@ -107,9 +105,8 @@ def evaluate(model: ir.Model, inputs, output: ir.Value, feed: np.ndarray) -> np.
 
 def test_every_product_becomes_a_quantized_one(tied, quantized, recipe):
     products = nodes(quantized, "MatMulNBits")
-    matrices = float_matrices(tied)
     # Query-key-value, output, gate-up, down, head.
-    assert len(products) == len(matrices) == 5
+    assert len(products) == len(float_matrices(tied)) == 5
     assert not nodes(quantized, "MatMul")
     for product in products:
         assert product.attributes.get_int("bits") == recipe.bits
@@ -140,8 +137,7 @@ def test_product_equals_a_float_one_within_activation_rounding(quantized, recipe
         steps = np.abs(blocks.reshape(1, 5, -1, size)).max(axis=-1) / 127
         steps = steps.repeat(size, axis=-1)[..., : len(matrix)]
         bound = 0.5 * steps @ np.abs(matrix)
-        error = np.abs(actual - rows @ matrix)
-        assert (error <= 1.01 * bound + 1e-5).all()
+        assert (np.abs(actual - rows @ matrix) <= 1.01 * bound + 1e-5).all()
 
 
 def readers_of_float_matrices(model: ir.Model) -> set[str]:
@@ -166,12 +162,11 @@ def test_tied_embedding_reads_the_one_packed_matrix_of_the_head(quantized):
     [gather] = nodes(quantized, "GatherBlockQuantized")
     head = nodes(quantized, "MatMulNBits")[-1]
     assert gather.inputs[0] is head.inputs[1]
-    of_vocabulary = [
+    assert [
         value
         for value in quantized.graph.initializers.values()
         if value.dtype == ir.DataType.UINT8 and value.shape[0] == VOCAB_SIZE
-    ]
-    assert of_vocabulary == [head.inputs[1]]
+    ] == [head.inputs[1]]
 
 
 def test_embedding_rows_are_exactly_the_columns_of_the_head(quantized):
@@ -232,8 +227,7 @@ def test_a_tied_embedding_has_the_zeros_too(tied, name):
     blocks = ALGORITHMS[recipe.algorithm](
         source.T, recipe.bits, recipe.block_size, None
     )
-    ids = np.arange(VOCAB_SIZE)[None]
-    rows = run_embedding(model, ids)
+    rows = run_embedding(model, np.arange(VOCAB_SIZE)[None])
     np.testing.assert_allclose(rows[0], blocks.floats.T, rtol=1e-5, atol=1e-6)
 
 

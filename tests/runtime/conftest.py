@@ -28,8 +28,7 @@ class Clock:
 def steady_passes(monkeypatch):
     """A clock that a pass moves by a fixed time, so a busy machine changes nothing.
 
-    A graph that answers with features is a target, and every other graph takes a tenth
-    of its time. Without a target with features all passes take the same time.
+    A graph with features is a target: passes of all others take a tenth of its time.
     """
     clock, ready, run = Clock(), Graph._set_inputs, PassBinding.run
 

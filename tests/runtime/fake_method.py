@@ -26,10 +26,7 @@ def pieces_of(
     widths=None,
     verifier=None,
 ):
-    """All pieces of a generation of a whole prompt, and its stats.
-
-    `eos` are its end-of-text tokens; without a proposer it decodes plainly.
-    """
+    """All pieces of a generation of a whole prompt, and its stats."""
     method = Method(NAME, "what a test proposes", lambda parts, options: proposer)
     with registered(method):
         drafting = Drafting("none", exact=exact)
@@ -49,7 +46,6 @@ def pieces_of(
 
 
 def tokens_of(model, prompt, sampling, proposer=None, **options):
-    """All token ids of a generation, and its stats; see `pieces_of`."""
     pieces, stats = pieces_of(model, prompt, sampling, proposer, **options)
     return [token for piece in pieces for token in piece.token_ids], stats
 

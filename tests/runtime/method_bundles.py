@@ -113,8 +113,7 @@ class MethodBundles:
 
     def __getitem__(self, method: str) -> Path:
         make = MAKE[method]
-        name = "toy" if make is _toy else method
-        bundle = self._folder / name
+        bundle = self._folder / ("toy" if make is _toy else method)
         if not bundle.exists():
             make(bundle, method)
         return bundle

@@ -53,14 +53,12 @@ def text(model, method, prompt=PROMPT, tokens=TOKENS, **options):
 def drafts_of(method, step=2, lengths=(4,)):
     yield {}
     # The third of `ppd` drafts whatever passes cost on this machine.
-    samples = methods()[method].samples[::step]
-    yield from ({"drafting": sample} for sample in samples)
+    yield from ({"drafting": sample} for sample in methods()[method].samples[::step])
     if has_lengths(method):
         yield from ({"num_draft_tokens": length} for length in lengths)
 
 
 def has_lengths(method):
-    """Whether drafts can have a fixed length, also beside other methods."""
     return methods()[method].options().draft_size is None
 
 
@@ -278,8 +276,7 @@ def test_a_drafter_that_is_off(method_bundles, method, tmp_path):
     how = {"threads": 1, "drafter_provider": "off", "store": tmp_path / "store"}
     with jetdraft.load(bundle.path, **how) as model:
         if not record.lacks(alone):
-            plain = text(model, "none").token_ids
-            assert text(model, method).token_ids == plain
+            assert text(model, method).token_ids == text(model, "none").token_ids
             return
         assert method not in model.methods
         words = r"no method .*: .* needs .* do not pass --drafter-prov"

@@ -31,8 +31,7 @@ def with_template(bundle, folder, source):
 
 @pytest.fixture(scope="module")
 def chatty(bundle, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("chat") / "bundle"
-    return with_template(bundle, folder, TEMPLATE)
+    return with_template(bundle, tmp_path_factory.mktemp("chat") / "bundle", TEMPLATE)
 
 
 @pytest.fixture(scope="module")

@@ -144,8 +144,6 @@ def test_a_cancelled_task_frees_the_model(model):
 
 
 class Executor:
-    """Only what `concurrent.futures.Executor` promises."""
-
     def __init__(self, *arguments):
         executor = ThreadPoolExecutor(*arguments)
         self.submit, self.shutdown = executor.submit, executor.shutdown
@@ -230,8 +228,6 @@ def test_a_pool_that_is_busy_says_so(bundle):
             jetdraft.Pool(bundle, size=wrong)
 
 
-# --- one generation at a time ---------------------------------------------------------
-
 OTHER_IDS = np.random.default_rng(12).integers(0, 288, 20).tolist()
 HOW = {
     "token_ids": OTHER_IDS,
@@ -243,7 +239,6 @@ HOW = {
 
 @pytest.fixture
 def going(model):
-    """A generation that has given its first piece."""
     stream = model.stream(**HOW)
     next(stream)
     yield stream
@@ -326,8 +321,6 @@ def test_cancelling_ends_whoever_holds_the_buffers(model, going):
 
 
 class Failing(Proposer):
-    """A method from outside that goes wrong."""
-
     traits = Traits("failing", max_draft_tokens=4)
 
     def propose(self, context, budget, parents=None):

@@ -36,7 +36,6 @@ def check(result, reason, whole):
 
 @pytest.fixture(scope="module")
 def whole(model):
-    """The text that nothing ends early."""
     return model.generate(**OPTIONS, method="none").token_ids
 
 
@@ -57,8 +56,7 @@ def test_stop_by_a_text(model, options, whole):
 
 def test_stop_by_an_end_of_text(model, options, whole):
     [eos] = model.bundle.eos_token_ids
-    bias = {eos: 100.0}
-    result = model.generate(**{**options, "ignore_eos": False}, logit_bias=bias)
+    result = model.generate(**{**options, "ignore_eos": False}, logit_bias={eos: 100.0})
     check(result, "stop", [eos])
     assert result.token_ids == [eos]
 

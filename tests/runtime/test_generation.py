@@ -64,10 +64,8 @@ def empty(tokens, at):
 
 
 def sometimes_right(tokens, at):
-    """Right for a varying number of tokens, then wrong: every outcome 0..K."""
     spoiled = tokens.copy()
-    right = np.random.default_rng(at).integers(len(tokens) + 1)
-    spoiled[right:] += 1
+    spoiled[np.random.default_rng(at).integers(len(tokens) + 1) :] += 1
     return spoiled % 288
 
 
@@ -113,8 +111,7 @@ def plain(model):
 @pytest.mark.parametrize("spoil", SPOILS)
 @pytest.mark.parametrize("length", [1, 4, 15])
 def test_the_text_is_that_of_plain_decoding(model, plain, sampling, spoil, length):
-    proposer = proposer_of(plain[sampling], spoil)
-    ids, stats = generate(model, sampling, proposer, length)
+    ids, stats = generate(model, sampling, proposer_of(plain[sampling], spoil), length)
     assert ids == plain[sampling]
     assert stats.new_tokens == 200
     assert sum(stats.rounds_by_choice.values()) == stats.target_passes
@@ -149,8 +146,7 @@ def test_the_length_limit_inside_a_draft(model, plain, spoil, limit):
 def test_end_of_text_inside_a_draft(model, plain, spoil, at):
     text = plain[SAMPLINGS[1]]
     eos = next(t for i, t in enumerate(text) if i >= at and text.index(t) == i)
-    proposer = proposer_of(text, spoil)
-    ids, stats = generate(model, SAMPLINGS[1], proposer, 5, eos=(eos,))
+    ids, stats = generate(model, SAMPLINGS[1], proposer_of(text, spoil), 5, eos=(eos,))
     assert ids == text[: text.index(eos) + 1]
     assert stats.finish_reason == "stop"
 

@@ -109,7 +109,6 @@ REQUIRED = [
 
 @pytest.mark.parametrize("required", REQUIRED)
 def test_what_every_method_must_do(model, required, monkeypatch):
-    """With chains: a method that is not asked for a tree drafts its chain."""
     shapes = [{}, {"num_draft_tokens": 4}]
     monkeypatch.setattr(conformance, "drafts_of", lambda method, **more: shapes)
     for method in model.methods[1:]:
@@ -124,8 +123,7 @@ def test_a_restored_prefix(model, tmp_path):
 def test_a_continued_text_is_not_read_again(model):
     """From its end, or from the end of its prompt; from nowhere between."""
     model.forget()
-    text = model.generate(token_ids=PROMPT, **PLAIN).token_ids
-    sequence = [*PROMPT, *text]
+    sequence = [*PROMPT, *model.generate(token_ids=PROMPT, **PLAIN).token_ids]
     reused = []
     for prompt in ([*sequence, 5, 6], [*PROMPT, 9, 9, 9], PROMPT[:20]):
         model.forget()
@@ -257,8 +255,7 @@ def other_version(graph):
 
 
 def other_state(graph):
-    state = next(one for one in graph.input if one.name == "past_state.0")
-    state.name = "past"
+    next(one for one in graph.input if one.name == "past_state.0").name = "past"
     for node in graph.node:
         node.input[:] = [n.replace("past_state.0", "past") for n in node.input]
 

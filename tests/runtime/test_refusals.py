@@ -1,8 +1,7 @@
 """Speculation must not be a way around a refusal (RMCBench).
 
-A target refuses one kind of request and answers the other; its drafter always answers.
-Whatever the drafter wants, every method gives the target's own tokens. Only a verifier
-that is marked lossy lets the drafter's answer through.
+A target refuses one kind of request; its drafter always answers. Only a verifier that
+is marked lossy lets the drafter's answer through.
 """
 
 import pytest

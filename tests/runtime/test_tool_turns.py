@@ -130,8 +130,6 @@ def test_a_refused_schema_is_named(toy_model):
         toy_model.chat([user_message("Hello")], tools=tools)
 
 
-# --- tags of a call that are tokens, as Qwen2.5 has them ------------------------------
-
 ADDED = {
     "<|im_start|>": True, "<|im_end|>": True, "<tool_call>": False,
     "</tool_call>": False, "<|fim_prefix|>": False, "<think>": False,

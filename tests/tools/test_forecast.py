@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from jetdraft.errors import ContractError, ProviderError
-from tests.cli.running import assert_refused, jetdraft
+from tests.cli.running import assert_refused, jetdraft, succeed
 from tests.exports import exported
 from tests.tiny import llama_config, save_checkpoint
 from tools.forecast.__main__ import main as command
@@ -41,7 +41,6 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory):
-    """A bundle of one tiny model for each provider."""
     folder = tmp_path_factory.mktemp("forecasts")
     source = save_checkpoint(folder / "c", llama_config(num_hidden_layers=1))
     how = {"recipe": "int4", "kernel": "onnxruntime"}
@@ -68,8 +67,7 @@ def test_tables_know_what_decides_here():
     assert types == {"float16", "bfloat16"}, "CUDA has no fp32"
     assert ("", "TensorScatter") in KernelTable.of("cuda").kernels
     assert ("", "TensorScatter") not in KernelTable.of("webgpu").kernels
-    adds = KernelTable.of("webgpu").kernels["", "Add"]
-    assert "int64" in adds[-1].types["T"]
+    assert "int64" in KernelTable.of("webgpu").kernels["", "Add"][-1].types["T"]
     with pytest.raises(ProviderError, match="no table of kernels for 'abacus'"):
         KernelTable.of("abacus")
 
@@ -169,17 +167,14 @@ def test_damaged_files_and_unknown_providers(tmp_path, bundles):
 
 
 def test_the_command_line(bundles):
-    done = jetdraft(bundles["cuda"].path, "cuda", command=command)
-    assert done.exit_code == 0, done.stderr
+    done = succeed(bundles["cuda"].path, "cuda", command=command)
     assert "target.onnx on cuda, by onnxruntime-gpu" in done.stdout
     assert "0 Memcpy nodes, capture" in done.stdout
     assert "fast path: flash decoding" in done.stdout
-    how = (bundles["cuda"].path, "tensorrt", "--json")
-    done = jetdraft(*how, command=command)
+    done = jetdraft(bundles["cuda"].path, "tensorrt", "--json", command=command)
     assert done.exit_code == 2
     fields = json.loads(done.stdout)
     fates = {v["fate"] for one in fields["graphs"] for v in one["verdicts"]}
     assert "no kernel" in fates
     assert "cannot run on tensorrt, for example" in done.stderr
-    refused = jetdraft(bundles["cuda"].path, "abacus", command=command)
-    assert_refused(refused, "abacus")
+    assert_refused(jetdraft(bundles["cuda"].path, "abacus", command=command), "abacus")

@@ -30,7 +30,6 @@ RECIPES = "int4-rtn-b32,int4-gptq-b32,int8-rtn-b32"
 
 @pytest.fixture(scope="module")
 def report(pair, tmp_path_factory):
-    """Of a target of one layer: each recipe is an export, which takes its time."""
     folder = tmp_path_factory.mktemp("recipes")
     target = save_checkpoint(folder / "target", llama_config(num_hidden_layers=1))
     (folder / "text.txt").write_text(TEXT)
@@ -46,16 +45,14 @@ def report(pair, tmp_path_factory):
     assert result.exit_code == 0, result.stderr
     _, done, total = zip(*steps, strict=True)
     assert list(done) == list(range(total[0])), "every step is announced"
-    found = json.loads((folder / "out.json").read_text())
-    return found, result.stdout, folder
+    return json.loads((folder / "out.json").read_text()), result.stdout, folder
 
 
 def test_every_recipe_has_a_row(report):
     found, shown, folder = report
     if find_spec("matplotlib"):
         assert (folder / "front.png").read_bytes().startswith(b"\x89PNG")
-    names = [row["recipe"] for row in found["rows"]]
-    assert names == ["none", *RECIPES.split(",")]
+    assert [row["recipe"] for row in found["rows"]] == ["none", *RECIPES.split(",")]
     for row in found["rows"]:
         assert set(row["pass_ms"]) == {"1", "2", "4", "8"}
         assert min(row["pass_ms"].values()) > 0
@@ -158,9 +155,6 @@ def test_a_run_that_is_ended_leaves_nothing(pair, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# --- the report -----------------------------------------------------------------------
-
-
 def row(recipe, size, kl, top1, times):
     relative = dict(zip((1, 2, 4, 8), times, strict=True))
     return TargetFigures(recipe, size, 0.0, kl, 0.0, top1, 0.0, {}, relative)
@@ -232,8 +226,7 @@ def test_a_picture_names_each_point_once(tmp_path, monkeypatch):
     (picture,) = drawn
     (legend,) = picture.legends
     assert [text.get_text() for text in legend.get_texts()] == list(POINTS)
-    labels = [axes.get_xlabel() for axes in picture.axes]
-    assert labels == ["mean KL (log scale)"] * 2
+    assert [axes.get_xlabel() for axes in picture.axes] == ["mean KL (log scale)"] * 2
     assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -32,8 +32,7 @@ def write(tmp_path):
 
 
 def rows_of(file, *texts, **more) -> dict[tuple[str, str], TextFigures]:
-    rows = text_figures(file, texts, **more)
-    return {(row.text, row.script): row for row in rows}
+    return {(row.text, row.script): row for row in text_figures(file, texts, **more)}
 
 
 def test_every_character_and_token_counts_once(file, write):

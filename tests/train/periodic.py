@@ -43,7 +43,6 @@ def made(
     options: TrainingOptions | None = None,
     **more: Any,
 ) -> Training:
-    """A training of a kind, which has not begun."""
     return Training(task(settings), target, output, data, options, **more)
 
 
@@ -67,8 +66,7 @@ def tuned(target: str, text: Path, folder: Path) -> str:
 
     model = AutoModelForCausalLM.from_pretrained(target)
     words = AutoTokenizer.from_pretrained(target)
-    ids = torch.tensor([words(text.read_text())["input_ids"][:96]])
-    teach(model, ids, 120)
+    teach(model, torch.tensor([words(text.read_text())["input_ids"][:96]]), 120)
     model.save_pretrained(folder)
     words.save_pretrained(folder)
     return str(folder)

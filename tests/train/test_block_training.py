@@ -50,8 +50,7 @@ def test_a_dflash_folder_has_the_published_names(target, text, tmp_path):
     assert fields["block_size"] == 4
     assert fields["num_target_layers"] == 5
     # Three outputs of five layers, 1 + i * (5 - 4) / 2.
-    own = fields["dflash_config"]
-    assert own == {
+    assert fields["dflash_config"] == {
         "mask_token_id": run.task.config.mask_token,
         "target_layer_ids": [1, 2],
     }
@@ -110,8 +109,7 @@ def test_blocks_begin_before_learned_tokens():
 def test_a_share_of_the_blocks_has_known_tokens():
     batch = labelled([1] * 400)
     for share in (0.0, 0.25, 1.0):
-        generator = torch.Generator().manual_seed(1)
-        blocks = Blocks.draw(batch, 300, 4, share, [generator])
+        blocks = Blocks.draw(batch, 300, 4, share, [torch.Generator().manual_seed(1)])
         shown = (blocks.known > 0).float().mean().item()
         assert shown == pytest.approx(share, abs=0.08)
     assert set(blocks.known.flatten().tolist()) == {1, 2, 3}
@@ -170,8 +168,7 @@ def test_many_blocks_in_one_pass_are_the_blocks_alone(target, text, tmp_path, ki
 
 def test_the_loss_counts_near_tokens_most():
     def total(losses):
-        sums = SimpleNamespace(losses=losses)
-        return DFlashTask().total(sums, torch.ones(3)).item()
+        return DFlashTask().total(SimpleNamespace(losses=losses), torch.ones(3)).item()
 
     alone = [total(torch.eye(3)[i]) for i in range(3)]
     assert alone[0] == 1.0 > alone[1] > alone[2] > 0.2
@@ -179,10 +176,8 @@ def test_the_loss_counts_near_tokens_most():
 
 
 def test_the_text_or_the_target_is_the_teacher(target, text, tmp_path):
-    """The target says that all tokens are as likely; the text has one."""
     ids, logits = torch.full((1, 6), 9), torch.zeros(1, 6, VOCAB_SIZE)
-    known = torch.ones(1, 6, dtype=torch.bool)
-    lesson = Lesson(ids, ids, [], logits, logits, known)
+    lesson = Lesson(ids, ids, [], logits, logits, torch.ones(1, 6, dtype=torch.bool))
     real = torch.ones(1, 1, dtype=torch.bool)
     blocks, guesses = Blocks(torch.tensor([[2]]), torch.tensor([[0]]), real), []
     for loss in ("forward-kl", "text"):
@@ -198,8 +193,6 @@ def test_the_text_or_the_target_is_the_teacher(target, text, tmp_path):
         torch.testing.assert_close(sums.losses, wanted, rtol=1e-2, atol=1e-2)
 
 
-# --- drafts ---------------------------------------------------------------------------
-
 LINE = " ".join(random.Random(4).choices(WORDS, k=14)) + " "
 LONGER = replace(
     QUICK, steps=250, batch_size=4, sequence_length=64, learning_rate=8e-3,
@@ -209,7 +202,6 @@ LONGER = replace(
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A folder, a target that knows the line wherever it begins, and the text."""
     folder = tmp_path_factory.mktemp("drafting")
     text = folder / "text.txt"
     text.write_text(LINE * 120)
@@ -233,7 +225,6 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=TASKS)
 def trained(request, world):
-    """The kind, and its training, whose folder reads back as it was."""
     folder, target, text = world
     kind, seen = request.param, []
     settings = replace(SETTINGS[kind], layers=1, block_rows=5, anchors=16)
@@ -250,7 +241,6 @@ def trained(request, world):
 
 
 def drafted(world, kind, head, folder, **how):
-    """The figures of a greedy text, which must be the text of plain decoding."""
     bundle = exported(world[1], folder / "bundle", head=head, capacity=128)
     return decoded(bundle.path, kind, **how)
 
@@ -268,7 +258,6 @@ def decoded(bundle, kind, prepare=lambda model: None, **how):
 
 @pytest.fixture(scope="module")
 def right(world, trained, tmp_path_factory):
-    """The tokens per pass of the trained drafter, and its bundle."""
     folder = tmp_path_factory.mktemp("right")
     stats = drafted(world, trained[0], trained[1], folder)
     return stats.tokens_per_pass, folder / "bundle"
@@ -279,8 +268,7 @@ def test_a_trained_drafter_is_right_more_often(right):
 
 
 def test_the_same_when_sampled(trained, right):
-    stats = decoded(right[1], trained[0], temperature=0.7, seed=3)
-    assert stats.tokens_per_pass > 2
+    assert decoded(right[1], trained[0], temperature=0.7, seed=3).tokens_per_pass > 2
 
 
 def test_a_second_step_does_not_make_it_worse(trained, right):

@@ -23,7 +23,6 @@ REPLY = {"role": "assistant", "content": "return"}
 
 
 def read(tmp_path, *rows, end=(0,), **how):
-    """A corpus of lines, which are rows or raw text."""
     file = tmp_path / "data.jsonl"
     lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
     file.write_text("\n".join(lines))
@@ -105,7 +104,6 @@ def test_texts_that_cannot_be_learned(tmp_path, content, message):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """The windows of a text."""
     file = write_periodic(tmp_path / "text.txt")
     return Corpus.read([file], tokenizer(), (0,), length=32, least=5)
 
@@ -119,14 +117,12 @@ def test_only_completions_are_learned(tmp_path):
     """What starts a text starts no completion."""
     words, row = tokenizer(), {"prompt": "def x", "completion": "return 12345"}
     example = read(tmp_path, row, "").validation[0]
-    prompt = len(words.encode("def x").ids)
-    assert example == Example.completed(example.ids, prompt)
+    assert example == Example.completed(example.ids, len(words.encode("def x").ids))
     assert example.ids[-1] == 0
     words.post_processor = TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
     )
-    started = read(tmp_path, row, tokenizer=words).validation[0]
-    assert started.ids == [0, *example.ids]
+    assert read(tmp_path, row, tokenizer=words).validation[0].ids == [0, *example.ids]
 
 
 def test_padding_is_not_learned():
@@ -155,8 +151,7 @@ def test_messages_need_a_template_that_takes_them(tmp_path):
 def test_a_batch_gives_its_examples_back(tmp_path):
     rows = [{"prompt": "for " * n, "completion": "x" * n} for n in range(1, 6)]
     corpus = read(tmp_path, *rows, share=0.0)
-    batch = corpus.batch(0, 4)
-    examples = split_batch(batch)
+    examples = split_batch(corpus.batch(0, 4))
     assert all(example in corpus.training for example in examples)
     assert len(examples) == 4
 

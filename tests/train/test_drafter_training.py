@@ -62,7 +62,6 @@ def test_a_new_drafter_learns_with_every_loss(target, text, tmp_path, loss):
 
 @pytest.fixture(scope="module")
 def cut(target, tmp_path_factory):
-    """A training of a drafter with a vocabulary of its own, and its figures."""
     folder, text = tmp_path_factory.mktemp("cut") / "out", Path(target).parent
     settings = replace(SMALL, draft_vocab=30)
     return train(target, folder, text / "text.txt", settings, LONGER)
@@ -123,7 +122,6 @@ def test_streams_that_tune_the_target_are_the_teacher(text, tmp_path):
 
 
 def test_a_drafter_goes_on_from_a_checkpoint(target, text, tmp_path, cut):
-    """With its weights and its draft vocabulary."""
     run, figures = cut
     start = ModelSettings(start=str(run.folder.path))
     again = first_figures(target, tmp_path / "2", text, start, LONGER)
@@ -145,7 +143,6 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(target, text, tmp_path):
 
 @pytest.mark.parametrize("rows", [VOCAB_SIZE - 8, VOCAB_SIZE + 32])
 def test_a_start_of_another_padding_gets_the_target_s(target, text, tmp_path, rows):
-    """And a stopped drafter is whole."""
     config = llama_config(vocab_size=rows, num_hidden_layers=1)
     start = save_checkpoint(tmp_path / "start", config, seed=1)
     first_figures(target, tmp_path / "o", text, ModelSettings(start=str(start)))
@@ -205,7 +202,6 @@ def test_labels_from_the_disk_and_exact_labels_do_not_go_on_from_each_other(
 
 
 def test_a_part_of_each_batch_is_the_drafters_own(target, text, tmp_path):
-    """A share of the rows; their prompts stay, and the same step gives the same."""
     options = replace(QUICK, batch_size=4)
     settings = replace(SMALL, on_policy_share=0.5, draft_vocab=30)
     run = prepared(target, tmp_path / "out", text, settings, options)
@@ -214,12 +210,10 @@ def test_a_part_of_each_batch_is_the_drafters_own(target, text, tmp_path):
     own = [row for row in range(4) if not torch.equal(batch.ids[row], plain.ids[row])]
     assert own == [1, 3]
     for row in own:
-        size = int((batch.labels[row] >= 0).nonzero()[0])
-        assert size == 16
+        assert int((batch.labels[row] >= 0).nonzero()[0]) == 16
         assert torch.equal(batch.ids[row, :16], plain.ids[row, :16])
         assert set(batch.ids[row, 16:].tolist()) <= {0, *run.task.ids.tolist()}
-    again = run.task.batch(run, plain)
-    assert torch.equal(again.ids, batch.ids)
+    assert torch.equal(run.task.batch(run, plain).ids, batch.ids)
     run.step = 1
     assert not torch.equal(run.task.batch(run, plain).ids[1], batch.ids[1])
 
@@ -241,22 +235,19 @@ def test_the_advised_size_is_the_largest_that_is_cheap(tmp_path):
     widths = []
     for draft_vocab in (None, 256):
         advised = advised_config(checkpoint, None, None, draft_vocab)
-        share = cost_share(advised.to_dict(), whole, draft_vocab)
-        assert share <= MAX_READ_SHARE
+        assert cost_share(advised.to_dict(), whole, draft_vocab) <= MAX_READ_SHARE
         sizes = advised.num_hidden_layers, advised.hidden_size + 64
         wider = new_config(checkpoint, *sizes).to_dict()
         assert cost_share(wider, whole, draft_vocab) > MAX_READ_SHARE
         widths.append(advised.hidden_size * advised.num_hidden_layers)
     assert widths[1] > widths[0]
-    fixed = advised_config(checkpoint, 3, None, None)
-    assert fixed.num_hidden_layers == 3
+    assert advised_config(checkpoint, 3, None, None).num_hidden_layers == 3
     assert advised_config(checkpoint, 2, 320, None).hidden_size == 320
 
 
 def test_steps_and_size_are_advised_and_said(target, text, tmp_path):
     texts = lines(tmp_path / "t.jsonl", [{"text": "for self in range"}] * 9_999)
-    options = replace(QUICK, steps=None)
-    run = prepared(target, tmp_path / "o", texts, None, options)
+    run = prepared(target, tmp_path / "o", texts, None, replace(QUICK, steps=None))
     assert run.steps == 200 * run.parameters // 64
     line = run.task.headline(run)
     assert f"{run.parameters} weights, a step at " in line

@@ -48,7 +48,6 @@ def streamed(tmp_path_factory):
 
 
 def one_carrier(streamed, ids):
-    """Logits of the last row's guesses: [1 + gamma, vocab], and its early exit's."""
     rows = len(ids)
     last, all_streams = torch.full((GAMMA,), rows - 1), torch.arange(GAMMA)
     logits, early, _ = streamed(
@@ -223,9 +222,6 @@ def test_drafts_by_place_are_counted_from_every_place():
     assert rates_by_place(texts) == pytest.approx(expected, abs=1e-4)
     assert rates_by_place([torch.tensor([1.0, 0.5, 1.0])]) == [0.8333, 0.6667, 1.0, 0.0]
     assert tokens_per_pass([0.5, 0.5]) == 1.75
-
-
-# --- learning from use counts wrong places --------------------------------------------
 
 
 def lesson(tokens, places, ids, logits):

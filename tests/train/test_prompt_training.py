@@ -13,7 +13,7 @@ from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.methods.ppd.task import PpdTask
 from jetdraft.methods.stream.task import StreamTask
 from jetdraft.train.prompts import prompt_mask
-from tests.cli.running import assert_refused
+from tests.cli.running import assert_refused, succeed
 from tests.cli.running import jetdraft as run_jetdraft
 from tests.tiny import SIZES, llama_config, save_checkpoint, save_streams
 from tests.train.periodic import QUICK, made
@@ -22,7 +22,6 @@ LAYERS = 4
 
 
 def test_members_see_their_own_kind_only():
-    """Two places with two prompt tokens of two members each."""
     mask = prompt_mask(torch.tensor([[1, 3]]), 4, PromptSettings(2, 2))
     first, second = [1, 1, 0, 0], [1, 1, 1, 1]
     assert mask[0, 0].int().tolist() == [
@@ -33,23 +32,17 @@ def test_members_see_their_own_kind_only():
     ]  # fmt: skip
 
 
-# --- bad input ------------------------------------------------------------------------
-
-
 def test_bad_input_of_the_command_line(target, text, tmp_path):
-    """From a text to drafts, and what is refused in one line."""
     out, bundle = tmp_path / "out", tmp_path / "bundle"
     command = ("train", "ppd", target, "--data", text, "-o", out)
     size = ("--batch-size", "2", "--sequence-length", "32")
-    trained = run_jetdraft(*command, "--steps", "2", *size)
-    assert trained.exit_code == 0, trained.output
+    trained = succeed(*command, "--steps", "2", *size)
     assert "training 192 weights of 3 prompt tokens, 0." in trained.stderr
     again = run_jetdraft("train", "ppd", out, "--data", text, "-o", tmp_path / "more")
     assert_refused(again, "already has streams or prompt tokens")
     _assert_exports_refused(out, bundle)
     sizes = ("--capacity", 128, "--max-width", 32, "--fast")
-    exported = run_jetdraft("export", out, "-o", bundle, *sizes)
-    assert exported.exit_code == 0, exported.output
+    succeed("export", out, "-o", bundle, *sizes)
     shown = run_jetdraft("check", "--no-run", bundle).stdout
     assert "prompts       3 with 1 embeddings each" in shown
 
@@ -58,8 +51,7 @@ def test_forecasts_from_the_command_line(target, text, tmp_path):
     out, bundle = tmp_path / "out", tmp_path / "bundle"
     command = ("train", "forecast", target, "--data", text, "-o", out)
     size = ("--batch-size", "2", "--sequence-length", "32", "--steps", "2")
-    trained = run_jetdraft(*command, "--prefix", "3", *size)
-    assert trained.exit_code == 0, trained.output
+    trained = succeed(*command, "--prefix", "3", *size)
     assert "training 1024 weights of 4 forecasts" in trained.stderr
     tensors = load_file(out / "streams.safetensors")
     for changed in (

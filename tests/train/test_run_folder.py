@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -60,8 +61,7 @@ def test_the_owner_of_a_cache_is_whole_whenever_others_look(tmp_path, monkeypatc
 def test_a_copy_of_the_target_does_not_pass_for_the_result(tmp_path):
     """Before the first save it is the target without what was to be added."""
     target = save_checkpoint(tmp_path / "target", llama_config())
-    folder = RunFolder(tmp_path / "out", learned="prompt tokens")
-    folder.add_target(Path(target), "any")
+    RunFolder(tmp_path / "out", learned="prompt tokens").add_target(Path(target), "any")
     with pytest.raises(CheckpointError, match="saved no prompt tokens yet"):
         read_settings(tmp_path / "out")
 
@@ -76,11 +76,7 @@ def test_the_weights_of_the_target_are_not_written_again(tmp_path, monkeypatch):
         one, other = target / name, tmp_path / "out" / name
         assert one.samefile(other) == is_linked
         assert one.read_bytes() == other.read_bytes()
-
-    def link(*names):
-        raise OSError
-
-    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError))
     RunFolder(tmp_path / "copied").add_target(target, "any")
     copy = tmp_path / "copied" / names[True]
     assert not copy.samefile(target / names[True])
@@ -100,8 +96,6 @@ def test_a_shard_is_not_written_over_another(tmp_path, monkeypatch):
     for number in range(2, 8):
         assert cache.read(f"k{number}")[0, 0] == number
 
-
-# --- the machine ----------------------------------------------------------------------
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
@@ -136,7 +130,6 @@ def test_steps_are_bfloat16_only_where_that_is_fast(
 
 
 def test_only_its_own_products_are_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a closure computes, and what another thread does, stays bfloat16."""
     monkeypatch.setattr(machine, "has_fast_halves", lambda device: False)
     matrix, dtypes = torch.nn.Parameter(torch.zeros(4, 6)), []
 

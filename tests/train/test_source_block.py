@@ -1,8 +1,4 @@
-"""Training block drafters of encoder-decoders: they learn, resume, and draft.
-
-The target has learned a line of words for each of some sources, so a drafter must read
-both the source and the text.
-"""
+"""Block drafters of encoder-decoders learn, resume and draft a line for each source."""
 
 import json
 import random
@@ -55,7 +51,6 @@ LINES = {
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A folder, a target that knows the lines, and the file of pairs."""
     folder = tmp_path_factory.mktemp("sources")
     data = folder / "pairs.jsonl"
     pairs = [{"prompt": s, "completion": line} for s, line in LINES.items()]
@@ -109,7 +104,6 @@ def trained(world):
 
 
 def drafted(bundle, mix_up=False, **how):
-    """Tokens per pass over all sources; each text is what plain decoding writes."""
     tokens = passes = 0
     with jetdraft.load(bundle, threads=1) as model:
         if mix_up:

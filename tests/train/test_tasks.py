@@ -115,7 +115,6 @@ def prepared(targets, name, output, changes=(), options=OPTIONS, data=None):
 
 
 def weights_of(run) -> dict[str, Tensor]:
-    """What a training has written."""
     return load_file(run.folder.path / run.folder.weights)
 
 
@@ -194,9 +193,6 @@ def test_weights_that_are_no_numbers_are_never_saved(targets, tmp_path, name):
         run.run(nothing)
 
 
-# --- a folder after a stop ------------------------------------------------------------
-
-
 @pytest.mark.parametrize("last", ["training.pt", "model.safetensors", "config.json"])
 def test_a_kill_in_the_last_save_is_mended_by_the_next_run(
     targets, tmp_path, monkeypatch, last
@@ -208,8 +204,7 @@ def test_a_kill_in_the_last_save_is_mended_by_the_next_run(
         write(folder, name, contents)
         if name != last:
             return
-        state = torch.load(folder.path / STATE_FILE, weights_only=True)
-        if state["step"] == 2:
+        if torch.load(folder.path / STATE_FILE, weights_only=True)["step"] == 2:
             raise SystemExit
 
     whole = prepared(targets, "kangaroo", tmp_path / "whole", options=options)
@@ -230,7 +225,6 @@ def names_in(run):
 
 @pytest.fixture(scope="module")
 def kept(targets, tmp_path_factory) -> Path:
-    """A training of streams that was interrupted before its first step."""
     output = tmp_path_factory.mktemp("stopped") / "out"
     with pytest.raises(KeyboardInterrupt):
         prepared(targets, "stream", output).run(interrupt(0))
@@ -239,7 +233,6 @@ def kept(targets, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def stopped(kept, tmp_path) -> Path:
-    """A copy of it, which a test may change."""
     return shutil.copytree(kept, tmp_path / "stopped")
 
 
@@ -286,9 +279,6 @@ def test_outputs_that_cannot_be_written(targets, tmp_path):
             prepared(targets, "stream", tmp_path / place)
 
 
-# --- texts that the target writes -----------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["draft", "eagle", "ppd", "block"])
 def test_the_target_writes_what_is_missing(targets, tmp_path, name):
     """Without --regenerate, prompts alone; with it all completions, once."""
@@ -315,8 +305,7 @@ def test_the_target_writes_what_is_missing(targets, tmp_path, name):
 
 
 def contains(text, completion):
-    own = text.ids[text.prompt_size :]
-    return own[: len(completion)] == completion
+    return text.ids[text.prompt_size :][: len(completion)] == completion
 
 
 def test_an_empty_completion_is_one_line(tmp_path):
@@ -330,8 +319,6 @@ def test_an_empty_completion_is_one_line(tmp_path):
         with pytest.raises(DataError, match=r"line 1 of .* has an empty completion"):
             made(EagleTask, str(folder), tmp_path / "o", [data], settings, OPTIONS)
 
-
-# --- what is refused before anything is written ---------------------------------------
 
 UNSIZED = {"layers": None, "hidden_size": None}
 OF_TEXT = {"loss": "text", "on_policy_share": 0.0}
@@ -418,8 +405,6 @@ def test_options_of_all_trainings(options, message):
         TrainingOptions(**options)
 
 
-# --- several processes ----------------------------------------------------------------
-
 TWO = """
 import sys
 import torch
@@ -440,7 +425,6 @@ TOGETHER = {
 
 
 def alike(name, target, text, output):
-    """A training of two steps, in one process or in a part of it."""
     options = replace(OPTIONS, steps=2)
     return made(KINDS[name].task, target, output, [text], TOGETHER[name], options)
 

@@ -51,9 +51,8 @@ TREE = {"tree": "k-ary", "branching": [2, 1, 1]}
 class Kind(NamedTuple):
     """A training, the ways to draft with what it made, and what must be reached.
 
-    In the last validation each `figure` is more than `right`, and their mean rises by
-    more than `gain`. The first way to draft takes more than `tokens` a pass, and the
-    `others` as many. `use/test_head_learning.py` drafts with EAGLE.
+    In the last validation each `figure` is above `right`, their mean rises by `gain`;
+    the first way takes more than `tokens` a pass, the `others` as many.
     """
 
     task: type[Task]

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from threading import Thread
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -69,7 +70,6 @@ def test_a_text_ends_after_an_end_and_has_chosen_tokens_only(model):
 
 
 def examples(count):
-    """Texts with a prompt, texts without, and prompts alone."""
     kinds = [
         lambda n: Example([n + 1] * 12, [False] * 5 + [True] * 7),
         lambda n: Example([n + 2] * 40, [True] * 40),
@@ -80,7 +80,6 @@ def examples(count):
 
 @pytest.fixture
 def texts(model, tmp_path):
-    """What writes in a folder."""
     return WrittenTexts(tmp_path / "own", "me", model, [END], 24, batch_size=4, seed=5)
 
 
@@ -131,16 +130,11 @@ def test_a_stopped_writing_goes_on_after_its_last_shard(texts, whole):
 
 def test_a_large_batch_fills_several_files(texts, whole):
     """A later run, with another batch size or on another device, finds them."""
-    sizes = []
-
-    def counting(*arguments):
-        sizes.append(len(arguments[1]))
-        return continuations(*arguments)
-
+    write = Mock(side_effect=continuations)
     for size in (9, 2):  # in the second run nothing is written again
-        own = replace(texts, batch_size=size, write=counting)
+        own = replace(texts, batch_size=size, write=write)
         assert own.complete(examples(10), range(10)) == whole
-        assert sizes == [8, 2]
+        assert [len(call.args[1]) for call in write.mock_calls] == [8, 2]
         assert len(list(texts.folder.iterdir())) == 3
 
 
@@ -168,8 +162,7 @@ def test_processes_share_the_shards(texts, whole, monkeypatch):
     shares, ticks = {}, {0: [], 1: []}
 
     def run(process):
-        own = replace(texts, process=process, processes=2)
-        shares[process] = own.complete(
+        shares[process] = replace(texts, process=process, processes=2).complete(
             examples(10), range(10), lambda *state: ticks[process].append(state)
         )
 

@@ -48,10 +48,7 @@ class BlockConfig(HeadConfig):
 
 
 class BlockDrafter(DraftModule):
-    """Decoder layers whose rows attend in both directions inside a block.
-
-    A subclass sets its embedding and its LM head, and overrides `embed`.
-    """
+    """Decoder layers whose rows see a whole block; a subclass overrides `embed`."""
 
     config: BlockConfig
     reads_text = False
@@ -73,9 +70,8 @@ class BlockDrafter(DraftModule):
     ) -> Tensor:
         """Return the block's normed states [b, q, h], and the text's if it reads text.
 
-        `context` are features [b, n, h], or tokens int64 [b, n] of a drafter that reads
-        text; `block` are tokens int64 [b, m], masks from the vocabulary's size on;
-        `positions` int64 [b, n + m] are of both.
+        `context` are features [b, n, h] or tokens int64 [b, n]; `block` tokens int64
+        [b, m], masks from the vocabulary's size on; `positions` int64 [b, n + m].
         """
         if self.reads_text:
             states = self.embed(torch.cat([context, block], dim=1))
@@ -115,16 +111,15 @@ def masked_attention(mask: Tensor | None) -> Attention:
     """Return attention in PyTorch, over the keys where `mask` [.., q, k] is true."""
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mixed = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             query, key, value, mask, scale=module.scaling, enable_gqa=True
-        )
-        return mixed.transpose(1, 2)
+        ).transpose(1, 2)
 
     return attention
 
 
 def block_attention(size: int, context_asks: bool) -> Attention:
-    """Return attention over the buffers in which the last `size` rows see each other.
+    """Return attention in which the last `size` rows see each other.
 
     If `context_asks`, the rows before them have queries too, and see no later rows.
     """
@@ -154,10 +149,7 @@ def _run_layer(
     turns: Sequence[tuple[Tensor, Tensor]],
     attention: Attention,
 ) -> Tensor:
-    """Run a decoder layer [b, q, h], with rows of `keys` before its keys and values.
-
-    `turns` are the rotations of the queries and of all keys.
-    """
+    """Run a layer [b, q, h] that sees `keys` before its own; `turns` rotate both."""
     normed = layer.input_layernorm(states)
     sources = normed if keys is None else torch.cat([keys, normed], dim=1)
     module = layer.self_attn
@@ -166,8 +158,7 @@ def _run_layer(
         for name, rows in (("q", normed), ("k", sources), ("v", sources))
     )
     query, key = map(rotate_rows, (query, key), turns)
-    mixed = attention(module, query, key, value).flatten(2)
-    states = states + module.o_proj(mixed)
+    states = states + module.o_proj(attention(module, query, key, value).flatten(2))
     output: Tensor = states + layer.mlp(layer.post_attention_layernorm(states))
     return output
 

@@ -92,7 +92,6 @@ TARGET_RENAMES: Renames = ((r"(lm_head|embed_tokens)\..*", None), LAYER_RENAME)
 class DraftModule(nn.Module):
     """A drafter: what it reads, how it is recognized and read, and its forward pass.
 
-    Embedding and LM head are modules of the target unless the drafter has its own.
     `ids` int64 [draft vocabulary] are the target's ids of LM head rows, None for all.
     """
 
@@ -141,8 +140,6 @@ class DraftModule(nn.Module):
         super().__init__()
         self.config = config
         self.ids = None
-
-    # --- files ------------------------------------------------------------------------
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
@@ -207,8 +204,6 @@ class DraftModule(nn.Module):
         ]
         return (*names, "lm_head.") if self.has_target_head_rows else tuple(names)
 
-    # --- the pass ---------------------------------------------------------------------
-
     def attend_with(self, implementation: str) -> None:
         """Set the attention: "eager", "sdpa", or "jetdraft" over fixed KV buffers."""
         if isinstance(getattr(self, "stack", None), HeadLayers):
@@ -246,8 +241,6 @@ class DraftModule(nn.Module):
         """Return logits [1, m, choices] of the answered rows, and carried states."""
         raise NotImplementedError
 
-    # --- as models of transformers ----------------------------------------------------
-
     def get_input_embeddings(self) -> Any:
         return self.embed_tokens
 
@@ -267,5 +260,4 @@ def lm_head_rows(lm_head: nn.Module, ids: Tensor) -> nn.Linear:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have one shape and, as float32, the same values."""
     return one.shape == other.shape and torch.equal(one.float(), other.detach().float())

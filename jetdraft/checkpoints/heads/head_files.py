@@ -110,10 +110,9 @@ class HeadFiles:
     def rename_tensors(
         self, table: Iterable[tuple[str, str | None]]
     ) -> dict[str, Tensor]:
-        """Return the tensors, renamed by a table of (pattern, new name).
+        """Return tensors renamed by (pattern, new name), or dropped for None.
 
-        The first pattern that matches a whole name is used; a new name of None drops
-        the tensor. A name that no pattern matches stays.
+        The first pattern that matches a whole name is used; other names stay.
         """
         patterns = [(re.compile(old), new) for old, new in table]
         tensors = {}
@@ -125,10 +124,9 @@ class HeadFiles:
         return tensors
 
     def stored_name(self, name: str, renamed: Mapping[str, Tensor]) -> str:
-        """Return the name in the files of the tensor that a head's module calls `name`.
+        """Return a tensor's name in the files; if it is missing, its neighbours tell.
 
-        `renamed` are the files' tensors by their names in the module. For a missing
-        tensor the name is derived from its neighbours' names.
+        `renamed` are the files' tensors by their names in the module.
         """
         names = {id(tensor): own for own, tensor in self.tensors.items()}
         known = {new: names[id(t)] for new, t in renamed.items() if id(t) in names}
@@ -138,8 +136,6 @@ class HeadFiles:
         fitting = [stem for stem in stems if name.startswith(stem[0])]
         new, own = max(fitting, key=lambda stem: len(stem[0]), default=("", ""))
         return own + name.removeprefix(new)
-
-    # --- the config -------------------------------------------------------------------
 
     def configured(self, config: dict[str, Any]) -> "HeadFiles":
         return replace(self, config=config)
@@ -162,10 +158,7 @@ class HeadFiles:
             )
 
     def flattened(self, keys: Iterable[str], outer: Iterable[str]) -> "HeadFiles":
-        """These files with one flat config; speculators has `keys` inside of `outer`.
-
-        Raises `CheckpointError` for other keys.
-        """
+        """These files with one flat config; other keys are a `CheckpointError`."""
         if not self.is_speculators:
             self.check_keys(keys)
             return self
@@ -197,7 +190,6 @@ class HeadFiles:
         return name
 
     def _field_error(self, name: str, needed: str) -> CheckpointError:
-        """Return the error for a missing or wrong value of the config."""
         fact = f"no {name}"
         if name in self.config:
             fact = f"{name}={printable(repr(self.config[name]), 60)}"
@@ -221,10 +213,9 @@ class HeadFiles:
         return rope
 
     def layer_fields(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the fields of a `HeadConfig` that describe the decoder layers.
+        """Return the `HeadConfig` fields of decoder layers.
 
-        head_dim and the number of layers come from the tensors: published configs have
-        wrong numbers.
+        head_dim and the number of layers come from the tensors: published numbers err.
         """
         hidden = self.positive_integer("hidden_size")
         heads = self.positive_integer("num_attention_heads")
@@ -250,8 +241,6 @@ class HeadFiles:
             "mlp_bias": bool(self.config.get("mlp_bias")),
             "qk_norm": f"{FIRST_LAYER}self_attn.q_norm.weight" in tensors,
         }
-
-    # --- beside a target --------------------------------------------------------------
 
     def fields_beside(
         self, tensors: Mapping[str, Tensor], target: Checkpoint
@@ -283,8 +272,7 @@ class HeadFiles:
     ) -> Tensor | None:
         """Return the target's id of each row of the LM head; None if rows are ids.
 
-        Takes the map and the target's own matrices out of `tensors`, and fits the rows
-        of the others to the target's.
+        Takes map and target's matrices out of `tensors`, and fits the other tensors.
         """
         own, size = self.positive_integer("vocab_size"), target.vocab_size
         rows = self.config.get("draft_vocab_size") or own
@@ -378,7 +366,6 @@ def _read_tensors(source: str, folder: Path) -> dict[str, Tensor]:
 
 
 def _read_weight_file(file: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file without running its code; raise `CheckpointError`."""
     try:
         if file.suffix == ".safetensors":
             return load_file(file)

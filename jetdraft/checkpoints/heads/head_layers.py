@@ -26,10 +26,10 @@ CACHE = "cache" if "cache" in _PARAMETERS else "past_key_values"
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The sizes of a drafter, whatever layout it was published in.
+    """The sizes of a drafter in any layout.
 
-    Tap j is the residual stream that enters the target's layer j, or, in a target of j
-    layers, leaves the last. Without taps it is the state after the final norm.
+    Tap j is the state that enters the target's layer j, or leaves its last layer.
+    Without taps it is the state after the final norm.
     """
 
     hidden_size: int
@@ -137,8 +137,7 @@ class HeadLayers(nn.Module):
         """Cosines and sines of positions int64 [b, n], in the type of `states`."""
         kinds = getattr(self.rotary, "rope_type", None)
         if isinstance(kinds, dict):  # frequencies of their own for each kind of layer
-            kind = self.config.layer_types[0]
-            return self.rotary(states, positions, layer_type=kind)
+            return self.rotary(states, positions, layer_type=self.config.layer_types[0])
         return self.rotary(states, positions)
 
     def attend_with(self, implementation: str) -> None:

@@ -33,8 +33,7 @@ def load_head(
 ) -> DraftModule:
     """Load a head from a folder or a hub repository; it computes in `dtype`.
 
-    Its weights keep the type they are stored in, the fusion's are float32. MTP is in
-    the target's own folder. Raises `CheckpointError`.
+    Its weights keep their types, the fusion's are float32. Raises `CheckpointError`.
 
         head = load_head("AngelSlim/Qwen3-1.7B_eagle3", target, torch.float32)
     """
@@ -102,7 +101,6 @@ def find_drafter_class(files: HeadFiles, target: str) -> type[DraftModule]:
 
 
 def _no_head_message(files: HeadFiles, target: str) -> str:
-    """Return the error message that says what the files hold in place of a head."""
     source = files.source
     if source == target or (
         os.path.exists(target)
@@ -161,7 +159,6 @@ def _load_tensors(
 
 
 def _check_finite_floats(source: str, name: str, tensor: Tensor) -> None:
-    """Raise `CheckpointError` for weights that are not floats, or not finite."""
     if tensor.dtype not in _FLOATS:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise CheckpointError(

@@ -178,10 +178,7 @@ class Dimensions:
         return self.matrices + self.used * self.expert
 
     def read_weights(self, rows: int = 1) -> float:
-        """The weights of the layers that a pass reads, if rows choose at random.
-
-        Rows of a text share more experts.
-        """
+        """The weights of the layers that a pass reads, if rows choose at random."""
         if not self.experts:
             return self.matrices
         spared = (1 - self.used / self.experts) ** rows
@@ -189,7 +186,6 @@ class Dimensions:
 
 
 def _check_sizes(config: dict[str, Any], needed: tuple[str, ...]) -> None:
-    """Raise `CheckpointError` unless the `needed` sizes are from 1 to `MAX_SIZE`."""
     optional = ("num_key_value_heads", "head_dim", "full_attention_interval")
     present = [n for n in (*optional, *OPTIONAL) if config.get(n) is not None]
     for name in (*needed, *present):
@@ -277,8 +273,7 @@ class LoadedDecoder:
         # A tied head and embedding of the same format are one tensor.
         embedding = 0.0 if sizes.tied else sizes.head * self.head_bytes
         cache = capacity * (sizes.kv_values + sizes.window_values) * self.kv_bytes
-        states = sizes.state_values + sizes.kept_values
-        cache += STATE_PLACES * states * STATE_BYTES
+        cache += STATE_PLACES * (sizes.state_values + sizes.kept_values) * STATE_BYTES
         layers = sizes.matrices + sizes.experts * sizes.expert + sizes.table
         weights = layers * self.weight_bytes + sizes.head * self.head_bytes
         return (weights + embedding + cache) / 1e6

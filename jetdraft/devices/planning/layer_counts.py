@@ -43,10 +43,7 @@ class LayerCounts(NamedTuple):
 
 
 def experts_of(config: Config) -> tuple[int, int]:
-    """The experts of a layer, and how many a token uses; (0, 0) for a dense model.
-
-    Raises `UnsupportedModelError` for a config that does not say how many.
-    """
+    """The experts of a layer, and how many a token uses; (0, 0) for a dense model."""
     counts = [config.get(name) for name in EXPERTS]
     most = max((int(n) for n in counts if isinstance(n, int)), default=0)
     switches = config.get("is_moe"), config.get("enable_moe_block")
@@ -92,7 +89,6 @@ def _layer_width(config: Config) -> int:
 
 
 def _kinds(config: Config) -> list[str]:
-    """The kind of attention of each layer."""
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     every = config.get("full_attention_interval")
     if kinds is None and every:
@@ -180,7 +176,6 @@ def _feed_forward(config: Config, index: int, shares: bool) -> tuple[int, int]:
 
 
 def _is_dense(config: Config, index: int) -> bool:
-    """Whether this layer of a mixture has no experts."""
     kinds = config.get("mlp_layer_types")
     if kinds:
         return bool(kinds[index] == "dense")
@@ -201,5 +196,4 @@ def _inner_size(config: Config, index: int, shares: bool) -> int:
 
 
 def _first(config: Config, names: tuple[str, ...]) -> Any:
-    """The value of the first of these fields that a config has; None without any."""
     return next((config[n] for n in names if config.get(n) is not None), None)

@@ -54,8 +54,7 @@ STREAM_LAYERS = 2  # The default of `jetdraft train stream`.
 class MethodCost:
     """What a method's drafts cost, and whether it drafts trees too.
 
-    `cost` "drafter" is a pass of the drafter for each drafted level, "probes" are
-    further rows through the target's top layers, and "free" is nothing.
+    "drafter" is a drafter's pass for each level, "probes" rows in the top layers.
     """
 
     name: str
@@ -80,9 +79,8 @@ class Choice:
 class Plan:
     """A prediction; memory is in 10^6 bytes, times are in ms.
 
-    `memory_mb` is the memory of the model's parts, `available_mb` what the device has
-    for them. The first of `rows` is plain decoding, all that a CPU's plan has. `basis`
-    says in words what the prediction is for and whose constants it has.
+    `memory_mb` is of the model's parts, `available_mb` what the device has. The first
+    of `rows` is plain decoding, all that a CPU's plan has. `basis` says what it is for.
     """
 
     provider: str
@@ -111,7 +109,7 @@ class Plan:
     def best(self) -> Choice:
         """The fastest row that this runtime can run, plain decoding included.
 
-        With a drafter, free drafts are left out: their acceptance is not the drafter's.
+        Not free drafts beside a drafter: their acceptance is not the drafter's.
         """
         has_drafter = any(choice.cost == DRAFTER for choice in self.rows)
         left_out = FREE if has_drafter else None
@@ -145,8 +143,7 @@ class Question:
     """The model, the device and the methods of a plan.
 
     `target` and `drafter` are config files or their folders. For the provider "cpu"
-    only a bound of plain decoding is known; what is predicted for any other is for the
-    GPU. Raises `OptionError` or `DeviceError` for values that cannot be planned.
+    only a bound is known; others are the GPU's. Raises `OptionError`, `DeviceError`.
     """
 
     target: Path
@@ -204,7 +201,6 @@ class Question:
 
     @property
     def profile(self) -> Device:
-        """The profile of the device; raises `DeviceError` for an unknown name."""
         return Device.named(self.device)
 
     @property
@@ -309,11 +305,9 @@ class Board:
 def expected_levels(rows: int, rate: float, branching: bool) -> list[tuple[int, float]]:
     """Return the drafted rows and the expected accepted rows of each level.
 
-    They are of the likeliest tree of `rows` rows, or a chain unless `branching`, if the
-    first child of a row is right with probability `rate`.
+    The tree (`branching`) or chain is the likeliest by the `rate` of first children.
     """
-    children = range(rows if branching else 1)
-    ranks = [rate * (1.0 - rate) ** rank for rank in children]
+    ranks = [rate * (1.0 - rate) ** rank for rank in range(rows if branching else 1)]
     parents, chances = best_tree(rows, [ranks] * rows)
     depths, levels = [0], list[tuple[int, float]]()
     for parent, chance in zip(parents, chances, strict=True):
@@ -335,7 +329,6 @@ def does_not_fit_error(question: Question, prediction: Plan) -> DeviceError:
 
 
 def _what_fits(question: Question) -> str:
-    """Say what would fit: fewer bits on this device, else other devices."""
     own = question.recipe.scheme
     for scheme in ("int8", "int4"):
         if scheme != own and plan(replace(question, quantization=scheme)).fits:

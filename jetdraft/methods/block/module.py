@@ -44,10 +44,7 @@ class SourceDrafter(DraftModule):
 
     @property
     def lm_head(self) -> Any:
-        """The target's LM head; no attribute, as torch would register it a second time.
-
-        A trace fails if a module has two names.
-        """
+        """The target's LM head; a trace fails if a module has two names."""
         return self.model.get_output_embeddings()
 
     def get_encoder(self) -> Any:
@@ -65,10 +62,9 @@ class SourceDrafter(DraftModule):
     ) -> Tensor:
         """The logits float32 of the k decoder rows that `rows` selects.
 
-        `tokens` and `positions` are int64 [b, m]; the token vocab_size + j stands for
-        mask j. `rows` indexes states [b, m, h]: the result is [1, k, vocab] or [k,
-        vocab]. `source` are the model's arguments for its source, for example
-        `encoder_outputs`.
+        `tokens` and `positions` are int64 [b, m]; the token vocab_size + j is mask j.
+        `rows` indexes states [b, m, h]: the result is [1, k, vocab] or [k, vocab].
+        `source` are the model's arguments for its source.
         """
         embed, size = self.get_decoder().embed_tokens, self.config.vocab_size
         states = embed(tokens.clamp(max=size - 1))
@@ -94,12 +90,11 @@ class SourceDrafter(DraftModule):
         layers = files.positive_integer("num_hidden_layers")
         config = source_config(target, layers, slots)
         own = target.model.config.model_type
-        words = [embedding_sha256(target, padded) for padded in (False, True)]
+        words = embedding_sha256(target)
         most, limit = len(find_decoder_layers(target.model)[1]), MAX_BLOCK_TOKENS
-        has_words = fields.get("target_words", words[0]) in words
         for is_wrong, fact in (
             (fields.get("target_type") != own, f"is not for a {own}"),
-            (not has_words, "was trained for other weights"),
+            (fields.get("target_words") != words, "was trained for other weights"),
             (layers > most, f"has {layers} layers, but the target's decoder {most}"),
             (slots > limit, f"fills {slots} tokens, and jetdraft at most {limit}"),
         ):
@@ -177,12 +172,9 @@ def source_fields(target: Checkpoint, config: HeadConfig) -> dict[str, Any]:
     }
 
 
-def embedding_sha256(target: Checkpoint, padded: bool = False) -> str:
-    """Hash the token embeddings in float16, to recognize the target of a drafter.
-
-    With `padded` also the rows without a token, as older drafters did.
-    """
+def embedding_sha256(target: Checkpoint) -> str:
+    """Hash the embeddings of tokens in float16, without rows that have no token."""
     words = target.model.get_input_embeddings().weight.detach()
-    if target.tokenizer is not None and not padded:
+    if target.tokenizer is not None:
         words = words[: Tokenizer.from_str(target.tokenizer).get_vocab_size()]
     return hashlib.sha256(words.to("cpu", torch.float16).numpy().tobytes()).hexdigest()

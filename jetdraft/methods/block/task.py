@@ -52,10 +52,7 @@ class SourceBatch(Batch):
 
     @classmethod
     def of(cls, batch: Batch, start: Sequence[int]) -> "SourceBatch":
-        """Split each row: its prompt is the source, the rest is the decoder's text.
-
-        Each text begins with the decoder's tokens `start`, which are not learned.
-        """
+        """Split rows: the prompt is the source, the text begins with `start`."""
         examples = split_batch(batch)
         sources = [example.ids[: example.prompt_size] for example in examples]
         texts = [
@@ -70,10 +67,7 @@ class SourceBatch(Batch):
 
 @dataclass(frozen=True)
 class SourceLesson(Lesson):
-    """A lesson with sources; `encode` adds the states `encoded` [b, s, h] of them.
-
-    `glancing` tokens are shown for each wrong guess.
-    """
+    """A lesson with `encoded` sources; it shows `glancing` tokens per wrong guess."""
 
     source: Tensor
     filled: Tensor
@@ -116,9 +110,8 @@ class SourceBlockTask(BlockTask):
     """A drafter for an encoder-decoder, on pairs of a source and a text.
 
     Encoder and decoder begin as the target's own, so AdamW moves all weights a little.
-    In training the drafter is shown some tokens and learns the rest (GLAT, 2008.07905).
-    They are `glancing` times as many as it guesses wrong, drawn from right and wrong
-    guesses.
+    The drafter is shown some tokens and learns the rest (GLAT, 2008.07905): `glancing`
+    times as many as it guesses wrong.
     """
 
     Settings = SourceBlockSettings

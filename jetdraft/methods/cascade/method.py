@@ -41,10 +41,9 @@ class Trial(NamedTuple):
 
 
 class Trust:
-    """How often guesses, and the drafter's own tokens in their places, are right.
+    """How often guesses, and the drafter's tokens in their places, are right.
 
-    Both have a rate for each evidence. Where guesses are taken the drafter's rate fades
-    to a hopeful prior, so that it is asked again.
+    Where guesses are taken the drafter's rate fades to a hopeful prior.
     """
 
     def __init__(self) -> None:
@@ -139,8 +138,7 @@ class CascadeProposer(ModelProposer):
     def _draft_own(self, context: list[int], guess: list[int], count: int) -> list[int]:
         """Let the drafter review a guess; returns its tokens up to the first other.
 
-        A head cannot review: it drafts `count` tokens, and none if asked again in the
-        round.
+        A head drafts `count` tokens without a review, once in a round.
         """
         if self.cache.carry:
             return super().propose(context, count).tokens[1:]
@@ -151,14 +149,12 @@ class CascadeProposer(ModelProposer):
 
 
 def _as_trials(tokens: list[int], guess: Guess, by_drafter: bool) -> list[Trial]:
-    """Pair drafted tokens with guessed tokens, which are None after a difference."""
     compared = min(len(tokens), 1 + _common_length(tokens, guess.tokens))
     pairs = enumerate(zip_longest(tokens, guess.tokens[:compared]))
     return [Trial(*pair, guess.evidence(place), by_drafter) for place, pair in pairs]
 
 
 def _common_length(tokens: list[int], others: list[int]) -> int:
-    """Return how many first tokens are equal; the lists are too short for numpy."""
     pairs = zip(tokens, others, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -21,10 +21,7 @@ class ChimeraTask(LayerTask):
     architecture = ARCHITECTURE
 
     def new_drafter(self, run: Run) -> Chimera:
-        """Make a drafter that at first ignores earlier tokens and passes surrogates on.
-
-        Its last norm begins as the target's, since the LM head reads its output.
-        """
+        """Make a drafter that ignores earlier tokens and passes surrogates on."""
         width, model = self.config.hidden_size, run.target.model
         drafter = Chimera(self.config, model)
         copy_norm(drafter.norm, final_norm(model), width)
@@ -57,10 +54,9 @@ class ChimeraTask(LayerTask):
 
 
 class SeenRows:
-    """Keys and values that d drafts attend to: the target's, and those they add.
+    """The keys and values [b, kv_heads, T, head_dim] of a text, and the d drafts' own.
 
-    `keys` and `values` are [b, kv_heads, T, head_dim] of the target's features; `known`
-    bool [d, T] says which of them a draft sees.
+    `known` bool [d, T] says which rows of the text a draft sees.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, known: Tensor) -> None:

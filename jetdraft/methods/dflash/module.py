@@ -91,10 +91,7 @@ class Dflash(BlockDrafter):
         return rows
 
     def logits(self, states: Tensor, block: Tensor) -> Tensor:
-        """Return the logits; a Markov head adds what the token before a slot says.
-
-        That token is the `block`'s, or else the likeliest in the slot before.
-        """
+        """Return the logits; a Markov head adds what the token before a slot says."""
         logits = super().logits(states, block)
         if not self.config.markov_rank:
             return logits
@@ -136,7 +133,7 @@ class Dflash(BlockDrafter):
         ids = files.mapped_ids(tensors, target)
         # A config of DSpark without the flag is of its authors, or of SpecForge.
         anchor_drafts = files.config.get(_ANCHOR, _MARKOV_RANK in files.config)
-        config_of_head = BlockConfig(
+        return BlockConfig(
             draft_vocab_size=target.vocab_size if ids is None else len(ids),
             taps=taps,
             slots=read_block_size(files, least=2) - (not anchor_drafts),
@@ -144,12 +141,10 @@ class Dflash(BlockDrafter):
             markov_rank=int(files.config.get(_MARKOV_RANK) or 0),
             mask_token=_read_mask_token(files, target),
             **fields,
-        )
-        return config_of_head, ids
+        ), ids
 
     @classmethod
     def _flatten_config(cls, files: HeadFiles) -> HeadFiles:
-        """Return the files with one flat config; refuses unknown keys and kinds."""
         if lacking := _ARCHITECTURES.get(files.architecture):
             raise CheckpointError(
                 f"{files.source} has {lacking}, which jetdraft does not compute; give "
@@ -168,7 +163,6 @@ def default_output_layers(count: int, layers: int) -> list[int]:
 
 
 def _check_target(files: HeadFiles, target: Checkpoint) -> None:
-    """Raise `CheckpointError` for another count of layers, or a scaled embedding."""
     layers = len(decoder_layers(target.model))
     meant = files.config.get("num_target_layers") or layers
     if meant != layers:
@@ -185,7 +179,6 @@ def _check_target(files: HeadFiles, target: Checkpoint) -> None:
 
 
 def _read_mask_token(files: HeadFiles, target: Checkpoint) -> int:
-    """Return the token whose embedding stands for a mask; raise `CheckpointError`."""
     token = files.config.get("mask_token_id")
     if type(token) is not int or not 0 <= token < target.vocab_size:
         raise CheckpointError(

@@ -54,14 +54,13 @@ class Diffusion(BlockDrafter):
         if table is not None and len(table) == own:
             tensors[head_files.EMBEDDING_WEIGHT] = head_files.resize_rows(table, rows)
         ids = torch.arange(own) if own < rows else None
-        config_of_drafter = BlockConfig(
+        return BlockConfig(
             target_hidden_size=files.positive_integer("hidden_size"),
             slots=read_block_size(files, least=1),
             vocab_size=files.check_vocabulary(target),
             draft_vocab_size=rows if ids is None else own,
             **files.layer_fields(tensors),
-        )
-        return config_of_drafter, ids
+        ), ids
 
     def target_weight_prefixes(self, target: Checkpoint) -> tuple[str, ...]:
         """Return the LM head's prefix: its weights are the embedding's."""

@@ -194,10 +194,9 @@ class ModelTask(task.Task):
         self.model.set_attn_implementation("sdpa")
 
     def _load_start(self, target: Checkpoint, source: str) -> Any:
-        """Load the checkpoint that the drafter starts from; sets `ids`, its vocabulary.
+        """Load the drafter's start with the target's rows; sets `ids`, its vocabulary.
 
-        It is resized to the rows of its target. Raises `PairError` for another
-        tokenizer, `OptionError` for two vocabularies.
+        Raises `PairError` for another tokenizer, `OptionError` for two vocabularies.
         """
         rows, checkpoint = target.vocab_size, Checkpoint.load(source, torch.float32)
         check_tokens(target, checkpoint)
@@ -328,7 +327,6 @@ class ModelTask(task.Task):
         )
 
     def _describe_cost(self, run: task.Run) -> str:
-        """Return a phrase with the cost of a draft step; "" if it cannot be planned."""
         target, rows = run.target.model.config, self.ids
         size = None if rows is None else len(rows)
         try:
@@ -383,8 +381,6 @@ def text_scores(batch: Batch, scores: Tensor, ids: Tensor | None) -> Tensor:
     return scores.gather(-1, tokens[:, None])
 
 
-# --- drafters before they are trained -------------------------------------------------
-
 COST_CONTEXT = 1024  # Tokens in both caches, for the cost of a step.
 HEAD_SIZES = (64, 32, 16, 8)  # The first that divides the width is taken.
 WIDTH_STEP = 64  # New widths are multiples of it.
@@ -398,9 +394,8 @@ def cost_share(
 ) -> float:
     """Return the bytes that a draft step reads, as a share of a target pass's.
 
-    Both are fields of a config.json. By the model of `jetdraft plan`, with int4 weights
-    in the target and int8 in the drafter, which can draft `draft_vocab` tokens or all.
-    Raises `CheckpointError` for a config that cannot be planned.
+    Both are fields of a config.json. It plans int4 for the target, and int8 for the
+    drafter, of `draft_vocab` tokens or all. `CheckpointError` for other configs.
     """
     small = Dimensions.of(dict(drafter))
     if draft_vocab is not None:
@@ -445,10 +440,9 @@ def advised_config(
     hidden_size: int | None,
     draft_vocab: int | None,
 ) -> LlamaConfig:
-    """Return the config of the largest drafter within `MAX_READ_SHARE` a step.
+    """Return the config of the largest drafter within `MAX_READ_SHARE`, or the least.
 
-    `layers` and `hidden_size` stay if they are given. If no drafter is that cheap, it
-    is the smallest. Raises `CheckpointError` for a target that cannot be planned.
+    Raises `CheckpointError` for a target that cannot be planned.
     """
     whole = target.model.config.to_dict()
     most = int(target.model.get_output_embeddings().weight.shape[1])

@@ -110,7 +110,6 @@ class Eagle(DraftModule):
         self.attend_with("sdpa")
 
     def _make_stack(self, target: Any) -> HeadLayers:
-        """Make the decoder layers, with an EAGLE layer in place of the first."""
         config = self.config
         stack = make_layers(config)
         if config.eagle3:
@@ -124,10 +123,7 @@ class Eagle(DraftModule):
         super().attend_with(implementation)
 
     def fuse(self, taps: Sequence[Tensor]) -> Tensor:
-        """Fuse states [b, n, target hidden] of the taps to features [b, n, w].
-
-        It computes in the type of fc's weights, since float16 may overflow.
-        """
+        """Fuse taps [b, n, target hidden] to features [b, n, w], in the type of fc."""
         config = self.config
         if not config.taps:
             return super().fuse(taps)
@@ -152,8 +148,7 @@ class Eagle(DraftModule):
         """Run rows; returns the states for the LM head, and the carried states.
 
         `tokens` and `positions` are int64 [b, n], `features` [b, n, w]; the outputs are
-        [b, n, h]. A row sees `cache` and the rows up to it, or what the additive `mask`
-        [1, 1, n, slots] lets it see.
+        [b, n, h]. `mask` [1, 1, n, slots] is added to the scores; None is causal.
         """
         embedded = self.embed_tokens(tokens)
         features = features.to(embedded.dtype)
@@ -222,7 +217,6 @@ class Eagle(DraftModule):
 
     @classmethod
     def _flatten_config(cls, files: HeadFiles, eagle3: bool) -> HeadFiles:
-        """Return the files with one flat config; refuses unknown keys."""
         outer = files.config
         if outer.get("model_type") == "eagle" and isinstance(outer.get("model"), dict):
             outer = outer["model"]  # as old versions of vLLM wrapped it
@@ -273,12 +267,10 @@ def _causal_mask(rows: Tensor, cache: Cache | None, window: int | None) -> Tenso
 
 
 def _is_eagle3(tensors: dict[str, Tensor]) -> bool:
-    """Whether the first layer has EAGLE-3's norm of features."""
     return f"{FIRST_LAYER}hidden_norm.weight" in tensors
 
 
 def _eagle3_flags(files: HeadFiles) -> dict[str, Any]:
-    """Read the flags of `EagleConfig` from EAGLE-3's config."""
     config = files.config
     nested = "transformer_layer_config" in config
     before_residual = config.get("norm_before_residual")

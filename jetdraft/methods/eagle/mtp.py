@@ -164,7 +164,6 @@ def stored_name(name: str) -> str:
 
 
 def _stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Stack the experts' tensors, one tensor for each kind, as transformers 5 does."""
     pattern = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
     experts: dict[str, dict[tuple[str, int], Tensor]] = {}
     others = {}

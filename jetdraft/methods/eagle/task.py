@@ -56,9 +56,8 @@ class EagleSettings(heads.HeadSettings):
 class EagleTask(heads.HeadTask):
     """Trains EAGLE-3, MTP, or EAGLE-1, which learns features too.
 
-    The files have the authors' layout, and Qwen's for MTP. A training of MTP begins
-    with the target's own head (FastMTP, 2509.18362). If the target has no head, the new
-    head's layer begins as a copy of the target's last layer of the same kind.
+    The files have the authors' layout, and Qwen's for MTP. MTP begins with the target's
+    own head (FastMTP, 2509.18362), or else with a copy of its last layer.
     """
 
     Settings = EagleSettings
@@ -109,8 +108,7 @@ class EagleTask(heads.HeadTask):
         if is_third:
             rows = target.model.get_output_embeddings().weight.detach().float()
             head.lm_head = nn.Linear(self.config.hidden_size, size, bias=False)
-            own = rows if self.ids is None else rows[self.ids]
-            head.lm_head.weight.data.copy_(own)
+            head.lm_head.weight.data.copy_(rows if self.ids is None else rows[self.ids])
         return head
 
     def _new_mtp(self, target: Checkpoint) -> Eagle:

@@ -1,7 +1,6 @@
 """Drafting with a head that drafts k tokens in a pass (Falcon, 2412.12639).
 
-A chain of n tokens takes n / k passes, and a tree a pass for k levels: its rows of a
-level share a guess with all rows that have the same block before them.
+A tree takes a pass for k levels: rows with the same block before them share a guess.
 """
 
 from jetdraft.runtime.drafters.ahead_cache import AheadCache, Block

@@ -85,7 +85,7 @@ class Falcon(DraftModule):
         """Predict the features [b, n, h] of the rows k places later.
 
         `tokens` int64 [b, n, k] and `features` [b, n, k, h] are a row's window, its own
-        last; `positions` int64 [b, n]. `mask` [1, 1, n, slots] is added to the scores.
+        last; `positions` int64 [b, n]; `mask` [1, 1, n, slots].
         """
         # In a graph, a quantized embedding takes ids of two axes.
         embedded = self.embed_tokens(tokens.flatten(1)).unflatten(1, tokens.shape[1:])

@@ -72,8 +72,7 @@ class FalconTask(LayerTask):
     ) -> Sums:
         """Return the sums by the place in a block; rows that are shown do not count."""
         size, count = drafter.config.slots, lesson.ids.shape[1]
-        rows = torch.arange(count, device=lesson.ids.device)
-        places = (rows - first) % size
+        places = (torch.arange(count, device=lesson.ids.device) - first) % size
         (features,), ids = lesson.taps, shift_rows(lesson.ids, 1)
         if learns:
             draw = torch.Generator().manual_seed(lesson.seed)
@@ -110,10 +109,9 @@ class FalconTask(LayerTask):
 def predict_features(
     drafter: Falcon, features: Tensor, ids: Tensor, places: Tensor
 ) -> Tensor:
-    """Run the drafter over whole sequences; return the predicted features [b, T, h].
+    """Run the drafter over sequences; return the predicted features [b, T, h].
 
-    `ids` int64 [b, T] are the next tokens of the rows, `places` int64 [T] the rows'
-    places in their blocks.
+    `ids` int64 [b, T] are next tokens, `places` int64 [T] rows' places in their blocks.
     """
     size, rows = drafter.config.slots, torch.arange(len(places))
     rows = rows.to(places.device)
@@ -131,11 +129,10 @@ def shown_rows(
 ) -> Tensor:
     """Choose the rows, bool [b, T], that read what they should predict.
 
-    They are the first rows of random blocks, never the last row of a block, and at most
-    `share` times as many as the `wrong` rows, bool [b, T], of a sequence.
+    They are the first of random blocks, but no last row of a block, and at most `share`
+    times as many as the `wrong` rows, bool [b, T], of a sequence.
     """
-    count = len(places)
-    blocks = (torch.arange(count, device=places.device) + places[0]) // size
+    blocks = (torch.arange(len(places), device=places.device) + places[0]) // size
     draw = torch.Generator().manual_seed(seed)
     shape = len(wrong), int(blocks[-1]) + 1
     order = torch.rand(shape, generator=draw).argsort(-1)
@@ -143,5 +140,4 @@ def shown_rows(
     budget = share * wrong.sum(-1, keepdim=True).cpu()
     spent = lengths.gather(1, order).cumsum(-1)
     fits = torch.zeros(shape, dtype=torch.bool).scatter(1, order, spent <= budget)
-    shown = torch.where(fits, lengths, 0).to(wrong.device)[:, blocks]
-    return places < shown
+    return places < torch.where(fits, lengths, 0).to(wrong.device)[:, blocks]

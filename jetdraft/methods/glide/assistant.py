@@ -105,8 +105,7 @@ class Assistant(DraftModule):
             logits_to_keep=given.answer_rows,
         )
         state = output.last_hidden_state
-        logits = self.lm_head(state[:, given.answer_rows])
-        return logits, self.post_projection(state)
+        return self.lm_head(state[:, given.answer_rows]), self.post_projection(state)
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:

@@ -23,10 +23,7 @@ ARCHITECTURE = "GlideDrafter"  # What the config of a drafter calls it.
 def attend_to_target(
     query: Any, keys: Tensor, values: Tensor, bias: Tensor, scale: float
 ) -> Tensor:
-    """Attend with [b, heads, n, d] to [b, kv_heads, slots, d]; return [b, n, heads, d].
-
-    The `bias` broadcasts to [b, 1, n, slots].
-    """
+    """Attend with [b, heads, n, d] to [b, kv_heads, slots, d]: [b, n, heads, d]."""
     # The heads of a group lie beside each other: [b, kv_heads, group, n, d].
     rows = query.unflatten(1, (keys.shape[1], -1))
     scores = (rows @ keys[:, :, None].transpose(3, 4)).float()
@@ -86,8 +83,8 @@ class Glide(DraftModule):
     ) -> Tensor:
         """Return the states for the LM head, [b, n, h].
 
-        `tokens` and `positions` are int64 [b, n], `keys` and `values` [b, kv_heads,
-        slots, d] the target's, rotated. The `bias` broadcasts to [b, 1, n, slots].
+        `tokens` and `positions` are int64 [b, n], rotated `keys` and `values` [b,
+        kv_heads, slots, d] the target's. The `bias` broadcasts to [b, 1, n, slots].
         """
         layer = self.first_layer
         states = self.embed_tokens(tokens)

@@ -49,10 +49,9 @@ class GlideTask(LayerTask):
                 f"{run.target.source} attends in sliding windows, and GliDe reads all "
                 "rows of its last layer; train another drafter"
             )
-        known = torch.ones_like(batch.ids, dtype=torch.bool)
         return GlideLesson(
             *(batch.ids, batch.labels, list[Tensor](), last.keys, outputs.logits),
-            *(known, last.keys, last.values),
+            *(torch.ones_like(batch.ids, dtype=torch.bool), last.keys, last.values),
         )
 
     def hidden(self, drafter: Glide, lesson: GlideLesson, starts: Tensor) -> Tensor:

@@ -36,7 +36,6 @@ class ExitOptions(TreeOptions):
 
 
 def _fits(contract: StepContract, target: GraphEntry) -> bool:
-    """Whether a drafter's graph reads the states between the target's halves."""
     return (
         target.halves is not None
         and contract.feature_input == target.halves.hidden_size
@@ -60,7 +59,6 @@ def _make_proposer(
 def _leading_target(
     loaded: LoadedBundle, options: ExitOptions, widths: Sequence[int]
 ) -> Target | None:
-    """Return the target whose lower half also drafts; None without an adapter."""
     if not isinstance(loaded.draft_cache, LedCache) or loaded.provider != "cpu":
         return None
     loaded.leading.prepare(widths)

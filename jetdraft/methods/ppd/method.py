@@ -30,10 +30,9 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class PromptOptions(TreeOptions):
-    """The drafts of prompt tokens; tree "auto" is the sparse tree of the paper.
+    """A draft of prompt tokens: rows of a sparse tree, and slots with prompt tokens.
 
-    rows   drafted rows of a sparse tree; None lets the pass times decide
-    slots  the same for the rows and prompt tokens of a pass
+    The tree "auto" is the paper's sparse tree; None lets the pass times decide.
     """
 
     rows: int | None = None
@@ -64,8 +63,7 @@ RESTS = (64, 512)
 class PromptProposer(ProbeProposer):
     """Drafts a sparse tree, chosen by the number of guesses from the last round.
 
-    `ranks` say how often guesses were right on held-out text, `pass_ms` what a pass
-    takes; rounds correct both. It rests where rounds without drafts promise more.
+    Rounds correct `ranks` and `pass_ms`; it rests where rounds without drafts pay.
     """
 
     def __init__(
@@ -148,7 +146,6 @@ class PromptProposer(ProbeProposer):
         return self._plans[most]
 
     def _count_rest(self) -> bool:
-        """Count down a rest; returns whether this round belongs to it."""
         if not self._resting:
             return False
         self._resting -= 1

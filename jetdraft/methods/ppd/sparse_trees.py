@@ -63,10 +63,7 @@ class SparseTree:
         return ends
 
     def with_probes(self, worth: Sequence[float], probes: int) -> "SparseTree":
-        """Return the same rows with at most `probes` probes, the most useful.
-
-        `worth[d]` are the expected tokens of a round in state d.
-        """
+        """Return the rows with the `probes` most useful, by the `worth` of states."""
         counts = [len(worth) - 1] * len(self.chances)
         losses = [(self._probe_loss(worth, r, counts), r) for r in range(len(counts))]
         heapq.heapify(losses)
@@ -129,17 +126,13 @@ class SparsePlan:
 def likeliest_tree(ranks: RankRates, rows: int) -> SparseTree:
     """Return the tree of the `rows` likeliest rows; `ranks` has chances by level."""
     parents, chances = best_tree(rows, ranks)
-    numbers = list(range(1 + len(parents)))
-    tree = Rows(numbers, [-1, *parents]).depth_first()
+    tree = Rows(list(range(1 + len(parents))), [-1, *parents]).depth_first()
     ordered = tuple([1.0, *chances][number] for number in tree.tokens)
     return SparseTree(tuple(tree.parents[1:]), ordered, (0,) * len(ordered))
 
 
 def make_plan(ranks: RankRates, rows: Sequence[int], slots: int) -> SparsePlan:
-    """Make the plan whose tree of state d drafts `rows[d - 1]` rows, in `slots` slots.
-
-    Rows and probes take a slot each; probes fill what the rows leave.
-    """
+    """Make the plan with `rows[d - 1]` drafted rows in state d; probes fill `slots`."""
     states = range(len(ranks) + 1)
     bare = [likeliest_tree(ranks[:d], rows[d - 1] if d else 0) for d in states]
     worth = [tree.tokens for tree in bare]
@@ -154,9 +147,8 @@ def best_plan(
 ) -> SparsePlan:
     """Return the plan of at most `most` drafted rows with the most tokens per ms.
 
-    A number of `rows` holds for all states, a number of `slots` for all passes; else
-    every state has rows of its own, and every row its own probes. State 0 carries a
-    probe at least, so there is always something to draft from.
+    `rows` holds for all states, `slots` for all passes; 0 leaves them to each state and
+    row. State 0 carries a probe, so there is always something to draft from.
     """
     counts = [min(rows, most)] if rows else range(1, most + 1)
     gamma = len(ranks)

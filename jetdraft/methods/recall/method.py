@@ -73,10 +73,7 @@ class RecallProposer(Proposer):
 
 
 class Script:
-    """A response that the output is expected to follow, and the place reached in it.
-
-    `agreed` counts its last tokens that the output has too; it is `lost` without any.
-    """
+    """A response that is expected, the place in it, and how many last tokens agree."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
@@ -142,7 +139,6 @@ def _differences(one: list[int], other: list[int]) -> list[tuple[list[int], list
 
 
 def _replace_tokens(tokens: list[int], old: list[int], new: list[int]) -> list[int]:
-    """Return the tokens with `new` in place of every `old`."""
     result, done = list[int](), 0
     for start in [i for i, token in enumerate(tokens) if token == old[0]]:
         if start >= done and tokens[start : start + len(old)] == old:

@@ -15,10 +15,9 @@ DROP_ALL = 2.0  # No probability reaches it: only the root is verified.
 
 @dataclass(frozen=True)
 class StreamOptions(TreeOptions):
-    """The drafts of a target that drafts for itself, and how they are pruned.
+    """How a target that drafts for itself prunes drafts, by its early exit.
 
-    prune_threshold  drop drafted rows whose probability at the early exit is below
-                     this; "auto" finds the threshold that pays most
+    prune_threshold  the least probability of a drafted row; "auto" finds what pays most
     """
 
     prune_threshold: float | str | None = None
@@ -41,10 +40,7 @@ class StreamOptions(TreeOptions):
 
     @property
     def draft_size(self) -> int | None:
-        """The rows of a tree; with pruning a draft is always as long as possible.
-
-        A controller cannot plan it without the pass times of halves.
-        """
+        """The rows of a tree; None with pruning, which drafts as much as it can."""
         size = super().draft_size
         return WIDEST - 1 if size is None and self.prune_threshold is not None else size
 
@@ -52,7 +48,6 @@ class StreamOptions(TreeOptions):
 def _pruning_target(
     loaded: LoadedBundle, options: StreamOptions, widths: Sequence[int]
 ) -> Target | None:
-    """Return the target in halves, to prune between them; None without pruning."""
     threshold = options.prune_threshold
     if threshold is None:
         return None

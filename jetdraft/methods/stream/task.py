@@ -72,8 +72,7 @@ class StreamTask(Task):
     def new_drafter(self, run: Run) -> StreamedModel:
         """Add streams to the target, with embeddings as large as hidden states.
 
-        With small embeddings LoRA can hardly tell a stream from its carrier, and what
-        it learns for streams changes the text (docs/log/training.md).
+        With small embeddings LoRA changes the text too (docs/log/training.md).
         """
         model = run.target.model
         add_adapters(model, self.settings)
@@ -153,16 +152,12 @@ class StreamTask(Task):
         return asdict(self.settings) | own, weights
 
 
-# --- the loss -------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Losses:
     """Mean cross entropies of main rows, of streams [gamma], and of early exits.
 
-    `places` [1 + gamma] counts the rows with a label, of main rows and of streams.
-    `acceptance` is the share of places where a stream's best token is also the best
-    token of the main row there: the share that greedy decoding would accept.
+    `places` [1 + gamma] counts rows with a label, of main rows and of streams.
+    `acceptance` is the share of streams whose best token is the main row's.
     """
 
     main: Tensor
@@ -172,11 +167,10 @@ class Losses:
     acceptance: Tensor
 
     def total(self, mode: str, weights: Tensor) -> Tensor:
-        """Return the loss to minimise; in lossless mode the main rows cannot learn.
+        """Return the loss; in lossless mode the main rows cannot learn.
 
-        `weights` [1 + gamma] multiply the means over main rows and over each stream:
-        ones for a whole batch. A process gives its share of the places times the number
-        of processes: then the mean over processes is the loss of the batch.
+        `weights` [1 + gamma] are of main rows and of each stream: ones, or for one of
+        several processes its share of places times their number.
         """
         streams = (weights[1:] * self.streams).sum()
         total = STREAM_WEIGHT * streams + weights[0] * self.early
@@ -221,13 +215,9 @@ def compute_losses(streamed: Any, batch: Batch, gamma: int) -> Losses:
 
 
 def _carrier_rows(learned: Tensor) -> Tensor:
-    """Return the rows [b, C] that carry streams: where bool [b, T] is true, in order.
-
-    C is the most of one sequence. Other sequences get rows that are not learned too.
-    """
+    """Return carriers [b, C] where bool [b, T] is true, C the most; others fill up."""
     count = max(1, int(learned.sum(1).max()))
-    order = learned.int().argsort(dim=1, descending=True, stable=True)
-    return order[:, :count]
+    return learned.int().argsort(dim=1, descending=True, stable=True)[:, :count]
 
 
 def _take_carriers(rows: Tensor, carriers: Tensor) -> Tensor:
@@ -237,8 +227,7 @@ def _take_carriers(rows: Tensor, carriers: Tensor) -> Tensor:
 
 def _next_ids(ids: Tensor, count: int) -> Tensor:
     """Return the next `count` ids after each place: [b, T] to [b, T, count]."""
-    padded = F.pad(ids[:, 1:], (0, count), value=IGNORED)
-    return padded.unfold(1, count, 1)
+    return F.pad(ids[:, 1:], (0, count), value=IGNORED).unfold(1, count, 1)
 
 
 def _cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:

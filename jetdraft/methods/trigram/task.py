@@ -15,10 +15,7 @@ from jetdraft.runtime.text.codec import TextCodec
 
 
 def write_table(corpus: Sequence[Path], bundle: Bundle, output: Path) -> Counts:
-    """Count the texts' trigrams with a bundle's tokenizer; writes `output`, a new file.
-
-    Raises `DataError` or `OutputError`.
-    """
+    """Count texts' trigrams into a new file; raises `DataError` or `OutputError`."""
     if output.exists():
         raise OutputError(f"{output} exists; choose another file")
     check_writable(output)

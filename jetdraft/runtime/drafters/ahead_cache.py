@@ -21,9 +21,8 @@ class Block:
     """The guesses of one pass for the k tokens after a text.
 
     `levels` are their answers, views that the next pass overwrites. `features` [k - 1 +
-    k, w] belong to the k - 1 rows before the block, and to the block's rows, as the
-    graph predicts them; `tail` are the k - 1 tokens before the block. Its rows begin
-    `depth` positions past the cursor, and see the draft's `slots`.
+    k, w] belong to the k - 1 rows before the block, whose tokens are the `tail`, and to
+    the block. It begins `depth` positions past the cursor, and sees the `slots`.
     """
 
     levels: Sequence[Answer]
@@ -126,7 +125,7 @@ class AheadCache(DraftCache):
     def branch_blocks(
         self, blocks: Sequence[tuple[Block, Sequence[int]]], filled: int
     ) -> list[Block]:
-        """Run pairs of a block and tokens that follow it; returns the block after each.
+        """Run pairs of a block and tokens after it; return the blocks behind.
 
         The draft has filled `filled` slots already.
         """
@@ -205,10 +204,7 @@ class AheadCache(DraftCache):
         return (*[0] * (self.size - 1 - len(last)), *last)
 
     def _target_features(self, row: int, count: int) -> Float32s:
-        """The target's features of rows from `row` - (k - 1) to `row` + count - 1.
-
-        Float32 [k - 1 + count, w]; k is `self.size`. Zeros stand for rows before 0.
-        """
+        """The target's features [k - 1 + count, w] from `row` - (k - 1) on."""
         start = len(self.seen) - len(self._features)
         width = self.graph.contract.feature_input
         rows = [
@@ -219,7 +215,6 @@ class AheadCache(DraftCache):
 
     @property
     def _most_rows(self) -> int:
-        """The most new rows of a pass with the copies of a block."""
         return min(_MAX_NEW_ROWS, self.graph.contract.max_width + 1 - self.size)
 
     @property

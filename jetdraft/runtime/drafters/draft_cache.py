@@ -82,7 +82,6 @@ class DraftCache:
         self.seen = list(tokens[: len(self.tokens) + len(self._features)])
 
     def forget(self) -> None:
-        """Drop all rows and all features."""
         self._truncate(0, 0)
 
     def observe(self, first: int, tokens: Tokens, features: Float32s | None) -> None:
@@ -170,10 +169,7 @@ class DraftCache:
         return answer.rows(slice(len(block), None))
 
     def review(self, context: Tokens, guess: Sequence[int]) -> Answer:
-        """Run a chain of guesses after `context`; answers for its root and each guess.
-
-        The rows of the guesses stay in the cache until a context differs from them.
-        """
+        """Run a chain of guesses after `context`; the answer for its root and them."""
         self._drop_differing(context)
         # A prompt is read without the logits of all its rows.
         widest = min(WIDEST, self.graph.contract.max_width)
@@ -185,7 +181,6 @@ class DraftCache:
         return answer.rows(slice(len(rest) - 1, None))
 
     def _count_missing(self, context: Tokens) -> int:
-        """How many rows of a context can run and have not run yet."""
         missing = len(context) - self.shift - len(self.tokens)
         return min(missing, len(self._features)) if self.reads else missing
 
@@ -225,10 +220,9 @@ class DraftCache:
         return sliding_window_view(np.array([*before, *behind]), self.window)
 
     def _drop_differing(self, context: Tokens) -> None:
-        """Drop the rows that differ from a context, and the last row of the context.
+        """Drop the rows that differ from a context, and its last row.
 
-        Only tokens of the last two passes can differ. Rows with features of the target
-        come from `seen`, and need no comparison.
+        Only tokens of the last two passes can differ; `seen` needs no comparison.
         """
         end = len(self.tokens)
         if not self.shift:
@@ -245,7 +239,6 @@ class DraftCache:
         return first
 
     def _truncate(self, fed: int, seen: int) -> None:
-        """Keep at most `fed` rows in the buffers and `seen` tokens."""
         if fed < len(self.tokens):
             seen, self._features = min(seen, fed), []
         self._rewind(fed)

@@ -41,7 +41,6 @@ _G, _M1, _M2, _30, _27, _31, _12, _PLACE = (
 
 
 def _mix(x: UInt64s) -> None:
-    """Apply `mix` to an array in place."""
     x ^= x >> _30
     x *= _M1
     x ^= x >> _27

@@ -38,9 +38,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Rows:
-    """A root and the draft below it.
+    """A root, row 0 with the parent -1, and the draft below it; parents come first.
 
-    Row 0 is the root, its parent -1, and a parent comes before its children.
     `drawn_from` has the distribution that a row's children were drawn from. `probes` is
     the number of probes that each row must carry; None leaves it to the controller.
 
@@ -204,10 +203,9 @@ class Probes:
     ) -> list[list[int]]:
         """The slots that each slot after the rows attends to, itself left out.
 
-        After the rows lie the `prefix` slots of the graph, which attend to nothing,
-        and then the probes: each takes `members` slots. A member attends to the prefix,
-        its carrier, the carrier's `ancestors`, and the same member of the carrier's
-        lower streams (2405.18628, figure 4).
+        First come the `prefix` slots, which attend to nothing, then `members` slots for
+        each probe. A member attends to the prefix, its carrier, the carrier's
+        `ancestors`, and its like in lower streams (2405.18628, figure 4).
         """
         if not self.total:
             return []

@@ -52,7 +52,7 @@ class ResponseStore:
     """One user's earlier requests and responses, as token ids of one tokenizer.
 
     Raises `StoreError` if the file belongs to another tokenizer or program, or cannot
-    be created. A damaged file is moved aside with a warning and a new one is begun.
+    be created. A damaged file is moved aside with a warning.
     """
 
     def __init__(
@@ -101,7 +101,6 @@ class ResponseStore:
         return self._open_and_read(is_retry=True)
 
     def _read_entries(self) -> list[Entry]:
-        """Read the user's entries, latest first; reuses the entries in memory."""
         known = {(entry.id, entry.used): entry for entry in self.entries}
         times, entries = entry_times(self.most_days), list[Entry]()
         with self._store_file.connect() as database:
@@ -129,15 +128,11 @@ class ResponseStore:
         return entries
 
     def _delete_old_entries(self, database: sqlite3.Connection) -> None:
-        """Delete all users' entries that are too old, or have an impossible time."""
         times = entry_times(self.most_days)
         database.execute("delete from entries where used not between ? and ?", times)
 
     def add(self, entry: Entry) -> None:
-        """Write an entry, in place of the request's earlier entry; warns on failure.
-
-        An empty response is not kept, nor more than `MAX_TOKENS` tokens.
-        """
+        """Write an entry in place of the request's earlier; a failure only warns."""
         length = len(entry.prompt) + len(entry.response)
         if not entry.response or length > MAX_TOKENS:
             return
@@ -189,7 +184,6 @@ class ResponseStore:
 def _parse_entry(
     key: int, used: float, prompt: bytes, response: bytes, vector: bytes
 ) -> Entry | None:
-    """The entry of a row of the table; None if the row is malformed."""
     try:
         return Entry(
             prompt=np.frombuffer(prompt, np.uint32).tolist(),
@@ -205,8 +199,7 @@ def _parse_entry(
 class Similarity:
     """Embeds token ids as a unit vector; similar requests have a large dot product.
 
-    Reads the embeddings, int8 or float [vocab, d], from an npy file that export wrote.
-    Raises `BundleError` if it cannot be read, or has fewer rows than `vocab_size`.
+    `BundleError` if the npy file, int8 or float [vocab, d], is damaged or has few rows.
     """
 
     def __init__(self, file: Path, vocab_size: int = 0) -> None:

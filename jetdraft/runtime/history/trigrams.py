@@ -125,8 +125,7 @@ def _count_trigrams(
         pairs.append(ids[:-2] << np.uint64(32) | ids[1:-1])
         tokens.append(ids[2:])
     trigrams = np.stack([np.concatenate(pairs), np.concatenate(tokens)])
-    order = np.lexsort((trigrams[1], trigrams[0]))
-    trigrams = trigrams[:, order]
+    trigrams = trigrams[:, np.lexsort((trigrams[1], trigrams[0]))]
     new = np.r_[True, np.any(np.diff(trigrams) != 0, axis=0)] if trigrams.size else []
     first = np.flatnonzero(new)
     counts = np.diff(np.r_[first, trigrams.shape[1]])
@@ -203,10 +202,7 @@ class TreeSearch:
         self.successors, self.iterations = successors, iterations
 
     def run(self, one: int, two: int, budget: int) -> tuple[list[int], list[int]]:
-        """Return tokens and parents of at most `budget` rows; `two` is row 0.
-
-        The same arguments give the same tree.
-        """
+        """Return tokens and parents of at most `budget` rows; `two` is row 0."""
         self._nodes = [Node(two, -1, 1.0)]
         self._before = one
         self._random = random.Random(one << 32 | two)
@@ -255,7 +251,6 @@ class TreeSearch:
         return before, self._nodes[path[-1]].token
 
     def _shares(self, pair: tuple[int, int]) -> dict[int, float]:
-        """The share of each successor of a pair, likeliest first; empty if unknown."""
         weights = self.successors(*pair)
         total = sum(weights.values())
         order = sorted(weights, key=lambda token: (-weights[token], token))

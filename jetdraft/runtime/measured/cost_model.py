@@ -78,8 +78,7 @@ class Curve:
     def probed_ms(self, width: int, probes: int, streams: int) -> float:
         """The milliseconds of a branching pass whose rows carry `probes` probes in all.
 
-        On the line through a pass of one row with all its `streams` and a pass where
-        all rows have them: the first probe costs more than the others.
+        On the line from one row to all rows with `streams`: the first probe costs more.
         """
         bare = self.tree_ms(width, ends_at_gap=True)
         if not probes:
@@ -105,9 +104,8 @@ class Curve:
     def learn(self, round_: Round) -> None:
         """Move the estimates a little towards the times of a round.
 
-        A slow first minute makes all times long. Then plain rounds would correct their
-        own width alone, and drafts would always seem dear. So what no recent round took
-        moves in proportion.
+        What no recent round took moves in proportion. Else a slow first minute would
+        make drafts dear for long: plain rounds correct their own width alone.
         """
         self._rounds += 1
         if round_.probes:
@@ -178,7 +176,7 @@ def _blend_estimate(estimate: float, ms: float) -> float:
 class LinearFit:
     """The line a + b * x of least squares, 0 <= a, b, in which later points count more.
 
-    If all points have the same x, it is the line with the shortest vector (a, b).
+    If all points have one x, it is the line with the shortest vector (a, b).
     """
 
     def __init__(self, memory: float) -> None:
@@ -214,11 +212,8 @@ class LinearFit:
 class RoundCosts:
     """Predicts the milliseconds of a round with one method and its options.
 
-    Passes in a round take longer than passes that a survey runs one after another, and
-    a round takes time outside them too, more with each drafted row:
-
-        pass     `pass_ms`, times how much longer the passes of the last rounds took
-        outside  a + b * drafted rows, the line through the last rounds
+    pass     `pass_ms`, times how much longer the passes of the last rounds took
+    outside  a + b * drafted rows, the line through the last rounds
     """
 
     MEMORY = 0.98
@@ -252,8 +247,7 @@ class RoundCosts:
 
     def round_ms(self, rows: int, probes: int) -> float:
         """The milliseconds of a round whose pass has `rows` rows and `probes`."""
-        pass_ms = self._slowdown * self._pass_ms(rows, probes)
-        return pass_ms + self._outside.at(rows - 1)
+        return self._slowdown * self._pass_ms(rows, probes) + self._outside.at(rows - 1)
 
     @property
     def _slowdown(self) -> float:

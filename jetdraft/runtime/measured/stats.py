@@ -1,7 +1,4 @@
-"""What rounds show: the cost of a generation, how its drafts fared, rates of guesses.
-
-Each metric has one meaning. Rates are running estimates, by place and by rank.
-"""
+"""What rounds show: the cost of a generation, how drafts fared, rates of guesses."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,13 +13,12 @@ class Round(NamedTuple):
 
     `ranks` has a pair for each drafted token that was compared with a chosen token, the
     accepted tokens and the first wrong token: the rank of the right sibling, and the
-    number of siblings; if all were wrong, the rank is their number. `probes` is the
-    number of probes, which drafted for the next round. `off` says why this round had no
-    draft. `asked` maps each method that was asked to the number of rows that it offered
-    and its seconds. `evidence` is the proposer's for this draft. `seconds` is the time
-    of the whole round, 0 if it was not taken, less the time in which proposers read
-    rows that earlier rounds had left. `draft_seconds` is the time until the draft was
-    there, or given up. `commit_seconds` is the time of moving accepted rows together.
+    number of siblings, which is the rank too if all were wrong. `probes` drafted for
+    the next round. `off` says why this had no draft. `asked` maps each method that was
+    asked to its offered rows and seconds. `evidence` is the proposer's for this draft.
+    `seconds` is the time of the whole round, 0 if it was not taken, without the time in
+    which proposers read rows of earlier rounds. `draft_seconds` is the time until the
+    draft was there, or given up, `commit_seconds` of moving accepted rows together.
     `experts` counts the experts of all layers that the pass touched.
     """
 
@@ -140,8 +136,8 @@ class Stats:
     def time_round(self, elapsed: float, tokens: int, session_seconds: float) -> None:
         """Set the times after a round that committed `tokens` tokens.
 
-        `elapsed` are the seconds since the start of the generation, `session_seconds`
-        the seconds inside `session.run` since the first round.
+        `elapsed` seconds count from the start of the generation, `session_seconds`
+        inside `session.run` from the first round.
         """
         if self.target_passes == 1:
             # Prefill and the first round are not decoding.
@@ -222,9 +218,9 @@ RankRates = Sequence[Sequence[float]]  # By depth: of the best guess, the second
 class PositionRates:
     """Running estimates of the success rate at each position of a series of events.
 
-    Each rate is an exponentially weighted share of successes; the prior is the rate of
-    the position before. `RUN` failures in a row erase the earlier successes: at a rate
-    of a third, such a run happens once in a hundred rounds.
+    They are exponentially weighted shares; the prior is the rate of the position
+    before. `RUN` failures in a row erase earlier successes: at a rate of a third, such
+    a run happens once in a hundred rounds.
     """
 
     WEIGHT = 1.0  # How many trials the prior counts for.
@@ -287,8 +283,8 @@ class PositionRates:
 class Acceptance:
     """Running acceptance of one proposer's drafts, by position and by sibling.
 
-    Each evidence has rates of its own, see `Proposer.evidence`: 1 starts at 0.5, 2 at
-    0.75. The priors are hopeful, so that every proposer and branch is tried.
+    Each `Proposer.evidence` has rates of its own. The priors, 0.5 for 1 and 0.75 for 2,
+    are hopeful, so that every proposer and branch is tried.
     """
 
     PRIOR = 0.9
@@ -324,8 +320,7 @@ class Acceptance:
     def rates(self, length: int, evidence: int | None = 0) -> list[float]:
         """The rates of first siblings at depths 1..length, given right ancestors.
 
-        They hold for drafts with this evidence; None is for a draft that is not made
-        yet: where evidence differs, it may be the best.
+        None as evidence is for a draft that is not made yet: it may be the best.
         """
         if evidence:
             return self._evidence_rates(evidence).rates(length)
@@ -351,10 +346,7 @@ def prior_of(evidence: int) -> float:
 
 
 class GuessRates:
-    """How often guesses are right, by depth and rank; the rates begin at `priors`.
-
-    A guess is compared with the text whether it was drafted or not.
-    """
+    """How often guesses, drafted or not, are right; the rates begin at `priors`."""
 
     WEIGHT = 40.0  # How many guesses the priors count for.
     MEMORY = 0.995

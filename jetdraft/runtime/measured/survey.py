@@ -110,10 +110,7 @@ class Survey:
             self._is_begun = True
 
     def step(self, must_stop: Callable[[], bool] = _never_stop) -> bool:
-        """Do one step of the survey; False when no step is left.
-
-        Raises `StoppedError` between two passes once `must_stop()` is true.
-        """
+        """Do one step; False when none is left, `StoppedError` once `must_stop()`."""
         with self._lock:
             if not self.steps_left:
                 return False
@@ -238,8 +235,7 @@ class Survey:
         for members in known.classes:
             pair = frozenset((exact[0], members[0]))
             for width in members:
-                gap = self._gaps.get(pair, known.gaps[members[0]])
-                gaps.setdefault(width, gap)
+                gaps.setdefault(width, self._gaps.get(pair, known.gaps[members[0]]))
         return gaps
 
     def _measure_gap(self, one: int, other: int) -> float:
@@ -302,8 +298,7 @@ class Survey:
         for start in self._starts if modes else []:
             chain = self._run_pass(start, tokens, PLAIN).copy()
             for mode in modes:
-                skipped = mode[1] or 0
-                kept = len(tokens) - skipped
+                kept = len(tokens) - (mode[1] or 0)
                 rows = [tokens[0], *tokens[kept:], *tokens[1:kept]]
                 if not np.array_equal(chain[:kept], self._run_pass(start, rows, mode)):
                     return False
@@ -330,10 +325,7 @@ class Survey:
                 yield all(map(np.array_equal, rows, self._rows_after(start, wide)))
 
     def _rows_after(self, start: int, rows: int) -> list[np.ndarray]:
-        """Copies of KV rows from `start` on, [1, kv_heads, rows, head_dim].
-
-        With recurrent states, also the logits of the next row: its pass reads them.
-        """
+        """Copies of KV rows [1, kv_heads, rows, head_dim], with states also logits."""
         buffers = self.target.cache.buffers.values()
         copies = [b.numpy()[:, :, start : start + rows].copy() for b in buffers]
         if self.target.contract.states:
@@ -352,10 +344,7 @@ class Survey:
         return 1e3 * max(shortest[1] - shortest[0], 0.0) / (2 * streams)
 
     def _measure_expert_ms(self) -> float:
-        """The milliseconds that an expert adds to a pass, or 0.
-
-        Rows of one token choose fewer experts than as many random rows.
-        """
+        """The milliseconds that an expert adds, by equal and by random rows; or 0."""
         graph = self.target
         if not graph.contract.experts:
             return 0.0
@@ -410,8 +399,7 @@ def decoding_widths(graph: Graph) -> list[int]:
     """The widths that decoding may use, except widths that run with padding rows."""
     capacity = graph.contract.capacity
     rows = min(MAX_ROWS, capacity - 1 - min(_FIRST_PLACE, capacity // 4))
-    widest = min(WIDEST, graph.contract.max_width, rows)
-    widths = range(1, widest + 1)
+    widths = range(1, min(WIDEST, graph.contract.max_width, rows) + 1)
     return [w for w in widths if graph.sessions.width(w, capacity) == w]
 
 
@@ -426,9 +414,8 @@ def random_tokens(graph: Graph, count: int) -> list[int]:
 def randomized(graph: Graph) -> Iterator[list[int]]:
     """Fill the buffers with random numbers; yields the cursors to measure at.
 
-    They lie early, midway and late after the committed rows, which stay valid with the
-    cursor and the count of passes, if they leave enough room. To fill the buffers by
-    running tokens would take as long as a long prompt.
+    They lie early, midway and late after the committed rows, which stay valid, if there
+    is room. To run tokens instead would take as long as a long prompt.
     """
     cache, passes = graph.cache, graph.passes
     length = cache.length if cache.room >= _MIN_ROOM else 0
@@ -466,10 +453,9 @@ def run_until_captured(graph: Graph, run: Callable[[], object]) -> None:
 
 
 def pass_times(graph: Graph, widths: Sequence[int]) -> dict[int, float]:
-    """The shortest time in milliseconds of a chain pass, by width.
+    """The shortest milliseconds of a chain pass by width, measured in turns.
 
-    The widths take turns, since a busy second would else slow the passes of one width
-    only. Noise only makes a pass longer.
+    So a busy second does not slow one width only. Noise only makes a pass longer.
     """
     with randomized(graph) as starts:
         graph.cache.place(starts[0])

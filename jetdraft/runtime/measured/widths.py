@@ -54,10 +54,7 @@ class Widths:
 
     @property
     def exact(self) -> list[int]:
-        """The class of `base`, ascending; without a base the largest class.
-
-        Of equal classes it is the class with the narrowest width.
-        """
+        """The class of `base`, ascending, or the largest; of equals the narrowest."""
         if self.base is not None:
             return next(sorted(w) for w in self.classes if self.base in w)
         by_size = {(len(members), -min(members)): members for members in self.classes}

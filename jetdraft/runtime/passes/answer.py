@@ -31,12 +31,11 @@ class Answer:
 
     `candidates` int64 [m, K] best first, `candidate_logits` float32 [m, K], `logsumexp`
     float32 [m], `logits` float32 [m, vocab], and `hidden` float32 [m, h] where the
-    graph gives them. A graph that chooses among a part of the vocabulary can draft its
-    candidates only: their logits are all its `logits`. `features` [n, w] and `carried`
-    [n, c] have a row per row of the pass, answered or not, and so have the chosen
-    `experts` int64 [n, e], whose numbers tell layers apart. `probes` maps each row that
-    carried probes to their answer. Logits, and a `logsumexp` that the graph did not
-    give, are fetched or computed when they are first read.
+    graph gives them. With a part of the vocabulary the candidates' logits are all
+    `logits`. `features` [n, w], `carried` [n, c] and the chosen `experts` int64 [n, e],
+    whose numbers tell layers apart, are of all rows. `probes` maps rows that carried
+    probes to their answer. Logits, and a `logsumexp` that the graph did not give, are
+    fetched or computed when they are first read.
     """
 
     candidates: Int64s
@@ -158,24 +157,19 @@ class Target(Protocol):
     def run(self, tokens: Tokens, last_only: bool = False, width: int = 0) -> Answer:
         """Run one pass over a chain of tokens at the cursor, which does not move.
 
-        With `last_only` it answers for the last row alone; padding up to the `width`
-        repeats the last token.
+        `last_only` answers for the last row, which also pads the pass to its `width`.
         """
         ...
 
     def verify(
         self, rows: Rows, width: int, probing: Probing = NO_PROBING
     ) -> tuple[Rows, Answer]:
-        """Run a draft in a pass of that width, and probes beside it.
-
-        Returns the rows that were run, maybe a part of the draft, and their answer.
-        """
+        """Run a draft in a pass of that width; return the rows that ran, and answer."""
         ...
 
     def commit(self, path: Sequence[int], ends_at_gap: bool) -> int:
         """Commit the rows of a path of the last pass; returns how many.
 
-        A commit `ends_at_gap` of the path in the buffer, or closes the gaps by moving
-        the rows after them.
+        It `ends_at_gap` of the path in the buffer, or moves the rows after gaps.
         """
         ...

@@ -24,8 +24,7 @@ class PassBinding:
     """The inputs and outputs of passes with fixed numbers of rows, answers and probes.
 
     `tensors` holds them by name, `arrays` their arrays on the host. `buffers` are KV
-    buffers and recurrent states, by name of the input; `borrowed` buffers of another
-    graph are only read.
+    buffers and recurrent states by input; another graph's `borrowed` are only read.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class PassBinding:
     def show_only(self, visible: VisibleSlots, cursor: int, filled: int = 0) -> None:
         """Hide the slots from the cursor on, except the `visible` slots of each row.
 
-        Slots are numbered from the cursor; earlier passes wrote the first `filled`.
+        They count from the cursor; earlier passes wrote the first `filled`.
         """
         self.arrays["draft_start"][0] = cursor
         shown = (tuple(map(tuple, visible)), filled)

@@ -71,10 +71,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Memory:
-    """The `device` that tensors are allocated on, "cpu", "cuda" or "webgpu".
-
-    `copies` says that host and session do not share it; tests set it without a GPU.
-    """
+    """A `device`, "cpu", "cuda" or "webgpu", and whether a session `copies` from it."""
 
     device: str = "cpu"
     copies: bool = False
@@ -175,10 +172,7 @@ class Cache:
         self.is_ahead = self._was_ahead or self._last_pass[1] > WIDEST
 
     def rewind(self, length: int) -> None:
-        """Go back to `length` committed rows, without a copy of rows.
-
-        Raises `ValueError` for a length that is not `resumable`.
-        """
+        """Go back to `length` rows without a copy; `ValueError` if not `resumable`."""
         if not 0 <= length <= self.length or length != self.resumable(length):
             raise ValueError(f"cannot rewind from {self.length} rows to {length}")
         if length < self.length or self.is_ahead or not length:
@@ -232,8 +226,7 @@ class Cache:
     def copy_rows(self, rows: int) -> Arrays:
         """Copies of the first `rows` rows by buffer, [1, kv_heads, rows, head_dim].
 
-        With them the states, if there are any; then `rows` must be all rows, or
-        `ValueError` is raised.
+        States are copied too; then `ValueError` is raised for less than all rows.
         """
         if self._states and rows != self.length:
             raise ValueError(f"states are of {self.length} rows, not of {rows}")
@@ -262,7 +255,6 @@ class Cache:
         self.advance(len(path))
 
     def _move_rows(self, source: list[int], target: int) -> None:
-        """Move the rows `source` to the rows from `target` on, in place."""
         if self._compaction is None:
             raise ValueError("this cache has no compaction graph; give it one")
         move = self._moves.get(len(source))
@@ -361,6 +353,5 @@ class SourceBuffers:
         return True
 
     def _set_length(self, length: int) -> None:
-        """Set how many slots the decoder reads."""
         self._length.array[0] = length
         self._length.upload()

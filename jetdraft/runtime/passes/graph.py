@@ -32,9 +32,8 @@ class Graph:
     """Sessions over one `Cache`, with a binding for each size of a pass.
 
     `seconds` adds up the time inside `session.run`, `passes` counts the passes. With
-    `lengths`, ascending up to the capacity, `total_length` is the smallest that holds
-    the pass; else the exact length. Without `captures` no CUDA graph is captured. A
-    given `cache` belongs to another graph of the same contract.
+    ascending `lengths`, `total_length` is the smallest that holds the pass, else exact.
+    Without `captures` no CUDA graph is captured. A given `cache` is another graph's.
     """
 
     def __init__(
@@ -69,9 +68,8 @@ class Graph:
     def prepare(self, exact: bool, reading: Reading = Reading.ALL) -> None:
         """Set the `total_length`s of the next generation, and which rows it reads.
 
-        Each captured graph has a fixed `total_length`, so there are few lengths. Since
-        kernels split their work by the length, it decides how they round. So an `exact`
-        generation uses a single length. The next pass selects rows again.
+        A captured graph has a fixed `total_length`. Kernels split their work by it, so
+        it decides how they round: an `exact` generation uses a single length.
         """
         self.reading = reading
         for tensor in self.selected.values():  # no query is like zeros
@@ -99,11 +97,10 @@ class Graph:
     ) -> Answer:
         """Run one pass over a chain of n `tokens` at the cache's cursor.
 
-        It answers for all rows, or with `last_only` for the last row alone; then a
-        prefill computes the LM head for this row only. Rows that fill up the `width`
-        repeat the last token. The caller moves the cursor with `cache.advance`. A head
-        graph reads `features` float [n, w] and `recent` int64 [n, q], as its contract
-        says. `block` has the first tokens of a graph that fills a block.
+        It answers for all rows, or with `last_only` for the last row alone. Rows that
+        fill up the `width` repeat the last token. The caller moves the cursor with
+        `cache.advance`. A head graph reads `features` float [n, w] and `recent` int64
+        [n, q]; `block` has the first tokens of a graph that fills a block.
         """
         rows, cursor, room = len(tokens), self.cache.length, self.cache.room
         width = max(width, rows)
@@ -144,10 +141,9 @@ class Graph:
         if rows.is_chain:
             return rows, self.run(rows.tokens, width=width, probing=probing)
         rows.check()
-        answer = self.run_branches(
+        return rows, self.run_branches(
             rows.tokens, rows.depths, rows.ancestors, width=width, probing=probing
         )
-        return rows, answer
 
     def commit(self, path: Sequence[int], ends_at_gap: bool) -> int:
         """Commit the rows of a path of the last pass, see `Target.commit`."""
@@ -181,10 +177,8 @@ class Graph:
     ) -> Answer:
         """Run rows of a branching draft in a tree graph, which answers for all rows.
 
-        The draft takes slots from the cursor on; earlier passes have written the first
-        `filled`. Row i is `depths[i]` positions past the cursor and sees the committed
-        rows, the draft's slots `ancestors[i]` and itself. `features` and `recent` as in
-        `run`.
+        The draft has slots from the cursor on, `filled` before. Row i is `depths[i]`
+        positions past the cursor, and sees committed rows, `ancestors[i]` and itself.
         """
         if not self.contract.tree:
             raise ValueError("a chain graph cannot run branches; use a tree graph")
@@ -295,8 +289,7 @@ class _GraphBinding(PassBinding):
         self.unknown = contract.vocab_size
         self.input_ids = self.view("input_ids")
         self.position_ids = self.view("position_ids")
-        first = size.width - size.answers
-        self.arrays["answer_rows"][:] = np.arange(first, size.width)
+        self.arrays["answer_rows"][:] = np.arange(size.width - size.answers, size.width)
         if contract.streams:
             self.arrays["probe_rows"][:] = probes.rows
             self.arrays["probe_ids"][:] = probes.ids

@@ -114,10 +114,7 @@ Opened = tuple[StepSessions, Memory, Captures | None]
 
 @dataclass(frozen=True)
 class Opener:
-    """Opens graphs of one bundle on one provider.
-
-    On the CPU all graphs of one file share a session, as do models with this opener.
-    """
+    """Opens graphs of one bundle on a provider; on the CPU files share sessions."""
 
     bundle: Bundle
     provider: Provider
@@ -177,7 +174,7 @@ class Opener:
         return open_session(path, self.provider.memory, provider_options=options)
 
     def _open_on_cpu(self, entry: GraphEntry, weights: Weights) -> Opened:
-        """Open one session, since chains run as fast in a tree graph, with equal bits.
+        """Open one session: chains run as fast in a tree graph, with equal bits.
 
         Two sessions would hold the packed weights twice (docs/log/runtime.md).
         """
@@ -185,10 +182,7 @@ class Opener:
         return StepSessions(session, entry.widest_contract), HOST, None
 
     def _open_on_cuda(self, entry: GraphEntry, weights: Weights) -> Opened:
-        """Open two sessions over shared weights: chains are faster without a bias.
-
-        Standard graphs get one session, since they cannot share weights.
-        """
+        """Open two sessions over shared weights, if they are not standard graphs'."""
         memory, options = self.provider.memory, CUDA_OPTIONS
         if entry.tree_file is None or self.bundle.flavour != CONTRIB:
             session = self.session(entry.tree_file or entry.file, weights, options)
@@ -208,8 +202,7 @@ class Opener:
     def _open_on_webgpu(self, entry: GraphEntry, weights: Weights) -> Opened:
         """Open one session, since WebGPU's sessions cannot share weights.
 
-        A captured graph reads `total_length` on the device, where attention cannot
-        compare it with the length of a bias.
+        Attention cannot compare a captured `total_length` with the length of a bias.
         """
         contract, file = entry.widest_contract, entry.tree_file or entry.file
         webgpu.check_buffers(self.bundle.path / file, contract)
@@ -250,11 +243,9 @@ Values = dict[str, ort.OrtValue]
 def shared_weights(file: Path, device: str) -> tuple[Values, Values]:
     """The external weights of the contrib graph `file`, copied to `device`.
 
-    Returns views for the sessions (`SessionOptions.add_initializer`), which refuse a
-    value that owns its memory, and the owners, which must outlive the sessions.
-    Standard graphs cannot be read, since their packed integers have no numpy type. On
-    the CPU sharing saves nothing, since each session packs its weights again. Raises
-    `ProviderError` if onnx is missing.
+    Returns views for `SessionOptions.add_initializer`, which refuses a value that owns
+    its memory, and the owners, which must outlive the sessions. numpy has no type for
+    the integers of standard graphs. Raises `ProviderError` if onnx is missing.
     """
     onnx = import_onnx()
     owners = {}

@@ -41,10 +41,7 @@ class Prefix:
         self._passes = -1
 
     def reusable_rows(self, prompt: Sequence[int], exact: bool) -> int:
-        """How many rows of a prompt may stay in the buffers, never its last row.
-
-        0 if something else has run the target since.
-        """
+        """How many rows of a prompt may stay, never its last; 0 after other runs."""
         if self.target.passes != self._passes or (exact and not self._exact):
             return 0
         common = min(common_length(self._tokens, prompt), len(prompt) - 1)

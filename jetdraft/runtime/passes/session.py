@@ -170,11 +170,10 @@ def _check_provider(session: ort.InferenceSession, provider: str, file: Path) ->
 class Captures:
     """Run options by key: passes with the same key are captured once, then replayed.
 
-    Each key has its own graph id. A replay reads no shape and no value on the host:
-    passes that differ in these need different keys. The first run of a key is eager, so
-    that kernels are chosen and memory is allocated outside of a capture. The second run
-    captures, and runs the pass three times, which is harmless: the rows go to the same
-    slots.
+    A replay reads no shape and no value on the host: passes that differ in these need
+    different keys, each with its graph id. The first run of a key is eager, so that
+    kernels are chosen and memory is allocated before. The second captures, and runs the
+    pass three times, which is harmless: the rows go to the same slots.
     """
 
     def __init__(self) -> None:
@@ -212,10 +211,9 @@ class StepSession:
 class StepSessions:
     """A session for any pass, and further sessions that run some passes faster.
 
-    `chain` runs passes that do not branch; it has no attention bias, which some kernels
-    run faster. Each of `fixed` runs passes of one width only; a pass takes the
-    narrowest that holds its rows, filled up with padding. The `owners` of shared
-    weights are kept alive.
+    `chain` has no attention bias, which some kernels run faster. Of the `fixed` widths
+    a pass takes the narrowest that holds its rows, padded. `owners` of shared weights
+    are kept alive.
     """
 
     def __init__(

@@ -16,8 +16,7 @@ from jetdraft.runtime.proposers.proposer import Proposer
 class Assignment:
     """Ask `proposer` for `budget` rows, as a tree of the shape `parents` if given.
 
-    Without a proposer there is no draft. The rows of the pass carry probes as `probing`
-    says, for the next round's draft.
+    None is no draft. Rows carry probes for the next draft as `probing` says.
     """
 
     proposer: Proposer | None
@@ -42,10 +41,7 @@ class FixedController:
         self.num_draft_tokens = num_draft_tokens
 
     def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
-        """Assign a draft of the fixed length, or the part of it that fits `room`.
-
-        `offers` counts the rows that proposers offered in this round already.
-        """
+        """Assign a draft of the fixed length, or the part of it that fits `room`."""
         if self.proposer is None:
             return NO_DRAFT
         probing = Probing(min(self.num_draft_tokens, self.proposer.traits.probes))
@@ -229,7 +225,6 @@ class AdaptiveController:
     def _promises(
         self, proposer: Proposer, limit: int, evidence: int | None = None
     ) -> Iterator[_Promise]:
-        """The promises of chains of 1, 2, ... tokens, and of trees."""
         tokens = chance = 1.0
         traits = proposer.traits
         deepest = min(limit, traits.probes or limit)
@@ -248,8 +243,8 @@ class AdaptiveController:
     ) -> Iterator[_Promise]:
         """The promises of the likeliest trees that fill a pass.
 
-        Where a commit ends at a gap, the next pass runs an accepted row again, unless
-        it is on the first path. So it is worth one token minus the cost of a row.
+        Where a commit ends at a gap, a row off the first path runs again: it is worth
+        a token less the cost of a row.
         """
         # A round without a draft commits one token.
         plain_ms, widest_ms = self.curve.pass_ms(1), self.curve.pass_ms(WIDEST)

@@ -129,7 +129,6 @@ class Drafting:
         return any(methods()[name].cost != "free" for name in self.options)
 
     def _refuse_settings(self) -> None:
-        """Raise `OptionError` for options of drafting: plain decoding has no draft."""
         count = self.num_draft_tokens
         length = {} if count is None else {"num_draft_tokens": count}
         for key in {**self._given_options, **length}.keys() - {"user", "select_kv"}:
@@ -140,7 +139,6 @@ class Drafting:
             )
 
     def _check_names(self) -> None:
-        """Raise `OptionError` for unknown, repeated or mixed names of methods."""
         names, known, problem = self.names, (AUTO, NONE, *methods()), ""
         if len(names) > 1 and {NONE, AUTO} & set(names):
             problem = f"mixes {NONE} or {AUTO} with others; list methods only"

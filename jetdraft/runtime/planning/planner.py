@@ -127,8 +127,7 @@ class ExpertsCounter(Observer):
         # Each expert counts where it appears first, from the newest row on.
         _, first = np.unique(np.array(self._rows), return_index=True)
         added = np.bincount(first // experts.shape[1], minlength=len(self._rows))
-        counts = enumerate(added.cumsum().tolist(), start=1)
-        self._parts.curve.touched = dict(counts)
+        self._parts.curve.touched = dict(enumerate(added.cumsum().tolist(), start=1))
 
 
 # The most proposers that are kept: requests can bring ever new options.
@@ -137,10 +136,7 @@ MAX_PROPOSERS = 64
 
 @dataclass
 class Offer:
-    """The draft of a round; `asked` has the rows and the seconds of each proposer.
-
-    `late_seconds` is the time of reading rows that earlier rounds had left.
-    """
+    """The draft of a round; `asked` has the rows and the seconds of each proposer."""
 
     rows: Rows
     method: str = NONE
@@ -163,7 +159,7 @@ class ProposerSet:
     def offer(self, context: Tokens, room: int) -> Offer:
         """Ask proposers until the controller assigns an offered draft, or no draft.
 
-        The draft has at most `room` rows below the root, the last token of `context`.
+        It has at most `room` rows below the root, the last token of `context`.
         """
         offer = Offer(Rows.chain([context[-1]]))
         drafts: dict[Proposer, Rows] = {}
@@ -195,10 +191,7 @@ class ProposerSet:
 
 
 def _propose(assignment: Assignment, context: Tokens, size: int) -> Rows:
-    """Ask a proposer for rows, of tokens below `size`.
-
-    Raises `OptionError` if it fails, or if the rows are wrong.
-    """
+    """Ask for rows of tokens below `size`; `OptionError` for failures or wrong rows."""
     proposer, root, problem = assignment.proposer, context[-1], ""
     assert proposer is not None
     try:
@@ -237,8 +230,7 @@ class Planner:
         learning, cache = parts.learning, parts.draft_cache
         if learning is not None and cache is not None:
             drafters = {n for n, m in methods().items() if m.cost == "drafter"}
-            learner = Learner(learning, cache, drafters, self.acceptance)
-            self._learners.append(learner)
+            self._learners.append(Learner(learning, cache, drafters, self.acceptance))
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -310,8 +302,7 @@ class Planner:
     ) -> ProposerSet:
         """Who proposes, decides and verifies in a generation; raises `OptionError`.
 
-        A `matcher` keeps drafts to what a constraint allows. With `learns` the
-        generation's lessons are kept, if the model has a folder for them.
+        Drafts keep to a constraint's `matcher`. It `learns` if there is a folder.
         """
         self._check_combination(drafting)
         chosen = self._choose_proposers(drafting)
@@ -328,7 +319,6 @@ class Planner:
         return ProposerSet(chosen, controller, verifier, observers, size)
 
     def _choose_proposers(self, drafting: Drafting) -> list[Proposer]:
-        """The proposers asked for, or for "auto" all that fit; raises `OptionError`."""
         automatic, chosen = drafting.names == (AUTO,), {}
         for name, options in drafting.options.items():
             method = methods()[name]
@@ -350,7 +340,6 @@ class Planner:
     def _make_controller(
         self, drafting: Drafting, proposers: Sequence[Proposer]
     ) -> Controller:
-        """Make the controller: a fixed plan, or a plan by measured times and rates."""
         if not proposers:
             return FixedController(None, 0)
         count, options = drafting.num_draft_tokens, drafting.options.values()
@@ -400,7 +389,6 @@ class Planner:
             )
 
     def _check_combination(self, drafting: Drafting) -> None:
-        """Raise `OptionError` for methods that cannot work together, before a pass."""
         automatic = drafting.names == (AUTO,)
         named = [] if automatic else [methods()[name] for name in drafting.options]
         owners = [method.name for method in named if method.target is not None]

@@ -160,10 +160,7 @@ def drafter_method(
     in_auto: bool = True,
     **more: Any,
 ) -> Method[OptionsT]:
-    """Make the record of a method whose drafter an export adds with `flag`.
-
-    `more` are further fields of `Method`.
-    """
+    """Make the record of a method whose drafter an export adds with `flag`."""
 
     def lacks(bundle: Bundle) -> str:
         entry = bundle.drafter

@@ -154,8 +154,8 @@ class _ResponseLookup(_SequenceLookup):
 class SuffixAutomaton:
     """Counts parts of token sequences, and keeps their last places (Blumer, 1985).
 
-    A state, an int, is for all texts that end at the same places; its `link` is the
-    state of the longest of their endings that occurs elsewhere.
+    A state, an int, is for all texts that end at the same places; its `link` is for
+    their longest ending that occurs elsewhere.
     """
 
     def __init__(self) -> None:
@@ -205,9 +205,9 @@ class SuffixAutomaton:
     def follow(self, state: int, count: int) -> tuple[list[int], float]:
         """Return at most `count` tokens that likely follow a state, and their score.
 
-        Each is the most frequent next token, of equals the latest. The score is the
-        expected number of right tokens, by these frequencies. At the end of a sequence,
-        the tokens after its longest ending that also occurs elsewhere follow.
+        Each is the most frequent next token, of equals the latest; the score is the
+        expected number of right tokens. After the end of a sequence follows what
+        follows its longest ending elsewhere.
         """
         tokens, chance, score = list[int](), 1.0, 0.0
         while len(tokens) < count:
@@ -259,7 +259,6 @@ class SuffixAutomaton:
         return split
 
     def _add_state(self, successors: dict[int, int], length: int) -> int:
-        """Add a state that has not occurred yet; returns its number."""
         self._next.append(successors)
         self._link.append(ROOT)
         self._length.append(length)

@@ -50,16 +50,12 @@ class MethodOptions:
 
     def __post_init__(self) -> None:
         for key, hint in _field_types(type(self)).items():  # type: ignore[arg-type]
-            value = _read_value(key, getattr(self, key), hint)
-            object.__setattr__(self, key, value)
+            object.__setattr__(self, key, _read_value(key, getattr(self, key), hint))
         if refusal := next(self.refusals(), ""):
             raise DraftingError(refusal)
 
     def refusals(self) -> Iterator[str]:
-        """Yield each contradiction with its fix; the first is raised as `OptionError`.
-
-        A subclass yields from `super().refusals()` before its own.
-        """
+        """Yield each contradiction with its fix; the first becomes an `OptionError`."""
         check_choice("verifier", self.verifier, VERIFIERS)
         check_ranges(self, _RANGES)
         for name in sorted({name for v in VERIFIERS.values() for name in v.settings}):

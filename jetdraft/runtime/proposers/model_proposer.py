@@ -60,8 +60,8 @@ def make_draft_stop(
 ) -> DraftStop | None:
     """Make the rule of that name; None if no rule is named.
 
-    The threshold of "learned" is the rate of a rejection, 1 minus the product. Raises
-    `DraftingError` without a drafter, and `StoreError` without an acceptance head.
+    The threshold of "learned" is 1 minus the product. Raises `DraftingError` without a
+    drafter, and `StoreError` without an acceptance head.
     """
     if rule is None:
         return None
@@ -79,7 +79,6 @@ def make_draft_stop(
 
 
 def _sigmoid(x: Any) -> Any:
-    """1 / (1 + exp(-x)), without overflow at either end."""
     return 0.5 * (1.0 + np.tanh(0.5 * x))
 
 
@@ -247,10 +246,7 @@ class Levels:
 
 
 class Guesses:
-    """Takes a chain of the tokens that an answer guesses, up to what `stop` doubts.
-
-    With 2 `steps` the second half of a block is guessed again once the first is chosen.
-    """
+    """A chain up to what `stop` doubts; with 2 `steps` its later half guessed again."""
 
     def __init__(self, stop: DraftStop | None = None, steps: int = 1) -> None:
         self.stop, self.steps = stop, steps
@@ -301,8 +297,7 @@ class SharedGuesses:
 class ProbeProposer(Proposer):
     """Drafts what the probes of the target's last accepted row guessed, at no cost.
 
-    Probe j guesses the token j positions after the last. Without a `shape` drafts are
-    chains, or trees if a controller asks a proposer that `branches`.
+    Without a `shape` drafts are chains, or trees if a controller asks for `branches`.
     """
 
     def __init__(self, traits: Traits, shape: Shape | None = None) -> None:
@@ -331,8 +326,7 @@ class ProbeProposer(Proposer):
         if shape is not None:
             return self.grow_tree(shape, answer, context, budget)
         count, place = min(budget, len(answer.candidates)), len(context)
-        places = range(place, place + count)
-        tokens = self.chooser.choose(answer.first(count), places)
+        tokens = self.chooser.choose(answer.first(count), range(place, place + count))
         return Rows.chain([root, *tokens], self.traits.kind)
 
     def grow_tree(

@@ -41,8 +41,8 @@ class Seen:
     """What one pass of the target showed, in a round or while it reads a prompt.
 
     `rows` were run, and `path` are the accepted rows, row 0 first. `answer` is valid
-    until the target's next pass; of a prompt it answers for the last row only. `length`
-    counts the tokens of the sequence, with the new token after the last accepted row.
+    until the next pass; of a prompt it has the last row only. `length` counts the
+    tokens of the sequence with the newly chosen token.
     """
 
     length: int
@@ -83,34 +83,26 @@ class Proposer(Observer, ABC):
         return 0.0
 
     def keep(self, kept: int) -> int:
-        """How many of the first `kept` rows of a prompt it need not observe; here all.
-
-        The target's buffers hold these rows, so it does not run them again.
-        """
+        """How many of the first `kept` rows of a prompt it need not observe: all."""
         return kept
 
     def catch_up(self, context: Tokens) -> None:
         """Run what is missing of `context` before `propose`; here nothing.
 
-        Only `propose` is timed, to tell what the next draft costs: without the work
-        that is left from a long prompt, or from rounds of other proposers.
+        Only `propose` is timed, to tell what the next draft costs.
         """
 
     @abstractmethod
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """At most `budget` >= 1 rows below the root, `context[-1]`; or the root alone.
 
-        `context` is the prompt and the committed tokens; its last tokens may not be
-        proven yet and can still be withdrawn. `parents`, the parent of rows 1, 2, ...
-        as in `Static`, asks a proposer that `branches` for a tree; it may give another
-        shape.
+        The last tokens of `context` may not be proven yet and can be withdrawn.
+        `parents`, the parent of rows 1, 2, ... as in `Static`, asks a proposer that
+        `branches` for a tree; it may give another shape.
         """
 
     def forget(self) -> None:
         """Reset what was learned, see `Model.forget`; here nothing."""
-
-
-# --- where the text is constrained: some tokens must come, others may not ------------
 
 
 class ForcedProposer(Proposer):
@@ -127,10 +119,7 @@ class ForcedProposer(Proposer):
 
 
 class ConstrainedProposer(Proposer):
-    """Drafts forced tokens first, then the rows of `inner` that the constraint allows.
-
-    They are no draws of the drafter's distribution, so only the walk can verify them.
-    """
+    """Drafts forced tokens first, then rows of `inner` that the constraint allows."""
 
     def __init__(self, inner: Proposer, matcher: Matcher) -> None:
         self._inner, self._matcher, self.traits = inner, matcher, inner.traits

@@ -111,16 +111,12 @@ class Chooser:
         return sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0
 
     def _count_kept_tokens(self, scaled: Float64s, answer: Answer) -> Int64s:
-        """Per row, the number of tokens that the filters keep, or `_OPEN`.
-
-        `scaled` is float64 [n, K]: logits over temperature, best first.
-        """
+        """Per row, the number of tokens that the filters keep, or `_OPEN`."""
         rows, candidates = scaled.shape
         vocabulary, sampling = answer.vocab_size, self.sampling
         if self._is_unfiltered:
             return np.full(rows, _OPEN if candidates < vocabulary else candidates)
-        total = min(sampling.top_k or vocabulary, vocabulary)
-        most = np.full(rows, total)
+        most = np.full(rows, min(sampling.top_k or vocabulary, vocabulary))
         least = np.minimum(most, candidates)
         if sampling.top_p < 1.0:
             least, most = self._nucleus_bounds(scaled, most, answer)
@@ -137,8 +133,8 @@ class Chooser:
     ) -> tuple[Int64s, Int64s]:
         """Bounds of the number of best tokens whose probability reaches top-p.
 
-        The filters before leave `most` tokens. Their mass is known if all of them are
-        candidates, and else at most `_tail_bound` more than the mass of the candidates.
+        The mass of the `most` tokens of earlier filters is known if all are candidates,
+        else at most `_tail_bound` more than the candidates'.
         """
         candidates = scaled.shape[1]
         mass = np.cumsum(np.exp(scaled - scaled[:, :1]), axis=1)
@@ -205,10 +201,7 @@ class Chooser:
         scores: Float64s,
         chosen: Int64s,
     ) -> None:
-        """Let tokens outside the candidates win; updates `scores` and `chosen`.
-
-        Their scaled logits are at most `last`, so the noise must make up for it.
-        """
+        """Let tokens outside of the candidates win, whose logits are at most `last`."""
         seed, temperature = self.sampling.seed, self.sampling.temperature
         most = np.exp(last - scores)
         rows, ids, values = exponentials_below(seed, positions, answer.vocab_size, most)
@@ -228,8 +221,7 @@ _OPEN = -1  # Instead of a count: tokens beyond the candidates may be kept.
 def _softmax(answer: Answer, scaled: Float64s, kept: int) -> Distribution:
     """The softmax over the first `kept` candidates of a row; `scaled` is [1, K]."""
     weights = np.exp(scaled[0, :kept] - scaled[0, 0])
-    ids = answer.candidates[0, :kept].copy()
-    return Distribution(ids, weights / weights.sum())
+    return Distribution(answer.candidates[0, :kept].copy(), weights / weights.sum())
 
 
 def _count_to_mass(mass: Float64s, wanted: Float64s) -> Int64s:
@@ -242,9 +234,8 @@ class Logprob:
     """The natural logarithm of a token's probability.
 
     It is the model's own, before temperature, filters, biases and penalties. `top` has
-    the (id, logprob) pairs of the best tokens, best first. `names` has the bytes that
-    these tokens stand for at their place, None for a hidden token; a token may be a
-    part of a character.
+    the (id, logprob) pairs of the best tokens, best first; `names` their bytes at their
+    place, maybe a part of a character, None for a hidden token.
     """
 
     token: int

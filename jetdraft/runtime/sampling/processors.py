@@ -46,9 +46,9 @@ class Change(Protocol):
         """The new logits of `ids`, whose logits before are `values`."""
 
     def best(self, answer: Answer, row: int) -> tuple[Int64s, Float32s] | None:
-        """The best tokens of `answer` after the change, best first, and their logits.
+        """The best tokens after the change, best first, and their logits; None: fetch.
 
-        No other token is better than the last. None if only the whole row shows them.
+        No other token is better than the last.
         """
 
 
@@ -266,8 +266,7 @@ class PenaltyProcessor:
         self, logits: Float32s, ids: Int64s, path: Sequence[int]
     ) -> "_Penalized":
         """The new logits of a row, after the tokens of a path to the row."""
-        new = np.setdiff1d(np.array(path, np.int64), ids)
-        ids = np.concatenate([ids, new])
+        ids = np.concatenate([ids, np.setdiff1d(np.array(path, np.int64), ids)])
         values = logits[ids] + self._bias[ids]
         times, seen = self._output_counts[ids], self._is_in_text[ids]
         for token in path:

@@ -42,8 +42,8 @@ TOP, TOLERANCE = 3, 1.0  # The tolerant verifier's defaults.
 class Verifier:
     """Chooses one token per row, by the target's distribution unless it is `lossy`.
 
-    It is for drafts of some `kinds`, and if `single_child` for rows with one child. The
-    `settings` are fields of `MethodOptions` with their defaults.
+    It is for drafts of some `kinds`, maybe with a `single_child` only. The `settings`
+    are fields of `MethodOptions` with their defaults.
     """
 
     name: str
@@ -72,7 +72,6 @@ class Verifier:
 def _walk(
     rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
 ) -> list[int]:
-    """The tokens that plain decoding chooses, whatever was drafted."""
     return chooser.choose(answer, positions)
 
 
@@ -83,7 +82,6 @@ def _rule_verifier(
     lossy: bool = False,
     single_child: bool = False,
 ) -> Verifier:
-    """Make a verifier that draws each row's token from pi(. | its children)."""
 
     def choose(
         rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
@@ -101,8 +99,7 @@ def _rule_verifier(
                 q = rows.drawn_from.get(row) or Distribution(tokens[:0], np.zeros(0))
                 ids = np.unique(np.concatenate([p.ids, q.ids, tokens]))
                 places = np.searchsorted(ids, tokens).tolist()
-                pi = rule(p.over(ids), q.over(ids), places, rows.kind)
-                p = Distribution(ids, pi)
+                p = Distribution(ids, rule(p.over(ids), q.over(ids), places, rows.kind))
             token = p.draw(chooser.sampling.seed, positions[row])
             chosen[row] = token
             row = next((i for i in children if rows.tokens[i] == token), None)

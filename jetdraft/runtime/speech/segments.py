@@ -75,8 +75,7 @@ def _cue(segment: Segment, mark: str) -> str:
 
 def clock(seconds: float, mark: str = ".") -> str:
     """A time as hours, minutes, seconds and thousandths after `mark`."""
-    thousandths = round(1000 * seconds)
-    minutes, rest = divmod(thousandths, 60_000)
+    minutes, rest = divmod(round(1000 * seconds), 60_000)
     hours, minutes = divmod(minutes, 60)
     whole, part = divmod(rest, 1000)
     return f"{hours:02}:{minutes:02}:{whole:02}{mark}{part:03}"

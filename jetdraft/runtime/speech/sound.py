@@ -145,7 +145,6 @@ def check_sound(samples: object) -> Float32s:
 
 
 def _check_seconds(name: str, seconds: float) -> None:
-    """Raise `OptionError` for a sound that is too short or too long."""
     if seconds < MIN_SECONDS:
         raise _sound_error(
             f"{name} has {seconds:.2f} s of sound, at least {MIN_SECONDS:g} are "

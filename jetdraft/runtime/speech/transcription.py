@@ -70,12 +70,11 @@ def check_speech(parts: LoadedBundle) -> Speech:
 
 
 class Transcription:
-    """An iterator of `Segment`, with `stats` that fill up.
+    """An iterator of `Segment`, with `stats` that fill up; any thread may `cancel` it.
 
-    Any thread may `cancel` it. Each window of the sound is encoded once and is one
-    generation; where timestamps cut off its last segment, the next window begins there.
-    The language is detected in the first window. The time limit counts from `started`,
-    in seconds of `time.perf_counter`.
+    Each window of the sound is a generation; where timestamps cut off its last segment,
+    the next window begins there. The language is detected in the first window. The time
+    limit counts from `started`, in seconds of `time.perf_counter`.
     """
 
     def __init__(
@@ -152,8 +151,7 @@ class Transcription:
         while len(self._samples) - begin >= least:
             if self._cancelled:
                 return self._set_finish_reason(CANCELLED)
-            part = self._samples[begin : begin + sizes[1] * HOP]
-            features = log_mel(part, *sizes)
+            features = log_mel(self._samples[begin : begin + sizes[1] * HOP], *sizes)
             if self._speech.languages and not self.language:
                 reason = self._detect_language(features)
                 if not self.language:
@@ -206,7 +204,6 @@ class Transcription:
         return max(seconds - (time.perf_counter() - self._started), 1e-9)
 
     def _write_window(self, features: Float32s) -> Result:
-        """Write the text of one window, and add its stats to `stats`."""
         ending = replace(self._options.ending, max_seconds=self._seconds_left)
         start, wanted = self._parts.bundle.start_token_ids, self._wanted
         ids = self._speech.prompt(start, self.language, wanted.task, wanted.timestamps)
@@ -228,7 +225,6 @@ class Transcription:
         options: Options,
         rules: LogitsProcessor,
     ) -> Result:
-        """Run a generation about a window; `cancel` and `close` end it."""
         generation = Generation(
             self._parts, self._planner, prompt, options, True, features, [rules]
         )
@@ -258,11 +254,10 @@ Banned = npt.NDArray[np.bool_]
 class SpeechRules:
     """Bans tokens by what was written before; a `LogitsProcessor`.
 
-    Some tokens are never written, some not as the first. With `timestamps` a text
-    begins with a timestamp; they stand in pairs and never go back, and a timestamp must
-    come where all together are likelier than the likeliest word (2212.04356, appendix;
-    the rules of OpenAI's decoder). `start` is the length of the prompt; no word has an
-    id of `end` or more.
+    With `timestamps` a text begins with a timestamp; they stand in pairs and never go
+    back, and a timestamp must come where all together are likelier than the likeliest
+    word (2212.04356, appendix; the rules of OpenAI's decoder). `start` is the length of
+    the prompt; no word has an id of `end` or more.
     """
 
     def __init__(self, speech: Speech, start: int, end: int, timestamps: bool) -> None:

@@ -35,10 +35,9 @@ RANK_RATES = (0.63, 0.13, 0.06, 0.036, 0.024, 0.016, 0.013, 0.01)
 
 @dataclass
 class Tree:
-    """The rows drafted so far; children of the root, row 0, are at `position`.
+    """The rows drafted so far, up to `budget`; the root's children are at `position`.
 
-    At most `budget` rows are drafted. `drawn_from` has the distribution of the children
-    of a row, by the row's number.
+    `drawn_from` has the distribution of the children of a row.
     """
 
     kind: Kind
@@ -91,15 +90,12 @@ class Shape(ABC):
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
         """Add children to the rows in `answers`: the drafter's distributions by row.
 
-        The first call of a draft has the root's only. Returns the rows that the next
-        call needs distributions of; an empty list ends the draft.
+        The first call has the root's. Returns the rows that the next call needs; an
+        empty list ends the draft.
         """
 
     def rows_to_verify(self, tree: Tree) -> Rows:
-        """Return the rows of the grown tree to verify: here, all of them.
-
-        A shape that grows more than `tree.budget` rows below the root selects here.
-        """
+        """Return the rows to verify: all, unless a shape grows more than `budget`."""
         return tree.rows()
 
 
@@ -117,11 +113,9 @@ def draw_siblings(
     """Return at most `count` tokens from `q`, for `position`, in the order to try.
 
     `q` lists its tokens best first. The k best tokens by log q + noise are k draws
-    without replacement (Gumbel-top-k, Kool et al. 1903.06059). With the target's noise
-    they are the coupled siblings; in greedy decoding these are the k best of q.
-
-    Two `family` numbers draw independently: the draws of one family may decide whether
-    another family grows, without a bias.
+    without replacement (Gumbel-top-k, Kool et al. 1903.06059), with the target's noise
+    coupled siblings; in greedy decoding these are the k best of q. The draws of one
+    `family` may decide whether another family grows, without a bias.
     """
     salt = sampling.seed + _SALT + (family << 8)
     if kind is Kind.REPLACED:

@@ -58,10 +58,7 @@ LOOK_SECONDS = 5.0  # Between two looks at the lessons in the background.
 
 
 class Pace:
-    """Bounds the `seconds` of a training and the `watts` of the module; None: no bound.
-
-    Raises `DeviceError` for watts on a machine that does not tell its power.
-    """
+    """Bounds on seconds and watts; `DeviceError` if the machine tells no power."""
 
     def __init__(
         self,
@@ -234,7 +231,6 @@ class _LoraRun:
         return [weight.detach().clone() for weight in self._lora]
 
     def _train_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Train one step on random lessons; raises `TrainingError` for a bad loss."""
         size = min(self.options.batch_size, len(self._training))
         lessons = self._draw.sample(self._training, size)
         loss = self._student.missed(self.model, lessons).loss
@@ -255,9 +251,6 @@ class _LoraRun:
         return join_missed([self._student.missed(self.model, part) for part in parts])
 
 
-# --- beside a running model ----------------------------------------------------------
-
-
 def lower_priority() -> None:
     """Give this process the lowest priority, and torch one thread."""
     os.nice(19)
@@ -267,10 +260,7 @@ def lower_priority() -> None:
 
 
 class Background:
-    """Trains beside a running model, again and again until the seconds are spent.
-
-    `say` is called with the reason of each wait once, `wait` with the seconds to sleep.
-    """
+    """Trains beside a running model; `say` gets reasons to `wait`, in seconds."""
 
     def __init__(
         self,
@@ -314,8 +304,6 @@ class Background:
         return ""
 
 
-# --- learned weights ----------------------------------------------------------------
-
 # The merged weights of a set in floats, by the checkpoint's names.
 TRAINED = "trained.safetensors"
 
@@ -325,10 +313,8 @@ def publish(
 ) -> str | None:
     """Write a set and put it on trial; returns its name. Raises `OutputError`.
 
-    `arrays` are for the graph, `trained` the merged weights in floats. A set that was
-    still on trial is replaced: the trial is against the weights that were judged last.
-    `cleared` is the choice's when the lessons were read: if the folder was cleared
-    since, nothing is written, and the name is None.
+    `arrays` are for the graph, `trained` the merged weights in floats. A set on trial
+    is replaced. None if the folder was cleared since `cleared` was read.
     """
     name = None
 

@@ -26,17 +26,13 @@ from jetdraft.train.teacher import load_target, logits_at, states_at
 UNROLLED_STEPS = 4  # A wrong place counts once in each step of a draft.
 
 
-# --- wrong places -------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class LessonBatch:
-    """Some lessons, side by side.
+    """Some lessons: `tokens` int64 [b, T], padded on the right.
 
-    `tokens` int64 [b, T] are padded on the right. The w wrong places of all lessons
-    have the indexes `rows` and `places` int64 [w] in `tokens`; the row before a place
-    predicts it. There the target's candidates are `ids` int64 [w, k] with `logits`
-    float32 [w, k]; a place with fewer candidates has logits of minus infinity.
+    Lesson `rows[i]` has a wrong token at `places[i]`, int64 [w] both; the row before
+    predicts it. The target's candidates there are `ids` int64 [w, k] with `logits`
+    float32 [w, k], filled up with minus infinity.
     """
 
     tokens: Tensor
@@ -85,9 +81,8 @@ def compare_missed(
 ) -> Missed:
     """Compare a drafter's logits float [w, tokens] at wrong places with the target.
 
-    `can_draft` bool [vocabulary] are the tokens that the drafter can draft, None for
-    all: both distributions are taken within them, and a place without any of them does
-    not count. A drafter may lack the target's last tokens.
+    Both distributions are within `can_draft` bool [vocabulary], None for all; a place
+    without such tokens does not count. A drafter may lack the target's last tokens.
     """
     ours, wanted = logits.float(), batch.logits
     if can_draft is not None:
@@ -112,9 +107,6 @@ def join_missed(parts: Sequence[Missed]) -> Missed:
     total = sum((part.places * part.loss for part in parts), torch.zeros(()))
     right = sum(part.places * part.right for part in parts)
     return Missed(total / max(1, places), right / max(1, places), places)
-
-
-# --- students -----------------------------------------------------------------------
 
 
 class Student(ABC):
@@ -146,10 +138,7 @@ class Student(ABC):
 
     @abstractmethod
     def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> drafters.Arrays:
-        """Return the arrays of the bundle's graph that these weights change, by name.
-
-        A recipe that needs a text reads `text`, token ids int64 [n].
-        """
+        """Return the bundle's arrays that change; recipes may read `text` int64 [n]."""
 
     def replace_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """Replace weights of a model in place; raises `CheckpointError`."""
@@ -188,7 +177,6 @@ class ModelStudent(Student):
         return drafters.drafter_arrays(self.bundle, self._load_with(weights), text)
 
     def _checkpoint(self) -> Checkpoint:
-        """Load the drafter's checkpoint in its type; raises `CheckpointError`."""
         try:
             checkpoint = Checkpoint.load(self.source, self.dtype)
         except CheckpointError as error:
@@ -231,8 +219,7 @@ class HeadStudent(Student):
     def missed(self, model: Any, lessons: Sequence[Lesson]) -> Missed:
         """Return the figures over draft steps; row t predicts token t + 2 + step."""
         batch = LessonBatch.of(lessons)
-        taps = model.config.taps or (-1,)
-        states = states_at(self._target.model, batch.tokens, taps)
+        states = states_at(self._target.model, batch.tokens, model.config.taps or (-1,))
         steps = unroll(model, batch.tokens, model.fuse(states), UNROLLED_STEPS)
         parts = []
         for step, (hidden, _) in enumerate(steps):
@@ -280,8 +267,7 @@ class HeadStudent(Student):
 def load_student(bundle: Bundle, source: str = "", target: str = "") -> Student:
     """Load a bundle's drafter to train it; a head reads the states of `target`.
 
-    An empty name is the checkpoint from which the bundle was exported. Raises
-    `CheckpointError`, `PairError` or `OptionError`.
+    "" is the exported checkpoint. Raises `CheckpointError`, `PairError`, `OptionError`.
     """
     entry = drafters.check_swappable(bundle)
     source = source or entry.source

@@ -26,7 +26,6 @@ def target(tmp_path_factory):
 
 
 def watched(model, ids):
-    """What enters the layers and the final norm, and the outputs."""
     entered = []
     hooks = [
         layer.register_forward_pre_hook(lambda _, args: entered.append(args[0]))

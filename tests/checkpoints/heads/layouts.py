@@ -285,15 +285,13 @@ def one_layer(kind, layers=1, qk_norm=False, **changes):
 
 
 def diffusion(layers=2, **changes):
-    """jetdraft's own layout of a drafter that reads text."""
     config = layer_config(
         model_type="jetdraft-diffusion", num_hidden_layers=layers, head_dim=D,
         rope_theta=10000.0, block_size=BLOCK,
     )  # fmt: skip
-    tensors = {
+    return config | changes, {
         "embed_tokens.weight": rand(VOCAB_SIZE, H),
         "mask": rand(H),
         "norm.weight": norm(),
         **layers_of(layers, qk_norm=True),
     }
-    return config | changes, tensors

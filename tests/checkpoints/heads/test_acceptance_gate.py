@@ -1,8 +1,6 @@
-"""Mistakes that no equality of texts can see lower the acceptance of a trained head.
+"""Each mistake that an engine has made with a published head lowers its acceptance.
 
-A target learns a text in which three tokens decide the next, and heads learn from the
-target to draft it (heads that read early states must attend to do so). Then each
-mistake that an engine has made with a published head is made here.
+A target learns a text in which three tokens decide the next; heads learn to draft it.
 """
 
 import copy
@@ -108,7 +106,6 @@ def eagle1(taught, folder) -> Eagle:
 
 
 def learn(head: Eagle, taught, part: str = "") -> None:
-    """Train a head, or a part by its name, on the text as `jetdraft train eagle`."""
     own = {id(weight) for weight in taught.target.model.parameters()}
     named = head.named_parameters()
     weights = [w for name, w in named if id(w) not in own and part in name]
@@ -184,7 +181,6 @@ class Loop:
 
 @pytest.fixture(scope="module")
 def trained(taught, tmp_path_factory):
-    """A head of each kind that drafts the text."""
     folder, heads = tmp_path_factory.mktemp("gate-heads"), {}
     for make in (eagle3, eagle1):
         torch.manual_seed(8)

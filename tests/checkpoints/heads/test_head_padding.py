@@ -16,7 +16,6 @@ TABLE = re.compile(r"(embed_tokens|lm_head|hydra_lm_head\.\d|\d\.1)\.weight|t2d"
 
 
 def repadded(config, tensors, rows):
-    """The same head with `rows` rows where a vocabulary's size stood."""
     layer = "transformer_layer_config"
     if layer in config:
         config = config | {layer: config[layer] | {"vocab_size": rows}}
@@ -34,7 +33,6 @@ def repadded(config, tensors, rows):
 
 
 def whole_head(**changes):
-    """EAGLE-3 whose LM head has all rows."""
     config, tensors = layouts.eagle3(**changes)
     config.pop("draft_vocab_size")
     kept = {n: t for n, t in tensors.items() if n not in ("d2t", "t2d")}

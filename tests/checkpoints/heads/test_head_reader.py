@@ -40,7 +40,6 @@ def drafted(head, states, taps):
 
 
 def expected(compute, embedding, lm_head, states, features):
-    """The same by a reference, which computes all rows again for each step."""
     tokens = states.tokens
     rows = []
     for step in range(STEPS + 1):
@@ -140,7 +139,6 @@ EAGLE3 = {
 
 @pytest.mark.parametrize("case", EAGLE3)
 def test_eagle3(target, states, tmp_path, case):
-    """Every layout, with taps where it puts them."""
     torch.manual_seed(4)
     make, shape, flags, wanted_taps = EAGLE3[case]
     config, tensors = make(**shape)
@@ -166,7 +164,6 @@ def test_a_head_without_an_lm_head_has_rows_of_the_targets(target, tmp_path):
 
 
 def test_over_fixed_buffers_a_head_computes_the_same(target, states, tmp_path):
-    """The seam through which heads are exported."""
     config, tensors = layouts.speculators(layers=2)
     head = load_head(write(tmp_path, config, tensors), target, torch.float32)
     taps = [states.streams[tap] for tap in TAPS]
@@ -196,8 +193,7 @@ def test_a_head_in_half_precision_keeps_its_fusion_in_float32(target, tmp_path):
     tensors = {n: t.half() if t.is_floating_point() else t for n, t in tensors.items()}
     head = load_head(write(tmp_path, config, tensors), target, torch.float32)
     assert head.norm.weight.dtype == torch.float16  # as stored
-    large = torch.full((1, 2, layouts.H), 60000.0)
-    features = head.fuse([large] * 3)
+    features = head.fuse([torch.full((1, 2, layouts.H), 60000.0)] * 3)
     assert features.dtype == torch.float32
     assert torch.isfinite(features).all()
     hidden, _ = head(torch.tensor([[1, 2]]), features, torch.tensor([[0, 1]]))
@@ -253,7 +249,6 @@ def test_medusa_as_vllm_names_it(target, states, tmp_path, biased):
 
 
 def test_hydra(target, states, tmp_path):
-    """Head i reads the tokens that were drafted before its own."""
     config, tensors = layouts.hydra()
     source = write(tmp_path, config, tensors, "hydra_lm_head.pt")
     head = load_head(source, target, torch.float32)
@@ -267,8 +262,6 @@ def test_hydra(target, states, tmp_path):
         torch.testing.assert_close(logits[0], wanted, **CLOSE)
 
 
-# --- DFlash, and drafters by diffusion ------------------------------------------------
-
 ANCHOR = 9
 UNKNOWN = VOCAB_SIZE
 BLOCK_TAPS = (2, 3, 5)
@@ -276,8 +269,7 @@ BLOCK_TAPS = (2, 3, 5)
 
 def filled(drafter, states, known=(), taps=BLOCK_TAPS, mask=None, shift=0):
     """The logits [slots, n] of a block behind rows of the target's states."""
-    masks = [UNKNOWN] * (BLOCK - 1 - len(known))
-    block = torch.tensor([[ANCHOR, *known, *masks]])
+    block = torch.tensor([[ANCHOR, *known, *[UNKNOWN] * (BLOCK - 1 - len(known))]])
     positions = torch.arange(ROWS + BLOCK)[None]
     positions[:, ROWS:] += shift
     with torch.no_grad():

@@ -202,7 +202,6 @@ def test_pipes_are_not_waited_for(target, tmp_path, name):
 
 
 def test_files_that_are_no_files_of_tensors(target, tmp_path):
-    """No code of a pickle is run."""
     config, tensors = layouts.eagle3()
     assert "no head at" in refusal(target, tmp_path / "nothing here" / "x" / "y")
     source = write(tmp_path / "code", config, {})

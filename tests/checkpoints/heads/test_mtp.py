@@ -63,7 +63,6 @@ CONFIGS = {
 
 
 def module_tensors(mtp, layout, names):
-    """The module's tensors under their published names, experts one by one."""
     tensors = {}
     for name, tensor in mtp.state_dict().items():
         if not name.startswith("layers.0."):
@@ -112,7 +111,6 @@ def with_module(name, folder):
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def case(request, tmp_path_factory):
-    """A target whose file has a module too: its folder, itself and the oracle."""
     folder = tmp_path_factory.mktemp("mtp") / "target"
     model, oracle = with_module(request.param, folder)
     if model.config.model_type in ("glm4", "glm4_moe", "deepseek_v3"):
@@ -123,7 +121,6 @@ def case(request, tmp_path_factory):
 
 
 def test_a_module_computes_what_transformers_computes(case):
-    """Names, concatenation, norms, experts, gates and rotations."""
     folder, target, oracle = case
     head = load_head(folder, target, torch.float32)
     torch.manual_seed(6)
@@ -219,7 +216,6 @@ def test_a_hub_id_is_exported_with_the_module_in_its_files(name, tmp_path, monke
 
 
 def edit(folder, change):
-    """Rewrite a checkpoint's tensors."""
     file = folder / "model.safetensors"
     save_file(change(load_file(file)), file, {"format": "pt"})
 

@@ -26,7 +26,7 @@ from jetdraft.errors import (
 )
 from jetdraft.export.step import buffer_sizes
 from jetdraft.recipe import Recipe
-from tests.cli.running import assert_refused, jetdraft
+from tests.cli.running import assert_refused, jetdraft, succeed
 from tests.export.test_architectures import load
 from tests.tiny import HYBRIDS, MIXTURES, SHARING, SIZES
 
@@ -79,8 +79,7 @@ def test_trees_are_the_likeliest(acceptance, rows):
 
 
 def test_a_chain_is_a_geometric_series():
-    levels = expected_levels(3, 0.5, branching=False)
-    assert levels == [(1, 0.5), (1, 0.25), (1, 0.125)]
+    assert expected_levels(3, 0.5, branching=False) == [(1, 0.5), (1, 0.25), (1, 0.125)]
 
 
 def test_nothing_is_gained_where_nothing_is_accepted(config):
@@ -143,7 +142,6 @@ def test_super_modes_are_faster(config):
 
 
 def test_a_cpu_has_a_bound_of_plain_decoding_and_nothing_else(config):
-    """Every byte once, at the bandwidth of the memory, in floats of four bytes."""
     asked = ask(config(CONFIG), "orin-nano-8gb", context=1000)
     on_cpu, on_gpu = plan(replace(asked, provider="cpu")), plan(asked)
     layer = 2048 * (2 * 16 + 2 * 8) * 128 + 3 * 2048 * 6144
@@ -179,9 +177,7 @@ def test_the_first_line_says_what_is_predicted(config, provider, basis, speed):
 
 def test_json(config):
     flags = ("--device", "orin-nx-16gb", "--provider", "cuda", "--json")
-    result = jetdraft("plan", config(CONFIG), *flags)
-    assert result.exit_code == 0
-    prediction = json.loads(result.stdout)
+    prediction = json.loads(succeed("plan", config(CONFIG), *flags).stdout)
     assert (prediction["device"], prediction["provider"]) == (flags[1], "cuda")
     assert "TensorRT Edge-LLM" in prediction["basis"]
     assert prediction["fits"] is True
@@ -231,23 +227,19 @@ def test_questions_are_checked_in_python_too(config):
 @pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size"])
 @pytest.mark.parametrize("value", [0, -5, "x" * 999, 1e300, None, [], True])
 def test_sizes_that_no_model_has(config, name, value):
-    target = config({**CONFIG, name: value})
-    result = jetdraft("plan", target, "--device", "agx-thor")
+    result = jetdraft("plan", config({**CONFIG, name: value}), "--device", "agx-thor")
     assert_refused(result, f"the config's {name} is")
     assert len(result.stderr) < 150
 
 
 def test_export_refuses_what_does_not_fit(config, tmp_path):
-    folder = config(LARGE).parent
-    command = ("export", folder, "-o", tmp_path / "out", "--device")
+    command = ("export", config(LARGE).parent, "-o", tmp_path / "out", "--device")
     assert_refused(jetdraft(*command, "orin-nano-8gb"), "GB too much", "it fits")
     assert_refused(jetdraft(*command, "nano"), "unknown device")
     hub = jetdraft("export", "some/model", *command[2:], "agx-thor")
     assert_refused(hub, "download it first")
     assert not (tmp_path / "out").exists()
 
-
-# --- the roofline ---------------------------------------------------------------------
 
 LLAMA = {**SIZES, "model_type": "llama", "vocab_size": 128}
 QWEN = {
@@ -265,7 +257,6 @@ LFM2 = {
 
 
 def counted(config):
-    """The weights of the matrices in transformers' model of a config."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     matrices = [p for p in model.parameters() if p.ndim == 2 and min(p.shape) > 8]
     return sum(matrix.numel() for matrix in matrices)
@@ -338,8 +329,7 @@ def test_shared_buffers_and_windows_count_once_and_as_far_as_they_reach():
 
 
 def test_the_values_that_a_token_adds_to_the_caches():
-    sizes = Dimensions.of(LLAMA)
-    assert sizes.kv_values == 3 * 2 * 2 * 16
+    assert Dimensions.of(LLAMA).kv_values == 3 * 2 * 2 * 16
     hybrid = Dimensions.of(QWEN)
     assert hybrid.kv_values == 1 * 2 * 2 * 32
     assert hybrid.state_values == 3 * (4 * 16 * 16 + 3 * (2 * 32 + 64))

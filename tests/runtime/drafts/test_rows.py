@@ -81,8 +81,6 @@ def test_what_is_no_tree_is_refused(tokens, parents):
         Rows(tokens, parents).check()
 
 
-# --- noise ----------------------------------------------------------------------------
-
 BINS = 64
 LIMIT_63 = 117.0  # chi-square, 63 degrees of freedom, p = 1e-4, rounded up
 POSITIONS = np.arange(400)[:, None]
@@ -169,7 +167,6 @@ def test_quiet_tokens_are_those_below_the_limit(vocab_size, most):
 def test_independent_inside_a_block(lag):
     """Any token can be the loudest of its block, and the others do not know which."""
     values = exponentials(5, np.arange(40_000)[:, None], np.arange(64)[None])
-    winners = np.bincount(values.argmin(1), minlength=64)
-    assert chi_square(winners) < LIMIT_63
+    assert chi_square(np.bincount(values.argmin(1), minlength=64)) < LIMIT_63
     first, second = np.exp(-values[:, lag]), np.exp(-values[:, lag + 1])
     assert chi_square(pair_counts(first, second)) < LIMIT_63

@@ -175,8 +175,6 @@ def test_a_response_that_is_a_text_is_replaced(tmp_path):
     assert [entry.response for entry in again.entries] == [[7]]
 
 
-# --- a model with a store -------------------------------------------------------------
-
 PROMPT = np.random.default_rng(3).integers(0, 288, 24).tolist()
 WAYS = [{}, {"temperature": 0.9, "seed": 2}]
 
@@ -219,8 +217,7 @@ def test_what_is_said_is_kept_for_the_next_process(bundle, remembering):
     again = jetdraft.load(bundle, threads=1, store=remembering.parts.store.file)
     [entry] = again.parts.store.entries
     assert (entry.prompt, entry.response) == (PROMPT, first.token_ids)
-    stats = text(again, method="lookup", num_draft_tokens=8).stats
-    assert stats.tokens_per_pass > 4
+    assert text(again, method="lookup", num_draft_tokens=8).stats.tokens_per_pass > 4
 
 
 def test_an_unfinished_text_is_not_kept(remembering):
@@ -253,7 +250,6 @@ def test_a_user_without_a_store(model, method):
 
 @pytest.mark.parametrize("method", ["recall", "lookup", "auto"])
 def test_what_a_user_asked_is_drafted_for_that_user_only(remembering, method):
-    """As a service with one model and several users would have it."""
     store, ann = remembering.parts.store, {"drafting": {"user": "ann"}}
     first = text(remembering, method=method, **ann)
     assert store.entries == store.of("bob").entries == []

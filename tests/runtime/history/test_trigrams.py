@@ -134,10 +134,9 @@ def test_a_search_finds_the_likely_tree_and_repeats_it():
     search = TreeSearch(lambda one, two: TABLE.get((one, two), {}))
     tokens, parents = search.run(1, 2, budget=4)
     assert sorted(tokens) == [3, 4, 5, 6]
-    pairs = {
+    assert {
         (token, ([2, *tokens])[p]) for token, p in zip(tokens, parents, strict=True)
-    }
-    assert pairs == {(3, 2), (4, 2), (5, 3), (6, 4)}
+    } == {(3, 2), (4, 2), (5, 3), (6, 4)}
     assert tokens[0] == 3
     assert search.run(1, 2, budget=4) == (tokens, parents)
     assert search.run(1, 2, budget=2)[0] == tokens[:2]
@@ -158,8 +157,7 @@ def test_drafts_follow_the_likeliest_successor():
     proposer.begin([1, 2], Chooser(Sampling()))
     assert proposer.propose([1, 2], 3).tokens == [2, 3, 4, 5]
     assert proposer.propose([9], 3).tokens == [9]
-    tree = proposer.propose([1, 2], 3, parents=[0, 1, 0])
-    assert tree.tokens == [2, 3, 4, 5]
+    assert proposer.propose([1, 2], 3, parents=[0, 1, 0]).tokens == [2, 3, 4, 5]
     # A repeated text is learned.
     proposer = TrigramProposer(Trigrams())
     text = [5, 9, 7, 3, 8, 6] * 3

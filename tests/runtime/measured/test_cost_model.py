@@ -67,10 +67,9 @@ def test_careful_times_replace_quick_ones():
     """But no pass of decoding is wider than 16 rows."""
     curve = Curve({1: 10.0, 2: 11.0}, drafter=2.0, probe=0.3, drafts={"a": 1.0})
     curve.adopt(Curve({2: 9.0, 3: 9.5, 17: 30.0}, {2: 12.0}, 0.7, drafts={"b": 4.0}))
-    expected = Curve(
+    assert curve == Curve(
         {1: 10.0, 2: 9.0, 3: 9.5}, {2: 12.0}, 0.7, 0.3, 2.0, drafts={"a": 1.0, "b": 4.0}
     )
-    assert curve == expected
 
 
 def test_branches_never_cost_less_than_chains():
@@ -156,9 +155,6 @@ def test_a_line_never_falls_and_is_never_below_zero():
     assert steep.at(0.0) == 0.0
 
 
-# --- statistics -----------------------------------------------------------------------
-
-
 def round_with(drafted, accepted):
     return Round(
         method="draft" if drafted else "none", width=drafted + 1, drafted=drafted,
@@ -216,8 +212,7 @@ PRIORS = [[0.2, 0.1], [0.1, 0.1]]
 
 
 def test_without_a_text_they_are_the_priors():
-    rates = GuessRates(PRIORS)
-    assert rates.ranks == [pytest.approx(of_depth) for of_depth in PRIORS]
+    assert GuessRates(PRIORS).ranks == [pytest.approx(of_depth) for of_depth in PRIORS]
 
 
 def test_ranks_follow_the_text_whether_they_were_drafted_or_not():

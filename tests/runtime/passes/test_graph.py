@@ -44,8 +44,7 @@ def test_a_pass_writes_its_rows_and_no_others(graph):
     before = contents(graph, graph.cache.capacity)
     graph.run(TOKENS[50:53])  # tokens that no test fed at this place
     for old, new in zip(before, contents(graph, graph.cache.capacity), strict=True):
-        changed = np.flatnonzero((old != new).any(axis=(0, 1, 3)))
-        assert changed.tolist() == [10, 11, 12]
+        assert np.flatnonzero((old != new).any(axis=(0, 1, 3))).tolist() == [10, 11, 12]
 
 
 def test_a_pass_past_the_buffer_is_refused(graph):

@@ -1,7 +1,6 @@
-"""What runs on a GPU, run here: the same code, with another provider behind it.
+"""What runs on a GPU, run here over the CPU provider.
 
-The memory is staged as if it were a device's, graphs are "captured" under ids that the
-CPU provider does not look at, and chains and trees have sessions of their own.
+Memory is staged, graphs are "captured", and chains and trees have their own sessions.
 """
 
 import shutil
@@ -42,7 +41,6 @@ WAYS = [
 
 @pytest.fixture(scope="module", params=["cuda", "tensorrt"])
 def bundle(pair, tmp_path_factory, request):
-    """A bundle for a GPU, whose drafter stays on the CPU."""
     folder = tmp_path_factory.mktemp("placed")
     config = llama_config(num_hidden_layers=1)
     target, output = save_checkpoint(folder / "target", config), folder / request.param
@@ -52,7 +50,6 @@ def bundle(pair, tmp_path_factory, request):
 
 
 def pretend(monkeypatch, name):
-    """Put the CPU provider in the place of another."""
     real = PROVIDERS[name]
     fake = Provider(name, CPU, "cpu", real.flavour, real.dtype)
     monkeypatch.setitem(PROVIDERS, name, fake)
@@ -88,8 +85,7 @@ def test_the_text_is_that_of_the_cpu(bundle, pretended):
     for way in WAYS:
         kept = ("temperature", "seed", "top_p", "max_new_tokens")
         settings = {key: value for key, value in way.items() if key in kept}
-        expected = text(plain, method="none", **settings)
-        assert text(pretended, **way) == expected, way
+        assert text(pretended, **way) == text(plain, method="none", **settings), way
 
 
 def test_only_candidates_come_to_the_host(pretended):
@@ -213,5 +209,4 @@ def test_streams_and_integers_of_four_bits(tmp_path, monkeypatch, scheme):
         expected = text(plain, method="none", **way)
         for tree in ("chain", "best"):
             drafting = {"drafting": {"tree": tree}, "num_draft_tokens": 3}
-            found = text(model, method="stream", **drafting, **way)
-            assert found == expected
+            assert text(model, method="stream", **drafting, **way) == expected

@@ -27,7 +27,6 @@ METHODS = [
 
 @pytest.fixture(scope="module")
 def kept(bundle):
-    """A model that keeps rows on this machine."""
     model = jetdraft.load(bundle, threads=1)
     assert prefill_widths(model.parts.target.contract) == [64, 32]
     assert model.parts.widths.prefills_agree
@@ -113,8 +112,7 @@ def test_up_to_the_last_row_of_the_buffers(kept):
         expected = fresh(kept, whole[:length], max_new_tokens=9)
         kept.generate(token_ids=whole[:249], **OPTIONS)
         options = {**OPTIONS, "max_new_tokens": 9}
-        found = kept.generate(token_ids=whole[:length], **options)
-        assert found.token_ids == expected
+        assert kept.generate(token_ids=whole[:length], **options).token_ids == expected
 
 
 @pytest.mark.parametrize(
@@ -139,7 +137,6 @@ def test_a_prefix_of_another_machine_is_not_exact(bundle, kept, tmp_path):
 
 
 def altered(arrays, identity, **changes):
-    """Saved arrays with changes, and the hash that they have then."""
     if isinstance(identity, dict):
         identity = json.dumps(json.loads(str(arrays["identity"])) | identity)
     arrays = {**arrays, "identity": np.array(identity), **changes}

@@ -47,7 +47,6 @@ def _few_widths():
 
 @pytest.fixture(scope="module", autouse=True)
 def adapter():
-    """An adapter, or a reason to skip; CI must have one."""
     state = try_provider("webgpu")
     if not state.runs and os.environ.get("JETDRAFT_NEEDS_WEBGPU"):
         pytest.fail(f"WebGPU must run in CI: {state.reason}")
@@ -74,7 +73,6 @@ def exported(folder, name, recipe, drafter=True, **options):
 
 @pytest.fixture(scope="module")
 def bundle(checkpoints):
-    """A pair of floats, so that the CPU's logits are the same but for the last bits."""
     return exported(checkpoints, "floats", Recipe("none"))
 
 
@@ -118,8 +116,7 @@ def test_the_forecast_is_what_onnxruntime_does(bundle, model):
     said = {one.file: one for one in forecasts(bundle, "webgpu")}
     target, file = model.parts.target, bundle.target.tree_file
     seen = operators_on(target.sessions.any.session)
-    hosted = {v.operator for v in said[file].verdicts if v.fate == Fate.HOST}
-    assert hosted == seen
+    assert {v.operator for v in said[file].verdicts if v.fate == Fate.HOST} == seen
     for one in said.values():
         assert one.refused == []
         assert one.copies == ()
@@ -144,8 +141,7 @@ def test_chains_trees_and_moved_rows_have_the_logits_of_the_cpu(model, on_cpu):
 
 
 def test_the_same_text_with_every_method(model, on_cpu):
-    settings = ({}, {"temperature": 0.9, "seed": 3, "top_p": 0.95})
-    for sampling in settings:
+    for sampling in ({}, {"temperature": 0.9, "seed": 3, "top_p": 0.95}):
         plain = text(model, method="none", **sampling)
         assert text(on_cpu, method="none", **sampling) == plain
         for way in (
@@ -171,8 +167,7 @@ def test_a_prefix_is_read_once_and_comes_back_from_a_file(model, tmp_path):
     way = {"method": "none", "exact": False, "ignore_eos": True}
     model.forget()
     plain = model.generate(token_ids=PROMPT, max_new_tokens=8, **way).token_ids
-    longer = [*PROMPT, *plain[:4]]
-    again = model.generate(token_ids=longer, max_new_tokens=4, **way)
+    again = model.generate(token_ids=[*PROMPT, *plain[:4]], max_new_tokens=4, **way)
     assert again.stats.reused_tokens > len(PROMPT)
     assert again.token_ids == plain[4:8]
     model.save_prefix(tmp_path / "p.npz", token_ids=PROMPT)
@@ -246,7 +241,6 @@ def test_streams_draft_on_the_device(tmp_path):
 
 @pytest.fixture(scope="module")
 def heads(checkpoints):
-    """An EAGLE-3 head with a draft vocabulary, and Medusa's heads: bundles by kind."""
     torch.manual_seed(3)
     eagle3 = layouts.speculators(taps=2, eagle_aux_hidden_state_layer_ids=[0, 1])
     settings = ExportOptions(

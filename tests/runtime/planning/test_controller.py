@@ -80,8 +80,7 @@ def test_what_was_off_is_tried_again():
 
 def test_a_row_that_is_carried_anyway_is_free():
     """Two rows are the narrowest exact pass, so one drafted row costs no pass time."""
-    controller = adaptive(slope=5.0, draft_ms=0.01)
-    assert controller.assign(15, {}).budget == 1
+    assert adaptive(slope=5.0, draft_ms=0.01).assign(15, {}).budget == 1
     assert adaptive(slope=5.0, widths=range(1, 17)).assign(15, {}) == NO_DRAFT
 
 
@@ -168,12 +167,7 @@ def test_rates_of_unseen_positions_take_after_the_one_before():
     assert third == pytest.approx(second)
 
 
-# --- streams --------------------------------------------------------------------------
-
-
 class Streaming(Named):
-    """Drafts of up to four tokens, read off probes."""
-
     def __init__(self, max_draft_tokens=4, **traits):
         super().__init__("stream", max_draft_tokens, probes=4, **traits)
 
@@ -220,11 +214,7 @@ def test_another_proposer_may_draft_while_probes_prepare():
     assert assignment.probing.streams
 
 
-# --- trees ----------------------------------------------------------------------------
-
-
 def branching(slope, rate=0.5, ends_at_gap=True, allowed=True):
-    """Streams that can be asked for trees."""
     curve = Curve({w: 1 + slope * (w - 1) for w in range(1, 17)})
     known = Acceptance()
     known.places.successes, known.places.trials = [1000 * rate] * 4, [1000.0] * 4
@@ -283,9 +273,6 @@ def test_the_price_of_a_probe_is_learned():
     assert curve.passes[4] == 4.0
 
 
-# --- over a long generation -----------------------------------------------------------
-
-
 CPU, FLAT = 0.235, 0.05
 """What a row adds to a pass: on the CPU a quarter of a narrow one."""
 
@@ -331,8 +318,7 @@ def test_acceptance_that_falls_leads_to_off_within_32_rounds(seed, slope, widths
 def test_an_early_unlucky_streak_is_not_for_ever(seed, widths):
     lengths, _ = simulate(lambda n: 0.0 if n < 60 else 0.9, 600, seed, widths=widths)
     assert 0 in lengths[:60]
-    drafting = [length > 0 for length in lengths[-200:]]
-    assert sum(drafting) > 190
+    assert sum(length > 0 for length in lengths[-200:]) > 190
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -354,8 +340,7 @@ def test_what_a_proposer_takes_is_learned_whoever_won():
     curve = Curve({2: 2.0}, drafts={"draft": 0.5, "lookup": 0.0})
     curve.learn(outcome()._replace(asked={"lookup": (0, 0.003)}))
     assert curve.drafts["lookup"] == 0.0  # of nothing there is no price per token
-    asked = {"lookup": (1, 0.003), "draft": (2, 0.001)}
-    curve.learn(outcome()._replace(asked=asked))
+    curve.learn(outcome()._replace(asked={"lookup": (1, 0.003), "draft": (2, 0.001)}))
     assert curve.drafts == {"draft": 0.5, "lookup": pytest.approx(3.0)}
     for _ in range(200):
         curve.learn(outcome()._replace(asked={"lookup": (4, 0.0004)}))

@@ -128,8 +128,7 @@ def test_a_chain_keeps_every_method_from_branching(model, method):
 def test_only_the_last_proposers_live_on(model):
     planner = Planner(model.parts)
     for number in range(MAX_PROPOSERS + 5):
-        threshold = number / 100
-        settings = {"stopping": "confidence", "stop_threshold": threshold}
+        settings = {"stopping": "confidence", "stop_threshold": number / 100}
         planner.proposer_set(Drafting("draft", settings=settings))
     assert len(planner._proposers) == MAX_PROPOSERS
 
@@ -183,6 +182,5 @@ def test_every_verifier_gives_the_greedy_text(model, name):
     widths = {"max_new_tokens": 40, "exact": False}
     plain = model.generate(token_ids=IDS, method="none", **widths)
     tree = {"tree": "k-ary", "branching": branching, "siblings": kind}
-    drafting = {**tree, "verifier": name}
-    result = model.generate(**DRAFT, **widths, drafting=drafting)
+    result = model.generate(**DRAFT, **widths, drafting={**tree, "verifier": name})
     assert result.token_ids == plain.token_ids

@@ -40,8 +40,7 @@ def load(toy, folder, **options):
 
 def read(folder, model):
     contract = model.bundle.target.contract
-    sha256 = model.bundle.tokenizer_sha256
-    return Lessons(folder, sha256, contract.vocab_size).read()
+    return Lessons(folder, model.bundle.tokenizer_sha256, contract.vocab_size).read()
 
 
 def rounds(model, count, plain, **options):
@@ -142,8 +141,7 @@ def test_bad_weights_are_taken_back(toy, tmp_path, plain, caplog):
         sets = model.parts.learning.weights._sets
         good = rounds(model, VERDICT_TOKENS, plain)
         name = put_on_trial(tmp_path, toy, random_arrays(toy))
-        bad = rounds(model, EARLY_TOKENS, plain)
-        assert bad < good / 2
+        assert rounds(model, EARLY_TOKENS, plain) < good / 2
         assert sets.read_choice().name == "", "the verdict needs no more tokens"
         assert not (tmp_path / name).exists()
         assert rounds(model, VERDICT_TOKENS, plain) == pytest.approx(good, abs=0.1)

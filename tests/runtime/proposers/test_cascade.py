@@ -22,8 +22,6 @@ WAYS = [Sampling(), Sampling(temperature=0.9, seed=4)]
 
 
 class Told(LookupProposer):
-    """Says the truth, but only the first `right` tokens are right."""
-
     def __init__(self, truth, right, match=1):
         super().__init__()
         self.truth, self.right, self.match = truth, right, match

@@ -74,8 +74,7 @@ def generate(model, method, way=GREEDY, prompt=PROMPT, tokens=60, **options):
 
 def chain(method, count):
     """The options of chains of `count` tokens, whose doubtful ends stay."""
-    drafting = ALL if method in BLOCKS else {}
-    return {"num_draft_tokens": count, "drafting": drafting}
+    return {"num_draft_tokens": count, "drafting": ALL if method in BLOCKS else {}}
 
 
 def check_rows(model, sequence, at_least=1):
@@ -97,17 +96,13 @@ def check_rows(model, sequence, at_least=1):
 
 def begun(model, proposer, context=PROMPT, sampling=Sampling()):  # noqa: B008
     proposer.begin(context, Chooser(sampling))
-    features = features_of(context[:-1])
-    model.parts.draft_cache.observe(0, context[:-1], features)
+    model.parts.draft_cache.observe(0, context[:-1], features_of(context[:-1]))
     return proposer
 
 
 def made(model, method, **options):
     record = methods()[method]
     return record.make(model.parts, record.options(**options))
-
-
-# --- texts, and the rows behind them --------------------------------------------------
 
 
 def follow(model, method, way, drafting):
@@ -143,8 +138,7 @@ def test_each_round_of_chains(model, method, plain, way, count):
     "tree", ["best", "heap", "comb", "threshold", "rerank", "merged"]
 )
 def test_each_round_of_trees(model, method, plain, way, tree):
-    exact = tree in ("best", "heap", "comb")
-    drafting = {"drafting": {"tree": tree}, "exact": exact}
+    drafting = {"drafting": {"tree": tree}, "exact": tree in ("best", "heap", "comb")}
     tokens, stats = follow(model, method, way, drafting)
     assert tokens == plain["temperature" in way]
     assert stats.tokens_per_pass > 1.2
@@ -332,9 +326,6 @@ def test_rows_cross_to_a_device_and_back(bundles, method, plain, monkeypatch):
             check_rows(model, PROMPT + result.token_ids)
 
 
-# --- what is drafted ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", HEADS)
 def test_forced_tokens_are_fed_like_drafted_tokens(model, method):
     """The head drafts behind them, and does not keep their rows."""
@@ -360,8 +351,7 @@ def test_a_row_of_a_tree_reads_what_its_parent_carries(model, method, kind):
     root = features_of(PROMPT[:-1])[-1, 0] + PROMPT[-1]
     parents = [None] * 2 + [0, 0, 1, 1] + [2, 3, 4, 5]
     for row, parent in zip(drafted, parents, strict=True):
-        before = root if parent is None else sum(drafted[parent][:2])
-        assert row[1] == before + STEP
+        assert row[1] == (root if parent is None else sum(drafted[parent][:2])) + STEP
     assert len({row[1] for row in drafted}) == 7
     check_rows(model, PROMPT, count)
 
@@ -436,7 +426,6 @@ def test_a_second_pass_guesses_what_a_block_of_known_tokens_says(model, method):
 
 @pytest.mark.parametrize("method", BLOCKS)
 def test_tokens_that_the_target_has_not_run(model, method):
-    """They begin the block of a head, and are rows of a drafter that reads text."""
     proposer = begun(model, made(model, method, confidence=0.0, steps=2))
     context = [*PROMPT, 5, 6]
     drafted = proposer.propose(context, BLOCK).tokens[1:]
@@ -453,7 +442,6 @@ def test_tokens_that_the_target_has_not_run(model, method):
 
 @pytest.mark.parametrize("method", BLOCKS)
 def test_a_doubtful_block_is_verified_in_part(model, method, plain):
-    """Fewer tokens are drafted for nothing; the text is the same."""
     stats = []
     for confidence in (0.0, 0.3, 1.0):
         drafting = {"confidence": confidence}
@@ -493,9 +481,6 @@ def test_other_verifiers_keep_the_distribution(
     assert spread < 24.3  # 0.1 % of 7 degrees of freedom
 
 
-# --- a cascade over a head ------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", ["eagle"])
 @both_ways
 def test_a_cascade_with_a_head(model, plain, way):
@@ -507,7 +492,6 @@ def test_a_cascade_with_a_head(model, plain, way):
 
 @pytest.mark.parametrize("method", ["eagle"])
 def test_behind_the_tokens_of_a_head_come_those_of_lookup(model):
-    """They follow the same tokens earlier in the text."""
     head, cascade = made(model, "eagle"), made(model, "cascade")
     own = begun(model, head).propose(PROMPT, REVIEWED).tokens[1:]
     # The head reads the last token and its place, so it says the same after this text.
@@ -530,9 +514,6 @@ def test_a_head_goes_on_after_trusted_tokens(model, monkeypatch):
     assert drafted.tokens[1:] == [*trusted, *behind]
 
 
-# --- what it costs --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "random"])
 def test_auto_does_not_choose_a_random_drafter_for_long(
     tmp_path, steady_passes, method, learned
@@ -546,8 +527,7 @@ def test_auto_does_not_choose_a_random_drafter_for_long(
             result = generate(model, "auto", **how)
             assert result.token_ids == plain.token_ids
             share = result.stats.by_method.get(method)
-            rounds = share.rounds if share else 0
-            shares.append(rounds / result.stats.target_passes)
+            shares.append((share.rounds if share else 0) / result.stats.target_passes)
     if learned:
         assert min(shares) > 0.5
     elif method in HEADS:
@@ -559,6 +539,5 @@ def test_auto_does_not_choose_a_random_drafter_for_long(
 
 def test_its_cost_is_measured(model, method):
     assert tune(model).drafts[method] > 0
-    result = generate(model, method, num_draft_tokens=3)
-    check_rows(model, PROMPT + result.token_ids)
+    check_rows(model, PROMPT + generate(model, method, num_draft_tokens=3).token_ids)
     assert model.parts.curve.drafts[method] > 0

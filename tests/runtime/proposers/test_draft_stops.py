@@ -85,8 +85,7 @@ def test_thresholds_shorten_drafts_and_change_no_text(model, rule, way):
 
 @pytest.mark.parametrize(("bias", "length"), [(99.0, 6), (-99.0, 1)])
 def test_a_head_that_always_says_the_same(model, monkeypatch, bias, length):
-    size = model.parts.drafter.contract.hidden_size
-    head = constant_head(bias, size)
+    head = constant_head(bias, model.parts.drafter.contract.hidden_size)
     monkeypatch.setattr(AcceptanceHead, "load", lambda *given: head)
     # A proposer that was made before has the head of that time.
     monkeypatch.setattr(model.planner, "_proposers", {})
@@ -116,8 +115,7 @@ def test_a_head_of_another_bundle_is_refused(tmp_path):
     file, broken = tmp_path / "head.npz", tmp_path / "broken.npz"
     constant_head(0.0).save(file, "one")
     assert AcceptanceHead.load(file, "one", 3).rate(np.zeros(3, np.float32)) == 0.5
-    head = replace(constant_head(0.0), bias=np.array(np.nan, np.float32))
-    head.save(broken, "one")
+    replace(constant_head(0.0), bias=np.array(np.nan, np.float32)).save(broken, "one")
     (tmp_path / "text.npz").write_bytes(b"nothing")
     for path, bundle, size, words in (
         (file, "two", 3, "another bundle"),
@@ -129,8 +127,6 @@ def test_a_head_of_another_bundle_is_refused(tmp_path):
         with pytest.raises(StoreError, match=words):
             AcceptanceHead.load(path, bundle, size)
 
-
-# --- learning when to stop ------------------------------------------------------------
 
 PROMPTS = [np.random.default_rng(seed).integers(0, 288, 20) for seed in range(3)]
 
@@ -156,8 +152,7 @@ def test_what_is_watched_are_the_compared_tokens(model):
 
 
 def test_a_head_learns_what_there_is_to_learn():
-    random = np.random.default_rng(0)
-    hidden = 5 * random.normal(size=(2000, 16)).astype(np.float32)
+    hidden = 5 * np.random.default_rng(0).normal(size=(2000, 16)).astype(np.float32)
     accepted = (hidden[:, 3] > 0).astype(np.float32)
     head, loss = fit_head(hidden, accepted)
     rates = np.array([head.rate(state) for state in hidden[:300]])
@@ -171,8 +166,7 @@ def test_a_head_is_not_learned_by_heart():
     hidden = random.normal(size=(300, 64)).astype(np.float32)
     accepted = (random.random(300) < 0.8).astype(np.float32)
     _, loss = fit_head(hidden, accepted)
-    at_first = fit_head(hidden, accepted, steps=1)[1]
-    assert loss <= at_first
+    assert loss <= fit_head(hidden, accepted, steps=1)[1]
 
 
 def test_a_learned_head_is_used(bundle, tmp_path):

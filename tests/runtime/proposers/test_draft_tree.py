@@ -67,12 +67,10 @@ def test_every_path_has_the_logits_of_a_chain(float_model, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_all_paths_are_those_of_a_chain_bit_by_bit(model, seed):
-    """What an exact generation rests on."""
     random = np.random.default_rng(seed)
     graph, width = model.parts.target, 8
     assert model.parts.widths.skips_agree
-    tokens = random.integers(0, 288, width).tolist()
-    rows = Rows(tokens, random_parents(random, width))
+    rows = Rows(random.integers(0, 288, width).tolist(), random_parents(random, width))
     prefill(graph, PROMPT)
     logits = run_tree(graph, rows).logits.copy()
     for path in paths(rows):
@@ -92,8 +90,7 @@ def test_a_chain_after_a_tree_sees_everything_again(model):
 @pytest.mark.parametrize("path", [[0], [0, 1], [0, 2], [0, 3, 5], [0, 1, 4, 6]])
 def test_the_cache_after_a_commit_is_that_of_a_fresh_prefill(float_model, path):
     graph = float_model.parts.target
-    parents = [-1, 0, 0, 0, 1, 3, 4]
-    rows = Rows([9, 8, 7, 6, 5, 4, 3], parents)
+    rows = Rows([9, 8, 7, 6, 5, 4, 3], [-1, 0, 0, 0, 1, 3, 4])
     prefill(graph, PROMPT)
     run_tree(graph, rows)
     graph.cache.compact(path)
@@ -169,9 +166,8 @@ def test_no_unproven_choice_is_ever_committed(model, plain, sampling, monkeypatc
 
 def test_what_was_drafted_comes_first_in_a_round(model, plain):
     """Also where the draft begins with what a branch left to be proven."""
-    proposer = Branching(plain[SAMPLINGS[0]])
     pieces, stats = fake_method.pieces_of(
-        model, PROMPT, SAMPLINGS[0], proposer, tokens=100
+        model, PROMPT, SAMPLINGS[0], Branching(plain[SAMPLINGS[0]]), tokens=100
     )
     drafted = 0
     for piece in pieces:
@@ -222,10 +218,8 @@ def test_every_outcome_leaves_the_cache_in_step(model, drafter, budget):
         assert len(draft) == budget + 1
         right = draft[1 : 1 + accepted]
         last = draft[1 + accepted] if accepted < budget else 0
-        committed = [*right, (last + 1) % 288]
-        context = CONTEXT + committed
-        again = drafter.propose(context, 4).tokens
-        assert again == fresh(model, context, 4)
+        context = [*CONTEXT, *right, (last + 1) % 288]
+        assert drafter.propose(context, 4).tokens == fresh(model, context, 4)
 
 
 @pytest.mark.parametrize(

@@ -148,8 +148,6 @@ def test_steps_through_another_text_keep_the_longest_match(seed):
         assert place[1] == max(sizes, default=0)
 
 
-# --- similar requests -----------------------------------------------------------------
-
 CHOOSER = Chooser(Sampling())
 
 
@@ -166,7 +164,6 @@ def store(tmp_path):
 
 
 def decode(proposer, prompt, output, budget=4):
-    """Rounds of a chain over a given output; how many they are."""
     proposer.begin(prompt, CHOOSER)
     context, rounds = list(prompt), 0
     while len(context) < len(prompt) + len(output):
@@ -265,8 +262,7 @@ def test_the_likelier_draft_wins(store):
         store.add(Entry([start], [start, 6, 7, 8, 8], np.zeros(0, np.float32)))
     proposer = LookupProposer(store=store)
     proposer.begin([5], CHOOSER)
-    context = [6, 7, 1, 6, 7, 9, 6, 7]
-    assert proposer.propose(context, 2).tokens[1:] == [8, 8]
+    assert proposer.propose([6, 7, 1, 6, 7, 9, 6, 7], 2).tokens[1:] == [8, 8]
 
 
 def test_a_response_that_was_replaced_is_learned(store):

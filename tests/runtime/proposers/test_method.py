@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,8 +21,6 @@ from jetdraft.runtime.planning.drafting import Drafting
 
 @dataclass(frozen=True)
 class EveryType(MethodOptions):
-    """A field of each type that options may have."""
-
     count: int = 1
     share: float = 0.5
     eager: bool = False
@@ -124,12 +123,7 @@ def test_names_that_cannot_be(name):
     assert refusal.value.field == "method"
 
 
-# --- the registry ---------------------------------------------------------------------
-
-
 class Same(Proposer):
-    """Drafts one token for ever."""
-
     traits = Traits("same", max_draft_tokens=4)
 
     def __init__(self, token):
@@ -205,10 +199,7 @@ def test_a_proposer_lives_on_with_its_options(model):
     ids=repr,
 )
 def test_a_method_that_cannot_be_made_is_left_out_of_auto(model, error, words):
-    def make(parts, options):
-        raise error
-
-    with registered(Method("moon", "the moon", make)):
+    with registered(Method("moon", "the moon", Mock(side_effect=error))):
         assert "moon" not in model.methods
         how = {"token_ids": [5, 8], "max_new_tokens": 4}
         assert model.generate(method="auto", **how).token_ids
@@ -231,10 +222,8 @@ def test_auto_refuses_wrong_options_of_a_method(model):
 
 
 def test_auto_leaves_out_who_wants_to_be_left_out(model):
-    eager_only = replace(same(Same(5)), in_auto=lambda options: options.eager)
-    with registered(eager_only):
+    with registered(replace(same(Same(5)), in_auto=lambda options: options.eager)):
         for eager in (True, False):
-            drafting = Drafting(settings={"eager": eager})
-            lineup = model.planner.proposer_set(drafting)
+            lineup = model.planner.proposer_set(Drafting(settings={"eager": eager}))
             names = [proposer.traits.name for proposer in lineup.proposers]
             assert ("same" in names) == eager

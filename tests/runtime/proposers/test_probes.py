@@ -57,7 +57,6 @@ every_way = pytest.mark.parametrize("way", WAYS, ids=str)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """The model of a kind of probes, made once for each set of options."""
     made = {}
 
     def of(kind, size=None, seed=0, **changes):
@@ -107,15 +106,10 @@ def filled(graph, tokens):
     return graph
 
 
-# --- texts and bits -------------------------------------------------------------------
-
-
 def test_how_much_is_drafted(models):
-    """Whose texts are plain decoding's is in the table of all methods."""
     model = models("stream")
     for count in (1, 2, 3):
-        drafted = text(model, "stream", num_draft_tokens=count).stats
-        assert drafted.drafted_tokens > 60
+        assert text(model, "stream", num_draft_tokens=count).stats.drafted_tokens > 60
     branched = text(model, "stream", drafting=TREE).stats
     assert "stream:14" in branched.rounds_by_choice, "2 + 4 + 8 rows"
     sparse = text(models("ppd"), "ppd", drafting={"rows": 7, "slots": 24}).stats
@@ -169,8 +163,7 @@ def test_where_probes_change_bits_an_exact_generation_has_none(
 def test_which_methods_draft_with_probes(models):
     own = {"stream": (), "ppd": ("ppd",), "forecast": ("forecast",)}
     for kind, more in own.items():
-        methods = ("none", "lookup", "stream", *more, "trigram")
-        assert models(kind).methods == methods
+        assert models(kind).methods == ("none", "lookup", "stream", *more, "trigram")
 
 
 @pytest.mark.parametrize("kind", ["ppd", "ensemble", "forecast"])
@@ -215,9 +208,6 @@ def test_what_probes_see():
     # Two slots of a prefix lie between the rows and the forecasts.
     seen = Probes((2,)).visible([[]], prefix=2)
     assert seen == [[], [], [0, 1, 2], [0, 1, 2, 3]]
-
-
-# --- streams --------------------------------------------------------------------------
 
 
 @every_way
@@ -271,10 +261,8 @@ def test_the_first_pass_carries_streams_on_the_last_prompt_row_alone(
 
 
 def test_another_task_can_be_swapped_in(models):
-    """An npz of the same base changes what is drafted, never the text."""
     model = models("stream")
-    floats = models("stream", 0, 5)
-    other = floats.bundle.path / "streams.npz"
+    other = models("stream", 0, 5).bundle.path / "streams.npz"
     swapped = jetdraft.load(model.bundle.path, threads=1, streams=other)
     own, others = (text(m, "stream", num_draft_tokens=3) for m in (model, swapped))
     assert own.token_ids == others.token_ids
@@ -304,8 +292,7 @@ def test_streams_of_another_base_are_refused(models, tmp_path):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1e38])
 def test_streams_that_would_change_the_text_are_refused(models, tmp_path, value):
     """Rows of the text multiply them by zero, which does not make them zero."""
-    floats = models("stream", 0, 5)
-    folder, file = floats.bundle.path, tmp_path / "streams.npz"
+    folder, file = models("stream", 0, 5).bundle.path, tmp_path / "streams.npz"
     with np.load(folder / "streams.npz") as stored:
         arrays = dict(stored)
     name = next(name for name in arrays if "q_proj.lora_A" in name)
@@ -319,9 +306,6 @@ def test_who_carries_streams():
     assert Probing(2).of(3) == Probes((2, 2, 2))
     assert Probing(2, last_only=True).of(3) == Probes((0, 0, 2))
     assert Probing().of(3).total == 0
-
-
-# --- pruning --------------------------------------------------------------------------
 
 
 def halves_of(model, threshold, exact=True):
@@ -357,8 +341,7 @@ def test_scores_are_those_of_the_early_exit(models, tmp_path):
     rows = Rows([9, 8, 7, 6, 5], [-1, 0, 0, 2, 3])
     scores = halves._run_lower(rows, 5).arrays["scores"][0]
     for row in range(1, 5):
-        path = [rows.tokens[i] for i in rows.ancestors[row]]
-        ids = torch.tensor([[*PROMPT, *path]])
+        ids = torch.tensor([[*PROMPT, *[rows.tokens[i] for i in rows.ancestors[row]]]])
         at = torch.arange(ids.shape[1])
         with torch.no_grad():
             _, early, _ = streamed(
@@ -369,11 +352,9 @@ def test_scores_are_those_of_the_early_exit(models, tmp_path):
 
 
 def test_a_row_goes_with_all_below_it(models):
-    model = models("stream")
-    halves = halves_of(model, 0.5)
+    halves = halves_of(models("stream"), 0.5)
     rows = Rows([5, 6, 7, 8, 9], [-1, 0, 1, 0, 3])
-    scores = np.log([1.0, 0.4, 0.9, 0.6, 0.5])
-    assert halves._prune(rows, scores, 0.5) == [0, 3, 4]
+    assert halves._prune(rows, np.log([1.0, 0.4, 0.9, 0.6, 0.5]), 0.5) == [0, 3, 4]
 
 
 def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
@@ -381,8 +362,7 @@ def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
     save_streams(folder, SETTINGS["stream"])
     exported(folder, tmp_path / "bundle", capacity=256, max_width=32)
     with jetdraft.load(tmp_path / "bundle", threads=1) as model:
-        plain = text(model, "none").token_ids
-        assert text(model, "stream").token_ids == plain
+        assert text(model, "stream").token_ids == text(model, "none").token_ids
         words = "all of its layers have streams"
         with pytest.raises(OptionError, match=words) as refusal:
             text(model, "stream", drafting={"prune_threshold": 0.1})
@@ -392,8 +372,7 @@ def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
 @pytest.mark.parametrize("exact", [True, False])
 def test_both_halves_hold_what_a_fresh_prefill_holds(models, exact):
     """A path has one map into the lower buffers and another into the upper ones."""
-    floats = models("stream", 0, 5)
-    halves = filled(halves_of(floats, 0.0, exact), PROMPT)
+    halves = filled(halves_of(models("stream", 0, 5), 0.0, exact), PROMPT)
     rows = Rows([9, 8, 7, 6, 5], [-1, 0, 0, 2, 3])
     halves._prune = lambda rows, scores, least: [0, 2, 3, 4]  # row 1 is pruned
     try:
@@ -426,9 +405,6 @@ def test_other_methods_do_not_prune(models):
         model.generate(token_ids=PROMPT, method="auto", drafting=drafting)
 
 
-# --- prompt tokens --------------------------------------------------------------------
-
-
 @every_way
 def test_an_ensemble_writes_the_same_text(models, way):
     ensemble = models("ppd", 0, members=2)
@@ -458,7 +434,6 @@ def planned(model, monkeypatch, ranks, pass_ms):
 
 
 def test_cheap_passes_have_large_trees(models, plain_text, monkeypatch):
-    """The tree is planned from pass times, here of passes whose rows are free."""
     model = models("ppd")
     planned(model, monkeypatch, RANKS, lambda rows, probes: 10.0)
     for way in WAYS:
@@ -515,14 +490,12 @@ def test_where_no_plan_pays_rounds_are_those_of_plain_decoding(
         assert 0 < drafted.stats.drafted_tokens < 40
     monkeypatch.setattr(ppd, "RESTS", (10**6, 10**6))
     proposer.forget()
-    rested = text(model, "ppd").stats
-    assert rested.drafted_tokens <= 1
+    assert text(model, "ppd").stats.drafted_tokens <= 1
 
 
 def test_a_plan_learns_what_rounds_take(models):
     """Rows are free in passes, and cost much outside of them."""
-    model = models("ppd")
-    contract, ranks = model.parts.target.contract, [[0.3, 0.2, 0.1]] * 3
+    contract, ranks = models("ppd").parts.target.contract, [[0.3, 0.2, 0.1]] * 3
     proposer = PromptProposer(contract, ranks, lambda rows, probes: 1.0)
     proposer.begin(PROMPT, Chooser(Sampling()))
     assert len(proposer.plan(15).trees[3].parents) == 15
@@ -531,9 +504,6 @@ def test_a_plan_learns_what_rounds_take(models):
         proposer.learn_times(Round("ppd", 16, drafted, [], 1e-3, 0.0, seconds=seconds))
     proposer.rates.settled = ppd.FIRST_REPLAN
     assert len(proposer.plan(15).trees[3].parents) < 5
-
-
-# --- forecasts ------------------------------------------------------------------------
 
 
 def test_ten_rows_carry_two_forecasts_each(models, monkeypatch):

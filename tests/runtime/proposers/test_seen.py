@@ -48,7 +48,6 @@ class Recorder(Proposer):
 
 
 def run(model, prompt, recorder, tokens=40, length=4, **options):
-    """The whole sequence."""
     how = {"max_new_tokens": tokens, "num_draft_tokens": length, "ignore_eos": True}
     with registered(Method("recorder", "records", lambda parts, own: recorder)):
         result = model.generate(token_ids=prompt, method="recorder", **how, **options)
@@ -90,8 +89,7 @@ def test_rows_that_are_kept_are_not_shown_again(model):
 @pytest.mark.parametrize("exact", [True, False])
 def test_every_outcome_of_a_chain_is_shown(model, sampling, exact):
     prompt, options = IDS[:20], {**sampling, "exact": exact, "tokens": 150}
-    truth = run(model, prompt, Recorder(), **options)
-    recorder = Recorder(truth)
+    recorder = Recorder(run(model, prompt, Recorder(), **options))
     text = run(model, prompt, recorder, **options)
     length = len(prompt)
     for shown, rows, path, answers in recorder.shown[len(prefill(recorder, prompt)) :]:

@@ -246,8 +246,6 @@ def test_the_last_bits_do_not_come_from_the_graphs_sum():
     assert [token for token, _ in first.top] == best
 
 
-# --- biases and penalties depend on the prefix alone ----------------------------------
-
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
 LOGITS = np.array([[2.0, -1.0, 0.5, 3.0], [1.0, 1.0, -2.0, 0.0]], np.float32)
 

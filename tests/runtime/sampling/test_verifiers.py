@@ -67,12 +67,11 @@ def test_golden_acceptance(name, kind, expected):
 
 
 def test_golden_optimum():
-    expected = {
+    for kind, values in {
         Kind.REPLACED: (0.7, 0.89, 0.971),
         Kind.DISTINCT: (0.7, 0.9345238, 1.0),
         Kind.TOP_AND_ONE: (0.7, 0.8666667, 1.0),
-    }
-    for kind, values in expected.items():
+    }.items():
         for k, value in enumerate(values, start=1):
             assert optimum(P, Q, k, kind) == pytest.approx(value, abs=1e-6)
 
@@ -134,7 +133,6 @@ def optimum(p, q, k, kind):
 
 
 def outcome(rule, p, q, k, kind):
-    """The exact distribution of the chosen token, and the chance that it is drafted."""
     total, accepted = np.zeros(len(p)), 0.0
     for children, weight in enumerate_drafts(q, k, kind):
         pi = rule(p, q, children, kind)
@@ -153,10 +151,7 @@ def accepted(name, children):
 
 
 def test_typical_acceptance_takes_what_passes_its_threshold():
-    """H = 1.1421 nats, threshold min(0.09, 0.3 exp(-H)) = 0.09: tokens 0, 1, 2.
-
-    Of several accepted children the most probable wins.
-    """
+    """H = 1.1421 nats, threshold min(0.09, 0.3 exp(-H)) = 0.09: tokens 0, 1, 2."""
     for token in (0, 1, 2):
         assert accepted("typical", [token])[token] == 1.0
     np.testing.assert_array_equal(accepted("typical", [3]), P)
@@ -168,8 +163,7 @@ def answer_of(rows):
     generator = np.random.default_rng(4)
     ids = np.array([generator.permutation(len(P)) for _ in range(rows)])
     logits = np.tile(np.log(P), (rows, 1)).astype(np.float32)
-    places = np.argsort(ids, axis=1)
-    whole = np.take_along_axis(logits, places, axis=1)
+    whole = np.take_along_axis(logits, np.argsort(ids, axis=1), axis=1)
     return Answer(ids, logits, np.zeros(rows, np.float32), whole)
 
 
@@ -229,16 +223,14 @@ def test_acceptance_grows_with_the_top_and_the_tolerance():
 
 
 def test_a_sampled_text_keeps_to_its_filters():
-    """A token that top-k drops is not accepted, whatever the verifier would."""
     answer, rows = answer_of(2), Rows.chain([0, 2], Kind.DETERMINISTIC)
     answer.candidates[0] = range(len(P))
     choose = tolerant(top=4, tolerance=9.0).choose
     for kept, wanted in ((2, {0, 1}), (3, {2})):
-        found = {
+        assert {
             choose(rows, answer, (5, 6), Chooser(Sampling(0.9, kept, seed=seed)))[0]
             for seed in range(40)
-        }
-        assert found == wanted
+        } == wanted
 
 
 def test_lossy_verifiers_say_so_and_are():

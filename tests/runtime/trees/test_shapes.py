@@ -121,8 +121,7 @@ def tried(tree):
 
 def test_the_heap_puts_rows_in_by_falling_reach():
     tree, _, _ = grow(Heap(), Kind.DISTINCT, budget=15)
-    order = tried(tree)
-    assert all(a >= b - 1e-9 for a, b in itertools.pairwise(order))
+    assert all(a >= b - 1e-9 for a, b in itertools.pairwise(tried(tree)))
 
 
 def test_the_threshold_takes_what_reaches_one_in_budget():
@@ -141,8 +140,7 @@ def test_a_comb_branches_along_its_first_path_only():
 
 
 def test_rerank_keeps_the_best_products():
-    shape = Rerank()
-    tree, _, rows = grow(shape, Kind.DETERMINISTIC, budget=6)
+    tree, _, rows = grow(Rerank(), Kind.DETERMINISTIC, budget=6)
 
     def product(tokens):
         return float(np.prod([TABLE[a][b] for a, b in itertools.pairwise(tokens)]))
@@ -177,10 +175,7 @@ def test_merged_asks_less_for_the_same_rows():
     ],
 )
 def test_a_shape_that_looks_at_draws_does_not_bias_them(shape, second):
-    """Whether a row gets children may depend on what its cousins drew.
-
-    Two levels, all of the verifier's randomness summed exactly, the draft's by seeds.
-    """
+    """Over two levels, a row may get children by what its cousins drew."""
     q = [np.array([0.6, 0.4, 0.0]), np.array(second or [0.5, 0.3, 0.2])]
     p = [np.array([0.5, 0.5, 0.0]), np.array([0.3, 0.4, 0.3])]
     drafters = [Distribution(np.argsort(-x), np.sort(x)[::-1]) for x in q]
@@ -200,14 +195,12 @@ def test_a_shape_that_looks_at_draws_does_not_bias_them(shape, second):
         samples.append(joint)
     mean = np.mean(samples, axis=0)
     error = np.std(samples, axis=0) / np.sqrt(len(samples))
-    expected = p[0][:2, None] * p[1]
-    assert (np.abs(mean - expected) <= 4.5 * error + 1e-9).all()
+    assert (np.abs(mean - p[0][:2, None] * p[1]) <= 4.5 * error + 1e-9).all()
 
 
 def conditional(p, q, rows, row):
     children = [rows.tokens[child] for child in rows.children(row)]
-    rule = VERIFIERS["recursive"].rule
-    return rule(p, q, children, Kind.DISTINCT) if children else p
+    return VERIFIERS["recursive"].rule(p, q, children, Kind.DISTINCT) if children else p
 
 
 def test_the_most_likely_tree_has_the_largest_products():
@@ -300,8 +293,7 @@ def test_drafting_and_verifying_with_one_seed_draws_from_p(name, kind, count):
         chooser = Chooser(Sampling(1.0, seed=seed, top_k=4))
         tokens = draw_siblings(kind, Q, count, chooser.sampling, 9)
         rows = Rows([7, *tokens], [-1] + [0] * count, kind, {0: Q})
-        positions = [9] + [10] * count
-        counts[VERIFIERS[name].choose(rows, two, positions, chooser)[0]] += 1
+        counts[VERIFIERS[name].choose(rows, two, [9] + [10] * count, chooser)[0]] += 1
     assert abs(chi_square(counts, P)) < 4
 
 
@@ -365,8 +357,7 @@ def _depth(parents, row):
 
 
 def test_free_rows_are_taken_and_dear_ones_are_not():
-    free = best_plan(RANKS, 7, lambda rows, probes: 10.0)
-    assert free.trees[3].size == (8, 24)
+    assert best_plan(RANKS, 7, lambda rows, probes: 10.0).trees[3].size == (8, 24)
     dear = best_plan(RANKS, 7, lambda rows, probes: 1.0 + rows + probes)
     assert sum(dear.trees[1].size) < 6
     assert dear.tokens_per_ms(lambda rows, probes: 1.0 + rows + probes) >= max(

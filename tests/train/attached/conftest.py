@@ -46,7 +46,6 @@ def in_floats(
 
 @pytest.fixture(scope="module")
 def head(request, tmp_path_factory) -> Path:
-    """The folder of a drafter of the `METHOD` that a file names."""
     folder = tmp_path_factory.mktemp("drafters") / "head"
     return random_head(folder, request.module.METHOD)
 

@@ -44,7 +44,6 @@ def expected(module, features, kept, seen):
 
 
 def test_the_graph_drafts_what_the_training_computed(floats):
-    """After a prompt, and after a draft of which three tokens were right."""
     model, module, features = floats
     model.forget()
     parts, follower = model.parts, model.parts.draft_cache
@@ -56,8 +55,7 @@ def test_the_graph_drafts_what_the_training_computed(floats):
         follower.observe(first, TEXT[first:seen], states[first:seen])
         with torch.no_grad():
             wanted = expected(module, features, kept, seen)
-        answer = follower.follow(TEXT[: seen + 1])
-        made = [answer.candidate_logits[-1].copy()]
+        made = [follower.follow(TEXT[: seen + 1]).candidate_logits[-1].copy()]
         for token in TEXT[seen + 1 :]:
             made.append(follower.step(token).candidate_logits[-1].copy())
         np.testing.assert_allclose(made, wanted, atol=2e-4)
@@ -65,7 +63,6 @@ def test_the_graph_drafts_what_the_training_computed(floats):
 
 
 def test_a_path_of_a_tree_is_a_chain(floats):
-    """Each row of a tree reads the tokens and the state of its own path."""
     model, _, _ = floats
     parts, follower = model.parts, model.parts.draft_cache
     states = parts.target.run(TEXT).features.copy()
@@ -85,8 +82,7 @@ def test_a_path_of_a_tree_is_a_chain(floats):
         ([6, 7], [1, 1], [[0], [1]], 2),
         ([9], [2], [[1, 3]], 4),
     ):
-        answer = follower.branch(PlacedRows(*placed))
-        drafts.append(answer.candidate_logits.copy())
+        drafts.append(follower.branch(PlacedRows(*placed)).candidate_logits.copy())
     _, made, last = drafts
     np.testing.assert_allclose(made[1], chain[1], atol=1e-5)
     np.testing.assert_allclose(last[0], chain[2], atol=1e-5)
@@ -94,15 +90,10 @@ def test_a_path_of_a_tree_is_a_chain(floats):
 
 
 def test_the_tokens_before_rows(floats):
-    """Token 0 stands before a text."""
     cache = floats[0].parts.draft_cache
     windows = [cache._window_at([5, 8, 9], end) for end in range(4)]
     assert windows == [(0, 0), (0, 5), (5, 8), (8, 9)]
-    read = cache._windows([7, 5, 8, 9, 4], 2, 3).tolist()
-    assert read == [[7, 5], [5, 8], [8, 9]]
-
-
-# --- the training -------------------------------------------------------------------
+    assert cache._windows([7, 5, 8, 9, 4], 2, 3).tolist() == [[7, 5], [5, 8], [8, 9]]
 
 
 @pytest.mark.parametrize("task", [ChimeraTask, GlideTask])

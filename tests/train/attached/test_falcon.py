@@ -62,7 +62,6 @@ def expected(module, features, kept, seen, text):
 
 
 def test_the_graph_drafts_what_the_module_computes_anew(floats):
-    """After a prompt, and after drafts of which nothing, two or more were right."""
     model, module, features = floats
     model.forget()
     parts, follower = model.parts, model.parts.draft_cache
@@ -83,7 +82,6 @@ def test_the_graph_drafts_what_the_module_computes_anew(floats):
 
 
 def test_a_path_of_a_tree_is_a_chain(floats):
-    """Each block of a tree follows the blocks of its own path."""
     model, _, features = floats
     follower, states = model.parts.draft_cache, features[0].numpy()
     size = follower.size
@@ -128,7 +126,6 @@ def test_a_tree_of_single_children_is_the_chain(model):
 
 
 def test_a_pass_drafts_a_block(model):
-    """A chain of six takes two passes, and so does a tree of six levels."""
     follower = model.parts.draft_cache
     prompt = model.parts.text.encode(PERIOD * 2)
     states = model.parts.target.run(prompt[:-1]).features.copy()
@@ -143,9 +140,6 @@ def test_a_pass_drafts_a_block(model):
         proposer.propose(prompt, 12 if options else 6)
         assert follower.graph.passes - before == 2
     model.forget()
-
-
-# --- the training -------------------------------------------------------------------
 
 
 def test_rows_see_their_block_and_no_further(target, text, tmp_path):

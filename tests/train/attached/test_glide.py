@@ -23,7 +23,6 @@ METHOD, LAYERS = "glide", 2
 
 @pytest.mark.parametrize("sliced", [True, False])
 def test_the_graph_is_the_module(target, head, tmp_path, sliced, monkeypatch):
-    """The rows of the target that are committed count, and no others."""
     if not sliced:  # as on a GPU, where a slice would ask the host for its size
         monkeypatch.setattr("jetdraft.export.drafters.slice_target_buffers", nothing_of)
     bundle = sized(target, tmp_path / "b", head=head)
@@ -51,15 +50,11 @@ def test_the_graph_is_the_module(target, head, tmp_path, sliced, monkeypatch):
         for one, buffer in zip(held, parts.target.cache.buffers.values(), strict=True):
             assert np.array_equal(one, buffer.numpy())
         parts.target.cache.rewind(committed - 3)
-        other = parts.drafter.run(tokens[8:]).logits
-        assert np.abs(other - logits[8:]).max() > 0.01
+        assert np.abs(parts.drafter.run(tokens[8:]).logits - logits[8:]).max() > 0.01
 
 
 def nothing_of(*graph):
     """Leave a graph as it is."""
-
-
-# --- the training -------------------------------------------------------------------
 
 
 def test_a_hybrid_lends_its_last_keys_or_is_refused_in_a_line(text, tmp_path):
@@ -74,8 +69,7 @@ def test_a_hybrid_lends_its_last_keys_or_is_refused_in_a_line(text, tmp_path):
 
 def test_without_its_output_the_cross_attention_does_nothing(target, head):
     """Then it is a drafter of one layer (the paper's, without GliDe)."""
-    checkpoint = Checkpoint.load(target, torch.float32)
-    module = load_head(str(head), checkpoint, torch.float32)
+    module = load_head(str(head), Checkpoint.load(target, torch.float32), torch.float32)
     module.cross["o_proj"].weight.zero_()
     ids, rows = torch.arange(1, 7)[None], torch.arange(6)[None]
     bias = torch.zeros(1, 1, 1, 6)

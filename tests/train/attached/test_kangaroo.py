@@ -31,7 +31,6 @@ LAYERS = 4
 
 @pytest.fixture(scope="module")
 def head(target, tmp_path_factory) -> Path:
-    """The folder of a trained adapter."""
     folder, text = tmp_path_factory.mktemp("adapter"), Path(target).parent / "text.txt"
     options = TrainingOptions(60, 2, 48, learning_rate=1e-2, validate_every=60)
     settings = KangarooSettings(exit_layer=1)
@@ -41,7 +40,6 @@ def head(target, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(target, head, tmp_path_factory) -> Bundle:
-    """With its acceptance, which the export measures."""
     folder = tmp_path_factory.mktemp("bundles") / "bundle"
     return int4(target, folder, head=head, fast=False, select_kv=16)
 
@@ -52,8 +50,7 @@ def plain(model):
 
 
 def test_the_export_measures_its_acceptance(bundle):
-    record = bundle.drafter.quantization["acceptance"]
-    assert len(record["by_position"]) == 4
+    assert len(bundle.drafter.quantization["acceptance"]["by_position"]) == 4
 
 
 def leading_of(model):
@@ -178,7 +175,6 @@ def test_the_confidence_ends_a_draft(model):
 
 
 def test_the_adapter_in_the_graph_is_the_module(target, head, tmp_path):
-    """The graph answers what the module says, for its part of the vocabulary."""
     bundle = exported(target, tmp_path / "b", head=head, draft_vocab=40)
     checkpoint = Checkpoint.load(target, torch.float32)
     checkpoint.model.set_attn_implementation("sdpa")
@@ -215,9 +211,6 @@ def test_halves_over_integer_buffers_write_the_text_of_plain_decoding(
         found = model.generate(PERIOD, method="kangaroo", num_draft_tokens=3, **LONG)
     assert found.token_ids == plain.token_ids
     assert found.stats.accepted_tokens > 10
-
-
-# --- what is refused at the export and at run time ----------------------------------
 
 
 def test_halves_of_sliding_windows_are_refused(head, tmp_path):

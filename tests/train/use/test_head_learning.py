@@ -32,7 +32,6 @@ SETTINGS = EagleSettings(draft_vocabulary=40)
 
 @pytest.fixture(scope="module")
 def world(target, tmp_path_factory):
-    """The folder of a bundle, and of its head, which has learned little."""
     folder = tmp_path_factory.mktemp("world")
     text = write_periodic(folder / "text.txt")
     made(EagleTask, target, folder / "head", [text], SETTINGS, QUICK).run(nothing)
@@ -58,11 +57,10 @@ def test_a_wrong_place_counts_in_each_step_that_reaches_it(world):
     tokens = np.arange(1, 20)
     _, first, *_ = student.bundle.draft_vocabulary()
     ids, logits = np.array([[first, 0]]), np.array([[2.0, 1.0]], np.float32)
-    counts = [
+    assert [
         student.missed(head, [Lesson(tokens, np.array([place]), ids, logits)]).places
         for place in (1, 2, 4, 12)
-    ]
-    assert counts == [0, 1, 3, UNROLLED_STEPS]
+    ] == [0, 1, 3, UNROLLED_STEPS]
 
 
 def test_it_learns_and_the_text_stays(world):
@@ -105,7 +103,6 @@ def test_what_it_needs(world, target):
         load_student(replace(bundle, graphs=graphs))
 
 
-# --- another topic --------------------------------------------------------------------
 # Online Speculative Decoding (2310.07177) reports that acceptance rises by 0.1 to 0.65.
 
 ROUNDS = 2500
@@ -144,8 +141,7 @@ class Traffic:
 
 def learn_first_topic(source, texts):
     """Matrices of a drafter that knows no other texts, by name."""
-    checkpoint = Checkpoint.load(str(source), torch.float32)
-    model = checkpoint.model
+    model = Checkpoint.load(str(source), torch.float32).model
     store_weights_in(model, torch.float32)
     model.set_attn_implementation("sdpa")
     torch.manual_seed(0)

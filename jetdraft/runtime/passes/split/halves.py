@@ -37,9 +37,9 @@ class SplitSessions(NamedTuple):
 
 
 class PlacedRows(NamedTuple):
-    """Rows of a pass, in the slots of a draft after the first `filled` slots.
+    """Rows in slots after the first `filled`; row i sees the slots `ancestors[i]`.
 
-    Row i is `depths[i]` positions past the cursor, and sees the slots `ancestors[i]`.
+    It is `depths[i]` positions past the cursor.
     """
 
     tokens: Sequence[int]
@@ -100,7 +100,7 @@ class Halves:
         size: tuple[int, int, Probes],
         cursor: int,
     ) -> Answer:
-        """Run rows whose `states` [n, h] the lower half has given.
+        """Run rows with the `states` [n, h] of the lower half.
 
         The `size` is the width, the number of rows to answer for, and the probes.
         """
@@ -148,10 +148,7 @@ class Halves:
 
 
 class LeadingHalf:
-    """A `Target` over the buffers of the target `whole`, which reads prompts for it.
-
-    `ahead` has the tokens of the rows that only the lower half has run.
-    """
+    """A `Target` over the buffers of `whole`; `ahead` are the lower half's tokens."""
 
     def __init__(self, whole: Graph, sessions: SplitSessions) -> None:
         self.whole = whole
@@ -197,8 +194,7 @@ class LeadingHalf:
     def lead(self, text: Sequence[int]) -> Float32s | None:
         """Run the lower half over the rows of `text` that are not committed yet.
 
-        Returns the states [n, h] that leave it, or None if the rows do not fit. The
-        text begins with the committed tokens.
+        Returns the states [n, h] that leave it, or None if the rows do not fit.
         """
         rows = Rows.chain(list(text[self.cache.length :]))
         self._keep_ahead(common_length(self.ahead, rows.tokens))
@@ -206,13 +202,9 @@ class LeadingHalf:
         return self._run_ahead(rows)
 
     def branch(self, rows: PlacedRows) -> Float32s:
-        """Run a draft's rows after the last `lead`; the lower half's states [n, h].
-
-        A row that continues the rows ahead stays; others run again when verified.
-        """
+        """Run a draft's rows after the last `lead`; the lower half's states [n, h]."""
         cursor, count = self.cache.length + self._base, len(rows.tokens)
-        chain = list(range(rows.filled))
-        goes_on = count == 1 and list(rows.ancestors[0]) == chain
+        goes_on = count == 1 and list(rows.ancestors[0]) == list(range(rows.filled))
         width = self._fitting_width(count, self._base + rows.filled)
         bound = self.halves.run_lower(rows, width or count, cursor)
         states = bound.arrays["hidden"][0, :count].astype(np.float32)

@@ -141,7 +141,6 @@ class PrunedHalves:
             self._probe_ms = max(added_ms, 0.0) / max(probes.total, 1)
 
     def _upper_ms(self, width: int, probes: Probes) -> float:
-        """The shortest milliseconds of a pass of the upper half."""
         rows, times = Rows.chain([0] * width), []
         below = self._run_lower(rows, width)
         for _ in range(_TIMING_TURNS):
@@ -191,7 +190,7 @@ class PrunedHalves:
         return proven
 
     def _outcome_at(self, path: list[int], threshold: float) -> tuple[float, float]:
-        """Tokens and milliseconds that the last round would have had with a threshold.
+        """Tokens and milliseconds of the last round, had it had this threshold.
 
         `path` has the accepted rows, numbered as in the whole draft.
         """
@@ -213,9 +212,8 @@ class PrunedHalves:
         return kept
 
     def _run_lower(self, rows: Rows, width: int) -> PassBinding:
-        parents = [0, *rows.parents[1:]]
         return self.halves.run_lower(
-            PlacedRows.of(rows), width, self.cache.length, parents
+            PlacedRows.of(rows), width, self.cache.length, [0, *rows.parents[1:]]
         )
 
     def _run_upper(
