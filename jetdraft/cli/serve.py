@@ -38,6 +38,12 @@ class ServeOptions:
         "The key that clients must send; required unless --host is loopback. "
         f"Default: {KEY_VARIABLE} of the environment.",
     )
+    allow_origin: tuple[str, ...] = _server(
+        (),
+        "Pages of this origin, such as http://localhost:3000, may ask in a browser; "
+        "may be given several times.",
+        metavar="ORIGIN",
+    )
     name: str | None = _server(
         None, "The model's name; default: the name of the bundle folder."
     )
@@ -72,7 +78,7 @@ def command(
     """Answer requests for BUNDLE's model over HTTP until SIGTERM or Ctrl-C."""
     with importing("serving", "serve"):
         from jetdraft.server.app import Service
-        from jetdraft.server.connection import check_api_key, is_loopback
+        from jetdraft.server.connection import check_api_key, check_origins, is_loopback
         from jetdraft.server.http_server import (
             listener_url,
             open_listener,
@@ -88,6 +94,7 @@ def command(
             f"anyone could use a server on {server.host}; give --api-key, or set "
             f"{KEY_VARIABLE}"
         )
+    check_origins(server.allow_origin, is_open=key is None)
     with ExitStack() as opened:
         listeners = [opened.enter_context(open_listener(server.host, server.port))]
         places = [listener_url(listeners[0])]
@@ -101,6 +108,7 @@ def command(
         log.handlers = [logging.StreamHandler()]
         pool = Pool(bundle, server.models, options["method"], **runtime)
         name = server.name or bundle.resolve().name
-        service = Service(pool, name, limits, key or "", server.prefixes)
+        access = key or "", server.allow_origin
+        service = Service(pool, name, limits, *access, server.prefixes)
         click.echo(f"{service.name} answers at {' and '.join(places)}", err=True)
         run(service, listeners, server.host, server.drain)

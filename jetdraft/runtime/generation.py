@@ -34,8 +34,11 @@ from jetdraft.runtime.proposers.method import WALK
 from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Logprob
 from jetdraft.runtime.sampling.processors import LogitsProcessor, PenaltyProcessor
+from jetdraft.runtime.text.codec import CHARACTERS_PER_TOKEN
 from jetdraft.runtime.text.constraint import Matcher
 from jetdraft.runtime.text.stops import CANCELLED, INTERRUPTED, LENGTH, StopWatcher
+
+PROMPT_END = 16  # Tokens of a prompt before its prediction, which make the first match.
 
 
 class Generation:
@@ -164,6 +167,7 @@ class Generation:
         start = time.perf_counter()
         parts.encode_source(self._source, self.options.drafting.may_ask_drafter)
         prefix = self._reusable_prefix(exact)
+        parts.predicted = self._predicted()
         for observer in self.observers:
             observer.begin(self.prompt, self.chooser)
         sequence = array("I", self.prompt)
@@ -180,6 +184,14 @@ class Generation:
             prefix.record(sequence, exact)
         if rest := self.watcher.rest():
             yield Piece(rest, [], 0)
+
+    def _predicted(self) -> list[int]:
+        """The end of the prompt and the tokens of `prediction`, which may follow it."""
+        text, capacity = self.options.drafting.prediction, self._target.cache.capacity
+        if not text or not self.parts.text.has_tokenizer:
+            return []
+        ids = self.parts.text.encode(text[: CHARACTERS_PER_TOKEN * capacity], False)
+        return [*self._prompt[-PROMPT_END:], *ids[:capacity]]
 
     def _reusable_prefix(self, exact: bool) -> Prefix:
         """Return the record of the rows in the buffers that may be kept.

@@ -90,6 +90,7 @@ class LoadedBundle:
             self.drafter = self._open_drafter()
             self.text = reading.result()
         self.prefix = Prefix(self.target)
+        self.predicted: Sequence[int] = ()  # Of the current generation.
         self.draft_cache = (
             None if self.drafter is None else self._make_draft_cache(self.drafter)
         )
@@ -174,9 +175,9 @@ class LoadedBundle:
 
     @property
     def source(self) -> Sequence[int]:
-        """The token ids that the encoder read last; empty without an encoder."""
+        """Token ids that a text may repeat: what the encoder read, a prediction."""
         reader = self.target.source
-        return () if reader is None else reader.tokens
+        return [*(() if reader is None else reader.tokens), *self.predicted]
 
     @cached_property
     def pruned(self) -> PrunedHalves:

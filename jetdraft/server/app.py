@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -28,22 +30,35 @@ from jetdraft.parsing import JsonError, read_json
 from jetdraft.runtime.pool import Pool
 from jetdraft.runtime.speech.segments import Transcript
 from jetdraft.runtime.speech.transcription import check_speech
-from jetdraft.server import Limits, RequestError
+from jetdraft.server import Limits, RequestError, ollama_api, refusal_fields
 from jetdraft.server.connection import Admission, refusal_response
-from jetdraft.server.generation_request import GenerationRequest
+from jetdraft.server.dialect import CHATS, COMPLETIONS
+from jetdraft.server.event_stream import EventStream, wait_unless_gone
+from jetdraft.server.generation_request import IGNORED_HEADER, GenerationRequest
+from jetdraft.server.messages_api import MESSAGES
 from jetdraft.server.prefix_folder import PrefixFolder
-from jetdraft.server.reply import EventStream, Reply, wait_unless_gone
+from jetdraft.server.reply import Reply
 from jetdraft.server.request_queue import AnyRequest, Job, RequestQueue
+from jetdraft.server.responses_api import RESPONSES
 from jetdraft.server.transcription_request import TranscriptionRequest, read_form
 
 RECEIVE_SECONDS = 30.0  # The most seconds that a body may take to arrive.
 DEFAULT_LIMITS = Limits()
-# The paths of chats and of transcriptions.
-CHAT_PATH, SPEECH_PATH = "/v1/chat/completions", "/v1/audio/transcriptions"
+# The path of transcriptions, and the APIs of texts by their paths.
+SPEECH_PATH = "/v1/audio/transcriptions"
+DIALECTS = {
+    "/v1/completions": COMPLETIONS,
+    "/v1/chat/completions": CHATS,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/api/chat": ollama_api.CHAT,
+    "/api/generate": ollama_api.GENERATE,
+}
 # Paths that are counted under their names; others are counted together.
-COUNTED_PATHS = ("/v1/completions", CHAT_PATH, SPEECH_PATH, "/v1/models", "/metrics")
-# The content types of requests.
+COUNTED_PATHS = (*DIALECTS, SPEECH_PATH, "/v1/models", "/metrics")
+# The content types of requests, and what clients send that do not think of it.
 JSON_TYPE, FORM_TYPE = "application/json", "multipart/form-data"
+LOOSE_TYPES = ("", "application/x-www-form-urlencoded")
 # Metrics by name with their help: counters, and gauges of the stats or the queue.
 COUNTERS = {
     "prompt_tokens": "Tokens of prompts.",
@@ -65,8 +80,9 @@ GAUGES = {
 class Service:
     """The HTTP API of a pool of models; `name` is the model's name in requests.
 
-    `prefixes` is the folder of a `PrefixFolder`. Raises `JetdraftError` for a broken
-    chat template, an API key that cannot be sent, or a folder that cannot be used.
+    Pages of `origins` may ask in a browser; `prefixes` is the folder of a
+    `PrefixFolder`. Raises `JetdraftError` for a broken chat template, an API key that
+    cannot be sent, or a folder that cannot be used.
     """
 
     def __init__(
@@ -75,9 +91,11 @@ class Service:
         name: str,
         limits: Limits = DEFAULT_LIMITS,
         api_key: str = "",
+        origins: Sequence[str] = (),
         prefixes: Path | None = None,
     ) -> None:
         self.pool, self.name, self.limits = pool, name, limits
+        self._origins = tuple(origins)
         self._key, self._admission = api_key, Admission(api_key)
         parts = pool.models[0].parts
         self._fingerprint = _fingerprint(parts.profiles.machine)
@@ -104,10 +122,17 @@ class Service:
                 Route("/metrics", self._serve_metrics),
                 Route("/v1/models", self._list_models),
                 Route("/v1/models/{name:path}", self._serve_model),
-                Route("/v1/completions", self._serve_generation, methods=["POST"]),
-                Route(CHAT_PATH, self._serve_generation, methods=["POST"]),
+                *(
+                    Route(path, self._serve_generation, methods=["POST"])
+                    for path in DIALECTS
+                ),
                 Route(SPEECH_PATH, self._serve_transcription, methods=["POST"]),
+                Route("/api/version", self._serve_version),
+                Route("/api/tags", self._tell_ollama),
+                Route("/api/ps", self._tell_ollama),
+                Route("/api/show", self._tell_ollama, methods=["POST"]),
             ],
+            middleware=[_cross_origin(self._origins)] if self._origins else [],
             exception_handlers={
                 JetdraftError: self._refuse,
                 HTTPException: self._refuse_http,
@@ -136,7 +161,24 @@ class Service:
 
     async def _list_models(self, request: Request) -> Response:
         self._admission.check(request)
-        return JSONResponse({"object": "list", "data": [self._model_entry()]})
+        ends = {"first_id": self.name, "last_id": self.name, "has_more": False}
+        models = [self._model_entry()]
+        return JSONResponse({"object": "list", "data": models, **ends})
+
+    async def _serve_version(self, request: Request) -> Response:
+        self._admission.check(request)
+        return JSONResponse({"version": __version__})
+
+    async def _tell_ollama(self, request: Request) -> Response:
+        """List the model, or show it to a POST request."""
+        self._admission.check(request)
+        fields = ollama_api.model_fields(self.name, self.pool.models[0].bundle)
+        if request.method != "POST":
+            return JSONResponse({"models": [fields]})
+        asked = await self._read_object(request)
+        name = asked.get("model", asked.get("name", self.name))
+        self._check_model_name(str(name).removesuffix(":latest"))
+        return JSONResponse(fields)
 
     async def _serve_model(self, request: Request) -> Response:
         self._admission.check(request)
@@ -144,14 +186,17 @@ class Service:
         return JSONResponse(self._model_entry())
 
     def _model_entry(self) -> dict[str, Any]:
-        """The model as OpenAI's API lists it, with its capacity and methods."""
+        """The model as OpenAI and Anthropic list it, with its capacity and methods."""
         first = self.pool.models[0]
+        capacity = first.parts.target.contract.capacity
         return {
             "id": self.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "jetdraft",
-            "context_window": first.parts.target.contract.capacity,
+            **{"object": "model", "created": 0, "owned_by": "jetdraft"},
+            **{"type": "model", "display_name": self.name, "lifecycle": "active"},
+            "created_at": "1970-01-01T00:00:00Z",
+            "max_input_tokens": capacity,
+            "max_tokens": self.limits.max_new_tokens,
+            "context_window": capacity,
             "methods": list(first.methods),
             "chat": first.bundle.chat_template is not None,
         }
@@ -159,23 +204,26 @@ class Service:
     async def _serve_generation(self, request: Request) -> ASGIApp:
         """Answer a completion or a chat: with JSON, or with a stream of events."""
         self._admission.check(request)
-        body = await self._read_object(request)
+        asked, dialect = await self._read_object(request), DIALECTS[request.url.path]
+        body, chat = dialect.body(asked)
         self._check_model_name(body.get("model", self.name))
         limits, model = self.limits, self.pool.models[0]
-        chat = request.url.path == CHAT_PATH
         wanted = GenerationRequest.of(body, chat, limits.max_new_tokens, self._defaults)
         if chat and wanted.tools is not None:
             wanted = replace(wanted, tools=model.fitted(wanted.tools))
         seconds = wanted.options.get("max_seconds", limits.max_seconds)
         wanted.options["max_seconds"] = min(seconds, limits.max_seconds)
-        reply = Reply(wanted, self.name, model.parts.text, self._fingerprint)
+        codec = model.parts.text
+        reply = Reply(wanted, self.name, codec, self._fingerprint, asked)
         job = self._start_job(request, wanted)
         if wanted.streamed:
             first = await wait_unless_gone(request.receive, job, job.next())
-            return EventStream(job, reply, first, partial(self._count_request, request))
-        result = await wait_unless_gone(request.receive, job, job.result())
+            done = partial(self._count_request, request)
+            return EventStream(job, reply, dialect, first, done)
+        results = await wait_unless_gone(request.receive, job, job.results())
         self._count_request(request, 200)
-        return JSONResponse(reply.complete(result))
+        answer = dialect.whole(reply.complete(results), reply)
+        return JSONResponse(answer, headers=reply.headers)
 
     def _start_job(self, request: Request, wanted: AnyRequest) -> Job:
         """Put a request into the queue; its drafts use this client's responses only."""
@@ -190,7 +238,8 @@ class Service:
         origin = request.headers.get("origin")
         host = request.headers.get("host", "")
         # A browser sends the form of a foreign page without asking.
-        if origin is not None and origin.partition("://")[2] != host:
+        is_own = origin is None or origin.partition("://")[2] == host
+        if not is_own and not {origin, "*"} & {*self._origins}:
             raise RequestError(
                 f"the page at {origin!r} is foreign; send the form from {host!r}",
                 status=403,
@@ -218,7 +267,7 @@ class Service:
             self._check_model_name(wanted.model)
         wanted.options["max_seconds"] = self.limits.max_seconds
         job = self._start_job(request, wanted)
-        result = await wait_unless_gone(request.receive, job, job.result())
+        [result] = await wait_unless_gone(request.receive, job, job.results())
         assert isinstance(result, Transcript)
         self._count_request(request, 200)
         return wanted.response(result)
@@ -239,7 +288,9 @@ class Service:
     async def _read_body(self, request: Request, kind: str, most: int) -> bytearray:
         """Read a body of type `kind`, at most `most` bytes; raises `RequestError`."""
         content = request.headers.get("content-type", "").partition(";")[0].strip()
-        if content.lower() != kind:
+        # A browser names the origin of each page that posts, curl and others do not.
+        is_loose = kind == JSON_TYPE and "origin" not in request.headers
+        if content.lower() != kind and not (is_loose and content in LOOSE_TYPES):
             raise RequestError(f"content type {content!r}; send {kind}", status=415)
         data = bytearray()
         try:
@@ -270,25 +321,47 @@ class Service:
     async def _refuse(self, request: Request, error: Exception) -> Response:
         status = error.status if isinstance(error, RequestError) else 400
         self._count_request(request, status)
-        return refusal_response(error, status, request.url.path == CHAT_PATH)
+        return self._refusal(request, error, status)
 
     async def _refuse_http(self, request: Request, error: Exception) -> Response:
         """Answer an error of starlette, for example 404 for an unknown path."""
         assert isinstance(error, HTTPException)
         self._count_request(request, error.status_code)
         message = f"{request.url.path}: {error.detail}"
-        return refusal_response(message, error.status_code)
+        return self._refusal(request, message, error.status_code)
 
     async def _answer_failure(self, request: Request, error: Exception) -> Response:
         """Answer an unexpected error with status 500; starlette logs it."""
         self._count_request(request, 500)
-        return refusal_response("the server failed; its log says why", 500)
+        return self._refusal(request, "the server failed; its log says why", 500)
+
+    def _refusal(self, request: Request, error: object, status: int) -> Response:
+        """Answer an error in the shape of the API that was asked."""
+        path = request.url.path
+        dialect = DIALECTS.get(path, COMPLETIONS)
+        if path.startswith("/api/"):
+            dialect = ollama_api.CHAT
+        elif "anthropic-version" in request.headers:
+            dialect = MESSAGES
+        fields = refusal_fields(error, status, chat=dialect is not COMPLETIONS)
+        return refusal_response(dialect.error(fields, status), status)
 
     def _count_request(self, request: Request, status: int) -> None:
         """Count a request by its path and status, for the metrics."""
         path = request.url.path
         label = path if path in COUNTED_PATHS else "other"  # clients can invent paths
         self.metrics.request_counts[label, status] += 1
+
+
+def _cross_origin(origins: Sequence[str]) -> Middleware:
+    """What lets a browser send requests from pages of other origins."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=[IGNORED_HEADER],
+    )
 
 
 def _fingerprint(machine: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ import resource
 import socket
 import struct
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import h11
@@ -35,6 +36,7 @@ SPARE_FILES = 128  # File descriptors for files and uncounted connections.
 _USER_PREFIX = "uid "
 _HOST_RE = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
 _KEY_PATTERN = re.compile(r"[!-~]+")
+_ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[!-.0-~]+")  # No path.
 
 
 class ConnectionLimiter:
@@ -194,7 +196,7 @@ class Connection(H11Protocol):
 def _health_only(app: ASGIApp) -> ASGIApp:
     """Wrap an application so that it refuses all paths but /health, with status 503."""
     message = "too many connections are open; close some, and try again"
-    refused = refusal_response(message, 503)
+    refused = refusal_response(refusal_fields(message, 503), 503)
     # On this connection a client would be refused for ever.
     refused.headers["Connection"] = "close"
 
@@ -237,10 +239,13 @@ class Admission:
         """Raise `RequestError` for a wrong Host header, or key if it `needs_key`."""
         self._check_host(request)
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = request.headers.get("x-api-key", "")  # Anthropic's clients
         is_right = hmac.compare_digest(key.strip().encode(), self._key)
-        if needs_key and self._key and not (is_right and scheme.lower() == "bearer"):
+        if needs_key and self._key and not is_right:
             raise RequestError(
-                "the API key is missing or wrong; send Authorization: Bearer KEY",
+                "the API key is missing or wrong; send Authorization: Bearer KEY, or "
+                "x-api-key: KEY",
                 status=401,
                 code="invalid_api_key",
             )
@@ -286,6 +291,19 @@ def check_api_key(key: str) -> None:
         )
 
 
+def check_origins(origins: Sequence[str], is_open: bool) -> None:
+    """Raise `OptionError` for what is no origin, or `*` for a server that `is_open`."""
+    for origin in origins:
+        if origin == "*" and is_open:
+            raise OptionError(
+                "with --allow-origin '*' any page could ask; give --api-key, or origins"
+            )
+        if origin != "*" and not _ORIGIN_PATTERN.fullmatch(origin):
+            raise OptionError(
+                f"{origin!r} is no origin; give, for example, http://localhost:3000"
+            )
+
+
 def is_loopback(host: str) -> bool:
     """Whether `host` is an address that only this machine can reach, or localhost."""
     try:
@@ -294,9 +312,9 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def refusal_response(error: object, status: int, chat: bool = False) -> Response:
-    """Return the HTTP response for an error, see `refusal_fields`."""
+def refusal_response(fields: dict[str, Any], status: int) -> Response:
+    """Return the HTTP response with an error's fields, see `refusal_fields`."""
     headers = {"Retry-After": "1"} if status in (429, 503) else {}
     # Escapes, since a message may quote what no encoding can hold.
-    content = json.dumps(refusal_fields(error, status, chat))
+    content = json.dumps(fields)
     return Response(content, status, headers, media_type="application/json")

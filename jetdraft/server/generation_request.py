@@ -1,7 +1,8 @@
 """A request for a generation, checked before it waits for a model."""
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Self
@@ -16,6 +17,7 @@ from jetdraft.runtime.text.tools import Tools
 from jetdraft.server import RequestError
 
 Body = Mapping[str, Any]
+Prompt = str | list[int]
 # Fields that are options of `Model.generate`; from `top_k` on OpenAI has none.
 OPTION_FIELDS = (
     *("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
@@ -26,14 +28,40 @@ OPTION_FIELDS = (
 READ_FIELDS = (
     *("model", "stream", "stream_options", "include_drafted", "logit_bias"),
     *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n"),
-    *("prompt", "echo", "suffix", "best_of"),
+    *("prompt", "echo", "suffix", "best_of", "prediction"),
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
 )
-# Fields of OpenAI that mean nothing on a device; they are accepted and unused.
+# Fields that OpenAI, Anthropic, Ollama and llama.cpp document and that change nothing
+# here; they are accepted, and a header of the answer names them.
 IGNORED_FIELDS = (
-    *("metadata", "store", "service_tier", "verbosity", "reasoning_effort"),
-    *("safety_identifier", "prompt_cache_key", "user"),
+    *("metadata", "store", "service_tier", "verbosity", "reasoning_effort", "include"),
+    *("safety_identifier", "user", "prompt_cache_key", "prompt_cache_options"),
+    *("prompt_cache_retention", "truncation", "max_tool_calls", "context_management"),
+    *("cache_control", "inference_geo", "thinking", "keep_alive", "cache_prompt"),
+    *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa"),
+    *("low_vram", "f16_kv", "vocab_only", "logits_all", "use_mmap", "use_mlock"),
 )
+# Fields that would change the answer, with the values that do not: these are ignored.
+UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    **{"modalities": (["text"],), "audio": (), "web_search_options": ()},
+    **{"functions": ([],), "function_call": ("none", "auto"), "moderation": ()},
+    **{"background": (False,), "previous_response_id": (), "conversation": ()},
+    **{"mcp_servers": ([],), "container": (), "images": ([],), "context": ([],)},
+    **{"template": ("",), "mirostat": (0,), "tfs_z": (1,), "typical_p": (1,)},
+    **{"repeat_last_n": (-1,), "guided_json": (), "guided_regex": ()},
+}
+IGNORED_HEADER = "X-Jetdraft-Ignored"  # Names the ignored fields of a request.
+MAX_CHOICES, MAX_PROMPTS = 8, 64  # Texts of a prompt, and prompts of a request.
+# The tokens before a prefix, its suffix, and the text between them; DeepSeek's last.
+FILL_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
+    ("<\uff5cfim▁begin\uff5c>", "<\uff5cfim▁hole\uff5c>", "<\uff5cfim▁end\uff5c>"),
+)
+# Tokens with which these models end such a text, beside their usual end.
+FILL_ENDS = ("▁<EOT>", "<|file_separator|>", "<|file_sep|>", "<|fim_pad|>")
 ROLES = ("system", "developer", "user", "assistant", "tool")  # Who writes a message.
 MAX_STOPS, MAX_STOP_CHARS = 16, 1000  # Each token is compared with all.
 # The most characters of a constraint, and of all tools. A shorter one that takes too
@@ -45,18 +73,24 @@ MAX_SOURCE_CHARS = 64_000
 class GenerationRequest:
     """A request for a text, read from a JSON object.
 
-    `prompt` is a text or token ids, or None for a chat with `messages`. `options` are
-    keywords of `Model.generate`. `streamed` asks for chunks, `drafted` for a mark on
-    each token that was drafted, and `usage` for a last chunk with counts.
+    `prompts` are texts or token ids, empty for a chat with `messages`; `n` texts are
+    written for each. `suffix` follows the text, and `echo` puts the prompt before it.
+    `options` are keywords of `Model.generate`. `streamed` asks for chunks, `drafted`
+    for a mark on each token that was drafted, and `usage` for a last chunk with counts.
+    `ignored` names fields of the body that change nothing.
     """
 
-    prompt: str | list[int] | None
+    prompts: list[Prompt]
+    n: int
+    suffix: str
+    echo: bool
     messages: list[Message]
     tools: Tools | None
     options: dict[str, Any]
     streamed: bool
     usage: bool
     drafted: bool
+    ignored: list[str]
 
     @classmethod
     def of(
@@ -67,10 +101,9 @@ class GenerationRequest:
         It may ask for at most `most` tokens. Its fields replace options in `defaults`,
         whose keys are keywords of `Model.generate`.
         """
-        for name, value in body.items():
-            if name not in (*OPTION_FIELDS, *READ_FIELDS, *IGNORED_FIELDS):
-                raise RequestError(f"unknown field {name!r}; leave it out")
-            if problem := _field_problem(name, value, chat):
+        ignored = [name for name in body if _is_ignored(name, body[name])]
+        for name in body:
+            if problem := _field_problem(name, body, chat):
                 raise RequestError(problem, name)
         options: dict[str, Any] = {**(defaults or {}), **_get_options(body, chat, most)}
         own = (defaults or {}).get("logit_bias") or {}
@@ -80,47 +113,103 @@ class GenerationRequest:
         Options.of(**options)  # refuses bad options
         chunks = body.get("stream_options", {})
         return cls(
-            prompt=None if chat else _read_prompt(body.get("prompt")),
+            prompts=[] if chat else _read_prompts(body.get("prompt")),
+            n=body.get("n", 1),
+            suffix=body.get("suffix", ""),
+            echo=body.get("echo", False),
             messages=_read_messages(body.get("messages")) if chat else [],
             tools=_read_tools(body, options),
             options=options,
             streamed=body.get("stream", False),
             usage=isinstance(chunks, dict) and bool(chunks.get("include_usage")),
             drafted=body.get("include_drafted", False),
+            ignored=ignored,
         )
+
+    @property
+    def count(self) -> int:
+        """The number of texts."""
+        return self.n * max(1, len(self.prompts))
 
     @property
     def max_seconds(self) -> float:
         """The most seconds that the text may take, infinite without a limit."""
         return float(self.options.get("max_seconds", inf))
 
-    def stream(self, model: Model) -> Stream:
-        """Start the generation; iterating over the stream yields its pieces."""
+    def streams(self, model: Model) -> Iterator[Stream]:
+        """Start the texts one after another; each stream yields its pieces.
+
+        Text i of a prompt has the seed plus i. All share `max_seconds`.
+        """
+        end = time.monotonic() + self.max_seconds
+        for prompt in self.prompts or [""]:
+            for place in range(self.n):
+                options = dict(self.options)
+                if "seed" in options:
+                    options["seed"] += place
+                if "max_seconds" in options:
+                    options["max_seconds"] = max(end - time.monotonic(), 1e-3)
+                yield self._stream(model, prompt, options)
+
+    def _stream(self, model: Model, prompt: Prompt, options: dict[str, Any]) -> Stream:
         functions = [] if self.tools is None else self.tools.functions
-        count = _count_characters([self.prompt, self.messages, functions])
+        count = _count_characters([prompt, self.suffix, self.messages, functions])
         check_characters(count, model.parts.target.contract.capacity)
-        if isinstance(self.prompt, str):
-            return model.stream(self.prompt, **self.options)
-        if self.prompt is not None:
-            return model.stream(token_ids=self.prompt, **self.options)
+        if self.suffix:
+            ids, ends = _fill_ids(model, prompt, self.suffix)
+            stops = options.get("stop") or []
+            options["stop"] = [*([stops] if isinstance(stops, str) else stops), *ends]
+            return model.stream(token_ids=ids, **options)
+        if not isinstance(prompt, str):
+            return model.stream(token_ids=prompt, **options)
+        if self.prompts:
+            return model.stream(prompt, **options)
         if self.tools is None:
-            ids = model.chat_prompt(self.messages)
-            return model.stream(token_ids=ids, **self.options)
+            return model.stream(token_ids=model.chat_prompt(self.messages), **options)
         ids = model.chat_prompt(self.messages, tools=functions)
-        return model.stream_calls(self.tools, ids, **self.options)
+        return model.stream_calls(self.tools, ids, **options)
 
 
-def _field_problem(name: str, value: object, chat: bool) -> str:
+def _fill_ids(model: Model, prefix: Prompt, suffix: str) -> tuple[list[int], list[str]]:
+    """Return the ids of a prompt that ends before `suffix`, and tokens that end a text.
+
+    Raises `RequestError` if the vocabulary has no tokens for it.
+    """
+    text = model.parts.text
+    for names in FILL_TOKENS:
+        first, second, third = map(text.token_id, names)
+        if first is not None and second is not None and third is not None:
+            before = text.encode(prefix, False) if isinstance(prefix, str) else prefix
+            after = text.encode(suffix, False)
+            ids = [*text.encode(""), first, *before, second, *after, third]
+            return ids, [end for end in FILL_ENDS if text.token_id(end) is not None]
+    raise RequestError(
+        "suffix needs a model that fills gaps, and this vocabulary has no tokens such "
+        "as <|fim_middle|>; leave it out",
+        "suffix",
+    )
+
+
+def _is_ignored(name: str, value: object) -> bool:
+    """Whether a field changes nothing; raises `RequestError` for an unknown field."""
+    if name in UNSUPPORTED_FIELDS:
+        if value in UNSUPPORTED_FIELDS[name]:
+            return True
+        raise RequestError(f"{name} is not supported; leave it out", name)
+    if name not in (*OPTION_FIELDS, *READ_FIELDS, *IGNORED_FIELDS):
+        raise RequestError(f"unknown field {name!r}; leave it out")
+    return name in IGNORED_FIELDS
+
+
+def _field_problem(name: str, body: Body, chat: bool) -> str:
     """Return what is wrong with the value of a field, in words; "" if it is right."""
+    value = body[name]
+    if problem := _choice_problem(name, body, chat):
+        return problem
     match name:
-        case "n" | "best_of" if value != 1:
-            return f"{name} can only be 1; ask again with another seed"
-        case "echo" | "suffix" if value:
-            return f"{name} is not supported; leave it out"
-        case "stream" | "include_drafted" | "parallel_tool_calls" | "logprobs" if (
-            not isinstance(value, bool) and (chat or name != "logprobs")
-        ):
-            return f"{name} {value!r} is neither true nor false"
+        case "stream" | "include_drafted" | "parallel_tool_calls" | "logprobs" | "echo":
+            if not isinstance(value, bool) and (chat or name != "logprobs"):
+                return f"{name} {value!r} is neither true nor false"
         case "stop":
             stops = value if isinstance(value, list) else [value]
             longest = max((len(s) for s in stops if isinstance(s, str)), default=0)
@@ -135,6 +224,23 @@ def _field_problem(name: str, value: object, chat: bool) -> str:
                 most = f"{MAX_SOURCE_CHARS} characters"
                 return f"the {name} is longer than {most}; make it simpler"
     return ""
+
+
+def _choice_problem(name: str, body: Body, chat: bool) -> str:
+    """`_field_problem` for the number of texts, and for what is around a text."""
+    value, problem = body[name], ""
+    match name:
+        case "n" if type(value) is not int or not 1 <= value <= MAX_CHOICES:
+            problem = f"{value!r} is out of range; this server gives 1 to {MAX_CHOICES}"
+        case "best_of" if value != body.get("n", 1):
+            problem = "can only be n; ask for n texts and choose"
+        case "suffix" if not isinstance(value, str):
+            problem = "is not a text; give a text"
+        case "echo" | "suffix" if value and chat:
+            problem = "is for completions; leave it out"
+        case "echo" if value and "logprobs" in body:
+            problem = "gives no logprobs of the prompt; leave one of them out"
+    return problem and f"{name} {problem}"
 
 
 def _count_characters(value: object) -> int:
@@ -172,12 +278,14 @@ def _get_options(body: Body, chat: bool, most: int) -> dict[str, Any]:
     wanted = body.get("max_completion_tokens", body.get("max_tokens"))
     if wanted is None:
         wanted = most if chat else min(16, most)  # OpenAI's defaults
-    if type(wanted) is not int or not 1 <= wanted <= most:
+    if type(wanted) is not int or wanted < 1:
         raise RequestError(
             f"max_tokens {wanted!r} is out of range; this server gives 1 to {most}",
             "max_tokens",
         )
-    options["max_new_tokens"] = wanted
+    options["max_new_tokens"] = min(wanted, most)
+    if "prediction" in body:
+        options["prediction"] = _read_prediction(body["prediction"])
     if "logit_bias" in body:
         options["logit_bias"] = _read_biases(body["logit_bias"])
     if chat and body.get("logprobs", False):
@@ -216,15 +324,28 @@ def _read_schema(form: object) -> dict[str, Any] | None:
     )
 
 
-def _read_prompt(prompt: object) -> str | list[int]:
-    """The prompt of a completion, text or token ids; raises `RequestError`."""
-    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        return prompt
-    raise RequestError("give one prompt, a text or a list of token ids", "prompt")
+def _read_prediction(field: object) -> str:
+    """Return the text of OpenAI's predicted output; raises `RequestError`."""
+    match field:
+        case {"type": "content", "content": content}:
+            return _read_content(content, "prediction.content")
+    raise _field_error("prediction", '{"type": "content", "content": "..."}')
+
+
+def _read_prompts(prompt: object) -> list[Prompt]:
+    """The prompts of a completion, texts or token ids; raises `RequestError`."""
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    prompts: list[Any] = prompt if several else [prompt]  # type: ignore[assignment]
+    if len(prompts) > MAX_PROMPTS:
+        raise RequestError(f"give at most {MAX_PROMPTS} prompts", "prompt")
+    for each in prompts:
+        is_ids = isinstance(each, list) and all(type(token) is int for token in each)
+        if not is_ids and not isinstance(each, str):
+            raise RequestError(
+                "give a prompt, or a list of prompts: texts or lists of token ids",
+                "prompt",
+            )
+    return prompts
 
 
 def _read_messages(messages: object) -> list[Message]:
@@ -273,7 +394,7 @@ def _read_content(content: object, at: str) -> str:
     texts = []
     for number, part in enumerate(content):
         match part:
-            case {"type": "text", "text": str(text)}:
+            case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
                 texts.append(text)
             case {"type": "refusal", "refusal": str(text)}:
                 texts.append(text)

@@ -1,57 +1,89 @@
-"""Replies in the form of OpenAI's API: whole, or as server-sent events."""
+"""Replies in the form of OpenAI's API: whole, or in chunks."""
 
-import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
-from starlette.types import Receive, Scope, Send
-
-from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.sampling.chooser import Logprob
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.stops import DEADLINE, LENGTH, STOP
-from jetdraft.server import RequestError, refusal_fields
-from jetdraft.server.generation_request import GenerationRequest
-from jetdraft.server.request_queue import Job
+from jetdraft.server.generation_request import IGNORED_HEADER, GenerationRequest
 
 Json = dict[str, Any]
-T = TypeVar("T")
-STATUS_KEY = "jetdraft.status"  # In an ASGI scope: the final status of a stream.
 # OpenAI's finish reasons by our finish reasons, for texts that were not cut.
 _REASONS = {STOP: "stop", LENGTH: "length", DEADLINE: "length"}
 
 
 class Reply:
-    """Formats the pieces or the result of a request as OpenAI's JSON objects."""
+    """Formats the pieces or the results of a request as OpenAI's JSON objects.
+
+    `asked` is the body of the request in the words of its own API. `results` are the
+    texts that have ended, and `reason` is OpenAI's finish reason of the last.
+    """
 
     def __init__(
-        self, request: GenerationRequest, name: str, codec: TextCodec, fingerprint: str
+        self,
+        request: GenerationRequest,
+        name: str,
+        codec: TextCodec,
+        fingerprint: str,
+        asked: Json | None = None,
     ) -> None:
         self.request, self.codec = request, codec
-        self.chat = request.prompt is None
+        self.name, self.asked = name, asked or {}
+        self.id, self.created = uuid4().hex, int(time.time())
+        self.results, self.reason = list[Result](), ""
+        self.chat = not request.prompts
         self._tools = request.tools if self.chat else None
         kind = "chatcmpl" if self.chat else "cmpl"
         self._head = {
-            "id": f"{kind}-{uuid4().hex}",
-            "created": int(time.time()),
+            "id": f"{kind}-{self.id}",
+            "created": self.created,
             "model": name,
             "system_fingerprint": fingerprint,
             **({"service_tier": "default"} if self.chat else {}),
         }
-        self._text, self._sent = "", 0
-        self._unsent_fields: dict[str, list[Any]] = {}
-        self._text_offset = 0
-        """The characters of the text before the next token, for text_offset."""
+        self._begin()
 
-    def complete(self, result: Result) -> Json:
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer, beside its type."""
+        ignored = ", ".join(self.request.ignored)
+        return {IGNORED_HEADER: ignored} if ignored else {}
+
+    @property
+    def usage(self) -> Json:
+        """The field usage for all texts that have ended."""
+        return _usage_field(self.results, self.request.n)
+
+    @property
+    def stop_text(self) -> str | None:
+        """The text in `stop` that ended the last text; None for another end."""
+        stops, texts = self.request.options.get("stop") or [], self.results[-1].texts
+        listed = [stops] if isinstance(stops, str) else stops
+        return next((stop for stop in listed if stop in "".join(texts)), None)
+
+    def _begin(self) -> None:
+        """Begin another text of the request."""
+        self._index, self._text, self._sent = len(self.results), "", 0
+        self._unsent_fields: dict[str, list[Any]] = {}
+        # The characters of the text before the next token, for text_offset.
+        self._text_offset = 0
+
+    def complete(self, results: Sequence[Result]) -> Json:
         """Return the object of a reply that is not streamed."""
+        choices = [self._choice(result) for result in results]
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices, "usage": self.usage}
+
+    def _choice(self, result: Result) -> Json:
+        self._begin()
         calls = self._read_calls(result.text)
-        choice: Json = {"index": 0, "finish_reason": _finish_reason(result, calls)}
+        self._end(result, calls)
+        choice: Json = {"index": self._index, "finish_reason": self.reason}
         if self.chat:
             message: Json = {"role": "assistant", "refusal": None}
             message["content"] = result.text
@@ -60,19 +92,34 @@ class Reply:
                 message |= {"content": before or None, "tool_calls": calls}
             choice["message"] = message
         else:
-            choice["text"] = result.text
+            choice["text"] = self._echo() + result.text
         entries = zip(result.logprobs or [], result.texts, strict=False)
         choice["logprobs"] = self._logprobs_field(list(entries))
         if self.request.drafted:
             choice["tokens"] = _draft_marks(result.texts, result.from_draft)
-        kind = "chat.completion" if self.chat else "text_completion"
-        usage = _usage_field(result)
-        return {**self._head, "object": kind, "choices": [choice], "usage": usage}
+        return choice
+
+    def _end(self, result: Result, calls: Sequence[Json]) -> None:
+        """Note a text that has ended; raises `KeyError` if it was cut."""
+        self.results.append(result)
+        reason = _REASONS[result.finish_reason]
+        self.reason = "tool_calls" if calls and reason == "stop" else reason
+
+    def _echo(self) -> str:
+        """The text of the prompt, if it is to be repeated."""
+        if not self.request.echo:
+            return ""
+        prompt = self.request.prompts[self._index // self.request.n]
+        return prompt if isinstance(prompt, str) else self.codec.decode(prompt)
 
     def first_chunks(self) -> list[Json]:
-        """Return the chunks before the text: the role in a chat, else []."""
-        begun = {"role": "assistant", "content": "", "refusal": None}
-        return [self._chunk(begun)] if self.chat else []
+        """Return the chunks before a text: the role in a chat, or the prompt."""
+        self._begin()
+        if self.chat:
+            begun = {"role": "assistant", "content": "", "refusal": None}
+            return [self._chunk(begun)]
+        echo = self._echo()
+        return [self._chunk({"content": echo})] if echo else []
 
     def piece_chunks(self, piece: Piece) -> list[Json]:
         """Return the chunks of a piece; keeps text that may belong to a tool call."""
@@ -96,9 +143,10 @@ class Reply:
             for part in (call, {"function": {"arguments": arguments}}):
                 delta = {"tool_calls": [{"index": index, **part}]}
                 chunks.append(self._chunk(delta, **self._take_fields()))
-        chunks.append(self._chunk({}, finish_reason=_finish_reason(result, calls)))
-        if self.request.usage:
-            chunks.append({**chunks[-1], "choices": [], "usage": _usage_field(result)})
+        self._end(result, calls)
+        chunks.append(self._chunk({}, finish_reason=self.reason))
+        if self.request.usage and len(self.results) == self.request.count:
+            chunks.append({**chunks[-1], "choices": [], "usage": self.usage})
         return chunks
 
     def _text_chunks(self, end: int) -> list[Json]:
@@ -121,7 +169,8 @@ class Reply:
 
     def _chunk(self, delta: Json, **more: Any) -> Json:
         """Return a chunk with new content `delta`; `more` are fields of its choice."""
-        choice: Json = {"index": 0, "finish_reason": None, "logprobs": None, **more}
+        choice: Json = {"index": self._index, "finish_reason": None}
+        choice |= {"logprobs": None, **more}
         if self.chat:
             choice["delta"] = delta
         else:
@@ -192,109 +241,26 @@ def _draft_marks(texts: Sequence[str], flags: Sequence[bool]) -> list[Json]:
     ]
 
 
-def _finish_reason(result: Result, calls: Sequence[Json]) -> str:
-    """Return OpenAI's finish reason; raises `KeyError` for a text that was cut."""
-    reason = _REASONS[result.finish_reason]
-    return "tool_calls" if calls and reason == "stop" else reason
+def _usage_field(results: Sequence[Result], n: int) -> Json:
+    """Return the field usage; drafted tokens count as OpenAI's predicted outputs.
 
-
-def _usage_field(result: Result) -> Json:
-    """Return the field usage; drafted tokens count as OpenAI's predicted outputs."""
-    stats = result.stats
-    wrong = sum(stats.evaluated_by_position) - stats.accepted_tokens
-    cached = {"cached_tokens": stats.reused_tokens, "audio_tokens": 0}
+    A prompt with `n` texts counts once.
+    """
+    stats = [result.stats for result in results]
+    asked = sum(s.prompt_tokens for s in stats[::n])
+    written = sum(s.new_tokens for s in stats)
+    evaluated = sum(sum(s.evaluated_by_position) for s in stats)
+    cached = sum(s.reused_tokens for s in stats[::n])
     return {
-        "prompt_tokens": stats.prompt_tokens,
-        "completion_tokens": stats.new_tokens,
-        "total_tokens": stats.prompt_tokens + stats.new_tokens,
-        "prompt_tokens_details": cached,
+        "prompt_tokens": asked,
+        "completion_tokens": written,
+        "total_tokens": asked + written,
+        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": sum(result.from_draft),
-            "rejected_prediction_tokens": wrong,
+            "accepted_prediction_tokens": sum(sum(r.from_draft) for r in results),
+            "rejected_prediction_tokens": evaluated
+            - sum(s.accepted_tokens for s in stats),
             "audio_tokens": 0,
             "reasoning_tokens": 0,
         },
     }
-
-
-class EventStream:
-    """An ASGI response that sends the pieces of a job as server-sent events.
-
-    `first` is what `job.next` returned first. At the end `done` is called with the
-    status: 200, the status of an error in the stream, or 499 if the client has left.
-    """
-
-    def __init__(
-        self, job: Job, reply: Reply, first: Any, done: Callable[[int], None]
-    ) -> None:
-        self._job, self._reply, self._first, self._done = job, reply, first, done
-        self._status = 499
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.create_task(self._send_events(send))
-        gone = asyncio.create_task(_wait_for_disconnect(receive))
-        try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._job.cancel()
-            gone.cancel()
-            sending.cancel()
-            sent, _ = await asyncio.gather(sending, gone, return_exceptions=True)
-            status = 500 if isinstance(sent, Exception) else self._status
-            scope[STATUS_KEY] = status
-            self._done(status)
-        if isinstance(sent, Exception):
-            raise sent
-
-    async def _send_events(self, send: Send) -> None:
-        headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-store"),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for line in self._event_lines():
-            data = f"data: {line}\n\n".encode()
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _event_lines(self) -> AsyncIterator[str]:
-        """Yield the data of each event: a chunk or an error as JSON, then [DONE]."""
-        reply, piece = self._reply, self._first
-        for chunk in reply.first_chunks():
-            yield json.dumps(chunk)
-        try:
-            while not isinstance(piece, Result):
-                for chunk in reply.piece_chunks(piece):
-                    yield json.dumps(chunk)
-                piece = await self._job.next()
-            for chunk in reply.last_chunks(piece):
-                yield json.dumps(chunk)
-            self._status = 200
-        except JetdraftError as error:
-            usual = 400 if isinstance(error, OptionError) else 500
-            self._status = getattr(error, "status", usual)
-            yield json.dumps(refusal_fields(error, self._status))
-        yield "[DONE]"
-
-
-async def wait_unless_gone(receive: Receive, job: Job, wanted: Awaitable[T]) -> T:
-    """Await `wanted`; if the client leaves first, cancel the job and raise an error."""
-    waiting = asyncio.ensure_future(wanted)
-    gone = asyncio.create_task(_wait_for_disconnect(receive))
-    try:
-        await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
-            job.cancel()
-            raise RequestError("the client has gone", status=499)
-        return waiting.result()
-    except asyncio.CancelledError:
-        job.cancel()
-        raise
-    finally:
-        gone.cancel()
-        waiting.cancel()
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

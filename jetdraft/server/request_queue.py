@@ -151,7 +151,8 @@ class Job:
     """Runs one request in a thread; the constructor puts it into the queue.
 
     The generation does not wait for its reader: `next` returns its pieces one by one
-    and then its `Result`, or raises its error, also if the text was cut. `deadline` is
+    and then its `Result`, and so on for further texts of the request; or it raises the
+    error of a text, also if the text was cut. `deadline` is
     in seconds of `time.monotonic`, infinite while no text runs.
     """
 
@@ -175,11 +176,13 @@ class Job:
             raise event
         return event
 
-    async def result(self) -> Result:
-        """Wait for the result, and drop the pieces before it."""
-        while not isinstance(event := await self.next(), Result):
-            pass
-        return event
+    async def results(self) -> list[Result]:
+        """Wait for the results of all texts, and drop their pieces."""
+        results = list[Result]()
+        while len(results) < self._request.count:
+            if isinstance(event := await self.next(), Result):
+                results.append(event)
+        return results
 
     def cancel(self) -> None:
         """Leave the queue, or end the generation at its next round."""
@@ -226,29 +229,32 @@ class Job:
             raise
 
     def _generate(self, model: Model) -> None:
-        """Generate, and hand pieces and result to `next`; runs in the thread."""
-        prefixes = self._queue.prefixes
-        with closing(self._request.stream(model)) as stream:
-            self._stream = stream
-            if prefixes is not None and isinstance(stream, Stream):
-                prefixes.load(model, stream.prompt)
-            if self._cancelled:  # before there was a stream
-                stream.cancel()
-            for piece in stream:
-                if isinstance(piece, Piece):
-                    self._post_event(piece)
-            result = stream.result()
-        if self._written is not None:
-            self._written.append(result.stats.new_tokens)
-        self._loop.call_soon_threadsafe(self._queue.total.merge, result.stats)
-        if result.finish_reason in (CANCELLED, INTERRUPTED):
-            # OpenAI has no finish reason for this.
-            raise RequestError(
-                "the server is ending, and has cut this text; ask again", status=503
-            )
-        self._post_event(result)
-        if prefixes is not None and isinstance(stream, Stream):
-            prefixes.save(model, stream.prompt)
+        """Generate, and hand pieces and results to `next`; runs in the thread."""
+        prefixes, prompts = self._queue.prefixes, list[Sequence[int]]()
+        for started in self._request.streams(model):
+            with closing(started) as stream:
+                self._stream = stream
+                if prefixes is not None and isinstance(stream, Stream):
+                    prefixes.load(model, stream.prompt)
+                    prompts.append(stream.prompt)
+                if self._cancelled:  # before there was a stream
+                    stream.cancel()
+                for piece in stream:
+                    if isinstance(piece, Piece):
+                        self._post_event(piece)
+                result = stream.result()
+            self._stream = None
+            if self._written is not None:
+                self._written.append(result.stats.new_tokens)
+            self._loop.call_soon_threadsafe(self._queue.total.merge, result.stats)
+            if result.finish_reason in (CANCELLED, INTERRUPTED):
+                # OpenAI has no finish reason for this.
+                raise RequestError(
+                    "the server is ending, and has cut this text; ask again", status=503
+                )
+            self._post_event(result)
+        for prompt in prompts if prefixes is not None else ():
+            prefixes.save(model, prompt)
 
     def _post_event(self, event: Piece | Result) -> None:
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)

@@ -1,7 +1,7 @@
 """A request for a transcript: a multipart form (RFC 7578), as OpenAI's API has it."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import BytesParser
@@ -85,13 +85,18 @@ class TranscriptionRequest:
         )
 
     @property
+    def count(self) -> int:
+        """The number of texts."""
+        return 1
+
+    @property
     def max_seconds(self) -> float:
         """The most seconds that the transcript may take, infinite without a limit."""
         return float(self.options.get("max_seconds", inf))
 
-    def stream(self, model: Model) -> Transcription:
-        """Start the transcription; iterating over it yields segments as they come."""
-        return model.transcription(self.data, self.wanted, **self.options)
+    def streams(self, model: Model) -> Iterator[Transcription]:
+        """Start the only text; iterating over it yields segments as they come."""
+        yield model.transcription(self.data, self.wanted, **self.options)
 
     def response(self, transcript: Transcript) -> Response:
         """Return the HTTP response with a transcript in the format `form`."""

@@ -1,6 +1,7 @@
 """What OpenAI's own client gets, against the same model asked directly."""
 
 import json
+from pathlib import Path
 
 import httpx
 import jsonschema
@@ -13,7 +14,12 @@ from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.sampling.chooser import Logprob
 from jetdraft.runtime.text.codec import TextCodec
-from jetdraft.server.generation_request import GenerationRequest
+from jetdraft.server import generation_request
+from jetdraft.server.generation_request import (
+    IGNORED_FIELDS,
+    UNSUPPORTED_FIELDS,
+    GenerationRequest,
+)
 from jetdraft.server.reply import Reply
 
 PROMPT = "The robot sees"
@@ -285,5 +291,104 @@ def test_two_best_tokens_with_one_text_stay_two():
     reply = Reply(request, "toy", TextCodec(None), "fp")
     stats = Stats("none", True, 1)
     result = Result("a", [1], 1, "stop", stats, [False], [entry], texts=["a"])
-    (tops,) = reply.complete(result)["choices"][0]["logprobs"]["top_logprobs"]
+    (tops,) = reply.complete([result])["choices"][0]["logprobs"]["top_logprobs"]
     assert tops == {"a": -0.1, "token_id:2": -3.0}
+
+
+def test_several_texts_of_a_prompt_and_several_prompts(client, model):
+    """Text i of a prompt is what the prompt alone gives with the seed plus i."""
+    asked = {"model": "toy", "max_tokens": 12, "temperature": 0.9, "seed": 5}
+    prompts = [PROMPT, "A man"]
+    way = {"temperature": 0.9, "max_new_tokens": 12}
+    wanted = [model.generate(p, seed=5 + i, **way) for p in prompts for i in range(2)]
+    found = client.completions.create(**asked, prompt=prompts, n=2)
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in found.choices] == [w.text for w in wanted]
+    assert wanted[0].text != wanted[1].text
+    assert found.usage.prompt_tokens == sum(w.prompt_tokens for w in wanted[::2])
+    assert found.usage.completion_tokens == sum(len(w.token_ids) for w in wanted)
+    last, texts = 0, [""] * 4
+    for chunk in client.completions.create(**asked, prompt=prompts, n=2, stream=True):
+        [choice] = chunk.choices
+        assert choice.index >= last
+        last = choice.index
+        texts[last] += choice.text
+    assert texts == [w.text for w in wanted]
+    asked |= {"messages": HELLO, "temperature": 0}
+    chat = client.chat.completions.create(**asked, n=3, logprobs=True)
+    said = model.chat(HELLO, max_new_tokens=12).text
+    assert [choice.message.content for choice in chat.choices] == [said] * 3
+    usage = {"include_usage": True}
+    *chunks, last = client.chat.completions.create(
+        **asked, n=2, stream=True, stream_options=usage
+    )
+    ends = [c.choices[0].finish_reason for c in chunks]
+    assert [end for end in ends if end] == ["length", "length"]
+    assert last.usage.completion_tokens == 24
+
+
+def test_the_prompt_before_the_text_and_a_suffix_behind_it(client, model, monkeypatch):
+    asked = {"model": "toy", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    text = model.generate(PROMPT, max_new_tokens=8).text
+    ids = model.prompt(PROMPT).tolist()
+    for prompt in (PROMPT, ids):
+        found = client.completions.create(**asked | {"prompt": prompt}, echo=True)
+        assert found.choices[0].text == PROMPT + text
+    chunks = client.completions.create(**asked, echo=True, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == PROMPT + text
+    # The toy has no such tokens, so other tokens of its own stand for them.
+    names = ("<|system|>", "<|user|>", "<|assistant|>")
+    monkeypatch.setattr(generation_request, "FILL_TOKENS", (("<x>",) * 3, names))
+    first, second, third = map(model.parts.text.token_id, names)
+    after = model.parts.text.encode("a box", add_special=False)
+    ids = [first, *model.parts.text.encode(PROMPT, False), second, *after, third]
+    found = client.completions.create(**asked, suffix="a box")
+    expected = model.generate(token_ids=ids, max_new_tokens=8)
+    assert found.choices[0].text == expected.text
+    assert found.usage.prompt_tokens == len(ids)
+
+
+def test_a_prediction_is_drafted_from_and_changes_no_text(client, model):
+    way = {"max_new_tokens": 60, "method": "lookup", "num_draft_tokens": 15}
+    plain = model.generate(PROMPT, **way)
+    good = model.generate(PROMPT, **way, prediction=plain.text)
+    bad = model.generate(PROMPT, **way, prediction="The cat likes the door today.")
+    assert good.text == bad.text == plain.text
+    assert good.stats.target_passes < plain.stats.target_passes / 2
+    assert any(good.from_draft[:2]), "the first pass has a draft already"
+    assert (
+        model.generate(PROMPT, **way).stats.target_passes == plain.stats.target_passes
+    )
+    asked = {"model": "toy", "messages": HELLO, "temperature": 0}
+    ours = {"method": "lookup", "num_draft_tokens": 15}
+    said = client.chat.completions.create(**asked, extra_body=ours)
+    content = said.choices[0].message.content
+    for given in (content, [{"type": "text", "text": content}]):
+        hint = {"type": "content", "content": given}
+        again = client.chat.completions.create(
+            **asked, extra_body=ours, prediction=hint
+        )
+        assert again.choices[0].message.content == content
+        details = again.usage.completion_tokens_details
+        before = said.usage.completion_tokens_details.accepted_prediction_tokens
+        assert details.accepted_prediction_tokens > before + 5
+
+
+def test_what_changes_nothing_is_ignored_and_named(client):
+    body = {"store": True, "modalities": ["text"], "keep_alive": 5, "mirostat": 0}
+    asked = {"model": "toy", "messages": HELLO, "extra_body": body, "max_tokens": 2}
+    for stream in (False, True):
+        raw = client.chat.completions.with_raw_response.create(**asked, stream=stream)
+        ignored = raw.headers["x-jetdraft-ignored"].split(", ")
+        assert sorted(ignored) == sorted(body)
+    page = Path("docs/server.md").read_text(encoding="utf-8")
+    names = (*IGNORED_FIELDS, *UNSUPPORTED_FIELDS)
+    assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_more_tokens_than_the_bound_are_capped(client):
+    found = client.completions.create(
+        model="toy", prompt=PROMPT, max_tokens=4096, extra_body={"ignore_eos": True}
+    )
+    assert found.choices[0].finish_reason == "length"
+    assert found.usage.completion_tokens == 400

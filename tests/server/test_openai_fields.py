@@ -234,16 +234,17 @@ def test_a_text_that_was_cut_has_no_finish_reason(reason):
     stats = Stats("none", exact=True, prompt_tokens=1)
     stats.finish_reason = reason
     with pytest.raises(KeyError):
-        Reply(request, "toy", None, "fp").complete(Result.of([], stats, False))
+        Reply(request, "toy", None, "fp").complete([Result.of([], stats, False)])
 
 
 def test_models(address):
     ours = "context_window methods"
+    anthropics = "type display_name lifecycle created_at max_input_tokens max_tokens"
     found = httpx.get(f"{address}/v1/models").json()
-    assert found.keys() == {"object", "data"}
+    assert found.keys() == {"object", "data", "first_id", "last_id", "has_more"}
     assert found["object"] == "list"
     (card,) = found["data"]
-    checked(Model, card, ours)
+    checked(Model, card, f"{ours} {anthropics}")
     assert httpx.get(f"{address}/v1/models/toy").json() == card
     page = Path("docs/server.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in page for name in ours.split())

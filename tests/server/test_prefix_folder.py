@@ -8,7 +8,6 @@ import pytest
 import jetdraft
 from jetdraft import Pool
 from jetdraft.errors import OptionError, OutputError
-from jetdraft.server import Limits
 from jetdraft.server.app import Service
 from jetdraft.server.prefix_folder import MIN_ROWS, PrefixFolder
 
@@ -112,7 +111,7 @@ def test_a_server_shares_beginnings(pool, tmp_path):
 
     from tests.server.serving import served
 
-    service = Service(pool, "tiny", Limits(), "", tmp_path)
+    service = Service(pool, "tiny", prefixes=tmp_path)
     for model in pool.models:
         model.forget()
     with served(service) as address:
@@ -145,4 +144,4 @@ def test_an_encoder_decoder_keeps_none(monkeypatch, pool, tmp_path):
 
     monkeypatch.setattr(jetdraft.Model, "check_prefix_support", refuse)
     with pytest.raises(OptionError, match="source"):
-        Service(pool, "tiny", Limits(), "", tmp_path)
+        Service(pool, "tiny", prefixes=tmp_path)

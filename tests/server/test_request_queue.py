@@ -133,14 +133,14 @@ async def test_a_model_given_to_who_just_left_goes_on():
 class Windows:
     """A stream between two generations: the model has nothing to cancel."""
 
-    max_seconds = 30.0
+    max_seconds, count = 30.0, 1
 
     def __init__(self):
         self.started, self.cancelled = threading.Event(), threading.Event()
         self.is_closed = False
 
-    def stream(self, model):
-        return self
+    def streams(self, model):
+        yield self
 
     def __iter__(self):
         self.started.set()
@@ -169,7 +169,7 @@ async def test_a_job_cancels_its_stream_and_not_only_the_model():
     job = job_of(windows)
     await asyncio.to_thread(windows.started.wait, 20)
     job.cancel()
-    await job.result()
+    await job.results()
 
 
 def test_a_loop_that_ends_leaves_no_generation_behind():

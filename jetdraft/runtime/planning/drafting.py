@@ -24,6 +24,7 @@ class Drafting:
     num_draft_tokens  the length of every draft; None lets a controller choose it, and
                       with several methods it is the longest draft
     exact             keep to the text of plain decoding, bit for bit
+    prediction        a text that the answer may repeat, which lookup drafts from
     settings          options of the methods by name, or an options object of one method
 
         Drafting("auto", num_draft_tokens=4, settings={"verifier": "walk"})
@@ -32,6 +33,7 @@ class Drafting:
     method: str = AUTO
     num_draft_tokens: int | None = None
     exact: bool = True
+    prediction: str = ""
     settings: Mapping[str, object] | MethodOptions = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -46,6 +48,9 @@ class Drafting:
                 f"drafting {self.settings!r} is not a mapping; give one, for example "
                 '{"tree": "best"}'
             )
+        if not isinstance(self.prediction, str):
+            problem = f"prediction {self.prediction!r} is not a text; give a text"
+            raise OptionError(problem, "prediction")
         check_ranges(self, _RANGES)
         check_flags(self, "exact")
         if self.select_kv and self.exact:

@@ -65,6 +65,7 @@ class GenerateOptions(TypedDict, total=False):
     exact: Annotated[
         bool, _drafting("Use only pass widths whose rows agree bit by bit.")
     ]
+    prediction: str
     temperature: Annotated[
         float,
         _sampling(
@@ -125,7 +126,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 _RANGES = {"logprobs": range_between(0, CANDIDATES, optional=True)}
-_DRAFTING_FIELDS = ("method", "num_draft_tokens", "exact")
+_DRAFTING_FIELDS = ("method", "num_draft_tokens", "exact", "prediction")
 _CONSTRAINT_FIELDS = ("json_schema", "regex", "grammar")
 
 

@@ -58,9 +58,13 @@ class TextCodec:
         name = self._tokenizer.id_to_token(id) if self._tokenizer else None
         return name or ""
 
+    def token_id(self, name: str) -> int | None:
+        """The id of a token by its name; None for an unknown name."""
+        return self._tokenizer.token_to_id(name) if self._tokenizer else None
+
     def to_lark(self, text: str) -> str:
         """Return a text in Lark's notation: <[id]> if it is a token, else quoted."""
-        id = self._tokenizer.token_to_id(text) if self._tokenizer else None
+        id = self.token_id(text)
         return json.dumps(text) if id is None else f"<[{id}]>"
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:

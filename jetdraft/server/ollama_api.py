@@ -1,0 +1,176 @@
+"""Ollama's API: /api/chat and /api/generate, and what it tells of a model."""
+
+import json
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any
+
+from jetdraft.bundle import Bundle
+from jetdraft.recipe import Recipe
+from jetdraft.runtime.text.template import read_template
+from jetdraft.server import RequestError
+from jetdraft.server.dialect import Block, Dialect, grow, whole_blocks
+from jetdraft.server.reply import Json, Reply
+
+# OpenAI's fields by Ollama's.
+_RENAMED = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+_NANOSECONDS = 1e9  # In a second.
+
+
+def _read_options(asked: Json) -> Json:
+    """OpenAI's body without messages and prompt; what is empty is left out."""
+    fields = {**asked, **asked.get("options", {})}
+    named = {
+        _RENAMED.get(k, k): v for k, v in fields.items() if v not in ("", [], None)
+    }
+    body = {k: v for k, v in named.items() if k not in ("options", "format", "think")}
+    if body.get("max_tokens", -1) < 0:  # as many as there may be
+        body["max_tokens"] = 2**31
+    body["stream"] = asked.get("stream", True)
+    body["model"] = asked["model"].removesuffix(":latest")
+    form = asked.get("format")
+    if form == "json":
+        body["response_format"] = {"type": "json_object"}
+    elif form:
+        schema = {"schema": form}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    think = asked.get("think")
+    if think is not None:
+        names = {True: "medium", False: "none"}
+        body["reasoning_effort"] = names[think] if isinstance(think, bool) else think
+    return body
+
+
+def _read_chat(asked: Json) -> tuple[Json, bool]:
+    messages: list[Json] = []
+    waiting: list[str] = []  # The ids of calls without a result, which Ollama has not.
+    for message in asked["messages"]:
+        fields: dict[str, Any] = {k: v for k, v in message.items() if v != []}
+        if "images" in fields:
+            raise RequestError("the model sees no images; leave them out", "images")
+        if "tool_calls" in fields:
+            calls = [
+                {"id": f"call_{i}", **c} for i, c in enumerate(fields["tool_calls"])
+            ]
+            fields["tool_calls"], waiting = calls, [call["id"] for call in calls]
+        if fields["role"] == "tool":
+            id = waiting.pop(0) if waiting else "call_0"
+            fields = {
+                "tool_call_id": id,
+                "name": fields.pop("tool_name", None),
+                **fields,
+            }
+        messages.append(fields)
+    return {**_read_options(asked), "messages": messages}, True
+
+
+def _read_generate(asked: Json) -> tuple[Json, bool]:
+    """A message of the user, or with `raw` or a `suffix` the text itself."""
+    body = _read_options(asked)
+    prompt, system = body.pop("prompt", ""), body.pop("system", None)
+    if body.pop("raw", False) or "suffix" in body:
+        return {**body, "prompt": prompt}, False
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return {**body, "messages": [*first, {"role": "user", "content": prompt}]}, True
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat()
+
+
+def _part(reply: Reply, blocks: list[Block], done: bool) -> Json:
+    """An object with what blocks add; the last of an answer has its figures."""
+    texts = {"text": "", "thought": ""}
+    calls = []
+    for block in blocks:
+        if block.kind == "call":
+            call = {"name": block.name, "arguments": json.loads(block.text or "{}")}
+            calls.append({"function": call})
+        else:
+            texts[block.kind] += block.text
+    fields: Json = {"model": reply.name, "created_at": _now(), "done": done}
+    thinking = {"thinking": texts["thought"]} if texts["thought"] else {}
+    if "messages" in reply.asked:
+        message = {"role": "assistant", "content": texts["text"], **thinking}
+        fields["message"] = {**message, **({"tool_calls": calls} if calls else {})}
+    else:
+        fields |= {"response": texts["text"], **thinking}
+    return {**fields, **_figures(reply)} if done else fields
+
+
+def _figures(reply: Reply) -> Json:
+    """Why an answer ended, tokens, and times in nanoseconds."""
+    usage, stats = reply.usage, reply.results[-1].stats
+    first, rest = (
+        round(_NANOSECONDS * seconds)
+        for seconds in (stats.time_to_first_token or 0.0, stats.decode_seconds)
+    )
+    return {
+        "done_reason": "length" if reply.reason == "length" else "stop",
+        "total_duration": first + rest,
+        "load_duration": 0,
+        "prompt_eval_count": usage["prompt_tokens"],
+        "prompt_eval_duration": first,
+        "eval_count": usage["completion_tokens"],
+        "eval_duration": rest,
+    }
+
+
+def _whole(answer: Json, reply: Reply) -> Json:
+    return _part(reply, whole_blocks(answer), True)
+
+
+async def _events(chunks: AsyncIterator[Json], reply: Reply) -> AsyncIterator[Json]:
+    blocks: list[Block] = []
+    async for chunk in chunks:
+        if "error" in chunk:
+            yield _error(chunk, 0)
+            return
+        for block, text in grow(blocks, chunk):
+            if text and block.kind != "call":  # a call comes whole
+                yield _part(reply, [Block(block.kind, text=text)], False)
+    if calls := [block for block in blocks if block.kind == "call"]:
+        yield _part(reply, calls, False)
+    yield _part(reply, [], True)
+
+
+def _error(error: Json, status: int) -> Json:
+    return {"error": error["error"]["message"]}
+
+
+def _line(event: Json) -> str:
+    return json.dumps(event) + "\n"
+
+
+CHAT, GENERATE = (
+    Dialect(
+        read, _whole, _events, _line, media_type="application/x-ndjson", error=_error
+    )
+    for read in (_read_chat, _read_generate)
+)
+
+
+def model_fields(name: str, bundle: Bundle) -> Json:
+    """The model as Ollama lists it and shows it."""
+    template, target = bundle.chat_template, bundle.target
+    seconds = bundle.path.stat().st_mtime
+    family = {"format": "jetdraft", "family": "jetdraft", "families": ["jetdraft"]}
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": datetime.fromtimestamp(seconds, UTC).isoformat(),
+        "size": sum(file["bytes"] for file in bundle.files.values()),
+        "digest": bundle.sha256,
+        "details": {
+            **family,
+            "parameter_size": f"{target.parameters / 1e6:.0f}M",
+            "quantization_level": Recipe.from_json(target.quantization).name,
+        },
+        "template": read_template(template) if template else "",
+        "model_info": {
+            "general.architecture": "jetdraft",
+            "general.parameter_count": target.parameters,
+            "jetdraft.context_length": target.contract.capacity,
+        },
+        "capabilities": ["completion", *(["tools"] if template else [])],
+    }

@@ -1,0 +1,43 @@
+"""Clients of other people, unmodified, against the toy; `scripts/clients` runs this.
+
+Each has an environment of its own in the folder that JETDRAFT_CLIENTS names, and a
+script here, which ends with an error if anything is not as the client has it.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jetdraft import Pool
+from jetdraft.server import Limits
+from jetdraft.server.app import Service
+from tests.programs import ended
+from tests.server.serving import served
+
+FOLDER = os.environ.get("JETDRAFT_CLIENTS")
+CLIENTS = (
+    *("openai", "anthropic", "ollama", "langchain-openai", "llama-index", "litellm"),
+    *("instructor", "openai-agents", "ai"),
+)
+pytestmark = pytest.mark.skipif(not FOLDER, reason="run scripts/clients")
+
+
+@pytest.fixture(scope="module")
+def address(toy):
+    limits = Limits(max_new_tokens=400)
+    with Pool(toy, 2, threads=1) as pool, served(Service(pool, "toy", limits)) as url:
+        yield url
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_client(address, client):
+    own = Path(FOLDER or "") / client
+    script = Path(__file__).with_name(f"use_{client.replace('-', '_')}.py")
+    command = own / "bin" / "python", script
+    if client == "ai":  # node looks for packages beside the script
+        shutil.copy(script.with_suffix(".mjs"), own)
+        command = "node", own / "use_ai.mjs"
+    done = ended(*command, address, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,306 @@
+"""The APIs of Anthropic, of Ollama and of OpenAI's responses, against the model."""
+
+import json
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from jetdraft.cli import main
+from jetdraft.server.app import DIALECTS, Service
+from tests.cli.running import assert_refused
+from tests.server.serving import served
+from tests.server.test_api import HELLO, PROMPT, READ_SENSOR
+
+ASK = [{"role": "user", "content": "What is the temperature?"}]
+SENSOR = READ_SENSOR["function"]
+MESSAGES, RESPONSES, CHAT = "/v1/messages", "/v1/responses", "/api/chat"
+TOOLS = {
+    MESSAGES: {"name": SENSOR["name"], "input_schema": SENSOR["parameters"]},
+    RESPONSES: {"type": "function", **SENSOR},
+    CHAT: READ_SENSOR,
+}
+GREEDY = {
+    MESSAGES: {"model": "toy", "max_tokens": 60, "temperature": 0},
+    RESPONSES: {"model": "toy", "max_output_tokens": 60, "temperature": 0},
+    CHAT: {"model": "toy", "options": {"num_predict": 60, "temperature": 0}},
+}
+
+
+def body_of(path, messages, stream=False, **more):
+    asked = "input" if path == RESPONSES else "messages"
+    return {**GREEDY[path], asked: messages, "stream": stream, **more}
+
+
+def post(address, path, body, **headers):
+    return httpx.post(f"{address}{path}", json=body, headers=headers, timeout=60)
+
+
+def events_of(answer):
+    """The events of a stream; the names of server-sent events are their types."""
+    if "ndjson" in answer.headers["content-type"]:
+        return [json.loads(line) for line in answer.text.splitlines()]
+    events = []
+    for part in answer.text.split("\n\n")[:-1]:
+        name, data = part.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def said(path, answer):
+    """The text of a whole answer, its calls, and why it ended."""
+    if path == MESSAGES:
+        text = "".join(b["text"] for b in answer["content"] if b["type"] == "text")
+        uses = [b for b in answer["content"] if b["type"] == "tool_use"]
+        return text, [(b["name"], b["input"]) for b in uses], answer["stop_reason"]
+    if path == RESPONSES:
+        found = Response.model_validate(answer, strict=True)
+        items = [item for item in found.output if item.type == "function_call"]
+        calls = [(item.name, json.loads(item.arguments)) for item in items]
+        return found.output_text, calls, found.status
+    message = answer["message"]
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    named = [(call["name"], call["arguments"]) for call in calls]
+    return message["content"], named, answer["done_reason"]
+
+
+def joined(path, events):
+    """The whole answer of the events of a stream."""
+    if path == RESPONSES:
+        numbers = [event["sequence_number"] for event in events]
+        assert numbers == list(range(len(events)))
+        for event in events:
+            TypeAdapter(ResponseStreamEvent).validate_python(event)
+        deltas = [e["delta"] for e in events if e["type"].endswith("text.delta")]
+        whole = events[-1]["response"]
+        assert "".join(deltas) == said(path, whole)[0]
+        return whole
+    if path == CHAT:
+        calls = [c for e in events for c in e["message"].get("tool_calls", [])]
+        text = "".join(event["message"]["content"] for event in events)
+        assert [event["done"] for event in events[-2:]] == [False, True]
+        return {**events[-1], "message": {"content": text, "tool_calls": calls}}
+    content, whole = [], events[0]["message"]
+    for event in events[1:]:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(content)
+            content.append({**event["content_block"], "json": ""})
+        elif event["type"] == "content_block_delta":
+            delta = event["delta"]
+            content[-1]["json"] += delta.get("partial_json", "")
+            if "text" in delta:
+                content[-1]["text"] += delta["text"]
+        elif event["type"] == "message_delta":
+            whole = {**whole, **event["delta"], "usage": event["usage"]}
+    for block in content:
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(block["json"])
+    assert events[-1] == {"type": "message_stop"}
+    return {**whole, "content": content}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", GREEDY)
+def test_every_api_says_what_the_model_says(address, model, path, stream):
+    expected = model.chat(HELLO, max_new_tokens=60)
+    answer = post(address, path, body_of(path, HELLO, stream))
+    assert answer.status_code == 200, answer.text
+    whole = joined(path, events_of(answer)) if stream else answer.json()
+    ends = {MESSAGES: "end_turn", RESPONSES: "completed", CHAT: "stop"}
+    assert said(path, whole) == (expected.text, [], ends[path])
+    count = len(expected.token_ids)
+    if path == CHAT:
+        assert whole["eval_count"] == count
+        assert whole["prompt_eval_count"] == expected.prompt_tokens
+        assert whole["total_duration"] >= whole["eval_duration"] > 0
+    else:
+        assert whole["usage"]["output_tokens"] == count
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", GREEDY)
+def test_every_api_calls_tools_and_takes_their_results(address, model, path, stream):
+    tools = {"tools": [TOOLS[path]]}
+    answer = post(address, path, body_of(path, ASK, stream, **tools))
+    whole = joined(path, events_of(answer)) if stream else answer.json()
+    text, [(name, arguments)], reason = said(path, whole)
+    assert (text, name) == ("", "read_sensor")
+    assert reason in ("tool_use", "completed", "stop")
+    call = {"function": {"name": name, "arguments": arguments}}
+    wanted = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "7"},
+    ]
+    if path == MESSAGES:
+        result = {"type": "tool_result", "tool_use_id": "c", "content": "7"}
+        use = {"type": "tool_use", "id": "c", "name": name, "input": arguments}
+        more = [
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result]},
+        ]
+    elif path == RESPONSES:
+        [item] = whole["output"]
+        output = {"call_id": item["call_id"], "output": "7"}
+        more = [item, {"type": "function_call_output", **output}]
+    else:
+        more = wanted[1:]
+    answer = post(address, path, body_of(path, [*ASK, *more], **tools))
+    ids = model.chat_prompt(wanted, tools=[READ_SENSOR])
+    expected = model.generate(token_ids=ids, max_new_tokens=60)
+    assert said(path, answer.json())[0] == expected.text
+
+
+def test_the_system_s_text_and_the_form_of_an_answer(address, model):
+    system = [{"role": "system", "content": "Be brief."}]
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}}
+    schema |= {"required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "schema": schema}
+    bodies = {
+        MESSAGES: {"system": "Be brief.", "output_config": {"format": form}},
+        RESPONSES: {
+            "instructions": "Be brief.",
+            "text": {"format": {**form, "name": "a"}},
+        },
+        CHAT: {"format": schema},
+    }
+    way = {"max_new_tokens": 60, "json_schema": schema}
+    expected = model.chat([*system, *HELLO], **way).text
+    assert json.loads(expected)["a"] < 10
+    for path, more in bodies.items():
+        turns = [*system, *HELLO] if path == CHAT else HELLO
+        answer = post(address, path, body_of(path, turns, **more))
+        assert said(path, answer.json())[0] == expected
+    body = {"model": "toy:latest", "system": "Be brief.", "prompt": "Hello"}
+    body |= {"stream": False, "options": GREEDY[CHAT]["options"]}
+    answer = post(address, "/api/generate", body).json()
+    assert answer["response"] == model.chat([*system, *HELLO], max_new_tokens=60).text
+    answer = post(address, "/api/generate", {**body, "prompt": PROMPT, "raw": True})
+    del body["system"]
+    answer = post(address, "/api/generate", {**body, "prompt": PROMPT, "raw": True})
+    assert answer.json()["response"] == model.generate(PROMPT, max_new_tokens=60).text
+
+
+def test_how_a_text_was_cut(address):
+    body = body_of(MESSAGES, HELLO, stop_sequences=["toy"])
+    found = post(address, MESSAGES, body).json()
+    assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "toy")
+    found = post(address, MESSAGES, {**body, "max_tokens": 2}).json()
+    assert (found["stop_reason"], found["stop_sequence"]) == ("max_tokens", None)
+    cut = body_of(RESPONSES, "Hello", max_output_tokens=2)
+    found = post(address, RESPONSES, cut).json()
+    assert found["status"] == "incomplete"
+    assert found["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+def message_of(path, error):
+    """The message of an error, which has the shape of its API."""
+    if path.startswith("/api/"):
+        assert error.keys() == {"error"}
+        return error["error"]
+    if path == MESSAGES:
+        assert error["type"] == "error"
+        assert error["error"].keys() == {"type", "message"}
+        return error["error"]["message"]
+    assert error["error"].keys() == {"message", "type", "param", "code"}
+    return error["error"]["message"]
+
+
+WRONG = (
+    (MESSAGES, {}, "'messages' is missing"),
+    (MESSAGES, {"messages": 5}, "not as this API documents it"),
+    (MESSAGES, {"messages": []}, "list of messages"),
+    (MESSAGES, {"messages": [*HELLO, {"role": "assistant", "content": "a"}]}, "end"),
+    (MESSAGES, {"messages": HELLO, "tools": [{"type": "bash"}]}, "'bash' does not run"),
+    (MESSAGES, {"messages": HELLO, "mcp_servers": [{}]}, "mcp_servers is not suppo"),
+    (MESSAGES, {"messages": HELLO, "model": "x"}, "ask for 'toy'"),
+    (RESPONSES, {}, "'input' is missing"),
+    (RESPONSES, {"input": [5]}, "not as this API documents it"),
+    (RESPONSES, {"input": "a", "previous_response_id": "r"}, "previous_response_id"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]}, "item_reference"),
+    (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, "web_search"),
+    (RESPONSES, {"input": "a", "top_logprobs": 3}, "logprobs"),
+    ("/api/chat", {"messages": HELLO}, "'model' is missing"),
+    ("/api/chat", {"model": "toy", "messages": [{"role": "x"}]}, "role must be one"),
+    ("/api/chat", {"model": "toy", "messages": HELLO, "options": 5}, "documents"),
+    ("/api/chat", {"model": "toy", "messages": HELLO, "options": {"mirostat": 1}}, "m"),
+    ("/api/generate", {"model": "toy", "context": [1]}, "context is not supported"),
+    ("/api/generate", {"model": "toy", "prompt": "a", "suffix": "b"}, "fim_middle"),
+)
+
+
+@pytest.mark.parametrize(("path", "body", "words"), WRONG)
+def test_wrong_bodies_are_refused_in_the_api_s_own_shape(address, path, body, words):
+    answer = post(address, path, body)
+    assert answer.status_code in (400, 404), answer.text
+    assert words in message_of(path, answer.json())
+
+
+@pytest.mark.parametrize("path", [*GREEDY, "/api/generate"])
+def test_an_error_in_a_stream_has_the_api_s_shape(address, path):
+    """Its constraint admits no end within the time."""
+    body = {"grammar": 'start: "a"{10000000}', "stream": True, "model": "toy"}
+    body |= {"messages": HELLO, "input": "a", "prompt": "a", "max_tokens": 4}
+    if path != RESPONSES:
+        del body["input"]
+    else:
+        body["max_output_tokens"] = body.pop("max_tokens")
+        del body["prompt"]
+    *_, last = events_of(post(address, path, body))
+    if path == RESPONSES:
+        assert (last["type"], last["param"]) == ("error", "grammar")
+    else:
+        assert message_of(path, last)
+
+
+def test_a_client_may_forget_the_type_of_its_body_but_a_page_may_not(address):
+    data = json.dumps(body_of(CHAT, HELLO)).encode()
+    form = {"Content-Type": "application/x-www-form-urlencoded"}  # as curl -d
+    for headers in ({}, form):
+        for page, status in (({}, 200), ({"Origin": "null"}, 415)):
+            asked = {**headers, **page}
+            answer = httpx.post(f"{address}{CHAT}", content=data, headers=asked)
+            assert answer.status_code == status
+
+
+def test_what_clients_ask_of_a_model(address, model):
+    tags = httpx.get(f"{address}/api/tags").json()["models"]
+    shown = post(address, "/api/show", {"model": "toy:latest"}).json()
+    assert [tag["model"] for tag in tags] == ["toy"]
+    assert shown["model_info"]["jetdraft.context_length"] == 512
+    assert shown["template"] == model.template.source
+    assert post(address, "/api/show", {"model": "x"}).status_code == 404
+    assert httpx.get(f"{address}/api/version").json()["version"]
+    listed = httpx.get(f"{address}/v1/models").json()
+    assert (listed["first_id"], listed["has_more"]) == ("toy", False)
+    wrong = httpx.get(f"{address}/v1/models/x", headers={"anthropic-version": "1"})
+    assert "no model 'x'" in message_of(MESSAGES, wrong.json())
+
+
+def test_keys_and_origins(service):
+    page = {"Origin": "http://localhost:3000"}
+    asks = {**page, "Access-Control-Request-Method": "POST"}
+    asks["Access-Control-Request-Headers"] = "content-type,x-api-key"
+    own = Service(service.pool, "toy", api_key="sesame", origins=[page["Origin"]])
+    with served(own) as address:
+        for path in DIALECTS:
+            assert post(address, path, {}, **{"x-api-key": "x"}).status_code == 401
+        good = body_of(MESSAGES, HELLO, store=True)
+        answer = post(address, MESSAGES, good, **{"x-api-key": "sesame"}, **page)
+        assert answer.headers["access-control-allow-origin"] == page["Origin"]
+        assert answer.headers["x-jetdraft-ignored"] == "store"
+        for origin, status in ((page["Origin"], 200), ("http://evil.example", 400)):
+            headers = {**asks, "Origin": origin}
+            assert (
+                httpx.options(f"{address}{MESSAGES}", headers=headers).status_code
+                == status
+            )
+
+
+@pytest.mark.parametrize("origin", ["*", "localhost:3000", "http://localhost:3000/"])
+def test_origins_that_cannot_be_allowed(tmp_path, origin):
+    command = ["serve", str(tmp_path), "--port", "0", "--allow-origin", origin]
+    assert_refused(CliRunner().invoke(main, command), "origin")
