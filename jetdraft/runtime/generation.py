@@ -191,7 +191,7 @@ class Generation:
         if not text or not self.parts.text.has_tokenizer:
             return []
         ids = self.parts.text.encode(text[: CHARACTERS_PER_TOKEN * capacity], False)
-        return [*self._prompt[-PROMPT_END:], *ids[:capacity]]
+        return [*self.prompt[-PROMPT_END:], *ids[:capacity]]
 
     def _reusable_prefix(self, exact: bool) -> Prefix:
         """Return the record of the rows in the buffers that may be kept.
