@@ -80,7 +80,9 @@ class RequestQueue:
         many requests wait, and with 503 after `max_wait` seconds.
         """
         if self._free:
-            own = (m for m in self._free if self._last_clients.get(id(m)) == client)
+            own = (
+                m for m in self._free[::-1] if self._last_clients.get(id(m)) == client
+            )
             model = next(own, self._free[0])
             self._free.remove(model)
         else:

@@ -209,5 +209,11 @@ def test_an_end_of_the_process_is_no_answer():
 @story
 async def test_a_client_gets_the_model_that_it_had():
     queue, log = RequestQueue(["m", "n"], 9, 30.0), []
-    had = [await take(queue, client, log) for client in "xyyxyx"]
-    assert had == ["m", "n", "n", "m", "n", "m"]
+    had = [await take(queue, client, log) for client in "xyyxyxzzx"]
+    assert had == ["m", "n", "n", "m", "n", "m", "n", "n", "m"]
+    both = await start(*(take(queue, "z", log, hold=asyncio.Event()) for _ in "mn"))
+    both[0].cancel()
+    await asyncio.sleep(0)
+    both[1].cancel()
+    await asyncio.gather(*both, return_exceptions=True)
+    assert await take(queue, "z", log) == "m", "its last model"
