@@ -136,7 +136,7 @@ def summarize(
                     "same_text": f"{same} of {of}",
                     "first_seconds": first,
                     "load_seconds": load,
-                    "peak_mb": peaks[name, row["method"]] / 1e6,
+                    "peak_mb": peaks.get((name, row["method"]), 0) / 1e6,
                 }
             )
     return rows
@@ -171,9 +171,10 @@ def _cell(value: Any) -> str:
 @click.option("--max-new-tokens", default=128, show_default=True)
 @click.option("--temperature", default=0.0, show_default=True)
 @click.option("--rounds", default=3, show_default=True)
+@click.option("--memory/--no-memory", default=True, help="Measure peak memory too.")
 @click.option("--peer", multiple=True, help=f"NAME=PYTHON, of {', '.join(PEERS)}.")
 @click.option("--json", "output", type=click.Path(path_type=Path))
-def main(rounds: int, output: Path | None, **options: Any) -> None:
+def main(rounds: int, memory: bool, output: Path | None, **options: Any) -> None:
     """Measure our bundles and the peers in turns."""
     setup = Setup(**options)
     reports: dict[str, list[dict[str, Any]]] = {}
@@ -185,7 +186,8 @@ def main(rounds: int, output: Path | None, **options: Any) -> None:
             except subprocess.CalledProcessError as error:
                 click.echo(f"{name} ended with {error.returncode}", err=True)
     reports = {name: found for name, found in reports.items() if found}
-    rows = summarize(reports, peak_bytes(commands(setup), reports))
+    peaks = peak_bytes(commands(setup), reports) if memory else {}
+    rows = summarize(reports, peaks)
     passes = {
         name: found[0]["pass_ms"].get("target", found[0]["pass_ms"])
         for name, found in reports.items()
