@@ -201,8 +201,7 @@ class Bundle:
     def open(cls, path: str | Path, again: bool = False) -> "Bundle":
         """Read and check a bundle; raises `BundleError` or `PairError`.
 
-        Files that were hashed before and have not changed since are hashed `again`
-        only on request.
+        Unchanged files are hashed `again` only on request.
         """
         if not isinstance(path, (str, Path)):
             raise BundleError(f"a bundle is a folder, not {path!r}; give its path")
@@ -216,10 +215,7 @@ class Bundle:
         return bundle
 
     def draft_vocabulary(self, name: str = DRAFTER) -> npt.NDArray[np.int64] | None:
-        """Read the ids of a head's logits, int64 [draft_vocab]; None for all ids.
-
-        Raises `BundleError`.
-        """
+        """The ids of a head's logits, int64 [draft_vocab], or None; `BundleError`."""
         entry = self.graphs[name]
         if entry.vocabulary_file is None:
             return None

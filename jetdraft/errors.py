@@ -106,10 +106,7 @@ class CheckError(JetdraftError):
 
 @contextmanager
 def importing(doing: str, extra: str) -> Iterator[None]:
-    """Guard imports that need the packages of the extra `extra` of jetdraft.
-
-    Raises `JetdraftError`, which begins with `doing`, if a package is missing.
-    """
+    """Raise a `JetdraftError` that begins with `doing` without packages of `extra`."""
     try:
         yield
     except ImportError as error:

@@ -97,9 +97,8 @@ def write_arrays(file: Path, arrays: Mapping[str, Any]) -> None:
 def locked(path: Path, wait: bool = False, create: bool = False) -> Iterator[bool]:
     """Hold a lock on a folder, or on a file, until the block or the process ends.
 
-    Yields whether the lock was free; with `wait` it waits for it and yields True. With
-    `create`, a missing file is created. Raises `OSError`, or `OutputError` on a system
-    without such locks.
+    Yields whether the lock was free; with `wait` it waits. Raises `OSError`, or
+    `OutputError` on a system without such locks.
     """
     try:
         import fcntl

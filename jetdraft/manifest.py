@@ -118,10 +118,7 @@ class AcceptanceRecord(TypedDict):
 
 
 class Quantization(TypedDict, total=False):
-    """What the manifest says of a graph's weights: a recipe and what became of it.
-
-    `overlap` estimates the acceptance of a drafter, and `full_overlap` in floats.
-    """
+    """The recipe of a graph's weights; `overlap` estimates a drafter's acceptance."""
 
     scheme: str
     block_size: Count

@@ -56,10 +56,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Option:
-    """A declared field; `default` is `MISSING` for an option that must be given.
-
-    `kind` is bool, int, float, str or Path; `multiple` options take several values.
-    """
+    """A declared field; `default` is `MISSING` for an option that must be given."""
 
     name: str
     kind: type
@@ -214,8 +211,7 @@ def setting(
 ) -> Any:
     """A field of a `Checked` dataclass, which is an option of the command line too.
 
-    `allowed` are the least and the most of a number, `choices` all allowed values, and
-    `flag` further fields of `Flag`. An empty default is not shown.
+    `allowed` are the least and the most of a number, `flag` further fields of `Flag`.
 
         steps: int = setting(200, "Steps of training.", (1, 10**9))
     """

@@ -75,10 +75,7 @@ def read_json(
 
 
 def read_json_file(file: Path, most_bytes: int = 1_000_000, exact: bool = False) -> Any:
-    """Read a JSON file, see `read_json`; raises `OSError` or `JsonError`.
-
-    Reads no more than `most_bytes`, and no device or pipe, which might never end.
-    """
+    """Read a JSON file, but no device, as `read_json` does; `OSError`, `JsonError`."""
     if file.exists() and not file.is_file():
         raise JsonError("no regular file")
     with file.open("rb") as handle:

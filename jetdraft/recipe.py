@@ -245,8 +245,7 @@ class Recipe:
     def for_drafter(cls, target: Recipe, kernel: str = KERNELS[0]) -> Recipe:
         """The drafter's default for a target's recipe: eight bits, or floats.
 
-        A drafter is so small that its bits cost little time, and four bits cost it a
-        tenth of its acceptance; docs/log/quantization.md has the figures.
+        Four bits cost a tenth of its acceptance (docs/log/quantization.md).
         """
         if target.has_grids and kernel == KERNELS[0]:
             return cls("q8_0")

@@ -38,7 +38,7 @@ class States:
         shapes: Sequence[tuple[int, ...]],
         *others: Tensor,
     ) -> Tensor:
-        """Run an operator, in a trace its node, that changes states of these shapes."""
+        """Run an operator that changes states of these shapes; a trace gets a node."""
         done = len(self.present)
         past = self.past[done : done + len(shapes)]
         past = past or [torch.zeros(1, *shape) for shape in shapes]

@@ -298,7 +298,7 @@ class StreamedModel(ProbedModel):
 
 @dataclass(frozen=True)
 class Layout:
-    """Which rows are text, the first `rows`, and each stream's text row, int64."""
+    """The first `rows` are text; `probe_rows` int64 has each stream's text row."""
 
     rows: int
     gamma: int

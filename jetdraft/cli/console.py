@@ -183,7 +183,7 @@ def print_generation(
     as_json: bool,
     explain: bool,
 ) -> int:
-    """Print a `Stream` or a `Transcription` with `show`, then its stats; the exit code.
+    """Print a `Stream` or a `Transcription`, then its stats; return the exit code.
 
     `show` gets each part, and None at the end. `as_json` prints `fields` of the result
     only. Ctrl-C ends the text.

@@ -110,7 +110,7 @@ def _print_profile(device: Device, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found: a `wrong` one stops jetdraft, others with a `fix` cost speed."""
+    """What was found: if `wrong`, jetdraft cannot run; another `fix` gives speed."""
 
     what: str
     found: str

@@ -281,7 +281,7 @@ def _shapes(contract: StepContract, sizes: tuple[int, int, int]) -> str:
 
 
 def engine_folder(folder: Path, machine: dict[str, str]) -> Path | None:
-    """Make the folder of a `machine`'s engines, else emptied; None, with a warning."""
+    """Make the folder of engines, emptied for another `machine`; warn and give None."""
     stamp, made_by = folder / _MACHINE_FILE, None
     with suppress(OSError, ValueError):
         made_by = json.loads(stamp.read_text(encoding="utf-8"))

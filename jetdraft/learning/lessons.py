@@ -110,7 +110,7 @@ class Lessons:
             warnings.warn(f"a lesson could not be kept ({error})", stacklevel=2)
 
     def read(self, user: str | None = None) -> list[Lesson]:
-        """Return lessons, latest first; None: of all users. Raises `StoreError`."""
+        """Return lessons of a user, or for None of all users, latest first."""
         times = entry_times(MAX_DAYS)
         wanted = None if user is None else check_user(user)
         with self._connect() as database:

@@ -249,7 +249,7 @@ def round_to_int8(values: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _matrix_names(name: str, module: nn.Module) -> list[str]:
-    """A module's quantized matrices, without routers; `OptionError` for odd ones."""
+    """The names of a module's quantized matrices; `OptionError` outside of units."""
     weights = dict(module.named_parameters(recurse=False))
     if isinstance(module, nn.Linear):
         return ["weight"] if min(module.weight.shape) >= FEWEST else []

@@ -211,7 +211,7 @@ class LoadedBundle:
         )
 
     def store_of(self, user: str) -> ResponseStore | None:
-        """Return the user's store or None; `OptionError` for a user of nothing kept."""
+        """Return a user's store, or None; `OptionError` if nothing is kept of users."""
         if self.store is not None:
             return self.store.of(user)
         if user and self.learning is None:

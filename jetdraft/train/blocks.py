@@ -215,7 +215,7 @@ class BlockTask(Task):
         open_places: Tensor,
         learns: bool,
     ) -> Tensor:
-        """Return which tokens are shown: [b, n, slots], as `open_places`; the first."""
+        """Return which tokens are shown, bool [b, n, slots]; by default the first."""
         slots = torch.arange(drafter.config.slots, device=open_places.device)
         return slots < blocks.known[..., None]
 

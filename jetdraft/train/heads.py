@@ -136,8 +136,8 @@ def unroll(
 def unrolled_mask(count: int, step: int, like: Tensor) -> Tensor:
     """The additive mask [1, 1, count, (step + 1) * count] of draft step `step`.
 
-    The first `count` columns have the target's features, and row t sees 0..t; of each
-    later step's it sees column t, its own draft so far.
+    Of the first `count` columns, which have the target's features, row t sees 0 to t;
+    of each later step's columns it sees column t: its own draft so far.
     """
     own = torch.eye(count, dtype=torch.bool, device=like.device)
     visible = torch.cat([torch.ones_like(own).tril(), *([own] * step)], dim=1)

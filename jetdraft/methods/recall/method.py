@@ -73,7 +73,7 @@ class RecallProposer(Proposer):
 
 
 class Script:
-    """A response that is expected, the place in it, and how many last tokens agree."""
+    """A response, the place that the output reached, and how many tokens `agreed`."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens

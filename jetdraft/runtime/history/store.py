@@ -132,7 +132,7 @@ class ResponseStore:
         database.execute("delete from entries where used not between ? and ?", times)
 
     def add(self, entry: Entry) -> None:
-        """Write an entry in place of the request's earlier; a failure only warns."""
+        """Replace the request's earlier entry by this entry; a failure only warns."""
         length = len(entry.prompt) + len(entry.response)
         if not entry.response or length > MAX_TOKENS:
             return

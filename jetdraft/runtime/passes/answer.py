@@ -164,7 +164,7 @@ class Target(Protocol):
     def verify(
         self, rows: Rows, width: int, probing: Probing = NO_PROBING
     ) -> tuple[Rows, Answer]:
-        """Run a draft in a pass of that width; return the rows that ran, and answer."""
+        """Run a draft in a pass; return the rows that ran, and their answer."""
         ...
 
     def commit(self, path: Sequence[int], ends_at_gap: bool) -> int:

@@ -46,9 +46,9 @@ class Change(Protocol):
         """The new logits of `ids`, whose logits before are `values`."""
 
     def best(self, answer: Answer, row: int) -> tuple[Int64s, Float32s] | None:
-        """The best tokens after the change, best first, and their logits; None: fetch.
+        """The best tokens after the change, best first, and their logits.
 
-        No other token is better than the last.
+        No other token is better than the last. None if only the whole row shows them.
         """
 
 
