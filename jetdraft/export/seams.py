@@ -19,6 +19,7 @@ from jetdraft.checkpoints.attention import (
     PassThroughCache,
     StepState,
     attending,
+    attends_both_ways,
     set_attention,
 )
 from jetdraft.checkpoints.checkpoint import Checkpoint
@@ -105,7 +106,8 @@ def _two_passes(
 ) -> tuple[Tensor, set[int]]:
     """Return the logits of `ids` [1, n] from two passes, and the layers' windows.
 
-    The first pass reads two thirds of the tokens; the buffers have `slots` rows.
+    The first pass reads two thirds of the tokens, or without buffers all of them; the
+    buffers have `slots` rows.
     `others` are the step's inputs between `answer_rows` and the buffers.
     """
     dtype, count = dtype_of(step.contract), ids.shape[1]
@@ -117,7 +119,7 @@ def _two_passes(
     states = step.contract.state_tensors("past")
     past += [zeros(spec) for spec in states]
     logits, windows, kept = [], set(), 0
-    for start, end in pairwise((0, 2 * count // 3, count)):
+    for start, end in pairwise((0, *((2 * count // 3,) if past else ()), count)):
         outputs = step(
             ids[:, start:end],
             torch.arange(start, end)[None],
@@ -240,16 +242,18 @@ def _check_tables(model: Any, contract: StepContract) -> None:
 
 
 def settle_source(checkpoint: Checkpoint, options: ExportOptions) -> ExportOptions:
-    """Return the options; an encoder-decoder gets the safe recipe if none is given.
+    """Return the options; a model that writes no text gets the safe recipe by default.
 
-    It writes no text to measure recipes on. The capacity of a speech model is at most
-    its number of positions, since no window has a longer text.
+    An encoder-decoder writes none without a source, and a model of embeddings none at
+    all. The capacity of a speech model is at most its number of positions, since no
+    window has a longer text. Attention in both directions reads a text in one pass.
     """
-    if not checkpoint.reads_source:
+    if not (checkpoint.reads_source or checkpoint.embedding):
         return options
     safe = Recipe.parse(RUNGS[options.kernel_of(TARGET)][-1])
     recipe, slots = options.recipe or safe, options.capacity
     if checkpoint.speech is not None:
         slots = min(slots, position_limit(checkpoint.model) or slots)
-    width = min(options.max_width, slots)
+    whole = attends_both_ways(checkpoint.model.config)
+    width = slots if whole else min(options.max_width, slots)
     return replace(options, recipe=recipe, fast=True, capacity=slots, max_width=width)

@@ -156,8 +156,14 @@ class LoadedBundle:
         """Split a prompt into ids for the encoder and ids that the decoder starts with.
 
         Without an encoder the first list is empty, and the second is the prompt.
-        Raises `OptionError` for a speech model.
+        Raises `OptionError` for a model that hears, or that embeds texts.
         """
+        if self.bundle.embedding is not None:
+            raise OptionError(
+                "the bundle's model embeds texts, and writes none; use jetdraft embed "
+                "(Model.embed)",
+                "prompt",
+            )
         if self.bundle.speech is not None:
             raise OptionError(
                 "the bundle's model hears, and reads no text; give a WAV file to "

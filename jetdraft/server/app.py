@@ -24,11 +24,13 @@ from starlette.types import ASGIApp
 from jetdraft import __version__
 from jetdraft.errors import JetdraftError
 from jetdraft.parsing import JsonError, read_json
+from jetdraft.runtime.embedding import Embeddings
 from jetdraft.runtime.pool import Pool
 from jetdraft.runtime.speech.segments import Transcript
 from jetdraft.runtime.speech.transcription import check_speech
 from jetdraft.server import Limits, RequestError
 from jetdraft.server.connection import Admission, refusal_response
+from jetdraft.server.embedding_request import EmbeddingRequest
 from jetdraft.server.generation_request import GenerationRequest
 from jetdraft.server.reply import EventStream, Reply, wait_unless_gone
 from jetdraft.server.request_queue import AnyRequest, Job, RequestQueue
@@ -36,10 +38,14 @@ from jetdraft.server.transcription_request import TranscriptionRequest, read_for
 
 RECEIVE_SECONDS = 30.0  # The most seconds that a body may take to arrive.
 DEFAULT_LIMITS = Limits()
-# The paths of chats and of transcriptions.
+# The paths of chats, of transcriptions and of embeddings.
 CHAT_PATH, SPEECH_PATH = "/v1/chat/completions", "/v1/audio/transcriptions"
+EMBEDDINGS_PATH = "/v1/embeddings"
 # Paths that are counted under their names; others are counted together.
-COUNTED_PATHS = ("/v1/completions", CHAT_PATH, SPEECH_PATH, "/v1/models", "/metrics")
+COUNTED_PATHS = (
+    *("/v1/completions", CHAT_PATH, SPEECH_PATH, EMBEDDINGS_PATH),
+    *("/v1/models", "/metrics"),
+)
 # The content types of requests.
 JSON_TYPE, FORM_TYPE = "application/json", "multipart/form-data"
 # Metrics by name with their help: counters, and gauges of the stats or the queue.
@@ -94,6 +100,7 @@ class Service:
                 Route("/v1/completions", self._serve_generation, methods=["POST"]),
                 Route(CHAT_PATH, self._serve_generation, methods=["POST"]),
                 Route(SPEECH_PATH, self._serve_transcription, methods=["POST"]),
+                Route(EMBEDDINGS_PATH, self._serve_embeddings, methods=["POST"]),
             ],
             exception_handlers={
                 JetdraftError: self._refuse,
@@ -162,6 +169,19 @@ class Service:
         result = await wait_unless_gone(request.receive, job, job.result())
         self._count_request(request, 200)
         return JSONResponse(reply.complete(result))
+
+    async def _serve_embeddings(self, request: Request) -> Response:
+        """Answer a request for the embeddings of texts."""
+        self._admission.check(request)
+        body = await self._read_object(request)
+        self._check_model_name(body.get("model", self.name))
+        wanted = EmbeddingRequest.of(body, self.limits.max_seconds)
+        job = self._start_job(request, wanted)
+        result = await wait_unless_gone(request.receive, job, job.result())
+        assert isinstance(result, Embeddings)
+        answer = wanted.answer(result, self.name)
+        self._count_request(request, 200)
+        return JSONResponse(answer)
 
     def _start_job(self, request: Request, wanted: AnyRequest) -> Job:
         """Put a request into the queue; its drafts use this client's responses only."""
