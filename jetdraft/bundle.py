@@ -128,6 +128,23 @@ class Speech:
         return [*start, *named, *([] if timestamps else [self.no_timestamps])]
 
 
+MEAN, LAST = "mean", "last"  # Values of `Embedding.pooling`.
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """How states become the embedding of a text, from files of sentence-transformers.
+
+    `pooling` takes the mean of the states of all tokens, or the state of the last.
+    `prompts` are texts, by name, that stand before a text; `default_prompt` is the name
+    of the prompt where none is asked for.
+    """
+
+    pooling: Annotated[str, one_of(MEAN, LAST)]
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+
+
 # The order of its fields is their order in the manifest.
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
@@ -139,7 +156,8 @@ class Bundle:
     `passed_over` has a line for each field of the checkpoint that is ignored but would
     change the text. `special_tokens` are the tokenizer's, by their names in the chat
     template. `start_token_ids` begin the text of an encoder-decoder, and are empty for
-    a decoder alone. `speech` is None for a model of text.
+    a decoder alone. `speech` is None for a model of text, and `embedding` for a model
+    that writes.
 
         Bundle.open("bundle").generation  # {"temperature": 0.6, "top_p": 0.95}
     """
@@ -157,6 +175,7 @@ class Bundle:
     )
     start_token_ids: tuple[Count, ...] = ()
     speech: Speech | None = None
+    embedding: Embedding | None = None
     tools: dict[str, str]
     files: dict[FileName, FileRecord] = field(default_factory=dict)
 
@@ -262,6 +281,8 @@ class Bundle:
         hears, speech = bool(contract.source_bins), self.speech
         if hears != bool(speech) or (speech and not speech.fits(contract.vocab_size)):
             raise ValueError("a model that hears has tokens of speech")
+        if self.embedding and not contract.feature_size:
+            raise ValueError("a model that embeds gives its states")
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest's fields, with their hash in the field `SEAL`."""

@@ -53,6 +53,7 @@ ONLY_PARSED = {
     "jetdraft store list bundles/pycode learned": "needs lessons; tests/cli",
     "jetdraft bench bundles/faster": "needs a trained drafter; tests/train",
     "jetdraft transcribe bundles/whisper": "needs an export; tests/cli",
+    "jetdraft embed bundles/embedding": "needs an export; tests/export",
     "python tools/texts.py TARGET": "needs texts; tests/tools",
     "jetdraft doctor": "ends with 2 on a machine with faults; tests/devices",
     "python -m tools.forecast": "ends with 2, the toy is in float; tests/tools",

@@ -68,6 +68,11 @@ class StepState:
         return lender
 
 
+def attends_both_ways(config: Any) -> bool:
+    """Whether a text's rows see the rows after them; by "vision" only an image's do."""
+    return (getattr(config, "use_bidirectional_attention", "") or "vision") != "vision"
+
+
 _active_states: list[StepState] = []
 
 
@@ -140,6 +145,9 @@ def attend(
     state.windows[layer] = sliding_window or 0
     lender = state.lender_of(layer, key, value)
     scale, size = query.shape[-1] ** -0.5, value.shape[-1]
+    if attends_both_ways(getattr(module, "config", None)):
+        own_scale = scale if scaling is None else scaling
+        return _attend_both_ways(query, key, value, own_scale, sliding_window), None
     query, key, value = _as_wide(query, key, value)
     place = len(state.present)
     if lender == layer and place == len(state.past):  # a pass that shows sizes
@@ -172,15 +180,30 @@ def _check_call(
     module: torch.nn.Module, unknown: list[str], attends_twice: bool
 ) -> None:
     names = ", ".join(unknown)
+    sees_all = attends_both_ways(getattr(module, "config", None))
+    one_way = getattr(module, "is_causal", True) or sees_all
     for problem, has_it in (
         (f"needs more than GroupQueryAttention computes ({names})", bool(unknown)),
-        ("attends in both directions", not getattr(module, "is_causal", True)),
+        ("attends in both directions", not one_way),
         ("attends twice in one layer", attends_twice),
     ):
         if has_it:
             raise UnsupportedModelError(
                 f"{type(module).__name__} {problem}; see docs/models.md"
             )
+
+
+def _attend_both_ways(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Attend to the rows of the pass alone, before and after: [1, n, heads, d]."""
+    groups, row = query.shape[1] // key.shape[1], torch.arange(query.shape[2])
+    keys, values = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    scores = (query @ keys.transpose(2, 3)).float() * scale
+    if window:
+        far = (row[:, None] - row[None, :]).abs() >= window
+        scores = scores.masked_fill(far, -torch.inf)
+    return (scores.softmax(-1).to(query.dtype) @ values).transpose(1, 2).contiguous()
 
 
 def _as_wide(*parts: Tensor) -> list[Tensor]:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetdraft.bundle import Defaults, Speech
+from jetdraft.bundle import Defaults, Embedding, Speech
 from jetdraft.checkpoints.defaults import GenerationFields
 from jetdraft.checkpoints.draft_vocabulary import limit_vocab, read_draft_vocabulary
+from jetdraft.checkpoints.embedding import read_embedding
 from jetdraft.checkpoints.folder import check_folder, checkpoint_folder, weights_sha256
 from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
 from jetdraft.checkpoints.layers import Taps
@@ -72,6 +73,7 @@ class Checkpoint:
     target_rows: int | None = None
     start_token_ids: tuple[int, ...] = ()
     speech: Speech | None = None
+    embedding: Embedding | None = None
 
     @classmethod
     def load(
@@ -94,6 +96,7 @@ class Checkpoint:
             set_compute_dtype(model, dtype)
             tokenizer = load_tokenizer(source)
         ends, heard = _eos_token_ids(source, model), is_speech_model(config)
+        embedding, taps = read_embedding(source, model)
         size = model.get_output_embeddings().weight.shape[0]
         passed_over = generation.passed_over(config.is_encoder_decoder, heard)
         if tokenizer:
@@ -109,9 +112,11 @@ class Checkpoint:
             generation=generation.defaults(size, ends, heard),
             passed_over=passed_over,
             special_tokens=special_tokens(tokenizer),
+            taps=taps,
             draft_ids=read_draft_vocabulary(checkpoint_folder(source), size),
             start_token_ids=_start_token_ids(source, model),
             speech=read_speech(source, model),
+            embedding=embedding,
         )
 
     @classmethod

@@ -145,13 +145,16 @@ NEVER_BIAS = -1e30  # The logit bias of a token that must never be chosen.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
-def read_fields(source: str, name: str) -> dict[str, Any] | None:
-    """Read a JSON file of a folder or hub id; None without it; `CheckpointError`."""
+def read_fields(source: str, name: str, kind: Any = dict) -> Any:
+    """Read a JSON file of a folder or hub id; None without it; `CheckpointError`.
+
+    `kind` is dict for a file with an object, and list for a file with a list.
+    """
     file = transformers.utils.cached_file(
         source, name, _raise_exceptions_for_missing_entries=False
     )
     try:
-        return None if file is None else dict(read_json_file(Path(file)))
+        return None if file is None else kind(read_json_file(Path(file)))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{name} of {source} cannot be read ({error}); fetch it again"

@@ -15,15 +15,18 @@ from huggingface_hub import snapshot_download
 from optimum.exporters.tasks import TasksManager
 from tokenizers.models import BPE
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from jetdraft.bundle import HOP, SAMPLE_RATE, WINDOW, Speech, is_token_name
 from jetdraft.checkpoints.attention import (
     IMPLEMENTATION,
     SOURCE_ATTENTION,
     active_states,
+    attends_both_ways,
     set_attention,
 )
 from jetdraft.checkpoints.defaults import read_fields
+from jetdraft.checkpoints.embedding import embeds
 from jetdraft.checkpoints.folder import (
     NO_OWN_CODE,
     as_checkpoint_error,
@@ -95,7 +98,15 @@ def load_config(source: str) -> Any:
         config = _config_of_known_type(
             source
         ) or transformers.AutoConfig.from_pretrained(source, **NO_OWN_CODE)
-        check_causal(source, config)
+        if not embeds(source):
+            check_causal(source, config)
+        elif config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+            raise UnsupportedModelError(
+                f"{source} embeds with an encoder, a {config.model_type!r} model; only "
+                "decoders embed, such as Qwen3-Embedding, and EmbeddingGemma"
+            )
+        else:
+            config.tie_word_embeddings = True  # its LM head is missing, and never run
     return config
 
 
@@ -141,11 +152,10 @@ def _config_of_known_type(source: str) -> Any:
 
 def check_causal(source: str, config: Any) -> None:
     """Raise `UnsupportedModelError` for a model that attends in both directions."""
-    text = config.get_text_config(decoder=True)
-    # Rows of images see each other, and no image is read.
-    if (getattr(text, "use_bidirectional_attention", None) or "vision") != "vision":
+    if attends_both_ways(config.get_text_config(decoder=True)):
         raise UnsupportedModelError(
-            f"{source} attends in both directions; only causal decoders can be exported"
+            f"{source} attends in both directions; only causal decoders write, and to "
+            "embed texts it needs the files of sentence-transformers (modules.json)"
         )
 
 

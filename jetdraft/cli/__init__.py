@@ -34,6 +34,7 @@ FILE_ERRORS = (
 VERBS = {
     "export": "Export checkpoints to a bundle.",
     "generate": "Generate a text.",
+    "embed": "Embed texts, for a search by meaning.",
     "transcribe": "Write down what is said in a WAV file.",
     "chat": "Talk to a model, line by line.",
     "serve": "Answer OpenAI's API over HTTP.",

@@ -32,6 +32,15 @@ def check_drafter(
         )
 
 
+def check_embedding(target: Checkpoint, drafter: str | None, head: str | None) -> None:
+    """Raise `OptionError` for a drafter beside a target that only embeds texts."""
+    if target.embedding and (drafter is not None or head is not None):
+        raise OptionError(
+            f"{target.source} embeds texts and writes none, so nothing is drafted; "
+            "leave --drafter and --head out"
+        )
+
+
 def check_experts(
     name: str, columns: Mapping[str, int], are_kept: bool, options: ExportOptions
 ) -> None:
@@ -59,25 +68,31 @@ def check_checkpoint(name: str, checkpoint: Checkpoint, options: ExportOptions) 
 
 
 def _check_source(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    if not checkpoint.reads_source:
+    if not (checkpoint.reads_source or checkpoint.embedding):
         return
+    kind = "an encoder-decoder" if checkpoint.reads_source else "a model of embeddings"
+    if checkpoint.embedding and (name != TARGET or options.select_kv is not None):
+        raise OptionError(
+            f"{checkpoint.source} is {kind}, which drafts nothing and reads whole "
+            "texts; give it as the target, without --select-kv"
+        )
     if options.effective_flavour != CONTRIB:
         raise OptionError(
-            f"{checkpoint.source} is an encoder-decoder, which only contrib graphs "
-            "hold; choose provider cpu or cuda"
+            f"{checkpoint.source} is {kind}, which only contrib graphs hold; choose "
+            "provider cpu or cuda"
         )
     recipe = options.recipe
     if options.draft_vocab is not None:
         raise OptionError(
-            f"{checkpoint.source} is an encoder-decoder, which writes no text to count "
-            "tokens in; leave --draft-vocab out"
+            f"{checkpoint.source} is {kind}, which writes no text to count tokens in; "
+            "leave --draft-vocab out"
         )
     if options.limit is not None or (
         recipe is not None and (recipe.needs_calibration or recipe.kv_bits)
     ):
         raise OptionError(
-            f"{checkpoint.source} is an encoder-decoder, whose recipe reads no text "
-            "yet; choose a recipe of rtn without kv8, for example int8-rtn-b32"
+            f"{checkpoint.source} is {kind}, whose recipe reads no text yet; choose a "
+            "recipe of rtn without kv8, for example int8-rtn-b32"
         )
 
 

@@ -38,6 +38,7 @@ from jetdraft.export.checks import (
     check_checkpoint,
     check_draft_vocabulary,
     check_drafter,
+    check_embedding,
     check_experts,
     check_raised,
     check_states,
@@ -100,6 +101,7 @@ def export(
     if files is not None:
         check_head(files, target)
     models = _load_checkpoints(sources, options, report)
+    check_embedding(models[TARGET], drafter, head)
     options = settle_source(models[TARGET], options)
     reader = None if files is None else load_draft_head(files, models[TARGET], options)
     if is_own:
@@ -160,7 +162,10 @@ def _make_bundle(
     for tool in tools:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[tool] = importlib.metadata.version(tool)
-    copied = "eos_token_ids", "generation", "passed_over", "special_tokens", "speech"
+    copied = (
+        *("eos_token_ids", "generation", "passed_over", "special_tokens"),
+        *("speech", "embedding"),
+    )
     return Bundle(
         path=folder,
         graphs=graphs,

@@ -207,7 +207,7 @@ def _write_split(job: Job, entry: GraphEntry, step: Step) -> Halves:
 
 def write_tree(job: Job, entry: GraphEntry) -> GraphEntry:
     """Write the tree graph and its compaction, if the model can have a tree graph."""
-    if entry.contract.states:
+    if entry.contract.states or job.checkpoint.embedding:
         return entry
     chain = ir.load(job.folder / entry.file)
     model = make_tree_graph(chain, entry.contract, job.checkpoint.source)

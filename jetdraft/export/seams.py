@@ -18,6 +18,7 @@ from jetdraft.checkpoints.attention import (
     PassThroughCache,
     StepState,
     attending,
+    attends_both_ways,
     set_attention,
 )
 from jetdraft.checkpoints.checkpoint import Checkpoint
@@ -102,7 +103,11 @@ def _gap_of(seam_logits: Tensor, own_logits: Tensor) -> float:
 def _two_passes(
     step: Step, ids: Tensor, slots: int, *others: Tensor
 ) -> tuple[Tensor, set[int]]:
-    """Return logits of `ids` [1, n], read in two passes, and the layers' windows."""
+    """Return logits of `ids` [1, n], read in two passes, and the layers' windows.
+
+    Without buffers the first pass reads all. `others` are the step's inputs between
+    `answer_rows` and the buffers.
+    """
     dtype, count = dtype_of(step.contract), ids.shape[1]
     past = [
         torch.zeros(1, heads, slots, size, dtype=dtype)
@@ -112,7 +117,7 @@ def _two_passes(
     states = step.contract.state_tensors("past")
     past += [zeros(spec) for spec in states]
     logits, windows, kept = [], set(), 0
-    for start, end in pairwise((0, 2 * count // 3, count)):
+    for start, end in pairwise((0, *((2 * count // 3,) if past else ()), count)):
         outputs = step(
             ids[:, start:end],
             torch.arange(start, end)[None],
@@ -230,12 +235,13 @@ def _check_tables(model: Any, contract: StepContract) -> None:
 
 
 def settle_source(checkpoint: Checkpoint, options: ExportOptions) -> ExportOptions:
-    """Return the options with an encoder-decoder's default recipe and capacity."""
-    if not checkpoint.reads_source:
+    """Return the options with the defaults of an encoder-decoder, or of embeddings."""
+    if not (checkpoint.reads_source or checkpoint.embedding):
         return options
     safe = Recipe.parse(RUNGS[options.kernel_of(TARGET)][-1])
     recipe, slots = options.recipe or safe, options.capacity
     if checkpoint.speech is not None:
         slots = min(slots, position_limit(checkpoint.model) or slots)
-    width = min(options.max_width, slots)
+    whole = attends_both_ways(checkpoint.model.config)
+    width = slots if whole else min(options.max_width, slots)
     return replace(options, recipe=recipe, fast=True, capacity=slots, max_width=width)

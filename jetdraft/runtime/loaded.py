@@ -156,8 +156,15 @@ class LoadedBundle:
     def split_prompt(self, prompt: list[int]) -> tuple[list[int], list[int]]:
         """Split a prompt into ids for the encoder and ids that the decoder starts with.
 
-        A decoder alone starts with all. Raises `OptionError` for a speech model.
+        A decoder alone starts with all. Raises `OptionError` for a model that hears, or
+        that embeds texts.
         """
+        if self.bundle.embedding is not None:
+            raise OptionError(
+                "the bundle's model embeds texts, and writes none; use jetdraft embed "
+                "(Model.embed)",
+                "prompt",
+            )
         if self.bundle.speech is not None:
             raise OptionError(
                 "the bundle's model hears, and reads no text; give a WAV file to "

@@ -14,6 +14,7 @@ from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.devices.memory import start_using_huge_pages
 from jetdraft.errors import ConstraintError, JetdraftError, OptionError
 from jetdraft.runtime.claim import CLOSED_MESSAGE
+from jetdraft.runtime.embedding import Embedder, embedding_prompt
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.opener import LoadOptions
@@ -252,6 +253,39 @@ class Model:
         else:
             samples = check_sound(sound)
         return Transcription(parts, self.planner, samples, wanted, chosen, started)
+
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int] | Int64s],
+        prompt_name: str | None = None,
+    ) -> Float32s:
+        """Return embeddings of length 1, float32 [len(texts), width].
+
+        The checkpoint's prompt of that name, such as "query", stands before each text;
+        token ids are embedded as they are. Raises `OptionError` for a model that
+        writes.
+
+            query, first, second = model.embed(["a robot", "a lamp", "an arm"])
+        """
+        return self.embedder(texts, prompt_name).result().vectors
+
+    def embedder(
+        self,
+        texts: Sequence[str | Sequence[int] | Int64s],
+        prompt_name: str | None = None,
+        max_seconds: float | None = None,
+    ) -> Embedder:
+        """`embed` text by text, for at most `max_seconds`; checks the texts now."""
+        begin = embedding_prompt(self.parts, prompt_name)
+        if isinstance(texts, str):
+            raise OptionError("give a list of texts, not a text alone", "input")
+        ids = [
+            self.prompt(begin + text)
+            if isinstance(text, str)
+            else self.prompt(token_ids=text)
+            for text in texts
+        ]
+        return Embedder(self.parts, ids, max_seconds)
 
     def chat(
         self,

@@ -27,12 +27,14 @@ from starlette.types import ASGIApp
 from jetdraft import __version__
 from jetdraft.errors import JetdraftError
 from jetdraft.parsing import JsonError, read_json
+from jetdraft.runtime.embedding import Embeddings
 from jetdraft.runtime.pool import Pool
 from jetdraft.runtime.speech.segments import Transcript
 from jetdraft.runtime.speech.transcription import check_speech
 from jetdraft.server import Limits, RequestError, ollama_api, refusal_fields
 from jetdraft.server.connection import Admission, refusal_response
 from jetdraft.server.dialect import CHATS, COMPLETIONS
+from jetdraft.server.embedding_request import EmbeddingRequest
 from jetdraft.server.event_stream import EventStream, wait_unless_gone
 from jetdraft.server.generation_request import IGNORED_HEADER, GenerationRequest
 from jetdraft.server.messages_api import MESSAGES
@@ -44,8 +46,8 @@ from jetdraft.server.transcription_request import TranscriptionRequest, read_for
 
 RECEIVE_SECONDS = 30.0  # The most seconds that a body may take to arrive.
 DEFAULT_LIMITS = Limits()
-# The path of transcriptions, and the APIs of texts by their paths.
-SPEECH_PATH = "/v1/audio/transcriptions"
+# The paths of transcriptions and embeddings, and the APIs of texts by their paths.
+SPEECH_PATH, EMBEDDINGS_PATH = "/v1/audio/transcriptions", "/v1/embeddings"
 DIALECTS = {
     "/v1/completions": COMPLETIONS,
     "/v1/chat/completions": CHATS,
@@ -55,7 +57,7 @@ DIALECTS = {
     "/api/generate": ollama_api.GENERATE,
 }
 # Paths that are counted under their names; others are counted together.
-COUNTED_PATHS = (*DIALECTS, SPEECH_PATH, "/v1/models", "/metrics")
+COUNTED_PATHS = (*DIALECTS, SPEECH_PATH, EMBEDDINGS_PATH, "/v1/models", "/metrics")
 # The content types of requests, and what clients send that do not think of it.
 JSON_TYPE, FORM_TYPE = "application/json", "multipart/form-data"
 LOOSE_TYPES = ("", "application/x-www-form-urlencoded")
@@ -127,6 +129,7 @@ class Service:
                     for path in DIALECTS
                 ),
                 Route(SPEECH_PATH, self._serve_transcription, methods=["POST"]),
+                Route(EMBEDDINGS_PATH, self._serve_embeddings, methods=["POST"]),
                 Route("/api/version", self._serve_version),
                 Route("/api/tags", self._tell_ollama),
                 Route("/api/ps", self._tell_ollama),
@@ -224,6 +227,19 @@ class Service:
         self._count_request(request, 200)
         answer = dialect.whole(reply.complete(results), reply)
         return JSONResponse(answer, headers=reply.headers)
+
+    async def _serve_embeddings(self, request: Request) -> Response:
+        """Answer a request for the embeddings of texts."""
+        self._admission.check(request)
+        body = await self._read_object(request)
+        self._check_model_name(body.get("model", self.name))
+        wanted = EmbeddingRequest.of(body, self.limits.max_seconds)
+        job = self._start_job(request, wanted)
+        (result,) = await wait_unless_gone(request.receive, job, job.results())
+        assert isinstance(result, Embeddings)
+        answer = wanted.answer(result, self.name)
+        self._count_request(request, 200)
+        return JSONResponse(answer)
 
     def _start_job(self, request: Request, wanted: AnyRequest) -> Job:
         """Put a request into the queue; its drafts use this client's responses only."""

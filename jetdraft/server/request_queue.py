@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, closing
 from contextvars import ContextVar
 from math import inf
 
+from jetdraft.runtime.embedding import Embedder
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.piece import Piece, Result
@@ -16,11 +17,12 @@ from jetdraft.runtime.speech.transcription import Transcription
 from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.stops import CANCELLED, INTERRUPTED
 from jetdraft.server import RequestError
+from jetdraft.server.embedding_request import EmbeddingRequest
 from jetdraft.server.generation_request import GenerationRequest
 from jetdraft.server.prefix_folder import PrefixFolder
 from jetdraft.server.transcription_request import TranscriptionRequest
 
-AnyRequest = GenerationRequest | TranscriptionRequest
+AnyRequest = GenerationRequest | TranscriptionRequest | EmbeddingRequest
 # A list for each HTTP request; its jobs append their numbers of new tokens to it.
 WRITTEN_TOKENS: ContextVar[list[int] | None] = ContextVar(
     "WRITTEN_TOKENS", default=None
@@ -166,7 +168,7 @@ class Job:
         self._events: asyncio.Queue[Piece | Result | Exception] = asyncio.Queue()
         self._cancelled, self._written = False, WRITTEN_TOKENS.get()
         self._model: Model | None = None
-        self._stream: Stream | Transcription | None = None
+        self._stream: Stream | Transcription | Embedder | None = None
         self._task = asyncio.create_task(self._run())
         queue.jobs.add(self)
         self._task.add_done_callback(lambda task: queue.jobs.discard(self))

@@ -94,13 +94,15 @@ class Graph:
         features: Float32s | None = None,
         block: Sequence[int] = (),
         recent: Int64s | None = None,
+        silent: bool = False,
     ) -> Answer:
         """Run one pass over a chain of n `tokens` at the cache's cursor.
 
-        It answers for all rows, or with `last_only` for the last row alone. Rows that
-        fill up the `width` repeat the last token. The caller moves the cursor with
-        `cache.advance`. A head graph reads `features` float [n, w] and `recent` int64
-        [n, q]; `block` has the first tokens of a graph that fills a block.
+        It answers for all rows, or with `last_only` for the last row alone; a `silent`
+        pass answers for no row. Rows that fill up the `width` repeat the last token.
+        The caller moves the cursor with `cache.advance`. A head graph reads `features`
+        float [n, w] and `recent` int64 [n, q]; `block` has the first tokens of a graph
+        that fills a block.
         """
         rows, cursor, room = len(tokens), self.cache.length, self.cache.room
         width = max(width, rows)
@@ -110,7 +112,8 @@ class Graph:
         probes = NO_PROBES
         if not last_only:
             probes = self._fitting_probes(probing, rows, room - width)
-        size = _PassSize(width, 1 if last_only else width, probes, branching=False)
+        answers = 0 if silent else 1 if last_only else width
+        size = _PassSize(width, answers, probes, branching=False)
         binding = self._bind(size, room)
         binding.fill(tokens, range(cursor, cursor + width))
         binding.fill_rows("features", features)
