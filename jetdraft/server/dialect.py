@@ -94,11 +94,8 @@ def grow(blocks: list[Block], chunk: Json) -> Iterator[tuple[Block, str]]:
     """
     for choice in chunk.get("choices", ()):
         delta = choice.get("delta") or choice.get("message") or choice
-        thought = delta.get("reasoning_content")
-        for kind, text in (
-            ("thought", thought),
-            ("text", delta.get("content") or delta.get("text")),
-        ):
+        said = delta.get("content") or delta.get("text")
+        for kind, text in ("thought", delta.get("reasoning_content")), ("text", said):
             if text:
                 if not blocks or blocks[-1].kind != kind:
                     yield _begin(blocks, Block(kind))

@@ -101,18 +101,14 @@ def _part(reply: Reply, blocks: list[Block], done: bool) -> Json:
 def _figures(reply: Reply) -> Json:
     """Why an answer ended, tokens, and times in nanoseconds."""
     usage, stats = reply.usage, reply.results[-1].stats
-    first, rest = (
-        round(_NANOSECONDS * seconds)
-        for seconds in (stats.time_to_first_token or 0.0, stats.decode_seconds)
-    )
+    first = round(_NANOSECONDS * stats.time_to_first_token)
+    rest = round(_NANOSECONDS * stats.decode_seconds)
+    prompt, new = usage["prompt_tokens"], usage["completion_tokens"]
     return {
         "done_reason": "length" if reply.reason == "length" else "stop",
-        "total_duration": first + rest,
-        "load_duration": 0,
-        "prompt_eval_count": usage["prompt_tokens"],
-        "prompt_eval_duration": first,
-        "eval_count": usage["completion_tokens"],
-        "eval_duration": rest,
+        **{"total_duration": first + rest, "load_duration": 0},
+        **{"prompt_eval_count": prompt, "prompt_eval_duration": first},
+        **{"eval_count": new, "eval_duration": rest},
     }
 
 
@@ -154,15 +150,12 @@ def model_fields(name: str, bundle: Bundle) -> Json:
     """The model as Ollama lists it and shows it."""
     template, target = bundle.chat_template, bundle.target
     seconds = bundle.path.stat().st_mtime
-    family = {"format": "jetdraft", "family": "jetdraft", "families": ["jetdraft"]}
     return {
-        "name": name,
-        "model": name,
+        **{"name": name, "model": name, "digest": bundle.sha256},
         "modified_at": datetime.fromtimestamp(seconds, UTC).isoformat(),
         "size": sum(file["bytes"] for file in bundle.files.values()),
-        "digest": bundle.sha256,
         "details": {
-            **family,
+            **{"format": "jetdraft", "family": "jetdraft", "families": ["jetdraft"]},
             "parameter_size": f"{target.parameters / 1e6:.0f}M",
             "quantization_level": Recipe.from_json(target.quantization).name,
         },
