@@ -20,10 +20,11 @@ _NANOSECONDS = 1e9  # In a second.
 def _read_options(asked: Json) -> Json:
     """OpenAI's body without messages and prompt; what is empty is left out."""
     fields = {**asked, **asked.get("options", {})}
-    named = {
-        _RENAMED.get(k, k): v for k, v in fields.items() if v not in ("", [], None)
+    body = {
+        _RENAMED.get(name, name): value
+        for name, value in fields.items()
+        if value not in ("", [], None) and name not in ("options", "format", "think")
     }
-    body = {k: v for k, v in named.items() if k not in ("options", "format", "think")}
     if body.get("max_tokens", -1) < 0:  # as many as there may be
         body["max_tokens"] = 2**31
     body["stream"] = asked.get("stream", True)
@@ -49,17 +50,12 @@ def _read_chat(asked: Json) -> tuple[Json, bool]:
         if "images" in fields:
             raise RequestError("the model sees no images; leave them out", "images")
         if "tool_calls" in fields:
-            calls = [
-                {"id": f"call_{i}", **c} for i, c in enumerate(fields["tool_calls"])
-            ]
+            numbered = enumerate(fields["tool_calls"])
+            calls = [{"id": f"call_{i}", **call} for i, call in numbered]
             fields["tool_calls"], waiting = calls, [call["id"] for call in calls]
         if fields["role"] == "tool":
-            id = waiting.pop(0) if waiting else "call_0"
-            fields = {
-                "tool_call_id": id,
-                "name": fields.pop("tool_name", None),
-                **fields,
-            }
+            fields.setdefault("tool_call_id", waiting.pop(0) if waiting else "call_0")
+            fields.setdefault("name", fields.pop("tool_name", None))
         messages.append(fields)
     return {**_read_options(asked), "messages": messages}, True
 

@@ -43,15 +43,10 @@ def _read(asked: Json) -> tuple[Json, bool]:
         items = [{"role": "user", "content": items}]
     for item in items:
         message = _read_item(item)
-        if messages and message["role"] == "assistant" == messages[-1]["role"]:
-            before = messages.pop()
-            message = {
-                **before,
-                **message,
-                "content": before.get("content") or message.get("content"),
-                "tool_calls": before.get("tool_calls", [])
-                + message.get("tool_calls", []),
-            }
+        before = messages[-1] if messages else {"role": ""}
+        both_speak = before.get("content") and message.get("content")
+        if message["role"] == "assistant" == before["role"] and not both_speak:
+            message = _join(messages.pop(), message)
         messages.append(message)
     text = body.pop("text", {})
     if form := text.get("format"):
@@ -90,6 +85,13 @@ def _read_item(item: Json) -> Json:
         f"input has an item of type {kind!r}, which is not read here; leave it out",
         "input",
     )
+
+
+def _join(before: Json, more: Json) -> Json:
+    """One message of two parts of the assistant's turn."""
+    content = before.get("content") or more.get("content")
+    calls = before.get("tool_calls", []) + more.get("tool_calls", [])
+    return {**before, **more, "content": content, "tool_calls": calls}
 
 
 def _id(block: Block) -> str:
