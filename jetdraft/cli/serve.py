@@ -1,4 +1,4 @@
-"""jetdraft serve: a bundle behind OpenAI's HTTP API."""
+"""jetdraft serve: a bundle behind the HTTP APIs of OpenAI, Anthropic and Ollama."""
 
 import logging
 import os

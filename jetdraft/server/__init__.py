@@ -1,4 +1,4 @@
-"""An HTTP server with OpenAI's API for `jetdraft serve`, its limits and refusals."""
+"""An HTTP server for `jetdraft serve`, its limits and refusals."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -33,9 +33,8 @@ from jetdraft.runtime.speech.segments import Transcript
 from jetdraft.runtime.speech.transcription import check_speech
 from jetdraft.server import Limits, RequestError, ollama_api, refusal_fields
 from jetdraft.server.connection import Admission, refusal_response
-from jetdraft.server.dialect import CHATS, COMPLETIONS
+from jetdraft.server.dialect import CHATS, COMPLETIONS, EventStream, wait_unless_gone
 from jetdraft.server.embedding_request import EmbeddingRequest
-from jetdraft.server.event_stream import EventStream, wait_unless_gone
 from jetdraft.server.generation_request import IGNORED_HEADER, GenerationRequest
 from jetdraft.server.messages_api import MESSAGES
 from jetdraft.server.prefix_folder import PrefixFolder

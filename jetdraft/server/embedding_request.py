@@ -50,6 +50,11 @@ class EmbeddingRequest:
         return cls(texts, name, form == "base64", size, {"max_seconds": max_seconds})
 
     @property
+    def count(self) -> int:
+        """How many results `streams` gives."""
+        return 1
+
+    @property
     def max_seconds(self) -> float:
         """The most seconds that the embeddings may take."""
         return float(self.options["max_seconds"])

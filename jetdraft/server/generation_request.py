@@ -203,31 +203,6 @@ def _is_ignored(name: str, value: object) -> bool:
 
 def _field_problem(name: str, body: Body, chat: bool) -> str:
     """Return what is wrong with the value of a field, in words; "" if it is right."""
-    value = body[name]
-    if problem := _choice_problem(name, body, chat):
-        return problem
-    match name:
-        case "stream" | "include_drafted" | "parallel_tool_calls" | "logprobs" | "echo":
-            if not isinstance(value, bool) and (chat or name != "logprobs"):
-                return f"{name} {value!r} is neither true nor false"
-        case "stop":
-            stops = value if isinstance(value, list) else [value]
-            longest = max((len(s) for s in stops if isinstance(s, str)), default=0)
-            if len(stops) > MAX_STOPS or longest > MAX_STOP_CHARS:
-                return (
-                    f"stop has {len(stops)} texts of up to {longest} characters; give "
-                    f"at most {MAX_STOPS} of {MAX_STOP_CHARS}"
-                )
-        case "regex" | "grammar" | "json_schema" | "response_format" | "tools":
-            text = value if isinstance(value, str) else json.dumps(value)
-            if len(text) > MAX_SOURCE_CHARS:
-                most = f"{MAX_SOURCE_CHARS} characters"
-                return f"the {name} is longer than {most}; make it simpler"
-    return ""
-
-
-def _choice_problem(name: str, body: Body, chat: bool) -> str:
-    """`_field_problem` for the number of texts, and for what is around a text."""
     value, problem = body[name], ""
     match name:
         case "n" if type(value) is not int or not 1 <= value <= MAX_CHOICES:
@@ -240,6 +215,21 @@ def _choice_problem(name: str, body: Body, chat: bool) -> str:
             problem = "is for completions; leave it out"
         case "echo" if value and "logprobs" in body:
             problem = "gives no logprobs of the prompt; leave one of them out"
+        case "stream" | "include_drafted" | "parallel_tool_calls" | "logprobs" | "echo":
+            if not isinstance(value, bool) and (chat or name != "logprobs"):
+                problem = f"{value!r} is neither true nor false"
+        case "stop":
+            stops = value if isinstance(value, list) else [value]
+            longest = max((len(s) for s in stops if isinstance(s, str)), default=0)
+            if len(stops) > MAX_STOPS or longest > MAX_STOP_CHARS:
+                problem = (
+                    f"has {len(stops)} texts of up to {longest} characters; give "
+                    f"at most {MAX_STOPS} of {MAX_STOP_CHARS}"
+                )
+        case "regex" | "grammar" | "json_schema" | "response_format" | "tools":
+            text = value if isinstance(value, str) else json.dumps(value)
+            if len(text) > MAX_SOURCE_CHARS:
+                problem = f"is longer than {MAX_SOURCE_CHARS} characters; simplify it"
     return problem and f"{name} {problem}"
 
 

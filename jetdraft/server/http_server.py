@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jetdraft.errors import OptionError, printable, reason_of
 from jetdraft.server.app import Service
 from jetdraft.server.connection import Connection, ConnectionLimiter
-from jetdraft.server.event_stream import STATUS_KEY
+from jetdraft.server.dialect import STATUS_KEY
 from jetdraft.server.request_queue import WRITTEN_TOKENS
 
 SPARE_CONNECTIONS = 64  # Beside a client's waiting requests: idle, or /health.

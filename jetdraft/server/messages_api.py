@@ -151,12 +151,8 @@ async def _events(chunks: AsyncIterator[Json], reply: Reply) -> AsyncIterator[Js
                 continue
             if index:
                 yield {"type": "content_block_stop", "index": index - 1}
-            begun = _block(block, "")
-            yield {
-                "type": "content_block_start",
-                "index": index,
-                "content_block": begun,
-            }
+            begun = {"type": "content_block_start", "content_block": _block(block, "")}
+            yield {**begun, "index": index}
     if blocks:
         yield {"type": "content_block_stop", "index": len(blocks) - 1}
     yield {"type": "message_delta", "delta": _end(reply), "usage": _usage(reply)}

@@ -20,10 +20,11 @@ _NANOSECONDS = 1e9  # In a second.
 def _read_options(asked: Json) -> Json:
     """OpenAI's body without messages and prompt; what is empty is left out."""
     fields = {**asked, **asked.get("options", {})}
-    named = {
-        _RENAMED.get(k, k): v for k, v in fields.items() if v not in ("", [], None)
+    body = {
+        _RENAMED.get(name, name): value
+        for name, value in fields.items()
+        if value not in ("", [], None) and name not in ("options", "format", "think")
     }
-    body = {k: v for k, v in named.items() if k not in ("options", "format", "think")}
     if body.get("max_tokens", -1) < 0:  # as many as there may be
         body["max_tokens"] = 2**31
     body["stream"] = asked.get("stream", True)
@@ -49,17 +50,12 @@ def _read_chat(asked: Json) -> tuple[Json, bool]:
         if "images" in fields:
             raise RequestError("the model sees no images; leave them out", "images")
         if "tool_calls" in fields:
-            calls = [
-                {"id": f"call_{i}", **c} for i, c in enumerate(fields["tool_calls"])
-            ]
+            numbered = enumerate(fields["tool_calls"])
+            calls = [{"id": f"call_{i}", **call} for i, call in numbered]
             fields["tool_calls"], waiting = calls, [call["id"] for call in calls]
         if fields["role"] == "tool":
-            id = waiting.pop(0) if waiting else "call_0"
-            fields = {
-                "tool_call_id": id,
-                "name": fields.pop("tool_name", None),
-                **fields,
-            }
+            fields.setdefault("tool_call_id", waiting.pop(0) if waiting else "call_0")
+            fields.setdefault("name", fields.pop("tool_name", None))
         messages.append(fields)
     return {**_read_options(asked), "messages": messages}, True
 
@@ -101,18 +97,14 @@ def _part(reply: Reply, blocks: list[Block], done: bool) -> Json:
 def _figures(reply: Reply) -> Json:
     """Why an answer ended, tokens, and times in nanoseconds."""
     usage, stats = reply.usage, reply.results[-1].stats
-    first, rest = (
-        round(_NANOSECONDS * seconds)
-        for seconds in (stats.time_to_first_token or 0.0, stats.decode_seconds)
-    )
+    first = round(_NANOSECONDS * stats.time_to_first_token)
+    rest = round(_NANOSECONDS * stats.decode_seconds)
+    prompt, new = usage["prompt_tokens"], usage["completion_tokens"]
     return {
         "done_reason": "length" if reply.reason == "length" else "stop",
-        "total_duration": first + rest,
-        "load_duration": 0,
-        "prompt_eval_count": usage["prompt_tokens"],
-        "prompt_eval_duration": first,
-        "eval_count": usage["completion_tokens"],
-        "eval_duration": rest,
+        **{"total_duration": first + rest, "load_duration": 0},
+        **{"prompt_eval_count": prompt, "prompt_eval_duration": first},
+        **{"eval_count": new, "eval_duration": rest},
     }
 
 
@@ -154,15 +146,12 @@ def model_fields(name: str, bundle: Bundle) -> Json:
     """The model as Ollama lists it and shows it."""
     template, target = bundle.chat_template, bundle.target
     seconds = bundle.path.stat().st_mtime
-    family = {"format": "jetdraft", "family": "jetdraft", "families": ["jetdraft"]}
     return {
-        "name": name,
-        "model": name,
+        **{"name": name, "model": name, "digest": bundle.sha256},
         "modified_at": datetime.fromtimestamp(seconds, UTC).isoformat(),
         "size": sum(file["bytes"] for file in bundle.files.values()),
-        "digest": bundle.sha256,
         "details": {
-            **family,
+            **{"format": "jetdraft", "family": "jetdraft", "families": ["jetdraft"]},
             "parameter_size": f"{target.parameters / 1e6:.0f}M",
             "quantization_level": Recipe.from_json(target.quantization).name,
         },

@@ -17,24 +17,14 @@ from jetdraft.server.reply import Json, Reply
 
 # The fields of a request that an answer repeats, with their defaults.
 _REPEATED: Json = {
-    "instructions": None,
-    "max_output_tokens": None,
-    "metadata": {},
-    "parallel_tool_calls": True,
-    "reasoning": {"effort": None, "summary": None},
-    "text": {"format": {"type": "text"}},
-    "tool_choice": "auto",
-    "tools": [],
-    "top_p": 1.0,
-    "user": None,
+    **{"instructions": None, "max_output_tokens": None, "metadata": {}, "top_p": 1.0},
+    **{"parallel_tool_calls": True, "tools": [], "tool_choice": "auto", "user": None},
+    **{"reasoning": {"effort": None}, "text": {"format": {"type": "text"}}},
 }
 _PREFIXES = {"text": "msg", "thought": "rs", "call": "fc"}  # Of ids, by kind.
 # The events with the text of a block, by kind.
-_TEXT_EVENTS = {
-    "text": "output_text",
-    "thought": "reasoning_text",
-    "call": "function_call_arguments",
-}
+_TEXT_EVENTS = {"text": "output_text", "thought": "reasoning_text"}
+_TEXT_EVENTS["call"] = "function_call_arguments"
 
 
 def _read(asked: Json) -> tuple[Json, bool]:
@@ -53,15 +43,10 @@ def _read(asked: Json) -> tuple[Json, bool]:
         items = [{"role": "user", "content": items}]
     for item in items:
         message = _read_item(item)
-        if messages and message["role"] == "assistant" == messages[-1]["role"]:
-            before = messages.pop()
-            message = {
-                **before,
-                **message,
-                "content": before.get("content") or message.get("content"),
-                "tool_calls": before.get("tool_calls", [])
-                + message.get("tool_calls", []),
-            }
+        before = messages[-1] if messages else {"role": ""}
+        both_speak = before.get("content") and message.get("content")
+        if message["role"] == "assistant" == before["role"] and not both_speak:
+            message = _join(messages.pop(), message)
         messages.append(message)
     text = body.pop("text", {})
     if form := text.get("format"):
@@ -102,6 +87,13 @@ def _read_item(item: Json) -> Json:
     )
 
 
+def _join(before: Json, more: Json) -> Json:
+    """One message of two parts of the assistant's turn."""
+    content = before.get("content") or more.get("content")
+    calls = before.get("tool_calls", []) + more.get("tool_calls", [])
+    return {**before, **more, "content": content, "tool_calls": calls}
+
+
 def _id(block: Block) -> str:
     return f"{_PREFIXES[block.kind]}_{block.id}"
 
@@ -127,35 +119,30 @@ def _item(block: Block, is_done: bool) -> Json:
 
 
 def _response(reply: Reply, blocks: list[Block], is_done: bool) -> Json:
-    is_cut, usage = is_done and reply.reason == "length", None
-    status = "incomplete" if is_cut else "completed" if is_done else "in_progress"
-    if is_done:
-        counts = reply.usage
-        cached = counts["prompt_tokens_details"]["cached_tokens"]
-        thought = counts["completion_tokens_details"]["reasoning_tokens"]
-        usage = {
-            "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-            "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": thought},
-            "total_tokens": counts["total_tokens"],
-        }
+    cut = {"reason": "max_output_tokens"} if reply.reason == "length" else None
+    status = "incomplete" if cut else "completed"
     return {
         **{name: reply.asked.get(name, value) for name, value in _REPEATED.items()},
-        "id": f"resp_{reply.id}",
-        "object": "response",
-        "created_at": reply.created,
-        "status": status,
-        "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "model": reply.name,
-        "output": [_item(block, True) for block in blocks],
-        "previous_response_id": None,
-        "service_tier": "default",
-        "store": False,
+        **{"id": f"resp_{reply.id}", "object": "response", "model": reply.name},
+        **{"created_at": reply.created, "error": None, "incomplete_details": cut},
+        **{"previous_response_id": None, "store": False, "truncation": "disabled"},
         "temperature": reply.request.options["temperature"],
-        "truncation": "disabled",
-        "usage": usage,
+        "status": status if is_done else "in_progress",
+        "output": [_item(block, True) for block in blocks],
+        "usage": _usage(reply) if is_done else None,
+    }
+
+
+def _usage(reply: Reply) -> Json:
+    usage = reply.usage
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    thought = usage["completion_tokens_details"]["reasoning_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": thought},
+        "total_tokens": usage["total_tokens"],
     }
 
 

@@ -154,6 +154,27 @@ def test_every_api_calls_tools_and_takes_their_results(address, model, path, str
     assert said(path, answer.json())[0] == expected.text
 
 
+def test_items_of_one_turn_are_one_message_and_none_is_lost():
+    call = {"type": "function_call", "name": "f", "arguments": "{}"}
+    said = {"type": "message", "role": "assistant", "content": "a"}
+    thought = {"type": "reasoning", "summary": [{"type": "s", "text": "t"}]}
+    items = [*HELLO, thought, {**call, "call_id": "1"}, {**call, "call_id": "2"}, said]
+    body, chat = DIALECTS[RESPONSES].body({"input": [*items, {**said, "content": "b"}]})
+    assert chat
+    _, first, second = body["messages"]
+    assert (first["reasoning_content"], first["content"]) == ("t", "a")
+    assert [one["id"] for one in first["tool_calls"]] == ["1", "2"]
+    assert second["content"] == "b"
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "7"}
+    blocks = [{"type": "text", "text": "a", "cache_control": {}}, result]
+    turns = [*HELLO, {"role": "user", "content": blocks}, *HELLO]
+    body, _ = DIALECTS[MESSAGES].body({"messages": turns})
+    roles = [message["role"] for message in body["messages"]]
+    assert roles == ["user", "tool", "user"]
+    texts = [part["text"] for part in body["messages"][-1]["content"]]
+    assert texts == ["a", "\n", "Hello"]
+
+
 def test_the_system_s_text_and_the_form_of_an_answer(address, model):
     system = [{"role": "system", "content": "Be brief."}]
     schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}}
