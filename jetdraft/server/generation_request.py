@@ -21,6 +21,7 @@ OPTION_FIELDS = (
     *("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
     *("top_k", "min_p", "repetition_penalty", "method", "num_draft_tokens"),
     *("ignore_eos", "max_seconds", "json_schema", "regex", "grammar"),
+    "max_thinking_tokens",
 )
 # Other fields that are read.
 READ_FIELDS = (
@@ -28,10 +29,11 @@ READ_FIELDS = (
     *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n"),
     *("prompt", "echo", "suffix", "best_of"),
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
+    *("chat_template_kwargs", "enable_thinking", "reasoning_effort"),
 )
 # Fields of OpenAI that mean nothing on a device; they are accepted and unused.
 IGNORED_FIELDS = (
-    *("metadata", "store", "service_tier", "verbosity", "reasoning_effort"),
+    *("metadata", "store", "service_tier", "verbosity"),
     *("safety_identifier", "prompt_cache_key", "user"),
 )
 ROLES = ("system", "developer", "user", "assistant", "tool")  # Who writes a message.
@@ -45,8 +47,9 @@ MAX_SOURCE_CHARS = 64_000
 class GenerationRequest:
     """A request for a text, read from a JSON object.
 
-    `prompt` is a text or token ids, or None for a chat with `messages`. `options` are
-    keywords of `Model.generate`. `streamed` asks for chunks, `drafted` for a mark on
+    `prompt` is a text or token ids, or None for a chat with `messages`, whose chat
+    template reads the variables in `template`. `options` are keywords of
+    `Model.generate`. `streamed` asks for chunks, `drafted` for a mark on
     each token that was drafted, and `usage` for a last chunk with counts.
     """
 
@@ -57,6 +60,7 @@ class GenerationRequest:
     streamed: bool
     usage: bool
     drafted: bool
+    template: dict[str, Any]
 
     @classmethod
     def of(
@@ -87,6 +91,7 @@ class GenerationRequest:
             streamed=body.get("stream", False),
             usage=isinstance(chunks, dict) and bool(chunks.get("include_usage")),
             drafted=body.get("include_drafted", False),
+            template=_read_template_variables(body),
         )
 
     @property
@@ -97,17 +102,16 @@ class GenerationRequest:
     def stream(self, model: Model) -> Stream:
         """Start the generation; iterating over the stream yields its pieces."""
         functions = [] if self.tools is None else self.tools.functions
-        count = _count_characters([self.prompt, self.messages, functions])
+        read = self.prompt, self.messages, functions, self.template
+        count = _count_characters(list(read))
         check_characters(count, model.parts.target.contract.capacity)
         if isinstance(self.prompt, str):
             return model.stream(self.prompt, **self.options)
         if self.prompt is not None:
             return model.stream(token_ids=self.prompt, **self.options)
-        if self.tools is None:
-            ids = model.chat_prompt(self.messages)
-            return model.stream(token_ids=ids, **self.options)
-        ids = model.chat_prompt(self.messages, tools=functions)
-        return model.stream_calls(self.tools, ids, **self.options)
+        variables = {"tools": functions or None, **self.template}
+        ids = model.chat_prompt(self.messages, **variables)
+        return model.stream_reply(ids, tools=self.tools, **self.options)
 
 
 def _field_problem(name: str, value: object, chat: bool) -> str:
@@ -147,6 +151,20 @@ def _count_characters(value: object) -> int:
             for key, item in value.items()
         )
     return sum(map(_count_characters, value)) if isinstance(value, list) else 0
+
+
+def _read_template_variables(body: Body) -> dict[str, Any]:
+    """The variables of the chat template; raises `RequestError`."""
+    variables = body.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise RequestError(
+            "chat_template_kwargs must be an object", "chat_template_kwargs"
+        )
+    names = ("enable_thinking", "reasoning_effort")
+    given = {name: body[name] for name in names if body.get(name) is not None}
+    if given.get("reasoning_effort") == "none":
+        given.setdefault("enable_thinking", False)
+    return given | variables
 
 
 def _read_tools(body: Body, options: dict[str, Any]) -> Tools | None:
