@@ -78,8 +78,7 @@ class Generation:
         special = options.constraint is not None
         text, thoughts = parts.text.stream(prompt, ends, special), None
         if thinking is not None:
-            state = thinking.state(parts.text, prompt)
-            thoughts = ThoughtReader(thinking, bool(state))
+            thoughts = ThoughtReader(thinking, thinking.state(parts.text, prompt))
         seconds = ending.max_seconds
         self.watcher = StopWatcher(text, ends, ending.stops, seconds, thoughts)
         # Reads the same tokens as the watcher's; gives the bytes of tokens to come.

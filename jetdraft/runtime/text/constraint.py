@@ -335,7 +335,7 @@ class _Place:
             tuple(codec.encode(text, add_special=False)) for text in texts
         )
         state = marks.state(codec, prompt)
-        self.reader = ThoughtReader(marks, bool(state))
+        self.reader = ThoughtReader(marks, state)
         self.start = self.length = len(prompt)
         self.answer = None if state else self.start
         self.opening: int | None = None
@@ -443,10 +443,10 @@ class AnswerMatcher(Matcher):
         return answer
 
     def rows_with_masks(self, path: list[int]) -> list[int]:
-        root, *_ = places = self._rules.rows
-        known = {None, root.answer} if root.has_answer else {None}
-        begins = [place.answer if place.has_answer else None for place in places]
-        return [row for row in super().rows_with_masks(path) if begins[row] in known]
+        """The rows in the same part of the text, thought or answer, as the root."""
+        begins = [row.answer if row.has_answer else None for row in self._rules.rows]
+        path = super().rows_with_masks(path)
+        return [row for row in path if begins[row] == begins[0]]
 
     def request_masks(self, rows: Rows, context: Sequence[int]) -> None:
         if self._is_on(self._rules.after(context)):

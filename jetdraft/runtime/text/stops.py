@@ -193,8 +193,8 @@ class Thinking:
     """The marks of a model's thoughts: a thought stands between `begin` and `end`.
 
     Before an `end` that is forced comes `lead`, between an end and the answer `rest`.
-    `hidden` marks are no part of the text either. With `once` a thought comes before
-    the answer only. A model that `always` thinks begins each text with `begin`.
+    `hidden` marks are no part of the text either. With `once` there is one thought at
+    most, before the answer. A model that `always` thinks begins a text with `begin`.
     """
 
     begin: str
@@ -244,14 +244,14 @@ _THINKING = (
 class ThoughtReader:
     """Tells thoughts from the answer in a text that comes in parts, marks left out.
 
-    White space beside marks is left out too. What may become a mark is held back.
+    White space beside marks is left out too. What may become a mark is held back. The
+    `state` is that of the prompt.
     """
 
-    def __init__(self, marks: Thinking, in_thought: bool) -> None:
-        self.in_thought = in_thought
-        self._marks = marks
+    def __init__(self, marks: Thinking, state: bool | None) -> None:
+        self.in_thought = self._skips_space = bool(state)
+        self._marks, self._has_answer = marks, state is False
         self._held, self._flags = "", b""
-        self._skips_space, self._has_answer = in_thought, False
 
     def read(self, text: str, flags: bytes) -> list[tuple[str, bytes, bool]]:
         """Take more text, and a flag for each character.
@@ -266,6 +266,7 @@ class ThoughtReader:
                 kept = len(self._held[:at].rstrip())
                 parts.append(self._take(kept))
                 self._take(at - kept)
+                self._has_answer = True
             else:
                 parts.append(self._take(at))
             self._held, self._flags = self._held[len(mark) :], self._flags[len(mark) :]

@@ -201,7 +201,7 @@ class Tools:
             inside = '"[" one (", " one)* "]"' if is_several else '"[" one "]"'
         elif form.begin and is_several and not form.turn:
             calls = f"call (GAP {begin} call)*"
-        if form.preamble:
+        if form.preamble and is_auto:
             opening, turn = lark(form.preamble[0]), lark(form.turn)
             before = f"({opening} preamble {turn})? {begin}"
         elif form.begin and is_auto and self.schema is None:

@@ -106,6 +106,7 @@ HARMONY = (
         ("</think>", False, " No thought <think>a</think>", "",
          " No thought <think>a</think>"),
         ("</think>", True, "It never ends </thi", "It never ends </thi", ""),
+        ("</think>", True, "</think> <think>", "", "<think>"),
         ("</think>", True, "\n\n</think>\n\na stop b", "", "a "),
         ("<|channel|>analysis", False, HARMONY, "Think.", "An <answer>.<|return|>"),
         ("<|channel>thought", False, "<|channel>thought\nHm.<channel|>Yes.", "Hm.",
@@ -114,7 +115,7 @@ HARMONY = (
     ],
 )  # fmt: skip
 def test_thoughts_are_apart(template, in_thought, text, thought, answer, rounds):
-    thoughts = ThoughtReader(Thinking.of(f"x {template} y"), in_thought)
+    thoughts = ThoughtReader(Thinking.of(f"x {template} y"), in_thought or None)
     watcher, found, said = StopWatcher(LETTERS, [], ["stop"], None, thoughts), "", ""
     for start in range(0, len(text), rounds):
         if not watcher.reason:
