@@ -74,6 +74,7 @@ NO_COMMAND = {
     "docs/architecture.md": [
         *("cli/generate.py ", "row = root", "methods/<name>", "[build-system]")
     ],
+    "docs/embedding.md": ['<tool_call>{"name"'],
     "docs/devices.md": ["ms(width) = ", "bandwidth 0.819"],
     "docs/quantization.md": ["target: q8_0"],
     "docs/streaming.md": ["rows      the root", '{"prompt": '],

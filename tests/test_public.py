@@ -228,6 +228,9 @@ def test_a_wrong_call_is_refused_at_run_time(model, toy, call):
     ("fields", "field", "words"),
     [
         ({"max_new_tokenz": 3}, "max_new_tokenz", "unknown option 'max_new_tokenz'"),
+        ({"max_tokens": 3}, "max_tokens", "did you mean max_new_tokens"),
+        ({"temprature": 3}, "temprature", "did you mean temperature"),
+        ({"max_thinking_tokens": -1}, "max_thinking_tokens", "out of range"),
         ({"temperature": "hot"}, "temperature", "'hot' is not a number"),
         ({"top_k": 1.5}, "top_k", "is not an integer"),
         ({"seed": "x"}, "seed", "is not an integer"),

@@ -1,8 +1,10 @@
 """jetdraft chat: a conversation in the terminal."""
 
 import contextlib
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,17 +13,19 @@ from jetdraft.cli.command import Command, option
 from jetdraft.cli.console import announce_first_run, read_line, stats_line
 from jetdraft.errors import JetdraftError
 from jetdraft.runtime.conversation import Conversation
-from jetdraft.runtime.model import load
+from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.text.template import user_message
 
+QUOTES = '"""'  # Around a message of several lines.
 # What /help prints.
-HELP_TEXT = """/stats       print the stats of the last reply
+HELP_TEXT = f"""/stats       print the stats of the last reply
 /reset       start again
 /save FILE   save the conversation
 /load FILE   continue a saved conversation
-/quit        end, like Ctrl-D; Ctrl-C only stops a reply"""
+/quit        end, like Ctrl-D; Ctrl-C only stops a reply
+Lines between {QUOTES} and {QUOTES} are one message."""
 
 
 @click.command("chat", cls=Command)
@@ -33,8 +37,18 @@ HELP_TEXT = """/stats       print the stats of the last reply
     is_flag=True,
     help="Drop the oldest turns when the buffers are full.",
 )
+@option(
+    "prompt",
+    "--template",
+    "variables",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="Set a variable of the chat template, for example enable_thinking=false; may "
+    "be given several times.",
+)
 @flags.generate_options(
-    *("max_new_tokens", *flags.SAMPLING, *flags.CONSTRAINTS, "method", "drafting"),
+    *("max_new_tokens", "max_thinking_tokens", *flags.SAMPLING, *flags.CONSTRAINTS),
+    *("method", "drafting"),
     max_new_tokens=512,
 )
 @flags.runtime_options("store")
@@ -42,6 +56,7 @@ def command(
     bundle: Path,
     system: str | None,
     drop_oldest: bool,
+    variables: tuple[str, ...],
     runtime: LoadOptions,
     options: GenerateOptions,
 ) -> int:
@@ -49,17 +64,21 @@ def command(
     with load(bundle, **runtime) as model:
         announce_first_run(model)
         fields = flags.with_defaults(options, model)
-        talk = Conversation(model, system, drop_oldest, **fields)
+        template = {
+            name: _parse_value(value)
+            for name, value in flags.parse_settings(variables, "template").items()
+        }
+        talk = Conversation(model, system, drop_oldest, template=template, **fields)
         # Raises for a missing template or a bad option, before the first line is read.
-        model.stream(token_ids=model.chat_prompt([user_message("")]), **fields)
+        model.stream_reply(model.chat_prompt([user_message("")], **template), **fields)
         if sys.stdin.isatty():
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401
+            _start_terminal(model)
         failed = False
-        for line in iter(_read_line, None):
+        for line in iter(_read_message, None):
             if line.split()[:1] == ["/quit"]:
                 break
-            act = _run_command if line.startswith("/") else _print_reply
+            is_order = line.startswith("/") and "\n" not in line
+            act = _run_command if is_order else _print_reply
             try:
                 if line.strip():
                     act(talk, line)
@@ -69,25 +88,71 @@ def command(
     return 2 if failed and not sys.stdin.isatty() else 0
 
 
-def _read_line() -> str | None:
-    """Read a line; None at the end of input, "" after Ctrl-C or a bad line."""
+def _parse_value(text: str) -> Any:
+    """The value of a variable: JSON, or else the text itself."""
     try:
-        return input("> ") if sys.stdin.isatty() else read_line()
-    except EOFError:
-        return None
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _start_terminal(model: Model) -> None:
+    """Print the model's name and context; pasted lines come as one message."""
+    capacity = model.bundle.target.contract.capacity
+    click.echo(
+        f"{model.bundle.path.resolve().name}, {capacity} tokens of context; "
+        "/help, Ctrl-D to leave",
+        err=True,
+    )
+    with contextlib.suppress(ImportError):
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
+
+
+def _read_message() -> str | None:
+    """Read a line, or lines between quotes; None at the end of input.
+
+    Returns "" after Ctrl-C or a bad line.
+    """
+    try:
+        line = _read_line("> ")
+        if line is None or not line.startswith(QUOTES):
+            return line
+        text, more = line.removeprefix(QUOTES), _read_line("... ")
+        while more is not None:
+            text += f"\n{more}"
+            more = None if text.rstrip().endswith(QUOTES) else _read_line("... ")
+        return text.rstrip().removesuffix(QUOTES)
     except KeyboardInterrupt:
-        click.echo()
+        click.echo("\nCtrl-D or /quit leaves", err=True)
         return ""
     except UnicodeDecodeError:  # of a terminal
         click.echo("error: the line is not UTF-8; write it again", err=True)
         return ""
 
 
+def _read_line(prompt: str) -> str | None:
+    """Read a line; None at the end of input."""
+    with contextlib.suppress(EOFError):
+        return input(prompt) if sys.stdin.isatty() else read_line()
+    return None
+
+
 def _print_reply(talk: Conversation, line: str) -> None:
-    """Send a line to the model and print its reply; Ctrl-C ends the reply only."""
+    """Send a line to the model and print its reply; Ctrl-C ends the reply only.
+
+    A terminal shows the thought too, dimmed.
+    """
+    shows_thoughts, after_thought = sys.stdout.isatty(), False
     with contextlib.suppress(KeyboardInterrupt):  # the reply so far is kept
-        for piece in talk.say(line):
-            click.echo(piece.text, nl=False)
+        for piece in talk.say(line.strip("\n")):
+            if piece.thought and shows_thoughts:
+                click.secho(piece.thought, nl=False, dim=True)
+                after_thought = True
+            if piece.text:
+                click.echo("\n\n" * after_thought + piece.text, nl=False)
+                after_thought = False
     click.echo()
 
 

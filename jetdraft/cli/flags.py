@@ -69,7 +69,7 @@ def generate_options(*names: str, **defaults: Any) -> Decorator:
             for field in {"json_schema", "grammar"} & options.keys():
                 options[field] = read_input(options[field])
             if "drafting" in options:
-                options["drafting"] = _parse_drafting(options["drafting"])
+                options["drafting"] = parse_settings(options["drafting"])
             return function(options=options, **others)
 
         return as_options(command)
@@ -77,14 +77,14 @@ def generate_options(*names: str, **defaults: Any) -> Decorator:
     return decorate
 
 
-def _parse_drafting(values: Sequence[str]) -> dict[str, str]:
+def parse_settings(values: Sequence[str], flag: str = "drafting") -> dict[str, str]:
     """Parse values of the form KEY=VALUE into a dict; raises `BadParameter`."""
     settings = {}
     for value in values:
         key, separator, text = value.partition("=")
         if not separator:
             raise click.BadParameter(
-                f"{value!r} is not KEY=VALUE", param_hint="'--drafting'"
+                f"{value!r} is not KEY=VALUE", param_hint=f"'--{flag}'"
             )
         settings[key.replace("-", "_")] = text
     return settings

@@ -1,10 +1,10 @@
 """Conversations: turns that add to one text."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from jetdraft.errors import JetdraftError, LengthError, OptionError, reason_of
 from jetdraft.files import write_text
@@ -27,7 +27,8 @@ class Conversation:
     The keyword arguments are `Model.generate`'s options. Where the turns would exceed
     the buffers, `drop_oldest` drops whole turns, oldest first; without it `OptionError`
     is raised. If the model calls `tools`, `calls` has the calls of the last reply, and
-    `answer` gives their results.
+    `answer` gives their results. The chat template reads the variables in `template`,
+    and decides which thoughts of earlier turns the model sees.
 
         talk = Conversation(model, system="Be brief.", max_new_tokens=64)
         for piece in talk.say("Hello"):
@@ -40,11 +41,14 @@ class Conversation:
         system: str | None = None,
         drop_oldest: bool = False,
         tools: Tools | None = None,
+        template: Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> None:
         self.model = model
         self.drop_oldest = drop_oldest
         self.tools = None if tools is None else model.fitted(tools)
+        functions = None if tools is None else tools.functions
+        self._variables = {"tools": functions, **(template or {})}
         self.options = options
         self._opening = [{"role": "system", "content": system}] if system else []
         self.messages: list[Message] = list(self._opening)
@@ -93,10 +97,7 @@ class Conversation:
     ) -> Iterator[Piece]:
         fields: GenerateOptions = {**self.options, **options}
         messages, ids = self._fit_messages([*self.messages, *added], fields)
-        if self.tools is None:
-            self._stream = self.model.stream(token_ids=ids, **fields)
-        else:
-            self._stream = self.model.stream_calls(self.tools, ids, **fields)
+        self._stream = self.model.stream_reply(ids, tools=self.tools, **fields)
         return self._yield_reply(messages, self._stream)
 
     def _yield_reply(self, messages: list[Message], stream: Stream) -> Iterator[Piece]:
@@ -115,10 +116,12 @@ class Conversation:
         stream.close()
         self.last = stream.result()
         reply: Message = {"role": "assistant", "content": self.last.text}
-        if self.tools is not None and (calls := self.tools.calls(self.last.text)):
+        if self.last.thought:
+            reply["reasoning_content"] = self.last.thought
+        calls, said = self.tools.read(self.last.text) if self.tools else ([], "")
+        if calls:
             self.last = replace(self.last, calls=calls)
-            shown = self.tools.shown(self.last.text)
-            reply["content"] = self.last.text[:shown].strip()
+            reply["content"] = said.strip()
             reply["tool_calls"] = [call.for_template() for call in calls]
         self.messages = [*messages, reply]
         self._stream = None
@@ -156,7 +159,6 @@ class Conversation:
         capacity = self.model.bundle.target.contract.capacity
         reply_tokens = Options.of(**options).ending.max_new_tokens
         first = len(self._opening)
-        variables = {} if self.tools is None else {"tools": self.tools.functions}
         room = capacity
         while True:
             turns = [
@@ -164,7 +166,7 @@ class Conversation:
             ]
             can_drop = self.drop_oldest and len(turns) > 1
             try:
-                prompt = self.model.chat_prompt(messages, **variables)
+                prompt = self.model.chat_prompt(messages, **self._variables)
             except LengthError:  # of characters, so the tokens were not counted
                 if not can_drop:
                     raise

@@ -35,8 +35,15 @@ from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Logprob
 from jetdraft.runtime.sampling.processors import LogitsProcessor, PenaltyProcessor
 from jetdraft.runtime.text.codec import CHARACTERS_PER_TOKEN
-from jetdraft.runtime.text.constraint import Matcher
-from jetdraft.runtime.text.stops import CANCELLED, INTERRUPTED, LENGTH, StopWatcher
+from jetdraft.runtime.text.constraint import AnswerMatcher, Matcher, ThoughtRules
+from jetdraft.runtime.text.stops import (
+    CANCELLED,
+    INTERRUPTED,
+    LENGTH,
+    StopWatcher,
+    Thinking,
+    ThoughtReader,
+)
 
 PROMPT_END = 16  # Tokens of a prompt before its prediction, which make the first match.
 
@@ -46,8 +53,8 @@ class Generation:
 
     The constructor checks all options, and compiles the constraint if `prepared`; else
     `run` does. `source` is what the encoder of an encoder-decoder reads. `rules` are
-    processors that the model needs: they change logits before the constraint does.
-    Raises `OptionError`.
+    processors that the model needs: they change logits before the constraint does. With
+    `thinking` the text is a reply that may begin with a thought. Raises `OptionError`.
 
         generation = Generation(parts, planner, [5, 8, 9], Options())
         for piece in generation.run():
@@ -64,6 +71,7 @@ class Generation:
         prepared: bool = False,
         source: SourceInput = (),
         rules: Sequence[LogitsProcessor] = (),
+        thinking: Thinking | None = None,
     ) -> None:
         _check_options(options, parts)
         drafting, ending = options.drafting, options.ending
@@ -71,16 +79,16 @@ class Generation:
         ends = () if ending.ignore_eos else parts.bundle.eos_token_ids
         # The special tokens that a constraint admits write a part of it.
         special = options.constraint is not None
-        text = parts.text.stream(prompt, ends, special)
-        self.watcher = StopWatcher(text, ends, ending.stops, ending.max_seconds)
+        text, thoughts = parts.text.stream(prompt, ends, special), None
+        if thinking is not None:
+            thoughts = ThoughtReader(thinking, thinking.state(parts.text, prompt))
+        seconds = ending.max_seconds
+        self.watcher = StopWatcher(text, ends, ending.stops, seconds, thoughts)
         # Reads the same tokens as the watcher's; gives the bytes of tokens to come.
         self._namer = parts.text.stream(prompt, ends, special)
-        self._matcher: Matcher | None = None
-        if options.constraint is not None:
-            must_end = self.watcher.must_end
-            self._matcher = Matcher(
-                parts.vocabulary, options.constraint, len(prompt), must_end
-            )
+        thought_rules = self._thought_rules(prompt, thinking)
+        self._matcher = self._make_matcher(len(prompt), thought_rules)
+        rules = [*rules, thought_rules] if thought_rules else rules
         if prepared:
             self.prepare()
         learns = not drafting.select_kv  # the text may not be the model's
@@ -106,6 +114,25 @@ class Generation:
         # Tokens of the last round that are not proven yet.
         self._carried: list[int] = []
         self._target: Target = parts.target
+
+    def _thought_rules(
+        self, prompt: list[int], thinking: Thinking | None
+    ) -> ThoughtRules | None:
+        """The rules of a thought that has a limit or comes before a constraint."""
+        most, parts = self.options.ending.max_thinking_tokens, self.parts
+        is_free = self.options.constraint is None
+        if thinking is None or (is_free and most is None):
+            return None
+        ends = parts.bundle.eos_token_ids
+        return ThoughtRules(thinking, parts.text, prompt, most, ends, is_free)
+
+    def _make_matcher(self, start: int, rules: ThoughtRules | None) -> Matcher | None:
+        """The matcher of the constraint, if there is a constraint."""
+        constraint, must_end = self.options.constraint, self.watcher.must_end
+        if constraint is None:
+            return None
+        given = self.parts.vocabulary, constraint, start, must_end
+        return AnswerMatcher(rules, *given) if rules else Matcher(*given)
 
     def prepare(self) -> None:
         """Compile the constraint, unless that is done; raises `OptionError`."""
@@ -182,8 +209,9 @@ class Generation:
             yield from self._decode(sequence, start)
         finally:
             prefix.record(sequence, exact)
-        if rest := self.watcher.rest():
-            yield Piece(rest, [], 0)
+        rest, thought = self.watcher.rest(), self.watcher.take_thought()
+        if rest or thought:
+            yield Piece(rest, [], 0, thought=thought)
 
     def _predicted(self) -> list[int]:
         """The end of the prompt and the tokens of `prediction`, which may follow it."""
@@ -248,6 +276,7 @@ class Generation:
             count = len(tokens)
             sequence.extend(tokens)
             self.stats.add(round_, count)
+            self.stats.thought_tokens = watcher.thought_tokens
             if self.stats.target_passes == 1:
                 first_seconds = self._session_seconds()
             elapsed = time.perf_counter() - start - self.stats.waited_seconds
@@ -259,6 +288,7 @@ class Generation:
                 min(piece.from_draft, count),
                 [self._with_names(entry) for entry in piece.logprobs[:count]],
                 watcher.texts,
+                watcher.take_thought(),
             )
 
     def _run_round(self, context: Sequence[int], limit: int) -> tuple[Round, Piece]:

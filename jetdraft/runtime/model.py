@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,13 +36,14 @@ from jetdraft.runtime.speech.transcription import (
 from jetdraft.runtime.stream import AsyncStream, Stream
 from jetdraft.runtime.text.codec import check_characters, check_ids
 from jetdraft.runtime.text.constraint import Constraint
+from jetdraft.runtime.text.stops import Thinking
 from jetdraft.runtime.text.template import (
     ChatTemplate,
     Message,
     check_messages,
     read_template,
 )
-from jetdraft.runtime.text.tools import BEGIN_TAG, END_TAG, Tools
+from jetdraft.runtime.text.tools import CallFormat, Tools
 from jetdraft.runtime.text.worker_process import Vocabulary
 
 
@@ -88,6 +89,10 @@ class Model:
         self.method = method or AUTO
         if method is not None:
             self.planner.proposer_set(Drafting(method))  # refuses an unknown method
+
+    def __repr__(self) -> str:
+        methods = ", ".join(self.methods) if self._planner else "closed"
+        return f"<Model {self.bundle.path}: {methods}>"
 
     @property
     def parts(self) -> LoadedBundle:
@@ -193,11 +198,14 @@ class Model:
         token_ids: Sequence[int] | Int64s | None,
         fields: GenerateOptions,
         prepared: bool = False,
+        thinking: Thinking | None = None,
     ) -> Generation:
         """Make a generation, with its constraint compiled if `prepared`."""
         options, parts = self._as_options(options, fields), self.parts
         source, ids = parts.split_prompt(self.prompt(prompt, token_ids).tolist())
-        return Generation(parts, self.planner, ids, options, prepared, source)
+        return Generation(
+            *(parts, self.planner, ids, options, prepared, source), thinking=thinking
+        )
 
     def _as_options(self, options: Options | None, fields: GenerateOptions) -> Options:
         """The `options`, or new ones made of `fields`; raises `OptionError`."""
@@ -293,68 +301,98 @@ class Model:
         options: Options | None = None,
         *,
         tools: Tools | None = None,
+        template: Mapping[str, Any] | None = None,
         **fields: Unpack[GenerateOptions],
     ) -> Result:
         """Generate the assistant's next message; see `Conversation` for several turns.
 
-        The message may call `tools`: the result has the calls in `calls`.
+        The result has the model's `thought` apart from its text, and the `calls` of
+        `tools` in the message. The chat template reads the variables in `template`.
 
-        model.chat([{"role": "user", "content": "Hello"}], max_new_tokens=32).text
+        ask = [{"role": "user", "content": "Hello"}]
+        model.chat(ask, max_new_tokens=32, template={"enable_thinking": False}).text
         """
-        if tools is None:
-            ids = self.chat_prompt(messages)
-            return self.generate(None, options, token_ids=ids, **fields)
-        tools = self.fitted(tools)
-        ids = self.chat_prompt(messages, tools=tools.functions)
-        result = self.stream_calls(tools, ids, options, **fields).result()
-        return replace(result, calls=tools.calls(result.text))
+        tools = None if tools is None else self.fitted(tools)
+        functions = None if tools is None else tools.functions
+        ids = self.chat_prompt(messages, **{"tools": functions, **(template or {})})
+        result = self.stream_reply(ids, options, tools=tools, **fields).result()
+        calls = [] if tools is None else tools.calls(result.text)
+        return replace(result, calls=calls)
 
     def fitted(self, tools: Tools) -> Tools:
-        """Return `tools` with the tags that the chat template puts around calls."""
-        tags = (BEGIN_TAG, END_TAG) if BEGIN_TAG in self.template.source else ()
-        return replace(tools, tags=tuple(map(self.parts.text.to_lark, tags)))
+        """Return `tools` with the format of calls in the chat template."""
+        form, lark = CallFormat.of(self.template.source), self.parts.text.to_lark
+        return replace(tools, format=form, lark=lark)
 
-    def stream_calls(
+    def stream_reply(
         self,
-        tools: Tools,
         token_ids: Sequence[int] | Int64s,
         options: Options | None = None,
+        *,
+        tools: Tools | None = None,
         **fields: Unpack[GenerateOptions],
     ) -> Stream:
-        """Start a `stream` whose text may call `tools`, which `fitted` returned.
+        """Start a `stream` of a reply to a `chat_prompt`; pieces have a `thought` too.
+
+        The text may call `tools`, which `fitted` returned.
 
         ids = model.chat_prompt(messages, tools=tools.functions)
-        model.stream_calls(model.fitted(tools), ids)
+        model.stream_reply(ids, tools=model.fitted(tools))
         """
-        grammar = Constraint("grammar", tools.grammar())
-        if options is not None:
-            options = replace(options, constraint=grammar)
-        else:
-            fields["grammar"] = grammar.source
+        thinking = self.template.thinking
+        if tools is not None:
+            if thinking is not None and tools.format.turn:
+                thinking = replace(thinking, rest="")  # the grammar has the turn
+            grammar = Constraint("grammar", tools.grammar())
+            if options is not None:
+                options = replace(options, constraint=grammar)
+            else:
+                fields["grammar"] = grammar.source
+        given = None, options, token_ids, fields, True, thinking
         try:
-            return self.stream(None, options, token_ids=token_ids, **fields)
+            return Stream(self._make_generation(*given))
         except ConstraintError as error:
+            if tools is None:
+                raise
             raise OptionError(
                 "the tools take too much time or memory; make their schemas simpler",
                 "tools",
             ) from error
         except OptionError as error:
-            if error.field == "grammar":
+            if tools is not None and error.field == "grammar":
                 tools.check(self.vocabulary)  # names the tool
             raise
 
-    def chat_prompt(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+    def chat_prompt(
+        self, messages: Sequence[Message], /, **variables: Any
+    ) -> list[int]:
         """Return the token ids of messages in the checkpoint's chat template.
 
         The template reads `variables` too, such as `tools`. Raises `LengthError` for
         more characters than can fit, and `OptionError` for a speech model.
 
-            model.stream(token_ids=model.chat_prompt(messages))
+            model.stream_reply(model.chat_prompt(messages))
         """
         self.parts.split_prompt([])
         text = self.template.render(check_messages(messages), **variables)
         check_characters(len(text), self.bundle.target.contract.capacity)
         return self.parts.text.encode(text, add_special=False)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text's tokens, as of a prompt; raises `OptionError`.
+
+        len(model.encode("def fib(n):"))  # how many tokens it has
+        """
+        return self.parts.text.encode(text)
+
+    def decode(self, token_ids: Sequence[int] | Int64s) -> str:
+        """The text of some tokens, special tokens included; raises `OptionError`.
+
+        model.decode(model.generate("def fib(n):").token_ids)
+        """
+        contract = self.bundle.target.contract
+        ids = check_ids(token_ids, contract).tolist() if len(token_ids) else []
+        return self.parts.text.decode(ids)
 
     def prompt(
         self, prompt: str | None = None, token_ids: Sequence[int] | Int64s | None = None

@@ -15,7 +15,8 @@ class Piece:
 
     The first `from_draft` of the `token_ids` had been drafted. `logprobs` has an entry
     for each token if asked for. `texts` has the text that each token completed, also
-    what may become a stop string.
+    what may become a stop string. In a chat `thought` is what the model thinks, which
+    is not in `text`.
     """
 
     text: str
@@ -23,6 +24,7 @@ class Piece:
     from_draft: int
     logprobs: list[Logprob] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    thought: str = ""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Result:
     "stop" (end of text or a stop string), "length", "cancelled", "deadline" or
     "interrupted". If a stop string ended the text, the last token completed it. `calls`
     are the calls in the text, where `Model.chat` had tools. `texts` has the text that
-    each token completed, the stop string too.
+    each token completed, the stop string too. In a chat `thought` is what the model
+    thought before, which is not in `text`.
 
         model.generate("def fib(n):").text
     """
@@ -47,6 +50,10 @@ class Result:
     logprobs: list[Logprob] | None = None
     calls: list[ToolCall] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    thought: str = ""
+
+    def __str__(self) -> str:
+        return self.text
 
     @classmethod
     def of(cls, pieces: list[Piece], stats: Stats, with_logprobs: bool) -> Self:
@@ -65,4 +72,5 @@ class Result:
             ],
             logprobs=logprobs if with_logprobs else None,
             texts=[text for piece in pieces for text in piece.texts],
+            thought="".join(piece.thought for piece in pieces),
         )

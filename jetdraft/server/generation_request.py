@@ -23,6 +23,7 @@ OPTION_FIELDS = (
     *("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
     *("top_k", "min_p", "repetition_penalty", "method", "num_draft_tokens"),
     *("ignore_eos", "max_seconds", "json_schema", "regex", "grammar"),
+    "max_thinking_tokens",
 )
 # Other fields that are read.
 READ_FIELDS = (
@@ -30,11 +31,12 @@ READ_FIELDS = (
     *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n"),
     *("prompt", "echo", "suffix", "best_of", "prediction"),
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
+    *("chat_template_kwargs", "enable_thinking", "reasoning_effort"),
 )
 # Fields that OpenAI, Anthropic, Ollama and llama.cpp document and that change nothing
 # here; they are accepted, and a header of the answer names them.
 IGNORED_FIELDS = (
-    *("metadata", "store", "service_tier", "verbosity", "reasoning_effort", "include"),
+    *("metadata", "store", "service_tier", "verbosity", "include"),
     *("safety_identifier", "user", "prompt_cache_key", "prompt_cache_options"),
     *("prompt_cache_retention", "truncation", "max_tool_calls", "context_management"),
     *("cache_control", "inference_geo", "thinking", "keep_alive", "cache_prompt"),
@@ -73,11 +75,12 @@ MAX_SOURCE_CHARS = 64_000
 class GenerationRequest:
     """A request for a text, read from a JSON object.
 
-    `prompts` are texts or token ids, empty for a chat with `messages`; `n` texts are
-    written for each. `suffix` follows the text, and `echo` puts the prompt before it.
-    `options` are keywords of `Model.generate`. `streamed` asks for chunks, `drafted`
-    for a mark on each token that was drafted, and `usage` for a last chunk with counts.
-    `ignored` names fields of the body that change nothing.
+    `prompts` are texts or token ids, empty for a chat with `messages`, whose template
+    reads the variables in `template`; `n` texts are written for each. `suffix` follows
+    the text, and `echo` puts the prompt before it. `options` are keywords of
+    `Model.generate`. `streamed` asks for chunks, `drafted` for a mark on each token
+    that was drafted, and `usage` for a last chunk with counts. `ignored` names fields
+    of the body that change nothing.
     """
 
     prompts: list[Prompt]
@@ -91,6 +94,7 @@ class GenerationRequest:
     usage: bool
     drafted: bool
     ignored: list[str]
+    template: dict[str, Any]
 
     @classmethod
     def of(
@@ -124,6 +128,7 @@ class GenerationRequest:
             usage=isinstance(chunks, dict) and bool(chunks.get("include_usage")),
             drafted=body.get("include_drafted", False),
             ignored=ignored,
+            template=_read_template_variables(body),
         )
 
     @property
@@ -153,8 +158,10 @@ class GenerationRequest:
 
     def _stream(self, model: Model, prompt: Prompt, options: dict[str, Any]) -> Stream:
         functions = [] if self.tools is None else self.tools.functions
-        count = _count_characters([prompt, self.suffix, self.messages, functions])
-        check_characters(count, model.parts.target.contract.capacity)
+        read = [prompt, self.suffix, self.messages, functions, self.template]
+        check_characters(
+            _count_characters(read), model.parts.target.contract.capacity
+        )
         if self.suffix:
             ids, ends = _fill_ids(model, prompt, self.suffix)
             stops = options.get("stop") or []
@@ -164,10 +171,9 @@ class GenerationRequest:
             return model.stream(token_ids=prompt, **options)
         if self.prompts:
             return model.stream(prompt, **options)
-        if self.tools is None:
-            return model.stream(token_ids=model.chat_prompt(self.messages), **options)
-        ids = model.chat_prompt(self.messages, tools=functions)
-        return model.stream_calls(self.tools, ids, **options)
+        variables = {"tools": functions or None, **self.template}
+        ids = model.chat_prompt(self.messages, **variables)
+        return model.stream_reply(ids, tools=self.tools, **options)
 
 
 def _fill_ids(model: Model, prefix: Prompt, suffix: str) -> tuple[list[int], list[str]]:
@@ -243,6 +249,20 @@ def _count_characters(value: object) -> int:
             for key, item in value.items()
         )
     return sum(map(_count_characters, value)) if isinstance(value, list) else 0
+
+
+def _read_template_variables(body: Body) -> dict[str, Any]:
+    """The variables of the chat template; raises `RequestError`."""
+    variables = body.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise RequestError(
+            "chat_template_kwargs must be an object", "chat_template_kwargs"
+        )
+    names = ("enable_thinking", "reasoning_effort")
+    given = {name: body[name] for name in names if body.get(name) is not None}
+    if given.get("reasoning_effort") == "none":
+        given.setdefault("enable_thinking", False)
+    return given | variables
 
 
 def _read_tools(body: Body, options: dict[str, Any]) -> Tools | None:

@@ -61,8 +61,11 @@ def _read(asked: Json) -> tuple[Json, bool]:
         body["response_format"] = {"type": form["type"], "json_schema": form}
     if "effort" in output:
         body["reasoning_effort"] = output["effort"]
-    if body.get("thinking", {}).get("type") == "disabled":
-        body["reasoning_effort"] = "none"
+    match body.get("thinking"):
+        case {"type": "disabled"}:
+            body["reasoning_effort"] = "none"
+        case {"budget_tokens": budget}:
+            body["max_thinking_tokens"] = budget
     return body, True
 
 

@@ -68,7 +68,8 @@ class Reply:
 
     def _begin(self) -> None:
         """Begin another text of the request."""
-        self._index, self._text, self._sent = len(self.results), "", 0
+        self._index, self._text = len(self.results), ""
+        self._sent = self._sent_calls = 0
         self._unsent_fields: dict[str, list[Any]] = {}
         # The characters of the text before the next token, for text_offset.
         self._text_offset = 0
@@ -81,15 +82,16 @@ class Reply:
 
     def _choice(self, result: Result) -> Json:
         self._begin()
-        calls = self._read_calls(result.text)
+        calls, said = self._read_calls(result.text)
         self._end(result, calls)
         choice: Json = {"index": self._index, "finish_reason": self.reason}
         if self.chat:
             message: Json = {"role": "assistant", "refusal": None}
             message["content"] = result.text
+            if result.thought:
+                message["reasoning_content"] = result.thought
             if calls:
-                before = result.text[: self._sendable_length(result.text)].strip()
-                message |= {"content": before or None, "tool_calls": calls}
+                message |= {"content": said.strip() or None, "tool_calls": calls}
             choice["message"] = message
         else:
             choice["text"] = self._echo() + result.text
@@ -131,23 +133,36 @@ class Reply:
             flags = [i < piece.from_draft for i in range(len(piece.token_ids))]
             tokens = _draft_marks(piece.texts, flags)
             self._unsent_fields.setdefault("tokens", []).extend(tokens)
-        return self._text_chunks(self._sendable_length(self._text))
+        chunks = []
+        if piece.thought:
+            thought = {"reasoning_content": piece.thought}
+            chunks.append(self._chunk(thought, **self._take_fields()))
+        chunks += self._text_chunks(self._sendable_length(self._text))
+        return chunks + self._call_chunks()[0]
 
     def last_chunks(self, result: Result) -> list[Json]:
         """Return the last chunks: text kept or tool calls, finish reason, and usage."""
-        calls = self._read_calls(self._text)
-        chunks = [] if calls else self._text_chunks(len(self._text))
-        for index, call in enumerate(calls):
-            arguments = call["function"]["arguments"]
-            call["function"] = {**call["function"], "arguments": ""}
-            for part in (call, {"function": {"arguments": arguments}}):
-                delta = {"tool_calls": [{"index": index, **part}]}
-                chunks.append(self._chunk(delta, **self._take_fields()))
+        chunks, calls, said = self._call_chunks()
+        self._text = said.rstrip() if calls else said
+        chunks += self._text_chunks(len(self._text))
         self._end(result, calls)
         chunks.append(self._chunk({}, finish_reason=self.reason))
         if self.request.usage and len(self.results) == self.request.count:
             chunks.append({**chunks[-1], "choices": [], "usage": self.usage})
         return chunks
+
+    def _call_chunks(self) -> tuple[list[Json], list[Json], str]:
+        """Return chunks of calls that became whole, all calls, and the other text."""
+        calls, said = self._read_calls(self._text)
+        chunks = []
+        for index, call in enumerate(calls[self._sent_calls :], self._sent_calls):
+            arguments = call["function"]["arguments"]
+            call["function"] = {**call["function"], "arguments": ""}
+            for part in (call, {"function": {"arguments": arguments}}):
+                delta = {"tool_calls": [{"index": index, **part}]}
+                chunks.append(self._chunk(delta, **self._take_fields()))
+        self._sent_calls = len(calls)
+        return chunks, calls, said
 
     def _text_chunks(self, end: int) -> list[Json]:
         """Return the chunk of the unsent text up to `end`, or []; marks it as sent."""
@@ -179,10 +194,10 @@ class Reply:
         usage = {"usage": None} if self.request.usage else {}
         return {**self._head, "object": kind, "choices": [choice], **usage}
 
-    def _read_calls(self, text: str) -> list[Json]:
-        """The tool calls in a text, as OpenAI's objects; none without tools."""
-        calls = [] if self._tools is None else self._tools.calls(text)
-        return [call.for_openai() for call in calls]
+    def _read_calls(self, text: str) -> tuple[list[Json], str]:
+        """The tool calls in a text, as OpenAI's objects, and the text without them."""
+        calls, said = ([], text) if self._tools is None else self._tools.read(text)
+        return [call.for_openai() for call in calls], said
 
     def _logprobs_field(self, entries: Sequence[tuple[Logprob, str]]) -> Json | None:
         """Return the field logprobs for tokens and their texts; None if unwanted."""
@@ -261,6 +276,6 @@ def _usage_field(results: Sequence[Result], n: int) -> Json:
             "rejected_prediction_tokens": evaluated
             - sum(s.accepted_tokens for s in stats),
             "audio_tokens": 0,
-            "reasoning_tokens": 0,
+            "reasoning_tokens": sum(s.thought_tokens for s in stats),
         },
     }

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -13,6 +14,7 @@ import jetdraft as package
 from tests.cli.running import INTERRUPTIBLE, assert_refused, jetdraft, succeed
 from tests.runtime.test_conversation import TEMPLATE, with_template
 
+ASKS = "\x1b[?2004h> "  # It takes pasted lines.
 GIVEN = ("--max-new-tokens", "8", "--threads", "1")
 
 
@@ -82,22 +84,59 @@ def read_until(fd, wanted, seconds=60.0):
     return shown
 
 
-def test_ctrl_c_stops_a_reply_and_not_the_program(chatty):
+def test_lines_between_quotes_are_one_message(chatty, tmp_path):
+    lines = ['"""one', "", 'two"""', '"""', "/three", '"""', f"/save {tmp_path}/a"]
+    result = jetdraft("chat", chatty, *GIVEN, stdin="\n".join(lines))
+    assert result.exit_code == 0, result.stderr
+    saved = json.loads((tmp_path / "a").read_text())
+    assert [m["content"] for m in saved[::2]] == ["one\n\ntwo", "/three"]
+
+
+@contextmanager
+def terminal(*arguments):
+    """A chat in a terminal, and the terminal."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", INTERRUPTIBLE, "chat", str(chatty)]
-    command += ["--max-new-tokens", "200", "--threads", "1"]
+    command = [sys.executable, "-c", INTERRUPTIBLE, "chat", *map(str, arguments)]
     process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
-    )
+        [*command, "--threads", "1"], stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True, env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
     os.close(theirs)
-    read_until(ours, "> ")
-    os.write(ours, b"hello\n")
-    read_until(ours, "hello\r\n")
-    select.select([ours], [], [], 60)
-    process.send_signal(signal.SIGINT)
-    read_until(ours, "> ")
-    os.write(ours, b"/stats\n")
-    assert "tokens in" in read_until(ours, "tokens kept\r\n> ")
+    yield process, ours
     os.write(ours, b"\x04")
     assert process.wait(30) == 0
     os.close(ours)
+
+
+def test_a_terminal_shows_the_context_and_thoughts_and_takes_pastes(bundle, tmp_path):
+    source = TEMPLATE + "{% if thinks %}<think>{% endif %}{# </think> #}"
+    folder = with_template(bundle, tmp_path / "thinker", source)
+    given = ("--max-new-tokens", 60, "--max-thinking-tokens", 5)
+    thinks = ("--template", "thinks=true")
+    with terminal(folder, *given, *thinks) as (_, shown):
+        assert "thinker, 256 tokens of context; /help" in read_until(shown, "> ")
+        os.write(shown, b"\x1b[200~one\ntwo\x1b[201~\n")
+        assert "\x1b[2m" in read_until(shown, ASKS)
+        os.write(shown, f"/save {tmp_path}/a\n/stats\n".encode())
+        read_until(shown, f"tokens kept\r\n{ASKS}")
+    said, reply = json.loads((tmp_path / "a").read_text())
+    assert said["content"] == "one\ntwo"
+    result = jetdraft("chat", folder, *given, *thinks, "--threads", "1", stdin="one")
+    assert reply["reasoning_content"] not in result.stdout
+    wrong = jetdraft("chat", folder, "--template", "thinks", stdin="")
+    assert_refused(wrong, "'thinks' is not KEY=VALUE")
+
+
+def test_ctrl_c_stops_a_reply_and_not_the_program(chatty):
+    with terminal(chatty, "--max-new-tokens", 200) as (process, ours):
+        read_until(ours, "> ")
+        os.write(ours, b"hello\n")
+        read_until(ours, "hello\r\n\x1b[?2004l")
+        select.select([ours], [], [], 60)
+        process.send_signal(signal.SIGINT)
+        read_until(ours, "> ")
+        os.write(ours, b"/stats\n")
+        assert "tokens in" in read_until(ours, f"tokens kept\r\n{ASKS}")
+        while not select.select([ours], [], [], 1)[0]:
+            process.send_signal(signal.SIGINT)
+        read_until(ours, f"/quit leaves\r\n{ASKS}")

@@ -11,6 +11,7 @@ from jetdraft.bundle import CHAT_TEMPLATE, Bundle
 from jetdraft.errors import JetdraftError, LengthError, OptionError, OutputError
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.text.template import ChatTemplate, user_message
+from tests.tiny import VOCAB_SIZE, tokenizer
 
 TEMPLATE = """\
 {%- for message in messages %}
@@ -21,11 +22,17 @@ TEMPLATE = """\
 OPTIONS = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0.8, "seed": 1}
 
 
-def with_template(bundle, folder, source):
+def with_template(bundle, folder, source, added=()):
+    """The bundle with a template and added tokens, the second of them ends a text."""
     others = shutil.ignore_patterns("bundle.json", "profiles")
     shutil.copytree(bundle, folder, ignore=others)
     (folder / CHAT_TEMPLATE).write_text(source)
-    replace(Bundle.open(bundle), path=folder, files={}).save()
+    opened = replace(Bundle.open(bundle), path=folder, files={})
+    if added:
+        tokenizer(added=added).save(str(folder / "tokenizer.json"))
+        ends = (VOCAB_SIZE - len(added) + 1, 0)
+        opened = replace(opened, eos_token_ids=ends, special_tokens={})
+    opened.save()
     return folder
 
 

@@ -190,6 +190,17 @@ def test_a_seed_chooses_a_sampled_text_alone(model, temperature, texts):
     assert len({tuple(result.token_ids) for result in results}) == texts
 
 
+def test_tokens_are_counted_and_a_model_and_its_result_can_be_printed(model):
+    ids = model.encode("def f(é):")
+    assert ids == model.prompt("def f(é):").tolist()
+    assert (model.decode(ids), model.decode([])) == ("def f(é):", "")
+    with pytest.raises(OptionError, match="outside the vocabulary"):
+        model.decode([10**6])
+    assert repr(model).startswith(f"<Model {model.bundle.path}: none, ")
+    result = model.generate("def", max_new_tokens=4)
+    assert f"{result}" == result.text
+
+
 def test_a_closed_model_says_so(bundle, tmp_path):
     model = jetdraft.load(bundle, threads=1)
     twin = model.twin()

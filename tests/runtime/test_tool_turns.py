@@ -4,22 +4,20 @@ import contextlib
 import io
 import json
 import re
-import shutil
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 from tokenizers import AddedToken
 
-from jetdraft import Conversation, Options, Pool, Tools
-from jetdraft.bundle import CHAT_TEMPLATE, Bundle
+from jetdraft import Conversation, Options, Pool, Tools, load
 from jetdraft.errors import OptionError
 from jetdraft.runtime.text.template import user_message
 from jetdraft.server.app import Service
+from tests.runtime.test_conversation import with_template
+from tests.runtime.text.test_tools import allowed
 from tests.server.serving import served
-from tests.tiny import VOCAB_SIZE, tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs" / "embedding.md"
 SENSORS = ["battery", "speed", "light"]
@@ -173,17 +171,11 @@ DRAFTS = [
 @pytest.fixture(scope="module", params=["Qwen", "special"])
 def pool(bundle, tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("token-tools") / "bundle"
-    others = shutil.ignore_patterns("bundle.json", "profiles")
-    shutil.copytree(bundle, folder, ignore=others)
     added = [
         AddedToken(text, special=special or request.param == "special")
         for text, special in ADDED.items()
     ]
-    tokenizer(added=added).save(str(folder / "tokenizer.json"))
-    (folder / CHAT_TEMPLATE).write_text(TEMPLATE)
-    ends = (VOCAB_SIZE - len(added) + 1, 0)
-    opened = replace(Bundle.open(bundle), path=folder, eos_token_ids=ends, files={})
-    replace(opened, special_tokens={}).save()
+    with_template(bundle, folder, TEMPLATE, added)
     with Pool(folder, 1, threads=1) as pool:
         yield pool
 
@@ -230,7 +222,7 @@ def test_calls_are_written_by_their_tokens(model, choice, way):
         assert drafted.stats.drafted_tokens
         fitted = model.fitted(tools)
         ids = model.chat_prompt(MESSAGES, tools=tools.functions)
-        with model.stream_calls(fitted, ids, **draft, **options) as stream:
+        with model.stream_reply(ids, tools=fitted, **draft, **options) as stream:
             assert "".join(piece.text for piece in stream) == plain.text
 
 
@@ -303,3 +295,212 @@ def test_the_server_gives_the_same_calls(client, model, way):
 
 def of(calls):
     return [(c.function.name, json.loads(c.function.arguments)) for c in calls]
+
+
+# --- thoughts -------------------------------------------------------------------------
+
+THINKING = """\
+{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content and keep %}<think>
+{{ message.reasoning_content }}
+</think>
+
+{% endif %}{{ message.content }}<|im_end|>
+{% endfor %}{{ '<|im_start|>assistant\n' }}
+{%- if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}
+{%- elif opens %}{{ '<think>\n' }}{% endif %}"""
+HARMONY = """\
+{% for message in messages %}<|start|>{{ message.role }}<|message|>
+{{- message.content }}<|end|>{% endfor %}<|start|>assistant
+{#- <|channel|>analysis<|message|> <|channel|>commentary to=functions. #}"""
+THOUGHT_TOKENS = {
+    "tags": {"<|im_start|>": True, "<|im_end|>": True, "<think>": False,
+             "</think>": False},
+    "harmony": dict.fromkeys(
+        ["<|start|>", "<|return|>", "<|channel|>", "<|message|>", "<|end|>",
+         "<|constrain|>"], True),
+}  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {"side": {"enum": ["left", "right"]}, "n": {"const": 7}},
+    "required": ["side", "n"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def thinkers(bundle, tmp_path_factory):
+    """Models of random weights, by the marks of their thoughts."""
+    models = {}
+    for name, tokens in THOUGHT_TOKENS.items():
+        folder = tmp_path_factory.mktemp(name) / "bundle"
+        added = [AddedToken(text, special=tokens[text]) for text in tokens]
+        source = THINKING if name == "tags" else HARMONY
+        models[name] = load(with_template(bundle, folder, source, added), threads=1)
+    return models
+
+
+def biases(model, **wanted):
+    """Biases of tokens by their names, and none of them ends a text by itself."""
+    ids = {name: model.encode(f"<{name}>")[0] for name in wanted}
+    ends = dict.fromkeys(model.bundle.eos_token_ids, -1000.0)
+    return {"logit_bias": {**ends, **{ids[name]: b for name, b in wanted.items()}}}
+
+
+def same_with_drafts(model, ask, **options):
+    """The reply of plain decoding, which all ways of drafting give too."""
+    plain = model.chat(ask, method="none", **options)
+    for draft in DRAFTS:
+        drafted = model.chat(ask, **draft, **options)
+        assert drafted.stats.drafted_tokens or draft["method"] == "auto"
+        for field in ("token_ids", "thought", "text", "finish_reason", "texts"):
+            assert getattr(drafted, field) == getattr(plain, field), (draft, field)
+    return plain
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("most", [0, 12])
+def test_a_thought_ends_in_time(thinkers, way, most):
+    model, template = thinkers["tags"], {"opens": True}
+    how = {"template": template, "max_new_tokens": 40, **way}
+    how |= biases(model, think=-1000.0, **{"/think": -1000.0})
+    result = same_with_drafts(model, MESSAGES, max_thinking_tokens=most, **how)
+    closing = model.encode("\n</think>\n\n")
+    end = most + len(closing)
+    assert result.token_ids[most:end] == closing
+    prompt = model.chat_prompt(MESSAGES, **template)
+    stream = model.parts.text.stream(prompt)
+    assert result.thought == stream.push(result.token_ids[: most + 1]).strip()
+    stream.push(closing)
+    text = stream.push(result.token_ids[end:]) + stream.rest()
+    assert result.text == text.lstrip()
+    assert result.stats.thought_tokens == most + closing.index(
+        model.encode("</think>")[0]
+    ) + 1  # fmt: skip
+    raw = model.generate(token_ids=prompt, max_thinking_tokens=most, **{
+        k: v for k, v in how.items() if k != "template"})  # fmt: skip
+    assert (raw.thought, len(raw.token_ids)) == ("", 40), "no reply of a chat"
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(
+    ("template", "think", "has_thought"),
+    [({"opens": True}, 0.0, True), ({}, 1000.0, True), ({}, -1000.0, False),
+     ({"enable_thinking": False}, -1000.0, False)],
+)  # fmt: skip
+def test_structured_output_begins_after_the_thought(
+    thinkers, way, template, think, has_thought
+):
+    model = thinkers["tags"]
+    how = {**way, **biases(model, think=think), "max_thinking_tokens": 9}
+    how["logit_bias"] |= dict.fromkeys(model.bundle.eos_token_ids, 50.0)
+    how |= {"template": template, "json_schema": SCHEMA, "max_new_tokens": 90}
+    result = same_with_drafts(model, MESSAGES, **how)
+    assert json.loads(result.text)["n"] == 7
+    assert result.finish_reason == "stop"
+    assert bool(result.stats.thought_tokens) is has_thought
+    ids = model.chat_prompt(MESSAGES, **template)
+    options = {k: v for k, v in how.items() if k != "template"}
+    with model.stream_reply(ids, **DRAFTS[0], **options) as stream:
+        pieces = list(stream)
+    assert "".join(piece.text for piece in pieces) == result.text
+    assert "".join(piece.thought for piece in pieces) == result.thought
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_thought_that_the_model_ends_is_followed_by_the_constraint(thinkers, way):
+    model = thinkers["tags"]
+    end = biases(model, **{"/think": 60.0 if way["temperature"] == 0 else 5.0})
+    how = {"template": {"opens": True}, "regex": "(yes|no)", "max_new_tokens": 90}
+    result = same_with_drafts(model, MESSAGES, **how, **way, **end)
+    assert result.text in ("yes", "no")
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("choice", ["auto", "required", "turn", None])
+def test_harmony_thinks_then_calls_or_answers(thinkers, way, choice):
+    model = thinkers["harmony"]
+    tools = choice and Tools(FUNCTIONS, choice)
+    how = {"max_thinking_tokens": 8, "max_new_tokens": 160, **way, **biases(model)}
+    del how["logit_bias"]
+    schema = {} if tools else {"json_schema": SCHEMA}
+    result = same_with_drafts(model, MESSAGES, tools=tools, **schema, **how)
+    begin = model.encode("<|channel|>analysis<|message|>")
+    assert result.token_ids[: len(begin)] == begin
+    assert result.stats.thought_tokens == 9
+    assert not any(f"<|{name}|>" in result.thought for name in ("message", "end"))
+    if tools is None:
+        assert json.loads(result.text)["n"] == 7
+    elif choice != "auto":
+        [call] = result.calls
+        assert call.arguments["side"] in CLOCK_PARAMETERS["properties"]["side"]["enum"]
+
+
+def test_harmony_may_say_something_before_a_call(thinkers):
+    model = thinkers["harmony"]
+    tools, turn = model.fitted(Tools(FUNCTIONS)), "<|start|>assistant"
+    said = "<|channel|>commentary<|message|>I look.<|end|>"
+    call = (
+        "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
+        '{"side": "left", "pair": [1]}'
+    )
+    assert allowed(model, tools, turn + call)
+    assert allowed(model, tools, turn + said + turn + call)
+    assert not allowed(model, tools, turn + said + turn)
+    assert allowed(model, tools, f"{turn}<|channel|>final<|message|>I look.")
+    assert not allowed(model, tools, f"{turn}I look.")
+    assert tools.read(f"I look.{call}")[1] == "I look."
+
+
+def test_the_template_decides_what_becomes_of_a_thought(thinkers):
+    model = thinkers["tags"]
+    how = {"max_thinking_tokens": 6, "max_new_tokens": 20, **biases(model)}
+    reused = {}
+    for keep in (True, False):
+        template = {"opens": True, "keep": keep}
+        talk = Conversation(model, template=template, **how)
+        list(talk.say("Hi"))
+        message = talk.messages[-1]
+        assert message["reasoning_content"] == talk.last.thought
+        assert message["content"] == talk.last.text
+        list(talk.say("And?"))
+        reused[keep] = talk.last.stats.reused_tokens
+        prompt = model.decode(model.chat_prompt(talk.messages, **template))
+        assert (message["reasoning_content"] in prompt) == keep
+    assert reused[True] > reused[False] > 0
+
+
+def test_the_server_sends_thoughts_apart(thinkers):
+    model = thinkers["tags"]
+    bias = dict.fromkeys(model.bundle.eos_token_ids, -100.0)
+    how = {"max_tokens": 30, "temperature": 0, "messages": MESSAGES, "model": "m"}
+    how["logit_bias"] = {str(token): value for token, value in bias.items()}
+    most = {"max_thinking_tokens": 8}
+    opened = {"extra_body": {**most, "chat_template_kwargs": {"opens": True}}}
+    own = model.chat(
+        MESSAGES, template={"opens": True}, max_new_tokens=30, logit_bias=bias, **most
+    )
+    with (
+        Pool(model.bundle.path, 1, threads=1) as pool,
+        served(Service(pool, "m")) as address,
+        OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        create = client.chat.completions.create
+        whole = create(**how, **opened)
+        message, usage = whole.choices[0].message, whole.usage
+        assert message.reasoning_content == own.thought
+        assert message.content == own.text
+        spent = usage.completion_tokens_details.reasoning_tokens
+        assert spent == own.stats.thought_tokens > 8
+        deltas = [c.choices[0].delta for c in create(**how, **opened, stream=True)]
+        thoughts = (getattr(delta, "reasoning_content", "") for delta in deltas)
+        assert "".join(thoughts) == own.thought
+        assert "".join(delta.content or "" for delta in deltas) == own.text
+        for more in (
+            {"reasoning_effort": "none"}, {"extra_body": {"enable_thinking": False}},
+        ):  # fmt: skip
+            plain = create(**how, **more)
+            assert plain.usage.prompt_tokens > whole.usage.prompt_tokens
+            assert not hasattr(plain.choices[0].message, "reasoning_content")
+        with pytest.raises(BadRequestError, match="must be an object"):
+            create(**how, extra_body={"chat_template_kwargs": 5})

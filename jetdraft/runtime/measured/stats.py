@@ -80,7 +80,8 @@ class Stats:
     rounds without a draft by their reason. `reused_tokens` of the prompt were in the
     buffers already. `lossy` names the options that may change the distribution of the
     text. `seed` is the seed of a sampled text, also where it was drawn at random. A
-    pass read `select_kv` of the committed KV rows; None for all.
+    pass read `select_kv` of the committed KV rows; None for all. `thought_tokens` of
+    the `new_tokens` were a thought.
     """
 
     method: str
@@ -92,6 +93,7 @@ class Stats:
     reused_tokens: int = 0
     generations: int = 0
     new_tokens: int = 0
+    thought_tokens: int = 0
     target_passes: int = 0
     drafted_tokens: int = 0
     evaluated_by_position: list[int] = field(default_factory=list)
@@ -200,12 +202,13 @@ class Stats:
 _SUM_NAMES = (
     *("generations", "prompt_tokens", "reused_tokens", "new_tokens", "first_tokens"),
     *("target_passes", "drafted_tokens", "decode_seconds", "session_seconds"),
-    *("rounds_by_choice", "off"),
+    *("rounds_by_choice", "off", "thought_tokens"),
 )
 _METRICS = (
     *("method", "exact", "lossy", "select_kv", "seed", "finish_reason"),
     *("prompt_tokens", "reused_tokens"),
-    *("new_tokens", "target_passes", "drafted_tokens", "accepted_tokens"),
+    *("new_tokens", "thought_tokens"),
+    *("target_passes", "drafted_tokens", "accepted_tokens"),
     *("acceptance_rate", "accepted_by_position", "tokens_per_pass"),
     *("tokens_per_second", "time_to_first_token", "outside_ms_per_round"),
     *("rounds_by_choice", "by_method", "off"),

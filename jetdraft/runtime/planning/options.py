@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, Unpack
@@ -43,6 +44,10 @@ class GenerateOptions(TypedDict, total=False):
         _ending("End before this text; may be given several times.", metavar="TEXT"),
     ]
     max_seconds: float | None
+    max_thinking_tokens: Annotated[
+        int | None,
+        _ending("End the thought of a chat model after this many tokens.", least=0),
+    ]
     ignore_eos: Annotated[bool, _ending("Continue past end of text.")]
     method: Annotated[str, _drafting(_method_help)]
     num_draft_tokens: Annotated[
@@ -104,7 +109,7 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     json_schema: Annotated[
-        str | Mapping[str, Any] | None,
+        str | Mapping[str, Any] | type[Any] | None,
         _constraint(
             "Write JSON that follows the JSON schema in this file.",
             metavar="FILE",
@@ -206,5 +211,9 @@ class Options:
             "logprobs": rest.pop("logprobs", None),
         }
         for name in rest:
-            raise OptionError(f"unknown option {name!r}; see Options", str(name))
+            near = get_close_matches(str(name), GenerateOptions.__annotations__, 1)
+            if name in ("max_tokens", "max_completion_tokens"):
+                near = ["max_new_tokens"]
+            hint = f"did you mean {near[0]}?" if near else "see Options"
+            raise OptionError(f"unknown option {name!r}; {hint}", str(name))
         return cls(**parts)

@@ -8,8 +8,9 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from jetdraft.parsing import JsonError, read_json
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.processors import Mask, apply_changes
+from jetdraft.runtime.text.codec import TextCodec
+from jetdraft.runtime.text.stops import Thinking, ThoughtReader
 from jetdraft.runtime.text.worker_process import EndedError, MustEnd, Pipe, Vocabulary
 
 # How long the compilation of a constraint may compute, and then each look at a text.
@@ -49,7 +52,7 @@ class Constraint:
         ):
             texts = "text"
             if self.kind == "JSON schema":
-                texts += " or a dict, for example model_json_schema() of a class"
+                texts += ", a dict, or a class of pydantic"
             raise OptionError(
                 f"the {self.kind} {self.source!a:.80} is not a text; give a {texts}",
                 self.field,
@@ -80,16 +83,18 @@ class Constraint:
     @classmethod
     def of(
         cls,
-        json_schema: str | Mapping[str, Any] | None = None,
+        json_schema: str | Mapping[str, Any] | type[Any] | None = None,
         regex: str | None = None,
         grammar: str | None = None,
     ) -> "Constraint | None":
         """The constraint of the option that is set, or None; raises `OptionError`."""
+        json_schema = getattr(json_schema, "model_json_schema", lambda: json_schema)()
         if isinstance(json_schema, Mapping):
             try:
                 json_schema = json.dumps(json_schema)
             except (TypeError, ValueError, RecursionError) as error:
                 raise _json_error(error) from error
+        options: dict[str, Any]
         options = {"JSON schema": json_schema, "regex": regex, "grammar": grammar}
         sources = {kind: text for kind, text in options.items() if text is not None}
         if len(sources) > 1:
@@ -309,3 +314,169 @@ class Matcher:
             f"the constraint cannot be followed ({problem}); make it simpler",
             self._constraint.field,
         )
+
+
+# --- thoughts before the answer -------------------------------------------------------
+
+
+class _Place:
+    """A place in a text: the tokens `forced` next, and where the `answer` begins.
+
+    With a `free` answer only the thought matters. The answer of a text that has just
+    begun is a guess: the token `opening` would begin a thought.
+    """
+
+    def __init__(
+        self, marks: Thinking, codec: TextCodec, prompt: Sequence[int], free: bool
+    ) -> None:
+        self._codec, self.free = codec, free
+        texts = marks.begin, marks.lead + marks.end + marks.rest, marks.rest
+        self._begin, self._end, self._rest = (
+            tuple(codec.encode(text, add_special=False)) for text in texts
+        )
+        state = marks.state(codec, prompt)
+        self.reader = ThoughtReader(marks, state)
+        self.start = self.length = len(prompt)
+        self.answer = None if state else self.start
+        self.opening: int | None = None
+        self.forced: tuple[int, ...] = ()
+        self._thought_tokens, self._is_ending = 0, False
+        if free or state is not None:
+            return
+        if marks.always:
+            self.forced, self.answer = self._begin, None
+        elif len(codec.decode(self._begin[:1])) > 2:  # no letter of another text
+            self.opening = self._begin[0]
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether the next token is the answer's."""
+        return self.answer is not None and self.length >= self.answer
+
+    def after(self, tokens: Sequence[int], most: int | None) -> "_Place":
+        """The place after some tokens; a thought of `most` tokens must end."""
+        place = copy(self)
+        place.reader = copy(self.reader)
+        place._end_thought(most)
+        for token in tokens:
+            place._read(token)
+            place._end_thought(most)
+        return place
+
+    def _read(self, token: int) -> None:
+        if self.has_answer and not self.free:
+            if self.length > self.start or token != self.opening:
+                self.length += 1
+                return
+            self.forced, self.answer = self._begin, None
+        self.length, self.forced = self.length + 1, self.forced[1:]
+        was_thought = self.reader.in_thought
+        self._thought_tokens += was_thought
+        text = self._codec.decode([token])
+        self.reader.read(text, bytes(len(text)))
+        if was_thought and not self.reader.in_thought:
+            if not (self.free or self._is_ending):
+                self.forced = self._rest
+            self._is_ending = False
+            self.answer = self.length + len(self.forced)
+
+    def _end_thought(self, most: int | None) -> None:
+        in_thought = self.reader.in_thought and not self._is_ending
+        if in_thought and most is not None and self._thought_tokens >= most:
+            self.forced, self._is_ending = self._end, True
+
+
+class ThoughtRules:
+    """Ends thoughts after `most` tokens; a `LogitsProcessor`.
+
+    No token of `ends` may come before the answer, unless that is `free`.
+    """
+
+    def __init__(
+        self,
+        marks: Thinking,
+        codec: TextCodec,
+        prompt: Sequence[int],
+        most: int | None,
+        ends: Sequence[int],
+        free: bool,
+    ) -> None:
+        self.rows = [_Place(marks, codec, prompt, free)]
+        self._most, self._ends = most, [] if free else list(ends)
+        self._without_ends: Mask | None = None
+
+    def after(self, context: Sequence[int]) -> _Place:
+        """The place after the prompt and the text so far."""
+        root = self.rows[0]
+        return root.after(context[root.length :], self._most)
+
+    def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
+        """The answer with all tokens masked but forced tokens."""
+        places = [self.after(context)]
+        for token, parent in zip(rows.tokens[1:], rows.parents[1:], strict=True):
+            places.append(places[parent].after([token], self._most))
+        self.rows = places
+        changes = [self._mask(place, answer.vocab_size) for place in places]
+        return apply_changes(answer, changes) if any(changes) else answer
+
+    def _mask(self, place: _Place, size: int) -> Mask | None:
+        if place.forced:
+            return Mask.of(np.arange(size) == place.forced[0])
+        if place.has_answer or not self._ends:
+            return None
+        if self._without_ends is None:
+            self._without_ends = Mask.of(~np.isin(np.arange(size), self._ends))
+        return self._without_ends
+
+
+class AnswerMatcher(Matcher):
+    """A matcher of the answer alone, whose place the `rules` know."""
+
+    def __init__(self, rules: ThoughtRules, *given: Any) -> None:
+        super().__init__(*given)
+        self._rules = rules
+
+    def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
+        if self._is_on(self._rules.rows[0]):
+            return super().process(answer, rows, context)
+        self._masked_rows = len(rows)
+        return answer
+
+    def rows_with_masks(self, path: list[int]) -> list[int]:
+        """The rows in the same part of the text, thought or answer, as the root."""
+        begins = [row.answer if row.has_answer else None for row in self._rules.rows]
+        path = super().rows_with_masks(path)
+        return [row for row in path if begins[row] == begins[0]]
+
+    def request_masks(self, rows: Rows, context: Sequence[int]) -> None:
+        if self._is_on(self._rules.after(context)):
+            super().request_masks(rows, context)
+
+    def forced(self, context: Sequence[int], count: int) -> list[int]:
+        if self._is_on(self._rules.rows[0]):
+            return super().forced(context, count)
+        return list(self._rules.after(context).forced[:count])
+
+    def request_forced(self, context: Sequence[int], tokens: Sequence[int]) -> None:
+        if self._is_on(self._rules.rows[0]):
+            super().request_forced(context, tokens)
+
+    def allowed(self, rows: Rows, context: Sequence[int]) -> Rows:
+        is_on = self._is_on(self._rules.rows[0])
+        return super().allowed(rows, context) if is_on else rows
+
+    def _is_on(self, place: _Place) -> bool:
+        """Whether the answer has begun; then the constraint is for what follows."""
+        if place.has_answer and self._start != place.answer:
+            self._start = self._committed = cast(int, place.answer)
+        return place.has_answer
+
+    def _get_masks(self, rows: Rows, context: Sequence[int]) -> tuple[list[int], bytes]:
+        counts, bits = super()._get_masks(rows, context)
+        root = self._rules.rows[0]
+        if root.opening is None or root.length > root.start:
+            return counts, bits
+        place, bit = root.opening >> 3, 1 << (root.opening & 7)
+        is_new = not bits[place] & bit
+        mask = bits[:place] + bytes([bits[place] | bit]) + bits[place + 1 :]
+        return [counts[0] + is_new, *counts[1:]], mask

@@ -1,4 +1,4 @@
-"""Decides when a generation ends, and how much of its text may be shown until then."""
+"""Decides when a generation ends, and what of its text is shown: thoughts, answer."""
 
 import time
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from threading import Event
 
 from jetdraft.errors import OptionError
 from jetdraft.options import Range, check_flags, check_ranges
-from jetdraft.runtime.text.codec import TextStream
+from jetdraft.runtime.text.codec import TextCodec, TextStream
 
 # Why a generation ended: values of `finish_reason`.
 STOP, LENGTH = "stop", "length"
@@ -17,6 +17,9 @@ CANCELLED, DEADLINE, INTERRUPTED = "cancelled", "deadline", "interrupted"
 
 _RANGES = {
     "max_new_tokens": Range(lambda count: count >= 1, "1 or more", integer=True),
+    "max_thinking_tokens": Range(
+        lambda count: count >= 0, "0 or more", integer=True, optional=True
+    ),
     "max_seconds": Range(lambda s: s > 0, "more than 0", optional=True),
 }
 
@@ -26,7 +29,8 @@ class Ending:
     """When a text ends; raises `OptionError` for options that cannot be used.
 
     The text ends after `max_new_tokens`, before any of the texts in `stop`, after
-    `max_seconds`, or with an end-of-text token unless `ignore_eos`.
+    `max_seconds`, or with an end-of-text token unless `ignore_eos`. In a chat a thought
+    ends after `max_thinking_tokens`: then the marks that end it are written.
 
         Ending(max_new_tokens=64, stop=("\\n\\n",))
     """
@@ -35,6 +39,7 @@ class Ending:
     stop: str | Sequence[str] | None = None
     max_seconds: float | None = None
     ignore_eos: bool = False
+    max_thinking_tokens: int | None = None
 
     def __post_init__(self) -> None:
         check_ranges(self, _RANGES)
@@ -62,7 +67,8 @@ class StopWatcher:
     looks for stop strings in the text that is shown, and in the text with its special
     tokens; it never shows one, what follows it, or what may become one. The limit of
     `seconds` counts from the construction. `reason` is "" until the text ends. `texts`
-    has the text that each token of the last `keep` completed.
+    has the text that each token of the last `read` completed. With `thoughts` that
+    reader finds thoughts, which have no stop strings, and their `thought_tokens` count.
     """
 
     def __init__(
@@ -71,9 +77,11 @@ class StopWatcher:
         ends: Sequence[int],
         stop: Sequence[str] = (),
         seconds: float | None = None,
+        thoughts: "ThoughtReader | None" = None,
     ) -> None:
         self.reason = ""
         self.texts: list[str] = []
+        self.thought_tokens = 0
         self.cancelled = Event()
         self._text = text
         self._ends = frozenset(ends)
@@ -81,6 +89,7 @@ class StopWatcher:
         # Text that may become a stop string, and whether each character may be shown.
         self._held, self._may_show = "", bytearray()
         self._shown, self._is_cut = "", False
+        self._thoughts, self._thought = thoughts, ""
         self._deadline = None if seconds is None else time.perf_counter() + seconds
 
     def must_end(self) -> bool:
@@ -100,8 +109,9 @@ class StopWatcher:
         self.texts = []
         for end, token in enumerate(tokens, start=1):
             self.texts.append(self._text.push([token]))
-            self._add_text(self._text.special(token), False)
-            self._add_text(self.texts[-1])
+            self.thought_tokens += bool(self._thoughts and self._thoughts.in_thought)
+            self._read_text(self._text.special(token), False)
+            self._read_text(self.texts[-1])
             if token in self._ends:
                 self.reason = STOP
             if self.reason:
@@ -113,17 +123,39 @@ class StopWatcher:
         shown, self._shown = self._shown, ""
         return shown
 
+    def take_thought(self) -> str:
+        """Return the thought that was not taken yet."""
+        thought, self._thought = self._thought, ""
+        return thought
+
     def rest(self) -> str:
         """All text that was not taken yet, when no more tokens come."""
         if not self._is_cut:
-            self._add_text(self._text.rest())
+            self._read_text(self._text.rest())
+            if self._thoughts is not None:
+                self._add_part(*self._thoughts.rest())
             self._show_held(len(self._held))
         return self.take()
 
-    def _add_text(self, text: str, may_show: bool = True) -> None:
+    def _read_text(self, text: str, may_show: bool = True) -> None:
+        """Add text to the answer or to the thought, without the marks of thoughts."""
+        flags = bytes([may_show]) * len(text)
+        if self._thoughts is None:
+            self._add_text(text, flags)
+        elif text:
+            for part in self._thoughts.read(text, flags):
+                self._add_part(*part)
+
+    def _add_part(self, text: str, flags: bytes, is_thought: bool) -> None:
+        if is_thought:
+            self._thought += "".join(compress(text, flags))
+        elif not self._is_cut:
+            self._add_text(text, flags)
+
+    def _add_text(self, text: str, flags: bytes) -> None:
         """Add text and show it, except for an ending that may become a stop string."""
         self._held += text
-        self._may_show += bytes([may_show]) * len(text)
+        self._may_show += flags
         starts, unsure = [], [len(self._held)]
         views: list[tuple[str, Sequence[int]]] = [(self._held, range(len(self._held)))]
         if not all(self._may_show):  # also without the special tokens
@@ -151,3 +183,124 @@ def overlap(text: str, stop: str) -> int:
     """The length of the longest ending of `text` with which `stop` begins."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+# --- thoughts -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """The marks of a model's thoughts: a thought stands between `begin` and `end`.
+
+    Before an `end` that is forced comes `lead`, between an end and the answer `rest`.
+    `hidden` marks are no part of the text either. With `once` there is one thought at
+    most, before the answer. A model that `always` thinks begins a text with `begin`.
+    """
+
+    begin: str
+    end: str
+    lead: str = ""
+    rest: str = ""
+    hidden: tuple[str, ...] = ()
+    once: bool = False
+    always: bool = False
+
+    @classmethod
+    def of(cls, template: str) -> "Thinking | None":
+        """The marks in the source of a template; None for a model that never thinks."""
+        return next((row for mark, row in _THINKING if mark in template), None)
+
+    def state(self, codec: TextCodec, prompt: Sequence[int]) -> bool | None:
+        """Whether a prompt ends inside of a thought; None if a thought may begin."""
+        tail = codec.decode(prompt[-_TAIL_TOKENS:]).rstrip()
+        if tail.endswith(self.begin.rstrip()):
+            return True
+        return False if tail.endswith(self.end) else None
+
+
+_TAIL_TOKENS = 32  # Of a prompt, which may end in a mark.
+_TURN, _FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
+_HIDDEN = (_TURN, _FINAL, "<|channel|>commentary<|message|>", "<|end|>")
+# By the text in a template that tells the kind.
+_THINKING = (
+    (  # harmony of gpt-oss
+        "<|channel|>analysis",
+        Thinking(
+            *("<|channel|>analysis<|message|>", "<|end|>"),
+            rest=_TURN + _FINAL,
+            hidden=_HIDDEN,
+            always=True,
+        ),
+    ),
+    ("<|channel>thought", Thinking("<|channel>thought\n", "<channel|>")),  # Gemma 4
+    ("[/THINK]", Thinking("[THINK]", "[/THINK]", once=True)),  # Magistral
+    (  # Qwen3, Qwen3.5, DeepSeek-R1, SmolLM3, Nemotron
+        "</think>",
+        Thinking("<think>", "</think>", lead="\n", rest="\n\n", once=True),
+    ),
+)
+
+
+class ThoughtReader:
+    """Tells thoughts from the answer in a text that comes in parts, marks left out.
+
+    White space beside marks is left out too. What may become a mark is held back. The
+    `state` is that of the prompt.
+    """
+
+    def __init__(self, marks: Thinking, state: bool | None) -> None:
+        self.in_thought = self._skips_space = bool(state)
+        self._marks, self._has_answer = marks, state is False
+        self._held, self._flags = "", b""
+
+    def read(self, text: str, flags: bytes) -> list[tuple[str, bytes, bool]]:
+        """Take more text, and a flag for each character.
+
+        Returns parts that are no marks: text, flags, and whether it is a thought.
+        """
+        self._held, self._flags = self._held + text, self._flags + flags
+        parts = []
+        while found := self._find_mark():
+            at, mark = found
+            if self.in_thought:
+                kept = len(self._held[:at].rstrip())
+                parts.append(self._take(kept))
+                self._take(at - kept)
+                self._has_answer = True
+            else:
+                parts.append(self._take(at))
+            self._held, self._flags = self._held[len(mark) :], self._flags[len(mark) :]
+            self.in_thought, self._skips_space = mark == self._marks.begin, True
+        begun = max((overlap(self._held, mark) for mark in self._wanted), default=0)
+        sure = len(self._held) - begun
+        if self.in_thought:
+            sure = len(self._held[:sure].rstrip())
+        return [*parts, self._take(sure)]
+
+    def rest(self) -> tuple[str, bytes, bool]:
+        """The part that was held back, when no more text comes."""
+        return self._take(len(self._held))
+
+    @property
+    def _wanted(self) -> tuple[str, ...]:
+        """The marks that may come."""
+        if self.in_thought:
+            return (self._marks.end,)
+        may_think = not (self._marks.once and self._has_answer)
+        return (self._marks.begin, *self._marks.hidden) if may_think else ()
+
+    def _find_mark(self) -> tuple[int, str] | None:
+        places = [(self._held.find(mark), mark) for mark in self._wanted]
+        found = min((place for place in places if place[0] >= 0), default=None)
+        is_late = found and not self.in_thought and self._held[: found[0]].strip()
+        return None if is_late and self._marks.once else found
+
+    def _take(self, count: int) -> tuple[str, bytes, bool]:
+        """Remove the first `count` characters of the held text, and return the part."""
+        text, flags = self._held[:count], self._flags[:count]
+        self._held, self._flags = self._held[count:], self._flags[count:]
+        if self._skips_space and (space := len(text) - len(text.lstrip())):
+            text, flags = text[space:], flags[space:]
+        self._skips_space &= not text
+        self._has_answer |= not self.in_thought and bool(text.strip())
+        return text, flags, self.in_thought

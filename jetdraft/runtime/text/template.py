@@ -1,4 +1,8 @@
-"""Turns chat messages into a prompt with the checkpoint's own chat template."""
+"""Turns chat messages into a prompt with the checkpoint's own chat template.
+
+The template also tells how the model marks its thoughts, which are no part of an
+answer.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jetdraft.errors import OptionError, printable
+from jetdraft.runtime.text.stops import Thinking
 
 Message = dict[str, Any]  # With `role` and `content`, as in transformers.
 # The fields for a message's reasoning, in different programs.
@@ -22,7 +27,7 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         from jetdraft.runtime.text.sandbox import Sandbox
 
-        self.source = source
+        self.source, self.thinking = source, Thinking.of(source)
         self._tokens = dict(tokens)
         self._sandbox = Sandbox()
         try:
@@ -38,7 +43,7 @@ class ChatTemplate:
                 "messages",
             ) from error
 
-    def render(self, messages: Sequence[Message], **more: Any) -> str:
+    def render(self, messages: Sequence[Message], /, **more: Any) -> str:
         """Write the prompt for the assistant's next message; `more` are variables."""
         from jetdraft.runtime.text.sandbox import MAX_SIZE
 

@@ -1,12 +1,14 @@
 """Tools, functions that a model may call: their grammar, and the calls in a text.
 
-A call is {"name": ..., "arguments": {...}}. It stands between <tool_call> and
-</tool_call> if the chat template says so, for example in Hermes and Qwen.
+The chat template tells how its model writes a call: a row of `_FORMATS`.
 """
 
+import ast
 import json
 import re
 import time
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,18 +27,77 @@ from jetdraft.runtime.text.worker_main import SPACING
 from jetdraft.runtime.text.worker_process import Vocabulary
 
 Schema = dict[str, Any]  # A JSON schema.
-BEGIN_TAG, END_TAG = "<tool_call>", "</tool_call>"  # Where a template has them.
-# The rule of a text without a call, for marked calls and for unmarked calls.
-_TAGGED_RULES = f"""
-before[suffix="{BEGIN_TAG}"]: /(.|\\n)*/
-begin: {{}}
-GAP: /\\n?/
-call: GAP one GAP {{}}
-"""
-_TEXT_RULES = {
-    True: f"answer: TEXT\nTEXT: /(.|\\n)*/ & ~/(.|\\n)*{BEGIN_TAG}(.|\\n)*/",
-    False: "answer: TEXT |\nTEXT: /[^{](.|\\n)*/",
-}
+Lark = Callable[[str], str]  # Writes a text in Lark's notation.
+_TEXT = r"/(.|\n)*/"
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a model writes calls: each, or a `listed` list, between `begin` and `end`.
+
+    A call is JSON with the name and the `arguments`. Or else the `name` stands between
+    two texts, and the arguments are JSON up to a third text; or pairs of a key and a
+    value, in the texts of `pair`: before and after a key, after a value, between pairs.
+    Texts in pairs stand between `quotes`, or are texts of Python. Harmony has a `lead`
+    before an answer, a `turn` before a call, and words between two texts of `preamble`.
+    """
+
+    begin: str = ""
+    end: str = ""
+    listed: bool = False
+    arguments: str = "arguments"
+    name: tuple[str, str, str] | None = None
+    pair: tuple[str, str, str, str] | None = None
+    quotes: str | None = None
+    lead: str = ""
+    turn: str = ""
+    preamble: tuple[str, str] | None = None
+
+    @classmethod
+    def of(cls, template: str) -> "CallFormat":
+        """The format in the source of a chat template; without a mark bare JSON."""
+        rows = (row for marks, row in _FORMATS if all(m in template for m in marks))
+        return next(rows, cls())
+
+
+HERMES = CallFormat("<tool_call>", "</tool_call>")
+_PYTHON: Any = {"listed": True, "name": ("", "(", ")"), "pair": ("", "=", "", ", ")}
+_QUOTE = '<|"|>'  # Gemma's.
+_COMMENTARY, _MESSAGE = "<|channel|>commentary", "<|message|>"
+_XML = CallFormat(
+    *("<tool_call>", "</tool_call>"),
+    name=("\n<function=", ">\n", "</function>\n"),
+    pair=("<parameter=", ">\n", "\n</parameter>\n", ""),
+    quotes="",
+)
+_HARMONY = CallFormat(
+    _COMMENTARY + " to=functions.",
+    name=("", f" <|constrain|>json{_MESSAGE}", ""),
+    lead=f"<|start|>assistant<|channel|>final{_MESSAGE}",
+    turn="<|start|>assistant",
+    preamble=(_COMMENTARY + _MESSAGE, "<|end|>"),
+)
+_GEMMA = CallFormat(
+    *("<|tool_call>", "<tool_call|>"),
+    name=("call:", "{", "}"),
+    pair=("", ":", "", ","),
+    quotes=_QUOTE,
+)
+_LFM2 = CallFormat("<|tool_call_start|>", "<|tool_call_end|>", **_PYTHON)
+# By texts that are all in the template; the first row that fits counts.
+_FORMATS = (
+    (("<function=", "<parameter="), _XML),  # Qwen3-Coder, Qwen3.5
+    (("<tool_call>",), HERMES),  # Qwen2.5, Qwen3, SmolLM3
+    (("<TOOLCALL>",), CallFormat("<TOOLCALL>", "</TOOLCALL>", True)),  # Nemotron
+    (("[ARGS]",), CallFormat("[TOOL_CALLS]", name=("", "[ARGS]", ""))),  # Devstral
+    (("[TOOL_CALLS]",), CallFormat("[TOOL_CALLS]", listed=True)),  # Mistral Nemo
+    ((_COMMENTARY, "functions."), _HARMONY),  # gpt-oss
+    (("<|tool_call>",), _GEMMA),  # Gemma 4
+    (("<|tool_call_start|>",), _LFM2),
+    (("<|tool_list_start|>",), _LFM2),
+    (("[func_name1(",), CallFormat(**_PYTHON)),  # Llama 3.2, Llama 4
+    (('"parameters": dictionary',), CallFormat(arguments="parameters")),  # Llama 3
+)
 
 
 @dataclass(frozen=True)
@@ -71,9 +132,9 @@ class Tools:
 
     `functions` are in OpenAI's form; `choice` is "auto", "required" (it must call) or
     the name of the function that it must call, once. With `parallel` a text may have
-    several calls, if the chat template marks calls. `Model` sets `tags`, the marks in
-    Lark's notation. `schema` is the JSON schema of an answer without a call. Raises
-    `OptionError`.
+    several calls, if its format allows that. `Model` sets the `format`, and how to
+    write a text in a `lark` grammar. `schema` is the JSON schema of an answer without a
+    call. Raises `OptionError`.
 
         tools = Tools([{"type": "function", "function": {"name": "stop"}}])
         model.chat(messages, tools=tools).calls
@@ -81,17 +142,18 @@ class Tools:
 
     functions: list[dict[str, Any]]
     choice: str = "auto"
-    tags: tuple[str, ...] = ()
+    format: CallFormat = CallFormat()
     parallel: bool = True
     schema: Schema | None = None
+    lark: Lark = json.dumps
 
     def __post_init__(self) -> None:
         try:
             functions, schema = read_json(json.dumps([self.functions, self.schema]))
         except (TypeError, ValueError, RecursionError) as error:
             raise OptionError(
-                f"the tools are not JSON ({error}); give dicts, lists, texts and "
-                "numbers",
+                f"the tools are not JSON ({error}); give each function's name and the "
+                'JSON schema of its "parameters", not the function',
                 "tools",
             ) from error
         if not isinstance(functions, list) or not all(map(_is_function, functions)):
@@ -130,26 +192,62 @@ class Tools:
 
     def grammar(self) -> str:
         """The grammar of an answer, in Lark's notation."""
-        before = ""
-        if self.tags:
-            # A text may lead to a tag in any spelling, and then a call must follow.
-            is_free = self.choice == "auto" and self.schema is None
-            before = "before" if is_free else "begin"
-        is_several = self.tags and self.parallel and self.choice not in self.names
-        calls = "call (GAP begin call)*" if is_several else "call"
-        answer = _TEXT_RULES[bool(self.tags)]
-        if self.schema is not None:
-            answer = f"answer: {_json_rule(self.schema)}"
-        rules = _TAGGED_RULES.format(*self.tags) if self.tags else "call: one"
+        form, lark = self.format, self._lark
+        is_auto, is_named = self.choice == "auto", self.choice in self.names
+        is_several = self.parallel and not is_named
+        begin = lark(form.begin)
+        before, inside, calls = begin, "one", "call"
+        if form.listed:
+            inside = '"[" one (", " one)* "]"' if is_several else '"[" one "]"'
+        elif form.begin and is_several and not form.turn:
+            calls = f"call (GAP {begin} call)*"
+        if form.preamble and is_auto:
+            opening, turn = lark(form.preamble[0]), lark(form.turn)
+            before = f"({opening} preamble {turn})? {begin}"
+        elif form.begin and is_auto and self.schema is None:
+            # A text may lead to a mark in any spelling, and then a call must follow.
+            before = "before"
+        answer = f"{lark(form.lead)} answer | " if is_auto else ""
+        gap = "GAP" if form.begin and not form.name else ""
         # A document for each: an id in one may be another's too.
         functions = [tool["function"] for tool in self.functions]
-        if self.choice not in ("auto", "required"):
+        if is_named:
             functions = [each for each in functions if each["name"] == self.choice]
-        ones = {f"one{n}": _call_schema(each) for n, each in enumerate(functions)}
-        one = f"one: {' | '.join(ones)}"
-        documents = (f"{name}: {_json_rule(schema)}" for name, schema in ones.items())
-        start = f"start: {'answer | ' * (self.choice == 'auto')}{before} {calls}"
-        return "\n".join([start, answer, rules, one, *documents])
+        ones = {f"one{n}": function for n, function in enumerate(functions)}
+        rules = [
+            f"start: {answer}{lark(form.turn)} {before} {calls}",
+            f"call: {gap} {inside} {gap} {lark(form.end)}",
+            f"one: {' | '.join(ones)}",
+            r"GAP: /[ \n]?/",
+            self._answer_rule(),
+        ]
+        if form.begin:
+            rules.append(f"before{_until(form.begin)}")
+        if form.preamble:
+            rules.append(f"preamble{_until(form.preamble[1])}")
+        for name, function in ones.items():
+            rules += _call_rules(form, name, function, lark)
+        return "\n".join(rules + _VALUE_RULES * (form.quotes == _QUOTE))
+
+    def _answer_rule(self) -> str:
+        """The rule of a text without a call."""
+        form = self.format
+        if self.schema is not None:
+            return f"answer: {_json_rule(self.schema)}"
+        if not form.begin:
+            first = "[" if form.listed else "{"
+            return f"answer: TEXT |\nTEXT: /[^\\{first}](.|\\n)*/"
+        mark = re.sub(r"[^\w\s<>=]", r"\\\g<0>", form.begin)
+        return f"answer: TEXT\nTEXT: {_TEXT} & ~/(.|\\n)*{mark}(.|\\n)*/"
+
+    def _lark(self, text: str) -> str:
+        """A text in Lark's notation, its special tokens as tokens; "" for no text."""
+        parts = re.split(r"(<[^<>\s]+>|\[[A-Z_]+\])", text)
+        return " ".join(
+            self.lark(part) if n % 2 else json.dumps(part)
+            for n, part in enumerate(parts)
+            if part
+        )
 
     def check(self, vocabulary: Vocabulary) -> None:
         """Compile each schema; raises `OptionError` that names a refused function."""
@@ -168,36 +266,224 @@ class Tools:
                 raise OptionError(f"tool {name!r}: {error}", "constraint") from error
 
     def calls(self, text: str) -> list[ToolCall]:
-        """The calls in a text, up to the first broken call; [] if a name is unknown."""
-        calls, at = list[ToolCall](), self._find_call(text, 0)
-        decode = json.JSONDecoder().raw_decode
-        with suppress(ValueError, TypeError, KeyError, RecursionError):
-            while at is not None:
-                call, end = decode(text, at)
-                # Infinite numbers and lone surrogates are no JSON.
-                json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
-                if call["name"] not in self.names:
-                    return []
-                calls.append(ToolCall(call["name"], call["arguments"]))
-                at = self._find_call(text, end)
-        return calls
+        """The calls in a text, up to the first broken call."""
+        return self.read(text)[0]
 
-    def _find_call(self, text: str, start: int) -> int | None:
-        """The start of the next call's JSON, from `start` on; None without a call."""
-        pattern = f"{BEGIN_TAG}\\s*" if self.tags else r"\A(?=\{)"
-        match = re.compile(pattern).search(text, start)
-        return match.end() if match else None
+    def read(self, text: str) -> tuple[list[ToolCall], str]:
+        """The calls in a text, and the text without them.
+
+        A call that is broken, or of an unknown function, and all after it is text.
+        """
+        calls, said, at = list[ToolCall](), "", 0
+        while (begin := self._find_call(text, at)) >= 0:
+            try:
+                pairs, end = self._read_calls(text, begin + len(self.format.begin))
+                # Infinite numbers and lone surrogates are no JSON.
+                json.dumps(pairs, ensure_ascii=False, allow_nan=False).encode()
+            except _BROKEN:
+                break
+            if not pairs or not {name for name, _ in pairs} <= {*self.names}:
+                break
+            calls += [ToolCall(name, arguments) for name, arguments in pairs]
+            said, at = said + text[at:begin], end
+        return calls, said + text[at:]
+
+    def _find_call(self, text: str, start: int) -> int:
+        """Where the next call begins, from `start` on; -1 without a call."""
+        if self.format.begin:
+            return text.find(self.format.begin, start)
+        first = "[" if self.format.listed else "{"
+        return 0 if start == 0 and text.startswith(first) else -1
+
+    def _read_calls(self, text: str, at: int) -> tuple[list[tuple[str, Any]], int]:
+        """Names and arguments of calls at a place, and where they end."""
+        form = self.format
+        at = _skip(text, at)
+        if form.name is None:
+            value, end = _decode(text, at)
+            calls = value if form.listed else [value]
+            keys = ("arguments", "parameters")
+            pairs = [(c["name"], c[keys["arguments" not in c]]) for c in calls]
+        elif form.listed:
+            end = text.index(form.end, at) if form.end else len(text)
+            pairs = _read_python(text[at:end].strip())
+        else:
+            before, after, close = form.name
+            at = _skip(text, at, before.strip())
+            functions = {tool["function"]["name"]: tool for tool in self.functions}
+            name = next(n for n in functions if text.startswith(n + after, at))
+            at += len(name + after)
+            if form.pair is None:
+                arguments, end = _decode(text, at)
+            elif form.quotes:
+                end = text.index(form.end, at)
+                arguments = _read_gemma(text[at - 1 : end])
+            else:
+                properties = _properties(functions[name]["function"])
+                arguments, end = _read_parameters(text, at, properties)
+                end = _skip(text, end, close.strip())
+            pairs = [(name, arguments)]
+        after_space = _skip(text, end)
+        is_closed = text.startswith(form.end, after_space)
+        return pairs, after_space + len(form.end) if form.end and is_closed else end
 
     def shown(self, text: str) -> int:
         """How many characters of a text cannot become a call, whatever follows."""
-        if not self.tags:
-            return 0 if text.startswith("{") else len(text)
-        at = text.find(BEGIN_TAG)
-        return at if at >= 0 else len(text) - overlap(text, BEGIN_TAG)
+        at, begin = self._find_call(text, 0), self.format.begin
+        if at >= 0:
+            return at
+        return len(text) - (overlap(text, begin) if begin else 0)
 
 
-def _call_schema(function: dict[str, Any]) -> Schema:
-    """The schema of a call of one function."""
+# What the readers below raise for a text that is no call.
+_BROKEN = (
+    *(ValueError, TypeError, KeyError, RecursionError, StopIteration, SyntaxError),
+    *(MemoryError, AttributeError),
+)
+_decode = json.JSONDecoder().raw_decode
+
+
+def _skip(text: str, at: int, mark: str = "") -> int:
+    """The place after white space and a mark; raises `ValueError` for another text."""
+    at = len(text) - len(text[at:].lstrip())
+    if not text.startswith(mark, at):
+        raise ValueError(text[at:])
+    return at + len(mark)
+
+
+def _read_python(text: str) -> list[tuple[str, Any]]:
+    """The calls in a list in Python's notation, `[f(x=1), g()]`."""
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Name(id=("true" | "false" | "null") as name):
+                return json.loads(name)
+            case ast.List(elts=parts) | ast.Tuple(elts=parts):
+                return [value(part) for part in parts]
+            case ast.Dict(keys=keys, values=parts):
+                pairs = zip(keys, parts, strict=True)
+                return {ast.literal_eval(key or node): value(v) for key, v in pairs}
+        return ast.literal_eval(node)
+
+    with warnings.catch_warnings(action="ignore"):  # of a wrong escape
+        calls = ast.parse(text, mode="eval").body.elts  # type: ignore[attr-defined]
+    if any(call.args or None in [key.arg for key in call.keywords] for call in calls):
+        raise ValueError(text)  # a value without a name
+    return [
+        (ast.unparse(call.func), {key.arg: value(key.value) for key in call.keywords})
+        for call in calls
+    ]
+
+
+def _read_gemma(text: str) -> Any:
+    """The arguments in Gemma's notation, `{x:<|"|>a<|"|>,y:[1]}`."""
+    parts = text.split(_QUOTE)
+    for place, part in enumerate(parts):
+        keyed = re.sub(r"([{,]\s*)([^\s{}\[\],:]+)\s*:", r'\1"\2":', part)
+        parts[place] = json.dumps(part) if place % 2 else keyed
+    return json.loads("".join(parts))
+
+
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+def _read_parameters(text: str, at: int, properties: Schema) -> tuple[Schema, int]:
+    """The arguments in XML of Qwen3-Coder, of functions with these properties."""
+    pattern = re.compile(r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+    found: Schema = {}
+    while match := pattern.match(text, at):
+        key, value = match[1], match[2]
+        schema = properties.get(key, {})
+        if schema.get("type") != "string" and not _texts(schema):
+            with suppress(ValueError, RecursionError):
+                value = json.loads(_PYTHON_WORDS.get(value, value))
+        found[key], at = value, match.end()
+    return found, at
+
+
+def _properties(function: dict[str, Any]) -> Schema:
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else {}
+    if not isinstance(properties, dict):
+        return {}
+    return {k: v if isinstance(v, dict) else {} for k, v in properties.items()}
+
+
+def _texts(schema: Schema) -> list[str]:
+    """The texts that a schema lists, if it lists texts only."""
+    found = schema.get("enum", [schema.get("const")])
+    is_all = isinstance(found, list) and all(isinstance(text, str) for text in found)
+    return found if is_all else []
+
+
+# --- grammars of calls ----------------------------------------------------------------
+
+# Values in Gemma's notation.
+_VALUE_RULES = [
+    'value: quoted | NUMBER | "true" | "false" | "null" | object | array',
+    'object: "{" (pair ("," pair)*)? "}"',
+    'pair: (KEY | quoted) ":" value',
+    'array: "[" (value ("," value)*)? "]"',
+    f"quoted: {json.dumps(_QUOTE)} text",
+    f"text[suffix={json.dumps(_QUOTE)}]: {_TEXT}",
+    r"NUMBER: /-?[0-9]+(\.[0-9]+)?/",
+    r"KEY: /[A-Za-z_][A-Za-z0-9_]*/",
+]
+
+
+def _until(mark: str) -> str:
+    """The end of a rule for a text up to a mark, and the mark."""
+    return f"[suffix={json.dumps(mark)}]: {_TEXT}"
+
+
+def _call_rules(
+    form: CallFormat, name: str, function: dict[str, Any], lark: Lark
+) -> list[str]:
+    """The rules of a call of one function; the first is called `name`."""
+    if form.name is None:
+        return [f"{name}: {_json_rule(_call_schema(function, form.arguments))}"]
+    before, after, close = form.name
+    head = f"{name}: {lark(before + function['name'] + after)}"
+    parameters = function.get("parameters")
+    parameters = parameters if isinstance(parameters, dict) else {}
+    if form.pair is None:
+        schema = {"type": "object", **parameters}
+        return [f"{head} {name}a {lark(close)}", f"{name}a: {_json_rule(schema)}"]
+    before_key, after_key, _, between = form.pair
+    rules, items = [f"{head} {name}_0_0 {lark(close)}"], []
+    shared = {k: parameters[k] for k in ("$defs", "definitions") if k in parameters}
+    for n, (key, schema) in enumerate(_properties(function).items()):
+        rules += _value_rules(form, f"{name}v{n}", {**shared, **schema}, lark)
+        items.append((f"{lark(before_key + key + after_key)} {name}v{n}", key))
+    needed = parameters.get("required")
+    needed = needed if isinstance(needed, list) else []
+    for n, (item, key) in enumerate(items):
+        # After the first n pairs, of which some were written or none.
+        for some, comma in ((0, ""), (1, lark(between))):
+            skip = "" if key in needed else f" | {name}_{n + 1}_{some}"
+            rules.append(f"{name}_{n}_{some}: {comma} {item} {name}_{n + 1}_1{skip}")
+    rules += [f'{name}_{len(items)}_{some}: ""' for some in (0, 1)]
+    return rules
+
+
+def _value_rules(form: CallFormat, name: str, schema: Schema, lark: Lark) -> list[str]:
+    """The rules of a value in a pair, and of what comes after it."""
+    quote, after = form.quotes, form.pair[2] if form.pair else ""
+    if quote is not None and (texts := _texts(schema)):
+        each = (lark(quote + text + quote + after) for text in texts)
+        return [f"{name}: {' | '.join(each)}"]
+    if quote is not None and schema.get("type") == "string":
+        return [f"{name}: {lark(quote)} {name}t", f"{name}t{_until(quote + after)}"]
+    kind = schema.get("type")
+    if quote == _QUOTE and kind not in ("integer", "number", "boolean"):
+        return [f"{name}: value"]
+    if quote is None and kind == "boolean":
+        return [f'{name}: "True" | "False"']
+    return [f"{name}: {name}j {lark(after)}", f"{name}j: {_json_rule(schema)}"]
+
+
+def _call_schema(function: dict[str, Any], key: str = "arguments") -> Schema:
+    """The schema of a call of one function, whose arguments have this `key`."""
     parameters = function.get("parameters", {"type": "object"})
     draft = {}
     if isinstance(parameters, dict):
@@ -206,8 +492,8 @@ def _call_schema(function: dict[str, Any]) -> Schema:
     return {
         **draft,
         "type": "object",
-        "properties": {"name": {"enum": [function["name"]]}, "arguments": parameters},
-        "required": ["name", "arguments"],
+        "properties": {"name": {"enum": [function["name"]]}, key: parameters},
+        "required": ["name", key],
         "additionalProperties": False,
     }
 

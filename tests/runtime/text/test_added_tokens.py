@@ -12,7 +12,7 @@ from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.sampling.processors import NEVER
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.constraint import Constraint, Matcher
-from jetdraft.runtime.text.tools import BEGIN_TAG, END_TAG, Tools
+from jetdraft.runtime.text.tools import CallFormat, Tools
 from tests.runtime.sampling.test_chooser import answer
 from tests.tiny import END_OF_TEXT, VOCAB_SIZE, tokenizer
 
@@ -192,7 +192,6 @@ def test_a_grammar_may_name_a_token(text_of, kind):
     assert found[2:] == [{a}, {0}]
 
 
-AS_TEXT = f'"{BEGIN_TAG}"', f'"{END_TAG}"'
 CALL = '{"name": "f", "arguments": {}}'
 
 
@@ -202,10 +201,11 @@ CALL = '{"name": "f", "arguments": {}}'
 def test_a_tag_that_is_a_token_is_written_by_it(text_of, kind, shape, choice, schema):
     tags, how = SHAPES[shape or "Qwen2.5"]
     text = text_of(kind, tags, **how) if shape else text_of(kind, ())
-    in_lark = tuple(map(text.codec.to_lark, tags))
-    assert (in_lark == AS_TEXT) == (shape is None)
+    in_lark = [text.codec.to_lark(tag) for tag in tags]
+    assert (in_lark == [f'"{tag}"' for tag in tags]) == (shape is None)
     parameters = {"type": "object", "additionalProperties": False}
-    tools = Tools([of(parameters)], choice, in_lark, schema=schema)
+    how = {"schema": schema, "lark": text.codec.to_lark}
+    tools = Tools([of(parameters)], choice, CallFormat(*HERMES), **how)
     constraint = Constraint("grammar", tools.grammar())
     tokens = [[token] if token else text.ids(tag) for tag, token in zip(
         tags, map(text.tokenizer.token_to_id, tags), strict=True)]  # fmt: skip

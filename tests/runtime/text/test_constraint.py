@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import jsonschema
 import numpy as np
+import pydantic
 import pytest
 
 import jetdraft
@@ -220,7 +221,7 @@ def test_what_is_withdrawn_is_forgotten(vocabulary):
      ({"regex": "\udc80"}, "not a text"),
      ({"regex": "a", "grammar": "b"}, "regex and grammar exclude"),
      ({"regex": 3}, "not a text; give a text$"),
-     ({"json_schema": dict}, r"give .* model_json_schema\(\) of a class"),
+     ({"json_schema": dict}, "give .* class of pydantic"),
      ({"ignore_eos": True, "regex": "a"}, "ends by itself"),
      ({"json_schema": CIRCULAR}, "not JSON .*[Cc]ircular"),
      ({"json_schema": {"const": {1, 2}}}, "not JSON .*set is not JSON serial"),
@@ -391,3 +392,9 @@ def test_without_the_library_it_says_what_to_install(bundle):
         "except jetdraft.JetdraftError as error: print(error)\n"
     )
     assert "pip install 'jetdraft[structured]'" in python(code, bundle)
+
+
+def test_a_class_of_pydantic_is_its_schema():
+    Move = pydantic.create_model("Move", speed=(int, ...), name=(str, "a"))
+    given = Constraint.of(json_schema=Move)
+    assert given == Constraint.of(json_schema=Move.model_json_schema())

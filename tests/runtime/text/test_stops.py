@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jetdraft.errors import OptionError
-from jetdraft.runtime.text.stops import StopWatcher
+from jetdraft.runtime.text.stops import StopWatcher, Thinking, ThoughtReader
 
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
 OPTIONS = {
@@ -88,3 +88,58 @@ def test_the_same_end_with_every_method(model, seed):
 def test_wrong_values_are_refused(model, wrong, words):
     with pytest.raises(OptionError, match=words):
         model.generate(token_ids=IDS, **wrong)
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant"
+    "<|channel|>final<|message|>An <answer>.<|return|>"
+)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 7, 99])
+@pytest.mark.parametrize(
+    ("template", "in_thought", "text", "thought", "answer"),
+    [
+        ("</think>", False, "<think>\nA < b.\n</think>\n\nYes </think>", "A < b.",
+         "Yes </think>"),
+        ("</think>", True, " Hm. stop </think> a<think>b", "Hm. stop", "a<think>b"),
+        ("</think>", False, " No thought <think>a</think>", "",
+         " No thought <think>a</think>"),
+        ("</think>", True, "It never ends </thi", "It never ends </thi", ""),
+        ("</think>", True, "</think> <think>", "", "<think>"),
+        ("</think>", True, "\n\n</think>\n\na stop b", "", "a "),
+        ("<|channel|>analysis", False, HARMONY, "Think.", "An <answer>.<|return|>"),
+        ("<|channel>thought", False, "<|channel>thought\nHm.<channel|>Yes.", "Hm.",
+         "Yes."),
+        ("[/THINK]", False, "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
+    ],
+)  # fmt: skip
+def test_thoughts_are_apart(template, in_thought, text, thought, answer, rounds):
+    thoughts = ThoughtReader(Thinking.of(f"x {template} y"), in_thought or None)
+    watcher, found, said = StopWatcher(LETTERS, [], ["stop"], None, thoughts), "", ""
+    for start in range(0, len(text), rounds):
+        if not watcher.reason:
+            watcher.read([ord(letter) for letter in text[start : start + rounds]])
+            found, said = found + watcher.take_thought(), said + watcher.take()
+    said += watcher.rest()
+    assert (found + watcher.take_thought(), said) == (thought, answer)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "state"),
+    [
+        ("{{ content.split('</think>')[-1] }}", "<|im_start|>assistant\n", None),
+        ("</think>", "<|im_start|>assistant\n<think>\n", True),  # Qwen3.5
+        ("</think>", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),  # Qwen3
+        ("</think>", "<\uff5cAssistant\uff5c><think>\n", True),  # DeepSeek-R1
+        ("</think>", "<SPECIAL_11>Assistant\n<think></think>", False),  # Nemotron
+        ("<|channel|>analysis", "<|start|>assistant", None),
+        ("<|channel>thought", "<|turn>model\n", None),  # Gemma 4
+        ("<|channel>thought", "<|turn>model\n<|channel>thought\n<channel|>", False),
+        ("</think>", "a <think> b", None),
+    ],
+)
+def test_a_prompt_may_begin_or_end_a_thought(template, prompt, state):
+    letters = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+    assert Thinking.of(template).state(letters, list(map(ord, prompt))) is state
+    assert Thinking.of("{{ messages }}") is None

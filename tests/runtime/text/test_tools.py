@@ -1,6 +1,7 @@
 """What may be written where there are tools, and what of it is a call."""
 
 import json
+import re
 from functools import reduce
 
 import pytest
@@ -8,14 +9,13 @@ import pytest
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.text.constraint import Constraint, Matcher
-from jetdraft.runtime.text.tools import BEGIN_TAG, END_TAG, Tools
+from jetdraft.runtime.text.tools import HERMES, CallFormat, Tools
 
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 G = {
     "type": "function",
     "function": {"name": "g", "parameters": {"const": {"mark": "</tool_call>"}}},
 }
-AS_TEXT = f'"{BEGIN_TAG}"', f'"{END_TAG}"'
 CALL = '{"name": "f", "arguments": {}}'
 MARKED = f"<tool_call>\n{CALL}\n</tool_call>"
 OTHER = '<tool_call>{"name": "g", "arguments": {"mark": "</tool_call>"}}</tool_call>'
@@ -38,16 +38,16 @@ def allowed(model, tools, text):
     [
         ({}, {"": True, "Hello": True, "<b>": True, CALL: True, "{": False}),
         ({"choice": "required"}, {CALL: True, "Hello": False, "": False}),
-        ({"tags": AS_TEXT},
+        ({"format": HERMES},
          {"": True, "Hello": True, "<think> {": True, CALL: True, MARKED: True,
           f"I call.\n{MARKED}": True, f"{MARKED}\n{OTHER}": True,
           "<tool_call>": False, "a <tool_call> b": False, MARKED[:-1]: False}),
-        ({"tags": AS_TEXT, "choice": "f"},
+        ({"format": HERMES, "choice": "f"},
          {MARKED: True, f"{MARKED}{MARKED}": False, "Hello": False, OTHER: False}),
-        ({"tags": AS_TEXT, "choice": "required"}, {f"{MARKED}{MARKED}": True}),
-        ({"tags": AS_TEXT, "parallel": False}, {f"{MARKED}{MARKED}": False}),
+        ({"format": HERMES, "choice": "required"}, {f"{MARKED}{MARKED}": True}),
+        ({"format": HERMES, "parallel": False}, {f"{MARKED}{MARKED}": False}),
         ({"schema": {"const": 5}}, {"5": True, CALL: True, "Hello": False}),
-        ({"schema": {"const": 5}, "tags": AS_TEXT},
+        ({"schema": {"const": 5}, "format": HERMES},
          {"5": True, MARKED: True, f"Hi {MARKED}": False, "Hello": False}),
     ],
 )  # fmt: skip
@@ -71,7 +71,7 @@ def test_what_may_be_written(model, options, texts):
     ],
 )
 def test_what_is_a_call(marked, text, names):
-    calls = Tools([F, G], tags=AS_TEXT if marked else ()).calls(text)
+    calls = Tools([F, G], format=HERMES if marked else CallFormat()).calls(text)
     assert [call.name for call in calls] == names
     assert len({call.id for call in calls}) == len(calls)
     for call in calls:
@@ -91,7 +91,8 @@ def test_what_is_a_call(marked, text, names):
     ],
 )
 def test_what_is_certainly_no_call(marked, text, shown):
-    assert text[: Tools([F], tags=AS_TEXT if marked else ()).shown(text)] == shown
+    tools = Tools([F], format=HERMES if marked else CallFormat())
+    assert text[: tools.shown(text)] == shown
 
 
 DEEP = reduce(lambda value, _: {"items": value}, range(5000), {})
@@ -291,7 +292,134 @@ def test_numbers_of_schemas_in_grammars_are_kept_or_refused(source):
 def test_a_call_with_equal_keys_or_deep_arrays_is_a_call():
     deep = "[" * 70 + "]" * 70
     for arguments in ('{"a": 1, "a": 2}', f'{{"a": {deep}}}'):
-        [call] = Tools([F], "f", tags=AS_TEXT).calls(
-            f'{BEGIN_TAG}{{"name": "f", "arguments": {arguments}}}{END_TAG}'
+        [call] = Tools([F], "f", format=HERMES).calls(
+            f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
         )
         assert call.name == "f"
+
+
+# --- the formats of published templates -----------------------------------------------
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get.weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"}, "days": {"type": "integer", "minimum": 1},
+                "dry": {"type": "boolean"}, "unit": {"enum": ["C", "F"]},
+                "at": {"type": "array", "items": {"type": "string"}},
+            },
+            "required": ["city", "dry"],
+            "additionalProperties": False,
+        },
+    },
+}  # fmt: skip
+ARGUMENTS = {"city": 'New "York"', "dry": True, "unit": "C", "at": ["a, b"]}
+JSON = json.dumps(ARGUMENTS)
+PYTHON = 'get.weather(city="New \\"York\\"", dry=True, unit="C", at=["a, b"])'
+OBJECT = f'{{"name": "get.weather", "arguments": {JSON}}}'
+PUBLISHED = {
+    "Qwen3-Coder": (
+        "reply with <tool_call>\n<function=name>\n<parameter=a>\n1\n</parameter>",
+        '<tool_call>\n<function=get.weather>\n<parameter=city>\nNew "York"\n'
+        "</parameter>\n<parameter=dry>\ntrue\n</parameter>\n<parameter=unit>\nC\n"
+        '</parameter>\n<parameter=at>\n["a, b"]\n</parameter>\n</function>\n'
+        "</tool_call>",
+    ),
+    "Qwen3": ("within <tool_call></tool_call>", f"<tool_call>\n{OBJECT}\n</tool_call>"),
+    "Nemotron": ("<TOOLCALL>[{...}]</TOOLCALL>", f"<TOOLCALL>[{OBJECT}]</TOOLCALL>"),
+    "Mistral Nemo": ("{{- '[TOOL_CALLS][' }}", f"[TOOL_CALLS][{OBJECT}]"),
+    "Devstral": (
+        "'[TOOL_CALLS]' + name + '[ARGS]'", f"[TOOL_CALLS]get.weather[ARGS]{JSON}"
+    ),
+    "gpt-oss": (
+        "to=functions.' + name + '<|channel|>commentary json<|message|>",
+        "<|channel|>commentary to=functions.get.weather <|constrain|>json<|message|>"
+        + JSON,
+    ),
+    "Gemma 4": (
+        "{{- '<|tool_call>call:' + function['name'] + '{' -}}",
+        '<|tool_call>call:get.weather{city:<|"|>New "York"<|"|>,dry:true,'
+        'unit:<|"|>C<|"|>,at:[<|"|>a, b<|"|>]}<tool_call|>',
+    ),
+    "LFM2": (
+        "List of tools: <|tool_list_start|>[",
+        f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>",
+    ),
+    "LFM2.5": (
+        '{{- "<|tool_call_start|>[" }}',
+        f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>",
+    ),
+    "Llama 4": ("[func_name1(params_name1=params_value1), f2(params)]", f"[{PYTHON}]"),
+    "Llama 3.2": (
+        'in the format {"name": function name, "parameters": dictionary of argument',
+        OBJECT.replace('"arguments"', '"parameters"'),
+    ),
+    "another": ("{{ messages }}", OBJECT),
+}  # fmt: skip
+published = pytest.mark.parametrize("name", PUBLISHED)
+
+
+@published
+def test_a_call_in_a_published_format_is_written_and_read(model, name):
+    template, text = PUBLISHED[name]
+    form = CallFormat.of(template)
+    tools = Tools([F, WEATHER], format=form)
+    for choice in ("auto", "required", "get.weather"):
+        tools = Tools([F, WEATHER], choice, form)
+        assert allowed(model, tools, form.turn + text), choice
+        assert allowed(model, tools, f"{form.lead}Hello") == (choice == "auto")
+    [call], said = tools.read(text)
+    assert (call.name, call.arguments, said) == ("get.weather", ARGUMENTS, "")
+    assert not allowed(model, Tools([F, WEATHER], "f", form), form.turn + text)
+    dry = r', dry=True|,dry:true| "dry": true,|<parameter=dry>\ntrue\n</parameter>\n'
+    wrong = re.sub(dry, "", text)
+    assert wrong != text
+    assert not allowed(model, tools, form.turn + wrong), "dry is required"
+
+
+@published
+def test_a_call_that_is_broken_is_text(name):
+    template, text = PUBLISHED[name]
+    form = CallFormat.of(template)
+    tools = Tools([WEATHER], format=form)
+    for end in range(len(text) - len(form.end.strip()) - 1):
+        assert tools.read(text[:end]) == ([], text[:end])
+        assert tools.shown(text[:end]) <= len(form.begin)
+    unknown = text.replace("get.weather", "get_weather")
+    assert tools.read(unknown) == ([], unknown)
+    if form.begin:
+        said = f"I call.\n{text}\n{text[:-20]}"
+        calls, rest = tools.read(said)
+        assert [call.arguments for call in calls] == [ARGUMENTS]
+        assert rest == f"I call.\n\n{text[:-20]}"
+        assert said[: tools.shown(said)] == "I call.\n"
+
+
+@published
+def test_several_calls_are_read(model, name):
+    template, text = PUBLISHED[name]
+    form = CallFormat.of(template)
+    one = OBJECT if OBJECT in text else PYTHON
+    many = text.replace(one, f"{one}, {one}") if form.listed else f"{text}\n{text}"
+    if form.turn or not (form.begin or form.listed):
+        return  # it has one call in a text
+    calls = Tools([WEATHER], format=form).calls(many)
+    assert [call.arguments for call in calls] == [ARGUMENTS] * 2
+    assert allowed(model, Tools([WEATHER], "required", form), many)
+    alone = Tools([WEATHER], "required", form, parallel=False)
+    assert not allowed(model, alone, many)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[f(1)]", "[f(**{})]", "[f(x=y)]", "[f(x={1, 2})]", "[f(x=1j)]", "[f", "f(x=1)",
+     "[f(x=b'a')]", f"[f(x={'-' * 9999}1)]", f"[f(x={'(' * 9999}1{')' * 9999})]"],
+)  # fmt: skip
+def test_python_that_is_no_call_is_text(text):
+    assert Tools([F], format=CallFormat.of("[func_name1(")).read(text) == ([], text)
+    tools = Tools([F], format=CallFormat.of("[func_name1("))
+    [call] = tools.calls("[f(x=[-1, None, true], y={'a': 'b'})]")
+    assert call.arguments == {"x": [-1, None, True], "y": {"a": "b"}}
