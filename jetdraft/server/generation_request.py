@@ -159,9 +159,7 @@ class GenerationRequest:
     def _stream(self, model: Model, prompt: Prompt, options: dict[str, Any]) -> Stream:
         functions = [] if self.tools is None else self.tools.functions
         read = [prompt, self.suffix, self.messages, functions, self.template]
-        check_characters(
-            _count_characters(read), model.parts.target.contract.capacity
-        )
+        check_characters(_count_characters(read), model.parts.target.contract.capacity)
         if self.suffix:
             ids, ends = _fill_ids(model, prompt, self.suffix)
             stops = options.get("stop") or []

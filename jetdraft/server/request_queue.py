@@ -257,8 +257,9 @@ class Job:
                     "the server is ending, and has cut this text; ask again", status=503
                 )
             self._post_event(result)
-        for prompt in prompts if prefixes is not None else ():
-            prefixes.save(model, prompt)
+        if prefixes is not None:
+            for prompt in prompts:
+                prefixes.save(model, prompt)
 
     def _post_event(self, event: Piece | Result) -> None:
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)
