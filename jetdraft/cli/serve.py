@@ -94,6 +94,7 @@ def command(
         log.setLevel(logging.INFO)
         log.handlers = [logging.StreamHandler()]
         pool = Pool(bundle, server.models, options["method"], **runtime)
-        service = Service(pool, server.name or bundle.resolve().name, limits, key or "")
+        name = server.name or bundle.resolve().name
+        service = Service(pool, name, limits, key or "")
         click.echo(f"{service.name} answers at {' and '.join(places)}", err=True)
         run(service, listeners, server.host, server.drain)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 import jetdraft as package
-from tests.cli.running import INTERRUPTIBLE, assert_refused, jetdraft, succeed
+from tests.cli.running import INTERRUPTIBLE, assert_refused, jetdraft
 from tests.runtime.test_conversation import TEMPLATE, with_template
 
 GIVEN = ("--max-new-tokens", "8", "--threads", "1")
@@ -26,7 +26,8 @@ def test_lines_are_turns_and_orders_are_obeyed(chatty, tmp_path):
     lines = ["hello", "/stats", "and then", "/save " + str(file), "/reset", "/stats"]
     lines += ["/nothing", "", "once more", "/quit"]
     given = ("--system", "be brief", *GIVEN)
-    result = succeed("chat", chatty, *given, stdin="\n".join([*lines, "unread"]))
+    result = jetdraft("chat", chatty, *given, stdin="\n".join([*lines, "unread"]))
+    assert result.exit_code == 0, result.stderr
     model = package.load(chatty, threads=1)
     messages = [{"role": "system", "content": "be brief"}]
     for said in ("hello", "and then"):
@@ -73,6 +74,7 @@ def test_lines_that_never_end_or_are_no_text_are_refused(chatty, monkeypatch):
 
 
 def read_until(fd, wanted, seconds=60.0):
+    """What a terminal shows up to some text."""
     shown, end = "", time.monotonic() + seconds
     while wanted not in shown:
         ready, _, _ = select.select([fd], [], [], 0.1)
@@ -97,7 +99,8 @@ def test_ctrl_c_stops_a_reply_and_not_the_program(chatty):
     process.send_signal(signal.SIGINT)
     read_until(ours, "> ")
     os.write(ours, b"/stats\n")
-    assert "tokens in" in read_until(ours, "tokens kept\r\n> ")
+    shown = read_until(ours, "tokens kept\r\n> ")
+    assert "tokens in" in shown
     os.write(ours, b"\x04")
     assert process.wait(30) == 0
     os.close(ours)
