@@ -59,6 +59,7 @@ def check_checkpoint(name: str, checkpoint: Checkpoint, options: ExportOptions) 
 
 
 def _check_source(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
+    """Raise `OptionError` for options that an encoder-decoder does not support."""
     if not checkpoint.reads_source:
         return
     if options.effective_flavour != CONTRIB:

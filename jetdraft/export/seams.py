@@ -102,7 +102,11 @@ def _gap_of(seam_logits: Tensor, own_logits: Tensor) -> float:
 def _two_passes(
     step: Step, ids: Tensor, slots: int, *others: Tensor
 ) -> tuple[Tensor, set[int]]:
-    """Return logits of `ids` [1, n], read in two passes, and the layers' windows."""
+    """Return the logits of `ids` [1, n] from two passes, and the layers' windows.
+
+    The first pass reads two thirds of the tokens; the buffers have `slots` rows.
+    `others` are the step's inputs between `answer_rows` and the buffers.
+    """
     dtype, count = dtype_of(step.contract), ids.shape[1]
     past = [
         torch.zeros(1, heads, slots, size, dtype=dtype)
@@ -230,7 +234,11 @@ def _check_tables(model: Any, contract: StepContract) -> None:
 
 
 def settle_source(checkpoint: Checkpoint, options: ExportOptions) -> ExportOptions:
-    """Return the options with an encoder-decoder's default recipe and capacity."""
+    """Return the options; an encoder-decoder gets the safe recipe if none is given.
+
+    It writes no text to measure recipes on. The capacity of a speech model is at most
+    its number of positions, since no window has a longer text.
+    """
     if not checkpoint.reads_source:
         return options
     safe = Recipe.parse(RUNGS[options.kernel_of(TARGET)][-1])

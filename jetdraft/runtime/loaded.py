@@ -155,7 +155,8 @@ class LoadedBundle:
     def split_prompt(self, prompt: list[int]) -> tuple[list[int], list[int]]:
         """Split a prompt into ids for the encoder and ids that the decoder starts with.
 
-        A decoder alone starts with all. Raises `OptionError` for a speech model.
+        Without an encoder the first list is empty, and the second is the prompt.
+        Raises `OptionError` for a speech model.
         """
         if self.bundle.speech is not None:
             raise OptionError(

@@ -125,7 +125,8 @@ def test_no_long_option_means_two_things():
             meaning = (shorts, kind, param.is_flag, param.multiple, param.group)
             for name in param.opts:
                 meanings[name][meaning].append(words)
-    assert not {name: dict(ways) for name, ways in meanings.items() if len(ways) > 1}
+    differing = {name: dict(ways) for name, ways in meanings.items() if len(ways) > 1}
+    assert not differing
 
 
 FULL = "error: the disk is full; free some space\n"

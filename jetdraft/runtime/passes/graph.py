@@ -97,10 +97,11 @@ class Graph:
     ) -> Answer:
         """Run one pass over a chain of n `tokens` at the cache's cursor.
 
-        It answers for all rows, or with `last_only` for the last row alone. Rows that
-        fill up the `width` repeat the last token. The caller moves the cursor with
-        `cache.advance`. A head graph reads `features` float [n, w] and `recent` int64
-        [n, q]; `block` has the first tokens of a graph that fills a block.
+        It answers for all rows, or with `last_only` for the last row alone; then a
+        prefill computes the LM head for this row only. Rows that fill up the `width`
+        repeat the last token. The caller moves the cursor with `cache.advance`. A head
+        graph reads `features` float [n, w] and `recent` int64 [n, q], as its contract
+        says. `block` has the first tokens of a graph that fills a block.
         """
         rows, cursor, room = len(tokens), self.cache.length, self.cache.room
         width = max(width, rows)
