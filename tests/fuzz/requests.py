@@ -115,6 +115,8 @@ def draw_drafting(
     settings = _settings(draw, method, table) if draw.random() < 0.5 else {}
     if settings:
         drafting["drafting"] = settings
+    if draw.random() < 0.2:
+        drafting["prediction"] = draw.choice(TEXTS) * draw.choice((1, 40))
     fixed = settings.keys() & {"branching", "tree_parents", "prune_threshold"}
     if not fixed and draw.random() < 0.7:
         drafting["num_draft_tokens"] = draw.choice((1, 2, 4, 5, 7, 15))
