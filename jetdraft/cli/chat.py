@@ -18,14 +18,13 @@ from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.text.template import user_message
 
-QUOTES = '"""'  # Around a message of several lines.
 # What /help prints.
-HELP_TEXT = f"""/stats       print the stats of the last reply
+HELP_TEXT = """/stats       print the stats of the last reply
 /reset       start again
 /save FILE   save the conversation
 /load FILE   continue a saved conversation
 /quit        end, like Ctrl-D; Ctrl-C only stops a reply
-Lines between {QUOTES} and {QUOTES} are one message."""
+Pasted lines are one message."""
 
 
 @click.command("chat", cls=Command)
@@ -111,32 +110,17 @@ def _start_terminal(model: Model) -> None:
 
 
 def _read_message() -> str | None:
-    """Read a line, or lines between quotes; None at the end of input.
-
-    Returns "" after Ctrl-C or a bad line.
-    """
+    """Read a message; None at the end of input, "" after Ctrl-C or a bad line."""
     try:
-        line = _read_line("> ")
-        if line is None or not line.startswith(QUOTES):
-            return line
-        text, more = line.removeprefix(QUOTES), _read_line("... ")
-        while more is not None:
-            text += f"\n{more}"
-            more = None if text.rstrip().endswith(QUOTES) else _read_line("... ")
-        return text.rstrip().removesuffix(QUOTES)
+        return input("> ") if sys.stdin.isatty() else read_line()
+    except EOFError:
+        return None
     except KeyboardInterrupt:
         click.echo("\nCtrl-D or /quit leaves", err=True)
         return ""
     except UnicodeDecodeError:  # of a terminal
         click.echo("error: the line is not UTF-8; write it again", err=True)
         return ""
-
-
-def _read_line(prompt: str) -> str | None:
-    """Read a line; None at the end of input."""
-    with contextlib.suppress(EOFError):
-        return input(prompt) if sys.stdin.isatty() else read_line()
-    return None
 
 
 def _print_reply(talk: Conversation, line: str) -> None:
@@ -146,7 +130,7 @@ def _print_reply(talk: Conversation, line: str) -> None:
     """
     shows_thoughts, after_thought = sys.stdout.isatty(), False
     with contextlib.suppress(KeyboardInterrupt):  # the reply so far is kept
-        for piece in talk.say(line.strip("\n")):
+        for piece in talk.say(line):
             if piece.thought and shows_thoughts:
                 click.secho(piece.thought, nl=False, dim=True)
                 after_thought = True

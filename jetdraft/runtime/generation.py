@@ -35,7 +35,7 @@ from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Logprob
 from jetdraft.runtime.sampling.processors import LogitsProcessor, PenaltyProcessor
 from jetdraft.runtime.text.codec import CHARACTERS_PER_TOKEN
-from jetdraft.runtime.text.constraint import AnswerMatcher, Matcher, ThoughtRules
+from jetdraft.runtime.text.constraint import AnswerMatcher, Matcher, Place, ThoughtRules
 from jetdraft.runtime.text.stops import (
     CANCELLED,
     INTERRUPTED,
@@ -87,8 +87,8 @@ class Generation:
         # Reads the same tokens as the watcher's; gives the bytes of tokens to come.
         self._namer = parts.text.stream(prompt, ends, special)
         thought_rules = self._thought_rules(prompt, thinking)
-        self._matcher = self._make_matcher(len(prompt), thought_rules)
-        rules = [*rules, thought_rules] if thought_rules else rules
+        self._matcher = self._make_matcher(len(prompt), *thought_rules)
+        rules = [*rules, *thought_rules]
         if prepared:
             self.prepare()
         learns = not drafting.select_kv  # the text may not be the model's
@@ -117,22 +117,21 @@ class Generation:
 
     def _thought_rules(
         self, prompt: list[int], thinking: Thinking | None
-    ) -> ThoughtRules | None:
-        """The rules of a thought that has a limit or comes before a constraint."""
+    ) -> list[ThoughtRules]:
+        """The rules of a thought, if it has a limit or comes before a constraint."""
         most, parts = self.options.ending.max_thinking_tokens, self.parts
         is_free = self.options.constraint is None
         if thinking is None or (is_free and most is None):
-            return None
-        ends = parts.bundle.eos_token_ids
-        return ThoughtRules(thinking, parts.text, prompt, most, ends, is_free)
+            return []
+        place = Place(thinking, parts.text, prompt, most, is_free)
+        return [ThoughtRules(place, parts.bundle.eos_token_ids)]
 
-    def _make_matcher(self, start: int, rules: ThoughtRules | None) -> Matcher | None:
-        """The matcher of the constraint, if there is a constraint."""
+    def _make_matcher(self, start: int, *rules: ThoughtRules) -> Matcher | None:
         constraint, must_end = self.options.constraint, self.watcher.must_end
         if constraint is None:
             return None
         given = self.parts.vocabulary, constraint, start, must_end
-        return AnswerMatcher(rules, *given) if rules else Matcher(*given)
+        return AnswerMatcher(*rules, *given) if rules else Matcher(*given)
 
     def prepare(self) -> None:
         """Compile the constraint, unless that is done; raises `OptionError`."""

@@ -84,14 +84,6 @@ def read_until(fd, wanted, seconds=60.0):
     return shown
 
 
-def test_lines_between_quotes_are_one_message(chatty, tmp_path):
-    lines = ['"""one', "", 'two"""', '"""', "/three", '"""', f"/save {tmp_path}/a"]
-    result = jetdraft("chat", chatty, *GIVEN, stdin="\n".join(lines))
-    assert result.exit_code == 0, result.stderr
-    saved = json.loads((tmp_path / "a").read_text())
-    assert [m["content"] for m in saved[::2]] == ["one\n\ntwo", "/three"]
-
-
 @contextmanager
 def terminal(*arguments):
     """A chat in a terminal, and the terminal."""

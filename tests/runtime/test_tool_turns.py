@@ -16,7 +16,6 @@ from jetdraft.errors import OptionError
 from jetdraft.runtime.text.template import user_message
 from jetdraft.server.app import Service
 from tests.runtime.test_conversation import with_template
-from tests.runtime.text.test_tools import allowed
 from tests.server.serving import served
 
 DOCS = Path(__file__).parents[2] / "docs" / "embedding.md"
@@ -434,22 +433,6 @@ def test_harmony_thinks_then_calls_or_answers(thinkers, way, choice):
     elif choice != "auto":
         [call] = result.calls
         assert call.arguments["side"] in CLOCK_PARAMETERS["properties"]["side"]["enum"]
-
-
-def test_harmony_may_say_something_before_a_call(thinkers):
-    model = thinkers["harmony"]
-    tools, turn = model.fitted(Tools(FUNCTIONS)), "<|start|>assistant"
-    said = "<|channel|>commentary<|message|>I look.<|end|>"
-    call = (
-        "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
-        '{"side": "left", "pair": [1]}'
-    )
-    assert allowed(model, tools, turn + call)
-    assert allowed(model, tools, turn + said + turn + call)
-    assert not allowed(model, tools, turn + said + turn)
-    assert allowed(model, tools, f"{turn}<|channel|>final<|message|>I look.")
-    assert not allowed(model, tools, f"{turn}I look.")
-    assert tools.read(f"I look.{call}")[1] == "I look."
 
 
 def test_the_template_decides_what_becomes_of_a_thought(thinkers):

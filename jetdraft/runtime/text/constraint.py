@@ -319,48 +319,53 @@ class Matcher:
 # --- thoughts before the answer -------------------------------------------------------
 
 
-class _Place:
+class Place:
     """A place in a text: the tokens `forced` next, and where the `answer` begins.
 
-    With a `free` answer only the thought matters. The answer of a text that has just
-    begun is a guess: the token `opening` would begin a thought.
+    With a `free` answer only the thought matters, which ends after `most` tokens. The
+    answer of a text that has just begun is a guess: the token `opening` would begin a
+    thought.
     """
 
     def __init__(
-        self, marks: Thinking, codec: TextCodec, prompt: Sequence[int], free: bool
+        self,
+        marks: Thinking,
+        codec: TextCodec,
+        prompt: Sequence[int],
+        most: int | None,
+        free: bool,
     ) -> None:
-        self._codec, self.free = codec, free
         texts = marks.begin, marks.lead + marks.end + marks.rest, marks.rest
         self._begin, self._end, self._rest = (
             tuple(codec.encode(text, add_special=False)) for text in texts
         )
+        self._codec, self._most, self.free = codec, most, free
         state = marks.state(codec, prompt)
-        self.reader = ThoughtReader(marks, state)
+        self._reader = ThoughtReader(marks, state)
         self.start = self.length = len(prompt)
         self.answer = None if state else self.start
         self.opening: int | None = None
         self.forced: tuple[int, ...] = ()
         self._thought_tokens, self._is_ending = 0, False
-        if free or state is not None:
-            return
-        if marks.always:
-            self.forced, self.answer = self._begin, None
-        elif len(codec.decode(self._begin[:1])) > 2:  # no letter of another text
-            self.opening = self._begin[0]
+        if not free and state is None:
+            if marks.always:
+                self.forced, self.answer = self._begin, None
+            elif len(codec.decode(self._begin[:1])) > 2:  # no letter of another text
+                self.opening = self._begin[0]
+        self._end_thought()
 
     @property
     def has_answer(self) -> bool:
         """Whether the next token is the answer's."""
         return self.answer is not None and self.length >= self.answer
 
-    def after(self, tokens: Sequence[int], most: int | None) -> "_Place":
-        """The place after some tokens; a thought of `most` tokens must end."""
+    def after(self, tokens: Sequence[int]) -> "Place":
+        """The place after some tokens."""
         place = copy(self)
-        place.reader = copy(self.reader)
-        place._end_thought(most)
+        place._reader = copy(self._reader)
         for token in tokens:
             place._read(token)
-            place._end_thought(most)
+            place._end_thought()
         return place
 
     def _read(self, token: int) -> None:
@@ -370,56 +375,48 @@ class _Place:
                 return
             self.forced, self.answer = self._begin, None
         self.length, self.forced = self.length + 1, self.forced[1:]
-        was_thought = self.reader.in_thought
+        was_thought = self._reader.in_thought
         self._thought_tokens += was_thought
         text = self._codec.decode([token])
-        self.reader.read(text, bytes(len(text)))
-        if was_thought and not self.reader.in_thought:
+        self._reader.read(text, bytes(len(text)))
+        if was_thought and not self._reader.in_thought:
             if not (self.free or self._is_ending):
                 self.forced = self._rest
             self._is_ending = False
             self.answer = self.length + len(self.forced)
 
-    def _end_thought(self, most: int | None) -> None:
-        in_thought = self.reader.in_thought and not self._is_ending
+    def _end_thought(self) -> None:
+        """Force the end of a thought that is long enough."""
+        most, in_thought = self._most, self._reader.in_thought and not self._is_ending
         if in_thought and most is not None and self._thought_tokens >= most:
             self.forced, self._is_ending = self._end, True
 
 
 class ThoughtRules:
-    """Ends thoughts after `most` tokens; a `LogitsProcessor`.
+    """Forces tokens from the `start` of a text on; a `LogitsProcessor`.
 
-    No token of `ends` may come before the answer, unless that is `free`.
+    No token of `ends` may come before the answer, unless that is free.
     """
 
-    def __init__(
-        self,
-        marks: Thinking,
-        codec: TextCodec,
-        prompt: Sequence[int],
-        most: int | None,
-        ends: Sequence[int],
-        free: bool,
-    ) -> None:
-        self.rows = [_Place(marks, codec, prompt, free)]
-        self._most, self._ends = most, [] if free else list(ends)
+    def __init__(self, start: Place, ends: Sequence[int]) -> None:
+        self.rows = [start]
+        self._ends = [] if start.free else list(ends)
         self._without_ends: Mask | None = None
 
-    def after(self, context: Sequence[int]) -> _Place:
+    def after(self, context: Sequence[int]) -> Place:
         """The place after the prompt and the text so far."""
-        root = self.rows[0]
-        return root.after(context[root.length :], self._most)
+        return self.rows[0].after(context[self.rows[0].length :])
 
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """The answer with all tokens masked but forced tokens."""
         places = [self.after(context)]
         for token, parent in zip(rows.tokens[1:], rows.parents[1:], strict=True):
-            places.append(places[parent].after([token], self._most))
+            places.append(places[parent].after([token]))
         self.rows = places
         changes = [self._mask(place, answer.vocab_size) for place in places]
         return apply_changes(answer, changes) if any(changes) else answer
 
-    def _mask(self, place: _Place, size: int) -> Mask | None:
+    def _mask(self, place: Place, size: int) -> Mask | None:
         if place.forced:
             return Mask.of(np.arange(size) == place.forced[0])
         if place.has_answer or not self._ends:
@@ -465,7 +462,7 @@ class AnswerMatcher(Matcher):
         is_on = self._is_on(self._rules.rows[0])
         return super().allowed(rows, context) if is_on else rows
 
-    def _is_on(self, place: _Place) -> bool:
+    def _is_on(self, place: Place) -> bool:
         """Whether the answer has begun; then the constraint is for what follows."""
         if place.has_answer and self._start != place.answer:
             self._start = self._committed = cast(int, place.answer)

@@ -244,8 +244,8 @@ _THINKING = (
 class ThoughtReader:
     """Tells thoughts from the answer in a text that comes in parts, marks left out.
 
-    White space beside marks is left out too. What may become a mark is held back. The
-    `state` is that of the prompt.
+    White space beside marks is left out too. What may become a mark is held back.
+    `Thinking.state` gives the `state`.
     """
 
     def __init__(self, marks: Thinking, state: bool | None) -> None:

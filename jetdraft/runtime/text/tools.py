@@ -38,8 +38,8 @@ class CallFormat:
     A call is JSON with the name and the `arguments`. Or else the `name` stands between
     two texts, and the arguments are JSON up to a third text; or pairs of a key and a
     value, in the texts of `pair`: before and after a key, after a value, between pairs.
-    Texts in pairs stand between `quotes`, or are texts of Python. Harmony has a `lead`
-    before an answer, a `turn` before a call, and words between two texts of `preamble`.
+    Texts in pairs stand between `quotes`, or are texts of Python. A `lead` comes before
+    an answer, a `turn` before a call, of which a text then has one.
     """
 
     begin: str = ""
@@ -51,7 +51,6 @@ class CallFormat:
     quotes: str | None = None
     lead: str = ""
     turn: str = ""
-    preamble: tuple[str, str] | None = None
 
     @classmethod
     def of(cls, template: str) -> "CallFormat":
@@ -75,7 +74,6 @@ _HARMONY = CallFormat(
     name=("", f" <|constrain|>json{_MESSAGE}", ""),
     lead=f"<|start|>assistant<|channel|>final{_MESSAGE}",
     turn="<|start|>assistant",
-    preamble=(_COMMENTARY + _MESSAGE, "<|end|>"),
 )
 _GEMMA = CallFormat(
     *("<|tool_call>", "<tool_call|>"),
@@ -201,10 +199,7 @@ class Tools:
             inside = '"[" one (", " one)* "]"' if is_several else '"[" one "]"'
         elif form.begin and is_several and not form.turn:
             calls = f"call (GAP {begin} call)*"
-        if form.preamble and is_auto:
-            opening, turn = lark(form.preamble[0]), lark(form.turn)
-            before = f"({opening} preamble {turn})? {begin}"
-        elif form.begin and is_auto and self.schema is None:
+        if form.begin and is_auto and self.schema is None and not form.turn:
             # A text may lead to a mark in any spelling, and then a call must follow.
             before = "before"
         answer = f"{lark(form.lead)} answer | " if is_auto else ""
@@ -223,8 +218,6 @@ class Tools:
         ]
         if form.begin:
             rules.append(f"before{_until(form.begin)}")
-        if form.preamble:
-            rules.append(f"preamble{_until(form.preamble[1])}")
         for name, function in ones.items():
             rules += _call_rules(form, name, function, lark)
         return "\n".join(rules + _VALUE_RULES * (form.quotes == _QUOTE))
@@ -351,28 +344,25 @@ def _skip(text: str, at: int, mark: str = "") -> int:
     return at + len(mark)
 
 
+class _WordsOfJson(ast.NodeTransformer):
+    """Replaces the names true, false and null by their values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        is_word = node.id in ("true", "false", "null")
+        return ast.Constant(json.loads(node.id)) if is_word else node
+
+
 def _read_python(text: str) -> list[tuple[str, Any]]:
     """The calls in a list in Python's notation, `[f(x=1), g()]`."""
-
-    def value(node: ast.expr) -> Any:
-        match node:
-            case ast.Name(id=("true" | "false" | "null") as name):
-                return json.loads(name)
-            case ast.List(elts=parts) | ast.Tuple(elts=parts):
-                return [value(part) for part in parts]
-            case ast.Dict(keys=keys, values=parts):
-                pairs = zip(keys, parts, strict=True)
-                return {ast.literal_eval(key or node): value(v) for key, v in pairs}
-        return ast.literal_eval(node)
-
     with warnings.catch_warnings(action="ignore"):  # of a wrong escape
-        calls = ast.parse(text, mode="eval").body.elts  # type: ignore[attr-defined]
-    if any(call.args or None in [key.arg for key in call.keywords] for call in calls):
-        raise ValueError(text)  # a value without a name
-    return [
-        (ast.unparse(call.func), {key.arg: value(key.value) for key in call.keywords})
-        for call in calls
-    ]
+        tree: Any = _WordsOfJson().visit(ast.parse(text, mode="eval"))
+    pairs = []
+    for call in tree.body.elts:
+        found = {key.arg: ast.literal_eval(key.value) for key in call.keywords}
+        if call.args or None in found:
+            raise ValueError(text)  # a value without a name
+        pairs.append((ast.unparse(call.func), found))
+    return pairs
 
 
 def _read_gemma(text: str) -> Any:
