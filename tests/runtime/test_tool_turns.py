@@ -383,36 +383,27 @@ def test_a_thought_ends_in_time(thinkers, way, most):
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(
-    ("template", "think", "has_thought"),
-    [({"opens": True}, 0.0, True), ({}, 1000.0, True), ({}, -1000.0, False),
-     ({"enable_thinking": False}, -1000.0, False)],
+    ("template", "think", "end", "has_thought"),
+    [({"opens": True}, 0.0, -1000.0, True), ({"opens": True}, 0.0, 60.0, True),
+     ({}, 1000.0, 0.0, True), ({}, -1000.0, 0.0, False),
+     ({"enable_thinking": False}, -1000.0, 0.0, False)],
 )  # fmt: skip
 def test_structured_output_begins_after_the_thought(
-    thinkers, way, template, think, has_thought
+    thinkers, way, template, think, end, has_thought
 ):
     model = thinkers["tags"]
-    how = {**way, **biases(model, think=think), "max_thinking_tokens": 9}
+    how = {**way, **biases(model, think=think, **{"/think": end})}
     how["logit_bias"] |= dict.fromkeys(model.bundle.eos_token_ids, 50.0)
-    how |= {"template": template, "json_schema": SCHEMA, "max_new_tokens": 90}
-    result = same_with_drafts(model, MESSAGES, **how)
+    how |= {"json_schema": SCHEMA, "max_new_tokens": 90, "max_thinking_tokens": 9}
+    result = same_with_drafts(model, MESSAGES, template=template, **how)
     assert json.loads(result.text)["n"] == 7
     assert result.finish_reason == "stop"
     assert bool(result.stats.thought_tokens) is has_thought
     ids = model.chat_prompt(MESSAGES, **template)
-    options = {k: v for k, v in how.items() if k != "template"}
-    with model.stream_reply(ids, **DRAFTS[0], **options) as stream:
+    with model.stream_reply(ids, **DRAFTS[0], **how) as stream:
         pieces = list(stream)
     assert "".join(piece.text for piece in pieces) == result.text
     assert "".join(piece.thought for piece in pieces) == result.thought
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_thought_that_the_model_ends_is_followed_by_the_constraint(thinkers, way):
-    model = thinkers["tags"]
-    end = biases(model, **{"/think": 60.0 if way["temperature"] == 0 else 5.0})
-    how = {"template": {"opens": True}, "regex": "(yes|no)", "max_new_tokens": 90}
-    result = same_with_drafts(model, MESSAGES, **how, **way, **end)
-    assert result.text in ("yes", "no")
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

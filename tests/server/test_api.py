@@ -1,6 +1,7 @@
 """What OpenAI's own client gets, against the same model asked directly."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -11,9 +12,10 @@ from click.testing import CliRunner
 
 from jetdraft.cli import main
 from jetdraft.runtime.measured.stats import Stats
-from jetdraft.runtime.piece import Result
+from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.sampling.chooser import Logprob
 from jetdraft.runtime.text.codec import TextCodec
+from jetdraft.runtime.text.tools import HERMES
 from jetdraft.server import generation_request
 from jetdraft.server.generation_request import (
     IGNORED_FIELDS,
@@ -392,3 +394,31 @@ def test_more_tokens_than_the_bound_are_capped(client):
     )
     assert found.choices[0].finish_reason == "length"
     assert found.usage.completion_tokens == 400
+
+
+@pytest.mark.parametrize("size", [1, 5, 999])
+def test_a_broken_call_is_text_and_a_whole_call_is_sent_at_once(size):
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    text = f"I call.\n{call}\n<tool_call>\n{{"
+    function = {"type": "function", "function": {"name": "f"}}
+    asked = {"messages": HELLO, "tools": [function]}
+    request = GenerationRequest.of(asked, True, 9)
+    request = replace(request, tools=replace(request.tools, format=HERMES))
+    reply = Reply(request, "toy", TextCodec(None), "fp")
+    deltas, when = [], None
+    for at in range(0, len(text), size):
+        part = text[at : at + size]
+        for chunk in reply.piece_chunks(Piece(part, [1], 0, texts=[part])):
+            deltas.append(chunk["choices"][0]["delta"])
+            when = at if "tool_calls" in deltas[-1] else when
+    assert when < text.index("</tool_call>")
+    result = Result(text, [], 1, "length", Stats("none", True, 1), [])
+    deltas += [each["choices"][0]["delta"] for each in reply.last_chunks(result)]
+    said = "I call.\n\n<tool_call>\n{"
+    assert "".join(delta.get("content") or "" for delta in deltas) == said
+    calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    first, second = (call["function"] for call in calls)
+    assert (first["name"], second["arguments"]) == ("f", '{"x": 1}')
+    whole = reply.complete(result)["choices"][0]
+    assert (whole["message"]["content"], whole["finish_reason"]) == (said, "length")
+    assert len(whole["message"]["tool_calls"]) == 1

@@ -84,7 +84,7 @@ _GEMMA = CallFormat(
 _LFM2 = CallFormat("<|tool_call_start|>", "<|tool_call_end|>", **_PYTHON)
 # By texts that are all in the template; the first row that fits counts.
 _FORMATS = (
-    (("<function=", "<parameter="), _XML),  # Qwen3-Coder, Qwen3.5
+    (("<tool_call>", "<function=", "<parameter="), _XML),  # Qwen3-Coder, Qwen3.5
     (("<tool_call>",), HERMES),  # Qwen2.5, Qwen3, SmolLM3
     (("<TOOLCALL>",), CallFormat("<TOOLCALL>", "</TOOLCALL>", True)),  # Nemotron
     (("[ARGS]",), CallFormat("[TOOL_CALLS]", name=("", "[ARGS]", ""))),  # Devstral
