@@ -15,7 +15,7 @@ PassMs = Callable[[int, int], float]  # The ms of a pass by rows and probes.
 MIN_MS = 1e-3  # A lower bound: `_blend_estimate` could never raise an estimate of 0.
 MAX_MS = 1e6  # A quarter of an hour; a file with a longer time is refused.
 ROUND_WEIGHT = 0.05  # The weight of one round in an estimate; one stall says little.
-RETURN_WEIGHT = 0.01  # Of the first price of a draft, in a round without drafts.
+IDLE_FADING = 0.995  # The factor of a draft's price in a round without drafts.
 # A time that this many rounds did not take is scaled like the times that they took.
 IDLE_ROUNDS = 32
 # Rounds whose median is the time of a drafted token, or of a round without a plan. It
@@ -64,7 +64,6 @@ class Curve:
         self._recent: dict[str, deque[float]] = {}
         self._rounds = 0
         self._last_used: dict[int | str, int] = {}  # a round, by width or method
-        self._first_shares: dict[str, float] = {}  # of a pass, by method
 
     def pass_ms(self, width: int) -> float:
         """The milliseconds of a chain pass, on a line through the nearest widths."""
@@ -101,7 +100,6 @@ class Curve:
         self.passes |= {w: ms for w, ms in tuned.passes.items() if w <= WIDEST}
         self.drafts |= tuned.drafts
         self._recent.clear()
-        self._first_shares.clear()
         self.trees, self.compaction = dict(tuned.trees), tuned.compaction
 
     def learn(self, round_: Round) -> None:
@@ -110,11 +108,9 @@ class Curve:
         What no recent round took moves in proportion. Else a slow first minute would
         make drafts dear for long: plain rounds correct their own width alone. For the
         same reason a drafted token is priced beside the pass of its round, and its
-        price returns slowly to what it was at first while nothing is drafted.
+        price falls while nothing is drafted, until a draft shows the true price.
         """
         self._rounds += 1
-        for method in self.drafts.keys() - self._first_shares.keys():
-            self._first_shares[method] = self.drafts[method] / self.pass_ms(1)
         slowness = 1.0  # of the pass of this round, against its estimate
         if round_.probes:
             added = round_.target_seconds * 1e3 - self.pass_ms(round_.width)
@@ -130,19 +126,18 @@ class Curve:
                 self.passes[width] *= after / before
             self.passes[round_.width] = after
             for method in filter(self._is_idle, [*self.drafts]):
-                first = self._first_shares[method] * self.pass_ms(1)
-                ms = self.drafts[method] * after / before
-                self.drafts[method] = ms + RETURN_WEIGHT * (first - ms)
+                self.drafts[method] *= IDLE_FADING * after / before
         for method in round_.asked.keys() & self.drafts.keys():
             drafted, seconds = round_.asked[method]
             if not drafted:
                 continue
-            if self._is_idle(method):
-                self._recent.pop(method, None)
-            self._last_used[method] = self._rounds
             recent = self._recent.setdefault(method, deque(maxlen=RECENT_ROUNDS))
-            if not recent and self.drafts[method]:  # 0 was never timed
+            if self._is_idle(method):
+                recent.clear()
+            # A time of 0 was never taken, and a price that fell is a hope.
+            if method not in self._last_used and self.drafts[method]:
                 recent.append(self.drafts[method])
+            self._last_used[method] = self._rounds
             recent.append(seconds * 1e3 / drafted / slowness)
             self.drafts[method] = median_low(recent)
 

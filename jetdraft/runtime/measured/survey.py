@@ -62,6 +62,8 @@ class Survey:
         self._is_begun = stored is not None
         self._curve = stored[1] if stored else Curve({})
         self._gaps: dict[frozenset[int], float] = {}
+        # A profile may be of a busy minute: its passes are timed once more.
+        self._is_timed = stored is None
 
     @property
     def widths(self) -> Widths:
@@ -80,7 +82,8 @@ class Survey:
 
     @property
     def steps_left(self) -> int:
-        return len(self.widths.untried) + (self.widths.prefills_agree is None)
+        compared = self.widths.prefills_agree is not None
+        return len(self.widths.untried) + (not compared) + (not self._is_timed)
 
     def begin(self) -> None:
         """Compare and time the first widths, unless that was done before."""
@@ -95,9 +98,7 @@ class Survey:
                 self._curve.probe = self._measure_probe_ms()
                 self._curve.kept_row = self._measure_kept_row_ms()
                 self._curve.expert = self._measure_expert_ms()
-            if self.drafter is not None:  # its buffers stay nearly empty
-                times = (_time_pass(self.drafter, [0]) for _ in range(DRAFTER_TURNS))
-                self._curve.drafter = 1e3 * min(times)
+            self._time_drafter()
             self._widths = widths
             until = 1e-3 * FIRST_MS + start
             while (
@@ -194,9 +195,24 @@ class Survey:
             if known.untried:
                 known = self._compare_next_width(known)
                 self._widths = replace(known, gaps=self._gaps_to_exact(known))
+            elif known.prefills_agree is not None:
+                for width in [*self._curve.passes] * 2:  # the shortest times stay
+                    tokens = random_tokens(self.target, width)
+                    self._run_pass(self._starts[0], tokens, PLAIN)
+                self._time_drafter()
+                self._is_timed = True
             else:
                 agree = all(self._compare_prefills())
                 self._widths = replace(known, prefills_agree=agree)
+
+    def _time_drafter(self) -> None:
+        """Time a pass of the drafter behind its rows, which stay valid."""
+        if self.drafter is None or not self.drafter.cache.room:
+            return
+        passes = self.drafter.passes
+        times = (_time_pass(self.drafter, [0]) for _ in range(DRAFTER_TURNS))
+        known, ms = self._curve.drafter, 1e3 * min(times)
+        self._curve.drafter, self.drafter.passes = min(ms, known or ms), passes
 
     def _compare_next_width(self, known: Widths) -> Widths:
         """Compare the next width; returns `known` with the width in its class."""

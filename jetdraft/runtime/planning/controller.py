@@ -29,6 +29,7 @@ NO_DRAFT = Assignment(None, 0)
 # A plan replaces a simpler plan if it promises this many times its value, since its
 # rates rest on less evidence.
 MARGIN = 1.02
+LEARNING_ROUNDS = 8  # Of rounds without a plan, one in so many is learned from.
 NEGLIGIBLE = 0.01  # Less likely tokens are not planned.
 MAX_SIBLINGS = 3  # Children of a planned row beside its first child.
 
@@ -279,6 +280,8 @@ class AdaptiveController:
             self._rest_rounds = self.profit.add_planned(round_)
         else:
             self.profit.add_plain(round_)
+            if self._rest_rounds % LEARNING_ROUNDS:
+                return  # to learn of each takes a hundredth of a short pass
         self.curve.learn(round_)
         for name, acceptance in self.acceptance.items():
             if name == round_.method and round_.drafted:
