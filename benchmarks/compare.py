@@ -1,9 +1,8 @@
 """jetdraft and its peers on the same checkpoints, prompts and threads, in turns.
 
-Every round runs each contender once, one process after the other, so that a noisy
-minute hits all of them; the table gives medians over the rounds. Peak memory is of one
-more process for each way to decode, which loads nothing for other ways. Each peer runs
-in an environment of its own, see benchmarks/peers/README.md.
+Every round runs each contender once, one process after the other; the table gives
+medians over the rounds. Peak memory is of one more process for each way to decode. Each
+peer runs in an environment of its own, see benchmarks/peers/README.md.
 
     python benchmarks/compare.py --bundle pair --target TARGET --drafter DRAFTER \
         --prompts everyday.jsonl --gguf target.gguf --drafter-gguf drafter.gguf \

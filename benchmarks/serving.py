@@ -1,8 +1,7 @@
 """Clients that talk at once, with jetdraft's server and with llama.cpp's.
 
-Each client has a conversation of `TURNS` short turns below the same long system prompt,
-all clients at the same time. Times are the client's. The servers take turns, each
-started anew for each number of clients, with a slot for each client up to four.
+Each client has a conversation of short turns below the same long system prompt. Times
+are the client's. A server starts anew for each number of clients, with four slots.
 
     python benchmarks/serving.py --bundle pair --gguf target.gguf \
         --llama /tmp/llama/bin/python --json benchmarks/results/serving.json
@@ -23,10 +22,10 @@ from typing import Any
 import click
 from openai import OpenAI
 
-TURNS, MAX_TOKENS, MOST_SLOTS, CONTEXT = 3, 48, 4, 2048
+TURNS, MAX_TOKENS, CLIENTS, MOST_SLOTS, CONTEXT = 3, 48, (1, 4, 16), 4, 2048
 RULES = "\n".join(
-    f"Rule {n}: a robot that meets obstacle {n} turns by {7 * n} degrees, waits {n} "
-    "seconds, and reports to the station before it drives on."
+    f"Rule {n}: a robot that meets obstacle {n} turns by {7 * n} degrees, waits {n} s, "
+    "and reports to the station before it drives on."
     for n in range(1, 19)
 )
 QUESTIONS = "What is rule {}?", "And which degrees belong to it?", "Write it as JSON."
@@ -93,12 +92,11 @@ def measure(address: str, clients: int) -> dict[str, float]:
 @click.option("--bundle", type=click.Path(exists=True), required=True)
 @click.option("--gguf", type=click.Path(exists=True), required=True)
 @click.option("--llama", required=True, help="A Python that has xllamacpp.")
-@click.option("--clients", multiple=True, type=int, default=(1, 4, 16))
 @click.option("--json", "out", type=click.Path(path_type=Path), required=True)
-def main(bundle: str, gguf: str, llama: str, clients: list[int], out: Path) -> None:
+def main(bundle: str, gguf: str, llama: str, out: Path) -> None:
     """Measure both servers with each number of clients."""
     rows = []
-    for count in clients:
+    for count in CLIENTS:
         slots = str(min(count, MOST_SLOTS))
         with tempfile.TemporaryDirectory() as prefixes:
             ours = [sys.executable, "-m", "jetdraft", "serve", bundle, "--port=0"]

@@ -2,8 +2,7 @@
 
     python benchmarks/vocabulary.py BUNDLE --json FILE
 
-Every round has the same width: a proposer guesses the last tokens again, which costs it
-nothing. Settings run in turns; the median over the repeats is shown.
+A free proposer guesses the last tokens again. Settings run in turns; medians are shown.
 """
 
 import json
