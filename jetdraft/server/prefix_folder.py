@@ -25,7 +25,7 @@ log = logging.getLogger("jetdraft.server")
 class PrefixFolder:
     """Keeps rows of beginnings that prompts share, in files of at most `most_bytes`.
 
-    A prompt that goes on from an earlier prompt, as a conversation does, shares nothing
+    A prompt that continues an earlier prompt, as a conversation does, shares nothing
     new: its rows are in the buffers. `name` stands for bundle and machine. The files
     that were unused for longest go first, whatever their names. Several threads may use
     a folder, each with a model of its own. Raises `OutputError` if it cannot be made.

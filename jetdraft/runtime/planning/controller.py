@@ -29,7 +29,7 @@ NO_DRAFT = Assignment(None, 0)
 # A plan replaces a simpler plan if it promises this many times its value, since its
 # rates rest on less evidence.
 MARGIN = 1.02
-LEARNING_ROUNDS = 8  # Of rounds without a plan, one in so many is learned from.
+LEARNING_ROUNDS = 8  # One round of these is learned from, while none is planned.
 NEGLIGIBLE = 0.01  # Less likely tokens are not planned.
 MAX_SIBLINGS = 3  # Children of a planned row beside its first child.
 
