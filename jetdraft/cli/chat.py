@@ -96,7 +96,6 @@ def _parse_value(text: str) -> Any:
 
 
 def _start_terminal(model: Model) -> None:
-    """Print the model's name and context; pasted lines come as one message."""
     capacity = model.bundle.target.contract.capacity
     click.echo(
         f"{model.bundle.path.resolve().name}, {capacity} tokens of context; "
@@ -141,7 +140,6 @@ def _print_reply(talk: Conversation, line: str) -> None:
 
 
 def _run_command(talk: Conversation, line: str) -> None:
-    """Run a command such as /stats; prints the help for an unknown command."""
     order, *rest = line.split(maxsplit=1)
     if order == "/reset":
         talk.reset()

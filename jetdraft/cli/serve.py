@@ -90,10 +90,8 @@ def command(
     if key is not None:
         check_api_key(key)
     elif not is_loopback(server.host):
-        raise OptionError(
-            f"anyone could use a server on {server.host}; give --api-key, or set "
-            f"{KEY_VARIABLE}"
-        )
+        fact = f"anyone could use a server on {server.host}"
+        raise OptionError(f"{fact}; give --api-key, or set {KEY_VARIABLE}")
     check_origins(server.allow_origin, is_open=key is None)
     with ExitStack() as opened:
         listeners = [opened.enter_context(open_listener(server.host, server.port))]

@@ -201,7 +201,6 @@ class Service:
         return self._model_entry()
 
     def _model_entry(self) -> Json:
-        """The model as OpenAI and Anthropic list it, with its capacity and methods."""
         capacity = self._model.parts.target.contract.capacity
         return {
             "id": self.name,
@@ -303,7 +302,6 @@ class Service:
         return {name: value for name, value in body.items() if value is not None}
 
     async def _read_body(self, request: Request, kind: str, most: int) -> bytearray:
-        """Read a body of type `kind`, at most `most` bytes; raises `RequestError`."""
         content = request.headers.get("content-type", "").partition(";")[0].strip()
         # A browser names the origin of each page that posts, curl and others do not.
         is_loose = kind == JSON_TYPE and "origin" not in request.headers

@@ -126,7 +126,6 @@ _FIELDS = {
 
 
 def _read_messages(asked: Json) -> tuple[Json, bool]:
-    """OpenAI's body: of the system's text, of blocks, and of tools."""
     body = dict(asked)
     if "stop_sequences" in body:
         body["stop"] = body.pop("stop_sequences")
@@ -258,7 +257,6 @@ _KINDS = {
 
 
 def _read_input(asked: Json) -> tuple[Json, bool]:
-    """OpenAI's body of a chat, of items and of tools without an inner object."""
     body = {name: value for name, value in asked.items() if name != "input"}
     logprobs = "message.output_text.logprobs" in body.get("include", ())
     if "prompt" in body or logprobs or body.pop("top_logprobs", 0):

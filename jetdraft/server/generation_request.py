@@ -71,8 +71,25 @@ MAX_STOPS, MAX_STOP_CHARS = 16, 1000  # Each token is compared with all.
 MAX_SOURCE_CHARS = 64_000
 
 
-@dataclass(frozen=True)
-class GenerationRequest:
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest:
+    """What a client asks of a model, with the `options` of what computes it."""
+
+    options: dict[str, Any]
+
+    @property
+    def count(self) -> int:
+        """The number of results."""
+        return 1
+
+    @property
+    def max_seconds(self) -> float:
+        """The most seconds that the results may take, infinite without a limit."""
+        return float(self.options.get("max_seconds", inf))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest(ModelRequest):
     """A request for a text, read from a JSON object.
 
     `prompts` are texts or token ids, empty for a chat with `messages`, whose template
@@ -89,7 +106,6 @@ class GenerationRequest:
     echo: bool
     messages: list[Message]
     tools: Tools | None
-    options: dict[str, Any]
     streamed: bool
     usage: bool
     drafted: bool
@@ -138,13 +154,7 @@ class GenerationRequest:
 
     @property
     def count(self) -> int:
-        """The number of texts."""
         return self.n * max(1, len(self.prompts))
-
-    @property
-    def max_seconds(self) -> float:
-        """The most seconds that the text may take, infinite without a limit."""
-        return float(self.options.get("max_seconds", inf))
 
     def streams(self, model: Model) -> Iterator[Stream]:
         """Start the texts one after another; each stream yields its pieces.

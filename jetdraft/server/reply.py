@@ -141,7 +141,6 @@ class Reply:
         self.reason = "tool_calls" if calls and reason == "stop" else reason
 
     def _echo(self) -> str:
-        """The text of the prompt, if it is to be repeated."""
         if not self.request.echo:
             return ""
         prompt = self.request.prompts[self._index // self.request.n]
@@ -205,7 +204,6 @@ class Reply:
         return [self._chunk({"content": text}, **fields)] if text or fields else []
 
     def _take_fields(self) -> Json:
-        """Remove and return the unsent log probabilities and draft marks of tokens."""
         fields: Json = {name: v for name, v in self._unsent_fields.items() if v}
         self._unsent_fields = {}
         if "logprobs" in fields:
@@ -248,7 +246,6 @@ class Reply:
         }
 
     def _logprobs_by_name(self, entry: Logprob) -> dict[str, float]:
-        """Return log probabilities by name: of the best tokens and the chosen token."""
         tops: dict[str, float] = {}
         for token, value in dict([*entry.top, (entry.token, entry.logprob)]).items():
             name = self._name_of(entry, token)

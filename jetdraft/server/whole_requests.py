@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import BytesParser
-from math import inf
 from typing import Any, Self
 
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -22,6 +21,7 @@ from jetdraft.runtime.speech.segments import Segment, Transcript, srt, vtt
 from jetdraft.runtime.speech.transcription import TranscribeOptions, Transcription
 from jetdraft.runtime.text.stops import DEADLINE, LENGTH, STOP
 from jetdraft.server import RequestError
+from jetdraft.server.generation_request import ModelRequest
 
 FORMATS = ("json", "text", "verbose_json", "srt", "vtt")  # Values of response_format.
 # Fields of a form that are read: texts, and numbers with their types.
@@ -39,20 +39,7 @@ MAX_INPUTS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeRequest:
-    """A request with one result, with the `options` of what computes it."""
-
-    options: dict[str, Any]
-    count = 1
-
-    @property
-    def max_seconds(self) -> float:
-        """The most seconds that the result may take, infinite without a limit."""
-        return float(self.options.get("max_seconds", inf))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TranscriptionRequest(WholeRequest):
+class TranscriptionRequest(ModelRequest):
     """A request for a transcript, read from a form.
 
     `data` is a WAV file, `model` the name of a model or None, `wanted` has language and
@@ -201,7 +188,7 @@ def _form_error(reason: str) -> RequestError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbeddingRequest(WholeRequest):
+class EmbeddingRequest(ModelRequest):
     """A request for the embeddings of texts, which may be token ids.
 
     An embedding is cut to `dimensions` numbers, and has the length 1 again. `as_bytes`
