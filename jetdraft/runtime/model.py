@@ -37,12 +37,7 @@ from jetdraft.runtime.stream import AsyncStream, Stream
 from jetdraft.runtime.text.codec import check_characters, check_ids
 from jetdraft.runtime.text.constraint import Constraint
 from jetdraft.runtime.text.stops import Thinking
-from jetdraft.runtime.text.template import (
-    ChatTemplate,
-    Message,
-    check_messages,
-    read_template,
-)
+from jetdraft.runtime.text.template import ChatTemplate, Message, check_messages
 from jetdraft.runtime.text.tools import CallFormat, Tools
 from jetdraft.runtime.text.worker_process import Vocabulary
 
@@ -135,8 +130,8 @@ class Model:
         """The checkpoint's chat template; raises `OptionError` if it is missing."""
         bundle = self.parts.bundle
         if self._template is None:
-            source = read_template(bundle.chat_template)
-            self._template = ChatTemplate(source, bundle.special_tokens)
+            given = bundle.chat_template, bundle.special_tokens
+            self._template = ChatTemplate.open(*given)
         return self._template
 
     def generate(

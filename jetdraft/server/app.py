@@ -35,11 +35,7 @@ from jetdraft.server.connection import Admission, refusal_response
 from jetdraft.server.generation_request import IGNORED_HEADER, GenerationRequest
 from jetdraft.server.reply import CHATS, COMPLETIONS, EventStream, Json, Reply
 from jetdraft.server.request_queue import AnyRequest, Job, PrefixFolder, RequestQueue
-from jetdraft.server.whole_requests import (
-    EmbeddingRequest,
-    TranscriptionRequest,
-    read_form,
-)
+from jetdraft.server.whole_requests import EmbeddingRequest, TranscriptionRequest
 
 T = TypeVar("T")
 Answer = Callable[[Request], Awaitable[Any]]
@@ -188,7 +184,7 @@ class Service:
 
     async def _tell_ollama(self, request: Request) -> Json:
         """List the model, or show it to a POST request."""
-        fields = ollama_api.model_fields(self.name, self._model.bundle)
+        fields = ollama_api.model_fields(self.name, self._model)
         if request.method != "POST":
             return {"models": [fields]}
         asked = await self._read_object(request)
@@ -278,10 +274,8 @@ class Service:
 
     async def _transcribe_form(self, request: Request) -> Response:
         data = await self._read_body(request, FORM_TYPE, self.limits.max_sound_bytes)
-        form = read_form(data, request.headers["content-type"])
+        wanted = TranscriptionRequest.of(data, request.headers["content-type"])
         del data  # the request waits for a model with the sound alone
-        wanted = TranscriptionRequest.of(form)
-        del form
         if wanted.model is not None:
             self._check_model_name(wanted.model)
         wanted.options["max_seconds"] = self.limits.max_seconds

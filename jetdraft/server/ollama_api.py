@@ -4,9 +4,8 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
-from jetdraft.bundle import Bundle
 from jetdraft.recipe import Recipe
-from jetdraft.runtime.text.template import read_template
+from jetdraft.runtime.model import Model
 from jetdraft.server import RequestError
 from jetdraft.server.block_apis import Block, block_dialect, grow
 from jetdraft.server.reply import Chunks, Json, Reply
@@ -127,9 +126,10 @@ CHAT, GENERATE = (
 )
 
 
-def model_fields(name: str, bundle: Bundle) -> Json:
+def model_fields(name: str, model: Model) -> Json:
     """The model as Ollama lists it and shows it."""
-    template, target = bundle.chat_template, bundle.target
+    bundle, target = model.bundle, model.bundle.target
+    template = model.template.source if bundle.chat_template else ""
     seconds = bundle.path.stat().st_mtime
     return {
         **{"name": name, "model": name, "digest": bundle.sha256},
@@ -140,7 +140,7 @@ def model_fields(name: str, bundle: Bundle) -> Json:
             "parameter_size": f"{target.parameters / 1e6:.0f}M",
             "quantization_level": Recipe.from_json(target.quantization).name,
         },
-        "template": read_template(template) if template else "",
+        "template": template,
         "model_info": {
             "general.architecture": "jetdraft",
             "general.parameter_count": target.parameters,

@@ -52,8 +52,9 @@ class TranscriptionRequest(ModelRequest):
     form: str
 
     @classmethod
-    def of(cls, fields: Mapping[str, Sequence[bytes]]) -> Self:
-        """Check the fields that `read_form` returned; raises `JetdraftError`."""
+    def of(cls, data: bytes | bytearray, content_type: str) -> Self:
+        """Read and check the form in a body; raises `JetdraftError`."""
+        fields = read_form(data, content_type)
         texts = {n: _field_text(n, v) for n, v in fields.items() if n != "file"}
         known = (*FIELDS, *NUMBER_FIELDS, *REFUSED_FIELDS, "method", "stream")
         for name, text in texts.items():

@@ -41,6 +41,19 @@ class ChatTemplate:
             fix = "fix chat_template.jinja in the checkpoint and export it again"
             raise OptionError(f"{fact}; {fix}", "messages") from error
 
+    @classmethod
+    def open(cls, file: Path | None, tokens: Mapping[str, str]) -> "ChatTemplate":
+        """Read a bundle's template; raises `OptionError` if it is missing."""
+        if file is None:
+            fact = "the bundle has no chat template; give whole prompts (generate, "
+            fact += "/v1/completions), or export a checkpoint with a chat template"
+            raise OptionError(fact, "messages")
+        try:
+            return cls(file.read_text(encoding="utf-8"), tokens)
+        except (OSError, UnicodeDecodeError) as error:
+            fact = f"{file} cannot be read ({error}); export the bundle again"
+            raise OptionError(fact, "messages") from error
+
     def render(self, messages: Sequence[Message], /, **more: Any) -> str:
         """Write the prompt for the assistant's next message; `more` are variables."""
         from jetdraft.runtime.text.sandbox import MAX_SIZE
@@ -96,16 +109,3 @@ def check_messages(messages: object) -> list[Message]:
 
 def user_message(content: str) -> Message:
     return {"role": "user", "content": content}
-
-
-def read_template(file: Path | None) -> str:
-    """The source of a bundle's template; raises `OptionError` if it is missing."""
-    if file is None:
-        fact = "the bundle has no chat template; give whole prompts (generate, "
-        fact += "/v1/completions), or export a checkpoint with a chat template"
-        raise OptionError(fact, "messages")
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        fact = f"{file} cannot be read ({error}); export the bundle again"
-        raise OptionError(fact, "messages") from error
