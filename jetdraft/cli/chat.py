@@ -123,10 +123,7 @@ def _read_message() -> str | None:
 
 
 def _print_reply(talk: Conversation, line: str) -> None:
-    """Send a line to the model and print its reply; Ctrl-C ends the reply only.
-
-    A terminal shows the thought too, dimmed.
-    """
+    """Print the model's reply, in a terminal its thought too; Ctrl-C ends it only."""
     shows_thoughts, after_thought = sys.stdout.isatty(), False
     with contextlib.suppress(KeyboardInterrupt):  # the reply so far is kept
         for piece in talk.say(line):

@@ -17,7 +17,7 @@ from jetdraft.runtime.text.stops import CANCELLED
 class Stream:
     """A generation under way: an iterator of `Piece`, with `stats` that fill up.
 
-    It goes on from the token ids `prompt`. Any thread may `cancel` it. The model is
+    It continues the token ids `prompt`. Any thread may `cancel` it. The model is
     free again when the stream ends: to leave a loop early, keep no reference to it, use
     `with` or call `close`.
 

@@ -108,7 +108,6 @@ class Service:
         self.metrics = Metrics(self.desk)
         self._sound_slots = asyncio.Semaphore(limits.max_sounds)
         self._keeps_responses = parts.store is not None or parts.learning is not None
-        self._defaults = self._model.defaults
         if self._model.bundle.chat_template:
             _ = self._model.template  # refuses a broken one before the first request
 
@@ -122,14 +121,11 @@ class Service:
             allow_headers=["*"],
             expose_headers=[IGNORED_HEADER],
         )
+        errors = JetdraftError, HTTPException, Exception
         return Starlette(
             routes=list(self._routes()),
             middleware=[cross_origin] if self._origins else [],
-            exception_handlers={
-                JetdraftError: self._refuse,
-                HTTPException: self._refuse,
-                Exception: self._refuse,
-            },
+            exception_handlers=dict.fromkeys(errors, self._refuse),
             lifespan=self._lifespan,
         )
 
@@ -213,8 +209,8 @@ class Service:
         asked, dialect = await self._read_object(request), DIALECTS[request.url.path]
         body, chat = dialect.body(asked)
         self._check_model_name(body.get("model", self.name))
-        limits = self.limits
-        wanted = GenerationRequest.of(body, chat, limits.max_new_tokens, self._defaults)
+        limits, defaults = self.limits, self._model.defaults
+        wanted = GenerationRequest.of(body, chat, limits.max_new_tokens, defaults)
         if chat and wanted.tools is not None:
             wanted = replace(wanted, tools=self._model.fitted(wanted.tools))
         seconds = wanted.options.get("max_seconds", limits.max_seconds)

@@ -67,10 +67,7 @@ def block_dialect(
 async def _steps(
     chunks: Chunks, blocks: list[Block]
 ) -> AsyncIterator[tuple[str, int, Any]]:
-    """Yield how `blocks` grow: "start", "delta" or "stop", a place, and a text.
-
-    An error comes with its chunk, as the last step.
-    """
+    """Yield "start", "delta", "stop" or "error", a place, and the text or the chunk."""
     async for chunk in chunks:
         if "error" in chunk:
             yield "error", 0, chunk
@@ -85,10 +82,7 @@ async def _steps(
 
 
 def _translate(body: Json, form: Json | None, effort: Any, *tool: str) -> None:
-    """Write the form of an answer, the effort and tools as OpenAI does.
-
-    `tool` are the type of tools and the name of the field with their parameters.
-    """
+    """Write a body as OpenAI does; `tool` is as `_read_tool` takes it."""
     if form:
         body["response_format"] = {"type": form["type"], "json_schema": form}
     if effort is not None:

@@ -190,10 +190,7 @@ class GenerationRequest(ModelRequest):
 
 
 def _fill_ids(model: Model, prefix: Prompt, suffix: str) -> tuple[list[int], list[str]]:
-    """Return the ids of a prompt that ends before `suffix`, and tokens that end a text.
-
-    Raises `RequestError` if the vocabulary has no tokens for it.
-    """
+    """Return the ids of a prompt that ends before `suffix`, and what ends its text."""
     text = model.parts.text
     for names in FILL_TOKENS:
         first, second, third = map(text.token_id, names)

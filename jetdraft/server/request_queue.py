@@ -127,10 +127,7 @@ class RequestQueue:
             raise
 
     def _make_room(self, client: str) -> None:
-        """Refuse the last request of the client with the most waiting requests.
-
-        If that is `client`, counting its new request, raise the refusal instead.
-        """
+        """Refuse the last request of whoever has the most; raises if it is `client`."""
         refusal = RequestError("too many requests wait; try again later", status=429)
         longest = max(self._waiting.values(), key=len, default=deque())
         if len(longest) <= 1 + len(self._waiting.get(client, ())):
@@ -168,8 +165,8 @@ class Job:
 
     The generation does not wait for its reader: `next` returns its pieces one by one
     and then its `Result`, and so on for further texts of the request; or it raises the
-    error of a text, also if the text was cut. `deadline` is
-    in seconds of `time.monotonic`, infinite while no text runs.
+    error of a text, also if the text was cut. `deadline` is in seconds of
+    `time.monotonic`, infinite while no text runs.
     """
 
     deadline = inf
@@ -245,11 +242,7 @@ class Job:
             self._events.put_nowait(error)
 
     async def _generate_in_thread(self, model: Model) -> None:
-        """Generate in a thread of the queue, and wait for the thread in any case.
-
-        An event loop that ends cancels its tasks, but the thread uses the model until
-        the end of its round.
-        """
+        """Generate in a thread; wait for its last round even if the event loop ends."""
         future = self._loop.run_in_executor(self._queue.threads, self._generate, model)
         try:
             await asyncio.shield(future)
@@ -299,7 +292,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 class PrefixFolder:
     """Keeps rows of beginnings that prompts share, in files of at most `most_bytes`.
 
-    A prompt that goes on from an earlier prompt, as a conversation does, shares nothing
+    A prompt that continues an earlier prompt, as a conversation does, shares nothing
     new: its rows are in the buffers. `name` stands for bundle and machine. The files
     that were unused for longest go first, whatever their names. Several threads may use
     a folder, each with a model of its own. Raises `OutputError` if it cannot be made.
