@@ -77,7 +77,6 @@ def _read_pooling(source: str, path: str) -> str:
 
 
 def _read_dense(source: str, path: str) -> tuple[Tensor, Tensor]:
-    """Return the matrix and the bias, float64, in a step's folder."""
     fields = read_fields(source, f"{path}/config.json") or {}
     activation = str(fields.get("activation_function", "")).rpartition(".")[2]
     if activation != "Identity":

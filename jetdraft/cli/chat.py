@@ -96,7 +96,6 @@ def _parse_value(text: str) -> Any:
 
 
 def _start_terminal(model: Model) -> None:
-    """Print the model's name and context; pasted lines come as one message."""
     capacity = model.bundle.target.contract.capacity
     click.echo(
         f"{model.bundle.path.resolve().name}, {capacity} tokens of context; "
@@ -124,10 +123,7 @@ def _read_message() -> str | None:
 
 
 def _print_reply(talk: Conversation, line: str) -> None:
-    """Send a line to the model and print its reply; Ctrl-C ends the reply only.
-
-    A terminal shows the thought too, dimmed.
-    """
+    """Print the model's reply, in a terminal its thought too; Ctrl-C ends it only."""
     shows_thoughts, after_thought = sys.stdout.isatty(), False
     with contextlib.suppress(KeyboardInterrupt):  # the reply so far is kept
         for piece in talk.say(line):
@@ -141,7 +137,6 @@ def _print_reply(talk: Conversation, line: str) -> None:
 
 
 def _run_command(talk: Conversation, line: str) -> None:
-    """Run a command such as /stats; prints the help for an unknown command."""
     order, *rest = line.split(maxsplit=1)
     if order == "/reset":
         talk.reset()

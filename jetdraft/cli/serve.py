@@ -77,29 +77,22 @@ def command(
 ) -> None:
     """Answer requests for BUNDLE's model over HTTP until SIGTERM or Ctrl-C."""
     with importing("serving", "serve"):
-        from jetdraft.server.app import Service
-        from jetdraft.server.connection import check_api_key, check_origins, is_loopback
-        from jetdraft.server.http_server import (
-            listener_url,
-            open_listener,
-            open_unix_listener,
-            run,
-        )
+        from jetdraft.server import app, connection, http_server
     # Who sets an empty variable means to have a key, which is then refused.
     key = os.environ.get(KEY_VARIABLE) if server.api_key is None else server.api_key
     if key is not None:
-        check_api_key(key)
-    elif not is_loopback(server.host):
-        raise OptionError(
-            f"anyone could use a server on {server.host}; give --api-key, or set "
-            f"{KEY_VARIABLE}"
-        )
-    check_origins(server.allow_origin, is_open=key is None)
+        connection.check_api_key(key)
+    elif not connection.is_loopback(server.host):
+        fact = f"anyone could use a server on {server.host}"
+        raise OptionError(f"{fact}; give --api-key, or set {KEY_VARIABLE}")
+    connection.check_origins(server.allow_origin, is_open=key is None)
     with ExitStack() as opened:
-        listeners = [opened.enter_context(open_listener(server.host, server.port))]
-        places = [listener_url(listeners[0])]
+        listener = http_server.open_listener(server.host, server.port)
+        listeners = [opened.enter_context(listener)]
+        places = [http_server.listener_url(listeners[0])]
         if server.uds is not None:
-            listeners.append(opened.enter_context(open_unix_listener(server.uds)))
+            listener = http_server.open_unix_listener(server.uds)
+            listeners.append(opened.enter_context(listener))
             places.append(str(server.uds))
         # Requests, the drain and the news of learned weights go to standard error.
         logging.disable(logging.NOTSET)  # other verbs drop all logs below errors
@@ -109,6 +102,6 @@ def command(
         pool = Pool(bundle, server.models, options["method"], **runtime)
         name = server.name or bundle.resolve().name
         access = key or "", server.allow_origin
-        service = Service(pool, name, limits, *access, server.prefixes)
+        service = app.Service(pool, name, limits, *access, server.prefixes)
         click.echo(f"{service.name} answers at {' and '.join(places)}", err=True)
-        run(service, listeners, server.host, server.drain)
+        http_server.run(service, listeners, server.host, server.drain)

@@ -44,12 +44,10 @@ class Conversation:
         template: Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> None:
-        self.model = model
-        self.drop_oldest = drop_oldest
-        self.tools = None if tools is None else model.fitted(tools)
-        functions = None if tools is None else tools.functions
+        self.model, self.options, self.drop_oldest = model, options, drop_oldest
+        self.tools = tools and model.fitted(tools)
+        functions = tools and tools.functions
         self._variables = {"tools": functions, **(template or {})}
-        self.options = options
         self._opening = [{"role": "system", "content": system}] if system else []
         self.messages: list[Message] = list(self._opening)
         self.last: Result | None = None
@@ -61,9 +59,8 @@ class Conversation:
         When they end or are left early, `messages` gets the text and the reply.
         """
         if not isinstance(text, str):
-            raise OptionError(
-                f"{text!r} is not a text; give what the user says", "prompt"
-            )
+            fact = f"{text!r} is not a text; give what the user says"
+            raise OptionError(fact, "prompt")
         return self._start_reply([user_message(text)], options)
 
     @property
@@ -82,15 +79,10 @@ class Conversation:
             print(piece.text, end="")
         """
         if len(results) != len(self.calls) or not results:
-            raise OptionError(
-                f"the last reply has {len(self.calls)} calls, not {len(results)}; give "
-                "a result for each",
-                "results",
-            )
-        pairs = zip(self.calls, results, strict=True)
-        return self._start_reply(
-            [_tool_message(call, result) for call, result in pairs], options
-        )
+            fact = f"the last reply has {len(self.calls)} calls, not {len(results)}"
+            raise OptionError(f"{fact}; give a result for each", "results")
+        added = list(map(_tool_message, self.calls, results))
+        return self._start_reply(added, options)
 
     def _start_reply(
         self, added: list[Message], options: GenerateOptions
@@ -112,7 +104,6 @@ class Conversation:
         self._add_reply(messages, stream)
 
     def _add_reply(self, messages: list[Message], stream: Stream) -> None:
-        """Close the stream, and add the text that it generated to the messages."""
         stream.close()
         self.last = stream.result()
         reply: Message = {"role": "assistant", "content": self.last.text}
@@ -145,11 +136,8 @@ class Conversation:
         try:
             messages = read_json_file(Path(file), most_bytes=1 << 26, exact=True)
         except (OSError, ValueError) as error:
-            reason = reason_of(error)
-            raise OptionError(
-                f"{file} is not a saved conversation ({reason}); give a file of `save`",
-                "file",
-            ) from error
+            fact = f"{file} is not a saved conversation ({reason_of(error)})"
+            raise OptionError(f"{fact}; give a file of `save`", "file") from error
         self.messages = check_messages(messages)
 
     def _fit_messages(
@@ -161,9 +149,8 @@ class Conversation:
         first = len(self._opening)
         room = capacity
         while True:
-            turns = [
-                i for i, m in enumerate(messages[first:], first) if m["role"] == "user"
-            ]
+            numbered = enumerate(messages[first:], first)
+            turns = [place for place, said in numbered if said["role"] == "user"]
             can_drop = self.drop_oldest and len(turns) > 1
             try:
                 prompt = self.model.chat_prompt(messages, **self._variables)
@@ -175,23 +162,19 @@ class Conversation:
                 if tokens <= room or (not can_drop and tokens <= capacity):
                     return messages, prompt
                 if not can_drop:
-                    raise OptionError(
-                        f"the conversation has {len(prompt)} tokens, the capacity is "
-                        f"{capacity}; reset it, let the oldest turns be dropped "
-                        "(drop_oldest), or export with a larger --capacity",
-                        "prompt",
-                    )
+                    fact = f"the conversation has {len(prompt)} tokens, the capacity is"
+                    fact += f" {capacity}; reset it, let the oldest turns be dropped "
+                    fact += "(drop_oldest), or export with a larger --capacity"
+                    raise OptionError(fact, "prompt")
             messages = messages[:first] + messages[turns[1] :]
             room = int(KEPT_SHARE * capacity)
 
 
 def _tool_message(call: ToolCall, text: object) -> Message:
-    """The message with the result of a call; raises `OptionError` if it is not JSON."""
     try:
         if not isinstance(text, str):
             text = json.dumps(text, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise OptionError(
-            f"the result of {call.name!r} is not JSON ({error}); give a text", "results"
-        ) from error
+        fact = f"the result of {call.name!r} is not JSON ({error}); give a text"
+        raise OptionError(fact, "results") from error
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}

@@ -22,17 +22,14 @@ def embedding_prompt(parts: LoadedBundle, name: str | None) -> str:
     """
     embedding = parts.bundle.embedding
     if embedding is None:
-        raise OptionError(
-            "the bundle's model writes texts and embeds none; export a checkpoint with "
-            "the files of sentence-transformers, such as Qwen3-Embedding",
-            "input",
-        )
+        fact = "the bundle's model writes texts and embeds none; export a checkpoint "
+        fact += "with the files of sentence-transformers, such as Qwen3-Embedding"
+        raise OptionError(fact, "input")
     name = embedding.default_prompt if name is None else name
     if name is not None and name not in embedding.prompts:
         known = ", ".join(embedding.prompts) or "none"
-        raise OptionError(
-            f"the model has no prompt {name!r}; its prompts are: {known}", "prompt_name"
-        )
+        fact = f"the model has no prompt {name!r}; its prompts are: {known}"
+        raise OptionError(fact, "prompt_name")
     return "" if name is None else embedding.prompts[name]
 
 
@@ -71,7 +68,6 @@ class Embedder(Stream):
         return replace(Embeddings.of([], self.stats, False), vectors=vectors)
 
     def _run(self) -> Generator[Piece, None, None]:
-        """Hold the buffers and yield a piece for each text."""
         with self._parts.claim.held_by(self._watcher):
             for ids in self._texts:
                 total = self._pool(ids)

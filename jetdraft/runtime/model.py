@@ -37,12 +37,7 @@ from jetdraft.runtime.stream import AsyncStream, Stream
 from jetdraft.runtime.text.codec import check_characters, check_ids
 from jetdraft.runtime.text.constraint import Constraint
 from jetdraft.runtime.text.stops import Thinking
-from jetdraft.runtime.text.template import (
-    ChatTemplate,
-    Message,
-    check_messages,
-    read_template,
-)
+from jetdraft.runtime.text.template import ChatTemplate, Message, check_messages
 from jetdraft.runtime.text.tools import CallFormat, Tools
 from jetdraft.runtime.text.worker_process import Vocabulary
 
@@ -135,9 +130,8 @@ class Model:
         """The checkpoint's chat template; raises `OptionError` if it is missing."""
         bundle = self.parts.bundle
         if self._template is None:
-            self._template = ChatTemplate(
-                read_template(bundle.chat_template), bundle.special_tokens
-            )
+            given = bundle.chat_template, bundle.special_tokens
+            self._template = ChatTemplate.open(*given)
         return self._template
 
     def generate(
@@ -203,19 +197,16 @@ class Model:
         """Make a generation, with its constraint compiled if `prepared`."""
         options, parts = self._as_options(options, fields), self.parts
         source, ids = parts.split_prompt(self.prompt(prompt, token_ids).tolist())
-        return Generation(
-            *(parts, self.planner, ids, options, prepared, source), thinking=thinking
-        )
+        given = parts, self.planner, ids, options, prepared, source
+        return Generation(*given, thinking=thinking)
 
     def _as_options(self, options: Options | None, fields: GenerateOptions) -> Options:
-        """The `options`, or new ones made of `fields`; raises `OptionError`."""
         if options is None:
             fields.setdefault("method", self.method)
             return Options.of(**fields)
         if fields or not isinstance(options, Options):
-            raise OptionError(
-                "give either an Options object or options by their names", "options"
-            )
+            fact = "give either an Options object or options by their names"
+            raise OptionError(fact, "options")
         return options
 
     def transcribe(
@@ -253,8 +244,7 @@ class Model:
         started, parts = time.perf_counter(), self.parts
         check_speech(parts)
         if options is None:
-            most = parts.target.contract.capacity // 2
-            fields.setdefault("max_new_tokens", most)
+            fields.setdefault("max_new_tokens", parts.target.contract.capacity // 2)
         chosen = self._as_options(options, fields)
         if isinstance(sound, (str, Path, bytes)):
             samples = read_sound(sound)
@@ -287,12 +277,8 @@ class Model:
         begin = embedding_prompt(self.parts, prompt_name)
         if isinstance(texts, str):
             raise OptionError("give a list of texts, not a text alone", "input")
-        ids = [
-            self.prompt(begin + text)
-            if isinstance(text, str)
-            else self.prompt(token_ids=text)
-            for text in texts
-        ]
+        split = [(begin + t, None) if isinstance(t, str) else (None, t) for t in texts]
+        ids = [self.prompt(text, token_ids) for text, token_ids in split]
         return Embedder(self.parts, ids, max_seconds)
 
     def chat(
@@ -312,12 +298,11 @@ class Model:
         ask = [{"role": "user", "content": "Hello"}]
         model.chat(ask, max_new_tokens=32, template={"enable_thinking": False}).text
         """
-        tools = None if tools is None else self.fitted(tools)
-        functions = None if tools is None else tools.functions
+        tools = tools and self.fitted(tools)
+        functions = tools and tools.functions
         ids = self.chat_prompt(messages, **{"tools": functions, **(template or {})})
         result = self.stream_reply(ids, options, tools=tools, **fields).result()
-        calls = [] if tools is None else tools.calls(result.text)
-        return replace(result, calls=calls)
+        return replace(result, calls=tools.calls(result.text) if tools else [])
 
     def fitted(self, tools: Tools) -> Tools:
         """Return `tools` with the format of calls in the chat template."""
@@ -344,20 +329,18 @@ class Model:
             if thinking is not None and tools.format.turn:
                 thinking = replace(thinking, rest="")  # the grammar has the turn
             grammar = Constraint("grammar", tools.grammar())
-            if options is not None:
-                options = replace(options, constraint=grammar)
-            else:
+            if options is None:
                 fields["grammar"] = grammar.source
+            else:
+                options = replace(options, constraint=grammar)
         given = None, options, token_ids, fields, True, thinking
         try:
             return Stream(self._make_generation(*given))
         except ConstraintError as error:
             if tools is None:
                 raise
-            raise OptionError(
-                "the tools take too much time or memory; make their schemas simpler",
-                "tools",
-            ) from error
+            fact = "the tools take too much time or memory; make their schemas simpler"
+            raise OptionError(fact, "tools") from error
         except OptionError as error:
             if tools is not None and error.field == "grammar":
                 tools.check(self.vocabulary)  # names the tool
@@ -400,12 +383,11 @@ class Model:
         """Return a prompt's token ids, int64 [length]; raises `OptionError`."""
         if (prompt is None) == (token_ids is None):
             raise OptionError("give either a prompt text or token_ids", "prompt")
-        if prompt is not None and not isinstance(prompt, str):
-            raise OptionError(
-                "the prompt must be a text; give ids as token_ids=", "prompt"
-            )
         contract = self.bundle.target.contract
         if prompt is not None:
+            if not isinstance(prompt, str):
+                fact = "the prompt must be a text; give ids as token_ids="
+                raise OptionError(fact, "prompt")
             check_characters(len(prompt), contract.capacity)
             token_ids = self.parts.text.encode(prompt)
         return check_ids(token_ids, contract)
@@ -435,11 +417,10 @@ class Model:
         self.check_prefix_support()
         parts, drafter = self.parts, self.parts.drafter
         size = 0 if drafter is None else drafter.contract.feature_input
+        given = Path(file), parts.caches, parts.profiles.machine, size
         with parts.claim.held():
             self.forget()
-            tokens, is_own, waiting = load_prefix(
-                Path(file), parts.caches, parts.profiles.machine, size
-            )
+            tokens, is_own, waiting = load_prefix(*given)
             parts.prefix.restore(tokens, exact=is_own)
             if parts.draft_cache is not None:
                 parts.draft_cache.restore(tokens, waiting)
@@ -447,11 +428,9 @@ class Model:
     def check_prefix_support(self) -> None:
         """Raise `OptionError` for an encoder-decoder: its rows need the source."""
         if self.bundle.start_token_ids:
-            raise OptionError(
-                "the rows of an encoder-decoder depend on its source, so no prefix can "
-                "be kept; give the whole source each time",
-                "prefix",
-            )
+            fact = "the rows of an encoder-decoder depend on its source, so no prefix "
+            fact += "can be kept; give the whole source each time"
+            raise OptionError(fact, "prefix")
 
     def measure_again(self) -> None:
         """Measure the width classes and pass times of this machine again."""
@@ -466,8 +445,7 @@ class Model:
 
     def cancel(self) -> None:
         """End the running generation, or a constraint's compilation; for any thread."""
-        parts = self._parts  # another thread may close the model meanwhile
-        if parts is not None:
+        if (parts := self._parts) is not None:  # another thread may close the model
             parts.claim.cancel()
 
     def twin(self) -> Model:
@@ -476,8 +454,7 @@ class Model:
 
     def close(self) -> None:
         """Free all memory; later calls, except for `close`, raise `JetdraftError`."""
-        parts = self._parts  # another thread may close the model too
-        if parts is not None:
+        if (parts := self._parts) is not None:  # another thread may close it too
             parts.claim.close()
         self._parts = self._planner = None
 

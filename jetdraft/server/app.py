@@ -4,15 +4,15 @@ import asyncio
 import hashlib
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
@@ -27,22 +27,18 @@ from starlette.types import ASGIApp
 from jetdraft import __version__
 from jetdraft.errors import JetdraftError
 from jetdraft.parsing import JsonError, read_json
-from jetdraft.runtime.embedding import Embeddings
 from jetdraft.runtime.pool import Pool
-from jetdraft.runtime.speech.segments import Transcript
 from jetdraft.runtime.speech.transcription import check_speech
 from jetdraft.server import Limits, RequestError, ollama_api, refusal_fields
+from jetdraft.server.block_apis import MESSAGES, RESPONSES
 from jetdraft.server.connection import Admission, refusal_response
-from jetdraft.server.dialect import CHATS, COMPLETIONS, EventStream, wait_unless_gone
-from jetdraft.server.embedding_request import EmbeddingRequest
 from jetdraft.server.generation_request import IGNORED_HEADER, GenerationRequest
-from jetdraft.server.messages_api import MESSAGES
-from jetdraft.server.prefix_folder import PrefixFolder
-from jetdraft.server.reply import Reply
-from jetdraft.server.request_queue import AnyRequest, Job, RequestQueue
-from jetdraft.server.responses_api import RESPONSES
-from jetdraft.server.transcription_request import TranscriptionRequest, read_form
+from jetdraft.server.reply import CHATS, COMPLETIONS, EventStream, Json, Reply
+from jetdraft.server.request_queue import AnyRequest, Job, PrefixFolder, RequestQueue
+from jetdraft.server.whole_requests import EmbeddingRequest, TranscriptionRequest
 
+T = TypeVar("T")
+Answer = Callable[[Request], Awaitable[Any]]
 RECEIVE_SECONDS = 30.0  # The most seconds that a body may take to arrive.
 DEFAULT_LIMITS = Limits()
 # The paths of transcriptions and embeddings, and the APIs of texts by their paths.
@@ -55,7 +51,8 @@ DIALECTS = {
     "/api/chat": ollama_api.CHAT,
     "/api/generate": ollama_api.GENERATE,
 }
-# Paths that are counted under their names; others are counted together.
+# Paths that need no key; and paths that are counted under their names, unlike others.
+OPEN_PATHS = ("/", "/health")
 COUNTED_PATHS = (*DIALECTS, SPEECH_PATH, EMBEDDINGS_PATH, "/v1/models", "/metrics")
 # The content types of requests, and what clients send that do not think of it.
 JSON_TYPE, FORM_TYPE = "application/json", "multipart/form-data"
@@ -96,52 +93,68 @@ class Service:
         prefixes: Path | None = None,
     ) -> None:
         self.pool, self.name, self.limits = pool, name, limits
-        self._origins = tuple(origins)
-        self._key, self._admission = api_key, Admission(api_key)
-        parts = pool.models[0].parts
-        self._fingerprint = _fingerprint(parts.profiles.machine)
+        self._origins, self._key = tuple(origins), api_key
+        self._admission, self._model = Admission(api_key), pool.models[0]
+        parts = self._model.parts
+        whole = json.dumps([__version__, parts.profiles.machine], sort_keys=True)
+        # OpenAI's system_fingerprint, of version, bundle and machine.
+        self._fingerprint = f"fp_{hashlib.sha256(whole.encode()).hexdigest()[:12]}"
         folder = None
         if prefixes is not None:
-            pool.models[0].check_prefix_support()
+            self._model.check_prefix_support()
             folder = PrefixFolder(prefixes, self._fingerprint, limits.prefix_bytes)
         waiting = limits.max_waiting, limits.max_wait
         self.desk = RequestQueue(pool.models, *waiting, folder)
         self.metrics = Metrics(self.desk)
         self._sound_slots = asyncio.Semaphore(limits.max_sounds)
         self._keeps_responses = parts.store is not None or parts.learning is not None
-        self._defaults = pool.models[0].defaults
-        if pool.models[0].bundle.chat_template:
-            _ = pool.models[0].template  # refuses a broken one before the first request
+        if self._model.bundle.chat_template:
+            _ = self._model.template  # refuses a broken one before the first request
 
     def app(self, host: str = "127.0.0.1") -> Starlette:
         """Make the ASGI application for a server that listens on `host`."""
         self._admission = Admission(self._key, host)
+        cross_origin = Middleware(
+            CORSMiddleware,
+            allow_origins=self._origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[IGNORED_HEADER],
+        )
+        errors = JetdraftError, HTTPException, Exception
         return Starlette(
-            routes=[
-                Route("/", self._serve_page),
-                Route("/health", self._serve_health),
-                Route("/metrics", self._serve_metrics),
-                Route("/v1/models", self._list_models),
-                Route("/v1/models/{name:path}", self._serve_model),
-                *(
-                    Route(path, self._serve_generation, methods=["POST"])
-                    for path in DIALECTS
-                ),
-                Route(SPEECH_PATH, self._serve_transcription, methods=["POST"]),
-                Route(EMBEDDINGS_PATH, self._serve_embeddings, methods=["POST"]),
-                Route("/api/version", self._serve_version),
-                Route("/api/tags", self._tell_ollama),
-                Route("/api/ps", self._tell_ollama),
-                Route("/api/show", self._tell_ollama, methods=["POST"]),
-            ],
-            middleware=[_cross_origin(self._origins)] if self._origins else [],
-            exception_handlers={
-                JetdraftError: self._refuse,
-                HTTPException: self._refuse_http,
-                Exception: self._answer_failure,
-            },
+            routes=list(self._routes()),
+            middleware=[cross_origin] if self._origins else [],
+            exception_handlers=dict.fromkeys(errors, self._refuse),
             lifespan=self._lifespan,
         )
+
+    def _routes(self) -> Iterator[Route]:
+        gets: dict[str, Answer] = {
+            "/": self._serve_page,
+            "/health": self._serve_health,
+            "/metrics": self._serve_metrics,
+            "/v1/models": self._list_models,
+            "/v1/models/{name:path}": self._serve_model,
+            "/api/version": self._serve_version,
+            "/api/tags": self._tell_ollama,
+            "/api/ps": self._tell_ollama,
+        }
+        posts: dict[str, Answer] = {
+            **dict.fromkeys(DIALECTS, self._serve_generation),
+            SPEECH_PATH: self._serve_transcription,
+            EMBEDDINGS_PATH: self._serve_embeddings,
+            "/api/show": self._tell_ollama,
+        }
+        for method, answers in (("GET", gets), ("POST", posts)):
+            for path, answer in answers.items():
+                yield Route(path, partial(self._admit, answer), methods=[method])
+
+    async def _admit(self, answer: Answer, request: Request) -> ASGIApp:
+        """Answer a request that is admitted; an object is sent as JSON."""
+        self._admission.check(request, request.scope["path"] not in OPEN_PATHS)
+        said: ASGIApp | Json = await answer(request)
+        return JSONResponse(said) if isinstance(said, dict) else said
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -149,96 +162,77 @@ class Service:
         self.desk.threads.shutdown(wait=False)
 
     async def _serve_page(self, request: Request) -> Response:
-        self._admission.check(request, needs_key=False)
         return HTMLResponse(files("jetdraft.server").joinpath("page.html").read_text())
 
-    async def _serve_health(self, request: Request) -> Response:
-        self._admission.check(request, needs_key=False)
+    async def _serve_health(self, request: Request) -> Json:
         state = {"generating": self.desk.generating, "waiting": self.desk.waiting}
-        return JSONResponse({"status": "ok", **state})
+        return {"status": "ok", **state}
 
     async def _serve_metrics(self, request: Request) -> Response:
-        self._admission.check(request)
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def _list_models(self, request: Request) -> Response:
-        self._admission.check(request)
+    async def _list_models(self, request: Request) -> Json:
         ends = {"first_id": self.name, "last_id": self.name, "has_more": False}
-        models = [self._model_entry()]
-        return JSONResponse({"object": "list", "data": models, **ends})
+        return {"object": "list", "data": [self._model_entry()], **ends}
 
-    async def _serve_version(self, request: Request) -> Response:
-        self._admission.check(request)
-        return JSONResponse({"version": __version__})
+    async def _serve_version(self, request: Request) -> Json:
+        return {"version": __version__}
 
-    async def _tell_ollama(self, request: Request) -> Response:
+    async def _tell_ollama(self, request: Request) -> Json:
         """List the model, or show it to a POST request."""
-        self._admission.check(request)
-        fields = ollama_api.model_fields(self.name, self.pool.models[0].bundle)
+        fields = ollama_api.model_fields(self.name, self._model)
         if request.method != "POST":
-            return JSONResponse({"models": [fields]})
+            return {"models": [fields]}
         asked = await self._read_object(request)
         name = asked.get("model", asked.get("name", self.name))
         self._check_model_name(str(name).removesuffix(":latest"))
-        return JSONResponse(fields)
+        return fields
 
-    async def _serve_model(self, request: Request) -> Response:
-        self._admission.check(request)
+    async def _serve_model(self, request: Request) -> Json:
         self._check_model_name(request.path_params["name"])
-        return JSONResponse(self._model_entry())
+        return self._model_entry()
 
-    def _model_entry(self) -> dict[str, Any]:
-        """The model as OpenAI and Anthropic list it, with its capacity and methods."""
-        first = self.pool.models[0]
-        capacity = first.parts.target.contract.capacity
+    def _model_entry(self) -> Json:
+        capacity = self._model.parts.target.contract.capacity
         return {
             "id": self.name,
             **{"object": "model", "created": 0, "owned_by": "jetdraft"},
             **{"type": "model", "display_name": self.name, "lifecycle": "active"},
             "created_at": "1970-01-01T00:00:00Z",
-            "max_input_tokens": capacity,
+            **{"max_input_tokens": capacity, "context_window": capacity},
             "max_tokens": self.limits.max_new_tokens,
-            "context_window": capacity,
-            "methods": list(first.methods),
-            "chat": first.bundle.chat_template is not None,
+            "methods": list(self._model.methods),
+            "chat": self._model.bundle.chat_template is not None,
         }
 
     async def _serve_generation(self, request: Request) -> ASGIApp:
-        """Answer a completion or a chat: with JSON, or with a stream of events."""
-        self._admission.check(request)
         asked, dialect = await self._read_object(request), DIALECTS[request.url.path]
         body, chat = dialect.body(asked)
         self._check_model_name(body.get("model", self.name))
-        limits, model = self.limits, self.pool.models[0]
-        wanted = GenerationRequest.of(body, chat, limits.max_new_tokens, self._defaults)
+        limits, defaults = self.limits, self._model.defaults
+        wanted = GenerationRequest.of(body, chat, limits.max_new_tokens, defaults)
         if chat and wanted.tools is not None:
-            wanted = replace(wanted, tools=model.fitted(wanted.tools))
+            wanted = replace(wanted, tools=self._model.fitted(wanted.tools))
         seconds = wanted.options.get("max_seconds", limits.max_seconds)
         wanted.options["max_seconds"] = min(seconds, limits.max_seconds)
-        codec = model.parts.text
+        codec = self._model.parts.text
         reply = Reply(wanted, self.name, codec, self._fingerprint, asked)
         job = self._start_job(request, wanted)
         if wanted.streamed:
-            first = await wait_unless_gone(request.receive, job, job.next())
+            first = await job.wait(request.receive, job.next())
             done = partial(self._count_request, request)
             return EventStream(job, reply, dialect, first, done)
-        results = await wait_unless_gone(request.receive, job, job.results())
-        self._count_request(request, 200)
-        answer = dialect.whole(reply.complete(results), reply)
-        return JSONResponse(answer, headers=reply.headers)
+        whole = await self._finish(
+            request, job, lambda *results: dialect.whole(reply.complete(results), reply)
+        )
+        return JSONResponse(whole, headers=reply.headers)
 
-    async def _serve_embeddings(self, request: Request) -> Response:
-        """Answer a request for the embeddings of texts."""
-        self._admission.check(request)
+    async def _serve_embeddings(self, request: Request) -> Json:
         body = await self._read_object(request)
         self._check_model_name(body.get("model", self.name))
         wanted = EmbeddingRequest.of(body, self.limits.max_seconds)
         job = self._start_job(request, wanted)
-        (result,) = await wait_unless_gone(request.receive, job, job.results())
-        assert isinstance(result, Embeddings)
-        answer = wanted.answer(result, self.name)
-        self._count_request(request, 200)
-        return JSONResponse(answer)
+        return await self._finish(request, job, partial(wanted.answer, self.name))
 
     def _start_job(self, request: Request, wanted: AnyRequest) -> Job:
         """Put a request into the queue; its drafts use this client's responses only."""
@@ -247,26 +241,28 @@ class Service:
             wanted.options["drafting"] = {"user": client}
         return Job(self.desk, wanted, client)
 
+    async def _finish(self, request: Request, job: Job, form: Callable[..., T]) -> T:
+        """Wait for the results of a job; returns what `form` makes of them."""
+        answer = form(*await job.wait(request.receive, job.results()))
+        self._count_request(request, 200)
+        return answer
+
     async def _serve_transcription(self, request: Request) -> Response:
         """Answer a transcription, when few enough sounds are in memory."""
-        self._admission.check(request)
         origin = request.headers.get("origin")
         host = request.headers.get("host", "")
         # A browser sends the form of a foreign page without asking.
         is_own = origin is None or origin.partition("://")[2] == host
         if not is_own and not {origin, "*"} & {*self._origins}:
-            raise RequestError(
-                f"the page at {origin!r} is foreign; send the form from {host!r}",
-                status=403,
-            )
-        check_speech(self.pool.models[0].parts)
+            fact = f"the page at {origin!r} is foreign; send the form from {host!r}"
+            raise RequestError(fact, status=403)
+        check_speech(self._model.parts)
         try:
             async with asyncio.timeout(self.limits.max_wait):
                 await self._sound_slots.acquire()
         except TimeoutError:
-            raise RequestError(
-                "too many sounds are being heard; try again later", status=503
-            ) from None
+            fact = "too many sounds are being heard; try again later"
+            raise RequestError(fact, status=503) from None
         try:
             return await self._transcribe_form(request)
         finally:
@@ -274,20 +270,15 @@ class Service:
 
     async def _transcribe_form(self, request: Request) -> Response:
         data = await self._read_body(request, FORM_TYPE, self.limits.max_sound_bytes)
-        form = read_form(data, request.headers["content-type"])
+        wanted = TranscriptionRequest.of(data, request.headers["content-type"])
         del data  # the request waits for a model with the sound alone
-        wanted = TranscriptionRequest.of(form)
-        del form
         if wanted.model is not None:
             self._check_model_name(wanted.model)
         wanted.options["max_seconds"] = self.limits.max_seconds
         job = self._start_job(request, wanted)
-        [result] = await wait_unless_gone(request.receive, job, job.results())
-        assert isinstance(result, Transcript)
-        self._count_request(request, 200)
-        return wanted.response(result)
+        return await self._finish(request, job, wanted.response)
 
-    async def _read_object(self, request: Request) -> dict[str, Any]:
+    async def _read_object(self, request: Request) -> Json:
         """Read the JSON object in the body, without fields that are null."""
         # A foreign page cannot send JSON unasked.
         data = await self._read_body(request, JSON_TYPE, self.limits.max_body_bytes)
@@ -301,7 +292,6 @@ class Service:
         return {name: value for name, value in body.items() if value is not None}
 
     async def _read_body(self, request: Request, kind: str, most: int) -> bytearray:
-        """Read a body of type `kind`, at most `most` bytes; raises `RequestError`."""
         content = request.headers.get("content-type", "").partition(";")[0].strip()
         # A browser names the origin of each page that posts, curl and others do not.
         is_loose = kind == JSON_TYPE and "origin" not in request.headers
@@ -313,10 +303,8 @@ class Service:
                 async for part in request.stream():
                     data += part
                     if len(data) > most:
-                        raise RequestError(
-                            f"the body is longer than {most} bytes; send less",
-                            status=413,
-                        )
+                        fact = f"the body is longer than {most} bytes; send less"
+                        raise RequestError(fact, status=413)
         except TimeoutError:
             raise RequestError("the body did not come in time", status=408) from None
         except ClientDisconnect:
@@ -324,65 +312,30 @@ class Service:
         return data
 
     def _check_model_name(self, name: object) -> None:
-        """Raise `RequestError` with status 404 unless `name` is this model's."""
         if name != self.name:
-            raise RequestError(
-                f"there is no model {name!r}; ask for {self.name!r}",
-                "model",
-                404,
-                "model_not_found",
-            )
+            fact = f"there is no model {name!r}; ask for {self.name!r}"
+            raise RequestError(fact, "model", 404, "model_not_found")
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
-        status = error.status if isinstance(error, RequestError) else 400
-        self._count_request(request, status)
-        return self._refusal(request, error, status)
-
-    async def _refuse_http(self, request: Request, error: Exception) -> Response:
-        """Answer an error of starlette, for example 404 for an unknown path."""
-        assert isinstance(error, HTTPException)
-        self._count_request(request, error.status_code)
-        message = f"{request.url.path}: {error.detail}"
-        return self._refusal(request, message, error.status_code)
-
-    async def _answer_failure(self, request: Request, error: Exception) -> Response:
-        """Answer an unexpected error with status 500; starlette logs it."""
-        self._count_request(request, 500)
-        return self._refusal(request, "the server failed; its log says why", 500)
-
-    def _refusal(self, request: Request, error: object, status: int) -> Response:
-        """Answer an error in the shape of the API that was asked."""
-        path = request.url.path
+        """Answer and count an error, in the shape of the API that was asked."""
+        path, fact, status = request.url.path, error, getattr(error, "status", 400)
+        if isinstance(error, HTTPException):  # for example of an unknown path
+            fact, status = RequestError(f"{path}: {error.detail}"), error.status_code
+        elif not isinstance(error, JetdraftError):  # starlette logs it
+            fact, status = RequestError("the server failed; its log says why"), 500
         dialect = DIALECTS.get(path, COMPLETIONS)
         if path.startswith("/api/"):
             dialect = ollama_api.CHAT
         elif "anthropic-version" in request.headers:
             dialect = MESSAGES
-        fields = refusal_fields(error, status, chat=dialect is not COMPLETIONS)
+        self._count_request(request, status)
+        fields = refusal_fields(fact, status, chat=dialect is not COMPLETIONS)
         return refusal_response(dialect.error(fields, status), status)
 
     def _count_request(self, request: Request, status: int) -> None:
-        """Count a request by its path and status, for the metrics."""
         path = request.url.path
         label = path if path in COUNTED_PATHS else "other"  # clients can invent paths
         self.metrics.request_counts[label, status] += 1
-
-
-def _cross_origin(origins: Sequence[str]) -> Middleware:
-    """What lets a browser send requests from pages of other origins."""
-    return Middleware(
-        CORSMiddleware,
-        allow_origins=origins,
-        allow_methods=["GET", "POST"],
-        allow_headers=["*"],
-        expose_headers=[IGNORED_HEADER],
-    )
-
-
-def _fingerprint(machine: dict[str, Any]) -> str:
-    """Return OpenAI's system_fingerprint: a hash of version, bundle and machine."""
-    whole = json.dumps([__version__, machine], sort_keys=True)
-    return f"fp_{hashlib.sha256(whole.encode()).hexdigest()[:12]}"
 
 
 class Metrics(Collector):
@@ -391,12 +344,10 @@ class Metrics(Collector):
     def __init__(self, queue: RequestQueue) -> None:
         self._queue = queue
         self.request_counts: Counter[tuple[str, int]] = Counter()
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
     def text(self) -> bytes:
         """Return the metrics in Prometheus' text format, as bytes."""
-        return bytes(generate_latest(self._registry))
+        return bytes(generate_latest(self))
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics with their values of now; prometheus_client calls it."""

@@ -186,9 +186,8 @@ class Connection(H11Protocol):
         if cycle.response_started or self.transport.is_closing():
             return  # the answer itself finds it out
         if cycle.scope["http_version"] != "1.0":
-            probe = h11.InformationalResponse(
-                status_code=100, headers=[], reason=b"Continue"
-            )
+            head: dict[str, Any] = {"status_code": 100, "reason": b"Continue"}
+            probe = h11.InformationalResponse(**head, headers=[])
             self.transport.write(self.conn.send(probe) or b"")
         self.loop.call_later(CLIENT_CHECK_SECONDS, self._check_client)
 
@@ -243,21 +242,16 @@ class Admission:
             key = request.headers.get("x-api-key", "")  # Anthropic's clients
         is_right = hmac.compare_digest(key.strip().encode(), self._key)
         if needs_key and self._key and not is_right:
-            raise RequestError(
-                "the API key is missing or wrong; send Authorization: Bearer KEY, or "
-                "x-api-key: KEY",
-                status=401,
-                code="invalid_api_key",
-            )
+            fact = "the API key is missing or wrong; send Authorization: Bearer KEY"
+            fact += ", or x-api-key: KEY"
+            raise RequestError(fact, status=401, code="invalid_api_key")
 
     def _check_host(self, request: Request) -> None:
-        """Raise `RequestError` for a malformed Host header, or another host."""
         header = request.headers.get("host")
         name = None if header is None else host_name(header)
         if name is None and (header is not None or self._local):
-            raise RequestError(
-                f"the Host header {header!r} names no host; ask for localhost"
-            )
+            fact = f"the Host header {header!r} names no host; ask for localhost"
+            raise RequestError(fact)
         # A foreign page can point a host name of its own to this address, but no page
         # reaches a socket in the file system.
         client = request.scope["client"]
@@ -280,15 +274,12 @@ def host_name(header: str) -> str | None:
 def check_api_key(key: str) -> None:
     """Raise `OptionError` for an empty key, or characters that no header can hold."""
     if not key:
-        raise OptionError(
-            "the API key is empty; give a key, or unset JETDRAFT_API_KEY", "api_key"
-        )
+        fact = "the API key is empty; give a key, or unset JETDRAFT_API_KEY"
+        raise OptionError(fact, "api_key")
     if not _KEY_PATTERN.fullmatch(key):
-        raise OptionError(
-            "the API key has a space, or a character that no header can hold; give "
-            "letters, digits and punctuation of ASCII",
-            "api_key",
-        )
+        fact = "the API key has a space, or a character that no header can hold"
+        fix = "give letters, digits and punctuation of ASCII"
+        raise OptionError(f"{fact}; {fix}", "api_key")
 
 
 def check_origins(origins: Sequence[str], is_open: bool) -> None:
@@ -299,9 +290,8 @@ def check_origins(origins: Sequence[str], is_open: bool) -> None:
                 "with --allow-origin '*' any page could ask; give --api-key, or origins"
             )
         if origin != "*" and not _ORIGIN_PATTERN.fullmatch(origin):
-            raise OptionError(
-                f"{origin!r} is no origin; give, for example, http://localhost:3000"
-            )
+            example = "give, for example, http://localhost:3000"
+            raise OptionError(f"{origin!r} is no origin; {example}")
 
 
 def is_loopback(host: str) -> bool:

@@ -22,8 +22,8 @@ Prompt = str | list[int]
 OPTION_FIELDS = (
     *("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
     *("top_k", "min_p", "repetition_penalty", "method", "num_draft_tokens"),
-    *("ignore_eos", "max_seconds", "json_schema", "regex", "grammar"),
-    "max_thinking_tokens",
+    *("ignore_eos", "max_seconds", "max_thinking_tokens"),
+    *("json_schema", "regex", "grammar"),
 )
 # Other fields that are read.
 READ_FIELDS = (
@@ -31,7 +31,7 @@ READ_FIELDS = (
     *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n"),
     *("prompt", "echo", "suffix", "best_of", "prediction"),
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
-    *("chat_template_kwargs", "enable_thinking", "reasoning_effort"),
+    *("chat_template_kwargs", "enable_thinking", "reasoning_effort", "thinking"),
 )
 # Fields that OpenAI, Anthropic, Ollama and llama.cpp document and that change nothing
 # here; they are accepted, and a header of the answer names them.
@@ -39,7 +39,7 @@ IGNORED_FIELDS = (
     *("metadata", "store", "service_tier", "verbosity", "include"),
     *("safety_identifier", "user", "prompt_cache_key", "prompt_cache_options"),
     *("prompt_cache_retention", "truncation", "max_tool_calls", "context_management"),
-    *("cache_control", "inference_geo", "thinking", "keep_alive", "cache_prompt"),
+    *("cache_control", "inference_geo", "keep_alive", "cache_prompt"),
     *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa"),
     *("low_vram", "f16_kv", "vocab_only", "logits_all", "use_mmap", "use_mlock"),
 )
@@ -71,8 +71,25 @@ MAX_STOPS, MAX_STOP_CHARS = 16, 1000  # Each token is compared with all.
 MAX_SOURCE_CHARS = 64_000
 
 
-@dataclass(frozen=True)
-class GenerationRequest:
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest:
+    """What a client asks of a model, with the `options` of what computes it."""
+
+    options: dict[str, Any]
+
+    @property
+    def count(self) -> int:
+        """The number of results."""
+        return 1
+
+    @property
+    def max_seconds(self) -> float:
+        """The most seconds that the results may take, infinite without a limit."""
+        return float(self.options.get("max_seconds", inf))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest(ModelRequest):
     """A request for a text, read from a JSON object.
 
     `prompts` are texts or token ids, empty for a chat with `messages`, whose template
@@ -89,7 +106,6 @@ class GenerationRequest:
     echo: bool
     messages: list[Message]
     tools: Tools | None
-    options: dict[str, Any]
     streamed: bool
     usage: bool
     drafted: bool
@@ -105,6 +121,11 @@ class GenerationRequest:
         It may ask for at most `most` tokens. Its fields replace options in `defaults`,
         whose keys are keywords of `Model.generate`.
         """
+        match body.get("thinking"):  # Anthropic's
+            case {"type": "disabled"}:
+                body = {**body, "reasoning_effort": "none"}
+            case {"budget_tokens": budget}:
+                body = {**body, "max_thinking_tokens": budget}
         ignored = [name for name in body if _is_ignored(name, body[name])]
         for name in body:
             if problem := _field_problem(name, body, chat):
@@ -133,13 +154,7 @@ class GenerationRequest:
 
     @property
     def count(self) -> int:
-        """The number of texts."""
         return self.n * max(1, len(self.prompts))
-
-    @property
-    def max_seconds(self) -> float:
-        """The most seconds that the text may take, infinite without a limit."""
-        return float(self.options.get("max_seconds", inf))
 
     def streams(self, model: Model) -> Iterator[Stream]:
         """Start the texts one after another; each stream yields its pieces.
@@ -175,10 +190,7 @@ class GenerationRequest:
 
 
 def _fill_ids(model: Model, prefix: Prompt, suffix: str) -> tuple[list[int], list[str]]:
-    """Return the ids of a prompt that ends before `suffix`, and tokens that end a text.
-
-    Raises `RequestError` if the vocabulary has no tokens for it.
-    """
+    """Return the ids of a prompt that ends before `suffix`, and what ends its text."""
     text = model.parts.text
     for names in FILL_TOKENS:
         first, second, third = map(text.token_id, names)
@@ -187,11 +199,8 @@ def _fill_ids(model: Model, prefix: Prompt, suffix: str) -> tuple[list[int], lis
             after = text.encode(suffix, False)
             ids = [*text.encode(""), first, *before, second, *after, third]
             return ids, [end for end in FILL_ENDS if text.token_id(end) is not None]
-    raise RequestError(
-        "suffix needs a model that fills gaps, and this vocabulary has no tokens such "
-        "as <|fim_middle|>; leave it out",
-        "suffix",
-    )
+    fact = "suffix needs a model that fills gaps, and this vocabulary has no tokens"
+    raise RequestError(f"{fact} such as <|fim_middle|>; leave it out", "suffix")
 
 
 def _is_ignored(name: str, value: object) -> bool:
@@ -226,10 +235,8 @@ def _field_problem(name: str, body: Body, chat: bool) -> str:
             stops = value if isinstance(value, list) else [value]
             longest = max((len(s) for s in stops if isinstance(s, str)), default=0)
             if len(stops) > MAX_STOPS or longest > MAX_STOP_CHARS:
-                problem = (
-                    f"has {len(stops)} texts of up to {longest} characters; give "
-                    f"at most {MAX_STOPS} of {MAX_STOP_CHARS}"
-                )
+                problem = f"has {len(stops)} texts of up to {longest} characters; give "
+                problem += f"at most {MAX_STOPS} of {MAX_STOP_CHARS}"
         case "regex" | "grammar" | "json_schema" | "response_format" | "tools":
             text = value if isinstance(value, str) else json.dumps(value)
             if len(text) > MAX_SOURCE_CHARS:
@@ -238,24 +245,17 @@ def _field_problem(name: str, body: Body, chat: bool) -> str:
 
 
 def _count_characters(value: object) -> int:
-    """Count the characters of all texts in a JSON value, keys included."""
-    if isinstance(value, str):
-        return len(value)
     if isinstance(value, dict):
-        return sum(
-            _count_characters(key) + _count_characters(item)
-            for key, item in value.items()
-        )
-    return sum(map(_count_characters, value)) if isinstance(value, list) else 0
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        return sum(map(_count_characters, value))
+    return len(value) if isinstance(value, str) else 0
 
 
 def _read_template_variables(body: Body) -> dict[str, Any]:
-    """The variables of the chat template; raises `RequestError`."""
     variables = body.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
-        raise RequestError(
-            "chat_template_kwargs must be an object", "chat_template_kwargs"
-        )
+        raise _field_error("chat_template_kwargs", "an object")
     names = ("enable_thinking", "reasoning_effort")
     given = {name: body[name] for name in names if body.get(name) is not None}
     if given.get("reasoning_effort") == "none":
@@ -281,16 +281,13 @@ def _read_tools(body: Body, options: dict[str, Any]) -> Tools | None:
 
 
 def _get_options(body: Body, chat: bool, most: int) -> dict[str, Any]:
-    """Return the body's options as keywords of `Model.generate`; see `of`."""
     options = {name: body[name] for name in OPTION_FIELDS if name in body}
     wanted = body.get("max_completion_tokens", body.get("max_tokens"))
     if wanted is None:
         wanted = most if chat else min(16, most)  # OpenAI's defaults
     if type(wanted) is not int or wanted < 1:
-        raise RequestError(
-            f"max_tokens {wanted!r} is out of range; this server gives 1 to {most}",
-            "max_tokens",
-        )
+        fact = f"max_tokens {wanted!r} is out of range; this server gives 1 to {most}"
+        raise RequestError(fact, "max_tokens")
     options["max_new_tokens"] = min(wanted, most)
     if "prediction" in body:
         options["prediction"] = _read_prediction(body["prediction"])
@@ -304,20 +301,15 @@ def _get_options(body: Body, chat: bool, most: int) -> dict[str, Any]:
     return options if schema is None else options | {"json_schema": schema}
 
 
-def _read_biases(field: object) -> dict[int, Any]:
-    """Convert the keys of logit_bias to token ids; raises `RequestError`."""
+def _read_biases(field: Any) -> dict[int, Any]:
     try:
-        if not isinstance(field, dict):
-            raise TypeError(field)
         return {int(token): bias for token, bias in field.items()}
-    except (TypeError, ValueError) as error:
-        raise RequestError(
-            "logit_bias must be an object from token ids to numbers", "logit_bias"
-        ) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        rule = "an object from token ids to numbers"
+        raise _field_error("logit_bias", rule) from error
 
 
 def _read_schema(form: object) -> dict[str, Any] | None:
-    """Return the schema in response_format; None for text. Raises `RequestError`."""
     match form:
         case {"type": "text"}:
             return None
@@ -325,15 +317,11 @@ def _read_schema(form: object) -> dict[str, Any] | None:
             return {"type": "object"}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return schema
-    raise RequestError(
-        'give {"type": "json_schema", "json_schema": {"schema": {...}}}, or type '
-        '"json_object" or "text"',
-        "response_format",
-    )
+    rule = 'give {"type": "json_schema", "json_schema": {"schema": {...}}}, or type '
+    raise RequestError(f'{rule}"json_object" or "text"', "response_format")
 
 
 def _read_prediction(field: object) -> str:
-    """Return the text of OpenAI's predicted output; raises `RequestError`."""
     match field:
         case {"type": "content", "content": content}:
             return _read_content(content, "prediction.content")
@@ -341,7 +329,6 @@ def _read_prediction(field: object) -> str:
 
 
 def _read_prompts(prompt: object) -> list[Prompt]:
-    """The prompts of a completion, texts or token ids; raises `RequestError`."""
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     prompts: list[Any] = prompt if several else [prompt]  # type: ignore[assignment]
     if len(prompts) > MAX_PROMPTS:
@@ -349,10 +336,8 @@ def _read_prompts(prompt: object) -> list[Prompt]:
     for each in prompts:
         is_ids = isinstance(each, list) and all(type(token) is int for token in each)
         if not is_ids and not isinstance(each, str):
-            raise RequestError(
-                "give a prompt, or a list of prompts: texts or lists of token ids",
-                "prompt",
-            )
+            fact = "give a prompt, or a list of prompts: texts or lists of token ids"
+            raise RequestError(fact, "prompt")
     return prompts
 
 
@@ -370,9 +355,8 @@ def _read_message(message: Message, at: str) -> Message:
         raise _field_error(f"{at}.role", f"one of {', '.join(ROLES)}, not {role!r}")
     for name, other in (("function_call", "tool_calls"), ("audio", "content")):
         if message.get(name) is not None:
-            raise RequestError(
-                f"{at}.{name} is not supported; give {other}", f"{at}.{name}"
-            )
+            place = f"{at}.{name}"
+            raise RequestError(f"{place} is not supported; give {other}", place)
     for name in ("name", "refusal", "tool_call_id"):
         if not isinstance(message.get(name) or "", str):
             raise _field_error(f"{at}.{name}", "a text")
@@ -394,7 +378,6 @@ def _read_message(message: Message, at: str) -> Message:
 
 
 def _read_content(content: object, at: str) -> str:
-    """Return the text of a content, which may be a list of text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -407,10 +390,9 @@ def _read_content(content: object, at: str) -> str:
             case {"type": "refusal", "refusal": str(text)}:
                 texts.append(text)
             case _:
-                raise _field_error(
-                    f"{at}[{number}]",
-                    'a part {"type": "text", "text": "..."}; the model reads no other',
-                )
+                rule = 'a part {"type": "text", "text": "..."}'
+                rule += "; the model reads no other"
+                raise _field_error(f"{at}[{number}]", rule)
     return "".join(texts)
 
 
@@ -422,11 +404,9 @@ def _read_call(call: Any, at: str) -> Any:
         ):
             place = f"{at}.function.arguments"
         case _:
-            raise _field_error(
-                at,
-                '{"id": "...", "type": "function", "function": {"name": "...", '
-                '"arguments": "{...}"}}',
-            )
+            function = '{"name": "...", "arguments": "{...}"}'
+            rule = f'{{"id": "...", "type": "function", "function": {function}}}'
+            raise _field_error(at, rule)
     try:
         if isinstance(arguments, str):
             arguments = read_json(arguments or "{}", exact=True)

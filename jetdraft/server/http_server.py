@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jetdraft.errors import OptionError, printable, reason_of
 from jetdraft.server.app import Service
 from jetdraft.server.connection import Connection, ConnectionLimiter
-from jetdraft.server.dialect import STATUS_KEY
+from jetdraft.server.reply import STATUS_KEY
 from jetdraft.server.request_queue import WRITTEN_TOKENS
 
 SPARE_CONNECTIONS = 64  # Beside a client's waiting requests: idle, or /health.
@@ -190,10 +190,8 @@ def open_listener(host: str, port: int) -> Iterator[socket.socket]:
             # Only `listen` refuses a port that another server listens on.
             listener.listen(128)
         except (OSError, UnicodeError, TypeError) as error:  # no host has the name
-            raise OptionError(
-                f"cannot listen on {host} port {port} ({reason_of(error)}); choose "
-                "another --port or --host"
-            ) from error
+            fact = f"cannot listen on {host} port {port} ({reason_of(error)})"
+            raise OptionError(f"{fact}; choose another --port or --host") from error
         yield listener
 
 
@@ -221,10 +219,8 @@ def open_unix_listener(path: Path) -> Iterator[socket.socket]:
             own = os.lstat(path)
             listener.listen(128)
         except (OSError, ValueError) as error:
-            raise OptionError(
-                f"cannot listen on {path} ({reason_of(error)}); choose another --uds",
-                "uds",
-            ) from error
+            fact = f"cannot listen on {path} ({reason_of(error)})"
+            raise OptionError(f"{fact}; choose another --uds", "uds") from error
         try:
             yield listener
         finally:
@@ -250,6 +246,5 @@ def _remove_stale_socket(path: Path) -> None:
             return
         except BlockingIOError:
             pass  # its queue of connections is full
-    raise OptionError(
-        f"another server listens on {path}; end it, or choose another --uds", "uds"
-    )
+    fact = f"another server listens on {path}; end it, or choose another --uds"
+    raise OptionError(fact, "uds")

@@ -1,16 +1,14 @@
 """Ollama's API: /api/chat and /api/generate, and what it tells of a model."""
 
 import json
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Any
 
-from jetdraft.bundle import Bundle
 from jetdraft.recipe import Recipe
-from jetdraft.runtime.text.template import read_template
+from jetdraft.runtime.model import Model
 from jetdraft.server import RequestError
-from jetdraft.server.dialect import Block, Dialect, grow, whole_blocks
-from jetdraft.server.reply import Json, Reply
+from jetdraft.server.block_apis import Block, block_dialect, grow
+from jetdraft.server.reply import Chunks, Json, Reply
 
 # OpenAI's fields by Ollama's.
 _RENAMED = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
@@ -29,17 +27,13 @@ def _read_options(asked: Json) -> Json:
         body["max_tokens"] = 2**31
     body["stream"] = asked.get("stream", True)
     body["model"] = asked["model"].removesuffix(":latest")
-    form = asked.get("format")
-    if form == "json":
-        body["response_format"] = {"type": "json_object"}
-    elif form:
-        schema = {"schema": form}
-        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if form := asked.get("format"):
+        schema = {"type": "json_schema", "json_schema": {"schema": form}}
+        body["response_format"] = {"type": "json_object"} if form == "json" else schema
     think = asked.get("think")
-    if think is not None:
-        names = {True: "medium", False: "none"}
-        body["reasoning_effort"] = names[think] if isinstance(think, bool) else think
-    return body
+    if isinstance(think, bool):
+        think = "medium" if think else "none"
+    return body if think is None else {**body, "reasoning_effort": think}
 
 
 def _read_chat(asked: Json) -> tuple[Json, bool]:
@@ -70,10 +64,6 @@ def _read_generate(asked: Json) -> tuple[Json, bool]:
     return {**body, "messages": [*first, {"role": "user", "content": prompt}]}, True
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat()
-
-
 def _part(reply: Reply, blocks: list[Block], done: bool) -> Json:
     """An object with what blocks add; the last of an answer has its figures."""
     texts = {"text": "", "thought": ""}
@@ -84,7 +74,8 @@ def _part(reply: Reply, blocks: list[Block], done: bool) -> Json:
             calls.append({"function": call})
         else:
             texts[block.kind] += block.text
-    fields: Json = {"model": reply.name, "created_at": _now(), "done": done}
+    now = datetime.now(UTC).isoformat()
+    fields: Json = {"model": reply.name, "created_at": now, "done": done}
     thinking = {"thinking": texts["thought"]} if texts["thought"] else {}
     if "messages" in reply.asked:
         message = {"role": "assistant", "content": texts["text"], **thinking}
@@ -95,7 +86,6 @@ def _part(reply: Reply, blocks: list[Block], done: bool) -> Json:
 
 
 def _figures(reply: Reply) -> Json:
-    """Why an answer ended, tokens, and times in nanoseconds."""
     usage, stats = reply.usage, reply.results[-1].stats
     first = round(_NANOSECONDS * stats.time_to_first_token)
     rest = round(_NANOSECONDS * stats.decode_seconds)
@@ -108,11 +98,7 @@ def _figures(reply: Reply) -> Json:
     }
 
 
-def _whole(answer: Json, reply: Reply) -> Json:
-    return _part(reply, whole_blocks(answer), True)
-
-
-async def _events(chunks: AsyncIterator[Json], reply: Reply) -> AsyncIterator[Json]:
+async def _events(chunks: Chunks, reply: Reply) -> Chunks:
     blocks: list[Block] = []
     async for chunk in chunks:
         if "error" in chunk:
@@ -135,16 +121,15 @@ def _line(event: Json) -> str:
 
 
 CHAT, GENERATE = (
-    Dialect(
-        read, _whole, _events, _line, media_type="application/x-ndjson", error=_error
-    )
+    block_dialect(read, _part, _events, _line, _error, "application/x-ndjson")
     for read in (_read_chat, _read_generate)
 )
 
 
-def model_fields(name: str, bundle: Bundle) -> Json:
+def model_fields(name: str, model: Model) -> Json:
     """The model as Ollama lists it and shows it."""
-    template, target = bundle.chat_template, bundle.target
+    bundle, target = model.bundle, model.bundle.target
+    template = model.template.source if bundle.chat_template else ""
     seconds = bundle.path.stat().st_mtime
     return {
         **{"name": name, "model": name, "digest": bundle.sha256},
@@ -155,7 +140,7 @@ def model_fields(name: str, bundle: Bundle) -> Json:
             "parameter_size": f"{target.parameters / 1e6:.0f}M",
             "quantization_level": Recipe.from_json(target.quantization).name,
         },
-        "template": read_template(template) if template else "",
+        "template": template,
         "model_info": {
             "general.architecture": "jetdraft",
             "general.parameter_count": target.parameters,

@@ -1,18 +1,31 @@
-"""Replies in the form of OpenAI's API: whole, or in chunks."""
+"""Replies in the form of OpenAI's API, whole or in chunks; and dialects of it.
 
+A dialect only translates: every API has the same request, queue and reply.
+"""
+
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
+from starlette.types import Receive, Scope, Send
+
+from jetdraft.errors import JetdraftError, OptionError
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.sampling.chooser import Logprob
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.stops import DEADLINE, LENGTH, STOP
+from jetdraft.server import RequestError, refusal_fields
 from jetdraft.server.generation_request import IGNORED_HEADER, GenerationRequest
+from jetdraft.server.request_queue import Job
 
 Json = dict[str, Any]
+Chunks = AsyncIterator[Json]
+Read = Callable[[Json], tuple[Json, bool]]
+STATUS_KEY = "jetdraft.status"  # In an ASGI scope: the final status of a stream.
 # OpenAI's finish reasons by our finish reasons, for texts that were not cut.
 _REASONS = {STOP: "stop", LENGTH: "length", DEADLINE: "length"}
 
@@ -40,10 +53,8 @@ class Reply:
         self._tools = request.tools if self.chat else None
         kind = "chatcmpl" if self.chat else "cmpl"
         self._head = {
-            "id": f"{kind}-{self.id}",
-            "created": self.created,
-            "model": name,
-            "system_fingerprint": fingerprint,
+            **{"id": f"{kind}-{self.id}", "created": self.created},
+            **{"model": name, "system_fingerprint": fingerprint},
             **({"service_tier": "default"} if self.chat else {}),
         }
         self._begin()
@@ -56,18 +67,40 @@ class Reply:
 
     @property
     def usage(self) -> Json:
-        """The field usage for all texts that have ended."""
-        return _usage_field(self.results, self.request.n)
+        """The field usage for all texts that have ended.
+
+        A prompt counts once. Drafted tokens count as OpenAI's predicted outputs.
+        """
+        results, stats = self.results, [result.stats for result in self.results]
+        prompts = stats[:: self.request.n]
+        asked = sum(s.prompt_tokens for s in prompts)
+        written = sum(s.new_tokens for s in stats)
+        evaluated = sum(sum(s.evaluated_by_position) for s in stats)
+        accepted = sum(s.accepted_tokens for s in stats)
+        cached = sum(s.reused_tokens for s in prompts)
+        return {
+            **{"prompt_tokens": asked, "completion_tokens": written},
+            "total_tokens": asked + written,
+            "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sum(sum(r.from_draft) for r in results),
+                "rejected_prediction_tokens": evaluated - accepted,
+                "audio_tokens": 0,
+                "reasoning_tokens": sum(s.thought_tokens for s in stats),
+            },
+        }
 
     @property
     def stop_text(self) -> str | None:
         """The text in `stop` that ended the last text; None for another end."""
         stops, texts = self.request.options.get("stop") or [], self.results[-1].texts
         listed = [stops] if isinstance(stops, str) else stops
-        return next((stop for stop in listed if stop in "".join(texts)), None)
+        whole, before = "".join(texts), len("".join(texts[:-1]))
+        # The last token completed it. A thought may have the same text.
+        ends = ((stop, whole[max(0, before + 1 - len(stop)) :]) for stop in listed)
+        return next((stop for stop, end in ends if stop in end), None)
 
     def _begin(self) -> None:
-        """Begin another text of the request."""
         self._index, self._text = len(self.results), ""
         self._sent = self._sent_calls = 0
         self._unsent_fields: dict[str, list[Any]] = {}
@@ -108,7 +141,6 @@ class Reply:
         self.reason = "tool_calls" if calls and reason == "stop" else reason
 
     def _echo(self) -> str:
-        """The text of the prompt, if it is to be repeated."""
         if not self.request.echo:
             return ""
         prompt = self.request.prompts[self._index // self.request.n]
@@ -137,7 +169,8 @@ class Reply:
         if piece.thought:
             thought = {"reasoning_content": piece.thought}
             chunks.append(self._chunk(thought, **self._take_fields()))
-        chunks += self._text_chunks(self._sendable_length(self._text))
+        text, tools = self._text, self._tools
+        chunks += self._text_chunks(len(text) if tools is None else tools.shown(text))
         return chunks + self._call_chunks()[0]
 
     def last_chunks(self, result: Result) -> list[Json]:
@@ -171,16 +204,11 @@ class Reply:
         return [self._chunk({"content": text}, **fields)] if text or fields else []
 
     def _take_fields(self) -> Json:
-        """Remove and return the unsent log probabilities and draft marks of tokens."""
         fields: Json = {name: v for name, v in self._unsent_fields.items() if v}
         self._unsent_fields = {}
         if "logprobs" in fields:
             fields["logprobs"] = self._logprobs_field(fields["logprobs"])
         return fields
-
-    def _sendable_length(self, text: str) -> int:
-        """Return how many characters at the start of a text belong to no tool call."""
-        return len(text) if self._tools is None else self._tools.shown(text)
 
     def _chunk(self, delta: Json, **more: Any) -> Json:
         """Return a chunk with new content `delta`; `more` are fields of its choice."""
@@ -195,7 +223,6 @@ class Reply:
         return {**self._head, "object": kind, "choices": [choice], **usage}
 
     def _read_calls(self, text: str) -> tuple[list[Json], str]:
-        """The tool calls in a text, as OpenAI's objects, and the text without them."""
         calls, said = ([], text) if self._tools is None else self._tools.read(text)
         return [call.for_openai() for call in calls], said
 
@@ -204,15 +231,10 @@ class Reply:
         if not entries or "logprobs" not in self.request.options:
             return None
         if self.chat:
-            content = [
-                {
-                    **self._token_entry(entry, entry.token, entry.logprob),
-                    "top_logprobs": [
-                        self._token_entry(entry, *top) for top in entry.top
-                    ],
-                }
-                for entry, _ in entries
-            ]
+            content = [self._token_entry(e, e.token, e.logprob) for e, _ in entries]
+            for said, (entry, _) in zip(content, entries, strict=True):
+                tops = [self._token_entry(entry, *top) for top in entry.top]
+                said["top_logprobs"] = tops
             return {"content": content, "refusal": None}
         lengths = (len(text) for _, text in entries)
         *places, self._text_offset = accumulate(lengths, initial=self._text_offset)
@@ -224,7 +246,6 @@ class Reply:
         }
 
     def _logprobs_by_name(self, entry: Logprob) -> dict[str, float]:
-        """Return log probabilities by name: of the best tokens and the chosen token."""
         tops: dict[str, float] = {}
         for token, value in dict([*entry.top, (entry.token, entry.logprob)]).items():
             name = self._name_of(entry, token)
@@ -233,7 +254,6 @@ class Reply:
         return tops
 
     def _token_entry(self, entry: Logprob, token: int, value: float) -> Json:
-        """Return a chat's object for a token: name, log probability and bytes."""
         data = entry.names[token]
         exact = None if data is None else list(data)
         return {"token": self._name_of(entry, token), "logprob": value, "bytes": exact}
@@ -256,26 +276,100 @@ def _draft_marks(texts: Sequence[str], flags: Sequence[bool]) -> list[Json]:
     ]
 
 
-def _usage_field(results: Sequence[Result], n: int) -> Json:
-    """Return the field usage; drafted tokens count as OpenAI's predicted outputs.
+@dataclass(frozen=True)
+class Dialect:
+    """One API.
 
-    A prompt with `n` texts counts once.
+    read        OpenAI's body of a body, and whether it asks for a chat; it may raise
+                `AttributeError`, `KeyError` or `TypeError` for fields of other types
+    whole       the answer of OpenAI's answer
+    events      the events of OpenAI's chunks, of which the last may be an error
+    line        how an event is written in a body of `media_type`; `last` ends the body
+    error       the error of OpenAI's error and the HTTP status
     """
-    stats = [result.stats for result in results]
-    asked = sum(s.prompt_tokens for s in stats[::n])
-    written = sum(s.new_tokens for s in stats)
-    evaluated = sum(sum(s.evaluated_by_position) for s in stats)
-    cached = sum(s.reused_tokens for s in stats[::n])
-    return {
-        "prompt_tokens": asked,
-        "completion_tokens": written,
-        "total_tokens": asked + written,
-        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": sum(sum(r.from_draft) for r in results),
-            "rejected_prediction_tokens": evaluated
-            - sum(s.accepted_tokens for s in stats),
-            "audio_tokens": 0,
-            "reasoning_tokens": sum(s.thought_tokens for s in stats),
-        },
-    }
+
+    read: Read
+    whole: Callable[[Json, Reply], Json] = lambda answer, reply: answer
+    events: Callable[[Chunks, Reply], Chunks] = lambda chunks, reply: chunks
+    line: Callable[[Json], str] = lambda event: f"data: {json.dumps(event)}\n\n"
+    error: Callable[[Json, int], Json] = lambda error, status: error
+    media_type: str = "text/event-stream; charset=utf-8"
+    last: str = ""
+
+    def body(self, asked: Json) -> tuple[Json, bool]:
+        """Read a body; raises `RequestError` if it is not as the API has it."""
+        try:
+            return self.read(asked)
+        except (AttributeError, KeyError, TypeError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            fact = f"a field is not as this API documents it ({reason}); fix it"
+            raise RequestError(fact) from error
+
+
+CHATS = Dialect(lambda body: (body, True), last="data: [DONE]\n\n")
+COMPLETIONS = Dialect(lambda body: (body, False), last="data: [DONE]\n\n")
+
+
+@dataclass
+class EventStream:
+    """An ASGI response that sends the pieces of a job as the events of a `dialect`.
+
+    `first` is what `job.next` returned first. At the end `done` is called with the
+    status: 200, the status of an error in the stream, or 499 if the client has left.
+    """
+
+    job: Job
+    reply: Reply
+    dialect: Dialect
+    first: Any
+    done: Callable[[int], None]
+    status: int = 499
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.job.wait(receive, self._send_events(send))
+        except RequestError:
+            pass  # the client has left
+        except Exception:
+            self.job.cancel()
+            self.status = 500
+            raise
+        finally:
+            scope[STATUS_KEY] = self.status
+            self.done(self.status)
+
+    async def _send_events(self, send: Send) -> None:
+        headers = {
+            "Content-Type": self.dialect.media_type,
+            "Cache-Control": "no-store",
+            **self.reply.headers,
+        }
+        raw = [(name.lower().encode(), v.encode()) for name, v in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        async for event in self.dialect.events(self._chunks(), self.reply):
+            data = self.dialect.line(event).encode()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        last = self.dialect.last.encode()
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _chunks(self) -> Chunks:
+        """Yield OpenAI's chunks of all texts; an error is the last chunk."""
+        reply, piece = self.reply, self.first
+        try:
+            while True:
+                for chunk in reply.first_chunks():
+                    yield chunk
+                while not isinstance(piece, Result):
+                    for chunk in reply.piece_chunks(piece):
+                        yield chunk
+                    piece = await self.job.next()
+                for chunk in reply.last_chunks(piece):
+                    yield chunk
+                if len(reply.results) == reply.request.count:
+                    break
+                piece = await self.job.next()
+            self.status = 200
+        except JetdraftError as error:
+            usual = 400 if isinstance(error, OptionError) else 500
+            self.status = getattr(error, "status", usual)
+            yield refusal_fields(error, self.status)

@@ -1,32 +1,48 @@
-"""The queue in which requests wait for a model, and the job that runs a request."""
+"""The queue in which requests wait for a model, and the job that runs a request.
+
+Beginnings of prompts are kept on disk, for whoever sends a prompt that begins alike.
+"""
 
 import asyncio
+import logging
+import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
 from contextvars import ContextVar
-from math import inf
+from math import inf, prod
+from pathlib import Path
+from threading import Lock
+from typing import TypeVar
+from uuid import uuid4
 
+import numpy as np
+from starlette.types import Receive
+
+from jetdraft.contracts.tensors import Int64s
+from jetdraft.errors import JetdraftError, OutputError, StoreError
+from jetdraft.files import read_arrays
 from jetdraft.runtime.embedding import Embedder
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
+from jetdraft.runtime.passes.prefix import TOKENS, common_length
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.speech.transcription import Transcription
 from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.stops import CANCELLED, INTERRUPTED
 from jetdraft.server import RequestError
-from jetdraft.server.embedding_request import EmbeddingRequest
 from jetdraft.server.generation_request import GenerationRequest
-from jetdraft.server.prefix_folder import PrefixFolder
-from jetdraft.server.transcription_request import TranscriptionRequest
+from jetdraft.server.whole_requests import EmbeddingRequest, TranscriptionRequest
 
+T = TypeVar("T")
 AnyRequest = GenerationRequest | TranscriptionRequest | EmbeddingRequest
 # A list for each HTTP request; its jobs append their numbers of new tokens to it.
-WRITTEN_TOKENS: ContextVar[list[int] | None] = ContextVar(
-    "WRITTEN_TOKENS", default=None
-)
+WRITTEN_TOKENS: ContextVar[list[int] | None] = ContextVar("written", default=None)
+MIN_ROWS = 64  # Fewer rows of a prompt are read again sooner than a file.
+REMEMBERED_PROMPTS = 64  # Their beginnings are compared with a new prompt's.
+log = logging.getLogger("jetdraft.server")
 
 
 class RequestQueue:
@@ -44,7 +60,7 @@ class RequestQueue:
         models: Sequence[Model],
         max_waiting: int,
         max_wait: float,
-        prefixes: PrefixFolder | None = None,
+        prefixes: "PrefixFolder | None" = None,
     ) -> None:
         self.max_waiting, self.max_wait = max_waiting, max_wait
         self.models, self.prefixes = list(models), prefixes
@@ -82,9 +98,8 @@ class RequestQueue:
         many requests wait, and with 503 after `max_wait` seconds.
         """
         if self._free:
-            own = (
-                m for m in self._free[::-1] if self._last_clients.get(id(m)) == client
-            )
+            recent, last = self._free[::-1], self._last_clients
+            own = (model for model in recent if last.get(id(model)) == client)
             model = next(own, self._free[0])
             self._free.remove(model)
         else:
@@ -96,7 +111,6 @@ class RequestQueue:
             self._release(model)
 
     async def _wait_for_turn(self, client: str) -> Model:
-        """Queue a request of the client, and return the model that it gets."""
         if self.waiting >= self.max_waiting:
             self._make_room(client)
         turn: asyncio.Future[Model] = asyncio.get_running_loop().create_future()
@@ -108,17 +122,12 @@ class RequestQueue:
         except (TimeoutError, asyncio.CancelledError, RequestError) as error:
             self._leave_queue(client, turn)
             if isinstance(error, TimeoutError):
-                raise RequestError(
-                    f"no model was free for {self.max_wait:g} s; try again later",
-                    status=503,
-                ) from None
+                fact = f"no model was free for {self.max_wait:g} s; try again later"
+                raise RequestError(fact, status=503) from None
             raise
 
     def _make_room(self, client: str) -> None:
-        """Refuse the last request of the client with the most waiting requests.
-
-        If that is `client`, counting its new request, raise the refusal instead.
-        """
+        """Refuse the last request of whoever has the most; raises if it is `client`."""
         refusal = RequestError("too many requests wait; try again later", status=429)
         longest = max(self._waiting.values(), key=len, default=deque())
         if len(longest) <= 1 + len(self._waiting.get(client, ())):
@@ -156,8 +165,8 @@ class Job:
 
     The generation does not wait for its reader: `next` returns its pieces one by one
     and then its `Result`, and so on for further texts of the request; or it raises the
-    error of a text, also if the text was cut. `deadline` is
-    in seconds of `time.monotonic`, infinite while no text runs.
+    error of a text, also if the text was cut. `deadline` is in seconds of
+    `time.monotonic`, infinite while no text runs.
     """
 
     deadline = inf
@@ -187,6 +196,21 @@ class Job:
             if isinstance(event := await self.next(), Result):
                 results.append(event)
         return results
+
+    async def wait(self, receive: Receive, wanted: Awaitable[T]) -> T:
+        """Await `wanted`; if the client leaves first, cancel and raise an error."""
+        waiting = asyncio.ensure_future(wanted)
+        gone = asyncio.create_task(_wait_for_disconnect(receive))
+        try:
+            await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                raise RequestError("the client has gone", status=499)
+            return waiting.result()
+        finally:
+            if not waiting.done():
+                self.cancel()
+            gone.cancel()
+            waiting.cancel()
 
     def cancel(self) -> None:
         """Leave the queue, or end the generation at its next round."""
@@ -218,11 +242,7 @@ class Job:
             self._events.put_nowait(error)
 
     async def _generate_in_thread(self, model: Model) -> None:
-        """Generate in a thread of the queue, and wait for the thread in any case.
-
-        An event loop that ends cancels its tasks, but the thread uses the model until
-        the end of its round.
-        """
+        """Generate in a thread; wait for its last round even if the event loop ends."""
         future = self._loop.run_in_executor(self._queue.threads, self._generate, model)
         try:
             await asyncio.shield(future)
@@ -253,9 +273,8 @@ class Job:
             self._loop.call_soon_threadsafe(self._queue.total.merge, result.stats)
             if result.finish_reason in (CANCELLED, INTERRUPTED):
                 # OpenAI has no finish reason for this.
-                raise RequestError(
-                    "the server is ending, and has cut this text; ask again", status=503
-                )
+                fact = "the server is ending, and has cut this text; ask again"
+                raise RequestError(fact, status=503)
             self._post_event(result)
         if prefixes is not None:
             for prompt in prompts:
@@ -263,3 +282,106 @@ class Job:
 
     def _post_event(self, event: Piece | Result) -> None:
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class PrefixFolder:
+    """Keeps rows of beginnings that prompts share, in files of at most `most_bytes`.
+
+    A prompt that continues an earlier prompt, as a conversation does, shares nothing
+    new: its rows are in the buffers. `name` stands for bundle and machine. The files
+    that were unused for longest go first, whatever their names. Several threads may use
+    a folder, each with a model of its own. Raises `OutputError` if it cannot be made.
+
+        folder = PrefixFolder(Path("prefixes"), "fp_0123", 1_000_000_000)
+        folder.load(model, prompt)    # before the generation
+        folder.save(model, prompt)    # after it
+    """
+
+    def __init__(self, folder: Path, name: str, most_bytes: int) -> None:
+        self._all, self._own, self._most_bytes = folder, folder / name, most_bytes
+        self._prompts: deque[Int64s] = deque(maxlen=REMEMBERED_PROMPTS)
+        self._lock = Lock()
+        try:
+            self._own.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            fact = f"cannot make {self._own} ({error}); choose another --prefixes"
+            raise OutputError(fact) from error
+        self._saved = {file: _read_tokens(file) for file in self._own.glob("*.npz")}
+
+    def load(self, model: Model, prompt: Sequence[int]) -> None:
+        """Put rows that begin `prompt` into the model's buffers, if it lacks many."""
+        rows, file = self._longest(model, prompt)
+        held = model.parts.prefix.reusable_rows(prompt, exact=True)
+        if file is None or rows < held + MIN_ROWS:
+            return
+        try:
+            model.load_prefix(file)
+            os.utime(file)  # so that it is deleted later
+        except (JetdraftError, OSError) as error:
+            self._drop(file, error)
+
+    def save(self, model: Model, prompt: Sequence[int]) -> None:
+        """Save the beginning that `prompt` shares with an earlier prompt, if new."""
+        ids, shared = np.asarray(prompt, np.int64), 0
+        saved, _ = self._longest(model, prompt)
+        with self._lock:
+            for earlier in self._prompts:
+                common = common_length(earlier, ids)
+                if common < min(len(earlier), len(ids)):
+                    shared = max(shared, common)
+            self._prompts.append(ids)
+        forms = [each.forms(shared).values() for each in model.parts.caches.values()]
+        size = sum(prod(s) * t.itemsize for own in forms for s, t in own)
+        if shared < saved + MIN_ROWS or size > self._most_bytes:
+            return
+        file = self._own / f"{uuid4().hex}.npz"
+        try:
+            self._make_room(size)
+            model.save_prefix(file, ids[:shared])
+            with self._lock:
+                self._saved[file] = ids[:shared]
+        except (JetdraftError, OSError) as error:
+            self._drop(file, error)
+
+    def _longest(self, model: Model, prompt: Sequence[int]) -> tuple[int, Path | None]:
+        """How many rows of a prompt a file has, and the file that has the most."""
+        # Recurrent states are of all rows of a file.
+        whole = bool(model.parts.target.cache.states)
+        best: tuple[int, Path | None] = 0, None
+        with self._lock:
+            for file, tokens in self._saved.items():
+                rows = common_length(tokens, prompt)
+                if rows > best[0] and (rows == len(tokens) or not whole):
+                    best = rows, file
+        return best
+
+    def _make_room(self, size: int) -> None:
+        """Delete the files that were unused for longest, until `size` bytes fit."""
+        stats = [(file, file.stat()) for file in self._all.glob("*/*.npz")]
+        used = size + sum(stat.st_size for _, stat in stats)
+        for file, stat in sorted(stats, key=lambda pair: pair[1].st_mtime):
+            if used > self._most_bytes:
+                used -= stat.st_size
+                self._drop(file)
+
+    def _drop(self, file: Path, error: Exception | None = None) -> None:
+        if error is not None:
+            log.warning("%s", error)
+        with self._lock:
+            self._saved.pop(file, None)
+        file.unlink(missing_ok=True)
+
+
+def _read_tokens(file: Path) -> Int64s:
+    """The tokens whose rows a file has; no tokens if it cannot be read."""
+    try:
+        refusal = StoreError(f"{file} is not a saved prefix; delete it")
+        return np.asarray(read_arrays(file, refusal, TOKENS)[TOKENS], np.int64)
+    except JetdraftError as error:
+        log.warning("%s", error)
+        return np.zeros(0, np.int64)

@@ -460,18 +460,24 @@ def test_the_server_sends_thoughts_apart(thinkers):
         OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
     ):
         create = client.chat.completions.create
-        whole = create(**how, **opened)
-        message, usage = whole.choices[0].message, whole.usage
-        assert message.reasoning_content == own.thought
-        assert message.content == own.text
-        spent = usage.completion_tokens_details.reasoning_tokens
-        assert spent == own.stats.thought_tokens > 8
-        deltas = [c.choices[0].delta for c in create(**how, **opened, stream=True)]
-        thoughts = (getattr(delta, "reasoning_content", "") for delta in deltas)
-        assert "".join(thoughts) == own.thought
-        assert "".join(delta.content or "" for delta in deltas) == own.text
+        whole = create(**how, **opened, n=2)
+        for message in (choice.message for choice in whole.choices):
+            assert message.reasoning_content == own.thought
+            assert message.content == own.text
+        spent = whole.usage.completion_tokens_details.reasoning_tokens
+        assert spent == 2 * own.stats.thought_tokens > 16
+        said = [["", ""], ["", ""]]
+        for chunk in create(**how, **opened, n=2, stream=True):
+            [choice] = chunk.choices
+            said[choice.index][0] += getattr(choice.delta, "reasoning_content", "")
+            said[choice.index][1] += choice.delta.content or ""
+        assert said == [[own.thought, own.text]] * 2
+        budget = {"thinking": {"type": "enabled", "budget_tokens": 8}}
+        opened["extra_body"] |= {"max_thinking_tokens": None, **budget}
+        assert create(**how, **opened).choices[0].message.content == own.text
         for more in (
             {"reasoning_effort": "none"}, {"extra_body": {"enable_thinking": False}},
+            {"extra_body": {"thinking": {"type": "disabled"}}},
         ):  # fmt: skip
             plain = create(**how, **more)
             assert plain.usage.prompt_tokens > whole.usage.prompt_tokens

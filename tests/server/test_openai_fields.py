@@ -238,7 +238,7 @@ def test_a_text_that_was_cut_has_no_finish_reason(reason):
 
 
 def test_models(address):
-    ours = "context_window methods"
+    ours = "context_window methods chat"
     anthropics = "type display_name lifecycle created_at max_input_tokens max_tokens"
     found = httpx.get(f"{address}/v1/models").json()
     assert found.keys() == {"object", "data", "first_id", "last_id", "has_more"}

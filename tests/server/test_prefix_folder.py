@@ -9,7 +9,7 @@ import jetdraft
 from jetdraft import Pool
 from jetdraft.errors import OptionError, OutputError
 from jetdraft.server.app import Service
-from jetdraft.server.prefix_folder import MIN_ROWS, PrefixFolder
+from jetdraft.server.request_queue import MIN_ROWS, PrefixFolder
 
 RANDOM = np.random.default_rng(7)
 SYSTEM = RANDOM.integers(0, 288, 100).tolist()

@@ -10,7 +10,7 @@ from openai import OpenAI
 from jetdraft import Pool
 from jetdraft.server import Limits, RequestError
 from jetdraft.server.app import Service
-from jetdraft.server.transcription_request import read_form
+from jetdraft.server.whole_requests import read_form
 from tests import whispers
 from tests.server.serving import connect, served
 

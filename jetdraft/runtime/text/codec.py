@@ -35,9 +35,8 @@ class TextCodec:
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare exceptions
-            raise BundleError(
-                f"{file} is not a tokenizer ({error}); export the bundle again"
-            ) from error
+            fact = f"{file} is not a tokenizer ({error}); export the bundle again"
+            raise BundleError(fact) from error
         # A training script may have left both in the file.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -70,17 +69,15 @@ class TextCodec:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Encode a text; `add_special` begins it with BOS; raises `OptionError`."""
         if self._tokenizer is None:
-            raise OptionError(
-                "the bundle has no tokenizer; give the prompt as token_ids", "prompt"
-            )
+            fact = "the bundle has no tokenizer; give the prompt as token_ids"
+            raise OptionError(fact, "prompt")
         try:
             # Unlike `encode`, a batch lets other threads run meanwhile.
             batch = self._tokenizer.encode_batch([text], add_special_tokens=add_special)
             return list(batch[0].ids)
         except TypeError as error:
-            raise OptionError(
-                "the prompt is not valid Unicode; give valid UTF-8", "prompt"
-            ) from error
+            fact = "the prompt is not valid Unicode; give valid UTF-8"
+            raise OptionError(fact, "prompt") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids; without a tokenizer, the ids as decimal numbers."""
@@ -132,8 +129,6 @@ class TokenBytes:
 
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # The name of a token that is a byte.
-
-
 # The bytes by the letters that byte-level tokenizers write: printable bytes are their
 # own letters, the others have the letters after 255, in order.
 _LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -194,7 +189,6 @@ class TextStream:
         return self._tokens.of(self._before, id)
 
     def _take_bytes(self, id: int) -> bytes:
-        """Read a token; returns its bytes, b"" if it is hidden."""
         data = self._bytes_of(id)
         if data is not None:
             self._before = [*self._before[1 - _CONTEXT_TOKENS :], id]
@@ -237,9 +231,6 @@ def check_ids(token_ids: Any, contract: StepContract) -> Int64s:
         )
     if ids.min() < 0 or ids.max() >= contract.vocab_size:
         wrong_id = ids[(ids < 0) | (ids >= contract.vocab_size)][0]
-        raise OptionError(
-            f"token id {wrong_id} is outside the vocabulary; "
-            f"ids are 0 to {contract.vocab_size - 1}",
-            "prompt",
-        )
+        fact = f"token id {wrong_id} is outside the vocabulary"
+        raise OptionError(f"{fact}; ids are 0 to {contract.vocab_size - 1}", "prompt")
     return ids

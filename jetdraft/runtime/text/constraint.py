@@ -47,16 +47,11 @@ class Constraint:
 
     def __post_init__(self) -> None:
         # A lone surrogate cannot be encoded.
-        if not isinstance(self.source, str) or re.search(
-            "[\ud800-\udfff]", self.source
-        ):
-            texts = "text"
-            if self.kind == "JSON schema":
-                texts += ", a dict, or a class of pydantic"
-            raise OptionError(
-                f"the {self.kind} {self.source!a:.80} is not a text; give a {texts}",
-                self.field,
-            )
+        is_text = isinstance(self.source, str)
+        if not is_text or re.search("[\ud800-\udfff]", self.source):
+            more = ", a dict, or a class of pydantic" * (self.kind == "JSON schema")
+            fact = f"the {self.kind} {self.source!a:.80} is not a text"
+            raise OptionError(f"{fact}; give a text{more}", self.field)
         if self.kind == "JSON schema":
             try:
                 schema = read_json(self.source)
@@ -78,7 +73,7 @@ class Constraint:
     @property
     def field(self) -> str:
         """The name of the option: json_schema, regex or grammar."""
-        return self.kind.lower().replace(" ", "_")
+        return _field(self.kind)
 
     @classmethod
     def of(
@@ -94,24 +89,23 @@ class Constraint:
                 json_schema = json.dumps(json_schema)
             except (TypeError, ValueError, RecursionError) as error:
                 raise _json_error(error) from error
-        options: dict[str, Any]
         options = {"JSON schema": json_schema, "regex": regex, "grammar": grammar}
-        sources = {kind: text for kind, text in options.items() if text is not None}
-        if len(sources) > 1:
-            names = " and ".join(sources)
-            field = next(iter(sources)).lower().replace(" ", "_")
-            raise OptionError(f"{names} exclude each other; give one", field)
-        return next((cls(kind, source) for kind, source in sources.items()), None)
+        kinds = [kind for kind, source in options.items() if source is not None]
+        if len(kinds) > 1:
+            fact = f"{' and '.join(kinds)} exclude each other; give one"
+            raise OptionError(fact, _field(kinds[0]))
+        return cls(kinds[0], cast(str, options[kinds[0]])) if kinds else None
+
+
+def _field(kind: str) -> str:
+    return kind.lower().replace(" ", "_")
 
 
 def check_exact_numbers(schema: Any, field: str) -> None:
     """Raise `OptionError` for a number of a schema that llguidance would round."""
     if (found := _find_rounded(schema)) is not None:
-        raise OptionError(
-            f"the schema's number {found} cannot be kept exactly; give a number below "
-            "2^53 or a text",
-            field,
-        )
+        fact = f"the schema's number {found} cannot be kept exactly"
+        raise OptionError(f"{fact}; give a number below 2^53 or a text", field)
 
 
 def _find_rounded(part: Any, keyword: str = "", is_named: bool = False) -> float | None:
@@ -127,12 +121,11 @@ def _find_rounded(part: Any, keyword: str = "", is_named: bool = False) -> float
         return None if is_kept else part
     if isinstance(part, float) and keyword and part.is_integer():
         return None if abs(part) < 2**53 else part  # its last digits are lost already
-    inner: Iterable[tuple[str, Any]] = ()
-    if isinstance(part, dict):
-        inner = (("" if is_named else key, item) for key, item in part.items())
-    elif isinstance(part, list):
-        inner = (("", item) for item in part)
-    for key, item in inner:
+    inner: Iterable[tuple[Any, Any]] = part.items() if isinstance(part, dict) else ()
+    if isinstance(part, list):
+        inner, is_named = enumerate(part), True
+    for name, item in inner:
+        key = "" if is_named else name
         limit = keyword or (key if key in (*_LIMITS, *_EXCLUSIVE) else "")
         number = _find_rounded(item, limit, not limit and key in _NAMED_PARTS)
         if number is not None and key not in _DATA:
@@ -165,13 +158,12 @@ class Matcher:
         self._vocabulary, self._constraint = vocabulary, constraint
         self._must_end = must_end
         self._pipe: Pipe | None = None
+        # The rows or the path of a request without a reply yet.
         self._asked: Rows | list[int] | None = None
-        """The rows or the path of a request without a reply yet."""
         # The process has read `_committed` tokens for good.
         self._start = self._committed = start
         self._has_read_drafts, self._may_read_drafts = False, True
-        self._masked_rows = 1
-        """How many rows the last masks are for."""
+        self._masked_rows = 1  # How many rows the last masks are for.
 
     def prepare(self) -> Pipe:
         """Start the worker and compile, once; returns the pipe to the worker.
@@ -194,8 +186,8 @@ class Matcher:
         if reply and "limits." in reply["error"]:
             raise ConstraintError(costly, field)
         if reply:
-            where = f"the {kind} is refused at {reply['error']}; fix it"
-            raise OptionError(where, field)
+            fact = f"the {kind} is refused at {reply['error']}; fix it"
+            raise OptionError(fact, field)
         self._pipe = pipe
         return pipe
 
@@ -226,8 +218,7 @@ class Matcher:
         """Return at most `count` tokens that the constraint forces after `context`."""
         if self._asked != list(context[self._committed :]):
             self.request_forced(context, [])
-        tokens: list[int] = self._reply_about_draft() or []
-        return tokens[:count]
+        return list(self._reply_about_draft() or [])[:count]
 
     def request_forced(self, context: Sequence[int], tokens: Sequence[int]) -> None:
         """Ask the worker ahead for the tokens forced after `context` and `tokens`."""
@@ -299,7 +290,6 @@ class Matcher:
         self._asked = asked
 
     def _receive_reply(self) -> tuple[Any, bytes]:
-        """Wait for a value and masks; raises `ConstraintError`."""
         self._asked = None
         try:
             value, masks = self.prepare().receive_reply(STEP_SECONDS, self._must_end)
@@ -310,10 +300,8 @@ class Matcher:
         return value, masks
 
     def _follow_error(self, problem: str) -> ConstraintError:
-        return ConstraintError(
-            f"the constraint cannot be followed ({problem}); make it simpler",
-            self._constraint.field,
-        )
+        fact = f"the constraint cannot be followed ({problem}); make it simpler"
+        return ConstraintError(fact, self._constraint.field)
 
 
 # --- thoughts before the answer -------------------------------------------------------

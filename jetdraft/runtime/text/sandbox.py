@@ -71,7 +71,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self._used.__dict__.clear()
 
     def _count_step(self, size: int) -> str:
-        """Count a step of `size` characters or items; raises `TemplateError`."""
         until = getattr(self._used, "until", None)
         if until is None:
             return ""  # the compiler folds constants
@@ -83,7 +82,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return ""
 
     def _count_value(self, value: Any) -> Any:
-        """Count a value and return it; raises `TemplateError` if it is too large."""
         self._count_step(len(value) if isinstance(value, _SIZED) else 1)
         if count_items(value) > MAX_SIZE:
             raise TemplateError(f"a value has more than {MAX_SIZE} characters")
@@ -213,7 +211,6 @@ def _check_product(*factors: Any) -> None:
 
 
 def _check_format(form: str) -> None:
-    """Raise `TemplateError` for a format with a very wide or a variable field."""
     if _WIDE.search(form):
         raise TemplateError("a format has a field of any width")
 

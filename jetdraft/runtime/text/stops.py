@@ -13,13 +13,9 @@ from jetdraft.runtime.text.codec import TextCodec, TextStream
 # Why a generation ended: values of `finish_reason`.
 STOP, LENGTH = "stop", "length"
 CANCELLED, DEADLINE, INTERRUPTED = "cancelled", "deadline", "interrupted"
-
-
 _RANGES = {
-    "max_new_tokens": Range(lambda count: count >= 1, "1 or more", integer=True),
-    "max_thinking_tokens": Range(
-        lambda count: count >= 0, "0 or more", integer=True, optional=True
-    ),
+    "max_new_tokens": Range(lambda n: n >= 1, "1 or more", integer=True),
+    "max_thinking_tokens": Range(lambda n: n >= 0, "0 or more", True, optional=True),
     "max_seconds": Range(lambda s: s > 0, "more than 0", optional=True),
 }
 
@@ -45,14 +41,13 @@ class Ending:
         check_ranges(self, _RANGES)
         check_flags(self, "ignore_eos")
         listed = isinstance(self.stop, (str, list, tuple, type(None)))
+        fact = ""
         if not listed or not all(isinstance(stop, str) for stop in self.stops):
-            raise OptionError(
-                f"stop {self.stop!r} is not a list of texts; give texts", "stop"
-            )
-        if "" in self.stops:
-            raise OptionError(
-                "a stop string is empty; give at least one character", "stop"
-            )
+            fact = f"stop {self.stop!r} is not a list of texts; give texts"
+        elif "" in self.stops:
+            fact = "a stop string is empty; give at least one character"
+        if fact:
+            raise OptionError(fact, "stop")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -79,13 +74,10 @@ class StopWatcher:
         seconds: float | None = None,
         thoughts: "ThoughtReader | None" = None,
     ) -> None:
-        self.reason = ""
+        self.reason, self.thought_tokens = "", 0
         self.texts: list[str] = []
-        self.thought_tokens = 0
         self.cancelled = Event()
-        self._text = text
-        self._ends = frozenset(ends)
-        self._stop = tuple(stop)
+        self._text, self._ends, self._stop = text, frozenset(ends), tuple(stop)
         # Text that may become a stop string, and whether each character may be shown.
         self._held, self._may_show = "", bytearray()
         self._shown, self._is_cut = "", False
@@ -141,19 +133,17 @@ class StopWatcher:
         """Add text to the answer or to the thought, without the marks of thoughts."""
         flags = bytes([may_show]) * len(text)
         if self._thoughts is None:
-            self._add_text(text, flags)
+            self._add_part(text, flags)
         elif text:
             for part in self._thoughts.read(text, flags):
                 self._add_part(*part)
 
-    def _add_part(self, text: str, flags: bytes, is_thought: bool) -> None:
+    def _add_part(self, text: str, flags: bytes, is_thought: bool = False) -> None:
+        """Add text and show it, except for an ending that may become a stop string."""
         if is_thought:
             self._thought += "".join(compress(text, flags))
-        elif not self._is_cut:
-            self._add_text(text, flags)
-
-    def _add_text(self, text: str, flags: bytes) -> None:
-        """Add text and show it, except for an ending that may become a stop string."""
+        if is_thought or self._is_cut:
+            return
         self._held += text
         self._may_show += flags
         starts, unsure = [], [len(self._held)]
@@ -173,7 +163,6 @@ class StopWatcher:
             self._held, self._may_show = "", bytearray()
 
     def _show_held(self, count: int) -> None:
-        """Move the first `count` characters of the held text to the shown text."""
         self._shown += "".join(compress(self._held[:count], self._may_show))
         self._held = self._held[count:]
         del self._may_show[:count]
@@ -208,7 +197,7 @@ class Thinking:
     @classmethod
     def of(cls, template: str) -> "Thinking | None":
         """The marks in the source of a template; None for a model that never thinks."""
-        return next((row for mark, row in _THINKING if mark in template), None)
+        return next((row for mark, row in _THINKING.items() if mark in template), None)
 
     def state(self, codec: TextCodec, prompt: Sequence[int]) -> bool | None:
         """Whether a prompt ends inside of a thought; None if a thought may begin."""
@@ -222,23 +211,18 @@ _TAIL_TOKENS = 32  # Of a prompt, which may end in a mark.
 _TURN, _FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 _HIDDEN = (_TURN, _FINAL, "<|channel|>commentary<|message|>", "<|end|>")
 # By the text in a template that tells the kind.
-_THINKING = (
-    (  # harmony of gpt-oss
-        "<|channel|>analysis",
-        Thinking(
-            *("<|channel|>analysis<|message|>", "<|end|>"),
-            rest=_TURN + _FINAL,
-            hidden=_HIDDEN,
-            always=True,
-        ),
+_THINKING = {
+    "<|channel|>analysis": Thinking(  # harmony of gpt-oss
+        *("<|channel|>analysis<|message|>", "<|end|>"),
+        rest=_TURN + _FINAL,
+        hidden=_HIDDEN,
+        always=True,
     ),
-    ("<|channel>thought", Thinking("<|channel>thought\n", "<channel|>")),  # Gemma 4
-    ("[/THINK]", Thinking("[THINK]", "[/THINK]", once=True)),  # Magistral
-    (  # Qwen3, Qwen3.5, DeepSeek-R1, SmolLM3, Nemotron
-        "</think>",
-        Thinking("<think>", "</think>", lead="\n", rest="\n\n", once=True),
-    ),
-)
+    "<|channel>thought": Thinking("<|channel>thought\n", "<channel|>"),  # Gemma 4
+    "[/THINK]": Thinking("[THINK]", "[/THINK]", once=True),  # Magistral
+    # Qwen3, Qwen3.5, DeepSeek-R1, SmolLM3, Nemotron
+    "</think>": Thinking("<think>", "</think>", lead="\n", rest="\n\n", once=True),
+}
 
 
 class ThoughtReader:
@@ -262,13 +246,11 @@ class ThoughtReader:
         parts = []
         while found := self._find_mark():
             at, mark = found
-            if self.in_thought:
-                kept = len(self._held[:at].rstrip())
-                parts.append(self._take(kept))
-                self._take(at - kept)
-                self._has_answer = True
-            else:
-                parts.append(self._take(at))
+            before = self._held[:at]
+            kept = len(before.rstrip() if self.in_thought else before)
+            parts.append(self._take(kept))
+            self._take(at - kept)
+            self._has_answer |= self.in_thought
             self._held, self._flags = self._held[len(mark) :], self._flags[len(mark) :]
             self.in_thought, self._skips_space = mark == self._marks.begin, True
         begun = max((overlap(self._held, mark) for mark in self._wanted), default=0)
@@ -283,7 +265,6 @@ class ThoughtReader:
 
     @property
     def _wanted(self) -> tuple[str, ...]:
-        """The marks that may come."""
         if self.in_thought:
             return (self._marks.end,)
         may_think = not (self._marks.once and self._has_answer)

@@ -37,11 +37,22 @@ class ChatTemplate:
             is_python = isinstance(error, SyntaxError)
             line = None if is_python else getattr(error, "lineno", None)
             where = "" if line is None else f" in line {line}"
-            raise OptionError(
-                f"the chat template is broken{where} ({_reason(error)}); fix "
-                "chat_template.jinja in the checkpoint and export it again",
-                "messages",
-            ) from error
+            fact = f"the chat template is broken{where} ({_reason(error)})"
+            fix = "fix chat_template.jinja in the checkpoint and export it again"
+            raise OptionError(f"{fact}; {fix}", "messages") from error
+
+    @classmethod
+    def open(cls, file: Path | None, tokens: Mapping[str, str]) -> "ChatTemplate":
+        """Read a bundle's template; raises `OptionError` if it is missing."""
+        if file is None:
+            fact = "the bundle has no chat template; give whole prompts (generate, "
+            fact += "/v1/completions), or export a checkpoint with a chat template"
+            raise OptionError(fact, "messages")
+        try:
+            return cls(file.read_text(encoding="utf-8"), tokens)
+        except (OSError, UnicodeDecodeError) as error:
+            fact = f"{file} cannot be read ({error}); export the bundle again"
+            raise OptionError(fact, "messages") from error
 
     def render(self, messages: Sequence[Message], /, **more: Any) -> str:
         """Write the prompt for the assistant's next message; `more` are variables."""
@@ -58,16 +69,14 @@ class ChatTemplate:
                 raise ValueError(f"the prompt has more than {MAX_SIZE} characters")
         except Exception as error:  # a template may raise anything
             roles = printable(", ".join(message["role"] for message in messages))
-            raise OptionError(
-                f"the model's chat template refuses these messages ({_reason(error)}); "
-                f"their roles are {roles}: change them, their order or their length",
-                "messages",
-            ) from error
+            reason = _reason(error)
+            fact = f"the model's chat template refuses these messages ({reason})"
+            fix = f"their roles are {roles}: change them, their order or their length"
+            raise OptionError(f"{fact}; {fix}", "messages") from error
         return text
 
 
 def _json_copy(value: Any) -> Any:
-    """Copy a value through JSON; raises `TypeError` or `ValueError` if not JSON."""
     return json.loads(json.dumps(value))
 
 
@@ -81,41 +90,22 @@ def _normalize_message(message: Message) -> Message:
 
 
 def _reason(error: Exception) -> str:
-    """The text of an error, or else its type, in printable characters."""
     return printable(str(error) or type(error).__name__)
 
 
 def check_messages(messages: object) -> list[Message]:
     """The messages as a list; raises `OptionError` if any of them is not a message."""
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise OptionError(
-            "a chat needs a list of messages; give at least one", "messages"
-        )
+        fact = "a chat needs a list of messages; give at least one"
+        raise OptionError(fact, "messages")
+    example = '{"role": "user", "content": "..."}'
     for place, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise OptionError(
-                f"messages[{place}] must be an object with a role, for example "
-                '{"role": "user", "content": "..."}',
-                f"messages[{place}].role",
-            )
+            at = f"messages[{place}]"
+            fact = f"{at} must be an object with a role, for example {example}"
+            raise OptionError(fact, f"{at}.role")
     return list(messages)
 
 
 def user_message(content: str) -> Message:
     return {"role": "user", "content": content}
-
-
-def read_template(file: Path | None) -> str:
-    """The source of a bundle's template; raises `OptionError` if it is missing."""
-    if file is None:
-        raise OptionError(
-            "the bundle has no chat template; give whole prompts (generate, "
-            "/v1/completions), or export a checkpoint with a chat template",
-            "messages",
-        )
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(
-            f"{file} cannot be read ({error}); export the bundle again", "messages"
-        ) from error

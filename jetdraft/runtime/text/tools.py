@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
@@ -120,8 +120,7 @@ class ToolCall:
 
     def for_openai(self) -> dict[str, Any]:
         """The call as OpenAI sends it, whose arguments are a JSON text."""
-        function = {"name": self.name, "arguments": json.dumps(self.arguments)}
-        return {"id": self.id, "type": "function", "function": function}
+        return replace(self, arguments=json.dumps(self.arguments)).for_template()
 
 
 @dataclass(frozen=True)
@@ -149,16 +148,12 @@ class Tools:
         try:
             functions, schema = read_json(json.dumps([self.functions, self.schema]))
         except (TypeError, ValueError, RecursionError) as error:
-            raise OptionError(
-                f"the tools are not JSON ({error}); give each function's name and the "
-                'JSON schema of its "parameters", not the function',
-                "tools",
-            ) from error
+            fact = f"the tools are not JSON ({error}); give each function's name and "
+            fact += 'the JSON schema of its "parameters", not the function'
+            raise OptionError(fact, "tools") from error
         if not isinstance(functions, list) or not all(map(_is_function, functions)):
-            raise OptionError(
-                'give tools as [{"type": "function", "function": {"name": ...}}]',
-                "tools",
-            )
+            form = '[{"type": "function", "function": {"name": ...}}]'
+            raise OptionError(f"give tools as {form}", "tools")
         check_exact_numbers([functions, schema], "tools")
         if not functions:
             raise OptionError(f"tool_choice {self.choice!r} needs tools; give some")
@@ -175,9 +170,8 @@ class Tools:
             case str():
                 pass
             case _:
-                raise OptionError(
-                    'tool_choice must be "auto", "none", "required" or a function'
-                )
+                rule = '"auto", "none", "required" or a function'
+                raise OptionError(f"tool_choice must be {rule}")
         is_unused = choice in ("auto", "none") and functions == []
         if is_unused or (choice == "none" and cls(functions)):  # type: ignore[arg-type]
             return None
@@ -206,9 +200,8 @@ class Tools:
         gap = "GAP" if form.begin and not form.name else ""
         # A document for each: an id in one may be another's too.
         functions = [tool["function"] for tool in self.functions]
-        if is_named:
-            functions = [each for each in functions if each["name"] == self.choice]
-        ones = {f"one{n}": function for n, function in enumerate(functions)}
+        named = [each for each in functions if each["name"] == self.choice]
+        ones = {f"one{n}": each for n, each in enumerate(named or functions)}
         rules = [
             f"start: {answer}{lark(form.turn)} {before} {calls}",
             f"call: {gap} {inside} {gap} {lark(form.end)}",
@@ -223,7 +216,6 @@ class Tools:
         return "\n".join(rules + _VALUE_RULES * (form.quotes == _QUOTE))
 
     def _answer_rule(self) -> str:
-        """The rule of a text without a call."""
         form = self.format
         if self.schema is not None:
             return f"answer: {_json_rule(self.schema)}"
@@ -245,17 +237,13 @@ class Tools:
     def check(self, vocabulary: Vocabulary) -> None:
         """Compile each schema; raises `OptionError` that names a refused function."""
         end = time.monotonic() + COMPILE_SECONDS
-
-        def is_late() -> bool:
-            return time.monotonic() > end
-
-        for tool in self.functions:
+        for name, tool in zip(self.names, self.functions, strict=True):
             schema = json.dumps(_call_schema(tool["function"]))
             try:
                 constraint = Constraint("JSON schema", schema)
-                Matcher(vocabulary, constraint, 0, is_late).prepare()
+                given = vocabulary, constraint, 0
+                Matcher(*given, lambda: time.monotonic() > end).prepare()
             except OptionError as error:
-                name = tool["function"]["name"]
                 raise OptionError(f"tool {name!r}: {error}", "constraint") from error
 
     def calls(self, text: str) -> list[ToolCall]:
@@ -391,12 +379,14 @@ def _read_parameters(text: str, at: int, properties: Schema) -> tuple[Schema, in
     return found, at
 
 
+def _as_dict(value: Any) -> Schema:
+    return value if isinstance(value, dict) else {}
+
+
 def _properties(function: dict[str, Any]) -> Schema:
-    parameters = function.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, dict) else {}
-    if not isinstance(properties, dict):
-        return {}
-    return {k: v if isinstance(v, dict) else {} for k, v in properties.items()}
+    parameters = _as_dict(function.get("parameters"))
+    given = _as_dict(parameters.get("properties"))
+    return {name: _as_dict(schema) for name, schema in given.items()}
 
 
 def _texts(schema: Schema) -> list[str]:
@@ -434,14 +424,13 @@ def _call_rules(
         return [f"{name}: {_json_rule(_call_schema(function, form.arguments))}"]
     before, after, close = form.name
     head = f"{name}: {lark(before + function['name'] + after)}"
-    parameters = function.get("parameters")
-    parameters = parameters if isinstance(parameters, dict) else {}
+    parameters = _as_dict(function.get("parameters"))
     if form.pair is None:
         schema = {"type": "object", **parameters}
         return [f"{head} {name}a {lark(close)}", f"{name}a: {_json_rule(schema)}"]
     before_key, after_key, _, between = form.pair
     rules, items = [f"{head} {name}_0_0 {lark(close)}"], []
-    shared = {k: parameters[k] for k in ("$defs", "definitions") if k in parameters}
+    shared = {k: v for k, v in parameters.items() if k in ("$defs", "definitions")}
     for n, (key, schema) in enumerate(_properties(function).items()):
         rules += _value_rules(form, f"{name}v{n}", {**shared, **schema}, lark)
         items.append((f"{lark(before_key + key + after_key)} {name}v{n}", key))
@@ -457,14 +446,13 @@ def _call_rules(
 
 
 def _value_rules(form: CallFormat, name: str, schema: Schema, lark: Lark) -> list[str]:
-    """The rules of a value in a pair, and of what comes after it."""
     quote, after = form.quotes, form.pair[2] if form.pair else ""
+    kind = schema.get("type")
     if quote is not None and (texts := _texts(schema)):
         each = (lark(quote + text + quote + after) for text in texts)
         return [f"{name}: {' | '.join(each)}"]
-    if quote is not None and schema.get("type") == "string":
+    if quote is not None and kind == "string":
         return [f"{name}: {lark(quote)} {name}t", f"{name}t{_until(quote + after)}"]
-    kind = schema.get("type")
     if quote == _QUOTE and kind not in ("integer", "number", "boolean"):
         return [f"{name}: value"]
     if quote is None and kind == "boolean":
@@ -475,9 +463,8 @@ def _value_rules(form: CallFormat, name: str, schema: Schema, lark: Lark) -> lis
 def _call_schema(function: dict[str, Any], key: str = "arguments") -> Schema:
     """The schema of a call of one function, whose arguments have this `key`."""
     parameters = function.get("parameters", {"type": "object"})
-    draft = {}
+    draft = {own: v for own, v in _as_dict(parameters).items() if own == "$schema"}
     if isinstance(parameters, dict):
-        draft = {key: parameters[key] for key in ("$schema",) if key in parameters}
         parameters = _as_document(parameters)
     return {
         **draft,
@@ -500,7 +487,6 @@ def _as_document(schema: Schema) -> Schema:
 
 
 def _json_rule(schema: Schema) -> str:
-    """The rule in Lark's notation for JSON of a schema, on one line."""
     return f"%json {json.dumps({**schema, 'x-guidance': SPACING})}"
 
 

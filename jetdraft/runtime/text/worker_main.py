@@ -166,7 +166,6 @@ class Reader:
         return [self._aliases.get(token, token)]
 
     def _check_limits(self) -> None:
-        """Raise `RefusalError` if the library has reached its limits."""
         if problem := self._inner.get_error():
             raise RefusalError(problem.splitlines()[0])
 
@@ -250,7 +249,6 @@ def _inner_schemas(schema: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _error_line(problem: str) -> str:
-    """The line of the library's message that says what is wrong."""
     lines = problem.splitlines()
     return next((line[7:] for line in lines if line.startswith("error: ")), lines[0])
 
@@ -276,7 +274,6 @@ def _serve(pipe: socket.socket, words: LibraryVocabulary) -> None:
 
 
 def _one_line(problem: str) -> str:
-    """A problem as one line that UTF-8 can encode, of `MAX_ERROR_CHARS` at most."""
     line = " ".join(problem[: 2 * MAX_ERROR_CHARS].split())[:MAX_ERROR_CHARS]
     return line.encode("utf-8", "replace").decode("utf-8")
 
@@ -288,7 +285,6 @@ def _send(pipe: socket.socket, value: object, masks: bytes = b"") -> None:
 
 
 def _limit_memory(most_bytes: int) -> None:
-    """Limit this process to `most_bytes` more memory than it has now."""
     import resource  # here, since the runtime imports this file on any system
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

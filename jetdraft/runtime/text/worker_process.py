@@ -72,15 +72,14 @@ class Pipe:
         socket.send_fds(self._socket, [size], [end.fileno() for end in ends])
 
     def _receive_bytes(self, size: int, until: float, must_end: MustEnd) -> bytes:
-        """Wait for `size` bytes; raises `EndedError` as `receive_reply` does."""
         while len(self._data) < size:
             try:
                 more = self._socket.recv(max(size - len(self._data), MIN_READ_BYTES))
             except TimeoutError:
                 self._check_wait(until, must_end)
                 continue
-            except OSError as error:
-                raise self._close_with_error() from error
+            except OSError:
+                more = b""
             if not more:
                 raise self._close_with_error()
             self._data += more
@@ -110,23 +109,17 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: Path | None, size: int, ends: Sequence[int]) -> None:
+        missing = "tokenizer" if tokenizer is None else "end-of-text token"
+        fact = ""
         if tokenizer is None or not ends:
-            missing = "tokenizer" if tokenizer is None else "end-of-text token"
-            raise OptionError(
-                f"the bundle has no {missing}, so its texts cannot be constrained; "
-                f"export a checkpoint with a {missing}",
-                "constraint",
-            )
-        if find_spec("llguidance") is None:
-            raise OptionError(
-                "constraints need llguidance; pip install 'jetdraft[structured]'",
-                "constraint",
-            )
-        if sys.platform != "linux":  # the worker limits itself by Linux's means
-            raise OptionError(
-                "constraints are followed on Linux only; leave the constraint out",
-                "constraint",
-            )
+            fact = f"the bundle has no {missing}, so its texts cannot be constrained; "
+            fact += f"export a checkpoint with a {missing}"
+        elif find_spec("llguidance") is None:
+            fact = "constraints need llguidance; pip install 'jetdraft[structured]'"
+        elif sys.platform != "linux":  # the worker limits itself by Linux's means
+            fact = "constraints are followed on Linux only; leave the constraint out"
+        if fact:
+            raise OptionError(fact, "constraint")
         self.size = size
         self._tokenizer, self._ends = tokenizer, list(ends)
         self._lock = Lock()
@@ -167,15 +160,11 @@ class Vocabulary:
 
     def _start_process(self) -> None:
         """Start the process, and drop what is left of an earlier process."""
-        self._drop()  # what is left of a process that ended
+        self._drop()
         own, other = _socket_pair()
         pipe = Pipe(own)
-        setting = {
-            "path": sys.path,
-            "tokenizer": str(self._tokenizer),
-            "size": self.size,
-            "ends": self._ends,
-        }
+        setting: dict[str, Any] = {"size": self.size, "ends": self._ends}
+        setting |= {"path": sys.path, "tokenizer": str(self._tokenizer)}
         with other:
             process = _run_program(other.fileno(), json.dumps(setting))
         self._drop = finalize(self, _end_process, process, pipe)
@@ -183,7 +172,6 @@ class Vocabulary:
         self._is_read, self._until = False, time.monotonic() + START_SECONDS
 
     def _await_vocabulary(self, control: Pipe, must_end: MustEnd) -> None:
-        """Wait until the vocabulary is read; raises `EndedError` or `OptionError`."""
         while not control.has_reply() and time.monotonic() < self._until:
             if must_end():
                 raise EndedError
@@ -194,11 +182,9 @@ class Vocabulary:
             raise _start_error("it ended") from error
         if reply:
             self._drop()
-            raise OptionError(
-                f"texts of this tokenizer cannot be constrained ({reply['error']}); "
-                "use a model with a byte-level or sentencepiece tokenizer",
-                "constraint",
-            )
+            fact = f"texts of this tokenizer cannot be constrained ({reply['error']})"
+            fix = "use a model with a byte-level or sentencepiece tokenizer"
+            raise OptionError(f"{fact}; {fix}", "constraint")
         self._is_read = True
 
 
@@ -211,26 +197,20 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _run_program(end: int, setting: str) -> subprocess.Popen[bytes]:
-    """Start worker_main.py with one end of a socket pair; raises `OptionError`."""
     program, none = Path(__file__).with_name("worker_main.py"), subprocess.DEVNULL
+    command = [sys.executable, "-I", str(program), str(end), setting]
     try:
         return subprocess.Popen(
-            [sys.executable, "-I", program, str(end), setting],
-            pass_fds=[end],
-            stdin=none,
-            stdout=none,
-            stderr=none,
+            command, pass_fds=[end], stdin=none, stdout=none, stderr=none
         )
     except OSError as error:
         raise _start_error(error) from error
 
 
 def _start_error(problem: object) -> OptionError:
-    return OptionError(
-        f"the process that follows constraints could not be started ({problem}); make "
-        "room for it, or leave the constraint out",
-        "constraint",
-    )
+    fact = f"the process that follows constraints could not be started ({problem})"
+    fix = "make room for it, or leave the constraint out"
+    return OptionError(f"{fact}; {fix}", "constraint")
 
 
 def _end_process(process: subprocess.Popen[bytes], control: Pipe) -> None:
