@@ -70,6 +70,15 @@ def stored_tensors(
     return str(dtype).removeprefix("torch."), tensors
 
 
+def layer_contents(
+    config: HeadConfig, weights: Mapping[str, Tensor], half: bool, **fields: Any
+) -> task.Contents:
+    """Return a config.json with a head's layers and `fields`, and its tensors."""
+    dtype, tensors = stored_tensors(weights, half)
+    plain = {"torch_dtype": dtype, "tie_word_embeddings": False}
+    return layer_fields(config) | plain | fields, tensors
+
+
 def copy_weights(module: nn.Module, other: nn.Module) -> None:
     """Copy into `module` the weights that `other` has under the same name and shape."""
     theirs = dict(other.named_parameters())
@@ -212,13 +221,7 @@ class HeadTask(task.Task):
         """Return losses and shares of right tokens by step; writes the cache."""
         if self._cache is not None:
             self._cache.flush()
-        losses, right, places = task.sum_fields(parts, "losses", "right", "places")
-        run.check_finite(losses)
-        places = places.clamp(min=1)
-        return {
-            "losses": task.round_figures(losses / places),
-            "acceptance": task.round_figures(right / places),
-        }
+        return super().figures(run, parts)
 
     def settings_of_run(self, run: task.Run) -> dict[str, Any]:
         own = super().settings_of_run(run) | {"taps": list(self.taps)}
@@ -299,14 +302,8 @@ class NextTokenTask(task.Task):
         self, run: task.Run, weights: task.Tensors, figures: Any
     ) -> task.Contents:
         """Return a Llama config and weights, under the names of transformers."""
-        dtype, tensors = stored_tensors(weights, self.settings.half)
-        return {
-            "model_type": "llama",
-            **layer_fields(self.config),
-            "torch_dtype": dtype,
-            "tie_word_embeddings": False,
-            **self.own_fields(),
-        }, tensors
+        own = {"model_type": "llama"} | self.own_fields()
+        return layer_contents(self.config, weights, self.settings.half, **own)
 
 
 class LayerTask(NextTokenTask):

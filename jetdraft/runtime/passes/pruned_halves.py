@@ -27,7 +27,7 @@ from jetdraft.runtime.drafts.rows import (
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.passes.buffers import Cache
-from jetdraft.runtime.passes.split.halves import Halves, PlacedRows, SplitSessions
+from jetdraft.runtime.passes.halves import Halves, PlacedRows, SplitSessions
 
 # The thresholds: a drafted row stays if its probability is at least this.
 THRESHOLD_CHOICES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
