@@ -159,11 +159,11 @@ class Dimensions(LayerCounts):
         experts, used = experts_of(config)
         inner = "moe_intermediate_size" if experts else "intermediate_size"
         inner = inner if config.get(inner) is not None else "intermediate_size"
+        layers = config["num_hidden_layers"]  # without it this is no decoder
         _check_sizes(config, (*SIZES, inner))
         if "linear_attention" in _kinds(config):
             _check_sizes(config, LINEAR_SIZES)
-        hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-        heads = config["num_attention_heads"]
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
         kv_heads = int(config.get("num_key_value_heads") or heads)
         if heads % kv_heads:
             raise CheckpointError(

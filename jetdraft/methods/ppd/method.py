@@ -124,7 +124,7 @@ class PromptProposer(ProbeProposer):
             counts = trees[0].counts
             return replace(Rows.chain([context[-1]], self.traits.kind), probes=counts)
         planned = trees[len(guesses.candidates)]
-        rows = self.grow_tree(Static(planned.parents), guesses, context, budget)
+        rows = self.grow(Static(planned.parents), guesses, context, budget)
         return replace(rows, probes=planned.counts[: len(rows)])
 
     def plan(self, most: int) -> SparsePlan:
