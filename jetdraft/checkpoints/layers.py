@@ -26,6 +26,12 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     )
 
 
+def head_size(config: Any) -> int:
+    """The numbers of a head's query, by the config of a decoder."""
+    size = getattr(config, "head_dim", None)
+    return int(size or config.hidden_size // config.num_attention_heads)
+
+
 def final_norm(model: Any) -> nn.Module:
     """The norm between the last layer and the LM head."""
     decoder = model.get_decoder()

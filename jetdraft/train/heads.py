@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
+from jetdraft.checkpoints.layers import head_size
 from jetdraft.options import setting
 from jetdraft.train import task
 from jetdraft.train.data import IGNORED, Batch
@@ -35,7 +36,6 @@ def make_config(
     text = target.model.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     theta = float(rope.get("rope_theta", 10000.0))
-    head_dim = getattr(text, "head_dim", None)
     config = HeadConfig(
         hidden_size=text.hidden_size,
         target_hidden_size=text.hidden_size,
@@ -43,7 +43,7 @@ def make_config(
         draft_vocab_size=target.vocab_size,
         num_heads=text.num_attention_heads,
         num_kv_heads=text.num_key_value_heads,
-        head_dim=head_dim or text.hidden_size // text.num_attention_heads,
+        head_dim=head_size(text),
         intermediate_size=inner or text.intermediate_size,
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         # Without the target's scaling: a head reads few rows back.

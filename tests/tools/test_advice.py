@@ -7,7 +7,7 @@ import pytest
 
 from jetdraft.devices.plan import Question
 from tests.cli.running import assert_refused, jetdraft
-from tests.devices.test_plan import CONFIG, SMALL
+from tests.devices.planning.test_plan import CONFIG, SMALL
 from tools.advice import Advisor, excess_loss, main
 
 

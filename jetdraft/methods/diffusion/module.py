@@ -30,10 +30,7 @@ class Diffusion(BlockDrafter):
         self.mask = nn.Parameter(torch.zeros(width))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        is_mask = tokens >= self.config.vocab_size
-        rows: Tensor = self.embed_tokens(
-            torch.where(is_mask, self.config.mask_token, tokens)
-        )
+        is_mask, rows = tokens >= self.config.vocab_size, super().embed(tokens)
         return torch.where(is_mask[..., None], self.mask.to(rows.dtype), rows)
 
     @classmethod

@@ -14,6 +14,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads import head_layers
 from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
 from jetdraft.checkpoints.heads.head_files import HeadFiles, Sizes, Tensors
+from jetdraft.checkpoints.layers import head_size
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
@@ -134,9 +135,7 @@ class Glide(DraftModule):
         config, ids = super().configure(files, target, tensors)
         text = target.model.config.get_text_config(decoder=True)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        size = getattr(text, "head_dim", None) or (
-            text.hidden_size // text.num_attention_heads
-        )
+        size = head_size(text)
         if size != config.head_dim or config.num_heads % heads:
             raise CheckpointError(
                 f"{files.source} has {config.num_heads} heads of {config.head_dim} "
