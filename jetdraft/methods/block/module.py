@@ -27,6 +27,7 @@ MODEL_TYPE = "jetdraft-block"  # What the config of a drafter calls itself.
 class SourceDrafter(DraftModule):
     """The encoder and some decoder layers of a target, with a mask for each place."""
 
+    model_types = (MODEL_TYPE,)
     reads = Reads(source=True, guesses=True)
     keys = frozenset({"model_type", "target_type", "target_words", "block_size"})
     renames = ()
@@ -82,10 +83,6 @@ class SourceDrafter(DraftModule):
         with at_positions(self.model, positions), answering_rows(self.model, rows):
             logits: Tensor = self.model(decoder_inputs_embeds=states, **source).logits
         return logits.float()
-
-    @classmethod
-    def recognizes(cls, files: HeadFiles) -> bool:
-        return files.config.get("model_type") == MODEL_TYPE
 
     @classmethod
     def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:

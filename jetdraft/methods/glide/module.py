@@ -44,7 +44,7 @@ class Glide(DraftModule):
     the drafter's.
     """
 
-    published = "GliDe"
+    published, mark = "GliDe", "cross.q_proj.weight"
     one_layer = True
     reads = Reads(target_kv=True)
 
@@ -125,10 +125,6 @@ class Glide(DraftModule):
         reads = keys, values, hides[None, None, None]
         hidden = self(given.tokens, given.positions, *reads, given.cache)
         return self.lm_head(hidden[:, given.answer_rows]), None
-
-    @classmethod
-    def recognizes(cls, files: HeadFiles) -> bool:
-        return "cross.q_proj.weight" in files.tensors
 
     @classmethod
     def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
