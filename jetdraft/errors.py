@@ -1,5 +1,23 @@
 """Everything jetdraft raises on purpose.
 
+    JetdraftError
+    ├── OptionError        an option cannot be used; `field` names it
+    │   ├── DraftingError  its field is "drafting"
+    │   ├── LengthError    a prompt is longer than the buffers
+    │   └── ConstraintError  a constraint takes too much, or no text can follow
+    ├── CheckpointError    a checkpoint cannot be read
+    │   └── UnsupportedModelError   its architecture cannot be exported
+    ├── PairError          target and drafter do not belong together
+    ├── OutputError        the output folder cannot be written
+    ├── BundleError        a bundle is missing, damaged or too new
+    │   └── ContractError  a graph does not have the declared inputs and outputs
+    ├── DeviceError        a device or its profile is unknown or malformed
+    ├── ProviderError      this onnxruntime cannot run on the asked provider
+    ├── StoreError         earlier responses or a table cannot be used
+    ├── DataError          texts to train on are missing, malformed or too short
+    ├── TrainingError      a training went wrong and was stopped
+    └── CheckError         `jetdraft check` found a wrong text
+
 A message states the fact and the fix in one line. The command line prints it and
 ends with exit code 2.
 """
