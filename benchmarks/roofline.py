@@ -2,7 +2,7 @@
 
     python benchmarks/roofline.py
 
-Prints the constants of `jetdraft.devices.planning.cost_model` and the tables of
+Prints the constants of `jetdraft.devices.cost_model` and the tables of
 docs/devices.md.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from jetdraft.devices.cost_model import Dimensions, Efficiency, LoadedDecoder
 from jetdraft.devices.device import Device, PowerMode
-from jetdraft.devices.planning.cost_model import Dimensions, Efficiency, LoadedDecoder
 from jetdraft.recipe import Recipe
 
 FILE = Path(__file__).with_name("published.toml")

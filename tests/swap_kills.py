@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from jetdraft.learning.lessons import WeightSets
-from jetdraft.train.use.learning import judged_weights, publish
+from jetdraft.train.learning import judged_weights, publish
 from tests.kills import die
 
 OLD, NEW, LATER = 1.0, 2.0, 3.0

@@ -27,13 +27,13 @@ from jetdraft.cli import StandaloneCommand
 from jetdraft.cli.command import keyword_flags, option
 from jetdraft.cli.flags import PATH, json_option
 from jetdraft.contracts.constants import WIDEST
-from jetdraft.devices.planning.cost_model import (
+from jetdraft.devices.cost_model import (
     MAX_READ_SHARE,
     TOKENS_PER_WEIGHT,
     Dimensions,
     LoadedDecoder,
 )
-from jetdraft.devices.planning.plan import DRAFTER, Board, Choice, MethodCost, Question
+from jetdraft.devices.plan import DRAFTER, Board, Choice, MethodCost, Question
 from jetdraft.recipe import Recipe
 
 EXPONENT = 0.3

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jetdraft.contracts.tensors import Int64s
-from jetdraft.devices.rails import Meter
+from jetdraft.devices.detection import Meter
 from jetdraft.errors import OptionError
 from jetdraft.ort import ort
 from jetdraft.runtime.measured.stats import Stats

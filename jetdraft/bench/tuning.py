@@ -60,11 +60,7 @@ def _time_curve(target: Graph, proposers: Mapping[str, Proposer], tick: Tick) ->
     context *= 2
     widest = min(contract.max_width, contract.capacity // 4, WIDEST_MEASURED)
     start = min(len(context) // 2, contract.capacity - widest - 1)
-    cache.rewind(0)
-    for first in range(0, start, contract.max_width):
-        part = context[first : min(start, first + contract.max_width)]
-        target.run(part, last_only=True)
-        cache.advance(len(part))
+    _run_target(target, context[:start])
     passes, trees = dict[int, float](), dict[int, float]()
     for _ in range(TURNS):
         for width in range(1, widest + 1):
@@ -141,14 +137,17 @@ def _compaction_ms(cache: Cache) -> float:
     return min(_ms(move, cache) for _ in range(TURNS))
 
 
-def _run_target(proposer: Proposer, context: Sequence[int], target: Graph) -> None:
+def _run_target(
+    target: Graph, context: Sequence[int], proposer: Proposer | None = None
+) -> None:
     target.cache.rewind(0)
     while rest := context[target.cache.length :]:
         part = list(rest[: target.contract.max_width])
         answer = target.run(part, last_only=True)
         target.cache.advance(len(part))
-        length = target.cache.length + 1
-        proposer.observe(Seen(length, Rows.chain(part), range(len(part)), answer))
+        if proposer is not None:
+            seen = Rows.chain(part), range(len(part)), answer
+            proposer.observe(Seen(target.cache.length + 1, *seen))
 
 
 def _draft_ms(proposer: Proposer, context: Sequence[int], target: Graph) -> float:
@@ -156,7 +155,7 @@ def _draft_ms(proposer: Proposer, context: Sequence[int], target: Graph) -> floa
     middle = len(context) // 2
     proposer.begin(context[:middle], Chooser(Sampling()))
     if target.contract.feature_size:
-        _run_target(proposer, context, target)
+        _run_target(target, context, proposer)
     seconds, drafted = [], 0
     for end in range(middle + 1, len(context) - DRAFT_TOKENS):
         start = time.perf_counter()

@@ -369,10 +369,6 @@ class CrossCache(EncoderDecoderCache):  # type: ignore[misc]  # transformers is 
         super().__init__(PassThroughCache(), _WrittenCache(cross))
         self.is_updated = dict.fromkeys(range(len(cross)), True)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Always 0: positions are given explicitly, so no length is needed."""
-        return 0
-
 
 class _WrittenCache(Cache):  # type: ignore[misc]
     """Keys and values that the encoder's graph wrote."""

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from jetdraft.bundle import Defaults, Embedding, Speech
 from jetdraft.checkpoints.defaults import GenerationFields
-from jetdraft.checkpoints.draft_vocabulary import limit_vocab, read_draft_vocabulary
 from jetdraft.checkpoints.embedding import read_embedding
 from jetdraft.checkpoints.folder import check_folder, checkpoint_folder, weights_sha256
 from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
-from jetdraft.checkpoints.layers import Taps
+from jetdraft.checkpoints.layers import Taps, limit_vocab, read_draft_vocabulary
 from jetdraft.checkpoints.model_reader import (
     chat_template,
     check_causal,

@@ -31,13 +31,13 @@ from jetdraft.checkpoints.gguf_fields import (
     MODEL_FIELDS,
     FamilyFields,
     field_error,
-    head_size,
 )
 from jetdraft.checkpoints.gguf_tokenizer import (
     end_token_ids,
     make_tokenizer_json,
     special_tokens,
 )
+from jetdraft.checkpoints.layers import head_size
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.refusals import SPARE, Bounds, build_skeleton, check_kinds
 from jetdraft.errors import (

@@ -13,6 +13,7 @@ from jetdraft.checkpoints.defaults import (
     Rule,
     neutral,
 )
+from jetdraft.checkpoints.layers import head_size
 from jetdraft.errors import UnsupportedModelError, printable
 
 _NOT_COMPUTED = "no model that can be read from a GGUF file computes with it"
@@ -274,8 +275,3 @@ def field_error(file: str, name: str, value: object, why: str) -> UnsupportedMod
         f"{file} has {name} {printable(value, 40)}, and {why}; export its Hugging "
         "Face folder"
     )
-
-
-def head_size(config: Any) -> int:
-    size = getattr(config, "head_dim", None)
-    return int(size or config.hidden_size // config.num_attention_heads)

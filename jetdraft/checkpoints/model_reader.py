@@ -392,8 +392,15 @@ def read_speech(source: str, model: Any) -> Speech | None:
     """
     if not is_speech_model(model.config):
         return None
-    _check_spectrum(source, model.config.num_mel_bins)
-    settings = model.generation_config
+    spectrum = read_fields(source, PREPROCESSOR) or {}
+    known = _SPECTRUM_FIELDS | {"feature_size": model.config.num_mel_bins}
+    for name, number in known.items():
+        if spectrum.get(name, number) != number:
+            raise UnsupportedModelError(
+                f"{PREPROCESSOR} of {source} has {name} {printable(spectrum[name], 20)}"
+                f", and only {number} can be exported; export another checkpoint"
+            )
+    settings, rows = model.generation_config, model.get_output_embeddings().weight
     languages = getattr(settings, "lang_to_id", None) or {}
     if isinstance(languages, dict):  # by tokens such as <|en|>
         languages = {str(name).strip("<|>"): id for name, id in languages.items()}
@@ -412,11 +419,10 @@ def read_speech(source: str, model: Any) -> Speech | None:
             f"generation_config.json of {source} lacks tokens of speech, or has wrong "
             f"ones ({error}); fetch the current file of the checkpoint"
         ) from error
-    size = model.get_output_embeddings().weight.shape[0]
-    if not speech.fits(size):
+    if not speech.fits(len(rows)):
         raise CheckpointError(
             f"the tokens of speech in generation_config.json of {source} do not fit "
-            f"its {size} tokens; fetch the current file of the checkpoint"
+            f"its {len(rows)} tokens; fetch the current file of the checkpoint"
         )
     return speech
 
@@ -424,16 +430,6 @@ def read_speech(source: str, model: Any) -> Speech | None:
 def _valid_ids(ids: Any) -> Any:
     """Return a list of ids without -1, which stands for none; [] for other values."""
     return [id for id in ids if id != -1] if isinstance(ids, list) else []
-
-
-def _check_spectrum(source: str, bins: int) -> None:
-    fields = read_fields(source, PREPROCESSOR) or {}
-    for name, number in {**_SPECTRUM_FIELDS, "feature_size": bins}.items():
-        if fields.get(name, number) != number:
-            raise UnsupportedModelError(
-                f"{PREPROCESSOR} of {source} has {name} {printable(fields[name], 20)}, "
-                f"and only {number} can be exported; export another checkpoint"
-            )
 
 
 def load_tokenizer(source: str) -> Any:

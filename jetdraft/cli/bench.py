@@ -11,8 +11,7 @@ from jetdraft.bench import benchmark
 from jetdraft.cli import flags
 from jetdraft.cli.command import Command, option, parse_integers
 from jetdraft.cli.console import ProgressBars, read_prompts
-from jetdraft.devices.detection import detect_machine
-from jetdraft.devices.rails import Meter
+from jetdraft.devices.detection import Meter, detect_machine
 from jetdraft.runtime.model import load
 from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.drafting import Drafting

@@ -126,18 +126,14 @@ def examine(
     parts = tuple(int(part) for part in ort.__version__.split(".")[:2])
     fix = "" if parts >= OLDEST_ORT else "pip install 'onnxruntime>=1.29'"
     findings = [Finding("onnxruntime", ort.__version__, fix, wrong=bool(fix))]
-    findings.append(_check_products())
+    try:
+        findings.append(Finding("products", isa()))
+    except ProviderError as error:
+        found, _, fix = str(error).rpartition("; ")
+        findings.append(Finding("products", found, fix))
     findings += [*_check_system(machine), *_check_state(machine)]
     findings += [_check_provider(presence_of(n), machine) for n in reversed(PROVIDERS)]
     return sorted(findings, key=lambda finding: (not finding.wrong, not finding.fix))
-
-
-def _check_products() -> Finding:
-    try:
-        return Finding("products", isa())
-    except ProviderError as error:
-        found, _, fix = str(error).rpartition("; ")
-        return Finding("products", found, fix)
 
 
 def _check_system(machine: Machine) -> Iterator[Finding]:
@@ -178,22 +174,16 @@ def _check_state(machine: Machine) -> Iterator[Finding]:
     if machine.swap_mb is not None:
         fix = "" if machine.swap_mb else "add a swap file; exports need swap"
         yield Finding("swap", f"{machine.swap_mb:.0f} MB", fix)
-    yield _check_power_mode(machine)
+    mode, fix = machine.power_mode or "unknown", ""
+    if machine.power_mode is not None and machine.device is not None:
+        fastest = machine.device.power_modes[-1].name
+        fix = "" if mode == fastest else f"{fastest} is faster: sudo nvpmodel"
+    yield Finding("power mode", mode, fix)
     if machine.gpu_mhz is not None and machine.gpu_max_mhz is not None:
         is_slow = machine.gpu_mhz < machine.gpu_max_mhz
         fix = "for steady figures: sudo jetson_clocks" if is_slow else ""
         clocks = f"{machine.gpu_mhz:.0f} of {machine.gpu_max_mhz:.0f} MHz"
         yield Finding("gpu clock", clocks, fix)
-
-
-def _check_power_mode(machine: Machine) -> Finding:
-    """Return a finding about the power mode; the last mode in a profile is fastest."""
-    mode = machine.power_mode
-    if mode is None or machine.device is None:
-        return Finding("power mode", mode or "unknown")
-    fastest = machine.device.power_modes[-1].name
-    fix = "" if mode == fastest else f"{fastest} is faster: sudo nvpmodel"
-    return Finding("power mode", mode, fix)
 
 
 def _check_provider(state: Presence, machine: Machine) -> Finding:

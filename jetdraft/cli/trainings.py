@@ -18,12 +18,12 @@ from jetdraft.learning.lessons import has_learned, label
 from jetdraft.runtime.model import load
 from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
+from jetdraft.train import learning
 from jetdraft.train.acceptance import fit_head, record_verdicts, save_head
 from jetdraft.train.machine import this_process
+from jetdraft.train.students import load_student
 from jetdraft.train.task import Task, TrainingOptions
 from jetdraft.train.training import Progress, Training
-from jetdraft.train.use import learning
-from jetdraft.train.use.students import load_student
 
 INTERRUPTED = 130  # The exit code after Ctrl-C.
 

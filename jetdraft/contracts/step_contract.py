@@ -72,6 +72,9 @@ SOURCE = "source"  # The name of the dynamic axis of a source's tokens.
 # The input with the number of kept rows of the last pass that are committed, and of the
 # rows of this pass; the others are padding.
 STATE_ROWS = TensorSpec("state_rows", "int64", (2,))
+# The inputs with the row and the stream of each probe, and with the prefix rows.
+_PROBE_INPUTS = [TensorSpec(f"probe_{n}", "int64", (PROBES,)) for n in ("rows", "ids")]
+PREFIX_ROWS = TensorSpec("prefix_rows", "int64", (PREFIX,))
 
 
 @dataclass(frozen=True)
@@ -207,7 +210,8 @@ class StepContract:
             TensorSpec("total_length", "int32", (1,)),
             TensorSpec("answer_rows", "int64", (ANSWERS,)),
             *(self.mask_inputs if self.has_mask else ()),
-            *(self.probe_inputs if self.streams else []),
+            *(_PROBE_INPUTS if self.streams else ()),
+            *([PREFIX_ROWS] if self.streams and self.prefix else []),
             *([self.recent_ids] if self.recent else []),
             *_optional_tensor("features", ROWS, self.feature_input * (self.ahead or 1)),
             *([TensorSpec("block", "int64", (1, self.block))] if self.block else []),
@@ -280,15 +284,6 @@ class StepContract:
         return (
             TensorSpec("draft_mask", "uint8", (1 + self.draft_slots, rows)),
             TensorSpec("draft_start", "int32", (1,)),
-        )
-
-    @property
-    def probe_inputs(self) -> tuple[TensorSpec, ...]:
-        """The inputs with the row and the stream of each probe, and the prefix rows."""
-        return (
-            TensorSpec("probe_rows", "int64", (PROBES,)),
-            TensorSpec("probe_ids", "int64", (PROBES,)),
-            *([TensorSpec("prefix_rows", "int64", (PREFIX,))] if self.prefix else []),
         )
 
     @property

@@ -43,17 +43,10 @@ def measure_acceptance(model: Model, record: AcceptanceRecord) -> list[float]:
     return [round(count / max(drafts, 1), 4) for count in accepted]
 
 
-def stored_acceptance(bundle: Bundle) -> AcceptanceRecord | None:
-    """Return the record of the export; None if it measured nothing."""
-    if bundle.drafter is None:
-        return None
-    record: AcceptanceRecord | None = bundle.drafter.quantization.get("acceptance")
-    return record
-
-
 def compare_acceptance(model: Model) -> tuple[list[float], list[float]] | None:
     """Return the acceptance at export and now, by position; None if one is unknown."""
-    record = stored_acceptance(model.bundle)
+    drafter = model.bundle.drafter
+    record = None if drafter is None else drafter.quantization.get("acceptance")
     if record is None or model.parts.draft_cache is None:
         return None
     return list(record["by_position"]), measure_acceptance(model, record)

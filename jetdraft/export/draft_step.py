@@ -91,57 +91,41 @@ class DraftStep(Step):
         super().__init__(drafter, contract, ids=ids)
         drafter.attend_with(IMPLEMENTATION)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        cursor: Tensor,
-        total_length: Tensor,
-        answer_rows: Tensor,
-        *inputs: Any,
-    ) -> list[Tensor]:
-        *others, past = inputs
-        drafter, contract, dtype = self.model, self.contract, dtype_of(self.contract)
-        names = (spec.name for spec in contract.inputs[5 : 5 + len(others)])
-        read = dict(zip(names, others, strict=True))
-        given = DraftInputs(input_ids, position_ids, answer_rows)
+    def forward(self, *inputs: Any) -> list[Tensor]:
+        *rows, past = inputs
+        contract, names = self.contract, (spec.name for spec in self.contract.inputs)
+        read: dict[str, Tensor] = dict(zip(names, rows, strict=False))
+        tokens, positions, cursor, total_length, answer_rows = rows[:5]
+        given = DraftInputs(tokens, positions, answer_rows)
+        if "features" in read:
+            given.features = read["features"].to(dtype_of(contract))
+        given.recent = read.get("recent_ids", given.recent)
         if contract.block:
-            state = self._add_block(given, read, cursor, total_length, past)
+            state = self._add_block(given, read, past)
         else:
-            state = make_state(position_ids, cursor, total_length, past)
-            given.recent = read.get("recent_ids", given.recent)
-            if "features" in read:
-                given.features = read["features"].to(dtype)
+            state = make_state(positions, cursor, total_length, past)
         if contract.reads:
             given.target_length = read[TARGET_LENGTH.name]
             buffers = [read[spec.name] for spec in contract.target_kv]
             given.target = list(zip(buffers[::2], buffers[1::2], strict=True))
         with attending(state):
-            logits, carried = drafter.draft(given)
-        rows = self.answers(logits.float())
+            logits, carried = self.model.draft(given)
         own = [] if carried is None else [carried.float()]
-        return [*rows, *own, *present_buffers(state)]
+        return [*self.answers(logits.float()), *own, *present_buffers(state)]
 
     def _add_block(
-        self,
-        given: DraftInputs,
-        read: dict[str, Tensor],
-        cursor: Tensor,
-        total_length: Tensor,
-        past: list[Tensor],
+        self, given: DraftInputs, read: dict[str, Tensor], past: list[Tensor]
     ) -> StepState:
         """Add the block to `given`, after the rows; return the state of the pass."""
         positions, size = given.positions, self.model.block_rows
-        if "features" in read:
-            given.features = read["features"].to(dtype_of(self.contract))
         first = positions[:, -1:] + 1
         given.block = read["block"]
         if self.model.reads.anchored:
             block = torch.cat([given.tokens[:, -1:], given.block], dim=1)
             given.block = block[:, :size]
         given.positions = torch.cat([positions, first + torch.arange(size)], dim=1)
-        pass_inputs = given.positions, cursor, total_length, past
-        return make_block_state(*pass_inputs, size, self.contract)
+        lengths = read["cursor"], read["total_length"]
+        return make_block_state(given.positions, *lengths, past, size, self.contract)
 
 
 def make_block_state(
@@ -178,17 +162,9 @@ class SourceBlockStep(SourceStep):
     def decoder(self) -> Any:
         return self.model.model
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        cursor: Tensor,
-        total_length: Tensor,
-        answer_rows: Tensor,
-        *inputs: Any,
-    ) -> list[Tensor]:
-        """Return the outputs; `inputs`: block, source length, cross buffers, past."""
-        block, source_length, *cross, past = inputs
+    def forward(self, *inputs: Any) -> list[Tensor]:
+        input_ids, position_ids, cursor, total_length, _, *others = inputs
+        block, source_length, *cross, past = others
         size = self.contract.block
         slots = torch.arange(size)
         block = torch.where(block < self.model.config.vocab_size, block, block + slots)

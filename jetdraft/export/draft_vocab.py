@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from jetdraft.bundle import DRAFTER, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.draft_vocabulary import MAX_PADDING
 from jetdraft.checkpoints.heads.draft_module import DraftModule, lm_head_rows
+from jetdraft.checkpoints.layers import MAX_PADDING
 from jetdraft.checkpoints.model_reader import read_tokenizer
 from jetdraft.checkpoints.parameters import convert_while_running
 from jetdraft.errors import CheckpointError, PairError, printable

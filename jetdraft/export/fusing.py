@@ -364,7 +364,8 @@ def find_norms(graph: ir.Graph) -> None:
         size, scaled = int(x.shape[-1]), _single_reader(node, "Mul")  # type: ignore
         read = [] if scaled is None else [*scaled.inputs]
         weight = next((v for v in read if v and v is not node.outputs[0]), None)
-        if scaled is None or weight is None or not _is_vector(weight, size):
+        stored = None if weight is None else weight.const_value
+        if scaled is None or stored is None or stored.shape != (size,):
             ones, scaled = np.ones(size), node
             weight = Maker(graph, node).constant(f"ones_{size}", ones, x.dtype.numpy())
         normed = Maker(graph, scaled)(
@@ -372,10 +373,6 @@ def find_norms(graph: ir.Graph) -> None:
             epsilon=_number(mean_and_small.inputs[1]),
         )  # fmt: skip
         replace_values(scaled.outputs, [normed])
-
-
-def _is_vector(value: ir.Value, size: int) -> bool:
-    return value.const_value is not None and value.const_value.shape == (size,)
 
 
 def _number(value: ir.Value | None) -> float:

@@ -28,12 +28,12 @@ from jetdraft.export.derived import (
     make_compaction_graph,
     make_tree_graph,
     split_graph,
+    standardize,
 )
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.fusing import fuse, replace_gather_nd
 from jetdraft.export.selected_attention import add_selection
 from jetdraft.export.source_step import EncoderStep, SourceStep
-from jetdraft.export.standard import standardize
 from jetdraft.export.step import CUT, ProbeStep, Step, StreamStep, write_probe_weights
 from jetdraft.export.tracer import trace
 from jetdraft.manifest import GraphEntry, Halves

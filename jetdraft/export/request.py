@@ -10,7 +10,7 @@ from typing import Any
 from jetdraft.bundle import DRAFTER, FLAVOURS, TARGET, Bundle
 from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH
 from jetdraft.devices.device import Device
-from jetdraft.devices.planning.plan import Question, does_not_fit_error, plan
+from jetdraft.devices.plan import Question, does_not_fit_error, plan
 from jetdraft.devices.providers import AUTO, PROVIDERS, fastest_provider, provider_named
 from jetdraft.errors import OptionError, importing
 from jetdraft.options import declared, takes

@@ -4,6 +4,8 @@ transformers builds no mask for a foreign attention, so chunks would be lost sil
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -27,7 +29,7 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.source_step import EncoderStep, SourceStep, source_sizes
-from jetdraft.export.step import Step, dtype_of, export_error, zeros
+from jetdraft.export.step import Step, dtype_of, exporting, zeros
 from jetdraft.recipe import RUNGS, Recipe
 
 # The bounds of the number of tokens that are compared.
@@ -73,15 +75,10 @@ def check_seams(model: Any, contract: StepContract) -> None:
     tokens = min(max(_FEWEST_TOKENS, 2 * window), _MAX_TOKENS, contract.capacity)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(contract.vocab_size, (1, tokens), generator=generator)
-    try:
-        with torch.no_grad():
-            seam_logits, windows = _two_passes(Step(model, contract), ids, tokens)
-            model.set_attn_implementation("eager")
+    with exporting(model), torch.no_grad():
+        seam_logits, windows = _two_passes(Step(model, contract), ids, tokens)
+        with _own_attention(model, IMPLEMENTATION):
             own_logits = model(input_ids=ids, use_cache=False).logits.float()
-    except Exception as error:  # an unknown architecture may raise anything
-        raise export_error(model, error) from error
-    finally:
-        model.set_attn_implementation(IMPLEMENTATION)
     gap = _gap_of(seam_logits, own_logits)
     # These tokens are too few to notice a window that the model does not pass on.
     too_wide = window > tokens // 2 and window < contract.capacity and not any(windows)
@@ -92,6 +89,16 @@ def check_seams(model: Any, contract: StepContract) -> None:
             "docs/models.md"
         )
     _check_last_position(model, contract)
+
+
+@contextmanager
+def _own_attention(model: Any, name: str) -> Iterator[None]:
+    """Let a model attend by transformers' own code in the block, then as `name`."""
+    set_attention(model, "eager")
+    try:
+        yield
+    finally:
+        set_attention(model, name)
 
 
 def _gap_of(seam_logits: Tensor, own_logits: Tensor) -> float:
@@ -152,10 +159,14 @@ def _check_last_position(model: Any, contract: StepContract) -> None:
             )
     except IndexError as error:
         limit = model.config.get_text_config(decoder=True).max_position_embeddings
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has {limit} positions; export with "
-            f"--capacity {limit} or less"
-        ) from error
+        raise _capacity_error(model, limit) from error
+
+
+def _capacity_error(model: Any, limit: int) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(model).__name__} has {limit} positions; export with --capacity "
+        f"{limit} or less"
+    )
 
 
 _SOURCE_TOKENS = 24  # The most tokens of source and text that are compared.
@@ -166,18 +177,13 @@ def source_kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
     row = torch.zeros(1, 1, dtype=torch.long)
     bins, slots = source_sizes(model)
     source = torch.zeros(1, bins, FRAMES_PER_SLOT * slots) if bins else row
-    set_attention(model, "eager")
-    try:
-        with torch.no_grad():
-            output = model(source, decoder_input_ids=row, use_cache=True)
-        caches = output.past_key_values
-        own, cross = caches.self_attention_cache, caches.cross_attention_cache
-        shapes = tuple((x.keys.shape[1], x.keys.shape[3]) for x in own.layers)
-        across = tuple((x.keys.shape[1], x.keys.shape[3]) for x in cross.layers)
-    except Exception as error:  # an unknown architecture may raise anything
-        raise export_error(model, error) from error
-    finally:
-        set_attention(model, SOURCE_ATTENTION)
+    own_attention = _own_attention(model, SOURCE_ATTENTION)
+    with exporting(model), own_attention, torch.no_grad():
+        caches = model(source, decoder_input_ids=row, use_cache=True).past_key_values
+        shapes, across = (
+            tuple((x.keys.shape[1], x.keys.shape[3]) for x in cache.layers)
+            for cache in (caches.self_attention_cache, caches.cross_attention_cache)
+        )
     if shapes != across:
         raise UnsupportedModelError(
             f"{type(model).__name__} attends to the source with other heads than to "
@@ -193,20 +199,17 @@ def check_source_seams(model: Any, contract: StepContract) -> None:
     source, ids = torch.randint(contract.vocab_size, (2, 1, count), generator=generator)
     if contract.source_bins:
         source = torch.randn(contract.encoder_input.shape_for(), generator=generator)
-    try:
-        with torch.no_grad():
-            cross = EncoderStep(model, contract)(source, [])
-            filled = contract.source_slots if contract.source_bins else count
-            length = torch.tensor([filled], dtype=torch.int32)
-            step, slots = SourceStep(model, contract), contract.slots
-            seam_logits, _ = _two_passes(step, ids, slots, length, *cross)
-            set_attention(model, "eager")
+    with exporting(model), torch.no_grad():
+        cross = EncoderStep(model, contract)(source, [])
+        filled = contract.source_slots if contract.source_bins else count
+        length = torch.tensor([filled], dtype=torch.int32)
+        step, slots = SourceStep(model, contract), contract.slots
+        seam_logits, _ = _two_passes(step, ids, slots, length, *cross)
+        with _own_attention(model, SOURCE_ATTENTION):
             own_logits = model(source, decoder_input_ids=ids).logits.float()
-            _check_tables(model, contract)
-    except Exception as error:  # an unknown architecture may raise anything
-        raise export_error(model, error) from error
-    finally:
-        set_attention(model, SOURCE_ATTENTION)
+        limit = position_limit(model)
+        if limit is not None and contract.capacity > limit:
+            raise _capacity_error(model, limit)
     gap = _gap_of(seam_logits, own_logits)
     if not gap <= TOLERANCE[dtype_of(contract)]:
         raise UnsupportedModelError(
@@ -223,15 +226,6 @@ def position_limit(model: Any) -> int | None:
     tables = [getattr(half, "embed_positions", None) for half in halves]
     sizes = [t.weight.shape[0] - getattr(t, "offset", 0) for t in tables if t]
     return min(sizes, default=None)
-
-
-def _check_tables(model: Any, contract: StepContract) -> None:
-    limit = position_limit(model)
-    if limit is not None and contract.capacity > limit:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has {limit} positions; export with --capacity "
-            f"{limit} or less"
-        )
 
 
 def settle_source(checkpoint: Checkpoint, options: ExportOptions) -> ExportOptions:

@@ -10,6 +10,7 @@ keys of selected rows are shifted to positions just before the pass.
 """
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -56,7 +57,7 @@ class Branch(Maker):
         """Return a constant without axes."""
         return self.constant(f"constant.{kind.__name__}.{number}", number, kind)
 
-    def build(self, outputs: list[Value]) -> ir.Graph:
+    def build(self, outputs: Sequence[Value]) -> ir.Graph:
         return ir.Graph([], outputs, nodes=self.nodes, name=self.name)
 
 
@@ -80,7 +81,7 @@ class SelectedAttention:
         shifts: Value | None,
     ) -> None:
         self.graph, self.node, self.shifts = graph, node, shifts
-        self.rows, self.query = state
+        self.rows, self.query = self.state = state
         self.selection = selection
         self.name = str(self.rows.name).replace("past_rows", "selection")
         numbers = node.attributes.get_int
@@ -104,8 +105,8 @@ class SelectedAttention:
                 num_outputs=len(node.outputs),
             )
         )
-        state = [branch("Identity", value) for value in (self.rows, self.query)]
-        return branch.build(self._set_output_types([*copy, *state]))
+        state = [branch("Identity", value) for value in self.state]
+        return branch.build(_typed([*copy, *state], [*node.outputs, *self.state]))
 
     def selected_branch(self) -> ir.Graph:
         """Make the branch that attends to selected rows and to the rows of the pass."""
@@ -141,7 +142,8 @@ class SelectedAttention:
         answer = branch.reshape(answer, 1, self.kv_heads, self.groups, -1, self.size)
         answer = branch("Transpose", answer, perm=[0, 3, 1, 2, 4])
         answer = branch.reshape(answer, 1, -1, self.heads * self.size)
-        return branch.build(self._set_output_types([answer, keys, values, *state]))
+        results = [answer, keys, values, *state]
+        return branch.build(_typed(results, [*self.node.outputs, *self.state]))
 
     def _projections(self, branch: Branch) -> list[Value]:
         """Return query, key, value [1, n, heads * size], rotated as attention would."""
@@ -196,10 +198,10 @@ class SelectedAttention:
         stays = branch("And", branch("And", is_like, is_set), lies_before)
         old = Branch(self.graph, f"{self.name}.old")
         new = Branch(self.graph, f"{self.name}.new")
-        copies = [old("Identity", v) for v in (self.rows, self.query)]
+        copies = [old("Identity", value) for value in self.state]
         voted = self._vote(new, mean, keys, near)
-        before = old.build(self._set_state_types(copies))
-        after = new.build(self._set_state_types([voted, new("Identity", mean)]))
+        before = old.build(_typed(copies, self.state))
+        after = new.build(_typed([voted, new("Identity", mean)], self.state))
         return branch.several("If", 2, stays, then_branch=before, else_branch=after)
 
     def _vote(self, branch: Branch, mean: Value, keys: Value, near: Value) -> Value:
@@ -278,18 +280,12 @@ class SelectedAttention:
         ends = [branch("Squeeze", value, axis) for value in (begin, end)]
         return [*ends, branch.scalar(1, np.int64)]
 
-    def _set_output_types(self, outputs: list[Value]) -> list[Value]:
-        """Set types and shapes of outputs: buffers of a known shape stay in place."""
-        kept = len(self.node.outputs)
-        for value, old in zip(outputs, self.node.outputs, strict=False):
-            value.type, value.shape = old.type, old.shape
-        self._set_state_types(outputs[kept:])
-        return outputs
 
-    def _set_state_types(self, values: list[Value]) -> list[Value]:
-        for value, old in zip(values, (self.rows, self.query), strict=True):
-            value.type, value.shape = old.type, old.shape
-        return values
+def _typed(values: Sequence[Value], others: Sequence[Value]) -> Sequence[Value]:
+    """Give values the types and shapes of others: so buffers stay in place."""
+    for value, other in zip(values, others, strict=True):
+        value.type, value.shape = other.type, other.shape
+    return values
 
 
 def add_selection(
@@ -374,21 +370,15 @@ def _add_branches(graph: ir.Graph, contract: StepContract, length: int | None) -
             "else_branch": attention.whole_branch(),
         }
         choice = ir.node("If", [is_selecting], branches, num_outputs=5)
-        kept = len(node.outputs)
-        for old, new in zip(node.outputs, choice.outputs, strict=False):
-            new.type, new.shape = old.type, old.shape
+        specs = contract.selections("present")
+        after = [new_value(s) for s in specs if s.name.endswith(f".{layer}")]
+        _typed(choice.outputs, [*node.outputs, *after])
         graph.insert_before(node, choice)
-        replace_values(node.outputs, choice.outputs[:kept])
+        *kept, rows, query = choice.outputs
+        replace_values(node.outputs, kept)
         graph.remove(node)
-        for spec, value in zip(
-            (s for s in contract.selections("present") if s.name.endswith(f".{layer}")),
-            choice.outputs[kept:],
-            strict=True,
-        ):
-            declared = new_value(spec)
-            value.name, value.type = declared.name, declared.type
-            value.shape = declared.shape
-            graph.outputs.append(value)
+        rows.name, query.name = (value.name for value in after)
+        graph.outputs.extend([rows, query])
 
 
 def _add_is_selecting(

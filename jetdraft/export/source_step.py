@@ -65,18 +65,9 @@ class SourceStep(Step):
             if id(weight) not in hidden:
                 yield name, weight
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        cursor: Tensor,
-        total_length: Tensor,
-        answer_rows: Tensor,
-        source_length: Tensor,
-        *rest: Any,
-    ) -> list[Tensor]:
-        """Return the contract's outputs; `rest` is the cross buffers, then the past."""
-        *cross, past = rest
+    def forward(self, *inputs: Any) -> list[Tensor]:
+        input_ids, position_ids, cursor, total_length, answer_rows, *others = inputs
+        source_length, *cross, past = others
         plain = make_state(position_ids, cursor, total_length, past)
         bias = self.slot_distance_bias(position_ids, position_ids, cursor)
         state = self.source_state(plain, source_length, bias)
@@ -155,31 +146,25 @@ class EncoderStep(Step):
             return [zeros(self.contract.encoder_input)]
         return [torch.zeros(1, _TRACED_SOURCE, dtype=torch.long)]
 
-    def forward(  # type: ignore[override]
-        self, source: Tensor, past: list[Tensor]
-    ) -> list[Tensor]:
+    def forward(self, *inputs: Any) -> list[Tensor]:
         """Return the cross buffers of a source, in the contract's order."""
-        if self.contract.source_bins:
+        source, fills = inputs[0], self.contract.source_bins > 0
+        if fills:
             source = source.to(dtype_of(self.contract))
         states = self.model.get_encoder()(source).last_hidden_state
         sides = [side for m in cross_attentions(self.model) for side in kv_layers(m)]
-        place = _fill_buffer if self.contract.source_bins else _pad_to_buffer
         return [
-            place(side(states), spec.shape)
+            _as_buffer(side(states), spec.shape, fills)
             for side, spec in zip(sides, self.contract.cross_inputs, strict=True)
         ]
 
 
-def _fill_buffer(rows: Tensor, shape: tuple[Any, ...]) -> Tensor:
-    """Reshape rows [1, slots, heads * d], which fill a buffer of that shape."""
+def _as_buffer(rows: Tensor, shape: tuple[Any, ...], fills: bool) -> Tensor:
+    """Reshape rows [1, source, heads * d], which fill a buffer or get zeros behind."""
     _, heads, slots, size = shape
-    return rows.view(1, slots, heads, size).transpose(1, 2)
-
-
-def _pad_to_buffer(rows: Tensor, shape: tuple[Any, ...]) -> Tensor:
-    """Reshape rows [1, source, heads * d] to a buffer of that shape; pad with zeros."""
-    _, heads, slots, size = shape
-    split = rows.view(1, -1, heads, size).transpose(1, 2)
+    split = rows.view(1, slots if fills else -1, heads, size).transpose(1, 2)
+    if fills:
+        return split
     # Computed, since zeros alone would be a constant as large as the buffer.
     empty = (split[:, :, :1] * 0).expand(1, heads, slots, size)
     return torch.cat([split, empty], 2)[:, :, :slots]

@@ -1,7 +1,7 @@
 """The pass as a torch module, with probes: streams (2402.11131) or prompt tokens."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -17,15 +17,11 @@ from jetdraft.checkpoints.streams import ProbedModel, PromptedModel, StreamedMod
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import PARENTS, SCORES, STATE_ROWS, StepContract
 from jetdraft.contracts.tensors import TensorSpec
-from jetdraft.errors import UnsupportedModelError
+from jetdraft.errors import JetdraftError, UnsupportedModelError
 
 # Different sizes, so that the tracer does not merge two axes into one.
 TRACED_ROWS, TRACED_ANSWERS, TRACED_PROBES = 7, 5, 6
-
-
 CUT = "cut_hidden"  # An extra output: the hidden states at the cut.
-
-
 _FUSION_PREFIX = "features"  # Begins the names of a fusion's weights.
 Specs = tuple[TensorSpec, ...]
 
@@ -85,20 +81,13 @@ class Step(torch.nn.Module):
             for spec in inputs[: len(inputs) - len(buffers)]
         ]
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        cursor: Tensor,
-        total_length: Tensor,
-        answer_rows: Tensor,
-        *rest: Any,
-    ) -> list[Tensor]:
+    def forward(self, *inputs: Any) -> list[Tensor]:
         """Return the contract's outputs, then extra outputs.
 
-        `rest` is `state_rows`, if there are states, then past buffers and states.
+        The `inputs` are the contract's, with its buffers and states in one list, and
+        then extra inputs.
         """
-        *rows, past = rest
+        input_ids, position_ids, cursor, total_length, answer_rows, *rows, past = inputs
         buffers = len(self.contract.buffers("past"))
         state = make_state(position_ids, cursor, total_length, past[:buffers])
         if rows:
@@ -265,25 +254,26 @@ def run_one_row(model: Any, run: Callable[[Cache], object]) -> StepState:
     """Let `run` run the model on one row; return the state with the layers' buffers."""
     one = torch.ones(1, dtype=torch.int32)
     state = StepState(cursor=one - 1, last_row=one - 1, total_length=one, past=[])
-    try:
-        with attending(state), torch.no_grad():
-            run(PassThroughCache())
-    except Exception as error:  # an unknown architecture may raise anything
-        raise export_error(model, error) from error
+    with exporting(model), attending(state), torch.no_grad():
+        run(PassThroughCache())
     return state
 
 
-def export_error(model: Any, error: BaseException) -> UnsupportedModelError:
-    """Return an `UnsupportedModelError` from the causes, or made of the innermost."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, UnsupportedModelError):
-            return cause
-        innermost, cause = cause, cause.__cause__ or cause.__context__
-    reason = (str(innermost).splitlines() or [type(innermost).__name__])[0]
-    return UnsupportedModelError(
-        f"{type(model).__name__} cannot be exported ({reason}); see docs/models.md"
-    )
+@contextlib.contextmanager
+def exporting(model: Any) -> Iterator[None]:
+    """Raise an error as the `JetdraftError` behind it, or as one about the model."""
+    try:
+        yield
+    except Exception as error:  # an unknown architecture may raise anything
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, JetdraftError):
+                raise cause from error
+            innermost, cause = cause, cause.__cause__ or cause.__context__
+        reason = (str(innermost).splitlines() or [type(innermost).__name__])[0]
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be exported ({reason}); see docs/models.md"
+        ) from error
 
 
 class ProbeStep(Step):
@@ -300,23 +290,9 @@ class ProbeStep(Step):
         """The weights of the probes, which stay floats, by name."""
         return self.model.task
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        cursor: Tensor,
-        total_length: Tensor,
-        answer_rows: Tensor,
-        draft_mask: Tensor,
-        draft_start: Tensor,
-        probe_rows: Tensor,
-        probe_ids: Tensor,
-        *rest: Any,
-    ) -> list[Tensor]:
-        """Return the contract's outputs, then extra outputs.
-
-        `rest` is `prefix_rows` int64 [p], if any, then past buffers and extra inputs.
-        """
+    def forward(self, *inputs: Any) -> list[Tensor]:
+        input_ids, position_ids, cursor, total_length, answer_rows, *others = inputs
+        draft_mask, draft_start, probe_rows, probe_ids, *rest = others
         prefix = rest[0] if self.contract.prefix else None
         past, *extras = rest if prefix is None else rest[1:]
         state = make_state(position_ids, cursor, total_length, past)
@@ -329,7 +305,11 @@ class ProbeStep(Step):
             if prefix is not None:
                 filled = torch.cat([filled, prefix[None]], 1)
             state.last_row = cursor + count_on_device(filled) - 1
-            state.bias = _mask_bias(draft_mask, draft_start, self.contract)
+            # Made of the mask as `attentions.add_mask` makes it.
+            slots = torch.arange(1, self.contract.slots + 1)
+            lines = slots - draft_start.to(torch.int64)
+            hidden = draft_mask.to(dtype_of(self.contract)) * HIDDEN
+            state.bias = hidden[lines.clamp(0, self.contract.draft_slots)].T[None, None]
             if prefix is not None:
                 prompts = cast(PromptedModel, self.model).prompts
                 state.prefix = [
@@ -382,13 +362,6 @@ class StreamStep(ProbeStep):
         early, tokens = early.float(), rows_and_probes[0]
         chosen = early[:, parents].gather(-1, tokens[..., None])[..., 0]
         return [logits, hidden, chosen - torch.logsumexp(early, -1)[:, parents]]
-
-
-def _mask_bias(mask: Tensor, start: Tensor, contract: StepContract) -> Tensor:
-    """Return the bias [1, 1, n, slots] of a mask, see `attentions.add_mask`."""
-    slots = torch.arange(1, contract.slots + 1)
-    lines = (slots - start.to(torch.int64)).clamp(0, contract.draft_slots)
-    return (mask.to(dtype_of(contract)) * HIDDEN)[lines].T[None, None]
 
 
 def write_probe_weights(file: Path, probed: ProbedModel, dtype: str) -> None:

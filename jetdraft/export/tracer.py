@@ -19,8 +19,8 @@ import torch
 from jetdraft.checkpoints.parameters import fold_graph, make_inputs_constant
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import ANSWERS, PREFIX, PROBES, ROWS, TensorSpec
-from jetdraft.errors import JetdraftError, UnsupportedModelError
-from jetdraft.export.step import TRACED_ROWS, Step, export_error, zeros
+from jetdraft.errors import UnsupportedModelError
+from jetdraft.export.step import TRACED_ROWS, Step, exporting, zeros
 from jetdraft.ort import silenced
 
 OPSET = 23  # The ai.onnx opset of traced graphs.
@@ -90,15 +90,11 @@ def trace(step: Step, names: Mapping[int, str]) -> onnx_ir.Model:
     step.eval()
     # In a step, all names begin with the attribute that holds the model.
     weights = {n.partition(".")[2]: weight for n, weight in step.named_parameters()}
-    try:
-        with _silencing_exporter(), torch.no_grad():
-            model = KEPT_TRACES.get_or_make(
-                fingerprint(step), lambda: _export_step(step, weights)
-            )
-    except JetdraftError:
-        raise
-    except Exception as error:  # the exporter wraps every cause in its own types
-        raise export_error(step.decoder, error) from error
+    # The exporter wraps every cause in its own types.
+    with exporting(step.decoder), _silencing_exporter(), torch.no_grad():
+        model = KEPT_TRACES.get_or_make(
+            fingerprint(step), lambda: _export_step(step, weights)
+        )
     own = {name: weight for name, weight in weights.items() if id(weight) in names}
     make_inputs_constant(model, own, names)
     fold_graph(model)
@@ -281,7 +277,11 @@ class _FingerprintWriter:
         for base in kind.__mro__:
             if base not in self.classes:
                 self.classes.add(base)
-                self._write_methods(base)
+                for name, method in vars(base).items():
+                    if isinstance(method, types.FunctionType):
+                        code = method.__code__
+                        place = f"{code.co_filename} {code.co_firstlineno}"
+                        self._add("method", f"{name} {place}")
         fields = {n: v for n, v in vars(value).items() if n not in _UNREAD_FIELDS}
         for name in fields if isinstance(value, torch.nn.Module) else ():
             if name.startswith(_HOOK_FIELDS):
@@ -291,13 +291,6 @@ class _FingerprintWriter:
                 )
                 fields[name] = dict(zip(numbers, fields[name].values(), strict=True))
         self.write_all("fields", itertools.chain(*fields.items()))
-
-    def _write_methods(self, kind: type) -> None:
-        for name, value in vars(kind).items():
-            if isinstance(value, types.FunctionType):
-                code = value.__code__
-                place = f"{code.co_filename} {code.co_firstlineno}"
-                self._add("method", f"{name} {place}")
 
     def _add(self, kind: str, text: str) -> None:
         self.digest.update(f"{kind}:{len(text)}:{text};".encode())

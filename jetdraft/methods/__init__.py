@@ -18,9 +18,8 @@ from jetdraft.runtime.drafts.rows import Kind, Probing, Rows
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Answer, Target
 from jetdraft.runtime.planning.registry import methods, registered
-from jetdraft.runtime.proposers.method import Method, MethodOptions
+from jetdraft.runtime.proposers.method import Method, MethodOptions, TreeOptions
 from jetdraft.runtime.proposers.proposer import Proposer, Seen, Traits
-from jetdraft.runtime.proposers.tree_options import TreeOptions
 from jetdraft.runtime.sampling.chooser import Chooser
 
 __all__ = [

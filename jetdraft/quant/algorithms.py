@@ -46,18 +46,14 @@ def rtn(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> B
         block_size=block_size, is_symmetric=True, bits=bits
     )
     quantizer = DefaultWeightOnlyQuantizer(config)
-    packed, scales, _ = quantizer.qbits_block_quant(_c_order_copy(matrix))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the read-only array is not written to
+        # In C order; torch transposes three times as fast as numpy.
+        turned: Floats = torch.from_numpy(matrix).contiguous().numpy()
+    packed, scales, _ = quantizer.qbits_block_quant(turned)
     columns, rows = matrix.shape[1], matrix.shape[0]
     scales = scales.reshape(columns, -1)
     return Blocks(packed.reshape(*scales.shape, -1), scales, None, bits, rows)
-
-
-def _c_order_copy(matrix: Floats) -> Floats:
-    """Return a copy in C order; torch transposes three times as fast as numpy."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the read-only array is not written to
-        turned: Floats = torch.from_numpy(matrix).contiguous().numpy()
-    return turned
 
 
 def k_quant(

@@ -1,11 +1,14 @@
 """A loaded bundle: what proposers are made of and generations run on."""
 
+import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,13 +17,21 @@ from jetdraft.bundle import CONTRIB, Bundle, read_streams
 from jetdraft.contracts.step_contract import EARLY_EXIT
 from jetdraft.devices.memory import use_huge_pages
 from jetdraft.devices.providers import HALVES, Provider, check_on_cpu, choose_provider
-from jetdraft.errors import DraftingError, OptionError, ProviderError
-from jetdraft.learning.lessons import Lessons, WeightSets, drafter_sha256
+from jetdraft.errors import DraftingError, JetdraftError, OptionError, ProviderError
+from jetdraft.learning.lessons import (
+    OWN,
+    Choice,
+    Lessons,
+    Tally,
+    WeightSets,
+    drafter_sha256,
+    judge_trial,
+    label,
+)
 from jetdraft.manifest import GraphEntry
 from jetdraft.runtime.claim import Claim, Idle
 from jetdraft.runtime.drafters.ahead_cache import AheadCache
 from jetdraft.runtime.drafters.draft_cache import DraftCache, LastRowCache, LedCache
-from jetdraft.runtime.drafters.learned_weights import LearnedWeights
 from jetdraft.runtime.drafts.rows import Tokens
 from jetdraft.runtime.history.store import Entry, ResponseStore, Similarity
 from jetdraft.runtime.measured.cost_model import Curve
@@ -28,6 +39,7 @@ from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.measured.widths import Profiles, Widths
 from jetdraft.runtime.passes.buffers import Cache, SourceInput
 from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.halves import LeadingHalf, SplitSessions
 from jetdraft.runtime.passes.opener import (
     OFF,
     LoadOptions,
@@ -36,13 +48,90 @@ from jetdraft.runtime.passes.opener import (
     check_load_options,
 )
 from jetdraft.runtime.passes.prefix import Prefix
+from jetdraft.runtime.passes.pruned_halves import PrunedHalves
 from jetdraft.runtime.passes.session import Spinning, default_threads, threads_of_pair
-from jetdraft.runtime.passes.split.halves import LeadingHalf, SplitSessions
-from jetdraft.runtime.passes.split.pruned_halves import PrunedHalves
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.worker_process import Vocabulary
 
 LARGE_DRAFTER_PARAMETERS = 30_000_000  # A larger drafter gets all threads.
+log = logging.getLogger("jetdraft.learning")
+
+
+class LearnedWeights:
+    """Chooses the drafter's weights, for all twins of a model.
+
+    A new set is on trial. The earlier weights draft until `VERDICT_TOKENS` of their
+    drafts have been evaluated; then the set drafts, and `judge_trial` compares both.
+    `version` counts the changes: a twin whose graph is of another version takes `graph`
+    between two of its generations.
+    """
+
+    def __init__(self, sets: WeightSets, opener: Opener, entry: GraphEntry) -> None:
+        self._sets, self._opener, self._entry = sets, opener, entry
+        self.version, self._name = 0, OWN
+        self._tally = Tally()
+        self._tally_before: Tally | None = None
+        self._weights: Weights | None = None
+        self._lock = Lock()
+
+    def refresh(self) -> int:
+        """Read which set should draft now; returns `version`, larger if it changed."""
+        with self._lock:
+            choice = self._sets.read_choice()
+            name = self._drafting_set(choice)
+            is_trial = choice.before is not None and name == choice.name
+            if name != self._name:
+                self._tally_before = self._tally if is_trial else None
+                self._name, self._tally, self._weights = name, Tally(), None
+                self.version += 1
+                log.info("%s drafts%s", label(name), " on trial" if is_trial else "")
+            elif not is_trial:
+                self._tally_before = None  # another process has decided
+            return self.version
+
+    def _drafting_set(self, choice: Choice) -> str:
+        """The set to draft with; a set on trial waits for the earlier set's rate."""
+        if choice.before is None:
+            return choice.name
+        goes_on = self._name == choice.name and self._tally_before is not None
+        begins = self._name == choice.before and self._tally.is_full
+        return choice.name if goes_on or begins else choice.before
+
+    def graph(self) -> Graph | None:
+        """Open the drafter's graph with the weights that should draft now.
+
+        Its buffers are empty. If the weights do not fit, this warns, takes back a set
+        on trial, and returns None.
+        """
+        with self._lock:
+            try:
+                if self._weights is None:
+                    weights = self._sets.arrays(self._name)
+                    self._opener.forget_sessions()
+                    self._weights = weights
+                return self._opener.graph(self._entry, self._weights)
+            except JetdraftError as error:
+                warnings.warn(f"no weights were swapped: {error}", stacklevel=2)
+                self._sets.settle(self._name, keep=False)
+                return None
+
+    def record_acceptance(self, version: int, accepted: int, evaluated: int) -> None:
+        """Add accepted and evaluated tokens to the tally; may end a set's trial."""
+        with self._lock:
+            if version != self.version or not evaluated:
+                return
+            self._tally.add(accepted, evaluated)
+            if self._tally_before is None:
+                return
+            verdict = judge_trial(self._tally_before, self._tally)
+            if verdict is None:
+                return
+            rates = self._tally.rate, self._tally_before.rate
+            self._tally_before = None
+            if self._sets.settle(self._name, keep=verdict):
+                outcome = "kept" if verdict else "taken back"
+                text = "%s is %s: %.3f of its tokens were accepted, %.3f before it"
+                log.info(text, label(self._name), outcome, *rates)
 
 
 class Learning(NamedTuple):

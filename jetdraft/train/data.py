@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,11 +130,6 @@ class Corpus:
             self._epoch, self._order = epoch, order.tolist()
         example: Example = self.training[self._order[place]]
         return example
-
-    def validation_batches(self, size: int) -> Iterator[Batch]:
-        """Yield all validation sequences once, at most `size` in a batch."""
-        for start in range(0, len(self.validation), size):
-            yield collate(self.validation[start : start + size])
 
 
 def collate(rows: Sequence[Example]) -> Batch:

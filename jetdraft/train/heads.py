@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
+from jetdraft.checkpoints.layers import head_size
 from jetdraft.options import setting
 from jetdraft.train import task
 from jetdraft.train.data import IGNORED, Batch
@@ -35,7 +36,6 @@ def make_config(
     text = target.model.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     theta = float(rope.get("rope_theta", 10000.0))
-    head_dim = getattr(text, "head_dim", None)
     config = HeadConfig(
         hidden_size=text.hidden_size,
         target_hidden_size=text.hidden_size,
@@ -43,7 +43,7 @@ def make_config(
         draft_vocab_size=target.vocab_size,
         num_heads=text.num_attention_heads,
         num_kv_heads=text.num_key_value_heads,
-        head_dim=head_dim or text.hidden_size // text.num_attention_heads,
+        head_dim=head_size(text),
         intermediate_size=inner or text.intermediate_size,
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         # Without the target's scaling: a head reads few rows back.
@@ -68,6 +68,15 @@ def stored_tensors(
     dtype = torch.float16 if in_float16 else torch.float32
     tensors = {rename(n): w.to(dtype).contiguous() for n, w in weights.items()}
     return str(dtype).removeprefix("torch."), tensors
+
+
+def layer_contents(
+    config: HeadConfig, weights: Mapping[str, Tensor], half: bool, **fields: Any
+) -> task.Contents:
+    """Return a config.json with a head's layers and `fields`, and its tensors."""
+    dtype, tensors = stored_tensors(weights, half)
+    plain = {"torch_dtype": dtype, "tie_word_embeddings": False}
+    return layer_fields(config) | plain | fields, tensors
 
 
 def copy_weights(module: nn.Module, other: nn.Module) -> None:
@@ -212,13 +221,7 @@ class HeadTask(task.Task):
         """Return losses and shares of right tokens by step; writes the cache."""
         if self._cache is not None:
             self._cache.flush()
-        losses, right, places = task.sum_fields(parts, "losses", "right", "places")
-        run.check_finite(losses)
-        places = places.clamp(min=1)
-        return {
-            "losses": task.round_figures(losses / places),
-            "acceptance": task.round_figures(right / places),
-        }
+        return super().figures(run, parts)
 
     def settings_of_run(self, run: task.Run) -> dict[str, Any]:
         own = super().settings_of_run(run) | {"taps": list(self.taps)}
@@ -299,14 +302,8 @@ class NextTokenTask(task.Task):
         self, run: task.Run, weights: task.Tensors, figures: Any
     ) -> task.Contents:
         """Return a Llama config and weights, under the names of transformers."""
-        dtype, tensors = stored_tensors(weights, self.settings.half)
-        return {
-            "model_type": "llama",
-            **layer_fields(self.config),
-            "torch_dtype": dtype,
-            "tie_word_embeddings": False,
-            **self.own_fields(),
-        }, tensors
+        own = {"model_type": "llama"} | self.own_fields()
+        return layer_contents(self.config, weights, self.settings.half, **own)
 
 
 class LayerTask(NextTokenTask):

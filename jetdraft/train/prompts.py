@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,13 +9,12 @@ from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streams import MAX_RANKS, Prompts, PromptSettings
-from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.errors import UnsupportedModelError
 from jetdraft.options import Checked, setting
 from jetdraft.train import task
 from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.heads import decayed_means
-from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.teacher import rows_at
 
 VALIDATED_PLACES = 64  # Per validation sequence, evenly spread.
@@ -83,12 +81,10 @@ def prompt_mask(anchors: Tensor, rows: int, settings: PromptSettings) -> Tensor:
     return torch.cat([past, own.expand(len(anchors), -1, -1)], -1)[:, None]
 
 
-class PromptTask(task.Task):
-    """Trains prompt tokens; the checkpoint has the target's files too."""
+class PromptTask(task.ProbeTask):
+    """Trains prompt tokens."""
 
     options = task.TrainingOptions(learning_rate=1e-2)
-    figures_file, largest_norm = "", 1.0
-    has_muon, betas = False, (0.9, 0.999)
     _model: Any = None
 
     def __init__(self, settings: Any = None) -> None:
@@ -105,17 +101,9 @@ class PromptTask(task.Task):
         gamma = self.prompts.gamma
         return gamma + 3, f"{gamma} {self.product}"
 
-    def folder(self, output: Path) -> RunFolder:
-        return RunFolder(output, learned=self.product)
-
     def check_target(self, target: Checkpoint) -> None:
-        """Refuse a target with streams or prompt tokens, or with sliding windows."""
+        """Refuse a target with probes, or with sliding windows."""
         super().check_target(target)
-        if target.streams is not None:
-            raise CheckpointError(
-                f"{target.source} already has streams or prompt tokens; give a "
-                "checkpoint without"
-            )
         if _has_windows(target.model.config.get_text_config(decoder=True)):
             raise UnsupportedModelError(
                 f"{target.source} attends in sliding windows; {self.product} need "
@@ -137,9 +125,6 @@ class PromptTask(task.Task):
     def weights(self, run: task.Run) -> dict[str, Tensor]:
         named = run.module.drafter.named_parameters()
         return {f"prompts.{name}": weight for name, weight in named}
-
-    def begin(self, run: task.Run) -> None:
-        run.folder.add_target(run.source, run.base)
 
     def lesson(self, run: task.Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
         """Return a batch, and blocks whose anchors are rows before prompt tokens."""

@@ -13,9 +13,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.errors import TrainingError, UnsupportedModelError
+from jetdraft.errors import CheckpointError, TrainingError, UnsupportedModelError
 from jetdraft.options import Checked, setting
-from jetdraft.train.data import Batch, Corpus
+from jetdraft.train.data import Batch, Corpus, collate
 from jetdraft.train.machine import Muon, has_fast_halves, precision, this_process
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.teacher import load_target
@@ -127,8 +127,9 @@ class Run:
 
     def held_out_batches(self) -> Iterator[Batch]:
         """Yield the batches of validation texts, on the device of this process."""
-        for batch in self.corpus.validation_batches(self.options.batch_size):
-            yield batch.to(self.device)
+        texts, size = self.corpus.validation, self.options.batch_size
+        for start in range(0, len(texts), size):
+            yield collate(texts[start : start + size]).to(self.device)
 
     def frequent_tokens(self, count: int) -> Tensor | None:
         """The `count` most frequent learned ids, int64, ascending; None if all."""
@@ -259,8 +260,6 @@ class Task(ABC):
     def __init__(self, settings: Any = None) -> None:
         self.settings = self.Settings() if settings is None else settings
 
-    # --- before the texts are read ----------------------------------------------------
-
     @abstractmethod
     def shortest_sequence(self) -> tuple[int, str]:
         """Return the least sequence length, and what needs it, for a message."""
@@ -300,8 +299,6 @@ class Task(ABC):
 
     def check_texts(self, run: Run) -> None:
         """Raise `DataError` for an unfit corpus; the default accepts every corpus."""
-
-    # --- the pupil and what it learns -------------------------------------------------
 
     @abstractmethod
     def new_drafter(self, run: Run) -> nn.Module:
@@ -361,24 +358,29 @@ class Task(ABC):
         # Processes average their gradients, and each has a part of the sum.
         return self.total(sums, run.sum_over_processes(sums.places)) * run.processes
 
-    # --- what a validation says -------------------------------------------------------
-
     def validate(self, run: Run, module: Any) -> dict[str, Any]:
         """Compute the figures of the validation texts; raises `TrainingError`."""
         parts = [module(*self.lesson(run, b, False)) for b in run.held_out_batches()]
         return self.figures(run, parts)
 
     def figures(self, run: Run, parts: Sequence[Any]) -> dict[str, Any]:
-        """Return losses, and acceptance rates of reached places, from `Sums`."""
-        names = ("losses", "places", "reached", "accepted")
-        losses, places, reached, accepted = sum_fields(parts, *names)
+        """Return losses and acceptance rates from `Sums`, of reached places if known.
+
+        Without them the rates are of all guesses, and no speed follows from them.
+        """
+        has_reached = parts[0].reached is not None
+        counts = ("reached", "accepted") if has_reached else ("places", "right")
+        names = ("losses", "places", *counts)
+        losses, places, tried, hits = sum_fields(parts, *names)
         run.check_finite(losses)
-        rates = accepted / reached.clamp(min=1)
-        return {
+        rates = hits / tried.clamp(min=1)
+        figures: dict[str, Any] = {
             "losses": round_figures(losses / places.clamp(min=1)),
             "acceptance": round_figures(rates),
-            "tokens_per_pass": round(1 + rates.cumprod(0).sum().item(), 3),
         }
+        if has_reached:
+            figures["tokens_per_pass"] = round(1 + rates.cumprod(0).sum().item(), 3)
+        return figures
 
     def description(self, run: Run) -> str:
         """Return what is trained, for the headline; by default `product`."""
@@ -397,8 +399,6 @@ class Task(ABC):
             return f"{line}, right by place {rates}"
         tokens = figures["tokens_per_pass"]
         return f"{line}, accepted by place {rates}, so {tokens:.2f} tokens a pass"
-
-    # --- what is written --------------------------------------------------------------
 
     def settings_of_run(self, run: Run) -> dict[str, Any]:
         """Return the settings that a resumed run must repeat, besides its options."""
@@ -422,3 +422,25 @@ class Task(ABC):
             record["validation"] = figures
             run.folder.write(self.figures_file, json.dumps(record, indent=2) + "\n")
         run.folder.save(tensors, config, state, run.is_finished)
+
+
+class ProbeTask(Task):
+    """Adds probes to a target; the checkpoint has the target's files too."""
+
+    figures_file, largest_norm = "", 1.0
+    has_muon, betas = False, (0.9, 0.999)
+
+    def folder(self, output: Path) -> RunFolder:
+        return RunFolder(output, learned=self.product)
+
+    def check_target(self, target: Checkpoint) -> None:
+        """Refuse, as the parent does, and refuse a target with probes."""
+        super().check_target(target)
+        if target.streams is not None:
+            raise CheckpointError(
+                f"{target.source} already has streams or prompt tokens; give a "
+                "checkpoint without"
+            )
+
+    def begin(self, run: Run) -> None:
+        run.folder.add_target(run.source, run.base)

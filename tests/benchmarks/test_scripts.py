@@ -19,7 +19,7 @@ from torch import Tensor
 from jetdraft import Stats
 from jetdraft.checkpoints.checkpoint import load_probes, read_settings
 from jetdraft.checkpoints.streams import FORECAST, PromptSettings
-from jetdraft.devices.planning.cost_model import FITTED, RUNTIME_MB
+from jetdraft.devices.cost_model import FITTED, RUNTIME_MB
 from jetdraft.methods.chimera.task import ChimeraTask
 from jetdraft.methods.falcon.task import FalconTask
 from jetdraft.methods.glide.task import GlideTask

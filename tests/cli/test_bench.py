@@ -7,7 +7,7 @@ import pytest
 
 from jetdraft.bench import tuning
 from jetdraft.bundle import Bundle
-from jetdraft.devices.rails import Meter
+from jetdraft.devices.detection import Meter
 from tests.cli.running import assert_refused, jetdraft, succeed
 from tests.devices.trees import POWER, write
 

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from jetdraft.devices import memory
-from jetdraft.devices.detection import detect_machine
+from jetdraft.devices.detection import Meter, detect_machine, module_rails, rails
 from jetdraft.devices.device import PROFILES_FOLDER, Device
 from jetdraft.devices.memory import HUGE_PAGE, release_files, use_huge_pages
-from jetdraft.devices.rails import Meter, module_rails, rails
 from jetdraft.errors import DeviceError
 from jetdraft.recipe import Recipe
 from tests.devices.trees import ORIN_NANO, POWER, RAILS, THOR, write

@@ -9,8 +9,8 @@ import numpy as np
 from jetdraft.methods.trigram.task import write_table
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.registry import AUTO, methods
+from jetdraft.runtime.proposers.method import SIBLINGS, TREES
 from jetdraft.runtime.proposers.model_proposer import THRESHOLDS
-from jetdraft.runtime.proposers.tree_options import SIBLINGS, TREES
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from tests.families import TAG
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from jetdraft.devices.planning.plan import Question
+from jetdraft.devices.plan import Question
 from tests.cli.running import assert_refused, jetdraft
 from tests.devices.planning.test_plan import CONFIG, SMALL
 from tools.advice import Advisor, excess_loss, main

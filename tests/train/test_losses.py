@@ -25,8 +25,8 @@ from jetdraft.train.labels import (
     rates_by_place,
     tokens_per_pass,
 )
+from jetdraft.train.students import LessonBatch, compare_missed
 from jetdraft.train.teacher import logits_at
-from jetdraft.train.use.students import LessonBatch, compare_missed
 from tests.tiny import llama_config, save_checkpoint, save_streams
 
 GAMMA = 3

@@ -48,7 +48,7 @@ class BlockConfig(HeadConfig):
 
 
 class BlockDrafter(DraftModule):
-    """Decoder layers whose rows see a whole block; a subclass overrides `embed`."""
+    """Decoder layers whose rows see a whole block."""
 
     config: BlockConfig
     reads_text = False
@@ -87,8 +87,12 @@ class BlockDrafter(DraftModule):
         return normed
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return embeddings [b, n, h] of tokens and masks; a subclass overrides it."""
-        raise NotImplementedError
+        """Return embeddings [b, n, h] of tokens and masks."""
+        is_mask = tokens >= self.config.vocab_size
+        rows: Tensor = self.embed_tokens(
+            torch.where(is_mask, self.config.mask_token, tokens)
+        )
+        return rows
 
     def mask_states(self, states: Tensor) -> Tensor:
         """Return the masks' states [..., slots, h] out of a block's [..., m, h]."""

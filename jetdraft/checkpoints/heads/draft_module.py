@@ -104,6 +104,12 @@ class DraftModule(nn.Module):
     in_target: ClassVar[bool] = False
     """Whether it lies in the files of its target, and is exported with it."""
 
+    mark: ClassVar[str] = ""
+    """The name of a tensor that only files of this class have."""
+
+    model_types: ClassVar[tuple[str, ...]] = ()
+    """What only the config of this class says of its `model_type`."""
+
     recognized_last: ClassVar[bool] = False
     """Whether it is tried last, since its files have no mark of their own."""
 
@@ -143,8 +149,9 @@ class DraftModule(nn.Module):
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
-        """Whether the files hold a drafter of this class; subclasses override it."""
-        raise NotImplementedError
+        """Whether the files hold a drafter of this class; by default by their mark."""
+        is_marked = cls.mark in files.tensors
+        return is_marked or files.config.get("model_type") in cls.model_types
 
     @classmethod
     def check(cls, files: HeadFiles) -> None:

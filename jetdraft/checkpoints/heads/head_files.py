@@ -19,9 +19,9 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.draft_vocabulary import D2T, MAX_PADDING, T2D, ids_from_d2t
 from jetdraft.checkpoints.folder import check_file_types, check_shards
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
+from jetdraft.checkpoints.layers import D2T, MAX_PADDING, T2D, ids_from_d2t
 from jetdraft.errors import CheckpointError, printable
 from jetdraft.parsing import read_json_file
 
@@ -182,13 +182,6 @@ class HeadFiles:
             raise self._field_error(name, "a number above 0")
         return float(value)
 
-    def _activation(self) -> str:
-        name = self.config.get("hidden_act") or "silu"
-        if not isinstance(name, str) or name not in ACT2FN:
-            needed = "an activation of transformers, for example silu or gelu"
-            raise self._field_error("hidden_act", needed)
-        return name
-
     def _field_error(self, name: str, needed: str) -> CheckpointError:
         fact = f"no {name}"
         if name in self.config:
@@ -226,6 +219,10 @@ class HeadFiles:
                 "fetch it again"
             )
         own = [name for name in tensors if name.startswith("stack.layers.")]
+        activation = self.config.get("hidden_act") or "silu"
+        if not isinstance(activation, str) or activation not in ACT2FN:
+            needed = "an activation of transformers, for example silu or gelu"
+            raise self._field_error("hidden_act", needed)
         return {
             "hidden_size": hidden,
             "num_layers": len({name.split(".")[2] for name in own}),
@@ -233,7 +230,7 @@ class HeadFiles:
             "num_kv_heads": self.positive_integer("num_key_value_heads", heads),
             "head_dim": query.shape[0] // heads,
             "intermediate_size": self.positive_integer("intermediate_size"),
-            "hidden_act": self._activation(),
+            "hidden_act": activation,
             "rms_norm_eps": self.positive_number("rms_norm_eps", 1e-6),
             "rope": self._rope(),
             "max_positions": self.positive_integer("max_position_embeddings", 2048),

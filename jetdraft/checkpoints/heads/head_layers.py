@@ -185,9 +185,7 @@ def make_target_layers(model: Any, count: int) -> HeadLayers:
             kinds = getattr(config, "mtp_layer_types", None)
             config.layer_types = list(kinds or ["full_attention"] * count)
         if hasattr(config, "first_k_dense_replace"):
-            config.first_k_dense_replace = (
-                0  # all layers after the dense ones have experts
-            )
+            config.first_k_dense_replace = 0  # later layers than the dense ones
         if hasattr(config, "mlp_layer_types"):
             kinds = getattr(config, "mtp_mlp_layer_types", None)
             config.mlp_layer_types = list(kinds or ["sparse"] * count)

@@ -27,6 +27,7 @@ MODEL_TYPE = "jetdraft-block"  # What the config of a drafter calls itself.
 class SourceDrafter(DraftModule):
     """The encoder and some decoder layers of a target, with a mask for each place."""
 
+    model_types = (MODEL_TYPE,)
     reads = Reads(source=True, guesses=True)
     keys = frozenset({"model_type", "target_type", "target_words", "block_size"})
     renames = ()
@@ -38,7 +39,12 @@ class SourceDrafter(DraftModule):
         self.model = copy.deepcopy(target, shared)
         name, layers = find_decoder_layers(self.model)
         kept = spread_layers(config.num_layers, len(layers))
-        setattr(self.model.get_decoder(), name, _renumber([layers[i] for i in kept]))
+        chosen = nn.ModuleList(layers[i] for i in kept)
+        for place, layer in enumerate(chosen):  # by which attention finds its buffers
+            for module in layer.modules():
+                if getattr(module, "layer_idx", None) is not None:
+                    module.layer_idx = place  # type: ignore[assignment]
+        setattr(self.model.get_decoder(), name, chosen)
         self.masks = nn.Parameter(torch.zeros(config.slots, config.hidden_size))
         set_attention(self.model, SOURCE_ATTENTION)
 
@@ -79,10 +85,6 @@ class SourceDrafter(DraftModule):
         return logits.float()
 
     @classmethod
-    def recognizes(cls, files: HeadFiles) -> bool:
-        return files.config.get("model_type") == MODEL_TYPE
-
-    @classmethod
     def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         source, fields = files.source, files.config
         files.check_keys(cls.keys)
@@ -118,15 +120,6 @@ def spread_layers(count: int, layers: int) -> list[int]:
     if count == 1:
         return [0]
     return [round(i * (layers - 1) / (count - 1)) for i in range(count)]
-
-
-def _renumber(layers: list[nn.Module]) -> nn.ModuleList:
-    """Number layers from 0 on, in place: attention finds its KV buffers by number."""
-    for place, layer in enumerate(layers):
-        for module in layer.modules():
-            if getattr(module, "layer_idx", None) is not None:
-                module.layer_idx = place  # type: ignore[assignment]
-    return nn.ModuleList(layers)
 
 
 def find_decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:

@@ -38,7 +38,7 @@ class Chimera(DraftModule):
     hidden = out(features of row t - 1 and surrogate), in place of a wide LM head
     """
 
-    published = "Chimera"
+    published, mark = "Chimera", "trigram.block.weight"
     one_layer = True
     reads = Reads(tokens=ROW_TOKENS, features=True, carries=True)
 
@@ -101,10 +101,6 @@ class Chimera(DraftModule):
             trigrams, given.features, given.positions, attend_over_buffers
         )
         return self.lm_head(hidden[:, given.answer_rows]), surrogate
-
-    @classmethod
-    def recognizes(cls, files: HeadFiles) -> bool:
-        return "trigram.block.weight" in files.tensors
 
     @classmethod
     def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:

@@ -83,13 +83,6 @@ class Dflash(BlockDrafter):
         features: Tensor = self.hidden_norm(self.fc(torch.cat(states, dim=-1)))
         return features
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        is_mask = tokens >= self.config.vocab_size
-        rows: Tensor = self.embed_tokens(
-            torch.where(is_mask, self.config.mask_token, tokens)
-        )
-        return rows
-
     def logits(self, states: Tensor, block: Tensor) -> Tensor:
         """Return the logits; a Markov head adds what the token before a slot says."""
         logits = super().logits(states, block)

@@ -13,7 +13,7 @@ from jetdraft.errors import OptionError
 from jetdraft.methods.dflash.module import Dflash, default_output_layers
 from jetdraft.options import setting
 from jetdraft.train.blocks import BlockSettings, BlockTask
-from jetdraft.train.heads import layer_fields, make_config, stored_tensors
+from jetdraft.train.heads import layer_contents, make_config
 from jetdraft.train.task import Contents, Run, Tensors
 
 # The layers of the published heads, and the taps of a head with one layer or two.
@@ -62,34 +62,29 @@ class DFlashTask(BlockTask):
 
     def new_drafter(self, run: Run) -> Dflash:
         """Choose the mask, a token that texts lack, and make a new head."""
-        self.config = replace(self.config, mask_token=_choose_mask_token(run))
+        ids = range(run.target.vocab_size)
+        encoder = Tokenizer.from_str(run.target.tokenizer or "")
+        named = set(encoder.get_vocab().values())
+        counts = Counter(t for text in run.corpus.training for t in text.ids)
+        # The last id without a token, or the rarest id.
+        mask = min(reversed(ids), key=lambda token: (token in named, counts[token]))
+        self.config = replace(self.config, mask_token=mask)
         return Dflash(self.config, run.target.model)
 
     def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
         config = self.config
-        dtype, tensors = stored_tensors(weights, self.settings.half)
-        fields = layer_fields(config) | {
-            "dtype": dtype,
-            "architectures": ["DFlashDraftModel"],
-            "model_type": "qwen3",
-            "block_size": config.slots + 1,
-            "num_target_layers": len(decoder_layers(run.target.model)),
-            "layer_types": ["full_attention"] * config.num_layers,
-            "tie_word_embeddings": False,
-            "dflash_config": {
+        return layer_contents(
+            config,
+            weights,
+            self.settings.half,
+            architectures=["DFlashDraftModel"],
+            model_type="qwen3",
+            block_size=config.slots + 1,
+            num_target_layers=len(decoder_layers(run.target.model)),
+            layer_types=["full_attention"] * config.num_layers,
+            dflash_config={
                 "mask_token_id": config.mask_token,
                 # Its ids name layers by their output.
                 "target_layer_ids": [tap - 1 for tap in config.taps],
             },
-        }
-        return fields, tensors
-
-
-def _choose_mask_token(run: Run) -> int:
-    """Choose a token that texts lack: the last id without a token, or the rarest id."""
-    ids = range(run.target.vocab_size)
-    named = set(Tokenizer.from_str(run.target.tokenizer or "").get_vocab().values())
-    if free := [token for token in ids if token not in named]:
-        return free[-1]
-    counts = Counter(t for text in run.corpus.training for t in text.ids)
-    return min(reversed(ids), key=lambda token: counts[token])
+        )

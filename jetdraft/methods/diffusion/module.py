@@ -16,6 +16,7 @@ MODEL_TYPE = "jetdraft-diffusion"  # What the config of a drafter calls itself.
 class Diffusion(BlockDrafter):
     """A drafter with an embedding of its own, to which its LM head is tied."""
 
+    model_types = (MODEL_TYPE,)
     cuts_vocabulary = False
     reads = Reads(guesses=True)
     keys = head_files.LAYER_KEYS | {"block_size"}
@@ -30,15 +31,8 @@ class Diffusion(BlockDrafter):
         self.mask = nn.Parameter(torch.zeros(width))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        is_mask = tokens >= self.config.vocab_size
-        rows: Tensor = self.embed_tokens(
-            torch.where(is_mask, self.config.mask_token, tokens)
-        )
+        is_mask, rows = tokens >= self.config.vocab_size, super().embed(tokens)
         return torch.where(is_mask[..., None], self.mask.to(rows.dtype), rows)
-
-    @classmethod
-    def recognizes(cls, files: head_files.HeadFiles) -> bool:
-        return files.config.get("model_type") == MODEL_TYPE
 
     @classmethod
     def configure(

@@ -14,10 +14,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.draft_vocabulary import vocabulary_tensors
-from jetdraft.checkpoints.layers import decoder_layers
+from jetdraft.checkpoints.layers import decoder_layers, vocabulary_tensors
 from jetdraft.checkpoints.parameters import store_weights_in
-from jetdraft.devices.planning.cost_model import (
+from jetdraft.devices.cost_model import (
     MAX_READ_SHARE,
     TOKENS_PER_WEIGHT,
     Dimensions,
@@ -265,7 +264,11 @@ class ModelTask(task.Task):
         ids = None if self.ids is None else self.ids.to(batch.ids.device)
         scores = log_probabilities(drafter, batch, ids)
         if self.settings.loss == TEXT or labels is None:
-            losses = -text_scores(batch, scores, ids).sum()
+            tokens, of_text = batch.ids[:, 1:][learned_mask(batch)], scores
+            if ids is not None:  # only tokens that can be drafted count
+                known = torch.isin(tokens, ids)
+                tokens, of_text = torch.searchsorted(ids, tokens[known]), scores[known]
+            losses = -of_text.gather(-1, tokens[:, None]).sum()
         else:
             # Places whose tokens cannot be drafted count less.
             compared, beta = DIVERGENCES[self.settings.loss], self.settings.beta or BETA
@@ -369,16 +372,6 @@ class ModelTask(task.Task):
         if self.ids is not None:
             tensors |= vocabulary_tensors(self.ids, run.target.vocab_size)
         return fields, tensors
-
-
-def text_scores(batch: Batch, scores: Tensor, ids: Tensor | None) -> Tensor:
-    """Return the log probabilities [k, 1] of the text's tokens that can be drafted."""
-    tokens = batch.ids[:, 1:][learned_mask(batch)]
-    if ids is not None:
-        known = torch.isin(tokens, ids)
-        tokens = torch.searchsorted(ids, tokens[known])
-        scores = scores[known]
-    return scores.gather(-1, tokens[:, None])
 
 
 COST_CONTEXT = 1024  # Tokens in both caches, for the cost of a step.

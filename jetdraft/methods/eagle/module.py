@@ -158,21 +158,15 @@ class Eagle(DraftModule):
         if self.config.eagle3:
             states = self.stack(features, positions, cache, mask, embedded=embedded)
         else:
-            states = self.stack(
-                self._join_inputs(embedded, features), positions, cache, mask
-            )
+            parts = [embedded, features]
+            if self.config.join_norms:
+                parts = [self.embedding_norm(embedded), self.hidden_norm(features)]
+            if self.config.hidden_first:
+                parts.reverse()
+            joined = self.fc(torch.cat(parts, dim=-1))
+            states = self.stack(joined, positions, cache, mask)
         normed = self.norm(states)
         return normed, normed if self.config.carries_normed else states
-
-    def _join_inputs(self, embedded: Tensor, features: Tensor) -> Tensor:
-        """Join embedding and feature [b, n, h] by fc, to [b, n, h]."""
-        parts = [embedded, features]
-        if self.config.join_norms:
-            parts = [self.embedding_norm(embedded), self.hidden_norm(features)]
-        if self.config.hidden_first:
-            parts.reverse()
-        joined: Tensor = self.fc(torch.cat(parts, dim=-1))
-        return joined
 
     def draft(self, given: DraftInputs) -> tuple[Tensor, Tensor]:
         hidden, state = self(given.tokens, given.features, given.positions, given.cache)
@@ -201,7 +195,18 @@ class Eagle(DraftModule):
         }
         if eagle3:
             layers = len(decoder_layers(target.model))
-            flags = _eagle3_flags(files) | {"taps": _read_taps(files, layers)}
+            nested = "transformer_layer_config" in config
+            before_residual = config.get("norm_before_residual")
+            flags = {
+                "taps": _read_taps(files, layers),
+                "norm_before_residual": (
+                    nested if before_residual is None else before_residual
+                ),
+                "norm_before_fc": bool(config.get("norm_before_fc")),
+                "fc_norm": bool(config.get("fc_norm")),
+                # As all its engines read it; SpecForge before 3.1 meant another thing.
+                "carries_normed": bool(config.get("norm_output")),
+            }
         head = EagleConfig(
             draft_vocab_size=target.vocab_size if ids is None else len(ids),
             eagle3=eagle3,
@@ -268,19 +273,6 @@ def _causal_mask(rows: Tensor, cache: Cache | None, window: int | None) -> Tenso
 
 def _is_eagle3(tensors: dict[str, Tensor]) -> bool:
     return f"{FIRST_LAYER}hidden_norm.weight" in tensors
-
-
-def _eagle3_flags(files: HeadFiles) -> dict[str, Any]:
-    config = files.config
-    nested = "transformer_layer_config" in config
-    before_residual = config.get("norm_before_residual")
-    return {
-        "norm_before_residual": nested if before_residual is None else before_residual,
-        "norm_before_fc": bool(config.get("norm_before_fc")),
-        "fc_norm": bool(config.get("fc_norm")),
-        # As all its engines read it; before 3.1 SpecForge trained another meaning.
-        "carries_normed": bool(config.get("norm_output")),
-    }
 
 
 def _read_taps(files: HeadFiles, layers: int) -> tuple[int, ...]:

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.draft_vocabulary import vocabulary_tensors
 from jetdraft.checkpoints.folder import checkpoint_folder
 from jetdraft.checkpoints.heads.head_reader import has_own_head, load_head
-from jetdraft.checkpoints.layers import decoder_layers
+from jetdraft.checkpoints.layers import decoder_layers, vocabulary_tensors
 from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.errors import OptionError
 from jetdraft.methods.eagle.module import Eagle, EagleConfig
@@ -158,26 +157,22 @@ class EagleTask(heads.HeadTask):
             whole = {**weights, **self.fixed}
             _, tensors = heads.stored_tensors(whole, self.settings.half, stored_name)
             return {HIDDEN_FIRST: config.hidden_first}, tensors
-        layer = "midlayer." if is_third else "layers.0."
-        dtype, tensors = heads.stored_tensors(
+        fields, tensors = heads.layer_contents(
+            config,
             weights,
             self.settings.half,
-            lambda name: name.replace("stack.layers.0.", layer),
+            architectures=[ARCHITECTURES[self.settings.kind]],
+            model_type="llama",
         )
+        if not is_third:
+            return fields | {"bias": config.fc_bias}, tensors
+        tensors = {n.replace("layers.0.", "midlayer."): t for n, t in tensors.items()}
         if self.ids is not None:
             tensors |= vocabulary_tensors(self.ids, config.vocab_size)
-        fields = {
-            "architectures": [ARCHITECTURES[self.settings.kind]],
-            "model_type": "llama",
-            **heads.layer_fields(config),
-            "tie_word_embeddings": False,
-        }
-        if not is_third:
-            return fields | {"bias": config.fc_bias, "torch_dtype": dtype}, tensors
         eagle = {
             # Its ids name layers by their output.
             "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in config.taps],
             "use_aux_hidden_state": True,
         }
         fields |= {"draft_vocab_size": config.draft_vocab_size, "eagle_config": eagle}
-        return fields | {"torch_dtype": dtype}, tensors
+        return fields, tensors

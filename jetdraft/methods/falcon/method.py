@@ -3,20 +3,15 @@
 A tree takes a pass for k levels: rows with the same block before them share a guess.
 """
 
+from functools import partial
+
 from jetdraft.runtime.drafters.ahead_cache import AheadCache, Block
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.noise import Distribution
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.proposers.drafter_methods import (
-    DraftOptions,
-    chain_or_tree_proposer,
-    check_trees,
-    token_drafter,
-)
-from jetdraft.runtime.proposers.model_proposer import distributions, make_draft_stop
-from jetdraft.runtime.proposers.proposer import Proposer
+from jetdraft.runtime.proposers.drafter_methods import token_drafter, token_proposer
+from jetdraft.runtime.proposers.model_proposer import distributions
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.trees.shapes import Shape, Tree
 
@@ -66,22 +61,12 @@ class BlockLevels:
         return self.shape.rows_to_verify(tree).depth_first()
 
 
-def _make_proposer(
-    name: str, loaded: LoadedBundle, cache: DraftCache, options: DraftOptions
-) -> Proposer:
-    assert isinstance(cache, AheadCache)
-    check_trees(cache.graph)
-    stop = make_draft_stop(options.stopping, options.stop_threshold, loaded)
-    ms = loaded.curve.drafter / cache.size
-    return chain_or_tree_proposer(name, loaded, cache, options, ms, stop, BlockLevels)
-
-
 METHOD = token_drafter(
     "falcon",
     "a head that drafts several tokens in a pass",
     "a Falcon drafter",
     lambda contract, target: contract.ahead,
-    make=_make_proposer,
+    make=partial(token_proposer, grow=BlockLevels),
     module=("jetdraft.methods.falcon.module:Falcon",),
     task="jetdraft.methods.falcon.task:FalconTask",
 )

@@ -61,7 +61,7 @@ class Falcon(DraftModule):
     features of row t + k = layer(s; rows up to the end of t's block)
     """
 
-    published = "Falcon"
+    published, mark = "Falcon", "recurrence.inputs.0.weight"
     one_layer = True
     reads = Reads(features=True, windows=True, carries=True)
     keys = LAYER_KEYS | {"block_size"}
@@ -99,10 +99,6 @@ class Falcon(DraftModule):
         windows = given.features.reshape(1, -1, size, width)
         predicted = self(tokens, windows, given.positions, given.cache)
         return self.lm_head(predicted[:, given.answer_rows]), predicted
-
-    @classmethod
-    def recognizes(cls, files: HeadFiles) -> bool:
-        return "recurrence.inputs.0.weight" in files.tensors
 
     @classmethod
     def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:

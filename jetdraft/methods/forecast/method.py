@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.proposers.drafter_methods import lacks_probes, probe_proposer
-from jetdraft.runtime.proposers.method import Method
+from jetdraft.runtime.proposers.method import AUTO, CHAIN, Method, TreeOptions
 from jetdraft.runtime.proposers.proposer import Proposer
-from jetdraft.runtime.proposers.tree_options import AUTO, CHAIN, TreeOptions
 from jetdraft.runtime.trees.shapes import Shape, Static
 
 NAME = "forecast"  # The method, and the mode of such probes in the manifest.

@@ -18,8 +18,7 @@ class ForecastTask(PromptTask):
 
     Settings = ForecastSettings
     help = "Add forecasts to TARGET, a checkpoint folder or hub id."
-    product = "forecasts"
-    kind = "forecasts"
+    product = kind = "forecasts"
 
     def prompt_settings(self) -> PromptSettings:
         settings = self.settings

@@ -20,8 +20,6 @@ from jetdraft.contracts.constants import HIDDEN
 from jetdraft.errors import CheckpointError
 from jetdraft.methods.glide.module import attend_to_target
 
-MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-
 ATTENTION = "jetdraft-target"
 """The name under which the attention is registered with transformers."""
 
@@ -55,6 +53,7 @@ class Assistant(DraftModule):
     """
 
     published = "Gemma 4's assistants"
+    model_types = ("gemma4_assistant", "gemma4_unified_assistant")
     reads = Reads(features=True, target_kv=True, carries=True, buffers=False)
     renames = (
         (r"masked_embedding\..*", None),
@@ -106,10 +105,6 @@ class Assistant(DraftModule):
         )
         state = output.last_hidden_state
         return self.lm_head(state[:, given.answer_rows]), self.post_projection(state)
-
-    @classmethod
-    def recognizes(cls, files: HeadFiles) -> bool:
-        return files.config.get("model_type") in MODEL_TYPES
 
     @classmethod
     def configure(

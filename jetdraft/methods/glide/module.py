@@ -14,6 +14,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads import head_layers
 from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
 from jetdraft.checkpoints.heads.head_files import HeadFiles, Sizes, Tensors
+from jetdraft.checkpoints.layers import head_size
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
@@ -43,7 +44,7 @@ class Glide(DraftModule):
     the drafter's.
     """
 
-    published = "GliDe"
+    published, mark = "GliDe", "cross.q_proj.weight"
     one_layer = True
     reads = Reads(target_kv=True)
 
@@ -126,17 +127,11 @@ class Glide(DraftModule):
         return self.lm_head(hidden[:, given.answer_rows]), None
 
     @classmethod
-    def recognizes(cls, files: HeadFiles) -> bool:
-        return "cross.q_proj.weight" in files.tensors
-
-    @classmethod
     def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         config, ids = super().configure(files, target, tensors)
         text = target.model.config.get_text_config(decoder=True)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        size = getattr(text, "head_dim", None) or (
-            text.hidden_size // text.num_attention_heads
-        )
+        size = head_size(text)
         if size != config.head_dim or config.num_heads % heads:
             raise CheckpointError(
                 f"{files.source} has {config.num_heads} heads of {config.head_dim} "

@@ -7,9 +7,7 @@ reads. What the lower half computed is kept for the pass that verifies.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jetdraft.contracts.step_contract import StepContract
 from jetdraft.devices.providers import HALVES, check_on_cpu
-from jetdraft.manifest import GraphEntry
 from jetdraft.options import check_ranges
 from jetdraft.runtime.drafters.draft_cache import DraftCache, LedCache
 from jetdraft.runtime.loaded import LoadedBundle
@@ -19,9 +17,9 @@ from jetdraft.runtime.proposers.drafter_methods import (
     chain_or_tree_proposer,
     drafter_method,
 )
+from jetdraft.runtime.proposers.method import TreeOptions
 from jetdraft.runtime.proposers.model_proposer import THRESHOLDS, DraftStop, confidence
 from jetdraft.runtime.proposers.proposer import Proposer
-from jetdraft.runtime.proposers.tree_options import TreeOptions
 
 
 @dataclass(frozen=True)
@@ -33,14 +31,6 @@ class ExitOptions(TreeOptions):
     def refusals(self) -> Iterator[str]:
         yield from super().refusals()
         check_ranges(self, {"confidence": PROBABILITY})
-
-
-def _fits(contract: StepContract, target: GraphEntry) -> bool:
-    return (
-        target.halves is not None
-        and contract.feature_input == target.halves.hidden_size
-        and not (contract.carried_size or contract.guesses)
-    )
 
 
 def _make_proposer(
@@ -69,7 +59,11 @@ METHOD = drafter_method(
     "kangaroo",
     "the target's lower layers and an adapter",
     "a Kangaroo adapter",
-    _fits,
+    lambda contract, target: (
+        target.halves is not None
+        and contract.feature_input == target.halves.hidden_size
+        and not (contract.carried_size or contract.guesses)
+    ),
     make=_make_proposer,
     options=ExitOptions,
     target=_leading_target,

@@ -4,7 +4,7 @@ Hydra's (2402.05109) also read the likeliest guesses before their own.
 """
 
 from jetdraft.runtime.proposers.drafter_methods import drafter_method, guess_proposer
-from jetdraft.runtime.proposers.tree_options import TreeOptions
+from jetdraft.runtime.proposers.method import TreeOptions
 
 METHOD = drafter_method(
     "medusa",

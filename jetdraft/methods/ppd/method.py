@@ -14,10 +14,9 @@ from jetdraft.runtime.measured.cost_model import PassMs, RoundCosts
 from jetdraft.runtime.measured.stats import GuessRates, RankRates, Round
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.drafter_methods import lacks_probes, probe_proposer
-from jetdraft.runtime.proposers.method import Method
+from jetdraft.runtime.proposers.method import AUTO, Method, TreeOptions
 from jetdraft.runtime.proposers.model_proposer import ProbeProposer
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Traits
-from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.trees.shapes import RANK_RATES, Static, draw_siblings
 
@@ -125,7 +124,7 @@ class PromptProposer(ProbeProposer):
             counts = trees[0].counts
             return replace(Rows.chain([context[-1]], self.traits.kind), probes=counts)
         planned = trees[len(guesses.candidates)]
-        rows = self.grow_tree(Static(planned.parents), guesses, context, budget)
+        rows = self.grow(Static(planned.parents), guesses, context, budget)
         return replace(rows, probes=planned.counts[: len(rows)])
 
     def plan(self, most: int) -> SparsePlan:

@@ -26,8 +26,7 @@ class PpdTask(PromptTask):
 
     Settings = PpdSettings
     help = "Add prompt tokens to TARGET, a checkpoint folder or hub id."
-    product = "prompt tokens"
-    kind = "prompt tokens"
+    product = kind = "prompt tokens"
 
     def prompt_settings(self) -> PromptSettings:
         return PromptSettings(self.settings.gamma, self.settings.members)

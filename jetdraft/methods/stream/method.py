@@ -7,8 +7,7 @@ from jetdraft.contracts.constants import WIDEST
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Target
 from jetdraft.runtime.proposers.drafter_methods import lacks_probes, probe_proposer
-from jetdraft.runtime.proposers.method import WALK, Method
-from jetdraft.runtime.proposers.tree_options import AUTO, TreeOptions
+from jetdraft.runtime.proposers.method import AUTO, WALK, Method, TreeOptions
 
 DROP_ALL = 2.0  # No probability reaches it: only the root is verified.
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,28 +21,23 @@ from jetdraft.checkpoints.streams import (
 from jetdraft.errors import CheckpointError
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.data import IGNORED, Batch
-from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.task import Contents, Run, Task, Tensors
+from jetdraft.train.task import Contents, ProbeTask, Run, Tensors
 from jetdraft.train.teacher import refuse_gguf
 
 # The weights alpha_0 and alpha_j of the losses of main rows and of streams.
 MAIN_WEIGHT, STREAM_WEIGHT = 1.0, 0.1
 
 
-class StreamTask(Task):
-    """Trains streams in a target's top layers; the folder has the target's files."""
+class StreamTask(ProbeTask):
+    """Trains streams in a target's top layers."""
 
     Settings = StreamSettings
     help = "Add speculative streams to TARGET, a checkpoint folder or hub id."
     product = kind = "streams"
-    figures_file, completes_prompts, largest_norm = "", False, 1.0
-    has_muon, betas = False, (0.9, 0.999)
+    completes_prompts = False
 
     def shortest_sequence(self) -> tuple[int, str]:
         return self.settings.gamma + 2, f"{self.settings.gamma} streams"
-
-    def folder(self, output: Path) -> RunFolder:
-        return RunFolder(output)
 
     def load(self, source: str) -> tuple[Checkpoint, str]:
         refuse_gguf(source, self.kind)
@@ -58,11 +52,6 @@ class StreamTask(Task):
             raise CheckpointError(
                 f"{target.source} is quantized already, so its weights cannot be "
                 "tuned; give mode lossless, or the checkpoint before quantization"
-            )
-        if target.streams is not None:
-            raise CheckpointError(
-                f"{target.source} already has streams; give a checkpoint without "
-                "streams"
             )
 
     def check(self, run: Run) -> None:
@@ -97,9 +86,6 @@ class StreamTask(Task):
 
     def weights(self, run: Run) -> dict[str, Tensor]:
         return dict(run.module.task)
-
-    def begin(self, run: Run) -> None:
-        run.folder.add_target(run.source, run.base)
 
     def loss(self, run: Run, module: Any, batch: Batch) -> Tensor:
         part = compute_losses(module, batch, self.settings.gamma)
@@ -182,8 +168,9 @@ def compute_losses(streamed: Any, batch: Batch, gamma: int) -> Losses:
     size, rows = batch.ids.shape
     at = torch.arange(rows, device=batch.ids.device)
     learned = _next_ids(batch.labels, 1)[..., 0] != IGNORED
-    carriers = _carrier_rows(learned)
-    count = carriers.shape[1]
+    # In each text the learned rows come first; others fill up to the most of a text.
+    count = max(1, int(learned.sum(1).max()))
+    carriers = learned.int().argsort(dim=1, descending=True, stable=True)[:, :count]
     keep = learned.any(0).nonzero()[:, 0]
     logits, early, _ = streamed(
         batch.ids,
@@ -212,12 +199,6 @@ def compute_losses(streamed: Any, batch: Batch, gamma: int) -> Losses:
         places=torch.cat([(wanted != IGNORED).sum().view(1), compared.sum((0, 1))]),
         acceptance=right.sum((0, 1)) / compared.sum((0, 1)).clamp(min=1),
     )
-
-
-def _carrier_rows(learned: Tensor) -> Tensor:
-    """Return carriers [b, C] where bool [b, T] is true, C the most; others fill up."""
-    count = max(1, int(learned.sum(1).max()))
-    return learned.int().argsort(dim=1, descending=True, stable=True)[:, :count]
 
 
 def _take_carriers(rows: Tensor, carriers: Tensor) -> Tensor:

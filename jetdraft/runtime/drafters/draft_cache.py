@@ -21,8 +21,8 @@ from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.runtime.drafts.rows import Tokens
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.halves import LeadingHalf, PlacedRows
 from jetdraft.runtime.passes.prefix import common_length
-from jetdraft.runtime.passes.split.halves import LeadingHalf, PlacedRows
 
 
 class DraftCache:

@@ -236,14 +236,14 @@ class TreeSearch:
                     self._nodes.append(Node(token, path[-1], share))
             if not node.children:
                 break
-            path.append(max(node.children, key=lambda i: self._puct(i, node.visits)))
+            values = [
+                puct(child.score, child.visits, node.visits, child.share)
+                for child in map(self._nodes.__getitem__, node.children)
+            ]
+            path.append(node.children[values.index(max(values))])
             if not self._nodes[path[-1]].visits:
                 break
         return path
-
-    def _puct(self, index: int, parent_visits: int) -> float:
-        node = self._nodes[index]
-        return puct(node.score, node.visits, parent_visits, node.share)
 
     def _last_two(self, path: list[int]) -> tuple[int, int]:
         """The last two tokens of a path; of the root, the two that `run` was given."""

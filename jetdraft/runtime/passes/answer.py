@@ -157,7 +157,8 @@ class Target(Protocol):
     def run(self, tokens: Tokens, last_only: bool = False, width: int = 0) -> Answer:
         """Run one pass over a chain of tokens at the cursor, which does not move.
 
-        `last_only` answers for the last row, which also pads the pass to its `width`.
+        With `last_only` it answers for the last row alone. Copies of the last row fill
+        the pass up to `width` rows.
         """
         ...
 
@@ -170,6 +171,7 @@ class Target(Protocol):
     def commit(self, path: Sequence[int], ends_at_gap: bool) -> int:
         """Commit the rows of a path of the last pass; returns how many.
 
-        It `ends_at_gap` of the path in the buffer, or moves the rows after gaps.
+        The path's rows may have gaps between them in the buffers. With `ends_at_gap`
+        only the rows before the first gap are committed; else all are, moved together.
         """
         ...

@@ -180,8 +180,9 @@ class Graph:
     ) -> Answer:
         """Run rows of a branching draft in a tree graph, which answers for all rows.
 
-        The draft has slots from the cursor on, `filled` before. Row i is `depths[i]`
-        positions past the cursor, and sees committed rows, `ancestors[i]` and itself.
+        Earlier passes of the same draft `filled` that many slots from the cursor on;
+        these rows get the next ones. Row i lies `depths[i]` positions past the cursor
+        and sees the committed rows, its `ancestors[i]` and itself.
         """
         if not self.contract.tree:
             raise ValueError("a chain graph cannot run branches; use a tree graph")

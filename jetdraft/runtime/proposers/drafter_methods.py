@@ -13,7 +13,12 @@ from jetdraft.options import Range, check_ranges
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.proposers.method import Method, OptionsT, check_choice
+from jetdraft.runtime.proposers.method import (
+    Method,
+    OptionsT,
+    TreeOptions,
+    check_choice,
+)
 from jetdraft.runtime.proposers.model_proposer import (
     THRESHOLDS,
     DraftStop,
@@ -27,7 +32,6 @@ from jetdraft.runtime.proposers.model_proposer import (
     make_draft_stop,
 )
 from jetdraft.runtime.proposers.proposer import Proposer, Traits
-from jetdraft.runtime.proposers.tree_options import TreeOptions
 from jetdraft.runtime.trees.shapes import Shape
 
 # Options that `jetdraft check` tries beside the defaults.
@@ -91,12 +95,18 @@ class BlockOptions(TreeOptions):
 
 
 def token_proposer(
-    name: str, loaded: LoadedBundle, cache: DraftCache, options: DraftOptions
+    name: str,
+    loaded: LoadedBundle,
+    cache: DraftCache,
+    options: DraftOptions,
+    grow: Callable[[Shape], Grow] = Levels,
 ) -> Proposer:
-    """Make a proposer that drafts token by token, or level by level of a tree."""
+    """Make a proposer that drafts token by token, or by levels or blocks of a tree."""
     stop = make_draft_stop(options.stopping, options.stop_threshold, loaded)
-    ms = loaded.curve.drafter
-    return chain_or_tree_proposer(name, loaded, cache, options, ms, stop)
+    block = cache.graph.contract.ahead  # its passes branch, also for a chain
+    check_trees(*([cache.graph] if block else ()))
+    ms = loaded.curve.drafter / max(block, 1)
+    return chain_or_tree_proposer(name, loaded, cache, options, ms, stop, grow)
 
 
 def chain_or_tree_proposer(

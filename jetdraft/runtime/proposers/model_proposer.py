@@ -15,7 +15,7 @@ from jetdraft.runtime.drafts.noise import Distribution
 from jetdraft.runtime.drafts.rows import Rows, Tokens
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.passes.split.halves import PlacedRows
+from jetdraft.runtime.passes.halves import PlacedRows
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Traits
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.trees.shapes import Shape, Static, Tree
@@ -252,14 +252,14 @@ class Guesses:
         self.stop, self.steps = stop, steps
 
     def __call__(
-        self, cache: DraftCache, answer: Answer, tree: Tree, chooser: Chooser
+        self, cache: DraftCache | None, answer: Answer, tree: Tree, chooser: Chooser
     ) -> Rows:
         count, place = min(tree.budget, len(answer.candidates)), tree.position
         half = count if self.steps == 1 else (count + 1) // 2
         if self.stop is not None:
             self.stop.begin()
         tokens, is_sure = self._choose_until_doubt(answer.first(half), place, chooser)
-        if half < count and is_sure:
+        if half < count and is_sure and cache is not None:
             rest = cache.refine(tokens).first(count - half)
             tokens += self._choose_until_doubt(rest, place + half, chooser)[0]
         return Rows.chain([*tree.tokens, *tokens], tree.kind)
@@ -319,22 +319,20 @@ class ProbeProposer(Proposer):
         return guesses[1] if guesses and guesses[0] == len(context) else None
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
-        answer, root = self.guesses(context), context[-1]
+        answer = self.guesses(context)
         if answer is None:
-            return Rows.chain([root], self.traits.kind)
+            return Rows.chain([context[-1]], self.traits.kind)
         shape = self.shape if parents is None else Static(parents)
-        if shape is not None:
-            return self.grow_tree(shape, answer, context, budget)
-        count, place = min(budget, len(answer.candidates)), len(context)
-        tokens = self.chooser.choose(answer.first(count), range(place, place + count))
-        return Rows.chain([root, *tokens], self.traits.kind)
+        return self.grow(shape, answer, context, budget)
 
-    def grow_tree(
-        self, shape: Shape, answer: Answer, context: Tokens, budget: int
+    def grow(
+        self, shape: Shape | None, answer: Answer, context: Tokens, budget: int
     ) -> Rows:
+        """Draft guesses after a context: a tree of this shape, or a chain for None."""
         kind, sampling = self.traits.kind, self.chooser.sampling
         tree = Tree(kind, sampling, len(context), budget, [context[-1]])
-        return SharedGuesses(shape)(None, answer, tree, self.chooser)
+        grow = Guesses() if shape is None else SharedGuesses(shape)
+        return grow(None, answer, tree, self.chooser)
 
 
 def distributions(answer: Answer, chooser: Chooser) -> list[Distribution]:

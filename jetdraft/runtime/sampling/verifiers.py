@@ -69,12 +69,6 @@ class Verifier:
             )
 
 
-def _walk(
-    rows: Rows, answer: Answer, positions: Sequence[int], chooser: Chooser
-) -> list[int]:
-    return chooser.choose(answer, positions)
-
-
 def _rule_verifier(
     name: str,
     kinds: frozenset[Kind],
@@ -243,7 +237,7 @@ _REPLACED_KINDS, _TOP_KINDS = frozenset({Kind.REPLACED}), frozenset({Kind.TOP_AN
 _TOLERANT = {"top": TOP, "tolerance": TOLERANCE}
 
 _TABLE = (
-    Verifier("walk", _ALL_KINDS, _walk),
+    Verifier("walk", _ALL_KINDS, lambda _, answer, at, by: by.choose(answer, at)),
     _rule_verifier("rejection", _DRAWN_KINDS, _single, single_child=True),
     _rule_verifier("recursive", _DRAWN_KINDS, _recursive),
     _rule_verifier("k-seq", _REPLACED_KINDS, _sequential),

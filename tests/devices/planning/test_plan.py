@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from jetdraft.devices.planning.cost_model import Dimensions, LoadedDecoder
-from jetdraft.devices.planning.plan import (
+from jetdraft.devices.cost_model import Dimensions, LoadedDecoder
+from jetdraft.devices.plan import (
     MethodCost,
     Question,
     does_not_fit_error,

@@ -23,7 +23,7 @@ from jetdraft.runtime.drafts.rows import Probes, Probing, Rows
 from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.measured.stats import Acceptance, Round
 from jetdraft.runtime.passes.answer import Answer
-from jetdraft.runtime.passes.split.pruned_halves import THRESHOLD_CHOICES, Threshold
+from jetdraft.runtime.passes.pruned_halves import THRESHOLD_CHOICES, Threshold
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling

@@ -9,7 +9,7 @@ import torch
 from jetdraft.methods.chimera.module import ROW_TOKENS
 from jetdraft.methods.chimera.task import ChimeraTask, SeenRows
 from jetdraft.methods.glide.task import GlideTask
-from jetdraft.runtime.passes.split.halves import PlacedRows
+from jetdraft.runtime.passes.halves import PlacedRows
 from jetdraft.train.heads import DRAFT_ROWS
 from tests.train.attached.conftest import in_floats
 from tests.train.periodic import QUICK, made

@@ -16,7 +16,7 @@ from jetdraft.methods import registered
 from jetdraft.methods.kangaroo.task import KangarooSettings, KangarooTask
 from jetdraft.methods.select import method as select_method
 from jetdraft.runtime.drafts.rows import Rows
-from jetdraft.runtime.passes.split.halves import Halves
+from jetdraft.runtime.passes.halves import Halves
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.train.task import TrainingOptions
 from tests.cli.running import assert_refused

@@ -18,9 +18,9 @@ from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.drafters import drafter_arrays, head_arrays
 from jetdraft.learning.lessons import VERDICT_TOKENS, Lesson, WeightSets, drafter_sha256
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
+from jetdraft.train.learning import Pace, UseOptions, UseTraining, publish
+from jetdraft.train.students import UNROLLED_STEPS, load_student
 from jetdraft.train.task import TrainingOptions
-from jetdraft.train.use.learning import Pace, UseOptions, UseTraining, publish
-from jetdraft.train.use.students import UNROLLED_STEPS, load_student
 from tests.exports import exported
 from tests.toy_drafter import save_drafter
 from tests.train.periodic import PERIOD, made, nothing, write_periodic

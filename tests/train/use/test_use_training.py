@@ -8,8 +8,8 @@ import torch
 
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.devices.detection import Rail
 from jetdraft.devices.providers import PROVIDERS
-from jetdraft.devices.rails import Rail
 from jetdraft.errors import (
     CheckpointError,
     DataError,
@@ -21,8 +21,8 @@ from jetdraft.export.drafters import drafter_arrays
 from jetdraft.learning.lessons import Lesson
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
-from jetdraft.train.use import learning as module
-from jetdraft.train.use.learning import (
+from jetdraft.train import learning as module
+from jetdraft.train.learning import (
     LOOK_SECONDS,
     Background,
     Learned,
@@ -30,7 +30,7 @@ from jetdraft.train.use.learning import (
     UseOptions,
     UseTraining,
 )
-from jetdraft.train.use.students import Missed, load_student
+from jetdraft.train.students import Missed, load_student
 from tests.devices.trees import POWER, write
 from tests.exports import exported
 from tests.programs import python
@@ -142,7 +142,7 @@ def test_a_loss_that_is_no_number_publishes_nothing(
     training.lessons.add(lesson())
     nothing = Missed(torch.tensor(math.nan, requires_grad=True), 0.0, 1)
     monkeypatch.setattr(
-        "jetdraft.train.use.students.compare_missed", lambda *state: nothing
+        "jetdraft.train.students.compare_missed", lambda *state: nothing
     )
     with pytest.raises(TrainingError, match="nothing was published"):
         training.run(Pace())
@@ -285,7 +285,7 @@ def test_a_machine_must_tell_its_power(tmp_path):
 def test_idle_priority():
     # It ends at once: at this priority a busy machine clears up for a minute.
     code = (
-        "import os; from jetdraft.train.use.learning import lower_priority;"
+        "import os; from jetdraft.train.learning import lower_priority;"
         "lower_priority();"
         "print(os.nice(0), os.sched_getscheduler(0) == os.SCHED_IDLE, flush=True);"
         "os._exit(0)"

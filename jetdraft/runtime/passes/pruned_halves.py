@@ -27,7 +27,7 @@ from jetdraft.runtime.drafts.rows import (
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.passes.buffers import Cache
-from jetdraft.runtime.passes.split.halves import Halves, PlacedRows, SplitSessions
+from jetdraft.runtime.passes.halves import Halves, PlacedRows, SplitSessions
 
 # The thresholds: a drafted row stays if its probability is at least this.
 THRESHOLD_CHOICES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
@@ -121,15 +121,15 @@ class PrunedHalves:
         return self.halves.passes
 
     def prepare(self, threshold: float | None, widths: Sequence[int]) -> None:
-        """Set the allowed widths and the threshold; with None the threshold adapts."""
+        """Set the allowed widths and the threshold; with None the threshold adapts.
+
+        Then it times the upper half at each width, and a probe, and rewinds to row 0.
+        """
         self.widths = sorted(widths)
         self.adaptive = Threshold() if threshold is None else None
         self.threshold = threshold or 0.0
-        if threshold is None:
-            self._time_upper_half()
-
-    def _time_upper_half(self) -> None:
-        """Time the upper half at each allowed width, and a probe; rewinds to row 0."""
+        if threshold is not None:
+            return
         self.cache.rewind(0)
         times, narrow = self._upper_times, self.widths[0]
         for width in self.widths:

@@ -226,9 +226,11 @@ class HeadStudent(Student):
             rows = batch.places - 2 - step
             chosen = batch.select(rows >= 0)
             logits = model.lm_head(hidden[chosen.rows, rows[rows >= 0]])
-            parts.append(
-                compare_missed(self._pad_logits(logits, model), chosen, self.can_draft)
-            )
+            if model.ids is not None:
+                size = self.bundle.target.contract.vocab_size
+                wide = logits.new_full((len(logits), size), -torch.inf)
+                logits = wide.index_copy(1, model.ids, logits)
+            parts.append(compare_missed(logits, chosen, self.can_draft))
         return join_missed(parts)
 
     def arrays(self, weights: Mapping[str, Tensor], text: Tensor) -> drafters.Arrays:
@@ -236,14 +238,6 @@ class HeadStudent(Student):
         head = self._load_head(target, self.dtype)
         self.replace_weights(head, weights)
         return drafters.head_arrays(self.bundle, target, head)
-
-    def _pad_logits(self, logits: Tensor, head: Eagle) -> Tensor:
-        """Return logits of all tokens, minus infinity where they cannot be drafted."""
-        if head.ids is None:
-            return logits
-        size = self.bundle.target.contract.vocab_size
-        wide = logits.new_full((len(logits), size), -torch.inf)
-        return wide.index_copy(1, head.ids, logits)
 
     def _load_head(self, target: Checkpoint, dtype: torch.dtype) -> Eagle:
         """Load the head, cut to the bundle's tokens; raises `CheckpointError`."""

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from jetdraft.checkpoints.layers import add_lora, merge_lora
-from jetdraft.devices.rails import module_rails
+from jetdraft.devices.detection import module_rails
 from jetdraft.errors import (
     DataError,
     DeviceError,
@@ -45,9 +45,9 @@ from jetdraft.learning.lessons import (
 )
 from jetdraft.manifest import sha256_of
 from jetdraft.options import Checked, setting
+from jetdraft.train.students import Missed, Student, join_missed
 from jetdraft.train.task import SEED_HELP
 from jetdraft.train.training import ReportStage
-from jetdraft.train.use.students import Missed, Student, join_missed
 
 ADAPTER = "use"  # The name of the LoRA.
 HELD_OUT, MAX_HELD_OUT = 8, 32  # One lesson of 8, and at most 32.

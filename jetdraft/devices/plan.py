@@ -12,8 +12,7 @@ from typing import Any
 
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.devices.best_tree import best_tree
-from jetdraft.devices.device import Device, PowerMode
-from jetdraft.devices.planning.cost_model import (
+from jetdraft.devices.cost_model import (
     BOUND,
     FITTED,
     HALF_BYTES,
@@ -23,6 +22,7 @@ from jetdraft.devices.planning.cost_model import (
     Efficiency,
     LoadedDecoder,
 )
+from jetdraft.devices.device import Device, PowerMode
 from jetdraft.errors import DeviceError, OptionError
 from jetdraft.options import declared
 from jetdraft.recipe import GRIDS, Recipe

@@ -1,1 +1,0 @@
-"""Predicts memory and speed of a model on a device that is not at hand."""

@@ -1,1 +1,0 @@
-"""A target in two halves, and what the host does between them."""
