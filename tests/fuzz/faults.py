@@ -25,8 +25,8 @@ from unittest import mock
 
 from jetdraft.errors import JetdraftError
 from jetdraft.testing import toy_bundle
+from tests.fuzz import Fault, Subject
 from tests.fuzz.jobs import JOBS, NEW, NOTHING, OLD, PROMPT, Job
-from tests.fuzz.subject import Fault, Subject
 
 CHANGES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod")
 CHANGES += ("os.listdir", "shutil.rmtree", "sqlite3.connect", "fcntl.flock")
@@ -210,7 +210,7 @@ class Faults(Subject):
                     with jetdraft.load(self.toy, threads=1, store=file) as model:
                         for method in ("recall", "lookup", "auto"):
                             self._check_text(model, method, max_seconds=1000)
-                    from tests.cli.running import jetdraft as command
+                    from tests.programs import jetdraft as command
 
                     listed = command("store", "list", self.toy, file)
                     if listed.exit_code not in (0, 2):

@@ -32,7 +32,7 @@ from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.passes.prefix import digest_of
 from jetdraft.testing import toy_bundle
 from tests import manifests
-from tests.cli.running import assert_refused
+from tests.programs import assert_refused
 
 
 @pytest.fixture

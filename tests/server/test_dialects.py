@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from jetdraft.cli import main
 from jetdraft.server.app import DIALECTS, Service
-from tests.cli.running import assert_refused
+from tests.programs import assert_refused
 from tests.server.serving import served
 from tests.server.test_api import HELLO, PROMPT, READ_SENSOR
 

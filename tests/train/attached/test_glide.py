@@ -13,8 +13,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import OptionError, PairError, UnsupportedModelError
 from jetdraft.methods.glide.task import GlideTask
-from tests.exports import exported
-from tests.tiny import HYBRIDS, save_checkpoint
+from tests.tiny import HYBRIDS, exported, save_checkpoint
 from tests.train.attached.conftest import sized
 from tests.train.periodic import QUICK, made
 
