@@ -38,7 +38,7 @@ WAYS = [
 
 
 @pytest.fixture(scope="module", params=["cuda", "tensorrt"])
-def bundle(pair, tmp_path_factory, request):
+def placed(pair, tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("placed")
     config = llama_config(num_hidden_layers=1)
     target, output = save_checkpoint(folder / "target", config), folder / request.param
@@ -57,10 +57,10 @@ def pretend(monkeypatch, name):
 
 
 @pytest.fixture
-def pretended(bundle, monkeypatch):
+def pretended(placed, monkeypatch):
     """The bundle, where its provider is really the CPU's."""
-    pretend(monkeypatch, bundle.provider)
-    return jetdraft.load(bundle.path, threads=1)
+    pretend(monkeypatch, placed.provider)
+    return jetdraft.load(placed.path, threads=1)
 
 
 def text(model, **way):
@@ -68,18 +68,18 @@ def text(model, **way):
     return model.generate(token_ids=PROMPT, **given).token_ids
 
 
-def test_a_bundle_for_a_gpu_is_fp16(bundle):
-    assert bundle.target.contract.dtype == "float16"
-    assert bundle.drafter.contract.dtype == "float32"
-    assert bundle.drafter_provider == "cpu"
+def test_a_bundle_for_a_gpu_is_fp16(placed):
+    assert placed.target.contract.dtype == "float16"
+    assert placed.drafter.contract.dtype == "float32"
+    assert placed.drafter_provider == "cpu"
     assert (
-        bundle.flavour == {"cuda": "contrib", "tensorrt": "standard"}[bundle.provider]
+        placed.flavour == {"cuda": "contrib", "tensorrt": "standard"}[placed.provider]
     )
 
 
-def test_the_text_is_that_of_the_cpu(bundle, pretended):
-    plain = jetdraft.load(bundle.path, provider="cpu", threads=1)
-    assert pretended.parts.profiles.machine["provider"] == f"{bundle.provider}+cpu"
+def test_the_text_is_that_of_the_cpu(placed, pretended):
+    plain = jetdraft.load(placed.path, provider="cpu", threads=1)
+    assert pretended.parts.profiles.machine["provider"] == f"{placed.provider}+cpu"
     for way in WAYS:
         kept = ("temperature", "seed", "top_p", "max_new_tokens")
         settings = {key: value for key, value in way.items() if key in kept}
@@ -102,14 +102,14 @@ def test_only_candidates_come_to_the_host(pretended):
     assert not np.array_equal(answer.logits, before)
 
 
-def test_pruning_is_refused(bundle, pretended):
+def test_pruning_is_refused(placed, pretended):
     drafting = Drafting("stream", settings={"prune_threshold": 0.1})
-    with refused_option(f"not on {bundle.provider}"):
+    with refused_option(f"not on {placed.provider}"):
         pretended.planner.target_for(drafting)
 
 
-def test_passes_are_captured_by_size_and_length(bundle, pretended):
-    if bundle.provider != "cuda":
+def test_passes_are_captured_by_size_and_length(placed, pretended):
+    if placed.provider != "cuda":
         assert pretended.parts.target.captures is None
         return
     captures = pretended.parts.target.captures
@@ -122,9 +122,9 @@ def test_passes_are_captured_by_size_and_length(bundle, pretended):
     assert {length for _, length in captures.ids} == {256, 320}
 
 
-def test_each_engine_has_a_width(bundle, pretended):
+def test_each_engine_has_a_width(placed, pretended):
     engines = pretended.parts.target.sessions
-    if bundle.provider == "cuda":
+    if placed.provider == "cuda":
         assert engines.width(3, room=100) == 3
         assert engines.chain.session is not engines.any.session
         return
@@ -146,13 +146,13 @@ def test_a_new_size_runs_eagerly_first():
     ]
 
 
-def test_trees_that_round_otherwise_are_not_exact(bundle, pretended):
+def test_trees_that_round_otherwise_are_not_exact(placed, pretended):
     assert pretended.parts.widths.trees_agree
-    if bundle.provider != "cuda":
+    if placed.provider != "cuda":
         return
     graph = pretended.parts.target
-    other = jetdraft.load(bundle.path, provider="cpu", threads=1).parts.target
-    file = bundle.path / bundle.target.tree_file
+    other = jetdraft.load(placed.path, provider="cpu", threads=1).parts.target
+    file = placed.path / placed.target.tree_file
     views, _owners = shared_weights(file, "cpu")
     arrays = {name: value.numpy() for name, value in views.items()}
     scales = next(name for name, w in arrays.items() if w.dtype == np.float16)
@@ -171,8 +171,8 @@ def test_trees_that_round_otherwise_are_not_exact(bundle, pretended):
     assert drafted == text(pretended, method="none", max_new_tokens=40)
 
 
-def test_a_drafter_that_was_off_is_measured_when_it_is_on(bundle, tmp_path):
-    copy = shutil.copytree(bundle.path, tmp_path / "copy")
+def test_a_drafter_that_was_off_is_measured_when_it_is_on(placed, tmp_path):
+    copy = shutil.copytree(placed.path, tmp_path / "copy")
     shutil.rmtree(copy / "profiles", ignore_errors=True)
     off = jetdraft.load(copy, provider="cpu", threads=1, drafter_provider="off")
     assert off.parts.profiles.machine["provider"] == "cpu+off"
@@ -182,9 +182,9 @@ def test_a_drafter_that_was_off_is_measured_when_it_is_on(bundle, tmp_path):
     assert on.parts.curve.drafter > 0.0
 
 
-def test_a_drafter_goes_where_the_caller_goes(bundle):
+def test_a_drafter_goes_where_the_caller_goes(placed):
     """A bundle's choice for its drafter belongs to its choice for the target."""
-    model = jetdraft.load(bundle.path, provider="cpu", threads=1)
+    model = jetdraft.load(placed.path, provider="cpu", threads=1)
     assert model.parts.profiles.machine["provider"] == "cpu"
 
 
