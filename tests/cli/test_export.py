@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import transformers
-from click.testing import Result
 from optimum.commands import optimum_cli
 
 from jetdraft.bundle import Bundle
@@ -296,10 +295,6 @@ def export(monkeypatch, capsys):
     return run
 
 
-def as_printed(result: Result) -> tuple[int, str, str]:
-    return result.exit_code, result.stdout, result.stderr
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     """The files of a bundle; what was measured on this machine does not count."""
     files = (file for file in folder.iterdir() if file.is_file())
@@ -340,7 +335,8 @@ def test_bad_options_are_refused_as_by_jetdraft_export(export, pair, tmp_path, b
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     plain = ("export", *bad.split(), pair.target, "-o", tmp_path / "bundle")
-    assert refused == as_printed(jetdraft(*plain))
+    again = jetdraft(*plain)
+    assert refused == (again.exit_code, again.stdout, again.stderr)
     assert not (tmp_path / "bundle").exists()
 
 
